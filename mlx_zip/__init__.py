@@ -1,0 +1,49 @@
+"""mlx_zip: language models whose vocabulary grows while they run (zip2zip, arXiv 2506.01084), on MLX.
+
+Names below are loaded when first used, so `import mlx_zip` stays light: it imports none of mlx, mlx_lm,
+transformers or torch. Importing it also makes `mlx_lm` able to load converted models (see `mlx_zip.register`).
+"""
+
+from importlib import import_module
+from typing import Any
+
+from mlx_zip.register import register
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "CodecParams": "mlx_zip.codec",
+    "Codebook": "mlx_zip.codec",
+    "compress": "mlx_zip.codec",
+    "ZipConfig": "mlx_zip.config",
+    "Layout": "mlx_zip.layout",
+    "ZipState": "mlx_zip.state",
+    "load": "mlx_zip.generate",
+    "generate": "mlx_zip.generate",
+    "stream_generate": "mlx_zip.generate",
+    "batch_generate": "mlx_zip.generate",
+    "convert": "mlx_zip.converters",
+    "CodecError": "mlx_zip.errors",
+    "ConfigError": "mlx_zip.errors",
+    "ConversionError": "mlx_zip.errors",
+    "GenerationError": "mlx_zip.errors",
+    "MlxZipError": "mlx_zip.errors",
+    "ModelError": "mlx_zip.errors",
+}
+
+__all__ = [*sorted(_HOMES), "register"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'mlx_zip' has no attribute {name!r}")
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(_HOMES))
+
+
+register()

@@ -1,0 +1,25 @@
+"""The one exception family. Each message is one line that names the culprit and says what to do."""
+
+
+class MlxZipError(Exception):
+    """Base of every error that mlx_zip raises on purpose; the command line prints it and exits with status 2."""
+
+
+class CodecError(MlxZipError, ValueError):
+    """Ids that are neither base ids nor hypertokens known at that point, or codec parameters out of range."""
+
+
+class ConfigError(MlxZipError, ValueError):
+    """A configuration that is unknown, incomplete or contradicts the model or tokenizer beside it."""
+
+
+class ModelError(MlxZipError, ValueError):
+    """A model, cache or input that the runtime cannot run as asked."""
+
+
+class ConversionError(MlxZipError):
+    """A checkpoint that cannot be converted; nothing was written."""
+
+
+class GenerationError(MlxZipError, ValueError):
+    """A request that cannot be generated as asked (empty prompt, prompt longer than the context, a refused flag)."""

@@ -1,0 +1,77 @@
+"""Hyper rows: from entries to rows, and the tables in which a request keeps them."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+ENTRIES_PER_PASS = 512  # bounds the encoder's activations when a long prompt installs thousands of entries
+CAPACITY_STEP = 256  # tables grow by this many slots, so that shapes seldom change
+
+
+def matrix_rows(module: nn.Module, ids: mx.array) -> mx.array:
+    """Rows of an embedding or a linear layer: ids [...] -> [..., D].
+
+    Of a quantized layer only the rows asked for are dequantized. Source of the output side: zip2zip 0.2.0 encodes
+    entries from rows of the head matrix, not of the embedding.
+    """
+    if "scales" not in module:
+        return module["weight"][ids]
+    biases = module.get("biases")
+    return mx.dequantize(
+        module["weight"][ids],
+        scales=module["scales"][ids],
+        biases=None if biases is None else biases[ids],
+        group_size=module.group_size,
+        bits=module.bits,
+        mode=module.mode,
+    )
+
+
+def encode_entries(encoder: nn.Module, matrix: nn.Module, base_ids: np.ndarray, lengths: np.ndarray) -> mx.array:
+    """Hyper rows of N entries: base_ids [N, S] uint32 padded with the pad id, lengths [N] -> [N, D]."""
+    parts = []
+    for begin in range(0, len(base_ids), ENTRIES_PER_PASS):
+        block = slice(begin, begin + ENTRIES_PER_PASS)
+        x = matrix_rows(matrix, mx.array(base_ids[block]))
+        parts.append(encoder(x, mx.array(lengths[block].astype(np.int32))))
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts)
+
+
+class RowTable:
+    """Rows of one side for B sequences: `rows` [B, capacity, D]; slot s of sequence b is `rows[b, s]`."""
+
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+        self.rows: mx.array | None = None
+
+    def put(self, sequence: np.ndarray, slots: np.ndarray, rows: mx.array, limit: int) -> None:
+        """Writes rows [N, D] at (sequence [N], slots [N]); grows up to `limit` slots when needed."""
+        self._reserve(int(slots.max()) + 1, rows, limit)
+        assert self.rows is not None
+        self.rows[mx.array(sequence), mx.array(slots)] = rows
+
+    def _reserve(self, slots: int, like: mx.array, limit: int) -> None:
+        have = 0 if self.rows is None else self.rows.shape[1]
+        if slots <= have:
+            return
+        want = min(-(-slots // CAPACITY_STEP) * CAPACITY_STEP, limit)
+        more = mx.zeros((self.batch, want - have, like.shape[-1]), like.dtype)
+        self.rows = more if self.rows is None else mx.concatenate([self.rows, more], axis=1)
+
+    def take(self, slots: mx.array) -> mx.array:
+        """Slots [B, L] -> [B, L, D]."""
+        assert self.rows is not None
+        return self.rows[mx.arange(self.batch)[:, None], slots]
+
+    def copy(self) -> RowTable:
+        """An independent table (the arrays are shared until one side writes)."""
+        twin = RowTable(self.batch)
+        twin.rows = None if self.rows is None else mx.array(self.rows)
+        return twin
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return 0 if self.rows is None else self.rows.nbytes

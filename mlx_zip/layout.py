@@ -1,0 +1,66 @@
+"""Where hyper ids begin and how logits columns are laid out: the one place that knows.
+
+A logits row has W = embedding_rows + codebook_size columns, and the column is the id:
+
+    [ base 0 .. V-1 | hyper V .. V+codebook_size-1 | base tail ]
+
+The tail holds the embedding rows from V on, which no tokenizer emits; its ids cannot be read back, so it is always
+masked (zip2zip 0.2.0 leaves it open and dies when one is chosen).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from mlx_zip.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Layout:
+    """vocab_size V: base ids; codebook_size: slots; embedding_rows: rows of the embedding (V or more)."""
+
+    vocab_size: int
+    codebook_size: int
+    embedding_rows: int
+
+    def __post_init__(self) -> None:
+        if self.vocab_size > self.embedding_rows:
+            raise ConfigError(
+                f"initial_vocab_size {self.vocab_size} lies above the embedding's {self.embedding_rows} rows"
+            )
+
+    @property
+    def width(self) -> int:
+        """Columns W of the logits."""
+        return self.embedding_rows + self.codebook_size
+
+    @property
+    def tail(self) -> int:
+        """Masked columns after the hyper block."""
+        return self.embedding_rows - self.vocab_size
+
+    @property
+    def end(self) -> int:
+        """One past the last id that can be read or emitted."""
+        return self.vocab_size + self.codebook_size
+
+    def is_hyper(self, ids: Any) -> Any:
+        """Elementwise test; works on ints, numpy and MLX arrays."""
+        return ids >= self.vocab_size
+
+    def slot(self, ids: Any) -> Any:
+        """Hyper ids to slots."""
+        return ids - self.vocab_size
+
+    def hyper_id(self, slots: Any) -> Any:
+        """Slots to hyper ids."""
+        return slots + self.vocab_size
+
+    def check_tokenizer(self, token_ids: int) -> None:
+        """Raises `ConfigError` when a tokenizer with `token_ids` ids would collide with the hyper ids."""
+        if token_ids > self.vocab_size:
+            raise ConfigError(
+                f"the tokenizer has {token_ids} ids but hypertokens begin at {self.vocab_size} "
+                "(initial_vocab_size); the checkpoint and the tokenizer do not belong together"
+            )

@@ -1,0 +1,178 @@
+"""Rotary positions that take the positions as an argument, with every scaling rule the supported models use.
+
+mlx-lm's blocks call `self.rope(x, offset=cache.offset)`. Our model hands them a view of the cache whose `offset` is
+a `Positions`, so the same blocks run with per-token positions and with either LongRoPE factor set; nothing is kept
+in the module between calls.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_zip.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Positions:
+    """Where the ids of one call stand.
+
+    start: position of the first id, an int or an array [B]; ids follow one by one. index [B, L]: explicit
+    positions, used instead of `start` when given. long: use LongRoPE's long factors.
+    """
+
+    start: int | mx.array = 0
+    index: mx.array | None = None
+    long: bool = False
+
+
+class Rope(nn.Module):
+    """Rotates the first `dims` of each head. short, long [dims / 2]: wavelengths over 2 pi, equal unless LongRoPE."""
+
+    def __init__(self, dims: int, short: mx.array, long: mx.array | None = None, magnitude: float = 1.0) -> None:
+        super().__init__()
+        self.dims, self.magnitude = dims, magnitude
+        self._short, self._long = short, short if long is None else long
+
+    def __call__(self, x: mx.array, offset: Positions) -> mx.array:
+        """X [B, H, L, D] -> the same shape."""
+        if self.magnitude != 1.0:
+            x = self._scaled(x)
+        freqs = self._long if offset.long else self._short
+        if offset.index is None:
+            return self._rotate(x, offset.start, freqs)
+        batch, heads, length, width = x.shape
+        if length == 1:
+            return self._rotate(x, offset.index[:, 0], freqs)
+        x = x.transpose(0, 2, 1, 3).reshape(batch * length, heads, 1, width)
+        x = self._rotate(x, offset.index.reshape(-1), freqs)
+        return x.reshape(batch, length, heads, width).transpose(0, 2, 1, 3)
+
+    def _rotate(self, x: mx.array, start: int | mx.array, freqs: mx.array) -> mx.array:
+        return mx.fast.rope(
+            x, self.dims, traditional=False, base=None, scale=1.0, offset=start, freqs=freqs
+        )
+
+    def _scaled(self, x: mx.array) -> mx.array:
+        if self.dims == x.shape[-1]:
+            return x * self.magnitude
+        return mx.concatenate([x[..., : self.dims] * self.magnitude, x[..., self.dims :]], axis=-1)
+
+
+def rope_parameters(config: Mapping[str, Any], layer_type: str, theta: float) -> dict[str, Any]:
+    """One dictionary from either style of config.json: `rope_parameters` or `rope_scaling` with `rope_theta`.
+
+    layer_type: "full_attention" or "sliding_attention", for configs that nest one set per type. theta: the model
+    family's default when the config names none. Raises `ConfigError` when the two styles contradict each other.
+    """
+    new = config.get("rope_parameters") or {}
+    if new and all(isinstance(value, Mapping) for value in new.values()):
+        new = new.get(layer_type) or {}
+    old = dict(config.get("rope_scaling") or {})
+    if "type" in old:
+        old.setdefault("rope_type", old.pop("type"))
+    if config.get("rope_theta") is not None:
+        old["rope_theta"] = config["rope_theta"]
+    if clash := sorted(key for key in old.keys() & new.keys() if old[key] != new[key]):
+        raise ConfigError(f"rope_parameters and rope_scaling/rope_theta disagree about {', '.join(clash)}")
+    merged = {"rope_theta": theta, "rope_type": "default", **old, **new}
+    if merged["rope_type"] == "su":  # the first Phi-3 releases' name for LongRoPE
+        merged["rope_type"] = "longrope"
+    merged.setdefault("partial_rotary_factor", config.get("partial_rotary_factor") or 1.0)
+    return merged
+
+
+def make_rope(parameters: Mapping[str, Any], head_dim: int, config: Mapping[str, Any]) -> Rope:
+    """Builds the `Rope` of one layer. Raises `ConfigError` for a kind that is not supported.
+
+    Source of the formulas: transformers 5 `modeling_rope_utils`; LongRoPE arXiv 2402.13753; YaRN arXiv 2309.00071.
+    """
+    kind = parameters["rope_type"]
+    if kind not in _KINDS:
+        raise ConfigError(f"rope_type {kind!r} is not supported; supported: {', '.join(sorted(_KINDS))}")
+    dims = int(head_dim * parameters["partial_rotary_factor"])
+    waves = parameters["rope_theta"] ** (mx.arange(0, dims, 2, dtype=mx.float32) / dims)
+    try:
+        return _KINDS[kind](dims, waves, parameters, config)
+    except KeyError as missing:
+        raise ConfigError(f"rope_type {kind!r}: {missing.args[0]} is missing") from None
+
+
+def original_context(parameters: Mapping[str, Any], config: Mapping[str, Any]) -> int:
+    """Length the model was pretrained at; a value beside the rope parameters goes first, as in transformers."""
+    key = "original_max_position_embeddings"
+    return int(config.get(key) or parameters.get(key) or config["max_position_embeddings"])
+
+
+def _default(dims: int, waves: mx.array, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> Rope:
+    return Rope(dims, waves)
+
+
+def _linear(dims: int, waves: mx.array, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> Rope:
+    return Rope(dims, waves * parameters["factor"])
+
+
+def _llama3(dims: int, waves: mx.array, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> Rope:
+    factor, context = parameters["factor"], original_context(parameters, config)
+    low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
+    length = 2 * math.pi * waves
+    smooth = (context / length - low) / (high - low)
+    blended = waves / ((1 - smooth) / factor + smooth)
+    scaled = mx.where(length > context / low, waves * factor, waves)
+    return Rope(dims, mx.where((length >= context / high) & (length <= context / low), blended, scaled))
+
+
+def _yarn(dims: int, waves: mx.array, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> Rope:
+    theta, context = parameters["rope_theta"], original_context(parameters, config)
+    factor = parameters.get("factor") or config["max_position_embeddings"] / context
+
+    def dimension(rotations: float) -> float:
+        return dims * math.log(context / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = dimension(parameters.get("beta_fast") or 32), dimension(parameters.get("beta_slow") or 1)
+    if parameters.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dims - 1)
+    ramp = mx.clip((mx.arange(dims // 2, dtype=mx.float32) - low) / max(high - low, 0.001), 0, 1)
+    inverse = (1 / waves) * (1 - ramp) + (1 / (factor * waves)) * ramp
+    return Rope(dims, 1 / inverse, magnitude=_yarn_magnitude(parameters, factor))
+
+
+def _yarn_magnitude(parameters: Mapping[str, Any], factor: float) -> float:
+    def magnitude(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    if parameters.get("attention_factor") is not None:
+        return parameters["attention_factor"]
+    weight, weight_all = parameters.get("mscale"), parameters.get("mscale_all_dim")
+    if weight and weight_all:
+        return magnitude(weight) / magnitude(weight_all)
+    return magnitude(1.0)
+
+
+def _longrope(dims: int, waves: mx.array, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> Rope:
+    context = original_context(parameters, config)
+    sets = []
+    for name in ("short_factor", "long_factor"):
+        if len(parameters[name]) != dims // 2:
+            raise ConfigError(f"rope {name} has {len(parameters[name])} factors, the heads need {dims // 2}")
+        sets.append(waves * mx.array(parameters[name], dtype=mx.float32))
+    magnitude = parameters.get("attention_factor")
+    if magnitude is None:
+        growth = parameters.get("factor") or config["max_position_embeddings"] / context
+        magnitude = 1.0 if growth <= 1 else math.sqrt(1 + math.log(growth) / math.log(context))
+    return Rope(dims, sets[0], sets[1], magnitude)
+
+
+_KINDS = {
+    "default": _default,
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+}

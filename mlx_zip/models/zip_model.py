@@ -1,0 +1,282 @@
+"""The model: a decoder whose embedding and head also read the hyper rows of the request's `ZipState`.
+
+One call: the ids are read on the host and learnt by the codebooks; rows that are missing are encoded in one batch per
+side; then embedding, decoder body and joint head run as one lazy graph. Source: arXiv 2506.01084 §2, zip2zip 0.2.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from mlx_zip.config import ZipConfig
+from mlx_zip.errors import ConfigError, ModelError
+from mlx_zip.hyper import encode_entries, make_encoder
+from mlx_zip.layout import Layout
+from mlx_zip.models.architectures import make_decoder
+from mlx_zip.models.rope import Positions
+from mlx_zip.state import Advance, ZipState, find_state
+
+RECORD_KEYS = ("base_model_type", "source", "fingerprint")  # beside ZipConfig's keys in config.json's section
+
+
+@dataclass(frozen=True)
+class ModelArgs:
+    """config.json of a converted model: the base model's keys plus a `zip2zip` section."""
+
+    config: dict[str, Any]
+
+    @classmethod
+    def from_dict(cls, config: dict[str, Any]) -> ModelArgs:
+        """Named as mlx-lm's loader expects."""
+        return cls(config)
+
+    @property
+    def zip_config(self) -> ZipConfig:
+        """The section, checked. Raises `ConfigError`."""
+        section = self.config.get("zip2zip")
+        if not isinstance(section, dict):
+            raise ConfigError("config.json has no zip2zip section; convert the checkpoint with `mlx_zip convert`")
+        return ZipConfig.from_dict({key: v for key, v in section.items() if key not in RECORD_KEYS})
+
+    @property
+    def decoder_config(self) -> dict[str, Any]:
+        """The base model's own config."""
+        return {**self.config, "model_type": self.config["zip2zip"].get("base_model_type")}
+
+
+class Body(nn.Module):
+    """The decoder's weights under their checkpoint names: `embed_tokens`, `layers`, `norm`."""
+
+    def __init__(self, config: dict[str, Any], layers: list[nn.Module], norm: nn.Module) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config["vocab_size"], config["hidden_size"])
+        self.layers = layers
+        self.norm = norm
+
+
+class PositionedCache:
+    """One layer's KV cache as the layer sees it during one call: the same cache, with our positions as its offset."""
+
+    def __init__(self, cache: Any, offset: Positions) -> None:
+        self.cache, self.offset = cache, offset
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
+        return self.cache.update_and_fetch(keys, values)
+
+    def __getattr__(self, name: str) -> Any:  # bits and group_size, when the cache is a quantized one
+        return getattr(self.cache, name)
+
+
+class Model(nn.Module):
+    """A causal model whose vocabulary grows: `model(ids, cache=cache) -> logits`.
+
+    Built by mlx-lm's loader from `ModelArgs`. Holds weights only; what changes lives in the cache that `make_cache`
+    makes. Raises `ConfigError` when the config is not supported or contradicts itself.
+    """
+
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__()
+        self.args = args
+        self.config = args.zip_config
+        config = args.decoder_config
+        layers, norm, self.traits = make_decoder(config)
+        self.layout = Layout(self.config.vocab_size, self.config.codebook_size, config["vocab_size"])
+        if self.config.encoder.model_size != config["hidden_size"]:
+            raise ConfigError(
+                f"the encoder makes rows of width {self.config.encoder.model_size}, "
+                f"the model's are {config['hidden_size']}"
+            )
+        self.model_type = args.config.get("model_type")
+        self.model = Body(config, layers, norm)
+        if not self.traits.tied:
+            self.lm_head = nn.Linear(config["hidden_size"], config["vocab_size"], bias=False)
+        self.input_encoder = make_encoder(self.config.encoder, self.config.merge_size)
+        if not self.config.encoder.tie_encoders:
+            self.output_encoder = make_encoder(self.config.encoder, self.config.merge_size)
+
+    def __call__(self, ids: mx.array, cache: Sequence[Any] | None = None, *, causal: bool = False) -> mx.array:
+        """Ids [B, L] integers -> logits [B, L, W] in the model's dtype, W = `layout.width`.
+
+        The column is the id. Columns of entries that are not installed and of the base tail are -inf; an entry
+        created by an id of this call can be chosen right after it. Within one call the entries of the whole chunk
+        are open at every position, as upstream; `causal=True` opens each only from the position that created it.
+        Raises `CodecError` for an illegal id and `ModelError` for a cache that does not fit, before anything
+        changes. Without a cache the call stands alone.
+        """
+        host_ids = _host_ids(ids)
+        cache = self.make_cache(left_padding=[0] * len(host_ids)) if cache is None else cache
+        kv, state = self._split(cache)
+        advance = state.advance(host_ids)
+        h = self._hidden(kv, state, host_ids)
+        return self._head(h, state, advance, causal)
+
+    # ---- cache
+
+    def make_cache(self, left_padding: Sequence[int] | None = None) -> list[Any]:
+        """KV caches and the `ZipState` of a new request.
+
+        left_padding [B]: per sequence, how many ids at the start are padding, for batches; None makes a cache for
+        one sequence. Every layer gets a full KV cache, also under a sliding window, so that every cache can be
+        trimmed and quantized.
+        """
+        from mlx_lm.models.cache import BatchKVCache, KVCache  # importing it takes a second, so only when needed
+
+        if left_padding is None or list(left_padding) == [0]:
+            return [*(KVCache() for _ in self.layers), ZipState(self.config.codec_params)]
+        padding = [int(n) for n in left_padding]
+        return [*(BatchKVCache(padding) for _ in self.layers), ZipState(self.config.codec_params, padding)]
+
+    def _split(self, cache: Sequence[Any]) -> tuple[Sequence[Any], ZipState]:
+        state = find_state(cache)
+        if state is None or state is not cache[-1] or len(cache) != len(self.layers) + 1:
+            raise ModelError("the cache is not one that this model's make_cache() made")
+        if state.params != self.config.codec_params:
+            raise ModelError("the cache was made with other codec parameters than this model's")
+        kv = cache[:-1]
+        if (length := _kv_length(kv[0])) != state.offset:
+            raise ModelError(f"the KV cache holds {length} ids, the codebook {state.offset}; trim both together")
+        return kv, state
+
+    # ---- one call, room by room
+
+    def _hidden(self, kv: Sequence[Any], state: ZipState, ids: np.ndarray) -> mx.array:
+        """The decoder's output [B, L, D] for ids [B, L], which the state has just learnt.
+
+        LongRoPE has one factor set for all positions, chosen by the last one. When a call changes the set, keys made
+        with the other are worthless: the KV caches are emptied and filled again from the id log.
+        """
+        length = ids.shape[1]
+        positions = self._positions(state, ids)
+        if positions.long != state.long_rope and state.offset > length:
+            ids = state.log(self.config.pad_id)
+            for cache in kv:
+                cache.trim(_kv_length(cache))
+            positions = self._positions(state, ids)
+        state.long_rope = positions.long
+        return self._run(self._embed(state, ids), kv, positions)[:, -length:]
+
+    def _positions(self, state: ZipState, ids: np.ndarray) -> Positions:
+        """Where the last L ids stand, ids [B, L]."""
+        context = self.traits.long_context
+        if self.config.position_mode == "base_token_end":
+            index = state.base_positions(ids)
+            return Positions(index=mx.array(index), long=context is not None and int(index.max()) >= context)
+        start = (state.offset - ids.shape[1] - state.left_padding).astype(np.int32)
+        long = context is not None and state.offset - int(state.left_padding.min()) > context
+        return Positions(start=int(start[0]) if len(start) == 1 else mx.array(start), long=long)
+
+    def _embed(self, state: ZipState, ids: np.ndarray) -> mx.array:
+        """Ids [B, L] -> [B, L, D], base rows and hyper rows."""
+        hyper = self.layout.is_hyper(ids)
+        h = self.model.embed_tokens(mx.array(np.where(hyper, 0, ids)))
+        if hyper.any():
+            slots = np.where(hyper, self.layout.slot(ids.astype(np.int64)), -1)
+            self._encode_inputs(state, slots)
+            rows = state.inputs.take(mx.array(np.maximum(slots, 0)))
+            h = mx.where(mx.array(hyper)[..., None], rows.astype(h.dtype), h)
+        if self.traits.embed_scale != 1.0:
+            h = h * mx.array(self.traits.embed_scale).astype(h.dtype)
+        return h
+
+    def _encode_inputs(self, state: ZipState, slots: np.ndarray) -> None:
+        sequence, wanted = state.missing_inputs(slots)
+        if len(wanted):
+            entries = state.entries(sequence, wanted)
+            rows = encode_entries(self.input_encoder, self.model.embed_tokens, *entries)
+            state.inputs.put(sequence, wanted, rows, self.config.codebook_size)
+            state.encoded_inputs[sequence, wanted] = True
+
+    def _encode_outputs(self, state: ZipState, live: np.ndarray) -> None:
+        sequence, wanted = state.missing_outputs()
+        if len(wanted):
+            entries = state.entries(sequence, wanted)
+            rows = encode_entries(self._output_encoder, self._head_matrix, *entries)
+            state.outputs.put(sequence, wanted, rows, self.config.codebook_size)
+            state.encoded_outputs[:] = live
+
+    def _run(self, h: mx.array, kv: Sequence[Any], positions: Positions) -> mx.array:
+        """The decoder body: [B, L, D] -> [B, L, D]."""
+        masks: dict[int | None, Any] = {}
+        as_array = self.traits.mask_as_array and h.shape[1] > 1
+        for layer, cache, window in zip(self.model.layers, kv, self.traits.windows, strict=True):
+            if window not in masks:
+                masks[window] = cache.make_mask(h.shape[1], window_size=window, return_array=as_array)
+            h = layer(h, masks[window], PositionedCache(cache, positions))
+        return self.model.norm(h)
+
+    def _head(self, h: mx.array, state: ZipState, advance: Advance, causal: bool) -> mx.array:
+        """[B, L, D] -> logits [B, L, W] in the order of `Layout`."""
+        self._encode_outputs(state, advance.live)
+        base = self._cap(self.model.embed_tokens.as_linear(h) if self.traits.tied else self.lm_head(h))
+        parts, columns = [base[..., : self.layout.vocab_size]], self.layout.vocab_size
+        if state.outputs.rows is not None:
+            hyper = self._cap((h @ state.outputs.rows.swapaxes(-1, -2)).astype(base.dtype))
+            installed = advance.available if causal else advance.live[:, None]
+            is_open = mx.arange(hyper.shape[-1]) < mx.array(installed)[..., None]
+            parts.append(mx.where(is_open, hyper, -mx.inf))
+            columns += hyper.shape[-1]
+        rest = self.layout.width - columns
+        if rest:
+            parts.append(mx.full((*base.shape[:-1], rest), -mx.inf, base.dtype))
+        return mx.concatenate(parts, axis=-1)
+
+    def _cap(self, logits: mx.array) -> mx.array:
+        """Gemma 2's soft cap; before the mask, or it would lift -inf to -cap."""
+        cap = self.traits.soft_cap
+        return logits if cap is None else mx.tanh(logits / cap) * cap
+
+    # ---- what mlx-lm's loader and converter ask for
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The decoder's blocks."""
+        return self.model.layers
+
+    @property
+    def _output_encoder(self) -> nn.Module:
+        return self.input_encoder if self.config.encoder.tie_encoders else self.output_encoder
+
+    @property
+    def _head_matrix(self) -> nn.Module:
+        return self.model.embed_tokens if self.traits.tied else self.lm_head
+
+    def rows(self, base_ids: np.ndarray, lengths: np.ndarray) -> tuple[mx.array, mx.array]:
+        """Input and output rows [N, D] of entries: base_ids [N, merge_size] padded with the pad id, lengths [N]."""
+        return (
+            encode_entries(self.input_encoder, self.model.embed_tokens, base_ids, lengths),
+            encode_entries(self._output_encoder, self._head_matrix, base_ids, lengths),
+        )
+
+    def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+        """Checkpoint names to attribute names: drops rotary buffers and the second copy of a tied matrix."""
+        weights = {name: w for name, w in weights.items() if "rotary_emb.inv_freq" not in name}
+        if self.traits.tied:
+            head = weights.pop("lm_head.weight", None)
+            if head is not None:
+                weights.setdefault("model.embed_tokens.weight", head)
+        return weights
+
+    def quant_predicate(self, path: str, module: nn.Module) -> bool:
+        """What mlx-lm's quantizer may quantize: decoder, embedding and head, but not the encoders."""
+        return not path.startswith(("input_encoder", "output_encoder"))
+
+
+def _host_ids(ids: mx.array) -> np.ndarray:
+    """The one read of a call: ids [B, L] on the host as uint32."""
+    if ids.ndim != 2 or 0 in ids.shape or not mx.issubdtype(ids.dtype, mx.integer):
+        raise ModelError(f"ids must be integers [B, L] with B, L > 0, got {ids.dtype} {list(ids.shape)}")
+    host = np.array(ids)
+    if host.dtype != np.uint32 and (host.min() < 0 or host.max() > 0xFFFFFFFF):
+        raise ModelError(f"ids from {host.min()} to {host.max()} are not all 32-bit token ids")
+    return np.ascontiguousarray(host.astype(np.uint32, copy=False))
+
+
+def _kv_length(cache: Any) -> int:
+    """Ids in a KV cache; a batch cache counts them in `_idx`, its `offset` being per sequence."""
+    return cache._idx if hasattr(cache, "_idx") else cache.offset

@@ -1,0 +1,162 @@
+"""How the next id is chosen: mlx-lm's samplers, and its penalties carried over to base-token space.
+
+A penalty on ids would let a penalised word come back inside a hypertoken. So penalties and biases look at base tokens:
+the context is what the ids read so far expand to, and a hypertoken answers for each of its constituents.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.sample_utils import LogitsProcessor, Sampler, make_logits_processors, make_sampler
+
+from mlx_zip.errors import GenerationError
+from mlx_zip.state import ZipState
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Sampling options, named and defaulted as in mlx-lm 0.32; `temp` 0 is greedy.
+
+    Penalties look at the last `*_context_size` base tokens. logit_bias: base id -> number added to its logit. Raises
+    `GenerationError` naming the option that is out of range.
+    """
+
+    temp: float = 0.0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    min_tokens_to_keep: int = 1
+    top_k: int = 0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    seed: int | None = None
+    repetition_penalty: float | None = None
+    repetition_context_size: int = 20
+    presence_penalty: float | None = None
+    presence_context_size: int = 20
+    frequency_penalty: float | None = None
+    frequency_context_size: int = 20
+    logit_bias: Mapping[int, float] | None = None
+
+    def __post_init__(self) -> None:
+        self._check("temp", "a finite number >= 0", 0 <= self.temp < math.inf)
+        self._check("top_p", "from 0 to 1", 0 <= self.top_p <= 1)
+        self._check("min_p", "from 0 to 1", 0 <= self.min_p <= 1)
+        self._check("min_tokens_to_keep", "an integer >= 1", _whole(self.min_tokens_to_keep, 1))
+        self._check("top_k", "an integer >= 0", _whole(self.top_k, 0))
+        self._check("xtc_probability", "from 0 to 1", 0 <= self.xtc_probability <= 1)
+        self._check("xtc_threshold", "from 0 to 0.5", 0 <= self.xtc_threshold <= 0.5)
+        self._check("seed", "an integer from 0 to 2^64-1", self.seed is None or _whole(self.seed, 0, 2**64 - 1))
+        for kind in ("repetition", "presence", "frequency"):
+            size, penalty = f"{kind}_context_size", getattr(self, f"{kind}_penalty")
+            self._check(size, "an integer >= 1", _whole(getattr(self, size), 1))
+            self._check(f"{kind}_penalty", "a finite number", penalty is None or math.isfinite(penalty))
+        self._check("repetition_penalty", "above 0", self.repetition_penalty is None or self.repetition_penalty > 0)
+        biases = (self.logit_bias or {}).values()
+        self._check("logit_bias", "a map of base ids to numbers", not any(map(math.isnan, biases)))
+
+    def _check(self, name: str, rule: str, holds: bool) -> None:
+        if not holds:
+            flag = "--" + name.replace("_", "-")
+            raise GenerationError(f"{name} ({flag}) must be {rule}, got {getattr(self, name)!r}")
+
+    def make_sampler(self, width: int | None, special_ids: Sequence[int]) -> Sampler:
+        """log-probabilities [B, W] -> ids [B]. width: W when known; special_ids: never excluded by XTC."""
+        if width is not None:
+            self._check("top_k", f"below the {width} columns of the logits", self.top_k < width)
+            self._check("min_tokens_to_keep", f"below the {width} columns", self.min_tokens_to_keep < width)
+        return make_sampler(
+            self.temp,
+            self.top_p,
+            self.min_p,
+            self.min_tokens_to_keep,
+            self.top_k,
+            self.xtc_probability,
+            self.xtc_threshold,
+            list(special_ids),
+        )
+
+    def make_processors(self, base_ids: int | None, state: ZipState | None, row: int = 0) -> list[LogitsProcessor]:
+        """Processors (ids, logits [1, W]) -> logits for one sequence; mlx-lm's own when there are no hypertokens.
+
+        base_ids: number of base ids, when known.
+        """
+        wrong = [i for i in self.logit_bias or {} if not _whole(i, 0) or (base_ids is not None and i >= base_ids)]
+        if wrong:
+            raise GenerationError(f"logit_bias (--logit-bias): {wrong[0]!r} is not a base id (0 to {base_ids} - 1)")
+        if state is not None:
+            return [BasePenalties(self, state, row)] if self._penalises else []
+        return make_logits_processors(
+            dict(self.logit_bias or {}),
+            self.repetition_penalty,
+            self.repetition_context_size,
+            self.presence_penalty,
+            self.presence_context_size,
+            self.frequency_penalty,
+            self.frequency_context_size,
+        )
+
+    @property
+    def _penalises(self) -> bool:
+        return bool(
+            self.logit_bias or self.repetition_penalty or self.presence_penalty or self.frequency_penalty
+        )
+
+
+class BasePenalties:
+    """mlx-lm's penalties for a sequence with hypertokens.
+
+    Base column b: as in mlx-lm. Hypertoken column: biases, presence and frequency penalties summed over its
+    constituents; the repetition penalty once per constituent seen (a factor r^k). Columns at -inf stay there.
+    """
+
+    def __init__(self, sampling: Sampling, state: ZipState, row: int) -> None:
+        self.sampling, self.state, self.row = sampling, state, row
+        self._bias = np.zeros(state.params.vocab_size, dtype=np.float32)
+        for base_id, value in (sampling.logit_bias or {}).items():
+            self._bias[base_id] = value
+
+    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        """Logits [1, W] -> [1, W]; the context is the codebook's own log, so `tokens` is not read."""
+        seen, taken = self._base_terms()
+        bias, seen, taken = (self._with_hypertokens(term) for term in (self._bias, seen, taken))
+        columns = np.flatnonzero((bias != 0) | (seen != 0) | (taken != 0))
+        if not len(columns):
+            return logits
+        at = mx.array(columns)
+        factor = (self.sampling.repetition_penalty or 1.0) ** mx.array(seen[columns])
+        chosen = logits[:, at].astype(mx.float32) + mx.array(bias[columns])
+        chosen = mx.where(chosen < 0, chosen * factor, chosen / factor) - mx.array(taken[columns])
+        return mx.put_along_axis(logits, at[None], chosen.astype(logits.dtype), axis=1)
+
+    def _base_terms(self) -> tuple[np.ndarray, np.ndarray]:
+        """[V] each: 1 where the repetition penalty applies, and what presence and frequency subtract."""
+        chosen, size = self.sampling, self.state.params.vocab_size
+        seen, taken = np.zeros(size, dtype=np.float32), np.zeros(size, dtype=np.float32)
+        if chosen.repetition_penalty:
+            seen[self._last(chosen.repetition_context_size)] = 1
+        if chosen.presence_penalty:
+            taken[self._last(chosen.presence_context_size)] += chosen.presence_penalty
+        if chosen.frequency_penalty:
+            np.add.at(taken, self._last(chosen.frequency_context_size), chosen.frequency_penalty)
+        return seen, taken
+
+    def _last(self, count: int) -> np.ndarray:
+        """The last `count` base tokens read (an id is at least one)."""
+        book = self.state.books[self.row]
+        return np.asarray(book.expand(book.ids[-count:]))[-count:]
+
+    def _with_hypertokens(self, term: np.ndarray) -> np.ndarray:
+        """[V] -> [V + installed entries]: a hypertoken's is the sum over its constituents."""
+        entries = self.state.books[self.row].entries
+        real = np.arange(entries.base_ids.shape[1]) < np.asarray(entries.lengths)[:, None]
+        return np.concatenate([term, np.where(real, term[np.where(real, entries.base_ids, 0)], 0).sum(axis=1)])
+
+
+def _whole(value: Any, low: int, high: float = math.inf) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
