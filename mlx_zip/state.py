@@ -164,6 +164,9 @@ class ZipState:
         for book, log in zip(self.books, np.split(np.array(ids), ends[:-1]), strict=True):
             book.push(log)
         self.offset, self.long_rope = int(offset), bool(long_rope)
+        for book, padding in zip(self.books, self.left_padding, strict=True):
+            if len(book.ids) != max(0, self.offset - padding):
+                raise ModelError(f"saved cache: an id log of {len(book.ids)} ids does not fit offset {self.offset}")
         self._forget_rows()
 
     @classmethod

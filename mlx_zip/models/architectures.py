@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_zip.errors import ConfigError
+from mlx_zip.models.gemma import SoftCapAttention, TanhGeluMLP
 from mlx_zip.models.rope import make_rope, original_context, rope_parameters
 
 
@@ -97,11 +97,12 @@ def make_decoder(config: Mapping[str, Any]) -> tuple[list[nn.Module], nn.Module,
     ropes = {name: _rope_parameters(config, name) for name in set(types)}
     layers = [_layer(module, kind, args, index) for index in range(config["num_hidden_layers"])]
     for layer, name in zip(layers, types, strict=True):
+        if kind == "gemma":
+            layer.mlp = TanhGeluMLP(config["hidden_size"], config["intermediate_size"])
+        if kind == "gemma2":
+            layer.self_attn = SoftCapAttention(args)
         layer.self_attn.rope = make_rope(ropes[name], _head_dim(config), config)
     norm = getattr(module, "RMSNorm", nn.RMSNorm)(config["hidden_size"], eps=args.rms_norm_eps)
-    if kind == "gemma":
-        for layer in layers:
-            layer.mlp = TanhGeluMLP(config["hidden_size"], config["intermediate_size"])
     long = [original_context(p, config) for p in ropes.values() if p["rope_type"] == "longrope"]
     window = _window(config)
     traits = Traits(
@@ -210,17 +211,3 @@ def _rope_parameters(config: Mapping[str, Any], layer_type: str) -> dict[str, An
     if parameters["rope_type"] not in family.ropes:
         raise ConfigError(f"rope_type {parameters['rope_type']!r} is not supported for {kind}")
     return parameters
-
-
-class TanhGeluMLP(nn.Module):
-    """Gemma 1's MLP. transformers uses the tanh form of GELU whatever the config says, mlx-lm the exact one."""
-
-    def __init__(self, dim: int, hidden: int) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(dim, hidden, bias=False)
-        self.up_proj = nn.Linear(dim, hidden, bias=False)
-        self.down_proj = nn.Linear(hidden, dim, bias=False)
-
-    def __call__(self, x: mx.array) -> mx.array:
-        return self.down_proj(nn.gelu_approx(self.gate_proj(x)) * self.up_proj(x))
-
