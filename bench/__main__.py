@@ -1,0 +1,31 @@
+"""`python -m mlx_zip.bench NAME [flags]`: runs one bench and prints its JSON lines."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from importlib import import_module
+
+BENCHES = {
+    "codec": "compression, reading and single steps of the codec, beside zip2zip-compression",
+    "memory": "memory over a long generation",
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parses, runs the bench that is named, and returns the exit status. Only its module is imported."""
+    argv = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(prog="python -m mlx_zip.bench", description=__doc__)
+    commands = parser.add_subparsers(dest="bench", required=True)
+    for name, summary in BENCHES.items():
+        command = commands.add_parser(name, help=summary, description=summary)
+        if argv and argv[0] == name:
+            module = import_module(f"mlx_zip.bench.{name}")
+            module.add_arguments(command)
+            command.set_defaults(run=module.run)
+    args = parser.parse_args(argv)
+    return args.run(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,168 @@
+"""The codec's speed beside zip2zip-compression in the same run: JSON lines, times in ns per id.
+
+Ours gets and gives numpy arrays, upstream its Python lists. Trials of the two alternate; a trial goes over all ids.
+compress counts base ids; push and expand count compressed ids and are each held against upstream's decode, which
+does both; push includes making the codebook.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from mlx_zip.codec import Codebook, CodecParams, compress
+from mlx_zip.codec.ids import Uint32s
+
+from .record import summary, surroundings
+
+try:
+    import zip2zip_compression as upstream
+except ImportError:
+    upstream = None
+
+WINDOW, MERGE_SIZE = 2048, 3
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of `bench codec`."""
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--ids", type=Path, help="base ids as a .npy file (default: synthetic ids)")
+    source.add_argument("--text", type=Path, help="a UTF-8 text file, tokenized with --tokenizer")
+    parser.add_argument("--tokenizer", help="folder or hub id of the tokenizer for --text")
+    parser.add_argument("--vocab-size", type=int, default=128_256, help="base ids (default: 128256, Llama-3)")
+    parser.add_argument("--length", type=int, default=500_000, help="base ids of the long sequence (default: 500000)")
+    parser.add_argument("--windows", type=int, default=60, help=f"windows of {WINDOW} ids (default: 60)")
+    parser.add_argument("--trials", type=int, default=9, help="trials per measurement (default: 9)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints one JSON line per measurement."""
+    ids, data = _load(args)
+    ids = np.ascontiguousarray(ids[: args.length], np.uint32)
+    starts = np.linspace(0, max(0, len(ids) - WINDOW), args.windows).astype(int)
+    windows = [ids[start : start + WINDOW].copy() for start in starts]
+    for what, sequences, slots in (("windows", windows, WINDOW), ("sequence", [ids], 1 << 20)):
+        setting = {"of": what, "sequences": len(sequences), "ids_each": len(sequences[0]), "codebook_size": slots}
+        codec = _Pair(CodecParams(args.vocab_size, slots, MERGE_SIZE, _disabled(args.vocab_size)))
+        for record in _throughput(codec, sequences, args.trials):
+            _print(record, setting, data)
+        if what == "windows":
+            for record in _latency(codec, sequences, args.trials):
+                _print(record, setting, data)
+    return 0
+
+
+def _load(args: argparse.Namespace) -> tuple[Any, str]:
+    if args.ids is not None:
+        return np.load(args.ids, allow_pickle=False), f"ids from {args.ids.name}"
+    if args.text is None:
+        return _synthetic(args.length, args.vocab_size), "synthetic: Zipf ids with repeated phrases, not a real text"
+    if args.tokenizer is None:
+        raise SystemExit("bench codec: --text needs --tokenizer")
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
+    return tokenizer(args.text.read_text(encoding="utf-8"))["input_ids"], f"{args.text.name}, {args.tokenizer}"
+
+
+def _synthetic(length: int, vocab_size: int) -> Uint32s:
+    """Zipf-distributed ids of which half stand in phrases that come again."""
+    rng = np.random.default_rng(0)
+    phrases = [rng.zipf(1.3, rng.integers(2, 6)) for _ in range(4000)]
+    pieces, left = [], length
+    while left > 0:
+        pieces.append(phrases[min(rng.zipf(1.2), 4000) - 1] if rng.random() < 0.3 else rng.zipf(1.3, 4))
+        left -= len(pieces[-1])
+    return (np.concatenate(pieces) % (vocab_size - 256))[:length].astype(np.uint32)
+
+
+def _disabled(vocab_size: int) -> range:
+    return range(vocab_size - 256, vocab_size)
+
+
+class _Pair:
+    """One codec, ours and upstream's (None where the package is not installed)."""
+
+    def __init__(self, params: CodecParams) -> None:
+        self.params, pad = params, params.disabled_ids[0]
+        arguments = (params.vocab_size, params.codebook_size, params.merge_size, pad, list(params.disabled_ids))
+        self.theirs = upstream and upstream.LZWCompressor(*arguments)
+        self.config: Any = upstream and upstream.CompressionConfig(*arguments)
+
+
+def _throughput(codec: _Pair, sequences: list[Uint32s], trials: int) -> Iterator[dict[str, Any]]:
+    params, theirs, lists = codec.params, codec.theirs, [ids.tolist() for ids in sequences]
+    n = sum(map(len, sequences))
+    encode = theirs and (lambda: [theirs.encode(ids) for ids in lists])
+    yield _compare("compress", n, trials, lambda: [compress(params, ids) for ids in sequences], encode)
+
+    emitted = [compress(params, ids)[0] for ids in sequences]
+    books = [Codebook(params) for _ in emitted]
+    for book, ids in zip(books, emitted, strict=True):
+        book.push(ids)
+    lists, n = [ids.tolist() for ids in emitted], sum(map(len, emitted))
+    decode = theirs and (lambda: [theirs.decode(ids) for ids in lists])
+    yield _compare("push", n, trials, lambda: [Codebook(params).push(ids) for ids in emitted], decode)
+    expand = lambda: [book.expand(ids) for book, ids in zip(books, emitted, strict=True)]
+    yield _compare("expand", n, trials, expand, decode)
+
+
+def _compare(what: str, n: int, trials: int, ours: Callable[[], Any], theirs: Any) -> dict[str, Any]:
+    _seconds(ours)  # warm-up
+    mine, other = [], []
+    for _ in range(trials):
+        mine.append(_seconds(ours) / n * 1e9)
+        if theirs:
+            other.append(_seconds(theirs) / n * 1e9)
+    record = {"what": what, "unit": "ns per id", "ids": n, "ours": summary(mine)}
+    if not theirs:
+        return {**record, "upstream": None, "note": "zip2zip-compression is not installed"}
+    return {**record, "upstream": summary(other), "ratio": round(median(other) / median(mine), 2)}
+
+
+def _seconds(call: Callable[[], Any]) -> float:
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
+def _latency(codec: _Pair, sequences: list[Uint32s], trials: int) -> Iterator[dict[str, Any]]:
+    """Single calls on one growing codebook: medians per trial, and the 99th percentile over all calls."""
+    params = codec.params
+    samples: dict[str, list[list[int]]] = {name: [] for name in ("push_one", "mark", "rewind_one", "upstream")}
+    for trial in range(trials):
+        ids = compress(params, sequences[trial % len(sequences)])[0].tolist()
+        book = Codebook(params)
+        samples["push_one"].append([_nanoseconds(book.push, x) for x in ids])
+        samples["mark"].append([_nanoseconds(book.mark) for _ in ids])
+        samples["rewind_one"].append([_nanoseconds(book.rewind, mark) for mark in reversed(range(len(ids)))])
+        if upstream is not None:
+            manager = upstream.CodebookManager(codec.config)
+            samples["upstream"].append([_nanoseconds(manager.update_codebooks, [[x]]) for x in ids])
+    theirs = samples.pop("upstream")
+    for what, calls in samples.items():
+        record = {"what": what, "unit": "ns per call", "calls": sum(map(len, calls)), "ours": _percentiles(calls)}
+        yield {**record, "upstream": _percentiles(theirs) if what == "push_one" and theirs else None}
+
+
+def _percentiles(calls: list[list[int]]) -> dict[str, Any]:
+    flat = np.concatenate(calls)
+    return {**summary([float(np.median(trial)) for trial in calls]), "p99": float(np.percentile(flat, 99))}
+
+
+def _nanoseconds(call: Callable[..., Any], *args: Any) -> int:
+    started = time.perf_counter_ns()
+    call(*args)
+    return time.perf_counter_ns() - started
+
+
+def _print(record: dict[str, Any], setting: dict[str, Any], data: str) -> None:
+    line = {"bench": "codec", **record, "setting": setting, "data": data}
+    print(json.dumps({**line, **surroundings("zip2zip_compression")}), flush=True)

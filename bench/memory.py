@@ -1,0 +1,119 @@
+"""Memory over a long generation: what a request holds beside its KV caches and rows must not grow.
+
+Runs a tiny random model for many steps through mlx-lm's own loop, and the same decoder without hypertokens beside
+it. `active - kv - rows` is what MLX holds for everything else (the weights, mostly); `rss` also counts the pages
+that MLX's allocator keeps for reuse and Python's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+VOCAB, SLOTS = 256, 512
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of `bench memory`."""
+    parser.add_argument("--steps", type=int, default=20_000, help="steps to generate (default: 20000)")
+    parser.add_argument("--every", type=int, default=2_000, help="steps between two readings (default: 2000)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints one JSON line per reading and a last one with the growth between the second and the last reading."""
+    for engine, model in (("mlx-lm", _plain_model()), ("mlx-zip", _zip_model())):
+        readings = []
+        for reading in _readings(model, args.steps, args.every):
+            print(json.dumps({"bench": "memory", "engine": engine, **reading}), flush=True)
+            readings.append(reading)
+        if len(readings) > 2:
+            names = ("rss_bytes", "kv_bytes", "row_bytes", "other_active_bytes")
+            growth = {name: readings[-1][name] - readings[1][name] for name in names}
+            print(json.dumps({"bench": "memory", "engine": engine, "growth": growth}), flush=True)
+    return 0
+
+
+def _readings(model: Any, steps: int, every: int) -> Iterator[dict[str, Any]]:
+    from mlx_lm.generate import generate_step
+    from mlx_lm.models.cache import make_prompt_cache
+
+    cache = make_prompt_cache(model)
+    started = time.perf_counter()
+    prompt = mx.array([5, 6, 7, 8, 5, 6, 7, 8])
+    for step, _ in enumerate(generate_step(prompt, model, max_tokens=steps, prompt_cache=cache), start=1):
+        if step % every == 0:
+            state = cache[-1] if type(cache[-1]).__name__ == "ZipState" else None
+            kv = sum(entry.nbytes for entry in cache if entry is not state)
+            rows = state.nbytes if state is not None else 0
+            yield {
+                "step": step,
+                "rss_bytes": _rss_bytes(),
+                "kv_bytes": kv,
+                "row_bytes": rows,
+                "other_active_bytes": mx.get_active_memory() - kv - rows,
+                "entries": len(state.books[0]) if state is not None else 0,
+                "elapsed_s": round(time.perf_counter() - started, 2),
+            }
+
+
+def _rss_bytes() -> int:
+    """Resident memory now on Linux; elsewhere the peak, which is what the system tells without other packages."""
+    if os.path.exists("/proc/self/statm"):
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def _config() -> dict[str, Any]:
+    return {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 1 << 20,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": VOCAB,
+        "tie_word_embeddings": False,
+    }
+
+
+def _plain_model() -> Any:
+    from mlx_lm.models.llama import Model, ModelArgs
+
+    return _with_random_weights(Model(ModelArgs.from_dict(_config())))
+
+
+def _zip_model() -> Any:
+    from mlx_zip.models import Model, ModelArgs
+
+    section = {
+        "base_model_type": "llama",
+        "encoder_type": "res_latent_attn",
+        "encoder": {"hidden_size": 64, "num_heads": 4, "num_hidden_layers": 1},
+        "compression": {
+            "initial_vocab_size": VOCAB, "max_codebook_size": SLOTS, "max_subtokens": 4, "disabled_ids": [0],
+        },
+        "pad_token_id": 0,
+    }
+    config = {**_config(), "model_type": "zip2zip", "zip2zip": section}
+    return _with_random_weights(Model(ModelArgs.from_dict(config)))
+
+
+def _with_random_weights(model: Any) -> Any:
+    from mlx.utils import tree_flatten
+
+    rng = np.random.default_rng(0)
+    names = tree_flatten(model.parameters())
+    model.load_weights([(name, mx.array(rng.normal(0, 0.3, w.shape).astype(np.float32))) for name, w in names])
+    return model

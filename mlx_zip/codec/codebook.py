@@ -1,0 +1,234 @@
+"""Compression of whole sequences, and the codebook that follows a running one: numpy in front, C behind."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mlx_zip.codec._native import ffi, lib
+from mlx_zip.codec.entries import Entries, Installed, InstalledOne
+from mlx_zip.codec.ids import Uint32s, as_ids
+from mlx_zip.codec.params import CodecParams, check, saved
+from mlx_zip.errors import CodecError
+
+_push_one = lib.mlxzip_push_one
+
+
+def compress(params: CodecParams, ids: Any) -> tuple[Uint32s, Entries]:
+    """Compresses a whole sequence of n base ids -> (ids uint32 [<= n], the entries at its end).
+
+    At each point the longest installed entry is emitted; the match and the id after it become the next entry if
+    they fit. From an empty start this is exactly zip2zip-compression 0.3.4. A contiguous uint32 array is read in
+    place; see `as_ids` for what else goes. Raises `CodecError` for an id that is neither a base id nor disabled,
+    and where a hypertoken would have to be emitted whose id is also disabled.
+    """
+    base_ids = as_ids(ids)
+    n, native = len(base_ids), params.native
+    bound = lib.mlxzip_entries_bound(native, n)
+    out, rows = np.empty(n, np.uint32), np.empty((bound, params.merge_size), np.uint32)
+    lengths, counts = np.empty(bound, np.uint8), ffi.new("size_t[3]")
+    n_out, n_entries, bad = counts, counts + 1, counts + 2
+    status = lib.mlxzip_compress(
+        native, _ids(base_ids), n, _ids(out), n_out, _ids(rows), _bytes(lengths), n_entries, bad
+    )
+    if status != lib.MLXZIP_OK:
+        _refuse(status, params, base_ids, bad[0], None)
+    k = n_entries[0]
+    return out[: n_out[0]], Entries(params.vocab_size, 0, rows[:k], lengths[:k])
+
+
+class Codebook:
+    """What a running sequence of ids has installed: the decoder side, one step behind the encoder.
+
+    `len(book)` counts installed entries. Feeding ids in one call or in many gives the same book. An entry installed
+    by consuming id t can be emitted as id t+1. Every error leaves the book as it was. Use it from one thread at a
+    time; the interpreter lock is released inside the C library. Growth of the id log (12 bytes per id) is amortised;
+    nothing else allocates in C once the table has grown.
+    """
+
+    def __init__(self, params: CodecParams) -> None:
+        out = ffi.new("mlxzip_codebook **")
+        check(lib.mlxzip_new(params.native, out))
+        self._hold(params, out[0])
+
+    def _hold(self, params: CodecParams, book: Any) -> None:
+        self.params = params
+        self._book = ffi.gc(book, lib.mlxzip_free)
+        self._entry = ffi.new("uint32_t[]", params.merge_size + 1)
+        self._packed = ffi.buffer(self._entry)
+        self._nothing = _nothing(params.vocab_size, params.merge_size)
+
+    @classmethod
+    def _own(cls, params: CodecParams, book: Any) -> Codebook:
+        self = cls.__new__(cls)
+        self._hold(params, book)
+        return self
+
+    def push(self, ids: Any) -> Installed:
+        """Feeds one id or n ids (see `as_ids`), all or none; returns the entries they installed.
+
+        Base ids, disabled ids and installed hypertokens are always lawful. Of the others only exactly the next one
+        is, and only where it can extend what came before (LZW's "KwKwK"). Anything else is a `CodecError`.
+        """
+        if type(ids) is int:
+            try:
+                status = _push_one(self._book, ids, self._entry)
+            except OverflowError:
+                raise CodecError(f"id {ids} at index 0 is outside 0..2^32-1") from None
+            if status == 0:
+                return self._nothing
+            if status > 0:
+                return InstalledOne(self.params.vocab_size, self.params.merge_size, status, self._packed[:])
+            _refuse(status, self.params, [ids], 0, self)
+        return self._push_array(as_ids(ids))
+
+    def _push_array(self, ids: Uint32s) -> Installed:
+        before, mark, bad = len(self), self.mark(), ffi.new("size_t *")
+        status = lib.mlxzip_push(self._book, _ids(ids), len(ids), bad)
+        if status != lib.MLXZIP_OK:
+            _refuse(status, self.params, ids, bad[0], self)
+        return self._installed(before, len(self) - before, mark)
+
+    def _installed(self, first: int, n: int, mark: int) -> Installed:
+        rows, lengths, born = self._arrays(first, n)
+        return Installed(self.params.vocab_size, first, rows, lengths, born=born, mark=mark)
+
+    def _arrays(self, first: int, n: int) -> tuple[Uint32s, NDArray[np.uint8], NDArray[np.int64]]:
+        rows, lengths = np.empty((n, self.params.merge_size), np.uint32), np.empty(n, np.uint8)
+        born = np.empty(n, np.int64)
+        longs = ffi.from_buffer("int64_t[]", born)
+        check(lib.mlxzip_entries(self._book, first, n, _ids(rows), _bytes(lengths), longs))
+        return rows, lengths, born
+
+    def expand(self, ids: Any) -> Uint32s:
+        """Base ids that these ids stand for, by the entries installed now: uint32. Changes nothing.
+
+        Raises `CodecError` for an id that is neither a base id, nor disabled, nor an installed hypertoken.
+        """
+        ids = as_ids(ids)
+        counts = ffi.new("size_t[2]")
+        out = np.empty(len(ids) * min(self.params.merge_size, 4), np.uint32)
+        status = lib.mlxzip_expand(self._book, _ids(ids), len(ids), _ids(out), len(out), counts, counts + 1)
+        if status == lib.MLXZIP_E_SPACE:
+            out = np.empty(counts[0], np.uint32)
+            status = lib.mlxzip_expand(self._book, _ids(ids), len(ids), _ids(out), len(out), counts, counts + 1)
+        if status != lib.MLXZIP_OK:
+            _refuse(status, self.params, ids, counts[1], self)
+        return out[: counts[0]]
+
+    def spans(self, ids: Any) -> NDArray[np.int32]:
+        """Number of base ids each id stands for, int32 [n]. Errors as in `expand`."""
+        ids, bad = as_ids(ids), ffi.new("size_t *")
+        out = np.empty(len(ids), np.int32)
+        status = lib.mlxzip_spans(self._book, _ids(ids), len(ids), ffi.from_buffer("int32_t[]", out), bad)
+        if status != lib.MLXZIP_OK:
+            _refuse(status, self.params, ids, bad[0], self)
+        return out
+
+    def compress(self, base_ids: Any) -> Uint32s:
+        """How to emit base ids from here on -> ids uint32. Changes nothing: push the result to go there.
+
+        At each point the longest entry that is installed by then, as if each emitted id had been pushed; so, unlike
+        `mlx_zip.compress`, it never emits an entry before it is installed. Raises `CodecError` for an id that is
+        neither a base id nor disabled.
+        """
+        ids, counts = as_ids(base_ids), ffi.new("size_t[2]")
+        out = np.empty(len(ids), np.uint32)
+        status = lib.mlxzip_continue(self._book, _ids(ids), len(ids), _ids(out), counts, counts + 1)
+        if status != lib.MLXZIP_OK:
+            _refuse(status, self.params, ids, counts[1], None)
+        return out[: counts[0]]
+
+    @property
+    def entries(self) -> Entries:
+        """All installed entries in id order, start entries first: a snapshot."""
+        rows, lengths, _ = self._arrays(0, len(self))
+        return Entries(self.params.vocab_size, 0, rows, lengths)
+
+    @property
+    def ids(self) -> Uint32s:
+        """The id log: all ids pushed and not rewound, uint32 [mark()], a copy."""
+        n = self.mark()
+        return np.frombuffer(bytes(ffi.buffer(lib.mlxzip_log(self._book), 4 * n)) if n else b"", np.uint32)
+
+    @property
+    def base_length(self) -> int:
+        """Base ids that the id log expands to; O(1)."""
+        return lib.mlxzip_base_length(self._book)
+
+    def __len__(self) -> int:
+        return lib.mlxzip_size(self._book)
+
+    def mark(self) -> int:
+        """The length of the id log; O(1)."""
+        return lib.mlxzip_mark(self._book)
+
+    def rewind(self, mark: int) -> None:
+        """Back to the book after its first `mark` ids, any number from 0 to `mark()`; O(entries undone)."""
+        if not 0 <= mark <= self.mark():
+            raise CodecError(f"cannot rewind to {mark}: the codebook has read {self.mark()} ids")
+        check(lib.mlxzip_rewind(self._book, mark))
+
+    def copy(self) -> Codebook:
+        """An independent codebook in the same state."""
+        out = ffi.new("mlxzip_codebook **")
+        check(lib.mlxzip_copy(self._book, out))
+        return self._own(self.params, out[0])
+
+    __copy__ = copy
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Codebook:
+        return self.copy()
+
+    def to_bytes(self) -> bytes:
+        """Parameters and id log, versioned and checksummed, little-endian; the layout is in `native/mlxzip.h`."""
+        return saved(self._book)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Codebook:
+        """The codebook that `to_bytes` saved; its log is replayed. Any other bytes are a `CodecError`."""
+        params = CodecParams.from_bytes(data)
+        view, out = ffi.from_buffer("uint8_t[]", data), ffi.new("mlxzip_codebook **")
+        check(lib.mlxzip_from_bytes(params.native, view, len(view), out))
+        return cls._own(params, out[0])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Codebook.from_bytes, (self.to_bytes(),)
+
+    def __repr__(self) -> str:
+        return f"<Codebook: {len(self)} of {self.params.codebook_size} entries after {self.mark()} ids>"
+
+
+@lru_cache
+def _nothing(vocab_size: int, merge_size: int) -> Installed:
+    """What a push of one id returns when it installs nothing; shared, since empty arrays cannot be changed."""
+    rows, none = np.empty((0, merge_size), np.uint32), np.empty(0, np.int64)
+    return Installed(vocab_size, 0, rows, none.astype(np.uint8), born=none, mark=0)
+
+
+def _ids(array: NDArray[Any]) -> Any:
+    return ffi.from_buffer("uint32_t[]", array)
+
+
+def _bytes(array: NDArray[np.uint8]) -> Any:
+    return ffi.from_buffer("uint8_t[]", array)
+
+
+def _refuse(status: int, params: CodecParams, ids: Any, index: int, book: Codebook | None) -> NoReturn:
+    """Raises the exception for a status that is about the id at `index`."""
+    reasons = {
+        lib.MLXZIP_E_ID: f"is neither a base id (below {params.vocab_size}) nor a disabled id"
+        + (" nor an installed hypertoken" if book is not None else ""),
+        lib.MLXZIP_E_UNKNOWN: "is a hypertoken that is neither installed nor exactly the next one",
+        lib.MLXZIP_E_NO_PREV: "is the next hypertoken, but nothing before it could be extended to it",
+        lib.MLXZIP_E_PREV_FULL: f"is the next hypertoken, but what it would extend has {params.merge_size} ids already",
+        lib.MLXZIP_E_DUPLICATE: "is the next hypertoken, but what it would stand for is already installed",
+        lib.MLXZIP_E_CLASH: "begins a match whose hypertoken id is also a disabled id: choose a pad id and disabled "
+        "ids that are no hypertoken ids",
+    }
+    if status not in reasons:
+        check(status)
+    raise CodecError(f"id {ids[index]} at index {index} {reasons[status]}")

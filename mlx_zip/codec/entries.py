@@ -1,0 +1,108 @@
+"""Entries of a codebook as arrays, which give (id, base ids) pairs when asked for one."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Any, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mlx_zip.codec.ids import Uint32s
+
+Entry = tuple[int, tuple[int, ...]]
+
+
+class Entries(Sequence[Entry]):
+    """Entries of consecutive slots, in id order: a snapshot that later pushes and rewinds do not change.
+
+    A sequence of (hyper id, tuple of base ids), built when asked for. Behind it, n entries and merge size M:
+    base_ids uint32 [n, M], padded with the pad id, or 0 if there is none; lengths int32 [n]; slots uint32 [n].
+    """
+
+    def __init__(self, vocab_size: int, first_slot: int, base_ids: Uint32s, lengths: NDArray[np.integer]) -> None:
+        self.vocab_size, self.first_slot, self._lengths = vocab_size, first_slot, lengths
+        self.base_ids = base_ids
+
+    @cached_property
+    def lengths(self) -> NDArray[np.int32]:
+        """Base ids per entry, int32 [n]."""
+        return self._lengths.astype(np.int32)
+
+    @cached_property
+    def slots(self) -> Uint32s:
+        """Slots, uint32 [n]: the hyper ids less vocab_size."""
+        return np.arange(self.first_slot, self.first_slot + len(self), dtype=np.uint32)
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    @overload
+    def __getitem__(self, index: int) -> Entry: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Entry]: ...
+    def __getitem__(self, index: int | slice) -> Entry | list[Entry]:
+        where = range(len(self))[index]
+        if isinstance(where, range):
+            return [self[i] for i in where]
+        row = self.base_ids[where, : self._lengths[where]]
+        return self.vocab_size + self.first_slot + where, tuple(row.tolist())
+
+    def __iter__(self) -> Iterator[Entry]:
+        first = self.vocab_size + self.first_slot
+        rows = zip(self.base_ids.tolist(), self._lengths.tolist(), strict=True)
+        return ((first + i, tuple(row[:length])) for i, (row, length) in enumerate(rows))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Entries):
+            return NotImplemented
+        return len(self) == len(other) and all(a == b for a, b in zip(self, other, strict=True))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({list(self)!r})"
+
+
+class Installed(Entries):
+    """The entries that one push installed, each by one of the ids pushed."""
+
+    def __init__(self, *args: Any, born: NDArray[np.int64], mark: int) -> None:
+        super().__init__(*args)
+        self._born, self._mark = born, mark
+
+    @cached_property
+    def at(self) -> NDArray[np.int64]:
+        """Index, in what was pushed, of the id that installed the entry: int64 [n], rising."""
+        return self._born - self._mark
+
+
+class InstalledOne(Installed):
+    """The entry that one id installed. Arrays are made when read: most steps of a model never do."""
+
+    def __init__(self, vocab_size: int, width: int, length: int, packed: bytes) -> None:
+        self.vocab_size, self._width, self._length, self._packed = vocab_size, width, length, packed
+
+    @cached_property
+    def first_slot(self) -> int:  # type: ignore[override]
+        """Slot of the entry."""
+        return int.from_bytes(self._packed[-4:], sys.byteorder)
+
+    @cached_property
+    def base_ids(self) -> Uint32s:  # type: ignore[override]
+        """The padded row, uint32 [1, M]."""
+        return np.frombuffer(self._packed, np.uint32, self._width).reshape(1, -1)
+
+    @cached_property
+    def _lengths(self) -> NDArray[np.integer]:  # type: ignore[override]
+        return np.array([self._length], np.uint8)
+
+    @cached_property
+    def at(self) -> NDArray[np.int64]:  # type: ignore[override]
+        """Always [0]."""
+        return np.zeros(1, np.int64)
+
+    def __len__(self) -> int:
+        return 1

@@ -1,0 +1,48 @@
+"""Token ids as they come from callers, made into what the C library reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mlx_zip.errors import CodecError
+
+Uint32s = NDArray[np.uint32]
+
+
+def as_ids(ids: Any) -> Uint32s:
+    """One id, a list, tuple or range of ids, or a 1-D integer array -> contiguous uint32 [n].
+
+    A contiguous uint32 array is passed through without a copy. Raises `TypeError` for floats, bools and other
+    things that are no integers, `CodecError` for more than one dimension and for ids outside 0..2^32-1.
+    """
+    if type(ids) is np.ndarray and ids.dtype == np.uint32 and ids.ndim == 1 and ids.flags.c_contiguous:
+        return ids
+    if isinstance(ids, list | tuple | range):
+        ids = _from_sequence(ids)
+    array = np.asarray(ids)
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"ids must be integers, not {array.dtype}")
+    if array.ndim > 1:
+        raise CodecError(f"ids must be one sequence, not an array of shape {array.shape}")
+    array = array.reshape(-1)
+    if array.dtype == np.uint32:
+        return np.ascontiguousarray(array)
+    if array.size and (array.min() < 0 or array.max() >> 32):
+        index = int(np.flatnonzero((array < 0) | (array > 0xFFFFFFFF))[0])
+        raise CodecError(f"id {array[index]} at index {index} is outside 0..2^32-1")
+    return array.astype(np.uint32)
+
+
+def _from_sequence(ids: list[Any] | tuple[Any, ...] | range) -> NDArray[Any]:
+    if not isinstance(ids, range):
+        for kind in set(map(type, ids)):
+            if kind is bool or not issubclass(kind, int | np.integer):
+                raise TypeError(f"ids must be integers, not {kind.__name__}")
+    try:
+        return np.array(ids, dtype=np.int64)
+    except OverflowError:
+        index, culprit = next((i, x) for i, x in enumerate(ids) if not 0 <= x < 1 << 32)
+        raise CodecError(f"id {culprit} at index {index} is outside 0..2^32-1") from None

@@ -1,0 +1,165 @@
+"""The parameters of a codec: what two sides must share to read each other's ids."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import sha256
+from typing import Any
+
+import numpy as np
+
+from mlx_zip.codec._native import ffi, lib
+from mlx_zip.errors import CodecError
+
+MAX_VOCAB, MAX_ID = 1 << 31, (1 << 32) - 1
+MAX_CODEBOOK: int = lib.MLXZIP_MAX_CODEBOOK
+MAX_MERGE: int = lib.MLXZIP_MAX_MERGE
+
+
+def _integer(name: str, value: Any, low: int, high: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise CodecError(f"{name} must be an integer, not {value!r}")
+    if not low <= value <= high:
+        raise CodecError(f"{name} {value} is outside {low}..{high}")
+    return int(value)
+
+
+@dataclass(frozen=True)
+class CodecParams:
+    """Sizes, separators and start entries of a codec; immutable, hashable, comparable.
+
+    vocab_size: base ids, 1..2^31, and the id of slot 0. codebook_size: slots, 0..2^20. merge_size: most base ids of
+    one entry, 1..16. disabled_ids: ids below 2^32 that never merge; kept sorted, with the pad id among them, as in
+    zip2zip-compression 0.3.4. One at or above `vocab_size` is a separator too, even where a slot has the same id.
+    pad_id: fills the rest of short rows (0 when None). start: entries that exist before the first id and take slots
+    0, 1, ...: 2..merge_size base ids each, none disabled, no two equal, at most codebook_size of them.
+
+    Raises `CodecError` naming the field at fault.
+    """
+
+    vocab_size: int
+    codebook_size: int
+    merge_size: int
+    disabled_ids: tuple[int, ...] = ()
+    pad_id: int | None = None
+    start: tuple[tuple[int, ...], ...] | None = None
+
+    def __init__(
+        self,
+        vocab_size: int,
+        codebook_size: int,
+        merge_size: int,
+        disabled_ids: Iterable[int] = (),
+        pad_id: int | None = None,
+        start: Iterable[Sequence[int]] | None = None,
+    ) -> None:
+        put = object.__setattr__
+        put(self, "vocab_size", _integer("vocab_size", vocab_size, 1, MAX_VOCAB))
+        put(self, "codebook_size", _integer("codebook_size", codebook_size, 0, MAX_CODEBOOK))
+        put(self, "merge_size", _integer("merge_size", merge_size, 1, MAX_MERGE))
+        disabled = {_integer("disabled id", x, 0, MAX_ID) for x in disabled_ids}
+        if pad_id is not None:
+            pad_id = _integer("pad_id", pad_id, 0, MAX_ID)
+            disabled.add(pad_id)
+        put(self, "pad_id", pad_id)
+        put(self, "disabled_ids", tuple(sorted(disabled)))
+        put(self, "start", self._checked_start(start))
+
+    def _checked_start(self, start: Iterable[Sequence[int]] | None) -> tuple[tuple[int, ...], ...] | None:
+        if start is None:
+            return None
+        entries = tuple(tuple(_integer("start entry id", x, 0, MAX_ID) for x in entry) for entry in start)
+        if len(entries) > self.codebook_size:
+            raise CodecError(f"{len(entries)} start entries do not fit in codebook_size {self.codebook_size}")
+        disabled, seen = set(self.disabled_ids), set()
+        for slot, entry in enumerate(entries):
+            if not 2 <= len(entry) <= self.merge_size:
+                raise CodecError(f"start entry {slot} has {len(entry)} ids, not 2..{self.merge_size}")
+            if not disabled.isdisjoint(entry) or max(entry) >= self.vocab_size:
+                raise CodecError(f"start entry {slot} {entry} holds an id that is disabled or no base id")
+            if entry in seen:
+                raise CodecError(f"start entry {slot} {entry} is there twice")
+            seen.add(entry)
+        return entries or None
+
+    @property
+    def fill(self) -> int:
+        """What stands behind the last id of a short row: the pad id, else 0."""
+        return 0 if self.pad_id is None else self.pad_id
+
+    @cached_property
+    def native(self) -> Any:
+        """The C library's parameter object; immutable, so codebooks and threads share it."""
+        rows = np.zeros((len(self.start or ()), self.merge_size), np.uint32)
+        for row, entry in zip(rows, self.start or (), strict=True):
+            row[: len(entry)] = entry
+        lengths = np.array([len(entry) for entry in self.start or ()], np.uint8)
+        disabled = np.array(self.disabled_ids, np.uint32)
+        spec = ffi.new("mlxzip_spec *")
+        spec.vocab_size, spec.codebook_size, spec.merge_size = self.vocab_size, self.codebook_size, self.merge_size
+        spec.has_pad, spec.pad_id = self.pad_id is not None, self.fill
+        spec.disabled, spec.n_disabled = ffi.from_buffer("uint32_t[]", disabled), len(disabled)
+        spec.start, spec.n_start = ffi.from_buffer("uint32_t[]", rows), len(rows)
+        spec.start_lengths = ffi.from_buffer("uint8_t[]", lengths)
+        out = ffi.new("mlxzip_params **")
+        check(lib.mlxzip_params_new(spec, out))
+        return ffi.gc(out[0], lib.mlxzip_params_free)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hex digest over every field, start entries included; equal for equal parameters, on every machine."""
+        return sha256(self.to_bytes()).hexdigest()
+
+    def to_bytes(self) -> bytes:
+        """The saved form of a codebook without ids (`native/mlxzip.h`): all fields, versioned and checksummed."""
+        out = ffi.new("mlxzip_codebook **")
+        check(lib.mlxzip_new(self.native, out))
+        return saved(ffi.gc(out[0], lib.mlxzip_free))
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> CodecParams:
+        """The parameters in the saved form of any codebook. Raises `CodecError` if `data` is none."""
+        view, out = ffi.from_buffer("uint8_t[]", data), ffi.new("mlxzip_params **")
+        check(lib.mlxzip_params_from_bytes(view, len(view), out))
+        native, spec = ffi.gc(out[0], lib.mlxzip_params_free), ffi.new("mlxzip_spec *")
+        lib.mlxzip_params_spec(native, spec)
+        width = spec.merge_size
+        start = [
+            tuple(spec.start[slot * width : slot * width + spec.start_lengths[slot]])
+            for slot in range(spec.n_start)
+        ]
+        params = cls(
+            spec.vocab_size,
+            spec.codebook_size,
+            width,
+            ffi.unpack(spec.disabled, spec.n_disabled) if spec.n_disabled else (),
+            spec.pad_id if spec.has_pad else None,
+            start or None,
+        )
+        params.__dict__["native"] = native
+        return params
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        fields = (self.vocab_size, self.codebook_size, self.merge_size, self.disabled_ids, self.pad_id, self.start)
+        return CodecParams, fields
+
+
+def saved(book: Any) -> bytes:
+    """The saved form of a C codebook."""
+    size = ffi.new("size_t *")
+    lib.mlxzip_to_bytes(book, ffi.NULL, 0, size)
+    data = bytearray(size[0])
+    check(lib.mlxzip_to_bytes(book, ffi.from_buffer("uint8_t[]", data), len(data), size))
+    return bytes(data)
+
+
+def check(status: int) -> None:
+    """Turns a status that is about no id into an exception."""
+    if status == lib.MLXZIP_E_MEMORY:
+        raise MemoryError("the codec could not get memory")
+    if status == lib.MLXZIP_E_FORMAT:
+        raise CodecError("these bytes are not a saved codebook, or a damaged one: save it again")
+    if status != lib.MLXZIP_OK:
+        raise CodecError(f"the codec refused an argument (status {status})")

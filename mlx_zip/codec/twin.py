@@ -1,0 +1,140 @@
+"""The codec once more, in plain Python: the oracle of the tests. Slow, obvious, and used by nothing else.
+
+Same names, rules and refusals as `mlx_zip.codec`; entries are dictionaries, undoing is starting again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from mlx_zip.codec.params import CodecParams
+from mlx_zip.errors import CodecError
+
+Run = tuple[int, ...]
+
+
+def compress(params: CodecParams, ids: Iterable[int]) -> tuple[list[int], dict[int, Run]]:
+    """Base ids -> (ids, entries by hyper id): the longest entry, then match + next id becomes an entry."""
+    ids, out = list(ids), []
+    codes = {run: params.vocab_size + slot for slot, run in enumerate(params.start or ())}
+    at = 0
+    while at < len(ids):
+        limit = _mergeable(params, ids, at)
+        if limit == 0:
+            if ids[at] >= params.vocab_size and ids[at] not in params.disabled_ids:
+                raise CodecError(f"id {ids[at]} at index {at} is no base id")
+            out.append(ids[at])
+            at += 1
+            continue
+        best = max([1] + [k for k in range(2, limit + 1) if tuple(ids[at : at + k]) in codes])
+        code = codes[tuple(ids[at : at + best])] if best > 1 else ids[at]
+        if best > 1 and code in params.disabled_ids:
+            raise CodecError(f"hypertoken {code} is also a disabled id")
+        if best < limit and len(codes) < params.codebook_size:
+            codes[tuple(ids[at : at + best + 1])] = params.vocab_size + len(codes)
+        out.append(code)
+        at += best
+    return out, {code: run for run, code in codes.items()}
+
+
+def _mergeable(params: CodecParams, ids: list[int], at: int) -> int:
+    """How many ids from `at` on one entry could hold."""
+    n = 0
+    for x in ids[at : at + params.merge_size]:
+        if x >= params.vocab_size or x in params.disabled_ids:
+            break
+        n += 1
+    return n
+
+
+class Codebook:
+    """The decoder side of zip2zip-compression 0.3.4, less what it does with unlawful ids, plus start entries."""
+
+    def __init__(self, params: CodecParams) -> None:
+        self.params = params
+        self.ids: list[int] = []
+        self.prev: Run = ()
+        self.entries = {params.vocab_size + slot: run for slot, run in enumerate(params.start or ())}
+
+    def push(self, ids: Iterable[int]) -> list[tuple[int, Run, int]]:
+        """Feeds ids, all or none -> (hyper id, entry, index of the id that installed it)."""
+        before, new = (list(self.ids), self.prev, dict(self.entries)), []
+        for index, x in enumerate(ids):
+            known = len(self.entries)
+            try:
+                self._step(x)
+            except CodecError:
+                self.ids, self.prev, self.entries = before
+                raise
+            new += [(code, run, index) for code, run in list(self.entries.items())[known:]]
+        return new
+
+    def _step(self, x: int) -> None:
+        if x in self.params.disabled_ids:
+            self.prev = ()
+        elif x < self.params.vocab_size or x in self.entries:
+            self._follow(self._run(x))
+        else:
+            self._repeat(x)
+        self.ids.append(x)
+
+    def _follow(self, cur: Run) -> None:
+        if len(self.entries) == self.params.codebook_size:
+            self.prev = ()
+        elif len(self.prev) in (0, self.params.merge_size):
+            self.prev = cur
+        else:
+            for moved, x in enumerate(cur):
+                self.prev += (x,)
+                if self.prev not in self.entries.values():
+                    self._install(self.prev)
+                    self.prev = cur[moved:]
+                    return
+                if len(self.prev) == self.params.merge_size:
+                    self.prev = cur[moved + 1 :]
+                    return
+
+    def _repeat(self, x: int) -> None:
+        entry = self.prev + self.prev[:1]
+        if x != self.params.vocab_size + len(self.entries) or len(self.entries) == self.params.codebook_size:
+            raise CodecError(f"id {x} is neither installed nor next")
+        if not 2 <= len(entry) <= self.params.merge_size or entry in self.entries.values():
+            raise CodecError(f"id {x} is next but cannot be installed")
+        self._install(entry)
+        self.prev = entry
+
+    def _install(self, run: Run) -> None:
+        self.entries[self.params.vocab_size + len(self.entries)] = run
+
+    def _run(self, x: int) -> Run:
+        if x < self.params.vocab_size or x in self.params.disabled_ids:
+            return (x,)
+        if x not in self.entries:
+            raise CodecError(f"id {x} is not installed")
+        return self.entries[x]
+
+    def expand(self, ids: Iterable[int]) -> list[int]:
+        """Ids -> the base ids they stand for."""
+        return [base for x in ids for base in self._run(x)]
+
+    def rewind(self, mark: int) -> None:
+        """Back to the state after the first `mark` ids."""
+        fresh = Codebook(self.params)
+        fresh.push(self.ids[:mark])
+        self.ids, self.prev, self.entries = fresh.ids, fresh.prev, fresh.entries
+
+    def compress(self, base_ids: Iterable[int]) -> list[int]:
+        """How to emit base ids from here on, each time by the longest entry installed by then."""
+        ids, out, at = list(base_ids), [], 0
+        book = Codebook(self.params)
+        book.push(self.ids)
+        while at < len(ids):
+            if ids[at] >= self.params.vocab_size and ids[at] not in self.params.disabled_ids:
+                raise CodecError(f"id {ids[at]} at index {at} is no base id")
+            codes = {run: code for code, run in book.entries.items() if code not in self.params.disabled_ids}
+            runs = [tuple(ids[at : at + k]) for k in range(2, _mergeable(self.params, ids, at) + 1)]
+            run = max((run for run in runs if run in codes), key=len, default=(ids[at],))
+            out.append(codes.get(run, ids[at]))
+            book.push(out[-1:])
+            at += len(run)
+        return out

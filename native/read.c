@@ -1,0 +1,58 @@
+#include "codebook.h"
+
+/* What can be asked of a codebook. */
+
+size_t mlxzip_mark(const mlxzip_codebook *b) { return b->n; }
+size_t mlxzip_size(const mlxzip_codebook *b) { return b->table.n; }
+uint64_t mlxzip_base_length(const mlxzip_codebook *b) { return b->base_length; }
+const uint32_t *mlxzip_log(const mlxzip_codebook *b) { return b->log; }
+
+mlxzip_status mlxzip_entries(const mlxzip_codebook *b, size_t first, size_t n, uint32_t *rows, uint8_t *lengths,
+                             int64_t *at) {
+  size_t width = b->params->merge_size;
+  if (first > b->table.n || n > b->table.n - first) return MLXZIP_E_ARG;
+  if (n == 0) return MLXZIP_OK;
+  if (rows) memcpy(rows, b->table.rows + first * width, n * width * sizeof *rows);
+  if (lengths) memcpy(lengths, b->table.lengths + first, n);
+  if (at) memcpy(at, b->born + first, n * sizeof *at);
+  return MLXZIP_OK;
+}
+
+/* Number of base ids that an id stands for, 0 if it stands for none. */
+static inline size_t span(const mlxzip_codebook *b, uint32_t id) {
+  const mlxzip_params *p = b->params;
+  if (id < p->vocab_size || mlxzip_disabled(p, id)) return 1;
+  size_t slot = id - p->vocab_size;
+  return slot < b->table.n ? b->table.lengths[slot] : 0;
+}
+
+mlxzip_status mlxzip_spans(const mlxzip_codebook *b, const uint32_t *ids, size_t n, int32_t *dst, size_t *bad) {
+  for (size_t i = 0; i < n; i++) {
+    dst[i] = (int32_t)span(b, ids[i]);
+    if (dst[i]) continue;
+    *bad = i;
+    return MLXZIP_E_ID;
+  }
+  return MLXZIP_OK;
+}
+
+mlxzip_status mlxzip_expand(const mlxzip_codebook *b, const uint32_t *ids, size_t n, uint32_t *dst, size_t cap,
+                            size_t *n_out, size_t *bad) {
+  const mlxzip_params *p = b->params;
+  size_t width = p->merge_size, out = 0;
+  for (size_t i = 0; i < n; i++) {
+    size_t count = span(b, ids[i]);
+    if (count == 0) {
+      *bad = i;
+      return MLXZIP_E_ID;
+    }
+    if (out <= cap && count <= cap - out) {
+      const uint32_t *run = &ids[i];
+      if (*run >= p->vocab_size && count > 1) run = b->table.rows + (*run - p->vocab_size) * width;
+      for (size_t k = 0; k < count; k++) dst[out + k] = run[k];
+    }
+    out += count;
+  }
+  *n_out = out;
+  return out > cap ? MLXZIP_E_SPACE : MLXZIP_OK;
+}

@@ -1,0 +1,91 @@
+/* Internal: parameters, and the table that finds entries by content. An entry's prefix need not be an entry. */
+#ifndef MLXZIP_TABLE_H
+#define MLXZIP_TABLE_H
+
+#include <stdbool.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "mlxzip.h"
+
+/* Entries by slot, and an open-addressing index over them: 0, or slot + 1 under the top bits of the hash; a quarter full
+ * at most. Entries leave in the reverse order of their coming, so clearing an index cell never breaks a probe chain. */
+typedef struct {
+  uint32_t *cells;
+  size_t mask;
+  uint32_t *rows; /* merge_size ids per slot, padded */
+  uint8_t *lengths;
+  uint64_t *hashes; /* of the runs; not kept while compressing */
+  size_t n, cap;
+} mlxzip_table;
+
+struct mlxzip_params {
+  uint32_t vocab_size, codebook_size, merge_size, has_pad, pad_id, fill;
+  bool clash;  /* some disabled id is also the id of a slot */
+  bool closed; /* every prefix of a start entry is one too */
+  size_t n_disabled, filter_mask;
+  uint32_t *disabled; /* rising */
+  uint64_t *filter;   /* bit set per disabled id, folded: a zero bit means "not disabled" */
+  mlxzip_table start;
+};
+
+static inline uint64_t mlxzip_hash(uint64_t h, uint32_t id) {
+  h = (h ^ id) * 0x9E3779B97F4A7C15u;
+  return h ^ (h >> 32);
+}
+
+static inline uint64_t mlxzip_hash_run(const uint32_t *ids, size_t n) {
+  uint64_t h = 0;
+  for (size_t i = 0; i < n; i++) h = mlxzip_hash(h, ids[i]);
+  return h;
+}
+
+static inline bool mlxzip_same(const uint32_t *a, const uint32_t *b, size_t n) {
+  for (size_t i = 0; i < n; i++)
+    if (a[i] != b[i]) return false;
+  return true;
+}
+
+enum { SLOT_BITS = 21 };
+
+static inline uint32_t mlxzip_cell(uint64_t hash, size_t slot) {
+  return (uint32_t)(hash >> (32 + SLOT_BITS) << SLOT_BITS) | (uint32_t)(slot + 1);
+}
+
+static inline size_t mlxzip_slot(uint32_t cell) { return (cell & (((uint32_t)1 << SLOT_BITS) - 1)) - 1; }
+
+/* The first cell on a run's way that is empty or may hold it: mostly the answer, without a look at the run. */
+static inline uint32_t *mlxzip_probe(const mlxzip_table *t, size_t i, uint64_t hash) {
+  for (i &= t->mask; t->cells[i] && (t->cells[i] ^ mlxzip_cell(hash, 0)) >> SLOT_BITS; i = (i + 1) & t->mask) {}
+  return &t->cells[i];
+}
+
+/* The cell that holds this run, or the empty cell where it belongs. */
+static inline uint32_t *mlxzip_find(const mlxzip_table *t, size_t width, uint64_t hash, const uint32_t *ids, size_t n) {
+  for (size_t i = hash;; i++) {
+    uint32_t *cell = mlxzip_probe(t, i, hash);
+    size_t slot = mlxzip_slot(*cell);
+    if (!*cell || (t->lengths[slot] == n && mlxzip_same(t->rows + slot * width, ids, n))) return cell;
+    i = (size_t)(cell - t->cells);
+  }
+}
+
+bool mlxzip_listed(const mlxzip_params *p, uint32_t id);
+
+static inline bool mlxzip_disabled(const mlxzip_params *p, uint32_t id) {
+  return (p->filter[(id >> 6) & p->filter_mask] >> (id & 63) & 1) && mlxzip_listed(p, id);
+}
+
+/* A base id that may merge. */
+static inline bool mlxzip_plain(const mlxzip_params *p, uint32_t id) {
+  return id < p->vocab_size && !mlxzip_disabled(p, id);
+}
+
+/* New cells for cap entries; those there are already have these hashes. */
+bool mlxzip_index(mlxzip_table *t, size_t cap, const uint64_t *hashes);
+/* Makes room for cap entries in a table that owns its arrays. Rows have MLXZIP_MAX_MERGE spare places at the end, so
+ * that a row can be copied in one piece of fixed size. */
+bool mlxzip_grow(mlxzip_table *t, size_t width, size_t cap);
+void mlxzip_table_free(mlxzip_table *t);
+
+#endif

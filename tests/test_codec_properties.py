@@ -1,0 +1,236 @@
+"""Properties of the codec: the C library against its plain-Python twin, and against itself."""
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from mlx_zip import Codebook, CodecError, CodecParams, compress
+from mlx_zip.codec import twin
+
+settings.register_profile("untimed", deadline=None)  # a busy machine is no failure
+settings.load_profile("untimed")
+
+WHERE = st.integers(0, 10**6)  # a place in a sequence, taken modulo its length
+
+# Small alphabets and codebooks, so that merges happen, tables fill up and ids clash.
+SIZES = st.tuples(st.integers(1, 5), st.integers(0, 24), st.sampled_from([1, 2, 3, 3, 4, 5, 16]))
+DRAWS = st.lists(st.integers(0, 999), max_size=120)
+
+
+@st.composite
+def codecs(draw):
+    vocab, slots, merge = draw(SIZES)
+    disabled = draw(st.sets(st.integers(0, vocab + 6), max_size=2))
+    pad = draw(st.none() | st.integers(0, vocab + 6))
+    plain = [x for x in range(vocab) if x not in disabled | {pad}]
+    start = []
+    if plain and merge > 1:
+        run = st.lists(st.sampled_from(plain), min_size=2, max_size=merge).map(tuple)
+        start = draw(st.lists(run, max_size=min(slots, 4), unique=True))
+    return CodecParams(vocab, slots, merge, disabled, pad, start)
+
+
+def base_ids(params, draws):
+    """Base ids, and disabled ids wherever they lie."""
+    choices = [*range(params.vocab_size), *params.disabled_ids]
+    return [choices[x % len(choices)] for x in draws]
+
+
+def sampled(params, draws):
+    """What a masked sampler can emit: at each step a base id or an installed hypertoken, or a lawful next one."""
+    book, ids = twin.Codebook(params), []
+    for x in draws:
+        choices = [*range(params.vocab_size), *params.disabled_ids, *book.entries]
+        choices += [params.vocab_size + len(book.entries)] * (x % 5 == 0)
+        try:
+            book.push([choices[x % len(choices)]])
+        except CodecError:
+            continue
+        ids.append(choices[x % len(choices)])
+    return ids
+
+
+def state(book):
+    """Everything that can be seen of a codebook, and of what it would do next."""
+    following = book.copy()
+    new = [list(following.push(x)) for x in range(book.params.vocab_size)]
+    return list(book.entries), book.ids.tolist(), book.base_length, len(book), book.mark(), book.to_bytes(), new
+
+
+def pushed(params, *pieces):
+    book = Codebook(params)
+    for piece in pieces:
+        book.push(piece)
+    return book
+
+
+@given(codecs(), DRAWS)
+def test_compressing_agrees_with_the_twin(params, draws):
+    ids = base_ids(params, draws)
+    try:
+        expected, entries = twin.compress(params, ids)
+    except CodecError:
+        with pytest.raises(CodecError):
+            compress(params, ids)
+        return
+    got = compress(params, ids)
+    assert got[0].tolist() == expected
+    assert dict(got[1]) == entries
+
+
+@given(codecs(), DRAWS)
+def test_what_is_compressed_expands_to_itself(params, draws):
+    ids = base_ids(params, draws)
+    try:
+        emitted, _ = compress(params, ids)
+    except CodecError:
+        assume(False)
+    assert pushed(params, emitted).expand(emitted).tolist() == ids
+
+
+@given(codecs(), DRAWS)
+def test_the_reader_ends_with_the_writers_entries(params, draws):
+    try:
+        emitted, entries = compress(params, base_ids(params, draws))
+    except CodecError:
+        assume(False)
+    assert pushed(params, emitted).entries == entries
+
+
+@given(codecs(), DRAWS)
+def test_following_a_masked_sampler_agrees_with_the_twin(params, draws):
+    ids = sampled(params, draws)
+    book, expected = Codebook(params), twin.Codebook(params)
+    new, installed = book.push(ids), expected.push(ids)
+    assert [(*entry, at) for entry, at in zip(new, new.at.tolist(), strict=True)] == installed
+    assert dict(book.entries) == expected.entries
+    assert book.expand(ids).tolist() == expected.expand(ids)
+
+
+@given(codecs(), st.lists(st.integers(0, 999), max_size=40))
+def test_any_ids_are_accepted_or_refused_as_by_the_twin(params, draws):
+    book, expected = Codebook(params), twin.Codebook(params)
+    for draw in draws:  # every third time the next hypertoken or the one after it, lawful or not
+        known = params.vocab_size + len(expected.entries)
+        before, x = state(book), known + draw % 2 if draw % 3 == 0 else draw % known
+        try:
+            installed = expected.push([x])
+        except CodecError:
+            with pytest.raises(CodecError):
+                book.push(x)
+            assert state(book) == before
+        else:
+            assert [entry[1] for entry in book.push(x)] == [entry[1] for entry in installed]
+    assert dict(book.entries) == expected.entries
+
+
+@given(codecs(), DRAWS, WHERE)
+def test_a_codebook_does_not_depend_on_how_its_input_was_cut(params, draws, cut):
+    ids = sampled(params, draws)
+    cut %= len(ids) + 1
+    assert state(pushed(params, ids)) == state(pushed(params, ids[:cut], ids[cut:]))
+
+
+@given(codecs(), DRAWS)
+def test_pushing_one_by_one_installs_what_one_push_does(params, draws):
+    ids = sampled(params, draws)
+    book, whole = Codebook(params), Codebook(params).push(ids)
+    each = [(index, new) for index, new in enumerate(map(book.push, ids)) if new]
+    assert [index for index, _ in each] == whole.at.tolist()
+    assert [new[0] for _, new in each] == list(whole)
+    assert [new.base_ids[0].tolist() for _, new in each] == whole.base_ids.tolist()
+    assert [int(new.slots[0]) for _, new in each] == whole.slots.tolist()
+
+
+@given(codecs(), DRAWS, WHERE, WHERE)
+def test_rewinding_equals_replaying(params, draws, first, second):
+    ids = sampled(params, draws)
+    book = pushed(params, ids)
+    for mark in (first % (len(ids) + 1), second % (first % (len(ids) + 1) + 1)):
+        book.rewind(mark)
+        assert state(book) == state(pushed(params, ids[:mark]))
+
+
+@given(codecs(), DRAWS, WHERE)
+def test_after_rewinding_one_can_go_another_way(params, draws, mark):
+    ids = sampled(params, draws)
+    book, mark = pushed(params, ids), mark % (len(ids) + 1)
+    book.rewind(mark)
+    other = ids[:mark] + [0] * 9
+    book.push(other[mark:])
+    assert state(book) == state(pushed(params, other))
+
+
+@given(codecs(), DRAWS, WHERE)
+def test_a_copy_goes_on_like_its_original(params, draws, cut):
+    ids = sampled(params, draws)
+    cut %= len(ids) + 1
+    copy = pushed(params, ids[:cut]).copy()
+    copy.push(ids[cut:])
+    assert state(copy) == state(pushed(params, ids))
+
+
+@given(codecs(), DRAWS)
+def test_a_copy_does_not_share_anything_with_its_original(params, draws):
+    book = pushed(params, sampled(params, draws))
+    before, copy = state(book), book.copy()
+    copy.push([0] * 40)
+    copy.rewind(0)
+    copy.push(0)
+    assert state(book) == before
+
+
+@given(codecs(), DRAWS)
+def test_a_saved_codebook_loads_to_an_equal_one(params, draws):
+    book = pushed(params, sampled(params, draws))
+    loaded = Codebook.from_bytes(book.to_bytes())
+    assert loaded.params == params
+    assert state(loaded) == state(book)
+
+
+@given(codecs(), DRAWS, WHERE)
+def test_an_unlawful_id_anywhere_in_a_push_changes_nothing(params, draws, where):
+    ids = sampled(params, draws)
+    where %= len(ids) + 1
+    unlawful = next(x for x in range(params.vocab_size + 30, 99) if x not in params.disabled_ids)
+    book = pushed(params, ids[: where // 2])
+    before = state(book)
+    with pytest.raises(CodecError, match=str(unlawful)):
+        book.push([*ids[where // 2 : where], unlawful, *ids])
+    assert state(book) == before
+
+
+@given(codecs(), DRAWS, DRAWS)
+def test_compressing_from_a_running_codebook_agrees_with_the_twin(params, draws, more):
+    ids = sampled(params, draws)
+    book, expected = pushed(params, ids), twin.Codebook(params)
+    expected.push(ids)
+    before, text = state(book), base_ids(params, more)
+    assert book.compress(text).tolist() == expected.compress(text)
+    assert state(book) == before
+
+
+@given(codecs(), DRAWS, DRAWS)
+def test_what_a_running_codebook_compresses_expands_to_itself(params, draws, more):
+    book, text = pushed(params, sampled(params, draws)), base_ids(params, more)
+    emitted = book.compress(text)
+    for x in emitted.tolist():
+        assert x < params.vocab_size + len(book) or x in params.disabled_ids  # never one that is not yet installed
+        book.push(x)
+    assert book.expand(emitted).tolist() == text
+
+
+@given(codecs(), DRAWS)
+def test_spans_are_the_lengths_of_the_expansions(params, draws):
+    book = pushed(params, ids := sampled(params, draws))
+    assert book.spans(ids).tolist() == [len(book.expand(x)) for x in ids]
+    assert book.base_length == len(book.expand(ids))
+
+
+@given(codecs(), st.binary(max_size=40), DRAWS, WHERE)
+def test_damaged_bytes_are_refused(params, junk, draws, where):
+    data = pushed(params, sampled(params, draws)).to_bytes()
+    at = where % len(data)
+    for damaged in (data[:at], data + b"\0\0\0\0", junk, data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]):
+        with pytest.raises(CodecError):
+            Codebook.from_bytes(damaged)
