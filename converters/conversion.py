@@ -1,0 +1,313 @@
+"""`convert`: a zip2zip checkpoint, or a PEFT adapter, becomes an mlx-lm folder."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_map, tree_map_with_path
+from tqdm import tqdm
+
+import mlx_zip
+from mlx_zip.config import ZipConfig
+from mlx_zip.converters import hub, names, output, source
+from mlx_zip.converters.fingerprint import Fingerprints
+from mlx_zip.converters.hub import Place
+from mlx_zip.converters.lora import Lora, check_targets, merge, mlx_adapter, read_lora
+from mlx_zip.converters.meta_pt import encoder_overrides
+from mlx_zip.converters.quantization import QuantPredicate, Recipe, quantize_encoders, quantize_model
+from mlx_zip.converters.tensors import FLOATS, load
+from mlx_zip.converters.tokenizer_files import TokenizerFacts, copy_tokenizer, read_tokenizer
+from mlx_zip.errors import ConversionError
+from mlx_zip.layout import Layout
+from mlx_zip.models import Model, ModelArgs, check_config
+from mlx_zip.register import MODEL_TYPE
+
+DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
+ADAPTERS = "adapters"  # the folder of a kept adapter inside the output
+
+
+@dataclass
+class Prepared:
+    """A model with lazy weights, everything checked, nothing written.
+
+    config: config.json to be, without the fingerprint. tokenizer: the folder it comes from, and how it loads there.
+    """
+
+    model: nn.Module
+    config: dict[str, Any]
+    tokenizer: Path
+    facts: TokenizerFacts
+    card: str
+    kept: Lora | None = None
+
+
+def convert(
+    hf_path: str,
+    mlx_path: str | Path = "mlx_model",
+    quantize: bool = False,
+    q_group_size: int | None = None,
+    q_bits: int | None = None,
+    q_mode: str = "affine",
+    dtype: str | None = None,
+    upload_repo: str | None = None,
+    revision: str | None = None,
+    dequantize: bool = False,
+    quant_predicate: QuantPredicate | str | None = None,
+    keep_adapter: bool = False,
+    lora_only: bool = False,
+    encoder_bits: int | None = None,
+    trust_remote_code: bool = False,
+    progress: bool = True,
+) -> Path:
+    """Converts a zip2zip checkpoint (formats 1 and 2) to an mlx-lm folder, and returns that folder's path.
+
+    hf_path: a folder or a hub id (at `revision`). mlx_path: must not exist; it appears whole or not at all. Arguments
+    up to `quant_predicate` are those of `mlx_lm.convert`. dtype: "float16", "bfloat16" or "float32"; the default is
+    the source decoder's. keep_adapter: leave a PEFT LoRA unmerged, in `adapters/` inside the output. lora_only:
+    `hf_path` is a plain PEFT LoRA, and the output an mlx-lm adapter folder. encoder_bits: quantize the hyper-encoders
+    too (4 or 8). A folder that is converted already can be quantized, dequantized or cast again.
+
+    Raises `ConversionError` or `ConfigError`, each a line that names the file, tensor or key at fault; then nothing
+    has been written.
+    """
+    if quantize and dequantize:
+        raise ConversionError("choose either quantize or dequantize, not both")
+    if dtype is not None and dtype not in DTYPES:
+        raise ConversionError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+    out = Path(mlx_path)
+    output.refuse_existing(out)
+    recipe = Recipe(quantize, q_group_size, q_bits, q_mode, quant_predicate, encoder_bits, dequantize)
+    place = source.locate(hf_path, revision)
+    if lora_only:
+        _refuse_with_lora_only(recipe, keep_adapter)
+        _write_adapter(out, source.complete(place), dtype, progress)
+    else:
+        prepared = _prepare(place, dtype, keep_adapter, trust_remote_code)
+        _quantize(prepared, recipe)
+        _write(out, prepared, trust_remote_code, progress)
+    if upload_repo is not None:
+        hub.upload(out, upload_repo)
+    return out
+
+
+def _refuse_with_lora_only(recipe: Recipe, keep_adapter: bool) -> None:
+    if recipe != Recipe() or keep_adapter:
+        raise ConversionError("--lora-only writes an adapter alone; it takes no quantization and no --keep-adapter")
+
+
+# ---- reading
+
+
+def _prepare(place: Place, dtype: str | None, keep_adapter: bool, trust_remote_code: bool) -> Prepared:
+    if source.is_converted(place):
+        if keep_adapter:
+            raise ConversionError(f"{place.name} is converted already; there is no adapter to keep")
+        return _prepare_converted(source.complete(place), dtype, trust_remote_code)
+    return _prepare_checkpoint(source.open_checkpoint(place), dtype, keep_adapter, trust_remote_code)
+
+
+def _prepare_checkpoint(
+    checkpoint: source.Checkpoint, dtype: str | None, keep_adapter: bool, trust_remote_code: bool
+) -> Prepared:
+    check_config(checkpoint.base_config)
+    overrides = _apply_meta(checkpoint)
+    facts = read_tokenizer(checkpoint.base.folder, trust_remote_code)
+    zip_config = ZipConfig.from_dict(checkpoint.zip_config, pad_id=facts.pad_id)
+    _check_sizes(zip_config, checkpoint.base_config, facts)
+    config = _config(checkpoint, zip_config)
+    model = Model(ModelArgs.from_dict(config))
+    lora = read_lora(checkpoint.adapter) if checkpoint.adapter else None
+    if keep_adapter and lora is None:
+        raise ConversionError(f"{checkpoint.place.name} has no adapter to keep")
+    plan, encoders = _plans(checkpoint, model, zip_config, lora)
+    weights = load(plan.tensors | encoders.tensors)
+    _check_twin(plan, weights)
+    if lora is not None and not keep_adapter:
+        merge(weights, lora)
+    stored = dtype or str(FLOATS[plan.tensors[names.EMBEDDING].dtype]).removeprefix("mlx.core.")
+    model.load_weights(list(weights.items()), strict=True)
+    _cast(model, DTYPES[stored])
+    adapter = None if lora is None else "kept" if keep_adapter else "merged"
+    _record(config, checkpoint, stored, overrides, adapter, plan, encoders)
+    card = hub.model_card(checkpoint.place, checkpoint.base, mlx_zip.__version__)
+    return Prepared(model, config, checkpoint.base.folder, facts, card, lora if keep_adapter else None)
+
+
+def _apply_meta(checkpoint: source.Checkpoint) -> dict[str, bool]:
+    """Lets meta.pt override the encoder's options, as upstream; returns what it changed."""
+    encoder = checkpoint.zip_config.get("encoder")
+    if checkpoint.meta is None or checkpoint.zip_config.get("encoder_type") != "res_latent_attn":
+        return {}
+    found = encoder_overrides(checkpoint.meta)
+    if not isinstance(encoder, dict):
+        return {}
+    defaults = {"causal": False, "residual": True}
+    changed = {key: value for key, value in found.items() if encoder.get(key, defaults[key]) != value}
+    for key, value in changed.items():
+        warnings.warn(f"{source.META} overrides encoder.{key}: {encoder.get(key)} becomes {value}", stacklevel=2)
+    encoder.update(changed)
+    return changed
+
+
+def _check_sizes(config: ZipConfig, base: dict[str, Any], facts: TokenizerFacts) -> None:
+    """Width of the rows, and the id boundary against embedding and tokenizer. Raises `ConfigError`."""
+    if config.encoder.model_size != base["hidden_size"]:
+        key = "model_hidden_size" if config.encoder.model_hidden_size else "hidden_size"
+        raise ConversionError(
+            f"encoder {key} is {config.encoder.model_size}, the base model's hidden_size {base['hidden_size']}"
+        )
+    Layout(config.vocab_size, config.codebook_size, base["vocab_size"]).check_tokenizer(facts.length)
+
+
+def _config(checkpoint: source.Checkpoint, zip_config: ZipConfig) -> dict[str, Any]:
+    """config.json: the base's, flat, with our model type and section. Code and local paths are left out."""
+    base = {k: v for k, v in checkpoint.base_config.items() if k not in ("auto_map", "_name_or_path", "zip2zip")}
+    section = {**zip_config.to_dict(), "base_model_type": base["model_type"]}
+    if zip_config.base_model and Path(zip_config.base_model).is_absolute():
+        section["base_model_name_or_path"] = Path(zip_config.base_model).name
+    return {**base, "model_type": MODEL_TYPE, "zip2zip": section}
+
+
+def _plans(
+    checkpoint: source.Checkpoint, model: nn.Module, zip_config: ZipConfig, lora: Lora | None
+) -> tuple[names.Plan, names.Plan]:
+    shapes = {name: tuple(array.shape) for name, array in _parameters(model).items()}
+    encoder_shapes = {name: shape for name, shape in shapes.items() if name.startswith(names.SIDES)}
+    decoder_shapes = {name: shape for name, shape in shapes.items() if name not in encoder_shapes}
+    plan = names.plan_decoder(checkpoint.decoder, decoder_shapes)
+    if checkpoint.partial:
+        plan = names.plan_override(plan, checkpoint.partial, decoder_shapes, source.PARTIAL)
+    if lora is not None:
+        check_targets(lora, decoder_shapes)
+    return plan, names.plan_encoders(checkpoint.encoders, encoder_shapes, zip_config.encoder.tie_encoders)
+
+
+def _parameters(model: nn.Module) -> dict[str, mx.array]:
+    return dict(tree_flatten(model.parameters()))
+
+
+def _check_twin(plan: names.Plan, weights: dict[str, mx.array]) -> None:
+    """A tied model's two copies of one matrix must be one."""
+    if plan.twin is None:
+        return
+    twin = load({"twin": plan.twin})["twin"]
+    if twin.shape != weights[names.EMBEDDING].shape or not mx.array_equal(twin, weights[names.EMBEDDING]).item():
+        raise ConversionError(
+            f"{names.HEAD} differs from {names.EMBEDDING} although the word embeddings are tied; "
+            "set tie_word_embeddings to false in the base's config.json to keep both"
+        )
+
+
+def _cast(model: nn.Module, dtype: mx.Dtype) -> None:
+    keep = getattr(model, "cast_predicate", lambda _: True)
+
+    def cast(name: str, array: mx.array) -> mx.array:
+        return array.astype(dtype) if mx.issubdtype(array.dtype, mx.floating) and keep(name) else array
+
+    model.update(tree_map_with_path(cast, model.parameters()))
+
+
+def _record(
+    config: dict[str, Any],
+    checkpoint: source.Checkpoint,
+    dtype: str,
+    overrides: dict[str, bool],
+    adapter: str | None,
+    *plans: names.Plan,
+) -> None:
+    """What the model was made from, into config.json."""
+    config["torch_dtype"] = dtype
+    if "dtype" in config:
+        config["dtype"] = dtype
+    config["zip2zip"]["source"] = {
+        "path": checkpoint.place.name,
+        "revision": checkpoint.place.revision,
+        "base": checkpoint.base.name,
+        "base_revision": checkpoint.base.revision,
+        "adapter": adapter,
+        "override": sorted(checkpoint.partial),
+        "meta_pt": overrides,
+        "dropped": {reason: len(found) for plan in plans for reason, found in plan.dropped.items()},
+        "dtype": dtype,
+        "mlx_zip": mlx_zip.__version__,
+    }
+
+
+def _prepare_converted(place: Place, dtype: str | None, trust_remote_code: bool) -> Prepared:
+    """A model converted before, as it is loaded."""
+    from mlx_lm.utils import load_model
+
+    source.check_converted(place)
+    try:
+        model, config = load_model(place.folder, lazy=True)
+    except ValueError as error:
+        raise ConversionError(f"{place.name} cannot be loaded: {str(error).partition(chr(10))[0]}") from error
+    section = config["zip2zip"]
+    record = section.setdefault("source", {})
+    if dtype is not None:
+        _cast(model, DTYPES[dtype])
+        config["torch_dtype"] = record["dtype"] = dtype
+    record["mlx_zip"] = mlx_zip.__version__
+    facts = read_tokenizer(place.folder, trust_remote_code)
+    return Prepared(model, config, place.folder, facts, hub.model_card(place, place, mlx_zip.__version__))
+
+
+# ---- quantizing and writing
+
+
+def _quantize(prepared: Prepared, recipe: Recipe) -> None:
+    with contextlib.redirect_stdout(sys.stderr):  # mlx-lm prints what it did
+        prepared.model, prepared.config = quantize_model(prepared.model, prepared.config, recipe)
+    quantize_encoders(prepared.model, prepared.config, recipe)
+
+
+def _write(out: Path, prepared: Prepared, trust_remote_code: bool, progress: bool) -> None:
+    from mlx_lm.utils import get_total_parameters
+
+    model, config = prepared.model, prepared.config
+    weights = _parameters(model)
+    parameters = get_total_parameters(model)
+    model.update(tree_map(lambda _: mx.array([]), model.parameters()))  # only `weights` holds them now
+    prints = Fingerprints()
+    with output.new_folder(out) as folder, _bar(len(weights), progress) as step:
+
+        def stored(name: str, array: mx.array, data: memoryview) -> None:
+            prints.add(name, array, data)
+            step()
+
+        output.write_model(folder, weights, parameters, stored)
+        section = config["zip2zip"]
+        section["fingerprint"] = prints.sides(ModelArgs.from_dict(config).zip_config, config.get("quantization", {}))
+        output.write_json(folder / "config.json", config)
+        copy_tokenizer(prepared.tokenizer, folder, prepared.facts, trust_remote_code)
+        (folder / "README.md").write_text(prepared.card, encoding="utf-8")
+        if prepared.kept is not None:
+            (folder / ADAPTERS).mkdir()
+            _write_lora(folder / ADAPTERS, prepared.kept, None)
+
+
+@contextlib.contextmanager
+def _bar(total: int, progress: bool) -> Iterator[Callable[[], object]]:
+    with tqdm(total=total, desc="Writing", unit="tensor", disable=not progress, file=sys.stderr) as bar:
+        yield bar.update
+
+
+def _write_adapter(out: Path, place: Place, dtype: str | None, progress: bool) -> None:
+    lora = read_lora(place.folder)
+    with output.new_folder(out) as folder, _bar(1, progress) as step:
+        _write_lora(folder, lora, DTYPES[dtype] if dtype else None)
+        step()
+
+
+def _write_lora(folder: Path, lora: Lora, dtype: mx.Dtype | None) -> None:
+    weights, config = mlx_adapter(lora, dtype)
+    output.write_tensors(folder / "adapters.safetensors", weights)
+    output.write_json(folder / "adapter_config.json", config)

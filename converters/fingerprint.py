@@ -1,0 +1,70 @@
+"""Names of hyper-row sets: two models with the same fingerprint of a side make the same rows for the same entries.
+
+Computed from the tensors as stored, while they are written, so that a row store never hashes anything at start-up.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_zip.config import ZipConfig
+from mlx_zip.converters.names import SIDES
+
+_EMBEDDING, _HEAD = "model.embed_tokens.", "lm_head."
+
+
+class Fingerprints:
+    """Collects digests of the tensors that rows depend on: the encoders, the embedding and the head."""
+
+    def __init__(self) -> None:
+        self.digests: dict[str, str] = {}
+
+    def add(self, name: str, array: mx.array, data: memoryview) -> None:
+        """Takes a tensor as it is written."""
+        if name.startswith((*SIDES, _EMBEDDING, _HEAD)):
+            head = f"{array.dtype} {list(array.shape)} "
+            self.digests[name] = hashlib.sha256(head.encode() + hashlib.sha256(data).digest()).hexdigest()
+
+    def sides(self, config: ZipConfig, quantization: Mapping[str, Any]) -> dict[str, str]:
+        """{"input": hex, "output": hex}, each a sha256.
+
+        Over: side, tensors of its encoder and matrix, their quantization, encoder options, merge size, pad id.
+        """
+        tied_encoders = config.encoder.tie_encoders
+        tied_matrices = not any(name.startswith(_HEAD) for name in self.digests)
+        places = {
+            "input": (SIDES[0], _EMBEDDING),
+            "output": (SIDES[0 if tied_encoders else 1], _EMBEDDING if tied_matrices else _HEAD),
+        }
+        return {side: self._one(side, places[side], config, quantization) for side in places}
+
+    def _one(
+        self, side: str, prefixes: tuple[str, str], config: ZipConfig, quantization: Mapping[str, Any]
+    ) -> str:
+        def under(names: Iterable[str]) -> list[str]:
+            return sorted(name for name in names if f"{name}.".startswith(prefixes))
+
+        facts = {
+            "side": side,
+            "tensors": [[_relative(n, prefixes), self.digests[n]] for n in under(self.digests)],
+            "quantization": [[_relative(n, prefixes), quantization[n]] for n in under(quantization)],
+            "quantization_default": {k: v for k, v in quantization.items() if not isinstance(v, dict)},
+            "encoder": [config.encoder.kind, config.encoder.to_dict()],
+            "merge_size": config.merge_size,
+            "pad_id": config.pad_id,
+        }
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def _relative(name: str, prefixes: tuple[str, str]) -> str:
+    """encoder.x or matrix.x, so that the name of the side does not matter."""
+    encoder, matrix = prefixes
+    dotted = f"{name}."
+    if dotted.startswith(encoder):
+        return f"encoder.{dotted.removeprefix(encoder)}"
+    return f"matrix.{dotted.removeprefix(matrix)}"

@@ -1,0 +1,93 @@
+"""The model hub: download with the usual environment (HF_ENDPOINT, HF_HUB_OFFLINE, cache folders), and upload."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlx_zip.errors import ConversionError
+
+CONFIGS = ["zip2zip_config.json", "config.json", "adapter_config.json"]
+TOKENIZER = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py"]
+BASE = [*TOKENIZER, "model*.safetensors"]
+CHECKPOINT = [
+    *BASE, "zip2zip_encoders.safetensors", "encoders.safetensors", "adapter_model.safetensors", "meta.pt",
+    "*/model*.safetensors",
+]  # fmt: skip
+_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+|[\w.-]+")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A folder on disk and where it came from. name: hub id, or the local folder's name; revision: hub commit."""
+
+    folder: Path
+    name: str
+    revision: str | None = None
+
+
+def local(path: str | Path) -> Place | None:
+    """The folder if there is one at `path`."""
+    folder = Path(path).expanduser()
+    return Place(folder, folder.resolve().name) if folder.is_dir() else None
+
+
+def fetch(name: str, revision: str | None, patterns: list[str]) -> Place:
+    """Downloads what matches `patterns` of a hub repository, or finds it in the cache.
+
+    Raises `ConversionError` when `name` is neither a folder nor a repository that can be reached.
+    """
+    from huggingface_hub import snapshot_download
+
+    if not _REPOSITORY.fullmatch(name) or set(name) == {"."}:
+        raise ConversionError(f"{name} is neither a folder nor a hub id")
+    try:
+        folder = Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+    except _hub_errors() as error:
+        raise ConversionError(f"{name} is not a folder, and the hub did not give it: {_first(error)}") from error
+    return Place(folder, name, folder.name)
+
+
+def upload(folder: Path, repository: str) -> None:
+    """Creates the repository if needed and uploads the folder to it in one commit.
+
+    Raises `ConversionError` when the hub refuses or cannot be reached; the folder stays as it is.
+    """
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    try:
+        api.create_repo(repository, exist_ok=True)
+        api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Add model converted by mlx_zip")
+    except _hub_errors() as error:
+        raise ConversionError(
+            f"{folder} is converted, but could not be uploaded to {repository}: {_first(error)}"
+        ) from error
+
+
+def _hub_errors() -> tuple[type[Exception], ...]:
+    """All that the hub client raises; its own HTTP error derives from whatever transport library it uses."""
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    return (OSError, HFValidationError, *(base for base in HfHubHTTPError.__bases__ if issubclass(base, Exception)))
+
+
+def _first(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+def model_card(source: Place, base: Place, version: str) -> str:
+    """README.md of a converted model."""
+    names = dict.fromkeys(place.name for place in (source, base) if place.revision)
+    based_on = "".join(f"- {name}\n" for name in names)
+    return (
+        "---\nlibrary_name: mlx\npipeline_tag: text-generation\ntags:\n- mlx\n- mlx_zip\n- zip2zip\n"
+        + (f"base_model:\n{based_on}" if based_on else "")
+        + f"---\n\n# {source.name}, converted for mlx_zip\n\n"
+        "A zip2zip model: while it reads and writes, recurring token runs become hypertokens, so the same text takes\n"
+        "fewer steps. This folder was made by `mlx_zip convert` "
+        f"{version}; what it was made from is recorded in the `zip2zip`\nsection of `config.json`.\n\n"
+        "```bash\npip install mlx_zip\nmlx_zip generate --model <this folder or repository> --prompt \"Hello\"\n```\n\n"
+        "Plain `mlx_lm` loads it too, once `import mlx_zip` has run. The licence is that of the models above.\n"
+    )

@@ -1,0 +1,163 @@
+"""PEFT LoRA adapters: read strictly, merged into weights, or rewritten as an mlx-lm adapter.
+
+An option that would change the result and is not handled here is refused by name. Source: peft 0.21 (LoraConfig),
+mlx-lm 0.32.2 (`tuner.utils.load_adapters`).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_zip.converters.tensors import FLOATS, Tensor, load, read_header, read_object, some
+from mlx_zip.errors import ConversionError
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])(\.default)?\.weight")
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_READ = {"r", "lora_alpha", "lora_dropout", "use_rslora", "rank_pattern", "alpha_pattern", "peft_type"}
+_HARMLESS = {  # they say what was trained, or how it began; the tensors say what came out
+    "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "task_type", "inference_mode",
+    "base_model_name_or_path", "revision", "auto_mapping", "peft_version", "megatron_core", "init_lora_weights",
+    "qalora_group_size", "ensure_weight_tying", "eva_config", "runtime_config",
+}  # fmt: skip
+_PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")  # the others also change the base's weights
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One adapted linear layer: W + scale * up @ down, down [r, in], up [out, r]."""
+
+    down: Tensor
+    up: Tensor
+    scale: float
+
+    @property
+    def rank(self) -> int:
+        return self.down.shape[0]
+
+
+@dataclass(frozen=True)
+class Lora:
+    """pairs: module path -> its `Pair`."""
+
+    pairs: dict[str, Pair]
+    dropout: float
+
+
+def read_lora(folder: Path) -> Lora:
+    """Reads a PEFT LoRA folder. Raises `ConversionError` naming the option or tensor that is not supported."""
+    config = read_object(folder / CONFIG)
+    _refuse_unsupported(config)
+    if not (folder / WEIGHTS).is_file():
+        raise ConversionError(f"{folder} has {CONFIG} but no {WEIGHTS}")
+    halves: dict[str, dict[str, Tensor]] = {}
+    unknown = []
+    for name, tensor in read_header(folder / WEIGHTS).items():
+        if (match := _NAME.fullmatch(name)) is None:
+            unknown.append(name)
+        else:
+            halves.setdefault(match["module"], {})[match["side"]] = tensor
+    if unknown:
+        raise ConversionError(f"{WEIGHTS}: not LoRA tensors of linear layers: {some(unknown)}")
+    if not halves:
+        raise ConversionError(f"{WEIGHTS} holds no LoRA tensors")
+    pairs = {module: _pair(module, half, config) for module, half in sorted(halves.items())}
+    return Lora(pairs, _number(config, "lora_dropout", 0.0))
+
+
+def _refuse_unsupported(config: Mapping[str, Any]) -> None:
+    if config.get("peft_type") != "LORA":
+        raise ConversionError(f"{CONFIG}: peft_type {config.get('peft_type')!r} is not LORA")
+    if config.get("bias", "none") != "none":
+        raise ConversionError(f"{CONFIG}: bias {config['bias']!r} is not supported (only 'none')")
+    start = config.get("init_lora_weights")
+    if not (start is None or isinstance(start, bool) or start in _PLAIN_STARTS):
+        raise ConversionError(f"{CONFIG}: init_lora_weights {start!r} changes the base weights; merge it in PEFT")
+    active = {key for key, value in config.items() if value} - _READ - _HARMLESS - {"bias"}
+    if active:
+        raise ConversionError(f"{CONFIG}: not supported: {some(active)}; merge the adapter in PEFT first")
+
+
+def _pair(module: str, half: Mapping[str, Tensor], config: Mapping[str, Any]) -> Pair:
+    if half.keys() != {"A", "B"}:
+        raise ConversionError(f"{WEIGHTS}: {module} has only one of lora_A and lora_B")
+    down, up = half["A"], half["B"]
+    if len(down.shape) != 2 or len(up.shape) != 2 or down.shape[0] != up.shape[1]:
+        raise ConversionError(f"{WEIGHTS}: {module}: lora_A {list(down.shape)} and lora_B {list(up.shape)} do not fit")
+    if not {down.dtype, up.dtype} <= FLOATS.keys():
+        raise ConversionError(f"{WEIGHTS}: {module} has dtypes {down.dtype}, {up.dtype}, not {', '.join(FLOATS)}")
+    rank = _number({"r": _pattern(config, "rank_pattern", module, config.get("r"))}, "r", None)
+    alpha = _number({"a": _pattern(config, "alpha_pattern", module, config.get("lora_alpha"))}, "a", None)
+    if rank != down.shape[0] or rank < 1:
+        raise ConversionError(f"{CONFIG} gives {module} rank {rank:g}, its tensors have {down.shape[0]}")
+    return Pair(down, up, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
+
+
+def _pattern(config: Mapping[str, Any], key: str, module: str, default: Any) -> Any:
+    """The first pattern that ends the module's path decides, as in PEFT."""
+    for pattern, value in (config.get(key) or {}).items():
+        try:
+            if re.match(rf"(.*\.)?({pattern})$", module):
+                return value
+        except re.error as error:
+            raise ConversionError(f"{CONFIG}: {key} has the invalid pattern {pattern!r}") from error
+    return default
+
+
+def _number(config: Mapping[str, Any], key: str, default: float | None) -> float:
+    value = config.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        name = {"a": "lora_alpha"}.get(key, key)
+        raise ConversionError(f"{CONFIG}: {name} must be a number, got {value!r}")
+    return value
+
+
+def check_targets(lora: Lora, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises `ConversionError` unless every adapted module is a linear layer of the decoder with fitting shapes."""
+    if unknown := [m for m in lora.pairs if f"{m}.weight" not in shapes or not _LAYER.search(m)]:
+        raise ConversionError(f"the adapter changes modules other than the decoder layers' own: {some(unknown)}")
+    for module, pair in lora.pairs.items():
+        need, have = (pair.up.shape[0], pair.down.shape[1]), shapes[f"{module}.weight"]
+        if need != have:
+            raise ConversionError(f"the adapter for {module} is {list(need)}, the layer {list(have)}")
+
+
+def merge(weights: dict[str, mx.array], lora: Lora) -> None:
+    """Adds the adapter to the weights it changes, computed in float32 (lazily)."""
+    for module, pair in lora.pairs.items():
+        arrays = load({"down": pair.down, "up": pair.up})
+        down, up = arrays["down"].astype(mx.float32), arrays["up"].astype(mx.float32)
+        name = f"{module}.weight"
+        weights[name] = weights[name].astype(mx.float32) + pair.scale * (up @ down)
+
+
+def mlx_adapter(lora: Lora, dtype: mx.Dtype | None = None) -> tuple[dict[str, mx.array], dict[str, Any]]:
+    """The same adapter as mlx-lm stores it: tensors of `adapters.safetensors` and `adapter_config.json`.
+
+    mlx-lm has one rank and one scale: lower ranks are filled with zeros, other scales go into `lora_b`.
+    """
+    rank = max(pair.rank for pair in lora.pairs.values())
+    scale = next(iter(lora.pairs.values())).scale
+    weights = {}
+    for module, pair in lora.pairs.items():
+        arrays = load({"a": pair.down, "b": pair.up})
+        a, b = arrays["a"].T, arrays["b"].T
+        if pair.scale != scale:
+            b = (b.astype(mx.float32) * (pair.scale / scale)).astype(b.dtype)
+        missing = rank - pair.rank
+        weights[f"{module}.lora_a"] = mx.pad(a, [(0, 0), (0, missing)]).astype(dtype or a.dtype)
+        weights[f"{module}.lora_b"] = mx.pad(b, [(0, missing), (0, 0)]).astype(dtype or b.dtype)
+    layers = [int(found[1]) for module in lora.pairs if (found := _LAYER.search(module))]
+    config = {
+        "fine_tune_type": "lora",
+        "num_layers": max(layers, default=-1) + 1,
+        "lora_parameters": {"rank": rank, "scale": scale, "dropout": lora.dropout, "keys": list(lora.pairs)},
+    }
+    return weights, config

@@ -1,0 +1,252 @@
+"""`meta.pt` without unpickling: a reader of torch's files that builds plain values and runs nothing.
+
+zip2zip 0.2.0 lets `args` in a checkpoint's `meta.pt` override two encoder options, and loads it with full
+unpickling, which lets the file run any code. Here the pickle's opcodes are interpreted one by one into dicts, lists,
+tuples, strings and numbers; whatever names a class or function becomes an inert `Opaque`, never looked up.
+"""
+
+from __future__ import annotations
+
+import io
+import pickletools
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from mlx_zip.errors import ConversionError
+
+MAX_PICKLE_BYTES = 64 << 20
+_LEGACY_MAGIC = 0x1950A86A20F9469CFC6C  # first pickle of files written before torch 1.6
+_MARK = object()
+
+
+class Opaque:
+    """Stands for an object whose class is not built: `name` of the class if known, `state` and `items` given to it."""
+
+    def __init__(self, name: str = "?") -> None:
+        self.name = name
+        self.state: Any = None
+        self.items: dict[Any, Any] = {}
+
+
+def encoder_overrides(path: Path) -> dict[str, bool]:
+    """What `meta.pt` says about the encoder: {} or {"causal": bool, "residual": bool}.
+
+    As zip2zip 0.2.0: with a non-empty `args`, an absent `encoder_causal` means false and an absent
+    `no_encoder_residual` means false. Raises `ConversionError` when the file is malformed.
+    """
+    meta = read_meta(path)
+    args = _plain_dict(meta.get("args")) if isinstance(meta, dict) else None
+    if not args:
+        return {}
+    return {
+        "causal": _flag(args, "encoder_causal", path),
+        "residual": not _flag(args, "no_encoder_residual", path),
+    }
+
+
+def _plain_dict(value: Any) -> dict[Any, Any] | None:
+    """A dict, or the attributes of an object such as argparse.Namespace."""
+    if isinstance(value, Opaque):
+        value = value.items or value.state
+    return value if isinstance(value, dict) else None
+
+
+def _flag(args: dict[Any, Any], name: str, path: Path) -> bool:
+    value = args.get(name, False)
+    if value is not None and not isinstance(value, bool | int | float | str):
+        raise ConversionError(f"{path.name}: args.{name} is not a plain value")
+    return bool(value)
+
+
+def read_meta(path: Path) -> Any:
+    """The object in a file written by `torch.save`, tensors and classes as `Opaque`. Raises `ConversionError`."""
+    try:
+        with open(path, "rb") as file:
+            if zipfile.is_zipfile(file):
+                return _one_pickle(io.BytesIO(_zip_pickle(path)))
+            file.seek(0)
+            data = file.read(MAX_PICKLE_BYTES + 1)
+    except (OSError, zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
+        raise ConversionError(f"cannot read {path.name}: {error}") from error
+    except _PickleError as error:
+        raise ConversionError(f"{path.name} is malformed: {error}") from error
+    return _legacy(path, data)
+
+
+def _zip_pickle(path: Path) -> bytes:
+    with zipfile.ZipFile(path) as archive:
+        names = [i for i in archive.infolist() if i.filename == "data.pkl" or i.filename.endswith("/data.pkl")]
+        if len(names) != 1:
+            raise _PickleError(f"{len(names)} data.pkl inside")
+        if names[0].file_size > MAX_PICKLE_BYTES:
+            raise _PickleError(f"its data.pkl is larger than {MAX_PICKLE_BYTES} bytes")
+        with archive.open(names[0]) as member:
+            data = member.read(MAX_PICKLE_BYTES + 1)
+    if len(data) > MAX_PICKLE_BYTES:
+        raise _PickleError(f"its data.pkl is larger than {MAX_PICKLE_BYTES} bytes")
+    return data
+
+
+def _legacy(path: Path, data: bytes) -> Any:
+    """torch's old form: magic number, protocol, system info and then the object, each a pickle of its own."""
+    stream = io.BytesIO(data)
+    try:
+        if _one_pickle(stream) != _LEGACY_MAGIC:
+            raise _PickleError("not a file written by torch.save")
+        for _ in range(2):
+            _one_pickle(stream)
+        return _one_pickle(stream)
+    except _PickleError as error:
+        raise ConversionError(f"{path.name} is malformed: {error}") from error
+
+
+class _PickleError(Exception):
+    """Why a pickle cannot be read; becomes a `ConversionError` with the file's name."""
+
+
+def _one_pickle(stream: io.BytesIO) -> Any:
+    try:
+        return _Machine().run(pickletools.genops(stream))
+    except (ValueError, IndexError, KeyError, TypeError, OverflowError, EOFError) as error:
+        raise _PickleError(str(error) or type(error).__name__) from error
+
+
+class _Machine:
+    """Pickle's stack machine over plain values."""
+
+    def __init__(self) -> None:
+        self.stack: list[Any] = []
+        self.memo: dict[int, Any] = {}
+
+    def run(self, operations: Iterator[tuple[Any, Any, int | None]]) -> Any:
+        for opcode, argument, _ in operations:
+            if opcode.name == "STOP":
+                return self.stack.pop()
+            if opcode.name in _LITERALS:
+                self.stack.append(argument)
+            elif opcode.name in _CONSTANTS:
+                self.stack.append(_CONSTANTS[opcode.name]())
+            elif opcode.name not in _IGNORED:
+                _handler(opcode.name)(self, argument)
+        raise _PickleError("it has no end")
+
+    def pop_mark(self) -> list[Any]:
+        """The values above the last mark."""
+        at = len(self.stack) - 1
+        while self.stack[at] is not _MARK:
+            at -= 1
+            if at < 0:
+                raise _PickleError("it has no mark where one is needed")
+        values = self.stack[at + 1 :]
+        del self.stack[at:]
+        return values
+
+    def pop(self, count: int) -> list[Any]:
+        if len(self.stack) < count:
+            raise _PickleError("its stack runs empty")
+        values = self.stack[len(self.stack) - count :]
+        del self.stack[len(self.stack) - count :]
+        return values
+
+    def extend(self, values: list[Any]) -> None:
+        target = self.stack[-1]
+        if isinstance(target, list):
+            target.extend(values)
+        elif not isinstance(target, Opaque):
+            raise _PickleError("it appends to something that is not a list")
+
+    def set_items(self, values: list[Any]) -> None:
+        target = self.stack[-1]
+        items = target.items if isinstance(target, Opaque) else target
+        if not isinstance(items, dict) or len(values) % 2:
+            raise _PickleError("it sets items of something that is not a dict")
+        for key, value in zip(values[::2], values[1::2], strict=True):
+            items[_key(key)] = value
+
+    def opaque(self, consumed: list[Any]) -> None:
+        """Replaces `consumed`, a class and what it would be built from."""
+        name = consumed[0].name if consumed and isinstance(consumed[0], Opaque) else "?"
+        self.stack.append(Opaque(name))
+
+    def build(self) -> None:
+        (state,) = self.pop(1)
+        if not isinstance(self.stack[-1], Opaque):
+            raise _PickleError("it sets the state of a plain value")
+        self.stack[-1].state = state
+
+
+def _key(key: Any) -> Any:
+    """Keys that hash without recursion; any other becomes an object of its own."""
+    return key if key is None or isinstance(key, str | int | float | bytes) else Opaque()
+
+
+_LITERALS = {
+    "INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT",
+    "STRING", "BINSTRING", "SHORT_BINSTRING", "UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8",
+    "BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8",
+}  # fmt: skip
+_CONSTANTS: dict[str, Callable[[], Any]] = {
+    "NONE": lambda: None, "NEWTRUE": lambda: True, "NEWFALSE": lambda: False, "MARK": lambda: _MARK,
+    "EMPTY_LIST": list, "EMPTY_TUPLE": tuple, "EMPTY_DICT": dict, "EMPTY_SET": list,
+}  # fmt: skip
+_IGNORED = {"PROTO", "FRAME"}
+_Handler = Callable[[_Machine, Any], object]
+
+
+def _dict(values: list[Any]) -> dict[Any, Any]:
+    if len(values) % 2:
+        raise _PickleError("a dict has a key without value")
+    return {_key(k): v for k, v in zip(values[::2], values[1::2], strict=True)}
+
+
+def _get(m: _Machine, index: Any) -> None:
+    m.stack.append(m.memo[int(index)])
+
+
+def _put(m: _Machine, index: Any) -> None:
+    m.memo[int(index)] = m.stack[-1]
+
+
+def _instance(m: _Machine, name: Any) -> None:
+    m.pop_mark()
+    m.stack.append(Opaque(str(name)))
+
+
+_HANDLERS: dict[str, _Handler] = {
+    "POP": lambda m, _: m.pop(1),
+    "POP_MARK": lambda m, _: m.pop_mark(),
+    "DUP": lambda m, _: m.stack.append(m.stack[-1]),
+    "GET": _get, "BINGET": _get, "LONG_BINGET": _get,
+    "PUT": _put, "BINPUT": _put, "LONG_BINPUT": _put,
+    "MEMOIZE": lambda m, _: _put(m, len(m.memo)),
+    "APPEND": lambda m, _: m.extend(m.pop(1)),
+    "APPENDS": lambda m, _: m.extend(m.pop_mark()),
+    "ADDITEMS": lambda m, _: m.extend(m.pop_mark()),
+    "LIST": lambda m, _: m.stack.append(m.pop_mark()),
+    "FROZENSET": lambda m, _: m.stack.append(m.pop_mark()),
+    "TUPLE": lambda m, _: m.stack.append(tuple(m.pop_mark())),
+    "TUPLE1": lambda m, _: m.stack.append(tuple(m.pop(1))),
+    "TUPLE2": lambda m, _: m.stack.append(tuple(m.pop(2))),
+    "TUPLE3": lambda m, _: m.stack.append(tuple(m.pop(3))),
+    "DICT": lambda m, _: m.stack.append(_dict(m.pop_mark())),
+    "SETITEM": lambda m, _: m.set_items(m.pop(2)),
+    "SETITEMS": lambda m, _: m.set_items(m.pop_mark()),
+    "GLOBAL": lambda m, name: m.stack.append(Opaque(str(name))),
+    "STACK_GLOBAL": lambda m, _: m.stack.append(Opaque(" ".join(v for v in m.pop(2) if isinstance(v, str)))),
+    "REDUCE": lambda m, _: m.opaque(m.pop(2)),
+    "NEWOBJ": lambda m, _: m.opaque(m.pop(2)),
+    "NEWOBJ_EX": lambda m, _: m.opaque(m.pop(3)),
+    "INST": _instance,
+    "OBJ": lambda m, _: m.opaque(m.pop_mark()),
+    "BUILD": lambda m, _: m.build(),
+    "PERSID": lambda m, _: m.stack.append(Opaque("storage")),
+    "BINPERSID": lambda m, _: m.opaque(m.pop(1)),
+}  # fmt: skip
+
+
+def _handler(name: str) -> _Handler:
+    if name not in _HANDLERS:
+        raise _PickleError(f"opcode {name} is not read")
+    return _HANDLERS[name]

@@ -1,0 +1,131 @@
+"""Writing beside, then renaming: an output folder appears whole or not at all, with the same bytes every time."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_zip.converters.tensors import INDEX
+from mlx_zip.errors import ConversionError
+
+MAX_SHARD_BYTES = 5 << 30  # as mlx-lm
+_DTYPES = {mx.float32: "F32", mx.float16: "F16", mx.bfloat16: "BF16", mx.uint32: "U32", mx.uint8: "U8"}
+OnTensor = Callable[[str, mx.array, memoryview], None]
+
+
+def refuse_existing(path: Path) -> None:
+    """Raises `ConversionError` when something lies at `path` already."""
+    if os.path.lexists(path):
+        raise ConversionError(f"{path} already exists; delete it or choose another --mlx-path")
+
+
+@contextlib.contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Gives a folder beside `path` to write in; on success it is flushed to disk and renamed to `path`.
+
+    On any error it is removed and `path` stays absent. A process that is killed leaves a folder
+    `<path>.mlxzip-partial-<pid>`, which nothing reads and no later run minds. Raises `ConversionError` when the disk
+    is full or the place cannot be written.
+    """
+    refuse_existing(path)
+    partial = path.with_name(f"{path.name}.mlxzip-partial-{os.getpid()}")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)  # left by a killed process that had our id
+        partial.mkdir(parents=True)
+        yield partial
+        _sync_tree(partial)
+        refuse_existing(path)
+        partial.rename(path)
+        _sync(path.parent)
+    except OSError as error:
+        raise ConversionError(f"cannot write {path}: {error.strerror or error}; nothing was kept") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _sync_tree(folder: Path) -> None:
+    for root, _, files in os.walk(folder):
+        for name in files:
+            _sync(Path(root, name))
+        _sync(Path(root))
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Sorted, indented, one newline at the end."""
+    text = json.dumps(data, indent=4, sort_keys=True, ensure_ascii=False, allow_nan=False)
+    path.write_text(text + "\n", encoding="utf-8")
+
+
+def write_model(folder: Path, weights: dict[str, mx.array], parameters: int, on_tensor: OnTensor) -> None:
+    """Writes `model*.safetensors` and its index; `weights` is emptied on the way, tensor by tensor.
+
+    on_tensor(name, array, bytes) is called for each as it is stored. Peak memory is one tensor beyond what is shared.
+    """
+    shards = _shards(weights)
+    total = sum(array.nbytes for array in weights.values())
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(shards, start=1):
+        single = len(shards) == 1
+        file = "model.safetensors" if single else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        write_tensors(folder / file, {name: weights.pop(name) for name in names}, on_tensor)
+        weight_map |= dict.fromkeys(names, file)
+        mx.clear_cache()
+    metadata = {"total_size": total, "total_parameters": parameters}
+    write_json(folder / INDEX, {"metadata": metadata, "weight_map": weight_map})
+
+
+def _shards(weights: Mapping[str, mx.array]) -> list[list[str]]:
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name in sorted(weights):
+        if shards[-1] and size + weights[name].nbytes > MAX_SHARD_BYTES:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += weights[name].nbytes
+    return shards
+
+
+def write_tensors(path: Path, arrays: dict[str, mx.array], on_tensor: OnTensor | None = None) -> None:
+    """One safetensors file, names sorted within item size (so that all stay aligned). Empties `arrays`."""
+    order = sorted(arrays, key=lambda name: (-arrays[name].itemsize, name))
+    header: dict[str, Any] = {"__metadata__": {"format": "mlx"}}
+    end = 0
+    for name in order:
+        begin, end = end, end + arrays[name].nbytes
+        dtype, shape = _DTYPES[arrays[name].dtype], list(arrays[name].shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in order:
+            array = arrays.pop(name)
+            data = host_bytes(array)
+            file.write(data)
+            if on_tensor is not None:
+                on_tensor(name, array, data)
+
+
+def host_bytes(array: mx.array) -> memoryview:
+    """The array's bytes, row by row, little endian."""
+    if array.dtype == mx.bfloat16:  # numpy has none
+        array = array.view(mx.uint16)
+    host = np.ascontiguousarray(np.array(array, copy=False))
+    return host.reshape(-1).view(np.uint8).data

@@ -1,0 +1,96 @@
+"""Quantizing as `mlx_lm.convert` does, plus the hyper-encoders on request; each layer's choice is recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.nn as nn
+
+from mlx_zip.converters.names import SIDES
+from mlx_zip.errors import ConversionError
+
+MODES = ("affine", "mxfp4", "nvfp4", "mxfp8")
+RECIPES = ("mixed_2_6", "mixed_3_4", "mixed_3_6", "mixed_4_6")  # mlx_lm.convert.QUANT_RECIPES
+ENCODER_BITS = (4, 8)
+_GROUPS = (64, 32)  # group sizes tried for an encoder layer, best first
+
+QuantPredicate = Callable[[str, nn.Module], bool | dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What to quantize and how; checked when built. Raises `ConversionError`."""
+
+    quantize: bool = False
+    group_size: int | None = None
+    bits: int | None = None
+    mode: str = "affine"
+    predicate: QuantPredicate | str | None = None
+    encoder_bits: int | None = None
+    dequantize: bool = False
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ConversionError(f"q_mode {self.mode!r} is not one of {', '.join(MODES)}")
+        if isinstance(self.predicate, str) and self.predicate not in RECIPES:
+            raise ConversionError(f"quant_predicate {self.predicate!r} is not one of {', '.join(RECIPES)}")
+        if isinstance(self.predicate, str) and self.mode != "affine":
+            raise ConversionError("mixed quantization recipes are affine; leave q_mode out")
+        if self.encoder_bits is not None and self.encoder_bits not in ENCODER_BITS:
+            raise ConversionError(f"encoder_bits {self.encoder_bits} is not one of 4, 8")
+
+
+def quantize_model(model: nn.Module, config: dict[str, Any], recipe: Recipe) -> tuple[nn.Module, dict[str, Any]]:
+    """Quantizes decoder, embedding and head, or dequantizes all; returns the model and its new config."""
+    from mlx_lm import utils
+
+    if recipe.dequantize:
+        config = {k: v for k, v in config.items() if k not in ("quantization", "quantization_config")}
+        return utils.dequantize_model(model), config
+    if not recipe.quantize:
+        return model, config
+    if config.get("quantization"):
+        raise ConversionError("the model is quantized already; dequantize it first")
+    try:
+        return utils.quantize_model(
+            model, config, recipe.group_size, recipe.bits, recipe.mode, quant_predicate=_predicate(model, recipe)
+        )
+    except ValueError as error:  # MLX's word on bits, group size and mode
+        raise ConversionError(f"cannot quantize as asked: {error}") from error
+
+
+def _predicate(model: Any, recipe: Recipe) -> QuantPredicate:
+    """The caller's choice within what the model allows (never the encoders)."""
+    chosen: Any = recipe.predicate
+    if isinstance(chosen, str):
+        from mlx_lm.convert import mixed_quant_predicate_builder
+
+        chosen = mixed_quant_predicate_builder(chosen, model, recipe.group_size or 64)
+    if chosen is None:
+        return model.quant_predicate
+    return lambda path, module: model.quant_predicate(path, module) and chosen(path, module)
+
+
+def quantize_encoders(model: nn.Module, config: dict[str, Any], recipe: Recipe) -> None:
+    """Quantizes the encoders' linear layers whose input width a group size divides; records each in `config`."""
+    if recipe.encoder_bits is None:
+        return
+    chosen: dict[str, dict[str, Any]] = {}
+
+    def predicate(path: str, module: nn.Module) -> bool | dict[str, Any]:
+        if not path.startswith(SIDES) or not isinstance(module, nn.Linear):
+            return False
+        group = next((g for g in _GROUPS if module.weight.shape[-1] % g == 0), None)
+        if group is None:
+            return False
+        chosen[path] = {"group_size": group, "bits": recipe.encoder_bits, "mode": "affine"}
+        return chosen[path]
+
+    nn.quantize(model, class_predicate=predicate)
+    if not chosen:
+        raise ConversionError(f"encoder_bits changes nothing: no encoder layer's width is a multiple of {_GROUPS[-1]}")
+    default = {"group_size": _GROUPS[0], "bits": recipe.encoder_bits, "mode": "affine"}
+    config["quantization"] = {**(config.get("quantization") or default), **chosen}
+    config["quantization_config"] = config["quantization"]

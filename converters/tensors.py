@@ -1,0 +1,171 @@
+"""Safetensors in: headers checked in full before any tensor is read, tensors loaded lazily."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_zip.errors import ConversionError
+
+MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+ITEM_BYTES = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
+    "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
+    "U32": 4, "I32": 4, "F32": 4,
+    "U64": 8, "I64": 8, "F64": 8, "C64": 8,
+}  # fmt: skip
+FLOATS = {"F16": mx.float16, "BF16": mx.bfloat16, "F32": mx.float32}
+INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """Where a tensor lies: its file, its name there, its dtype as safetensors calls it, and its shape."""
+
+    path: Path
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+Table = dict[str, Tensor]
+
+
+def read_json(path: Path) -> Any:
+    """Parses a JSON file. Raises `ConversionError` naming the file, also for NaN and for a key given twice."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            return parse_json(file.read(), path.name)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConversionError(f"cannot read {path}: {error}") from error
+
+
+def parse_json(text: str | bytes, where: str) -> Any:
+    """Parses JSON strictly. Raises `ConversionError` naming `where`."""
+
+    def refuse(constant: str) -> Any:
+        raise ValueError(f"{constant} is not JSON")
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            raise ValueError("a key is given twice")
+        return found
+
+    try:
+        return json.loads(text, parse_constant=refuse, object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise ConversionError(f"{where} is not valid JSON: {error}") from error
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """`read_json` for a file that must hold an object."""
+    data = read_json(path)
+    if not isinstance(data, dict):
+        raise ConversionError(f"{path.name} must hold an object, got {type(data).__name__}")
+    return data
+
+
+def read_header(path: Path) -> Table:
+    """The tensors of one safetensors file. Raises `ConversionError` for a truncated or corrupt file.
+
+    Checked: the header's length and JSON, each dtype, each shape against its bytes, and that the tensors fill the
+    file without gap, overlap or rest. Source: the safetensors format description.
+    """
+    try:
+        size = os.path.getsize(path)
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
+                raise ConversionError(f"{path.name} is truncated or not a safetensors file ({size} bytes)")
+            header = parse_json(file.read(length), f"the header of {path.name}")
+    except OSError as error:
+        raise ConversionError(f"cannot read {path}: {error.strerror}") from error
+    if not isinstance(header, dict):
+        raise ConversionError(f"the header of {path.name} is not an object")
+    header.pop("__metadata__", None)
+    _check_extents(path, header, size - 8 - length)
+    return {key: Tensor(path, key, value["dtype"], tuple(value["shape"])) for key, value in header.items()}
+
+
+def _check_extents(path: Path, header: Mapping[str, Any], data_bytes: int) -> None:
+    """Every entry well-formed; together they cover the data exactly."""
+    extents = []
+    for name, entry in header.items():
+        dtype, shape, span = _entry_fields(entry)
+        if dtype not in ITEM_BYTES or not _sizes(shape) or not _sizes(span) or len(span) != 2:
+            raise ConversionError(f"{path.name}: the header's entry for {name} is malformed")
+        if span[1] - span[0] != ITEM_BYTES[dtype] * prod(shape):
+            raise ConversionError(f"{path.name}: {name} has {span[1] - span[0]} bytes, not {dtype} {shape}")
+        extents.append((span[0], span[1], name))
+    end = 0
+    for begin, stop, name in sorted(extents):
+        if begin != end:
+            raise ConversionError(f"{path.name}: {name} begins at byte {begin}, expected {end}")
+        end = stop
+    if end != data_bytes:
+        raise ConversionError(f"{path.name} is truncated or has a tail: {data_bytes} data bytes, header says {end}")
+
+
+def _entry_fields(entry: Any) -> tuple[Any, Any, Any]:
+    if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
+        return None, None, None
+    return entry["dtype"], entry.get("shape"), entry.get("data_offsets")
+
+
+def _sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(type(v) is int and 0 <= v < 1 << 62 for v in value)
+
+
+def read_model_files(folder: Path) -> Table:
+    """The tensors of a Hugging Face model folder: `model.safetensors`, or the shards its index names."""
+    if (folder / INDEX).is_file():
+        return _read_shards(folder)
+    if (folder / "model.safetensors").is_file():
+        return read_header(folder / "model.safetensors")
+    hint = "; only safetensors weights are read" if list(folder.glob("*.bin")) else ""
+    raise ConversionError(f"no model.safetensors and no {INDEX} in {folder}{hint}")
+
+
+def _read_shards(folder: Path) -> Table:
+    weight_map = read_object(folder / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ConversionError(f"{INDEX} has no weight_map")
+    table: Table = {}
+    for shard in sorted(set(map(str, weight_map.values()))):
+        if Path(shard).name != shard or not shard.endswith(".safetensors"):
+            raise ConversionError(f"{INDEX} names {shard!r}, which is not a safetensors file beside it")
+        if not (folder / shard).is_file():
+            raise ConversionError(f"{INDEX} names {shard}, which is missing from {folder}")
+        for name, tensor in read_header(folder / shard).items():
+            if weight_map.get(name) != shard:
+                raise ConversionError(f"{shard} holds {name}, which {INDEX} puts in {weight_map.get(name)}")
+            table[name] = tensor
+    if absent := weight_map.keys() - table.keys():
+        raise ConversionError(f"{INDEX} names tensors that no shard holds: {some(absent)}")
+    return table
+
+
+def load(table: Mapping[str, Tensor]) -> dict[str, mx.array]:
+    """Lazy arrays under the table's names; a tensor's bytes are read when it is first evaluated."""
+    files: dict[Path, Any] = {}
+    arrays = {}
+    for name, tensor in table.items():
+        if tensor.path not in files:
+            files[tensor.path] = mx.load(str(tensor.path))
+        arrays[name] = files[tensor.path][tensor.key]
+    return arrays
+
+
+def some(names: Iterable[str], limit: int = 12) -> str:
+    """Names for a one-line message: sorted, and beyond `limit` counted."""
+    ordered = sorted(names)
+    rest = len(ordered) - limit
+    return ", ".join(ordered[:limit]) + (f" and {rest} more" if rest > 0 else "")

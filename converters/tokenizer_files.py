@@ -1,0 +1,94 @@
+"""The base model's tokenizer: read by transformers, as upstream does, and copied file by file."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mlx_zip.converters.output import write_json
+from mlx_zip.converters.tensors import read_object
+from mlx_zip.errors import ConversionError
+
+CONFIG = "tokenizer_config.json"
+FILES = (
+    "tokenizer.json", CONFIG, "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt",
+    "*.model", "*.tiktoken", "chat_template.json", "chat_template.jinja", "generation_config.json",
+)  # fmt: skip
+TEMPLATES = "additional_chat_templates"
+_PROBE = "Hello, wörld!  def f(x):\n\treturn 12345 # \u4f60\u597d \U0001f600"
+
+
+@dataclass(frozen=True)
+class TokenizerFacts:
+    """What must be the same before and after: class, number of ids, pad rule, and the ids of a probe text."""
+
+    kind: str
+    length: int
+    pad_id: int | None
+    probe: tuple[int, ...]
+
+
+def read_tokenizer(folder: Path, trust_remote_code: bool = False) -> TokenizerFacts:
+    """Loads the tokenizer in `folder`. pad_id: its pad token, else its eos (zip2zip 0.2.0), else None.
+
+    Raises `ConversionError` when transformers cannot load it.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        with _quiet_transformers():
+            tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
+        first = str(error).strip().partition("\n")[0]
+        raise ConversionError(f"the tokenizer in {folder.name} cannot be loaded: {first}") from error
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    probe = tuple(tokenizer.encode(_PROBE, add_special_tokens=False))
+    return TokenizerFacts(type(tokenizer).__name__, len(tokenizer), pad, probe)
+
+
+@contextlib.contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Without its warnings about config.json's model_type, which is not its business here."""
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            yield
+    finally:
+        logging.set_verbosity(level)
+
+
+def copy_tokenizer(source: Path, target: Path, facts: TokenizerFacts, trust_remote_code: bool = False) -> None:
+    """Copies the tokenizer's files and makes sure that they load as `facts` says without the base's model_type.
+
+    transformers picks some tokenizer classes by config.json's model_type, which is "zip2zip" in the converted
+    folder; then the class is written into tokenizer_config.json. Code files are copied only when trusted.
+    """
+    patterns = (*FILES, "*.py") if trust_remote_code else FILES
+    for path in sorted({path for pattern in patterns for path in source.glob(pattern)}):
+        shutil.copyfile(path, target / path.name)
+    if (source / TEMPLATES).is_dir():
+        shutil.copytree(source / TEMPLATES, target / TEMPLATES, copy_function=shutil.copyfile)
+    config = read_object(target / CONFIG) if (target / CONFIG).is_file() else {}
+    if not trust_remote_code and config.pop("auto_map", None) is not None:
+        write_json(target / CONFIG, config)
+    if not config.get("tokenizer_class") or read_tokenizer(target, trust_remote_code) != facts:
+        write_json(target / CONFIG, {**config, "tokenizer_class": facts.kind})
+        _check_same(target, facts, trust_remote_code)
+
+
+def _check_same(folder: Path, facts: TokenizerFacts, trust_remote_code: bool) -> None:
+    found = read_tokenizer(folder, trust_remote_code)
+    if found != facts:
+        raise ConversionError(
+            f"the tokenizer ({facts.kind}, {facts.length} ids) loads differently in the converted folder "
+            f"({found.kind}, {found.length} ids)"
+        )
