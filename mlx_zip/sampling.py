@@ -65,6 +65,11 @@ class Sampling:
             flag = "--" + name.replace("_", "-")
             raise GenerationError(f"{name} ({flag}) must be {rule}, got {getattr(self, name)!r}")
 
+    def sampler_options(self) -> list[str]:
+        """Names of the options that a sampler would act on and that are not at their defaults."""
+        names = ("temp", "top_p", "min_p", "min_tokens_to_keep", "top_k", "xtc_probability", "xtc_threshold")
+        return [name for name in names if getattr(self, name) != getattr(Sampling, name)]
+
     def make_sampler(self, width: int | None, special_ids: Sequence[int]) -> Sampler:
         """log-probabilities [B, W] -> ids [B]. width: W when known; special_ids: never excluded by XTC."""
         if width is not None:

@@ -17,7 +17,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_zip.codec import Codebook, CodecParams
-from mlx_zip.errors import ModelError
+from mlx_zip.errors import CodecError, ModelError
 from mlx_zip.hyper import RowTable
 
 STATE_VERSION = 1
@@ -70,11 +70,11 @@ class ZipState:
         available = np.zeros((batch, length), dtype=np.int64)
         try:
             for b, book in enumerate(self.books):
-                if first[b] < length:
-                    new = book.push(ids[b, first[b] :])
-                    if len(new):
-                        available[b, first[b] + new.at] = 1
-        except Exception:
+                real = ids[b, first[b] :]
+                new = book.push(int(real[0]) if len(real) == 1 else real)
+                if len(new):
+                    available[b, first[b] + new.at] = 1
+        except CodecError:
             for book, mark in zip(self.books, marks, strict=True):
                 book.rewind(mark)
             raise

@@ -107,6 +107,7 @@ class TextStream:
         self._eos = frozenset(tokenizer.eos_token_ids)
         self._max_tokens = max_tokens
         self._stops = StopMatcher(stop)
+        self._taken = 0  # characters
         self.base_tokens = 0
 
     def feed(self, expansion: Sequence[int], last: bool = False) -> Piece:
@@ -128,11 +129,21 @@ class TextStream:
         if base_id >= self._tokens:
             return ""
         self._detokenizer.add_token(base_id)
-        return self._detokenizer.last_segment
+        return self._new_text()
+
+    def _new_text(self) -> str:
+        """What the detokenizer has beyond what it gave before.
+
+        Its text may shrink for a while: behind a byte-fallback decoder, one byte of a next character turns the
+        characters just before it, bytes too, into replacements.
+        """
+        text = self._detokenizer.text
+        new, self._taken = text[self._taken :], max(self._taken, len(text))
+        return new
 
     def _close(self, text: str, counted: tuple[int, ...], reason: str) -> Piece:
         self._detokenizer.finalize()
-        text += self._stops.feed(self._detokenizer.last_segment)
+        text += self._stops.feed(self._new_text())
         if self._stops.matched:
             return Piece(text, counted, "stop")
         return Piece(text + self._stops.flush(), counted, reason)

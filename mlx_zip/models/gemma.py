@@ -51,8 +51,8 @@ class SoftCapAttention(nn.Module):
             mask = mask[:, :, None] if mask.ndim == 4 else mask
             scores = mx.where(mask, scores, mx.array(mx.finfo(scores.dtype).min, scores.dtype))
         weights = mx.softmax(scores, axis=-1, precise=True)
-        out = _grouped_matmul(weights, values, cache, transpose=False)
-        return self.o_proj(out.reshape(batch, self.n_heads, length, -1).transpose(0, 2, 1, 3).reshape(batch, length, -1))
+        out = _grouped_matmul(weights, values, cache, transpose=False).reshape(batch, self.n_heads, length, -1)
+        return self.o_proj(out.transpose(0, 2, 1, 3).reshape(batch, length, -1))
 
 
 def _grouped_matmul(a: mx.array, b: Any, cache: Any, transpose: bool) -> mx.array:

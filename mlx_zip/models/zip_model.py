@@ -204,7 +204,10 @@ class Model(nn.Module):
         """The decoder body: [B, L, D] -> [B, L, D]."""
         masks: dict[int | None, Any] = {}
         as_array = self.traits.mask_as_array and h.shape[1] > 1
+        end = _kv_length(kv[0]) + h.shape[1]
         for layer, cache, window in zip(self.model.layers, kv, self.traits.windows, strict=True):
+            if window is not None and window >= end:
+                window = None  # it hides nothing yet, and mlx-lm has no array to build for plain causal attention
             if window not in masks:
                 masks[window] = cache.make_mask(h.shape[1], window_size=window, return_array=as_array)
             h = layer(h, masks[window], PositionedCache(cache, positions))

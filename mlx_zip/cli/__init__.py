@@ -1,0 +1,84 @@
+"""`mlx_zip COMMAND ...`: parse, call, print. A command's module is named as a string and imported when it is asked for.
+
+Exit status: 0 done, 1 a check failed, 2 a bad request or input (one line on stderr), 130 stopped by Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+
+import mlx_zip
+from mlx_zip.errors import MlxZipError
+
+# name: (module with add_arguments(parser) and run(args) -> int | None, or main(argv) for bench; what it does)
+COMMANDS = {
+    "generate": ("mlx_zip.cli.generation", "generate text with a zip2zip or a plain mlx-lm model"),
+    "convert": ("mlx_zip.converters.cli", "make an mlx-lm model folder from a zip2zip checkpoint"),
+    "compress": ("mlx_zip.cli.compression", "show the hypertokens of a text, without a model"),
+    "selftest": ("mlx_zip.selftest", "check this installation and measure its speed; writes a one-page report"),
+    "bench": ("mlx_zip.bench.__main__", "measure, one JSON line per result"),
+}
+INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The `mlx_zip` command; returns the exit status."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    if argv[:1] == ["bench"]:  # has commands of its own
+        return _guarded(lambda: import_module(COMMANDS["bench"][0]).main(argv[1:]))
+    if argv and argv[0] in COMMANDS:
+        return _run(argv[0], f"mlx_zip {argv[0]}", argv[1:])
+    top_parser().parse_args(argv)
+    return 2
+
+
+def generate(argv: Sequence[str] | None = None) -> int:
+    """The `mlx_zip.generate` command."""
+    return _run("generate", "mlx_zip.generate", argv)
+
+
+def convert(argv: Sequence[str] | None = None) -> int:
+    """The `mlx_zip.convert` command."""
+    return _run("convert", "mlx_zip.convert", argv)
+
+
+def top_parser() -> argparse.ArgumentParser:
+    """The parser of `mlx_zip` itself: it only knows the names of the commands."""
+    parser = argparse.ArgumentParser(
+        prog="mlx_zip", description="Language models whose vocabulary grows while they run, on MLX."
+    )
+    parser.add_argument("--version", action="version", version=f"mlx_zip {mlx_zip.__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, help="mlx_zip COMMAND --help shows its flags")
+    for name, (_, purpose) in COMMANDS.items():
+        commands.add_parser(name, help=purpose, add_help=False)
+    return parser
+
+
+def command_parser(name: str, prog: str) -> argparse.ArgumentParser:
+    """The full parser of one command."""
+    module, purpose = COMMANDS[name]
+    parser = argparse.ArgumentParser(prog=prog, description=purpose[0].upper() + purpose[1:] + ".")
+    import_module(module).add_arguments(parser)
+    return parser
+
+
+def _run(name: str, prog: str, argv: Sequence[str] | None) -> int:
+    args = command_parser(name, prog).parse_args(argv)
+    return _guarded(lambda: import_module(COMMANDS[name][0]).run(args))
+
+
+def _guarded(command: Callable[[], int | None]) -> int:
+    try:
+        return command() or 0
+    except MlxZipError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader of our output has left; nothing more can be written at exit either
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1

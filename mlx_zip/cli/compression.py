@@ -1,0 +1,203 @@
+"""`mlx_zip compress FILE --tokenizer T`: what hypertokens a text gets and what they save. No model is loaded."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mlx_zip.errors import GenerationError
+
+_NEVER_MERGED = ("specials", "digits")
+_DEFAULTS = {"merge_size": 3, "codebook_size": 2048}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags."""
+    add = parser.add_argument
+    add("file", metavar="FILE", help="UTF-8 text; - reads standard input")
+    add("--tokenizer", required=True, help="model folder, tokenizer.json or hub id; a converted model brings its codec")
+    add("--merge-size", type=int, help="base tokens per hypertoken at most (default: 3, or the converted model's)")
+    add("--codebook-size", type=int, help="hypertokens at most (default: 2048, or the converted model's)")
+    add("--window", type=int, help="compress every N base tokens on their own (default: the text as a whole)")
+    add("--disabled", nargs="*", choices=_NEVER_MERGED, help="tokens that never merge (default: specials)")
+    add("--show", type=int, default=20, metavar="N", help="hypertokens to list, the most saving first (default: 20)")
+    add("--json", action="store_true", help="print one JSON object")
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """A tokenizer as far as compression needs it. codec: parameters of the converted model it lies in, or None."""
+
+    encode: Callable[[str], Sequence[int]]
+    decode: Callable[[Sequence[int]], str]
+    size: int
+    special_ids: frozenset[int]
+    codec: Any = None
+
+
+@dataclass
+class Tally:
+    """Totals over all windows. uses: entry (base ids) -> times emitted."""
+
+    base_tokens: int = 0
+    ids: int = 0
+    entries: int = 0
+    uses: Counter[tuple[int, ...]] = field(default_factory=Counter)
+
+    def saved(self, entry: tuple[int, ...]) -> int:
+        """Ids that an entry's uses have saved."""
+        return self.uses[entry] * (len(entry) - 1)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compresses and prints; 0. Raises `MlxZipError`."""
+    if args.show < 0 or (args.window is not None and args.window < 1):
+        raise GenerationError("--show must be at least 0 and --window at least 1")
+    text = read_text(args.file)
+    vocabulary = read_vocabulary(args.tokenizer)
+    params = codec_params(vocabulary, args)
+    ids = vocabulary.encode(text)
+    tally = compress_windows(params, ids, args.window or len(ids))
+    best = sorted(tally.uses, key=lambda entry: (-tally.saved(entry), entry))[: args.show]
+    record = _record(params, tally, len(text.encode("utf-8")))
+    top = [_line(vocabulary, tally, entry) for entry in best]
+    print(json.dumps({**record, "hypertokens": top}, ensure_ascii=False) if args.json else _table(record, top))
+    return 0
+
+
+def read_text(file: str) -> str:
+    """The text of a file or of standard input. Raises `GenerationError` when it is missing, empty or not UTF-8."""
+    try:
+        data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+        text = data.decode("utf-8")
+    except OSError as error:
+        raise GenerationError(f"{file}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise GenerationError(f"{file} is not valid UTF-8 at byte {error.start}") from error
+    if not text:
+        raise GenerationError(f"{file} is empty")
+    return text
+
+
+def read_vocabulary(name: str) -> Vocabulary:
+    """A tokenizer.json, the one in a folder, or a hub id's (or a folder's without that file) through transformers."""
+    path = Path(name).expanduser()
+    file = path / "tokenizer.json" if path.is_dir() else path
+    codec = _codec_of(path) if path.is_dir() else None
+    if file.is_file():
+        return _from_file(file, codec)
+    if path.exists() and not path.is_dir():
+        raise GenerationError(f"--tokenizer {name} is neither a folder nor a tokenizer.json")
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise GenerationError(f"--tokenizer {name}: {str(error).splitlines()[0]}") from error
+    encode = lambda text: tokenizer.encode(text, add_special_tokens=False)
+    return Vocabulary(encode, tokenizer.decode, len(tokenizer), frozenset(tokenizer.all_special_ids), codec)
+
+
+def _from_file(file: Path, codec: Any) -> Vocabulary:
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise GenerationError(f"--tokenizer {file}: {error}") from error
+    except Exception as error:
+        if type(error) is not Exception:  # the library raises the bare class for a bad file
+            raise
+        raise GenerationError(f"--tokenizer {file} is no tokenizer.json: {error}") from error
+    special = frozenset(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)
+    size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
+    encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids
+    decode = lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
+    return Vocabulary(encode, decode, size, special, codec)
+
+
+def _codec_of(folder: Path) -> Any:
+    file = folder / "config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    except ValueError as error:
+        raise GenerationError(f"--tokenizer {folder}: config.json is not valid JSON: {error}") from error
+    if "zip2zip" not in config:
+        return None
+    from mlx_zip.models import ModelArgs
+
+    return ModelArgs(config).zip_config.codec_params
+
+
+def codec_params(vocabulary: Vocabulary, args: argparse.Namespace) -> Any:
+    """The codec: the flags' values, else the converted model's, else the defaults."""
+    from mlx_zip.codec import CodecParams
+
+    own = vocabulary.codec
+    size = {
+        name: getattr(args, name) if getattr(args, name) is not None else getattr(own, name, default)
+        for name, default in _DEFAULTS.items()
+    }
+    if own is not None and args.disabled is None:
+        return CodecParams(own.vocab_size, size["codebook_size"], size["merge_size"], own.disabled_ids, own.pad_id)
+    disabled = set(vocabulary.special_ids) if args.disabled is None or "specials" in args.disabled else set()
+    if "digits" in (args.disabled or ()):
+        disabled |= {i for i in range(vocabulary.size) if vocabulary.decode([i]).strip().isdigit()}
+    base_ids = vocabulary.size if own is None else own.vocab_size
+    return CodecParams(base_ids, size["codebook_size"], size["merge_size"], tuple(sorted(disabled)))
+
+
+def compress_windows(params: Any, ids: Sequence[int], window: int) -> Tally:
+    """Compresses each window of base ids from an empty codebook."""
+    from mlx_zip.codec import compress
+
+    tally = Tally()
+    for begin in range(0, len(ids), window):
+        part = ids[begin : begin + window]
+        emitted, entries = compress(params, part)
+        known = dict(entries)
+        tally.base_tokens += len(part)
+        tally.ids += len(emitted)
+        tally.entries += len(entries)
+        tally.uses.update(tuple(known[i]) for i in emitted.tolist() if i in known)
+    return tally
+
+
+def _record(params: Any, tally: Tally, text_bytes: int) -> dict[str, Any]:
+    return {
+        "text_bytes": text_bytes,
+        "base_tokens": tally.base_tokens,
+        "ids": tally.ids,
+        "base_tokens_per_id": tally.base_tokens / tally.ids,
+        "bytes_per_token_before": text_bytes / tally.base_tokens,
+        "bytes_per_token_after": text_bytes / tally.ids,
+        "hyper_share": tally.uses.total() / tally.ids,
+        "entries": tally.entries,
+        "merge_size": params.merge_size,
+        "codebook_size": params.codebook_size,
+    }
+
+
+def _line(vocabulary: Vocabulary, tally: Tally, entry: tuple[int, ...]) -> dict[str, Any]:
+    text = vocabulary.decode(list(entry))
+    return {"text": text, "base_ids": list(entry), "uses": tally.uses[entry], "saved_ids": tally.saved(entry)}
+
+
+def _table(record: dict[str, Any], top: Sequence[dict[str, Any]]) -> str:
+    lines = [
+        f"{record['base_tokens']} base tokens -> {record['ids']} ids ({record['base_tokens_per_id']:.3f} per id), "
+        f"{record['hyper_share']:.1%} of them hypertokens",
+        f"{record['text_bytes']} bytes: {record['bytes_per_token_before']:.3f} per base token, "
+        f"{record['bytes_per_token_after']:.3f} per id",
+        f"{record['entries']} entries made (merge size {record['merge_size']}, codebook {record['codebook_size']})",
+    ]
+    if top:
+        lines += ["", f"{'saved':>7} {'uses':>7} {'length':>7}  text"]
+    lines += [f"{t['saved_ids']:>7} {t['uses']:>7} {len(t['base_ids']):>7}  {t['text']!r}" for t in top]
+    return "\n".join(lines)

@@ -1,0 +1,277 @@
+"""Generation: `load`, `stream_generate`, `generate`, `batch_generate`, for zip2zip models and plain mlx-lm ones.
+
+mlx-lm's `generate_step` runs the loop; here a prompt is compressed before it, and emitted ids become text after it.
+Limits, counts and penalties are in base tokens. For a plain model every id is one base token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.generate import generate_step, generation_stream, wired_limit
+from mlx_lm.models.cache import BatchKVCache, KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.sample_utils import LogitsProcessor, Sampler
+
+from mlx_zip.errors import GenerationError
+from mlx_zip.loading import load
+from mlx_zip.request import GenerationResponse, Request, base_config
+from mlx_zip.sampling import Sampling
+from mlx_zip.state import find_state
+
+__all__ = ["GenerationResponse", "batch_generate", "generate", "load", "stream_generate"]
+
+T = TypeVar("T")
+RULE = "=" * 10
+PREFILL_STEP_SIZE = 2048
+KV_BITS, KV_GROUP_SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)
+
+
+def stream_generate(
+    model: Any,
+    tokenizer: Any,
+    prompt: Any,
+    max_tokens: int = 256,
+    *,
+    stop: str | Sequence[str] | None = None,
+    sampler: Sampler | None = None,
+    logits_processors: Sequence[LogitsProcessor] | None = None,
+    prompt_cache: list[Any] | None = None,
+    prefill_step_size: int = PREFILL_STEP_SIZE,
+    kv_bits: int | None = None,
+    kv_group_size: int = 64,
+    quantized_kv_start: int = 5000,
+    prompt_progress_callback: Callable[[int, int], None] | None = None,
+    **sampling: Any,
+) -> Iterator[GenerationResponse]:
+    """Generates text, one response per emitted id.
+
+    prompt: text, chat messages, or base ids. max_tokens: base tokens, -1 for no limit but the context's. stop: text
+    that ends the output and is not part of it. prompt_cache: from `model.make_cache()`, to go on from what it holds
+    (text then gets no special tokens); it is updated in place. sampling: fields of `Sampling` (temp, top_p, seed,
+    repetition_penalty, logit_bias, ...), unless a `sampler` is given. logits_processors see the ids as the model
+    does, hypertokens included. prompt_progress_callback(ids done, ids in all).
+
+    At the end the cache holds what the model has read: the prompt and every emitted id, the last one included (the
+    next step is always under way), also where the text was cut before it.
+
+    Raises `GenerationError` before anything runs when the request cannot be met.
+    """
+    options = Sampling(**sampling)
+    cache = make_prompt_cache(model)
+    if prompt_cache is not None:
+        if len(prompt_cache) != len(cache) or (find_state(prompt_cache) is None) != (find_state(cache) is None):
+            raise GenerationError("the prompt cache was not made for this model")
+        cache = prompt_cache
+    _check_kv(model, cache, kv_bits, kv_group_size, prefill_step_size)
+    request = Request(model, tokenizer, prompt, cache, max_tokens=max_tokens, stop=stop)
+    steps = generate_step(
+        mx.array(request.prompt_ids.astype(np.int32)),
+        model,
+        max_tokens=request.max_steps,
+        sampler=_make_sampler(options, sampler, model, tokenizer),
+        logits_processors=[*request.processors(options), *(logits_processors or ())],
+        prompt_cache=cache,
+        prefill_step_size=prefill_step_size,
+        kv_bits=kv_bits,
+        kv_group_size=kv_group_size,
+        quantized_kv_start=quantized_kv_start,
+        prompt_progress_callback=prompt_progress_callback,
+    )
+    return _wired(model, _responses(request, steps, options.seed))
+
+
+def _responses(request: Request, steps: Iterator[Any], seed: int | None) -> Iterator[GenerationResponse]:
+    _seed(seed)
+    request.start()
+    for token, logprobs in steps:
+        response = request.emit(token, logprobs)
+        yield response
+        if response.finish_reason is not None:
+            return
+
+
+def _wired(model: Any, responses: Iterator[T]) -> Iterator[T]:
+    """Keeps a Mac's memory wired while responses come, as mlx-lm does."""
+    streams: Any = [generation_stream, mx.default_stream(mx.default_device())]  # to wait for, at the end
+    with wired_limit(model, streams):
+        yield from responses
+
+
+def generate(model: Any, tokenizer: Any, prompt: Any, verbose: bool = False, **options: Any) -> str:
+    """The whole text at once; `options` are those of `stream_generate`. verbose prints it as it comes, and figures."""
+    text, response = "", None
+    if verbose:
+        print(RULE)
+    for response in stream_generate(model, tokenizer, prompt, **options):
+        text += response.text
+        if verbose:
+            print(response.text, end="", flush=True)
+    if verbose and response is not None:
+        print(f"\n{RULE}\n{footer(response)}")
+    return text
+
+
+def footer(response: GenerationResponse) -> str:
+    """mlx-lm's three footer lines, in base tokens, and one of ours."""
+    last = response
+    return (
+        f"Prompt: {last.prompt_tokens} tokens, {last.prompt_tps:.3f} tokens-per-sec\n"
+        f"Generation: {last.generation_tokens} tokens, {last.generation_tps:.3f} tokens-per-sec\n"
+        f"Peak memory: {last.peak_memory:.3f} GB\n"
+        f"Hypertokens: {last.generation_tokens} base tokens in {last.steps} steps "
+        f"({last.base_tokens_per_step:.3f} per step), {last.hyper_share:.1%} of steps hypertokens; "
+        f"prompt {last.prompt_tokens} base tokens in {last.prompt_ids} ids"
+    )
+
+
+def batch_generate(
+    model: Any, tokenizer: Any, prompts: Sequence[Any], max_tokens: int = 256, **options: Any
+) -> list[str]:
+    """One text per prompt, generated together: left-padded, one codebook per row. options: those of `stream_batch`.
+
+    Greedy rows equal the same prompts generated one by one. Raises `GenerationError` before anything runs.
+    """
+    texts = [""] * len(prompts)
+    for row, response in stream_batch(model, tokenizer, prompts, max_tokens, **options):
+        texts[row] += response.text
+    return texts
+
+
+def stream_batch(
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[Any],
+    max_tokens: int = 256,
+    *,
+    stop: str | Sequence[str] | None = None,
+    sampler: Sampler | None = None,
+    prefill_step_size: int = PREFILL_STEP_SIZE,
+    **sampling: Any,
+) -> Iterator[tuple[int, GenerationResponse]]:
+    """`batch_generate` as it goes: (index of the prompt, response) per emitted id; options as in `stream_generate`."""
+    if not prompts or isinstance(prompts, str):
+        raise GenerationError("no prompts: give a list of at least one")
+    options = Sampling(**sampling)
+    _check_kv(model, (), None, KV_GROUP_SIZES[0], prefill_step_size)
+    requests = [
+        Request(model, tokenizer, prompt, make_prompt_cache(model), max_tokens=max_tokens, stop=stop)
+        for prompt in prompts
+    ]
+    width = max(len(request.prompt_ids) for request in requests)
+    pad_id = _pad_id(model, tokenizer)
+    ids = np.full((len(prompts), width), pad_id, dtype=np.int32)
+    for row, request in enumerate(requests):
+        ids[row, width - len(request.prompt_ids) :] = request.prompt_ids
+    cache = _batch_cache(model, [width - len(request.prompt_ids) for request in requests])
+    for row, request in enumerate(requests):
+        request.bind(cache, row)
+    sampler = _make_sampler(options, sampler, model, tokenizer)
+    processors = [request.processors(options) for request in requests]
+    logits = _batch_logits(model, cache, ids, prefill_step_size)
+    return _wired(model, _batch_responses(requests, logits, processors, sampler, pad_id, options.seed))
+
+
+def _batch_logits(model: Any, cache: list[Any], ids: np.ndarray, chunk: int) -> Callable[[np.ndarray | None], mx.array]:
+    """A function from the ids just emitted [B] (None at first: the prompts) to the next logits [B, W]."""
+
+    def logits(emitted: np.ndarray | None) -> mx.array:
+        if emitted is not None:
+            return model(mx.array(emitted[:, None]), cache=cache)[:, -1]
+        last = ids.shape[1] - 1
+        for begin in range(0, last, chunk):
+            model(mx.array(ids[:, begin : min(begin + chunk, last)]), cache=cache)
+            mx.eval([entry.state for entry in cache])
+        return model(mx.array(ids[:, last:]), cache=cache)[:, -1]
+
+    return logits
+
+
+def _batch_responses(
+    requests: Sequence[Request],
+    logits: Callable[[np.ndarray | None], mx.array],
+    processors: Sequence[Sequence[LogitsProcessor]],
+    sampler: Sampler,
+    pad_id: int,
+    seed: int | None,
+) -> Iterator[tuple[int, GenerationResponse]]:
+    """Steps all rows together until the last has ended; rows that have ended are fed `pad_id`."""
+    _seed(seed)
+    for request in requests:
+        request.start()
+    open_rows, emitted = set(range(len(requests))), None
+    read = [request.prompt_ids.tolist() for request in requests]
+    while open_rows:
+        rows = logits(emitted)
+        if any(processors):
+            rows = _processed(rows, processors, read)
+        logprobs = rows - mx.logsumexp(rows, axis=-1, keepdims=True)
+        emitted = np.array(sampler(logprobs)).astype(np.int32)
+        for row in sorted(open_rows):
+            read[row].append(int(emitted[row]))
+            response = requests[row].emit(int(emitted[row]), logprobs[row])
+            yield row, response
+            if response.finish_reason is not None:
+                open_rows.discard(row)
+        emitted[[row for row in range(len(requests)) if row not in open_rows]] = pad_id
+
+
+def _processed(
+    logits: mx.array, processors: Sequence[Sequence[LogitsProcessor]], read: Sequence[list[int]]
+) -> mx.array:
+    rows = []
+    for row, chain in enumerate(processors):
+        one = logits[row : row + 1]
+        for processor in chain:
+            one = processor(mx.array(read[row]), one)
+        rows.append(one)
+    return mx.concatenate(rows)
+
+
+def _batch_cache(model: Any, left_padding: list[int]) -> list[Any]:
+    if hasattr(model, "layout"):
+        return model.make_cache(left_padding=left_padding)
+    if any(type(entry) is not KVCache for entry in make_prompt_cache(model)):
+        raise GenerationError("this model's caches do not batch; generate the prompts one by one")
+    return [BatchKVCache(left_padding) for _ in model.layers]
+
+
+def _pad_id(model: Any, tokenizer: Any) -> int:
+    if hasattr(model, "layout"):
+        return model.config.pad_id
+    return next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
+
+
+def _seed(seed: int | None) -> None:
+    if seed is not None:
+        mx.random.seed(seed)
+
+
+def _make_sampler(options: Sampling, sampler: Sampler | None, model: Any, tokenizer: Any) -> Sampler:
+    if sampler is not None:
+        if ignored := options.sampler_options():
+            raise GenerationError(f"{', '.join(ignored)}: give either a sampler or options for one")
+        return sampler
+    width = model.layout.width if hasattr(model, "layout") else base_config(model).get("vocab_size")
+    never_excluded = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids] if options.xtc_probability else ()
+    return options.make_sampler(width, never_excluded)
+
+
+def _check_kv(model: Any, cache: Sequence[Any], bits: int | None, group_size: int, chunk: int) -> None:
+    if chunk < 1:
+        raise GenerationError(f"prefill_step_size (--prefill-step-size) must be at least 1, got {chunk}")
+    if bits is None:
+        return
+    if bits not in KV_BITS:
+        raise GenerationError(f"kv_bits (--kv-bits) must be one of {KV_BITS}, got {bits}")
+    if group_size not in KV_GROUP_SIZES:
+        raise GenerationError(f"kv_group_size (--kv-group-size) must be one of {KV_GROUP_SIZES}, got {group_size}")
+    if any(isinstance(entry, RotatingKVCache) for entry in cache):
+        raise GenerationError("kv_bits (--kv-bits): this model's sliding-window caches cannot be quantized")
+    config = base_config(model)
+    heads = config.get("num_attention_heads")
+    width = config.get("head_dim") or (config["hidden_size"] // heads if heads else group_size)
+    if width % group_size:
+        raise GenerationError(f"kv_group_size (--kv-group-size): {group_size} does not divide the head width {width}")

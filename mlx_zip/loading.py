@@ -1,0 +1,182 @@
+"""`load`: a model folder or hub id to (model, tokenizer), through mlx-lm's own loader, with the checks it lacks."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from mlx_lm.utils import _get_classes
+from mlx_lm.utils import load as mlx_load
+
+from mlx_zip.errors import MlxZipError, ModelError
+from mlx_zip.register import MODEL_TYPE
+
+UPSTREAM_CONFIG = "zip2zip_config.json"
+_WEIGHTS_AND_CODE = ["model*.safetensors", "*.py", "tokenizer.model", "*.tiktoken", "*.txt", "*.jsonl", "*.jinja"]
+
+
+def load(
+    path_or_hf_repo: str | Path,
+    *,
+    adapter_path: str | None = None,
+    tokenizer_config: Mapping[str, Any] | None = None,
+    lazy: bool = False,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> tuple[Any, Any]:
+    """Loads a converted zip2zip model, or any plain mlx-lm model, and its tokenizer.
+
+    path_or_hf_repo: a local folder or a Hugging Face hub id. Returns (model, mlx-lm's `TokenizerWrapper`). Raises
+    `ModelError` for a folder that is missing, incomplete or not converted, and `ConfigError` when tokenizer and
+    codebook boundary contradict each other.
+    """
+    folder = model_folder(path_or_hf_repo, revision)
+    config = read_config(folder)
+    try:
+        with _no_talk_of_model_types():
+            loaded = mlx_load(
+                str(folder),
+                adapter_path=adapter_path,
+                tokenizer_config={"trust_remote_code": trust_remote_code, **(tokenizer_config or {})},
+                model_config=rope_settings(config),
+                lazy=lazy,
+                trust_remote_code=trust_remote_code,
+            )
+    except MlxZipError:
+        raise
+    except (OSError, ValueError, RuntimeError, TypeError) as error:
+        raise ModelError(f"cannot load {folder}: {first_line(error)}") from error
+    model: Any = loaded[0]
+    if hasattr(model, "layout"):
+        model.layout.check_tokenizer(len(loaded[1]))
+    return model, loaded[1]
+
+
+def model_folder(path_or_hf_repo: str | Path, revision: str | None = None) -> Path:
+    """The local folder of a model, downloaded first when it is a hub id. Raises `ModelError`."""
+    path = Path(path_or_hf_repo).expanduser()
+    if path.is_dir():
+        return _checked(path)
+    name = str(path_or_hf_repo)
+    if path.exists() or name.count("/") != 1 or name.startswith((".", "/", "~")):
+        raise ModelError(f"{name}: no such model folder, and not a hub id of the form owner/name")
+    _checked(_download(name, revision, ["*.json"]))  # tells a wrong kind of model before gigabytes arrive
+    return _download(name, revision, ["*.json", *_WEIGHTS_AND_CODE])
+
+
+def _checked(folder: Path) -> Path:
+    config = folder / "config.json"
+    if (folder / UPSTREAM_CONFIG).exists() and (
+        not config.exists() or read_config(folder).get("model_type") != MODEL_TYPE
+    ):
+        raise ModelError(
+            f"{folder} is a zip2zip checkpoint as published; convert it first: mlx_zip convert --hf-path {folder}"
+        )
+    if not config.exists():
+        raise ModelError(f"{folder} is not a model folder: it has no config.json")
+    return folder
+
+
+def _download(repo: str, revision: str | None, patterns: list[str]) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(repo, revision=revision, allow_patterns=patterns))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise ModelError(f"{repo}: not a local folder, and not to be had from the hub: {first_line(error)}") from error
+
+
+@contextmanager
+def _no_talk_of_model_types() -> Iterator[None]:
+    """transformers, loading a tokenizer, warns that it does not know our model type and how it would spell its rope."""
+    logger = logging.getLogger("transformers.configuration_utils")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json as a dictionary. Raises `ModelError`."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{folder / 'config.json'} cannot be read: {first_line(error)}") from error
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise ModelError(f"{folder / 'config.json'} names no model_type")
+    return config
+
+
+def rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """For a plain model: what mlx-lm's class wants to read of the `rope_parameters` that transformers 5 writes.
+
+    Many of mlx-lm 0.32's classes ignore that field and fall back to theta 10000 in silence. Our own models read it
+    themselves. Raises `ModelError` when the settings cannot be handed to the class.
+    """
+    if config["model_type"] == MODEL_TYPE or "model_file" in config:
+        return {}
+    text = config.get("text_config")
+    if isinstance(text, Mapping) and isinstance(text.get("model_type"), str) and (filled := _rope_fields(text)):
+        return {"text_config": {**text, **filled}}
+    return _rope_fields(config)
+
+
+def _rope_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    rope = config.get("rope_parameters")
+    if not isinstance(rope, Mapping) or "rope_parameters" in (known := _argument_names(dict(config))):
+        return {}
+    filled = _per_layer_kind(rope) if any(isinstance(v, Mapping) for v in rope.values()) else _flat(rope)
+    filled = {key: value for key, value in filled.items() if config.get(key) is None}
+    if missing := sorted(filled.keys() - known):
+        kind = config["model_type"]
+        raise ModelError(f"config.json: mlx-lm's {kind} cannot take {', '.join(missing)} from rope_parameters")
+    return filled
+
+
+def _argument_names(config: dict[str, Any]) -> set[str]:
+    try:
+        arguments = _get_classes(config)[1]
+    except ValueError as error:
+        raise ModelError(f"config.json: {first_line(error)}") from error
+    return {f.name for f in fields(arguments)} if is_dataclass(arguments) else set()
+
+
+def _flat(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """One set of parameters for all layers."""
+    beside = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
+    filled = {key: rope[key] for key in beside if rope.get(key) is not None}
+    if filled.get("partial_rotary_factor") == 1:
+        del filled["partial_rotary_factor"]
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default":
+        scaling = {key: value for key, value in rope.items() if key not in ("rope_theta", "partial_rotary_factor")}
+        filled["rope_scaling"] = {**scaling, "type": kind, "rope_type": kind}
+        if kind != "longrope":  # only LongRoPE reads it beside the scaling
+            filled.pop("original_max_position_embeddings", None)
+    return filled
+
+
+def _per_layer_kind(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Gemma 3's two sets: full attention and sliding attention, the latter without scaling."""
+    sliding, full = rope.get("sliding_attention"), rope.get("full_attention")
+    if sliding is None or full is None or len(rope) != 2 or sliding.get("rope_type", "default") != "default":
+        raise ModelError(f"config.json: rope_parameters for {', '.join(map(str, rope))} are not supported")
+    return {**_flat(full), "rope_local_base_freq": sliding.get("rope_theta")}
+
+
+def first_line(error: BaseException) -> str:
+    """An error's message on one line, or its class when it has none."""
+    text = str(error).strip()
+    return text.split(os.linesep)[0].strip() if text else type(error).__name__

@@ -1,0 +1,178 @@
+"""One sequence on its way from prompt to text, and what is reported of it; shared by single and batched generation."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.sample_utils import LogitsProcessor
+
+from mlx_zip.codec import compress
+from mlx_zip.errors import GenerationError
+from mlx_zip.sampling import Sampling
+from mlx_zip.state import ZipState, find_state
+from mlx_zip.tokenizer import TextStream, encode_prompt
+
+
+@dataclass(frozen=True)
+class GenerationResponse:
+    """One emitted id, and the figures up to and including it.
+
+    text: the next piece of text, possibly empty. token: the emitted id. base_ids: those of its base ids that count
+    (cut at an eos, a stop string or the limit). logprobs [W]. prompt_tokens, generation_tokens: base tokens;
+    prompt_ids, steps: ids. hypertokens: emitted ids that are hypertokens. *_tps: base tokens per second. bytes:
+    UTF-8 bytes of text so far. peak_memory: GB. finish_reason: None, or in the last response "stop" or "length".
+    """
+
+    text: str
+    token: int
+    base_ids: tuple[int, ...]
+    logprobs: mx.array
+    prompt_tokens: int
+    prompt_ids: int
+    prompt_tps: float
+    generation_tokens: int
+    steps: int
+    hypertokens: int
+    generation_tps: float
+    bytes: int
+    peak_memory: float
+    finish_reason: str | None = None
+
+    @property
+    def base_tokens_per_step(self) -> float:
+        """Base tokens per emitted id."""
+        return self.generation_tokens / self.steps
+
+    @property
+    def hyper_share(self) -> float:
+        """Share of the emitted ids that are hypertokens."""
+        return self.hypertokens / self.steps
+
+
+class Request:
+    """One sequence from prompt to text: compresses the prompt, keeps the limits, counts what is emitted."""
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        prompt: Any,
+        cache: Sequence[Any],
+        *,
+        max_tokens: int,
+        stop: str | Sequence[str] | None,
+    ) -> None:
+        if max_tokens == 0 or max_tokens < -1:
+            raise GenerationError(f"max_tokens (--max-tokens) must be at least 1, or -1 for no limit, got {max_tokens}")
+        state = find_state(cache)
+        self._state, self._row = state, 0
+        used_ids, used_base = _used(cache, state)
+        base_ids = encode_prompt(tokenizer, prompt, continues=used_ids > 0)
+        self.base_limit = _base_id_limit(model, tokenizer)
+        _check_ids(base_ids, self.base_limit)
+        self.prompt_tokens = len(base_ids)
+        self.prompt_ids = self._compress(base_ids, fresh=used_ids == 0)
+        by_base = state is not None and model.config.position_mode == "base_token_end"
+        used = used_base + len(base_ids) if by_base else used_ids + len(self.prompt_ids)
+        room = _room(model, used)
+        tokens = math.inf if max_tokens == -1 else max_tokens
+        limit = min(tokens, room) if by_base else tokens
+        self.max_steps = -1 if (steps := min(tokens, room)) == math.inf else int(steps)
+        stops = (stop,) if isinstance(stop, str) else stop or ()
+        self._text = TextStream(tokenizer, None if limit == math.inf else int(limit), stops)
+        self.steps = self.hypertokens = self.bytes = 0
+
+    def bind(self, cache: Sequence[Any], row: int) -> None:
+        """From here on the sequence is row `row` of a batch's cache."""
+        self._state, self._row = find_state(cache), row
+
+    def _compress(self, base_ids: Sequence[int], fresh: bool) -> np.ndarray:
+        ids = np.asarray(base_ids, dtype=np.uint32)
+        if self._state is None:
+            return ids
+        return compress(self._state.params, ids)[0] if fresh else self._state.books[self._row].compress(ids)
+
+    def processors(self, options: Sampling) -> list[LogitsProcessor]:
+        """The sequence's penalties."""
+        return options.make_processors(self.base_limit, self._state, self._row)
+
+    def start(self) -> None:
+        """Starts the clock."""
+        self._begun, self._first = time.perf_counter(), 0.0
+
+    def emit(self, token: int, logprobs: mx.array) -> GenerationResponse:
+        """Takes the next emitted id."""
+        now = time.perf_counter()
+        self._first = self._first or now
+        base_ids = self._expand(token)
+        self.steps += 1
+        self.hypertokens += len(base_ids) > 1
+        piece = self._text.feed(base_ids, last=self.steps == self.max_steps)
+        self.bytes += len(piece.text.encode("utf-8"))
+        return GenerationResponse(
+            text=piece.text,
+            token=token,
+            base_ids=piece.base_ids,
+            logprobs=logprobs,
+            prompt_tokens=self.prompt_tokens,
+            prompt_ids=len(self.prompt_ids),
+            prompt_tps=self.prompt_tokens / max(self._first - self._begun, 1e-9),
+            generation_tokens=self._text.base_tokens,
+            steps=self.steps,
+            hypertokens=self.hypertokens,
+            generation_tps=self._text.base_tokens / max(time.perf_counter() - self._first, 1e-9),
+            bytes=self.bytes,
+            peak_memory=mx.get_peak_memory() / 1e9,
+            finish_reason=piece.finish_reason,
+        )
+
+    def _expand(self, token: int) -> Sequence[int]:
+        """The base ids of an emitted id."""
+        if self._state is None or token < self._state.params.vocab_size:
+            return (token,)
+        return self._state.books[self._row].expand([token]).tolist()
+
+
+def _base_id_limit(model: Any, tokenizer: Any) -> int:
+    """One past the last base id a prompt may hold."""
+    if hasattr(model, "layout"):
+        return model.layout.vocab_size
+    return base_config(model).get("vocab_size", len(tokenizer))
+
+
+def base_config(model: Any) -> Mapping[str, Any]:
+    """The decoder's config: config.json for our models, the arguments mlx-lm read from it for plain ones."""
+    return model.args.config if hasattr(model, "layout") else vars(model.args)
+
+
+def _room(model: Any, used: int) -> float:
+    """Positions left after `used` ones. Raises `GenerationError` when there are none."""
+    context = base_config(model).get("max_position_embeddings")  # None: the config does not say
+    if context is None:
+        return math.inf
+    if used >= context:
+        raise GenerationError(
+            f"the prompt (with what the cache holds) takes {used} positions, the model's context has {context} and "
+            "generation needs at least one; shorten the prompt"
+        )
+    return context - used
+
+
+def _used(cache: Sequence[Any], state: ZipState | None) -> tuple[int, int]:
+    """(ids, base tokens) that the cache already holds."""
+    if state is not None:
+        return len(state.books[0].ids), state.books[0].base_length
+    offset = getattr(cache[0], "offset", 0) if len(cache) else 0
+    return offset, offset
+
+
+def _check_ids(base_ids: Sequence[int], limit: int) -> None:
+    for at, base_id in enumerate(base_ids):
+        if not 0 <= base_id < limit:
+            raise GenerationError(f"prompt id {base_id} at index {at} is not a base id (0 to {limit - 1})")

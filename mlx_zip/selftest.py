@@ -1,0 +1,305 @@
+"""`mlx_zip selftest`: the recorded cases of the published packages and a short speed check, on the user's own machine.
+
+Writes a one-page Markdown report, made to be sent to the developers as it is: it names the machine, versions and
+figures, and holds nothing of the user's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import version
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from mlx_zip.errors import CodecError, MlxZipError
+
+ROWS_TOLERANCE, LOGITS_TOLERANCE = 2e-5, 2e-4
+PLAIN = "llama_transformer_tied_lora"  # its base folder is a plain mlx-lm model of the same size
+TRIALS = 7
+
+
+@dataclass(frozen=True)
+class Check:
+    """name: what was checked. passed: None for a measurement, which cannot fail. figure: what was found."""
+
+    name: str
+    passed: bool | None
+    figure: str
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags."""
+    parser.add_argument("--output", default="mlx_zip_selftest.md", help="report to write (default: %(default)s)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Checks, measures, writes the report and prints its path; 0 when every check passed, else 1."""
+    golden = Path(str(files("mlx_zip.golden")))
+    with tempfile.TemporaryDirectory() as folder:
+        checks = [*check_codec(golden), *check_models(golden, Path(folder)), *measure(golden, Path(folder))]
+    failed = [check for check in checks if check.passed is False]
+    try:
+        Path(args.output).write_text(report(checks), encoding="utf-8")
+    except OSError as error:
+        raise MlxZipError(f"--output {args.output} cannot be written: {error.strerror}") from error
+    for check in checks:
+        print(f"{_MARKS[check.passed]:>8}  {check.name}: {check.figure}")
+    passed = sum(check.passed is True for check in checks)
+    print(f"{passed} checks passed, {len(failed)} failed; report: {args.output}")
+    return 1 if failed else 0
+
+
+_MARKS = {True: "ok", False: "FAILED", None: "measured"}
+
+
+def report(checks: list[Check]) -> str:
+    """The Markdown page."""
+    failed = sum(check.passed is False for check in checks)
+    rows = [f"| {_MARKS[check.passed]} | {check.name} | {check.figure} |" for check in checks]
+    about = [f"- {name}: {value}" for name, value in machine().items()]
+    head = ["# mlx_zip selftest", "", "All checks passed." if not failed else f"**{failed} checks failed.**", ""]
+    return "\n".join([*head, *about, "", "| | check | found |", "| --- | --- | --- |", *rows, ""])
+
+
+def machine() -> dict[str, str]:
+    """The machine and the versions in use."""
+    import mlx.core as mx
+
+    device = mx.default_device()
+    about = {
+        "system": f"{platform.platform()}, {platform.machine()}, Python {platform.python_version()}",
+        "device": ", ".join(f"{key} {value}" for key, value in mx.device_info(device).items()),
+        "default device": str(device),
+    }
+    packages = ("mlx", "mlx-lm", "transformers", "tokenizers", "numpy")
+    return {**about, "versions": ", ".join(f"{name} {version(name)}" for name in packages), "mlx_zip": _own_version()}
+
+
+def _own_version() -> str:
+    return import_module("mlx_zip").__version__
+
+
+def attempt(name: str, check: Callable[[], tuple[bool | None, str]]) -> Check:
+    """Runs one check; an error that a broken installation or device can raise is a failure with its message."""
+    try:
+        passed, figure = check()
+    except (MlxZipError, OSError, RuntimeError, ValueError) as error:
+        passed, figure = False, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return Check(name, passed, figure)
+
+
+# ---- codec
+
+
+def check_codec(golden: Path) -> list[Check]:
+    """Every recorded encoding and decoding of zip2zip-compression 0.3.4."""
+    cases = json.loads((golden / "lzw_public.json").read_text(encoding="utf-8"))["cases"]
+    encode, decode = ([case for case in cases if case["kind"] == kind] for kind in ("encode", "decode"))
+    return [
+        attempt("codec: encode cases", lambda: _count(_encodes, encode)),
+        attempt("codec: decode cases", lambda: _count(_decodes, decode)),
+    ]
+
+
+def _count(same: Callable[[Any], bool], cases: list[Any]) -> tuple[bool, str]:
+    wrong = [case["name"] for case in cases if not same(case)]
+    return not wrong, f"{len(cases) - len(wrong)} of {len(cases)} equal" + (f"; not: {', '.join(wrong)}" * bool(wrong))
+
+
+def _params(case: Any) -> Any:
+    from mlx_zip.codec import CodecParams
+
+    c = case["config"]
+    sizes = (c["initial_vocab_size"], c["max_codebook_size"], c["max_subtokens"])
+    return CodecParams(*sizes, tuple(c["disabled_ids"]), c["pad_token_id"])
+
+
+def _encodes(case: Any) -> bool:
+    from mlx_zip.codec import compress
+
+    params = _params(case)
+    ids, entries = compress(params, case["input_ids"])
+    encoded = ids.tolist() == case["encoded_ids"] and _pairs(entries) == case["codebook_after_encode"]
+    return encoded and _decodes(case)
+
+
+def _decodes(case: Any) -> bool:
+    """Ids that are neither installed nor next are refused, though the published package accepts some of them."""
+    from mlx_zip.codec import Codebook
+
+    book = Codebook(_params(case))
+    try:
+        book.push(case["encoded_ids"])
+    except CodecError:
+        return case["name"].startswith("unknown_")
+    base_ids = book.expand(case["encoded_ids"]).tolist()
+    return base_ids == case["decoded_ids"] and _pairs(book.entries) == case["codebook_after_decode"]
+
+
+def _pairs(entries: Any) -> list[list[Any]]:
+    return [[int(i), list(map(int, base_ids))] for i, base_ids in entries]
+
+
+# ---- models
+
+
+def check_models(golden: Path, folder: Path) -> list[Check]:
+    """Converts each recorded checkpoint and compares rows, logits and greedy ids."""
+    checks = []
+    for source in sorted((golden / "models").iterdir()):
+        out = folder / source.name
+        checks.append(attempt(f"{source.name}: convert", lambda source=source, out=out: _convert(source, out)))
+        if checks[-1].passed:
+            for name, check in (("rows", _rows), ("logits", _logits), ("greedy ids", _greedy)):
+                one = lambda check=check, source=source, out=out: check(source, *_load(out))
+                checks.append(attempt(f"{source.name}: {name}", one))
+    return checks
+
+
+def _convert(source: Path, out: Path) -> tuple[bool, str]:
+    import_module("mlx_zip.converters").convert(str(source), str(out), progress=False)
+    return True, f"{sum(file.stat().st_size for file in out.iterdir()) / 1e6:.1f} MB"
+
+
+def _load(folder: Path) -> tuple[Any, Any]:
+    from mlx_zip.generate import load
+
+    return load(folder)
+
+
+def _recorded(source: Path) -> tuple[Any, Any]:
+    import numpy as np
+
+    return json.loads((source / "expected.json").read_text(encoding="utf-8")), np.load(source / "expected.npz")
+
+
+def _rows(source: Path, model: Any, _: Any) -> tuple[bool, str]:
+    import numpy as np
+
+    from mlx_zip.codec import compress
+
+    expected, arrays = _recorded(source)
+    worst = 0.0
+    for k, prompt in enumerate(expected["prompts"]):
+        _, entries = compress(model.config.codec_params, prompt["base_ids"])
+        sides = model.rows(entries.base_ids, entries.lengths)
+        for side, name in zip(sides, ("hyper_embedding_rows", "hyper_linear_rows"), strict=True):
+            worst = _worse(worst, np.array(side) - arrays[f"p{k}_{name}"])
+    return worst <= ROWS_TOLERANCE, f"largest difference {worst:.2e} (at most {ROWS_TOLERANCE:.0e})"
+
+
+def _logits(source: Path, model: Any, _: Any) -> tuple[bool, str]:
+    import mlx.core as mx
+    import numpy as np
+
+    expected, arrays = _recorded(source)
+    worst, closed = 0.0, True
+    for k, prompt in enumerate(expected["prompts"]):
+        ours = np.array(model(mx.array([prompt["compressed_ids"]])))[0, :, : model.layout.end]
+        theirs = arrays[f"p{k}_logits"][:, : model.layout.end]  # they leave the base tail open, we mask it
+        is_open = ~np.isneginf(theirs)
+        closed = closed and bool(np.array_equal(is_open, ~np.isneginf(ours)))
+        worst = _worse(worst, ours[is_open] - theirs[is_open])
+    figure = f"largest difference {worst:.2e} (at most {LOGITS_TOLERANCE:.0e})"
+    return closed and worst <= LOGITS_TOLERANCE, figure if closed else figure + "; the masked columns differ"
+
+
+def _worse(worst: float, difference: Any) -> float:
+    """The larger of the two magnitudes; NaN stays NaN, which no tolerance passes."""
+    import numpy as np
+
+    return float(np.maximum(worst, np.abs(difference).max()))
+
+
+def _greedy(source: Path, model: Any, tokenizer: Any) -> tuple[bool, str]:
+    from mlx_zip.generate import stream_generate
+
+    prompts = _recorded(source)[0]["prompts"]
+    equal = total = 0
+    for prompt in prompts:
+        wanted = prompt["generated_ids"]
+        limit = len(wanted) * model.config.merge_size
+        found = [r.token for r in stream_generate(model, tokenizer, prompt["base_ids"], max_tokens=limit)]
+        equal += sum(a == b for a, b in zip(found, wanted, strict=False))
+        total += len(wanted)
+    return equal == total, f"{equal} of {total} equal"
+
+
+# ---- speed
+
+
+def measure(golden: Path, folder: Path) -> list[Check]:
+    """Rough figures: medians of a few trials, to compare machines with."""
+    plain, zipped = golden / "models" / PLAIN / "base", folder / PLAIN
+    checks = [
+        attempt("codec: compress 2,048 ids", _compress_speed),
+        attempt("codec: push one id", _push_speed),
+        attempt("memory: read and write 64 MB", _bandwidth),
+        attempt("step, plain tiny model", lambda: (None, _step_time(plain))),
+    ]
+    return [*checks, attempt("step, same model with hypertokens", lambda: (None, _step_time(zipped)))]
+
+
+def _timed(work: Callable[[], Any]) -> list[float]:
+    work()  # warm-up
+    times = []
+    for _ in range(TRIALS):
+        begun = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - begun)
+    return times
+
+
+def _synthetic_ids(count: int) -> Any:
+    """Base ids with the skew of text, from a fixed seed."""
+    import numpy as np
+
+    return (np.random.default_rng(0).zipf(1.3, count) % 32000).astype(np.uint32)
+
+
+def _compress_speed() -> tuple[None, str]:
+    from mlx_zip.codec import CodecParams, compress
+
+    params, ids = CodecParams(32000, 2048, 3), _synthetic_ids(2048)
+    compress_s = statistics.median(_timed(lambda: compress(params, ids)))
+    return None, f"{len(ids) / compress_s / 1e6:.1f} M ids/s (synthetic ids)"
+
+
+def _push_speed() -> tuple[None, str]:
+    from mlx_zip.codec import Codebook, CodecParams
+
+    book, times = Codebook(CodecParams(32000, 2048, 3)), []
+    for one in _synthetic_ids(4000).tolist():
+        begun = time.perf_counter()
+        book.push(one)
+        times.append(time.perf_counter() - begun)
+    return None, f"{statistics.median(times) * 1e6:.2f} microseconds"
+
+
+def _bandwidth() -> tuple[None, str]:
+    import mlx.core as mx
+
+    x = mx.zeros((16 << 20,), mx.float32)
+    mx.eval(x)
+    return None, f"{2 * x.nbytes / statistics.median(_timed(lambda: mx.eval(x + 1))) / 1e9:.1f} GB/s"
+
+
+def _step_time(folder: Path) -> str:
+    from mlx_zip.generate import stream_generate
+
+    model, tokenizer = _load(folder)
+    times = []
+    for _ in range(TRIALS):
+        begun = time.perf_counter()
+        last = list(stream_generate(model, tokenizer, list(range(10, 42)), max_tokens=64))[-1]
+        times.append((time.perf_counter() - begun) / last.steps)
+    return f"{statistics.median(times) * 1e3:.2f} ms per step, prefill of 32 ids included ({last.steps} steps)"

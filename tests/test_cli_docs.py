@@ -1,0 +1,49 @@
+"""docs/cli.md lists every command and flag as `--help` does. To write the lists anew: python tests/test_cli_docs.py"""
+
+import argparse
+import re
+from pathlib import Path
+
+import pytest
+
+from mlx_zip import cli
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "cli.md"
+LISTED = ["generate", "convert", "compress", "selftest"]
+SECTION = re.compile(r"(<!-- flags: (\w+) -->\n).*?(<!-- end -->)", re.S)
+
+
+def flags(command: str) -> str:
+    """One table row per flag, from the parser itself."""
+    parser = cli.command_parser(command, f"mlx_zip {command}")
+    actions = [a for a in parser._actions if not isinstance(a, argparse._HelpAction)]
+    rows = [f"| {_spelling(a)} | {_cell((a.help or '') % vars(a))} |" for a in actions]
+    return "\n".join(["| flag | |", "| --- | --- |", *rows, ""])
+
+
+def _spelling(action: argparse.Action) -> str:
+    names = ", ".join(f"`{name}`" for name in action.option_strings) or f"`{action.metavar}`"
+    choices = f" {{{', '.join(map(str, action.choices))}}}" if action.choices else ""
+    return names + choices
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;")
+
+
+def written() -> dict[str, str]:
+    return {m[2]: m[0].removeprefix(m[1]).removesuffix(m[3]) for m in SECTION.finditer(PAGE.read_text())}
+
+
+@pytest.mark.parametrize("command", LISTED)
+def test_the_page_lists_the_flags_of_each_command_as_help_does(command):
+    assert written()[command] == flags(command)
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_the_page_says_what_each_command_does_as_help_does(command):
+    assert f"| `mlx_zip {command}` | {cli.COMMANDS[command][1]} |" in PAGE.read_text()
+
+
+if __name__ == "__main__":
+    PAGE.write_text(SECTION.sub(lambda m: m[1] + flags(m[2]) + m[3], PAGE.read_text()))
