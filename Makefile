@@ -1,0 +1,59 @@
+# Needs Python >= 3.11 and a C compiler; everything else is fetched into .venv. Works with GNU make 3.81 and newer.
+#   make PYTHON=python3.12 demo     chooses the Python        make test PYTEST_ARGS="-k codec -x"     chooses the tests
+
+PYTHON ?= python3
+PYTEST_ARGS ?=
+
+COMMA := ,
+VENV := .venv
+BIN := $(VENV)/bin
+EXTRAS := $(if $(filter Linux,$(shell uname -s)),[cpu$(COMMA)test],[test])
+LEAVES := converters bench apps
+NATIVE := $(wildcard setup.py native/*.c native/*.h native/*.py)
+PIP_INSTALL := CC="$(CC)" $(BIN)/python -m pip --disable-pip-version-check install -q
+
+.PHONY: help venv demo test lint fuzz clean
+
+help:
+	@echo "make demo    convert a bundled checkpoint, generate, compare with the published package"
+	@echo "make test    run the tests"
+	@echo "make lint    ruff and pyright"
+	@echo "make fuzz    fuzz the C codec for a short while under sanitizers"
+	@echo "make clean   remove .venv and everything built"
+
+venv: $(VENV)/.ready
+
+demo: $(VENV)/.ready
+	@$(BIN)/python -m mlx_zip.apps.demo
+
+test: $(VENV)/.ready
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.lint
+	$(BIN)/ruff check .
+	@rm -rf build/types && mkdir -p build/types && cp -R mlx_zip build/types && cp -R $(LEAVES) build/types/mlx_zip
+	$(BIN)/pyright --pythonpath $(BIN)/python   # of the tree as it is installed, which is how modules import each other
+
+fuzz:
+	native/fuzz/run.sh 20
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .ruff_cache native/fuzz/bin native/fuzz/corpus
+	rm -f mlx_zip/codec/_native.c mlx_zip/codec/_native*.so
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Stamps: the environment is brought up to date when a stamp is older than what it was made from.
+$(VENV)/.ready: pyproject.toml $(NATIVE)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "mlx_zip needs Python 3.11 or newer; name one with: make PYTHON=/path/to/python3 ..." >&2; exit 1; }
+	@$(CC) --version >/dev/null 2>&1 || \
+	  { echo "mlx_zip needs a C compiler and '$(CC)' does not run; install one (macOS: xcode-select --install;" \
+	         "Debian: apt install gcc) or name one with: make CC=/path/to/cc ..." >&2; exit 1; }
+	@echo "bringing $(VENV) up to date (the first time takes a minute)" >&2
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP_INSTALL) -e '.$(EXTRAS)'
+	@touch $@
+
+$(VENV)/.lint: $(VENV)/.ready
+	@$(PIP_INSTALL) -e '.[lint]'
+	@touch $@

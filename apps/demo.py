@@ -1,0 +1,70 @@
+"""`make demo`: converts a bundled checkpoint, generates from it, and compares the ids with the published package's.
+
+The checkpoint is a test fixture in the published layout (format 2), with random weights. So the text is noise; what
+counts is that every id is the one that zip2zip 0.2.0 chose on PyTorch. Exit status 0 when all are, else 1.
+"""
+
+import json
+import shlex
+import subprocess
+import sys
+import tempfile
+from importlib.resources import files
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from mlx_zip.generate import load, stream_generate
+
+CHECKPOINT = Path(str(files("mlx_zip.golden"))) / "models/phi3_reslatent_mean_untied_v2"
+
+
+def main() -> int:
+    """Runs the demo; returns the exit status."""
+    expected = json.loads((CHECKPOINT / "expected.json").read_text(encoding="utf-8"))
+    prompts = expected["prompts"]
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder) / "demo-model"
+        say("1. Convert a zip2zip checkpoint (a tiny Phi-3 with random weights) to an mlx-lm model folder.")
+        mlx_zip("convert", "--hf-path", CHECKPOINT, "--mlx-path", model)
+        say("\n2. Generate from it. Random weights, so the text is noise; in a terminal its hypertokens are coloured.")
+        prompt = beginning_of_text() + prompts[0]["text"]
+        mlx_zip("generate", "--model", model, "--ignore-chat-template", "--max-tokens", 80, "--prompt", prompt)
+        say(f"\n3. Compare with the greedy ids recorded from zip2zip {expected['versions']['zip2zip']} on PyTorch.")
+        return compare(model, prompts)
+
+
+def beginning_of_text() -> str:
+    """The token that the recorded prompts begin with; this tokenizer does not add it by itself."""
+    return json.loads((CHECKPOINT / "tokenizer_config.json").read_text(encoding="utf-8"))["bos_token"]
+
+
+def say(line: str) -> None:
+    """Prints at once, so that the lines of the commands stand in their place."""
+    print(line, flush=True)
+
+
+def mlx_zip(*arguments: object) -> None:
+    """Runs the installed command and shows it as a user would type it."""
+    words = [str(argument) for argument in arguments]
+    say("$ " + shlex.join(["mlx_zip", *words]))
+    subprocess.run([sys.executable, "-m", "mlx_zip", *words], check=True)
+
+
+def compare(model_folder: Path, prompts: list[dict[str, Any]]) -> int:
+    """Generates after the recorded prompts and counts the equal ids; 0 when all are."""
+    model, tokenizer = load(str(model_folder))
+    equal = total = 0
+    for prompt in prompts:
+        wanted = prompt["generated_ids"]
+        steps = stream_generate(model, tokenizer, prompt["base_ids"], max_tokens=10 * len(wanted))
+        found = [step.token for step in islice(steps, len(wanted))]
+        same = sum(a == b for a, b in zip(found, wanted, strict=False))
+        say(f"   {same} of {len(wanted)} ids equal after {' '.join(prompt['text'].split())[:60]!r}")
+        equal, total = equal + same, total + len(wanted)
+    say(f"   {equal} of {total} ids equal those of the published package.")
+    return 0 if equal == total else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
