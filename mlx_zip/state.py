@@ -102,38 +102,27 @@ class ZipState:
         """Every id consumed, [B, offset] uint32, with `pad_id` in the left padding."""
         out = np.full((len(self.books), self.offset), pad_id, dtype=np.uint32)
         for b, book in enumerate(self.books):
-            if ids := len(book.ids):
-                out[b, self.offset - ids :] = book.ids
+            out[b, self.offset - book.mark() :] = book.ids
         return out
 
     def missing_outputs(self) -> tuple[np.ndarray, np.ndarray]:
         """(sequence [N], slot [N]) of installed entries that have no output row yet."""
-        pairs = [
-            (b, slot)
-            for b, book in enumerate(self.books)
-            for slot in range(int(self.encoded_outputs[b]), len(book))
-        ]
-        return _columns(pairs)
+        return _pairs([np.arange(done, len(b)) for done, b in zip(self.encoded_outputs, self.books, strict=True)])
 
     def missing_inputs(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(sequence [N], slot [N]) among slots [B, L] (-1: not a hypertoken) that have no input row yet."""
-        pairs = [
-            (b, slot)
-            for b in range(len(self.books))
-            for slot in np.unique(slots[b])
-            if slot >= 0 and not self.encoded_inputs[b, slot]
-        ]
-        return _columns(pairs)
+        read = [np.unique(row[row >= 0]) for row in slots]
+        return _pairs([row[~done[row]] for row, done in zip(read, self.encoded_inputs, strict=True)])
 
     def entries(self, sequence: np.ndarray, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """base_ids [N, merge_size] and lengths [N] of the entries at (sequence, slot)."""
         base_ids = np.empty((len(slots), self.params.merge_size), dtype=np.uint32)
         lengths = np.empty(len(slots), dtype=np.int64)
         for b in np.unique(sequence):
-            chosen = sequence == b
-            entries = self.books[b].entries
-            base_ids[chosen] = entries.base_ids[slots[chosen]]
-            lengths[chosen] = entries.lengths[slots[chosen]]
+            chosen = slots[sequence == b]
+            first = int(chosen.min())
+            rows = self.books[b].rows(first, int(chosen.max()) - first + 1)
+            base_ids[sequence == b], lengths[sequence == b] = (array[chosen - first] for array in rows)
         return base_ids, lengths
 
     # ---- mlx-lm's cache protocol
@@ -165,8 +154,8 @@ class ZipState:
             book.push(log)
         self.offset, self.long_rope = int(offset), bool(long_rope)
         for book, padding in zip(self.books, self.left_padding, strict=True):
-            if len(book.ids) != max(0, self.offset - padding):
-                raise ModelError(f"saved cache: an id log of {len(book.ids)} ids does not fit offset {self.offset}")
+            if book.mark() != max(0, self.offset - padding):
+                raise ModelError(f"saved cache: an id log of {book.mark()} ids does not fit offset {self.offset}")
         self._forget_rows()
 
     @classmethod
@@ -201,7 +190,7 @@ class ZipState:
     @property
     def nbytes(self) -> int:
         """Bytes of the row tables and id logs."""
-        return self.inputs.nbytes + self.outputs.nbytes + sum(4 * len(book.ids) for book in self.books)
+        return self.inputs.nbytes + self.outputs.nbytes + sum(4 * book.mark() for book in self.books)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ZipState:
         twin = ZipState.__new__(ZipState)
@@ -221,9 +210,9 @@ def find_state(cache: Sequence[Any]) -> ZipState | None:
     return next((entry for entry in cache if isinstance(entry, ZipState)), None)
 
 
-def _columns(pairs: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
-    columns = np.array(pairs, dtype=np.int64).reshape(-1, 2)
-    return columns[:, 0], columns[:, 1]
+def _pairs(slots: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Slots per sequence to (sequence [N], slot [N])."""
+    return np.repeat(np.arange(len(slots)), [len(row) for row in slots]), np.concatenate(slots)
 
 
 def _params_from_json(text: str) -> CodecParams:

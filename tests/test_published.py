@@ -22,10 +22,10 @@ pytest.importorskip("zip2zip", reason="parity with the published package needs z
 import mlx.core as mx
 import torch
 import upstream
-from mlx_zip.converters import convert
 from upstream import Checkpoint
 
 from mlx_zip.config import EncoderConfig
+from mlx_zip.converters import convert
 from mlx_zip.hyper import make_encoder
 from mlx_zip.state import find_state
 
@@ -149,8 +149,9 @@ class Pair:
 
     @property
     def padded(self) -> np.ndarray:
+        """Prompts [2, L], padded on the left with an ordinary id: padding is known by its length."""
         pads = zip(self.padding, self.prompts, strict=True)
-        return np.array([[self.made.pad_id] * n + ids for n, ids in pads])
+        return np.array([[7] * n + ids for n, ids in pads])
 
 
 @pytest.fixture(scope="module", params=CASES)

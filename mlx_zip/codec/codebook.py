@@ -142,10 +142,15 @@ class Codebook:
             _refuse(status, self.params, ids, counts[1], None)
         return out[: counts[0]]
 
+    def rows(self, first: int, n: int) -> tuple[Uint32s, NDArray[np.uint8]]:
+        """The entries of slots first..first+n-1: base ids [n, merge_size], padded as in `entries`, and lengths [n]."""
+        rows, lengths, _ = self._arrays(first, n)
+        return rows, lengths
+
     @property
     def entries(self) -> Entries:
         """All installed entries in id order, start entries first: a snapshot."""
-        rows, lengths, _ = self._arrays(0, len(self))
+        rows, lengths = self.rows(0, len(self))
         return Entries(self.params.vocab_size, 0, rows, lengths)
 
     @property
