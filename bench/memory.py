@@ -114,6 +114,6 @@ def _with_random_weights(model: Any) -> Any:
     from mlx.utils import tree_flatten
 
     rng = np.random.default_rng(0)
-    names = tree_flatten(model.parameters())
-    model.load_weights([(name, mx.array(rng.normal(0, 0.3, w.shape).astype(np.float32))) for name, w in names])
+    shapes = [(name, weight.shape) for name, weight in dict(tree_flatten(model.parameters())).items()]
+    model.load_weights([(name, mx.array(rng.normal(0, 0.3, shape).astype(np.float32))) for name, shape in shapes])
     return model

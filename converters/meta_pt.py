@@ -80,8 +80,6 @@ def _zip_pickle(path: Path) -> bytes:
         names = [i for i in archive.infolist() if i.filename == "data.pkl" or i.filename.endswith("/data.pkl")]
         if len(names) != 1:
             raise _PickleError(f"{len(names)} data.pkl inside")
-        if names[0].file_size > MAX_PICKLE_BYTES:
-            raise _PickleError(f"its data.pkl is larger than {MAX_PICKLE_BYTES} bytes")
         with archive.open(names[0]) as member:
             data = member.read(MAX_PICKLE_BYTES + 1)
     if len(data) > MAX_PICKLE_BYTES:

@@ -4,7 +4,9 @@ Names below are loaded when first used, so `import mlx_zip` stays light: it impo
 transformers or torch. Importing it also makes `mlx_lm` able to load converted models (see `mlx_zip.register`).
 """
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 from mlx_zip.register import register
@@ -18,7 +20,7 @@ _HOMES = {
     "ZipConfig": "mlx_zip.config",
     "Layout": "mlx_zip.layout",
     "ZipState": "mlx_zip.state",
-    "load": "mlx_zip.generate",
+    "load": "mlx_zip.loading",
     "generate": "mlx_zip.generate",
     "stream_generate": "mlx_zip.generate",
     "batch_generate": "mlx_zip.generate",
@@ -46,4 +48,14 @@ def __dir__() -> list[str]:
     return sorted(set(globals()) | set(_HOMES))
 
 
+class _Package(ModuleType):
+    """`mlx_zip.generate` is the function, as in mlx_lm, also once the module of that name has been imported."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "generate" and isinstance(value, ModuleType):
+            value = value.generate
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
 register()

@@ -137,7 +137,7 @@ class BasePenalties:
         factor = (self.sampling.repetition_penalty or 1.0) ** mx.array(seen[columns])
         chosen = logits[:, at].astype(mx.float32) + mx.array(bias[columns])
         chosen = mx.where(chosen < 0, chosen * factor, chosen / factor) - mx.array(taken[columns])
-        return mx.put_along_axis(logits, at[None], chosen.astype(logits.dtype), axis=1)
+        return mx.put_along_axis(logits, at[None], chosen, axis=1)  # in the dtype of the logits
 
     def _base_terms(self) -> tuple[np.ndarray, np.ndarray]:
         """[V] each: 1 where the repetition penalty applies, and what presence and frequency subtract."""

@@ -88,6 +88,9 @@ def test_encoders_and_decoder_can_be_quantized_differently(checkpoint: Path, tmp
     model, _ = loaded(out)
     assert quantized(model) == set(kinds(model))
     assert (model.lm_head.bits, model.output_encoder.layers[0].mlp.fc2.bits) == (4, 8)
+    record = config_of(out)["quantization"]
+    assert (record["bits"], record["group_size"]) == (4, 32)
+    assert record["output_encoder.layers.0.mlp.fc2"] == {"group_size": 64, "bits": 8, "mode": "affine"}
 
 
 def test_encoder_layers_no_group_size_divides_stay_as_they_are(tmp_path: Path) -> None:

@@ -296,6 +296,15 @@ def test_a_row_that_has_ended_does_not_end_or_disturb_the_others():
     assert batch_generate(MODEL, ENDLESS, PROMPTS, max_tokens=30, stop=stop) == alone
 
 
+def test_a_row_that_has_ended_is_fed_the_pad_id(monkeypatch):
+    module, caches = sys.modules["mlx_zip.generate"], []
+    make = module._batch_cache
+    monkeypatch.setattr(module, "_batch_cache", lambda *given: caches.append(make(*given)) or caches[-1])
+    stop = generate(MODEL, ENDLESS, PROMPTS[0], max_tokens=30)[:3]
+    batch_generate(MODEL, ENDLESS, PROMPTS, max_tokens=30, stop=stop)
+    assert find_state(caches[0]).books[0].ids[-3:].tolist() == [tiny.PAD] * 3
+
+
 def test_penalties_in_a_batch_are_those_of_each_row():
     options = {"max_tokens": 20, "repetition_penalty": 1.5, "frequency_penalty": 0.3}
     alone = [generate(MODEL, ENDLESS, prompt, **options) for prompt in PROMPTS]

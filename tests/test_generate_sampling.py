@@ -59,6 +59,7 @@ ONE_BY_ONE = {
     "presence": {"presence_penalty": 0.7, "presence_context_size": 9},
     "frequency": {"frequency_penalty": 0.4, "frequency_context_size": 33},
     "negative presence": {"presence_penalty": -0.5},
+    "bias on the pad id, which fills short entries": {"logit_bias": {tiny.PAD: 3.0}},
 }
 ONE_BY_ONE["all"] = {key: value for kind in ONE_BY_ONE.values() for key, value in kind.items()}
 

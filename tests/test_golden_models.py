@@ -11,9 +11,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache, trim_prompt_cache
-from mlx_zip.converters import convert
 
 import mlx_zip
+from mlx_zip.converters import convert
 
 GOLDEN = Path(__file__).parent / "golden" / "models"
 NAMES = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())

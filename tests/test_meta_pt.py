@@ -131,7 +131,10 @@ def test_a_malformed_pickle_is_an_error(code: bytes, tmp_path: Path) -> None:
         read_meta(tmp_path / "meta.pt")
 
 
-@pytest.mark.parametrize("data", [b"", b"hello", b"PK\x03\x04 no", pickle.dumps({"args": {}})], ids=repr)
+FOUR_PICKLES = b"".join(pickle.dumps(part, protocol=2) for part in (1, 1001, {}, {"args": {}}))
+
+
+@pytest.mark.parametrize("data", [b"", b"hello", b"PK\x03\x04 no", pickle.dumps({"args": {}}), FOUR_PICKLES], ids=repr)
 def test_a_file_that_torch_did_not_write_is_an_error(data: bytes, tmp_path: Path) -> None:
     (tmp_path / "meta.pt").write_bytes(data)
     with pytest.raises(ConversionError, match=r"meta\.pt"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -10,7 +12,7 @@ ENTRIES_PER_PASS = 512  # bounds the encoder's activations when a long prompt in
 CAPACITY_STEP = 256  # tables grow by this many slots, so that shapes seldom change
 
 
-def matrix_rows(module: nn.Module, ids: mx.array) -> mx.array:
+def matrix_rows(module: Any, ids: mx.array) -> mx.array:
     """Rows of an embedding or a linear layer: ids [...] -> [..., D].
 
     Of a quantized layer only the rows asked for are dequantized. Source of the output side: zip2zip 0.2.0 encodes

@@ -120,7 +120,7 @@ def make_decoder(config: Mapping[str, Any]) -> tuple[list[nn.Module], nn.Module,
 _NEUTRAL = {"rope_scaling": None, "rope_theta": 10_000.0, "rope_parameters": None, "layer_types": None}
 
 
-def _layer(module: Any, kind: str, args: Any, index: int) -> nn.Module:
+def _layer(module: Any, kind: str, args: Any, index: int) -> Any:
     if kind == "gemma3_text":
         return module.TransformerBlock(args, index)
     return module.TransformerBlock(args)
