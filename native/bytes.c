@@ -147,7 +147,10 @@ mlxzip_status mlxzip_from_bytes(const mlxzip_params *p, const uint8_t *data, siz
   size_t n_ids = r.left;
   uint32_t *log = take_all(&r, n_ids, &status);
   if (status == MLXZIP_OK) status = mlxzip_new(p, out);
-  if (status == MLXZIP_OK) status = mlxzip_push(*out, log, n_ids, &bad);
+  if (status == MLXZIP_OK) {
+    int installed = mlxzip_push(*out, log, n_ids, &bad);
+    if (installed < 0) status = (mlxzip_status)installed;
+  }
   free(log);
   if (status == MLXZIP_OK) return status;
   mlxzip_free(*out);

@@ -1,18 +1,14 @@
 #include "codebook.h"
 
+/* Room for that many more ids. */
 static bool reserve(mlxzip_codebook *b, size_t more) {
   const mlxzip_params *p = b->params;
   size_t room = p->codebook_size - b->table.n, entries = b->table.n + (more < room ? more : room);
-  if (entries > b->table.cap) {
-    if (!mlxzip_grow(&b->table, p->merge_size, entries)) return false;
-    int64_t *born = realloc(b->born, b->table.cap * sizeof *born);
-    if (!born) return false;
-    b->born = born;
-  }
+  if (!mlxzip_grow(&b->table, p, entries)) return false;
   if (more <= b->cap - b->n) return true;
   if (more > MLXZIP_MAX_LOG - b->n) return false;
-  size_t cap = b->cap ? b->cap : 256;
-  while (cap < b->n + more) cap *= 2;
+  size_t cap = b->cap ? 2 * b->cap : 256;
+  if (cap < b->n + more) cap = b->n + more;
   uint32_t *log = realloc(b->log, cap * sizeof *log);
   if (log) b->log = log;
   uint64_t *after = realloc(b->after, cap * sizeof *after);
@@ -22,139 +18,164 @@ static bool reserve(mlxzip_codebook *b, size_t more) {
   return true;
 }
 
-/* Copies a padded row, with a constant size that compilers turn into moves. What lies past the row is scratch: spare
- * places of the destination, or a slot that is not installed yet. */
+/* Copies a padded row, through a buffer of constant size that compilers keep in registers. What lies past the row is
+ * scratch: spare places of the destination, or a slot that is not installed yet. */
 static inline void copy_row(uint32_t *to, const uint32_t *from, size_t width) {
-  if (width <= 4) memcpy(to, from, 4 * sizeof *to);
-  else memcpy(to, from, MLXZIP_MAX_MERGE * sizeof *to);
+  uint32_t ids[MLXZIP_MAX_MERGE];
+  if (width <= 4) memcpy(ids, from, 4 * sizeof *to), memcpy(to, ids, 4 * sizeof *to);
+  else memcpy(ids, from, sizeof ids), memcpy(to, ids, sizeof ids);
 }
 
-static void keep(mlxzip_codebook *b, const uint32_t *ids, size_t n) {
-  for (size_t i = 0; i < b->params->merge_size; i++) b->prev[i] = i < n ? ids[i] : b->params->fill;
-  b->n_prev = n;
-  b->prev_hash = mlxzip_hash_run(ids, n);
+/* prev as the codebook keeps it: between calls, and for the rare steps. */
+static inline mlxzip_run held(const mlxzip_codebook *b) {
+  return (mlxzip_run){b->own, b->prev_hash, b->own[0], (uint32_t)b->n_prev};
 }
 
-/* The first n ids of prev and `last` become the next entry. (Writing `last` to prev first would make the processor wait
- * for that write before it can copy the row.) */
-static inline void install(mlxzip_codebook *b, uint32_t *cell, uint64_t hash, size_t n, uint32_t last) {
-  mlxzip_table *t = &b->table;
-  uint32_t *row = t->rows + t->n * b->params->merge_size;
-  copy_row(row, b->prev, b->params->merge_size);
-  row[n] = last;
-  t->lengths[t->n] = (uint8_t)(n + 1), t->hashes[t->n] = hash, b->born[t->n] = (int64_t)b->n;
-  *cell = mlxzip_cell(hash, t->n++);
+static inline void hold(mlxzip_codebook *b, mlxzip_run prev) {
+  if (prev.n) copy_row(b->own, prev.row, b->params->merge_size);
+  b->own[0] = prev.first, b->n_prev = prev.n, b->prev_hash = prev.hash;
 }
 
-/* prev, which has just grown to a known entry, takes more of cur until it is new, or full, or cur runs out. */
-static void extend(mlxzip_codebook *b, const uint32_t *cur, size_t n) {
-  size_t width = b->params->merge_size, i = 1;
-  while (b->n_prev < width && i < n) {
-    b->prev[b->n_prev++] = cur[i];
-    b->prev_hash = mlxzip_hash(b->prev_hash, cur[i]);
-    uint32_t *cell = mlxzip_find(&b->table, width, b->prev_hash, b->prev, b->n_prev);
+static void hold_ids(mlxzip_codebook *b, const uint32_t *ids, size_t n) {
+  for (size_t i = 0; i < b->params->merge_size; i++) b->own[i] = i < n ? ids[i] : b->params->fill;
+  b->n_prev = n, b->prev_hash = mlxzip_hash_run(ids, n);
+}
+
+/* prev + last becomes the next entry. */
+static inline void install(mlxzip_table *t, size_t width, uint32_t *cell, uint64_t hash, mlxzip_run prev,
+                           uint32_t last) {
+  size_t slot = t->n++;
+  uint32_t *row = t->rows + slot * width;
+  copy_row(row, prev.row, width);
+  row[0] = prev.first, row[prev.n] = last;
+  *cell = mlxzip_cell(hash, slot);
+  t->hashes[slot] = hash, t->lengths[slot] = (uint8_t)(prev.n + 1);
+}
+
+/* The held prev + cur[0] may be a known entry: it takes more of cur until it is new, or full, or cur runs out. */
+static void extend(mlxzip_codebook *b, mlxzip_run cur) {
+  size_t width = b->params->merge_size;
+  uint32_t ids[MLXZIP_MAX_MERGE];
+  copy_row(ids, cur.row, width);
+  ids[0] = cur.first;
+  for (size_t i = 0; i < cur.n; i++) {
+    mlxzip_run prev = held(b);
+    uint64_t hash = mlxzip_hash(prev.hash, ids[i]);
+    b->own[prev.n] = ids[i];
+    uint32_t *cell = mlxzip_find(&b->table, width, hash, b->own, prev.n + 1);
     if (!*cell) {
-      install(b, cell, b->prev_hash, b->n_prev - 1, cur[i]);
-      keep(b, cur + i, n - i);
+      install(&b->table, width, cell, hash, prev, ids[i]);
+      hold_ids(b, ids + i, cur.n - i);
       return;
     }
-    i++;
-  }
-  if (b->n_prev == width) keep(b, cur + i, n - i);
-}
-
-/* The run of an installed or base id follows prev. */
-static inline void follow(mlxzip_codebook *b, const uint32_t *cur, size_t n, uint64_t cur_hash) {
-  size_t width = b->params->merge_size;
-  if (b->table.n == b->params->codebook_size) {
-    b->n_prev = 0;
-    return;
-  }
-  if (b->n_prev != 0 && b->n_prev != width) {
-    uint64_t hash = mlxzip_hash(b->prev_hash, cur[0]);
-    uint32_t *cell = mlxzip_probe(&b->table, hash, hash);
-    if (*cell) {
-      b->prev[b->n_prev] = cur[0];
-      cell = mlxzip_find(&b->table, width, hash, b->prev, b->n_prev + 1);
-      if (*cell) {
-        b->n_prev++, b->prev_hash = hash;
-        extend(b, cur, n);
-        return;
-      }
+    b->n_prev++, b->prev_hash = hash;
+    if (b->n_prev == width) {
+      hold_ids(b, ids + i + 1, cur.n - i - 1);
+      return;
     }
-    install(b, cell, hash, b->n_prev, cur[0]);
   }
-  copy_row(b->prev, cur, width);
-  b->n_prev = n, b->prev_hash = cur_hash;
 }
 
-/* The next hypertoken before it is installed: prev + prev[0]. */
-static mlxzip_status repeat(mlxzip_codebook *b) {
-  size_t n = b->n_prev, width = b->params->merge_size;
-  if (n == 0) return MLXZIP_E_NO_PREV;
-  if (n == width) return MLXZIP_E_PREV_FULL;
-  b->prev[n] = b->prev[0];
-  uint64_t hash = mlxzip_hash(b->prev_hash, b->prev[0]);
-  uint32_t *cell = mlxzip_find(&b->table, width, hash, b->prev, n + 1);
+/* cur, the run of an installed or base id, follows prev; what is prev then. */
+static inline mlxzip_run follow(mlxzip_codebook *b, const mlxzip_params *p, mlxzip_table *t, mlxzip_run prev,
+                                mlxzip_run cur) {
+  if (t->n == p->codebook_size) return (mlxzip_run){.n = 0};
+  if (prev.n == 0 || prev.n == p->merge_size) return cur;
+  uint64_t hash = mlxzip_hash(prev.hash, cur.first);
+  uint32_t *cell = mlxzip_probe(t, hash, hash);
   if (*cell) {
-    b->prev[n] = b->params->fill;
+    b->table.n = t->n;
+    hold(b, prev);
+    extend(b, cur);
+    t->n = b->table.n;
+    return held(b);
+  }
+  install(t, p->merge_size, cell, hash, prev, cur.first);
+  return cur;
+}
+
+/* The next hypertoken before it is installed: the held prev + prev[0]. */
+static mlxzip_status repeat(mlxzip_codebook *b, size_t slot) {
+  const mlxzip_params *p = b->params;
+  mlxzip_run prev = held(b);
+  if (slot >= p->codebook_size) return MLXZIP_E_ID;
+  if (slot > b->table.n) return MLXZIP_E_UNKNOWN;
+  if (prev.n == 0) return MLXZIP_E_NO_PREV;
+  if (prev.n == p->merge_size) return MLXZIP_E_PREV_FULL;
+  uint64_t hash = mlxzip_hash(prev.hash, prev.first);
+  b->own[prev.n] = prev.first;
+  uint32_t *cell = mlxzip_find(&b->table, p->merge_size, hash, b->own, prev.n + 1);
+  if (*cell) {
+    b->own[prev.n] = p->fill;
     return MLXZIP_E_DUPLICATE;
   }
-  install(b, cell, hash, n, b->prev[0]);
-  b->n_prev = n + 1, b->prev_hash = hash;
+  install(&b->table, p->merge_size, cell, hash, prev, prev.first);
+  b->n_prev++, b->prev_hash = hash;
   return MLXZIP_OK;
 }
 
-/* One id; there is room in the log and in the table. */
-static inline mlxzip_status step(mlxzip_codebook *b, uint32_t id) {
-  const mlxzip_params *p = b->params;
-  size_t n = 1, slot = (size_t)id - p->vocab_size;
-  bool base = id < p->vocab_size;
-  if (mlxzip_disabled(p, id)) {
-    b->n_prev = 0;
-  } else if (base || slot < b->table.n) {
-    /* base or not is a coin toss to the processor: choose without a branch */
-    slot = base ? 0 : slot;
-    uint64_t hash = b->table.hashes[slot], base_hash = mlxzip_hash(0, id);
-    const uint32_t *cur = b->table.rows + slot * p->merge_size;
-    n = b->table.lengths[slot];
-    b->base[0] = id;
-    n = base ? 1 : n, hash = base ? base_hash : hash, cur = base ? b->base : cur;
-    follow(b, cur, n, hash);
-  } else {
-    if (slot >= p->codebook_size) return MLXZIP_E_ID;
-    if (slot > b->table.n) return MLXZIP_E_UNKNOWN;
-    mlxzip_status status = repeat(b);
-    if (status != MLXZIP_OK) return status;
-    n = b->n_prev;
+/* The run of an installed slot or, for slot -1, of a base id. Which of the two is a coin toss to the processor, so
+ * masks choose and not a branch. */
+static inline mlxzip_run run_of(const mlxzip_table *t, size_t width, ptrdiff_t slot, uint32_t id) {
+  uint64_t base = slot < 0 ? UINT64_MAX : 0;
+  const uint32_t *row = t->rows + slot * (ptrdiff_t)width;
+  return (mlxzip_run){row, t->hashes[slot] | (mlxzip_hash(0, id) & base), row[0] | (id & (uint32_t)base),
+                      t->lengths[slot]};
+}
+
+/* Feeds n ids for which there is room; *done of them went in. prev, the table and the parameters are local copies,
+ * which compilers can keep in registers: the rare steps, which work on the codebook, get and give back prev and
+ * table.n. */
+static mlxzip_status feed(mlxzip_codebook *b, const uint32_t *ids, size_t n, size_t *done) {
+  const mlxzip_params p = *b->params;
+  mlxzip_status status = MLXZIP_OK;
+  mlxzip_run prev = held(b);
+  uint64_t *after = b->after + b->n, length = b->base_length;
+  mlxzip_table t = b->table;
+  size_t i = 0;
+  for (; i < n; i++) {
+    size_t slot = ((size_t)ids[i] - p.vocab_size) | (0 - (size_t)(ids[i] < p.vocab_size)), span = 1;
+    if (mlxzip_disabled(b->params, ids[i])) {
+      prev.n = 0;
+    } else if (slot + 1 <= t.n) {
+      mlxzip_run cur = run_of(&t, p.merge_size, (ptrdiff_t)slot, ids[i]);
+      span = cur.n;
+      prev = follow(b, &p, &t, prev, cur);
+    } else {
+      b->table.n = t.n;
+      hold(b, prev);
+      status = repeat(b, slot);
+      prev = held(b);
+      t.n = b->table.n;
+      if (status != MLXZIP_OK) break;
+      span = prev.n;
+    }
+    length += span;
+    after[i] = length << LENGTH_SHIFT | (uint64_t)t.n << PREV_BITS | prev.n;
   }
-  b->base_length += n;
-  b->log[b->n] = id;
-  b->after[b->n++] = b->base_length << LENGTH_SHIFT | (uint64_t)b->table.n << PREV_BITS | b->n_prev;
-  return MLXZIP_OK;
+  b->table.n = t.n;
+  hold(b, prev);
+  memcpy(b->log + b->n, ids, i * sizeof *ids);
+  b->n += i, b->base_length = length;
+  *done = i;
+  return status;
 }
 
-mlxzip_status mlxzip_push(mlxzip_codebook *b, const uint32_t *ids, size_t n, size_t *bad) {
+int mlxzip_push(mlxzip_codebook *b, const uint32_t *ids, size_t n, size_t *bad) {
+  if (n == 0) return 0;
   if (!reserve(b, n)) return MLXZIP_E_MEMORY;
-  size_t before = b->n;
-  for (size_t i = 0; i < n; i++) {
-    mlxzip_status status = step(b, ids[i]);
-    if (status == MLXZIP_OK) continue;
-    mlxzip_rewind(b, before);
-    *bad = i;
-    return status;
-  }
-  return MLXZIP_OK;
+  size_t before = b->n, entries = b->table.n;
+  mlxzip_status status = feed(b, ids, n, bad);
+  if (status == MLXZIP_OK) return (int)(b->table.n - entries);
+  mlxzip_rewind(b, before);
+  return status;
 }
 
-int mlxzip_push_one(mlxzip_codebook *b, uint32_t id, uint32_t *entry) {
-  if (!reserve(b, 1)) return MLXZIP_E_MEMORY;
-  size_t slot = b->table.n, width = b->params->merge_size;
-  mlxzip_status status = step(b, id);
-  if (status != MLXZIP_OK || b->table.n == slot) return status;
-  memcpy(entry, b->table.rows + slot * width, width * sizeof *entry);
-  entry[width] = (uint32_t)slot;
-  return b->table.lengths[slot];
+int mlxzip_push_one(mlxzip_codebook *b, uint32_t id, uint32_t *dst) {
+  size_t bad;
+  int installed = mlxzip_push(b, &id, 1, &bad);
+  if (installed >= 0) mlxzip_installed(b, 1, dst);
+  return installed;
 }
 
 /* Puts back the last n_prev base ids of the expanded log. */
@@ -171,16 +192,15 @@ static void restore_prev(mlxzip_codebook *b, size_t n_prev) {
     }
     for (; n > 0 && left > 0; n--) prev[--left] = run[n - 1];
   }
-  keep(b, prev, n_prev);
+  hold_ids(b, prev, n_prev);
 }
 
 mlxzip_status mlxzip_rewind(mlxzip_codebook *b, size_t mark) {
   if (mark > b->n) return MLXZIP_E_ARG;
   if (mark == b->n) return MLXZIP_OK;
   size_t width = b->params->merge_size;
-  uint64_t after = mark ? b->after[mark - 1] : (uint64_t)b->params->start.n << PREV_BITS;
-  size_t entries = after >> PREV_BITS & (((size_t)1 << ENTRY_BITS) - 1);
-  while (b->table.n > entries) {
+  uint64_t after = mlxzip_after(b, mark);
+  while (b->table.n > mlxzip_entries_in(after)) {
     size_t slot = b->table.n - 1, n = b->table.lengths[slot];
     const uint32_t *row = b->table.rows + slot * width;
     *mlxzip_find(&b->table, width, b->table.hashes[slot], row, n) = 0;
@@ -192,53 +212,39 @@ mlxzip_status mlxzip_rewind(mlxzip_codebook *b, size_t mark) {
   return MLXZIP_OK;
 }
 
-static mlxzip_status open_book(const mlxzip_params *p, const mlxzip_table *table, mlxzip_codebook **out) {
-  mlxzip_codebook *b = *out = calloc(1, sizeof *b);
-  if (!b) return MLXZIP_E_MEMORY;
+/* An empty codebook that reads the entries of another table, until it grows. */
+static mlxzip_codebook *open_book(const mlxzip_params *p, const mlxzip_table *t) {
+  mlxzip_codebook *b = calloc(1, sizeof *b);
+  if (!b) return NULL;
   b->params = p;
-  bool grown = mlxzip_grow(&b->table, p->merge_size, table->n);
-  b->born = grown ? malloc(b->table.cap * sizeof *b->born) : NULL;
-  b->table.n = table->n;
-  if (b->born) {
-    memcpy(b->table.rows, table->rows, table->n * p->merge_size * sizeof *table->rows);
-    memcpy(b->table.lengths, table->lengths, table->n);
-    memcpy(b->table.hashes, table->hashes, table->n * sizeof *table->hashes);
-    for (size_t i = 0; i < MLXZIP_MAX_MERGE; i++) b->base[i] = b->prev[i] = p->fill;
-    if (mlxzip_index(&b->table, b->table.cap, table->hashes)) return MLXZIP_OK;
-  }
-  mlxzip_free(b);
-  *out = NULL;
-  return MLXZIP_E_MEMORY;
+  b->table = (mlxzip_table){.rows = t->rows, .lengths = t->lengths, .hashes = t->hashes, .n = t->n};
+  return b;
 }
 
 mlxzip_status mlxzip_new(const mlxzip_params *p, mlxzip_codebook **out) {
-  mlxzip_status status = open_book(p, &p->start, out);
-  for (size_t slot = 0; status == MLXZIP_OK && slot < p->start.n; slot++) (*out)->born[slot] = -1;
-  return status;
+  *out = open_book(p, &p->start);
+  return *out ? MLXZIP_OK : MLXZIP_E_MEMORY;
 }
 
 mlxzip_status mlxzip_copy(const mlxzip_codebook *from, mlxzip_codebook **out) {
-  mlxzip_status status = open_book(from->params, &from->table, out);
-  if (status != MLXZIP_OK) return status;
-  mlxzip_codebook *b = *out;
-  if (!reserve(b, from->n)) {
+  mlxzip_codebook *b = *out = open_book(from->params, &from->table);
+  if (!b || !reserve(b, from->n)) {
     mlxzip_free(b);
     *out = NULL;
     return MLXZIP_E_MEMORY;
   }
-  memcpy(b->born, from->born, from->table.n * sizeof *b->born);
   if (from->n) {
     memcpy(b->log, from->log, from->n * sizeof *b->log);
     memcpy(b->after, from->after, from->n * sizeof *b->after);
   }
   b->n = from->n, b->base_length = from->base_length, b->n_prev = from->n_prev, b->prev_hash = from->prev_hash;
-  memcpy(b->prev, from->prev, sizeof b->prev);
+  memcpy(b->own, from->own, sizeof b->own);
   return MLXZIP_OK;
 }
 
 void mlxzip_free(mlxzip_codebook *b) {
   if (!b) return;
-  mlxzip_table_free(&b->table), free(b->born), free(b->log), free(b->after), free(b);
+  mlxzip_table_free(&b->table), free(b->log), free(b->after), free(b);
 }
 
 mlxzip_status mlxzip_continue(mlxzip_codebook *b, const uint32_t *ids, size_t n, uint32_t *dst, size_t *n_out,
@@ -259,7 +265,7 @@ mlxzip_status mlxzip_continue(mlxzip_codebook *b, const uint32_t *ids, size_t n,
       uint32_t hyper = p->vocab_size + (uint32_t)mlxzip_slot(cell);
       if (cell && !(p->clash && mlxzip_disabled(p, hyper))) code = hyper, best = k;
     }
-    step(b, code); /* cannot fail: the id is a base id, disabled or installed */
+    feed(b, &code, 1, bad); /* cannot fail: the id is a base id, disabled or installed */
     dst[out++] = code, at += best;
   }
   mlxzip_rewind(b, before);

@@ -10,7 +10,11 @@ static bool open_table(mlxzip_table *t, const mlxzip_params *p, size_t cap, uint
     memcpy(rows, p->start.rows, t->n * p->merge_size * sizeof *rows);
     memcpy(lengths, p->start.lengths, t->n);
   }
-  return mlxzip_index(t, cap, p->start.hashes);
+  size_t size = mlxzip_cells(cap);
+  uint32_t *cells = t->block = malloc(size * sizeof *cells);
+  if (!cells) return false;
+  mlxzip_index(t, cells, size, p->start.hashes);
+  return true;
 }
 
 static void install(mlxzip_table *t, const mlxzip_params *p, uint32_t *cell, uint64_t hash, const uint32_t *run, size_t n) {
@@ -57,7 +61,7 @@ mlxzip_status mlxzip_compress(const mlxzip_params *p, const uint32_t *ids, size_
     if (miss && t.n < cap) install(&t, p, miss, miss_hash, run, best + 1);
     dst[out++] = code, at += best;
   }
-  free(t.cells);
+  free(t.block);
   *n_out = out, *n_entries = t.n, *bad = at;
   return status;
 }

@@ -22,9 +22,11 @@
  * undefined, except that *bad holds the index of the id at fault (for E_ID ... E_CLASH) and *n_out the size needed
  * (for E_SPACE). Pointers must not be NULL unless their count is 0.
  *
- * Cost. Push: O(1) per id, no allocation but for the growth of the id log and of the table by doubling (all done
- * before the first id is read). Mark: O(1). Rewind: O(entries undone). Memory: 12 bytes per id pushed; per entry
- * 4 * merge_size + 33 bytes, rounded up to a power of two.
+ * Cost. A new codebook is one small allocation; it reads the start entries from the parameters until its first push.
+ * Push: O(1) per id, no allocation but for the growth of the id log and of the table, by doubling at least and to what
+ * the ids at hand may need (all done before the first id is read). Mark: O(1). Rewind: O(entries undone). Memory: 12
+ * bytes per id pushed, 4 * merge_size + 9 bytes per entry, and an index of 16 to 32 bytes per entry; up to twice that
+ * where it grew by doubling.
  *
  * Saved form: 32-bit little-endian words. Magic "mlxz" "zcb\0"; version 1; vocab_size; codebook_size; merge_size;
  * has_pad; pad_id (0 if none); number of disabled ids; number of start entries; the disabled ids in rising order; each
@@ -91,11 +93,15 @@ mlxzip_status mlxzip_new(const mlxzip_params *params, mlxzip_codebook **out);
 mlxzip_status mlxzip_copy(const mlxzip_codebook *book, mlxzip_codebook **out);
 void mlxzip_free(mlxzip_codebook *book);
 
-/* Feeds n ids, all or none. E_ID, E_UNKNOWN, E_NO_PREV, E_PREV_FULL, E_DUPLICATE, E_MEMORY. */
-mlxzip_status mlxzip_push(mlxzip_codebook *book, const uint32_t *ids, size_t n, size_t *bad);
-/* Feeds one id. Returns an error, or the length of the entry it installed, 0 if none. entry: merge_size + 1 places for
- * the padded row and its slot, written only when an entry was installed. */
-int mlxzip_push_one(mlxzip_codebook *book, uint32_t id, uint32_t *entry);
+/* Feeds n ids, all or none. Returns an error, or the number of entries installed. E_ID, E_UNKNOWN, E_NO_PREV,
+ * E_PREV_FULL, E_DUPLICATE, E_MEMORY. */
+int mlxzip_push(mlxzip_codebook *book, const uint32_t *ids, size_t n, size_t *bad);
+/* What the last n ids of the log installed, k entries in all: one word, the slot of the first (the next free one when k
+ * is 0); k rows of merge_size padded ids; k bytes, their lengths; n bytes, 1 for each id that installed one, else 0.
+ * E_ARG if the log is shorter. */
+mlxzip_status mlxzip_installed(const mlxzip_codebook *book, size_t n, uint32_t *dst);
+/* Feeds one id: mlxzip_push and, where that is no error, mlxzip_installed. dst: merge_size + 2 words. */
+int mlxzip_push_one(mlxzip_codebook *book, uint32_t id, uint32_t *dst);
 
 size_t mlxzip_mark(const mlxzip_codebook *book);        /* length of the id log */
 size_t mlxzip_size(const mlxzip_codebook *book);        /* installed entries, start entries included */
@@ -103,10 +109,9 @@ uint64_t mlxzip_base_length(const mlxzip_codebook *book); /* base ids that the l
 const uint32_t *mlxzip_log(const mlxzip_codebook *book);  /* mark() ids, valid until the next call that is not const */
 /* Back to the state after the first `mark` ids. E_ARG if the log is shorter. */
 mlxzip_status mlxzip_rewind(mlxzip_codebook *book, size_t mark);
-/* Copies entries first..first+n-1: rows n * merge_size padded ids, lengths n, at n: index in the log of the id that
- * installed it, -1 for start entries. Any of the three may be NULL. E_ARG if there are fewer. */
-mlxzip_status mlxzip_entries(const mlxzip_codebook *book, size_t first, size_t n, uint32_t *rows, uint8_t *lengths,
-                             int64_t *at);
+/* Copies entries first..first+n-1: rows n * merge_size padded ids, lengths n; either may be NULL. E_ARG if there are
+ * fewer. */
+mlxzip_status mlxzip_entries(const mlxzip_codebook *book, size_t first, size_t n, uint32_t *rows, uint8_t *lengths);
 
 /* Base ids of installed or base or disabled ids, one after the other, at most cap of them. E_ID, E_SPACE. */
 mlxzip_status mlxzip_expand(const mlxzip_codebook *book, const uint32_t *ids, size_t n, uint32_t *dst, size_t cap,

@@ -15,35 +15,45 @@ bool mlxzip_listed(const mlxzip_params *p, uint32_t id) {
   return low < p->n_disabled && p->disabled[low] == id;
 }
 
-bool mlxzip_index(mlxzip_table *t, size_t cap, const uint64_t *hashes) {
+size_t mlxzip_cells(size_t cap) {
   size_t size = 16;
   while (size < 4 * cap) size *= 2;
-  uint32_t *cells = calloc(size, sizeof *cells);
-  if (!cells) return false;
-  free(t->cells);
-  t->cells = cells, t->mask = size - 1, t->cap = cap;
+  return size;
+}
+
+void mlxzip_index(mlxzip_table *t, uint32_t *cells, size_t size, const uint64_t *hashes) {
+  memset(cells, 0, size * sizeof *cells);
+  t->cells = cells, t->mask = size - 1;
   for (size_t slot = 0; slot < t->n; slot++) {
     size_t i = hashes[slot] & t->mask;
     while (cells[i]) i = (i + 1) & t->mask;
     cells[i] = mlxzip_cell(hashes[slot], slot);
   }
+}
+
+bool mlxzip_grow(mlxzip_table *t, const mlxzip_params *p, size_t cap) {
+  if (cap <= t->cap && t->block) return true;
+  size_t width = p->merge_size, least = t->cap ? 2 * t->cap : 128;
+  if (cap < least) cap = least < p->codebook_size ? least : p->codebook_size;
+  size_t size = mlxzip_cells(cap), row_ids = (cap + 1) * width + MLXZIP_MAX_MERGE;
+  uint64_t *hashes = malloc((cap + 1) * sizeof *hashes + (size + row_ids) * sizeof *t->rows + cap + 1);
+  if (!hashes) return false;
+  uint32_t *cells = (uint32_t *)(hashes + cap + 1), *rows = cells + size;
+  uint8_t *lengths = (uint8_t *)(rows + row_ids);
+  *hashes++ = 0, *lengths++ = 1;
+  for (size_t i = 0; i < width; i++) *rows++ = i ? p->fill : 0;
+  if (t->n) {
+    memcpy(hashes, t->hashes, t->n * sizeof *hashes);
+    memcpy(rows, t->rows, t->n * width * sizeof *rows);
+    memcpy(lengths, t->lengths, t->n);
+  }
+  free(t->block);
+  t->block = hashes - 1, t->hashes = hashes, t->rows = rows, t->lengths = lengths, t->cap = cap;
+  mlxzip_index(t, cells, size, hashes);
   return true;
 }
 
-bool mlxzip_grow(mlxzip_table *t, size_t width, size_t cap) {
-  if (cap <= t->cap && t->cells) return true;
-  size_t size = 128;
-  while (size < cap) size *= 2;
-  uint32_t *rows = realloc(t->rows, (size * width + MLXZIP_MAX_MERGE) * sizeof *rows);
-  if (rows) t->rows = rows;
-  uint8_t *lengths = realloc(t->lengths, size);
-  if (lengths) t->lengths = lengths;
-  uint64_t *hashes = realloc(t->hashes, size * sizeof *hashes);
-  if (hashes) t->hashes = hashes;
-  return rows && lengths && hashes && mlxzip_index(t, size, hashes);
-}
-
-void mlxzip_table_free(mlxzip_table *t) { free(t->cells), free(t->rows), free(t->lengths), free(t->hashes); }
+void mlxzip_table_free(mlxzip_table *t) { free(t->block); }
 
 static bool set_disabled(mlxzip_params *p, const mlxzip_spec *s) {
   size_t n = s->n_disabled, words = 512, kept = 0;
@@ -68,7 +78,7 @@ static bool set_disabled(mlxzip_params *p, const mlxzip_spec *s) {
 
 static mlxzip_status set_start(mlxzip_params *p, const mlxzip_spec *s) {
   size_t width = p->merge_size;
-  if (!mlxzip_grow(&p->start, width, s->n_start)) return MLXZIP_E_MEMORY;
+  if (!mlxzip_grow(&p->start, p, s->n_start)) return MLXZIP_E_MEMORY;
   for (size_t slot = 0; slot < s->n_start; slot++) {
     const uint32_t *row = s->start + slot * width;
     size_t n = s->start_lengths[slot];

@@ -7,14 +7,28 @@ size_t mlxzip_size(const mlxzip_codebook *b) { return b->table.n; }
 uint64_t mlxzip_base_length(const mlxzip_codebook *b) { return b->base_length; }
 const uint32_t *mlxzip_log(const mlxzip_codebook *b) { return b->log; }
 
-mlxzip_status mlxzip_entries(const mlxzip_codebook *b, size_t first, size_t n, uint32_t *rows, uint8_t *lengths,
-                             int64_t *at) {
+mlxzip_status mlxzip_entries(const mlxzip_codebook *b, size_t first, size_t n, uint32_t *rows, uint8_t *lengths) {
   size_t width = b->params->merge_size;
   if (first > b->table.n || n > b->table.n - first) return MLXZIP_E_ARG;
   if (n == 0) return MLXZIP_OK;
   if (rows) memcpy(rows, b->table.rows + first * width, n * width * sizeof *rows);
   if (lengths) memcpy(lengths, b->table.lengths + first, n);
-  if (at) memcpy(at, b->born + first, n * sizeof *at);
+  return MLXZIP_OK;
+}
+
+mlxzip_status mlxzip_installed(const mlxzip_codebook *b, size_t n, uint32_t *dst) {
+  if (n > b->n) return MLXZIP_E_ARG;
+  size_t width = b->params->merge_size, mark = b->n - n;
+  uint64_t before = mlxzip_after(b, mark);
+  size_t first = mlxzip_entries_in(before), k = b->table.n - first;
+  uint8_t *lengths = (uint8_t *)(dst + 1 + k * width), *by_id = lengths + k;
+  *dst = (uint32_t)first;
+  if (n == 0) return MLXZIP_OK;
+  mlxzip_entries(b, first, k, dst + 1, lengths);
+  /* an id installs one entry at most, so it did if the number of entries turned from even to odd or back */
+  const uint64_t *after = b->after + mark;
+  by_id[0] = (after[0] ^ before) >> PREV_BITS & 1;
+  for (size_t i = 1; i < n; i++) by_id[i] = (after[i] ^ after[i - 1]) >> PREV_BITS & 1;
   return MLXZIP_OK;
 }
 

@@ -17,6 +17,7 @@ typedef struct {
   uint8_t *lengths;
   uint64_t *hashes; /* of the runs; not kept while compressing */
   size_t n, cap;
+  void *block; /* the memory of the arrays that the table owns */
 } mlxzip_table;
 
 struct mlxzip_params {
@@ -81,11 +82,14 @@ static inline bool mlxzip_plain(const mlxzip_params *p, uint32_t id) {
   return id < p->vocab_size && !mlxzip_disabled(p, id);
 }
 
-/* New cells for cap entries; those there are already have these hashes. */
-bool mlxzip_index(mlxzip_table *t, size_t cap, const uint64_t *hashes);
-/* Makes room for cap entries in a table that owns its arrays. Rows have MLXZIP_MAX_MERGE spare places at the end, so
- * that a row can be copied in one piece of fixed size. */
-bool mlxzip_grow(mlxzip_table *t, size_t width, size_t cap);
+/* Number of cells for cap entries. */
+size_t mlxzip_cells(size_t cap);
+/* Takes `size` cells into use; the entries already there have these hashes. */
+void mlxzip_index(mlxzip_table *t, uint32_t *cells, size_t size, const uint64_t *hashes);
+/* Makes room for cap entries, at least doubling, in a table that owns its arrays. Rows have MLXZIP_MAX_MERGE spare
+ * places at the end, so that a row can be copied in one piece of fixed size. Slot -1 exists too, and stands for any
+ * base id: hash 0, length 1, and a row of fill ids behind a 0. */
+bool mlxzip_grow(mlxzip_table *t, const mlxzip_params *p, size_t cap);
 void mlxzip_table_free(mlxzip_table *t);
 
 #endif

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mlx_zip.codec._native import ffi, lib
-from mlx_zip.codec.entries import Entries, Installed, InstalledOne
+from mlx_zip.codec.entries import Entries, Installed
 from mlx_zip.codec.ids import Uint32s, as_ids
 from mlx_zip.codec.params import CodecParams, check, saved
 from mlx_zip.errors import CodecError
 
-_push_one = lib.mlxzip_push_one
+_push, _push_one, _installed = lib.mlxzip_push, lib.mlxzip_push_one, lib.mlxzip_installed
 
 
 def compress(params: CodecParams, ids: Any) -> tuple[Uint32s, Entries]:
@@ -57,9 +56,7 @@ class Codebook:
     def _hold(self, params: CodecParams, book: Any) -> None:
         self.params = params
         self._book = ffi.gc(book, lib.mlxzip_free)
-        self._entry = ffi.new("uint32_t[]", params.merge_size + 1)
-        self._packed = ffi.buffer(self._entry)
-        self._nothing = _nothing(params.vocab_size, params.merge_size)
+        self._one: Any = None
 
     @classmethod
     def _own(cls, params: CodecParams, book: Any) -> Codebook:
@@ -73,35 +70,28 @@ class Codebook:
         Base ids, disabled ids and installed hypertokens are always lawful. Of the others only exactly the next one
         is, and only where it can extend what came before (LZW's "KwKwK"). Anything else is a `CodecError`.
         """
-        if type(ids) is int:
-            try:
-                status = _push_one(self._book, ids, self._entry)
-            except OverflowError:
-                raise CodecError(f"id {ids} at index 0 is outside 0..2^32-1") from None
-            if status == 0:
-                return self._nothing
-            if status > 0:
-                return InstalledOne(self.params.vocab_size, self.params.merge_size, status, self._packed[:])
-            _refuse(status, self.params, [ids], 0, self)
-        return self._push_array(as_ids(ids))
+        return self._push_one(ids) if type(ids) is int else self._push_array(as_ids(ids))
+
+    def _push_one(self, x: int) -> Installed:
+        if self._one is None:
+            self._one = ffi.new("uint32_t[]", self.params.merge_size + 2)
+            self._packed = ffi.buffer(self._one)
+        try:
+            n = _push_one(self._book, x, self._one)
+        except OverflowError:
+            raise CodecError(f"id {x} at index 0 is outside 0..2^32-1") from None
+        if n < 0:
+            _refuse(n, self.params, [x], 0, self)
+        return Installed(self.params, n, 1, self._packed[:])
 
     def _push_array(self, ids: Uint32s) -> Installed:
-        before, mark, bad = len(self), self.mark(), ffi.new("size_t *")
-        status = lib.mlxzip_push(self._book, _ids(ids), len(ids), bad)
-        if status != lib.MLXZIP_OK:
-            _refuse(status, self.params, ids, bad[0], self)
-        return self._installed(before, len(self) - before, mark)
-
-    def _installed(self, first: int, n: int, mark: int) -> Installed:
-        rows, lengths, born = self._arrays(first, n)
-        return Installed(self.params.vocab_size, first, rows, lengths, born=born, mark=mark)
-
-    def _arrays(self, first: int, n: int) -> tuple[Uint32s, NDArray[np.uint8], NDArray[np.int64]]:
-        rows, lengths = np.empty((n, self.params.merge_size), np.uint32), np.empty(n, np.uint8)
-        born = np.empty(n, np.int64)
-        longs = ffi.from_buffer("int64_t[]", born)
-        check(lib.mlxzip_entries(self._book, first, n, _ids(rows), _bytes(lengths), longs))
-        return rows, lengths, born
+        bad, n_ids = ffi.new("size_t *"), len(ids)
+        n = _push(self._book, _ids(ids), n_ids, bad)
+        if n < 0:
+            _refuse(n, self.params, ids, bad[0], self)
+        packed = np.empty(1 + n * self.params.merge_size + (n + n_ids + 3) // 4, np.uint32)
+        _installed(self._book, n_ids, _ids(packed))
+        return Installed(self.params, n, n_ids, packed)
 
     def expand(self, ids: Any) -> Uint32s:
         """Base ids that these ids stand for, by the entries installed now: uint32. Changes nothing.
@@ -144,7 +134,8 @@ class Codebook:
 
     def rows(self, first: int, n: int) -> tuple[Uint32s, NDArray[np.uint8]]:
         """The entries of slots first..first+n-1: base ids [n, merge_size], padded as in `entries`, and lengths [n]."""
-        rows, lengths, _ = self._arrays(first, n)
+        rows, lengths = np.empty((n, self.params.merge_size), np.uint32), np.empty(n, np.uint8)
+        check(lib.mlxzip_entries(self._book, first, n, _ids(rows), _bytes(lengths)))
         return rows, lengths
 
     @property
@@ -205,13 +196,6 @@ class Codebook:
 
     def __repr__(self) -> str:
         return f"<Codebook: {len(self)} of {self.params.codebook_size} entries after {self.mark()} ids>"
-
-
-@lru_cache
-def _nothing(vocab_size: int, merge_size: int) -> Installed:
-    """What a push of one id returns when it installs nothing; shared, since empty arrays cannot be changed."""
-    rows, none = np.empty((0, merge_size), np.uint32), np.empty(0, np.int64)
-    return Installed(vocab_size, 0, rows, none.astype(np.uint8), born=none, mark=0)
 
 
 def _ids(array: NDArray[Any]) -> Any:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Any, overload
+from typing import overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mlx_zip.codec.ids import Uint32s
+from mlx_zip.codec.params import CodecParams
 
 Entry = tuple[int, tuple[int, ...]]
 
@@ -67,42 +67,39 @@ class Entries(Sequence[Entry]):
 
 
 class Installed(Entries):
-    """The entries that one push installed, each by one of the ids pushed."""
+    """The entries that one push installed, each by one of the ids pushed.
 
-    def __init__(self, *args: Any, born: NDArray[np.int64], mark: int) -> None:
-        super().__init__(*args)
-        self._born, self._mark = born, mark
+    Holds what `mlxzip_installed` of `native/mlxzip.h` wrote; arrays are made when read, which most steps never do.
+    """
+
+    def __init__(self, params: CodecParams, n: int, n_ids: int, packed: bytes | Uint32s) -> None:
+        self._params, self._n, self._n_ids, self._packed = params, n, n_ids, packed
+
+    @cached_property
+    def vocab_size(self) -> int:  # type: ignore[override]
+        """The id of slot 0."""
+        return self._params.vocab_size
+
+    @cached_property
+    def first_slot(self) -> int:  # type: ignore[override]
+        """Slot of the first entry."""
+        return int(np.frombuffer(self._packed, np.uint32, 1)[0])
+
+    @cached_property
+    def base_ids(self) -> Uint32s:  # type: ignore[override]
+        """The padded rows, uint32 [n, M]."""
+        width = self._params.merge_size
+        return np.frombuffer(self._packed, np.uint32, self._n * width, 4).reshape(self._n, width)
+
+    @cached_property
+    def _lengths(self) -> NDArray[np.integer]:  # type: ignore[override]
+        return np.frombuffer(self._packed, np.uint8, self._n, 4 + self.base_ids.nbytes)
 
     @cached_property
     def at(self) -> NDArray[np.int64]:
         """Index, in what was pushed, of the id that installed the entry: int64 [n], rising."""
-        return self._born - self._mark
-
-
-class InstalledOne(Installed):
-    """The entry that one id installed. Arrays are made when read: most steps of a model never do."""
-
-    def __init__(self, vocab_size: int, width: int, length: int, packed: bytes) -> None:
-        self.vocab_size, self._width, self._length, self._packed = vocab_size, width, length, packed
-
-    @cached_property
-    def first_slot(self) -> int:  # type: ignore[override]
-        """Slot of the entry."""
-        return int.from_bytes(self._packed[-4:], sys.byteorder)
-
-    @cached_property
-    def base_ids(self) -> Uint32s:  # type: ignore[override]
-        """The padded row, uint32 [1, M]."""
-        return np.frombuffer(self._packed, np.uint32, self._width).reshape(1, -1)
-
-    @cached_property
-    def _lengths(self) -> NDArray[np.integer]:  # type: ignore[override]
-        return np.array([self._length], np.uint8)
-
-    @cached_property
-    def at(self) -> NDArray[np.int64]:  # type: ignore[override]
-        """Always [0]."""
-        return np.zeros(1, np.int64)
+        by_id = np.frombuffer(self._packed, np.uint8, self._n_ids, 4 + self.base_ids.nbytes + self._n)
+        return np.flatnonzero(by_id).astype(np.int64, copy=False)
 
     def __len__(self) -> int:
-        return 1
+        return self._n

@@ -8,10 +8,10 @@ static void continues(const mlxzip_params *p, size_t width, const uint32_t *ids,
   size_t n_out, n_back, bad;
   uint32_t *out = malloc((n + 1) * sizeof *out), *back = malloc((n + 1) * sizeof *back);
   REQUIRE(out && back && mlxzip_new(p, &book) == MLXZIP_OK);
-  REQUIRE(mlxzip_push(book, codes, n_codes / 2, &bad) == MLXZIP_OK && mlxzip_copy(book, &twin) == MLXZIP_OK);
+  REQUIRE(mlxzip_push(book, codes, n_codes / 2, &bad) >= 0 && mlxzip_copy(book, &twin) == MLXZIP_OK);
   REQUIRE(mlxzip_continue(book, ids, n, out, &n_out, &bad) == MLXZIP_OK);
   require_equal(book, twin, width);
-  REQUIRE(mlxzip_push(book, out, n_out, &bad) == MLXZIP_OK);
+  REQUIRE(mlxzip_push(book, out, n_out, &bad) >= 0);
   REQUIRE(mlxzip_expand(book, out, n_out, back, n, &n_back, &bad) == MLXZIP_OK);
   REQUIRE(n_back == n && !memcmp(ids, back, n * sizeof *ids));
   mlxzip_free(book), mlxzip_free(twin), free(out), free(back);
@@ -33,14 +33,14 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
   REQUIRE(n_entries <= bound);
   if (status == MLXZIP_OK) {
     mlxzip_codebook *book;
-    REQUIRE(mlxzip_new(p, &book) == MLXZIP_OK && mlxzip_push(book, out, n_out, &bad) == MLXZIP_OK);
+    REQUIRE(mlxzip_new(p, &book) == MLXZIP_OK && mlxzip_push(book, out, n_out, &bad) >= 0);
     REQUIRE(mlxzip_size(book) == n_entries && mlxzip_base_length(book) == n);
     uint32_t *back = malloc((n + n_entries * width + 1) * sizeof *back);
     uint8_t *back_lengths = malloc(n_entries + 1);
     REQUIRE(back && back_lengths);
     REQUIRE(mlxzip_expand(book, out, n_out, back, n, &n_back, &bad) == MLXZIP_OK && n_back == n);
     REQUIRE(!memcmp(ids, back, n * sizeof *ids));
-    REQUIRE(mlxzip_entries(book, 0, n_entries, back, back_lengths, NULL) == MLXZIP_OK);
+    REQUIRE(mlxzip_entries(book, 0, n_entries, back, back_lengths) == MLXZIP_OK);
     REQUIRE(!memcmp(rows, back, n_entries * width * sizeof *rows) && !memcmp(lengths, back_lengths, n_entries));
     continues(p, width, ids, n, out, n_out);
     mlxzip_free(book), free(back), free(back_lengths);
