@@ -6,6 +6,8 @@ import argparse
 import sys
 from importlib import import_module
 
+from mlx_zip.errors import MlxZipError
+
 BENCHES = {
     "codec": "compression, reading and single steps of the codec, beside zip2zip-compression",
     "memory": "memory over a long generation",
@@ -24,7 +26,11 @@ def main(argv: list[str] | None = None) -> int:
             module.add_arguments(command)
             command.set_defaults(run=module.run)
     args = parser.parse_args(argv)
-    return args.run(args)
+    try:
+        return args.run(args)
+    except MlxZipError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

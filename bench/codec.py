@@ -19,6 +19,7 @@ import numpy as np
 
 from mlx_zip.codec import Codebook, CodecParams, compress
 from mlx_zip.codec.ids import Uint32s
+from mlx_zip.errors import MlxZipError
 
 from .record import summary, surroundings
 
@@ -61,11 +62,14 @@ def run(args: argparse.Namespace) -> int:
 
 def _load(args: argparse.Namespace) -> tuple[Any, str]:
     if args.ids is not None:
-        return np.load(args.ids, allow_pickle=False), f"ids from {args.ids.name}"
+        try:
+            return np.load(args.ids, allow_pickle=False), f"ids from {args.ids.name}"
+        except (OSError, ValueError) as error:
+            raise MlxZipError(f"--ids {args.ids} cannot be read: {error}") from error
     if args.text is None:
         return _synthetic(args.length, args.vocab_size), "synthetic: Zipf ids with repeated phrases, not a real text"
     if args.tokenizer is None:
-        raise SystemExit("bench codec: --text needs --tokenizer")
+        raise MlxZipError("--text needs --tokenizer")
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)

@@ -9,6 +9,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+from mlx_zip.errors import explained_imports
 from mlx_zip.register import register
 
 __version__ = "0.1.0"
@@ -29,6 +30,7 @@ _HOMES = {
     "ConfigError": "mlx_zip.errors",
     "ConversionError": "mlx_zip.errors",
     "GenerationError": "mlx_zip.errors",
+    "InstallationError": "mlx_zip.errors",
     "MlxZipError": "mlx_zip.errors",
     "ModelError": "mlx_zip.errors",
 }
@@ -39,7 +41,8 @@ __all__ = [*sorted(_HOMES), "register"]
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'mlx_zip' has no attribute {name!r}")
-    value = getattr(import_module(_HOMES[name]), name)
+    with explained_imports():
+        value = getattr(import_module(_HOMES[name]), name)
     globals()[name] = value
     return value
 

@@ -14,6 +14,7 @@ from mlx_zip.codec import CodecParams
 from mlx_zip.errors import ConfigError
 
 POSITION_MODES = ("compressed", "base_token_end")
+MAX_LAYERS = 4096  # far more than any model has; each is built before its tensors are looked for
 SELF_CONTAINED = "."  # format 2: the base model lies in the checkpoint's own folder
 
 _COMMON = {"hidden_size", "tie_encoders", "position_encoding"}
@@ -79,6 +80,8 @@ class EncoderConfig:
         _refuse_unknown("encoder", fields, ENCODER_FIELDS[kind])
         needed = {"hidden_size"} | (ENCODER_FIELDS[kind] & {"num_hidden_layers", "num_heads"})
         values: dict[str, Any] = {name: _integer("encoder", fields, name, low=1) for name in sorted(needed)}
+        if values.get("num_hidden_layers", 1) > MAX_LAYERS:
+            raise ConfigError(f"encoder: num_hidden_layers must be at most {MAX_LAYERS}, got {fields['num_hidden_layers']}")
         for name in {"intermediate_size", "model_hidden_size"} & fields.keys():
             if fields[name] is not None:
                 values[name] = _integer("encoder", fields, name, low=1)
@@ -116,6 +119,11 @@ class ZipConfig:
             raise ConfigError(f"position_mode {self.position_mode!r} is not one of {', '.join(POSITION_MODES)}")
         if not 0 <= self.pad_id < self.vocab_size:
             raise ConfigError(f"pad id {self.pad_id} is not a base id (below {self.vocab_size})")
+        if high := [i for i in self.disabled_ids if i >= self.vocab_size]:
+            raise ConfigError(
+                f"compression: disabled id {high[0]} lies where hypertokens begin "
+                f"(initial_vocab_size {self.vocab_size}); one of the two is wrong"
+            )
         params = CodecParams(
             self.vocab_size, self.codebook_size, self.merge_size, self.disabled_ids, self.pad_id
         )

@@ -1,5 +1,8 @@
 """The one exception family. Each message is one line that names the culprit and says what to do."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class MlxZipError(Exception):
     """Base of every error that mlx_zip raises on purpose; the command line prints it and exits with status 2."""
@@ -23,3 +26,20 @@ class ConversionError(MlxZipError):
 
 class GenerationError(MlxZipError, ValueError):
     """A request that cannot be generated as asked (empty prompt, prompt longer than the context, a refused flag)."""
+
+
+class InstallationError(MlxZipError, ImportError):
+    """A library that this installation lacks."""
+
+
+@contextmanager
+def explained_imports() -> Iterator[None]:
+    """Turns a failed import of MLX into an `InstallationError`: on Linux its flavour is chosen by an extra."""
+    try:
+        yield
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] != "mlx":
+            raise
+        raise InstallationError(
+            "MLX is not installed here: pip install 'mlx_zip[cpu]' or 'mlx_zip[mlx-cuda]' (on macOS: pip install mlx)"
+        ) from error

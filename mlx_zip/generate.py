@@ -65,6 +65,8 @@ def stream_generate(
         if len(prompt_cache) != len(cache) or (find_state(prompt_cache) is None) != (find_state(cache) is None):
             raise GenerationError("the prompt cache was not made for this model")
         cache = prompt_cache
+        if hasattr(model, "layout"):
+            model.check_cache(cache)
     _check_kv(model, cache, kv_bits, kv_group_size, prefill_step_size)
     request = Request(model, tokenizer, prompt, cache, max_tokens=max_tokens, stop=stop)
     steps = generate_step(
@@ -132,7 +134,8 @@ def batch_generate(
 ) -> list[str]:
     """One text per prompt, generated together: left-padded, one codebook per row. options: those of `stream_batch`.
 
-    Greedy rows equal the same prompts generated one by one. Raises `GenerationError` before anything runs.
+    Greedy rows equal the same prompts generated one by one, but for LongRoPE, where the longest row chooses the factors
+    of all (as transformers does). Raises `GenerationError` before anything runs.
     """
     texts = [""] * len(prompts)
     for row, response in stream_batch(model, tokenizer, prompts, max_tokens, **options):

@@ -51,7 +51,7 @@ def load(
             )
     except MlxZipError:
         raise
-    except (OSError, ValueError, RuntimeError, TypeError) as error:
+    except (OSError, ValueError, RuntimeError, TypeError, KeyError) as error:
         raise ModelError(f"cannot load {folder}: {first_line(error)}") from error
     model: Any = loaded[0]
     if hasattr(model, "layout"):
@@ -62,10 +62,12 @@ def load(
 def model_folder(path_or_hf_repo: str | Path, revision: str | None = None) -> Path:
     """The local folder of a model, downloaded first when it is a hub id. Raises `ModelError`."""
     path = Path(path_or_hf_repo).expanduser()
-    if path.is_dir():
+    if os.path.isdir(path):  # unlike Path.is_dir, no error for a name that cannot be
+        if revision is not None:
+            raise ModelError(f"{path_or_hf_repo} is a folder, so revision (--revision) {revision} does not apply")
         return _checked(path)
     name = str(path_or_hf_repo)
-    if path.exists() or name.count("/") != 1 or name.startswith((".", "/", "~")):
+    if os.path.exists(path) or name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise ModelError(f"{name}: no such model folder, and not a hub id of the form owner/name")
     _checked(_download(name, revision, ["*.json"]))  # tells a wrong kind of model before gigabytes arrive
     return _download(name, revision, ["*.json", *_WEIGHTS_AND_CODE])
@@ -178,5 +180,7 @@ def _per_layer_kind(rope: Mapping[str, Any]) -> dict[str, Any]:
 
 def first_line(error: BaseException) -> str:
     """An error's message on one line, or its class when it has none."""
+    if isinstance(error, KeyError):
+        return f"key {error} is missing"
     text = str(error).strip()
     return text.split(os.linesep)[0].strip() if text else type(error).__name__

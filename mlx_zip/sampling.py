@@ -54,11 +54,11 @@ class Sampling:
         self._check("seed", "an integer from 0 to 2^64-1", self.seed is None or _whole(self.seed, 0, 2**64 - 1))
         for kind in ("repetition", "presence", "frequency"):
             size, penalty = f"{kind}_context_size", getattr(self, f"{kind}_penalty")
-            self._check(size, "an integer >= 1", _whole(getattr(self, size), 1))
+            self._check(size, "an integer from 1 to 2^31-1", _whole(getattr(self, size), 1, 2**31 - 1))
             self._check(f"{kind}_penalty", "a finite number", penalty is None or math.isfinite(penalty))
         self._check("repetition_penalty", "above 0", self.repetition_penalty is None or self.repetition_penalty > 0)
         biases = (self.logit_bias or {}).values()
-        self._check("logit_bias", "a map of base ids to numbers", not any(map(math.isnan, biases)))
+        self._check("logit_bias", "a map of base ids to numbers below infinity", all(b < math.inf for b in biases))
 
     def _check(self, name: str, rule: str, holds: bool) -> None:
         if not holds:

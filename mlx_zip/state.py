@@ -146,16 +146,15 @@ class ZipState:
         version, params, ids, lengths, left_padding, offset, long_rope = value
         if version != STATE_VERSION:
             raise ModelError(f"saved cache: ZipState version {version} is not {STATE_VERSION}; make the cache anew")
-        self.params = _params_from_json(params)
-        self.left_padding = np.array(left_padding)
-        self.books = [Codebook(self.params) for _ in self.left_padding]
-        ends = np.cumsum(np.array(lengths))
-        for book, log in zip(self.books, np.split(np.array(ids), ends[:-1]), strict=True):
-            book.push(log)
+        codec, padding, log = _params_from_json(params), np.array(left_padding), np.array(ids)
+        expected = np.maximum(0, int(offset) - padding)
+        if np.any(padding < 0) or not np.array_equal(np.array(lengths), expected) or len(log) != expected.sum():
+            raise ModelError(f"saved cache: id logs of {np.array(lengths).tolist()} ids do not fit offset {offset}")
+        books = [Codebook(codec) for _ in padding]
+        for book, part in zip(books, np.split(log, np.cumsum(expected)[:-1]), strict=True):
+            book.push(part)
+        self.params, self.left_padding, self.books = codec, padding, books
         self.offset, self.long_rope = int(offset), bool(long_rope)
-        for book, padding in zip(self.books, self.left_padding, strict=True):
-            if book.mark() != max(0, self.offset - padding):
-                raise ModelError(f"saved cache: an id log of {book.mark()} ids does not fit offset {self.offset}")
         self._forget_rows()
 
     @classmethod
@@ -170,7 +169,9 @@ class ZipState:
         return True
 
     def trim(self, n: int) -> int:
-        """Forgets the last n ids of every sequence; returns how many were forgotten."""
+        """Forgets the last n ids of every sequence, n >= 0; returns how many were forgotten."""
+        if n < 0:
+            raise ModelError(f"cannot trim {n} ids from a cache")
         n = min(n, self.offset)
         self.offset -= n
         for b, book in enumerate(self.books):
@@ -216,8 +217,9 @@ def _pairs(slots: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _params_from_json(text: str) -> CodecParams:
-    fields = json.loads(text)
-    fields["disabled_ids"] = tuple(fields["disabled_ids"])
-    if fields["start"] is not None:
-        fields["start"] = tuple(tuple(entry) for entry in fields["start"])
-    return CodecParams(**fields)
+    try:
+        fields = json.loads(text)
+        start = fields["start"] and tuple(tuple(entry) for entry in fields["start"])
+        return CodecParams(**{**fields, "disabled_ids": tuple(fields["disabled_ids"]), "start": start})
+    except (ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"saved cache: its codec parameters cannot be read: {error}") from error

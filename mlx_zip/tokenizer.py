@@ -17,17 +17,31 @@ def encode_prompt(tokenizer: Any, prompt: Any, continues: bool = False) -> list[
     """A prompt to base ids: text, a list of chat messages ({"role", "content"}), or base ids as they are.
 
     Text gets the tokenizer's special tokens unless it already begins with the bos token or `continues` a cached
-    conversation. Raises `GenerationError` for an empty prompt or text that is not valid Unicode.
+    conversation. Raises `GenerationError` for an empty prompt, text that is not valid Unicode, messages that the chat
+    template refuses, and messages that are to continue a cache.
     """
     if isinstance(prompt, str):
         ids = _encode_text(tokenizer, prompt, continues)
     elif isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
-        ids = tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True)
+        if continues:  # a template writes a whole conversation, with its beginning
+            raise GenerationError("chat messages cannot continue a cache: give the text or the ids of the next turn")
+        text = render_chat(tokenizer, prompt, add_generation_prompt=True)
+        ids = _encode_text(tokenizer, text, continues=True)  # the template writes its own special tokens
     else:
         ids = _plain_ids(prompt)
     if not ids:
         raise GenerationError("the prompt is empty: give at least one token")
     return list(ids)
+
+
+def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+    """Chat messages to text; `options` go to the chat template. Raises `GenerationError` with the template's words."""
+    from jinja2 import TemplateError
+
+    try:
+        return tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
+    except (TemplateError, ValueError, TypeError) as error:  # the latter two: no template, options it cannot take
+        raise GenerationError(f"the chat template cannot render the messages: {error}") from error
 
 
 def _encode_text(tokenizer: Any, text: str, continues: bool) -> list[int]:

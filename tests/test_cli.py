@@ -211,8 +211,27 @@ def test_ctrl_c_while_loading_ends_without_a_traceback(run, monkeypatch):
 # ---- bad requests: one line on stderr, status 2
 
 
+def test_without_mlx_one_line_says_what_to_install(run, monkeypatch):
+    def load(*_, **__):
+        raise ModuleNotFoundError("No module named 'mlx'", name="mlx")
+
+    monkeypatch.setattr(sys.modules["mlx_zip.generate"], "load", load)
+    status, _, err = run(*raw())
+    assert (status, err.count("\n"), "pip install 'mlx_zip[cpu]'" in err) == (2, 1, True)
+
+
+@pytest.mark.parametrize("flags", [["--text", "a.txt"], ["--ids", "/no/such.npy"]])
+def test_a_bench_that_cannot_run_is_one_line(flags, capsys):
+    assert cli.main(["bench", "codec", *flags]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {flags[0]} ")
+
+
 @pytest.mark.parametrize(("flags", "named"), [
     (["--max-kv-size", 512], "--max-kv-size cannot be used"),
+    (["--max-kv-size", 0], "--max-kv-size cannot be used"),
+    (["--prompt", "a\udcff"], "not valid Unicode"),
+    (["--logit-bias", '{"²": 1}'], "--logit-bias"),
+    (["--extra-eos-token", "①"], "--extra-eos-token"),
     (["--draft-model", "x"], "--draft-model cannot be used"),
     (["--num-draft-tokens", 3], "--num-draft-tokens cannot be used"),
     (["--image", "a.png"], "--image cannot be used"),

@@ -316,6 +316,14 @@ def test_a_full_disk_leaves_nothing_behind(
     assert_refused(tmp_path, "No space left on device", **options)
 
 
+def test_parents_made_for_an_output_that_failed_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_checkpoint(tmp_path / "src")
+    monkeypatch.setattr(output, "host_bytes", fail_at(2, OSError(errno.ENOSPC, "No space left on device")))
+    with pytest.raises(MlxZipError, match="No space left"):
+        convert(tmp_path / "src", tmp_path / "a" / "b" / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["src"]
+
+
 def test_an_interrupt_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_checkpoint(tmp_path / "src")
     monkeypatch.setattr(output, "host_bytes", fail_at(5, KeyboardInterrupt()))

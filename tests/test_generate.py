@@ -365,9 +365,14 @@ def test_verbose_prints_the_text_between_rules_and_the_figures(capsys):
 
 
 def test_a_stream_can_be_left_early():
-    cache = MODEL.make_cache()
-    list(islice(stream_generate(MODEL, ENDLESS, PROMPT, prompt_cache=cache), 3))
-    assert len(run(prompt_cache=cache, max_tokens=3)) > 0
+    left = MODEL.make_cache()
+    made = [r.token for r in islice(stream_generate(MODEL, ENDLESS, PROMPT, prompt_cache=left), 3)]
+    straight = MODEL.make_cache()
+    MODEL(mx.array([[*left[-1].books[0].ids.tolist()]]), cache=straight)
+    assert left[-1].books[0].ids.tolist()[-3:] == made
+    assert [r.token for r in run(prompt_cache=left, max_tokens=3)] == [
+        r.token for r in run(prompt_cache=straight, max_tokens=3)
+    ]
 
 
 def test_every_error_is_of_the_one_family():

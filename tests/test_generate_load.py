@@ -81,6 +81,12 @@ def test_damaged_weights_are_an_error_that_names_the_folder(model, damage):
         load(model)
 
 
+def test_a_tokenizer_file_of_another_kind_is_an_error_that_names_what_it_lacks(model):
+    (model / "tokenizer.json").write_text("{}")
+    with pytest.raises(ModelError, match="key 'added_tokens' is missing"):
+        load(model)
+
+
 def test_missing_weights_are_an_error_that_names_the_folder(model):
     for file in model.glob("model*.safetensors"):
         file.unlink()

@@ -123,6 +123,7 @@ OUT_OF_RANGE = [
     ("min_tokens_to_keep", 0), ("top_k", -1), ("top_k", 1.5), ("xtc_probability", 1.2), ("xtc_threshold", 0.6),
     ("repetition_penalty", 0), ("repetition_penalty", -1.0), ("repetition_context_size", 0),
     ("presence_penalty", float("nan")), ("frequency_context_size", -3), ("seed", -1), ("logit_bias", {3: float("nan")}),
+    ("logit_bias", {3: float("inf")}),
 ]  # fmt: skip
 
 

@@ -35,7 +35,8 @@ HEAVY = {  # where a library that is large or optional may be imported; the decl
     "mlx": {"hyper", "state", "models", *LOOPS, "converters", "bench", *DOORS},
     "mlx_lm": {"tokenizer", "models", *LOOPS, "converters", "bench", *DOORS},
 }
-DISTRIBUTIONS = {"mlx_lm": "mlx-lm", "zip2zip_compression": None, "tokenizers": "mlx-lm", "transformers": "mlx-lm"}
+DISTRIBUTIONS = {"mlx_lm": "mlx-lm", "zip2zip_compression": None, "tokenizers": "mlx-lm", "transformers": "mlx-lm",
+                 "jinja2": "mlx-lm"}  # fmt: skip
 
 
 @cache
@@ -153,6 +154,13 @@ def test_help_loads_no_heavy_library(library):
 @pytest.mark.parametrize("leaf", ["apps", "bench", "converters"])
 def test_the_command_line_loads_leaves_only_on_demand(leaf):
     assert f"mlx_zip.{leaf}" not in loaded_after("import mlx_zip.cli")
+
+
+def test_without_mlx_a_public_name_says_what_to_install():
+    code = "import sys\nsys.modules['mlx'] = None\nfrom mlx_zip import InstallationError\n"
+    code += "try:\n    from mlx_zip import load\nexcept InstallationError as error:\n    print(error)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("MLX is not installed here: pip install 'mlx_zip[cpu]'")
 
 
 def test_every_public_name_can_be_loaded():

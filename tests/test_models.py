@@ -42,6 +42,19 @@ def test_steps_equal_one_call_for_every_encoder(encoder):
     np.testing.assert_allclose(step, last_logits(model, ids, model.make_cache()), atol=2e-5)
 
 
+@pytest.mark.parametrize("encoder", ENCODERS)
+def test_an_entry_has_the_same_rows_alone_and_among_others(encoder):
+    model = tiny_model("llama", encoder)
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(2, MERGE + 1, 700)
+    entries = np.where(np.arange(MERGE) < lengths[:, None], rng.integers(3, VOCAB, (700, MERGE)), PAD).astype(np.uint32)
+    together = model.rows(entries, lengths)
+    for i in (0, 511, 512, 699):
+        alone = model.rows(entries[i : i + 1], lengths[i : i + 1])
+        for one, all_ in zip(alone, together, strict=True):
+            np.testing.assert_allclose(np.array(one[0]), np.array(all_[i]), atol=1e-5, rtol=0)
+
+
 def test_columns_of_missing_entries_and_of_the_base_tail_are_closed():
     model = tiny_model()
     ids = compressed(model, 40)
@@ -183,6 +196,28 @@ def test_malformed_ids_are_refused(ids, match):
         tiny_model()(ids)
 
 
+@pytest.mark.parametrize("padding", [[], [-1, 0]])
+def test_left_padding_that_is_no_padding_is_refused(padding):
+    with pytest.raises(ModelError, match="left_padding"):
+        tiny_model().make_cache(left_padding=padding)
+
+
+@pytest.mark.parametrize(
+    ("base_ids", "lengths"),
+    [([[5, VOCAB, PAD, PAD]], [2]), ([[5, 6, PAD, PAD]], [0]), ([[5, 6, PAD, PAD]], [MERGE + 1]), ([[5, 6]], [2])],
+    ids=["no base id", "length 0", "too long", "too narrow"],
+)
+def test_entries_that_cannot_be_are_given_no_rows(base_ids, lengths):
+    with pytest.raises(ModelError, match="entries must"):
+        tiny_model().rows(np.array(base_ids, np.uint32), np.array(lengths))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_null_in_a_config_means_the_default(family):
+    nulls = {"num_key_value_heads": None, "head_dim": None, "rms_norm_eps": None}
+    Model(ModelArgs.from_dict({**tiny_config(family), **nulls}))
+
+
 def test_a_foreign_or_uneven_cache_is_refused():
     model = tiny_model()
     with pytest.raises(ModelError, match="make_cache"):
@@ -206,6 +241,10 @@ def test_a_foreign_or_uneven_cache_is_refused():
         ({"encoder_type": "gru"}, "gru"),
         ({"position_mode": "sideways"}, "sideways"),
         ({"surprise": 1}, "surprise"),
+        (
+            {"compression": {**tiny_config()["zip2zip"]["compression"], "disabled_ids": [0, 1, PAD, VOCAB + 5]}},
+            f"disabled id {VOCAB + 5}",
+        ),
         ({"encoder": {"hidden_size": 32, "num_heads": 4, "num_hidden_layers": 1}}, "width 32"),
         ({"compression": {**tiny_config()["zip2zip"]["compression"], "initial_vocab_size": 49}}, "embedding's 48 rows"),
     ],
@@ -227,6 +266,9 @@ def test_a_config_that_cannot_be_run_is_refused(change, match):
         ("phi3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "linear"),
         ("phi3", {"rope_scaling": {**FAMILIES["phi3"]["rope_scaling"], "short_factor": [1.0]}}, "short_factor"),
         ("mistral", {"sliding_window": -1}, "sliding_window"),
+        ("llama", {"rope_scaling": "x"}, "rope_scaling must be an object"),
+        ("llama", {"rope_theta": "x"}, "not a number"),
+        ("llama", {"max_position_embeddings": "512"}, "max_position_embeddings"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "bidirectional"),
     ],
 )

@@ -43,6 +43,13 @@ def test_a_trimmed_cache_goes_on_as_if_the_ids_had_never_been(family, mode, forg
     assert list(cache[-1].books[0].entries) == list(fresh[-1].books[0].entries)
 
 
+def test_a_negative_trim_is_refused_and_changes_nothing():
+    cache = tiny_model().make_cache()
+    with pytest.raises(ModelError, match="trim -1"):
+        cache[-1].trim(-1)
+    assert cache[-1].offset == 0
+
+
 def test_slots_given_anew_after_a_trim_get_new_rows():
     model = tiny_model()
     cache = model.make_cache()
@@ -86,11 +93,41 @@ def test_a_damaged_saved_state_is_refused():
     model(mx.array([[5, 6, 5]]), cache=cache)
     version, params, ids, lengths, padding, offset, long = cache[-1].state
     with pytest.raises(CodecError):
-        ZipState.from_state((version, params, mx.array([5, VOCAB + 9], mx.uint32), lengths, padding, offset, long))
+        ZipState.from_state((version, params, mx.array([5, 6, VOCAB + 9], mx.uint32), lengths, padding, offset, long))
     with pytest.raises(ModelError, match="version"):
         ZipState.from_state((version + 1, params, ids, lengths, padding, offset, long))
     with pytest.raises(ModelError, match="log"):
         ZipState.from_state((version, params, ids, lengths, padding, offset + 1, long))
+    for damaged in ("{", "{}", params.replace("vocab_size", "size"), params.replace(str(VOCAB), '"x"')):
+        with pytest.raises(ModelError, match="codec parameters"):
+            ZipState.from_state((version, damaged, ids, lengths, padding, offset, long))
+
+
+def test_a_state_that_is_refused_leaves_the_one_before():
+    model = tiny_model()
+    cache = model.make_cache()
+    model(mx.array([[5, 6, 5]]), cache=cache)
+    with pytest.raises(CodecError):
+        cache[-1].state = (*cache[-1].state[:2], mx.array([5, 6, VOCAB + 9], mx.uint32), *cache[-1].state[3:])
+    assert cache[-1].books[0].ids.tolist() == [5, 6, 5]
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_an_interrupted_call_leaves_codebook_and_kv_as_they_were(layer):
+    model = tiny_model()
+    cache, twin = model.make_cache(), model.make_cache()
+    for c in (cache, twin):
+        model(mx.array([[5, 6, 5]]), cache=c)
+    block = model.model.layers[layer]
+    model.model.layers[layer] = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        model(mx.array([[6, 7]]), cache=cache)
+    model.model.layers[layer] = block
+    np.testing.assert_array_equal(last_logits(model, [8, 9], cache), last_logits(model, [8, 9], twin))
+
+
+def interrupted(*args):
+    raise KeyboardInterrupt
 
 
 def test_a_copy_and_its_original_go_separate_ways():

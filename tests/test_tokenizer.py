@@ -203,12 +203,36 @@ class SpyTokenizer:
         self.calls.append(add_special_tokens)
         return [3]
 
-    def apply_chat_template(self, messages, add_generation_prompt):
-        return [len(messages), add_generation_prompt]
+    def apply_chat_template(self, messages, **options):
+        self.calls.append(options)
+        return messages[0]["content"]
 
 
-def test_chat_messages_go_through_the_chat_template():
-    assert encode_prompt(SpyTokenizer([]), [{"role": "user", "content": "a"}]) == [1, True]
+MESSAGES = [{"role": "user", "content": "a"}]
+
+
+def test_chat_messages_go_through_the_chat_template_and_get_no_further_specials():
+    calls = []
+    assert encode_prompt(SpyTokenizer(calls), MESSAGES) == [3]
+    assert calls == [{"tokenize": False, "add_generation_prompt": True}, False]
+
+
+def test_chat_messages_do_not_continue_a_cache():
+    with pytest.raises(GenerationError, match="cannot continue"):
+        encode_prompt(SpyTokenizer([]), MESSAGES, continues=True)
+
+
+@pytest.mark.parametrize("template", ["{{ raise_exception('no system role') }}", "{% if", None])
+def test_a_chat_template_that_refuses_or_is_missing_is_a_generation_error(template):
+    tokenizer = tiny_text.byte_level()
+    tokenizer._tokenizer.chat_template = template
+    with pytest.raises(GenerationError, match="chat template cannot render"):
+        encode_prompt(tokenizer, MESSAGES)
+
+
+def test_chat_messages_that_are_not_unicode_are_refused():
+    with pytest.raises(GenerationError, match="not valid Unicode"):
+        encode_prompt(SpyTokenizer([]), [{"role": "user", "content": "a\udcff"}])
 
 
 @pytest.mark.parametrize("prompt", ["", []])

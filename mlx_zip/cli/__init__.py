@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 
 import mlx_zip
-from mlx_zip.errors import MlxZipError
+from mlx_zip.errors import MlxZipError, explained_imports
 
 # name: (module with add_arguments(parser) and run(args) -> int | None, or main(argv) for bench; what it does)
 COMMANDS = {
@@ -73,12 +73,22 @@ def _run(name: str, prog: str, argv: Sequence[str] | None) -> int:
 
 def _guarded(command: Callable[[], int | None]) -> int:
     try:
-        return command() or 0
+        with explained_imports():
+            return command() or 0
     except MlxZipError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+        return _failed(error)
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:  # the reader of our output has left; nothing more can be written at exit either
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except (OSError, UnicodeEncodeError) as error:  # of our own output: a full disk, a terminal without these letters
+        return _failed(error)
+
+
+def _failed(error: Exception) -> int:
+    """One line, short enough to read; what a file brought along cannot steer the terminal."""
+    line = " ".join(str(error).split())
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line[:1000])
+    print(f"error: {shown}", file=sys.stderr)
+    return 2

@@ -7,7 +7,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +128,7 @@ def _codec_of(folder: Path) -> Any:
         config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     except ValueError as error:
         raise GenerationError(f"--tokenizer {folder}: config.json is not valid JSON: {error}") from error
-    if "zip2zip" not in config:
+    if not isinstance(config, dict) or "zip2zip" not in config:
         return None
     from mlx_zip.models import ModelArgs
 
@@ -145,7 +145,7 @@ def codec_params(vocabulary: Vocabulary, args: argparse.Namespace) -> Any:
         for name, default in _DEFAULTS.items()
     }
     if own is not None and args.disabled is None:
-        return CodecParams(own.vocab_size, size["codebook_size"], size["merge_size"], own.disabled_ids, own.pad_id)
+        return replace(own, **size)
     disabled = set(vocabulary.special_ids) if args.disabled is None or "specials" in args.disabled else set()
     if "digits" in (args.disabled or ()):
         disabled |= {i for i in range(vocabulary.size) if vocabulary.decode([i]).strip().isdigit()}

@@ -75,9 +75,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Generates and prints; 0, or 130 after Ctrl-C. Raises `MlxZipError`."""
     for name, reason in REFUSED.items():
-        if getattr(args, name):
+        if getattr(args, name) is not None and getattr(args, name) is not False:
             raise GenerationError(f"--{name.replace('_', '-')} cannot be used: {reason}; mlx_lm.generate has it")
-    if args.model is None and args.prompt_cache_file is None:
+    if not args.model and args.prompt_cache_file is None:
         raise GenerationError("no model: name a model folder or a hub id with --model")
     options = {name: getattr(args, name) for name in _NUMBERS}
     options["logit_bias"] = _logit_bias(args.logit_bias)
@@ -187,14 +187,16 @@ def prompt_ids(tokenizer: Any, prompt: str, args: argparse.Namespace, continues:
     if continues:  # what comes before the message is in the cache already
         marked = [{**m, "content": "<query>"} if m["role"] == "user" else m for m in messages]
         text = text[_render(tokenizer, marked, args).index("<query>") :]
-    return tokenizer.encode(text, add_special_tokens=False)
+    return encode_prompt(tokenizer, text, continues=True)  # the template writes its own special tokens
 
 
 def _render(tokenizer: Any, messages: list[dict[str, str]], args: argparse.Namespace) -> str:
+    from mlx_zip.tokenizer import render_chat
+
     prefilled = args.prefill_response is not None
-    return tokenizer.apply_chat_template(
+    return render_chat(
+        tokenizer,
         messages,
-        tokenize=False,
         continue_final_message=prefilled,
         add_generation_prompt=not prefilled,
         **_json_map("--chat-template-config", args.chat_template_config),
@@ -211,7 +213,7 @@ def _refuse_chat_flags(args: argparse.Namespace) -> None:
 def _add_eos(tokenizer: Any, tokens: list[str]) -> None:
     vocabulary = tokenizer.get_vocab()
     for token in tokens:
-        if token not in vocabulary and not (token.isdigit() and int(token) < len(tokenizer)):
+        if token not in vocabulary and not (token.isdecimal() and int(token) < len(tokenizer)):
             raise GenerationError(f"--extra-eos-token {token!r} is not a token of this tokenizer")
         tokenizer.add_eos_token(token)
 
@@ -232,7 +234,7 @@ def _read_cache(args: argparse.Namespace) -> tuple[list[Any], dict[str, Any]]:
     except (OSError, RuntimeError, ValueError, KeyError, IndexError, TypeError) as error:
         raise GenerationError(f"--prompt-cache-file {file} is not a saved prompt cache: {error}") from error
     known = metadata.get("model")
-    if args.model is None and known is None:
+    if not args.model and known is None:
         raise GenerationError(f"--prompt-cache-file {file} does not name its model; give it with --model")
     if args.model is not None and known is not None and args.model != known:
         raise GenerationError(f"--model {args.model} is not the model that made the prompt cache ({known})")
@@ -246,7 +248,7 @@ def _read_cache(args: argparse.Namespace) -> tuple[list[Any], dict[str, Any]]:
 def _json_map(flag: str, text: str | None) -> dict[str, Any]:
     try:
         value = json.loads(text or "{}")
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise GenerationError(f"{flag} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise GenerationError(f"{flag} must be a JSON map")
@@ -256,9 +258,12 @@ def _json_map(flag: str, text: str | None) -> dict[str, Any]:
 def _logit_bias(text: str | None) -> dict[int, float]:
     biases = _json_map("--logit-bias", text)
     for key, value in biases.items():
-        if not key.isdigit() or isinstance(value, bool) or not isinstance(value, int | float):
+        if not key.isdecimal() or isinstance(value, bool) or not isinstance(value, int | float):
             raise GenerationError(f"--logit-bias: {key!r}: {value!r} is not a base id with a number")
-    return {int(key): float(value) for key, value in biases.items()}
+    try:
+        return {int(key): float(value) for key, value in biases.items()}
+    except (ValueError, OverflowError) as error:  # digits beyond what Python converts
+        raise GenerationError(f"--logit-bias: a number is too long: {error}") from error
 
 
 def _coloured(choice: str, out: TextIO) -> bool:

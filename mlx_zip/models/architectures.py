@@ -14,6 +14,7 @@ from typing import Any
 
 import mlx.nn as nn
 
+from mlx_zip.config import MAX_LAYERS
 from mlx_zip.errors import ConfigError
 from mlx_zip.models.gemma import SoftCapAttention, TanhGeluMLP
 from mlx_zip.models.rope import make_rope, original_context, rope_parameters
@@ -68,11 +69,19 @@ def supported_types() -> tuple[str, ...]:
 def check_config(config: Mapping[str, Any]) -> None:
     """Raises `ConfigError` naming the model type or option that is not supported."""
     kind = config.get("model_type")
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         raise ConfigError(f"model_type {kind!r} is not supported; supported: {', '.join(FAMILIES)}")
     for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size"):
-        if not isinstance(config.get(key), int) or config[key] < 1:
-            raise ConfigError(f"config.json: {key} must be a positive integer, got {config.get(key)!r}")
+        _check_size(key, config.get(key))
+    for key in ("num_key_value_heads", "head_dim"):
+        if config.get(key) is not None:
+            _check_size(key, config[key])
+    if config["num_hidden_layers"] > MAX_LAYERS:
+        raise ConfigError(f"config.json: num_hidden_layers is {config['num_hidden_layers']}, at most {MAX_LAYERS}")
+    _check_size("max_position_embeddings", config.get("max_position_embeddings", 1))
+    for key in ("attention_bias", "mlp_bias", "tie_word_embeddings"):
+        if not isinstance(config.get(key), bool | None):
+            raise ConfigError(f"config.json: {key} must be true or false, got {config[key]!r}")
     if _activation(config) not in FAMILIES[kind].activations:
         raise ConfigError(f"hidden activation {_activation(config)!r} is not supported for {kind}")
     _check_head_dim(config)
@@ -87,12 +96,19 @@ def check_config(config: Mapping[str, Any]) -> None:
         make_rope(_rope_parameters(config, layer_type), _head_dim(config), config)
 
 
+def _check_size(key: str, value: Any) -> None:
+    if type(value) is not int or not 1 <= value < 1 << 31:
+        raise ConfigError(f"config.json: {key} must be a positive integer below 2^31, got {value!r}")
+
+
 def make_decoder(config: Mapping[str, Any]) -> tuple[list[nn.Module], nn.Module, Traits]:
     """Builds a decoder with random weights: its layers, its final norm, its traits. Raises as `check_config` does."""
     check_config(config)
     kind = config["model_type"]
     module = import_module(f"mlx_lm.models.{FAMILIES[kind].module}")
-    args = module.ModelArgs.from_dict({**_mlx_lm_defaults(config), **config, **_NEUTRAL})
+    defaults = _mlx_lm_defaults(config)
+    given = {key: value for key, value in config.items() if value is not None or key not in defaults}
+    args = module.ModelArgs.from_dict({**defaults, **given, **_NEUTRAL})
     types = layer_types(config)
     ropes = {name: _rope_parameters(config, name) for name in set(types)}
     layers = [_layer(module, kind, args, index) for index in range(config["num_hidden_layers"])]
@@ -127,7 +143,7 @@ def _layer(module: Any, kind: str, args: Any, index: int) -> Any:
 
 
 def _mlx_lm_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys that mlx-lm wants and transformers may leave out of config.json."""
+    """Keys that mlx-lm wants and transformers may leave out of config.json, or write as null."""
     heads = config["num_attention_heads"]
     gemma = config["model_type"].startswith("gemma")
     return {
@@ -167,8 +183,8 @@ def layer_types(config: Mapping[str, Any]) -> list[str]:
 def _window(config: Mapping[str, Any]) -> int | None:
     default = None if config["model_type"] in ("llama", "phi3", "gemma") else 4096
     window = config.get("sliding_window", default)
-    if window is not None and (not isinstance(window, int) or window < 1):
-        raise ConfigError(f"config.json: sliding_window must be a positive integer or null, got {window!r}")
+    if window is not None and (type(window) is not int or not 1 <= window < 1 << 31):
+        raise ConfigError(f"config.json: sliding_window must be a positive integer below 2^31 or null, got {window!r}")
     return window
 
 
@@ -197,6 +213,11 @@ def _check_head_dim(config: Mapping[str, Any]) -> None:
     even = config["hidden_size"] // config["num_attention_heads"]
     if config["model_type"] in ("phi3", "qwen2") and _head_dim(config) != even:
         raise ConfigError(f"head_dim {_head_dim(config)} is not supported for {config['model_type']}")
+    if not _head_dim(config) or config["num_attention_heads"] * _head_dim(config) >= 1 << 31:
+        heads = config["num_attention_heads"]
+        raise ConfigError(f"config.json: {heads} attention heads of width {_head_dim(config)} cannot be")
+    if config["num_attention_heads"] % (config.get("num_key_value_heads") or 1):
+        raise ConfigError(f"config.json: num_key_value_heads {config['num_key_value_heads']} does not divide the heads")
 
 
 def _rope_parameters(config: Mapping[str, Any], layer_type: str) -> dict[str, Any]:

@@ -70,6 +70,9 @@ def rope_parameters(config: Mapping[str, Any], layer_type: str, theta: float) ->
     layer_type: "full_attention" or "sliding_attention", for configs that nest one set per type. theta: the model
     family's default when the config names none. Raises `ConfigError` when the two styles contradict each other.
     """
+    for key in ("rope_parameters", "rope_scaling"):
+        if not isinstance(config.get(key) or {}, Mapping):
+            raise ConfigError(f"config.json: {key} must be an object or null, got {config[key]!r}")
     new = config.get("rope_parameters") or {}
     if new and all(isinstance(value, Mapping) for value in new.values()):
         new = new.get(layer_type) or {}
@@ -93,14 +96,20 @@ def make_rope(parameters: Mapping[str, Any], head_dim: int, config: Mapping[str,
     Source of the formulas: transformers 5 `modeling_rope_utils`; LongRoPE arXiv 2402.13753; YaRN arXiv 2309.00071.
     """
     kind = parameters["rope_type"]
-    if kind not in _KINDS:
+    if not isinstance(kind, str) or kind not in _KINDS:
         raise ConfigError(f"rope_type {kind!r} is not supported; supported: {', '.join(sorted(_KINDS))}")
-    dims = int(head_dim * parameters["partial_rotary_factor"])
-    waves = parameters["rope_theta"] ** (mx.arange(0, dims, 2, dtype=mx.float32) / dims)
     try:
+        dims = int(head_dim * parameters["partial_rotary_factor"])
+        if not 0 < dims <= head_dim:
+            raise ConfigError(f"config.json: partial_rotary_factor rotates {dims} of {head_dim} dimensions")
+        waves = parameters["rope_theta"] ** (mx.arange(0, dims, 2, dtype=mx.float32) / dims)
         return _KINDS[kind](dims, waves, parameters, config)
     except KeyError as missing:
         raise ConfigError(f"rope_type {kind!r}: {missing.args[0]} is missing") from None
+    except ConfigError:
+        raise
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise ConfigError(f"rope_type {kind!r}: a parameter is not a number: {error}") from error
 
 
 def original_context(parameters: Mapping[str, Any], config: Mapping[str, Any]) -> int:

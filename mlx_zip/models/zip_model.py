@@ -7,6 +7,7 @@ side; then embedding, decoder body and joint head run as one lazy graph. Source:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,10 +112,13 @@ class Model(nn.Module):
         """
         host_ids = _host_ids(ids)
         cache = self.make_cache(left_padding=[0] * len(host_ids)) if cache is None else cache
-        kv, state = self._split(cache)
+        kv, state = self.check_cache(cache)
         advance = state.advance(host_ids)
-        h = self._hidden(kv, state, host_ids)
-        return self._head(h, state, advance, causal)
+        with ExitStack() as on_error:  # an interrupt, say: codebook and KV caches must not part
+            on_error.callback(_forget, kv, state, host_ids.shape[1])
+            logits = self._head(self._hidden(kv, state, host_ids), state, advance, causal)
+            on_error.pop_all()
+        return logits
 
     # ---- cache
 
@@ -123,16 +127,19 @@ class Model(nn.Module):
 
         left_padding [B]: per sequence, how many ids at the start are padding, for batches; None makes a cache for
         one sequence. Every layer gets a full KV cache, also under a sliding window, so that every cache can be
-        trimmed and quantized.
+        trimmed and quantized. Raises `ModelError` for an empty or negative left_padding.
         """
         from mlx_lm.models.cache import BatchKVCache, KVCache  # importing it takes a second, so only when needed
 
         if left_padding is None or list(left_padding) == [0]:
             return [*(KVCache() for _ in self.layers), ZipState(self.config.codec_params)]
         padding = [int(n) for n in left_padding]
+        if not padding or min(padding) < 0:
+            raise ModelError(f"left_padding must give a count for each sequence, 0 or more, got {padding}")
         return [*(BatchKVCache(padding) for _ in self.layers), ZipState(self.config.codec_params, padding)]
 
-    def _split(self, cache: Sequence[Any]) -> tuple[Sequence[Any], ZipState]:
+    def check_cache(self, cache: Sequence[Any]) -> tuple[Sequence[Any], ZipState]:
+        """The KV caches and the state of a cache; `ModelError` when it is not one of this model's, or uneven."""
         state = find_state(cache)
         if state is None or state is not cache[-1] or len(cache) != len(self.layers) + 1:
             raise ModelError("the cache is not one that this model's make_cache() made")
@@ -250,7 +257,16 @@ class Model(nn.Module):
         return self.model.embed_tokens if self.traits.tied else self.lm_head
 
     def rows(self, base_ids: np.ndarray, lengths: np.ndarray) -> tuple[mx.array, mx.array]:
-        """Input and output rows [N, D] of entries: base_ids [N, merge_size] padded with the pad id, lengths [N]."""
+        """Input and output rows [N, D] of entries: base_ids [N, merge_size] padded with the pad id, lengths [N].
+
+        Raises `ModelError` for other shapes, ids that are no base ids and lengths outside 1..merge_size.
+        """
+        width, vocab = self.config.merge_size, self.config.vocab_size
+        if base_ids.ndim != 2 or base_ids.shape[1] != width or lengths.shape != base_ids.shape[:1]:
+            raise ModelError(f"entries must be [N, {width}] with N lengths, got {base_ids.shape} and {lengths.shape}")
+        real = (base_ids >= 0) & (base_ids < vocab)
+        if not real.all() or not ((lengths >= 1) & (lengths <= width)).all():
+            raise ModelError(f"entries must hold base ids below {vocab} and be 1 to {width} long")
         return (
             encode_entries(self.input_encoder, self.model.embed_tokens, base_ids, lengths),
             encode_entries(self._output_encoder, self._head_matrix, base_ids, lengths),
@@ -268,6 +284,13 @@ class Model(nn.Module):
     def quant_predicate(self, path: str, module: nn.Module) -> bool:
         """What mlx-lm's quantizer may quantize: decoder, embedding and head, but not the encoders."""
         return not path.startswith(("input_encoder", "output_encoder"))
+
+
+def _forget(kv: Sequence[Any], state: ZipState, length: int) -> None:
+    """Takes back a call of L ids that did not end: some layers have them, some not."""
+    state.trim(length)
+    for cache in kv:
+        cache.trim(max(0, _kv_length(cache) - state.offset))
 
 
 def _host_ids(ids: mx.array) -> np.ndarray:
