@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,7 @@ class Place:
 def local(path: str | Path) -> Place | None:
     """The folder if there is one at `path`."""
     folder = Path(path).expanduser()
-    return Place(folder, folder.resolve().name) if folder.is_dir() else None
+    return Place(folder, folder.resolve().name) if os.path.isdir(folder) else None
 
 
 def fetch(name: str, revision: str | None, patterns: list[str]) -> Place:

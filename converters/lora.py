@@ -77,6 +77,8 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
         raise ConversionError(f"{CONFIG}: peft_type {config.get('peft_type')!r} is not LORA")
     if config.get("bias", "none") != "none":
         raise ConversionError(f"{CONFIG}: bias {config['bias']!r} is not supported (only 'none')")
+    if not isinstance(config.get("use_rslora"), bool | None):
+        raise ConversionError(f"{CONFIG}: use_rslora must be true or false, got {config['use_rslora']!r}")
     start = config.get("init_lora_weights")
     if not (start is None or isinstance(start, bool) or start in _PLAIN_STARTS):
         raise ConversionError(f"{CONFIG}: init_lora_weights {start!r} changes the base weights; merge it in PEFT")
@@ -102,7 +104,10 @@ def _pair(module: str, half: Mapping[str, Tensor], config: Mapping[str, Any]) ->
 
 def _pattern(config: Mapping[str, Any], key: str, module: str, default: Any) -> Any:
     """The first pattern that ends the module's path decides, as in PEFT."""
-    for pattern, value in (config.get(key) or {}).items():
+    patterns = config.get(key) or {}
+    if not isinstance(patterns, dict):
+        raise ConversionError(f"{CONFIG}: {key} must be an object, got {patterns!r}")
+    for pattern, value in patterns.items():
         try:
             if re.match(rf"(.*\.)?({pattern})$", module):
                 return value
@@ -113,7 +118,7 @@ def _pattern(config: Mapping[str, Any], key: str, module: str, default: Any) -> 
 
 def _number(config: Mapping[str, Any], key: str, default: float | None) -> float:
     value = config.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1 << 53:
         name = {"a": "lora_alpha"}.get(key, key)
         raise ConversionError(f"{CONFIG}: {name} must be a number, got {value!r}")
     return value

@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import pickletools
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 from mlx_zip.errors import ConversionError
 
 MAX_PICKLE_BYTES = 64 << 20
+MAX_OPERATIONS = 1 << 20  # a second or two; a small file can unpack to many more
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C  # first pickle of files written before torch 1.6
 _MARK = object()
 
@@ -68,7 +70,7 @@ def read_meta(path: Path) -> Any:
                 return _one_pickle(io.BytesIO(_zip_pickle(path)))
             file.seek(0)
             data = file.read(MAX_PICKLE_BYTES + 1)
-    except (OSError, zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
+    except (OSError, EOFError, zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError) as error:
         raise ConversionError(f"cannot read {path.name}: {error}") from error
     except _PickleError as error:
         raise ConversionError(f"{path.name} is malformed: {error}") from error
@@ -108,7 +110,7 @@ def _one_pickle(stream: io.BytesIO) -> Any:
     try:
         return _Machine().run(pickletools.genops(stream))
     except (ValueError, IndexError, KeyError, TypeError, OverflowError, EOFError) as error:
-        raise _PickleError(str(error) or type(error).__name__) from error
+        raise _PickleError(str(error)[:200] or type(error).__name__) from error
 
 
 class _Machine:
@@ -119,7 +121,9 @@ class _Machine:
         self.memo: dict[int, Any] = {}
 
     def run(self, operations: Iterator[tuple[Any, Any, int | None]]) -> Any:
-        for opcode, argument, _ in operations:
+        for done, (opcode, argument, _) in enumerate(operations):
+            if done == MAX_OPERATIONS:
+                raise _PickleError(f"it has more than {MAX_OPERATIONS} operations")
             if opcode.name == "STOP":
                 return self.stack.pop()
             if opcode.name in _LITERALS:

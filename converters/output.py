@@ -23,6 +23,8 @@ OnTensor = Callable[[str, mx.array, memoryview], None]
 
 def refuse_existing(path: Path) -> None:
     """Raises `ConversionError` when something lies at `path` already."""
+    if "\0" in str(path):
+        raise ConversionError(f"--mlx-path {str(path)!r} is not a file name")
     if os.path.lexists(path):
         raise ConversionError(f"{path} already exists; delete it or choose another --mlx-path")
 
@@ -31,12 +33,13 @@ def refuse_existing(path: Path) -> None:
 def new_folder(path: Path) -> Iterator[Path]:
     """Gives a folder beside `path` to write in; on success it is flushed to disk and renamed to `path`.
 
-    On any error it is removed and `path` stays absent. A process that is killed leaves a folder
-    `<path>.mlxzip-partial-<pid>`, which nothing reads and no later run minds. Raises `ConversionError` when the disk
-    is full or the place cannot be written.
+    On any error it is removed, with the parents made for it, and `path` stays absent. A process that is killed leaves
+    a folder `<path>.mlxzip-partial-<pid>`, which nothing reads and no later run minds. Raises `ConversionError` when
+    the disk is full or the place cannot be written.
     """
     refuse_existing(path)
     partial = path.with_name(f"{path.name}.mlxzip-partial-{os.getpid()}")
+    new_parents = [parent for parent in path.absolute().parents if not os.path.lexists(parent)]
     try:
         shutil.rmtree(partial, ignore_errors=True)  # left by a killed process that had our id
         partial.mkdir(parents=True)
@@ -49,6 +52,9 @@ def new_folder(path: Path) -> Iterator[Path]:
         raise ConversionError(f"cannot write {path}: {error.strerror or error}; nothing was kept") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+        for parent in new_parents:
+            with contextlib.suppress(OSError):  # it holds the output
+                parent.rmdir()
 
 
 def _sync_tree(folder: Path) -> None:

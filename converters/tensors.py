@@ -142,7 +142,7 @@ def _read_shards(folder: Path) -> Table:
     for shard in sorted(set(map(str, weight_map.values()))):
         if Path(shard).name != shard or not shard.endswith(".safetensors"):
             raise ConversionError(f"{INDEX} names {shard!r}, which is not a safetensors file beside it")
-        if not (folder / shard).is_file():
+        if not os.path.isfile(folder / shard):  # unlike Path.is_file, no error for a name that cannot be
             raise ConversionError(f"{INDEX} names {shard}, which is missing from {folder}")
         for name, tensor in read_header(folder / shard).items():
             if weight_map.get(name) != shard:
@@ -154,12 +154,18 @@ def _read_shards(folder: Path) -> Table:
 
 
 def load(table: Mapping[str, Tensor]) -> dict[str, mx.array]:
-    """Lazy arrays under the table's names; a tensor's bytes are read when it is first evaluated."""
+    """Lazy arrays under the table's names; a tensor's bytes are read when it is first evaluated.
+
+    Raises `ConversionError` for a header that MLX reads more strictly than `read_header` does.
+    """
     files: dict[Path, Any] = {}
     arrays = {}
     for name, tensor in table.items():
         if tensor.path not in files:
-            files[tensor.path] = mx.load(str(tensor.path))
+            try:
+                files[tensor.path] = mx.load(str(tensor.path))
+            except (RuntimeError, ValueError) as error:
+                raise ConversionError(f"{tensor.path.name} cannot be read: {error}") from error
         arrays[name] = files[tensor.path][tensor.key]
     return arrays
 

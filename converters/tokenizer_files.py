@@ -38,16 +38,18 @@ def read_tokenizer(folder: Path, trust_remote_code: bool = False) -> TokenizerFa
 
     Raises `ConversionError` when transformers cannot load it.
     """
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoTokenizer
 
+    failures = (OSError, ValueError, TypeError, LookupError, AttributeError, ImportError, RecursionError)
     try:
         with _quiet_transformers():
             tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
-        first = str(error).strip().partition("\n")[0]
+            probe = tuple(tokenizer.encode(_PROBE, add_special_tokens=False))
+    except (*failures, StrictDataclassError) as error:  # the last: config.json has a value of a wrong type
+        first = " ".join(str(error).split())[:300]
         raise ConversionError(f"the tokenizer in {folder.name} cannot be loaded: {first}") from error
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    probe = tuple(tokenizer.encode(_PROBE, add_special_tokens=False))
     return TokenizerFacts(type(tokenizer).__name__, len(tokenizer), pad, probe)
 
 

@@ -81,7 +81,7 @@ class EncoderConfig:
         needed = {"hidden_size"} | (ENCODER_FIELDS[kind] & {"num_hidden_layers", "num_heads"})
         values: dict[str, Any] = {name: _integer("encoder", fields, name, low=1) for name in sorted(needed)}
         if values.get("num_hidden_layers", 1) > MAX_LAYERS:
-            raise ConfigError(f"encoder: num_hidden_layers must be at most {MAX_LAYERS}, got {fields['num_hidden_layers']}")
+            raise ConfigError(f"encoder: num_hidden_layers is {values['num_hidden_layers']}, at most {MAX_LAYERS}")
         for name in {"intermediate_size", "model_hidden_size"} & fields.keys():
             if fields[name] is not None:
                 values[name] = _integer("encoder", fields, name, low=1)

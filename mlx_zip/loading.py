@@ -51,12 +51,20 @@ def load(
             )
     except MlxZipError:
         raise
-    except (OSError, ValueError, RuntimeError, TypeError, KeyError) as error:
+    except _load_failures() as error:
         raise ModelError(f"cannot load {folder}: {first_line(error)}") from error
     model: Any = loaded[0]
     if hasattr(model, "layout"):
         model.layout.check_tokenizer(len(loaded[1]))
     return model, loaded[1]
+
+
+def _load_failures() -> tuple[type[Exception], ...]:
+    """What mlx-lm, MLX and transformers raise for a damaged folder: a config value of a wrong type can be any of it."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    plain = (OSError, ValueError, RuntimeError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError)
+    return (*plain, StrictDataclassError)
 
 
 def model_folder(path_or_hf_repo: str | Path, revision: str | None = None) -> Path:
@@ -114,7 +122,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """config.json as a dictionary. Raises `ModelError`."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{folder / 'config.json'} cannot be read: {first_line(error)}") from error
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ModelError(f"{folder / 'config.json'} names no model_type")

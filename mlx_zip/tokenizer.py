@@ -40,7 +40,8 @@ def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options
 
     try:
         return tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
-    except (TemplateError, ValueError, TypeError) as error:  # the latter two: no template, options it cannot take
+    except (TemplateError, ValueError, TypeError, ArithmeticError, LookupError, AttributeError) as error:
+        # no template, or what its code raises for options that it cannot take
         raise GenerationError(f"the chat template cannot render the messages: {error}") from error
 
 

@@ -245,6 +245,13 @@ def test_a_bench_that_cannot_run_is_one_line(flags, capsys):
     (["--logit-bias", "{"], "--logit-bias is not valid JSON"),
     (["--logit-bias", "[1]"], "--logit-bias must be a JSON map"),
     (["--logit-bias", '{"a": 1}'], "--logit-bias"),
+    (["--logit-bias", '{"1": 1' + "0" * 400 + "}"], "--logit-bias: a number is too long"),
+    (["--logit-bias", "[" * 100_000], "--logit-bias is not valid JSON"),
+    (["--chat-template-config", '{"messages": 1}'], "--chat-template-config: messages cannot be set"),
+    (["--chat-template-config", '{"tools": 5}'], "the chat template cannot render"),
+    (["--repetition-penalty", 2, "--repetition-context-size", 10**23], "--repetition-context-size"),
+    (["--extra-eos-token", "9" * 5000], "--extra-eos-token"),
+    (["--revision", "main"], "revision (--revision) main does not apply"),
     (["--chat-template-config", "nope"], "--chat-template-config is not valid JSON"),
     (["--extra-eos-token", "<|nonesuch|>"], "--extra-eos-token"),
     (["--ignore-chat-template", "--system-prompt", "a"], "--system-prompt needs a chat template"),
@@ -254,6 +261,32 @@ def test_a_bench_that_cannot_run_is_one_line(flags, capsys):
 def test_a_bad_request_is_one_line_that_names_the_flag(run, flags, named):
     status, _, err = run(*flags)
     assert (status, err.count("\n"), err.startswith("error: "), named in err) == (2, 1, True, True)
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stdin"])
+def test_closed_streams_are_no_crash(stream, run, monkeypatch, model):
+    monkeypatch.setattr(sys, stream, None)
+    status = cli.main(["generate", "--model", model, "--prompt", "-" if stream == "stdin" else "a", "-m", "2"])
+    assert status == (2 if stream == "stdin" else 0)
+
+
+def test_output_that_cannot_be_written_is_one_line(monkeypatch, capsys, model):
+    class Full(io.StringIO):
+        def write(self, _):
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(sys, "stdout", Full())
+    status = cli.main(["generate", "--model", model, "--prompt", "a", "-m", "2"])
+    assert (status, capsys.readouterr().err) == (2, "error: [Errno 28] No space left on device\n")
+
+
+def test_an_error_cannot_steer_the_terminal(run):
+    assert run(name="\x1b[2Jevil")[2].startswith("error: \\x1b[2Jevil: no such model folder")
+
+
+def test_an_empty_model_name_is_no_model(capsys):
+    assert cli.main(["generate", "--model", ""]) == 2
+    assert capsys.readouterr().err.startswith("error: no model")
 
 
 def test_without_a_model_there_is_an_error(run):

@@ -89,6 +89,13 @@ def test_a_corrupt_header_is_refused(edit: Callable[[dict[str, Any]], Any], culp
     assert_refused(tmp_path, culprit)
 
 
+@pytest.mark.parametrize("metadata", [[5], {"a": 5}])
+def test_metadata_that_mlx_does_not_read_is_refused(metadata: Any, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "src")
+    rewrite_header(tmp_path / "src" / BASE_FILE, lambda header: header.update(__metadata__=metadata))
+    assert_refused(tmp_path, "model.safetensors cannot be read")
+
+
 @pytest.mark.parametrize("junk", [b"\xff" * 64, (4).to_bytes(8, "little") + b"[1] ", (2).to_bytes(8, "little") + b"{]"])
 def test_a_file_that_is_not_safetensors_is_refused(junk: bytes, tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "src")
@@ -141,6 +148,7 @@ def test_an_override_of_unknown_tensors_is_refused(tmp_path: Path) -> None:
         (lambda m: m.pop("model.norm.weight"), "holds model.norm.weight, which"),
         (lambda m: m.update({"ghost": "model-00001-of-00002.safetensors"}), "no shard holds: ghost"),
         (lambda m: m.clear(), "no weight_map"),
+        (lambda m: m.update(dict.fromkeys(m, "x" * 300 + ".safetensors")), "which is missing"),
     ],
 )
 def test_an_index_that_disagrees_with_its_shards_is_refused(
@@ -165,6 +173,7 @@ def test_an_index_that_disagrees_with_its_shards_is_refused(
         ({"format_version": 3}, "format_version 3"),
         ({"position_mode": "random"}, "position_mode 'random'"),
         ({"base_model_name_or_path": 7}, "base_model_name_or_path"),
+        ({"base_model_name_or_path": "x" * 5000}, "x is (not|neither) a folder"),
         ({"base_model_name_or_path": "no/such/folder"}, "no/such/folder is neither a folder nor a hub id"),
         ({"compression": {"initial_vocab_size": VOCAB}}, "max_codebook_size"),
     ],
@@ -180,6 +189,7 @@ def test_a_bad_zip2zip_config_is_refused_by_key(changes: dict[str, Any], culprit
     [
         ("transformer", {"surprise": 1}, "encoder: unknown key surprise"),
         ("transformer", {"num_heads": 5}, "num_heads 5"),
+        ("transformer", {"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000"),
         ("transformer", {"hidden_size": 16}, "encoder hidden_size is 16, the base model's hidden_size 32"),
         ("res_latent_attn", {"hidden_size": 16, "model_hidden_size": 48}, "encoder model_hidden_size is 48"),
     ],
@@ -228,6 +238,39 @@ def test_an_unsupported_architecture_is_refused(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "src")
     edit_json(tmp_path / "src" / "base" / "config.json", model_type="mamba2")
     assert_refused(tmp_path, "model_type 'mamba2'")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("model_type", ["llama"]),
+        ("hidden_size", True),
+        ("num_hidden_layers", 10**9),
+        ("head_dim", "16"),
+        ("head_dim", 10**9),
+        ("num_key_value_heads", 3),
+        ("num_key_value_heads", -1),
+        ("attention_bias", "no"),
+        ("partial_rotary_factor", 1.5),
+        ("partial_rotary_factor", "half"),
+    ],
+)
+def test_a_base_config_value_that_cannot_be_is_refused_by_key(key: str, value: Any, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "src")
+    edit_json(tmp_path / "src" / "base" / "config.json", **{key: value})
+    assert_refused(tmp_path, f"{key}|heads of width|a parameter is not a number")
+
+
+def test_a_config_value_that_transformers_refuses_is_named(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "src")
+    edit_json(tmp_path / "src" / "base" / "config.json", initializer_range="x")
+    assert_refused(tmp_path, "initializer_range")
+
+
+def test_a_tokenizer_that_cannot_encode_is_refused(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "src")
+    edit_json(tmp_path / "src" / "base" / "tokenizer_config.json", model_max_length="x")
+    assert_refused(tmp_path, "the tokenizer in base cannot be loaded")
 
 
 # ---- files
@@ -290,6 +333,12 @@ def test_an_output_that_appears_meanwhile_is_not_replaced(tmp_path: Path, monkey
         convert(tmp_path / "src", tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "src"]
     assert not list((tmp_path / "out").iterdir())
+
+
+def test_an_output_name_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "src")
+    with pytest.raises(MlxZipError, match="is not a file name"):
+        convert(tmp_path / "src", tmp_path / "a\0b")
 
 
 def fail_at(call: int, error: BaseException) -> Callable[[Any], memoryview]:

@@ -203,6 +203,9 @@ def test_the_dtype_of_a_plain_adapter_can_be_chosen(tmp_path: Path) -> None:
         ({"r": 5}, "rank 5"),
         ({"lora_alpha": "8"}, "lora_alpha must be a number"),
         ({"alpha_pattern": {"(": 1}}, "invalid pattern"),
+        ({"rank_pattern": "q_proj"}, "rank_pattern must be an object"),
+        ({"use_rslora": "no"}, "use_rslora must be true or false"),
+        ({"lora_alpha": 10**400}, "lora_alpha must be a number"),
     ],
     ids=lambda value: str(value)[:24],
 )

@@ -52,6 +52,30 @@ def test_a_hub_id_that_cannot_be_reached_is_named(monkeypatch, tmp_path):
         load("nobody/nothing")
 
 
+def test_a_name_too_long_for_a_file_is_no_model():
+    with pytest.raises(ModelError, match="no such model folder"):
+        load("x" * 5000)
+
+
+@pytest.mark.parametrize(("file", "text"), [
+    ("config.json", "[" * 100_000),
+    ("tokenizer_config.json", "[]"),
+    ("generation_config.json", "null"),
+])  # fmt: skip
+def test_a_file_that_holds_something_else_is_refused(file, text, model):
+    (model / file).write_text(text)
+    with pytest.raises(ModelError, match="cannot"):
+        load(model)
+
+
+@pytest.mark.parametrize("value", [{"head_dim": ""}, {"hidden_size": 0}, {"vocab_size": -1}])
+def test_a_plain_models_config_value_that_cannot_be_is_refused(value, tmp_path):
+    folder = shutil.copytree(tiny_text.GOLDEN / ZIP / "base", tmp_path / "plain")
+    change(folder, **value)
+    with pytest.raises(ModelError, match="cannot load"):
+        load(folder)
+
+
 def test_a_folder_without_config_is_no_model_folder(tmp_path):
     with pytest.raises(ModelError, match=r"no config\.json"):
         load(tmp_path)

@@ -205,3 +205,22 @@ def test_a_malformed_meta_stops_the_conversion(tmp_path: Path) -> None:
     with pytest.raises(ConversionError, match=r"meta\.pt"):
         convert(tmp_path / "src", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_pickle_of_very_many_operations_is_refused_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meta_pt, "MAX_OPERATIONS", 1000)
+    write_meta(tmp_path / "meta.pt", b"\x80\x02" + b"}" * 2000 + b".")
+    with pytest.raises(ConversionError, match=r"meta\.pt is malformed: it has more than 1000 operations"):
+        read_meta(tmp_path / "meta.pt")
+
+
+def test_damaged_compressed_data_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "meta.pt"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", pickle.dumps({"args": {"lr": 0.5}}))
+    data = bytearray(path.read_bytes())
+    at = 30 + len("archive/data.pkl")  # behind the local header: the first deflate block
+    data[at : at + 4] = b"\xff\xff\xff\xff"
+    path.write_bytes(data)
+    with pytest.raises(ConversionError, match=r"cannot read meta\.pt"):
+        read_meta(path)

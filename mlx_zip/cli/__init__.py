@@ -72,6 +72,8 @@ def _run(name: str, prog: str, argv: Sequence[str] | None) -> int:
 
 
 def _guarded(command: Callable[[], int | None]) -> int:
+    if sys.stdout is None:  # closed by the caller, who wants no output
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (until exit)
     try:
         with explained_imports():
             return command() or 0

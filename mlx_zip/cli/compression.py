@@ -73,6 +73,8 @@ def run(args: argparse.Namespace) -> int:
 
 def read_text(file: str) -> str:
     """The text of a file or of standard input. Raises `GenerationError` when it is missing, empty or not UTF-8."""
+    if file == "-" and sys.stdin is None:
+        raise GenerationError("standard input is closed")
     try:
         data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
         text = data.decode("utf-8")

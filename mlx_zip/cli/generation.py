@@ -18,6 +18,7 @@ REFUSED = {  # flags of mlx_lm.generate that cannot work here, and why
     "image": "the supported models read text only",
     "quantize_activations": "hypertoken rows are computed from the head's own weights, which it replaces",
 }
+_TEMPLATE_ARGUMENTS = {"tokenizer", "messages", "tokenize", "continue_final_message", "add_generation_prompt"}
 _COLOURS = {2: "36", 3: "32", 4: "33"}  # cyan, green, yellow; magenta beyond
 _NUMBERS = {  # sampling flags: (type, default, help); None is off
     "temp": (float, 0.0, "sampling temperature; 0 is greedy"),
@@ -163,6 +164,8 @@ def read_prompt(prompt: str) -> str:
     r"""The prompt's text: `\n` and `\t` written out are replaced as in mlx_lm, `-` reads standard input."""
     prompt = prompt.replace("\\n", "\n").replace("\\t", "\t")
     if prompt == "-":
+        if sys.stdin is None:
+            raise GenerationError("standard input is closed")
         try:
             prompt = sys.stdin.buffer.read().decode("utf-8")
         except UnicodeDecodeError as error:
@@ -193,13 +196,12 @@ def prompt_ids(tokenizer: Any, prompt: str, args: argparse.Namespace, continues:
 def _render(tokenizer: Any, messages: list[dict[str, str]], args: argparse.Namespace) -> str:
     from mlx_zip.tokenizer import render_chat
 
+    given = _json_map("--chat-template-config", args.chat_template_config)
+    if taken := sorted(given.keys() & _TEMPLATE_ARGUMENTS):
+        raise GenerationError(f"--chat-template-config: {', '.join(taken)} cannot be set here")
     prefilled = args.prefill_response is not None
     return render_chat(
-        tokenizer,
-        messages,
-        continue_final_message=prefilled,
-        add_generation_prompt=not prefilled,
-        **_json_map("--chat-template-config", args.chat_template_config),
+        tokenizer, messages, continue_final_message=prefilled, add_generation_prompt=not prefilled, **given
     )
 
 
@@ -213,7 +215,7 @@ def _refuse_chat_flags(args: argparse.Namespace) -> None:
 def _add_eos(tokenizer: Any, tokens: list[str]) -> None:
     vocabulary = tokenizer.get_vocab()
     for token in tokens:
-        if token not in vocabulary and not (token.isdecimal() and int(token) < len(tokenizer)):
+        if token not in vocabulary and not (token.isdecimal() and len(token) < 10 and int(token) < len(tokenizer)):
             raise GenerationError(f"--extra-eos-token {token!r} is not a token of this tokenizer")
         tokenizer.add_eos_token(token)
 
