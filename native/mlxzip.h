@@ -25,7 +25,7 @@
  * Cost. A new codebook is one small allocation; it reads the start entries from the parameters until its first push.
  * Push: O(1) per id, no allocation but for the growth of the id log and of the table, by doubling at least and to what
  * the ids at hand may need (all done before the first id is read). Mark: O(1). Rewind: O(entries undone). Memory: 12
- * bytes per id pushed, 4 * merge_size + 9 bytes per entry, and an index of 16 to 32 bytes per entry; up to twice that
+ * bytes per id pushed, 4 * merge_size + 9 bytes per entry, and an index of 8 to 32 bytes per entry; up to twice that
  * where it grew by doubling.
  *
  * Saved form: 32-bit little-endian words. Magic "mlxz" "zcb\0"; version 1; vocab_size; codebook_size; merge_size;
