@@ -1,6 +1,7 @@
 """The codec's speed beside zip2zip-compression in the same run: JSON lines, times in ns per id.
 
-Ours gets and gives numpy arrays, upstream its Python lists. Trials of the two alternate; a trial goes over all ids.
+Ours gets and gives numpy arrays, upstream its Python lists. Trials of the two alternate; a trial goes over all ids, as
+many times as it takes to last TRIAL_S, so that a fast codec's trial is not all cold caches after the slow one's.
 compress counts base ids; push and expand count compressed ids and are each held against upstream's decode, which
 does both; push includes making the codebook.
 """
@@ -29,6 +30,7 @@ except ImportError:
     upstream = None
 
 WINDOW, MERGE_SIZE = 2048, 3
+TRIAL_S = 0.1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -132,9 +134,12 @@ def _compare(what: str, n: int, trials: int, ours: Callable[[], Any], theirs: An
 
 
 def _seconds(call: Callable[[], Any]) -> float:
-    started = time.perf_counter()
-    call()
-    return time.perf_counter() - started
+    """Mean seconds of a call within one trial."""
+    calls, started = 0, time.perf_counter()
+    while (elapsed := time.perf_counter() - started) < TRIAL_S or not calls:
+        call()
+        calls += 1
+    return elapsed / calls
 
 
 def _latency(codec: _Pair, sequences: list[Uint32s], trials: int) -> Iterator[dict[str, Any]]:
