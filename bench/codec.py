@@ -46,7 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints one JSON line per measurement."""
+    """Prints one JSON line per measurement. Raises `MlxZipError` for a flag out of range or a file it cannot read."""
+    for name in ("length", "windows", "trials"):
+        if getattr(args, name) < 1:
+            raise MlxZipError(f"--{name} must be at least 1, got {getattr(args, name)}")
     ids, data = _load(args)
     ids = np.ascontiguousarray(ids[: args.length], np.uint32)
     starts = np.linspace(0, max(0, len(ids) - WINDOW), args.windows).astype(int)

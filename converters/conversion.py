@@ -82,6 +82,8 @@ def convert(
         raise ConversionError("choose either quantize or dequantize, not both")
     if dtype is not None and dtype not in DTYPES:
         raise ConversionError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+    if upload_repo is not None:
+        hub.check_repository(upload_repo)
     out = Path(mlx_path)
     output.refuse_existing(out)
     recipe = Recipe(quantize, q_group_size, q_bits, q_mode, quant_predicate, encoder_bits, dequantize)

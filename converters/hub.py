@@ -67,6 +67,19 @@ def upload(folder: Path, repository: str) -> None:
         ) from error
 
 
+def check_repository(name: str) -> None:
+    """Raises `ConversionError` when a repository to upload to cannot have this name."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise ConversionError(f"--upload-repo {name!r} is not a hub id: {_first(error)}") from error
+    if not name:
+        raise ConversionError("--upload-repo is empty; name a hub id, owner/name")
+
+
 def _hub_errors() -> tuple[type[Exception], ...]:
     """All that the hub client raises; its own HTTP error derives from whatever transport library it uses."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError

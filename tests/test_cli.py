@@ -220,7 +220,7 @@ def test_without_mlx_one_line_says_what_to_install(run, monkeypatch):
     assert (status, err.count("\n"), "pip install 'mlx_zip[cpu]'" in err) == (2, 1, True)
 
 
-@pytest.mark.parametrize("flags", [["--text", "a.txt"], ["--ids", "/no/such.npy"]])
+@pytest.mark.parametrize("flags", [["--text", "a.txt"], ["--ids", "/no/such.npy"], ["--length", "0"]])
 def test_a_bench_that_cannot_run_is_one_line(flags, capsys):
     assert cli.main(["bench", "codec", *flags]) == 2
     assert capsys.readouterr().err.startswith(f"error: {flags[0]} ")

@@ -335,6 +335,14 @@ def test_an_output_that_appears_meanwhile_is_not_replaced(tmp_path: Path, monkey
     assert not list((tmp_path / "out").iterdir())
 
 
+@pytest.mark.parametrize("name", ["", "a/b/c", "what is this"])
+def test_a_repository_name_that_cannot_be_is_refused_before_any_work(name: str, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "src")
+    with pytest.raises(MlxZipError, match="--upload-repo"):
+        convert(tmp_path / "src", tmp_path / "out", upload_repo=name)
+    assert not (tmp_path / "out").exists()
+
+
 def test_an_output_name_that_cannot_be_is_refused(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "src")
     with pytest.raises(MlxZipError, match="is not a file name"):

@@ -146,8 +146,9 @@ class Model(nn.Module):
         if state.params != self.config.codec_params:
             raise ModelError("the cache was made with other codec parameters than this model's")
         kv = cache[:-1]
-        if (length := _kv_length(kv[0])) != state.offset:
-            raise ModelError(f"the KV cache holds {length} ids, the codebook {state.offset}; trim both together")
+        for length in map(_kv_length, kv):
+            if length != state.offset:
+                raise ModelError(f"a KV cache holds {length} ids, the codebook {state.offset}; trim all together")
         return kv, state
 
     # ---- one call, room by room
