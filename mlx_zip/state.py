@@ -64,7 +64,7 @@ class ZipState:
         batch, length = ids.shape
         if batch != len(self.books):
             raise ModelError(f"the cache was made for {len(self.books)} sequence(s), the ids have {batch}")
-        first = np.clip(self.left_padding - self.offset, 0, length)
+        first = self._padding_columns(self.offset, length)
         before = np.array([len(book) for book in self.books])
         marks = [book.mark() for book in self.books]
         available = np.zeros((batch, length), dtype=np.int64)
@@ -88,15 +88,15 @@ class ZipState:
         Source: position mode `base_token_end` of zip2zip 0.2.0.
         """
         out = np.zeros(ids.shape, dtype=np.int32)
-        first = self.padding_columns(ids.shape[1])
+        first = self._padding_columns(self.offset - ids.shape[1], ids.shape[1])
         for b, book in enumerate(self.books):
             spans = np.asarray(book.spans(ids[b, first[b] :]))
             out[b, first[b] :] = book.base_length - spans.sum() + np.cumsum(spans) - 1
         return out
 
-    def padding_columns(self, length: int) -> np.ndarray:
-        """[B]: how many of the last `length` columns are left padding."""
-        return np.clip(self.left_padding - (self.offset - length), 0, length)
+    def _padding_columns(self, begin: int, length: int) -> np.ndarray:
+        """[B]: how many of the `length` columns from `begin` on are left padding."""
+        return np.clip(self.left_padding - begin, 0, length)
 
     def log(self, pad_id: int) -> np.ndarray:
         """Every id consumed, [B, offset] uint32, with `pad_id` in the left padding."""

@@ -17,7 +17,7 @@ import numpy as np
 
 from mlx_zip.config import ZipConfig
 from mlx_zip.errors import ConfigError, ModelError
-from mlx_zip.hyper import encode_entries, make_encoder
+from mlx_zip.hyper import RowTable, encode_entries, make_encoder
 from mlx_zip.layout import Layout
 from mlx_zip.models.architectures import make_decoder
 from mlx_zip.models.rope import Positions
@@ -194,19 +194,21 @@ class Model(nn.Module):
 
     def _encode_inputs(self, state: ZipState, slots: np.ndarray) -> None:
         sequence, wanted = state.missing_inputs(slots)
-        if len(wanted):
-            entries = state.entries(sequence, wanted)
-            rows = encode_entries(self.input_encoder, self.model.embed_tokens, *entries)
-            state.inputs.put(sequence, wanted, rows, self.config.codebook_size)
-            state.encoded_inputs[sequence, wanted] = True
+        self._encode(state, state.inputs, self.input_encoder, self.model.embed_tokens, sequence, wanted)
+        state.encoded_inputs[sequence, wanted] = True
 
     def _encode_outputs(self, state: ZipState, live: np.ndarray) -> None:
         sequence, wanted = state.missing_outputs()
-        if len(wanted):
-            entries = state.entries(sequence, wanted)
-            rows = encode_entries(self._output_encoder, self._head_matrix, *entries)
-            state.outputs.put(sequence, wanted, rows, self.config.codebook_size)
-            state.encoded_outputs[:] = live
+        self._encode(state, state.outputs, self._output_encoder, self._head_matrix, sequence, wanted)
+        state.encoded_outputs[:] = live
+
+    def _encode(
+        self, state: ZipState, table: RowTable, encoder: nn.Module, matrix: nn.Module, sequence: Any, slots: Any
+    ) -> None:
+        """Puts the rows of the entries at (sequence [N], slots [N]) into one side's table, in one pass."""
+        if len(slots):
+            rows = encode_entries(encoder, matrix, *state.entries(sequence, slots))
+            table.put(sequence, slots, rows, self.config.codebook_size)
 
     def _run(self, h: mx.array, kv: Sequence[Any], positions: Positions) -> mx.array:
         """The decoder body: [B, L, D] -> [B, L, D]."""
