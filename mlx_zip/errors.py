@@ -28,6 +28,14 @@ class GenerationError(MlxZipError, ValueError):
     """A request that cannot be generated as asked (empty prompt, prompt longer than the context, a refused flag)."""
 
 
+class DataError(MlxZipError, ValueError):
+    """Training or evaluation data that cannot be read, are empty, or do not fit the model beside them."""
+
+
+class TrainingError(MlxZipError):
+    """A training run that cannot start, go on or be resumed; what was saved before stays good."""
+
+
 class InstallationError(MlxZipError, ImportError):
     """A library that this installation lacks."""
 

@@ -1,0 +1,70 @@
+"""Files and folders that appear whole or not at all: written beside, flushed to disk, renamed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Gives a path beside `path` to write to; on success that file is flushed and takes the name `path`.
+
+    On any error it is removed and what was at `path` stays. Raises what writing raises (`OSError`).
+    """
+    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    try:
+        yield partial
+        sync(partial)
+        partial.replace(path)
+        sync(path.parent)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def whole_folder(path: Path) -> Iterator[Path]:
+    """Gives a folder beside `path` to fill; on success it is flushed and takes the place of `path`, old content too."""
+    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    old = path.with_name(f".{path.name}.old-{os.getpid()}")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)  # left by a killed process that had our id
+        partial.mkdir(parents=True)
+        yield partial
+        sync_tree(partial)
+        if path.exists():
+            path.rename(old)
+        partial.rename(path)
+        sync(path.parent)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def sync_tree(folder: Path) -> None:
+    """Flushes a folder and all in it to disk."""
+    for root, _, files in os.walk(folder):
+        for name in files:
+            sync(Path(root, name))
+        sync(Path(root))
+
+
+def sync(path: Path) -> None:
+    """Flushes one file or folder to disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Sorted, indented, one newline at the end; whole or not at all."""
+    text = json.dumps(data, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False)
+    with whole_file(path) as partial:
+        partial.write_text(text + "\n", encoding="utf-8")

@@ -1,0 +1,235 @@
+"""Prepared samples on disk: memory-mapped arrays, one codebook per sample.
+
+A prepared folder holds `index.json` and, per shard, arrays in numpy's own format, all samples end to end:
+
+    NAME.ids.npy    uint32 [ids]         compressed ids
+    NAME.mask.npy   bool   [ids]         whether the loss counts this id
+    NAME.ends.npy   int64  [samples]     where each sample ends in the two above
+    NAME.base.npy   int64  [samples]     base ids of each sample
+    NAME.bytes.npy  int64  [samples]     UTF-8 bytes of each sample's text
+    NAME.start.npy  int32  [samples, K]  rows of the pool that are the sample's starting codebook (only with a pool)
+
+The codebook itself is not stored: it follows from the ids. Every file appears whole or not at all; the index last.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mlx_zip.codec import CodecParams
+from mlx_zip.codec.ids import Uint32s
+from mlx_zip.errors import CodecError, DataError
+from mlx_zip.files import whole_file, write_json
+
+VERSION = 1
+INDEX = "index.json"
+PARTS = {"ids": np.uint32, "mask": np.bool_, "ends": np.int64, "base": np.int64, "bytes": np.int64}
+Start = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One training sample: ids uint32 [n] as the model reads them, mask bool [n], and what they stand for.
+
+    base_ids, n_bytes: base ids and UTF-8 bytes of the text. start: the sample's own starting codebook, in slot order.
+    """
+
+    ids: Uint32s
+    mask: NDArray[np.bool_]
+    base_ids: int
+    n_bytes: int
+    start: Start | None = None
+
+    def params(self, params: CodecParams) -> CodecParams:
+        """`params` with this sample's starting codebook."""
+        return params if self.start is None else replace_start(params, self.start)
+
+
+def replace_start(params: CodecParams, start: Start | None) -> CodecParams:
+    """The same codec with another starting codebook. Raises `CodecError` if it does not fit."""
+    return replace(params, start=start)
+
+
+class ShardWriter:
+    """Collects the samples of one shard and writes them: `add` each, then `close`.
+
+    start_width: K, how many pool rows each sample brings; 0 without a pool.
+    """
+
+    def __init__(self, folder: Path, name: str, start_width: int = 0) -> None:
+        self.folder, self.name, self.start_width = Path(folder), name, start_width
+        self._ids: list[Uint32s] = []
+        self._masks: list[NDArray[np.bool_]] = []
+        self._counts: list[tuple[int, int, int]] = []
+        self._starts: list[NDArray[np.int32]] = []
+
+    def add(
+        self, ids: Uint32s, mask: NDArray[np.bool_], base_ids: int, n_bytes: int, start: NDArray[np.int32] | None = None
+    ) -> None:
+        """Adds a sample; the arrays are kept, not copied."""
+        if len(ids) != len(mask):
+            raise DataError(f"{self.name}: a sample has {len(ids)} ids and {len(mask)} mask values")
+        self._ids.append(ids)
+        self._masks.append(mask)
+        self._counts.append((len(ids), base_ids, n_bytes))
+        if self.start_width:
+            assert start is not None and len(start) == self.start_width
+            self._starts.append(start)
+
+    def close(self) -> dict[str, Any]:
+        """Writes the shard's files and returns its record for the index. Raises `OSError`."""
+        counts = np.array(self._counts, np.int64).reshape(-1, 3)
+        arrays: dict[str, Any] = {
+            "ids": np.concatenate([*self._ids, np.empty(0, np.uint32)]).astype(np.uint32, copy=False),
+            "mask": np.concatenate([*self._masks, np.empty(0, np.bool_)]).astype(np.bool_, copy=False),
+            "ends": np.cumsum(counts[:, 0]),
+            "base": counts[:, 1].copy(),
+            "bytes": counts[:, 2].copy(),
+        }
+        if self.start_width:
+            arrays["start"] = np.array(self._starts, np.int32).reshape(-1, self.start_width)
+        for part, array in arrays.items():
+            with whole_file(part_file(self.folder, self.name, part)) as partial, open(partial, "wb") as file:
+                np.save(file, array, allow_pickle=False)
+        total = counts.sum(axis=0).tolist()
+        return {"name": self.name, "samples": len(counts), "ids": total[0], "base_ids": total[1], "bytes": total[2]}
+
+
+def part_file(folder: Path, name: str, part: str) -> Path:
+    """Where one array of a shard lies."""
+    return folder / f"{name}.{part}.npy"
+
+
+def codec_record(params: CodecParams) -> dict[str, Any]:
+    """The codec's parameters as the index holds them; a starting codebook is not among them."""
+    record = asdict(replace(params, start=None))
+    del record["start"]
+    return {**record, "disabled_ids": list(params.disabled_ids)}
+
+
+def write_index(folder: Path, index: Mapping[str, Any]) -> None:
+    """Writes `index.json`, which makes the folder readable."""
+    write_json(Path(folder) / INDEX, {"version": VERSION, **index})
+
+
+class Shards:
+    """The samples of a prepared folder, memory-mapped: `len(shards)`, `shards[i] -> Sample`.
+
+    index: the whole record. params: the codec. context: most base ids of one sample. Raises `DataError` naming the
+    file when the folder is none, is unfinished or its files do not fit together.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.index = _read_index(self.folder)
+        try:
+            self.params = CodecParams(**self.index["codec"])
+            self.context = int(self.index["context"])
+            records = [(str(record["name"]), int(record["samples"])) for record in self.index["shards"]]
+        except (KeyError, TypeError, ValueError, CodecError) as error:
+            raise DataError(f"{self.folder / INDEX}: {error!r}; prepare the data again") from error
+        pool = self.index.get("pool")
+        self._pool = None if pool is None else _read_pool(self.folder, str(pool), self.params.merge_size)
+        self._shards = [self._open(name, samples) for name, samples in records]
+        self._ends = list(accumulate(samples for _, samples in records))
+
+    def _open(self, name: str, samples: int) -> dict[str, NDArray[Any]]:
+        arrays = {part: _map(part_file(self.folder, name, part), dtype) for part, dtype in PARTS.items()}
+        if self._pool is not None:
+            arrays["start"] = _map(part_file(self.folder, name, "start"), np.int32)
+        ends = arrays["ends"]
+        fits = all(len(arrays[part]) == samples for part in arrays.keys() - {"ids", "mask"})
+        total = int(ends[-1]) if len(ends) else 0
+        if not fits or len(arrays["ids"]) != total or len(arrays["mask"]) != total or np.any(np.diff(ends) < 0):
+            raise DataError(f"{self.folder / name}: the arrays of this shard do not fit together; prepare it again")
+        return arrays
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __getitem__(self, i: int) -> Sample:
+        if not 0 <= i < len(self):
+            raise IndexError(i)
+        number = bisect_right(self._ends, i)
+        shard = self._shards[number]
+        j = i - (self._ends[number - 1] if number else 0)
+        begin, end = (int(shard["ends"][j - 1]) if j else 0), int(shard["ends"][j])
+        start = None
+        if self._pool is not None:
+            start = tuple(self._pool[row] for row in shard["start"][j].tolist())
+        ids, mask = np.array(shard["ids"][begin:end]), np.array(shard["mask"][begin:end])
+        return Sample(ids, mask, int(shard["base"][j]), int(shard["bytes"][j]), start)
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Ids of every sample, int64 [len(self)]."""
+        return np.concatenate([np.diff(shard["ends"], prepend=0) for shard in self._shards] or [np.empty(0, np.int64)])
+
+
+class Joined:
+    """Several prepared folders read as one, in the order given. Raises `DataError` when their codecs differ."""
+
+    def __init__(self, folders: Sequence[str | Path]) -> None:
+        self.parts = [Shards(folder) for folder in folders]
+        self.params = self.parts[0].params
+        for part in self.parts:
+            if part.params != self.params:
+                raise DataError(f"{part.folder} was prepared for another codec than {self.parts[0].folder}")
+        self._ends = list(accumulate(map(len, self.parts)))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, i: int) -> Sample:
+        number = bisect_right(self._ends, i)
+        if not 0 <= i < len(self):
+            raise IndexError(i)
+        return self.parts[number][i - (self._ends[number - 1] if number else 0)]
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Ids of every sample, int64 [len(self)]."""
+        return np.concatenate([part.lengths for part in self.parts])
+
+    def __str__(self) -> str:
+        return ", ".join(str(part.folder) for part in self.parts)
+
+
+def _read_index(folder: Path) -> dict[str, Any]:
+    path = folder / INDEX
+    try:
+        index = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise DataError(f"{folder} has no {INDEX}: not a prepared folder, or an unfinished one") from None
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
+    if not isinstance(index, dict) or index.get("version") != VERSION:
+        raise DataError(f"{path} is not version {VERSION} of prepared data; prepare it again")
+    return index
+
+
+def _map(path: Path, dtype: Any) -> NDArray[Any]:
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise DataError(f"{path} cannot be read: {error}; prepare the data again") from error
+    if array.dtype != dtype:
+        raise DataError(f"{path} holds {array.dtype}, not {np.dtype(dtype)}; prepare the data again")
+    return array
+
+
+def _read_pool(folder: Path, name: str, width: int) -> list[tuple[int, ...]]:
+    rows = _map(folder / name, np.uint32)
+    lengths = _map((folder / name).with_suffix(".lengths.npy"), np.int64)
+    if rows.ndim != 2 or rows.shape != (len(lengths), width) or np.any((lengths < 2) | (lengths > width)):
+        raise DataError(f"{folder / name}: the pool of start entries is damaged; prepare the data again")
+    return [tuple(row[:n]) for row, n in zip(rows.tolist(), lengths.tolist(), strict=True)]
