@@ -21,7 +21,7 @@ from mlx_zip.hyper import RowTable, encode_entries, make_encoder
 from mlx_zip.layout import Layout
 from mlx_zip.models.architectures import make_decoder
 from mlx_zip.models.rope import Positions
-from mlx_zip.state import Advance, ZipState, find_state
+from mlx_zip.state import Advance, ZipState, find_state, split_start, with_starts
 
 RECORD_KEYS = ("base_model_type", "source", "fingerprint")  # beside ZipConfig's keys in config.json's section
 
@@ -122,28 +122,35 @@ class Model(nn.Module):
 
     # ---- cache
 
-    def make_cache(self, left_padding: Sequence[int] | None = None) -> list[Any]:
+    def make_cache(self, left_padding: Sequence[int] | None = None, start: Sequence[Any] | None = None) -> list[Any]:
         """KV caches and the `ZipState` of a new request.
 
         left_padding [B]: per sequence, how many ids at the start are padding, for batches; None makes a cache for
-        one sequence. Every layer gets a full KV cache, also under a sliding window, so that every cache can be
-        trimmed and quantized. Raises `ModelError` for an empty or negative left_padding.
+        one sequence. start: entries (sequences of base ids) that exist before the first id and take the first slots,
+        in place of the model's own; or a list of B such codebooks, None among them for the model's own. An empty one
+        starts from nothing. Every layer gets a full KV cache, also under a sliding window, so that every cache can be
+        trimmed and quantized. Raises `ModelError` for an empty or negative left_padding and for starts that are not
+        one per sequence, `CodecError` naming the start entry that does not fit the codec.
         """
         from mlx_lm.models.cache import BatchKVCache, KVCache  # importing it takes a second, so only when needed
 
-        if left_padding is None or list(left_padding) == [0]:
-            return [*(KVCache() for _ in self.layers), ZipState(self.config.codec_params)]
-        padding = [int(n) for n in left_padding]
+        padding = [0] if left_padding is None else [int(n) for n in left_padding]
         if not padding or min(padding) < 0:
             raise ModelError(f"left_padding must give a count for each sequence, 0 or more, got {padding}")
-        return [*(BatchKVCache(padding) for _ in self.layers), ZipState(self.config.codec_params, padding)]
+        state = ZipState(with_starts(self.config.codec_params, split_start(start, len(padding))), padding)
+        if padding == [0]:
+            return [*(KVCache() for _ in self.layers), state]
+        return [*(BatchKVCache(padding) for _ in self.layers), state]
 
     def check_cache(self, cache: Sequence[Any]) -> tuple[Sequence[Any], ZipState]:
-        """The KV caches and the state of a cache; `ModelError` when it is not one of this model's, or uneven."""
+        """The KV caches and the state of a cache; `ModelError` when it is not one of this model's, or uneven.
+
+        Its starting codebooks may be any: they belong to the request.
+        """
         state = find_state(cache)
         if state is None or state is not cache[-1] or len(cache) != len(self.layers) + 1:
             raise ModelError("the cache is not one that this model's make_cache() made")
-        if state.params != self.config.codec_params:
+        if not state.fits(self.config.codec_params):
             raise ModelError("the cache was made with other codec parameters than this model's")
         kv = cache[:-1]
         for length in map(_kv_length, kv):
@@ -167,7 +174,7 @@ class Model(nn.Module):
                 cache.trim(_kv_length(cache))
             positions = self._positions(state, ids)
         state.long_rope = positions.long
-        return self._run(self._embed(state, ids), kv, positions)[:, -length:]
+        return self.run_layers(self._embed(state, ids), kv, positions)[:, -length:]
 
     def _positions(self, state: ZipState, ids: np.ndarray) -> Positions:
         """Where the last L ids stand, ids [B, L]."""
@@ -199,7 +206,7 @@ class Model(nn.Module):
 
     def _encode_outputs(self, state: ZipState, live: np.ndarray) -> None:
         sequence, wanted = state.missing_outputs()
-        self._encode(state, state.outputs, self._output_encoder, self._head_matrix, sequence, wanted)
+        self._encode(state, state.outputs, self.row_encoder, self.head_matrix, sequence, wanted)
         state.encoded_outputs[:] = live
 
     def _encode(
@@ -210,7 +217,7 @@ class Model(nn.Module):
             rows = encode_entries(encoder, matrix, *state.entries(sequence, slots))
             table.put(sequence, slots, rows, self.config.codebook_size)
 
-    def _run(self, h: mx.array, kv: Sequence[Any], positions: Positions) -> mx.array:
+    def run_layers(self, h: mx.array, kv: Sequence[Any], positions: Positions) -> mx.array:
         """The decoder body: [B, L, D] -> [B, L, D]."""
         masks: dict[int | None, Any] = {}
         as_array = self.traits.mask_as_array and h.shape[1] > 1
@@ -226,10 +233,10 @@ class Model(nn.Module):
     def _head(self, h: mx.array, state: ZipState, advance: Advance, causal: bool) -> mx.array:
         """[B, L, D] -> logits [B, L, W] in the order of `Layout`."""
         self._encode_outputs(state, advance.live)
-        base = self._cap(self.model.embed_tokens.as_linear(h) if self.traits.tied else self.lm_head(h))
+        base = self.cap(self.model.embed_tokens.as_linear(h) if self.traits.tied else self.lm_head(h))
         parts, columns = [base[..., : self.layout.vocab_size]], self.layout.vocab_size
         if state.outputs.rows is not None:
-            hyper = self._cap((h @ state.outputs.rows.swapaxes(-1, -2)).astype(base.dtype))
+            hyper = self.cap((h @ state.outputs.rows.swapaxes(-1, -2)).astype(base.dtype))
             installed = advance.available if causal else advance.live[:, None]
             is_open = mx.arange(hyper.shape[-1]) < mx.array(installed)[..., None]
             parts.append(mx.where(is_open, hyper, -mx.inf))
@@ -239,7 +246,7 @@ class Model(nn.Module):
             parts.append(mx.full((*base.shape[:-1], rest), -mx.inf, base.dtype))
         return mx.concatenate(parts, axis=-1)
 
-    def _cap(self, logits: mx.array) -> mx.array:
+    def cap(self, logits: mx.array) -> mx.array:
         """Gemma 2's soft cap; before the mask, or it would lift -inf to -cap."""
         cap = self.traits.soft_cap
         return logits if cap is None else mx.tanh(logits / cap) * cap
@@ -252,11 +259,13 @@ class Model(nn.Module):
         return self.model.layers
 
     @property
-    def _output_encoder(self) -> nn.Module:
+    def row_encoder(self) -> nn.Module:
+        """The encoder of output rows."""
         return self.input_encoder if self.config.encoder.tie_encoders else self.output_encoder
 
     @property
-    def _head_matrix(self) -> nn.Module:
+    def head_matrix(self) -> nn.Module:
+        """What holds the head's rows: the embedding when it is tied."""
         return self.model.embed_tokens if self.traits.tied else self.lm_head
 
     def rows(self, base_ids: np.ndarray, lengths: np.ndarray) -> tuple[mx.array, mx.array]:
@@ -272,7 +281,7 @@ class Model(nn.Module):
             raise ModelError(f"entries must hold base ids below {vocab} and be 1 to {width} long")
         return (
             encode_entries(self.input_encoder, self.model.embed_tokens, base_ids, lengths),
-            encode_entries(self._output_encoder, self._head_matrix, base_ids, lengths),
+            encode_entries(self.row_encoder, self.head_matrix, base_ids, lengths),
         )
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:

@@ -1,0 +1,104 @@
+"""The model over whole samples at once, their codebooks known beforehand: what training needs.
+
+A request learns its codebook id by id; a training sample's codebook is known in full. So rows are encoded once for
+all samples of the batch, each distinct entry once, and the decoder runs without KV caches. Every function here is
+plain MLX over arrays that are given, so that it can be differentiated and compiled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_zip.hyper import matrix_rows
+from mlx_zip.models.rope import Positions
+from mlx_zip.models.zip_model import Model
+
+
+@dataclass(frozen=True)
+class Samples:
+    """B samples of L ids and the U distinct entries of their codebooks.
+
+    inputs [B, L] int32: base ids, 0 where a hypertoken stands. read [R] int32: which entries the inputs read.
+    input_rows [B, L] int32: index into `read`, -1 for a base id. entries [U, S] int32, lengths [U] int32.
+    slots [B, K] int32: which entry each slot of a sample holds. index [B, L] int32 or None: positions in base ids
+    (`base_token_end`). long: use LongRoPE's long factors.
+    """
+
+    inputs: mx.array
+    read: mx.array
+    input_rows: mx.array
+    entries: mx.array
+    lengths: mx.array
+    slots: mx.array
+    index: mx.array | None = None
+    long: bool = False
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """hidden [B, L, D]; base [B, L, V] and hyper [B, L, K] logits; input and output rows [R, D], [U, D]."""
+
+    hidden: mx.array
+    base: mx.array
+    hyper: mx.array
+    input_rows: mx.array
+    output_rows: mx.array
+
+
+class NoCache:
+    """Stands where a layer expects a KV cache, and keeps nothing."""
+
+    offset = 0
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """What is new is all there is."""
+        return keys, values
+
+    def make_mask(self, length: int, window_size: int | None = None, return_array: bool = False) -> Any:
+        """The causal mask of `length` ids; padding stands behind the real ones, which never look at it."""
+        from mlx_lm.models.base import create_causal_mask
+
+        if window_size is None and not return_array:
+            return "causal"
+        return create_causal_mask(length, window_size=window_size)
+
+
+def run_whole(model: Model, samples: Samples) -> Outputs:
+    """One forward pass over whole samples. Logits are soft-capped where the model does so, but not masked.
+
+    Right padding needs no mask: attention is causal. Equal to `model(ids, causal=True)` sample by sample, where the
+    entry is available (tests).
+    """
+    input_rows, output_rows = encode_rows(model, samples)
+    h = model.model.embed_tokens(samples.inputs)
+    is_hyper = (samples.input_rows >= 0)[..., None]
+    h = mx.where(is_hyper, input_rows[mx.maximum(samples.input_rows, 0)].astype(h.dtype), h)
+    if model.traits.embed_scale != 1.0:
+        h = h * mx.array(model.traits.embed_scale).astype(h.dtype)
+    positions = Positions(index=samples.index, long=samples.long)
+    h = model.run_layers(h, [NoCache()] * len(model.layers), positions)
+    base = model.cap(model.model.embed_tokens.as_linear(h) if model.traits.tied else model.lm_head(h))
+    rows = output_rows[samples.slots].astype(h.dtype)  # [B, K, D]
+    hyper = model.cap(h @ rows.swapaxes(-1, -2))
+    return Outputs(h, base[..., : model.layout.vocab_size], hyper, input_rows, output_rows)
+
+
+def encode_rows(model: Model, samples: Samples) -> tuple[mx.array, mx.array]:
+    """Input rows [R, D] of the entries that are read, output rows [U, D] of all.
+
+    One pass does for both when encoders and matrices are tied.
+    """
+    output = encode(model.row_encoder, model.head_matrix, samples.entries, samples.lengths)
+    if model.config.encoder.tie_encoders and model.traits.tied:
+        return output[samples.read], output
+    entries, lengths = samples.entries[samples.read], samples.lengths[samples.read]
+    return encode(model.input_encoder, model.model.embed_tokens, entries, lengths), output
+
+
+def encode(encoder: nn.Module, matrix: nn.Module, entries: mx.array, lengths: mx.array) -> mx.array:
+    """Rows [N, D] of entries [N, S], lengths [N]."""
+    return encoder(matrix_rows(matrix, entries), lengths)

@@ -1,0 +1,127 @@
+"""The objective: cross entropy over [base | entries], and the two losses that may stand beside it.
+
+Every loss is a sum over the positions that count, so that gradients of several batches, on several machines, add up
+and one division by the number of positions makes them those of one large batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_zip.models import Model
+from mlx_zip.models.whole import Outputs, Samples, encode, run_whole
+
+EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
+CLOSED = -1e30  # logit of an entry that is not available; finite, so that gradients of it are 0 and not NaN
+
+
+@dataclass(frozen=True)
+class LossWeights:
+    """Weights of the losses beside the cross entropy; 0 leaves one out.
+
+    reconstruction: lambda of arXiv 2506.01084 eq. 3. token_type: binary cross entropy of "the next id is a
+    hypertoken" (zip2zip++ uses 0.05). reconstruct_entries: how many entries of a batch the reconstruction looks at.
+    """
+
+    reconstruction: float = 0.0
+    token_type: float = 0.0
+    reconstruct_entries: int = 256
+
+
+class Trainee(nn.Module):
+    """What is trained: the model and the heads that only training needs.
+
+    decoder: f_psi of eq. 3, from a hyper row [D] to merge_size vectors [D], each compared with the model's own
+    matrix. type_head: from the hidden state to one logit.
+    """
+
+    def __init__(self, model: nn.Module, weights: LossWeights) -> None:
+        super().__init__()
+        self.model = model
+        self._weights = weights
+        if isinstance(model, Model):
+            width = model.config.encoder.model_size
+            if weights.reconstruction:
+                self.decoder = nn.Linear(width, model.config.merge_size * width)
+            if weights.token_type:
+                self.type_head = nn.Linear(width, 1)
+
+    def losses(self, arrays: dict[str, mx.array], long: bool = False) -> dict[str, mx.array]:
+        """Sums over the positions that count, float32 scalars: `nats` and `count`, and what else is asked for."""
+        if not isinstance(self.model, Model):
+            return plain_nats(self.model(arrays["inputs"]), arrays)
+        if "entries" not in arrays:
+            raise ValueError("a zip model is trained on samples with a codebook")
+        out = run_whole(self.model, samples_of(arrays, long))
+        sums = joint_nats(out.base, out.hyper, arrays)
+        if self._weights.reconstruction:
+            mean = self._reconstruction(out, arrays)
+            sums["reconstruction"] = mean * sums["count"]
+        if self._weights.token_type:
+            sums["token_type"] = self._token_type(out, arrays)
+        return sums
+
+    def total(self, sums: dict[str, mx.array]) -> mx.array:
+        """What is minimised, before the division by `count`."""
+        beside = (getattr(self._weights, name) * sums[name] for name in ("reconstruction", "token_type") if name in sums)
+        return sum(beside, sums["nats"])
+
+    def _reconstruction(self, out: Outputs, arrays: dict[str, mx.array]) -> mx.array:
+        """Mean cross entropy of an entry's base ids, read back from its rows, over the real ids of the first entries."""
+        size = arrays["entries"].shape[0]
+        n = min(self._weights.reconstruct_entries, size)
+        chosen = (mx.arange(n) * size) // n  # spread over the batch's entries, which are sorted by their ids
+        entries, lengths = arrays["entries"][chosen], arrays["lengths"][chosen]
+        real = (mx.arange(entries.shape[1]) < lengths[:, None]) & (lengths[:, None] > 1)
+        both = [
+            self._rebuilt(out.output_rows[chosen], self.model.head_matrix, entries),
+            self._rebuilt(encode(self.model.input_encoder, self.model.model.embed_tokens, entries, lengths),
+                          self.model.model.embed_tokens, entries),
+        ]  # fmt: skip
+        return sum((nats * real).sum() for nats in both) / (2 * mx.maximum(real.sum(), 1))
+
+    def _rebuilt(self, rows: mx.array, matrix: nn.Module, entries: mx.array) -> mx.array:
+        """Nats [N, S] of the entries' base ids, given their rows [N, D]."""
+        guesses = self.decoder(rows).reshape(*entries.shape, -1)
+        logits = matrix.as_linear(guesses) if isinstance(matrix, EMBEDDINGS) else matrix(guesses)
+        return nn.losses.cross_entropy(logits.astype(mx.float32), entries)
+
+    def _token_type(self, out: Outputs, arrays: dict[str, mx.array]) -> mx.array:
+        is_hyper = (arrays["targets"] >= out.base.shape[-1]).astype(mx.float32)
+        logits = self.type_head(out.hidden)[..., 0].astype(mx.float32)
+        loss = nn.losses.binary_cross_entropy(logits, is_hyper, with_logits=True, reduction="none")
+        return (loss * arrays["weights"]).sum()
+
+
+def samples_of(arrays: dict[str, mx.array], long: bool = False) -> Samples:
+    """The part of a batch that the model reads."""
+    names = ("inputs", "read", "input_rows", "entries", "lengths", "slots")
+    return Samples(*(arrays[name] for name in names), index=arrays.get("index"), long=long)
+
+
+def plain_nats(logits: mx.array, arrays: dict[str, mx.array]) -> dict[str, mx.array]:
+    """Cross entropy of a model without hypertokens: logits [B, L, V]."""
+    nats = nn.losses.cross_entropy(logits.astype(mx.float32), arrays["targets"])
+    return {"nats": (nats * arrays["weights"]).sum(), "count": arrays["weights"].sum()}
+
+
+def joint_nats(base: mx.array, hyper: mx.array, arrays: dict[str, mx.array]) -> dict[str, mx.array]:
+    """Cross entropy over [base | entries that are available]: base [B, L, V], hyper [B, L, K] logits.
+
+    The two parts are normalised together without ever being put side by side. Source: arXiv 2506.01084 eq. 2.
+    """
+    base, hyper = base.astype(mx.float32), hyper.astype(mx.float32)
+    vocab, slots = base.shape[-1], hyper.shape[-1]
+    is_open = mx.arange(slots) < arrays["available"][..., None]
+    hyper = mx.where(is_open, hyper, CLOSED)
+    targets = arrays["targets"]
+    is_hyper = targets >= vocab
+    in_base = mx.take_along_axis(base, mx.where(is_hyper, 0, targets)[..., None], axis=-1)
+    in_hyper = mx.take_along_axis(hyper, mx.where(is_hyper, targets - vocab, 0)[..., None], axis=-1)
+    target = mx.where(is_hyper[..., None], in_hyper, in_base)[..., 0]
+    normaliser = mx.logaddexp(mx.logsumexp(base, axis=-1), mx.logsumexp(hyper, axis=-1))
+    nats = (normaliser - target) * arrays["weights"]
+    return {"nats": nats.sum(), "count": arrays["weights"].sum()}
