@@ -51,7 +51,7 @@ def load(
             )
     except MlxZipError:
         raise
-    except _load_failures() as error:
+    except load_failures() as error:
         raise ModelError(f"cannot load {folder}: {first_line(error)}") from error
     model: Any = loaded[0]
     if hasattr(model, "layout"):
@@ -59,7 +59,7 @@ def load(
     return model, loaded[1]
 
 
-def _load_failures() -> tuple[type[Exception], ...]:
+def load_failures() -> tuple[type[Exception], ...]:
     """What mlx-lm, MLX and transformers raise for a damaged folder: a config value of a wrong type can be any of it."""
     from huggingface_hub.errors import StrictDataclassError
 

@@ -1,0 +1,184 @@
+"""What a run starts from: a model made zip-capable, a zip2zip model, a plain one, or one built from a config."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.tuner.utils import linear_to_lora_layers
+from mlx_lm.utils import _get_classes, load_model
+
+from mlx_zip.codec import CodecParams
+from mlx_zip.config import ENCODER_FIELDS, EncoderConfig, ZipConfig
+from mlx_zip.errors import ConfigError, TrainingError
+from mlx_zip.hyper import matrix_rows
+from mlx_zip.loading import first_line, load_failures, read_config, rope_settings
+from mlx_zip.models import Model
+from mlx_zip.register import MODEL_TYPE
+from mlx_zip.training.batches import grows
+from mlx_zip.training.settings import TrainSettings
+
+SIDES = ("input_encoder", "output_encoder")
+SAMPLED_ROWS = 1024  # rows of a matrix that its scale is estimated from
+
+
+@dataclass(frozen=True)
+class EncoderOptions:
+    """The hyper-encoder a plain model gets. Names as in zip2zip 0.2.0's encoder config.
+
+    kind: one of `ENCODER_FIELDS`. size: its own width (None: the model's; `res_latent_attn` alone may differ).
+    """
+
+    kind: str = "res_latent_attn"
+    num_hidden_layers: int = 2
+    num_heads: int = 4
+    size: int | None = None
+    intermediate_size: int | None = None
+    tie_encoders: bool = False
+    position_mode: str = "compressed"
+
+    def config(self, width: int) -> EncoderConfig:
+        """For a model of width D. Raises `ConfigError`."""
+        if self.kind not in ENCODER_FIELDS:
+            raise ConfigError(f"encoder {self.kind!r} is not one of {', '.join(sorted(ENCODER_FIELDS))}")
+        size = self.size or width
+        if size != width and self.kind != "res_latent_attn":
+            raise ConfigError(f"encoder {self.kind} must be as wide as the model ({width}), got {size}")
+        fields: dict[str, Any] = {
+            "hidden_size": size, "tie_encoders": self.tie_encoders, "num_hidden_layers": self.num_hidden_layers,
+            "num_heads": self.num_heads, "intermediate_size": self.intermediate_size,
+        }  # fmt: skip
+        if self.kind == "transformer":
+            fields["position_encoding"] = "learnable"
+        if size != width:
+            fields["model_hidden_size"] = width
+        return EncoderConfig.from_dict(self.kind, {k: v for k, v in fields.items() if k in ENCODER_FIELDS[self.kind]})
+
+
+def start_model(
+    folder: Path | None, scratch: Mapping[str, Any] | None, params: CodecParams, encoder: EncoderOptions
+) -> tuple[nn.Module, dict[str, Any]]:
+    """The model to train on data of codec `params`, and its config.json.
+
+    folder: a model folder, zip2zip or plain; else `scratch`, a config.json's content, gives random weights. A plain
+    model becomes a zip2zip one with new encoders when the codec has a codebook. Raises `TrainingError` when a zip2zip
+    model has another codec than the data, `ConfigError` for a model type that is not supported.
+    """
+    config = dict(scratch) if folder is None else {**read_config(folder), **rope_settings(read_config(folder))}
+    if config.get("model_type") == MODEL_TYPE:
+        _check_codec(config, params)
+        return (_build(config) if folder is None else _load(folder, config)), config
+    if grows(params):
+        config = zip_config(config, params, encoder)
+    if folder is None:
+        model = _build(config)
+    else:
+        model = _load(folder, config, strict=not grows(params))
+    if isinstance(model, Model):
+        if folder is not None:
+            _check_decoder(folder, model)
+        init_encoders(model)
+    return model, config
+
+
+def zip_config(base: Mapping[str, Any], params: CodecParams, encoder: EncoderOptions) -> dict[str, Any]:
+    """config.json of a plain model made zip-capable."""
+    if params.pad_id is None:
+        raise TrainingError("the data were prepared without a pad id; prepare them with the model's tokenizer")
+    config = ZipConfig(
+        vocab_size=params.vocab_size, codebook_size=params.codebook_size, merge_size=params.merge_size,
+        disabled_ids=params.disabled_ids, pad_id=params.pad_id, encoder=encoder.config(base["hidden_size"]),
+        position_mode=encoder.position_mode, format_version=2, base_model=".", start=params.start,
+    )  # fmt: skip
+    section = {**config.to_dict(), "base_model_type": base["model_type"]}
+    return {**base, "model_type": MODEL_TYPE, "zip2zip": section}
+
+
+def _check_codec(config: Mapping[str, Any], params: CodecParams) -> None:
+    section = {k: v for k, v in config["zip2zip"].items() if k not in ("base_model_type", "source", "fingerprint")}
+    theirs = ZipConfig.from_dict(section).codec_params
+    if replace(theirs, start=None) != replace(params, start=None):
+        raise TrainingError(f"the data were prepared for another codec ({params}) than the model's ({theirs})")
+
+
+def _build(config: dict[str, Any]) -> nn.Module:
+    try:
+        model_class, arguments = _get_classes(config)
+        return model_class(arguments.from_dict(config))
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"config.json of the new model: {first_line(error)}") from error
+
+
+def _load(folder: Path, config: dict[str, Any], strict: bool = True) -> nn.Module:
+    try:
+        return load_model(folder, lazy=False, strict=strict, model_config=config)[0]
+    except load_failures() as error:
+        raise TrainingError(f"cannot load {folder}: {first_line(error)}") from error
+
+
+def _check_decoder(folder: Path, model: Model) -> None:
+    """Every decoder tensor must have come from the file: loading was lenient for the encoders' sake."""
+    found: dict[str, mx.array] = {}
+    for file in sorted(folder.glob("model*.safetensors")):
+        found |= mx.load(str(file))  # type: ignore[arg-type]  # lazy: only names are looked at
+    wanted = {name for name, _ in tree_flatten(model.parameters()) if not name.startswith(SIDES)}
+    if missing := wanted - model.sanitize(found).keys():
+        raise TrainingError(f"{folder} lacks tensors of the decoder: {', '.join(sorted(missing)[:8])}")
+
+
+def init_encoders(model: Model) -> None:
+    """Scales new encoders so that their first rows look like the rows of the matrix they read.
+
+    `res_latent_attn` begins as its residual, the first base row (zip2zip++'s zero-initialised output); a post-norm
+    transformer ends in a norm, whose gain becomes the matrix's own scale. The others are left as drawn.
+    """
+    sides = [(model.input_encoder, model.model.embed_tokens)]
+    if not model.config.encoder.tie_encoders:
+        sides.append((model.output_encoder, model.head_matrix))
+    for encoder, matrix in sides:
+        if model.config.encoder.kind == "res_latent_attn" and model.config.encoder.residual:
+            last = encoder.proj_out if "proj_out" in encoder else encoder.norm
+            last.weight = mx.zeros_like(last.weight)
+        elif model.config.encoder.kind == "transformer":
+            norm = encoder.layers[-1].post_mlp_layernorm
+            rows = matrix_rows(matrix, mx.arange(min(SAMPLED_ROWS, model.config.vocab_size))).astype(mx.float32)
+            norm.weight = norm.weight * mx.sqrt(rows.square().mean())
+
+
+def freeze(model: nn.Module, settings: TrainSettings) -> None:
+    """Chooses what is trained, and puts LoRA layers in. Raises `TrainingError` when nothing would be."""
+    if settings.dtype == "float32" or settings.fine_tune_type == "full":
+        model.set_dtype(mx.float32)
+    if settings.fine_tune_type == "full":
+        if any("scales" in module for module in model.modules()):
+            raise TrainingError("a quantized model cannot be trained in full: use --fine-tune-type lora")
+        return
+    model.freeze()
+    if settings.fine_tune_type == "lora":
+        layers = len(model.layers) if settings.lora_layers < 0 else settings.lora_layers
+        lora = {"rank": settings.lora_rank, "scale": settings.lora_scale, "dropout": settings.lora_dropout}
+        linear_to_lora_layers(model, layers, lora)
+    if isinstance(model, Model):
+        for side in SIDES:
+            if side in model:
+                model[side].unfreeze()
+                model[side].set_dtype(mx.float32)
+    if not tree_flatten(model.trainable_parameters()):
+        raise TrainingError(f"--fine-tune-type {settings.fine_tune_type} leaves nothing to train in this model")
+
+
+def fingerprint(model: nn.Module, config: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
+    """What must be equal for a checkpoint to be resumed: config, the vectors of the weights, and `facts`."""
+    digest = hashlib.sha256(json.dumps([config, facts], sort_keys=True, default=str).encode())
+    for name, value in sorted(tree_flatten(model.parameters())):
+        digest.update(f"{name} {value.shape} {value.dtype}".encode())
+        if value.ndim == 1 and mx.issubdtype(value.dtype, mx.floating):
+            digest.update(memoryview(value.astype(mx.float32)))
+    return digest.hexdigest()

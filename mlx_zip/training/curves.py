@@ -1,0 +1,35 @@
+"""Curves of a run, drawn with matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mlx_zip.errors import InstallationError
+
+FILE = "curves.png"
+PANELS = (("bits_per_byte", "bits per byte"), ("loss", "nats per id"), ("learning_rate", "learning rate"),
+          ("bytes_per_s", "bytes/s"))  # fmt: skip
+
+
+def draw(run: Path, lines: Sequence[dict[str, Any]]) -> Path:
+    """Four panels over the optimizer steps; validation is drawn beside the training loss."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise InstallationError("--plot needs matplotlib: pip install 'mlx_zip[bench]'") from error
+    figure = Figure(figsize=(10, 6), layout="constrained")
+    FigureCanvasAgg(figure)
+    for panel, (key, label) in zip(figure.subplots(2, 2).flat, PANELS, strict=True):
+        for name, told in ((key, "training"), (f"val_{key}", "validation")):
+            points = [(line["step"], line[name]) for line in lines if name in line]
+            if points:
+                panel.plot(*zip(*points, strict=True), label=told, linewidth=1)
+        panel.set(xlabel="step", ylabel=label)
+        panel.grid(alpha=0.3)
+        panel.legend()
+    path = run / FILE
+    figure.savefig(path, dpi=120)
+    return path

@@ -1,0 +1,72 @@
+"""What a run tells while it runs: one JSON line per report, a progress bar, and curves."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from mlx_zip.errors import TrainingError
+
+FILE = "metrics.jsonl"
+
+
+class Metrics:
+    """The run's log, one JSON object a line. A run that is resumed at `step` first drops the lines behind it."""
+
+    def __init__(self, run: Path, step: int) -> None:
+        self.path = run / FILE
+        kept = [line for line in read_metrics(run) if line["step"] <= step]
+        text = "".join(json.dumps(line) + "\n" for line in kept)
+        self.path.write_text(text, encoding="utf-8")
+
+    def add(self, **values: Any) -> None:
+        """Appends one line and hands it to the system at once."""
+        try:
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.write(json.dumps(values) + "\n")
+        except OSError as error:
+            raise TrainingError(f"cannot write {self.path}: {error}") from error
+
+
+def read_metrics(run: Path) -> list[dict[str, Any]]:
+    """The lines of a run's log; a last line cut short by a crash is left out."""
+    path = run / FILE
+    if not path.exists():
+        return []
+    lines = []
+    for text in path.read_text(encoding="utf-8").splitlines():
+        try:
+            lines.append(json.loads(text))
+        except ValueError:
+            break
+    return lines
+
+
+def plot(run: Path) -> Path:
+    """Draws `curves.png` from the run's log: loss, bits per byte, learning rate and speed against bytes read.
+
+    Raises `TrainingError` when there is nothing to draw, `InstallationError` without matplotlib.
+    """
+    from mlx_zip.training.curves import draw
+
+    lines = read_metrics(run)
+    if not lines:
+        raise TrainingError(f"{run / FILE} has no lines to draw")
+    return draw(run, lines)
+
+
+def human(seconds: float) -> str:
+    """A duration as people read it: 1:02:03."""
+    minutes, s = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{s:02d}"
+
+
+def peak_rss_bytes() -> int:
+    """Most resident memory of this process so far, in bytes."""
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if os.uname().sysname == "Darwin" else peak * 1024

@@ -1,0 +1,53 @@
+"""A trained model as an ordinary model folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_unflatten
+from mlx_lm.utils import save_config, save_model
+
+import mlx_zip
+from mlx_zip.errors import TrainingError
+from mlx_zip.files import whole_folder
+from mlx_zip.register import MODEL_TYPE
+
+DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+
+
+def fuse(model: nn.Module) -> None:
+    """Folds LoRA layers into the layers below them, in place."""
+    fused = [(name, module.fuse()) for name, module in model.named_modules() if hasattr(module, "fuse")]
+    if fused:
+        model.update_modules(tree_unflatten(fused))
+
+
+def save_trained(
+    folder: Path, model: nn.Module, config: Mapping[str, Any], tokenizer: Any, record: Mapping[str, Any],
+    dtype: str = "float32",
+) -> None:  # fmt: skip
+    """Writes the model folder, whole or not at all; LoRA layers are folded in first, and the model is cast.
+
+    record: what it was trained from, kept in config.json's zip2zip section, or under `mlx_zip` for a plain model.
+    Raises `TrainingError` when it cannot be written.
+    """
+    fuse(model)
+    model.set_dtype(DTYPES[dtype])
+    record = {**record, "dtype": dtype, "mlx_zip": mlx_zip.__version__}
+    saved = {**config, "torch_dtype": dtype}
+    if config.get("model_type") == MODEL_TYPE:
+        section = {key: value for key, value in config["zip2zip"].items() if key != "fingerprint"}
+        saved["zip2zip"] = {**section, "source": record}
+    else:
+        saved["mlx_zip"] = {"source": record}
+    try:
+        with whole_folder(folder) as partial:
+            save_model(partial, model)
+            save_config(dict(saved), config_path=partial / "config.json")
+            tokenizer.save_pretrained(partial)
+    except OSError as error:
+        raise TrainingError(f"cannot write {folder}: {error}; the last checkpoint stays good") from error

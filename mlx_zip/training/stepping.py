@@ -1,0 +1,88 @@
+"""One optimizer step: gradients of one or more batches, added over batches and machines, divided once, applied."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+from mlx.nn.utils import average_gradients
+from mlx.utils import tree_map
+
+from mlx_zip.training.batches import Batch
+from mlx_zip.training.objective import Trainee
+from mlx_zip.training.optimizer import clip
+from mlx_zip.training.settings import TrainSettings
+
+LOW = {"float32": None, "bfloat16": mx.bfloat16}
+
+
+class Stepper:
+    """Holds the two functions of a step, compiled where that pays: `gradients` of a batch, `apply` of their sum."""
+
+    def __init__(
+        self, trainee: Trainee, optimizer: optim.Optimizer, settings: TrainSettings, group: mx.distributed.Group
+    ) -> None:
+        self.trainee, self.optimizer, self.settings, self.group = trainee, optimizer, settings, group
+        self._low = LOW[settings.dtype]
+        self._value_and_grad = nn.value_and_grad(trainee, self._objective)
+        self._gradients: Any = self._batch_gradients
+        self._apply: Any = self._update
+        on = settings.compile == "on" or (settings.compile == "auto" and mx.default_device() != mx.cpu)
+        if on:
+            state = [trainee.state, mx.random.state]
+            both = [trainee.state, optimizer.state]
+            self._gradients = mx.compile(self._batch_gradients, inputs=state, outputs=state)
+            self._apply = mx.compile(self._update, inputs=both, outputs=both)
+
+    def step(self, batches: list[Batch], long: list[bool]) -> dict[str, float]:
+        """Trains on this machine's part of one step's batches; returns the sums over all machines.
+
+        `nats`, `count` and the other losses' sums, and `grad_norm` of the mean gradient before clipping.
+        """
+        gradients, sums = None, None
+        for batch, is_long in zip(batches, long, strict=True):
+            some, gradients = self._gradients(to_device(batch), gradients, is_long)
+            sums = some if sums is None else {name: sums[name] + some[name] for name in sums}
+            mx.eval(sums, gradients)
+        assert sums is not None
+        sums = {name: mx.distributed.all_sum(value, group=self.group) for name, value in sorted(sums.items())}
+        norm = self._apply(gradients, sums["count"])
+        mx.eval(norm, sums, self.trainee.state, self.optimizer.state, mx.random.state)
+        return {name: float(value.item()) for name, value in {**sums, "grad_norm": norm}.items()}
+
+    def losses(self, batch: Batch, long: bool) -> dict[str, float]:
+        """The sums of one batch without training."""
+        sums = self.trainee.losses(to_device(batch), long)
+        return {name: float(value.item()) for name, value in sums.items()}
+
+    def _objective(self, arrays: dict[str, mx.array], long: bool) -> tuple[mx.array, dict[str, mx.array]]:
+        if self._low is None:
+            sums = self.trainee.losses(arrays, long)
+            return self.trainee.total(sums), sums
+        full = self.trainee.trainable_parameters()
+        self.trainee.update(tree_map(lambda value: value.astype(self._low), full))
+        sums = self.trainee.losses(arrays, long)
+        self.trainee.update(full)
+        return self.trainee.total(sums), sums
+
+    def _batch_gradients(self, arrays: dict[str, mx.array], previous: Any, long: bool) -> tuple[Any, Any]:
+        (_, sums), gradients = self._value_and_grad(arrays, long)
+        if previous is not None:
+            gradients = tree_map(mx.add, gradients, previous)
+        return sums, gradients
+
+    def _update(self, gradients: Any, count: mx.array) -> mx.array:
+        size = self.group.size()
+        gradients = average_gradients(gradients, self.group)
+        scale = size / mx.maximum(count, 1.0)
+        gradients = tree_map(lambda g: g * scale.astype(g.dtype), gradients)
+        gradients, norm = clip(gradients, self.settings.max_grad_norm)
+        self.optimizer.update(self.trainee, gradients)
+        return norm
+
+
+def to_device(batch: Batch) -> dict[str, mx.array]:
+    """The batch's arrays as MLX arrays."""
+    return {name: mx.array(value) for name, value in batch.arrays.items()}

@@ -1,0 +1,264 @@
+"""The training loop: deterministic batches, checkpoints, metrics, and an orderly end whatever ends it."""
+
+from __future__ import annotations
+
+import math
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from tqdm import tqdm
+
+from mlx_zip.codec import CodecParams
+from mlx_zip.errors import TrainingError
+from mlx_zip.models import Model
+from mlx_zip.training.batches import Batch, batch_order, make_batch
+from mlx_zip.training.checkpoint import Progress, checkpoints, load_checkpoint, save_checkpoint
+from mlx_zip.training.metrics import Metrics, peak_rss_bytes
+from mlx_zip.training.objective import Trainee
+from mlx_zip.training.optimizer import learning_rate, make_optimizer
+from mlx_zip.training.settings import TrainSettings
+from mlx_zip.training.shards import Joined, Sample
+from mlx_zip.training.stepping import Stepper
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended: its progress, and the signal that stopped it early, if one did."""
+
+    progress: Progress
+    stopped_by: int | None = None
+
+
+class Trainer:
+    """One run in one folder. Raises `TrainingError`, `DataError`.
+
+    trainee: what is trained, its parameters frozen or not as they shall be. data, valid: prepared samples. run: the
+    folder of checkpoints and metrics. fingerprint: what must be equal for a checkpoint to be resumed.
+    """
+
+    def __init__(
+        self, trainee: Trainee, data: Joined, settings: TrainSettings, run: Path, fingerprint: str,
+        valid: Joined | None = None, quiet: bool = False,
+    ) -> None:  # fmt: skip
+        self.trainee, self.data, self.valid, self.settings, self.run = trainee, data, valid, settings, run
+        self.fingerprint = fingerprint
+        self.group = mx.distributed.init()
+        self.quiet = quiet or self.group.rank() > 0
+        size = self.group.size()
+        if settings.batch_size % size:
+            raise TrainingError(f"batch_size {settings.batch_size} must be divisible by the {size} machines")
+        self._lengths = data.lengths
+        self._orders: dict[int, list[np.ndarray]] = {}
+        if not self._order(0):
+            usable = int((self._lengths >= 2).sum())
+            raise TrainingError(f"{data}: {usable} usable samples do not fill a batch of {settings.batch_size}")
+        self.optimizer = make_optimizer(settings)
+        self.optimizer.init(trainee.trainable_parameters())
+        self.progress = self._resumed()
+        self.stepper = Stepper(trainee, self.optimizer, settings, self.group)
+        self._stop: int | None = None
+
+    def _resumed(self) -> Progress:
+        found = checkpoints(self.run)
+        if not found:
+            mx.random.seed(self.settings.seed)
+            return Progress()
+        return load_checkpoint(found[-1][1], self.trainee, self.optimizer, self.fingerprint)
+
+    # ---- the loop
+
+    def train(self) -> Outcome:
+        """Trains until `iters` steps are done or a signal asks to stop; either way the last step is saved."""
+        settings, metrics = self.settings, self._metrics()
+        self.trainee.train()
+        window = _Window(self.progress)
+        with self._signals(), self._bar() as bar, ThreadPoolExecutor(1) as pool:
+            upcoming = pool.submit(self._batches, self.progress.step)
+            while self.progress.step < settings.iters and self._stop is None:
+                batches = upcoming.result()
+                upcoming = pool.submit(self._batches, self.progress.step + 1)
+                self._step(batches, window)
+                step = self.progress.step
+                if step % settings.steps_per_report == 0 or step == settings.iters:
+                    self._report(metrics, bar, window)
+                    window = _Window(self.progress)
+                if self.valid is not None and (step % settings.steps_per_eval == 0 or step == settings.iters):
+                    self._validate(metrics, bar)
+                if step % settings.save_every == 0:
+                    self._save()
+                bar.update(1)
+            self._save()
+        return Outcome(self.progress, self._stop)
+
+    def _step(self, batches: list[Batch], window: _Window) -> None:
+        began = time.perf_counter()
+        sums = self.stepper.step(batches, [self.is_long(batch) for batch in batches])
+        if not all(map(math.isfinite, sums.values())):
+            step, which = self.progress.step + 1, sorted({i for batch in batches for i in batch.samples})
+            raise TrainingError(
+                f"step {step}: the loss or its gradient is not a number ({sums['nats']}); samples {which} of "
+                f"{self.data}. The last checkpoint is good: lower the learning rate or remove the samples"
+            )
+        window.add(sums)
+        size, done = self.group.size(), self.progress
+        self.progress = replace(
+            done,
+            step=done.step + 1,
+            seen_samples=done.seen_samples + size * sum(len(batch.samples) for batch in batches),
+            seen_ids=done.seen_ids + size * sum(batch.ids for batch in batches),
+            seen_base_ids=done.seen_base_ids + size * sum(batch.base_ids for batch in batches),
+            seen_bytes=done.seen_bytes + size * sum(batch.n_bytes for batch in batches),
+            seconds=done.seconds + time.perf_counter() - began,
+        )
+
+    def _save(self) -> None:
+        found = checkpoints(self.run)
+        if self.group.rank() == 0 and (not found or found[-1][0] != self.progress.step):
+            args = (self.run, self.trainee, self.optimizer, self.progress, self.fingerprint, self.settings.keep)
+            save_checkpoint(*args)
+
+    # ---- data
+
+    def _batches(self, step: int) -> list[Batch]:
+        """This machine's part of one step's batches."""
+        accumulate = self.settings.grad_accumulation_steps
+        per_epoch = len(self._order(0))
+        out = []
+        for k in range(step * accumulate, (step + 1) * accumulate):
+            order = self._order(k // per_epoch)
+            out.append(self._make(self.data, order[k % per_epoch][self.group.rank() :: self.group.size()]))
+        return out
+
+    def _order(self, epoch: int) -> list[np.ndarray]:
+        if epoch not in self._orders:
+            order = batch_order(self._lengths, self.settings.batch_size, self.settings.seed, epoch)
+            self._orders = {e: o for e, o in self._orders.items() if e in (0, epoch - 1)} | {epoch: order}
+        return self._orders[epoch]
+
+    def _make(self, data: Joined, indices: Any) -> Batch:
+        samples: list[Sample] = [data[int(i)] for i in indices]
+        model = self.trainee.model
+        by_base = isinstance(model, Model) and model.config.position_mode == "base_token_end"
+        return make_batch(
+            samples, self.params(data), [int(i) for i in indices],
+            availability=self.settings.availability, base_positions=by_base,
+        )  # fmt: skip
+
+    def params(self, data: Joined) -> CodecParams:
+        """The codec of some data, with the model's own starting codebook when it has one."""
+        model = self.trainee.model
+        return model.config.codec_params if isinstance(model, Model) else data.params
+
+    def is_long(self, batch: Batch) -> bool:
+        """Whether LongRoPE's long factors are due: some position lies beyond the original context."""
+        model = self.trainee.model
+        context = model.traits.long_context if isinstance(model, Model) else None
+        if context is None:
+            return False
+        index = batch.arrays.get("index")
+        return batch.longest > context if index is None else int(index.max()) >= context
+
+    # ---- telling
+
+    def _metrics(self) -> Metrics | None:
+        return Metrics(self.run, self.progress.step) if self.group.rank() == 0 else None
+
+    def _report(self, metrics: Metrics | None, bar: Any, window: _Window) -> None:
+        line = window.line(self.progress)
+        line |= {"learning_rate": learning_rate(self.optimizer), "peak_rss_bytes": peak_rss_bytes()}
+        line["peak_mlx_bytes"] = mx.get_peak_memory()
+        if metrics is not None:
+            metrics.add(**line)
+        bar.set_postfix_str(
+            f"loss {line['loss']:.3f}, {line['bits_per_byte']:.3f} bits/byte, "
+            f"{line['ids_per_s']:,.0f} ids/s, {line['bytes_per_s']:,.0f} bytes/s"
+        )
+
+    def _validate(self, metrics: Metrics | None, bar: Any) -> None:
+        assert self.valid is not None
+        line = {"step": self.progress.step, **self.validation()}
+        if metrics is not None:
+            metrics.add(**line)
+        bar.write(f"step {line['step']}: validation {line['val_bits_per_byte']:.4f} bits/byte", file=sys.stderr)
+
+    def validation(self) -> dict[str, float]:
+        """Loss in nats per id and bits per byte on the validation samples (the first `val_batches`)."""
+        assert self.valid is not None
+        data, size = self.valid, self.settings.batch_size
+        order = np.argsort(data.lengths[data.lengths >= 2], kind="stable")
+        usable = np.flatnonzero(data.lengths >= 2)
+        if self.settings.val_batches:  # an even choice among all lengths
+            wanted = min(len(usable), self.settings.val_batches * size)
+            order = order[np.linspace(0, len(order) - 1, wanted).astype(int)]
+        self.trainee.eval()
+        nats, count, n_bytes = 0.0, 0.0, 0
+        for i in range(0, len(order), size):
+            batch = self._make(data, usable[order[i : i + size]])
+            sums = self.stepper.losses(batch, self.is_long(batch))
+            nats, count, n_bytes = nats + sums["nats"], count + sums["count"], n_bytes + batch.n_bytes
+        self.trainee.train()
+        return {"val_loss": nats / max(count, 1), "val_bits_per_byte": nats / math.log(2) / max(n_bytes, 1)}
+
+    def _bar(self) -> Any:
+        return tqdm(
+            total=self.settings.iters, initial=self.progress.step, disable=self.quiet or None, unit="step",
+            file=sys.stderr, dynamic_ncols=True,
+        )  # fmt: skip
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """The first Ctrl-C or SIGTERM ends the run after the step under way; a second one ends it at once."""
+
+        def ask(number: int, _: Any) -> None:
+            if self._stop is not None:
+                raise KeyboardInterrupt
+            self._stop = number
+
+        before = {number: signal.signal(number, ask) for number in STOP_SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+class _Window:
+    """Sums between two reports."""
+
+    def __init__(self, since: Progress) -> None:
+        self.since, self.sums, self.steps = since, dict[str, float](), 0
+
+    def add(self, sums: dict[str, float]) -> None:
+        self.steps += 1
+        self.sums = {name: self.sums.get(name, 0.0) + value for name, value in sums.items()}
+
+    def line(self, now: Progress) -> dict[str, Any]:
+        """The report: losses per id, rates per second, and totals since the run began."""
+        seconds, since = max(now.seconds - self.since.seconds, 1e-9), self.since
+        count = max(self.sums["count"], 1.0)
+        n_bytes = max(now.seen_bytes - since.seen_bytes, 1)
+        rates = {
+            f"{name}_per_s": (getattr(now, f"seen_{name}") - getattr(since, f"seen_{name}")) / seconds
+            for name in ("ids", "base_ids", "bytes")
+        }
+        beside = {name: self.sums[name] / count for name in ("reconstruction", "token_type") if name in self.sums}
+        return {
+            "step": now.step,
+            "loss": self.sums["nats"] / count,
+            "bits_per_byte": self.sums["nats"] / math.log(2) / n_bytes,
+            **beside,
+            "grad_norm": self.sums["grad_norm"] / self.steps,
+            **rates,
+            **{name: value for name, value in vars(now).items() if name != "step"},
+        }
