@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_zip.codec import Codebook, CodecParams
+from mlx_zip.errors import DataError
 from mlx_zip.training.shards import Sample
 
 BUCKETS_PER_OCTAVE = 8  # padded sizes: at most 12.5 % too long, and few enough for compiled steps to recur
@@ -79,12 +80,11 @@ def grows(params: CodecParams) -> bool:
 
 def _with_entries(batch: Batch, books: list[_Followed], params: CodecParams, length: int) -> Batch:
     entries, lengths, where = _distinct([book.entries for book in books])
-    size = bucket(len(entries), least=32)
+    more = bucket(len(entries), least=32) - len(entries)  # padding entries, one base id long: means over them exist
     batch.arrays.update(
         available=_pad([book.available for book in books], length),
-        # a padding entry is one base id long, so that means over it exist
-        entries=np.concatenate([entries, np.full((size - len(entries), params.merge_size), params.fill)], dtype=np.int32, casting="unsafe"),
-        lengths=np.concatenate([lengths, np.ones(size - len(entries))], dtype=np.int32, casting="unsafe"),
+        entries=np.pad(entries, ((0, more), (0, 0)), constant_values=params.fill).astype(np.int32),
+        lengths=np.pad(lengths, (0, more), constant_values=1).astype(np.int32),
         slots=_pad(where, bucket(max(map(len, where)), least=32)),
         **_read_entries([book.slots_read for book in books], where, length),
     )
@@ -109,6 +109,12 @@ class _Followed:
             installed = np.zeros(len(self.inputs), np.int64)
             installed[new.at] = 1
             self.available = before + np.cumsum(installed)
+        closed = (self.targets >= params.vocab_size + self.available) & ~np.isin(self.targets, params.disabled_ids)
+        if closed.any():
+            at = int(np.argmax(closed))
+            raise DataError(
+                f"id {self.targets[at]} at {at + 1} has no entry where it is to be predicted; prepare the data again"
+            )
         self.index = np.cumsum(book.spans(sample.ids[:-1])) - 1
 
 

@@ -66,11 +66,11 @@ class Trainee(nn.Module):
 
     def total(self, sums: dict[str, mx.array]) -> mx.array:
         """What is minimised, before the division by `count`."""
-        beside = (getattr(self._weights, name) * sums[name] for name in ("reconstruction", "token_type") if name in sums)
-        return sum(beside, sums["nats"])
+        beside = [name for name in ("reconstruction", "token_type") if name in sums]
+        return sum((getattr(self._weights, name) * sums[name] for name in beside), sums["nats"])
 
     def _reconstruction(self, out: Outputs, arrays: dict[str, mx.array]) -> mx.array:
-        """Mean cross entropy of an entry's base ids, read back from its rows, over the real ids of the first entries."""
+        """Mean cross entropy of entries' base ids, read back from their rows of both sides."""
         size = arrays["entries"].shape[0]
         n = min(self._weights.reconstruct_entries, size)
         chosen = (mx.arange(n) * size) // n  # spread over the batch's entries, which are sorted by their ids

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ class RunOptions:
     scratch: Path | None = None
     tokenizer: Path | None = None
     valid: Sequence[Path] = ()
-    encoder: EncoderOptions = EncoderOptions()
+    encoder: EncoderOptions = field(default_factory=EncoderOptions)
     save_dtype: str = "float32"
 
 

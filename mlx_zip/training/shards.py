@@ -82,7 +82,8 @@ class ShardWriter:
         self._masks.append(mask)
         self._counts.append((len(ids), base_ids, n_bytes))
         if self.start_width:
-            assert start is not None and len(start) == self.start_width
+            assert start is not None
+            assert len(start) == self.start_width
             self._starts.append(start)
 
     def close(self) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from mlx_zip.training.objective import Trainee
 from mlx_zip.training.optimizer import clip
 from mlx_zip.training.settings import TrainSettings
 
+READ = ("ids", "base_ids", "n_bytes")
 LOW = {"float32": None, "bfloat16": mx.bfloat16}
 
 
@@ -36,10 +37,11 @@ class Stepper:
             self._gradients = mx.compile(self._batch_gradients, inputs=state, outputs=state)
             self._apply = mx.compile(self._update, inputs=both, outputs=both)
 
-    def step(self, batches: list[Batch], long: list[bool]) -> dict[str, float]:
+    def step(self, batches: list[Batch], long: list[bool], stop: bool = False) -> dict[str, float]:
         """Trains on this machine's part of one step's batches; returns the sums over all machines.
 
-        `nats`, `count` and the other losses' sums, and `grad_norm` of the mean gradient before clipping.
+        `nats`, `count` and the other losses' sums, `grad_norm` of the mean gradient before clipping, and how much was
+        read: `samples`, `ids`, `base_ids`, `n_bytes`. `stop` counts the machines that asked to stop, so that all know.
         """
         gradients, sums = None, None
         for batch, is_long in zip(batches, long, strict=True):
@@ -47,6 +49,9 @@ class Stepper:
             sums = some if sums is None else {name: sums[name] + some[name] for name in sums}
             mx.eval(sums, gradients)
         assert sums is not None
+        sums |= {name: mx.array(sum(getattr(batch, name) for batch in batches), mx.int64) for name in READ}
+        sums["stop"] = mx.array(int(stop))
+        sums["samples"] = mx.array(sum(len(batch.samples) for batch in batches), mx.int64)
         sums = {name: mx.distributed.all_sum(value, group=self.group) for name, value in sorted(sums.items())}
         norm = self._apply(gradients, sums["count"])
         mx.eval(norm, sums, self.trainee.state, self.optimizer.state, mx.random.state)

@@ -66,8 +66,10 @@ class Trainer:
         self.optimizer = make_optimizer(settings)
         self.optimizer.init(trainee.trainable_parameters())
         self.progress = self._resumed()
+        self._check_machines()
         self.stepper = Stepper(trainee, self.optimizer, settings, self.group)
-        self._stop: int | None = None
+        self._stop: int | None = None  # the signal that reached this machine
+        self._stopping = False  # whether all machines know of one
 
     def _resumed(self) -> Progress:
         found = checkpoints(self.run)
@@ -75,6 +77,12 @@ class Trainer:
             mx.random.seed(self.settings.seed)
             return Progress()
         return load_checkpoint(found[-1][1], self.trainee, self.optimizer, self.fingerprint)
+
+    def _check_machines(self) -> None:
+        """All machines must go on from the same step: the run's folder is shared, or copied to each."""
+        steps = mx.distributed.all_gather(mx.array([self.progress.step]), group=self.group).tolist()
+        if len(set(steps)) > 1:
+            raise TrainingError(f"{self.run}: the machines' checkpoints are of steps {steps}; share the folder")
 
     # ---- the loop
 
@@ -85,7 +93,7 @@ class Trainer:
         window = _Window(self.progress)
         with self._signals(), self._bar() as bar, ThreadPoolExecutor(1) as pool:
             upcoming = pool.submit(self._batches, self.progress.step)
-            while self.progress.step < settings.iters and self._stop is None:
+            while self.progress.step < settings.iters and not self._stopping:
                 batches = upcoming.result()
                 upcoming = pool.submit(self._batches, self.progress.step + 1)
                 self._step(batches, window)
@@ -99,11 +107,12 @@ class Trainer:
                     self._save()
                 bar.update(1)
             self._save()
-        return Outcome(self.progress, self._stop)
+        return Outcome(self.progress, (self._stop or signal.SIGTERM) if self._stopping else None)
 
     def _step(self, batches: list[Batch], window: _Window) -> None:
         began = time.perf_counter()
-        sums = self.stepper.step(batches, [self.is_long(batch) for batch in batches])
+        sums = self.stepper.step(batches, [self.is_long(b) for b in batches], stop=self._stop is not None)
+        self._stopping = sums["stop"] > 0
         if not all(map(math.isfinite, sums.values())):
             step, which = self.progress.step + 1, sorted({i for batch in batches for i in batch.samples})
             raise TrainingError(
@@ -111,14 +120,14 @@ class Trainer:
                 f"{self.data}. The last checkpoint is good: lower the learning rate or remove the samples"
             )
         window.add(sums)
-        size, done = self.group.size(), self.progress
+        done = self.progress
         self.progress = replace(
             done,
             step=done.step + 1,
-            seen_samples=done.seen_samples + size * sum(len(batch.samples) for batch in batches),
-            seen_ids=done.seen_ids + size * sum(batch.ids for batch in batches),
-            seen_base_ids=done.seen_base_ids + size * sum(batch.base_ids for batch in batches),
-            seen_bytes=done.seen_bytes + size * sum(batch.n_bytes for batch in batches),
+            seen_samples=done.seen_samples + int(sums["samples"]),
+            seen_ids=done.seen_ids + int(sums["ids"]),
+            seen_base_ids=done.seen_base_ids + int(sums["base_ids"]),
+            seen_bytes=done.seen_bytes + int(sums["n_bytes"]),
             seconds=done.seconds + time.perf_counter() - began,
         )
 
@@ -218,7 +227,7 @@ class Trainer:
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """The first Ctrl-C or SIGTERM ends the run after the step under way; a second one ends it at once."""
+        """The first Ctrl-C or SIGTERM ends the run after the next step, on all machines; a second one at once."""
 
         def ask(number: int, _: Any) -> None:
             if self._stop is not None:
