@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -40,11 +42,18 @@ def run(args: argparse.Namespace) -> int:
         "hf_path", "mlx_path", "quantize", "q_group_size", "q_bits", "q_mode", "quant_predicate", "dtype",
         "dequantize", "revision", "upload_repo", "trust_remote_code", "keep_adapter", "lora_only", "encoder_bits",
     )  # fmt: skip
+    with warnings_on_stderr():
+        print(convert(**{flag: getattr(args, flag) for flag in flags}))
+    return 0
+
+
+@contextlib.contextmanager
+def warnings_on_stderr() -> Iterator[None]:
+    """Shows the converters' warnings, each as one line."""
     with warnings.catch_warnings():
         warnings.simplefilter("always", UserWarning)
         warnings.showwarning = _print_warning
-        print(convert(**{flag: getattr(args, flag) for flag in flags}))
-    return 0
+        yield
 
 
 def _print_warning(message: Any, *_: Any, **__: Any) -> None:

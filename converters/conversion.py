@@ -23,7 +23,7 @@ from mlx_zip.converters.hub import Place
 from mlx_zip.converters.lora import Lora, check_targets, merge, mlx_adapter, read_lora
 from mlx_zip.converters.meta_pt import encoder_overrides
 from mlx_zip.converters.quantization import QuantPredicate, Recipe, quantize_encoders, quantize_model
-from mlx_zip.converters.tensors import FLOATS, load
+from mlx_zip.converters.tensors import FLOATS, load, read_model_files
 from mlx_zip.converters.tokenizer_files import TokenizerFacts, copy_tokenizer, read_tokenizer
 from mlx_zip.errors import ConversionError
 from mlx_zip.layout import Layout
@@ -136,7 +136,7 @@ def _prepare_checkpoint(
         merge(weights, lora)
     stored = dtype or str(FLOATS[plan.tensors[names.EMBEDDING].dtype]).removeprefix("mlx.core.")
     model.load_weights(list(weights.items()), strict=True)
-    _cast(model, DTYPES[stored])
+    cast_floats(model, DTYPES[stored])
     adapter = None if lora is None else "kept" if keep_adapter else "merged"
     _record(config, checkpoint, stored, overrides, adapter, plan, encoders)
     card = hub.model_card(checkpoint.place, checkpoint.base, mlx_zip.__version__)
@@ -181,7 +181,7 @@ def _config(checkpoint: source.Checkpoint, zip_config: ZipConfig) -> dict[str, A
 def _plans(
     checkpoint: source.Checkpoint, model: nn.Module, zip_config: ZipConfig, lora: Lora | None
 ) -> tuple[names.Plan, names.Plan]:
-    shapes = {name: tuple(array.shape) for name, array in _parameters(model).items()}
+    shapes = {name: tuple(array.shape) for name, array in parameters_of(model).items()}
     encoder_shapes = {name: shape for name, shape in shapes.items() if name.startswith(names.SIDES)}
     decoder_shapes = {name: shape for name, shape in shapes.items() if name not in encoder_shapes}
     plan = names.plan_decoder(checkpoint.decoder, decoder_shapes)
@@ -192,7 +192,8 @@ def _plans(
     return plan, names.plan_encoders(checkpoint.encoders, encoder_shapes, zip_config.encoder.tie_encoders)
 
 
-def _parameters(model: nn.Module) -> dict[str, mx.array]:
+def parameters_of(model: nn.Module) -> dict[str, mx.array]:
+    """The model's tensors by name."""
     return dict(tree_flatten(model.parameters()))
 
 
@@ -208,7 +209,8 @@ def _check_twin(plan: names.Plan, weights: dict[str, mx.array]) -> None:
         )
 
 
-def _cast(model: nn.Module, dtype: mx.Dtype) -> None:
+def cast_floats(model: nn.Module, dtype: mx.Dtype) -> None:
+    """Casts every float of the model, lazily."""
     keep = getattr(model, "cast_predicate", lambda _: True)
 
     def cast(name: str, array: mx.array) -> mx.array:
@@ -245,21 +247,27 @@ def _record(
 
 def _prepare_converted(place: Place, dtype: str | None, trust_remote_code: bool) -> Prepared:
     """A model converted before, as it is loaded."""
-    from mlx_lm.utils import load_model
-
     source.check_converted(place)
-    try:
-        model, config = load_model(place.folder, lazy=True)
-    except ValueError as error:
-        raise ConversionError(f"{place.name} cannot be loaded: {str(error).partition(chr(10))[0]}") from error
+    model, config = load_converted(place)
     section = config["zip2zip"]
     record = section.setdefault("source", {})
     if dtype is not None:
-        _cast(model, DTYPES[dtype])
+        cast_floats(model, DTYPES[dtype])
         config["torch_dtype"] = record["dtype"] = dtype
     record["mlx_zip"] = mlx_zip.__version__
     facts = read_tokenizer(place.folder, trust_remote_code)
     return Prepared(model, config, place.folder, facts, hub.model_card(place, place, mlx_zip.__version__))
+
+
+def load_converted(place: Place) -> tuple[Any, dict[str, Any]]:
+    """A converted folder's model, its weights lazy, and config.json. Raises `ConversionError`."""
+    from mlx_lm.utils import load_model
+
+    read_model_files(place.folder)
+    try:
+        return load_model(place.folder, lazy=True)
+    except ValueError as error:
+        raise ConversionError(f"{place.name} cannot be loaded: {str(error).partition(chr(10))[0]}") from error
 
 
 # ---- quantizing and writing
@@ -275,11 +283,11 @@ def _write(out: Path, prepared: Prepared, trust_remote_code: bool, progress: boo
     from mlx_lm.utils import get_total_parameters
 
     model, config = prepared.model, prepared.config
-    weights = _parameters(model)
+    weights = parameters_of(model)
     parameters = get_total_parameters(model)
     model.update(tree_map(lambda _: mx.array([]), model.parameters()))  # only `weights` holds them now
     prints = Fingerprints()
-    with output.new_folder(out) as folder, _bar(len(weights), progress) as step:
+    with output.new_folder(out) as folder, progress_bar(len(weights), progress) as step:
 
         def stored(name: str, array: mx.array, data: memoryview) -> None:
             prints.add(name, array, data)
@@ -297,14 +305,15 @@ def _write(out: Path, prepared: Prepared, trust_remote_code: bool, progress: boo
 
 
 @contextlib.contextmanager
-def _bar(total: int, progress: bool) -> Iterator[Callable[[], object]]:
+def progress_bar(total: int, progress: bool) -> Iterator[Callable[[], object]]:
+    """Gives the function that counts one tensor written; shown on stderr."""
     with tqdm(total=total, desc="Writing", unit="tensor", disable=not progress, file=sys.stderr) as bar:
         yield bar.update
 
 
 def _write_adapter(out: Path, place: Place, dtype: str | None, progress: bool) -> None:
     lora = read_lora(place.folder)
-    with output.new_folder(out) as folder, _bar(1, progress) as step:
+    with output.new_folder(out) as folder, progress_bar(1, progress) as step:
         _write_lora(folder, lora, DTYPES[dtype] if dtype else None)
         step()
 

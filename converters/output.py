@@ -21,23 +21,23 @@ _DTYPES = {mx.float32: "F32", mx.float16: "F16", mx.bfloat16: "BF16", mx.uint32:
 OnTensor = Callable[[str, mx.array, memoryview], None]
 
 
-def refuse_existing(path: Path) -> None:
-    """Raises `ConversionError` when something lies at `path` already."""
+def refuse_existing(path: Path, flag: str = "--mlx-path") -> None:
+    """Raises `ConversionError` when something lies at `path` already. flag: what the user gave it with."""
     if "\0" in str(path):
-        raise ConversionError(f"--mlx-path {str(path)!r} is not a file name")
+        raise ConversionError(f"{flag} {str(path)!r} is not a file name")
     if os.path.lexists(path):
-        raise ConversionError(f"{path} already exists; delete it or choose another --mlx-path")
+        raise ConversionError(f"{path} already exists; delete it or choose another {flag}")
 
 
 @contextlib.contextmanager
-def new_folder(path: Path) -> Iterator[Path]:
+def new_folder(path: Path, flag: str = "--mlx-path") -> Iterator[Path]:
     """Gives a folder beside `path` to write in; on success it is flushed to disk and renamed to `path`.
 
     On any error it is removed, with the parents made for it, and `path` stays absent. A process that is killed leaves
     a folder `<path>.mlxzip-partial-<pid>`, which nothing reads and no later run minds. Raises `ConversionError` when
     the disk is full or the place cannot be written.
     """
-    refuse_existing(path)
+    refuse_existing(path, flag)
     partial = path.with_name(f"{path.name}.mlxzip-partial-{os.getpid()}")
     new_parents = [parent for parent in path.absolute().parents if not os.path.lexists(parent)]
     try:
@@ -45,7 +45,7 @@ def new_folder(path: Path) -> Iterator[Path]:
         partial.mkdir(parents=True)
         yield partial
         _sync_tree(partial)
-        refuse_existing(path)
+        refuse_existing(path, flag)
         partial.rename(path)
         _sync(path.parent)
     except OSError as error:
@@ -78,10 +78,13 @@ def write_json(path: Path, data: Any) -> None:
     path.write_text(text + "\n", encoding="utf-8")
 
 
-def write_model(folder: Path, weights: dict[str, mx.array], parameters: int, on_tensor: OnTensor) -> None:
+def write_model(
+    folder: Path, weights: dict[str, mx.array], parameters: int, on_tensor: OnTensor, framework: str = "mlx"
+) -> None:
     """Writes `model*.safetensors` and its index; `weights` is emptied on the way, tensor by tensor.
 
-    on_tensor(name, array, bytes) is called for each as it is stored. Peak memory is one tensor beyond what is shared.
+    on_tensor(name, array, bytes) is called for each as it is stored. framework: whose file it says it is, "mlx" or
+    "pt". Peak memory is one tensor beyond what is shared.
     """
     shards = _shards(weights)
     total = sum(array.nbytes for array in weights.values())
@@ -89,7 +92,7 @@ def write_model(folder: Path, weights: dict[str, mx.array], parameters: int, on_
     for number, names in enumerate(shards, start=1):
         single = len(shards) == 1
         file = "model.safetensors" if single else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        write_tensors(folder / file, {name: weights.pop(name) for name in names}, on_tensor)
+        write_tensors(folder / file, {name: weights.pop(name) for name in names}, on_tensor, framework)
         weight_map |= dict.fromkeys(names, file)
         mx.clear_cache()
     metadata = {"total_size": total, "total_parameters": parameters}
@@ -108,10 +111,12 @@ def _shards(weights: Mapping[str, mx.array]) -> list[list[str]]:
     return shards
 
 
-def write_tensors(path: Path, arrays: dict[str, mx.array], on_tensor: OnTensor | None = None) -> None:
+def write_tensors(
+    path: Path, arrays: dict[str, mx.array], on_tensor: OnTensor | None = None, framework: str = "mlx"
+) -> None:
     """One safetensors file, names sorted within item size (so that all stay aligned). Empties `arrays`."""
     order = sorted(arrays, key=lambda name: (-arrays[name].itemsize, name))
-    header: dict[str, Any] = {"__metadata__": {"format": "mlx"}}
+    header: dict[str, Any] = {"__metadata__": {"format": framework}}
     end = 0
     for name in order:
         begin, end = end, end + arrays[name].nbytes

@@ -127,6 +127,5 @@ def _encoders(folder: Path, zip_config: dict[str, Any]) -> Table:
 
 def check_converted(place: Place) -> None:
     """Checks that a converted model can be converted again. Raises `ConversionError`."""
-    read_model_files(place.folder)
     if (place.folder / "adapters").is_dir():
         raise ConversionError(f"{place.name} keeps an adapter, which would be lost; convert its original instead")

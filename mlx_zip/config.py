@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlx_zip.codec import CodecParams
-from mlx_zip.errors import ConfigError
+from mlx_zip.errors import CodecError, ConfigError
 
 POSITION_MODES = ("compressed", "base_token_end")
 MAX_LAYERS = 4096  # far more than any model has; each is built before its tensors are looked for
@@ -100,7 +100,8 @@ class ZipConfig:
 
     vocab_size: number of base ids, and the id of the first hypertoken (upstream's `initial_vocab_size`).
     codebook_size, merge_size: upstream's `max_codebook_size` and `max_subtokens`. pad_id: the tokenizer's pad
-    token, else its eos; it never merges and fills the rest of short entries.
+    token, else its eos; it never merges and fills the rest of short entries. start: the model's starting codebook,
+    entries that exist before the first id and take the first slots; upstream has none.
     """
 
     vocab_size: int
@@ -112,6 +113,7 @@ class ZipConfig:
     position_mode: str = "compressed"
     format_version: int = 1
     base_model: str | None = None
+    start: tuple[tuple[int, ...], ...] | None = None
     codec_params: CodecParams = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -124,10 +126,14 @@ class ZipConfig:
                 f"compression: disabled id {high[0]} lies where hypertokens begin "
                 f"(initial_vocab_size {self.vocab_size}); one of the two is wrong"
             )
-        params = CodecParams(
-            self.vocab_size, self.codebook_size, self.merge_size, self.disabled_ids, self.pad_id
-        )
+        try:
+            params = CodecParams(
+                self.vocab_size, self.codebook_size, self.merge_size, self.disabled_ids, self.pad_id, self.start
+            )
+        except CodecError as error:
+            raise ConfigError(f"zip2zip config: {error}") from error
         object.__setattr__(self, "codec_params", params)
+        object.__setattr__(self, "start", params.start)
 
     @classmethod
     def from_dict(cls, data: Any, pad_id: int | None = None) -> ZipConfig:
@@ -136,7 +142,7 @@ class ZipConfig:
         Raises `ConfigError` naming the key that is unknown, missing or out of range.
         """
         data = _object("zip2zip config", data)
-        _refuse_unknown("zip2zip config", data, _TOP | {"pad_token_id"})
+        _refuse_unknown("zip2zip config", data, _TOP | {"pad_token_id", "start"})
         version = _integer("zip2zip config", {"format_version": 1, **data}, "format_version", low=1)
         if version > 2:
             raise ConfigError(f"format_version {version} is newer than the formats 1 and 2 known here")
@@ -155,10 +161,12 @@ class ZipConfig:
             position_mode=data.get("position_mode", "compressed"),
             format_version=version,
             base_model=data.get("base_model_name_or_path"),
+            start=_start(data.get("start")),
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Upstream's layout plus `pad_token_id`; `from_dict` reads it back to an equal config."""
+        """Upstream's layout plus `pad_token_id` and any `start`; `from_dict` reads it back to an equal config."""
+        start = {} if self.start is None else {"start": [list(entry) for entry in self.start]}
         return {
             "format_version": self.format_version,
             "base_model_name_or_path": self.base_model,
@@ -172,6 +180,7 @@ class ZipConfig:
                 "disabled_ids": list(self.disabled_ids),
             },
             "pad_token_id": self.pad_id,
+            **start,
         }
 
 
@@ -208,3 +217,11 @@ def _ids(value: Any) -> tuple[int, ...]:
     if len(set(value)) != len(value):
         raise ConfigError("compression: disabled_ids has an id twice")
     return tuple(sorted(value))
+
+
+def _start(value: Any) -> tuple[tuple[int, ...], ...] | None:
+    if value is None:
+        return None
+    if not isinstance(value, list | tuple) or not all(isinstance(entry, list | tuple) for entry in value):
+        raise ConfigError("zip2zip config: start must be a list of entries, each a list of base ids")
+    return tuple(tuple(entry) for entry in value)

@@ -19,7 +19,7 @@ from mlx_zip.errors import GenerationError
 from mlx_zip.loading import load
 from mlx_zip.request import GenerationResponse, Request, base_config
 from mlx_zip.sampling import Sampling
-from mlx_zip.state import find_state
+from mlx_zip.state import find_state, split_start
 
 __all__ = ["GenerationResponse", "batch_generate", "generate", "load", "stream_generate"]
 
@@ -39,6 +39,7 @@ def stream_generate(
     sampler: Sampler | None = None,
     logits_processors: Sequence[LogitsProcessor] | None = None,
     prompt_cache: list[Any] | None = None,
+    start: Sequence[Sequence[int]] | None = None,
     prefill_step_size: int = PREFILL_STEP_SIZE,
     kv_bits: int | None = None,
     kv_group_size: int = 64,
@@ -50,7 +51,8 @@ def stream_generate(
 
     prompt: text, chat messages, or base ids. max_tokens: base tokens, -1 for no limit but the context's. stop: text
     that ends the output and is not part of it. prompt_cache: from `model.make_cache()`, to go on from what it holds
-    (text then gets no special tokens); it is updated in place. sampling: fields of `Sampling` (temp, top_p, seed,
+    (text then gets no special tokens); it is updated in place. start: starting codebook of a new cache, entries of base
+    ids in place of the model's own. sampling: fields of `Sampling` (temp, top_p, seed,
     repetition_penalty, logit_bias, ...), unless a `sampler` is given. logits_processors see the ids as the model
     does, hypertokens included. prompt_progress_callback(ids done, ids in all).
 
@@ -60,8 +62,10 @@ def stream_generate(
     Raises `GenerationError` before anything runs when the request cannot be met.
     """
     options = Sampling(**sampling)
-    cache = make_prompt_cache(model)
+    cache = _new_cache(model, start)
     if prompt_cache is not None:
+        if start is not None:
+            raise GenerationError("start (--start-codebook) is for a new cache; the prompt cache has its own codebook")
         if len(prompt_cache) != len(cache) or (find_state(prompt_cache) is None) != (find_state(cache) is None):
             raise GenerationError("the prompt cache was not made for this model")
         cache = prompt_cache
@@ -151,24 +155,29 @@ def stream_batch(
     *,
     stop: str | Sequence[str] | None = None,
     sampler: Sampler | None = None,
+    start: Sequence[Any] | None = None,
     prefill_step_size: int = PREFILL_STEP_SIZE,
     **sampling: Any,
 ) -> Iterator[tuple[int, GenerationResponse]]:
-    """`batch_generate` as it goes: (index of the prompt, response) per emitted id; options as in `stream_generate`."""
+    """`batch_generate` as it goes: (index of the prompt, response) per emitted id; options as in `stream_generate`.
+
+    start: one starting codebook for all prompts, or a list of one per prompt, None for the model's own.
+    """
     if not prompts or isinstance(prompts, str):
         raise GenerationError("no prompts: give a list of at least one")
     options = Sampling(**sampling)
     _check_kv(model, (), None, KV_GROUP_SIZES[0], prefill_step_size)
+    starts = split_start(start, len(prompts))
     requests = [
-        Request(model, tokenizer, prompt, make_prompt_cache(model), max_tokens=max_tokens, stop=stop)
-        for prompt in prompts
+        Request(model, tokenizer, prompt, _new_cache(model, own), max_tokens=max_tokens, stop=stop)
+        for prompt, own in zip(prompts, starts, strict=True)
     ]
     width = max(len(request.prompt_ids) for request in requests)
     pad_id = _pad_id(model, tokenizer)
     ids = np.full((len(prompts), width), pad_id, dtype=np.int32)
     for row, request in enumerate(requests):
         ids[row, width - len(request.prompt_ids) :] = request.prompt_ids
-    cache = _batch_cache(model, [width - len(request.prompt_ids) for request in requests])
+    cache = _batch_cache(model, [width - len(request.prompt_ids) for request in requests], starts)
     for row, request in enumerate(requests):
         request.bind(cache, row)
     sampler = _make_sampler(options, sampler, model, tokenizer)
@@ -233,9 +242,18 @@ def _processed(
     return mx.concatenate(rows)
 
 
-def _batch_cache(model: Any, left_padding: list[int]) -> list[Any]:
+def _new_cache(model: Any, start: Sequence[Any] | None) -> list[Any]:
+    """The cache of one request. Raises `GenerationError` for a start codebook that the model cannot use."""
+    if start is None:
+        return make_prompt_cache(model)
+    if not hasattr(model, "layout"):
+        raise GenerationError("start (--start-codebook): this model has no hypertokens, so nothing could use it")
+    return model.make_cache(start=start)
+
+
+def _batch_cache(model: Any, left_padding: list[int], starts: Sequence[Any]) -> list[Any]:
     if hasattr(model, "layout"):
-        return model.make_cache(left_padding=left_padding)
+        return model.make_cache(left_padding=left_padding, start=starts)
     if any(type(entry) is not KVCache for entry in make_prompt_cache(model)):
         raise GenerationError("this model's caches do not batch; generate the prompts one by one")
     return [BatchKVCache(left_padding) for _ in model.layers]

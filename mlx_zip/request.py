@@ -96,7 +96,8 @@ class Request:
         ids = np.asarray(base_ids, dtype=np.uint32)
         if self._state is None:
             return ids
-        return compress(self._state.params, ids)[0] if fresh else self._state.books[self._row].compress(ids)
+        book = self._state.books[self._row]  # its params, not the model's: a request may bring its own start entries
+        return compress(book.params, ids)[0] if fresh else book.compress(ids)
 
     def processors(self, options: Sampling) -> list[LogitsProcessor]:
         """The sequence's penalties."""
@@ -134,9 +135,10 @@ class Request:
 
     def _expand(self, token: int) -> Sequence[int]:
         """The base ids of an emitted id."""
-        if self._state is None or token < self._state.params.vocab_size:
+        if self._state is None:
             return (token,)
-        return self._state.books[self._row].expand([token]).tolist()
+        book = self._state.books[self._row]
+        return (token,) if token < book.params.vocab_size else book.expand([token]).tolist()
 
 
 def _base_id_limit(model: Any, tokenizer: Any) -> int:

@@ -122,7 +122,7 @@ class BasePenalties:
 
     def __init__(self, sampling: Sampling, state: ZipState, row: int) -> None:
         self.sampling, self.state, self.row = sampling, state, row
-        self._bias = np.zeros(state.params.vocab_size, dtype=np.float32)
+        self._bias = np.zeros(state.books[row].params.vocab_size, dtype=np.float32)
         for base_id, value in (sampling.logit_bias or {}).items():
             self._bias[base_id] = value
 
@@ -141,7 +141,7 @@ class BasePenalties:
 
     def _base_terms(self) -> tuple[np.ndarray, np.ndarray]:
         """[V] each: 1 where the repetition penalty applies, and what presence and frequency subtract."""
-        chosen, size = self.sampling, self.state.params.vocab_size
+        chosen, size = self.sampling, self.state.books[self.row].params.vocab_size
         seen, taken = np.zeros(size, dtype=np.float32), np.zeros(size, dtype=np.float32)
         if chosen.repetition_penalty:
             seen[self._last(chosen.repetition_context_size)] = 1

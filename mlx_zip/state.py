@@ -34,23 +34,38 @@ class Advance:
 class ZipState:
     """Codebooks and rows of B sequences, one codebook each.
 
-    books: one `Codebook` per sequence. offset: ids consumed per sequence, left padding included; equals the KV
-    caches' length. long_rope: the factor set the KV caches were built with (LongRoPE only).
+    params: the codec of all sequences, or one per sequence; these may differ in their start entries only. books: one
+    `Codebook` per sequence. offset: ids consumed per sequence, left padding included; equals the KV caches' length.
+    long_rope: the factor set the KV caches were built with (LongRoPE only).
     """
 
-    def __init__(self, params: CodecParams, left_padding: Sequence[int] = (0,)) -> None:
-        self.params = params
+    def __init__(self, params: CodecParams | Sequence[CodecParams], left_padding: Sequence[int] = (0,)) -> None:
         self.left_padding = np.asarray(left_padding, dtype=np.int64)
-        self.books = [Codebook(params) for _ in left_padding]
+        self.books = _books(params, len(self.left_padding))
         self.offset = 0
         self.long_rope = False
         self._forget_rows()
+
+    @property
+    def params(self) -> CodecParams:
+        """The codec of every sequence, start entries included. Sequence b's own is `books[b].params`.
+
+        Raises `ModelError` when the sequences have different start entries: there is no one codec then.
+        """
+        first = self.books[0].params
+        if any(book.params is not first and book.params != first for book in self.books):
+            raise ModelError("the sequences of this cache have different starting codebooks; ask each book's params")
+        return first
+
+    def fits(self, params: CodecParams) -> bool:
+        """Whether a model with this codec can go on from here: equal in all but the start entries."""
+        return _same_but_start(self.books[0].params, params)
 
     def _forget_rows(self) -> None:
         """Rows bind to a model at its next call."""
         batch = len(self.books)
         self.inputs, self.outputs = RowTable(batch), RowTable(batch)
-        self.encoded_inputs = np.zeros((batch, self.params.codebook_size), dtype=bool)
+        self.encoded_inputs = np.zeros((batch, self.books[0].params.codebook_size), dtype=bool)
         self.encoded_outputs = np.zeros(batch, dtype=np.int64)
 
     # ---- one model call
@@ -116,7 +131,7 @@ class ZipState:
 
     def entries(self, sequence: np.ndarray, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """base_ids [N, merge_size] and lengths [N] of the entries at (sequence, slot)."""
-        base_ids = np.empty((len(slots), self.params.merge_size), dtype=np.uint32)
+        base_ids = np.empty((len(slots), self.books[0].params.merge_size), dtype=np.uint32)
         lengths = np.empty(len(slots), dtype=np.int64)
         for b in np.unique(sequence):
             chosen = slots[sequence == b]
@@ -129,11 +144,14 @@ class ZipState:
 
     @property
     def state(self) -> tuple[Any, ...]:
-        """(version, params as JSON, id logs end to end, their lengths, left padding, offset, long_rope)."""
+        """(version, params as JSON, id logs end to end, their lengths, left padding, offset, long_rope).
+
+        The params are one object, or a list of one per sequence when these differ in their start entries.
+        """
         logs = [np.asarray(book.ids) for book in self.books]
         return (
             STATE_VERSION,
-            json.dumps(dataclasses.asdict(self.params), sort_keys=True),
+            _params_to_json([book.params for book in self.books]),
             mx.array(np.concatenate(logs)),
             mx.array(np.array([len(log) for log in logs], dtype=np.int64)),
             mx.array(self.left_padding),
@@ -146,14 +164,14 @@ class ZipState:
         version, params, ids, lengths, left_padding, offset, long_rope = value
         if version != STATE_VERSION:
             raise ModelError(f"saved cache: ZipState version {version} is not {STATE_VERSION}; make the cache anew")
-        codec, padding, log = _params_from_json(params), np.array(left_padding), np.array(ids)
+        padding, log = np.array(left_padding), np.array(ids)
         expected = np.maximum(0, int(offset) - padding)
         if np.any(padding < 0) or not np.array_equal(np.array(lengths), expected) or len(log) != expected.sum():
             raise ModelError(f"saved cache: id logs of {np.array(lengths).tolist()} ids do not fit offset {offset}")
-        books = [Codebook(codec) for _ in padding]
+        books = _books(_params_from_json(params), len(padding))
         for book, part in zip(books, np.split(log, np.cumsum(expected)[:-1]), strict=True):
             book.push(part)
-        self.params, self.left_padding, self.books = codec, padding, books
+        self.left_padding, self.books = padding, books
         self.offset, self.long_rope = int(offset), bool(long_rope)
         self._forget_rows()
 
@@ -195,7 +213,7 @@ class ZipState:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ZipState:
         twin = ZipState.__new__(ZipState)
-        twin.params, twin.left_padding = self.params, self.left_padding.copy()
+        twin.left_padding = self.left_padding.copy()
         twin.books = [book.copy() for book in self.books]
         twin.offset, twin.long_rope = self.offset, self.long_rope
         twin.inputs, twin.outputs = self.inputs.copy(), self.outputs.copy()
@@ -216,10 +234,71 @@ def _pairs(slots: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     return np.repeat(np.arange(len(slots)), [len(row) for row in slots]), np.concatenate(slots)
 
 
-def _params_from_json(text: str) -> CodecParams:
+def split_start(start: Sequence[Any] | None, batch: int) -> list[Any]:
+    """One starting codebook per sequence, from one codebook for all or a list of one per sequence.
+
+    A codebook is a sequence of entries, an entry a sequence of base ids; None stands for the model's own. Raises
+    `ModelError` for another number of codebooks than sequences.
+    """
+    if start is None:
+        return [None] * batch
+    if len(start) == 0 or any(_is_entry(item) for item in start):
+        return [start] * batch
+    if len(start) != batch:
+        raise ModelError(f"there are {len(start)} starting codebooks for {batch} sequence(s)")
+    return list(start)
+
+
+def _is_entry(item: Any) -> bool:
+    return isinstance(item, Sequence | np.ndarray) and len(item) > 0 and isinstance(item[0], int | np.integer)
+
+
+def with_starts(params: CodecParams, starts: Sequence[Any]) -> list[CodecParams]:
+    """One codec per sequence, shared where the codebook is; None keeps the codec's own start entries.
+
+    Raises `CodecError` naming the entry that does not fit.
+    """
+    made = {id(start): params if start is None else _with_start(params, start) for start in starts}
+    return [made[id(start)] for start in starts]
+
+
+def _with_start(params: CodecParams, start: Any) -> CodecParams:
     try:
-        fields = json.loads(text)
-        start = fields["start"] and tuple(tuple(entry) for entry in fields["start"])
-        return CodecParams(**{**fields, "disabled_ids": tuple(fields["disabled_ids"]), "start": start})
+        return dataclasses.replace(params, start=start)
+    except TypeError as error:  # something that is no sequence where one belongs
+        raise CodecError("a starting codebook must be a sequence of entries, each a sequence of base ids") from error
+
+
+def _books(params: CodecParams | Sequence[CodecParams], batch: int) -> list[Codebook]:
+    """One fresh codebook per sequence. Raises `ModelError` when codecs and sequences do not fit together."""
+    codecs = [params] * batch if isinstance(params, CodecParams) else list(params)
+    if len(codecs) != batch:
+        raise ModelError(f"there are {len(codecs)} codecs (starting codebooks) for {batch} sequence(s)")
+    if not all(_same_but_start(codecs[0], codec) for codec in codecs):
+        raise ModelError("the sequences of one cache may differ in their start entries only, not in other parameters")
+    return [Codebook(codec) for codec in codecs]
+
+
+def _same_but_start(a: CodecParams, b: CodecParams) -> bool:
+    """Cheap, for it is asked at every step."""
+    names = ("vocab_size", "codebook_size", "merge_size", "disabled_ids", "pad_id")
+    return a is b or all(getattr(a, name) == getattr(b, name) for name in names)
+
+
+def _params_to_json(codecs: Sequence[CodecParams]) -> str:
+    fields = [{f.name: getattr(codec, f.name) for f in dataclasses.fields(codec)} for codec in codecs]
+    shared = all(codec is codecs[0] or codec == codecs[0] for codec in codecs)
+    return json.dumps(fields[0] if shared else fields, sort_keys=True)
+
+
+def _params_from_json(text: str) -> CodecParams | list[CodecParams]:
+    try:
+        found = json.loads(text)
+        return [_codec(fields) for fields in found] if isinstance(found, list) else _codec(found)
     except (ValueError, KeyError, TypeError) as error:
         raise ModelError(f"saved cache: its codec parameters cannot be read: {error}") from error
+
+
+def _codec(fields: dict[str, Any]) -> CodecParams:
+    start = fields["start"] and tuple(tuple(entry) for entry in fields["start"])
+    return CodecParams(**{**fields, "disabled_ids": tuple(fields["disabled_ids"]), "start": start})

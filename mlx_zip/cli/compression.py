@@ -151,8 +151,8 @@ def codec_params(vocabulary: Vocabulary, args: argparse.Namespace) -> Any:
     disabled = set(vocabulary.special_ids) if args.disabled is None or "specials" in args.disabled else set()
     if "digits" in (args.disabled or ()):
         disabled |= {i for i in range(vocabulary.size) if vocabulary.decode([i]).strip().isdigit()}
-    base_ids = vocabulary.size if own is None else own.vocab_size
-    return CodecParams(base_ids, size["codebook_size"], size["merge_size"], tuple(sorted(disabled)))
+    base_ids, start = (vocabulary.size, None) if own is None else (own.vocab_size, own.start)
+    return CodecParams(base_ids, size["codebook_size"], size["merge_size"], tuple(sorted(disabled)), start=start)
 
 
 def compress_windows(params: Any, ids: Sequence[int], window: int) -> Tally:

@@ -6,10 +6,12 @@ import argparse
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from mlx_zip.errors import GenerationError, MlxZipError
+from mlx_zip import bundled
+from mlx_zip.errors import CodecError, GenerationError, MlxZipError
 
 REFUSED = {  # flags of mlx_lm.generate that cannot work here, and why
     "max_kv_size": "a rotating KV cache forgets ids that the codebook still knows",
@@ -41,15 +43,16 @@ _NUMBERS = {  # sampling flags: (type, default, help); None is off
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags; those of mlx_lm.generate keep their names and defaults."""
     add = parser.add_argument
-    add("--model", help="model folder or Hugging Face hub id")
+    add("--model", help="model folder, hub id or bundled model (default: stories, which tells children's stories)")
     add("--revision", help="branch, tag or commit of a hub model")
     add("--trust-remote-code", action="store_true", help="let the tokenizer run code of its own")
     add("--adapter-path", help="folder of an mlx-lm adapter")
     add("--extra-eos-token", nargs="+", default=(), help="more tokens that end the text")
     add("--system-prompt", help="system message for the chat template")
-    add("--prompt", "-p", default="hello", help="the message; - reads standard input as UTF-8")
+    add("--prompt", "-p", default="hello", action=_Given, help="the message; - reads standard input as UTF-8")
     add("--prefill-response", help="how the answer begins, for the chat template")
-    add("--max-tokens", "-m", type=int, default=100, help="base tokens to generate at most (default: 100)")
+    add("--max-tokens", "-m", type=int, default=100, action=_Given,
+        help="base tokens to generate at most (default: 100, without --model 400)")  # fmt: skip
     add("--stop", nargs="+", default=(), help="strings that end the text; they are not printed")
     for name, (kind, default, text) in _NUMBERS.items():
         shown = f" (default: {default:g})" if default is not None else ""
@@ -61,6 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--verbose", type=_flag, default=True, metavar="BOOL", help="False prints only the text")
     add("--prefill-step-size", type=int, default=2048, help="prompt ids per call (default: 2048)")
     add("--prompt-cache-file", help="cache saved by mlx_lm.cache_prompt's format; the prompt goes on from it")
+    add("--start-codebook", help="pack (.json, .npz, .npy) of entries that exist from the start")
     add("--kv-bits", type=int, help="bits of a quantized KV cache (default: not quantized)")
     add("--kv-group-size", type=int, default=64, help="group size of a quantized KV cache (default: 64)")
     add("--quantized-kv-start", type=int, default=5000, help="ids before the KV cache is quantized (default: 5000)")
@@ -78,13 +82,18 @@ def run(args: argparse.Namespace) -> int:
     for name, reason in REFUSED.items():
         if getattr(args, name) is not None and getattr(args, name) is not False:
             raise GenerationError(f"--{name.replace('_', '-')} cannot be used: {reason}; mlx_lm.generate has it")
-    if not args.model and args.prompt_cache_file is None:
-        raise GenerationError("no model: name a model folder or a hub id with --model")
+    if args.model == "":
+        raise GenerationError("no model: --model is empty")
+    if args.model is None and args.prompt_cache_file is None:
+        _tell_a_story(args)
     options = {name: getattr(args, name) for name in _NUMBERS}
     options["logit_bias"] = _logit_bias(args.logit_bias)
     prompt = read_prompt(args.prompt)
 
+    from mlx_zip.codec.pack import read_pack
     from mlx_zip.generate import load, stream_generate
+
+    start = None if args.start_codebook is None else read_pack(args.start_codebook)
 
     cache, metadata = (None, {}) if args.prompt_cache_file is None else _read_cache(args)
     model, tokenizer = load(
@@ -94,6 +103,8 @@ def run(args: argparse.Namespace) -> int:
         revision=args.revision,
         trust_remote_code=args.trust_remote_code,
     )
+    if start is not None:
+        _check_start(args, start, model)
     _add_eos(tokenizer, args.extra_eos_token)
     responses = stream_generate(
         model,
@@ -102,6 +113,7 @@ def run(args: argparse.Namespace) -> int:
         max_tokens=args.max_tokens,
         stop=args.stop,
         prompt_cache=cache,
+        start=start,
         prefill_step_size=args.prefill_step_size,
         kv_bits=args.kv_bits,
         kv_group_size=args.kv_group_size,
@@ -109,6 +121,23 @@ def run(args: argparse.Namespace) -> int:
         **options,
     )
     return show(responses, args, sys.stdout)
+
+
+class _Given(argparse.Action):
+    """Stores a value, and that it was given: as `given_<name>`."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        setattr(namespace, self.dest, values)
+        setattr(namespace, f"given_{self.dest}", True)
+
+
+def _tell_a_story(args: argparse.Namespace) -> None:
+    """Without a model the bundled one is meant; a prompt and a length that suit it go with it unless they are given."""
+    args.model = bundled.DEFAULT
+    if not hasattr(args, "given_prompt"):
+        args.prompt = bundled.PROMPT
+    if not hasattr(args, "given_max_tokens"):
+        args.max_tokens = bundled.MAX_TOKENS
 
 
 def show(responses: Any, args: argparse.Namespace, out: TextIO) -> int:
@@ -245,6 +274,15 @@ def _read_cache(args: argparse.Namespace) -> tuple[list[Any], dict[str, Any]]:
         if saved != (args.kv_bits, args.kv_group_size):
             raise GenerationError(f"--kv-bits, --kv-group-size: the saved cache has {saved[0]} and {saved[1]}")
     return cache, metadata
+
+
+def _check_start(args: argparse.Namespace, start: Any, model: Any) -> None:
+    """Raises `GenerationError` naming the pack when its entries do not fit the model's codec."""
+    try:
+        if hasattr(model, "layout"):
+            replace(model.config.codec_params, start=start)
+    except CodecError as error:
+        raise GenerationError(f"--start-codebook {args.start_codebook} does not fit the model: {error}") from error
 
 
 def _json_map(flag: str, text: str | None) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,14 @@ def _integer(name: str, value: Any, low: int, high: int) -> int:
     if not low <= value <= high:
         raise CodecError(f"{name} {value} is outside {low}..{high}")
     return int(value)
+
+
+def _integers(name: str, values: Iterable[Any], low: int, high: int) -> tuple[int, ...]:
+    """`_integer` of each. Start entries come by the thousand, with every sample: a tuple of ints is only looked at."""
+    values = tuple(values)
+    if values and set(map(type, values)) == {int} and low <= min(values) and max(values) <= high:
+        return values
+    return tuple(_integer(name, x, low, high) for x in values)
 
 
 @dataclass(frozen=True)
@@ -59,7 +68,7 @@ class CodecParams:
         put(self, "vocab_size", _integer("vocab_size", vocab_size, 1, MAX_VOCAB))
         put(self, "codebook_size", _integer("codebook_size", codebook_size, 0, MAX_CODEBOOK))
         put(self, "merge_size", _integer("merge_size", merge_size, 1, MAX_MERGE))
-        disabled = {_integer("disabled id", x, 0, MAX_ID) for x in disabled_ids}
+        disabled = set(_integers("disabled id", disabled_ids, 0, MAX_ID))
         if pad_id is not None:
             pad_id = _integer("pad_id", pad_id, 0, MAX_ID)
             disabled.add(pad_id)
@@ -70,10 +79,23 @@ class CodecParams:
     def _checked_start(self, start: Iterable[Sequence[int]] | None) -> tuple[tuple[int, ...], ...] | None:
         if start is None:
             return None
-        entries = tuple(tuple(_integer("start entry id", x, 0, MAX_ID) for x in entry) for entry in start)
+        entries = tuple(map(tuple, start))
+        given = tuple(chain.from_iterable(entries))
+        ids = _integers("start entry id", given, 0, MAX_ID)
+        if ids is not given:  # numpy's integers, for example
+            entries = tuple(tuple(map(int, entry)) for entry in entries)
         if len(entries) > self.codebook_size:
             raise CodecError(f"{len(entries)} start entries do not fit in codebook_size {self.codebook_size}")
-        disabled, seen = set(self.disabled_ids), set()
+        self._check_entries(entries)
+        return entries or None
+
+    def _check_entries(self, entries: tuple[tuple[int, ...], ...]) -> None:
+        disabled, seen = set(self.disabled_ids), set(entries)
+        ids = set(chain.from_iterable(seen))
+        lengths = set(map(len, seen)) <= set(range(2, self.merge_size + 1))
+        if len(seen) == len(entries) and lengths and ids.isdisjoint(disabled) and max(ids, default=0) < self.vocab_size:
+            return
+        seen.clear()  # something is wrong: with which entry?
         for slot, entry in enumerate(entries):
             if not 2 <= len(entry) <= self.merge_size:
                 raise CodecError(f"start entry {slot} has {len(entry)} ids, not 2..{self.merge_size}")
@@ -82,7 +104,6 @@ class CodecParams:
             if entry in seen:
                 raise CodecError(f"start entry {slot} {entry} is there twice")
             seen.add(entry)
-        return entries or None
 
     @property
     def fill(self) -> int:
@@ -92,10 +113,10 @@ class CodecParams:
     @cached_property
     def native(self) -> Any:
         """The C library's parameter object; immutable, so codebooks and threads share it."""
-        rows = np.zeros((len(self.start or ()), self.merge_size), np.uint32)
-        for row, entry in zip(rows, self.start or (), strict=True):
-            row[: len(entry)] = entry
-        lengths = np.array([len(entry) for entry in self.start or ()], np.uint8)
+        start = self.start or ()
+        lengths = np.fromiter(map(len, start), np.uint8, len(start))
+        rows = np.zeros((len(start), self.merge_size), np.uint32)
+        rows[np.arange(self.merge_size) < lengths[:, None]] = np.fromiter(chain.from_iterable(start), np.uint32)
         disabled = np.array(self.disabled_ids, np.uint32)
         spec = ffi.new("mlxzip_spec *")
         spec.vocab_size, spec.codebook_size, spec.merge_size = self.vocab_size, self.codebook_size, self.merge_size

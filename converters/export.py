@@ -1,0 +1,219 @@
+"""`export`: an mlx_zip model back to the published package's format 2, one folder that PyTorch loads on its own.
+
+Source of the format: zip2zip 0.2.0 (`Zip2ZipConfig`, `Zip2ZipModel.from_pretrained`). What that package cannot run, or
+would run differently, is refused or warned of here, for nobody would see it there.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_map, tree_unflatten
+
+import mlx_zip
+from mlx_zip.config import SELF_CONTAINED, ZipConfig
+from mlx_zip.converters import names, output, source
+from mlx_zip.converters.conversion import (
+    ADAPTERS,
+    DTYPES,
+    cast_floats,
+    load_converted,
+    parameters_of,
+    progress_bar,
+)
+from mlx_zip.converters.hub import Place
+from mlx_zip.converters.tensors import read_object
+from mlx_zip.converters.tokenizer_files import TokenizerFacts, copy_tokenizer, read_tokenizer
+from mlx_zip.errors import ConversionError
+
+FLAG = "--save-path"
+ENCODERS = source.ENCODER_FILES[0]
+ARCHITECTURES = {  # what transformers calls the decoders that config.json names by model_type
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+}
+_OURS = ("zip2zip", "quantization", "quantization_config")  # sections of config.json that the decoder's own has not
+_NOT_THERE = {  # encoder kinds the package cannot run, and why
+    "averaging": "it knows no such kind",
+    "attention": "its own class fails as soon as a model calls it",
+}
+
+
+@dataclass
+class _Export:
+    """A model with lazy weights, everything checked, nothing written. config: the decoder's config.json to be."""
+
+    model: Any
+    config: dict[str, Any]
+    zip_config: dict[str, Any]
+    facts: TokenizerFacts
+
+
+def export(
+    model: str,
+    save_path: str | Path,
+    dtype: str | None = None,
+    drop_start: bool = False,
+    trust_remote_code: bool = False,
+    progress: bool = True,
+) -> Path:
+    """Writes a converted or trained model as a self-contained zip2zip checkpoint (format 2); returns its folder.
+
+    model: a folder or a hub id. save_path: must not exist; it appears whole or not at all. dtype: "float16",
+    "bfloat16" or "float32"; the default is the embedding's own. A quantized model is dequantized and an adapter kept in
+    `adapters/` merged (in float32), each with a warning that says so. drop_start: leave out the model's starting
+    codebook, which the format cannot hold. Converting the result gives the model's tensors again, bit for bit unless
+    one of these changed them.
+
+    Raises `ConversionError` or `ConfigError`, each a line that names what is at fault; then nothing has been written.
+    """
+    if dtype is not None and dtype not in DTYPES:
+        raise ConversionError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+    out = Path(save_path)
+    output.refuse_existing(out, FLAG)
+    place = source.locate(model, None)
+    if not source.is_converted(place):
+        raise ConversionError(f"{place.name} is not an mlx_zip model: its config.json has no zip2zip section")
+    place = source.complete(place)
+    prepared = _prepare(place, dtype, drop_start, trust_remote_code)
+    _write(out, place, prepared, trust_remote_code, progress)
+    return out
+
+
+# ---- reading
+
+
+def _prepare(place: Place, dtype: str | None, drop_start: bool, trust_remote_code: bool) -> _Export:
+    facts = read_tokenizer(place.folder, trust_remote_code)
+    config = read_object(place.folder / "config.json")
+    model, _ = load_converted(place)
+    _check(model, facts, drop_start)
+    model = _plain(model, place.folder, quantized=bool(config.get("quantization")))
+    stored = dtype or str(model.model.embed_tokens.weight.dtype).removeprefix("mlx.core.")
+    model = _merged(model, place.folder / ADAPTERS)
+    cast_floats(model, DTYPES[stored])
+    return _Export(model, _decoder_config(config, stored), _zip_config(model.config), facts)
+
+
+def _check(model: Any, facts: TokenizerFacts, drop_start: bool) -> None:
+    """Raises `ConversionError` for what zip2zip 0.2.0 cannot run or express; warns of what it runs differently."""
+    config: ZipConfig = model.config
+    if (kind := config.encoder.kind) in _NOT_THERE:
+        raise ConversionError(f"zip2zip 0.2.0 cannot run the {kind!r} encoder: {_NOT_THERE[kind]}; nothing to export")
+    if config.codebook_size == 0:
+        raise ConversionError("zip2zip 0.2.0 cannot run a model without a codebook (max_codebook_size 0)")
+    if facts.pad_id != config.pad_id:
+        raise ConversionError(
+            f"the model's pad id is {config.pad_id}, but zip2zip takes its tokenizer's pad token, else its eos: "
+            f"{facts.pad_id}"
+        )
+    model.layout.check_tokenizer(facts.length)
+    if config.start is not None and not drop_start:
+        raise ConversionError(
+            f"the model starts from a codebook of {len(config.start)} entries, which zip2zip's format cannot hold; "
+            "leave it out with --drop-start (ids then differ from this model's)"
+        )
+    if config.start is not None:
+        warnings.warn(f"the starting codebook of {len(config.start)} entries is left out", stacklevel=2)
+    if model.traits.embed_scale != 1.0:
+        warnings.warn(_about_gemma(model.traits.soft_cap), stacklevel=2)
+
+
+def _about_gemma(soft_cap: float | None) -> str:
+    cap = f", and its soft cap lifts entries that are not installed from -inf to -{soft_cap:g}" if soft_cap else ""
+    return (
+        "zip2zip 0.2.0 runs Gemma differently: on transformers 5 it loses the embedding scale (it replaces the layer "
+        f"that has it){cap}; its results will differ from this model's, though the checkpoint is right"
+    )
+
+
+def _plain(model: Any, folder: Path, quantized: bool) -> Any:
+    """The model without quantized layers."""
+    if not quantized:
+        return model
+    from mlx_lm.utils import dequantize_model
+
+    warnings.warn(f"{folder.name} is quantized; what is exported is what its quantized weights stand for", stacklevel=2)
+    return dequantize_model(model)
+
+
+def _merged(model: Any, adapters: Path) -> Any:
+    """The model with the adapter that was kept beside it, computed in float32."""
+    if not adapters.is_dir():
+        return model
+    from mlx_lm.tuner.utils import load_adapters
+
+    cast_floats(model, mx.float32)
+    try:
+        model = load_adapters(model, str(adapters))
+    except (OSError, ValueError, RuntimeError, TypeError, LookupError, AttributeError) as error:  # as for any bad file
+        raise ConversionError(f"{adapters} cannot be merged: {str(error).strip().splitlines()[0]}") from error
+    fused = [(name, layer.fuse()) for name, layer in model.named_modules() if hasattr(layer, "fuse")]
+    if fused:
+        model.update_modules(tree_unflatten(fused))
+    warnings.warn(f"the adapter in {adapters.parent.name}/{adapters.name} is merged into the weights", stacklevel=2)
+    return model
+
+
+# ---- what is written
+
+
+def _decoder_config(config: dict[str, Any], stored: str) -> dict[str, Any]:
+    """config.json as transformers reads it: the base model's own."""
+    kind = config["zip2zip"]["base_model_type"]
+    plain = {key: value for key, value in config.items() if key not in _OURS}
+    plain |= {"model_type": kind, "torch_dtype": stored}
+    if "dtype" in plain:
+        plain["dtype"] = stored
+    plain.setdefault("architectures", [ARCHITECTURES[kind]])
+    return plain
+
+
+def _zip_config(config: ZipConfig) -> dict[str, Any]:
+    """zip2zip_config.json; the package refuses keys that it does not know, so there is nothing of ours in it."""
+    made = replace(config, format_version=2, base_model=SELF_CONTAINED, start=None).to_dict()
+    del made["pad_token_id"]
+    return made
+
+
+def _write(out: Path, place: Place, made: _Export, trust_remote_code: bool, progress: bool) -> None:
+    from mlx_lm.utils import get_total_parameters
+
+    weights, parameters = parameters_of(made.model), get_total_parameters(made.model)
+    made.model.update(tree_map(lambda _: mx.array([]), made.model.parameters()))  # only `weights` holds them now
+    encoders = {name: weights.pop(name) for name in list(weights) if name.startswith(names.SIDES)}
+    parameters -= sum(array.size for array in encoders.values())
+    total = len(weights) + len(encoders)
+    with output.new_folder(out, FLAG) as folder, progress_bar(total, progress) as step:
+
+        def stored(name: str, array: mx.array, data: memoryview) -> None:
+            step()
+
+        output.write_model(folder, weights, parameters, stored, framework="pt")
+        output.write_tensors(folder / ENCODERS, encoders, stored, framework="pt")
+        output.write_json(folder / "config.json", made.config)
+        output.write_json(folder / source.CONFIG, made.zip_config)
+        copy_tokenizer(place.folder, folder, made.facts, trust_remote_code)
+        (folder / "README.md").write_text(_card(place), encoding="utf-8")
+
+
+def _card(place: Place) -> str:
+    return (
+        "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n- zip2zip\n- mlx_zip\n---\n\n"
+        f"# {place.name}, exported for PyTorch\n\n"
+        "A self-contained zip2zip checkpoint (format 2), for `zip2zip>=0.2.0`:\n\n"
+        "```python\nfrom zip2zip import Zip2ZipModel, Zip2ZipTokenizer\n\n"
+        'model = Zip2ZipModel.from_pretrained("<this folder or repository>")\n'
+        'tokenizer = Zip2ZipTokenizer.from_pretrained("<this folder or repository>")\n```\n\n'
+        f"Written by `mlx_zip export` {mlx_zip.__version__}. The licence is that of the model it was made from.\n"
+    )

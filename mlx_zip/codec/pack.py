@@ -1,0 +1,127 @@
+"""Starting codebooks as files ("packs"): entries that exist before the first id and take the first slots.
+
+Three forms, told apart by the file's suffix; entries stand in slot order:
+
+    .json   [[12, 7], [5, 5, 9], ...]: a list of lists of base ids
+    .npz    arrays `entries` uint32 [P, M], rows padded behind their length, and `lengths` int64 [P]
+    .npy    `entries` alone; `lengths` lies beside it, in NAME.lengths.npy
+
+A pack knows no tokenizer and no model; `CodecParams` checks it against a codec when the two meet.
+"""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mlx_zip.errors import DataError
+from mlx_zip.files import whole_file
+
+Start = tuple[tuple[int, ...], ...]
+SUFFIXES = (".json", ".npz", ".npy")
+MAX_ID = (1 << 32) - 1
+
+
+def read_pack(path: str | Path) -> Start:
+    """The entries of a pack, in slot order. No pickle is read.
+
+    Raises `DataError` naming the file, and the entry when one is at fault: fewer than two ids, an id that is no
+    integer from 0 to 2^32-1, or the same entry twice.
+    """
+    path = Path(path)
+    if path.suffix not in SUFFIXES:
+        raise DataError(f"{path}: a starting codebook is a {', '.join(SUFFIXES)} file")
+    try:
+        entries = _read_json(path) if path.suffix == ".json" else _read_arrays(path)
+    except DataError:
+        raise
+    except (OSError, ValueError, EOFError, RecursionError, zipfile.BadZipFile) as error:
+        raise DataError(f"{path} cannot be read as a starting codebook: {error}") from error
+    return _checked(path, entries)
+
+
+def write_pack(path: str | Path, entries: Iterable[Sequence[int]], merge_size: int, pad_id: int | None = None) -> None:
+    """Writes a pack, whole or not at all; rows of the array forms are `merge_size` wide, padded with `pad_id` or 0.
+
+    Raises `DataError` as `read_pack` does, also for an entry longer than `merge_size`, and `OSError` when the disk
+    refuses.
+    """
+    path = Path(path)
+    if path.suffix not in SUFFIXES:
+        raise DataError(f"{path}: a starting codebook is a {', '.join(SUFFIXES)} file")
+    start = _checked(path, [tuple(entry) for entry in entries], merge_size)
+    if path.suffix == ".json":
+        with whole_file(path) as partial:
+            partial.write_text(json.dumps([list(entry) for entry in start]) + "\n", encoding="utf-8")
+        return
+    rows = np.full((len(start), merge_size), 0 if pad_id is None else pad_id, np.uint32)
+    for row, entry in zip(rows, start, strict=True):
+        row[: len(entry)] = entry
+    lengths = np.array([len(entry) for entry in start], np.int64)
+    if path.suffix == ".npz":
+        with whole_file(path) as partial, open(partial, "wb") as file:
+            np.savez(file, entries=rows, lengths=lengths)
+        return
+    for name, array in ((lengths_file(path), lengths), (path, rows)):
+        with whole_file(name) as partial, open(partial, "wb") as file:
+            np.save(file, array, allow_pickle=False)
+
+
+def lengths_file(path: Path) -> Path:
+    """Where the lengths of a .npy pack lie."""
+    return path.with_suffix(".lengths.npy")
+
+
+def _read_json(path: Path) -> list[tuple[Any, ...]]:
+    data = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(data, list):
+        raise DataError(f"{path} must hold a list of entries, got {type(data).__name__}")
+    for at, entry in enumerate(data):
+        if not isinstance(entry, list):
+            raise DataError(f"{path}: entry {at} is {entry!r:.60}, not a list of base ids")
+    return [tuple(entry) for entry in data]
+
+
+def _read_arrays(path: Path) -> list[tuple[int, ...]]:
+    loaded = np.load(path, allow_pickle=False)
+    if isinstance(loaded, np.ndarray):
+        entries, lengths = loaded, np.load(lengths_file(path), allow_pickle=False)
+    else:
+        with loaded:
+            if missing := {"entries", "lengths"} - set(loaded.files):
+                raise DataError(f"{path} has no array {' and no '.join(sorted(missing))}")
+            entries, lengths = loaded["entries"], loaded["lengths"]
+    _check_arrays(path, entries, lengths)
+    return [tuple(row[:n]) for row, n in zip(entries.tolist(), lengths.tolist(), strict=True)]
+
+
+def _check_arrays(path: Path, entries: NDArray[Any], lengths: NDArray[Any]) -> None:
+    if entries.dtype.kind not in "iu" or lengths.dtype.kind not in "iu":
+        raise DataError(f"{path}: entries and lengths must be integers, not {entries.dtype} and {lengths.dtype}")
+    if entries.ndim != 2 or lengths.shape != entries.shape[:1]:
+        raise DataError(f"{path}: entries must be [P, M] and lengths [P], got {entries.shape} and {lengths.shape}")
+    if len(bad := np.flatnonzero((lengths < 2) | (lengths > entries.shape[1]))):
+        at = int(bad[0])
+        raise DataError(f"{path}: entry {at} has length {lengths[at]}, not 2..{entries.shape[1]}")
+
+
+def _checked(path: Path, entries: Iterable[Sequence[Any]], merge_size: int | None = None) -> Start:
+    start, seen = [], {}
+    for at, entry in enumerate(entries):
+        for x in entry:
+            if isinstance(x, bool) or not isinstance(x, int | np.integer) or not 0 <= x <= MAX_ID:
+                raise DataError(f"{path}: entry {at} holds {x!r:.40}, which is no base id")
+        if len(entry) < 2 or (merge_size is not None and len(entry) > merge_size):
+            raise DataError(f"{path}: entry {at} has {len(entry)} ids, not 2..{merge_size or 'merge_size'}")
+        made = tuple(map(int, entry))
+        if made in seen:
+            raise DataError(f"{path}: entry {at} {made} is entry {seen[made]} again")
+        seen[made] = at
+        start.append(made)
+    return tuple(start)
