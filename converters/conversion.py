@@ -16,9 +16,8 @@ from mlx.utils import tree_flatten, tree_map, tree_map_with_path
 from tqdm import tqdm
 
 import mlx_zip
-from mlx_zip.config import ZipConfig
+from mlx_zip.config import SIDES, ZipConfig
 from mlx_zip.converters import hub, names, output, source
-from mlx_zip.converters.fingerprint import Fingerprints
 from mlx_zip.converters.hub import Place
 from mlx_zip.converters.lora import Lora, check_targets, merge, mlx_adapter, read_lora
 from mlx_zip.converters.meta_pt import encoder_overrides
@@ -26,6 +25,7 @@ from mlx_zip.converters.quantization import QuantPredicate, Recipe, quantize_enc
 from mlx_zip.converters.tensors import FLOATS, load, read_model_files
 from mlx_zip.converters.tokenizer_files import TokenizerFacts, copy_tokenizer, read_tokenizer
 from mlx_zip.errors import ConversionError
+from mlx_zip.hyper import Fingerprints
 from mlx_zip.layout import Layout
 from mlx_zip.models import Model, ModelArgs, check_config
 from mlx_zip.register import MODEL_TYPE
@@ -182,7 +182,7 @@ def _plans(
     checkpoint: source.Checkpoint, model: nn.Module, zip_config: ZipConfig, lora: Lora | None
 ) -> tuple[names.Plan, names.Plan]:
     shapes = {name: tuple(array.shape) for name, array in parameters_of(model).items()}
-    encoder_shapes = {name: shape for name, shape in shapes.items() if name.startswith(names.SIDES)}
+    encoder_shapes = {name: shape for name, shape in shapes.items() if name.startswith(SIDES)}
     decoder_shapes = {name: shape for name, shape in shapes.items() if name not in encoder_shapes}
     plan = names.plan_decoder(checkpoint.decoder, decoder_shapes)
     if checkpoint.partial:

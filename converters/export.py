@@ -15,8 +15,8 @@ import mlx.core as mx
 from mlx.utils import tree_map, tree_unflatten
 
 import mlx_zip
-from mlx_zip.config import SELF_CONTAINED, ZipConfig
-from mlx_zip.converters import names, output, source
+from mlx_zip.config import SELF_CONTAINED, SIDES, ZipConfig
+from mlx_zip.converters import output, source
 from mlx_zip.converters.conversion import (
     ADAPTERS,
     DTYPES,
@@ -191,7 +191,7 @@ def _write(out: Path, place: Place, made: _Export, trust_remote_code: bool, prog
 
     weights, parameters = parameters_of(made.model), get_total_parameters(made.model)
     made.model.update(tree_map(lambda _: mx.array([]), made.model.parameters()))  # only `weights` holds them now
-    encoders = {name: weights.pop(name) for name in list(weights) if name.startswith(names.SIDES)}
+    encoders = {name: weights.pop(name) for name in list(weights) if name.startswith(SIDES)}
     parameters -= sum(array.size for array in encoders.values())
     total = len(weights) + len(encoders)
     with output.new_folder(out, FLAG) as folder, progress_bar(total, progress) as step:

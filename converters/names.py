@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from mlx_zip.config import SIDES
 from mlx_zip.converters.tensors import FLOATS, Table, Tensor, some
 from mlx_zip.errors import ConversionError
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-SIDES = ("input_encoder.", "output_encoder.")
 _ROTARY_BUFFER = ".rotary_emb.inv_freq"  # older transformers saved it; it follows from the config
 
 Shapes = Mapping[str, tuple[int, ...]]

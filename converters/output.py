@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
 from mlx_zip.converters.tensors import INDEX
 from mlx_zip.errors import ConversionError
+from mlx_zip.hyper import host_bytes
 
 MAX_SHARD_BYTES = 5 << 30  # as mlx-lm
 _DTYPES = {mx.float32: "F32", mx.float16: "F16", mx.bfloat16: "BF16", mx.uint32: "U32", mx.uint8: "U8"}
@@ -132,11 +132,3 @@ def write_tensors(
             file.write(data)
             if on_tensor is not None:
                 on_tensor(name, array, data)
-
-
-def host_bytes(array: mx.array) -> memoryview:
-    """The array's bytes, row by row, little endian."""
-    if array.dtype == mx.bfloat16:  # numpy has none
-        array = array.view(mx.uint16)
-    host = np.ascontiguousarray(np.array(array, copy=False))
-    return host.reshape(-1).view(np.uint8).data

@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.nn as nn
 
-from mlx_zip.converters.names import SIDES
+from mlx_zip.config import SIDES
 from mlx_zip.errors import ConversionError
 
 MODES = ("affine", "mxfp4", "nvfp4", "mxfp8")

@@ -13,6 +13,7 @@ from typing import Any
 from mlx_zip.codec import CodecParams
 from mlx_zip.errors import CodecError, ConfigError
 
+SIDES = ("input_encoder.", "output_encoder.")  # prefixes of the hyper-encoders' tensors
 POSITION_MODES = ("compressed", "base_token_end")
 MAX_LAYERS = 4096  # far more than any model has; each is built before its tensors are looked for
 SELF_CONTAINED = "."  # format 2: the base model lies in the checkpoint's own folder

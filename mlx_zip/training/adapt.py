@@ -16,7 +16,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import _get_classes, load_model
 
 from mlx_zip.codec import CodecParams
-from mlx_zip.config import ENCODER_FIELDS, EncoderConfig, ZipConfig
+from mlx_zip.config import ENCODER_FIELDS, SIDES, EncoderConfig, ZipConfig
 from mlx_zip.errors import ConfigError, TrainingError
 from mlx_zip.hyper import matrix_rows
 from mlx_zip.loading import first_line, load_failures, read_config, rope_settings
@@ -25,7 +25,6 @@ from mlx_zip.register import MODEL_TYPE
 from mlx_zip.training.batches import grows
 from mlx_zip.training.settings import TrainSettings
 
-SIDES = ("input_encoder", "output_encoder")
 SAMPLED_ROWS = 1024  # rows of a matrix that its scale is estimated from
 
 
@@ -166,10 +165,9 @@ def freeze(model: nn.Module, settings: TrainSettings) -> None:
         lora = {"rank": settings.lora_rank, "scale": settings.lora_scale, "dropout": settings.lora_dropout}
         linear_to_lora_layers(model, layers, lora)
     if isinstance(model, Model):
-        for side in SIDES:
-            if side in model:
-                model[side].unfreeze()
-                model[side].set_dtype(mx.float32)
+        for encoder in (model.input_encoder, model.row_encoder):
+            encoder.unfreeze()
+            encoder.set_dtype(mx.float32)
     if not tree_flatten(model.trainable_parameters()):
         raise TrainingError(f"--fine-tune-type {settings.fine_tune_type} leaves nothing to train in this model")
 

@@ -8,12 +8,14 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_unflatten
+from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.utils import save_config, save_model
 
 import mlx_zip
 from mlx_zip.errors import TrainingError
 from mlx_zip.files import whole_folder
+from mlx_zip.hyper import Fingerprints, host_bytes
+from mlx_zip.models import Model
 from mlx_zip.register import MODEL_TYPE
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
@@ -47,7 +49,17 @@ def save_trained(
     try:
         with whole_folder(folder) as partial:
             save_model(partial, model)
+            if isinstance(model, Model):
+                saved["zip2zip"]["fingerprint"] = _fingerprint(model, saved)
             save_config(dict(saved), config_path=partial / "config.json")
             tokenizer.save_pretrained(partial)
     except OSError as error:
         raise TrainingError(f"cannot write {folder}: {error}; the last checkpoint stays good") from error
+
+
+def _fingerprint(model: Model, config: Mapping[str, Any]) -> dict[str, str]:
+    """The names of the model's hyper-row sets, as the converter writes them."""
+    prints = Fingerprints()
+    for name, array in tree_flatten(model.parameters()):
+        prints.add(name, array, host_bytes(array))
+    return prints.sides(model.config, config.get("quantization", {}))

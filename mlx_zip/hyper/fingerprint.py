@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
-from mlx_zip.config import ZipConfig
-from mlx_zip.converters.names import SIDES
+from mlx_zip.config import SIDES, ZipConfig
 
 _EMBEDDING, _HEAD = "model.embed_tokens.", "lm_head."
 
@@ -68,3 +68,11 @@ def _relative(name: str, prefixes: tuple[str, str]) -> str:
     if dotted.startswith(encoder):
         return f"encoder.{dotted.removeprefix(encoder)}"
     return f"matrix.{dotted.removeprefix(matrix)}"
+
+
+def host_bytes(array: mx.array) -> memoryview:
+    """The array's bytes, row by row, little endian."""
+    if array.dtype == mx.bfloat16:  # numpy has none
+        array = array.view(mx.uint16)
+    host = np.ascontiguousarray(np.array(array, copy=False))
+    return host.reshape(-1).view(np.uint8).data
