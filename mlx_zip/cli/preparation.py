@@ -1,0 +1,109 @@
+"""`mlx_zip prepare`: text, conversations and data sets to shards of compressed samples, ready to train on."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+from mlx_zip.errors import DataError
+
+_MOST_WORKERS = 8
+_OF_DATA = ("separator", "columns", "subset", "split")  # flags that a mixture sets per source
+_SAME_NAME = ("model", "tokenizer", "context", "merge_size", "codebook_size", "start_draw", "pack", "train_on",
+              "shard_samples", "seed", "limit", "max_skipped", "trust_remote_code")  # fmt: skip
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags."""
+    add = parser.add_argument
+    add("--model", help="model folder or hub id: its tokenizer, and its codec if it is a zip2zip model")
+    add("--tokenizer", help="instead of --model: folder, tokenizer.json or hub id")
+    add("--data", nargs="+", metavar="NAME",
+        help=".txt or .jsonl files (or with .gz), .parquet files, folders or hub names of data sets")  # fmt: skip
+    add("--mixture", metavar="FILE", help="instead of --data: a .yaml file of sources with shares, or zip2zip")
+    add("--out", required=True, help="folder to write; one left by an interrupted run is completed")
+    add("--context", type=int, default=1024, help="base ids of a sample at most (default: 1024)")
+    add("--merge-size", type=int, help="base ids per hypertoken at most (default: 3, or the model's); 1: no codebook")
+    add("--codebook-size", type=int, help="hypertokens at most (default: 2048, or the model's); 0: no codebook")
+    add("--protect", action="append", default=[], metavar="WHAT",
+        help="ids that never merge, beside the others: digits, or a list with commas; may be repeated")  # fmt: skip
+    add("--disable", metavar="IDS", help="ids that never merge, with commas (default: special tokens, or the model's)")
+    add("--start", metavar="FILE", help="starting codebook: a pack of entries that exist before the first id")
+    add("--start-draw", type=int, metavar="K", help="draw K entries of --start anew for each sample")
+    add("--pack", action=argparse.BooleanOptionalAction, default=None,
+        help="fill samples with several records (default: documents, not conversations)")  # fmt: skip
+    add("--train-on", choices=("answers", "all"), default="answers",
+        help="what the loss counts of conversations and completions (default: answers)")  # fmt: skip
+    add("--separator", help="a line that ends a document within a .txt file (default: a file is one document)")
+    add("--columns", nargs="+", default=[], metavar="KEY=NAME",
+        help="what records call text, messages, prompt, completion or tools, as text=content")  # fmt: skip
+    add("--subset", nargs="+", default=[], help="subsets of a data set, read in turn")
+    add("--split", help="split of a data set (default: train)")
+    add("--limit", type=int, metavar="N", help="samples at most")
+    add("--max-skipped", type=int, default=100, metavar="N", help="more wrong records are an error (default: 100)")
+    add("--shard-samples", type=int, default=1024, metavar="N", help="about so many samples a shard (default: 1024)")
+    add("--seed", type=int, default=0, help="seed of --start-draw (default: 0)")
+    add("--workers", type=int, help=f"processes (default: one per core, at most {_MOST_WORKERS})")
+    add("--trust-remote-code", action="store_true", help="let the tokenizer run code of its own")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prepares and prints a summary; 0. Raises `MlxZipError`."""
+    from mlx_zip.training.prepare import PrepareOptions, prepare
+
+    options = PrepareOptions(
+        sources=_sources(args),
+        out=Path(args.out),
+        disable=None if args.disable is None else _ids(args.disable),
+        protect=tuple(args.protect),
+        start=None if args.start is None else Path(args.start),
+        **{name: getattr(args, name) for name in _SAME_NAME},
+    )
+    workers = args.workers if args.workers is not None else min(_MOST_WORKERS, os.cpu_count() or 1)
+    print(summary(args.out, prepare(options, workers, progress=True)))
+    return 0
+
+
+def _sources(args: argparse.Namespace) -> tuple[Any, ...]:
+    from mlx_zip.training.mixture import load_mixture
+    from mlx_zip.training.sources import Source
+
+    if (args.data is None) == (args.mixture is None):
+        raise DataError("name either --data or --mixture")
+    if args.mixture is not None:
+        if given := [f"--{name}" for name in _OF_DATA if getattr(args, name)]:
+            raise DataError(f"{', '.join(given)} cannot go with --mixture: each of its sources says so itself")
+        return load_mixture(args.mixture)
+    columns = dict(_column(text) for text in args.columns)
+    return (Source(tuple(args.data), 1.0, args.separator, columns, tuple(args.subset), args.split or "train"),)
+
+
+def _column(text: str) -> tuple[str, str]:
+    key, equals, name = text.partition("=")
+    if not (key and equals and name):
+        raise DataError(f"--columns {text!r} is not of the form KEY=NAME")
+    return key, name
+
+
+def _ids(text: str) -> tuple[int, ...]:
+    parts = [part.strip() for part in text.split(",")] if text.strip() else []
+    if not all(part.isdecimal() and len(part) < 12 for part in parts):
+        raise DataError(f"--disable {text!r} is not a list of ids with commas between")
+    return tuple(map(int, parts))
+
+
+def summary(out: str, index: dict[str, Any]) -> str:
+    """What was prepared, in a few lines."""
+    totals, skipped = index["totals"], index["skipped"]
+    lines = [
+        f"{totals['samples']} samples in {len(index['shards'])} shards: {out}",
+        f"{totals['base_ids']} base ids -> {totals['ids']} ids ({totals['base_ids'] / totals['ids']:.3f} per id), "
+        f"{totals['bytes']} bytes of text",
+        f"{index['records']} records: {index['windowed']} longer than the context, "
+        + ", ".join(f"{n} {kind}" for kind, n in sorted(skipped.items())),
+    ]
+    if len(index["sources"]) > 1:
+        lines += [f"{source['share']:7.2%}  {', '.join(source['data'])}" for source in index["sources"]]
+    return "\n".join(lines)

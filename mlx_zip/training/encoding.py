@@ -1,0 +1,230 @@
+"""Records to base ids: what the loss counts of them, and the UTF-8 bytes each id stands for."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mlx_zip.codec.ids import Uint32s
+from mlx_zip.errors import DataError, GenerationError
+from mlx_zip.tokenizer import render_chat
+from mlx_zip.training.sources import Record, Skipped
+
+TRAIN_ON = ("answers", "all")
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
+_PROBE = "Hello, wörld!  def f(x):\n\treturn 12345 # \u4f60\u597d \U0001f600"
+_TAIL = 4  # ids behind a turn's end, among which its eos may stand: a template writes a line end after it
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One document or conversation: ids uint32 [n], counted bool [n], n_bytes int64 [n]: bytes per id, 0 for specials.
+
+    lead: ids that begin every window of it, and are not among `ids`. conversation: or a prompt and its completion.
+    """
+
+    ids: Uint32s
+    counted: NDArray[np.bool_]
+    n_bytes: NDArray[np.int64]
+    lead: tuple[int, ...]
+    conversation: bool = False
+
+
+def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
+    """The tokenizer in a folder, as mlx-lm loads it. Raises `DataError`."""
+    from mlx_lm.utils import load_tokenizer as load
+
+    from mlx_zip.loading import no_talk_of_model_types
+
+    try:
+        with no_talk_of_model_types():
+            return load(str(folder), {"trust_remote_code": trust_remote_code})
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, ImportError) as error:
+        first = " ".join(str(error).split())[:300]
+        raise DataError(f"the tokenizer in {folder} cannot be loaded: {first}") from error
+
+
+def fingerprint(tokenizer: Any) -> str:
+    """Hex digest over all tokens, the special ids and what a probe text becomes: equal tokenizers, equal digest."""
+    special = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id]
+    facts = [sorted(tokenizer.get_vocab().items()), special, tokenizer.encode(_PROBE, add_special_tokens=False)]
+    return sha256(json.dumps(facts).encode("utf-8")).hexdigest()
+
+
+def special_ids(tokenizer: Any) -> set[int]:
+    """Ids of tokens that mark something and are no text."""
+    added = tokenizer.added_tokens_decoder
+    return {*tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}
+
+
+def digit_ids(tokenizer: Any) -> set[int]:
+    """Ids of all tokens whose text has a digit in it."""
+    ids = sorted(set(tokenizer.get_vocab().values()))
+    texts = tokenizer.batch_decode([[i] for i in ids], skip_special_tokens=False)
+    return {i for i, text in zip(ids, texts, strict=True) if any(map(str.isdigit, text))}
+
+
+class Encoder:
+    """Turns records into pieces. train_on: "answers" counts what the assistant says of a conversation, and the
+    completion of a prompt; "all" counts everything. A document is counted whole.
+    """
+
+    def __init__(self, tokenizer: Any, train_on: str = "answers") -> None:
+        if not getattr(tokenizer, "is_fast", False):
+            raise DataError("this tokenizer has no tokenizer.json (it is not a fast one), which preparing data needs")
+        self.tokenizer, self.train_on = tokenizer, train_on
+        self._fast = tokenizer.backend_tokenizer
+        self._fast.no_truncation()
+        self._fast.no_padding()
+        self.lead = _lead(tokenizer)
+
+    def encode(self, records: Sequence[Record]) -> list[Piece | Skipped]:
+        """One piece per record, in order, or why there is none. Raises `DataError` where no loss mask can be made."""
+        plain = [record.text for record in records if record.messages is None and record.prompt is None]
+        found = iter(self._fast.encode_batch_fast(plain, add_special_tokens=False))
+        return [
+            self._document(r, next(found).ids) if r.messages is None and r.prompt is None else self._answered(r)
+            for r in records
+        ]
+
+    def _document(self, record: Record, ids: Sequence[int]) -> Piece | Skipped:
+        found = np.array(ids, np.uint32)
+        n_bytes = self._bytes(record.text or "", found)
+        end = [] if record.continues else self._eos
+        return self._piece(record, found, np.ones(len(found), np.bool_), n_bytes, end, self.lead)
+
+    def _answered(self, record: Record) -> Piece | Skipped:
+        """A conversation, or a prompt and its completion, which is one where the tokenizer has a chat template."""
+        if record.messages is None and not self.tokenizer.has_chat_template:
+            prompt = record.prompt or ""
+            text = prompt + (record.text or "")
+            return self._with_spans(record, text, [(len(prompt), len(text))], templated=False)
+        try:
+            text, spans = self._render(record)
+        except GenerationError as error:
+            return Skipped(record.where, str(error))
+        return self._with_spans(record, text, spans, templated=True)
+
+    def _render(self, record: Record) -> tuple[str, list[tuple[int, int]]]:
+        """The text of a conversation, and where in it the assistant speaks."""
+        messages = record.messages or ({"role": "user", "content": record.prompt},
+                                       {"role": "assistant", "content": record.text})  # fmt: skip
+        tools = {} if record.tools is None else {"tools": record.tools}
+        text = render_chat(self.tokenizer, messages, **tools)
+        spans: list[tuple[int, int]] = []
+        for k, message in enumerate(messages):
+            if message["role"] == "assistant" and self.train_on == "answers":
+                before = render_chat(self.tokenizer, messages[:k], add_generation_prompt=True, **tools) if k else ""
+                upto = text if k + 1 == len(messages) else render_chat(self.tokenizer, messages[: k + 1], **tools)
+                if not (upto.startswith(before) and text.startswith(upto)):
+                    raise DataError(
+                        f"{record.where}: the chat template writes turn {k} otherwise once more turns follow, so the "
+                        "assistant's part cannot be told apart; count everything with --train-on all"
+                    )
+                spans.append((len(before), len(upto)))
+        return text, spans
+
+    def _with_spans(
+        self, record: Record, text: str, spans: Sequence[tuple[int, int]], templated: bool
+    ) -> Piece | Skipped:
+        encoding = self._fast.encode(text, add_special_tokens=False)
+        ids = np.array(encoding.ids, np.uint32)
+        counted = np.full(len(ids), self.train_on == "all")
+        if self.train_on == "answers":
+            places = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+            for begin, end in spans:
+                counted |= (places[:, 0] >= begin) & (places[:, 1] <= end)
+        if not counted.any():
+            return Skipped(record.where, "nothing to learn: no answer in it", empty=True)
+        bos, lead = self.tokenizer.bos_token_id, self.lead
+        if templated:  # such a text has its own special ids
+            lead = (bos,) if bos is not None and ids[0] == bos else ()
+        ended = templated and not self.tokenizer.eos_token_ids.isdisjoint(ids[-_TAIL:].tolist())
+        end = [] if ended else self._eos
+        return self._piece(record, ids, counted, self._bytes(text, ids), end, lead, conversation=True)
+
+    def _piece(
+        self, record: Record, ids: Uint32s, counted: NDArray[np.bool_], n_bytes: NDArray[np.int64],
+        end: Sequence[int], lead: tuple[int, ...], conversation: bool = False,
+    ) -> Piece | Skipped:  # fmt: skip
+        if not len(ids):
+            return Skipped(record.where, "the tokenizer makes no id of it", empty=True)
+        begin = len(lead) if ids[: len(lead)].tolist() == list(lead) else 0  # it begins each window anyway
+        return Piece(
+            np.concatenate([ids[begin:], np.array(end, np.uint32)]),
+            np.concatenate([counted[begin:], np.full(len(end), counted[-1])]),
+            np.concatenate([n_bytes[begin:], np.zeros(len(end), np.int64)]),
+            lead,
+            conversation,
+        )
+
+    @cached_property
+    def _eos(self) -> list[int]:
+        return [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
+
+    # ---- bytes
+
+    def _bytes(self, text: str, ids: Uint32s) -> NDArray[np.int64]:
+        """UTF-8 bytes per id, special ids 0; the others and the specials' own names add up to the text's bytes."""
+        lengths, special = self._lengths
+        n_bytes, total = lengths[ids], len(text.encode("utf-8"))
+        if len(ids) and n_bytes.sum() == total + 1 and self._begins_with_space(int(ids[0])):
+            n_bytes[0] -= 1  # the space that SentencePiece puts in front of a text
+        if n_bytes.sum() != total:
+            n_bytes = self._bytes_by_place(text)
+        n_bytes[special[ids]] = 0
+        return n_bytes
+
+    def _bytes_by_place(self, text: str) -> NDArray[np.int64]:
+        """For tokenizers that rewrite their text: bytes up to where each id ends. Of ids in one character the first."""
+        ends = [end for _, end in self._fast.encode(text, add_special_tokens=False).offsets]
+        characters = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+        widths = 1 + (characters >= 0x80).astype(np.int64) + (characters >= 0x800) + (characters >= 0x10000)
+        upto = np.concatenate([[0], np.cumsum(widths)])
+        places = np.maximum.accumulate(np.array(ends, np.int64))
+        places[-1:] = len(characters)
+        return np.diff(upto[places], prepend=0)
+
+    @cached_property
+    def _lengths(self) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """UTF-8 bytes of every token, [ids] int64, and whether it is special, [ids] bool."""
+        vocabulary = self.tokenizer.get_vocab()
+        added = {i: token.content for i, token in self.tokenizer.added_tokens_decoder.items()}
+        lengths = np.zeros(1 + max(max(vocabulary.values()), max(added, default=0)), np.int64)
+        byte_level = _is_byte_level(set(vocabulary) - set(added.values()))
+        for token, i in vocabulary.items():
+            if _BYTE_TOKEN.fullmatch(token):
+                lengths[i] = 1
+            else:
+                lengths[i] = len(token) if byte_level else len(token.replace("▁", " ").encode("utf-8"))
+        for i, content in added.items():
+            if not _BYTE_TOKEN.fullmatch(content):
+                lengths[i] = len(content.encode("utf-8"))
+        special = np.zeros(len(lengths), np.bool_)
+        special[sorted(special_ids(self.tokenizer))] = True
+        return lengths, special
+
+    def _begins_with_space(self, token_id: int) -> bool:
+        return (self._fast.id_to_token(token_id) or "").startswith("▁")
+
+
+def _is_byte_level(tokens: set[str]) -> bool:
+    """Whether tokens are spelt in the 256 letters that stand for bytes."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    return set("".join(tokens)) <= set(ByteLevel.alphabet())
+
+
+def _lead(tokenizer: Any) -> tuple[int, ...]:
+    """The ids that the tokenizer puts in front of a text by itself, as a prompt gets them."""
+    bare, whole = tokenizer.encode("a", add_special_tokens=False), tokenizer.encode("a")
+    return next((tuple(whole[:i]) for i in range(len(whole)) if whole[i : i + len(bare)] == bare), ())

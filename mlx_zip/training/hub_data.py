@@ -1,0 +1,68 @@
+"""Rows of data sets through the `datasets` library: saved folders, parquet files, names on the hub."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from mlx_zip.errors import DataError, InstallationError
+
+PARQUET = ".parquet"
+
+
+def rows(
+    name: str, subsets: tuple[str, ...] = (), split: str = "train", revision: str | None = None
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """(place, row) of a data set, as they are stored; of several subsets a row from each in turn, until all have ended.
+
+    A name on the hub is streamed, not stored. Raises `DataError` naming the data set, `InstallationError` without the
+    library.
+    """
+    library = _library()
+    with _explained(name, library):
+        opened = {subset: enumerate(_open(library, name, subset, split, revision)) for subset in subsets or (None,)}
+        while opened:
+            for subset, numbered in list(opened.items()):
+                row = next(numbered, None)
+                if row is None:
+                    del opened[subset]
+                    continue
+                yield f"{name}{f' ({subset})' if subset else ''} row {row[0]}", row[1]
+
+
+def _open(library: ModuleType, name: str, subset: str | None, split: str, revision: str | None) -> Any:
+    folder = Path(name)
+    if folder.is_dir() and ((folder / "state.json").exists() or (folder / "dataset_dict.json").exists()):
+        saved = library.load_from_disk(name)
+        if not isinstance(saved, dict):
+            return saved
+        if split not in saved:
+            raise DataError(f"{name} has no split {split!r}; it has {', '.join(saved)}")
+        return saved[split]
+    if name.endswith(PARQUET):
+        return library.load_dataset("parquet", data_files=name, split="train", streaming=True)
+    return library.load_dataset(name, subset, split=split, revision=revision, streaming=True)
+
+
+def _library() -> ModuleType:
+    try:
+        import datasets
+    except ImportError as error:
+        raise InstallationError("data sets need the `datasets` library: pip install 'mlx_zip[data]'") from error
+    return datasets
+
+
+@contextmanager
+def _explained(name: str, library: ModuleType) -> Iterator[None]:
+    """What the library raises for a name, subset or split that is not there, bad files and a lost connection."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        yield
+    except DataError:
+        raise
+    except (library.exceptions.DatasetsError, HfHubHTTPError, OSError, ValueError, NotImplementedError) as error:
+        raise DataError(f"{name} cannot be read: {' '.join(str(error).split())[:300]}") from error

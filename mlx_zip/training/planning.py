@@ -1,0 +1,197 @@
+"""From the options of `prepare` to its plan: the tokenizer, its codec, and what a later run is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from hashlib import file_digest, sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mlx_zip.bundled import NAMES, bundled_model
+from mlx_zip.codec import CodecParams
+from mlx_zip.codec.pack import read_pack
+from mlx_zip.errors import CodecError, DataError
+from mlx_zip.loading import first_line, read_config
+from mlx_zip.training.encoding import digit_ids, fingerprint, load_tokenizer, special_ids
+from mlx_zip.training.sharding import Plan
+from mlx_zip.training.shards import Start, codec_record
+from mlx_zip.training.sources import Source, kind_of
+
+if TYPE_CHECKING:
+    from mlx_zip.training.prepare import PrepareOptions
+
+MERGE_SIZE, CODEBOOK_SIZE = 3, 2048
+_TOKENIZER_FILES = ["*.json", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken"]
+
+
+def make_plan(options: PrepareOptions) -> tuple[Plan, Any, dict[str, Any]]:
+    """The plan, its tokenizer, and the settings that make the result what it is. Raises `DataError`; writes nothing."""
+    for source in options.sources:
+        source.check()
+    folder = tokenizer_folder(options.model or options.tokenizer or "", options.trust_remote_code)
+    tokenizer = load_tokenizer(folder, options.trust_remote_code)
+    config = read_config(folder) if options.model is not None else {}
+    params = codec_for(options, tokenizer, config)
+    pool = None
+    if options.start_draw is not None:
+        pool, params = _pool(options, params), replace(params, start=None)
+    plan = Plan(
+        out=Path(options.out),
+        tokenizer=folder,
+        params=params,
+        context=options.context,
+        pack=options.pack,
+        train_on=options.train_on,
+        columns=tuple(dict(source.columns) for source in options.sources),
+        seed=options.seed,
+        pool=pool,
+        start_draw=options.start_draw or 0,
+        trust_remote_code=options.trust_remote_code,
+    )
+    return plan, tokenizer, _settings(options, plan, tokenizer)
+
+
+def tokenizer_folder(name: str, trust_remote_code: bool = False) -> Path:
+    """The folder of a model or tokenizer, or of a tokenizer.json; of a hub id, the tokenizer's files alone are fetched.
+
+    A bundled model goes by its name, as in `load`. Raises `DataError`.
+    """
+    path = Path(name).expanduser()
+    if path.name == "tokenizer.json" and path.is_file():
+        return path.parent
+    if name in NAMES and not (path / "config.json").is_file():
+        return bundled_model(name)
+    if path.is_dir():
+        return path
+    if path.exists() or name.count("/") != 1 or name.startswith((".", "/", "~")):
+        raise DataError(f"{name}: no folder with a tokenizer, no tokenizer.json, and no hub id of the form owner/name")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    patterns = [*_TOKENIZER_FILES, *(["*.py"] if trust_remote_code else [])]
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
+        raise DataError(f"{name}: not a local folder, and not to be had from the hub: {first_line(error)}") from error
+
+
+def codec_for(options: PrepareOptions, tokenizer: Any, config: Mapping[str, Any]) -> CodecParams:
+    """The codec: the options, else the zip2zip model's own, else one made for the tokenizer. Raises `DataError`."""
+    own = _own_codec(config)
+    tokens = 1 + max(tokenizer.get_vocab().values())
+    vocab_size = own.vocab_size if own is not None else _model_rows(config) or tokens
+    if tokens > vocab_size:
+        raise DataError(
+            f"the tokenizer has ids up to {tokens - 1}, the model base ids up to {vocab_size - 1}: "
+            "they do not belong together"
+        )
+    pad_id = own.pad_id if own is not None else _pad_id(tokenizer)
+    disabled = set(options.disable if options.disable is not None else own.disabled_ids if own else ())
+    if options.disable is None and own is None:
+        disabled = special_ids(tokenizer)
+    disabled |= _protected(options.protect, tokenizer)
+    if high := [i for i in disabled if not 0 <= i < vocab_size]:
+        raise DataError(f"id {high[0]}, which is never to merge, is no base id (0 to {vocab_size - 1})")
+    sizes = (
+        options.codebook_size if options.codebook_size is not None else own.codebook_size if own else CODEBOOK_SIZE,
+        options.merge_size if options.merge_size is not None else own.merge_size if own else MERGE_SIZE,
+    )
+    start = own.start if own is not None else None
+    if options.start is not None:
+        start = read_pack(options.start) if options.start_draw is None else None
+    try:
+        return CodecParams(vocab_size, *sizes, disabled, pad_id, start)
+    except CodecError as error:
+        raise DataError(f"{options.start or 'the codec'}: {error}") from error
+
+
+def _own_codec(config: Mapping[str, Any]) -> CodecParams | None:
+    if "zip2zip" not in config:
+        return None
+    from mlx_zip.models import ModelArgs
+
+    return ModelArgs(dict(config)).zip_config.codec_params
+
+
+def _model_rows(config: Mapping[str, Any]) -> int | None:
+    """Rows of a plain model's embedding, by its config."""
+    text = config.get("text_config")
+    rows = config.get("vocab_size", text.get("vocab_size") if isinstance(text, Mapping) else None)
+    if config and (isinstance(rows, bool) or not isinstance(rows, int) or rows < 1):
+        raise DataError(f"config.json: vocab_size must be a positive integer, got {rows!r}")
+    return rows
+
+
+def _pad_id(tokenizer: Any) -> int:
+    for token_id in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if token_id is not None:
+            return int(token_id)
+    raise DataError("the tokenizer has neither a pad nor an eos token; name one in its tokenizer_config.json")
+
+
+def _protected(protect: tuple[str, ...], tokenizer: Any) -> set[int]:
+    found: set[int] = set()
+    for what in protect:
+        if what == "digits":
+            found |= digit_ids(tokenizer)
+            continue
+        parts = [part.strip() for part in what.split(",")]
+        if not all(part.isdecimal() and len(part) < 12 for part in parts):
+            raise DataError(f"protect {what!r} is neither digits nor a list of ids with commas between")
+        found |= set(map(int, parts))
+    return found
+
+
+def _pool(options: PrepareOptions, params: CodecParams) -> Start:
+    """The pack to draw from, checked against the codec."""
+    path, draw = options.start, options.start_draw or 0
+    assert path is not None
+    pool = read_pack(path)
+    if not draw <= min(len(pool), params.codebook_size):
+        raise DataError(
+            f"start_draw {draw} is more than {path} has entries ({len(pool)}) or the codebook slots "
+            f"({params.codebook_size})"
+        )
+    try:
+        replace(params, codebook_size=len(pool), start=pool)
+    except CodecError as error:
+        raise DataError(f"{path}: {error}") from error
+    return pool
+
+
+def _settings(options: PrepareOptions, plan: Plan, tokenizer: Any) -> dict[str, Any]:
+    """Everything that the result depends on, as plain values. Long lists are digests."""
+    packs = plan.params.start if plan.pool is None else plan.pool
+    tokens = 1 + max(tokenizer.get_vocab().values())
+    return {
+        "sources": [_source_settings(source) for source in options.sources],
+        "codec": codec_record(plan.params),
+        "tokenizer": {"fingerprint": fingerprint(tokenizer), "size": tokens},
+        "chat_template": _digest(str(tokenizer.chat_template)),
+        "context": options.context,
+        "start": None if packs is None else _digest(str(packs)),
+        "start_draw": options.start_draw,
+        "pack": options.pack,
+        "train_on": options.train_on,
+        "shard_samples": options.shard_samples,
+        "seed": options.seed,
+        "limit": options.limit,
+    }
+
+
+def _source_settings(source: Source) -> dict[str, Any]:
+    digests = {name: _file_digest(name) for name in source.data if kind_of(name) != "data set" or Path(name).is_file()}
+    return {**asdict(source), "data": list(source.data), "subsets": list(source.subsets), "sha256": digests}
+
+
+def _file_digest(name: str) -> str:
+    try:
+        with open(name, "rb") as file:
+            return file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise DataError(f"{name} cannot be read: {error.strerror}") from error
+
+
+def _digest(text: str) -> str:
+    return sha256(text.encode("utf-8")).hexdigest()

@@ -1,0 +1,255 @@
+"""`prepare`: files and data sets become shards of compressed samples with loss masks.
+
+The result is the same for any number of workers. An interrupted run goes on with the shards that are missing.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import mlx_zip
+from mlx_zip.codec.pack import write_pack
+from mlx_zip.errors import DataError
+from mlx_zip.training.encoding import TRAIN_ON
+from mlx_zip.training.mixture import kept_samples, next_sources
+from mlx_zip.training.prepared_folder import POOL, PreparedFolder
+from mlx_zip.training.sharding import Chunk, Plan, ShardMaker, cut_chunks, make_in_worker, start_worker
+from mlx_zip.training.shards import codec_record
+from mlx_zip.training.sources import Reader, Source, kind_of
+
+ROUND = 16  # shards between two looks at how a mixture stands
+Records = list[list[dict[str, Any]]]  # per source, of each shard in order
+
+
+@dataclass(frozen=True)
+class PrepareOptions:
+    """What is to be prepared.
+
+    sources: one, or a mixture. out: the folder to write. model: folder or hub id of a model, whose tokenizer and codec
+    are used; or tokenizer: a tokenizer alone. context: base ids of a window at most. merge_size, codebook_size: None
+    for the model's, else 3 and 2048; merge size 1 or no codebook leaves the base ids as they are. disable: ids that
+    never merge, None for the special ones; protect: more of them, "digits" or ids with commas. start: a pack of
+    entries that exist before the first id; start_draw: so many of them, drawn anew for each sample. pack: fill windows
+    with several records; None does so for documents, not for conversations. train_on: see `Encoder`. shard_samples:
+    about so many samples per shard. limit: samples at most. max_skipped: more wrong records than this are an error.
+    """
+
+    sources: tuple[Source, ...]
+    out: Path
+    model: str | None = None
+    tokenizer: str | None = None
+    context: int = 1024
+    merge_size: int | None = None
+    codebook_size: int | None = None
+    disable: tuple[int, ...] | None = None
+    protect: tuple[str, ...] = ()
+    start: Path | None = None
+    start_draw: int | None = None
+    pack: bool | None = None
+    train_on: str = "answers"
+    shard_samples: int = 1024
+    seed: int = 0
+    limit: int | None = None
+    max_skipped: int = 100
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.sources:
+            raise DataError("no data: name files or data sets")
+        if (self.model is None) == (self.tokenizer is None):
+            raise DataError("name either a model or a tokenizer")
+        if self.train_on not in TRAIN_ON:
+            raise DataError(f"train_on {self.train_on!r} is not one of {', '.join(TRAIN_ON)}")
+        if self.start_draw is not None and self.start is None:
+            raise DataError("start_draw draws from a pack: name it with start")
+        for name, least in (
+            ("context", 2), ("start_draw", 1), ("shard_samples", 1), ("seed", 0), ("limit", 1), ("max_skipped", 0),
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+                raise DataError(f"{name} must be an integer of {least} or more, got {value!r}")
+
+
+def prepare(
+    options: PrepareOptions, workers: int = 1, progress: bool = False, report: Callable[[str], object] | None = None
+) -> dict[str, Any]:
+    """Prepares data and returns the index of the folder.
+
+    workers: processes; the result does not depend on them. progress: a bar on stderr, if that is a terminal. report:
+    takes a line for every record that is skipped as wrong (default: stderr). A folder that an interrupted run with the
+    same options left is completed; a finished one is returned as it is.
+
+    Raises `DataError` naming file and line, or what does not fit; then no index has been written.
+    """
+    from mlx_zip.training.planning import make_plan
+
+    report = report or (lambda line: print(line, file=sys.stderr))
+    if workers < 1:
+        raise DataError(f"workers must be 1 or more, got {workers}")
+    plan, tokenizer, settings = make_plan(options)
+    try:
+        folder = PreparedFolder(options.out)
+        if (index := folder.open(settings)) is not None:
+            return index
+        if plan.pool is not None:
+            write_pack(plan.out / POOL, plan.pool, plan.params.merge_size, plan.params.pad_id)
+        run = _Run(options, plan, folder, progress, report)
+        with _workers(plan, tokenizer, workers) as make:
+            run.make_shards(make)
+        return run.finish(settings)
+    except BrokenProcessPool as error:
+        raise DataError(f"a worker process was killed, by lack of memory perhaps; {_GO_ON}") from error
+    except OSError as error:  # reading has errors of its own
+        raise DataError(f"{options.out} cannot be written: {error.strerror or error}; {_GO_ON}") from error
+
+
+_GO_ON = "the shards written so far stay: run the same again to go on"
+Make = Callable[[Sequence[Chunk]], Iterator[dict[str, Any]]]
+
+
+@contextmanager
+def _workers(plan: Plan, tokenizer: Any, workers: int) -> Iterator[Make]:
+    """Something that makes shards of chunks and gives their records in the same order."""
+    if workers == 1:
+        maker = ShardMaker(plan, tokenizer)
+        yield lambda chunks: map(maker.make, chunks)
+        return
+    import multiprocessing
+
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, context, start_worker, (plan,))
+    try:
+        yield lambda chunks: pool.map(make_in_worker, chunks)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+class _Run:
+    """One run of `prepare`: readers, what is done, and the bar."""
+
+    def __init__(
+        self, options: PrepareOptions, plan: Plan, folder: PreparedFolder, progress: bool,
+        report: Callable[[str], object],
+    ) -> None:  # fmt: skip
+        from tqdm import tqdm
+
+        self.options, self.plan, self.folder, self.report = options, plan, folder, report
+        self.shares = [source.share for source in options.sources]
+        self.readers = [Reader(source) for source in options.sources]
+        self.chunks = [cut_chunks(iter(r), options.shard_samples, options.context, options.pack) for r in self.readers]
+        self.records: Records = [[] for _ in options.sources]
+        self.skipped: Counter[str] = Counter()
+        names = [name for source in options.sources for name in source.data]
+        files = [Path(name) for name in names if kind_of(name) != "data set"]
+        total = sum(file.stat().st_size for file in files) if len(files) == len(names) else None
+        self.bar = tqdm(total=total, unit="B", unit_scale=True, desc="Preparing", file=sys.stderr,
+                        disable=None if progress else True)  # fmt: skip
+
+    def make_shards(self, make: Make) -> None:
+        """Reads and makes shards until a source has ended or there are enough samples."""
+        number, ended = 0, False
+        with self.bar:
+            while not ended and not self._enough():
+                base_ids = [[record["base_ids"] for record in done] for done in self.records]
+                chunks = []
+                for source in next_sources(self.shares, base_ids, ROUND):
+                    items = next(self.chunks[source], None)
+                    if items is None:
+                        ended = True
+                        continue
+                    chunks.append(Chunk(number, source, items, sum(reader.stored for reader in self.readers)))
+                    number += 1
+                self._make_round(make, chunks)
+
+    def _make_round(self, make: Make, chunks: Sequence[Chunk]) -> None:
+        done = {chunk.number: self.folder.record(chunk.name) for chunk in chunks}
+        made = make([chunk for chunk in chunks if done[chunk.number] is None])
+        for chunk in chunks:
+            record = done[chunk.number]
+            if record is None:
+                record = next(made)
+                for note in record["notes"]:
+                    self.bar.clear()
+                    self.report(f"skipped {note}")
+            self.records[chunk.source].append(record)
+            self._count(record)
+            base_ids = sum(r["base_ids"] for done in self.records for r in done)
+            self.bar.set_postfix_str(f"{base_ids:,} base ids", refresh=False)
+            self.bar.update(chunk.stored - self.bar.n)
+
+    def _count(self, record: dict[str, Any]) -> None:
+        self.skipped.update(record["skipped"])
+        if self.skipped["wrong"] > self.options.max_skipped:
+            first = next(r["notes"][0] for done in self.records for r in done if r["notes"])
+            raise DataError(
+                f"{self.skipped['wrong']} wrong records, more than max_skipped (--max-skipped) "
+                f"{self.options.max_skipped}; the first: {first}"
+            )
+
+    def _enough(self) -> bool:
+        limit = self.options.limit
+        return limit is not None and all(self.records) and sum(self._kept(limit)) >= limit
+
+    def _kept(self, limit: int | None) -> list[int]:
+        return kept_samples(self.shares, [self._base_ids(done) for done in self.records], limit)
+
+    def _base_ids(self, done: Sequence[dict[str, Any]]) -> NDArray[np.int64]:
+        return np.concatenate([self.folder.base_ids(r) for r in done] or [np.empty(0, np.int64)])
+
+    def finish(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """Chooses the samples, writes the index, removes what it does not name."""
+        kept = self._kept(self.options.limit)
+        if not all(kept):
+            poorest = min(range(len(kept)), key=lambda s: sum(record["base_ids"] for record in self.records[s]))
+            poor = self.options.sources[poorest].data[0]
+            counts = ", ".join(f"{n} {kind}" for kind, n in sorted(self.skipped.items()) if n) or "no record in it"
+            self.folder.discard()
+            raise DataError(f"{poor} gives no sample to train on ({counts})")
+        shards = sorted(self._shards(kept), key=lambda record: record["name"])
+        totals = {key: sum(record[key] for record in shards) for key in ("samples", "ids", "base_ids", "bytes")}
+        params, records = self.plan.params, [record for done in self.records for record in done]
+        index = {
+            "codec": codec_record(params) | ({} if params.start is None else {"start": params.start}),
+            "context": self.plan.context,
+            "tokenizer": settings["tokenizer"],
+            "shards": shards,
+            "pool": None if self.plan.pool is None else POOL,
+            "skipped": {kind: self.skipped[kind] for kind in ("wrong", "empty", "unlearnable windows")},
+            "windowed": sum(record["windowed"] for record in records),
+            "records": sum(record["records"] for record in records),
+            "totals": totals,
+            "sources": self._source_records(shards),
+            "settings": settings,
+            "mlx_zip": mlx_zip.__version__,
+        }
+        return self.folder.close(index)
+
+    def _shards(self, kept: Sequence[int]) -> Iterator[dict[str, Any]]:
+        for done, left in zip(self.records, kept, strict=True):
+            for record in done:
+                n = min(left, record["samples"])
+                left -= n
+                if n:
+                    yield self.folder.first_samples(record, n, self.plan.start_draw)
+
+    def _source_records(self, shards: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """What each source gave, and its share of all base ids."""
+        whole = sum(record["base_ids"] for record in shards)
+        found = []
+        for s, source in enumerate(self.options.sources):
+            own = [record for record in shards if record["source"] == s]
+            base_ids = sum(record["base_ids"] for record in own)
+            samples = sum(record["samples"] for record in own)
+            found.append({"data": source.data, "samples": samples, "base_ids": base_ids, "share": base_ids / whole})
+        return found

@@ -1,0 +1,141 @@
+"""The folder that data are prepared in: what is finished in it, and for which settings.
+
+While it grows it holds `prepare.json`, the settings, and after each shard's arrays a record of it. Then the index
+takes the place of both. A record is written after what it speaks of, so what is there can be relied on, whenever the
+run was stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mlx_zip.errors import DataError
+from mlx_zip.files import write_json
+from mlx_zip.training.sharding import record_file
+from mlx_zip.training.shards import INDEX, PARTS, ShardWriter, part_file, write_index
+
+STATE, POOL = "prepare.json", "pool.npy"
+_POOL_FILES = {POOL, "pool.lengths.npy"}
+_COUNTS = ("name", "samples", "ids", "base_ids", "bytes", "source")
+
+
+class PreparedFolder:
+    """A folder to prepare data in. Everything but `open` is for a folder that `open` has accepted."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = Path(folder)
+        self._base: dict[str, NDArray[np.int64]] = {}
+        self._made = False
+
+    def open(self, settings: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Makes the folder, or finds one that the same settings have begun; the index, if they have finished it.
+
+        Raises `DataError` for a folder with other content or other settings, and `OSError`.
+        """
+        settings = json.loads(json.dumps(settings))
+        if self.folder.exists() and not self.folder.is_dir():
+            raise DataError(f"{self.folder} is a file, not a folder")
+        self._made = not self.folder.exists()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._remove_partial()
+        index = self._read(self.folder / INDEX)
+        begun = self._read(self.folder / STATE) if index is None else index.get("settings")
+        if begun is None:
+            if any(self.folder.iterdir()) or index is not None:
+                raise DataError(f"{self.folder} holds other files; choose another folder for the prepared data (--out)")
+            write_json(self.folder / STATE, settings)
+            return None
+        self._compare(begun, settings)
+        if index is not None:
+            self._clean(index)
+        return index
+
+    def _compare(self, begun: Any, settings: Mapping[str, Any]) -> None:
+        old, new = dict(_flat(begun)), dict(_flat(settings))
+        for key in sorted(old.keys() | new.keys()):
+            if old.get(key) != new.get(key):
+                was, now = (f"{side.get(key)!r:.80}" for side in (old, new))
+                raise DataError(
+                    f"{self.folder} was begun with {key} {was}, which is now {now}: delete the folder, or choose "
+                    "another (--out)"
+                )
+
+    def _read(self, path: Path) -> dict[str, Any] | None:
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            raise DataError(f"{path} cannot be read: {error}; delete the folder and prepare again") from error
+        if not isinstance(data, dict):
+            raise DataError(f"{path} is damaged; delete the folder and prepare again")
+        return data
+
+    def record(self, name: str) -> dict[str, Any] | None:
+        """The record of a finished shard."""
+        return self._read(record_file(self.folder, name))
+
+    def base_ids(self, record: Mapping[str, Any]) -> NDArray[np.int64]:
+        """Base ids of each sample of a finished shard."""
+        name = record["name"]
+        if name not in self._base:
+            file = part_file(self.folder, name, "base")
+            self._base[name] = np.load(file, allow_pickle=False) if record["samples"] else np.empty(0, np.int64)
+        return self._base[name]
+
+    def first_samples(self, record: Mapping[str, Any], samples: int, start_width: int) -> dict[str, Any]:
+        """The record of a shard with the first samples of a finished one, which is written if it is not all of them."""
+        if samples == record["samples"]:
+            return {key: record[key] for key in _COUNTS}
+        name = record["name"]
+        parts = [*PARTS, *(["start"] if start_width else [])]
+        arrays = {part: np.load(part_file(self.folder, name, part), allow_pickle=False) for part in parts}
+        writer = ShardWriter(self.folder, f"{name}-{samples}", start_width)
+        ends = arrays["ends"][:samples]
+        for i, (begin, end) in enumerate(zip([0, *ends[:-1].tolist()], ends.tolist(), strict=True)):
+            start = arrays["start"][i] if start_width else None
+            counts = int(arrays["base"][i]), int(arrays["bytes"][i])
+            writer.add(arrays["ids"][begin:end], arrays["mask"][begin:end], *counts, start)
+        return writer.close() | {"source": record["source"]}
+
+    def close(self, index: dict[str, Any]) -> dict[str, Any]:
+        """Writes the index and removes what is not part of the prepared data."""
+        write_index(self.folder, index)
+        index = self._read(self.folder / INDEX) or {}
+        self._clean(index)
+        return index
+
+    def discard(self) -> None:
+        """Removes all that was written, and the folder if it was not there before."""
+        self._clean({"shards": []})
+        if self._made:
+            shutil.rmtree(self.folder)
+
+    def _clean(self, index: Mapping[str, Any]) -> None:
+        named = {record["name"] for record in index["shards"]}
+        pool = _POOL_FILES if index.get("pool") else set()
+        for path in self.folder.iterdir():
+            ours = path.name.startswith("shard-") or path.name in {STATE, *_POOL_FILES}
+            if ours and path.name not in pool and (path.suffix == ".json" or path.name.split(".")[0] not in named):
+                path.unlink()
+
+    def _remove_partial(self) -> None:
+        for path in self.folder.glob(".*.partial-*"):
+            path.unlink(missing_ok=True)
+
+
+def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of nested settings."""
+    pairs = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else None
+    if pairs is None:
+        yield key or "settings", value
+        return
+    for name, part in pairs:
+        yield from _flat(part, f"{key}.{name}" if key else str(name))

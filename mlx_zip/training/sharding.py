@@ -1,0 +1,187 @@
+"""One shard of prepared data from one chunk of items; what every worker process does."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mlx_zip.codec import CodecParams
+from mlx_zip.errors import DataError
+from mlx_zip.files import write_json
+from mlx_zip.training.encoding import Encoder, Piece, load_tokenizer
+from mlx_zip.training.shards import ShardWriter, Start
+from mlx_zip.training.sources import Item, Record, Skipped, parse
+from mlx_zip.training.windows import compress_window, cut
+
+NOTED = 20  # skipped records that a shard names; the others are counted
+BYTES_PER_ID = 4  # a guess, for how much text fills a shard
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What all shards of a run share. columns: per source. pool: entries that starting codebooks are drawn from."""
+
+    out: Path
+    tokenizer: Path
+    params: CodecParams
+    context: int
+    pack: bool | None
+    train_on: str
+    columns: tuple[Mapping[str, str], ...]
+    seed: int = 0
+    pool: Start | None = None
+    start_draw: int = 0
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The items of one shard. number: of the shard. source: where in the mixture they come from.
+
+    stored: bytes of all files that had been read when it was cut.
+    """
+
+    number: int
+    source: int
+    items: tuple[Item, ...]
+    stored: int = 0
+
+    @property
+    def name(self) -> str:
+        """The shard's name."""
+        return f"shard-{self.number:05d}"
+
+
+@dataclass
+class Tally:
+    """What became of a chunk's records beside its samples. skipped: counts by kind. notes: the first ones, in words."""
+
+    skipped: Counter[str] = field(default_factory=Counter)
+    notes: list[str] = field(default_factory=list)
+    records: int = 0
+    windowed: int = 0
+
+    def skip(self, skipped: Skipped) -> None:
+        """Counts a record that gave nothing."""
+        self.skipped["empty" if skipped.empty else "wrong"] += 1
+        if not skipped.empty and len(self.notes) < NOTED:
+            self.notes.append(f"{skipped.where}: {skipped.reason}")
+
+
+def cut_chunks(items: Iterator[Item], samples: int, context: int, pack: bool | None) -> Iterator[tuple[Item, ...]]:
+    """Items in groups that give about `samples` windows each; a function of the items alone."""
+    held: list[Item] = []
+    filled = 0.0
+    for item in items:
+        held.append(item)
+        size = item.size / (BYTES_PER_ID * context)
+        filled += size if (_is_document(item) if pack is None else pack) else max(1.0, size)
+        if filled >= samples:
+            yield tuple(held)
+            held, filled = [], 0.0
+    if held:
+        yield tuple(held)
+
+
+def _is_document(item: Item) -> bool:
+    """A guess before it is parsed."""
+    keys = ("messages", "prompt") if item.kind == "row" else (b'"messages"', b'"prompt"')
+    return item.kind == "text" or not any(key in item.raw for key in keys)
+
+
+class ShardMaker:
+    """Makes shards of a plan; holds the tokenizer."""
+
+    def __init__(self, plan: Plan, tokenizer: Any = None) -> None:
+        self.plan = plan
+        self.encoder = Encoder(tokenizer or load_tokenizer(plan.tokenizer, plan.trust_remote_code), plan.train_on)
+
+    def make(self, chunk: Chunk) -> dict[str, Any]:
+        """Writes a shard, then its record, and returns that.
+
+        Raises `DataError` for what is not a single record's fault, and `OSError`.
+        """
+        tally = Tally()
+        pieces = self._pieces(chunk, tally)
+        writer = ShardWriter(self.plan.out, chunk.name, self.plan.start_draw)
+        samples = self._add_samples(writer, pieces, chunk.number, tally)
+        empty = {"name": chunk.name, "samples": 0, "ids": 0, "base_ids": 0, "bytes": 0}
+        record = (writer.close() if samples else empty) | {
+            "source": chunk.source,
+            "records": tally.records,
+            "windowed": tally.windowed,
+            "skipped": dict(tally.skipped),
+            "notes": tally.notes,
+        }
+        write_json(record_file(self.plan.out, chunk.name), record)
+        return record
+
+    def _pieces(self, chunk: Chunk, tally: Tally) -> list[Piece]:
+        parsed = [parse(item, self.plan.columns[chunk.source]) for item in chunk.items]
+        encoded = iter(self.encoder.encode([record for record in parsed if isinstance(record, Record)]))
+        found = [next(encoded) if isinstance(record, Record) else record for record in parsed]
+        pieces = []
+        for piece in found:
+            tally.records += 1
+            if isinstance(piece, Skipped):
+                tally.skip(piece)
+            else:
+                tally.windowed += len(piece.ids) + len(piece.lead) > self.plan.context
+                pieces.append(piece)
+        return pieces
+
+    def _add_samples(self, writer: ShardWriter, pieces: list[Piece], number: int, tally: Tally) -> int:
+        plan, rng, samples = self.plan, np.random.default_rng([self.plan.seed, number]), 0
+        for window in cut(pieces, plan.context, plan.pack, self.encoder.lead):
+            params, rows = plan.params, None
+            if plan.pool is not None:
+                rows = rng.choice(len(plan.pool), plan.start_draw, replace=False).astype(np.int32)
+                params = replace(params, start=tuple(map(plan.pool.__getitem__, rows.tolist())))
+            ids, mask = compress_window(params, window)
+            if not mask.any():
+                tally.skipped["unlearnable windows"] += 1
+                continue
+            writer.add(ids, mask, len(window.ids), window.n_bytes, rows)
+            samples += 1
+        return samples
+
+
+def record_file(folder: Path, name: str) -> Path:
+    """Where the record of a finished shard lies until the index is written."""
+    return folder / f"{name}.json"
+
+
+# ---- worker processes
+
+_maker: ShardMaker | None = None
+
+
+def start_worker(plan: Plan) -> None:
+    """Prepares a worker process: one thread of tokenizing; Ctrl-C ends it without a word, and so does its parent's end.
+
+    Nothing is lost by that: every file it writes appears whole.
+    """
+    import multiprocessing
+    import os
+    import signal
+    import threading
+
+    global _maker
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+    _maker = ShardMaker(plan)
+
+
+def make_in_worker(chunk: Chunk) -> dict[str, Any]:
+    """`ShardMaker.make` in a worker process."""
+    if _maker is None:
+        raise DataError("a worker process was not started as one")
+    return _maker.make(chunk)

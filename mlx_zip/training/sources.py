@@ -1,0 +1,238 @@
+"""Records from files and data sets, in order, each with the place it came from.
+
+Reading has two halves, so that the costly one can run elsewhere: `Reader` cuts its sources into items and looks into
+none of them; `parse` makes a record of an item, or says why it cannot.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from mlx_zip.errors import DataError
+from mlx_zip.training import hub_data
+
+TEXT, JSONL = (".txt", ".text", ".md"), (".jsonl", ".ndjson")
+KEYS = ("text", "messages", "prompt", "completion", "tools")
+LONGEST = 1 << 22  # bytes of text tokenized at once; what is longer goes on at the next line, as the same document
+_BOM = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True)
+class Source:
+    """What is read as one stream: files and data sets, in order.
+
+    data: .txt and .jsonl files, either also with .gz, .parquet files, folders and hub names of data sets. share: its
+    part of a mixture. separator: a line that ends a document of a .txt file; without one a file is one document.
+    columns: what a record calls our keys ("text", "messages", "prompt", "completion", "tools"). subsets, split,
+    revision: of a data set; several subsets are read in turn, a row from each.
+    """
+
+    data: tuple[str, ...]
+    share: float = 1.0
+    separator: str | None = None
+    columns: Mapping[str, str] = field(default_factory=dict)
+    subsets: tuple[str, ...] = ()
+    split: str = "train"
+    revision: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.data or not all(isinstance(name, str) and name for name in self.data):
+            raise DataError(f"a source names no data: {self.data!r}")
+        share = self.share
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < float("inf"):
+            raise DataError(f"{self.data[0]}: share must be a number above 0, got {share!r}")
+        if self.separator is not None and (not self.separator or "\n" in self.separator):
+            raise DataError(f"separator {self.separator!r} must be one line of text")
+        if unknown := sorted(self.columns.keys() - set(KEYS)):
+            raise DataError(f"columns: {', '.join(unknown)} is none of {', '.join(KEYS)}")
+
+    def check(self) -> None:
+        """Raises `DataError` for a file that is not there or of a kind that cannot be read."""
+        for name in self.data:
+            kind_of(name)
+
+
+@dataclass(frozen=True)
+class Item:
+    """One record as it was found. kind: "text" (UTF-8 bytes), "json" (a line's bytes) or "row" (a mapping).
+
+    continues: more of the same document follows in the next item.
+    """
+
+    where: str
+    kind: str
+    raw: Any
+    continues: bool = False
+
+    @property
+    def size(self) -> int:
+        """Roughly the bytes of its text."""
+        return sum(len(str(v)) for v in self.raw.values()) if self.kind == "row" else len(self.raw)
+
+
+@dataclass(frozen=True)
+class Record:
+    """One document or conversation: `messages`, or `text`, which may follow a `prompt` that is not to be learnt."""
+
+    where: str
+    text: str | None = None
+    prompt: str | None = None
+    messages: tuple[Mapping[str, Any], ...] | None = None
+    tools: Any = None
+    continues: bool = False
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """An item that gives no record. empty: there is no text in it, which is no fault."""
+
+    where: str
+    reason: str
+    empty: bool = False
+
+
+class Reader:
+    """The items of a source, in order. Raises `DataError` naming the file or data set that cannot be read."""
+
+    def __init__(self, source: Source) -> None:
+        source.check()
+        self.source, self._behind = source, 0
+        self._file: BinaryIO | None = None
+
+    @property
+    def stored(self) -> int:
+        """Bytes of files read so far, as they are stored."""
+        return self._behind + (self._file.tell() if self._file is not None else 0)
+
+    def __iter__(self) -> Iterator[Item]:
+        for name in self.source.data:
+            if kind_of(name) == "data set":
+                rows = hub_data.rows(name, self.source.subsets, self.source.split, self.source.revision)
+                yield from (Item(where, "row", row) for where, row in rows)
+            elif kind_of(name) == "json":
+                lines = enumerate(self._lines(name), start=1)
+                yield from (Item(f"{name}:{n}", "json", line) for n, line in lines if line.strip())
+            else:
+                yield from _documents(name, self._lines(name), self.source.separator)
+
+    def _lines(self, name: str) -> Iterator[bytes]:
+        """Lines with their ends."""
+        try:
+            with open(name, "rb") as file:
+                self._file = file
+                lines: Any = gzip.GzipFile(fileobj=file) if name.endswith(".gz") else file
+                for n, line in enumerate(lines):
+                    yield line.removeprefix(_BOM) if n == 0 else line
+                self._behind += file.tell()
+                self._file = None
+        except (OSError, EOFError, zlib.error) as error:
+            raise DataError(f"{name} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+        finally:
+            self._file = None
+
+
+def _documents(name: str, lines: Iterator[bytes], separator: str | None) -> Iterator[Item]:
+    """Documents end at lines that are the separator; newlines around it are not part of them."""
+    end = None if separator is None else separator.encode("utf-8")
+    held: list[bytes] = []
+    size, first = 0, 1
+    for n, line in enumerate(lines, start=1):
+        if end is not None and line.rstrip(b"\r\n") == end:
+            yield Item(f"{name}:{first}", "text", b"".join(held).strip(b"\r\n"))
+            held, size, first = [], 0, n + 1
+            continue
+        if size >= LONGEST:
+            yield Item(f"{name}:{first}", "text", b"".join(held), continues=True)
+            held, size, first = [], 0, n
+        held.append(line)
+        size += len(line)
+    rest = b"".join(held)
+    if end is None or rest.strip():
+        yield Item(f"{name}:{first}", "text", rest if end is None else rest.strip(b"\r\n"))
+
+
+def kind_of(name: str) -> str:
+    """How a name is read: "text", "json" or "data set". Raises `DataError` for a missing file and another kind."""
+    plain = name.removesuffix(".gz")
+    path = Path(name)
+    if plain.endswith(TEXT + JSONL):
+        if not path.is_file():
+            raise DataError(f"{name}: no such file")
+        return "text" if plain.endswith(TEXT) else "json"
+    if path.is_dir() or (path.is_file() and name.endswith(hub_data.PARQUET)):
+        return "data set"
+    if path.exists():
+        raise DataError(f"{name}: a data file is named {', '.join(TEXT[:1] + JSONL[:1])} (or with .gz) or .parquet")
+    if name.endswith(hub_data.PARQUET) or name.startswith((".", "/", "~")) or name.count("/") != 1:
+        raise DataError(f"{name}: no such file or folder, and no name of a data set of the form owner/name")
+    return "data set"
+
+
+def parse(item: Item, columns: Mapping[str, str] | None = None) -> Record | Skipped:
+    """The record in an item. columns: as in `Source`."""
+    try:
+        if item.kind == "text":
+            return _text(item, item.raw.decode("utf-8"))
+        fields = item.raw if item.kind == "row" else json.loads(item.raw.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        return Skipped(item.where, f"not valid UTF-8 at byte {error.start}")
+    except (ValueError, RecursionError) as error:
+        return Skipped(item.where, f"not valid JSON: {error}")
+    if not isinstance(fields, Mapping):
+        return Skipped(item.where, f"not a JSON object but {type(fields).__name__}")
+    return _from_fields(item, {key: fields.get((columns or {}).get(key, key)) for key in KEYS}, columns or {})
+
+
+def _from_fields(item: Item, fields: dict[str, Any], columns: Mapping[str, str]) -> Record | Skipped:
+    if fields["messages"] is not None:
+        return _conversation(item, fields["messages"], fields["tools"])
+    if fields["prompt"] is not None and fields["completion"] is not None:
+        if not isinstance(fields["prompt"], str):
+            return Skipped(item.where, f"prompt is {type(fields['prompt']).__name__}, not text")
+        return _text(item, fields["completion"], fields["prompt"])
+    if fields["text"] is None:
+        text, messages, prompt, completion = (columns.get(key, key) for key in KEYS[:4])
+        return Skipped(item.where, f"has neither {text} nor {messages} nor {prompt} and {completion}")
+    return _text(item, fields["text"])
+
+
+def _text(item: Item, text: Any, prompt: str | None = None) -> Record | Skipped:
+    if not isinstance(text, str):
+        return Skipped(item.where, f"{'text' if prompt is None else 'completion'} is {type(text).__name__}, not text")
+    if not text.strip() and not item.continues:
+        return Skipped(item.where, "no text", empty=True)
+    if reason := _not_unicode((prompt or "") + text):
+        return Skipped(item.where, reason)
+    return Record(item.where, text, prompt, continues=item.continues)
+
+
+def _conversation(item: Item, messages: Any, tools: Any) -> Record | Skipped:
+    if not isinstance(messages, list):
+        return Skipped(item.where, f"messages is {type(messages).__name__}, not a list")
+    for k, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            return Skipped(item.where, f"message {k} is no object with a role")
+        content = message.get("content")
+        if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+            return Skipped(item.where, f"content of message {k} is {type(content).__name__}, not text")
+        if reason := _not_unicode(content or ""):
+            return Skipped(item.where, reason)
+    if not any((message.get("content") or "").strip() for message in messages):
+        return Skipped(item.where, "no text", empty=True)
+    kept = tuple({key: value for key, value in message.items() if value is not None} for message in messages)
+    return Record(item.where, messages=kept, tools=tools or None)
+
+
+def _not_unicode(text: str) -> str | None:
+    """JSON can spell half of a surrogate pair, which no UTF-8 text holds."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        return f"not valid Unicode at character {error.start}"
+    return None
