@@ -1,8 +1,12 @@
 # Needs Python >= 3.11 and a C compiler; everything else is fetched into .venv. Works with GNU make 3.81 and newer.
 #   make PYTHON=python3.12 demo     chooses the Python        make test PYTEST_ARGS="-k codec -x"     chooses the tests
+#   make model DATA=DIR [OUT=DIR]   trains the bundled models anew from the stories in DATA (docs/stories.md)
 
 PYTHON ?= python3
 PYTEST_ARGS ?=
+DATA ?=
+OUT ?= stories-model
+MODEL_ARGS ?= --install
 
 COMMA := ,
 VENV := .venv
@@ -12,11 +16,12 @@ LEAVES := converters bench apps
 NATIVE := $(wildcard setup.py native/*.c native/*.h native/*.py)
 PIP_INSTALL := CC="$(CC)" $(BIN)/python -m pip --disable-pip-version-check install -q
 
-.PHONY: help venv demo test lint fuzz clean
+.PHONY: help venv demo test model lint fuzz clean
 
 help:
-	@echo "make demo    convert a bundled checkpoint, generate, compare with the published package"
+	@echo "make demo    convert a checkpoint, compare with the published package, tell a story"
 	@echo "make test    run the tests"
+	@echo "make model   train the bundled models anew: make model DATA=folder-of-stories"
 	@echo "make lint    ruff and pyright"
 	@echo "make fuzz    fuzz the C codec for a short while under sanitizers"
 	@echo "make clean   remove .venv and everything built"
@@ -28,6 +33,10 @@ demo: $(VENV)/.ready
 
 test: $(VENV)/.ready
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+model: $(VENV)/.ready
+	@test -n "$(DATA)" || { echo "name the folder of the stories: make model DATA=DIR (docs/stories.md)" >&2; exit 1; }
+	@$(BIN)/python -m mlx_zip.apps.stories --data "$(DATA)" --out "$(OUT)" $(MODEL_ARGS)
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .

@@ -1,10 +1,11 @@
-"""`make demo`: converts a bundled checkpoint, generates from it, and compares the ids with the published package's.
+"""`make demo`: a checkpoint converted, run and compared with the published package; then a story by the bundled model.
 
-The checkpoint is a test fixture in the published layout (format 2), with random weights. So the text is noise; what
+The checkpoint is a test fixture in the published layout (format 2), with random weights. So its text is noise; what
 counts is that every id is the one that zip2zip 0.2.0 chose on PyTorch. Exit status 0 when all are, else 1.
 """
 
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -14,6 +15,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from mlx_zip.bundled import DEFAULT, PROMPT, bundled_model
+from mlx_zip.errors import ModelError
 from mlx_zip.generate import load, stream_generate
 
 CHECKPOINT = Path(str(files("mlx_zip.golden"))) / "models/phi3_reslatent_mean_untied_v2"
@@ -31,7 +34,9 @@ def main() -> int:
         prompt = beginning_of_text() + prompts[0]["text"]
         mlx_zip("generate", "--model", model, "--ignore-chat-template", "--max-tokens", 80, "--prompt", prompt)
         say(f"\n3. Compare with the greedy ids recorded from zip2zip {expected['versions']['zip2zip']} on PyTorch.")
-        return compare(model, prompts)
+        status = compare(model, prompts)
+    tell_story()
+    return status
 
 
 def beginning_of_text() -> str:
@@ -64,6 +69,20 @@ def compare(model_folder: Path, prompts: list[dict[str, Any]]) -> int:
         equal, total = equal + same, total + len(wanted)
     say(f"   {equal} of {total} ids equal those of the published package.")
     return 0 if equal == total else 1
+
+
+def tell_story() -> None:
+    """A story with its hypertokens coloured and its figures below; says so when the model is not in this tree."""
+    say("\n4. A story by the bundled model, which was trained to use hypertokens.")
+    try:
+        bundled_model(DEFAULT)
+    except ModelError as error:
+        say(f"   No story: {error}")
+        return
+    colour = "never" if os.environ.get("NO_COLOR") else "always"
+    if colour == "always":
+        say("   One step each: \x1b[36mtwo\x1b[0m, \x1b[32mthree\x1b[0m or \x1b[33mfour\x1b[0m base tokens in colour.")
+    mlx_zip("generate", "--color", colour, "--prompt", PROMPT, "--max-tokens", 400)
 
 
 if __name__ == "__main__":

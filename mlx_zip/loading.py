@@ -15,6 +15,7 @@ from typing import Any
 from mlx_lm.utils import _get_classes
 from mlx_lm.utils import load as mlx_load
 
+from mlx_zip.bundled import NAMES, bundled_model
 from mlx_zip.errors import MlxZipError, ModelError
 from mlx_zip.register import MODEL_TYPE
 
@@ -33,14 +34,14 @@ def load(
 ) -> tuple[Any, Any]:
     """Loads a converted zip2zip model, or any plain mlx-lm model, and its tokenizer.
 
-    path_or_hf_repo: a local folder or a Hugging Face hub id. Returns (model, mlx-lm's `TokenizerWrapper`). Raises
-    `ModelError` for a folder that is missing, incomplete or not converted, and `ConfigError` when tokenizer and
-    codebook boundary contradict each other.
+    path_or_hf_repo: a local folder, a bundled model ("stories") or a Hugging Face hub id. Returns (model, mlx-lm's
+    `TokenizerWrapper`). Raises `ModelError` for a folder that is missing, incomplete or not converted, and
+    `ConfigError` when tokenizer and codebook boundary contradict each other.
     """
     folder = model_folder(path_or_hf_repo, revision)
     config = read_config(folder)
     try:
-        with _no_talk_of_model_types():
+        with no_talk_of_model_types():
             loaded = mlx_load(
                 str(folder),
                 adapter_path=adapter_path,
@@ -68,15 +69,19 @@ def load_failures() -> tuple[type[Exception], ...]:
 
 
 def model_folder(path_or_hf_repo: str | Path, revision: str | None = None) -> Path:
-    """The local folder of a model, downloaded first when it is a hub id. Raises `ModelError`."""
-    path = Path(path_or_hf_repo).expanduser()
+    """The local folder of a model: a folder, else a bundled one by name, else a hub id, which is downloaded first.
+
+    Raises `ModelError`.
+    """
+    path, name = Path(path_or_hf_repo).expanduser(), str(path_or_hf_repo)
+    if name in NAMES and not (path / "config.json").is_file():
+        path = bundled_model(name)
     if os.path.isdir(path):  # unlike Path.is_dir, no error for a name that cannot be
         if revision is not None:
             raise ModelError(f"{path_or_hf_repo} is a folder, so revision (--revision) {revision} does not apply")
         return _checked(path)
-    name = str(path_or_hf_repo)
     if os.path.exists(path) or name.count("/") != 1 or name.startswith((".", "/", "~")):
-        raise ModelError(f"{name}: no such model folder, and not a hub id of the form owner/name")
+        raise ModelError(f"{name}: no such model folder, nor bundled ({', '.join(NAMES)}), nor a hub id owner/name")
     _checked(_download(name, revision, ["*.json"]))  # tells a wrong kind of model before gigabytes arrive
     return _download(name, revision, ["*.json", *_WEIGHTS_AND_CODE])
 
@@ -105,7 +110,7 @@ def _download(repo: str, revision: str | None, patterns: list[str]) -> Path:
 
 
 @contextmanager
-def _no_talk_of_model_types() -> Iterator[None]:
+def no_talk_of_model_types() -> Iterator[None]:
     """transformers, loading a tokenizer, warns that it does not know our model type and how it would spell its rope."""
     logger = logging.getLogger("transformers.configuration_utils")
     level = logger.level

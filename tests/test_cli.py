@@ -289,8 +289,10 @@ def test_an_empty_model_name_is_no_model(capsys):
     assert capsys.readouterr().err.startswith("error: no model")
 
 
-def test_without_a_model_there_is_an_error(run):
-    assert run(name=None)[::2] == (2, "error: no model: name a model folder or a hub id with --model\n")
+def test_without_a_model_the_bundled_one_is_meant(run, monkeypatch, tmp_path):
+    monkeypatch.setattr("mlx_zip.bundled.FOLDER", tmp_path)
+    status, _, err = run(name=None)
+    assert (status, err.startswith("error: the bundled model stories is not in this installation")) == (2, True)
 
 
 def test_a_model_that_does_not_exist_is_named(run):

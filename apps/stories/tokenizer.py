@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 VOCAB_SIZE = 2048
 UNK, BOS, EOS, PAD, USER, ASSISTANT = "<unk>", "<s>", "</s>", "<pad>", "<|user|>", "<|assistant|>"
@@ -52,7 +53,7 @@ def train_tokenizer(texts: Iterable[str], folder: Path, vocab_size: int = VOCAB_
     fast.save_pretrained(folder)
 
 
-def _without_special_bytes(tokenizer):  # noqa: ANN001, ANN202
+def _without_special_bytes(tokenizer: Any) -> Any:
     """The same tokenizer with its byte pieces as ordinary ones: as special tokens they would match in plain text."""
     import json
 

@@ -133,7 +133,7 @@ class _Given(argparse.Action):
 
 def _tell_a_story(args: argparse.Namespace) -> None:
     """Without a model the bundled one is meant; a prompt and a length that suit it go with it unless they are given."""
-    args.model = bundled.DEFAULT
+    args.model = str(bundled.bundled_model(bundled.DEFAULT))  # not what a folder here of that name holds
     if not hasattr(args, "given_prompt"):
         args.prompt = bundled.PROMPT
     if not hasattr(args, "given_max_tokens"):

@@ -1,0 +1,59 @@
+"""`python -m mlx_zip.apps.stories --data DIR --out DIR`: makes the stories models; `make model` calls it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from mlx_zip import bundled
+from mlx_zip.errors import MlxZipError
+
+from .recipe import STAGES, Recipe, install
+from .settings import SCALES
+from .texts import needs
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the recipe; 0, 2 for what cannot be, 130 after Ctrl-C (the same call goes on)."""
+    args = parser().parse_args(argv)
+    data, out = (Path(path).expanduser().resolve() for path in (args.data, args.out))
+    settings = SCALES[args.scale] if args.seed is None else replace(SCALES[args.scale], seed=args.seed)
+    recipe = Recipe(settings, data, out, check=not args.no_checksum)
+    try:
+        recipe.run(args.stage)
+        if args.install:
+            install(recipe, bundled.FOLDER)
+    except MlxZipError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:  # a full disk, a folder that cannot be written
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("stopped; the same call goes on from there", file=sys.stderr)
+        return 130
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The flags."""
+    made = argparse.ArgumentParser(
+        prog="python -m mlx_zip.apps.stories", description="Makes the stories models from a folder of stories.",
+        epilog=needs(),
+    )  # fmt: skip
+    add = made.add_argument
+    add("--data", required=True, help="folder of the stories' files")
+    add("--out", required=True, help="folder of all that is made; the same call goes on with it")
+    add("--stage", nargs="+", default=[], metavar="NAME", help=f"only these: {', '.join(STAGES)}")
+    add("--scale", choices=sorted(SCALES), default="full", help="tiny: all of it in seconds, as a test (default: full)")
+    add("--seed", type=int, help="of everything that is drawn")
+    add("--no-checksum", action="store_true", help="take other files than the recorded ones")
+    add("--install", action="store_true", help=f"put the bundle into the package ({bundled.FOLDER.name}/)")
+    return made
+
+
+if __name__ == "__main__":
+    sys.exit(main())

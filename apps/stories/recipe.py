@@ -1,0 +1,335 @@
+"""The recipe: from a folder of stories to the bundled pair of models, by the project's own commands, in order.
+
+    texts       stories as JSON lines, conversations made of them, requests to test with
+    tokenizer   a vocabulary of the stories' own
+    short       windows for the base's first stage              base-short   the base, from scratch
+    long        longer windows and conversations                base         the base, on those
+    compressed  the same windows and conversations, compressed  zip          the base with hyper-encoders, on these
+                                                                control      the base on what `long` made, as long
+    bundle      both models quantized                           measure      bits per byte and rates of all of them
+
+A stage whose output is there is passed over, so the same call goes on where the last one stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mlx_zip import bundled
+from mlx_zip.errors import DataError, TrainingError
+from mlx_zip.files import whole_folder, write_json
+
+from .lexicon import learn
+from .requests import ask, conversations, write_jsonl
+from .settings import Settings
+from .texts import SOURCES, read_stories
+from .tokenizer import train_tokenizer
+
+RECORD = "recipe.json"
+STOPPED = (130, 143, -signal.SIGINT, -signal.SIGTERM)  # exit statuses of a command that was told to stop
+
+
+def in_process_of_its_own(module: str, arguments: Sequence[str], folder: Path) -> int:
+    """Runs `python -m MODULE ARGUMENTS` in a folder; its exit status.
+
+    A Ctrl-C reaches it by itself, from the terminal, and a SIGTERM is passed on; either way it ends as it sees fit:
+    a training run saves its last step first.
+    """
+    with subprocess.Popen([sys.executable, "-m", *module.split(), *arguments], cwd=folder) as child:
+        handlers = {signal.SIGINT: lambda *_: None, signal.SIGTERM: lambda *_: child.terminate()}
+        before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+        try:
+            return child.wait()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def on_stderr(line: str) -> None:
+    """Prints at once, so that the lines of the commands stand in their place."""
+    print(line, file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is made of what, where.
+
+    data: the folder of the stories. out: the folder of all that is made. check: refuse other files than the recorded
+    ones. call: runs a module of this Python with arguments in a folder and gives its exit status. say: takes a line.
+    """
+
+    settings: Settings
+    data: Path
+    out: Path
+    check: bool = True
+    call: Callable[[str, Sequence[str], Path], int] = in_process_of_its_own
+    say: Callable[[str], None] = on_stderr
+
+    def run(self, stages: Sequence[str] = ()) -> None:
+        """Runs the stages named, or all, each unless it is done. Raises `DataError`, `TrainingError`."""
+        if unknown := sorted(set(stages) - set(STAGES)):
+            raise DataError(f"--stage: {', '.join(unknown)} is none of {', '.join(STAGES)}")
+        self._open()
+        for name in stages or STAGES:
+            stage = STAGES[name]
+            if all((self.out / product).exists() for product in stage.products(self)):
+                self.say(f"== {name}: done before")
+                continue
+            self.say(f"== {name}")
+            stage.make(self)
+
+    def _open(self) -> None:
+        record = {"settings": asdict(self.settings), "fingerprint": self.settings.fingerprint(), "checked": self.check}
+        path = self.out / RECORD
+        if not path.exists():
+            self.out.mkdir(parents=True, exist_ok=True)
+            write_json(path, record)
+            return
+        try:
+            before = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise DataError(f"{path} cannot be read: {error}; choose another --out") from error
+        if before.get("fingerprint") != record["fingerprint"]:
+            raise DataError(f"{self.out} holds what other settings made (see {path}); choose another --out")
+
+    # ---- running commands
+
+    def command(self, name: str, flags: Mapping[str, Any]) -> None:
+        """Runs `mlx_zip name --flags`, shown as a user would type it. Raises `TrainingError` when it fails."""
+        self.execute("mlx_zip", [name, *words(flags)])
+
+    def execute(self, module: str, arguments: Sequence[str]) -> None:
+        """Runs an installed module of this Python in `out`, so that paths are short and the same everywhere."""
+        self.say("$ " + shlex.join([module.replace(" ", "."), *arguments]))
+        status = self.call(module, arguments, self.out)
+        if status in STOPPED:
+            raise KeyboardInterrupt
+        if status:
+            shown = shlex.join([module, *arguments[:1]])
+            raise TrainingError(f"{shown} ended with status {status}; run the same again to go on from its last step")
+
+
+def words(flags: Mapping[str, Any]) -> list[str]:
+    """Flags as words of a command line: names with dashes; lists as several words; True as a bare flag."""
+    out: list[str] = []
+    for name, value in flags.items():
+        if value is None or value is False:
+            continue
+        out.append("--" + name.replace("_", "-"))
+        if value is not True:
+            out += [str(one) for one in (value if isinstance(value, list | tuple) else [value])]
+    return out
+
+
+# ---- texts and tokenizer
+
+TRAIN_SETS = ("t1.train", "mixed.train", "real.train")
+TEXTS = {"train", "valid", "t1.test", "real.test"}  # texts/NAME.jsonl
+
+
+def make_texts(recipe: Recipe) -> None:
+    """texts/: all training stories in an order drawn, test stories, conversations of 1 to 6 turns, requests."""
+    settings, stories = recipe.settings, read_stories(recipe.data, recipe.check)
+    sampled = stories["t1.train"] + stories["mixed.train"]
+    lexicon = learn(sampled, rare=8 if len(sampled) > 1000 else 2)
+    rng = random.Random(settings.seed)
+    train = sampled + stories["real.train"] * settings.real_repeats
+    rng.shuffle(train)
+    with whole_folder(recipe.out / "texts") as folder:
+        tests = {"valid": stories["t1.test"][: settings.validation], "t1.test": stories["t1.test"],
+                 "real.test": stories["real.test"]}  # fmt: skip
+        for name, texts in {"train": train, **tests}.items():
+            write_jsonl(folder / f"{name}.jsonl", ({"text": text} for text in texts))
+        talks = conversations(sampled, lexicon, settings.seed, limit=settings.conversations)
+        write_jsonl(folder / "conversations.jsonl", talks)
+        requests = (ask(story, lexicon, rng) for story in stories["t1.test"][: settings.requests])
+        write_jsonl(folder / "requests.jsonl", ({"messages": [{"role": "user", "content": r}]} for r in requests))
+
+
+def make_tokenizer(recipe: Recipe) -> None:
+    """tokenizer/: learnt from the training stories, each once, in the order of the files."""
+    texts = [text for name in TRAIN_SETS for text in SOURCES[name].stories(recipe.data, recipe.check)]
+    with whole_folder(recipe.out / "tokenizer") as folder:
+        train_tokenizer(texts, folder, recipe.settings.vocab_size)
+
+
+# ---- preparing
+
+
+def prepare(recipe: Recipe, name: str, text: str, context: int, codec: Mapping[str, Any]) -> None:
+    """prepared/NAME: windows of `context` base ids of texts/TEXT.jsonl."""
+    fixed = {"tokenizer": "tokenizer", "data": f"texts/{text}.jsonl", "out": f"prepared/{name}", "context": context,
+             "shard_samples": recipe.settings.shard_samples, "protect": recipe.settings.protect,
+             "workers": recipe.settings.workers}  # fmt: skip
+    recipe.command("prepare", {**fixed, **codec})
+
+
+PLAIN = {"codebook_size": 0, "merge_size": 1}
+PREPARED = {"train": "train", "chat": "conversations", "valid": "valid"}  # what of: which text
+
+
+def prepared(kind: str) -> list[str]:
+    """Folders of the windows of a kind: short, long or compressed."""
+    return [f"prepared/{kind}-{what}" for what in PREPARED if (kind, what) != ("short", "chat")]
+
+
+def make_windows(recipe: Recipe, kind: str) -> None:
+    """All prepared folders of a kind."""
+    settings = recipe.settings
+    context = settings.short if kind == "short" else settings.long
+    for folder in prepared(kind):
+        name = folder.removeprefix("prepared/")
+        codec = settings.codec if kind == "compressed" else PLAIN
+        prepare(recipe, name, PREPARED[name.removeprefix(f"{kind}-")], context, codec)
+
+
+# ---- training
+
+
+def train(recipe: Recipe, name: str, kind: str, start: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    """runs/NAME: a training run on the windows of a kind."""
+    *data, valid = prepared(kind)
+    fixed = {"data": data, "valid": valid, "out": f"runs/{name}", "seed": recipe.settings.seed}
+    recipe.command("train", {**start, **fixed, **settings})
+
+
+def model(run: str) -> str:
+    """The model folder that a run leaves."""
+    return f"runs/{run}/model"
+
+
+def train_base(recipe: Recipe) -> None:
+    """The base's first stage, from random weights."""
+    write_json(recipe.out / "base.json", dict(recipe.settings.model))
+    start = {"from_scratch": "base.json", "tokenizer": "tokenizer"}
+    train(recipe, "base-short", "short", start, recipe.settings.base)
+
+
+def train_chat(recipe: Recipe) -> None:
+    """The base's second stage: longer windows, and to tell stories on request."""
+    train(recipe, "base", "long", {"model": model("base-short")}, recipe.settings.chat)
+
+
+def train_zip(recipe: Recipe) -> None:
+    """The zip2zip model: the base with new hyper-encoders, all trained."""
+    train(recipe, "zip", "compressed", {"model": model("base")}, {**recipe.settings.extra, **recipe.settings.encoder})
+
+
+def train_control(recipe: Recipe) -> None:
+    """What the zip2zip model is compared with: the base after the same training on the same text, not compressed."""
+    train(recipe, "control", "long", {"model": model("base")}, recipe.settings.extra)
+
+
+# ---- bundle and figures
+
+
+def make_bundle(recipe: Recipe) -> None:
+    """bundle/: the models that the package brings along, quantized."""
+    bits = recipe.settings.bits
+    with whole_folder(recipe.out / "bundle") as folder:
+        for name, run in recipe.settings.bundled.items():
+            flags = {"hf_path": model(run), "mlx_path": f"{folder.name}/{name}", "quantize": True, "q_bits": bits,
+                     "q_group_size": 64, "dtype": "float32"}  # fmt: skip
+            if run == "zip":
+                recipe.command("convert", {**flags, "encoder_bits": bits})
+            else:
+                recipe.execute("mlx_lm convert", words(flags))
+            for beside in ("README.md", "model.safetensors.index.json"):
+                (folder / name / beside).unlink(missing_ok=True)
+        (folder / "README.md").write_text(card(recipe.settings), encoding="utf-8")
+        shutil.copy(recipe.out / RECORD, folder / RECORD)
+
+
+def card(settings: Settings) -> str:
+    """What the bundle says of itself."""
+    lines = [
+        "# Bundled models",
+        "",
+        *(f"- `{name}`: {bundled.NAMES[name]}" for name in settings.bundled),
+        "",
+        f"Trained from random weights by `make model` with the settings in {RECORD}; stored with {settings.bits} bits "
+        "per weight. MIT licence, as the rest of the package. The texts:",
+        "",
+        *(f"- `{s.name}` (sha256 {s.sha256}): {s.origin}" for key, s in SOURCES.items() if key.endswith(".train")),
+        "",
+        "They tell made-up children's stories and know nothing else; what they say may be wrong or make no sense.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def measures(settings: Settings) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(name of figures/NAME.json, flags of the evaluation)."""
+    size = {"context": settings.long, "batch_size": settings.measure["batch_size"]}
+    bundled = [f"bundle/{name}" for name in sorted(settings.bundled, reverse=True)]  # the base first
+    every = [model(run) for run in ("control", "base", "zip")] + bundled
+    for text, pack in (("t1.test", False), ("t1.test", True), ("real.test", False)):
+        name = f"bits-{text}{'-packed' * pack}"
+        yield name, {"data": f"texts/{text}.jsonl", "pack": pack, **size, "model": every}
+    asked = {"prompts": "texts/requests.jsonl", "generate": settings.requests, **size, **settings.measure}
+    for temp in settings.temperatures:
+        for turns in (1, settings.test_turns):
+            yield f"told-{turns}-temp-{temp:g}", {**asked, "temp": temp, "turns": turns, "model": bundled}
+
+
+def measure(recipe: Recipe) -> None:
+    """figures/: bits per byte of every model; rates of the bundled ones, a story alone and as a later turn."""
+    (recipe.out / "figures").mkdir(exist_ok=True)
+    for name, flags in measures(recipe.settings):
+        file = f"figures/{name}.json"
+        if (recipe.out / file).exists():
+            continue
+        models = [word for one in flags["model"] for word in ("--model", one)]
+        rest = words({key: value for key, value in flags.items() if key != "model"})
+        recipe.execute("mlx_zip", ["evaluate", *models, *rest, "--json", file])
+
+
+def install(recipe: Recipe, place: Path) -> None:
+    """Copies the bundle to `place`, whole or not at all. Raises `TrainingError` when there is none."""
+    made = recipe.out / "bundle"
+    if not made.is_dir():
+        raise TrainingError(f"{made} is not there: run the stage bundle first")
+    with whole_folder(place) as folder:
+        shutil.copytree(made, folder, dirs_exist_ok=True)
+    size = sum(file.stat().st_size for file in place.rglob("*") if file.is_file())
+    recipe.say(f"== {place}: {size / 1e6:.2f} MB")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """make: does it. products: paths below `out` that are there once it is done."""
+
+    make: Callable[[Recipe], None]
+    products: Callable[[Recipe], list[str]]
+
+
+def _indices(kind: str) -> Callable[[Recipe], list[str]]:
+    return lambda _: [f"{folder}/index.json" for folder in prepared(kind)]
+
+
+def _trained(run: str) -> Callable[[Recipe], list[str]]:
+    return lambda _: [f"{model(run)}/config.json"]
+
+
+STAGES: dict[str, Stage] = {
+    "texts": Stage(make_texts, lambda _: ["texts/requests.jsonl"]),
+    "tokenizer": Stage(make_tokenizer, lambda _: ["tokenizer/tokenizer.json"]),
+    "short": Stage(lambda recipe: make_windows(recipe, "short"), _indices("short")),
+    "base-short": Stage(train_base, _trained("base-short")),
+    "long": Stage(lambda recipe: make_windows(recipe, "long"), _indices("long")),
+    "base": Stage(train_chat, _trained("base")),
+    "compressed": Stage(lambda recipe: make_windows(recipe, "compressed"), _indices("compressed")),
+    "zip": Stage(train_zip, _trained("zip")),
+    "control": Stage(train_control, _trained("control")),
+    "bundle": Stage(make_bundle, lambda _: [f"bundle/{RECORD}"]),
+    "measure": Stage(measure, lambda recipe: [f"figures/{name}.json" for name, _ in measures(recipe.settings)]),
+}

@@ -1,0 +1,234 @@
+"""Conversations made from the stories: each turn asks for the story that follows, in the story's own words.
+
+Which topics, which of the phrasings, how many turns: all drawn from one seed, so the same stories give the same file.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from mlx_zip.errors import DataError
+from mlx_zip.files import whole_file
+
+from .lexicon import Lexicon, ends_noun, singulars, words
+
+ABOUT = (  # {} is one to three things
+    "Tell me a story about {}.",
+    "Tell me a story about {}.",  # twice: the one that people type
+    "Tell me a story about {}, please.",
+    "Can you tell me a story about {}?",
+    "Could you tell me a story about {}, please?",
+    "Will you tell me a story about {}?",
+    "Please tell me a story about {}.",
+    "I want to hear a story about {}.",
+    "I would like to hear a story about {}.",
+    "I'd love a story about {}.",
+    "Do you know a story about {}?",
+    "Write a story about {}.",
+    "Write a short story about {}.",
+    "Write me a story about {}.",
+    "Make up a story about {}.",
+    "Tell a story about {}.",
+    "Tell me a little story about {}.",
+    "Tell me a bedtime story about {}.",
+    "A story about {}, please.",
+    "Let's have a story about {}.",
+    "Give me a story about {}.",
+    "Tell me about {}.",
+    "Tell me a story with {} in it.",
+    "I want a story with {} in it.",
+)
+ABOUT_AGAIN = (
+    "Another one, please. This time about {}.",
+    "Another story, please, about {}.",
+    "Tell me another story about {}.",
+    "Tell me another one, about {}.",
+    "Can you tell me another one? About {}, please.",
+    "Now tell me a story about {}.",
+    "Now a story about {}.",
+    "And now one about {}.",
+    "And one about {}?",
+    "Next, a story about {}, please.",
+    "That was nice! Now one about {}.",
+    "I liked that one. Do you know one about {}?",
+    "One more story, please. With {} in it.",
+    "Thank you! Can I hear one about {}?",
+    "What about a story with {}?",
+    "One more, about {}.",
+)
+USING = (  # {} is two or three bare words
+    "Tell me a story with the words {}.",
+    "I want to hear a story with the words {}.",
+    "Write a story that uses the words {}.",
+    "Write a story with the words {}.",
+    "Can you make a story with the words {}?",
+    "Use the words {} in a story.",
+)
+USING_AGAIN = (
+    "Another one, please. This time with the words {}.",
+    "Now a story with the words {}.",
+    "Again! With the words {}.",
+)
+ANY = (
+    "Tell me a story.",
+    "Can you tell me a story?",
+    "Please tell me a story.",
+    "I want to hear a story.",
+    "A story, please.",
+    "Tell me a bedtime story.",
+    "Write a story.",
+    "Do you know a story?",
+    "It is story time!",
+    "Hello! Tell me a story.",
+    "Hello!",
+    "Hi!",
+)
+ANY_AGAIN = (
+    "Another one, please.",
+    "Tell me another story.",
+    "One more story, please!",
+    "Can I hear another one?",
+    "More, please.",
+    "Again!",
+    "That was nice. Another one?",
+)
+KIN = r"mom|dad|mommy|daddy|mother|father|brother|sister|grandma|grandpa|family|friends|friend"
+TURNS = {1: 15, 2: 15, 3: 20, 4: 20, 5: 20, 6: 10}  # turns of a conversation: how often, of a hundred
+_PERSON = re.compile(r"\b(?:[Aa]n?|[Tt]he) ((?:[a-z]+ ){0,2})([a-z]+) (?:named|called) ([A-Z][a-z]+)\b")
+
+
+def conversations(
+    stories: Sequence[str], lexicon: Lexicon, seed: int, turns: int | None = None, limit: int | None = None
+) -> Iterator[dict[str, Any]]:
+    """Records {"messages": [...]} of 1 to 6 turns (or of `turns`), each story used once at most, in an order drawn."""
+    rng = random.Random(seed)
+    pool = rng.sample(list(stories), len(stories))
+    made = 0
+    while pool and (limit is None or made < limit):
+        wanted = turns or rng.choices(list(TURNS), list(TURNS.values()))[0]
+        if turns and len(pool) < turns:
+            return
+        told, pool = pool[:wanted], pool[wanted:]
+        yield {"messages": [message for turn, story in enumerate(told) for message in _turn(story, turn, lexicon, rng)]}
+        made += 1
+
+
+def write_jsonl(path: Path, records: Iterable[dict[str, Any]]) -> int:
+    """One record a line, whole or not at all; returns how many. Raises `DataError` when there is none."""
+    count = 0
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with whole_file(path) as partial:
+        with partial.open("w", encoding="utf-8") as out:
+            for record in records:
+                out.write(json.dumps(record, ensure_ascii=False) + "\n")
+                count += 1
+        if not count:
+            raise DataError(f"{path}: not one conversation, for lack of stories")
+    return count
+
+
+def _turn(story: str, turn: int, lexicon: Lexicon, rng: random.Random) -> list[dict[str, str]]:
+    request = ask(story, lexicon, rng, again=turn > 0)
+    return [{"role": "user", "content": request}, {"role": "assistant", "content": story}]
+
+
+def ask(story: str, lexicon: Lexicon, rng: random.Random, again: bool = False) -> str:
+    """A request for this story; with `again` one that may look back on a story before it."""
+    again = again and rng.random() < 0.7
+    topics = things(story, lexicon, rng)
+    draw = rng.random()
+    if not topics or draw < 0.08:
+        return _typed(rng.choice(ANY_AGAIN if again else ANY), rng)
+    if draw < 0.2 and len(nouns := bare(topics)) > 1:
+        chosen = _drawn(nouns, rng, least=2)
+        return _typed(rng.choice(USING_AGAIN if again else USING).format(listed(chosen)), rng)
+    return _typed(rng.choice(ABOUT_AGAIN if again else ABOUT).format(listed(_drawn(topics, rng))), rng)
+
+
+def _typed(text: str, rng: random.Random) -> str:
+    """As people type: mostly with care, now and then without the full stop or without capitals too."""
+    draw = rng.random()
+    if draw < 0.12:
+        return text.lower().rstrip(".!?")
+    return text.rstrip(".") if draw < 0.22 else text
+
+
+def _drawn(topics: Sequence[str], rng: random.Random, least: int = 1) -> list[str]:
+    """One to three of the best topics, in the order of the list; a person seldom comes alone."""
+    person = any(word[0].isupper() for word in topics[0].split())
+    if person and rng.random() < 0.7:
+        least = 2
+    count = min(len(topics), max(least, rng.choices([1, 2, 3], [45, 40, 15])[0]))
+    best = topics[: count + 1]
+    return [best[i] for i in sorted(rng.sample(range(len(best)), count))]
+
+
+def listed(topics: Sequence[str]) -> str:
+    """Topics in a row, as in "a dog, a red ball and the park"."""
+    single = [one for topic in topics for one in topic.split(" and ")]
+    return " and ".join(part for part in (", ".join(single[:-1]), single[-1]) if part)
+
+
+def bare(topics: Sequence[str]) -> list[str]:
+    """The nouns of topics, for "the words ..."; people are left out."""
+    articles = ("a ", "an ", "the ", "some ")
+    return [topic.split()[-1] for topic in topics if topic.startswith(articles) and " named " not in topic]
+
+
+def things(story: str, lexicon: Lexicon, rng: random.Random, most: int = 5) -> list[str]:
+    """What a story is about: in six of ten cases its person first, then nouns by how rare and frequent they are.
+
+    Every noun, adjective and name occurs in the story.
+    """
+    person = _person(story, lexicon)
+    named = person.split() if person else []
+    found = [phrase for noun, phrase in _objects(story, lexicon) if noun not in named][:most]
+    return [person, *found] if person and (rng.random() < 0.6 or not found) else found
+
+
+def _person(story: str, lexicon: Lexicon) -> str | None:
+    """Who it is about, as in "a little dog named Max", "Tom and his mom" or "Sue"; None when no name is known."""
+    if (match := _PERSON.search(story)) and match[2] in {*lexicon.nouns, "girl", "boy", "man", "woman"}:
+        adjective = match[1].split()[-1:]
+        kept = [word for word in adjective if word in lexicon.adjectives]
+        return f"{_a([*kept, match[2]])} named {match[3]}" if match[3] in lexicon.names else None
+    seen = [word for word in words(story) if word in lexicon.names]
+    if not seen:
+        return None
+    name = max(dict.fromkeys(seen), key=seen.count)
+    kin = re.search(rf"\b{name}(?:'s| and (?:his|her)) ({KIN})\b", story)
+    pronoun = re.search(r"\b(?:and|with|to|told) (his|her) (?:" + KIN + r")\b", story)
+    return f"{name} and {pronoun[1]} {kin[1]}" if kin and pronoun else name
+
+
+def _objects(story: str, lexicon: Lexicon) -> list[tuple[str, str]]:
+    """(noun, phrase) of the nouns that stand as such in the story, best first."""
+    tokens = [token.lower() for token in words(story)]
+    phrases: dict[str, str] = {}
+    score: dict[str, float] = {}
+    for i, (word, following) in enumerate(zip(tokens, [*tokens[1:], "."], strict=True)):
+        if word in lexicon.nouns and ends_noun(following) and i:
+            early = 1.5 if i < len(tokens) / 3 else 1.0
+            score[word] = score.get(word, 0.0) + min(lexicon.rarity.get(word, 1.0), 4.0) * early
+            _better(phrases, word, tokens[i - 1], lexicon)
+    order = sorted(score, key=lambda noun: (-score[noun], noun))
+    return [(noun, phrases[noun]) for noun in order if not score.keys() & set(singulars(noun))]
+
+
+def _better(phrases: dict[str, str], noun: str, before: str, lexicon: Lexicon) -> None:
+    """Keeps the first phrase of a noun, or the first with an adjective."""
+    article = lexicon.nouns[noun]
+    adjective = [before] if before in lexicon.adjectives else []
+    if noun not in phrases or (adjective and len(phrases[noun].split()) == 2):
+        phrases[noun] = _a([*adjective, noun]) if article == "a" else " ".join([article, *adjective, noun])
+
+
+def _a(noun_phrase: Sequence[str]) -> str:
+    phrase = " ".join(noun_phrase)
+    vowel = phrase[0] in "aeiou" and not phrase.startswith(("uni", "use", "one", "eu"))
+    return f"{'an' if vowel or phrase.startswith(('hour', 'honest')) else 'a'} {phrase}"

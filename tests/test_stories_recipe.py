@@ -1,0 +1,264 @@
+"""The stories recipe from texts to bundle, on a toy corpus and at toy size, with the project's own commands."""
+
+import contextlib
+import importlib
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field, replace
+
+import pytest
+from stories_toy import corpus
+
+from mlx_zip import cli
+from mlx_zip.apps.stories import __main__ as main
+from mlx_zip.apps.stories import recipe as recipes
+from mlx_zip.apps.stories.recipe import STAGES, Recipe, in_process_of_its_own, install, measures, words
+from mlx_zip.apps.stories.settings import FULL, TINY
+from mlx_zip.config import ZipConfig
+from mlx_zip.errors import DataError, TrainingError
+from mlx_zip.generate import generate, load
+
+
+@dataclass
+class Here:
+    """Runs commands in this process, which spares a dozen starts of Python, and keeps what it ran."""
+
+    ran: list[str] = field(default_factory=list)
+    calls: list[list[str]] = field(default_factory=list)
+
+    def __call__(self, module, arguments, folder):
+        self.calls.append(arguments)
+        self.ran.append(arguments[0] if module == "mlx_zip" else module)
+        with contextlib.chdir(folder):
+            if module == "mlx_zip":
+                return cli.main(arguments)
+            convert = importlib.import_module("mlx_lm.convert")  # the package has a function of that name
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(sys, "argv", ["mlx_lm.convert", *arguments])
+                convert.main()
+            return 0
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A finished run -> (recipe, names of what it ran); `recipe.call.calls` has them with their flags."""
+    folder, here = tmp_path_factory.mktemp("stories"), Here()
+    recipe = Recipe(TINY, corpus(folder / "data"), folder / "out", check=False, call=here, say=lambda _: None)
+    recipe.run()
+    return recipe, here.ran
+
+
+@pytest.fixture
+def again(made, tmp_path):
+    """A copy of the finished run -> (recipe, what it runs from now on)."""
+    here, done = Here(), made[0]
+    shutil.copytree(done.out, tmp_path / "out")
+    return replace(done, out=tmp_path / "out", call=here), here.ran
+
+
+def figures(recipe, name):
+    return json.loads((recipe.out / "figures" / f"{name}.json").read_text())["models"]
+
+
+# ---- the whole of it
+
+
+def test_the_whole_recipe_runs_by_the_projects_own_commands(made):
+    assert set(made[1]) == {"prepare", "train", "convert", "mlx_lm convert", "evaluate"}
+
+
+def test_every_stage_leaves_what_it_promises(made):
+    recipe, _ = made
+    promised = [product for stage in STAGES.values() for product in stage.products(recipe)]
+    assert [product for product in promised if not (recipe.out / product).exists()] == []
+
+
+def test_training_reads_no_test_story(made):
+    read = {name: (made[0].out / f"texts/{name}.jsonl").read_text() for name in ("train", "conversations", "t1.test")}
+    texts = [json.loads(line)["text"] for line in read["t1.test"].splitlines()]
+    others = [text for text in texts if json.dumps(text)[1:-1] not in read["train"]]
+    assert [text for text in others if json.dumps(text)[1:-1] in read["conversations"]] == []
+    assert others
+
+
+def test_training_runs_on_training_windows_alone(made):
+    calls = made[0].call.calls
+    texts = {call[call.index("--out") + 1]: call[call.index("--data") + 1] for call in calls if call[0] == "prepare"}
+    trained = [call[call.index("--data") + 1 : call.index("--valid")] for call in calls if call[0] == "train"]
+    assert {texts[folder] for folders in trained for folder in folders} == {
+        "texts/train.jsonl", "texts/conversations.jsonl",
+    }  # fmt: skip
+
+
+def test_the_bundled_pair_is_a_zip2zip_model_and_a_plain_one(made):
+    kinds = {
+        name: json.loads((made[0].out / "bundle" / name / "config.json").read_text())["model_type"]
+        for name in TINY.bundled
+    }
+    assert kinds == {"stories": "zip2zip", "stories-base": "llama"}
+
+
+def test_digits_never_merge_in_the_bundled_model(made):
+    model, tokenizer = load(made[0].out / "bundle" / "stories")
+    digits = set(tokenizer.convert_tokens_to_ids(list("0123456789"))) - {tokenizer.unk_token_id}
+    assert isinstance(model.config, ZipConfig)
+    assert len(digits) == 10
+    assert digits <= set(model.config.disabled_ids)
+
+
+@pytest.mark.parametrize("name", TINY.bundled)
+def test_a_bundled_model_generates(made, name):
+    model, tokenizer = load(made[0].out / "bundle" / name)
+    messages = [{"role": "user", "content": "Tell me a story."}]
+    assert isinstance(generate(model, tokenizer, messages, max_tokens=8), str)
+
+
+def test_the_bundle_says_what_it_is_made_of(made):
+    card = (made[0].out / "bundle" / "README.md").read_text()
+    assert "synth_t1.train.txt.gz" in card
+    assert "test" not in card.replace("tests", "").split("The texts:")[1]
+
+
+def test_nothing_in_the_bundle_names_a_folder_of_this_machine(made):
+    bundle = made[0].out / "bundle"
+    files = [file for file in bundle.rglob("*") if file.is_file() and file.suffix in (".json", ".md", ".jinja")]
+    assert [file.name for file in files if str(made[0].out.parent) in file.read_text(encoding="utf-8")] == []
+
+
+def test_bits_per_byte_of_control_base_zip_and_bundle_are_measured_on_every_text(made):
+    for text in ("t1.test", "t1.test-packed", "real.test"):
+        models = figures(made[0], f"bits-{text}")
+        assert models[0]["model"] == "runs/control/model"
+        assert [model["kind"] for model in models] == ["plain", "plain", "zip2zip", "plain", "zip2zip"]
+        assert all(model["text"]["bits_per_byte"] > 0 for model in models)
+
+
+def test_control_and_zip_model_see_the_same_text(made):
+    seen = {}
+    for run in ("zip", "control"):
+        lines = (made[0].out / f"runs/{run}/metrics.jsonl").read_text().splitlines()
+        seen[run] = [json.loads(line)["seen_base_ids"] for line in lines if "seen_base_ids" in line][-1]
+    assert seen["zip"] == seen["control"]
+
+
+# ---- going on
+
+
+def test_a_finished_recipe_runs_nothing_again(again):
+    recipe, ran = again
+    recipe.run()
+    assert ran == []
+
+
+def test_what_is_missing_is_made_again_and_nothing_else(again):
+    recipe, ran = again
+    shutil.rmtree(recipe.out / "runs/control/model")
+    recipe.run()
+    assert ran == ["train"]
+
+
+def test_one_stage_can_be_asked_for(again):
+    recipe, ran = again
+    shutil.rmtree(recipe.out / "figures")
+    shutil.rmtree(recipe.out / "bundle")
+    recipe.run(["bundle"])
+    assert ran == ["convert", "mlx_lm convert"]
+
+
+def test_an_unknown_stage_is_named(again):
+    with pytest.raises(DataError, match="--stage: cook is none of texts, tokenizer"):
+        again[0].run(["cook"])
+
+
+def test_other_settings_do_not_mix_into_the_same_folder(again):
+    with pytest.raises(DataError, match="holds what other settings made"):
+        replace(again[0], settings=replace(TINY, seed=1)).run()
+
+
+def test_a_command_that_fails_ends_the_recipe(again):
+    recipe, _ = again
+    shutil.rmtree(recipe.out / "runs/zip/model")
+    failing = replace(recipe, call=lambda *_: 2)
+    with pytest.raises(TrainingError, match="mlx_zip train ended with status 2"):
+        failing.run()
+
+
+@pytest.mark.parametrize("status", [130, 143, -signal.SIGINT, -signal.SIGTERM])
+def test_a_command_that_was_told_to_stop_stops_the_recipe(again, status):
+    recipe, _ = again
+    shutil.rmtree(recipe.out / "runs/zip/model")
+    with pytest.raises(KeyboardInterrupt):
+        replace(recipe, call=lambda *_: status).run()
+
+
+def test_installing_puts_the_whole_bundle_in_place(again, tmp_path):
+    place = tmp_path / "place"
+    place.mkdir()
+    (place / "old").write_text("old")
+    install(again[0], place)
+    assert sorted(file.name for file in place.iterdir()) == ["README.md", "recipe.json", "stories", "stories-base"]
+
+
+def test_without_a_bundle_nothing_is_installed(again, tmp_path):
+    with pytest.raises(TrainingError, match="run the stage bundle first"):
+        install(replace(again[0], out=tmp_path / "empty"), tmp_path / "place")
+    assert not (tmp_path / "place").exists()
+
+
+# ---- commands
+
+
+def test_flags_become_words():
+    flags = {"batch_size": 4, "data": ["a", "b"], "pack": True, "plot": False, "limit": None, "temp": 0.0}
+    assert words(flags) == ["--batch-size", "4", "--data", "a", "b", "--pack", "--temp", "0.0"]
+
+
+CHILD = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: (print('saved', flush=True), sys.exit(143)))
+print('up', flush=True)
+time.sleep(60)
+"""
+PARENT = "import sys; from pathlib import Path; from mlx_zip.apps.stories.recipe import in_process_of_its_own as run; "
+
+
+def test_a_command_runs_in_the_folder_and_gives_its_status(tmp_path):
+    (tmp_path / "seven.py").write_text("import sys; sys.exit(7)")
+    assert in_process_of_its_own("seven", [], tmp_path) == 7
+
+
+def test_sigterm_is_passed_on_and_the_command_may_save_first(tmp_path):
+    (tmp_path / "child.py").write_text(CHILD)
+    code = f"{PARENT} sys.exit(run('child', [], Path({str(tmp_path)!r})))"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == "up\n"
+        time.sleep(0.2)  # the child is up before its parent listens for signals
+        parent.send_signal(signal.SIGTERM)
+        assert (parent.stdout.readline(), parent.wait()) == ("saved\n", 143)
+
+
+@pytest.mark.parametrize("settings", [FULL, TINY])
+def test_the_settings_fit_each_other(settings):
+    assert settings.model["vocab_size"] == settings.vocab_size
+    assert settings.short <= settings.long <= settings.model["max_position_embeddings"]
+    assert set(settings.bundled.values()) <= {"base", "zip", "control"}
+    assert len({name for name, _ in measures(settings)}) == 3 + 2 * len(settings.temperatures)
+
+
+def test_the_command_names_what_it_needs(capsys, tmp_path):
+    status = main.main(["--data", str(tmp_path / "no"), "--out", str(tmp_path / "out")])
+    assert (status, "lacks synth_t1.train.txt.gz" in capsys.readouterr().err) == (2, True)
+
+
+def test_the_command_installs_what_it_made(made, monkeypatch, tmp_path):
+    monkeypatch.setattr(recipes.Recipe, "run", lambda *_: None)
+    monkeypatch.setattr("mlx_zip.bundled.FOLDER", tmp_path / "bundle")
+    flags = ["--data", str(made[0].data), "--out", str(made[0].out), "--scale", "tiny", "--install"]
+    assert main.main(flags) == 0
+    assert (tmp_path / "bundle/stories/config.json").exists()
