@@ -1,0 +1,186 @@
+"""`mlx_zip evaluate`: bits per byte, rates of generation and benchmark tasks of models beside one another."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+from pathlib import Path
+from typing import Any
+
+from mlx_zip.errors import DataError
+
+CONTEXT = 1024
+AVAILABILITY = ("causal", "legacy")
+_SETTINGS = (
+    "start_codebook", "separator", "pack", "limit_bytes", "batch_size", "availability", "generate", "prompts",
+    "opening", "turns", "keep_cache", "max_tokens", "temp", "top_p", "stop", "seed", "tasks", "num_shots", "limit",
+    "border", "apply_chat_template",
+)  # fmt: skip
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags."""
+    add = parser.add_argument
+    add("--model", action="append", required=True, help="folder or hub id; repeat to compare, the baseline first")
+    add("--trust-remote-code", action="store_true", help="let the tokenizer run code of its own")
+    add("--batch-size", type=int, default=8, help="windows, stories or requests per model call (default: 8)")
+    add("--json", metavar="FILE", help="also write all figures, settings and versions to FILE")
+    add("--start-codebook", metavar="FILE", help="pack of entries that exist from the start (default: the model's own)")
+    add("--seed", type=int, default=0, help="seed of sampling and of few-shot examples (default: 0)")
+    text = parser.add_argument_group("bits per byte").add_argument
+    text("--data", nargs="+", default=(), metavar="FILE", help=".txt or .jsonl with text, .gz of both, or a data set")
+    text("--separator", help="line that ends a document of a .txt file (default: each file is one document)")
+    text("--pack", action="store_true", help="fill windows with documents, eos between (default: one document each)")
+    text("--context", type=int, help=f"base ids per window and request (default: the model's, at most {CONTEXT})")
+    text("--limit-bytes", type=int, help="stop after so many bytes of text")
+    text("--availability", choices=AVAILABILITY, default="causal", help="legacy is not comparable, see the docs")
+    rate = parser.add_argument_group("rates of generation").add_argument
+    rate("--generate", type=int, metavar="N", help="generate N stories and measure their base tokens per step")
+    rate("--prompts", metavar="FILE", help=".jsonl with prompt or messages (default: the openings of --data)")
+    rate("--opening", type=int, default=8, help="base ids of a document's opening (default: 8)")
+    rate("--turns", type=int, default=1, help="requests in a row per conversation; the last is measured (default: 1)")
+    rate("--keep-cache", action="store_true", help="turns go on from the cache, as in a chat (default: anew)")
+    rate("--max-tokens", "-m", type=int, default=256, help="base tokens per turn at most (default: 256)")
+    rate("--temp", type=float, default=0.0, help="sampling temperature; 0 is greedy (default: 0)")
+    rate("--top-p", type=float, default=1.0, help="nucleus sampling (default: 1)")
+    rate("--stop", nargs="+", default=(), help="strings that end a turn")
+    task = parser.add_argument_group("benchmark tasks (lm-evaluation-harness)").add_argument
+    task("--tasks", nargs="+", default=(), help="names, with spaces or commas between")
+    task("--include-path", metavar="DIR", help="folder with task files of your own")
+    task("--num-shots", type=int, help="examples before each question (default: the task's)")
+    task("--limit", type=int, help="questions per task at most")
+    task("--border", choices=("whole", "split"), default="whole", help="compress context and answer as one, or apart")
+    task("--apply-chat-template", action="store_true", help="questions go through the chat template")
+    task("--confirm-run-unsafe-code", action="store_true", help="allow tasks that run the model's answers as code")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures model after model and prints the table; 0. Raises `MlxZipError`."""
+    from mlx_zip.codec.pack import read_pack
+    from mlx_zip.evaluation import report
+    from mlx_zip.evaluation.documents import read_corpus
+
+    args.tasks = [name for part in args.tasks for name in part.split(",") if name]
+    _check(args)
+    corpus = read_corpus(args.data, args.separator, args.limit_bytes) if args.data else None
+    start = read_pack(args.start_codebook) if args.start_codebook else None
+    evaluation = Evaluation(args, corpus, start)
+    for name in args.model:
+        evaluation.add(name)
+        gc.collect()
+    settings = {name: getattr(args, name) for name in _SETTINGS} | {"context": args.context}
+    data = corpus and {**corpus.record(), "altered_documents": evaluation.altered}
+    record = report.make_record(evaluation.models, settings, data)
+    if args.json:
+        _write(Path(args.json), record)
+    print(report.table(record))
+    return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    if not (args.data or args.generate or args.tasks):
+        raise DataError("nothing to evaluate: give text (--data), a number of stories (--generate) or --tasks")
+    if args.generate is not None and not (args.data or args.prompts):
+        raise DataError("--generate needs --prompts, or --data whose openings are continued")
+    if args.prompts and args.generate is None:
+        raise DataError("--prompts needs --generate N")
+    if args.json and not Path(args.json).resolve().parent.is_dir():
+        raise DataError(f"--json {args.json}: no such folder")
+
+
+class Evaluation:
+    """What has been measured so far. models: a record per model. altered: see `cut_windows`."""
+
+    def __init__(self, args: argparse.Namespace, corpus: Any, start: Any) -> None:
+        self.args, self.corpus, self.start = args, corpus, start
+        self.models: list[dict[str, Any]] = []
+        self.altered = 0
+        self._windows: Any = None
+        self._baseline: Any = None
+
+    def add(self, name: str) -> None:
+        """Loads a model, measures all that was asked for, and lets go of it."""
+        from mlx_zip.evaluation.scoring import context_limit, is_zip
+        from mlx_zip.generate import load
+
+        model, tokenizer = load(name, trust_remote_code=self.args.trust_remote_code)
+        if self.args.context is None:
+            self.args.context = min(CONTEXT, context_limit(model) or CONTEXT)
+        record: dict[str, Any] = {"model": name, "kind": "zip2zip" if is_zip(model) else "plain"}
+        if self.corpus:
+            record["text"] = self._text(name, model, tokenizer)
+        if self.args.generate:
+            record["generation"] = self._generation(model, tokenizer)
+        if self.args.tasks:
+            record["tasks"] = self._tasks(model, tokenizer)
+        self.models.append(record)
+
+    def _text(self, name: str, model: Any, tokenizer: Any) -> dict[str, Any]:
+        from mlx_zip.evaluation.bits import compare_bits, measure_bits
+        from mlx_zip.evaluation.windows import cut_windows
+
+        args = self.args
+        windows = cut_windows(tokenizer, self.corpus.documents, args.context, args.pack)
+        if self._windows is not None and not windows.same_as(self._windows):
+            raise DataError(
+                f"{name} has another tokenizer than {args.model[0]}, so their windows are not the same text; "
+                "evaluate them one by one: bits per byte of whole documents still compare"
+            )
+        with Progress(len(windows.windows), "windows", name) as progress:
+            bits = measure_bits(model, windows, args.batch_size, args.availability, self.start, progress)
+        compared = {} if self._baseline is None else compare_bits(bits, self._baseline)
+        if self._baseline is None:
+            self._windows, self._baseline, self.altered = windows, bits, windows.altered
+        return bits.record() | compared
+
+    def _generation(self, model: Any, tokenizer: Any) -> dict[str, Any]:
+        from mlx_zip.evaluation.prompts import make_conversations, openings, read_prompts
+        from mlx_zip.evaluation.rates import Settings, measure_rates
+
+        args = self.args
+        names = ("max_tokens", "temp", "top_p", "seed", "batch_size", "keep_cache")
+        options = {name: getattr(args, name) for name in names}
+        settings = Settings(**options, stop=tuple(args.stop), start=self.start)
+        if args.prompts:
+            prompts = read_prompts(args.prompts)
+        else:
+            prompts = openings(tokenizer, self.corpus.documents, args.opening)
+        conversations = make_conversations(prompts, args.generate, args.turns, repeat=args.temp > 0)
+        with Progress(args.generate * args.turns, "turns", "") as progress:
+            return measure_rates(model, tokenizer, conversations, settings, progress).record()
+
+    def _tasks(self, model: Any, tokenizer: Any) -> dict[str, Any]:
+        from mlx_zip.evaluation.tasks import run_tasks
+
+        names = ("include_path", "num_shots", "limit", "apply_chat_template", "seed", "confirm_run_unsafe_code")
+        options = {name: getattr(self.args, name) for name in (*names, "batch_size", "border", "context")}
+        return run_tasks(model, tokenizer, self.args.tasks, start=self.start, **options)
+
+
+class Progress:
+    """A bar on a terminal's stderr, nothing elsewhere; called with how many more are done."""
+
+    def __init__(self, total: int, unit: str, name: str) -> None:
+        from tqdm import tqdm
+
+        shown = sys.stderr is not None and sys.stderr.isatty()
+        self._bar = tqdm(total=total, unit=f" {unit}", desc=name.rsplit("/", 1)[-1], disable=not shown, leave=False)
+
+    def __call__(self, done: int) -> None:
+        self._bar.update(done)
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.close()
+
+
+def _write(path: Path, record: dict[str, Any]) -> None:
+    from mlx_zip.files import write_json
+
+    try:
+        write_json(path, record)
+    except OSError as error:
+        raise DataError(f"--json {path}: {error.strerror or error}") from error

@@ -1,0 +1,1 @@
+"""How good a model is, measured strictly: bits per byte, what generation compresses, benchmark tasks."""

@@ -1,0 +1,164 @@
+"""Bits per byte: the one figure that compares models whatever ids they read.
+
+With p the model's probabilities of the ids that a text of B UTF-8 bytes becomes (zip2zip, section 3.4):
+
+    bits per byte = -sum(log2 p) / B          byte-perplexity = 2 ** (bits per byte) = (product of p) ** (-1 / B)
+
+A text has many segmentations into hypertokens; the canonical one is scored, so a zip2zip model's figure is an upper
+bound of what the text costs it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from mlx_zip.codec.pack import Start
+from mlx_zip.errors import DataError
+from mlx_zip.evaluation.scoring import Compressed, Scored, compress_row, context_limit, is_zip, score
+from mlx_zip.evaluation.windows import Window, Windows
+
+
+@dataclass(frozen=True)
+class Bits:
+    """One model over n windows. bits float64 [n], n_bytes int64 [n]: each window's cost and text.
+
+    base_ids, ids, hypertokens: counts behind the windows' first id, which is context. hyper_mass: mean probability of
+    all hypertokens together, per id. seconds: compression and scoring. peak_bytes: MLX's peak memory.
+    """
+
+    bits: NDArray[np.float64]
+    n_bytes: NDArray[np.int64]
+    base_ids: int
+    ids: int
+    hypertokens: int
+    hyper_mass: float
+    seconds: float
+    peak_bytes: int
+    availability: str | None
+
+    @property
+    def bits_per_byte(self) -> float:
+        """All bits over all bytes."""
+        return float(self.bits.sum() / self.n_bytes.sum())
+
+    @property
+    def byte_perplexity(self) -> float:
+        """2 ** bits_per_byte."""
+        return 2.0**self.bits_per_byte
+
+    @cached_property
+    def standard_error(self) -> float | None:
+        """Of bits_per_byte over windows, as a ratio of sums (linearised); None for a single window."""
+        return ratio_error(self.bits, self.n_bytes)
+
+    @property
+    def compression_rate(self) -> float:
+        """Ids over base ids: 1 without hypertokens, lower is better. Source: zip2zip, Definition A.1."""
+        return self.ids / self.base_ids
+
+    @property
+    def hyper_share(self) -> float:
+        """Share of the ids that are hypertokens."""
+        return self.hypertokens / self.ids
+
+    def record(self) -> dict[str, Any]:
+        """What a report holds; rates are per second of scoring."""
+        return {
+            "bits_per_byte": self.bits_per_byte,
+            "bits_per_byte_standard_error": self.standard_error,
+            "byte_perplexity": self.byte_perplexity,
+            "windows": len(self.bits),
+            "bytes": int(self.n_bytes.sum()),
+            "base_ids": self.base_ids,
+            "ids": self.ids,
+            "compression_rate": self.compression_rate,
+            "base_ids_per_id": self.base_ids / self.ids,
+            "hyper_share": self.hyper_share,
+            "hyper_mass": self.hyper_mass,
+            "availability": self.availability,
+            "seconds": self.seconds,
+            "bytes_per_s": float(self.n_bytes.sum()) / self.seconds,
+            "ids_per_s": self.ids / self.seconds,
+            "peak_bytes": self.peak_bytes,
+        }
+
+
+def measure_bits(
+    model: Any,
+    windows: Windows,
+    batch_size: int = 8,
+    availability: str = "causal",
+    start: Start | None = None,
+    progress: Callable[[int], None] = lambda rows: None,
+) -> Bits:
+    """Scores every window with a zip2zip or a plain mlx-lm model. See `score` and `compress_row` for the arguments.
+
+    Raises `DataError` when a window has more base ids than the model has positions.
+    """
+    check_context(model, max(len(window.base_ids) for window in windows.windows))
+    prefix = np.array([windows.prefix], np.uint32)
+    mx.reset_peak_memory()
+    begun = time.perf_counter()
+    rows = [compress_row(model, prefix, window.base_ids, start=start) for window in windows.windows]
+    scored = score(model, rows, batch_size, availability, progress)
+    seconds = time.perf_counter() - begun
+    bits = [window_bits(*parts) for parts in zip(windows.windows, rows, scored, strict=True)]
+    ids = sum(len(row.ids) - 1 for row in rows)
+    return Bits(
+        bits=np.array(bits),
+        n_bytes=np.array([window.n_bytes for window in windows.windows], np.int64),
+        base_ids=sum(len(window.base_ids) for window in windows.windows),
+        ids=ids,
+        hypertokens=int(sum((row.spans > 1).sum() for row in rows)),
+        hyper_mass=float(sum(part.hyper_mass.sum() for part in scored) / ids),
+        seconds=seconds,
+        peak_bytes=mx.get_peak_memory(),
+        availability=availability if is_zip(model) else None,
+    )
+
+
+def check_context(model: Any, base_ids: int) -> None:
+    """Raises `DataError` when a window of so many base ids takes more positions than the model has.
+
+    The first id comes in front, and the last one is predicted but not read.
+    """
+    limit = context_limit(model)
+    if limit is not None and base_ids > limit:
+        raise DataError(f"windows of {base_ids} base ids (--context) do not fit the model's {limit} positions")
+
+
+def window_bits(window: Window, row: Compressed, scored: Scored) -> float:
+    """Bits of a window's text: those of the ids that stand for some of it."""
+    starts = row.ends[:-1] - row.spans[0]  # of each id behind the prefix, in base ids of the window
+    counted = np.logical_or.reduceat(window.scored, starts)
+    return float(-scored.logprobs[counted].sum() / math.log(2))
+
+
+def ratio_error(values: NDArray[np.float64], weights: NDArray[np.int64]) -> float | None:
+    """Standard error of sum(values) / sum(weights) over n pairs, by linearising the ratio; None for n < 2."""
+    n = len(values)
+    if n < 2:
+        return None
+    residuals = values - values.sum() / weights.sum() * weights
+    return float(math.sqrt(n / (n - 1) * np.square(residuals).sum()) / weights.sum())
+
+
+def compare_bits(model: Bits, baseline: Bits) -> dict[str, float | None]:
+    """How a model differs from another on the same windows; the standard error is of the paired difference."""
+    if not np.array_equal(model.n_bytes, baseline.n_bytes):
+        raise DataError("the two models were not measured on the same windows")
+    difference = model.bits_per_byte - baseline.bits_per_byte
+    return {
+        "bits_per_byte_difference": difference,
+        "bits_per_byte_difference_standard_error": ratio_error(model.bits - baseline.bits, model.n_bytes),
+        "bits_per_byte_relative": difference / baseline.bits_per_byte,
+    }

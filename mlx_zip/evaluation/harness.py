@@ -1,0 +1,210 @@
+"""lm-evaluation-harness: a zip2zip or plain mlx-lm model as one of its language models. Needs the `eval` extra.
+
+Log-likelihood requests are scored on compressed ids. With border "whole", context and continuation are compressed as
+one text, and the score is the sum of log-probabilities from the first id on that stands for some of the continuation:
+an id that also stands for the context's last base ids counts in full. With border "split", the continuation is
+compressed by itself after the context, as if the model had gone on from it, and no id stands across the border. For a
+plain model both are the usual score. `is_greedy` says whether greedy generation takes exactly these ids, so a zip2zip
+model that would write the same text in other ids counts as not greedy.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+
+from mlx_zip.codec.pack import Start
+from mlx_zip.errors import DataError
+from mlx_zip.evaluation.bits import measure_bits
+from mlx_zip.evaluation.documents import Document
+from mlx_zip.evaluation.rates import can_batch
+from mlx_zip.evaluation.scoring import Compressed, compress_row, context_limit, is_zip, score
+from mlx_zip.evaluation.windows import cut_windows, prefix_id
+from mlx_zip.generate import stream_batch, stream_generate
+from mlx_zip.tokenizer import render_chat
+
+BORDERS = ("whole", "split")
+MAX_LENGTH, MAX_GEN_TOKS = 2048, 256
+_KNOWN = {"until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k", "min_p"}
+
+
+class ZipLM(TemplateLM):
+    """A loaded model and its tokenizer for `lm_eval.simple_evaluate(model=ZipLM(model, tokenizer), ...)`.
+
+    context: base ids a request may have (default: the model's positions, or 2048). batch_size: rows per model call.
+    border: "whole" or "split", see above. max_gen_toks: base tokens generated where a task does not say. start: a
+    starting codebook in place of a zip2zip model's own. seed: of sampled generation.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        *,
+        context: int | None = None,
+        batch_size: int = 8,
+        border: str = "whole",
+        max_gen_toks: int = MAX_GEN_TOKS,
+        start: Start | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        if border not in BORDERS:
+            raise DataError(f"border (--border) {border!r} is not one of {', '.join(BORDERS)}")
+        self.model, self.tokenizer, self.border, self.start = model, tokenizer, border, start
+        self.max_length = context or context_limit(model) or MAX_LENGTH
+        self.batch_size, self.max_gen_toks, self.seed = batch_size, max_gen_toks, seed
+
+    # ---- text and ids
+
+    @property
+    def eot_token_id(self) -> int:
+        """The eos, else the bos."""
+        eos = self.tokenizer.eos_token_id
+        return self.prefix_token_id if eos is None else eos
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What stands before a text without a context: bos, else eos."""
+        return prefix_id(self.tokenizer)
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        """Base ids, behind the bos where the tokenizer adds one itself and the text does not begin with it."""
+        ids: list[int] = self.tokenizer.encode(string, add_special_tokens=False)
+        bos = self.tokenizer.bos_token_id
+        if bos is None or add_special_tokens is False or ids[:1] == [bos] or not self._adds_bos:
+            return ids
+        return [bos, *ids]
+
+    @property
+    def _adds_bos(self) -> bool:
+        return self.tokenizer.encode("")[:1] == [self.tokenizer.bos_token_id]
+
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """Both as one text, cut where the context's own ids end; spaces before the cut belong to the continuation."""
+        bare = context.rstrip()
+        continuation = context[len(bare) :] + continuation
+        whole = self.tok_encode(bare + continuation)
+        cut = min(len(self.tok_encode(bare)), len(whole) - 1)  # one id may have swallowed the continuation
+        return whole[:cut], whole[cut:]
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """Chat messages as text, by the tokenizer's template."""
+        return render_chat(
+            self.tokenizer,
+            chat_history,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Names the tokenizer in the harness's caches."""
+        return str(self.tokenizer.name_or_path).replace("/", "__")
+
+    # ---- log-likelihood
+
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        pairs = [self._row(text, context, continuation) for (_, text), context, continuation in requests]
+        scores = score(self.model, [row for row, _ in pairs], self.batch_size)
+        answers = []
+        for request, (_, first), scored in zip(requests, pairs, scores, strict=True):
+            part = slice(first - 1, None)
+            answers.append((float(scored.logprobs[part].sum()), bool(scored.greedy[part].all())))
+            self.cache_hook.add_partial("loglikelihood", request[0], answers[-1])
+        return answers
+
+    def _row(self, text: str, context: list[int], continuation: list[int]) -> tuple[Compressed, int]:
+        """A request as the model reads it, and the index of the first id that counts."""
+        parts = [np.array(ids, np.uint32) for ids in (self._fitting(context, continuation, text), continuation)]
+        border = len(parts[0])
+        if self.border == "whole":
+            parts = [np.concatenate(parts)]
+        row = compress_row(self.model, *parts, start=self.start)
+        first = int(np.searchsorted(row.ends, border, side="right"))
+        if first == 0:  # a start entry stands for all of the context: nothing comes before it
+            row = compress_row(self.model, np.array([self.prefix_token_id], np.uint32), *parts, start=self.start)
+            first = int(np.searchsorted(row.ends, border + 1, side="right"))
+        return row, first
+
+    def _fitting(self, context: list[int], continuation: list[int], text: str) -> list[int]:
+        """The end of a context that leaves room for the continuation, whose last base id is predicted only."""
+        room = self.max_length + 1 - len(continuation)
+        if room < 1 or not continuation:
+            raise DataError(f"a continuation of {len(continuation)} base ids cannot be scored: {text[:60]!r}")
+        return (context or [self.prefix_token_id])[-room:]
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """The log-probability of whole texts, in windows that stand alone, as `mlx_zip evaluate --data` cuts them."""
+        totals = []
+        for request in requests:
+            (text,) = request.args
+            total = 0.0
+            if text:
+                windows = cut_windows(self.tokenizer, [Document(text, "a document")], self.max_length)
+                bits = measure_bits(self.model, windows, self.batch_size, start=self.start)
+                total = float(-bits.bits.sum() * math.log(2))
+            totals.append(total)
+            self.cache_hook.add_partial("loglikelihood_rolling", (text,), total)
+        return totals
+
+    # ---- generation
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Generated texts, cut before the first stop string; `max_gen_toks` counts base tokens."""
+        arguments: list[Any] = [request.args for request in requests]  # (context, generation arguments)
+        options = [_generation_options(given, self.max_gen_toks) for _, given in arguments]
+        keys = [json.dumps(option, sort_keys=True) for option in options]
+        prompts = [self._prompt(text, o["max_tokens"]) for (text, _), o in zip(arguments, options, strict=True)]
+        order = sorted(range(len(requests)), key=lambda i: (keys[i], -len(prompts[i])))
+        texts = [""] * len(requests)
+        for _, same in groupby(order, key=lambda i: keys[i]):
+            rows = list(same)
+            size = self.batch_size if can_batch(self.model) else 1
+            for batch in (rows[begin : begin + size] for begin in range(0, len(rows), size)):
+                for i, text in zip(batch, self._generate([prompts[i] for i in batch], options[batch[0]]), strict=True):
+                    texts[i] = text
+                    self.cache_hook.add_partial("generate_until", arguments[i], text)
+        return texts
+
+    def _prompt(self, context: str, max_tokens: int) -> list[int]:
+        """The end of the context that leaves room for `max_tokens`."""
+        room = self.max_length - max_tokens
+        if room < 1:
+            raise DataError(f"max_gen_toks {max_tokens} leaves no room in a context of {self.max_length} base ids")
+        return (self.tok_encode(context) or [self.prefix_token_id])[-room:]
+
+    def _generate(self, prompts: Sequence[list[int]], options: Mapping[str, Any]) -> list[str]:
+        options = {**options, "seed": self.seed, "start": self.start if is_zip(self.model) else None}
+        texts = [""] * len(prompts)
+        if len(prompts) == 1:
+            one = stream_generate(self.model, self.tokenizer, prompts[0], **options)
+            return ["".join(response.text for response in one)]
+        for row, response in stream_batch(self.model, self.tokenizer, prompts, **options):
+            texts[row] += response.text
+        return texts
+
+
+def _generation_options(given: Mapping[str, Any], max_gen_toks: int) -> dict[str, Any]:
+    """The harness's generation arguments as options of `stream_generate`; greedy unless a task samples."""
+    if unknown := sorted(given.keys() - _KNOWN):
+        raise DataError(f"generation arguments {', '.join(unknown)} of this task are not supported")
+    until = given.get("until") or []
+    options: dict[str, Any] = {
+        "max_tokens": int(given.get("max_gen_toks", max_gen_toks)),
+        "stop": [stop for stop in ([until] if isinstance(until, str) else until) if stop],
+        "temp": 0.0,
+    }
+    if given.get("do_sample", given.get("temperature", 0) > 0):
+        sampling = {name: given[name] for name in ("top_p", "top_k", "min_p") if name in given}
+        options |= {"temp": float(given.get("temperature", 1.0)), **sampling}
+    return options

@@ -1,0 +1,265 @@
+"""What generation compresses: base tokens per step of generated text, beside what canonical compression makes of it."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+from mlx_lm.models.cache import KVCache, make_prompt_cache, trim_prompt_cache
+
+from mlx_zip.codec import Codebook, compress
+from mlx_zip.codec.ids import Uint32s
+from mlx_zip.codec.pack import Start
+from mlx_zip.errors import DataError
+from mlx_zip.evaluation.prompts import Conversation, Prompt
+from mlx_zip.evaluation.scoring import codec, is_zip
+from mlx_zip.generate import stream_batch, stream_generate
+from mlx_zip.state import find_state
+
+GRAM = 4
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How text is generated. max_tokens: base tokens per turn. keep_cache: see `measure_rates`.
+
+    stop: strings that end a turn. temp, top_p, seed: as in `stream_generate`; a batch adds its first row to the seed.
+    start: a starting codebook in place of a zip2zip model's own.
+    """
+
+    max_tokens: int = 256
+    temp: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    batch_size: int = 16
+    stop: tuple[str, ...] = ()
+    keep_cache: bool = False
+    start: Start | None = None
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise DataError(f"the batch size (--batch-size) must be at least 1, got {self.batch_size}")
+
+    def record(self) -> dict[str, Any]:
+        """What a report holds: of a starting codebook only its size."""
+        return {**asdict(self), "start": len(self.start or ())}
+
+
+@dataclass(frozen=True)
+class Story:
+    """One generated turn, measured.
+
+    prompt: base ids read before it. base_ids: those generated that count. steps: ids emitted. canonical: ids that
+    canonical compression makes of the same base ids after the same context; None for a plain model. invalid: emitted
+    ids that were neither base ids nor installed. grams, repeated: 4-grams of base ids, and those seen before in it.
+    """
+
+    text: str
+    prompt: int
+    base_ids: tuple[int, ...]
+    steps: int
+    hypertokens: int
+    canonical: int | None
+    invalid: int
+    grams: int
+    repeated: int
+    finish_reason: str | None
+
+
+@dataclass
+class _Turn:
+    """What a turn's responses add up to."""
+
+    prompt: list[int]
+    context: Codebook | None = None  # the codebook that the turn starts from
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    base_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+
+    def take(self, response: Any) -> None:
+        self.text += response.text
+        self.tokens.append(response.token)
+        self.base_ids += response.base_ids
+        self.finish_reason = response.finish_reason
+
+
+def measure_rates(
+    model: Any,
+    tokenizer: Any,
+    conversations: Sequence[Sequence[Prompt]],
+    settings: Settings,
+    progress: Callable[[int], None] = lambda turns: None,
+) -> Rates:
+    """Generates every turn of every conversation; all must have the same number of turns.
+
+    By default each turn is a request of its own, whose context is compressed canonically, as on a server without
+    caches, and conversations run in batches. keep_cache: a turn goes on from the cache of the one before as far as
+    their base ids agree, as in a chat, one conversation at a time; then the context holds the ids that were emitted.
+    It changes nothing for a plain model, which reads base ids either way.
+    """
+    begun, stories = time.perf_counter(), []
+    together = 1 if _keeps_cache(model, settings) or not can_batch(model) else settings.batch_size
+    for first in range(0, len(conversations), together):
+        rows = [Conversation(tokenizer, prompts) for prompts in conversations[first : first + together]]
+        stories.append(_run(model, tokenizer, rows, settings, settings.seed + first, progress))
+    turns = [tuple(row[i] for rows in stories for row in rows) for i in range(len(conversations[0]))]
+    return Rates(tuple(turns), time.perf_counter() - begun, settings)
+
+
+def _keeps_cache(model: Any, settings: Settings) -> bool:
+    return settings.keep_cache and is_zip(model)
+
+
+def can_batch(model: Any) -> bool:
+    """Whether `stream_batch` takes it."""
+    return is_zip(model) or all(type(entry) is KVCache for entry in make_prompt_cache(model))
+
+
+def _run(
+    model: Any, tokenizer: Any, rows: Sequence[Conversation], settings: Settings, seed: int, progress: Callable
+) -> list[list[Story]]:
+    """Some conversations together -> [conversation][turn]."""
+    cache = model.make_cache(start=settings.start) if _keeps_cache(model, settings) else None
+    stories: list[list[Story]] = [[] for _ in rows]
+    for number in range(len(rows[0].prompts)):
+        turns = [_Turn(row.next_prompt()) for row in rows]
+        for i, response in _responses(model, tokenizer, turns, cache, settings, seed + (number << 32)):
+            turns[i].take(response)
+        for row, turn, done in zip(rows, turns, stories, strict=True):
+            done.append(_measure(model, turn, settings.start))
+            row.answer(turn.text, turn.base_ids)
+        progress(len(rows))
+    return stories
+
+
+def _responses(
+    model: Any, tokenizer: Any, turns: Sequence[_Turn], cache: list[Any] | None, settings: Settings, seed: int
+) -> Iterator[tuple[int, Any]]:
+    options: dict[str, Any] = {name: getattr(settings, name) for name in ("max_tokens", "temp", "top_p", "stop")}
+    options["seed"] = seed
+    if cache is None and is_zip(model):
+        options["start"] = settings.start
+    if cache is None and len(turns) > 1:
+        yield from stream_batch(model, tokenizer, [turn.prompt for turn in turns], **options)
+        return
+    prompt = turns[0].prompt
+    if cache is not None:
+        prompt, turns[0].context = prompt[_keep_common(cache, prompt) :], _codebook(cache)
+    yield from ((0, r) for r in stream_generate(model, tokenizer, prompt, prompt_cache=cache, **options))
+
+
+def _codebook(cache: Sequence[Any]) -> Codebook:
+    """A copy of what a zip2zip model's cache has learnt."""
+    state = find_state(cache)
+    assert state is not None
+    return state.books[0].copy()
+
+
+def _keep_common(cache: list[Any], prompt: Sequence[int]) -> int:
+    """Trims a cache to the ids whose base ids begin the prompt, its last base id left out; how many they are."""
+    book = _codebook(cache)
+    held, ids = book.expand(book.ids).tolist(), book.ids
+    limit = min(len(held), len(prompt) - 1)
+    common = next((i for i in range(limit) if held[i] != prompt[i]), limit)
+    ends = np.cumsum(book.spans(ids)) if len(ids) else np.zeros(0, np.int64)
+    kept = int(np.searchsorted(ends, common, side="right"))
+    trim_prompt_cache(cache, len(ids) - kept)
+    return int(ends[kept - 1]) if kept else 0
+
+
+def _measure(model: Any, turn: _Turn, start: Start | None) -> Story:
+    grams, repeated = repeated_grams(turn.base_ids)
+    canonical, invalid, hypertokens = None, 0, 0
+    if is_zip(model):
+        book = turn.context or Codebook(codec(model, start))
+        book.push(_prompt_ids(book, turn.prompt))
+        canonical = len(book.compress(np.array(turn.base_ids, np.uint32)))
+        invalid = count_invalid(book, turn.tokens)
+        hypertokens = sum(model.layout.is_hyper(token) for token in turn.tokens)
+    return Story(
+        text=turn.text,
+        prompt=len(turn.prompt),
+        base_ids=tuple(turn.base_ids),
+        steps=len(turn.tokens),
+        hypertokens=hypertokens,
+        canonical=canonical,
+        invalid=invalid,
+        grams=grams,
+        repeated=repeated,
+        finish_reason=turn.finish_reason,
+    )
+
+
+def _prompt_ids(book: Codebook, prompt: Sequence[int]) -> Uint32s:
+    """The ids that a request reads of its prompt, behind what its cache holds; as `Request` compresses them."""
+    rest = np.array(prompt[book.base_length :], np.uint32)
+    return book.compress(rest) if book.mark() else compress(book.params, rest)[0]
+
+
+def count_invalid(book: Codebook, tokens: Sequence[int]) -> int:
+    """How many emitted ids were neither base ids nor entries installed before them, replayed from `book`, a copy.
+
+    Such an id teaches the replay nothing, as it would a decoder.
+    """
+    book, invalid = book.copy(), 0
+    for token in tokens:
+        if 0 <= token < book.params.vocab_size + len(book):
+            book.push(token)
+        else:
+            invalid += 1
+    return invalid
+
+
+def repeated_grams(base_ids: Sequence[int], size: int = GRAM) -> tuple[int, int]:
+    """How many runs of `size` base ids a text has, and how many of them it had before."""
+    grams = Counter(tuple(base_ids[i : i + size]) for i in range(len(base_ids) - size + 1))
+    return grams.total(), grams.total() - len(grams)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """turns: per turn, the stories of all conversations in order. seconds: for all of them."""
+
+    turns: tuple[tuple[Story, ...], ...]
+    seconds: float
+    settings: Settings
+
+    def record(self) -> dict[str, Any]:
+        """The last turn's figures, every turn's, and the last turn's texts."""
+        by_turn = [summary(stories) for stories in self.turns]
+        base_tokens = sum(turn["base_tokens"] for turn in by_turn)
+        return {
+            **by_turn[-1],
+            "turns": by_turn,
+            "settings": self.settings.record(),
+            "seconds": self.seconds,
+            "base_tokens_per_s": base_tokens / self.seconds,
+            "texts": [story.text for story in self.turns[-1]],
+        }
+
+
+def summary(stories: Sequence[Story]) -> dict[str, Any]:
+    """Totals of stories, and ratios of totals. canonical_*: None for a plain model, which has no compression."""
+    base_tokens = sum(len(story.base_ids) for story in stories)
+    steps = sum(story.steps for story in stories)
+    canonical = sum(story.canonical or 0 for story in stories) if stories[0].canonical is not None else None
+    grams = sum(story.grams for story in stories)
+    return {
+        "stories": len(stories),
+        "prompt_base_tokens": sum(story.prompt for story in stories),
+        "base_tokens": base_tokens,
+        "steps": steps,
+        "base_tokens_per_step": base_tokens / steps,
+        "canonical_steps": canonical,
+        "canonical_base_tokens_per_step": None if canonical is None else base_tokens / canonical,
+        "of_canonical": None if canonical is None else canonical / steps,
+        "hyper_share": sum(story.hypertokens for story in stories) / steps,
+        "invalid_ids": sum(story.invalid for story in stories),
+        "repeated_4grams": sum(story.repeated for story in stories) / grams if grams else None,
+        "ended": sum(story.finish_reason == "stop" for story in stories) / len(stories),
+    }

@@ -1,0 +1,217 @@
+"""Log-probabilities of ids under a model, batched and in bounded memory; the one forward of every evaluation.
+
+Rows of a batch are padded on the right, behind what is read: a causal model does not see it, and its length is known.
+The codebook of such a row learns pad ids after its end, which never merge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
+from numpy.typing import NDArray
+
+from mlx_zip.codec import Codebook, CodecParams
+from mlx_zip.codec.ids import Uint32s
+from mlx_zip.codec.pack import Start
+from mlx_zip.errors import CodecError, DataError, ModelError
+from mlx_zip.request import base_config
+
+AVAILABILITY = ("causal", "legacy")
+LOGITS = 1 << 25  # values of one call's logits: 128 MB in float32
+
+
+@dataclass(frozen=True)
+class Compressed:
+    """A row as a model reads it: ids uint32 [n], spans [n]: the base ids each stands for.
+
+    start: the starting codebook it was compressed with; None for the model's own.
+    """
+
+    ids: Uint32s
+    spans: NDArray[np.int64]
+    start: Start | None = None
+
+    @property
+    def ends(self) -> NDArray[np.int64]:
+        """Base ids up to and including each id's, int64 [n]."""
+        return np.cumsum(self.spans)
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What a model says of the n - 1 ids behind a row's first, each given all before it.
+
+    logprobs float64: natural logarithms. greedy bool: whether the id was the likeliest. hyper_mass float64: the
+    probability of all hypertokens together.
+    """
+
+    logprobs: NDArray[np.float64]
+    greedy: NDArray[np.bool_]
+    hyper_mass: NDArray[np.float64]
+
+
+def is_zip(model: Any) -> bool:
+    """Whether it is a zip2zip model, not a plain mlx-lm one."""
+    return hasattr(model, "layout")
+
+
+def context_limit(model: Any) -> int | None:
+    """Positions the model has, when its config says."""
+    return base_config(model).get("max_position_embeddings")
+
+
+def compress_row(model: Any, *parts: Uint32s, start: Start | None = None) -> Compressed:
+    """Base ids as the model reads them; an id never spans two parts.
+
+    For a zip2zip model each part is compressed as generation would go on, `Codebook.compress`: no entry is used
+    before an id has created it. start: a starting codebook in place of the model's own; no matter to a plain model.
+    Raises `DataError` for an id that is none of the model's.
+    """
+    if not is_zip(model):
+        ids = np.concatenate(parts)
+        _check_ids(ids, base_config(model).get("vocab_size"))
+        return Compressed(ids, np.ones(len(ids), np.int64))
+    book = Codebook(codec(model, start))
+    for part in parts:
+        _check_ids(part, model.layout.vocab_size)
+        book.push(book.compress(part))
+    ids = book.ids
+    return Compressed(ids, book.spans(ids).astype(np.int64), start)
+
+
+def codec(model: Any, start: Start | None = None) -> CodecParams:
+    """A zip2zip model's codec, with another starting codebook if one is given. Raises `DataError` where none fits."""
+    params = model.config.codec_params
+    return params if start is None else _with_start(params, start)
+
+
+@lru_cache(maxsize=4)
+def _with_start(params: CodecParams, start: Start) -> CodecParams:
+    try:
+        return replace(params, start=start)
+    except CodecError as error:
+        raise DataError(f"the starting codebook (--start-codebook) does not fit the model: {error}") from error
+
+
+def _check_ids(ids: Uint32s, limit: int | None) -> None:
+    if limit is not None and len(ids) and ids.max() >= limit:
+        raise DataError(
+            f"the tokenizer makes id {ids.max()}, the model has base ids 0 to {limit - 1}: "
+            "tokenizer and model do not belong together"
+        )
+
+
+def score(
+    model: Any,
+    rows: Sequence[Compressed],
+    batch_size: int = 8,
+    availability: str = "causal",
+    progress: Callable[[int], None] = lambda rows: None,
+) -> list[Scored]:
+    """Scores rows of at least 2 ids, in their order; neither it nor `batch_size` changes a figure.
+
+    availability "causal": an entry counts from the id on that created it, as in generation. "legacy": all entries of a
+    row count at each of its positions, as in upstream's own evaluation, which gives a hypertoken probability before it
+    exists; not comparable, and a row is then one call, whatever its memory. progress(rows done, each time).
+
+    Raises `ModelError` when a probability is zero or not a number.
+    """
+    if batch_size < 1:
+        raise ModelError(f"the batch size (--batch-size) must be at least 1, got {batch_size}")
+    if availability not in AVAILABILITY:
+        raise ModelError(f"availability {availability!r} is not one of {', '.join(AVAILABILITY)}")
+    results: dict[int, Scored] = {}
+    for batch in _batches(model, rows, batch_size):
+        scored = _score_batch(model, [rows[i] for i in batch], availability)
+        for i, result in zip(batch, scored, strict=True):
+            _check(rows[i], result, i)
+            results[i] = result
+        progress(len(batch))
+    return [results[i] for i in range(len(rows))]
+
+
+def _check(row: Compressed, result: Scored, i: int) -> None:
+    bad = np.flatnonzero(~np.isfinite(result.logprobs))
+    if len(bad):
+        at = int(bad[0])
+        raise ModelError(
+            f"row {i}: the model gives id {row.ids[at + 1]} at index {at + 1} the log-probability {result.logprobs[at]}"
+        )
+
+
+def _batches(model: Any, rows: Sequence[Compressed], batch_size: int) -> list[list[int]]:
+    """Indices of rows of similar length, the longest first (so that memory shows at once)."""
+    by_length = sorted(range(len(rows)), key=lambda i: -len(rows[i].ids))
+    size = 1 if _by_base_length(model) else batch_size
+    return [by_length[begin : begin + size] for begin in range(0, len(rows), size)]
+
+
+def _by_base_length(model: Any) -> bool:
+    """Whether LongRoPE's factors depend on each row's base length, so that rows cannot share a call."""
+    return is_zip(model) and model.traits.long_context is not None and model.config.position_mode == "base_token_end"
+
+
+def _score_batch(model: Any, rows: Sequence[Compressed], availability: str) -> list[Scored]:
+    lengths = [len(row.ids) for row in rows]
+    pad_id = model.config.pad_id if is_zip(model) else 0
+    ids = np.full((len(rows), max(lengths)), pad_id, np.int32)
+    for row, compressed in zip(ids, rows, strict=True):
+        row[: len(compressed.ids)] = compressed.ids
+    cache = _make_cache(model, rows)
+    options = {"causal": availability == "causal"} if is_zip(model) else {}
+    parts = []
+    for begin, end in _calls(model, rows, ids.shape, availability):
+        logits = model(mx.array(ids[:, begin:end]), cache=cache, **options)
+        parts.append(_read(model, logits, ids[:, begin + 1 : end + 1]))
+    logprobs, greedy, mass = (np.concatenate(part, axis=1) for part in zip(*parts, strict=True))
+    return [Scored(logprobs[b, : n - 1], greedy[b, : n - 1], mass[b, : n - 1]) for b, n in enumerate(lengths)]
+
+
+def _make_cache(model: Any, rows: Sequence[Compressed]) -> list[Any]:
+    if not is_zip(model):
+        return make_prompt_cache(model)
+    return model.make_cache(left_padding=[0] * len(rows), start=[row.start for row in rows])
+
+
+def _calls(model: Any, rows: Sequence[Compressed], shape: tuple[int, ...], availability: str) -> list[tuple[int, int]]:
+    """Columns (begin, end) of each call: few enough for the memory, and none on both sides of LongRoPE's border.
+
+    Step by step the short factors hold up to the border, so they must in a call that ends there.
+    """
+    batch, end = shape[0], shape[1] - 1
+    if availability == "legacy":
+        return [(0, end)]
+    width = model.layout.width if is_zip(model) else base_config(model).get("vocab_size", 1 << 17)
+    step = max(1, LOGITS // (batch * width))
+    border = min(end, _longrope_border(model, rows))
+    starts = [*range(0, border, step), *range(border, end, step)]
+    return list(zip(starts, [*starts[1:], end], strict=True))
+
+
+def _longrope_border(model: Any, rows: Sequence[Compressed]) -> int:
+    """The first column that is read with the long factors; 0 when there is only one set."""
+    context = model.traits.long_context if is_zip(model) else None
+    if context is None:
+        return 0
+    return int(np.searchsorted(rows[0].ends, context + 1)) if _by_base_length(model) else context
+
+
+def _read(model: Any, logits: mx.array, targets: NDArray[np.int32]) -> tuple[Any, Any, Any]:
+    """Logits [B, L, W] and the ids that follow [B, L] -> log-probabilities, greedy, hyper mass, each [B, L]."""
+    logits = logits.astype(mx.float32)
+    wanted = mx.array(targets)
+    total = mx.logsumexp(logits, axis=-1)
+    chosen = mx.take_along_axis(logits, wanted[..., None], axis=-1)[..., 0] - total
+    greedy = mx.argmax(logits, axis=-1) == wanted
+    mass = mx.zeros(total.shape)
+    if is_zip(model) and model.layout.codebook_size:
+        hyper = logits[..., model.layout.vocab_size : model.layout.end]
+        mass = mx.exp(mx.logsumexp(hyper, axis=-1) - total)
+    mx.eval(chosen, greedy, mass)
+    return np.array(chosen, dtype=np.float64), np.array(greedy), np.array(mass, dtype=np.float64)

@@ -1,0 +1,90 @@
+"""Benchmark tasks through lm-evaluation-harness, which is imported only when it is asked for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mlx_zip.errors import DataError, InstallationError
+
+
+def run_tasks(
+    model: Any,
+    tokenizer: Any,
+    tasks: Sequence[str],
+    *,
+    include_path: str | None = None,
+    num_shots: int | None = None,
+    limit: int | None = None,
+    apply_chat_template: bool = False,
+    seed: int = 0,
+    confirm_run_unsafe_code: bool = False,
+    **options: Any,
+) -> dict[str, Any]:
+    """The harness's results by task: {task: {metric: value}}, and its versions and number of shots.
+
+    tasks: its names; include_path: a folder with task files of one's own. num_shots, limit: examples before each
+    question, and questions per task. options: those of `ZipLM`. Raises `InstallationError` without the extra and
+    `DataError` for a task that is not known.
+    """
+    harness = _import()
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_path=include_path)
+    if unknown := [name for name in tasks if not manager.match_tasks([name])]:
+        raise DataError(f"tasks (--tasks): lm-evaluation-harness knows no {', '.join(unknown)}")
+    evaluate: Any = simple_evaluate  # its decorator hides the signature
+    results = evaluate(
+        model=harness.ZipLM(model, tokenizer, seed=seed, **options),
+        tasks=list(tasks),
+        num_fewshot=num_shots,
+        limit=limit,
+        apply_chat_template=apply_chat_template,
+        task_manager=manager,
+        random_seed=seed,
+        numpy_random_seed=seed,
+        torch_random_seed=seed,
+        fewshot_random_seed=seed,
+        confirm_run_unsafe_code=confirm_run_unsafe_code,
+        log_samples=False,
+    )
+    kept = ("results", "n-shot", "versions", "n-samples", "higher_is_better", "lm_eval_version")
+    return _plain({key: results[key] for key in kept if key in results})
+
+
+def _plain(value: Any) -> Any:
+    """numpy's numbers as Python's, NaN as null, so that JSON holds them."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    value = value.item() if hasattr(value, "item") else value
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _import() -> Any:
+    try:
+        from mlx_zip.evaluation import harness
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] != "lm_eval":
+            raise
+        raise InstallationError(
+            "lm-evaluation-harness is not installed here (--tasks): pip install 'mlx_zip[eval]'"
+        ) from error
+    return harness
+
+
+def figures(results: Mapping[str, Any]) -> list[tuple[str, float, float | None]]:
+    """(task metric, value, standard error) of every numeric metric of `run_tasks`."""
+    rows = []
+    for task, metrics in results["results"].items():
+        for name, value in metrics.items():
+            metric, _, kind = name.partition(",")
+            if isinstance(value, bool) or not isinstance(value, int | float) or metric.endswith("_stderr"):
+                continue
+            error = metrics.get(f"{metric}_stderr,{kind}")
+            label = f"{task} {metric}" + (f" ({kind})" if kind not in ("none", "") else "")
+            rows.append((label, float(value), error if isinstance(error, int | float) else None))
+    return rows

@@ -1,0 +1,119 @@
+"""Windows of base ids: what one model call scores, the same for every model of a comparison.
+
+A window is fed behind one id that is not scored, bos, or eos where the tokenizer has no bos, so that every byte of the
+text is predicted. Its codebook starts fresh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mlx_zip.codec.ids import Uint32s
+from mlx_zip.errors import DataError
+from mlx_zip.evaluation.documents import Document
+
+
+@dataclass(frozen=True)
+class Window:
+    """base_ids uint32 [n]; scored bool [n]: False at an eos put between documents; n_bytes: UTF-8 bytes of its text."""
+
+    base_ids: Uint32s
+    scored: NDArray[np.bool_]
+    n_bytes: int
+
+
+@dataclass(frozen=True)
+class Windows:
+    """prefix: the id each window is fed behind. altered: documents that their base ids do not decode back to."""
+
+    windows: tuple[Window, ...]
+    prefix: int
+    altered: int
+
+    def same_as(self, other: Windows) -> bool:
+        """Whether a comparison over both is one over the same text cut in the same places."""
+        return self.prefix == other.prefix and all_equal(self.windows, other.windows)
+
+
+def all_equal(a: Sequence[Window], b: Sequence[Window]) -> bool:
+    """Whether two lists of windows hold the same base ids."""
+    return len(a) == len(b) and all(np.array_equal(x.base_ids, y.base_ids) for x, y in zip(a, b, strict=True))
+
+
+def cut_windows(tokenizer: Any, documents: Sequence[Document], context: int, pack: bool = False) -> Windows:
+    """Encodes documents and cuts them into windows of at most `context` base ids.
+
+    Each document begins a window of its own; with `pack` documents follow one another, an eos between them, and only
+    the last window is shorter. Bytes are counted at the characters where ids begin, so windows add up to the text
+    exactly, also where one ends inside a character. Raises `DataError`.
+    """
+    if context < 1:
+        raise DataError(f"the context (--context) must be at least 1 base id, got {context}")
+    streams = [_encoded(tokenizer, document) for document in documents]
+    pairs = zip(documents, streams, strict=True)
+    altered = sum(_decoded(tokenizer, stream[0]) != document.text for document, stream in pairs)
+    streams = [_packed(tokenizer, streams)] if pack else streams
+    windows = tuple(window for stream in streams for window in _cut(*stream, context))
+    return Windows(windows, prefix_id(tokenizer), altered)
+
+
+def prefix_id(tokenizer: Any) -> int:
+    """What stands before a text: bos, else eos, the model's own when the tokenizer names none. Raises `DataError`."""
+    for token_id in (tokenizer.bos_token_id, tokenizer.eos_token_id, min(tokenizer.eos_token_ids, default=None)):
+        if token_id is not None:
+            return int(token_id)
+    raise DataError("the tokenizer has neither a bos nor an eos token, so the first id of a window has no context")
+
+
+Stream = tuple[Uint32s, NDArray[np.bool_], NDArray[np.int64]]  # ids, scored, bytes per id
+
+
+def _encoded(tokenizer: Any, document: Document) -> Stream:
+    ids, n_bytes = encode_with_bytes(tokenizer, document.text)
+    if not len(ids):
+        raise DataError(f"{document.source}: the tokenizer makes no token of its {document.n_bytes} bytes")
+    return ids, np.ones(len(ids), np.bool_), n_bytes
+
+
+def _packed(tokenizer: Any, streams: Sequence[Stream]) -> Stream:
+    """All documents as one stream, an eos between two."""
+    if tokenizer.eos_token_id is None:
+        raise DataError("the tokenizer has no eos token to stand between packed documents (--pack)")
+    eos = np.array([tokenizer.eos_token_id], np.uint32), np.zeros(1, np.bool_), np.zeros(1, np.int64)
+    ids, scored, n_bytes = zip(*[part for stream in streams for part in (eos, stream)][1:], strict=True)
+    return np.concatenate(ids), np.concatenate(scored), np.concatenate(n_bytes)
+
+
+def _cut(ids: Uint32s, scored: NDArray[np.bool_], n_bytes: NDArray[np.int64], context: int) -> Iterator[Window]:
+    for begin in range(0, len(ids), context):
+        part = slice(begin, begin + context)
+        yield Window(ids[part], scored[part], int(n_bytes[part].sum()))
+
+
+def encode_with_bytes(tokenizer: Any, text: str) -> tuple[Uint32s, NDArray[np.int64]]:
+    """Text -> base ids uint32 [n], no special tokens added, and the UTF-8 bytes from each id's first character on.
+
+    Of ids that begin at one character the last has its bytes. A tokenizer that knows no offsets gets the bytes
+    spread evenly; the sum is the text's in every case.
+    """
+    inner = getattr(tokenizer, "_tokenizer", tokenizer)
+    encoded = inner(text, add_special_tokens=False, return_offsets_mapping=inner.is_fast, verbose=False)
+    ids = np.array(encoded["input_ids"], dtype=np.int64).astype(np.uint32)
+    characters = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+    widths = 1 + (characters >= 0x80).astype(np.int64) + (characters >= 0x800) + (characters >= 0x10000)
+    before = np.concatenate([[0], np.cumsum(widths)])
+    if not inner.is_fast:
+        return ids, np.diff(np.linspace(0, before[-1], len(ids) + 1).round().astype(np.int64))
+    starts = np.maximum.accumulate(np.array([start for start, _ in encoded["offset_mapping"]], np.int64))
+    if len(starts):
+        starts[0] = 0
+    return ids, np.diff(before[starts], append=before[-1])
+
+
+def _decoded(tokenizer: Any, ids: Uint32s) -> str:
+    return tokenizer.decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
