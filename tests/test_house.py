@@ -14,7 +14,7 @@ import mlx_zip
 
 REPO = Path(__file__).resolve().parents[1]
 FLOORS = [  # from the ground up; a room is the first name below `mlx_zip`
-    {"errors", "register"},
+    {"errors", "files", "register", "bundled"},
     {"layout", "config", "codec"},
     {"vocab"},
     {"hyper", "state", "tokenizer"},
@@ -29,14 +29,15 @@ HEAVY = {  # where a library that is large or optional may be imported; the decl
     "torch": {"cuda", "bench"},
     "triton": {"cuda"},
     "starlette": {"server", "apps"},
-    "matplotlib": {"bench"},
+    "matplotlib": {"bench", "training"},
+    "lm_eval": {"evaluation"},
     "zip2zip_compression": {"bench"},
-    "transformers": {"tokenizer", "converters", "bench", *DOORS},
+    "transformers": {"tokenizer", "converters", "bench", "apps", *DOORS},
     "mlx": {"hyper", "state", "models", *LOOPS, "converters", "bench", *DOORS},
     "mlx_lm": {"tokenizer", "models", *LOOPS, "converters", "bench", *DOORS},
 }
 DISTRIBUTIONS = {"mlx_lm": "mlx-lm", "zip2zip_compression": None, "tokenizers": "mlx-lm", "transformers": "mlx-lm",
-                 "jinja2": "mlx-lm"}  # fmt: skip
+                 "jinja2": "mlx-lm", "yaml": "mlx-lm"}  # fmt: skip
 
 
 @cache

@@ -18,7 +18,11 @@ from mlx_zip.errors import MlxZipError, explained_imports
 COMMANDS = {
     "generate": ("mlx_zip.cli.generation", "generate text with a zip2zip or a plain mlx-lm model"),
     "convert": ("mlx_zip.converters.cli", "make an mlx-lm model folder from a zip2zip checkpoint"),
+    "export": ("mlx_zip.converters.export_cli", "write an mlx_zip model as a zip2zip checkpoint for PyTorch"),
+    "evaluate": ("mlx_zip.cli.evaluation", "measure models side by side: bits per byte, generation, benchmark tasks"),
+    "prepare": ("mlx_zip.cli.preparation", "turn text, conversations and data sets into shards to train on"),
     "compress": ("mlx_zip.cli.compression", "show the hypertokens of a text, without a model"),
+    "train": ("mlx_zip.cli.training", "train a model on prepared data, to use hypertokens or not"),
     "selftest": ("mlx_zip.selftest", "check this installation and measure its speed; writes a one-page report"),
     "bench": ("mlx_zip.bench.__main__", "measure, one JSON line per result"),
 }
