@@ -9,7 +9,7 @@ import pytest
 from mlx_zip import cli
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "cli.md"
-LISTED = ["generate", "convert", "export", "compress", "selftest"]
+LISTED = ["generate", "convert", "export", "prepare", "train", "evaluate", "compress", "selftest"]
 SECTION = re.compile(r"(<!-- flags: (\w+) -->\n).*?(<!-- end -->)", re.S)
 
 
