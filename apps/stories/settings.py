@@ -81,16 +81,16 @@ FULL = Settings(
         "warmup": 50, "steps_per_eval": 100, "val_batches": 4, "save_every": 50,
     },
     chat={
-        "iters": 400, "batch_size": 8, "fine_tune_type": "full",
-        "optimizer": "muon", "muon_learning_rate": 0.005, "learning_rate": 1e-3, "min_learning_rate": 5e-5,
-        "warmup": 20, "steps_per_eval": 100, "val_batches": 8, "save_every": 50,
+        "iters": 500, "batch_size": 8, "fine_tune_type": "full",
+        "optimizer": "muon", "muon_learning_rate": 0.014, "learning_rate": 2e-3, "min_learning_rate": 4e-5,
+        "warmup": 10, "steps_per_eval": 100, "val_batches": 8, "save_every": 50,
     },
     extra={
         "iters": 400, "batch_size": 8, "fine_tune_type": "full",
-        "optimizer": "muon", "muon_learning_rate": 0.005, "learning_rate": 1e-3, "min_learning_rate": 5e-5,
-        "warmup": 20, "steps_per_eval": 100, "val_batches": 8, "save_every": 50,
+        "optimizer": "muon", "muon_learning_rate": 0.01, "learning_rate": 1.8e-3, "min_learning_rate": 3.6e-5,
+        "warmup": 10, "steps_per_eval": 100, "val_batches": 8, "save_every": 50,
     },
-    encoder={"encoder": "res_latent_attn", "encoder_layers": 1, "encoder_heads": 4},
+    encoder={"encoder": "res_latent_attn", "encoder_size": 128, "encoder_layers": 2, "encoder_heads": 4},
     bits=8,
     validation=200,
     measure={"batch_size": 16, "max_tokens": 320},
@@ -107,7 +107,7 @@ TINY = replace(
     base={**FULL.base, **_FEW},
     chat={**FULL.chat, **_FEW},
     extra={**FULL.extra, **_FEW},
-    encoder={**FULL.encoder, "encoder_layers": 1},
+    encoder={**FULL.encoder, "encoder_size": 32, "encoder_layers": 1},
     measure={"batch_size": 4, "max_tokens": 12},
 )  # fmt: skip
 
