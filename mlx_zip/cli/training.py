@@ -57,6 +57,7 @@ _ENCODER = {
     "tie_encoders": ("bool", False, "one encoder for input and output rows"),
     "position_mode": ("str", "compressed", "compressed or base_token_end"),
 }
+_PLACES = ("model", "from_scratch", "tokenizer", "data", "valid", "out", "save", "save_dtype", "plot")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,8 +70,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--valid", nargs="+", default=None, help="prepared folders to validate on")
     add("--out", help="folder of the run: checkpoints, metrics.jsonl, and in the end model/; continues what is there")
     add("-c", "--config", help="YAML file of flags (with underscores); flags given here go before it")
-    add("--save-dtype", choices=("float32", "float16", "bfloat16"), help="of the saved model (default: float32)")
-    add("--plot", action="store_true", help="draw curves.png when the run ends (needs matplotlib)")
+    add("--save", choices=("model", "adapter"), help="model: a whole folder, out/model (default); adapter: LoRA and "
+        "encoders alone, out/adapter")  # fmt: skip
+    add("--save-dtype", choices=("float32", "float16", "bfloat16"), help="of what is saved (default: float32)")
+    add("--plot", action="store_true", default=None, help="draw curves.png when the run ends (needs matplotlib)")
     for name, (kind, default, text) in {**_SETTINGS, **_ENCODER}.items():
         flag = f"--{name.replace('_', '-')}"
         shown = "" if default is None or "default" in text else f" (default: {default})"
@@ -83,6 +86,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Trains; 0, or 130/143 when a signal ended the run early, its last step saved."""
     values = {**_read_yaml(args.config), **{k: v for k, v in vars(args).items() if v is not None}}
+    import mlx.core as mx
+
     from mlx_zip.training.adapt import EncoderOptions
     from mlx_zip.training.run import RunOptions, train
     from mlx_zip.training.settings import TrainSettings
@@ -108,17 +113,20 @@ def run(args: argparse.Namespace) -> int:
         scratch=_path(values.get("from_scratch")),
         tokenizer=_path(values.get("tokenizer")),
         encoder=encoder,
+        save=values.get("save", "model"),
         save_dtype=values.get("save_dtype", "float32"),
     )
     outcome = train(options, settings)
-    if values.get("plot"):
+    first = mx.distributed.init().rank() == 0  # of several machines: the one that writes
+    if values.get("plot") and first:
         from mlx_zip.training.metrics import plot
 
         plot(options.out)
     if outcome.stopped_by is not None:
         print(f"stopped after step {outcome.progress.step}; the same command goes on from there", file=sys.stderr)
         return STOPPED[signal.Signals(outcome.stopped_by)]
-    print(options.out / "model")
+    if first:
+        print(options.out / options.save)
     return 0
 
 
@@ -133,10 +141,20 @@ def _read_yaml(path: str | None) -> dict[str, Any]:
         raise TrainingError(f"--config {path} cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
         raise TrainingError(f"--config {path} holds no settings")
-    known = {*_SETTINGS, *_ENCODER, "model", "from_scratch", "tokenizer", "data", "valid", "out", "save_dtype", "plot"}
+    known = {*_SETTINGS, *_ENCODER, *_PLACES}
     if unknown := sorted(map(str, values.keys() - known)):
         raise TrainingError(f"--config {path}: unknown {', '.join(unknown)}")
-    return values
+    return {name: _number(path, name, value) for name, value in values.items()}
+
+
+def _number(path: str, name: str, value: Any) -> Any:
+    """YAML reads 3e-4, without a point, as text."""
+    if not isinstance(value, str) or _SETTINGS.get(name, ("str",))[0] != "float":
+        return value
+    try:
+        return float(value)
+    except ValueError as error:
+        raise TrainingError(f"--config {path}: {name} must be a number, got {value!r}") from error
 
 
 def _several(value: Any) -> list[str]:
@@ -150,5 +168,3 @@ def _path(value: Any) -> Path | None:
 def defaults() -> dict[str, Any]:
     """The settings' defaults as this command states them."""
     return {name: default for name, (_, default, _) in _SETTINGS.items()}
-
-

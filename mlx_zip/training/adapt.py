@@ -22,8 +22,8 @@ from mlx_zip.hyper import matrix_rows
 from mlx_zip.loading import first_line, load_failures, read_config, rope_settings
 from mlx_zip.models import Model
 from mlx_zip.register import MODEL_TYPE
-from mlx_zip.training.batches import grows
 from mlx_zip.training.settings import TrainSettings
+from mlx_zip.training.shards import grows
 
 SAMPLED_ROWS = 1024  # rows of a matrix that its scale is estimated from
 
@@ -70,7 +70,9 @@ def start_model(
     model becomes a zip2zip one with new encoders when the codec has a codebook. Raises `TrainingError` when a zip2zip
     model has another codec than the data, `ConfigError` for a model type that is not supported.
     """
-    config = dict(scratch) if folder is None else {**read_config(folder), **rope_settings(read_config(folder))}
+    config: dict[str, Any] = (
+        dict(scratch or {}) if folder is None else {**read_config(folder), **rope_settings(read_config(folder))}
+    )
     if config.get("model_type") == MODEL_TYPE:
         _check_codec(config, params)
         return (_build(config) if folder is None else _load(folder, config)), config
@@ -123,13 +125,16 @@ def _load(folder: Path, config: dict[str, Any], strict: bool = True) -> nn.Modul
 
 
 def _check_decoder(folder: Path, model: Model) -> None:
-    """Every decoder tensor must have come from the file: loading was lenient for the encoders' sake."""
+    """Every decoder tensor must have come from the file, and no other: loading was lenient for the encoders' sake."""
     found: dict[str, mx.array] = {}
     for file in sorted(folder.glob("model*.safetensors")):
-        found |= mx.load(str(file))  # type: ignore[arg-type]  # lazy: only names are looked at
+        found |= mx.load(str(file))  # type: ignore[arg-type]  # lazy: only names and shapes are looked at
     wanted = {name for name, _ in tree_flatten(model.parameters()) if not name.startswith(SIDES)}
-    if missing := wanted - model.sanitize(found).keys():
+    there = model.sanitize(found).keys()
+    if missing := wanted - there:
         raise TrainingError(f"{folder} lacks tensors of the decoder: {', '.join(sorted(missing)[:8])}")
+    if unknown := there - wanted:
+        raise TrainingError(f"{folder} has tensors the decoder has no place for: {', '.join(sorted(unknown)[:8])}")
 
 
 def init_encoders(model: Model) -> None:
@@ -138,7 +143,7 @@ def init_encoders(model: Model) -> None:
     `res_latent_attn` begins as its residual, the first base row (zip2zip++'s zero-initialised output); a post-norm
     transformer ends in a norm, whose gain becomes the matrix's own scale. The others are left as drawn.
     """
-    sides = [(model.input_encoder, model.model.embed_tokens)]
+    sides: list[tuple[Any, Any]] = [(model.input_encoder, model.model.embed_tokens)]
     if not model.config.encoder.tie_encoders:
         sides.append((model.output_encoder, model.head_matrix))
     for encoder, matrix in sides:
@@ -161,7 +166,8 @@ def freeze(model: nn.Module, settings: TrainSettings) -> None:
         return
     model.freeze()
     if settings.fine_tune_type == "lora":
-        layers = len(model.layers) if settings.lora_layers < 0 else settings.lora_layers
+        blocks: Any = model.layers
+        layers = len(blocks) if settings.lora_layers < 0 else settings.lora_layers
         lora = {"rank": settings.lora_rank, "scale": settings.lora_scale, "dropout": settings.lora_dropout}
         linear_to_lora_layers(model, layers, lora)
     if isinstance(model, Model):
@@ -173,10 +179,17 @@ def freeze(model: nn.Module, settings: TrainSettings) -> None:
 
 
 def fingerprint(model: nn.Module, config: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
-    """What must be equal for a checkpoint to be resumed: config, the vectors of the weights, and `facts`."""
+    """What must be equal for a checkpoint to be resumed: config, the vectors of the weights, and `facts`.
+
+    What is frozen is not in a checkpoint, so a row of each frozen matrix counts too.
+    """
     digest = hashlib.sha256(json.dumps([config, facts], sort_keys=True, default=str).encode())
-    for name, value in sorted(tree_flatten(model.parameters())):
+    trained = {name for name, _ in tree_flatten(model.trainable_parameters())}
+    named: Any = tree_flatten(model.parameters())
+    for name, value in sorted(named):
         digest.update(f"{name} {value.shape} {value.dtype}".encode())
+        if name not in trained and value.ndim > 1:
+            value = value[0]
         if value.ndim == 1 and mx.issubdtype(value.dtype, mx.floating):
             digest.update(memoryview(value.astype(mx.float32)))
     return digest.hexdigest()

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from mlx_zip.codec import Codebook, CodecParams
 from mlx_zip.errors import DataError
-from mlx_zip.training.shards import Sample
+from mlx_zip.training.shards import Sample, grows
 
 BUCKETS_PER_OCTAVE = 8  # padded sizes: at most 12.5 % too long, and few enough for compiled steps to recur
 AVAILABILITY = ("causal", "legacy")
@@ -71,11 +71,6 @@ def make_batch(
     if base_positions:
         arrays["index"] = _pad([book.index for book in books], length)
     return batch
-
-
-def grows(params: CodecParams) -> bool:
-    """Whether a codec can ever have an entry."""
-    return params.codebook_size > 0 and params.merge_size > 1
 
 
 def _with_entries(batch: Batch, books: list[_Followed], params: CodecParams, length: int) -> Batch:

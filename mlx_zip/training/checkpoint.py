@@ -4,7 +4,8 @@
                   optimizer.safetensors  the optimizer's state and the random state
                   state.json             step, epoch position, fingerprint of the run
 
-A run killed at any moment finds its last whole checkpoint again; a half-written one has another name.
+A run killed at any moment finds its last whole checkpoint again; a half-written one has another name, and is removed
+by the next one.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,7 +53,9 @@ def save_checkpoint(
     path = run / FOLDER / f"step-{progress.step:06d}"
     trained = dict(tree_flatten(trainee.trainable_parameters()))
     state = {name: value for name, value in tree_flatten(optimizer.state) if isinstance(value, mx.array)}
-    state |= {f"{_RANDOM}{i}": value for i, value in enumerate(mx.random.state)}
+    state[f"{_RANDOM}0"] = random_key()
+    for left in run.glob(f"{FOLDER}/.step-*"):  # by processes that were killed: one run writes here at a time
+        shutil.rmtree(left, ignore_errors=True)
     try:
         with whole_folder(path) as folder:
             mx.save_safetensors(str(folder / "trained.safetensors"), trained)
@@ -75,19 +79,46 @@ def load_checkpoint(path: Path, trainee: nn.Module, optimizer: optim.Optimizer, 
     """Puts a checkpoint's weights, optimizer and random state back. Raises `TrainingError` naming what does not fit."""
     try:
         state = json.loads((path / "state.json").read_text(encoding="utf-8"))
-        trained = mx.load(str(path / "trained.safetensors"))
+        mark = state.pop("fingerprint")
+        progress = Progress(**state)
+        trained: Any = mx.load(str(path / "trained.safetensors"))
         saved: Any = mx.load(str(path / "optimizer.safetensors"))
-    except (OSError, ValueError, RuntimeError) as error:
+        mx.eval(trained, saved)  # until then nothing has been read
+    except (OSError, ValueError, RuntimeError, TypeError, AttributeError, KeyError) as error:
         raise TrainingError(f"{path} cannot be read: {error}; delete it to go on from the one before") from error
-    if state.pop("fingerprint", None) != fingerprint:
+    if mark != fingerprint:
         raise TrainingError(f"{path} belongs to another model, codec, data or settings; choose another --out")
-    wanted = {name: value.shape for name, value in tree_flatten(trainee.trainable_parameters())}
-    if {name: value.shape for name, value in trained.items()} != wanted:
-        raise TrainingError(f"{path / 'trained.safetensors'} does not hold the weights this run trains")
-    trainee.update(tree_unflatten(list(trained.items())))
-    for name in [name for name in saved if name.startswith(_RANDOM)]:
-        mx.random.state[int(name.removeprefix(_RANDOM))] = saved.pop(name)
     optimizer.init(trainee.trainable_parameters())
+    key = saved.pop(f"{_RANDOM}0", mx.array([]))
+    _check(path / "trained.safetensors", trained, trainee.trainable_parameters())
+    _check(path / "optimizer.safetensors", {**saved, "key": key}, {**optimizer.state, "key": random_key()})
+    trainee.update(tree_unflatten(list(trained.items())))
     optimizer.state = tree_unflatten(list(saved.items()))
+    set_random_key(key)
     mx.eval(trainee.parameters(), optimizer.state, mx.random.state)
-    return Progress(**state)
+    return progress
+
+
+def _check(path: Path, found: Mapping[str, mx.array], tree: Any) -> None:
+    """Raises `TrainingError` unless a file's arrays are those of a tree, by name and shape."""
+    wanted = {name: value.shape for name, value in tree_flatten(tree) if isinstance(value, mx.array)}
+    if {name: value.shape for name, value in found.items()} != wanted:
+        raise TrainingError(f"{path} does not hold what this run trains; delete {path.parent.name} to go on without it")
+
+
+def random_key() -> mx.array:
+    """MLX's random state: one key, uint32 [2]."""
+    state: Any = mx.random.state
+    return state[0]
+
+
+def set_random_key(key: mx.array) -> None:
+    """Puts a random state back; MLX takes it as a seed whose halves are the key."""
+    halves: Any = key.tolist()
+    high, low = halves
+    mx.random.seed(high << 32 | low)
+
+
+def steps_of(progress: Progress) -> mx.array:
+    """Its counts but the time, int64 [5]."""
+    return mx.array(list(vars(progress).values())[:-1], mx.int64)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.errors import TrainingError
+from mlx_zip.files import whole_file
 
 FILE = "metrics.jsonl"
 
@@ -19,7 +20,11 @@ class Metrics:
         self.path = run / FILE
         kept = [line for line in read_metrics(run) if line["step"] <= step]
         text = "".join(json.dumps(line) + "\n" for line in kept)
-        self.path.write_text(text, encoding="utf-8")
+        try:
+            with whole_file(self.path) as partial:
+                partial.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise TrainingError(f"cannot write {self.path}: {error}") from error
 
     def add(self, **values: Any) -> None:
         """Appends one line and hands it to the system at once."""
@@ -31,16 +36,19 @@ class Metrics:
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """The lines of a run's log; a last line cut short by a crash is left out."""
+    """The lines of a run's log; a last line cut short by a crash is left out, as is all behind what is no line."""
     path = run / FILE
     if not path.exists():
         return []
     lines = []
     for text in path.read_text(encoding="utf-8").splitlines():
         try:
-            lines.append(json.loads(text))
+            line = json.loads(text)
         except ValueError:
             break
+        if not isinstance(line, dict) or not isinstance(line.get("step"), int):
+            break
+        lines.append(line)
     return lines
 
 

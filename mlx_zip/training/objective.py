@@ -7,6 +7,7 @@ and one division by the number of positions makes them those of one large batch.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -40,7 +41,7 @@ class Trainee(nn.Module):
 
     def __init__(self, model: nn.Module, weights: LossWeights) -> None:
         super().__init__()
-        self.model = model
+        self.model: Any = model
         self._weights = weights
         if isinstance(model, Model):
             width = model.config.encoder.model_size

@@ -22,8 +22,11 @@ def make_optimizer(settings: TrainSettings) -> optim.Optimizer:
         return optim.MultiOptimizer([muon, adamw], [_is_hidden_matrix])
     if settings.optimizer == "adamw":
         return optim.AdamW(rate, betas=[0.9, 0.95], weight_decay=decay, bias_correction=True)
-    kinds: dict[str, Any] = {"adam": optim.Adam, "sgd": optim.SGD, "adafactor": optim.Adafactor}
-    return kinds[settings.optimizer](learning_rate=rate)
+    if settings.optimizer == "adafactor":  # by default it takes a rate of its own making
+        return optim.Adafactor(rate, relative_step=False, scale_parameter=False)
+    if settings.optimizer == "adam":
+        return optim.Adam(rate, bias_correction=True)
+    return optim.SGD(rate)
 
 
 def _schedule(settings: TrainSettings, peak: float) -> Any:
@@ -42,12 +45,14 @@ def learning_rate(optimizer: optim.Optimizer) -> float:
     """The rate of the last step (of AdamW's part, when there are two)."""
     if isinstance(optimizer, optim.MultiOptimizer):
         optimizer = optimizer.optimizers[-1]
-    return float(optimizer.learning_rate.item())
+    rate: Any = optimizer.learning_rate.item()
+    return float(rate)
 
 
 def clip(gradients: Any, limit: float) -> tuple[Any, mx.array]:
     """Gradients scaled to a norm of at most `limit` (0: as they are), and their norm before."""
-    norm = mx.sqrt(sum((g.astype(mx.float32).square().sum() for _, g in tree_flatten(gradients)), mx.array(0.0)))
+    leaves: Any = tree_flatten(gradients)
+    norm = mx.sqrt(sum((g.astype(mx.float32).square().sum() for _, g in leaves), mx.array(0.0)))
     if not limit:
         return gradients, norm
     factor = mx.minimum(limit / (norm + 1e-6), 1.0)

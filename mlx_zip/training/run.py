@@ -5,26 +5,30 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.tuner.trainer import grad_checkpoint
-from mlx_lm.utils import load_tokenizer
 
 import mlx_zip
 from mlx_zip.errors import DataError, TrainingError
 from mlx_zip.files import write_json
 from mlx_zip.loading import model_folder
 from mlx_zip.training.adapt import EncoderOptions, fingerprint, freeze, start_model
-from mlx_zip.training.checkpoint import checkpoints
+from mlx_zip.training.adapter import check_savable, save_adapter
+from mlx_zip.training.encoding import fingerprint as tokenizer_fingerprint
+from mlx_zip.training.encoding import load_tokenizer
+from mlx_zip.training.machines import check_equal, together
 from mlx_zip.training.objective import LossWeights, Trainee
+from mlx_zip.training.recompute import recompute_activations
 from mlx_zip.training.saving import save_trained
 from mlx_zip.training.settings import TrainSettings
-from mlx_zip.training.shards import Joined
+from mlx_zip.training.shards import Joined, Shards
 from mlx_zip.training.trainer import Outcome, Trainer
 
-RECORD, MODEL = "train.json", "model"
+RECORD, MODEL, ADAPTER = "train.json", "model", "adapter"
+SAVES = (MODEL, ADAPTER)
 TELLING = ("steps_per_report", "steps_per_eval", "val_batches", "save_every", "keep", "compile")  # change no number
 
 
@@ -34,7 +38,7 @@ class RunOptions:
 
     data, valid: prepared folders. out: the run's folder. model: folder or hub id to start from, or None with
     `scratch`, the path of a config.json, and `tokenizer`, a folder. encoder: for a plain model on compressed data.
-    save_dtype: of the saved model.
+    save: what a finished run leaves, one of `SAVES`. save_dtype: of what is saved.
     """
 
     data: Sequence[Path]
@@ -44,16 +48,49 @@ class RunOptions:
     tokenizer: Path | None = None
     valid: Sequence[Path] = ()
     encoder: EncoderOptions = field(default_factory=EncoderOptions)
+    save: str = MODEL
     save_dtype: str = "float32"
 
 
 def train(options: RunOptions, settings: TrainSettings, quiet: bool = False) -> Outcome:
-    """Runs, or goes on with, the training run in `options.out`; a finished one leaves `out/model`.
+    """Runs, or goes on with, the training run in `options.out`; a finished one leaves `out/model` or `out/adapter`.
 
     Raises `TrainingError`, `DataError`, `ConfigError`, `ModelError`.
     """
+    group = mx.distributed.init()
+    start = together(group, lambda: _start(options, settings, first=group.rank() == 0))
+    facts = json.dumps([start.fingerprint, start.record["data"]])
+    check_equal(group, sha256(facts.encode()).hexdigest(), "model, data or settings")
+    trainee = Trainee(start.model, LossWeights(settings.reconstruction, settings.token_type))
+    if settings.grad_checkpoint:
+        recompute_activations(start.model.layers)
+    trainer = Trainer(trainee, start.data, settings, options.out, start.fingerprint, start.valid, quiet)
+    outcome = trainer.train()
+    if outcome.progress.step >= settings.iters and group.rank() == 0:
+        _save(options, settings, start, outcome)
+    return outcome
+
+
+@dataclass(frozen=True)
+class _Start:
+    """All that a run begins with, read and checked. folder: of the model or, from scratch, of the tokenizer."""
+
+    model: Any
+    config: dict[str, Any]
+    tokenizer: Any
+    folder: Path
+    data: Joined
+    valid: Joined | None
+    record: dict[str, Any]
+    fingerprint: str
+
+
+def _start(options: RunOptions, settings: TrainSettings, first: bool) -> _Start:
+    """first: this is the machine that writes."""
     if (options.model is None) == (options.scratch is None):
         raise TrainingError("give --model, or --from-scratch with a config.json")
+    if options.save not in SAVES:
+        raise TrainingError(f"save {options.save!r} is not one of {', '.join(SAVES)}")
     data = Joined(options.data)
     valid = Joined(options.valid) if options.valid else None
     if valid is not None and valid.params != data.params:
@@ -63,22 +100,37 @@ def train(options: RunOptions, settings: TrainSettings, quiet: bool = False) -> 
     if tokenizer_folder is None:
         raise TrainingError("--from-scratch needs --tokenizer")
     tokenizer = load_tokenizer(Path(tokenizer_folder))
+    for part in (*data.parts, *(valid.parts if valid else ())):
+        _check_tokenizer(part, tokenizer, tokenizer_folder)
     mx.random.seed(settings.seed)
     model, config = start_model(folder, _read_config(options.scratch), data.params, options.encoder)
     _check_sizes(config, data, len(tokenizer))
+    if options.save == ADAPTER:
+        check_savable(model, config, settings, from_scratch=folder is None)
     freeze(model, settings)
     record = _record(options, settings, data)
     mark = fingerprint(model, config, record["fixed"])
-    _open_run(options.out, record, mark)
-    weights = LossWeights(settings.reconstruction, settings.token_type)
-    trainee = Trainee(model, weights)
-    if settings.grad_checkpoint:
-        grad_checkpoint(model.layers[0])
-    outcome = Trainer(trainee, data, settings, options.out, mark, valid, quiet).train()
-    if outcome.progress.step >= settings.iters and mx.distributed.init().rank() == 0:
-        source = {**record["fixed"], **vars(outcome.progress)}
-        save_trained(options.out / MODEL, model, config, tokenizer, source, options.save_dtype)
-    return outcome
+    if first:
+        _open_run(options.out, record, mark)
+    return _Start(model, config, tokenizer, folder or Path(tokenizer_folder), data, valid, record, mark)
+
+
+def _check_tokenizer(part: Shards, tokenizer: Any, folder: str | Path) -> None:
+    """The data must have been prepared with this tokenizer, if they say with which."""
+    made_with = (part.index.get("tokenizer") or {}).get("fingerprint")
+    if made_with is not None and made_with != tokenizer_fingerprint(tokenizer):
+        raise DataError(f"{part.folder} was prepared with another tokenizer than the one in {folder}; prepare it again")
+
+
+def _save(options: RunOptions, settings: TrainSettings, start: _Start, outcome: Outcome) -> None:
+    if options.save == ADAPTER:
+        place = Path(str(options.model)).expanduser()
+        base = str(place.resolve()) if place.is_dir() else str(options.model)
+        save_adapter(options.out / ADAPTER, start.model, base, settings, options.save_dtype)
+        return
+    source = {**start.record["fixed"], **vars(outcome.progress)}
+    folder = options.out / MODEL
+    save_trained(folder, start.model, start.config, start.tokenizer, source, options.save_dtype, start.folder)
 
 
 def _read_config(path: Path | None) -> dict[str, Any] | None:
@@ -123,12 +175,15 @@ def _open_run(out: Path, record: dict[str, Any], mark: str) -> None:
     if path.exists():
         try:
             before = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             raise TrainingError(f"{path} cannot be read: {error}; choose another --out") from error
-        if before.get("fingerprint") != mark:
+        if not isinstance(before, dict):
+            raise TrainingError(f"{path} holds no JSON object; choose another --out")
+        same_data = before.get("data") == json.loads(json.dumps(record["data"]))
+        if before.get("fingerprint") != mark or not same_data:
             raise TrainingError(f"{out} holds another run ({_difference(before, record)}); choose another --out")
         return
-    if checkpoints(out) or (out.exists() and any(out.iterdir())):
+    if out.is_dir() and any(not path.name.startswith(".") for path in out.iterdir()):
         raise TrainingError(f"{out} is not empty and holds no run; choose another --out")
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -150,5 +205,3 @@ def trained_model(out: Path) -> Path:
     if not (out / MODEL / "config.json").exists():
         raise TrainingError(f"{out} has no finished model yet")
     return out / MODEL
-
-

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,29 +19,38 @@ from mlx_zip.hyper import Fingerprints, host_bytes
 from mlx_zip.models import Model
 from mlx_zip.register import MODEL_TYPE
 
+GENERATION = "generation_config.json"
+STALE = ("dtype", "auto_map")  # of the base's config.json: another name of torch_dtype; code that is not copied
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
 
 def fuse(model: nn.Module) -> None:
-    """Folds LoRA layers into the layers below them, in place."""
-    fused = [(name, module.fuse()) for name, module in model.named_modules() if hasattr(module, "fuse")]
+    """Folds LoRA layers into the layers below them, in place and in float32.
+
+    A quantized layer becomes a float one: rounding it again would lose much of what was learnt.
+    """
+    layers = [(name, module) for name, module in model.named_modules() if hasattr(module, "fuse")]
+    for _, module in layers:
+        module.set_dtype(mx.float32)
+    fused = [(name, module.fuse(dequantize=True)) for name, module in layers]
     if fused:
         model.update_modules(tree_unflatten(fused))
 
 
 def save_trained(
     folder: Path, model: nn.Module, config: Mapping[str, Any], tokenizer: Any, record: Mapping[str, Any],
-    dtype: str = "float32",
+    dtype: str = "float32", origin: Path | None = None,
 ) -> None:  # fmt: skip
     """Writes the model folder, whole or not at all; LoRA layers are folded in first, and the model is cast.
 
     record: what it was trained from, kept in config.json's zip2zip section, or under `mlx_zip` for a plain model.
+    origin: the model's or tokenizer's folder; its generation_config.json names further ids that end a text.
     Raises `TrainingError` when it cannot be written.
     """
     fuse(model)
     model.set_dtype(DTYPES[dtype])
     record = {**record, "dtype": dtype, "mlx_zip": mlx_zip.__version__}
-    saved = {**config, "torch_dtype": dtype}
+    saved = {**{key: value for key, value in config.items() if key not in STALE}, "torch_dtype": dtype}
     if config.get("model_type") == MODEL_TYPE:
         section = {key: value for key, value in config["zip2zip"].items() if key != "fingerprint"}
         saved["zip2zip"] = {**section, "source": record}
@@ -53,13 +63,16 @@ def save_trained(
                 saved["zip2zip"]["fingerprint"] = _fingerprint(model, saved)
             save_config(dict(saved), config_path=partial / "config.json")
             tokenizer.save_pretrained(partial)
-    except OSError as error:
+            if origin is not None and (origin / GENERATION).is_file():
+                shutil.copyfile(origin / GENERATION, partial / GENERATION)
+    except (OSError, RuntimeError) as error:
         raise TrainingError(f"cannot write {folder}: {error}; the last checkpoint stays good") from error
 
 
 def _fingerprint(model: Model, config: Mapping[str, Any]) -> dict[str, str]:
     """The names of the model's hyper-row sets, as the converter writes them."""
     prints = Fingerprints()
-    for name, array in tree_flatten(model.parameters()):
+    named: Any = tree_flatten(model.parameters())
+    for name, array in named:
         prints.add(name, array, host_bytes(array))
     return prints.sides(model.config, config.get("quantization", {}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -13,7 +14,10 @@ OPTIMIZERS = ("adamw", "adam", "muon", "sgd", "adafactor")
 FINE_TUNE_TYPES = ("lora", "full", "encoders")
 DTYPES = ("float32", "bfloat16")
 COMPILE = ("auto", "on", "off")
-POSITIVE = ("iters", "batch_size", "grad_accumulation_steps", "steps_per_report", "save_every", "keep", "lora_rank")
+POSITIVE = ("iters", "batch_size", "grad_accumulation_steps", "steps_per_report", "steps_per_eval", "save_every",
+            "keep", "lora_rank")  # fmt: skip
+NOT_NEGATIVE = ("seed", "warmup", "val_batches")  # beside all floats
+KINDS = {"int": int, "float": (int, float), "str": str, "bool": bool}
 
 
 @dataclass(frozen=True)
@@ -25,10 +29,11 @@ class TrainSettings:
     `warmup` steps, to `min_learning_rate`; muon_learning_rate is the peak for the matrices that Muon trains.
     max_grad_norm: gradients are scaled down to this norm; 0 leaves them. fine_tune_type: "lora" trains adapters on
     the decoder and the encoders, "full" everything, "encoders" nothing but the encoders. lora_layers: how many of
-    the last blocks get adapters, -1 for all. availability: see `make_batch`. reconstruction, token_type: weights of
-    the losses beside the cross entropy. dtype: what the forward pass computes in; trained weights stay float32.
-    compile: "auto" compiles the step except on the CPU backend, where the compiler costs more than it gains.
-    save_every, keep: steps between checkpoints, and how many are kept. val_batches: 0 for all.
+    the last blocks get adapters, -1 for all. lora_dropout and grad_checkpoint exclude each other. availability: see
+    `make_batch`. reconstruction, token_type: weights of the losses beside the cross entropy. dtype: what the forward
+    pass computes in; trained weights stay float32. compile: "auto" compiles the step except on the CPU backend, where
+    the compiler costs more than it gains. save_every, keep: steps between checkpoints, and how many are kept.
+    val_batches: 0 for all.
     """
 
     iters: int = 1000
@@ -60,6 +65,8 @@ class TrainSettings:
     keep: int = 2
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            self._check_type(field.name, field.type)
         for name, allowed in (
             ("optimizer", OPTIMIZERS), ("fine_tune_type", FINE_TUNE_TYPES),
             ("availability", AVAILABILITY), ("dtype", DTYPES), ("compile", COMPILE),
@@ -69,12 +76,27 @@ class TrainSettings:
         for name in POSITIVE:
             if getattr(self, name) < 1:
                 raise TrainingError(f"{name} must be 1 or more, got {getattr(self, name)}")
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.type == "float" and not 0 <= value < float("inf"):
-                raise TrainingError(f"{field.name} must be a number of 0 or more, got {value}")
+        for name in (*(field.name for field in fields(self) if field.type == "float"), *NOT_NEGATIVE):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise TrainingError(f"{name} must be a number of 0 or more, got {getattr(self, name)}")
+        self._check_lora()
         if self.warmup >= self.iters and self.warmup:
             raise TrainingError(f"warmup {self.warmup} must be shorter than the run's {self.iters} iters")
+
+    def _check_type(self, name: str, kind: Any) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, KINDS[kind]) or (isinstance(value, bool) and kind != "bool"):
+            raise TrainingError(f"{name} must be of type {kind}, got {value!r}")
+        if kind == "float":
+            object.__setattr__(self, name, float(value))
+
+    def _check_lora(self) -> None:
+        if self.lora_layers != -1 and self.lora_layers < 1:
+            raise TrainingError(f"lora_layers must be 1 or more, or -1 for all, got {self.lora_layers}")
+        if self.lora_dropout >= 1:
+            raise TrainingError(f"lora_dropout must be below 1, got {self.lora_dropout}")
+        if self.lora_dropout and self.grad_checkpoint and self.fine_tune_type == "lora":
+            raise TrainingError("grad_checkpoint would drop other values in its second pass: leave out lora_dropout")
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TrainSettings:

@@ -59,6 +59,11 @@ def replace_start(params: CodecParams, start: Start | None) -> CodecParams:
     return replace(params, start=start)
 
 
+def grows(params: CodecParams) -> bool:
+    """Whether a codec can ever have an entry."""
+    return params.codebook_size > 0 and params.merge_size > 1
+
+
 class ShardWriter:
     """Collects the samples of one shard and writes them: `add` each, then `close`.
 
@@ -133,7 +138,8 @@ class Shards:
         self.folder = Path(folder)
         self.index = _read_index(self.folder)
         try:
-            self.params = CodecParams(**self.index["codec"])
+            params = CodecParams(**self.index["codec"])
+            self.params = params if grows(params) else replace(params, codebook_size=0, merge_size=1)  # all the same
             self.context = int(self.index["context"])
             records = [(str(record["name"]), int(record["samples"])) for record in self.index["shards"]]
         except (KeyError, TypeError, ValueError, CodecError) as error:

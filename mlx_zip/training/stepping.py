@@ -55,22 +55,26 @@ class Stepper:
         sums = {name: mx.distributed.all_sum(value, group=self.group) for name, value in sorted(sums.items())}
         norm = self._apply(gradients, sums["count"])
         mx.eval(norm, sums, self.trainee.state, self.optimizer.state, mx.random.state)
-        return {name: float(value.item()) for name, value in {**sums, "grad_norm": norm}.items()}
+        told: dict[str, Any] = {**sums, "grad_norm": norm}
+        return {name: float(value.item()) for name, value in told.items()}
 
     def losses(self, batch: Batch, long: bool) -> dict[str, float]:
         """The sums of one batch without training."""
-        sums = self.trainee.losses(to_device(batch), long)
+        sums: dict[str, Any] = self.trainee.losses(to_device(batch), long)
         return {name: float(value.item()) for name, value in sums.items()}
 
     def _objective(self, arrays: dict[str, mx.array], long: bool) -> tuple[mx.array, dict[str, mx.array]]:
         if self._low is None:
             sums = self.trainee.losses(arrays, long)
             return self.trainee.total(sums), sums
-        full = self.trainee.trainable_parameters()
-        self.trainee.update(tree_map(lambda value: value.astype(self._low), full))
+        full = self.trainee.parameters()  # what is frozen too, or a float32 base would compute in float32
+        self.trainee.update(tree_map(self._lowered, full))
         sums = self.trainee.losses(arrays, long)
         self.trainee.update(full)
         return self.trainee.total(sums), sums
+
+    def _lowered(self, value: mx.array) -> mx.array:
+        return value.astype(self._low) if mx.issubdtype(value.dtype, mx.floating) else value
 
     def _batch_gradients(self, arrays: dict[str, mx.array], previous: Any, long: bool) -> tuple[Any, Any]:
         (_, sums), gradients = self._value_and_grad(arrays, long)

@@ -17,11 +17,19 @@ import mlx.core as mx
 import numpy as np
 from tqdm import tqdm
 
-from mlx_zip.codec import CodecParams
-from mlx_zip.errors import TrainingError
+from mlx_zip.errors import DataError, TrainingError
 from mlx_zip.models import Model
 from mlx_zip.training.batches import Batch, batch_order, make_batch
-from mlx_zip.training.checkpoint import Progress, checkpoints, load_checkpoint, save_checkpoint
+from mlx_zip.training.checkpoint import (
+    Progress,
+    checkpoints,
+    load_checkpoint,
+    random_key,
+    save_checkpoint,
+    set_random_key,
+    steps_of,
+)
+from mlx_zip.training.machines import from_first, together
 from mlx_zip.training.metrics import Metrics, peak_rss_bytes
 from mlx_zip.training.objective import Trainee
 from mlx_zip.training.optimizer import learning_rate, make_optimizer
@@ -63,26 +71,34 @@ class Trainer:
         if not self._order(0):
             usable = int((self._lengths >= 2).sum())
             raise TrainingError(f"{data}: {usable} usable samples do not fill a batch of {settings.batch_size}")
+        if valid is not None and not (valid.lengths >= 2).any():
+            raise DataError(f"{valid}: no sample to validate on")
         self.optimizer = make_optimizer(settings)
         self.optimizer.init(trainee.trainable_parameters())
         self.progress = self._resumed()
-        self._check_machines()
         self.stepper = Stepper(trainee, self.optimizer, settings, self.group)
         self._stop: int | None = None  # the signal that reached this machine
         self._stopping = False  # whether all machines know of one
 
     def _resumed(self) -> Progress:
-        found = checkpoints(self.run)
+        """The first machine's last checkpoint, or its new weights, on every machine: one disk decides."""
+        mx.random.seed(self.settings.seed)
+        progress = together(self.group, self._load)
+        if self.group.size() == 1:
+            return progress
+        own = {"weights": self.trainee.trainable_parameters(), "optimizer": self.optimizer.state,
+               "key": random_key(), "steps": steps_of(progress)}  # fmt: skip
+        shared = from_first(self.group, own)
+        self.trainee.update(shared["weights"])
+        self.optimizer.state = shared["optimizer"]
+        set_random_key(shared["key"])
+        return replace(Progress(*shared["steps"].tolist()), seconds=progress.seconds)
+
+    def _load(self) -> Progress:
+        found = checkpoints(self.run) if self.group.rank() == 0 else []
         if not found:
-            mx.random.seed(self.settings.seed)
             return Progress()
         return load_checkpoint(found[-1][1], self.trainee, self.optimizer, self.fingerprint)
-
-    def _check_machines(self) -> None:
-        """All machines must go on from the same step: the run's folder is shared, or copied to each."""
-        steps = mx.distributed.all_gather(mx.array([self.progress.step]), group=self.group).tolist()
-        if len(set(steps)) > 1:
-            raise TrainingError(f"{self.run}: the machines' checkpoints are of steps {steps}; share the folder")
 
     # ---- the loop
 
@@ -94,11 +110,13 @@ class Trainer:
         with self._signals(), self._bar() as bar, ThreadPoolExecutor(1) as pool:
             upcoming = pool.submit(self._batches, self.progress.step)
             while self.progress.step < settings.iters and not self._stopping:
+                began = time.perf_counter()  # waiting for data is part of the step
                 batches = upcoming.result()
                 upcoming = pool.submit(self._batches, self.progress.step + 1)
-                self._step(batches, window)
+                self._step(batches, window, began)
                 step = self.progress.step
-                if step % settings.steps_per_report == 0 or step == settings.iters:
+                last = self._stopping or step == settings.iters
+                if step % settings.steps_per_report == 0 or last:
                     self._report(metrics, bar, window)
                     window = _Window(self.progress)
                 if self.valid is not None and (step % settings.steps_per_eval == 0 or step == settings.iters):
@@ -109,8 +127,7 @@ class Trainer:
             self._save()
         return Outcome(self.progress, (self._stop or signal.SIGTERM) if self._stopping else None)
 
-    def _step(self, batches: list[Batch], window: _Window) -> None:
-        began = time.perf_counter()
+    def _step(self, batches: list[Batch], window: _Window, began: float) -> None:
         sums = self.stepper.step(batches, [self.is_long(b) for b in batches], stop=self._stop is not None)
         self._stopping = sums["stop"] > 0
         if not all(map(math.isfinite, sums.values())):
@@ -160,14 +177,9 @@ class Trainer:
         model = self.trainee.model
         by_base = isinstance(model, Model) and model.config.position_mode == "base_token_end"
         return make_batch(
-            samples, self.params(data), [int(i) for i in indices],
+            samples, data.params, [int(i) for i in indices],
             availability=self.settings.availability, base_positions=by_base,
         )  # fmt: skip
-
-    def params(self, data: Joined) -> CodecParams:
-        """The codec of some data, with the model's own starting codebook when it has one."""
-        model = self.trainee.model
-        return model.config.codec_params if isinstance(model, Model) else data.params
 
     def is_long(self, batch: Batch) -> bool:
         """Whether LongRoPE's long factors are due: some position lies beyond the original context."""
@@ -199,7 +211,8 @@ class Trainer:
         line = {"step": self.progress.step, **self.validation()}
         if metrics is not None:
             metrics.add(**line)
-        bar.write(f"step {line['step']}: validation {line['val_bits_per_byte']:.4f} bits/byte", file=sys.stderr)
+        if not self.quiet:
+            bar.write(f"step {line['step']}: validation {line['val_bits_per_byte']:.4f} bits/byte", file=sys.stderr)
 
     def validation(self) -> dict[str, float]:
         """Loss in nats per id and bits per byte on the validation samples (the first `val_batches`)."""

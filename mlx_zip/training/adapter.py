@@ -1,0 +1,100 @@
+"""What LoRA training made, without its base: the published format 1, a PEFT adapter beside the encoders.
+
+    adapter_config.json, adapter_model.safetensors    LoRA layers of the decoder, named as PEFT does
+    zip2zip_config.json, zip2zip_encoders.safetensors  codec and hyper-encoders (only for a zip2zip model)
+
+`mlx_zip convert` reads it back onto its base. Source of the format: zip2zip 0.2.0, peft 0.21 (`LoraConfig`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.tuner.lora import LoRALinear
+
+from mlx_zip.config import SIDES
+from mlx_zip.errors import TrainingError
+from mlx_zip.files import whole_folder, write_json
+from mlx_zip.models import Model
+from mlx_zip.training.saving import DTYPES
+from mlx_zip.training.settings import TrainSettings
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ZIP_CONFIG, ENCODERS = "zip2zip_config.json", "zip2zip_encoders.safetensors"
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
+_PT = {"format": "pt"}
+
+
+def check_savable(model: nn.Module, config: Mapping[str, Any], settings: TrainSettings, from_scratch: bool) -> None:
+    """Raises `TrainingError` for a run whose result is more than an adapter and encoders. Ask before training."""
+    if settings.fine_tune_type == "full" or from_scratch:
+        raise TrainingError("--save adapter is for LoRA or encoders on a base; this run trains all weights")
+    if not isinstance(model, Model):
+        return
+    section = config["zip2zip"]
+    if section.get("base_model_name_or_path") != "." or "source" in section:
+        raise TrainingError("--save adapter needs a plain model to start from; this one is a zip2zip model already")
+    if model.config.start is not None:
+        raise TrainingError("--save adapter: the format has no place for the data's starting codebook; save the model")
+
+
+def save_adapter(
+    folder: Path, model: Any, base: str, settings: TrainSettings, dtype: str = "float32"
+) -> None:  # fmt: skip
+    """Writes the folder, whole or not at all. base: hub id or path of the plain model, for whoever reads it.
+
+    Raises `TrainingError` when it cannot be written.
+    """
+    pairs = {name: layer for name, layer in model.named_modules() if isinstance(layer, LoRALinear)}
+    try:
+        with whole_folder(folder) as partial:
+            if pairs:
+                write_json(partial / CONFIG, _peft_config(pairs, base, settings, len(model.layers)))
+                mx.save_safetensors(str(partial / WEIGHTS), _peft_weights(pairs, DTYPES[dtype]), _PT)
+            if isinstance(model, Model):
+                write_json(partial / ZIP_CONFIG, _zip_config(model, base))
+                named: Any = tree_flatten(model.parameters())
+                encoders = {name: value for name, value in named if name.startswith(SIDES)}
+                if encoders:
+                    cast = {name: value.astype(DTYPES[dtype]) for name, value in encoders.items()}
+                    mx.save_safetensors(str(partial / ENCODERS), cast, _PT)
+    except (OSError, RuntimeError) as error:
+        raise TrainingError(f"cannot write {folder}: {error}; the last checkpoint stays good") from error
+
+
+def _zip_config(model: Model, base: str) -> dict[str, Any]:
+    found = replace(model.config, format_version=1, base_model=base).to_dict()
+    del found["pad_token_id"]  # the package takes it from the tokenizer, and refuses keys it does not know
+    return found
+
+
+def _peft_config(pairs: Mapping[str, LoRALinear], base: str, settings: TrainSettings, layers: int) -> dict[str, Any]:
+    numbers = {int(found[1]) for name in pairs if (found := _LAYER.search(name))}
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": settings.lora_rank,
+        "lora_alpha": settings.lora_scale * settings.lora_rank,
+        "lora_dropout": settings.lora_dropout,
+        "bias": "none",
+        "target_modules": sorted({name.rpartition(".")[2] for name in pairs}),
+        "layers_to_transform": None if len(numbers) == layers else sorted(numbers),
+        "inference_mode": True,
+    }
+
+
+def _peft_weights(pairs: Mapping[str, LoRALinear], dtype: mx.Dtype) -> dict[str, mx.array]:
+    """PEFT keeps A [r, in] and B [out, r]; mlx-lm their transposes."""
+    prefix, weights = "base_model.model.", {}
+    for name, layer in pairs.items():
+        weights[f"{prefix}{name}.lora_A.weight"] = mx.contiguous(layer.lora_a.T).astype(dtype)
+        weights[f"{prefix}{name}.lora_B.weight"] = mx.contiguous(layer.lora_b.T).astype(dtype)
+    return weights
