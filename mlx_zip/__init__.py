@@ -29,10 +29,12 @@ _HOMES = {
     "CodecError": "mlx_zip.errors",
     "ConfigError": "mlx_zip.errors",
     "ConversionError": "mlx_zip.errors",
+    "DataError": "mlx_zip.errors",
     "GenerationError": "mlx_zip.errors",
     "InstallationError": "mlx_zip.errors",
     "MlxZipError": "mlx_zip.errors",
     "ModelError": "mlx_zip.errors",
+    "TrainingError": "mlx_zip.errors",
 }
 
 __all__ = [*sorted(_HOMES), "register"]
