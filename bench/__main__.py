@@ -11,6 +11,8 @@ from mlx_zip.errors import MlxZipError
 BENCHES = {
     "codec": "compression, reading and single steps of the codec, beside zip2zip-compression",
     "memory": "memory over a long generation",
+    "training": "a training step and its parts, preparation of data, memory beside mlx-lm's trainer",
+    "ablations": "the paper's ablations at small scale: train, evaluate, draw and tabulate every setting",
 }
 
 

@@ -72,7 +72,7 @@ def _load(args: argparse.Namespace) -> tuple[Any, str]:
         except (OSError, ValueError) as error:
             raise MlxZipError(f"--ids {args.ids} cannot be read: {error}") from error
     if args.text is None:
-        return _synthetic(args.length, args.vocab_size), "synthetic: Zipf ids with repeated phrases, not a real text"
+        return synthetic_ids(args.length, args.vocab_size), "synthetic: Zipf ids with repeated phrases, not a real text"
     if args.tokenizer is None:
         raise MlxZipError("--text needs --tokenizer")
     from transformers import AutoTokenizer
@@ -81,7 +81,7 @@ def _load(args: argparse.Namespace) -> tuple[Any, str]:
     return tokenizer(args.text.read_text(encoding="utf-8"))["input_ids"], f"{args.text.name}, {args.tokenizer}"
 
 
-def _synthetic(length: int, vocab_size: int) -> Uint32s:
+def synthetic_ids(length: int, vocab_size: int) -> Uint32s:
     """Zipf-distributed ids of which half stand in phrases that come again."""
     rng = np.random.default_rng(0)
     phrases = [rng.zipf(1.3, rng.integers(2, 6)) for _ in range(4000)]

@@ -1,0 +1,275 @@
+"""The paper's ablations at small scale: merge size (table 7, figure 5) and hyper-encoder (table 8, figure 6).
+
+Every setting starts from the same base model, reads the same training windows and is evaluated on the same bytes, an
+entry being available from the id that created it, as in generation. A result is a JSON line in OUT/ablations.jsonl; a
+setting that has one is skipped, and one that was interrupted goes on where it stopped. Source: arXiv 2506.01084,
+appendix A.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mlx_zip.errors import MlxZipError
+from mlx_zip.files import whole_file
+
+from .ablation_page import tables, write_page
+from .ablation_results import ENCODERS, FIGURES, RECORDS, Results, read_lines
+from .record import surroundings
+
+LINES = "ablations.jsonl"
+POINTS = 100  # of a training curve, at most
+_TRAINING = ("iters", "batch_size", "optimizer", "learning_rate", "muon_learning_rate", "fine_tune_type", "lora_rank",
+             "dtype")  # fmt: skip
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of `bench ablations`."""
+    add = parser.add_argument
+    add("--model", help="base model to start every setting from: a plain model's folder or hub id")
+    add("--data", nargs="+", metavar="FILE", help="text to train on, as `mlx_zip prepare --data` takes it")
+    add("--valid", nargs="+", metavar="FILE", help="text to evaluate on, a column of the tables each")
+    add("--out", metavar="DIR", help=f"prepared data, runs, {LINES} and the figures; goes on with what is there")
+    add("--write-docs", metavar="PAGE", help="write the page from the lines of --out, or without it the recorded ones")
+    setting = parser.add_argument_group("settings").add_argument
+    setting("--merge-sizes", type=int, nargs="+", default=[1, 2, 3, 4, 5], metavar="M", help="default: 1 2 3 4 5")
+    setting("--encoder", choices=ENCODERS, default="transformer-2", help="of these sizes (default: transformer-2)")
+    setting("--encoders", nargs="+", choices=ENCODERS, default=list(ENCODERS), help="default: all")
+    setting("--merge-size", type=int, default=3, metavar="M", help="of these encoders (default: 3)")
+    setting("--seed", type=int, nargs="+", default=[0], help="several show what is chance (default: 0)")
+    train = parser.add_argument_group("training, the same for every setting").add_argument
+    train("--iters", type=int, default=500, help="optimizer steps (default: 500)")
+    train("--batch-size", type=int, default=16, help="samples per step (default: 16)")
+    train("--optimizer", default="adamw", help="as `mlx_zip train` (default: adamw)")
+    train("--learning-rate", type=float, default=3e-4, help="peak (default: 0.0003)")
+    train("--muon-learning-rate", type=float, default=0.02, help="peak of what Muon trains (default: 0.02)")
+    train("--warmup", type=int, help="steps to the peak (default: a twentieth of --iters)")
+    train("--fine-tune-type", choices=("full", "lora"), default="full", help="of the decoder (default: full)")
+    train("--lora-rank", type=int, default=32, help="rank of adapters (default: 32)")
+    train("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the forward pass")
+    train("--encoder-heads", type=int, default=4, help="attention heads of the encoders (default: 4)")
+    text = parser.add_argument_group("text").add_argument
+    text("--context", type=int, default=1024, help="base ids of a window, in training and evaluation (default: 1024)")
+    text("--codebook-size", type=int, default=2048, help="hypertokens at most (default: 2048)")
+    text("--separator", help="line that ends a document of a .txt file (default: each file is one document)")
+    text("--limit", type=int, metavar="N", help="windows prepared from --data at most")
+    text("--limit-bytes", type=int, metavar="N", help="bytes of each text of --valid at most")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures every setting that is missing, draws the figures and prints the tables; writes the page when asked to.
+
+    Exit status 0, or 130 or 143 when a signal stopped the training; the same command goes on. Raises `MlxZipError`.
+    """
+    if args.model is None and args.write_docs is None:
+        raise MlxZipError("--model is missing; or give --write-docs to write the page from recorded lines")
+    lines = RECORDS if args.out is None else Path(args.out) / LINES
+    if args.model is not None:
+        for name in ("data", "valid", "out"):
+            if not getattr(args, name):
+                raise MlxZipError(f"--{name} is missing")
+        measure_all(args, lines)
+    results = Results(read_lines(lines))
+    if args.model is not None:
+        draw_all(results, lines.parent)
+        print(tables(results))
+    if args.write_docs is not None:
+        page = Path(args.write_docs)
+        names = draw_all(results, page.parent, "ablations-")
+        write_page(page, results, names)
+    return 0
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One training run. encoder: a name of `ENCODERS`, None without compression (merge size 1)."""
+
+    merge_size: int
+    encoder: str | None
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """What its folder is called."""
+        return "-".join([f"m{self.merge_size}", *([self.encoder] if self.encoder else []), f"seed{self.seed}"])
+
+
+def settings(args: argparse.Namespace) -> list[Setting]:
+    """All that are asked for, each once: sizes with one encoder, encoders with one size. Raises `MlxZipError`."""
+    if low := [m for m in (*args.merge_sizes, args.merge_size) if m < 1]:
+        raise MlxZipError(f"a merge size must be 1 or more, got {low[0]}")
+    if args.encoders and args.merge_size < 2:
+        raise MlxZipError("--merge-size, that of the encoders, must be 2 or more: without compression there is none")
+    wanted = [(m, args.encoder if m > 1 else None) for m in args.merge_sizes]
+    wanted += [(args.merge_size, encoder) for encoder in args.encoders]
+    return list(dict.fromkeys(Setting(m, encoder, seed) for seed in args.seed for m, encoder in wanted))
+
+
+def measure_all(args: argparse.Namespace, path: Path) -> None:
+    """Appends a line per setting that `path` lacks. Raises `MlxZipError` when its lines are of other conditions."""
+    wanted, now = settings(args), conditions(args)
+    lines = read_lines(path) if path.exists() else []
+    for line in lines:
+        if differing := sorted(_differences(line["conditions"], now)):
+            raise MlxZipError(
+                f"{path} was measured under other conditions ({', '.join(differing)}); choose another --out"
+            )
+    done = {Setting(**line["setting"]) for line in lines}
+    laboratory = Laboratory(args, path.parent)
+    for i, setting in enumerate(wanted, 1):
+        if setting in done:
+            continue
+        print(f"{i} of {len(wanted)}: {setting.name}", file=sys.stderr, flush=True)
+        measured = laboratory.measure(setting)
+        lines.append({"bench": "ablations", "setting": vars(setting), "conditions": now, **measured,
+                      **surroundings("mlx", "mlx-lm")})  # fmt: skip
+        with whole_file(path) as partial:
+            partial.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+
+
+def conditions(args: argparse.Namespace) -> dict[str, Any]:
+    """What all settings of one ablation share: plain values, files by name and content. Raises `MlxZipError`."""
+    from mlx_zip.loading import model_folder, read_config
+
+    folder = model_folder(args.model)
+    if "zip2zip" in read_config(folder):
+        raise MlxZipError(f"{args.model} is a zip2zip model; the ablations start from a plain one")
+    names = [Path(name).name for name in args.valid]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise MlxZipError(f"--valid: two texts are called {twice[0]}, and each is a column of the tables")
+    weights = sorted(folder.glob("model*.safetensors"))
+    return {
+        "model": {"name": folder.name, "sha256": [_digest(file) for file in [folder / "config.json", *weights]]},
+        "data": [[Path(name).name, _digest(Path(name))] for name in args.data],
+        "valid": [[name, _digest(Path(path))] for name, path in zip(names, args.valid, strict=True)],
+        **{name: getattr(args, name) for name in _TRAINING},
+        "warmup": args.iters // 20 if args.warmup is None else args.warmup,
+        **{name: getattr(args, name) for name in ("encoder", "merge_size", "encoder_heads", "context")},
+        **{name: getattr(args, name) for name in ("codebook_size", "separator", "limit", "limit_bytes")},
+    }
+
+
+def _digest(path: Path) -> str | None:
+    """Of a file's content; None for what is no file here, a data set's name perhaps."""
+    if not path.is_file():
+        return None
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    plain = json.loads(json.dumps(now))
+    for name in before.keys() | plain.keys():
+        if before.get(name) != plain.get(name):
+            yield name
+
+
+class Laboratory:
+    """Prepares, trains and evaluates in one folder; what was begun there is gone on with."""
+
+    def __init__(self, args: argparse.Namespace, out: Path) -> None:
+        self.args, self.out = args, out
+        self._windows: dict[str, Any] = {}
+
+    def measure(self, setting: Setting) -> dict[str, Any]:
+        """One setting's part of its line. Raises `MlxZipError`, and `SystemExit` when a signal stopped the training."""
+        folder, index = self._prepare(setting.merge_size)
+        run_folder = self._train(setting, folder)
+        return {"training": self._training(run_folder, index), **self._evaluate(run_folder)}
+
+    def _prepare(self, merge_size: int) -> tuple[Path, dict[str, Any]]:
+        from mlx_zip.training.prepare import PrepareOptions, prepare
+        from mlx_zip.training.sources import Source
+
+        args, out = self.args, self.out / "data" / f"m{merge_size}"
+        options = PrepareOptions(
+            sources=(Source(tuple(args.data), separator=args.separator),), out=out, model=args.model,
+            context=args.context, merge_size=merge_size, codebook_size=args.codebook_size, pack=True, limit=args.limit,
+        )  # fmt: skip
+        return out, prepare(options, progress=True)
+
+    def _train(self, setting: Setting, data: Path) -> Path:
+        from mlx_zip.training.adapt import EncoderOptions
+        from mlx_zip.training.run import RunOptions, train
+        from mlx_zip.training.settings import TrainSettings
+
+        args, out = self.args, self.out / "runs" / setting.name
+        kind, layers, _ = ENCODERS[setting.encoder or "averaging"]
+        encoder = EncoderOptions(kind=kind, num_hidden_layers=layers, num_heads=args.encoder_heads)
+        options = RunOptions(data=[data], out=out, model=args.model, encoder=encoder)
+        chosen = TrainSettings(
+            **{name: getattr(args, name) for name in _TRAINING},
+            warmup=args.iters // 20 if args.warmup is None else args.warmup,
+            steps_per_report=max(1, args.iters // POINTS), seed=setting.seed, keep=1,
+        )  # fmt: skip
+        outcome = train(options, chosen)
+        if outcome.stopped_by is not None:
+            print("stopped; the same command goes on from there", file=sys.stderr)
+            raise SystemExit(128 + outcome.stopped_by)
+        return out
+
+    def _training(self, run_folder: Path, index: Mapping[str, Any]) -> dict[str, Any]:
+        """What was read, and the curve: bytes read, nats per id, bits per byte, each since the point before."""
+        from mlx_zip.training.metrics import read_metrics
+
+        told = [line for line in read_metrics(run_folder) if "loss" in line]
+        totals, last = index["totals"], told[-1]
+        return {
+            **{name: last[f"seen_{name}"] for name in ("samples", "ids", "base_ids", "bytes")},
+            "seconds": last["seconds"],
+            "compression_rate": totals["ids"] / totals["base_ids"],
+            "prepared_bytes": totals["bytes"],
+            "curve": [[line["seen_bytes"], round(line["loss"], 5), round(line["bits_per_byte"], 5)] for line in told],
+        }
+
+    def _evaluate(self, run_folder: Path) -> dict[str, Any]:
+        from mlx_zip.evaluation.bits import measure_bits
+        from mlx_zip.generate import load
+        from mlx_zip.training.run import trained_model
+
+        model, tokenizer = load(str(trained_model(run_folder)))
+        texts = {}
+        for path in self.args.valid:
+            windows = self._text(path, tokenizer)
+            texts[Path(path).name] = measure_bits(model, windows, self.args.batch_size).record()
+        return {"parameters": _parameters(model), "texts": texts}
+
+    def _text(self, path: str, tokenizer: Any) -> Any:
+        """A text's windows, the same for every setting: the base's tokenizer cuts them."""
+        from mlx_zip.evaluation.documents import read_corpus
+        from mlx_zip.evaluation.windows import cut_windows
+
+        if path not in self._windows:
+            corpus = read_corpus([path], self.args.separator, self.args.limit_bytes)
+            self._windows[path] = cut_windows(tokenizer, corpus.documents, self.args.context, pack=True)
+        return self._windows[path]
+
+
+def _parameters(model: Any) -> dict[str, int]:
+    """Values in the decoder and in the encoders."""
+    from mlx.utils import tree_flatten
+
+    leaves: Any = tree_flatten(model.parameters())
+    sizes = [(name, value.size) for name, value in leaves]
+    encoders = sum(size for name, size in sizes if name.startswith(("input_encoder", "output_encoder")))
+    return {"decoder": sum(size for _, size in sizes) - encoders, "encoders": encoders}
+
+
+def draw_all(results: Results, folder: Path, prefix: str = "") -> Sequence[str]:
+    """Draws both figures as far as there are lines for them, and returns their names. Raises `InstallationError`."""
+    from .ablation_figures import draw
+
+    names = []
+    for sweep in results.sweeps:
+        if sweep.found:
+            name = f"{prefix}{FIGURES[sweep.name]}.png"
+            draw(folder / name, sweep)
+            names.append(name)
+    return names

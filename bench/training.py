@@ -1,0 +1,301 @@
+"""What training costs: a step and its parts, the preparation of data, and memory beside mlx-lm's own LoRA trainer.
+
+Without --model and --data a small decoder with random weights reads made-up ids, which shows that everything runs and
+about where the time goes; figures worth quoting are those of a model and of prepared text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mlx_zip.codec import Codebook, CodecParams
+from mlx_zip.codec.ids import Uint32s
+from mlx_zip.errors import MlxZipError
+
+from .codec import synthetic_ids
+from .record import summary, surroundings
+
+PARTS = ("step", "prepare", "memory")
+TRAINERS = ("mlx_zip", "mlx-lm", "mlx-lm same ids")
+VOCAB, SLOTS = 2048, 2048
+DOCUMENT = 200  # base ids of a made-up document
+SMALL = {
+    "model_type": "llama", "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1 << 16, "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0, "vocab_size": VOCAB, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of `bench training`."""
+    add = parser.add_argument
+    add("--model", help="a plain model's folder or hub id (default: a small random Llama), with --data")
+    add("--data", help="folder that `mlx_zip prepare` made for it, with a codebook (default: made-up ids)")
+    add("--only", nargs="+", choices=PARTS, default=list(PARTS), help="default: all")
+    add("--context", type=int, default=256, help="base ids of a made-up sample (default: 256)")
+    add("--merge-size", type=int, default=3, help="of made-up samples (default: 3)")
+    add("--prepare-ids", type=int, default=500_000, help="base ids to prepare (default: 500000)")
+    add("--batch-size", type=int, default=4, help="samples per step (default: 4)")
+    add("--batches", type=int, default=3, help="different batches (default: 3)")
+    add("--trials", type=int, default=9, help="trials of every part (default: 9)")
+    add("--memory-steps", type=int, default=4, help="steps of each trainer whose memory is read (default: 4)")
+    add("--fine-tune-type", choices=("lora", "full"), default="lora", help="of the decoder in a step (default: lora)")
+    add("--lora-rank", type=int, default=8, help="rank of adapters (default: 8)")
+    add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the forward pass")
+    add("--compile", choices=("auto", "on", "off"), default="auto", help="as `mlx_zip train` (default: auto)")
+    add("--encoder", choices=("attention", "transformer", "res_latent_attn"), default="res_latent_attn")
+    add("--encoder-layers", type=int, default=2, help="its layers (default: 2)")
+    add("--memory-of", choices=TRAINERS, help="run this trainer alone, in this process, and print its peak memory")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints one JSON line per part. Raises `MlxZipError`."""
+    for name in ("context", "prepare_ids", "batch_size", "batches", "trials", "memory_steps"):
+        if getattr(args, name) < 1:
+            raise MlxZipError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+    if (args.model is None) != (args.data is None):
+        raise MlxZipError("--model and --data go together: the data are prepared with the model's tokenizer")
+    with tempfile.TemporaryDirectory(prefix="mlx_zip-bench-") as folder:
+        bench = Bench(args, Path(folder))
+        if args.memory_of:
+            print(json.dumps(bench.memory_of(args.memory_of)))
+            return 0
+        for name in args.only:
+            record = {"step": bench.step, "prepare": bench.prepare, "memory": bench.memory}[name]()
+            line = {"bench": "training", "what": name, **record, "setting": bench.setting, "data": bench.data_name}
+            print(json.dumps({**line, **surroundings("mlx", "mlx-lm")}), flush=True)
+    return 0
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Base ids of documents, one after the other, and the codec that compresses them."""
+
+    ids: list[Uint32s]
+    params: CodecParams
+    context: int
+
+
+def made_up(length: int, context: int, merge_size: int) -> Documents:
+    """Zipf-distributed ids of which half stand in phrases that come again."""
+    disabled = range(VOCAB - 256, VOCAB)
+    ids = synthetic_ids(length, VOCAB)
+    cuts = range(DOCUMENT, len(ids), DOCUMENT)
+    return Documents(np.split(ids, cuts), CodecParams(VOCAB, SLOTS, merge_size, disabled, VOCAB - 1), context)
+
+
+def write_shard(folder: Path, documents: Documents, name: str = "shard-00000") -> dict[str, float]:
+    """Base ids to a shard as `mlx_zip prepare` makes it, one core; seconds of each stage."""
+    from mlx_zip.training.encoding import Piece
+    from mlx_zip.training.shards import ShardWriter
+    from mlx_zip.training.windows import compress_window, cut
+
+    pieces = [Piece(ids, np.ones(len(ids), np.bool_), np.ones(len(ids), np.int64), ()) for ids in documents.ids]
+    times = [time.perf_counter()]
+    windows = list(cut(pieces, documents.context, True, ()))
+    times.append(time.perf_counter())
+    compressed = [compress_window(documents.params, window) for window in windows]
+    times.append(time.perf_counter())
+    writer = ShardWriter(folder, name)
+    for (ids, mask), window in zip(compressed, windows, strict=True):
+        writer.add(ids, mask, len(window.ids), window.n_bytes)
+    writer.close()
+    times.append(time.perf_counter())
+    return dict(zip(("cut", "compress", "write"), np.diff(times).tolist(), strict=True))
+
+
+def write_prepared(folder: Path, documents: Documents) -> Path:
+    """A prepared folder of one shard."""
+    from mlx_zip.training.shards import codec_record, write_index
+
+    write_shard(folder, documents)
+    ends = np.load(folder / "shard-00000.ends.npy")
+    shards = [{"name": "shard-00000", "samples": len(ends)}]
+    write_index(folder, {"codec": codec_record(documents.params), "context": documents.context, "shards": shards})
+    return folder
+
+
+def read_back(data: Path) -> Documents:
+    """The base ids of a prepared folder's samples."""
+    from mlx_zip.training.shards import Shards
+
+    shards = Shards(data)
+    return Documents(list(expanded(shards, range(len(shards)))), replace(shards.params, start=None), shards.context)
+
+
+def expanded(shards: Any, indices: Sequence[int]) -> Iterator[Uint32s]:
+    """The base ids of some samples."""
+    for i in indices:
+        book = Codebook(shards[i].params(shards.params))
+        book.push(shards[i].ids)
+        yield book.expand(shards[i].ids)
+
+
+class Bench:
+    """One run: the base, the samples, and the three measurements. folder: for what is written."""
+
+    def __init__(self, args: argparse.Namespace, folder: Path) -> None:
+        from mlx_zip.loading import model_folder, read_config
+        from mlx_zip.training.batches import grows
+        from mlx_zip.training.shards import Shards
+
+        self.args, self.folder = args, folder
+        self.base = model_folder(args.model) if args.model else None
+        if self.base is not None and "zip2zip" in read_config(self.base):
+            raise MlxZipError(f"{args.model} is a zip2zip model; name the plain model that is its base")
+        self.data_name = "synthetic: Zipf ids with repeated phrases, not a real text"
+        if args.data is None:
+            samples = 4 * args.batch_size * args.batches
+            self.data = write_prepared(folder, made_up(samples * args.context, args.context, args.merge_size))
+        else:
+            self.data, self.data_name = Path(args.data), Path(args.data).name
+        self.shards = Shards(self.data)
+        if not grows(self.shards.params):
+            raise MlxZipError(f"{self.data} was prepared without a codebook; there is nothing to compare")
+        if (self.shards.lengths >= 2).sum() < args.batch_size * args.batches:
+            raise MlxZipError(f"{self.data} has too few samples for {args.batches} batches of {args.batch_size}")
+
+    @property
+    def setting(self) -> dict[str, Any]:
+        """What a record says of how it was measured."""
+        names = ("batch_size", "batches", "fine_tune_type", "lora_rank", "dtype", "compile", "encoder",
+                 "encoder_layers")  # fmt: skip
+        params, model = self.shards.params, self.args.model
+        return {
+            "model": Path(model).name if model else "small random Llama",
+            "context": self.shards.context, "merge_size": params.merge_size,
+            "codebook_size": params.codebook_size,
+            **{name: getattr(self.args, name) for name in names},
+        }  # fmt: skip
+
+    # ---- a step and its parts
+
+    def step(self) -> dict[str, Any]:
+        """See `training_step`."""
+        from mlx_zip.training.batches import batch_order
+
+        from .training_step import measure_steps
+
+        order = batch_order(self.shards.lengths, self.args.batch_size, 0, 0)[: self.args.batches]
+        samples = [[self.shards[int(i)] for i in batch] for batch in order]
+        settings = self._settings(self.args.fine_tune_type)
+        models = self._model(self.shards.params), self._model(self._plain())
+        return measure_steps(*models, samples, self.shards.params, settings, self.args.trials).record()
+
+    def _plain(self) -> CodecParams:
+        return replace(self.shards.params, codebook_size=0, start=None)
+
+    def _model(self, params: CodecParams) -> Any:
+        from mlx_zip.training.adapt import EncoderOptions, start_model
+
+        encoder = EncoderOptions(kind=self.args.encoder, num_hidden_layers=self.args.encoder_layers)
+        return start_model(self.base, None if self.base else SMALL, params, encoder)[0]
+
+    def _settings(self, fine_tune_type: str) -> Any:
+        from mlx_zip.training.settings import TrainSettings
+
+        args = self.args
+        return TrainSettings(
+            iters=args.memory_steps, batch_size=args.batch_size, optimizer="adam", fine_tune_type=fine_tune_type,
+            lora_rank=args.lora_rank, dtype=args.dtype, compile=args.compile,
+        )  # fmt: skip
+
+    # ---- preparation
+
+    def prepare(self) -> dict[str, Any]:
+        """Base ids/s from tokenized documents to a shard on disk, and each stage's part of the time."""
+        if self.args.data is None:
+            documents = made_up(self.args.prepare_ids, self.shards.context, self.shards.params.merge_size)
+        else:
+            documents = read_back(self.data)
+        n, rates, stages = sum(map(len, documents.ids)), [], []
+        for trial in range(-1, self.args.trials):
+            seconds = write_shard(self.folder, documents, "shard-prepare")
+            if trial >= 0:
+                rates.append(n / sum(seconds.values()) / 1e6)
+                stages.append({name: 1e9 * value / n for name, value in seconds.items()})
+        ns = {name: summary([stage[name] for stage in stages]) for name in stages[0]}
+        return {"unit": "million base ids/s, one core, after tokenization", "base_ids": n, "rate": summary(rates),
+                "target": 1.0, "ns_per_base_id": ns}  # fmt: skip
+
+    # ---- memory
+
+    def memory(self) -> dict[str, Any]:
+        """Peak memory of LoRA training, each trainer in a process of its own.
+
+        mlx-lm reads the base ids of the same texts; "same ids" cuts them to as many as ours are compressed.
+        """
+        peaks = {trainer: self._in_a_process(trainer) for trainer in TRAINERS}
+        ours, same_text, same_ids = (peaks[trainer]["peak_bytes"] for trainer in TRAINERS)
+        return {"unit": "bytes", "peaks": peaks, "ratio": round(ours / same_text, 3), "target": 1.3,
+                "ratio_same_ids": round(ours / same_ids, 3)}  # fmt: skip
+
+    def _in_a_process(self, trainer: str) -> dict[str, Any]:
+        args = self.args
+        flags = ["--memory-of", trainer]
+        for name in ("model", "context", "merge_size", "batch_size", "batches", "memory_steps", "lora_rank", "dtype",
+                     "compile", "encoder", "encoder_layers"):  # fmt: skip
+            if (value := getattr(args, name)) is not None:
+                flags += [f"--{name.replace('_', '-')}", str(value)]
+        flags += ["--data", str(self.data)] if args.data else []
+        done = subprocess.run(
+            [sys.executable, "-m", "mlx_zip.bench", "training", *flags], capture_output=True, text=True
+        )
+        if done.returncode:
+            raise MlxZipError(f"the trainer {trainer} failed: {' '.join(done.stderr.split())[-500:]}")
+        return json.loads(done.stdout.splitlines()[-1])
+
+    def memory_of(self, trainer: str) -> dict[str, Any]:
+        """Trains some steps in this process and reads its peak memory, weights included."""
+        import mlx.core as mx
+
+        mx.random.seed(0)
+        train: Callable[[], int] = {
+            "mlx_zip": self._ours, "mlx-lm": self._mlx_lm, "mlx-lm same ids": lambda: self._mlx_lm(same_ids=True),
+        }[trainer]  # fmt: skip
+        with contextlib.redirect_stdout(sys.stderr):
+            longest = train()
+        return {"peak_bytes": mx.get_peak_memory(), "longest_ids": longest}
+
+    def _ours(self) -> int:
+        from mlx_zip.training.adapt import freeze
+        from mlx_zip.training.objective import LossWeights, Trainee
+        from mlx_zip.training.shards import Joined
+        from mlx_zip.training.trainer import Trainer
+
+        settings, model = self._settings("lora"), self._model(self.shards.params)
+        freeze(model, settings)
+        Trainer(Trainee(model, LossWeights()), Joined([self.data]), settings, self.folder, "", quiet=True).train()
+        return int(self.shards.lengths.max())
+
+    def _mlx_lm(self, same_ids: bool = False) -> int:
+        """mlx-lm's trainer on the base ids of our samples, in the dtype and with the adapters that ours has."""
+        import mlx.optimizers as optim
+        from mlx_lm.tuner.trainer import TrainingArgs, train
+
+        from mlx_zip.training.adapt import freeze
+
+        model = self._model(self._plain())
+        freeze(model, self._settings("lora"))
+        ids = list(expanded(self.shards, range(len(self.shards))))
+        if same_ids:
+            ids = [row[:n] for row, n in zip(ids, self.shards.lengths.tolist(), strict=True)]
+        longest = max(map(len, ids))
+        arguments = TrainingArgs(
+            batch_size=self.args.batch_size, iters=self.args.memory_steps, max_seq_length=longest,
+            adapter_file=str(self.folder / "adapters.safetensors"),
+        )  # fmt: skip
+        train(model, optim.Adam(learning_rate=3e-4), [(row.tolist(), 0) for row in ids], None, arguments)
+        return longest

@@ -1,0 +1,224 @@
+"""The parts of a training step, each timed on its own, in turn, on the same batches.
+
+A zip2zip step is held against what it cannot do without: the step of the same decoder without hypertokens on as many
+ids, and the encoders' forward and backward pass over the batch's distinct entries. What the step takes beyond these
+is its overhead: the rows' way into the embedding and the head, more columns in the loss, padding.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_map
+
+from mlx_zip.codec import CodecParams
+from mlx_zip.models.rope import Positions
+from mlx_zip.models.whole import NoCache, Samples, encode_rows
+from mlx_zip.training.adapt import freeze
+from mlx_zip.training.batches import Batch, make_batch
+from mlx_zip.training.objective import LossWeights, Trainee, joint_nats, samples_of
+from mlx_zip.training.optimizer import clip, make_optimizer
+from mlx_zip.training.settings import TrainSettings
+from mlx_zip.training.shards import Sample
+from mlx_zip.training.stepping import LOW, Stepper, to_device
+
+from .record import summary
+
+
+@dataclass
+class Measured:
+    """Seconds of each part, a sample per trial, and the batches that were measured."""
+
+    seconds: dict[str, list[float]]
+    batches: list[Batch]
+
+    def record(self) -> dict[str, Any]:
+        """Medians in ms, the ratio to what is unavoidable, and what sharing entries saves."""
+        told = {name: summary([1e3 * s for s in samples]) for name, samples in self.seconds.items()}
+        least = np.add(self.seconds["plain step"], self.seconds["encoders"])
+        ratios = np.divide(self.seconds["zip step"], least)
+        distinct, installed = (sum(getattr(b, name) for b in self.batches) for name in ("distinct", "installed"))
+        ids, base_ids = (sum(getattr(b, name) for b in self.batches) for name in ("ids", "base_ids"))
+        return {
+            "unit": "ms", "parts": told, "ratio": summary(ratios.tolist()), "target": 1.3,
+            "ids": ids, "base_ids": base_ids, "distinct_entries": distinct, "installed_entries": installed,
+            "distinct_of_installed": round(distinct / installed, 3) if installed else None,
+            "installed_per_id": round(installed / ids, 3), "entries_read": sum(map(_reads, self.batches)),
+        }  # fmt: skip
+
+
+def measure_steps(
+    zip_model: nn.Module, plain_model: nn.Module, samples: list[list[Sample]], params: CodecParams,
+    settings: TrainSettings, trials: int,
+) -> Measured:  # fmt: skip
+    """Times every part `trials` times, the batches in turn; each batch goes once through all parts before that."""
+    batches = [make_batch(some, params) for some in samples]
+    whole, plain = Whole(zip_model, settings), Whole(plain_model, settings)
+    calls = [_calls(whole, plain, some, batch, params) for some, batch in zip(samples, batches, strict=True)]
+    seconds: dict[str, list[float]] = {name: [] for name in calls[0]}
+    for trial in range(-len(batches), trials):
+        for name, call in calls[trial % len(batches)].items():
+            took = _seconds(call)
+            if trial >= 0:
+                seconds[name].append(took)
+    return Measured(seconds, batches)
+
+
+def _calls(
+    whole: Whole, plain: Whole, samples: list[Sample], batch: Batch, params: CodecParams
+) -> dict[str, Callable[[], Any]]:
+    parts, without = Parts(whole, batch), without_hypertokens(batch, params.vocab_size)
+    return {
+        "zip step": lambda: whole.step(batch),
+        "plain step": lambda: plain.step(without),
+        "encoders": parts.encoders(),
+        "body": parts.body(),
+        "head and loss": parts.head(),
+        "optimizer": parts.optimizer(),
+        "host": lambda: to_device(make_batch(samples, params)),
+    }
+
+
+def without_hypertokens(batch: Batch, vocab_size: int) -> Batch:
+    """The same batch for the plain decoder: as many ids and targets, a base id where a hypertoken stands."""
+    targets = batch.arrays["targets"]
+    arrays = {**batch.arrays, "targets": np.where(targets < vocab_size, targets, 0)}
+    kept = ("inputs", "targets", "weights")
+    return replace(batch, arrays={name: arrays[name] for name in kept}, distinct=0, installed=0)
+
+
+def _reads(batch: Batch) -> int:
+    rows = batch.arrays["input_rows"]
+    return len(np.unique(rows[rows >= 0]))
+
+
+def _seconds(call: Callable[[], Any]) -> float:
+    mx.synchronize()
+    began = time.perf_counter()
+    mx.eval(call())
+    mx.synchronize()
+    return time.perf_counter() - began
+
+
+class Whole:
+    """A model that is trained as a run trains it."""
+
+    def __init__(self, model: nn.Module, settings: TrainSettings) -> None:
+        freeze(model, settings)
+        self.model: Any = model
+        self.settings, self.trainee = settings, Trainee(model, LossWeights())
+        self.trainee.train()
+        self.optimizer = make_optimizer(settings)
+        self.optimizer.init(self.trainee.trainable_parameters())
+        self.stepper = Stepper(self.trainee, self.optimizer, settings, mx.distributed.init())
+
+    def step(self, batch: Batch) -> list[mx.array]:
+        """One step; nothing is left to evaluate."""
+        self.stepper.step([batch], [False])
+        return []
+
+
+class Part(nn.Module):
+    """What a part is differentiated by: modules that the model shares, and arrays that come to it from other parts."""
+
+    def __init__(self, **parts: Any) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+
+class Parts:
+    """The parts of a step over one batch: each method gives a call that computes the part's value and gradients."""
+
+    def __init__(self, whole: Whole, batch: Batch) -> None:
+        self.whole, self.model = whole, whole.model
+        self.arrays = to_device(batch)
+        self.samples: Samples = samples_of(self.arrays)
+        mx.eval(self.arrays)
+
+    @cached_property
+    def dtype(self) -> mx.Dtype:
+        """What the forward pass computes in."""
+        return LOW[self.whole.settings.dtype] or mx.float32
+
+    def encoders(self) -> Callable[[], Any]:
+        """Rows of the distinct entries: input rows of those that are read, output rows of all."""
+        names = ("input_encoder", "output_encoder")
+        part = Part(**{name: self.model[name] for name in names if name in self.model})
+
+        def loss() -> mx.array:
+            rows = encode_rows(self.model, self.samples)
+            return sum((r.astype(mx.float32).square().sum() for r in rows), mx.array(0.0))
+
+        return self._call(part, loss)
+
+    def body(self) -> Callable[[], Any]:
+        """The decoder's blocks, from embeddings that are given."""
+        model = self.model
+        h = self._normal(*self.samples.inputs.shape, model.config.encoder.model_size)
+        part: Any = Part(layers=model.model.layers, norm=model.model.norm, h=h)
+        positions = Positions(index=self.samples.index)
+
+        def loss() -> mx.array:
+            out = model.run_layers(part.h, [NoCache()] * len(model.layers), positions)
+            return out.astype(mx.float32).square().sum()
+
+        return self._call(part, loss)
+
+    def head(self) -> Callable[[], Any]:
+        """Logits over [base | entries] and the cross entropy, from hidden states and rows that are given."""
+        model, width = self.model, self.model.config.encoder.model_size
+        tied = model.traits.tied
+        part: Any = Part(
+            matrix=model.model.embed_tokens if tied else model.lm_head,
+            h=self._normal(*self.samples.inputs.shape, width), rows=self._normal(len(self.samples.entries), width),
+        )  # fmt: skip
+
+        def loss() -> mx.array:
+            base = model.cap(part.matrix.as_linear(part.h) if tied else part.matrix(part.h))
+            rows = part.rows[self.samples.slots].astype(part.h.dtype)
+            hyper = model.cap(part.h @ rows.swapaxes(-1, -2))
+            return joint_nats(base[..., : model.layout.vocab_size], hyper, self.arrays)["nats"]
+
+        return self._call(part, loss)
+
+    def optimizer(self) -> Callable[[], Any]:
+        """Clipping and the update of the weights, from gradients that are given."""
+        trainee, optimizer = self.whole.trainee, self.whole.optimizer
+        gradients = tree_map(lambda value: 1e-3 * mx.ones_like(value), trainee.trainable_parameters())
+        mx.eval(gradients)
+
+        def call() -> Any:
+            clipped, norm = clip(gradients, self.whole.settings.max_grad_norm)
+            optimizer.update(trainee, clipped)
+            return norm, trainee.state, optimizer.state
+
+        return call
+
+    def _call(self, part: nn.Module, loss: Callable[[], mx.array]) -> Callable[[], Any]:
+        """Value and gradients of a part, in the step's dtype, compiled where the step is."""
+        settings = self.whole.settings
+
+        def lowered() -> mx.array:
+            full = part.trainable_parameters()
+            part.update(tree_map(lambda value: value.astype(self.dtype), full))
+            value = loss()
+            part.update(full)
+            return value
+
+        compute = nn.value_and_grad(part, loss if self.dtype == mx.float32 else lowered)
+        if settings.compile == "off" or (settings.compile == "auto" and mx.default_device() == mx.cpu):
+            return compute
+        return mx.compile(compute, inputs=[part.state], outputs=[part.state])
+
+    def _normal(self, *shape: int) -> mx.array:
+        values = mx.random.normal(shape).astype(self.dtype)
+        mx.eval(values)
+        return values
