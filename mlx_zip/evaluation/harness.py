@@ -17,8 +17,8 @@ from itertools import groupby
 from typing import Any
 
 import numpy as np
-from lm_eval.api.instance import Instance
-from lm_eval.api.model import TemplateLM
+from lm_eval.api.instance import Instance  # pyright: ignore[reportMissingImports]
+from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
 
 from mlx_zip.codec.pack import Start
 from mlx_zip.errors import DataError
