@@ -31,6 +31,7 @@ def run_tasks(
     harness = _import()
     from lm_eval import simple_evaluate  # pyright: ignore[reportMissingImports]
     from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
+
     manager = TaskManager(include_path=include_path)
     if unknown := [name for name in tasks if not manager.match_tasks([name])]:
         raise DataError(f"tasks (--tasks): lm-evaluation-harness knows no {', '.join(unknown)}")
