@@ -14,6 +14,7 @@ import mlx.core as mx
 
 from mlx_zip.converters.tensors import INDEX
 from mlx_zip.errors import ConversionError
+from mlx_zip.files import sync, sync_tree
 from mlx_zip.hyper import host_bytes
 
 MAX_SHARD_BYTES = 5 << 30  # as mlx-lm
@@ -44,10 +45,10 @@ def new_folder(path: Path, flag: str = "--mlx-path") -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)  # left by a killed process that had our id
         partial.mkdir(parents=True)
         yield partial
-        _sync_tree(partial)
+        sync_tree(partial)
         refuse_existing(path, flag)
         partial.rename(path)
-        _sync(path.parent)
+        sync(path.parent)
     except OSError as error:
         raise ConversionError(f"cannot write {path}: {error.strerror or error}; nothing was kept") from error
     finally:
@@ -55,21 +56,6 @@ def new_folder(path: Path, flag: str = "--mlx-path") -> Iterator[Path]:
         for parent in new_parents:
             with contextlib.suppress(OSError):  # it holds the output
                 parent.rmdir()
-
-
-def _sync_tree(folder: Path) -> None:
-    for root, _, files in os.walk(folder):
-        for name in files:
-            _sync(Path(root, name))
-        _sync(Path(root))
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def write_json(path: Path, data: Any) -> None:
