@@ -70,9 +70,9 @@ def start_model(
     model becomes a zip2zip one with new encoders when the codec has a codebook. Raises `TrainingError` when a zip2zip
     model has another codec than the data, `ConfigError` for a model type that is not supported.
     """
-    config: dict[str, Any] = (
-        dict(scratch or {}) if folder is None else {**read_config(folder), **rope_settings(read_config(folder))}
-    )
+    config = dict(scratch or {}) if folder is None else read_config(folder)
+    if folder is not None:
+        config |= rope_settings(config)
     if config.get("model_type") == MODEL_TYPE:
         _check_codec(config, params)
         return (_build(config) if folder is None else _load(folder, config)), config

@@ -2,7 +2,7 @@
 
     step-000200/  trained.safetensors    the weights that are trained
                   optimizer.safetensors  the optimizer's state and the random state
-                  state.json             step, epoch position, fingerprint of the run
+                  state.json             step, how much was read, fingerprint of the run
 
 A run killed at any moment finds its last whole checkpoint again; a half-written one has another name, and is removed
 by the next one.

@@ -103,7 +103,8 @@ def _start(options: RunOptions, settings: TrainSettings, first: bool) -> _Start:
     for part in (*data.parts, *(valid.parts if valid else ())):
         _check_tokenizer(part, tokenizer, tokenizer_folder)
     mx.random.seed(settings.seed)
-    model, config = start_model(folder, _read_config(options.scratch), data.params, options.encoder)
+    scratch = None if options.scratch is None else _read_object(options.scratch)
+    model, config = start_model(folder, scratch, data.params, options.encoder)
     _check_sizes(config, data, len(tokenizer))
     if options.save == ADAPTER:
         check_savable(model, config, settings, from_scratch=folder is None)
@@ -133,16 +134,15 @@ def _save(options: RunOptions, settings: TrainSettings, start: _Start, outcome: 
     save_trained(folder, start.model, start.config, start.tokenizer, source, options.save_dtype, start.folder)
 
 
-def _read_config(path: Path | None) -> dict[str, Any] | None:
-    if path is None:
-        return None
+def _read_object(path: Path, hint: str = "") -> dict[str, Any]:
+    """A JSON object from a file. Raises `TrainingError`, its message ending in `hint`."""
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise TrainingError(f"{path} cannot be read: {error}") from error
-    if not isinstance(config, dict):
-        raise TrainingError(f"{path} holds no JSON object")
-    return config
+        raise TrainingError(f"{path} cannot be read: {error}{hint}") from error
+    if not isinstance(found, dict):
+        raise TrainingError(f"{path} holds no JSON object{hint}")
+    return found
 
 
 def _check_sizes(config: Mapping[str, Any], data: Joined, tokens: int) -> None:
@@ -173,12 +173,7 @@ def _open_run(out: Path, record: dict[str, Any], mark: str) -> None:
     """Makes the run's folder, or checks that it is this run's."""
     path = out / RECORD
     if path.exists():
-        try:
-            before = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise TrainingError(f"{path} cannot be read: {error}; choose another --out") from error
-        if not isinstance(before, dict):
-            raise TrainingError(f"{path} holds no JSON object; choose another --out")
+        before = _read_object(path, "; choose another --out")
         same_data = before.get("data") == json.loads(json.dumps(record["data"]))
         if before.get("fingerprint") != mark or not same_data:
             raise TrainingError(f"{out} holds another run ({_difference(before, record)}); choose another --out")
