@@ -197,12 +197,12 @@ def test_saved_types_are_as_asked_and_further_ends_of_text_are_kept(tmp_path):
 # ---- how a step is computed
 
 
-def stepper(folder: Path, **changes: Any) -> tuple[Stepper, Any]:
+def stepper(folder: Path, encoder: EncoderOptions = ENCODER, **changes: Any) -> tuple[Stepper, Any]:
     """A step's machinery on a plain folder made zip-capable, and its batch."""
     chosen = settings(**changes)
     mx.random.seed(0)
     options(folder / "run")
-    model, _ = start_model(folder / "plain", None, CODEC, ENCODER)
+    model, _ = start_model(folder / "plain", None, CODEC, encoder)
     run_module.freeze(model, chosen)
     trainee = Trainee(model, LossWeights(chosen.reconstruction, chosen.token_type))
     if chosen.grad_checkpoint:
@@ -234,6 +234,32 @@ def test_batches_added_up_make_the_step_of_one_large_batch(tmp_path):
 def test_recomputing_activations_changes_no_number(tmp_path):
     plain = three_steps(tmp_path)
     np.testing.assert_allclose(three_steps(tmp_path, grad_checkpoint=True), plain, rtol=1e-5)
+
+
+def peak_of_a_step(folder: Path) -> int:
+    """Bytes that the second of two steps holds at most, with an encoder much larger than the decoder."""
+    wide = replace(ENCODER, num_hidden_layers=4, intermediate_size=512)
+    machine, batch = stepper(folder, encoder=wide, fine_tune_type="full")
+    machine.step([batch], [False])
+    mx.reset_peak_memory()
+    machine.step([batch], [False])
+    return mx.get_peak_memory()
+
+
+def test_the_encoders_activations_do_not_live_through_the_decoders_backward_pass(tmp_path, monkeypatch):
+    freed = peak_of_a_step(tmp_path)
+    monkeypatch.setattr(mx, "checkpoint", lambda call: call)
+    assert freed < 0.8 * peak_of_a_step(tmp_path)
+
+
+def test_a_step_leaves_nothing_of_its_graph_in_the_encoders(tmp_path):
+    machine, batch = stepper(tmp_path)
+    machine.step([batch], [False])
+    model = machine.trainee.model
+    before = dict(tree_flatten(model.output_encoder.parameters()))
+    machine.losses(batch, False)
+    after = dict(tree_flatten(model.output_encoder.parameters()))
+    assert [name for name, value in after.items() if value is not before[name]] == []
 
 
 def test_recomputing_activations_is_a_matter_of_one_model(tmp_path):

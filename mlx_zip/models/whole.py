@@ -100,5 +100,17 @@ def encode_rows(model: Model, samples: Samples) -> tuple[mx.array, mx.array]:
 
 
 def encode(encoder: nn.Module, matrix: nn.Module, entries: mx.array, lengths: mx.array) -> mx.array:
-    """Rows [N, D] of entries [N, S], lengths [N]."""
-    return encoder(matrix_rows(matrix, entries), lengths)
+    """Rows [N, D] of entries [N, S], lengths [N].
+
+    The encoder's activations are computed again in the backward pass instead of kept through the decoder's: entries
+    have several positions each, so that they would take more memory than the decoder's own.
+    """
+    own = encoder.trainable_parameters()
+
+    def rows(parameters: Any, vectors: mx.array) -> mx.array:
+        encoder.update(parameters)
+        out = encoder(vectors, lengths)
+        encoder.update(own)  # nothing of the backward pass stays behind in the module
+        return out
+
+    return mx.checkpoint(rows)(own, matrix_rows(matrix, entries))

@@ -8,8 +8,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 from mlx.nn.utils import average_gradients
-from mlx.utils import tree_map
+from mlx.utils import tree_flatten, tree_map
 
+from mlx_zip.config import SIDES
 from mlx_zip.training.batches import Batch
 from mlx_zip.training.objective import Trainee
 from mlx_zip.training.optimizer import clip
@@ -47,7 +48,9 @@ class Stepper:
         for batch, is_long in zip(batches, long, strict=True):
             some, gradients = self._gradients(to_device(batch), gradients, is_long)
             sums = some if sums is None else {name: sums[name] + some[name] for name in sums}
-            mx.eval(sums, gradients)
+            ours, theirs = parted(gradients)
+            mx.eval(sums, ours)  # before the hyper-encoders', which come last and hold nothing of the decoder's
+            mx.eval(theirs)
         assert sums is not None
         sums |= {name: mx.array(sum(getattr(batch, name) for batch in batches), mx.int64) for name in READ}
         sums["stop"] = mx.array(int(stop))
@@ -90,6 +93,15 @@ class Stepper:
         gradients, norm = clip(gradients, self.settings.max_grad_norm)
         self.optimizer.update(self.trainee, gradients)
         return norm
+
+
+def parted(gradients: Any) -> tuple[list[mx.array], list[mx.array]]:
+    """Gradients of the decoder and of the hyper-encoders."""
+    flat = tree_flatten(gradients)
+    return (
+        [value for name, value in flat if not name.removeprefix("model.").startswith(SIDES)],
+        [value for name, value in flat if name.removeprefix("model.").startswith(SIDES)],
+    )
 
 
 def to_device(batch: Batch) -> dict[str, mx.array]:
