@@ -181,6 +181,26 @@ def test_a_plain_model_from_scratch_learns_and_loads(tmp_path, in_memory):
     np.testing.assert_allclose(np.array(model(ids)), np.array(in_memory["model"](ids)), atol=2e-5)
 
 
+def test_a_new_plain_model_has_the_rope_settings_of_its_config_as_when_it_is_loaded(tmp_path, in_memory):
+    run = scratch(tmp_path, codec=PLAIN)
+    rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8}  # fmt: skip
+    edit_json(tmp_path / "new.json", rope_theta=None, rope_parameters=rope)
+    train(run, settings(fine_tune_type="full", iters=1), quiet=True)
+    ids = mx.array([text_ids(40, 1)])
+    found, expected = (np.array(model(ids)) for model in (load(run.out / "model")[0], in_memory["model"]))
+    np.testing.assert_allclose(found, expected, atol=2e-5)
+
+
+@pytest.mark.parametrize(("key", "value"), [("model_type", None), ("hidden_size", None), ("hidden_size", "wide")])
+def test_a_new_models_config_that_lacks_what_is_needed_is_refused_by_name(key, value, tmp_path):
+    run = scratch(tmp_path)
+    edit_json(tmp_path / "new.json", **{key: value})
+    with pytest.raises(ConfigError, match=key):
+        train(run, settings(fine_tune_type="full"), quiet=True)
+    assert not run.out.exists()
+
+
 def test_saved_types_are_as_asked_and_further_ends_of_text_are_kept(tmp_path):
     run = options(tmp_path / "run", save_dtype="bfloat16")
     write_json(tmp_path / "plain" / "generation_config.json", {"eos_token_id": [1, 9]})
@@ -297,6 +317,15 @@ def test_mixed_precision_computes_in_bfloat16_and_keeps_float32_weights(kind, tm
 
 class Cache(NoCache):
     offset = Positions()
+
+
+def test_recomputing_activations_in_mixed_precision_rounds_no_weight(tmp_path):
+    still = {"optimizer": "sgd", "learning_rate": 0.0, "fine_tune_type": "full"}
+    machine, batch = stepper(tmp_path, dtype="bfloat16", grad_checkpoint=True, **still)
+    before = arrays_of(machine.trainee)
+    machine.step([batch], [False])
+    for name, value in arrays_of(machine.trainee).items():
+        np.testing.assert_array_equal(value, before[name], err_msg=name)
 
 
 # ---- new encoders
@@ -427,6 +456,7 @@ def test_a_base_that_lacks_a_tensor_or_has_one_too_many_is_refused(tmp_path):
         (EncoderOptions(kind="gru"), "gru"),
         (EncoderOptions(kind="transformer", size=8), "as wide as the model"),
         (EncoderOptions(num_heads=3), "num_heads 3"),
+        (EncoderOptions(size=0), "hidden_size must be"),
     ],
 )
 def test_an_encoder_that_cannot_be_is_refused(encoder, match, tmp_path):

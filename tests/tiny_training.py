@@ -16,12 +16,13 @@ from safetensors.numpy import save_file
 from tiny import base_ids
 
 from mlx_zip import Codebook, CodecParams
+from mlx_zip.codec.pack import Start
 from mlx_zip.models import Model, ModelArgs
 from mlx_zip.training.adapt import EncoderOptions
 from mlx_zip.training.metrics import read_metrics
 from mlx_zip.training.run import RunOptions
 from mlx_zip.training.settings import TrainSettings
-from mlx_zip.training.shards import Sample, ShardWriter, Start, codec_record, write_index
+from mlx_zip.training.shards import Sample, ShardWriter, codec_record, write_index
 
 TOKENS = VOCAB - 8  # a plain base's embedding is longer than its tokenizer
 CODEC = CodecParams(VOCAB, 48, 3, (0, 1, 2, 3), 2)

@@ -14,6 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_zip.hyper import matrix_rows
+from mlx_zip.models.recompute import recomputed
 from mlx_zip.models.rope import Positions
 from mlx_zip.models.zip_model import Model
 
@@ -105,12 +106,4 @@ def encode(encoder: nn.Module, matrix: nn.Module, entries: mx.array, lengths: mx
     The encoder's activations are computed again in the backward pass instead of kept through the decoder's: entries
     have several positions each, so that they would take more memory than the decoder's own.
     """
-    own = encoder.trainable_parameters()
-
-    def rows(parameters: Any, vectors: mx.array) -> mx.array:
-        encoder.update(parameters)
-        out = encoder(vectors, lengths)
-        encoder.update(own)  # nothing of the backward pass stays behind in the module
-        return out
-
-    return mx.checkpoint(rows)(own, matrix_rows(matrix, entries))
+    return recomputed(encoder, lambda vectors: encoder(vectors, lengths), matrix_rows(matrix, entries))

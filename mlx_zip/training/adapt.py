@@ -45,9 +45,9 @@ class EncoderOptions:
 
     def config(self, width: int) -> EncoderConfig:
         """For a model of width D. Raises `ConfigError`."""
-        if self.kind not in ENCODER_FIELDS:
+        if not isinstance(self.kind, str) or self.kind not in ENCODER_FIELDS:
             raise ConfigError(f"encoder {self.kind!r} is not one of {', '.join(sorted(ENCODER_FIELDS))}")
-        size = self.size or width
+        size = width if self.size is None else self.size
         if size != width and self.kind != "res_latent_attn":
             raise ConfigError(f"encoder {self.kind} must be as wide as the model ({width}), got {size}")
         fields: dict[str, Any] = {
@@ -71,8 +71,9 @@ def start_model(
     model has another codec than the data, `ConfigError` for a model type that is not supported.
     """
     config = dict(scratch or {}) if folder is None else read_config(folder)
-    if folder is not None:
-        config |= rope_settings(config)
+    if not isinstance(config.get("model_type"), str):
+        raise ConfigError("config.json of the new model names no model_type")
+    config |= rope_settings(config)
     if config.get("model_type") == MODEL_TYPE:
         _check_codec(config, params)
         return (_build(config) if folder is None else _load(folder, config)), config
@@ -85,6 +86,7 @@ def start_model(
     if isinstance(model, Model):
         if folder is not None:
             _check_decoder(folder, model)
+            _check_fit(folder, model)
         init_encoders(model)
     return model, config
 
@@ -93,9 +95,12 @@ def zip_config(base: Mapping[str, Any], params: CodecParams, encoder: EncoderOpt
     """config.json of a plain model made zip-capable."""
     if params.pad_id is None:
         raise TrainingError("the data were prepared without a pad id; prepare them with the model's tokenizer")
+    width = base.get("hidden_size")
+    if isinstance(width, bool) or not isinstance(width, int) or width < 1:
+        raise ConfigError(f"config.json: hidden_size must be a positive integer, got {width!r}")
     config = ZipConfig(
         vocab_size=params.vocab_size, codebook_size=params.codebook_size, merge_size=params.merge_size,
-        disabled_ids=params.disabled_ids, pad_id=params.pad_id, encoder=encoder.config(base["hidden_size"]),
+        disabled_ids=params.disabled_ids, pad_id=params.pad_id, encoder=encoder.config(width),
         position_mode=encoder.position_mode, format_version=2, base_model=".", start=params.start,
     )  # fmt: skip
     section = {**config.to_dict(), "base_model_type": base["model_type"]}
@@ -103,7 +108,9 @@ def zip_config(base: Mapping[str, Any], params: CodecParams, encoder: EncoderOpt
 
 
 def _check_codec(config: Mapping[str, Any], params: CodecParams) -> None:
-    section = {k: v for k, v in config["zip2zip"].items() if k not in ("base_model_type", "source", "fingerprint")}
+    if not isinstance(section := config.get("zip2zip"), Mapping):
+        raise ConfigError("config.json of a zip2zip model has no zip2zip section")
+    section = {k: v for k, v in section.items() if k not in ("base_model_type", "source", "fingerprint")}
     theirs = ZipConfig.from_dict(section).codec_params
     if replace(theirs, start=None) != replace(params, start=None):
         raise TrainingError(f"the data were prepared for another codec ({params}) than the model's ({theirs})")
@@ -135,6 +142,14 @@ def _check_decoder(folder: Path, model: Model) -> None:
         raise TrainingError(f"{folder} lacks tensors of the decoder: {', '.join(sorted(missing)[:8])}")
     if unknown := there - wanted:
         raise TrainingError(f"{folder} has tensors the decoder has no place for: {', '.join(sorted(unknown)[:8])}")
+
+
+def _check_fit(folder: Path, model: Model) -> None:
+    """Tensors of other shapes than the config's: they show when a call is put together, and nothing is computed."""
+    try:
+        model(mx.zeros((1, 1), mx.int32))
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise TrainingError(f"{folder}: its weights do not fit its config.json: {first_line(error)}") from error
 
 
 def init_encoders(model: Model) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_zip.models.recompute import recomputed
+
 
 def recompute_activations(blocks: Sequence[nn.Module]) -> None:
     """Makes these blocks recompute, and no others of their class; names and weights stay as they are.
@@ -25,10 +27,6 @@ def recompute_activations(blocks: Sequence[nn.Module]) -> None:
 
 def _recomputed(call: Callable[..., Any]) -> Callable[..., Any]:
     def checkpointed(block: Any, x: mx.array, *args: Any, **kwargs: Any) -> Any:
-        def again(parameters: Any, x: mx.array) -> Any:
-            block.update(parameters)
-            return call(block, x, *args, **kwargs)
-
-        return mx.checkpoint(again)(block.trainable_parameters(), x)
+        return recomputed(block, lambda x: call(block, x, *args, **kwargs), x)
 
     return checkpointed

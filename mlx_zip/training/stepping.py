@@ -97,7 +97,7 @@ class Stepper:
 
 def parted(gradients: Any) -> tuple[list[mx.array], list[mx.array]]:
     """Gradients of the decoder and of the hyper-encoders."""
-    flat = tree_flatten(gradients)
+    flat: Any = tree_flatten(gradients)
     return (
         [value for name, value in flat if not name.removeprefix("model.").startswith(SIDES)],
         [value for name, value in flat if name.removeprefix("model.").startswith(SIDES)],
