@@ -9,7 +9,7 @@ from mlx_zip.errors import ModelError
 FOLDER = Path(__file__).parent / "bundle"
 NAMES = {
     "stories": "tells children's stories on request; the default of `mlx_zip generate`",
-    "stories-base": "its base: the same stories, no hypertokens",
+    "stories-base": "the same base after as much training, without hypertokens",
 }
 DEFAULT = "stories"
 PROMPT = "Tell me a story about a dog and a red ball."  # of a call that names neither a model nor a prompt

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -18,6 +19,7 @@ from mlx_zip.apps.stories import __main__ as main
 from mlx_zip.apps.stories import recipe as recipes
 from mlx_zip.apps.stories.recipe import STAGES, Recipe, in_process_of_its_own, install, measures, words
 from mlx_zip.apps.stories.settings import FULL, TINY
+from mlx_zip.apps.stories.texts import SOURCES
 from mlx_zip.config import ZipConfig
 from mlx_zip.errors import DataError, TrainingError
 from mlx_zip.generate import generate, load
@@ -79,10 +81,12 @@ def test_every_stage_leaves_what_it_promises(made):
 
 
 def test_training_reads_no_test_story(made):
-    read = {name: (made[0].out / f"texts/{name}.jsonl").read_text() for name in ("train", "conversations", "t1.test")}
+    files = ("train", "asked", "conversations", "t1.test")
+    read = {name: (made[0].out / f"texts/{name}.jsonl").read_text() for name in files}
     texts = [json.loads(line)["text"] for line in read["t1.test"].splitlines()]
     others = [text for text in texts if json.dumps(text)[1:-1] not in read["train"]]
-    assert [text for text in others if json.dumps(text)[1:-1] in read["conversations"]] == []
+    talks = read["asked"] + read["conversations"]
+    assert [text for text in others if json.dumps(text)[1:-1] in talks] == []
     assert others
 
 
@@ -91,8 +95,23 @@ def test_training_runs_on_training_windows_alone(made):
     texts = {call[call.index("--out") + 1]: call[call.index("--data") + 1] for call in calls if call[0] == "prepare"}
     trained = [call[call.index("--data") + 1 : call.index("--valid")] for call in calls if call[0] == "train"]
     assert {texts[folder] for folders in trained for folder in folders} == {
-        "texts/train.jsonl", "texts/conversations.jsonl",
+        "texts/train.jsonl", "texts/asked.jsonl", "texts/conversations.jsonl",
     }  # fmt: skip
+
+
+def test_a_file_is_read_as_often_as_the_settings_say(made):
+    lines = (made[0].out / "texts/train.jsonl").read_text().splitlines()
+    wanted = Counter()
+    for name, times in (("t1.train", 3), ("mixed.train", 1), ("real.train", 3)):
+        wanted.update(SOURCES[name].stories(made[0].data, check=False) * times)
+    assert Counter(json.loads(line)["text"] for line in lines) == wanted
+
+
+def test_the_base_first_learns_to_answer_one_request(made):
+    lines = (made[0].out / "texts/asked.jsonl").read_text().splitlines()
+    roles = [[message["role"] for message in json.loads(line)["messages"]] for line in lines]
+    assert len(roles) == TINY.asked
+    assert {tuple(of_one) for of_one in roles} == {("user", "assistant")}
 
 
 def test_the_bundled_pair_is_a_zip2zip_model_and_a_plain_one(made):
@@ -230,6 +249,26 @@ PARENT = "import sys; from pathlib import Path; from mlx_zip.apps.stories.recipe
 def test_a_command_runs_in_the_folder_and_gives_its_status(tmp_path):
     (tmp_path / "seven.py").write_text("import sys; sys.exit(7)")
     assert in_process_of_its_own("seven", [], tmp_path) == 7
+
+
+FAKE = """
+import json, os, pathlib, sys
+place = {name: os.environ.get(name) for name in ("MLX_RANK", "MLX_HOSTFILE")}
+hosts = json.loads(pathlib.Path(place["MLX_HOSTFILE"]).read_text()) if place["MLX_HOSTFILE"] else None
+pathlib.Path(f"ran-{place['MLX_RANK']}").write_text(json.dumps([sys.argv[1:], hosts]))
+sys.exit(5 if place["MLX_RANK"] == "1" else 0)
+"""
+
+
+def test_training_shares_its_batches_between_processes_and_nothing_else_does(tmp_path):
+    (tmp_path / "mlx_zip.py").write_text(FAKE)  # stands before the installed package in the folder it runs in
+    assert in_process_of_its_own("mlx_zip", ["train", "--iters", "1"], tmp_path, trainers=2) == 5
+    ran = [json.loads((tmp_path / f"ran-{rank}").read_text()) for rank in (0, 1)]
+    assert ran[0] == ran[1]
+    assert ran[0][0] == ["train", "--iters", "1"]
+    assert len({host for hosts in ran[0][1] for host in hosts}) == 2
+    assert in_process_of_its_own("mlx_zip", ["prepare"], tmp_path, trainers=2) == 0
+    assert json.loads((tmp_path / "ran-None").read_text()) == [["prepare"], None]
 
 
 def test_sigterm_is_passed_on_and_the_command_may_save_first(tmp_path):

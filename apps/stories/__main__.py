@@ -6,12 +6,13 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from mlx_zip import bundled
 from mlx_zip.errors import MlxZipError
 
-from .recipe import STAGES, Recipe, install
+from .recipe import STAGES, Recipe, in_process_of_its_own, install
 from .settings import SCALES
 from .texts import needs
 
@@ -21,7 +22,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     data, out = (Path(path).expanduser().resolve() for path in (args.data, args.out))
     settings = SCALES[args.scale] if args.seed is None else replace(SCALES[args.scale], seed=args.seed)
-    recipe = Recipe(settings, data, out, check=not args.no_checksum)
+    if args.processes < 1:
+        print(f"error: --processes must be at least 1, got {args.processes}", file=sys.stderr)
+        return 2
+    call = partial(in_process_of_its_own, trainers=args.processes)
+    recipe = Recipe(settings, data, out, check=not args.no_checksum, call=call)
     try:
         recipe.run(args.stage)
         if args.install:
@@ -49,6 +54,7 @@ def parser() -> argparse.ArgumentParser:
     add("--out", required=True, help="folder of all that is made; the same call goes on with it")
     add("--stage", nargs="+", default=[], metavar="NAME", help=f"only these: {', '.join(STAGES)}")
     add("--scale", choices=sorted(SCALES), default="full", help="tiny: all of it in seconds, as a test (default: full)")
+    add("--processes", type=int, default=1, metavar="N", help="train in so many, which share each batch (default: 1)")
     add("--seed", type=int, help="of everything that is drawn")
     add("--no-checksum", action="store_true", help="take other files than the recorded ones")
     add("--install", action="store_true", help=f"put the bundle into the package ({bundled.FOLDER.name}/)")

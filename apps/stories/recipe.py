@@ -13,13 +13,17 @@ A stage whose output is there is passed over, so the same call goes on where the
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import random
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -39,20 +43,38 @@ RECORD = "recipe.json"
 STOPPED = (130, 143, -signal.SIGINT, -signal.SIGTERM)  # exit statuses of a command that was told to stop
 
 
-def in_process_of_its_own(module: str, arguments: Sequence[str], folder: Path) -> int:
+def in_process_of_its_own(module: str, arguments: Sequence[str], folder: Path, trainers: int = 1) -> int:
     """Runs `python -m MODULE ARGUMENTS` in a folder; its exit status.
 
-    A Ctrl-C reaches it by itself, from the terminal, and a SIGTERM is passed on; either way it ends as it sees fit:
-    a training run saves its last step first.
+    trainers: `mlx_zip train` runs in so many processes, which share its batches over MLX's ring on this machine; the
+    first status that is not 0 is theirs. A Ctrl-C reaches all by itself, from the terminal, and a SIGTERM is passed
+    on; either way they end as they see fit: a training run saves its last step first.
     """
-    with subprocess.Popen([sys.executable, "-m", *module.split(), *arguments], cwd=folder) as child:
-        handlers = {signal.SIGINT: lambda *_: None, signal.SIGTERM: lambda *_: child.terminate()}
-        before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-        try:
-            return child.wait()
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    command = [sys.executable, "-m", *module.split(), *arguments]
+    count = trainers if [module, *arguments[:1]] == ["mlx_zip", "train"] else 1
+    with contextlib.ExitStack() as stack:
+        places = [{}] if count == 1 else stack.enter_context(ring(count))
+        children = [
+            stack.enter_context(subprocess.Popen(command, cwd=folder, env={**os.environ, **place})) for place in places
+        ]
+        handlers = {signal.SIGINT: lambda *_: None, signal.SIGTERM: lambda *_: [one.terminate() for one in children]}
+        for number, handler in handlers.items():
+            stack.callback(signal.signal, number, signal.signal(number, handler))
+        return next(filter(None, [child.wait() for child in children]), 0)
+
+
+@contextlib.contextmanager
+def ring(count: int) -> Iterator[list[dict[str, str]]]:
+    """Environments of `count` processes that make up MLX's ring on free ports of this machine."""
+    with contextlib.ExitStack() as stack, tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        hosts = [[f"127.0.0.1:{one.getsockname()[1]}"] for one in sockets]
+        stack.close()  # free again for the processes
+        json.dump(hosts, file)
+        file.flush()
+        yield [{"MLX_RANK": str(rank), "MLX_HOSTFILE": file.name} for rank in range(count)]
 
 
 def on_stderr(line: str) -> None:
@@ -99,7 +121,7 @@ class Recipe:
             before = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise DataError(f"{path} cannot be read: {error}; choose another --out") from error
-        if before.get("fingerprint") != record["fingerprint"]:
+        if not isinstance(before, dict) or before.get("fingerprint") != record["fingerprint"]:
             raise DataError(f"{self.out} holds what other settings made (see {path}); choose another --out")
 
     # ---- running commands
@@ -138,20 +160,23 @@ TEXTS = {"train", "valid", "t1.test", "real.test"}  # texts/NAME.jsonl
 
 
 def make_texts(recipe: Recipe) -> None:
-    """texts/: all training stories in an order drawn, test stories, conversations of 1 to 6 turns, requests."""
+    """texts/: all training stories in an order drawn, test stories, conversations (asked: of one turn), requests."""
     settings, stories = recipe.settings, read_stories(recipe.data, recipe.check)
-    sampled = stories["t1.train"] + stories["mixed.train"]
-    lexicon = learn(sampled, rare=8 if len(sampled) > 1000 else 2)
+    once = stories["t1.train"] + stories["mixed.train"]
+    lexicon = learn(once, rare=8 if len(once) > 1000 else 2)
     rng = random.Random(settings.seed)
-    train = sampled + stories["real.train"] * settings.real_repeats
+    often = {name: stories[name] * settings.repeats.get(name, 1) for name in TRAIN_SETS}
+    sampled = often["t1.train"] + often["mixed.train"]
+    train = sampled + often["real.train"]
     rng.shuffle(train)
     with whole_folder(recipe.out / "texts") as folder:
         tests = {"valid": stories["t1.test"][: settings.validation], "t1.test": stories["t1.test"],
                  "real.test": stories["real.test"]}  # fmt: skip
         for name, texts in {"train": train, **tests}.items():
             write_jsonl(folder / f"{name}.jsonl", ({"text": text} for text in texts))
-        talks = conversations(sampled, lexicon, settings.seed, limit=settings.conversations)
-        write_jsonl(folder / "conversations.jsonl", talks)
+        for name, turns, limit in (("asked", 1, settings.asked), ("conversations", None, settings.conversations)):
+            talks = conversations(sampled, lexicon, settings.seed, turns, limit)
+            write_jsonl(folder / f"{name}.jsonl", talks)
         requests = (ask(story, lexicon, rng) for story in stories["t1.test"][: settings.requests])
         write_jsonl(folder / "requests.jsonl", ({"messages": [{"role": "user", "content": r}]} for r in requests))
 
@@ -165,32 +190,28 @@ def make_tokenizer(recipe: Recipe) -> None:
 
 # ---- preparing
 
-
-def prepare(recipe: Recipe, name: str, text: str, context: int, codec: Mapping[str, Any]) -> None:
-    """prepared/NAME: windows of `context` base ids of texts/TEXT.jsonl."""
-    fixed = {"tokenizer": "tokenizer", "data": f"texts/{text}.jsonl", "out": f"prepared/{name}", "context": context,
-             "shard_samples": recipe.settings.shard_samples, "protect": recipe.settings.protect,
-             "workers": recipe.settings.workers}  # fmt: skip
-    recipe.command("prepare", {**fixed, **codec})
-
-
 PLAIN = {"codebook_size": 0, "merge_size": 1}
-PREPARED = {"train": "train", "chat": "conversations", "valid": "valid"}  # what of: which text
+WINDOWS = {  # of a kind: what prepared/KIND-WHAT is made of
+    "short": {"train": "train", "chat": "asked", "valid": "valid"},
+    "long": {"train": "train", "chat": "conversations", "valid": "valid"},
+    "compressed": {"train": "train", "chat": "conversations", "valid": "valid"},
+}
 
 
-def prepared(kind: str) -> list[str]:
-    """Folders of the windows of a kind: short, long or compressed."""
-    return [f"prepared/{kind}-{what}" for what in PREPARED if (kind, what) != ("short", "chat")]
+def prepared(kind: str) -> dict[str, str]:
+    """Folders of the windows of a kind, and the text in each."""
+    return {f"prepared/{kind}-{what}": f"texts/{text}.jsonl" for what, text in WINDOWS[kind].items()}
 
 
 def make_windows(recipe: Recipe, kind: str) -> None:
     """All prepared folders of a kind."""
     settings = recipe.settings
+    codec = settings.codec if kind == "compressed" else PLAIN
     context = settings.short if kind == "short" else settings.long
-    for folder in prepared(kind):
-        name = folder.removeprefix("prepared/")
-        codec = settings.codec if kind == "compressed" else PLAIN
-        prepare(recipe, name, PREPARED[name.removeprefix(f"{kind}-")], context, codec)
+    fixed = {"tokenizer": "tokenizer", "context": context, "shard_samples": settings.shard_samples,
+             "protect": settings.protect, "workers": settings.workers, "pack": kind == "short"}  # fmt: skip
+    for folder, text in prepared(kind).items():
+        recipe.command("prepare", {**fixed, "data": text, "out": folder, **codec})
 
 
 # ---- training

@@ -16,8 +16,9 @@ class Settings:
     """What the recipe does.
 
     vocab_size: entries of the tokenizer. model: config.json of the base. short, long: base ids of a window while the
-    base learns words, and afterwards. real_repeats: how often each real story is read for one of a sampled one.
-    conversations: at most so many to train on, and requests to test with. codec: of the zip2zip model; `test_turns`:
+    base learns words, and afterwards. repeats: how often each story of a file is in the training text (once where it
+    is not named). asked, conversations: at most so many of one turn, for the base's first stage, and of several.
+    requests: to test with. codec: of the zip2zip model; `test_turns`:
     the turn of a conversation that is measured beside the first. base, chat, extra: settings of `mlx_zip train` for
     the base's first stage, its second, and the one that both the zip2zip model and its control get; encoder: the
     hyper-encoder of the former. bits: of the bundled weights. validation: bits per byte while training are measured on
@@ -28,7 +29,8 @@ class Settings:
     model: Flags
     short: int
     long: int
-    real_repeats: int
+    repeats: Mapping[str, int]
+    asked: int
     conversations: int
     requests: int
     test_turns: int
@@ -45,7 +47,7 @@ class Settings:
     shard_samples: int = 2048
     workers: int | None = None
     temperatures: tuple[float, ...] = (0.0, 0.7)
-    bundled: Mapping[str, str] = field(default_factory=lambda: {"stories": "zip", "stories-base": "base"})
+    bundled: Mapping[str, str] = field(default_factory=lambda: {"stories": "zip", "stories-base": "control"})
 
     def fingerprint(self) -> str:
         """A digest of all settings: runs of different ones do not share a folder."""
@@ -70,7 +72,8 @@ FULL = Settings(
     },
     short=256,
     long=1024,
-    real_repeats=3,
+    repeats={"t1.train": 3, "real.train": 3},
+    asked=16_000,
     conversations=12_000,
     requests=200,
     test_turns=3,
@@ -81,12 +84,12 @@ FULL = Settings(
         "warmup": 50, "steps_per_eval": 100, "val_batches": 4, "save_every": 50,
     },
     chat={
-        "iters": 500, "batch_size": 8, "fine_tune_type": "full",
+        "iters": 350, "batch_size": 8, "fine_tune_type": "full",
         "optimizer": "muon", "muon_learning_rate": 0.014, "learning_rate": 2e-3, "min_learning_rate": 4e-5,
         "warmup": 10, "steps_per_eval": 100, "val_batches": 8, "save_every": 50,
     },
     extra={
-        "iters": 400, "batch_size": 8, "fine_tune_type": "full",
+        "iters": 600, "batch_size": 8, "fine_tune_type": "full",
         "optimizer": "muon", "muon_learning_rate": 0.01, "learning_rate": 1.8e-3, "min_learning_rate": 3.6e-5,
         "warmup": 10, "steps_per_eval": 100, "val_batches": 8, "save_every": 50,
     },
@@ -102,7 +105,7 @@ TINY = replace(
     vocab_size=320,
     model={**FULL.model, "hidden_size": 64, "num_hidden_layers": 1, "intermediate_size": 64, "head_dim": 16,
            "vocab_size": 320, "max_position_embeddings": 256},
-    short=32, long=96, conversations=12, requests=4, test_turns=2, validation=4, shard_samples=16, workers=1,
+    short=32, long=96, asked=8, conversations=12, requests=4, test_turns=2, validation=4, shard_samples=16, workers=1,
     codec={"merge_size": 3, "codebook_size": 64},
     base={**FULL.base, **_FEW},
     chat={**FULL.chat, **_FEW},
