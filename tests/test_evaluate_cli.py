@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 
 import checkpoints
 import pytest
@@ -114,7 +115,8 @@ def test_stories_are_generated_from_openings_over_turns(run, base, zipped, text)
 
 
 def test_chat_prompts_come_from_a_file(run, zipped, tmp_path):
-    (tmp_path / "p.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "The cat"}]}))
+    asked = [json.dumps({"messages": [{"role": "user", "content": f"The {who}"}]}) for who in ("cat", "mat")]
+    (tmp_path / "p.jsonl").write_text("\n".join(asked))
     flags = ("--prompts", tmp_path / "p.jsonl", "--generate", 1, "--turns", 2, "--keep-cache", "--max-tokens", 8)
     status, _, _, record = run("--model", zipped, *flags)
     assert (status, record["data"]) == (0, None)
@@ -167,6 +169,7 @@ def test_a_starting_codebook_is_read_from_a_file(run, zipped, text, tmp_path):
     [
         ((), "nothing to evaluate"),
         (("--generate", 3), "--generate needs --prompts"),
+        (("--data", "TEXT", "--generate", 0), "(--generate)"),
         (("--prompts", "p.jsonl", "--data", "TEXT"), "--prompts needs --generate"),
         (("--data", "missing.txt"), "missing.txt: no such file"),
         (("--data", "TEXT", "--context", 0), "--context"),
@@ -179,6 +182,32 @@ def test_bad_requests_are_one_line_that_names_the_culprit(run, zipped, text, fla
     assert (status, out) == (2, "")
     assert reason in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("positions", "flags", "windows", "requests"),
+    [(256, (), 256, 256), (4096, (), 1024, 4096), (256, ("--context", 100), 100, 100)],
+)
+def test_tasks_read_all_positions_of_the_first_model_unless_told_otherwise(
+    run, words, tmp_path, monkeypatch, positions, flags, windows, requests
+):
+    """Windows are short for speed; a task's question that loses its beginning is another question."""
+    config = Path(words) / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "max_position_embeddings": positions}))
+    (tmp_path / "t.txt").write_text("w5 w6")
+    results = {"results": {"t": {"acc,none": 0.5}}, "truncated": 3, "context": requests}
+    asked = []
+
+    def run_tasks(model, tokenizer, tasks, *, context, **options):
+        asked.append(context)
+        return results
+
+    monkeypatch.setattr("mlx_zip.evaluation.tasks.run_tasks", run_tasks)
+    given = ("--data", tmp_path / "t.txt", "--tasks", "t", "--include-path", tmp_path, *flags)
+    _, out, _, record = run("--model", words, *given)
+    assert (asked, record["settings"]["context"]) == ([requests], windows)
+    assert record["settings"]["include_path"] == str(tmp_path)
+    assert f"3 requests of tasks lost the beginning of their context, to fit {requests} base ids" in out
 
 
 def test_without_the_harness_tasks_say_what_to_install(run, zipped, monkeypatch):

@@ -260,6 +260,21 @@ def test_more_stories_than_prompts_need_sampling():
     assert make_conversations(PROMPTS, 7, 1, repeat=True)[6] == [PROMPTS[0]]
 
 
+def test_no_prompt_is_asked_twice_in_one_conversation():
+    """What comes again compresses better, and the rate would tell of the repetition."""
+    with pytest.raises(DataError, match=r"7 turns .* of 6 prompts"):
+        make_conversations(PROMPTS, 1, 7, repeat=True)
+    assert len(make_conversations(PROMPTS, 1, 6, repeat=False)[0]) == 6
+
+
+def test_a_conversation_is_of_one_kind_of_prompt():
+    """Neither would see what the other said."""
+    mixed = [PROMPTS[0], Prompt([{"role": "user", "content": "hi"}])]
+    with pytest.raises(DataError, match="prompts are of both kinds"):
+        make_conversations(mixed, 2, 2, repeat=False)
+    assert make_conversations(mixed, 2, 1, repeat=False) == [[mixed[0]], [mixed[1]]]
+
+
 def test_prompts_are_text_or_chat_messages(tmp_path):
     messages = [{"role": "user", "content": "hi"}]
     (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "once"}) + "\n\n" + json.dumps({"messages": messages}))
@@ -276,10 +291,11 @@ def test_a_line_that_is_no_prompt_is_an_error_with_its_number(tmp_path, line):
 
 
 def test_a_file_that_is_no_list_of_prompts_is_an_error(tmp_path):
-    (tmp_path / "p.txt").write_text("once")
+    (tmp_path / "p.txt").write_text("")
     (tmp_path / "p.jsonl").write_text("")
-    with pytest.raises(DataError, match=r"read from a \.jsonl file"):
-        read_prompts(tmp_path / "p.txt")
+    for other in (tmp_path / "p.txt", tmp_path):  # a folder would be a data set
+        with pytest.raises(DataError, match=r"read from a \.jsonl file"):
+            read_prompts(other)
     with pytest.raises(DataError, match="no prompts"):
         read_prompts(tmp_path / "p.jsonl")
 

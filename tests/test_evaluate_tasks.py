@@ -134,6 +134,7 @@ def test_a_context_too_long_for_the_model_loses_its_beginning():
     lm = ZipLM(PLAIN, TOKENIZER, context=10)
     long, short, shorter = (loglikelihood(lm, [(CONTEXT[-n:], " cat")])[0] for n in (42, 7, 6))
     assert long == short != shorter
+    assert lm.truncated == 1
 
 
 def test_a_continuation_that_does_not_fit_is_an_error():
@@ -191,6 +192,14 @@ def test_a_task_that_samples_gets_the_same_text_for_the_same_seed():
     assert texts[0] == texts[1] != texts[2]
 
 
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_a_sampled_request_that_is_repeated_gets_another_answer(batch_size):
+    """Tasks that vote among several answers repeat their requests."""
+    request = (CONTEXT, {"do_sample": True, "temperature": 1.0, "max_gen_toks": 20})
+    texts = generated(ZipLM(MODEL, TOKENIZER, batch_size=batch_size), *[request] * 4)
+    assert len(set(texts)) == 4
+
+
 def test_generation_arguments_that_are_not_known_are_refused():
     with pytest.raises(DataError, match="num_beams"):
         generated(ZipLM(MODEL, TOKENIZER), (CONTEXT, {"num_beams": 4}))
@@ -201,13 +210,26 @@ def test_a_context_leaves_room_for_the_answer():
     ids = encoded(CONTEXT)[-11:]
     expected = "".join(r.text for r in stream_generate(PLAIN, TOKENIZER, ids, max_tokens=9))
     assert generated(lm, (CONTEXT, {"max_gen_toks": 9})) == [expected]
+    assert lm.truncated == 1
     with pytest.raises(DataError, match="leaves no room"):
         generated(lm, (CONTEXT, {"max_gen_toks": 20}))
 
 
-def test_an_unknown_border_is_refused():
-    with pytest.raises(DataError, match="--border"):
-        ZipLM(MODEL, TOKENIZER, border="both")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"border": "both"}, "--border"),
+        ({"batch_size": 0}, "--batch-size"),
+        ({"context": 0}, r"--context.* at least 1"),
+        ({"context": 101}, r"101 base ids \(--context\) do not fit the model's 100 positions"),
+    ],
+)
+def test_bad_options_are_refused(options, message):
+    model = tiny.tiny_model()
+    model.args.config["max_position_embeddings"] = 100
+    assert ZipLM(model, TOKENIZER).max_length == ZipLM(model, TOKENIZER, context=100).max_length == 100
+    with pytest.raises(DataError, match=message):
+        ZipLM(model, TOKENIZER, **options)
 
 
 # ---- whole tasks
@@ -240,6 +262,7 @@ def test_local_tasks_of_each_kind_run_through_the_harness(tasks, model):
     results = run_tasks(model, TOKENIZER, ["choose", "write", "roll"], include_path=str(tasks), context=64)
     assert set(results["results"]) == {"choose", "write", "roll"}
     json.dumps(results, allow_nan=False)
+    assert (results["context"], results["truncated"]) == (64, 0)
     scores = [loglikelihood(ZipLM(model, TOKENIZER), [(q, " sat"), (q, " on")]) for q in ("the cat", "the mat")]
     right = [np.argmax([score for score, _ in pair]) == a for pair, a in zip(scores, (0, 1), strict=True)]
     assert results["results"]["choose"]["acc,none"] == np.mean(right)

@@ -14,8 +14,8 @@ CONTEXT = 1024
 AVAILABILITY = ("causal", "legacy")
 _SETTINGS = (
     "start_codebook", "separator", "pack", "limit_bytes", "batch_size", "availability", "generate", "prompts",
-    "opening", "turns", "keep_cache", "max_tokens", "temp", "top_p", "stop", "seed", "tasks", "num_shots", "limit",
-    "border", "apply_chat_template",
+    "opening", "turns", "keep_cache", "max_tokens", "temp", "top_p", "stop", "seed", "tasks", "include_path",
+    "num_shots", "limit", "border", "apply_chat_template",
 )  # fmt: skip
 
 
@@ -32,7 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text("--data", nargs="+", default=(), metavar="FILE", help=".txt or .jsonl with text, .gz of both, or a data set")
     text("--separator", help="line that ends a document of a .txt file (default: each file is one document)")
     text("--pack", action="store_true", help="fill windows with documents, eos between (default: one document each)")
-    text("--context", type=int, help=f"base ids per window and request (default: the model's, at most {CONTEXT})")
+    text("--context", type=int, help=f"base ids per window (default: the first model's positions, at most {CONTEXT}) "
+         "and per request of a task (default: all of them)")  # fmt: skip
     text("--limit-bytes", type=int, help="stop after so many bytes of text")
     text("--availability", choices=AVAILABILITY, default="causal", help="legacy is not comparable, see the docs")
     rate = parser.add_argument_group("rates of generation").add_argument
@@ -72,14 +73,14 @@ def run(args: argparse.Namespace) -> int:
     settings = {name: getattr(args, name) for name in _SETTINGS} | {"context": args.context}
     data = corpus and {**corpus.record(), "altered_documents": evaluation.altered}
     record = report.make_record(evaluation.models, settings, data)
-    if args.json:
-        _write(Path(args.json), record)
     print(report.table(record))
+    if args.json:  # last: should it fail, the table has been seen
+        _write(Path(args.json), record)
     return 0
 
 
 def _check(args: argparse.Namespace) -> None:
-    if not (args.data or args.generate or args.tasks):
+    if not (args.data or args.generate is not None or args.tasks):
         raise DataError("nothing to evaluate: give text (--data), a number of stories (--generate) or --tasks")
     if args.generate is not None and not (args.data or args.prompts):
         raise DataError("--generate needs --prompts, or --data whose openings are continued")
@@ -87,6 +88,8 @@ def _check(args: argparse.Namespace) -> None:
         raise DataError("--prompts needs --generate N")
     if args.json and not Path(args.json).resolve().parent.is_dir():
         raise DataError(f"--json {args.json}: no such folder")
+    if args.json and Path(args.json).is_dir():
+        raise DataError(f"--json {args.json}: is a folder, not a file")
 
 
 class Evaluation:
@@ -96,6 +99,7 @@ class Evaluation:
         self.args, self.corpus, self.start = args, corpus, start
         self.models: list[dict[str, Any]] = []
         self.altered = 0
+        self.task_context: int | None = args.context
         self._windows: Any = None
         self._baseline: Any = None
 
@@ -106,11 +110,12 @@ class Evaluation:
 
         model, tokenizer = load(name, trust_remote_code=self.args.trust_remote_code)
         if self.args.context is None:
-            self.args.context = min(CONTEXT, context_limit(model) or CONTEXT)
+            self.task_context = context_limit(model) or CONTEXT
+            self.args.context = min(CONTEXT, self.task_context)
         record: dict[str, Any] = {"model": name, "kind": "zip2zip" if is_zip(model) else "plain"}
         if self.corpus:
             record["text"] = self._text(name, model, tokenizer)
-        if self.args.generate:
+        if self.args.generate is not None:
             record["generation"] = self._generation(model, tokenizer)
         if self.args.tasks:
             record["tasks"] = self._tasks(model, tokenizer)
@@ -154,8 +159,8 @@ class Evaluation:
         from mlx_zip.evaluation.tasks import run_tasks
 
         names = ("include_path", "num_shots", "limit", "apply_chat_template", "seed", "confirm_run_unsafe_code")
-        options = {name: getattr(self.args, name) for name in (*names, "batch_size", "border", "context")}
-        return run_tasks(model, tokenizer, self.args.tasks, start=self.start, **options)
+        options = {name: getattr(self.args, name) for name in (*names, "batch_size", "border")}
+        return run_tasks(model, tokenizer, self.args.tasks, start=self.start, context=self.task_context, **options)
 
 
 class Progress:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from itertools import groupby
+from itertools import count, groupby
 from typing import Any
 
 import numpy as np
@@ -40,7 +40,9 @@ class ZipLM(TemplateLM):
 
     context: base ids a request may have (default: the model's positions, or 2048). batch_size: rows per model call.
     border: "whole" or "split", see above. max_gen_toks: base tokens generated where a task does not say. start: a
-    starting codebook in place of a zip2zip model's own. seed: of sampled generation.
+    starting codebook in place of a zip2zip model's own. seed: of sampled generation; every batch counts it up by one.
+
+    truncated: requests so far that lost the beginning of their context. Raises `DataError` for bad arguments.
     """
 
     def __init__(
@@ -59,8 +61,11 @@ class ZipLM(TemplateLM):
         if border not in BORDERS:
             raise DataError(f"border (--border) {border!r} is not one of {', '.join(BORDERS)}")
         self.model, self.tokenizer, self.border, self.start = model, tokenizer, border, start
-        self.max_length = context or context_limit(model) or MAX_LENGTH
+        if batch_size < 1:
+            raise DataError(f"the batch size (--batch-size) must be at least 1, got {batch_size}")
+        self.max_length = _max_length(model, context)
         self.batch_size, self.max_gen_toks, self.seed = batch_size, max_gen_toks, seed
+        self.truncated = 0
 
     # ---- text and ids
 
@@ -141,7 +146,12 @@ class ZipLM(TemplateLM):
         room = self.max_length + 1 - len(continuation)
         if room < 1 or not continuation:
             raise DataError(f"a continuation of {len(continuation)} base ids cannot be scored: {text[:60]!r}")
-        return (context or [self.prefix_token_id])[-room:]
+        return self._end(context or [self.prefix_token_id], room)
+
+    def _end(self, context: list[int], room: int) -> list[int]:
+        """The last `room` ids of a context."""
+        self.truncated += len(context) > room
+        return context[-room:]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """The log-probability of whole texts, in windows that stand alone, as `mlx_zip evaluate --data` cuts them."""
@@ -166,12 +176,13 @@ class ZipLM(TemplateLM):
         keys = [json.dumps(option, sort_keys=True) for option in options]
         prompts = [self._prompt(text, o["max_tokens"]) for (text, _), o in zip(arguments, options, strict=True)]
         order = sorted(range(len(requests)), key=lambda i: (keys[i], -len(prompts[i])))
-        texts = [""] * len(requests)
+        texts, seeds = [""] * len(requests), count(self.seed)  # equal seeds would answer a repeated request alike
         for _, same in groupby(order, key=lambda i: keys[i]):
             rows = list(same)
             size = self.batch_size if can_batch(self.model) else 1
             for batch in (rows[begin : begin + size] for begin in range(0, len(rows), size)):
-                for i, text in zip(batch, self._generate([prompts[i] for i in batch], options[batch[0]]), strict=True):
+                answers = self._generate([prompts[i] for i in batch], options[batch[0]], next(seeds))
+                for i, text in zip(batch, answers, strict=True):
                     texts[i] = text
                     self.cache_hook.add_partial("generate_until", arguments[i], text)
         return texts
@@ -181,10 +192,10 @@ class ZipLM(TemplateLM):
         room = self.max_length - max_tokens
         if room < 1:
             raise DataError(f"max_gen_toks {max_tokens} leaves no room in a context of {self.max_length} base ids")
-        return (self.tok_encode(context) or [self.prefix_token_id])[-room:]
+        return self._end(self.tok_encode(context) or [self.prefix_token_id], room)
 
-    def _generate(self, prompts: Sequence[list[int]], options: Mapping[str, Any]) -> list[str]:
-        options = {**options, "seed": self.seed, "start": self.start if is_zip(self.model) else None}
+    def _generate(self, prompts: Sequence[list[int]], options: Mapping[str, Any], seed: int) -> list[str]:
+        options = {**options, "seed": seed, "start": self.start if is_zip(self.model) else None}
         texts = [""] * len(prompts)
         if len(prompts) == 1:
             one = stream_generate(self.model, self.tokenizer, prompts[0], **options)
@@ -192,6 +203,17 @@ class ZipLM(TemplateLM):
         for row, response in stream_batch(self.model, self.tokenizer, prompts, **options):
             texts[row] += response.text
         return texts
+
+
+def _max_length(model: Any, context: int | None) -> int:
+    limit = context_limit(model)
+    if context is None:
+        return limit or MAX_LENGTH
+    if context < 1:
+        raise DataError(f"the context (--context) must be at least 1 base id, got {context}")
+    if limit is not None and context > limit:
+        raise DataError(f"requests of {context} base ids (--context) do not fit the model's {limit} positions")
+    return context
 
 
 def _generation_options(given: Mapping[str, Any], max_gen_toks: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from mlx_zip.errors import DataError
 from mlx_zip.evaluation.documents import Document
 from mlx_zip.evaluation.windows import encode_with_bytes
 from mlx_zip.tokenizer import encode_prompt
-from mlx_zip.training.sources import Reader, Source
+from mlx_zip.training.sources import Reader, Source, kind_of
 
 Messages = list[dict[str, str]]
 
@@ -31,16 +31,12 @@ class Prompt:
 
 def read_prompts(file: str | Path) -> list[Prompt]:
     """A .jsonl[.gz] file of objects with `messages` (role and content) or `prompt` (text). Raises `DataError`."""
-    prompts = [_prompt(item.where, item.raw) for item in Reader(Source((str(file),))) if _is_line(file, item.kind)]
+    if kind_of(str(file)) != "json":
+        raise DataError(f"{file}: prompts are read from a .jsonl file")
+    prompts = [_prompt(item.where, item.raw) for item in Reader(Source((str(file),)))]
     if not prompts:
         raise DataError(f"{file}: no prompts")
     return prompts
-
-
-def _is_line(file: str | Path, kind: str) -> bool:
-    if kind != "json":
-        raise DataError(f"{file}: prompts are read from a .jsonl file")
-    return True
 
 
 def _prompt(where: str, line: bytes) -> Prompt:
@@ -77,13 +73,18 @@ def make_conversations(prompts: Sequence[Prompt], count: int, turns: int, repeat
     """`count` conversations of `turns` prompts. The last prompts are those of the file in order, whatever `turns` is.
 
     The earlier turns of conversation i are the prompts that follow i in the file, the nearest last. repeat: whether
-    more conversations than prompts make sense (sampling). Raises `DataError` when there are too few prompts.
+    more conversations than prompts make sense (sampling). Raises `DataError` when there are too few prompts, or
+    prompts of both kinds for one conversation.
     """
     n = len(prompts)
     if count < 1 or turns < 1:
         raise DataError(f"conversations (--generate) and turns (--turns) must be at least 1, got {count} and {turns}")
     if count > n and not repeat:
         raise DataError(f"{count} continuations (--generate) of {n} prompts would repeat: greedy text never varies")
+    if turns > n:
+        raise DataError(f"{turns} turns (--turns) of {n} prompts would ask the same twice in one conversation")
+    if turns > 1 and len({prompt.is_chat for prompt in prompts}) > 1:
+        raise DataError("a conversation (--turns) is of chat messages or of texts: the prompts are of both kinds")
     return [[prompts[(i + turns - 1 - turn) % n] for turn in range(turns)] for i in range(count)]
 
 

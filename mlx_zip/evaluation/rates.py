@@ -176,7 +176,7 @@ def _measure(model: Any, turn: _Turn, start: Start | None) -> Story:
     grams, repeated = repeated_grams(turn.base_ids)
     canonical, invalid, hypertokens = None, 0, 0
     if is_zip(model):
-        book = turn.context or Codebook(codec(model, start))
+        book = Codebook(codec(model, start)) if turn.context is None else turn.context
         book.push(_prompt_ids(book, turn.prompt))
         canonical = len(book.compress(np.array(turn.base_ids, np.uint32)))
         invalid = count_invalid(book, turn.tokens)
@@ -223,7 +223,7 @@ def repeated_grams(base_ids: Sequence[int], size: int = GRAM) -> tuple[int, int]
 
 @dataclass(frozen=True)
 class Rates:
-    """turns: per turn, the stories of all conversations in order. seconds: for all of them."""
+    """turns: per turn, the stories of all conversations in order. seconds: for all of them, their prompts included."""
 
     turns: tuple[tuple[Story, ...], ...]
     seconds: float

@@ -145,4 +145,10 @@ def _notes(record: Mapping[str, Any]) -> list[str]:
             f"{texts[0]['windows']} windows of {packed}, at most {record['settings']['context']} base ids each; "
             "standard errors over windows."
         )
+    for model in record["models"]:
+        if lost := (model.get("tasks") or {}).get("truncated"):
+            notes.append(
+                f"{model['model']}: {lost} requests of tasks lost the beginning of their context, to fit "
+                f"{model['tasks']['context']} base ids (--context)."
+            )
     return ["", *notes] if notes else []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from mlx_zip.errors import DataError, InstallationError
@@ -24,10 +25,19 @@ def run_tasks(
 ) -> dict[str, Any]:
     """The harness's results by task: {task: {metric: value}}, and its versions and number of shots.
 
+    Beside them "context", the base ids a request may have, and "truncated", the requests that lost their beginning.
     tasks: its names; include_path: a folder with task files of one's own. num_shots, limit: examples before each
     question, and questions per task. options: those of `ZipLM`. Raises `InstallationError` without the extra and
-    `DataError` for a task that is not known.
+    `DataError` for a task that is not known, a folder that is none, and numbers out of range.
     """
+    if include_path is not None and not Path(include_path).is_dir():
+        raise DataError(f"--include-path {include_path}: no such folder")
+    for name, value, low, high in (
+        ("num_shots", num_shots, 0, math.inf), ("limit", limit, 1, math.inf), ("seed", seed, 0, 2**32 - 1),
+    ):  # fmt: skip
+        if value is not None and not low <= value <= high:
+            wanted = f"at least {low}" if high == math.inf else f"from {low} to {high}"
+            raise DataError(f"{name} (--{name.replace('_', '-')}) of tasks must be {wanted}, got {value}")
     harness = _import()
     from lm_eval import simple_evaluate  # pyright: ignore[reportMissingImports]
     from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
@@ -36,8 +46,9 @@ def run_tasks(
     if unknown := [name for name in tasks if not manager.match_tasks([name])]:
         raise DataError(f"tasks (--tasks): lm-evaluation-harness knows no {', '.join(unknown)}")
     evaluate: Any = simple_evaluate  # its decorator hides the signature
+    lm = harness.ZipLM(model, tokenizer, seed=seed, **options)
     results = evaluate(
-        model=harness.ZipLM(model, tokenizer, seed=seed, **options),
+        model=lm,
         tasks=list(tasks),
         num_fewshot=num_shots,
         limit=limit,
@@ -51,7 +62,8 @@ def run_tasks(
         log_samples=False,
     )
     kept = ("results", "n-shot", "versions", "n-samples", "higher_is_better", "lm_eval_version")
-    return _plain({key: results[key] for key in kept if key in results})
+    found = {key: results[key] for key in kept if key in results}
+    return _plain({**found, "context": lm.max_length, "truncated": lm.truncated})
 
 
 def _plain(value: Any) -> Any:

@@ -1,0 +1,47 @@
+"""Where an evaluation's figures go, and numbers that the benchmark harness would choke on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mlx_zip.cli import main
+from mlx_zip.errors import DataError
+from mlx_zip.evaluation.tasks import run_tasks
+
+
+def test_a_folder_in_place_of_the_json_file_is_refused_before_anything_is_measured(tmp_path, capsys):
+    assert main(["evaluate", "--model", "none", "--data", "none.txt", "--json", str(tmp_path)]) == 2
+    assert f"--json {tmp_path}: is a folder" in capsys.readouterr().err
+
+
+def test_the_table_is_printed_although_the_json_file_cannot_be_written(tmp_path, capsys, monkeypatch):
+    class Measured:
+        models: tuple[Any, ...] = ()
+        altered = 0
+
+        def __init__(self, *args: Any) -> None: ...
+
+        def add(self, name: str) -> None: ...
+
+    def full(path: Any, record: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    (tmp_path / "a.txt").write_text("text")
+    monkeypatch.setattr("mlx_zip.cli.evaluation.Evaluation", Measured)
+    monkeypatch.setattr("mlx_zip.evaluation.report.table", lambda record: "the table")
+    monkeypatch.setattr("mlx_zip.files.write_json", full)
+    argv = ["evaluate", "--model", "m", "--data", str(tmp_path / "a.txt"), "--json", str(tmp_path / "a.json")]
+    assert main(argv) == 2
+    told = capsys.readouterr()
+    assert told.out == "the table\n"
+    assert "No space left on device" in told.err
+
+
+@pytest.mark.parametrize(
+    "option", [{"num_shots": -1}, {"limit": 0}, {"seed": -1}, {"seed": 2**32}, {"include_path": "nowhere"}], ids=str
+)
+def test_numbers_and_folders_that_the_harness_cannot_take_are_named(option):
+    with pytest.raises(DataError, match=next(iter(option)).replace("_", "[-_]")):
+        run_tasks(None, None, ["a"], **option)
