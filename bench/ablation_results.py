@@ -53,12 +53,20 @@ def read_lines(path: Path) -> list[Line]:
 def _checked(path: Path, number: int, text: str) -> Line:
     try:
         line = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise MlxZipError(f"{path}, line {number}: {error}; remove the line and measure its setting again") from error
     needed = {"setting", "conditions", "training", "texts", "parameters", "machine", "versions"}
-    if not isinstance(line, dict) or not needed <= line.keys():
+    whole = isinstance(line, dict) and needed <= line.keys()
+    parts = [line[part] for part in ("setting", "conditions", "training", "texts")] if whole else [None]
+    if not all(isinstance(part, dict) for part in parts) or not _is_setting(parts[0]):
         raise MlxZipError(f"{path}, line {number}: no result of `mlx_zip bench ablations`")
     return line
+
+
+def _is_setting(setting: Mapping[str, Any]) -> bool:
+    numbers = [setting.get(name) for name in ("merge_size", "seed")]
+    known = [*ENCODERS, None]
+    return len(setting) == 3 and all(type(n) is int for n in numbers) and setting.get("encoder", "") in known
 
 
 @dataclass(frozen=True)

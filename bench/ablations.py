@@ -1,9 +1,11 @@
 """The paper's ablations at small scale: merge size (table 7, figure 5) and hyper-encoder (table 8, figure 6).
 
 Every setting starts from the same base model, reads the same training windows and is evaluated on the same bytes, an
-entry being available from the id that created it, as in generation. A result is a JSON line in OUT/ablations.jsonl; a
-setting that has one is skipped, and one that was interrupted goes on where it stopped. Source: arXiv 2506.01084,
-appendix A.
+entry being available from the id that created it, as in generation. No more windows are prepared than are read, for
+batches are sorted by length in ids: of a larger set every merge size would read another part.
+
+A result is a JSON line in OUT/ablations.jsonl; a setting that has one is skipped, and one that was interrupted goes on
+where it stopped. Source: arXiv 2506.01084, appendix A.
 """
 
 from __future__ import annotations
@@ -39,11 +41,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--out", metavar="DIR", help=f"prepared data, runs, {LINES} and the figures; goes on with what is there")
     add("--write-docs", metavar="PAGE", help="write the page from the lines of --out, or without it the recorded ones")
     setting = parser.add_argument_group("settings").add_argument
-    setting("--merge-sizes", type=int, nargs="+", default=[1, 2, 3, 4, 5], metavar="M", help="default: 1 2 3 4 5")
-    setting("--encoder", choices=ENCODERS, default="transformer-2", help="of these sizes (default: transformer-2)")
-    setting("--encoders", nargs="+", choices=ENCODERS, default=list(ENCODERS), help="default: all")
-    setting("--merge-size", type=int, default=3, metavar="M", help="of these encoders (default: 3)")
-    setting("--seed", type=int, nargs="+", default=[0], help="several show what is chance (default: 0)")
+    setting("--merge-sizes", type=int, nargs="+", default=[1, 2, 3, 4, 5], metavar="M",
+            help="sizes to compare (default: 1 2 3 4 5)")  # fmt: skip
+    setting("--encoder", choices=ENCODERS, default="transformer-2", help="their encoder (default: transformer-2)")
+    setting("--encoders", nargs="+", choices=ENCODERS, default=list(ENCODERS), help="encoders compared (default: all)")
+    setting("--merge-size", type=int, default=3, metavar="M", help="their merge size (default: 3)")
+    setting("--seed", type=int, nargs="+", default=[0], help="a run each; several show what is chance (default: 0)")
     train = parser.add_argument_group("training, the same for every setting").add_argument
     train("--iters", type=int, default=500, help="optimizer steps (default: 500)")
     train("--batch-size", type=int, default=16, help="samples per step (default: 16)")
@@ -53,13 +56,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     train("--warmup", type=int, help="steps to the peak (default: a twentieth of --iters)")
     train("--fine-tune-type", choices=("full", "lora"), default="full", help="of the decoder (default: full)")
     train("--lora-rank", type=int, default=32, help="rank of adapters (default: 32)")
-    train("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the forward pass")
+    train("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the forward pass (default: float32)")
     train("--encoder-heads", type=int, default=4, help="attention heads of the encoders (default: 4)")
     text = parser.add_argument_group("text").add_argument
     text("--context", type=int, default=1024, help="base ids of a window, in training and evaluation (default: 1024)")
     text("--codebook-size", type=int, default=2048, help="hypertokens at most (default: 2048)")
     text("--separator", help="line that ends a document of a .txt file (default: each file is one document)")
-    text("--limit", type=int, metavar="N", help="windows prepared from --data at most")
+    text("--limit", type=int, metavar="N", help="windows prepared from --data at most (default: as many as are read)")
     text("--limit-bytes", type=int, metavar="N", help="bytes of each text of --valid at most")
 
 
@@ -189,9 +192,11 @@ class Laboratory:
         from mlx_zip.training.sources import Source
 
         args, out = self.args, self.out / "data" / f"m{merge_size}"
+        read = args.iters * args.batch_size
         options = PrepareOptions(
             sources=(Source(tuple(args.data), separator=args.separator),), out=out, model=args.model,
-            context=args.context, merge_size=merge_size, codebook_size=args.codebook_size, pack=True, limit=args.limit,
+            context=args.context, merge_size=merge_size, codebook_size=args.codebook_size, pack=True,
+            limit=read if args.limit is None else min(args.limit, read),
         )  # fmt: skip
         return out, prepare(options, progress=True)
 

@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", help="a plain model's folder or hub id (default: a small random Llama), with --data")
     add("--data", help="folder that `mlx_zip prepare` made for it, with a codebook (default: made-up ids)")
-    add("--only", nargs="+", choices=PARTS, default=list(PARTS), help="default: all")
+    add("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to measure (default: all)")
     add("--context", type=int, default=256, help="base ids of a made-up sample (default: 256)")
     add("--merge-size", type=int, default=3, help="of made-up samples (default: 3)")
     add("--prepare-ids", type=int, default=500_000, help="base ids to prepare (default: 500000)")
@@ -53,9 +53,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--memory-steps", type=int, default=4, help="steps of each trainer whose memory is read (default: 4)")
     add("--fine-tune-type", choices=("lora", "full"), default="lora", help="of the decoder in a step (default: lora)")
     add("--lora-rank", type=int, default=8, help="rank of adapters (default: 8)")
-    add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the forward pass")
+    add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the forward pass (default: float32)")
     add("--compile", choices=("auto", "on", "off"), default="auto", help="as `mlx_zip train` (default: auto)")
-    add("--encoder", choices=("attention", "transformer", "res_latent_attn"), default="res_latent_attn")
+    add("--encoder", choices=("attention", "transformer", "res_latent_attn"), default="res_latent_attn",
+        help="kind of hyper-encoder (default: res_latent_attn)")  # fmt: skip
     add("--encoder-layers", type=int, default=2, help="its layers (default: 2)")
     add("--memory-of", choices=TRAINERS, help="run this trainer alone, in this process, and print its peak memory")
 

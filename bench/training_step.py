@@ -2,7 +2,8 @@
 
 A zip2zip step is held against what it cannot do without: the step of the same decoder without hypertokens on as many
 ids, and the encoders' forward and backward pass over the batch's distinct entries. What the step takes beyond these
-is its overhead: the rows' way into the embedding and the head, more columns in the loss, padding.
+is its overhead: the rows' way into the embedding and the head, more columns in the loss, padding, and the encoders'
+second forward pass, which a step has to save memory.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ import numpy as np
 from mlx.utils import tree_map
 
 from mlx_zip.codec import CodecParams
+from mlx_zip.hyper import matrix_rows
 from mlx_zip.models.rope import Positions
-from mlx_zip.models.whole import NoCache, Samples, encode_rows
+from mlx_zip.models.whole import NoCache, Samples
 from mlx_zip.training.adapt import freeze
 from mlx_zip.training.batches import Batch, make_batch
 from mlx_zip.training.objective import LossWeights, Trainee, joint_nats, samples_of
@@ -125,6 +127,15 @@ class Whole:
         return []
 
 
+def rows_at_once(model: Any, samples: Samples) -> list[mx.array]:
+    """What `mlx_zip.models.whole.encode_rows` gives, by one forward pass that keeps its activations: the least cost."""
+    output = model.row_encoder(matrix_rows(model.head_matrix, samples.entries), samples.lengths)
+    if model.config.encoder.tie_encoders and model.traits.tied:
+        return [output[samples.read], output]
+    entries, lengths = samples.entries[samples.read], samples.lengths[samples.read]
+    return [model.input_encoder(matrix_rows(model.model.embed_tokens, entries), lengths), output]
+
+
 class Part(nn.Module):
     """What a part is differentiated by: modules that the model shares, and arrays that come to it from other parts."""
 
@@ -154,7 +165,7 @@ class Parts:
         part = Part(**{name: self.model[name] for name in names if name in self.model})
 
         def loss() -> mx.array:
-            rows = encode_rows(self.model, self.samples)
+            rows = rows_at_once(self.model, self.samples)
             return sum((r.astype(mx.float32).square().sum() for r in rows), mx.array(0.0))
 
         return self._call(part, loss)

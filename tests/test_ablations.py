@@ -113,7 +113,9 @@ def test_all_settings_are_measured_on_the_same_bytes_and_trained_on_the_same_win
     lines = read_lines(done / LINES)
     for name in ("near.jsonl", "far.jsonl"):
         assert len({(line["texts"][name]["bytes"], line["texts"][name]["base_ids"]) for line in lines}) == 1
-    assert len({line["training"]["prepared_bytes"] for line in lines}) == 1
+    trained = [line["training"] for line in lines]
+    assert len({(told["samples"], told["base_ids"], told["bytes"]) for told in trained}) == 1
+    assert all(told["bytes"] == told["prepared_bytes"] for told in trained)
 
 
 def test_entries_count_only_from_the_id_on_that_made_them(done):
@@ -213,7 +215,13 @@ def test_without_a_model_and_a_page_there_is_nothing_to_do():
         ablations.run(parse())
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"bench": "codec"}'])
+NOT_A_SETTING = json.dumps(
+    {"setting": {"merge_size": "3"}, **{key: {} for key in ("conditions", "training", "texts", "parameters")}}
+    | {"machine": "", "versions": {}}
+)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"bench": "codec"}', NOT_A_SETTING])
 def test_a_damaged_line_is_named(done, tmp_path, text):
     path = tmp_path / LINES
     path.write_text((done / LINES).read_text() + text + "\n")

@@ -16,6 +16,7 @@ from mlx_zip.bench.training import Bench, made_up, read_back, write_prepared, wr
 from mlx_zip.bench.training_step import Parts, Whole, without_hypertokens
 from mlx_zip.codec import Codebook
 from mlx_zip.errors import MlxZipError
+from mlx_zip.models.whole import encode_rows
 from mlx_zip.training.batches import make_batch
 from mlx_zip.training.settings import TrainSettings
 from mlx_zip.training.shards import Shards
@@ -118,12 +119,25 @@ def test_parts_differentiate_what_is_trained_of_them_and_nothing_else(bench, kin
     }
 
 
-def test_the_encoders_part_has_the_gradient_of_its_rows(bench):
+def test_the_encoders_part_has_value_and_gradient_of_the_rows_that_a_step_encodes(bench):
     made = whole(bench)
-    batch = make_batch(samples_of(bench), bench.shards.params)
-    _, gradients = Parts(made, batch).encoders()()
+    parts = Parts(made, make_batch(samples_of(bench), bench.shards.params))
+    value, gradients = parts.encoders()()
+    rows = encode_rows(made.model, parts.samples)
+    assert value.item() == pytest.approx(sum(r.square().sum().item() for r in rows), rel=1e-5)
     norms = [float(mx.abs(value).max()) for _, value in tree_flatten(gradients)]
     assert max(norms) > 0
+
+
+def test_what_a_step_is_held_against_encodes_each_side_once(bench, monkeypatch):
+    """A second forward pass saves memory; it is the step's own cost, not one that it cannot do without."""
+    made, calls = whole(bench), []
+    parts = Parts(made, make_batch(samples_of(bench), bench.shards.params))
+    kind = type(made.model.input_encoder)
+    encode = kind.__call__
+    monkeypatch.setattr(kind, "__call__", lambda self, *args: (calls.append(self), encode(self, *args))[1])
+    mx.eval(parts.encoders()())
+    assert calls == [made.model.output_encoder, made.model.input_encoder]
 
 
 def test_parts_leave_the_models_weights_as_they_were(bench):

@@ -2,23 +2,34 @@
 
 import argparse
 import re
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 from mlx_zip import cli
+from mlx_zip.bench.__main__ import BENCHES
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "cli.md"
-LISTED = ["generate", "convert", "export", "prepare", "train", "evaluate", "compress", "selftest"]
-SECTION = re.compile(r"(<!-- flags: (\w+) -->\n).*?(<!-- end -->)", re.S)
+LISTED = [*(name for name in cli.COMMANDS if name != "bench"), *(f"bench {name}" for name in BENCHES)]
+SECTION = re.compile(r"(<!-- flags: ([\w ]+) -->\n).*?(<!-- end -->)", re.S)
 
 
 def flags(command: str) -> str:
     """One table row per flag, from the parser itself."""
-    parser = cli.command_parser(command, f"mlx_zip {command}")
-    actions = [a for a in parser._actions if not isinstance(a, argparse._HelpAction)]
+    actions = [a for a in parser_of(command)._actions if not isinstance(a, argparse._HelpAction)]
     rows = [f"| {_spelling(a)} | {_cell((a.help or '') % vars(a))} |" for a in actions]
     return "\n".join(["| flag | |", "| --- | --- |", *rows, ""])
+
+
+def parser_of(command: str) -> argparse.ArgumentParser:
+    """The parser of a command, or of one of `bench`'s own."""
+    name, _, bench = command.partition(" ")
+    if not bench:
+        return cli.command_parser(name, f"mlx_zip {name}")
+    parser = argparse.ArgumentParser()
+    import_module(f"mlx_zip.bench.{bench}").add_arguments(parser)
+    return parser
 
 
 def _spelling(action: argparse.Action) -> str:
@@ -43,6 +54,11 @@ def test_the_page_lists_the_flags_of_each_command_as_help_does(command):
 @pytest.mark.parametrize("command", cli.COMMANDS)
 def test_the_page_says_what_each_command_does_as_help_does(command):
     assert f"| `mlx_zip {command}` | {cli.COMMANDS[command][1]} |" in PAGE.read_text()
+
+
+@pytest.mark.parametrize("bench", BENCHES)
+def test_the_page_says_what_each_bench_measures_as_help_does(bench):
+    assert f"### bench {bench}\n\n{BENCHES[bench][0].upper()}{BENCHES[bench][1:]}." in PAGE.read_text()
 
 
 if __name__ == "__main__":
