@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.bundled import DEFAULT, PROMPT, bundled_model
+from mlx_zip.bundled import DEFAULT, MAX_TOKENS, PROMPT, bundled_model
 from mlx_zip.errors import ModelError
 from mlx_zip.generate import load, stream_generate
 
@@ -82,7 +82,7 @@ def tell_story() -> None:
     colour = "never" if os.environ.get("NO_COLOR") else "always"
     if colour == "always":
         say("   In colour: \x1b[36mtwo\x1b[0m or \x1b[32mthree\x1b[0m base tokens that took one step together.")
-    mlx_zip("generate", "--color", colour, "--prompt", PROMPT, "--max-tokens", 400)
+    mlx_zip("generate", "--color", colour, "--prompt", PROMPT, "--max-tokens", MAX_TOKENS)
 
 
 if __name__ == "__main__":
