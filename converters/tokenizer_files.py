@@ -12,7 +12,7 @@ from typing import Any
 
 from mlx_zip.converters.output import write_json
 from mlx_zip.converters.tensors import read_object
-from mlx_zip.errors import ConversionError
+from mlx_zip.errors import ConversionError, bare_exceptions_as_value_errors
 
 CONFIG = "tokenizer_config.json"
 FILES = (
@@ -43,7 +43,7 @@ def read_tokenizer(folder: Path, trust_remote_code: bool = False) -> TokenizerFa
 
     failures = (OSError, ValueError, TypeError, LookupError, AttributeError, ImportError, RecursionError)
     try:
-        with _quiet_transformers():
+        with _quiet_transformers(), bare_exceptions_as_value_errors():
             tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
             probe = tuple(tokenizer.encode(_PROBE, add_special_tokens=False))
     except (*failures, StrictDataclassError) as error:  # the last: config.json has a value of a wrong type

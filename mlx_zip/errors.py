@@ -41,6 +41,17 @@ class InstallationError(MlxZipError, ImportError):
 
 
 @contextmanager
+def bare_exceptions_as_value_errors() -> Iterator[None]:
+    """The `tokenizers` library raises the bare class `Exception` for a tokenizer.json that it cannot make sense of."""
+    try:
+        yield
+    except Exception as error:
+        if type(error) is not Exception:
+            raise
+        raise ValueError(str(error)) from error
+
+
+@contextmanager
 def explained_imports() -> Iterator[None]:
     """Turns a failed import of MLX into an `InstallationError`: on Linux its flavour is chosen by an extra."""
     try:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import json
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+_NO_LOCKS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK, errno.EBADF)  # the last: NFS, of a folder
 
 
 @contextlib.contextmanager
@@ -29,7 +33,10 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
-    """Gives a folder beside `path` to fill; on success it is flushed and takes the place of `path`, old content too."""
+    """Gives a folder beside `path` to fill; on success it is flushed and takes the place of `path`, old content too.
+
+    On any error it is removed and what was at `path` stays. Raises what writing raises (`OSError`).
+    """
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
     old = path.with_name(f".{path.name}.old-{os.getpid()}")
     try:
@@ -42,8 +49,34 @@ def whole_folder(path: Path) -> Iterator[Path]:
         partial.rename(path)
         sync(path.parent)
     finally:
+        if old.exists() and not path.exists():  # nothing took its place
+            old.rename(path)
         shutil.rmtree(partial, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def sole_user(folder: Path) -> Iterator[bool]:
+    """Holds a folder until the block ends, or the process does; gives False when another process holds it.
+
+    Nothing is written. On a file system that knows no locks everyone gets True. Raises `OSError`.
+    """
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        yield _locked(handle)
+    finally:
+        os.close(handle)
+
+
+def _locked(handle: int) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+    return True
 
 
 def sync_tree(folder: Path) -> None:

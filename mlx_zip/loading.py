@@ -16,7 +16,7 @@ from mlx_lm.utils import _get_classes
 from mlx_lm.utils import load as mlx_load
 
 from mlx_zip.bundled import NAMES, bundled_model
-from mlx_zip.errors import MlxZipError, ModelError
+from mlx_zip.errors import MlxZipError, ModelError, bare_exceptions_as_value_errors
 from mlx_zip.register import MODEL_TYPE
 
 UPSTREAM_CONFIG = "zip2zip_config.json"
@@ -41,7 +41,7 @@ def load(
     folder = model_folder(path_or_hf_repo, revision)
     config = read_config(folder)
     try:
-        with no_talk_of_model_types():
+        with no_talk_of_model_types(), bare_exceptions_as_value_errors():
             loaded = mlx_load(
                 str(folder),
                 adapter_path=adapter_path,

@@ -35,21 +35,30 @@ def encode_prompt(tokenizer: Any, prompt: Any, continues: bool = False) -> list[
 
 
 def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-    """Chat messages to text; `options` go to the chat template. Raises `GenerationError` with the template's words."""
+    """Chat messages to text; `options` go to the chat template.
+
+    Raises `GenerationError` with the template's words, or when what it makes is not valid Unicode.
+    """
     from jinja2 import TemplateError
 
     try:
-        return tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
+        text = tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
     except (TemplateError, ValueError, TypeError, ArithmeticError, LookupError, AttributeError) as error:
         # no template, or what its code raises for options that it cannot take
         raise GenerationError(f"the chat template cannot render the messages: {error}") from error
+    _check_unicode("what the chat template makes of the messages", text)
+    return text
 
 
-def _encode_text(tokenizer: Any, text: str, continues: bool) -> list[int]:
+def _check_unicode(what: str, text: str) -> None:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise GenerationError(f"the prompt is not valid Unicode at character {error.start}") from error
+        raise GenerationError(f"{what} is not valid Unicode at character {error.start}") from error
+
+
+def _encode_text(tokenizer: Any, text: str, continues: bool) -> list[int]:
+    _check_unicode("the prompt", text)
     if not text:
         return []
     bos = tokenizer.bos_token

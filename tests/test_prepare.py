@@ -2,6 +2,7 @@
 
 import errno
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -110,7 +111,9 @@ def test_protected_digits_and_ids_are_in_no_hypertoken(tmp_path):
     shards = prepared(tmp_path / "out", data, protect=("digits", f"{a}, {PAD}"), context=64)
     assert set(shards.params.disabled_ids) == {BOS, EOS, PAD, a, *digits}
     (sample,) = (shards[i] for i in range(len(shards)))
-    assert {a, *digits} & set(expanded(shards)[0]) <= set(sample.ids.tolist())
+    book = Codebook(shards.params)
+    book.push(sample.ids)
+    assert not any({a, *digits} & set(entry) for _, entry in book.entries)
     assert len(sample.ids) < sample.base_ids
 
 
@@ -320,6 +323,19 @@ def test_a_tokenizer_without_eos_and_pad_is_refused(tmp_path, data):
         prepared(tmp_path / "out", data, tokenizer=str(folder / "tokenizer.json"))
 
 
+def test_a_context_that_the_ids_before_every_text_would_fill_is_refused(tmp_path, data):
+    folder = tmp_path / "tokenizer"
+    shutil.copytree(tokenizer_folder(), folder)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    bos = tokenizer["post_processor"]["single"][0]
+    tokenizer["post_processor"]["single"].insert(0, bos)
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert expanded(prepared(tmp_path / "out", data, tokenizer=str(folder), context=3))[0][:2] == [BOS, BOS]
+    with pytest.raises(DataError, match="context 2 leaves no room behind the 2 ids"):
+        prepared(tmp_path / "none", data, tokenizer=str(folder), context=2)
+    assert not (tmp_path / "none").exists()
+
+
 def test_workers_and_sources_are_checked(tmp_path, data):
     options = PrepareOptions((Source((data,)),), tmp_path / "out", tokenizer=str(tokenizer_folder()))
     with pytest.raises(DataError, match="workers must be 1 or more"):
@@ -347,6 +363,16 @@ def test_wrong_and_empty_records_are_reported_counted_and_skipped(tmp_path):
     assert [line.split(": ")[0] for line in lines] == [f"skipped {data}:2", f"skipped {data}:4"]
     assert shards.index["skipped"] == {"wrong": 2, "empty": 1, "unlearnable windows": 0}
     assert shards.index["records"] == 5
+
+
+def test_wrong_records_that_are_too_many_to_name_are_counted(tmp_path, monkeypatch):
+    monkeypatch.setattr(sharding, "NOTED", 2)
+    data = write_lines(tmp_path / "d.jsonl", ["{", {"text": "a."}, "{", "{", "{"])
+    lines: list[str] = []
+    prepared(tmp_path / "out", data, report=lines.append)
+    assert [line.split(": ")[0] for line in lines] == [
+        f"skipped {data}:1", f"skipped {data}:3", "skipped 2 more wrong records behind these",
+    ]  # fmt: skip
 
 
 def test_more_wrong_records_than_allowed_are_an_error_that_names_the_first(tmp_path):

@@ -5,6 +5,7 @@ import shutil
 import numpy as np
 import pytest
 import tiny_text
+from checkpoints import edit_json
 from hypothesis import given
 from hypothesis import strategies as st
 from prepared import BOS, EOS, FORGETFUL, expanded, ids_of, prepared, tokenizer_folder, write_lines
@@ -156,11 +157,17 @@ def test_of_a_prompt_and_its_completion_the_completion_is_learnt(tmp_path, templ
     assert counted(shards) == [*ids_of(" four."), EOS]
 
 
-def test_a_token_that_begins_in_the_prompt_is_not_learnt(tmp_path):
+@pytest.mark.parametrize("prompt", ["The cat sat o", "The cat sat "])
+@pytest.mark.parametrize("trimmed", [False, True])
+def test_a_token_that_begins_in_the_prompt_is_not_learnt(tmp_path, prompt, trimmed):
     folder = tmp_path / "tokenizer"
     shutil.copytree(tiny_text.GOLDEN / "llama_transformer_tied_lora" / "base", folder)
     (folder / "chat_template.jinja").unlink()
-    data = write_lines(tmp_path / "d.jsonl", [{"prompt": "The cat sat o", "completion": "n the mat."}])
+    if trimmed:  # as GPT-2's: the space of a token is no part of its place
+        trim = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+        edit_json(folder / "tokenizer.json", post_processor=trim)
+    completion = "The cat sat on the mat.".removeprefix(prompt)
+    data = write_lines(tmp_path / "d.jsonl", [{"prompt": prompt, "completion": completion}])
     shards = prepared(tmp_path / "out", data, codebook_size=0, tokenizer=str(folder))
     whole = ids_of("The cat sat on the mat.", folder)  # ..., " on" across the border, " the", " m", "at", "."
     assert expanded(shards) == [[*whole, EOS]]

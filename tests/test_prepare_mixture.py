@@ -8,6 +8,7 @@ from mlx_zip import cli
 from mlx_zip.errors import DataError
 from mlx_zip.training.mixture import kept_samples, load_mixture, next_sources
 from mlx_zip.training.shards import Shards
+from mlx_zip.training.sources import Source
 
 
 @pytest.fixture
@@ -33,6 +34,14 @@ def test_shares_hold_under_a_limit_too(tmp_path, mixture):
     cats, dogs = (source["base_ids"] for source in shards.index["sources"])
     assert 29 <= len(shards) <= 30
     assert abs(cats - 2 * dogs) <= 3 * 32
+
+
+def test_a_limit_that_the_shares_cannot_meet_to_the_sample_ends_the_reading_all_the_same(tmp_path):
+    same = [texts(tmp_path / f"{name}.jsonl", ["the cat sat on the mat."] * 60) for name in "ab"]
+    sources = tuple(Source((name,)) for name in same)  # samples come in pairs, so that three cannot be kept
+    shards = prepared(tmp_path / "out", sources=sources, pack=False, shard_samples=1, limit=3)
+    assert len(shards) == 2
+    assert shards.index["records"] < 40
 
 
 def test_a_mixture_does_not_depend_on_the_number_of_workers(tmp_path, mixture):

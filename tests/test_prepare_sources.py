@@ -3,6 +3,7 @@
 import gzip
 
 import pytest
+from huggingface_hub.errors import HfHubHTTPError
 from prepared import ids_of, prepared, texts, write_lines
 
 from mlx_zip.errors import DataError
@@ -129,8 +130,10 @@ def test_a_file_of_another_kind_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "options", [{"share": 0}, {"share": True}, {"separator": ""}, {"separator": "a\nb"}, {"columns": {"x": "y"}}]
-)
+    "options",
+    [{"share": 0}, {"share": True}, {"separator": ""}, {"separator": "a\nb"}, {"separator": 5}, {"columns": {"x": "y"}},
+     {"columns": {"text": 5}}],
+)  # fmt: skip
 def test_a_source_out_of_range_is_refused(options):
     with pytest.raises(DataError):
         Source(("a.txt",), **options)
@@ -190,10 +193,11 @@ def test_subsets_are_read_in_turn(monkeypatch, datasets):
     assert asked == [("owner/name", "a", "dev", True), ("owner/name", "b", "dev", True)]
 
 
-def test_a_lost_connection_is_an_error_that_names_the_data_set(monkeypatch, datasets):
+@pytest.mark.parametrize("error", [ConnectionError, HfHubHTTPError.__bases__[0]])
+def test_a_lost_connection_is_an_error_that_names_the_data_set(error, monkeypatch, datasets):
     def rows():
         yield {"text": "one"}
-        raise ConnectionError("gone")
+        raise error("gone")
 
     monkeypatch.setattr(datasets, "load_dataset", lambda *args, **options: rows())
     with pytest.raises(DataError, match="owner/name cannot be read: gone"):

@@ -100,7 +100,12 @@ def test_a_file_that_is_missing_torn_or_of_another_kind_is_named(tmp_path: Path)
     (tmp_path / "alone.lengths.npy").unlink()
     write_pack(tmp_path / "torn.npz", ENTRIES, merge_size=4)
     (tmp_path / "torn.npz").write_bytes((tmp_path / "torn.npz").read_bytes()[:100])
-    for name in ("none.json", "alone.npy", "torn.npz", "pack.txt"):
+    np.savez_compressed(tmp_path / "spoilt.npz", entries=np.zeros((90, 4), np.uint32), lengths=np.ones(90, np.int64))
+    content = bytearray((tmp_path / "spoilt.npz").read_bytes())
+    at = content.index(b"entries.npy") + 40
+    content[at : at + 20] = b"\xff" * 20
+    (tmp_path / "spoilt.npz").write_bytes(content)
+    for name in ("none.json", "alone.npy", "torn.npz", "spoilt.npz", "pack.txt"):
         with pytest.raises(DataError, match=name.replace(".", r"\.")):
             read_pack(tmp_path / name)
 

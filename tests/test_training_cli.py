@@ -80,6 +80,7 @@ def test_a_yaml_file_sets_what_the_flags_do_not(tmp_path, monkeypatch):
         ("learning_rate: fast", "learning_rate must be a number"),
         ("iters: 2.5", "iters must be of type int"),
         ("grad_checkpoint: 'yes'", "grad_checkpoint must be of type bool"),
+        ("save_dtype: int8", "save_dtype 'int8' is not one of"),
         ("- 1", "holds no settings"),
         ("a: [", "cannot be read"),
     ],
@@ -90,6 +91,12 @@ def test_a_yaml_file_that_cannot_be_is_one_line(text, match, tmp_path, capsys):
     told = capsys.readouterr().err
     assert match in told
     assert told.count("\n") == 1
+
+
+def test_a_yes_or_no_of_the_encoder_in_a_yaml_file_is_not_guessed(tmp_path, capsys):
+    (tmp_path / "c.yaml").write_text("tie_encoders: 'no'")
+    assert main(flags(tmp_path / "run", "-c", str(tmp_path / "c.yaml"))) == 2
+    assert "tie_encoders must be true or false, got 'no'" in capsys.readouterr().err
 
 
 def test_what_is_missing_is_named(tmp_path, capsys):

@@ -112,6 +112,17 @@ def test_a_signal_to_one_machine_stops_both_after_the_same_step(home):
     assert checkpoints(outs[0])[-1][0] == losses(outs[0])[-1][0]
 
 
+def test_when_the_first_machine_cannot_save_the_other_ends_with_a_word(home):
+    outs = [home / "full", home / "full-too"]
+    shutil.copytree(home / "one", outs[0])
+    shutil.rmtree(outs[0] / "checkpoints")
+    (outs[0] / "checkpoints").write_text("in the way")
+    (first, told), (second, reason) = ended(start(home, outs, iters=5, grad_accumulation_steps=2, token_type=0.05))
+    assert (first, second) == (2, 2)
+    assert "cannot write" in told
+    assert "another machine" in reason
+
+
 def test_when_one_machine_cannot_begin_the_other_does_not_wait_for_it(home, tmp_path):
     write_plain(tmp_path / "plain")
     write_shards(tmp_path / "data")

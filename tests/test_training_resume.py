@@ -240,6 +240,21 @@ def test_other_encoders_and_other_data_are_refused_by_name(half_done, tmp_path):
         train(options(half_done.out, data=more), settings(), quiet=True)
 
 
+def test_data_prepared_otherwise_are_refused_though_of_the_same_size_and_moved_sources_are_not(tmp_path):
+    def prepared(path: str, train_on: str) -> None:
+        made = {"sources": [{"data": [path], "sha256": {path: "12ab"}}], "train_on": train_on}
+        shutil.rmtree(tmp_path / "data", ignore_errors=True)
+        write_shards(tmp_path / "data", settings=made)
+
+    prepared("a.txt", "answers")
+    train(options(tmp_path / "run"), settings(iters=1), quiet=True)
+    prepared("elsewhere/a.txt", "answers")
+    train(options(tmp_path / "run"), settings(iters=1), quiet=True)
+    prepared("a.txt", "all")  # masks differ, counts do not
+    with pytest.raises(TrainingError, match=r"another run \(data\)"):
+        train(options(tmp_path / "run"), settings(iters=1), quiet=True)
+
+
 def test_another_codec_is_refused(half_done, tmp_path):
     from dataclasses import replace
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.errors import GenerationError
+from mlx_zip.errors import GenerationError, bare_exceptions_as_value_errors
 
 _NEVER_MERGED = ("specials", "digits")
 _DEFAULTS = {"merge_size": 3, "codebook_size": 2048}
@@ -110,12 +110,11 @@ def _from_file(file: Path, codec: Any) -> Vocabulary:
     from tokenizers import Tokenizer
 
     try:
-        tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8"))
+        with bare_exceptions_as_value_errors():
+            tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise GenerationError(f"--tokenizer {file}: {error}") from error
-    except Exception as error:
-        if type(error) is not Exception:  # the library raises the bare class for a bad file
-            raise
+    except ValueError as error:
         raise GenerationError(f"--tokenizer {file} is no tokenizer.json: {error}") from error
     special = frozenset(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)
     size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())

@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
         num_heads=values.get("encoder_heads", 4),
         size=values.get("encoder_size"),
         intermediate_size=values.get("encoder_intermediate_size"),
-        tie_encoders=bool(values.get("tie_encoders", False)),
+        tie_encoders=values.get("tie_encoders", False),
         position_mode=values.get("position_mode", "compressed"),
     )
     options = RunOptions(
@@ -116,6 +116,10 @@ def run(args: argparse.Namespace) -> int:
         save=values.get("save", "model"),
         save_dtype=values.get("save_dtype", "float32"),
     )
+    if values.get("plot"):
+        from mlx_zip.training.curves import drawing
+
+        drawing()  # rather now than when the run is over
     outcome = train(options, settings)
     first = mx.distributed.init().rank() == 0  # of several machines: the one that writes
     if values.get("plot") and first:
@@ -137,18 +141,30 @@ def _read_yaml(path: str | None) -> dict[str, Any]:
 
     try:
         values = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise TrainingError(f"--config {path} cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
         raise TrainingError(f"--config {path} holds no settings")
     known = {*_SETTINGS, *_ENCODER, *_PLACES}
     if unknown := sorted(map(str, values.keys() - known)):
         raise TrainingError(f"--config {path}: unknown {', '.join(unknown)}")
-    return {name: _number(path, name, value) for name, value in values.items()}
+    for name in _PLACES:
+        _check_place(path, name, values.get(name))
+    return {name: _as_flag(path, name, value) for name, value in values.items()}
 
 
-def _number(path: str, name: str, value: Any) -> Any:
-    """YAML reads 3e-4, without a point, as text."""
+def _check_place(path: str, name: str, value: Any) -> None:
+    kind: Any = bool if name == "plot" else str
+    several = value if name in ("data", "valid") and isinstance(value, list) else [value]
+    if value is not None and not all(isinstance(one, kind) for one in several):
+        wanted = {"plot": "true or false", "data": "names of folders", "valid": "names of folders"}.get(name, "text")
+        raise TrainingError(f"--config {path}: {name} must be {wanted}, got {value!r}")
+
+
+def _as_flag(path: str, name: str, value: Any) -> Any:
+    """YAML reads 3e-4, without a point, as text, and on as true."""
+    if name == "compile" and isinstance(value, bool):
+        return "on" if value else "off"
     if not isinstance(value, str) or _SETTINGS.get(name, ("str",))[0] != "float":
         return value
     try:
@@ -158,7 +174,7 @@ def _number(path: str, name: str, value: Any) -> Any:
 
 
 def _several(value: Any) -> list[str]:
-    return [str(value)] if isinstance(value, str | Path) else [str(item) for item in value]
+    return [value] if isinstance(value, str) else value
 
 
 def _path(value: Any) -> Path | None:

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import json
 import zipfile
+import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any
 
 import numpy as np
@@ -41,7 +43,7 @@ def read_pack(path: str | Path) -> Start:
         entries = _read_json(path) if path.suffix == ".json" else _read_arrays(path)
     except DataError:
         raise
-    except (OSError, ValueError, EOFError, RecursionError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, EOFError, RecursionError, zipfile.BadZipFile, zlib.error, TokenError) as error:
         raise DataError(f"{path} cannot be read as a starting codebook: {error}") from error
     return _checked(path, entries)
 

@@ -45,9 +45,7 @@ def check_savable(model: nn.Module, config: Mapping[str, Any], settings: TrainSe
         raise TrainingError("--save adapter: the format has no place for the data's starting codebook; save the model")
 
 
-def save_adapter(
-    folder: Path, model: Any, base: str, settings: TrainSettings, dtype: str = "float32"
-) -> None:  # fmt: skip
+def save_adapter(folder: Path, model: Any, base: str, settings: TrainSettings, dtype: str = "float32") -> None:
     """Writes the folder, whole or not at all. base: hub id or path of the plain model, for whoever reads it.
 
     Raises `TrainingError` when it cannot be written.

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_zip.codec import Codebook, CodecParams
-from mlx_zip.errors import DataError
+from mlx_zip.errors import CodecError, DataError
 from mlx_zip.training.shards import Sample, grows
 
 BUCKETS_PER_OCTAVE = 8  # padded sizes: at most 12.5 % too long, and few enough for compiled steps to recur
@@ -48,9 +48,10 @@ def make_batch(
     """The arrays of some samples of two ids or more.
 
     availability: "causal" opens an entry from the position that created it, as generation does; "legacy" opens the
-    sample's whole codebook everywhere (arXiv 2506.01084 §2.4). base_positions: positions count base ids.
+    sample's whole codebook everywhere (arXiv 2506.01084 §2.4). base_positions: positions count base ids. Raises
+    `DataError` naming a sample that its codebook cannot read, or that stands for other text than was prepared.
     """
-    books = [_Followed(sample, params, availability) for sample in samples]
+    books = _follow(samples, params, indices or range(len(samples)), availability)
     longest = max(len(book.inputs) for book in books)
     length = bucket(longest)
     arrays = {
@@ -71,6 +72,18 @@ def make_batch(
     if base_positions:
         arrays["index"] = _pad([book.index for book in books], length)
     return batch
+
+
+def _follow(
+    samples: Sequence[Sample], params: CodecParams, indices: Sequence[int], availability: str
+) -> list[_Followed]:
+    books = []
+    for i, sample in zip(indices, samples, strict=True):
+        try:
+            books.append(_Followed(sample, params, availability))
+        except (CodecError, DataError) as error:
+            raise DataError(f"sample {i} is damaged: {error}; delete its folder and prepare the data again") from error
+    return books
 
 
 def _with_entries(batch: Batch, books: list[_Followed], params: CodecParams, length: int) -> Batch:
@@ -107,10 +120,11 @@ class _Followed:
         closed = (self.targets >= params.vocab_size + self.available) & ~np.isin(self.targets, params.disabled_ids)
         if closed.any():
             at = int(np.argmax(closed))
-            raise DataError(
-                f"id {self.targets[at]} at {at + 1} has no entry where it is to be predicted; prepare the data again"
-            )
-        self.index = np.cumsum(book.spans(sample.ids[:-1])) - 1
+            raise DataError(f"id {self.targets[at]} at {at + 1} has no entry where it is to be predicted")
+        spans = book.spans(sample.ids)
+        if (base_ids := int(spans.sum())) != sample.base_ids:
+            raise DataError(f"its ids stand for {base_ids} base ids, not for {sample.base_ids} as recorded")
+        self.index = np.cumsum(spans[:-1]) - 1
 
 
 def _distinct(books: list[tuple[NDArray[Any], NDArray[Any]]]) -> tuple[NDArray[Any], NDArray[Any], list[NDArray[Any]]]:

@@ -48,10 +48,15 @@ def save_checkpoint(
 ) -> Path:
     """Writes the checkpoint of `progress.step` and removes all but the last `keep`.
 
-    Raises `TrainingError` when it cannot be written; earlier ones stay as they are.
+    Raises `TrainingError` when it cannot be written, or holds NaN or inf; earlier ones stay as they are.
     """
-    path = run / FOLDER / f"step-{progress.step:06d}"
+    path = run / FOLDER / folder_name(progress.step)
     trained = dict(tree_flatten(trainee.trainable_parameters()))
+    if wrong := no_numbers(trained):
+        raise TrainingError(
+            f"step {progress.step} left values that are not numbers in {wrong}; the checkpoint before it stays good: "
+            "lower the learning rate"
+        )
     state = {name: value for name, value in tree_flatten(optimizer.state) if isinstance(value, mx.array)}
     state[f"{_RANDOM}0"] = random_key()
     for left in run.glob(f"{FOLDER}/.step-*"):  # by processes that were killed: one run writes here at a time
@@ -81,6 +86,7 @@ def load_checkpoint(path: Path, trainee: nn.Module, optimizer: optim.Optimizer, 
         state = json.loads((path / "state.json").read_text(encoding="utf-8"))
         mark = state.pop("fingerprint")
         progress = Progress(**state)
+        _check_progress(path, progress)
         trained: Any = mx.load(str(path / "trained.safetensors"))
         saved: Any = mx.load(str(path / "optimizer.safetensors"))
         mx.eval(trained, saved)  # until then nothing has been read
@@ -91,6 +97,8 @@ def load_checkpoint(path: Path, trainee: nn.Module, optimizer: optim.Optimizer, 
     optimizer.init(trainee.trainable_parameters())
     key = saved.pop(f"{_RANDOM}0", mx.array([]))
     _check(path / "trained.safetensors", trained, trainee.trainable_parameters())
+    if wrong := no_numbers(trained):
+        raise TrainingError(f"{path} holds values that are not numbers in {wrong}; delete it to go on from before")
     _check(path / "optimizer.safetensors", {**saved, "key": key}, {**optimizer.state, "key": random_key()})
     trainee.update(tree_unflatten(list(trained.items())))
     optimizer.state = tree_unflatten(list(saved.items()))
@@ -100,10 +108,33 @@ def load_checkpoint(path: Path, trainee: nn.Module, optimizer: optim.Optimizer, 
 
 
 def _check(path: Path, found: Mapping[str, mx.array], tree: Any) -> None:
-    """Raises `TrainingError` unless a file's arrays are those of a tree, by name and shape."""
-    wanted = {name: value.shape for name, value in tree_flatten(tree) if isinstance(value, mx.array)}
-    if {name: value.shape for name, value in found.items()} != wanted:
+    """Raises `TrainingError` unless a file's arrays are those of a tree, by name, shape and dtype."""
+    wanted = {name: (value.shape, value.dtype) for name, value in tree_flatten(tree) if isinstance(value, mx.array)}
+    if {name: (value.shape, value.dtype) for name, value in found.items()} != wanted:
         raise TrainingError(f"{path} does not hold what this run trains; delete {path.parent.name} to go on without it")
+
+
+def _check_progress(path: Path, progress: Progress) -> None:
+    """Raises `ValueError` for counts that cannot be, or those of another step than the folder's name says."""
+    counts = vars(progress)
+    for name, value in counts.items():
+        whole = name != "seconds"
+        if isinstance(value, bool) or not isinstance(value, int if whole else int | float) or not 0 <= value < 2**63:
+            raise ValueError(f"{name} is {value!r}")
+    if path.name != folder_name(progress.step):
+        raise ValueError(f"it is that of step {progress.step}")
+
+
+def no_numbers(arrays: Mapping[str, mx.array]) -> str:
+    """The name of the first array with a NaN or inf in it, "" when there is none."""
+    finite = {name: mx.isfinite(value).all() for name, value in arrays.items()}
+    mx.eval(finite)
+    return next((name for name, fine in finite.items() if not fine.item()), "")
+
+
+def folder_name(step: int) -> str:
+    """What the checkpoint of a step is called."""
+    return f"step-{step:06d}"
 
 
 def random_key() -> mx.array:

@@ -13,15 +13,21 @@ PANELS = (("bits_per_byte", "bits per byte"), ("loss", "nats per id"), ("learnin
           ("bytes_per_s", "bytes/s"))  # fmt: skip
 
 
-def draw(run: Path, lines: Sequence[dict[str, Any]]) -> Path:
-    """Four panels over the optimizer steps; validation is drawn beside the training loss."""
+def drawing() -> tuple[Any, Any]:
+    """matplotlib's Figure and the canvas it is drawn on. Raises `InstallationError` without the library."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
         raise InstallationError("--plot needs matplotlib: pip install 'mlx_zip[bench]'") from error
-    figure = Figure(figsize=(10, 6), layout="constrained")
-    FigureCanvasAgg(figure)
+    return Figure, FigureCanvasAgg
+
+
+def draw(run: Path, lines: Sequence[dict[str, Any]]) -> Path:
+    """Four panels over the optimizer steps; validation is drawn beside the training loss."""
+    figure_class, canvas = drawing()
+    figure = figure_class(figsize=(10, 6), layout="constrained")
+    canvas(figure)
     for panel, (key, label) in zip(figure.subplots(2, 2).flat, PANELS, strict=True):
         for name, told in ((key, "training"), (f"val_{key}", "validation")):
             points = [(line["step"], line[name]) for line in lines if name in line]

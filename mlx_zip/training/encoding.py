@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_zip.codec.ids import Uint32s
-from mlx_zip.errors import DataError, GenerationError
+from mlx_zip.errors import DataError, GenerationError, bare_exceptions_as_value_errors
 from mlx_zip.tokenizer import render_chat
 from mlx_zip.training.sources import Record, Skipped
 
@@ -46,7 +46,7 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
     from mlx_zip.loading import no_talk_of_model_types
 
     try:
-        with no_talk_of_model_types():
+        with no_talk_of_model_types(), bare_exceptions_as_value_errors():
             return load(str(folder), {"trust_remote_code": trust_remote_code})
     except (OSError, ValueError, TypeError, LookupError, AttributeError, ImportError) as error:
         first = " ".join(str(error).split())[:300]
@@ -85,7 +85,7 @@ class Encoder:
         self._fast = tokenizer.backend_tokenizer
         self._fast.no_truncation()
         self._fast.no_padding()
-        self.lead = _lead(tokenizer)
+        self.lead = lead_ids(tokenizer)
 
     def encode(self, records: Sequence[Record]) -> list[Piece | Skipped]:
         """One piece per record, in order, or why there is none. Raises `DataError` where no loss mask can be made."""
@@ -141,6 +141,7 @@ class Encoder:
         counted = np.full(len(ids), self.train_on == "all")
         if self.train_on == "answers":
             places = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+            places[1:, 0] = np.minimum(places[1:, 0], places[:-1, 1])  # some leave out the space a token begins with
             for begin, end in spans:
                 counted |= (places[:, 0] >= begin) & (places[:, 1] <= end)
         if not counted.any():
@@ -224,7 +225,7 @@ def _is_byte_level(tokens: set[str]) -> bool:
     return set("".join(tokens)) <= set(ByteLevel.alphabet())
 
 
-def _lead(tokenizer: Any) -> tuple[int, ...]:
+def lead_ids(tokenizer: Any) -> tuple[int, ...]:
     """The ids that the tokenizer puts in front of a text by itself, as a prompt gets them."""
     bare, whole = tokenizer.encode("a", add_special_tokens=False), tokenizer.encode("a")
     return next((tuple(whole[:i]) for i in range(len(whole)) if whole[i : i + len(bare)] == bare), ())

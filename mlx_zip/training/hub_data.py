@@ -11,6 +11,7 @@ from typing import Any
 from mlx_zip.errors import DataError, InstallationError
 
 PARQUET = ".parquet"
+_FAILURES = (OSError, ValueError, TypeError, LookupError, AttributeError, NotImplementedError)
 
 
 def rows(
@@ -60,9 +61,10 @@ def _explained(name: str, library: ModuleType) -> Iterator[None]:
     """What the library raises for a name, subset or split that is not there, bad files and a lost connection."""
     from huggingface_hub.errors import HfHubHTTPError
 
+    http_error: Any = HfHubHTTPError.__bases__[0]  # of the HTTP library underneath, which differs by version
     try:
         yield
     except DataError:
         raise
-    except (library.exceptions.DatasetsError, HfHubHTTPError, OSError, ValueError, NotImplementedError) as error:
+    except (library.exceptions.DatasetsError, http_error, *_FAILURES) as error:
         raise DataError(f"{name} cannot be read: {' '.join(str(error).split())[:300]}") from error

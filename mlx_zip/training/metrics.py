@@ -41,10 +41,10 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     lines = []
-    for text in path.read_text(encoding="utf-8").splitlines():
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             line = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             break
         if not isinstance(line, dict) or not isinstance(line.get("step"), int):
             break
@@ -53,7 +53,7 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
 
 
 def plot(run: Path) -> Path:
-    """Draws `curves.png` from the run's log: loss, bits per byte, learning rate and speed against bytes read.
+    """Draws `curves.png` from the run's log: loss, bits per byte, learning rate and speed over the steps.
 
     Raises `TrainingError` when there is nothing to draw, `InstallationError` without matplotlib.
     """

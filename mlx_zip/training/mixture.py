@@ -29,7 +29,7 @@ def load_mixture(name: str | Path) -> tuple[Source, ...]:
         path = READY / f"{name}.yaml"
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         ready = ", ".join(sorted(file.stem for file in READY.glob("*.yaml")))
         message = f"mixture {name} cannot be read: {' '.join(str(error).split())}"
         raise DataError(f"{message}; give a .yaml file or one of {ready}") from error
@@ -59,7 +59,7 @@ def _source(path: Path, n: int, fields: Any) -> Source:
 
 def _names(path: Path, n: int, key: str, value: Any) -> tuple[str, ...]:
     names = [value] if isinstance(value, str) else value
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
         raise DataError(f"mixture {path}: source {n}: {key} must be a name or a list of names")
     return tuple(names)
 

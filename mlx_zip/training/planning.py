@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from mlx_zip.bundled import NAMES, bundled_model
 from mlx_zip.codec import CodecParams
-from mlx_zip.codec.pack import read_pack
+from mlx_zip.codec.pack import Start, read_pack
 from mlx_zip.errors import CodecError, DataError
 from mlx_zip.loading import first_line, read_config
-from mlx_zip.training.encoding import digit_ids, fingerprint, load_tokenizer, special_ids
+from mlx_zip.training.encoding import digit_ids, fingerprint, lead_ids, load_tokenizer, special_ids
 from mlx_zip.training.sharding import Plan
-from mlx_zip.training.shards import Start, codec_record
+from mlx_zip.training.shards import codec_record
 from mlx_zip.training.sources import Source, kind_of
 
 if TYPE_CHECKING:
@@ -32,6 +32,8 @@ def make_plan(options: PrepareOptions) -> tuple[Plan, Any, dict[str, Any]]:
     folder = tokenizer_folder(options.model or options.tokenizer or "", options.trust_remote_code)
     tokenizer = load_tokenizer(folder, options.trust_remote_code)
     config = read_config(folder) if options.model is not None else {}
+    if options.context <= (lead := len(lead_ids(tokenizer))):
+        raise DataError(f"context {options.context} leaves no room behind the {lead} ids that begin every sample")
     params = codec_for(options, tokenizer, config)
     pool = None
     if options.start_draw is not None:

@@ -99,15 +99,19 @@ def prepare(
         raise DataError(f"workers must be 1 or more, got {workers}")
     plan, tokenizer, settings = make_plan(options)
     try:
-        folder = PreparedFolder(options.out)
-        if (index := folder.open(settings)) is not None:
-            return index
-        if plan.pool is not None:
-            write_pack(plan.out / POOL, plan.pool, plan.params.merge_size, plan.params.pad_id)
-        run = _Run(options, plan, folder, progress, report)
-        with _workers(plan, tokenizer, workers) as make:
-            run.make_shards(make)
-        return run.finish(settings)
+        with PreparedFolder(options.out) as folder:
+            if (index := folder.open(settings)) is not None:
+                return index
+            try:
+                if plan.pool is not None:
+                    write_pack(plan.out / POOL, plan.pool, plan.params.merge_size, plan.params.pad_id)
+                run = _Run(options, plan, folder, progress, report)
+                with _workers(plan, tokenizer, workers) as make:
+                    run.make_shards(make)
+                return run.finish(settings)
+            except DataError:
+                folder.give_up()
+                raise
     except BrokenProcessPool as error:
         raise DataError(f"a worker process was killed, by lack of memory perhaps; {_GO_ON}") from error
     except OSError as error:  # reading has errors of its own
@@ -179,14 +183,19 @@ class _Run:
             record = done[chunk.number]
             if record is None:
                 record = next(made)
-                for note in record["notes"]:
-                    self.bar.clear()
-                    self.report(f"skipped {note}")
+                self._tell(record)
             self.records[chunk.source].append(record)
             self._count(record)
             base_ids = sum(r["base_ids"] for done in self.records for r in done)
             self.bar.set_postfix_str(f"{base_ids:,} base ids", refresh=False)
             self.bar.update(chunk.stored - self.bar.n)
+
+    def _tell(self, record: dict[str, Any]) -> None:
+        notes = record["notes"]
+        more = record["skipped"].get("wrong", 0) - len(notes)
+        for note in [*notes, *([f"{more} more wrong records behind these"] if more else [])]:
+            self.bar.clear()
+            self.report(f"skipped {note}")
 
     def _count(self, record: dict[str, Any]) -> None:
         self.skipped.update(record["skipped"])
@@ -199,7 +208,7 @@ class _Run:
 
     def _enough(self) -> bool:
         limit = self.options.limit
-        return limit is not None and all(self.records) and sum(self._kept(limit)) >= limit
+        return limit is not None and all(self.records) and sum(self._kept(None)) >= limit
 
     def _kept(self, limit: int | None) -> list[int]:
         return kept_samples(self.shares, [self._base_ids(done) for done in self.records], limit)
@@ -215,6 +224,9 @@ class _Run:
             poor = self.options.sources[poorest].data[0]
             counts = ", ".join(f"{n} {kind}" for kind, n in sorted(self.skipped.items()) if n) or "no record in it"
             self.folder.discard()
+            if all(sum(record["samples"] for record in done) for done in self.records):
+                lost = self.options.sources[kept.index(0)].data[0]
+                raise DataError(f"{lost}: its share beside the others' is too small for a single sample of it")
             raise DataError(f"{poor} gives no sample to train on ({counts})")
         shards = sorted(self._shards(kept), key=lambda record: record["name"])
         totals = {key: sum(record[key] for record in shards) for key in ("samples", "ids", "base_ids", "bytes")}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,33 +18,49 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_zip.errors import DataError
-from mlx_zip.files import write_json
+from mlx_zip.files import sole_user, write_json
 from mlx_zip.training.sharding import record_file
-from mlx_zip.training.shards import INDEX, PARTS, ShardWriter, part_file, write_index
+from mlx_zip.training.shards import INDEX, PARTS, Shards, ShardWriter, part_file, read_array, write_index
 
 STATE, POOL = "prepare.json", "pool.npy"
 _POOL_FILES = {POOL, "pool.lengths.npy"}
 _COUNTS = ("name", "samples", "ids", "base_ids", "bytes", "source")
+_RECORD = {*_COUNTS, "records", "windowed", "skipped", "notes"}
+_INDEX = {"shards", "totals", "skipped", "records", "windowed", "sources"}
 
 
 class PreparedFolder:
-    """A folder to prepare data in. Everything but `open` is for a folder that `open` has accepted."""
+    """A folder to prepare data in, one process at a time, as a context.
+
+    Everything but `open` is for a folder that `open` has accepted.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = Path(folder)
         self._base: dict[str, NDArray[np.int64]] = {}
         self._made = False
+        self._held = ExitStack()
+
+    def __enter__(self) -> PreparedFolder:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Lets another process have the folder."""
+        self._held.close()
 
     def open(self, settings: Mapping[str, Any]) -> dict[str, Any] | None:
         """Makes the folder, or finds one that the same settings have begun; the index, if they have finished it.
 
-        Raises `DataError` for a folder with other content or other settings, and `OSError`.
+        Raises `DataError` for a folder with other content or other settings, one that another process prepares data
+        in, and a finished one that is damaged; and `OSError`.
         """
         settings = json.loads(json.dumps(settings))
         if self.folder.exists() and not self.folder.is_dir():
             raise DataError(f"{self.folder} is a file, not a folder")
         self._made = not self.folder.exists()
         self.folder.mkdir(parents=True, exist_ok=True)
+        if not self._held.enter_context(sole_user(self.folder)):
+            raise DataError(f"another process prepares data in {self.folder}; wait for it, or choose another (--out)")
         self._remove_partial()
         index = self._read(self.folder / INDEX)
         begun = self._read(self.folder / STATE) if index is None else index.get("settings")
@@ -54,6 +71,9 @@ class PreparedFolder:
             return None
         self._compare(begun, settings)
         if index is not None:
+            if not index.keys() >= _INDEX:
+                raise DataError(f"{self.folder / INDEX} is damaged; delete the folder and prepare again")
+            Shards(self.folder)
             self._clean(index)
         return index
 
@@ -72,7 +92,7 @@ class PreparedFolder:
             data = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             return None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{path} cannot be read: {error}; delete the folder and prepare again") from error
         if not isinstance(data, dict):
             raise DataError(f"{path} is damaged; delete the folder and prepare again")
@@ -80,14 +100,20 @@ class PreparedFolder:
 
     def record(self, name: str) -> dict[str, Any] | None:
         """The record of a finished shard."""
-        return self._read(record_file(self.folder, name))
+        path = record_file(self.folder, name)
+        found = self._read(path)
+        if found is not None and not (found.keys() >= _RECORD and found["name"] == name):
+            raise DataError(f"{path} is damaged; delete the folder and prepare again")
+        return found
 
     def base_ids(self, record: Mapping[str, Any]) -> NDArray[np.int64]:
         """Base ids of each sample of a finished shard."""
         name = record["name"]
         if name not in self._base:
             file = part_file(self.folder, name, "base")
-            self._base[name] = np.load(file, allow_pickle=False) if record["samples"] else np.empty(0, np.int64)
+            self._base[name] = read_array(file, np.int64) if record["samples"] else np.empty(0, np.int64)
+            if len(self._base[name]) != record["samples"]:
+                raise DataError(f"{file} is not what its record says; delete the folder and prepare again")
         return self._base[name]
 
     def first_samples(self, record: Mapping[str, Any], samples: int, start_width: int) -> dict[str, Any]:
@@ -95,8 +121,9 @@ class PreparedFolder:
         if samples == record["samples"]:
             return {key: record[key] for key in _COUNTS}
         name = record["name"]
-        parts = [*PARTS, *(["start"] if start_width else [])]
-        arrays = {part: np.load(part_file(self.folder, name, part), allow_pickle=False) for part in parts}
+        arrays = {part: read_array(part_file(self.folder, name, part), dtype) for part, dtype in PARTS.items()}
+        if start_width:
+            arrays["start"] = read_array(part_file(self.folder, name, "start"), np.int32, ndim=2)
         writer = ShardWriter(self.folder, f"{name}-{samples}", start_width)
         ends = arrays["ends"][:samples]
         for i, (begin, end) in enumerate(zip([0, *ends[:-1].tolist()], ends.tolist(), strict=True)):
@@ -111,6 +138,11 @@ class PreparedFolder:
         index = self._read(self.folder / INDEX) or {}
         self._clean(index)
         return index
+
+    def give_up(self) -> None:
+        """Removes all that was written, unless a shard is finished: then a later run goes on from there."""
+        if self.folder.exists() and not any(self.folder.glob("shard-*.json")):
+            self.discard()
 
     def discard(self) -> None:
         """Removes all that was written, and the folder if it was not there before."""

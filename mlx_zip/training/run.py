@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -13,7 +14,7 @@ import mlx.core as mx
 
 import mlx_zip
 from mlx_zip.errors import DataError, TrainingError
-from mlx_zip.files import write_json
+from mlx_zip.files import sole_user, write_json
 from mlx_zip.loading import model_folder
 from mlx_zip.training.adapt import EncoderOptions, fingerprint, freeze, start_model
 from mlx_zip.training.adapter import check_savable, save_adapter
@@ -22,7 +23,7 @@ from mlx_zip.training.encoding import load_tokenizer
 from mlx_zip.training.machines import check_equal, together
 from mlx_zip.training.objective import LossWeights, Trainee
 from mlx_zip.training.recompute import recompute_activations
-from mlx_zip.training.saving import save_trained
+from mlx_zip.training.saving import DTYPES, save_trained
 from mlx_zip.training.settings import TrainSettings
 from mlx_zip.training.shards import Joined, Shards
 from mlx_zip.training.trainer import Outcome, Trainer
@@ -61,6 +62,26 @@ def train(options: RunOptions, settings: TrainSettings, quiet: bool = False) -> 
     start = together(group, lambda: _start(options, settings, first=group.rank() == 0))
     facts = json.dumps([start.fingerprint, start.record["data"]])
     check_equal(group, sha256(facts.encode()).hexdigest(), "model, data or settings")
+    with _alone(group, options.out):
+        return _run(group, options, settings, start, quiet)
+
+
+@contextmanager
+def _alone(group: mx.distributed.Group, out: Path) -> Iterator[None]:
+    """No other process trains in the folder: each would take the other's checkpoints for its own."""
+    with sole_user(out) if group.rank() == 0 else nullcontext(True) as alone:
+        together(group, lambda: _refuse_others(out, alone))
+        yield
+
+
+def _refuse_others(out: Path, alone: bool) -> None:
+    if not alone:
+        raise TrainingError(f"another process trains in {out}; wait for it, or choose another --out")
+
+
+def _run(
+    group: mx.distributed.Group, options: RunOptions, settings: TrainSettings, start: _Start, quiet: bool
+) -> Outcome:
     trainee = Trainee(start.model, LossWeights(settings.reconstruction, settings.token_type))
     if settings.grad_checkpoint:
         recompute_activations(start.model.layers)
@@ -91,6 +112,8 @@ def _start(options: RunOptions, settings: TrainSettings, first: bool) -> _Start:
         raise TrainingError("give --model, or --from-scratch with a config.json")
     if options.save not in SAVES:
         raise TrainingError(f"save {options.save!r} is not one of {', '.join(SAVES)}")
+    if options.save_dtype not in DTYPES:
+        raise TrainingError(f"save_dtype {options.save_dtype!r} is not one of {', '.join(DTYPES)}")
     data = Joined(options.data)
     valid = Joined(options.valid) if options.valid else None
     if valid is not None and valid.params != data.params:
@@ -138,7 +161,7 @@ def _read_object(path: Path, hint: str = "") -> dict[str, Any]:
     """A JSON object from a file. Raises `TrainingError`, its message ending in `hint`."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise TrainingError(f"{path} cannot be read: {error}{hint}") from error
     if not isinstance(found, dict):
         raise TrainingError(f"{path} holds no JSON object{hint}")
@@ -160,13 +183,23 @@ def _check_sizes(config: Mapping[str, Any], data: Joined, tokens: int) -> None:
 def _record(options: RunOptions, settings: TrainSettings, data: Joined) -> dict[str, Any]:
     fixed = {name: value for name, value in settings.to_dict().items() if name not in TELLING}
     origin = options.model if options.scratch is None else options.scratch.name
-    shards = [{key: part.index.get(key) for key in ("codec", "context", "tokenizer", "shards")} for part in data.parts]
     return {
         "fixed": {"model": Path(origin).name if origin else None, "settings": fixed},
-        "data": shards,
+        "data": [_data_record(part) for part in data.parts],
         "encoder": vars(options.encoder),
         "mlx_zip": mlx_zip.__version__,
     }
+
+
+def _data_record(part: Shards) -> dict[str, Any]:
+    """What a prepared folder holds and was made of, wherever it and its sources lie."""
+    settings = part.index.get("settings") or {}
+    try:
+        digests = [sorted(source["sha256"].values()) for source in settings.get("sources", ())]
+    except (TypeError, LookupError, AttributeError) as error:
+        raise DataError(f"{part.folder}: its index is damaged ({error!r}); prepare the data again") from error
+    record = {key: part.index.get(key) for key in ("codec", "context", "tokenizer", "shards")}
+    return {**record, "settings": {**settings, "sources": digests}}
 
 
 def _open_run(out: Path, record: dict[str, Any], mark: str) -> None:
@@ -189,7 +222,9 @@ def _open_run(out: Path, record: dict[str, Any], mark: str) -> None:
 
 def _difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Which of the recorded facts differ, by name."""
-    old, new = before.get("fixed", {}).get("settings", {}), now["fixed"]["settings"]
+    fixed, new = before.get("fixed"), now["fixed"]["settings"]
+    old = fixed.get("settings") if isinstance(fixed, dict) else None
+    old = old if isinstance(old, dict) else {}
     names = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
     parts = [name for name in ("data", "encoder") if before.get(name) != json.loads(json.dumps(now[name]))]
     return ", ".join([*names, *parts]) or "another model"

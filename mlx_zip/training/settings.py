@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -17,6 +18,7 @@ COMPILE = ("auto", "on", "off")
 POSITIVE = ("iters", "batch_size", "grad_accumulation_steps", "steps_per_report", "steps_per_eval", "save_every",
             "keep", "lora_rank")  # fmt: skip
 NOT_NEGATIVE = ("seed", "warmup", "val_batches")  # beside all floats
+LARGEST = 2**63 - 1  # what MLX counts with
 KINDS = {"int": int, "float": (int, float), "str": str, "bool": bool}
 
 
@@ -87,8 +89,10 @@ class TrainSettings:
         value = getattr(self, name)
         if not isinstance(value, KINDS[kind]) or (isinstance(value, bool) and kind != "bool"):
             raise TrainingError(f"{name} must be of type {kind}, got {value!r}")
+        if kind == "int" and abs(value) > LARGEST:
+            raise TrainingError(f"{name} is too large: {value}")
         if kind == "float":
-            object.__setattr__(self, name, float(value))
+            object.__setattr__(self, name, math.inf if value > sys.float_info.max else float(value))
 
     def _check_lora(self) -> None:
         if self.lora_layers != -1 and self.lora_layers < 1:

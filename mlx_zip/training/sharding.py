@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 
 from mlx_zip.codec import CodecParams
+from mlx_zip.codec.pack import Start
 from mlx_zip.errors import DataError
 from mlx_zip.files import write_json
 from mlx_zip.training.encoding import Encoder, Piece, load_tokenizer
-from mlx_zip.training.shards import ShardWriter, Start
+from mlx_zip.training.shards import ShardWriter
 from mlx_zip.training.sources import Item, Record, Skipped, parse
 from mlx_zip.training.windows import compress_window, cut
 

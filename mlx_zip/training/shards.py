@@ -15,6 +15,7 @@ The codebook itself is not stored: it follows from the ids. Every file appears w
 from __future__ import annotations
 
 import json
+import tokenize
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -27,13 +28,14 @@ from numpy.typing import NDArray
 
 from mlx_zip.codec import CodecParams
 from mlx_zip.codec.ids import Uint32s
+from mlx_zip.codec.pack import Start
 from mlx_zip.errors import CodecError, DataError
 from mlx_zip.files import whole_file, write_json
 
 VERSION = 1
 INDEX = "index.json"
+_AGAIN = "delete the folder and prepare the data again"
 PARTS = {"ids": np.uint32, "mask": np.bool_, "ends": np.int64, "base": np.int64, "bytes": np.int64}
-Start = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -50,13 +52,8 @@ class Sample:
     start: Start | None = None
 
     def params(self, params: CodecParams) -> CodecParams:
-        """`params` with this sample's starting codebook."""
-        return params if self.start is None else replace_start(params, self.start)
-
-
-def replace_start(params: CodecParams, start: Start | None) -> CodecParams:
-    """The same codec with another starting codebook. Raises `CodecError` if it does not fit."""
-    return replace(params, start=start)
+        """`params` with this sample's starting codebook. Raises `CodecError` if it does not fit."""
+        return params if self.start is None else replace(params, start=self.start)
 
 
 def grows(params: CodecParams) -> bool:
@@ -140,24 +137,28 @@ class Shards:
         try:
             params = CodecParams(**self.index["codec"])
             self.params = params if grows(params) else replace(params, codebook_size=0, merge_size=1)  # all the same
-            self.context = int(self.index["context"])
-            records = [(str(record["name"]), int(record["samples"])) for record in self.index["shards"]]
+            self.context = _count("context", self.index["context"], least=1)
+            records = [(str(record["name"]), _count("samples", record["samples"])) for record in self.index["shards"]]
         except (KeyError, TypeError, ValueError, CodecError) as error:
-            raise DataError(f"{self.folder / INDEX}: {error!r}; prepare the data again") from error
+            raise DataError(f"{self.folder / INDEX}: {error!r}; {_AGAIN}") from error
+        made_with = self.index.get("tokenizer")
+        if made_with is not None and not isinstance(made_with, dict):
+            raise DataError(f"{self.folder / INDEX}: tokenizer is {made_with!r:.40}; {_AGAIN}")
         pool = self.index.get("pool")
         self._pool = None if pool is None else _read_pool(self.folder, str(pool), self.params.merge_size)
         self._shards = [self._open(name, samples) for name, samples in records]
         self._ends = list(accumulate(samples for _, samples in records))
 
     def _open(self, name: str, samples: int) -> dict[str, NDArray[Any]]:
-        arrays = {part: _map(part_file(self.folder, name, part), dtype) for part, dtype in PARTS.items()}
+        arrays = {part: read_array(part_file(self.folder, name, part), dtype) for part, dtype in PARTS.items()}
         if self._pool is not None:
-            arrays["start"] = _map(part_file(self.folder, name, "start"), np.int32)
+            arrays["start"] = read_array(part_file(self.folder, name, "start"), np.int32, ndim=2)
         ends = arrays["ends"]
-        fits = all(len(arrays[part]) == samples for part in arrays.keys() - {"ids", "mask"})
         total = int(ends[-1]) if len(ends) else 0
-        if not fits or len(arrays["ids"]) != total or len(arrays["mask"]) != total or np.any(np.diff(ends) < 0):
-            raise DataError(f"{self.folder / name}: the arrays of this shard do not fit together; prepare it again")
+        lengths = {"ids": total, "mask": total}
+        fits = all(len(array) == lengths.get(part, samples) for part, array in arrays.items())
+        if not fits or np.any(np.diff(ends, prepend=0) < 0):
+            raise DataError(f"{self.folder / name}: the arrays of this shard do not fit together; {_AGAIN}")
         return arrays
 
     def __len__(self) -> int:
@@ -172,7 +173,10 @@ class Shards:
         begin, end = (int(shard["ends"][j - 1]) if j else 0), int(shard["ends"][j])
         start = None
         if self._pool is not None:
-            start = tuple(self._pool[row] for row in shard["start"][j].tolist())
+            rows = shard["start"][j]
+            if len(rows) and not 0 <= rows.min() <= rows.max() < len(self._pool):
+                raise DataError(f"{self.folder}: sample {i} starts with an entry that is not in the pool; {_AGAIN}")
+            start = tuple(self._pool[row] for row in rows.tolist())
         ids, mask = np.array(shard["ids"][begin:end]), np.array(shard["mask"][begin:end])
         return Sample(ids, mask, int(shard["base"][j]), int(shard["bytes"][j]), start)
 
@@ -217,26 +221,34 @@ def _read_index(folder: Path) -> dict[str, Any]:
         index = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise DataError(f"{folder} has no {INDEX}: not a prepared folder, or an unfinished one") from None
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read: {error}") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"{path} cannot be read: {error}; {_AGAIN}") from error
     if not isinstance(index, dict) or index.get("version") != VERSION:
-        raise DataError(f"{path} is not version {VERSION} of prepared data; prepare it again")
+        raise DataError(f"{path} is not version {VERSION} of prepared data; {_AGAIN}")
     return index
 
 
-def _map(path: Path, dtype: Any) -> NDArray[Any]:
+def _count(name: str, value: Any, least: int = 0) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} is {value!r}, not a whole number of {least} or more")
+    return value
+
+
+def read_array(path: Path, dtype: Any, ndim: int = 1) -> NDArray[Any]:
+    """A .npy file, mapped into memory. Raises `DataError` naming it when it is damaged or holds something else."""
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise DataError(f"{path} cannot be read: {error}; prepare the data again") from error
-    if array.dtype != dtype:
-        raise DataError(f"{path} holds {array.dtype}, not {np.dtype(dtype)}; prepare the data again")
+    except (OSError, ValueError, EOFError, tokenize.TokenError) as error:  # the last: a damaged header
+        raise DataError(f"{path} cannot be read: {error}; {_AGAIN}") from error
+    if not isinstance(array, np.ndarray) or array.ndim != ndim or array.dtype != dtype:
+        found = f"{array.ndim} dimensions of {array.dtype}" if isinstance(array, np.ndarray) else "an archive"
+        raise DataError(f"{path} holds {found}, not {ndim} of {np.dtype(dtype)}; {_AGAIN}")
     return array
 
 
 def _read_pool(folder: Path, name: str, width: int) -> list[tuple[int, ...]]:
-    rows = _map(folder / name, np.uint32)
-    lengths = _map((folder / name).with_suffix(".lengths.npy"), np.int64)
-    if rows.ndim != 2 or rows.shape != (len(lengths), width) or np.any((lengths < 2) | (lengths > width)):
-        raise DataError(f"{folder / name}: the pool of start entries is damaged; prepare the data again")
+    rows = read_array(folder / name, np.uint32, ndim=2)
+    lengths = read_array((folder / name).with_suffix(".lengths.npy"), np.int64)
+    if rows.shape != (len(lengths), width) or np.any((lengths < 2) | (lengths > width)):
+        raise DataError(f"{folder / name}: the pool of start entries is damaged; {_AGAIN}")
     return [tuple(row[:n]) for row, n in zip(rows.tolist(), lengths.tolist(), strict=True)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import sys
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -45,12 +46,19 @@ class Source:
         if not self.data or not all(isinstance(name, str) and name for name in self.data):
             raise DataError(f"a source names no data: {self.data!r}")
         share = self.share
-        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < float("inf"):
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= sys.float_info.max:
             raise DataError(f"{self.data[0]}: share must be a number above 0, got {share!r}")
-        if self.separator is not None and (not self.separator or "\n" in self.separator):
-            raise DataError(f"separator {self.separator!r} must be one line of text")
-        if unknown := sorted(self.columns.keys() - set(KEYS)):
+        separator = self.separator
+        if separator is not None and (not isinstance(separator, str) or not separator or "\n" in separator):
+            raise DataError(f"separator {separator!r} must be one line of text")
+        for name in ("split", "revision"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                raise DataError(f"{name} must be a name, got {value!r}")
+        if unknown := sorted(map(str, self.columns.keys() - set(KEYS))):
             raise DataError(f"columns: {', '.join(unknown)} is none of {', '.join(KEYS)}")
+        if wrong := [name for name in self.columns.values() if not isinstance(name, str)]:
+            raise DataError(f"columns: {wrong[0]!r} is no name of a column")
 
     def check(self) -> None:
         """Raises `DataError` for a file that is not there or of a kind that cannot be read."""

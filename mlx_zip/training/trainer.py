@@ -104,7 +104,7 @@ class Trainer:
 
     def train(self) -> Outcome:
         """Trains until `iters` steps are done or a signal asks to stop; either way the last step is saved."""
-        settings, metrics = self.settings, self._metrics()
+        settings, metrics = self.settings, together(self.group, self._metrics)
         self.trainee.train()
         window = _Window(self.progress)
         with self._signals(), self._bar() as bar, ThreadPoolExecutor(1) as pool:
@@ -149,8 +149,13 @@ class Trainer:
         )
 
     def _save(self) -> None:
+        together(self.group, self._checkpoint)
+
+    def _checkpoint(self) -> None:
+        if self.group.rank() > 0:
+            return
         found = checkpoints(self.run)
-        if self.group.rank() == 0 and (not found or found[-1][0] != self.progress.step):
+        if not found or found[-1][0] != self.progress.step:
             args = (self.run, self.trainee, self.optimizer, self.progress, self.fingerprint, self.settings.keep)
             save_checkpoint(*args)
 
@@ -176,10 +181,13 @@ class Trainer:
         samples: list[Sample] = [data[int(i)] for i in indices]
         model = self.trainee.model
         by_base = isinstance(model, Model) and model.config.position_mode == "base_token_end"
-        return make_batch(
-            samples, data.params, [int(i) for i in indices],
-            availability=self.settings.availability, base_positions=by_base,
-        )  # fmt: skip
+        try:
+            return make_batch(
+                samples, data.params, [int(i) for i in indices],
+                availability=self.settings.availability, base_positions=by_base,
+            )  # fmt: skip
+        except DataError as error:
+            raise DataError(f"{data}: {error}") from error
 
     def is_long(self, batch: Batch) -> bool:
         """Whether LongRoPE's long factors are due: some position lies beyond the original context."""
@@ -199,18 +207,19 @@ class Trainer:
         line = window.line(self.progress)
         line |= {"learning_rate": learning_rate(self.optimizer), "peak_rss_bytes": peak_rss_bytes()}
         line["peak_mlx_bytes"] = mx.get_peak_memory()
-        if metrics is not None:
-            metrics.add(**line)
+        self._write(metrics, line)
         bar.set_postfix_str(
             f"loss {line['loss']:.3f}, {line['bits_per_byte']:.3f} bits/byte, "
             f"{line['ids_per_s']:,.0f} ids/s, {line['bytes_per_s']:,.0f} bytes/s"
         )
 
+    def _write(self, metrics: Metrics | None, line: dict[str, Any]) -> None:
+        together(self.group, lambda: None if metrics is None else metrics.add(**line))
+
     def _validate(self, metrics: Metrics | None, bar: Any) -> None:
         assert self.valid is not None
         line = {"step": self.progress.step, **self.validation()}
-        if metrics is not None:
-            metrics.add(**line)
+        self._write(metrics, line)
         if not self.quiet:
             bar.write(f"step {line['step']}: validation {line['val_bits_per_byte']:.4f} bits/byte", file=sys.stderr)
 

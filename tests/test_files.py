@@ -1,0 +1,46 @@
+"""Folders that appear whole or not at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mlx_zip.files import whole_folder
+
+
+def write(folder: Path, text: str) -> None:
+    with whole_folder(folder) as partial:
+        (partial / "file").write_text(text, encoding="utf-8")
+
+
+def test_a_new_folder_takes_the_place_of_an_old_one_and_leaves_nothing_beside(tmp_path):
+    write(tmp_path / "out", "old")
+    write(tmp_path / "out", "new")
+    assert (tmp_path / "out" / "file").read_text() == "new"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_while_it_is_filled_an_error_leaves_the_old_folder(tmp_path):
+    write(tmp_path / "out", "old")
+    with pytest.raises(UnicodeEncodeError):
+        write(tmp_path / "out", "half \ud800")
+    assert (tmp_path / "out" / "file").read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("end", [OSError, KeyboardInterrupt])
+def test_when_the_new_folder_cannot_take_its_place_the_old_one_comes_back(end, tmp_path, monkeypatch):
+    write(tmp_path / "out", "old")
+    rename = Path.rename
+
+    def refuse(path: Path, target: Path) -> Path:
+        if ".partial-" in path.name:
+            raise end
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(end):
+        write(tmp_path / "out", "new")
+    assert (tmp_path / "out" / "file").read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
