@@ -1,4 +1,4 @@
-"""`mlx_zip convert`: the flags of `mlx_lm.convert`, and three of ours."""
+"""`mlx_zip convert`: the flags of `mlx_lm.convert`, and four of ours."""
 
 from __future__ import annotations
 
@@ -31,6 +31,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--trust-remote-code", action="store_true", help="Run and copy the tokenizer's own code.")
     add("--keep-adapter", action="store_true", help="Keep a LoRA unmerged, in adapters/ inside the output.")
     add("--lora-only", action="store_true", help="The checkpoint is a plain PEFT LoRA; write an mlx-lm adapter folder.")
+    add(
+        "--canonical", action=argparse.BooleanOptionalAction, default=None,
+        help="Whether the model is to write only ids that the compressor would have. Default: as it was, upstream no.",
+    )  # fmt: skip
     add("--encoder-bits", type=int, choices=[4, 8], help="Quantize the hyper-encoders too.")
 
 
@@ -41,6 +45,7 @@ def run(args: argparse.Namespace) -> int:
     flags = (
         "hf_path", "mlx_path", "quantize", "q_group_size", "q_bits", "q_mode", "quant_predicate", "dtype",
         "dequantize", "revision", "upload_repo", "trust_remote_code", "keep_adapter", "lora_only", "encoder_bits",
+        "canonical",
     )  # fmt: skip
     with warnings_on_stderr():
         print(convert(**{flag: getattr(args, flag) for flag in flags}))

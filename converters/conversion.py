@@ -64,6 +64,7 @@ def convert(
     keep_adapter: bool = False,
     lora_only: bool = False,
     encoder_bits: int | None = None,
+    canonical: bool | None = None,
     trust_remote_code: bool = False,
     progress: bool = True,
 ) -> Path:
@@ -73,7 +74,8 @@ def convert(
     up to `quant_predicate` are those of `mlx_lm.convert`. dtype: "float16", "bfloat16" or "float32"; the default is
     the source decoder's. keep_adapter: leave a PEFT LoRA unmerged, in `adapters/` inside the output. lora_only:
     `hf_path` is a plain PEFT LoRA, and the output an mlx-lm adapter folder. encoder_bits: quantize the hyper-encoders
-    too (4 or 8). A folder that is converted already can be quantized, dequantized or cast again.
+    too (4 or 8). canonical: what the config is to say of it (`mlx_zip.canonical`), None leaves it. A folder that is
+    converted already can be quantized, dequantized or cast again.
 
     Raises `ConversionError` or `ConfigError`, each a line that names the file, tensor or key at fault; then nothing
     has been written.
@@ -89,10 +91,12 @@ def convert(
     recipe = Recipe(quantize, q_group_size, q_bits, q_mode, quant_predicate, encoder_bits, dequantize)
     place = source.locate(hf_path, revision)
     if lora_only:
-        _refuse_with_lora_only(recipe, keep_adapter)
+        _refuse_with_lora_only(recipe, keep_adapter or canonical is not None)
         _write_adapter(out, source.complete(place), dtype, progress)
     else:
         prepared = _prepare(place, dtype, keep_adapter, trust_remote_code)
+        if canonical is not None:
+            prepared.config["zip2zip"]["canonical"] = canonical
         _quantize(prepared, recipe)
         _write(out, prepared, trust_remote_code, progress)
     if upload_repo is not None:
@@ -100,9 +104,11 @@ def convert(
     return out
 
 
-def _refuse_with_lora_only(recipe: Recipe, keep_adapter: bool) -> None:
-    if recipe != Recipe() or keep_adapter:
-        raise ConversionError("--lora-only writes an adapter alone; it takes no quantization and no --keep-adapter")
+def _refuse_with_lora_only(recipe: Recipe, others: bool) -> None:
+    if recipe != Recipe() or others:
+        raise ConversionError(
+            "--lora-only writes an adapter alone; it takes no quantization, no --keep-adapter and no --canonical"
+        )
 
 
 # ---- reading

@@ -123,6 +123,8 @@ def _check(model: Any, facts: TokenizerFacts, drop_start: bool) -> None:
             f"the model starts from a codebook of {len(config.start)} entries, which zip2zip's format cannot hold; "
             "leave it out with --drop-start (ids then differ from this model's)"
         )
+    if config.canonical:
+        warnings.warn("zip2zip writes ids that are not canonical too: what it generates may differ", stacklevel=2)
     if config.start is not None:
         warnings.warn(f"the starting codebook of {len(config.start)} entries is left out", stacklevel=2)
     if model.traits.embed_scale != 1.0:
@@ -181,7 +183,7 @@ def _decoder_config(config: dict[str, Any], stored: str) -> dict[str, Any]:
 
 def _zip_config(config: ZipConfig) -> dict[str, Any]:
     """zip2zip_config.json; the package refuses keys that it does not know, so there is nothing of ours in it."""
-    made = replace(config, format_version=2, base_model=SELF_CONTAINED, start=None).to_dict()
+    made = replace(config, format_version=2, base_model=SELF_CONTAINED, start=None, canonical=False).to_dict()
     del made["pad_token_id"]
     return made
 

@@ -102,7 +102,8 @@ class ZipConfig:
     vocab_size: number of base ids, and the id of the first hypertoken (upstream's `initial_vocab_size`).
     codebook_size, merge_size: upstream's `max_codebook_size` and `max_subtokens`. pad_id: the tokenizer's pad
     token, else its eos; it never merges and fills the rest of short entries. start: the model's starting codebook,
-    entries that exist before the first id and take the first slots; upstream has none.
+    entries that exist before the first id and take the first slots; upstream has none. canonical: give no probability
+    to ids that the compressor would not have written (`mlx_zip.canonical`); upstream gives it.
     """
 
     vocab_size: int
@@ -115,6 +116,7 @@ class ZipConfig:
     format_version: int = 1
     base_model: str | None = None
     start: tuple[tuple[int, ...], ...] | None = None
+    canonical: bool = False
     codec_params: CodecParams = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -143,7 +145,7 @@ class ZipConfig:
         Raises `ConfigError` naming the key that is unknown, missing or out of range.
         """
         data = _object("zip2zip config", data)
-        _refuse_unknown("zip2zip config", data, _TOP | {"pad_token_id", "start"})
+        _refuse_unknown("zip2zip config", data, _TOP | {"pad_token_id", "start", "canonical"})
         version = _integer("zip2zip config", {"format_version": 1, **data}, "format_version", low=1)
         if version > 2:
             raise ConfigError(f"format_version {version} is newer than the formats 1 and 2 known here")
@@ -163,11 +165,14 @@ class ZipConfig:
             format_version=version,
             base_model=data.get("base_model_name_or_path"),
             start=_start(data.get("start")),
+            canonical=_flag("zip2zip config", {"canonical": False, **data}, "canonical"),
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Upstream's layout plus `pad_token_id` and any `start`; `from_dict` reads it back to an equal config."""
-        start = {} if self.start is None else {"start": [list(entry) for entry in self.start]}
+        """Upstream's layout, `pad_token_id` and what is set of `start` and `canonical`; `from_dict` reads it back."""
+        ours: dict[str, Any] = {"canonical": True} if self.canonical else {}
+        if self.start is not None:
+            ours["start"] = [list(entry) for entry in self.start]
         return {
             "format_version": self.format_version,
             "base_model_name_or_path": self.base_model,
@@ -181,7 +186,7 @@ class ZipConfig:
                 "disabled_ids": list(self.disabled_ids),
             },
             "pad_token_id": self.pad_id,
-            **start,
+            **ours,
         }
 
 

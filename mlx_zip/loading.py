@@ -8,7 +8,7 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +31,14 @@ def load(
     lazy: bool = False,
     revision: str | None = None,
     trust_remote_code: bool = False,
+    canonical: bool | None = None,
 ) -> tuple[Any, Any]:
     """Loads a converted zip2zip model, or any plain mlx-lm model, and its tokenizer.
 
-    path_or_hf_repo: a local folder, a bundled model ("stories") or a Hugging Face hub id. Returns (model, mlx-lm's
-    `TokenizerWrapper`). Raises `ModelError` for a folder that is missing, incomplete or not converted, and
-    `ConfigError` when tokenizer and codebook boundary contradict each other.
+    path_or_hf_repo: a local folder, a bundled model ("stories") or a Hugging Face hub id. canonical: whether a zip2zip
+    model gives probability to canonical ids alone (`mlx_zip.canonical`), None for what its config says; no matter to a
+    plain model. Returns (model, mlx-lm's `TokenizerWrapper`). Raises `ModelError` for a folder that is missing,
+    incomplete or not converted, and `ConfigError` when tokenizer and codebook boundary contradict each other.
     """
     folder = model_folder(path_or_hf_repo, revision)
     config = read_config(folder)
@@ -57,6 +59,8 @@ def load(
     model: Any = loaded[0]
     if hasattr(model, "layout"):
         model.layout.check_tokenizer(len(loaded[1]))
+        if canonical is not None:
+            model.config = replace(model.config, canonical=canonical)
     return model, loaded[1]
 
 

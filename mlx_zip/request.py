@@ -12,6 +12,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.sample_utils import LogitsProcessor
 
+from mlx_zip.canonical import OnlyCanonical
 from mlx_zip.codec import compress
 from mlx_zip.errors import GenerationError
 from mlx_zip.sampling import Sampling
@@ -72,6 +73,7 @@ class Request:
             raise GenerationError(f"max_tokens (--max-tokens) must be at least 1, or -1 for no limit, got {max_tokens}")
         state = find_state(cache)
         self._state, self._row = state, 0
+        self._canonical = state is not None and model.config.canonical
         used_ids, used_base = _used(cache, state)
         base_ids = encode_prompt(tokenizer, prompt, continues=used_ids > 0)
         self.base_limit = _base_id_limit(model, tokenizer)
@@ -100,8 +102,11 @@ class Request:
         return compress(book.params, ids)[0] if fresh else book.compress(ids)
 
     def processors(self, options: Sampling) -> list[LogitsProcessor]:
-        """The sequence's penalties."""
-        return options.make_processors(self.base_limit, self._state, self._row)
+        """The sequence's penalties, and what excludes ids that are not canonical."""
+        chain = options.make_processors(self.base_limit, self._state, self._row)
+        if self._state is not None and self._canonical:
+            chain.append(OnlyCanonical(self._state.books[self._row]))
+        return chain
 
     def start(self) -> None:
         """Starts the clock."""

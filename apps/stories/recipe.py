@@ -262,7 +262,7 @@ def make_bundle(recipe: Recipe) -> None:
             flags = {"hf_path": model(run), "mlx_path": f"{folder.name}/{name}", "quantize": True, "q_bits": bits,
                      "q_group_size": 64, "dtype": "float32"}  # fmt: skip
             if run == "zip":
-                recipe.command("convert", {**flags, "encoder_bits": bits})
+                recipe.command("convert", {**flags, "encoder_bits": bits, "canonical": True})
             else:
                 recipe.execute("mlx_lm convert", words(flags))
             for beside in ("README.md", "model.safetensors.index.json"):

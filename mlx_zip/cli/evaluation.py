@@ -24,6 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", action="append", required=True, help="folder or hub id; repeat to compare, the baseline first")
     add("--trust-remote-code", action="store_true", help="let the tokenizer run code of its own")
+    add("--canonical", action=argparse.BooleanOptionalAction, default=None,
+        help="zip2zip models give no probability to ids that the compressor would not have written (default: as each "
+             "model's config says)")  # fmt: skip
     add("--batch-size", type=int, default=8, help="windows, stories or requests per model call (default: 8)")
     add("--json", metavar="FILE", help="also write all figures, settings and versions to FILE")
     add("--start-codebook", metavar="FILE", help="pack of entries that exist from the start (default: the model's own)")
@@ -108,11 +111,15 @@ class Evaluation:
         from mlx_zip.evaluation.scoring import context_limit, is_zip
         from mlx_zip.generate import load
 
-        model, tokenizer = load(name, trust_remote_code=self.args.trust_remote_code)
+        model, tokenizer = load(
+            name, trust_remote_code=self.args.trust_remote_code, canonical=self.args.canonical
+        )
         if self.args.context is None:
             self.task_context = context_limit(model) or CONTEXT
             self.args.context = min(CONTEXT, self.task_context)
         record: dict[str, Any] = {"model": name, "kind": "zip2zip" if is_zip(model) else "plain"}
+        if is_zip(model):
+            record["canonical"] = model.config.canonical
         if self.corpus:
             record["text"] = self._text(name, model, tokenizer)
         if self.args.generate is not None:

@@ -68,7 +68,10 @@ def environment() -> dict[str, Any]:
 
 
 def make_record(models: Sequence[Mapping[str, Any]], settings: Mapping[str, Any], data: Any = None) -> dict[str, Any]:
-    """models: for each {"model", "kind"}, and "text", "generation", "tasks" where measured. data: `Corpus.record()`."""
+    """models: for each {"model", "kind"}, a zip2zip one's "canonical", and "text", "generation", "tasks" if measured.
+
+    data: `Corpus.record()`.
+    """
     return {
         "version": VERSION,
         **environment(),
@@ -82,6 +85,7 @@ def table(record: Mapping[str, Any]) -> str:
     """The record's figures, for people."""
     models = record["models"]
     rows = [["", *_labels([model["model"] for model in models])]]
+    rows += _rows(models, [("canonical ids only", "canonical", lambda only: "yes" if only else "no")])
     rows += _rows([model.get("text") for model in models], _BITS)
     rows += _rows([model.get("generation") for model in models], _RATES)
     rows += _task_rows([model.get("tasks") for model in models])

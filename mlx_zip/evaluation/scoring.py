@@ -16,6 +16,7 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 from numpy.typing import NDArray
 
+from mlx_zip.canonical import excluded_behind
 from mlx_zip.codec import Codebook, CodecParams
 from mlx_zip.codec.ids import Uint32s
 from mlx_zip.codec.pack import Start
@@ -30,12 +31,14 @@ LOGITS = 1 << 25  # values of one call's logits: 128 MB in float32
 class Compressed:
     """A row as a model reads it: ids uint32 [n], spans [n]: the base ids each stands for.
 
-    start: the starting codebook it was compressed with; None for the model's own.
+    start: the starting codebook it was compressed with; None for the model's own. breaks: indices of the ids that end a
+    part and were chosen without regard to what follows.
     """
 
     ids: Uint32s
     spans: NDArray[np.int64]
     start: Start | None = None
+    breaks: tuple[int, ...] = ()
 
     @property
     def ends(self) -> NDArray[np.int64]:
@@ -77,12 +80,14 @@ def compress_row(model: Any, *parts: Uint32s, start: Start | None = None) -> Com
         ids = np.concatenate(parts)
         _check_ids(ids, base_config(model).get("vocab_size"))
         return Compressed(ids, np.ones(len(ids), np.int64))
-    book = Codebook(codec(model, start))
+    book, marks = Codebook(codec(model, start)), []
     for part in parts:
         _check_ids(part, model.layout.vocab_size)
         book.push(book.compress(part))
+        marks.append(book.mark())
     ids = book.ids
-    return Compressed(ids, book.spans(ids).astype(np.int64), start)
+    breaks = tuple(mark - 1 for mark in marks[:-1] if mark)
+    return Compressed(ids, book.spans(ids).astype(np.int64), start, breaks)
 
 
 def codec(model: Any, start: Start | None = None) -> CodecParams:
@@ -119,6 +124,8 @@ def score(
     availability "causal": an entry counts from the id on that created it, as in generation. "legacy": all entries of a
     row count at each of its positions, as in upstream's own evaluation, which gives a hypertoken probability before it
     exists; not comparable, and a row is then one call, whatever its memory. progress(rows done, each time).
+
+    A model whose config says `canonical` gives no probability to ids that the compressor would not have written.
 
     Raises `ModelError` when a probability is zero or not a number.
     """
@@ -165,12 +172,24 @@ def _score_batch(model: Any, rows: Sequence[Compressed], availability: str) -> l
         row[: len(compressed.ids)] = compressed.ids
     cache = _make_cache(model, rows)
     options = {"causal": availability == "causal"} if is_zip(model) else {}
+    row, at, excluded = _excluded(model, rows)
     parts = []
     for begin, end in _calls(model, rows, ids.shape, availability):
         logits = model(mx.array(ids[:, begin:end]), cache=cache, **options)
+        if len(here := np.flatnonzero((begin <= at) & (at < end))):
+            logits[mx.array(row[here]), mx.array(at[here] - begin), mx.array(excluded[here])] = -mx.inf
         parts.append(_read(model, logits, ids[:, begin + 1 : end + 1]))
     logprobs, greedy, mass = (np.concatenate(part, axis=1) for part in zip(*parts, strict=True))
     return [Scored(logprobs[b, : n - 1], greedy[b, : n - 1], mass[b, : n - 1]) for b, n in enumerate(lengths)]
+
+
+def _excluded(model: Any, rows: Sequence[Compressed]) -> tuple[NDArray[np.int64], ...]:
+    """What a canonical model excludes: rows, indices of ids, and ids that cannot stand behind those; each [pairs]."""
+    if not is_zip(model) or not model.config.canonical:
+        return (np.zeros(0, np.int64),) * 3
+    found = [excluded_behind(Codebook(codec(model, row.start)), row.ids[:-1], row.breaks) for row in rows]
+    which = np.repeat(np.arange(len(rows)), [len(at) for at, _ in found])
+    return which, np.concatenate([at for at, _ in found]), np.concatenate([ids for _, ids in found])
 
 
 def _make_cache(model: Any, rows: Sequence[Compressed]) -> list[Any]:
