@@ -118,7 +118,6 @@ def test_a_bundled_model_ends_its_story_by_itself(name):
 
 
 @there
-@pytest.mark.xfail(strict=True, reason="the early pair that is bundled leaves out one of the two things asked for")
 def test_the_bundled_models_story_is_about_what_was_asked_for(capsys):
     assert cli.main(["generate", "--verbose", "False"]) == 0
     told = capsys.readouterr().out.lower()
