@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from tiny_training import ENCODER, TOKENS, make_sample, options, settings, text_ids, write_plain
+from tiny_training import TOKENS, make_sample, options, settings, text_ids, write_plain
 
 from mlx_zip import CodecParams
 from mlx_zip.cli import main
@@ -208,8 +209,8 @@ def test_weights_of_another_shape_than_the_config_says_are_refused(tmp_path):
 def test_a_zip2zip_config_without_its_section_is_refused(home, tmp_path):
     config = json.loads((home / "plain" / "config.json").read_text()) | {"model_type": "zip2zip"}
     (tmp_path / "new.json").write_text(json.dumps(config))
-    run = options(home / "none", out=tmp_path / "run", model=None, scratch=tmp_path / "new.json",
-                  tokenizer=home / "plain")  # fmt: skip
+    run = options(home / "none", model=None, scratch=tmp_path / "new.json", tokenizer=home / "plain")
+    run = replace(run, out=tmp_path / "run")
     with pytest.raises(ConfigError, match="no zip2zip section"):
         train(run, settings(), quiet=True)
 
@@ -269,7 +270,7 @@ def test_a_checkpoint_of_other_numbers_is_named_and_the_one_before_it_serves(fil
 
 
 def test_a_last_step_that_leaves_no_numbers_is_not_saved(home, tmp_path):
-    run = options(home / "none", out=tmp_path / "run", encoder=ENCODER)
+    run = replace(options(home / "none"), out=tmp_path / "run")
     with pytest.raises(TrainingError, match=r"step 1 left values that are not numbers.*lower the learning rate"):
         train(run, settings(iters=1, learning_rate=1e39), quiet=True)
     assert checkpoints(run.out) == []
