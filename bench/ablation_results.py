@@ -57,7 +57,7 @@ def _checked(path: Path, number: int, text: str) -> Line:
         raise MlxZipError(f"{path}, line {number}: {error}; remove the line and measure its setting again") from error
     needed = {"setting", "conditions", "training", "texts", "parameters", "machine", "versions"}
     whole = isinstance(line, dict) and needed <= line.keys()
-    parts = [line[part] for part in ("setting", "conditions", "training", "texts")] if whole else [None]
+    parts: list[Any] = [line[part] for part in ("setting", "conditions", "training", "texts")] if whole else [None]
     if not all(isinstance(part, dict) for part in parts) or not _is_setting(parts[0]):
         raise MlxZipError(f"{path}, line {number}: no result of `mlx_zip bench ablations`")
     return line
