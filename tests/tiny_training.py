@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -72,8 +72,13 @@ def write_shards(
     return folder
 
 
-def write_plain(folder: Path, seed: int = 0, **config: Any) -> Path:
-    """A tiny plain model's folder, weights wide enough that logits differ clearly."""
+def write_plain(
+    folder: Path, seed: int = 0, tensors: Mapping[str, np.ndarray | None] | None = None, **config: Any
+) -> Path:
+    """A tiny plain model's folder, weights wide enough that logits differ clearly.
+
+    tensors: what stands in the file instead, or beside it; None takes one away.
+    """
     folder.mkdir(parents=True)
     config = {**BASE, **SMALL, **config}
     write_json(folder / "config.json", config)
@@ -83,7 +88,8 @@ def write_plain(folder: Path, seed: int = 0, **config: Any) -> Path:
         name: (rng.normal(0, 0.3, shape) + ("norm" in name)).astype(np.float32)
         for name, shape in decoder_shapes(config).items()
     }
-    save_file(arrays, folder / "model.safetensors")
+    kept = {name: value for name, value in {**arrays, **(tensors or {})}.items() if value is not None}
+    save_file(kept, folder / "model.safetensors")
     return folder
 
 
