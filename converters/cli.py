@@ -33,7 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--lora-only", action="store_true", help="The checkpoint is a plain PEFT LoRA; write an mlx-lm adapter folder.")
     add(
         "--canonical", action=argparse.BooleanOptionalAction, default=None,
-        help="Whether the model is to write only ids that the compressor would have. Default: as it was, upstream no.",
+        help="Whether ids that the compressor would not have written get no probability, unless they hold most of it. "
+             "Default: as it was, upstream no.",
     )  # fmt: skip
     add("--encoder-bits", type=int, choices=[4, 8], help="Quantize the hyper-encoders too.")
 

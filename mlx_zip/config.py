@@ -102,8 +102,8 @@ class ZipConfig:
     vocab_size: number of base ids, and the id of the first hypertoken (upstream's `initial_vocab_size`).
     codebook_size, merge_size: upstream's `max_codebook_size` and `max_subtokens`. pad_id: the tokenizer's pad
     token, else its eos; it never merges and fills the rest of short entries. start: the model's starting codebook,
-    entries that exist before the first id and take the first slots; upstream has none. canonical: give no probability
-    to ids that the compressor would not have written (`mlx_zip.canonical`); upstream gives it.
+    entries that exist before the first id and take the first slots; upstream has none. canonical: canonical decoding
+    (`mlx_zip.canonical`); upstream has none of that either.
     """
 
     vocab_size: int
@@ -135,6 +135,7 @@ class ZipConfig:
             )
         except CodecError as error:
             raise ConfigError(f"zip2zip config: {error}") from error
+        _flag("zip2zip config", vars(self), "canonical")
         object.__setattr__(self, "codec_params", params)
         object.__setattr__(self, "start", params.start)
 
@@ -165,7 +166,7 @@ class ZipConfig:
             format_version=version,
             base_model=data.get("base_model_name_or_path"),
             start=_start(data.get("start")),
-            canonical=_flag("zip2zip config", {"canonical": False, **data}, "canonical"),
+            canonical=data.get("canonical", False),
         )
 
     def to_dict(self) -> dict[str, Any]:

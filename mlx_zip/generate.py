@@ -78,7 +78,7 @@ def stream_generate(
         model,
         max_tokens=request.max_steps,
         sampler=_make_sampler(options, sampler, model, tokenizer),
-        logits_processors=[*request.processors(options), *(logits_processors or ())],
+        logits_processors=request.processors(options, logits_processors or ()),
         prompt_cache=cache,
         prefill_step_size=prefill_step_size,
         kv_bits=kv_bits,

@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.sample_utils import LogitsProcessor
 
-from mlx_zip.canonical import OnlyCanonical
+from mlx_zip.canonical import CanonicalDecoding
 from mlx_zip.codec import compress
 from mlx_zip.errors import GenerationError
 from mlx_zip.sampling import Sampling
@@ -101,11 +101,11 @@ class Request:
         book = self._state.books[self._row]  # its params, not the model's: a request may bring its own start entries
         return compress(book.params, ids)[0] if fresh else book.compress(ids)
 
-    def processors(self, options: Sampling) -> list[LogitsProcessor]:
-        """The sequence's penalties, and what excludes ids that are not canonical."""
-        chain = options.make_processors(self.base_limit, self._state, self._row)
+    def processors(self, options: Sampling, others: Sequence[LogitsProcessor] = ()) -> list[LogitsProcessor]:
+        """The sequence's penalties, others, and at the end what excludes ids that are not canonical."""
+        chain = [*options.make_processors(self.base_limit, self._state, self._row), *others]
         if self._state is not None and self._canonical:
-            chain.append(OnlyCanonical(self._state.books[self._row]))
+            chain.append(CanonicalDecoding(self._state.books[self._row]))
         return chain
 
     def start(self) -> None:

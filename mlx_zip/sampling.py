@@ -18,6 +18,8 @@ from mlx_lm.sample_utils import LogitsProcessor, Sampler, make_logits_processors
 from mlx_zip.errors import GenerationError
 from mlx_zip.state import ZipState
 
+MOST_BIAS = 1e30  # a hypertoken adds up those of its base ids, in float32
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -58,7 +60,8 @@ class Sampling:
             self._check(f"{kind}_penalty", "a finite number", penalty is None or math.isfinite(penalty))
         self._check("repetition_penalty", "above 0", self.repetition_penalty is None or self.repetition_penalty > 0)
         biases = (self.logit_bias or {}).values()
-        self._check("logit_bias", "a map of base ids to numbers below infinity", all(b < math.inf for b in biases))
+        fits = all(abs(b) <= MOST_BIAS or b == -math.inf for b in biases)
+        self._check("logit_bias", f"a map of base ids to -infinity or numbers up to {MOST_BIAS:g} in size", fits)
 
     def _check(self, name: str, rule: str, holds: bool) -> None:
         if not holds:
@@ -94,6 +97,8 @@ class Sampling:
         wrong = [i for i in self.logit_bias or {} if not _whole(i, 0) or (base_ids is not None and i >= base_ids)]
         if wrong:
             raise GenerationError(f"logit_bias (--logit-bias): {wrong[0]!r} is not a base id (0 to {base_ids} - 1)")
+        if base_ids is not None and [*(self.logit_bias or {}).values()].count(-math.inf) == base_ids:
+            raise GenerationError("logit_bias (--logit-bias) rules out every base id, so nothing could be chosen")
         if state is not None:
             return [BasePenalties(self, state, row)] if self._penalises else []
         return make_logits_processors(
@@ -108,9 +113,7 @@ class Sampling:
 
     @property
     def _penalises(self) -> bool:
-        return bool(
-            self.logit_bias or self.repetition_penalty or self.presence_penalty or self.frequency_penalty
-        )
+        return bool(self.logit_bias or self.repetition_penalty or self.presence_penalty or self.frequency_penalty)
 
 
 class BasePenalties:

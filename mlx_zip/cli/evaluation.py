@@ -25,8 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", action="append", required=True, help="folder or hub id; repeat to compare, the baseline first")
     add("--trust-remote-code", action="store_true", help="let the tokenizer run code of its own")
     add("--canonical", action=argparse.BooleanOptionalAction, default=None,
-        help="zip2zip models give no probability to ids that the compressor would not have written (default: as each "
-             "model's config says)")  # fmt: skip
+        help="zip2zip models give ids that the compressor would not have written no probability, unless they hold most "
+             "of it (default: as each model's config says)")  # fmt: skip
     add("--batch-size", type=int, default=8, help="windows, stories or requests per model call (default: 8)")
     add("--json", metavar="FILE", help="also write all figures, settings and versions to FILE")
     add("--start-codebook", metavar="FILE", help="pack of entries that exist from the start (default: the model's own)")

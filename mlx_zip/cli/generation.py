@@ -65,7 +65,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--prefill-step-size", type=int, default=2048, help="prompt ids per call (default: 2048)")
     add("--prompt-cache-file", help="cache saved by mlx_lm.cache_prompt's format; the prompt goes on from it")
     add("--canonical", action=argparse.BooleanOptionalAction, default=None,
-        help="no ids that the compressor would not have written (default: as the model's config says)")  # fmt: skip
+        help="ids that the compressor would not have written get no probability, unless they hold most of it (default: "
+             "as the model's config says)")  # fmt: skip
     add("--start-codebook", help="pack (.json, .npz, .npy) of entries that exist from the start")
     add("--kv-bits", type=int, help="bits of a quantized KV cache (default: not quantized)")
     add("--kv-group-size", type=int, default=64, help="group size of a quantized KV cache (default: 64)")

@@ -85,7 +85,7 @@ def table(record: Mapping[str, Any]) -> str:
     """The record's figures, for people."""
     models = record["models"]
     rows = [["", *_labels([model["model"] for model in models])]]
-    rows += _rows(models, [("canonical ids only", "canonical", lambda only: "yes" if only else "no")])
+    rows += _rows(models, [("canonical decoding", "canonical", lambda on: "yes" if on else "no")])
     rows += _rows([model.get("text") for model in models], _BITS)
     rows += _rows([model.get("generation") for model in models], _RATES)
     rows += _task_rows([model.get("tasks") for model in models])

@@ -16,7 +16,7 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 from numpy.typing import NDArray
 
-from mlx_zip.canonical import excluded_behind
+from mlx_zip.canonical import excluded_behind, unless_most
 from mlx_zip.codec import Codebook, CodecParams
 from mlx_zip.codec.ids import Uint32s
 from mlx_zip.codec.pack import Start
@@ -125,7 +125,7 @@ def score(
     row count at each of its positions, as in upstream's own evaluation, which gives a hypertoken probability before it
     exists; not comparable, and a row is then one call, whatever its memory. progress(rows done, each time).
 
-    A model whose config says `canonical` gives no probability to ids that the compressor would not have written.
+    A model whose config says `canonical` is scored as it decodes (`mlx_zip.canonical`).
 
     Raises `ModelError` when a probability is zero or not a number.
     """
@@ -177,7 +177,9 @@ def _score_batch(model: Any, rows: Sequence[Compressed], availability: str) -> l
     for begin, end in _calls(model, rows, ids.shape, availability):
         logits = model(mx.array(ids[:, begin:end]), cache=cache, **options)
         if len(here := np.flatnonzero((begin <= at) & (at < end))):
-            logits[mx.array(row[here]), mx.array(at[here] - begin), mx.array(excluded[here])] = -mx.inf
+            canonical = mx.array(logits)
+            canonical[mx.array(row[here]), mx.array(at[here] - begin), mx.array(excluded[here])] = -mx.inf
+            logits = unless_most(canonical, logits)
         parts.append(_read(model, logits, ids[:, begin + 1 : end + 1]))
     logprobs, greedy, mass = (np.concatenate(part, axis=1) for part in zip(*parts, strict=True))
     return [Scored(logprobs[b, : n - 1], greedy[b, : n - 1], mass[b, : n - 1]) for b, n in enumerate(lengths)]
