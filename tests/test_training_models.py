@@ -252,9 +252,12 @@ def test_batches_added_up_make_the_step_of_one_large_batch(tmp_path):
         np.testing.assert_allclose(weights[name], value, atol=1e-6, err_msg=name)
 
 
-def test_recomputing_activations_changes_no_number(tmp_path):
-    plain = three_steps(tmp_path)
-    np.testing.assert_allclose(three_steps(tmp_path, grad_checkpoint=True), plain, rtol=1e-5)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["lora", "full", "encoders"])
+def test_recomputing_activations_changes_no_number(kind, dtype, tmp_path):
+    plain = three_steps(tmp_path, fine_tune_type=kind, dtype=dtype)
+    again = three_steps(tmp_path, fine_tune_type=kind, dtype=dtype, grad_checkpoint=True)
+    np.testing.assert_allclose(again, plain, rtol=1e-5)
 
 
 def peak_of_a_step(folder: Path) -> int:

@@ -13,12 +13,14 @@ def recomputed(module: nn.Module, call: Callable[[mx.array], Any], x: mx.array) 
     """`call(x)`, of which the backward pass keeps only x and the module's weights.
 
     `call` must depend on no other weights that are trained, and draw no random numbers: the second pass would draw
-    others. The module holds the same arrays afterwards as before, in either pass; in the second one they may be others
-    than in the first, which computes in lower precision, say.
+    others. The second pass reads the weights of the first, frozen ones too, whatever the module holds by then; it holds
+    that again afterwards.
     """
+    first = module.parameters()
 
     def again(parameters: Any, x: mx.array) -> Any:
-        own = module.trainable_parameters()
+        own = module.parameters()
+        module.update(first)
         module.update(parameters)
         out = call(x)
         module.update(own)

@@ -68,7 +68,7 @@ def save_adapter(folder: Path, model: Any, base: str, settings: TrainSettings, d
 
 
 def _zip_config(model: Model, base: str) -> dict[str, Any]:
-    found = replace(model.config, format_version=1, base_model=base, canonical=False).to_dict()
+    found = replace(model.config, format_version=1, base_model=base).to_dict()
     del found["pad_token_id"]  # the package takes it from the tokenizer, and refuses keys it does not know
     return found
 
