@@ -108,7 +108,7 @@ def settings(args: argparse.Namespace) -> list[Setting]:
     """All that are asked for, each once: sizes with one encoder, encoders with one size. Raises `MlxZipError`."""
     if low := [m for m in (*args.merge_sizes, args.merge_size) if m < 1]:
         raise MlxZipError(f"a merge size must be 1 or more, got {low[0]}")
-    if args.encoders and args.merge_size < 2:
+    if args.merge_size < 2:
         raise MlxZipError("--merge-size, that of the encoders, must be 2 or more: without compression there is none")
     wanted = [(m, args.encoder if m > 1 else None) for m in args.merge_sizes]
     wanted += [(args.merge_size, encoder) for encoder in args.encoders]
@@ -118,7 +118,7 @@ def settings(args: argparse.Namespace) -> list[Setting]:
 def measure_all(args: argparse.Namespace, path: Path) -> None:
     """Appends a line per setting that `path` lacks. Raises `MlxZipError` when its lines are of other conditions."""
     wanted, now = settings(args), conditions(args)
-    lines = read_lines(path) if path.exists() else []
+    lines = read_lines(path)
     for line in lines:
         if differing := sorted(_differences(line["conditions"], now)):
             raise MlxZipError(
@@ -198,7 +198,15 @@ class Laboratory:
             context=args.context, merge_size=merge_size, codebook_size=args.codebook_size, pack=True,
             limit=read if args.limit is None else min(args.limit, read),
         )  # fmt: skip
-        return out, prepare(options, progress=True)
+        index = prepare(options, progress=True)
+        windows = index["totals"]["samples"]
+        if windows % args.batch_size or read % windows:
+            raise MlxZipError(
+                f"--data gives {windows} windows, {read} are read ({args.iters} steps of {args.batch_size}): sorted by "
+                "length, each merge size would leave out and repeat others; give more text, or choose --limit and "
+                "--iters so that each window is read equally often"
+            )
+        return out, index
 
     def _train(self, setting: Setting, data: Path) -> Path:
         from mlx_zip.training.adapt import EncoderOptions
