@@ -17,7 +17,16 @@ from stories_toy import corpus
 from mlx_zip import cli
 from mlx_zip.apps.stories import __main__ as main
 from mlx_zip.apps.stories import recipe as recipes
-from mlx_zip.apps.stories.recipe import STAGES, Recipe, in_process_of_its_own, install, measures, words
+from mlx_zip.apps.stories.recipe import (
+    STAGES,
+    TRAIN_SETS,
+    Recipe,
+    as_words,
+    card,
+    in_process_of_its_own,
+    install,
+    measures,
+)
 from mlx_zip.apps.stories.settings import FULL, TINY
 from mlx_zip.apps.stories.texts import SOURCES
 from mlx_zip.config import ZipConfig
@@ -122,12 +131,13 @@ def test_the_bundled_pair_is_a_zip2zip_model_and_a_plain_one(made):
     assert kinds == {"stories": "zip2zip", "stories-base": "llama"}
 
 
-def test_digits_never_merge_in_the_bundled_model(made):
+def test_in_the_bundled_model_digits_never_merge_and_decoding_is_canonical(made):
     model, tokenizer = load(made[0].out / "bundle" / "stories")
     digits = set(tokenizer.convert_tokens_to_ids(list("0123456789"))) - {tokenizer.unk_token_id}
     assert isinstance(model.config, ZipConfig)
     assert len(digits) == 10
     assert digits <= set(model.config.disabled_ids)
+    assert model.config.canonical
 
 
 @pytest.mark.parametrize("name", TINY.bundled)
@@ -138,9 +148,14 @@ def test_a_bundled_model_generates(made, name):
 
 
 def test_the_bundle_says_what_it_is_made_of(made):
-    card = (made[0].out / "bundle" / "README.md").read_text()
-    assert "synth_t1.train.txt.gz" in card
-    assert "test" not in card.replace("tests", "").split("The texts:")[1]
+    texts = (made[0].out / "bundle" / "README.md").read_text().split("The texts:")[1]
+    assert "other texts than the recorded ones" in texts
+    assert "sha256" not in texts
+
+
+def test_of_recorded_texts_the_bundle_names_those_it_was_trained_on():
+    texts = card(TINY, checked=True).split("The texts:")[1]
+    assert [name for name in SOURCES if SOURCES[name].sha256 in texts] == list(TRAIN_SETS)
 
 
 def test_nothing_in_the_bundle_names_a_folder_of_this_machine(made):
@@ -199,6 +214,11 @@ def test_other_settings_do_not_mix_into_the_same_folder(again):
         replace(again[0], settings=replace(TINY, seed=1)).run()
 
 
+def test_checked_and_unchecked_texts_do_not_mix_into_the_same_folder(again):
+    with pytest.raises(DataError, match="was begun with --no-checksum; call it so"):
+        replace(again[0], check=True).run()
+
+
 def test_a_command_that_fails_ends_the_recipe(again):
     recipe, _ = again
     shutil.rmtree(recipe.out / "runs/zip/model")
@@ -234,7 +254,7 @@ def test_without_a_bundle_nothing_is_installed(again, tmp_path):
 
 def test_flags_become_words():
     flags = {"batch_size": 4, "data": ["a", "b"], "pack": True, "plot": False, "limit": None, "temp": 0.0}
-    assert words(flags) == ["--batch-size", "4", "--data", "a", "b", "--pack", "--temp", "0.0"]
+    assert as_words(flags) == ["--batch-size", "4", "--data", "a", "b", "--pack", "--temp", "0.0"]
 
 
 CHILD = """

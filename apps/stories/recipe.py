@@ -123,12 +123,17 @@ class Recipe:
             raise DataError(f"{path} cannot be read: {error}; choose another --out") from error
         if not isinstance(before, dict) or before.get("fingerprint") != record["fingerprint"]:
             raise DataError(f"{self.out} holds what other settings made (see {path}); choose another --out")
+        if before.get("checked") != self.check:
+            raise DataError(
+                f"{self.out} was begun {'with' if self.check else 'without'} --no-checksum; call it so, or choose "
+                "another --out"
+            )
 
     # ---- running commands
 
     def command(self, name: str, flags: Mapping[str, Any]) -> None:
         """Runs `mlx_zip name --flags`, shown as a user would type it. Raises `TrainingError` when it fails."""
-        self.execute("mlx_zip", [name, *words(flags)])
+        self.execute("mlx_zip", [name, *as_words(flags)])
 
     def execute(self, module: str, arguments: Sequence[str]) -> None:
         """Runs an installed module of this Python in `out`, so that paths are short and the same everywhere."""
@@ -141,7 +146,7 @@ class Recipe:
             raise TrainingError(f"{shown} ended with status {status}; run the same again to go on from its last step")
 
 
-def words(flags: Mapping[str, Any]) -> list[str]:
+def as_words(flags: Mapping[str, Any]) -> list[str]:
     """Flags as words of a command line: names with dashes; lists as several words; True as a bare flag."""
     out: list[str] = []
     for name, value in flags.items():
@@ -185,7 +190,8 @@ def make_tokenizer(recipe: Recipe) -> None:
     """tokenizer/: learnt from the training stories, each once, in the order of the files."""
     texts = [text for name in TRAIN_SETS for text in SOURCES[name].stories(recipe.data, recipe.check)]
     with whole_folder(recipe.out / "tokenizer") as folder:
-        train_tokenizer(texts, folder, recipe.settings.vocab_size)
+        settings = recipe.settings
+        train_tokenizer(texts, folder, settings.vocab_size, settings.model["max_position_embeddings"])
 
 
 # ---- preparing
@@ -264,15 +270,21 @@ def make_bundle(recipe: Recipe) -> None:
             if run == "zip":
                 recipe.command("convert", {**flags, "encoder_bits": bits, "canonical": True})
             else:
-                recipe.execute("mlx_lm convert", words(flags))
+                recipe.execute("mlx_lm convert", as_words(flags))
             for beside in ("README.md", "model.safetensors.index.json"):
                 (folder / name / beside).unlink(missing_ok=True)
-        (folder / "README.md").write_text(card(recipe.settings), encoding="utf-8")
+        (folder / "README.md").write_text(card(recipe.settings, recipe.check), encoding="utf-8")
         shutil.copy(recipe.out / RECORD, folder / RECORD)
 
 
-def card(settings: Settings) -> str:
-    """What the bundle says of itself."""
+def card(settings: Settings, checked: bool) -> str:
+    """What the bundle says of itself. checked: its texts are the recorded ones."""
+    used = [source for name, source in SOURCES.items() if name in TRAIN_SETS]
+    texts = (
+        [f"- `{s.name}` (sha256 {s.sha256}): {s.origin}" for s in used]
+        if checked
+        else ["- other texts than the recorded ones"]
+    )
     lines = [
         "# Bundled models",
         "",
@@ -281,7 +293,7 @@ def card(settings: Settings) -> str:
         f"Trained from random weights by `make model` with the settings in {RECORD}; stored with {settings.bits} bits "
         "per weight. MIT licence, as the rest of the package. The texts:",
         "",
-        *(f"- `{s.name}` (sha256 {s.sha256}): {s.origin}" for key, s in SOURCES.items() if key.endswith(".train")),
+        *texts,
         "",
         "They tell made-up children's stories and know nothing else; what they say may be wrong or make no sense.",
     ]
@@ -310,7 +322,7 @@ def measure(recipe: Recipe) -> None:
         if (recipe.out / file).exists():
             continue
         models = [word for one in flags["model"] for word in ("--model", one)]
-        rest = words({key: value for key, value in flags.items() if key != "model"})
+        rest = as_words({key: value for key, value in flags.items() if key != "model"})
         recipe.execute("mlx_zip", ["evaluate", *models, *rest, "--json", file])
 
 

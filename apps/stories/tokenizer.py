@@ -6,11 +6,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-VOCAB_SIZE = 2048
 UNK, BOS, EOS, PAD, USER, ASSISTANT = "<unk>", "<s>", "</s>", "<pad>", "<|user|>", "<|assistant|>"
 SPECIALS = [UNK, BOS, EOS, PAD, USER, ASSISTANT]
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
-CONTEXT = 2048
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "{% if message['role'] == 'user' %}{{ '<|user|>' + message['content'] + '<|assistant|>' }}"
@@ -20,8 +18,8 @@ CHAT_TEMPLATE = (
 )
 
 
-def train_tokenizer(texts: Iterable[str], folder: Path, vocab_size: int = VOCAB_SIZE) -> None:
-    """Learns a tokenizer of `vocab_size` entries from `texts` and writes its files into `folder`.
+def train_tokenizer(texts: Iterable[str], folder: Path, vocab_size: int, context: int) -> None:
+    """Learns a tokenizer of `vocab_size` entries for a model of `context` positions, and writes it into `folder`.
 
     A space belongs to the word behind it and is never added or dropped, so decoding gives back the text exactly;
     what the learnt pieces cannot spell is spelt in bytes. Digits stand alone, so that they can be protected.
@@ -47,7 +45,7 @@ def train_tokenizer(texts: Iterable[str], folder: Path, vocab_size: int = VOCAB_
         tokenizer_object=_without_special_bytes(tokenizer),
         unk_token=UNK, bos_token=BOS, eos_token=EOS, pad_token=PAD,
         additional_special_tokens=[USER, ASSISTANT],
-        clean_up_tokenization_spaces=False, model_max_length=CONTEXT,
+        clean_up_tokenization_spaces=False, model_max_length=context,
     )  # fmt: skip
     fast.chat_template = CHAT_TEMPLATE
     fast.save_pretrained(folder)
