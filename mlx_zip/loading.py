@@ -36,8 +36,9 @@ def load(
     """Loads a converted zip2zip model, or any plain mlx-lm model, and its tokenizer.
 
     path_or_hf_repo: a local folder, a bundled model ("stories") or a Hugging Face hub id. canonical: whether a zip2zip
-    model decodes canonically (`mlx_zip.canonical`), None for what its config says; no matter to a plain model. Returns (model, mlx-lm's `TokenizerWrapper`). Raises `ModelError` for a folder that is missing,
-    incomplete or not converted, and `ConfigError` when tokenizer and codebook boundary contradict each other.
+    model decodes canonically (`mlx_zip.canonical`), None for what its config says; no matter to a plain model. Returns
+    (model, mlx-lm's `TokenizerWrapper`). Raises `ModelError` for a folder that is missing, incomplete or not converted,
+    and `ConfigError` when tokenizer and codebook boundary contradict each other.
     """
     folder = model_folder(path_or_hf_repo, revision)
     config = read_config(folder)
