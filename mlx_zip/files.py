@@ -19,8 +19,12 @@ _NO_LOCKS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK, errno.
 def whole_file(path: Path) -> Iterator[Path]:
     """Gives a path beside `path` to write to; on success that file is flushed and takes the name `path`.
 
-    On any error it is removed and what was at `path` stays. Raises what writing raises (`OSError`).
+    A link stays, what it leads to is replaced. On any error the file beside is removed and what was at `path` stays.
+    Raises what writing raises (`OSError`), and that for what is no file, a device, say.
     """
+    path = Path(os.path.realpath(path))
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "is not a file that could be replaced", str(path))
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
     try:
         yield partial

@@ -310,7 +310,7 @@ def test_empty_standard_input_is_refused(run, monkeypatch):
     assert "the prompt is empty" in run("--prompt", "-")[2]
 
 
-@pytest.mark.parametrize("argv", [[], ["nonesuch"], ["generate", "--nonesuch"]])
+@pytest.mark.parametrize("argv", [[], ["nonesuch"], ["generate", "--nonesuch"], ["generate", "--prompt=--"]])
 def test_unknown_commands_and_flags_are_a_usage_error(argv, capsys):
     with pytest.raises(SystemExit) as exit_:
         cli.main(argv)

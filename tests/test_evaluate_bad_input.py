@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -14,6 +15,21 @@ from mlx_zip.evaluation.tasks import run_tasks
 def test_a_folder_in_place_of_the_json_file_is_refused_before_anything_is_measured(tmp_path, capsys):
     assert main(["evaluate", "--model", "none", "--data", "none.txt", "--json", str(tmp_path)]) == 2
     assert f"--json {tmp_path}: is a folder" in capsys.readouterr().err
+
+
+def test_a_pipe_in_place_of_the_json_file_is_refused_before_anything_is_measured(tmp_path, capsys):
+    os.mkfifo(tmp_path / "pipe")
+    assert main(["evaluate", "--model", "none", "--data", "none.txt", "--json", str(tmp_path / "pipe")]) == 2
+    assert "is a folder or device, not a file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flag", "told"), [("--json", "--json ''"), ("--start-codebook", "a starting codebook is"), ("--prompts", "--generate")]
+)
+def test_an_empty_path_is_not_passed_over(flag, told, tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("text")
+    assert main(["evaluate", "--model", "none", "--data", str(tmp_path / "a.txt"), flag, ""]) == 2
+    assert told in capsys.readouterr().err
 
 
 def test_the_table_is_printed_although_the_json_file_cannot_be_written(tmp_path, capsys, monkeypatch):

@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from mlx_zip.files import whole_folder
+from mlx_zip.files import whole_folder, write_json
 
 
 def write(folder: Path, text: str) -> None:
     with whole_folder(folder) as partial:
         (partial / "file").write_text(text, encoding="utf-8")
+
+
+def test_a_link_stays_and_what_it_leads_to_is_replaced(tmp_path):
+    (tmp_path / "real").write_text("old")
+    (tmp_path / "link").symlink_to("real")
+    write_json(tmp_path / "link", 1)
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "real").read_text() == "1\n"
+
+
+def test_what_is_no_file_is_not_replaced(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="is not a file that could be replaced"):
+        write_json(tmp_path / "pipe", 1)
+    assert (tmp_path / "pipe").is_fifo()
+    assert [file.name for file in tmp_path.iterdir()] == ["pipe"]
 
 
 def test_a_new_folder_takes_the_place_of_an_old_one_and_leaves_nothing_beside(tmp_path):

@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     args.tasks = [name for part in args.tasks for name in part.split(",") if name]
     _check(args)
     corpus = read_corpus(args.data, args.separator, args.limit_bytes) if args.data else None
-    start = read_pack(args.start_codebook) if args.start_codebook else None
+    start = None if args.start_codebook is None else read_pack(args.start_codebook)
     evaluation = Evaluation(args, corpus, start)
     for name in args.model:
         evaluation.add(name)
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     data = corpus and {**corpus.record(), "altered_documents": evaluation.altered}
     record = report.make_record(evaluation.models, settings, data)
     print(report.table(record))
-    if args.json:  # last: should it fail, the table has been seen
+    if args.json is not None:  # last: should it fail, the table has been seen
         _write(Path(args.json), record)
     return 0
 
@@ -85,14 +85,16 @@ def run(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> None:
     if not (args.data or args.generate is not None or args.tasks):
         raise DataError("nothing to evaluate: give text (--data), a number of stories (--generate) or --tasks")
-    if args.generate is not None and not (args.data or args.prompts):
+    if args.generate is not None and not args.data and args.prompts is None:
         raise DataError("--generate needs --prompts, or --data whose openings are continued")
-    if args.prompts and args.generate is None:
+    if args.prompts is not None and args.generate is None:
         raise DataError("--prompts needs --generate N")
-    if args.json and not Path(args.json).resolve().parent.is_dir():
-        raise DataError(f"--json {args.json}: no such folder")
-    if args.json and Path(args.json).is_dir():
-        raise DataError(f"--json {args.json}: is a folder, not a file")
+    if args.json is not None:
+        file = Path(args.json)
+        if not file.resolve().parent.is_dir():
+            raise DataError(f"--json {args.json}: no such folder")
+        if file.exists() and not file.is_file():
+            raise DataError(f"--json {args.json or repr('')}: is a folder or device, not a file")
 
 
 class Evaluation:
@@ -154,7 +156,7 @@ class Evaluation:
         names = ("max_tokens", "temp", "top_p", "seed", "batch_size", "keep_cache")
         options = {name: getattr(args, name) for name in names}
         settings = Settings(**options, stop=tuple(args.stop), start=self.start)
-        if args.prompts:
+        if args.prompts is not None:
             prompts = read_prompts(args.prompts)
         else:
             prompts = openings(tokenizer, self.corpus.documents, args.opening)
