@@ -101,19 +101,21 @@ class CanonicalDecoding:
     """Logits processor of one sequence: (ids, logits [1, W]) -> logits, excluded ids at -inf unless they hold the most.
 
     To be called once behind the prompt and once behind each id. The prompt's last id was chosen without regard to what
-    would follow, so nothing is excluded there.
+    would follow, so nothing is excluded there, nor where the codebook has read more than one id since the last call, or
+    has been rewound: behind the next turn's prompt, say.
     """
 
     def __init__(self, book: Codebook) -> None:
-        self.book, self._behind, self._installed = book, None, 0
+        self.book, self._behind, self._installed, self._mark = book, None, 0, -1
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
         """The id is the codebook's last, so `tokens` is not read."""
-        if self._behind is None:
+        mark = self.book.mark()
+        if self._behind is None or mark != self._mark + 1:
             self._behind, excluded = Behind(self.book), []
         else:
             excluded = self._behind.excluded(int(self.book.ids[-1]), self._installed)
-        self._installed = len(self.book)
+        self._installed, self._mark = len(self.book), mark
         if not excluded:
             return logits
         canonical = mx.array(logits)

@@ -116,6 +116,18 @@ def test_the_processor_follows_a_codebook_id_by_id():
     assert any(found)
 
 
+def test_behind_another_prompt_and_behind_a_rewind_it_starts_anew():
+    book = Codebook(CodecParams(10, 30, 3, (0,), 0))
+    book.push([5, 6, 7])
+    decoding, gone = CanonicalDecoding(book), []
+    for pushed in ([], [5], [8, 9, 6, 7, 5], [5]):
+        book.push(pushed)
+        gone.append(np.flatnonzero(np.isinf(np.array(decoding(mx.array([0]), mx.zeros((1, 40)))[0]))).tolist())
+    book.rewind(3)
+    gone.append(np.flatnonzero(np.isinf(np.array(decoding(mx.array([0]), mx.zeros((1, 40)))[0]))).tolist())
+    assert [bool(excluded) for excluded in gone] == [False, True, False, True, False]
+
+
 @pytest.mark.parametrize(("logit", "stays"), [(0.0, False), (3.6, False), (3.7, True), (60.0, True)])
 def test_an_id_stays_where_excluded_ids_hold_most_of_the_probability(logit, stays):
     """Two columns of 41 are excluded, e^logit and 1; the others hold 39."""

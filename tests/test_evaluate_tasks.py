@@ -13,10 +13,12 @@ import tiny
 import tiny_text
 from mlx_lm.models import llama
 
+from mlx_zip.canonical import CanonicalDecoding
 from mlx_zip.codec import Codebook
 from mlx_zip.errors import DataError, InstallationError
 from mlx_zip.evaluation.bits import measure_bits
 from mlx_zip.evaluation.documents import Document
+from mlx_zip.evaluation.scoring import compress_row
 from mlx_zip.evaluation.tasks import figures, run_tasks
 from mlx_zip.evaluation.windows import cut_windows
 from mlx_zip.generate import stream_generate
@@ -103,6 +105,28 @@ def test_with_a_split_border_the_continuation_is_compressed_by_itself():
         ids = [*prefix.tolist(), *book.compress(np.array(encoded(continuation), np.uint32)).tolist()]
         expected.append(slow_scores(MODEL, ids, len(prefix)))
     assert_same(loglikelihood(ZipLM(MODEL, TOKENIZER, border="split")), expected)
+
+
+def test_a_canonical_model_scores_a_continuation_as_it_would_generate_it():
+    """Behind the context's last id nothing is excluded, unless an id spans the border."""
+    model, expected, spanning = tiny.tiny_model(canonical=True), [], 0
+    for context, continuation in PAIRS:
+        prefix = encoded(context) or [BOS]
+        row = compress_row(model, np.array([*prefix, *encoded(continuation)], np.uint32))
+        first = int(np.searchsorted(row.ends, len(prefix), side="right"))
+        cache, total = model.make_cache(), 0.0
+        decoding = CanonicalDecoding(cache[-1].books[0])
+        spans = row.ends[first - 1] != len(prefix)
+        spanning += spans
+        for i, target in enumerate(row.ids[1:].tolist(), start=1):
+            logits = mx.array(tiny.last_logits(model, [int(row.ids[i - 1])], cache))[None]
+            if spans or i >= first:
+                logits = decoding(mx.array([0]), logits)
+            total += float((logits[0, target] - mx.logsumexp(logits)).item()) if i >= first else 0.0
+        expected.append(total)
+    assert 0 < spanning < len(PAIRS)
+    scores = [score for score, _ in loglikelihood(ZipLM(model, TOKENIZER))]
+    np.testing.assert_allclose(scores, expected, rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("border", ["whole", "split"])

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import count, groupby
 from typing import Any
 
@@ -138,7 +139,10 @@ class ZipLM(TemplateLM):
         first = int(np.searchsorted(row.ends, border, side="right"))
         if first == 0:  # a start entry stands for all of the context: nothing comes before it
             row = compress_row(self.model, np.array([self.prefix_token_id], np.uint32), *parts, start=self.start)
-            first = int(np.searchsorted(row.ends, border + 1, side="right"))
+            border += 1
+            first = int(np.searchsorted(row.ends, border, side="right"))
+        if row.ends[first - 1] == border:  # no id spans it, so generation would begin here
+            row = replace(row, breaks=tuple({*row.breaks, first - 1}))
         return row, first
 
     def _fitting(self, context: list[int], continuation: list[int], text: str) -> list[int]:
