@@ -214,6 +214,26 @@ def test_other_settings_do_not_mix_into_the_same_folder(again):
         replace(again[0], settings=replace(TINY, seed=1)).run()
 
 
+def test_what_nothing_says_the_origin_of_is_not_taken_over(again):
+    (again[0].out / "recipe.json").unlink()
+    with pytest.raises(DataError, match=r"has bundle, but no recipe\.json"):
+        again[0].run()
+
+
+def test_a_folder_in_which_nothing_was_made_takes_other_settings(tmp_path):
+    out = tmp_path / "out"
+    for settings in (TINY, replace(TINY, seed=1)):
+        with pytest.raises(DataError, match=r"none.*synth_t1"):
+            Recipe(settings, tmp_path / "none", out, call=Here(), say=lambda _: None).run(["texts"])
+    assert json.loads((out / "recipe.json").read_text())["settings"]["seed"] == 1
+
+
+def test_a_record_of_depth_without_end_is_told(again):
+    (again[0].out / "recipe.json").write_text("[" * 100_000)
+    with pytest.raises(DataError, match=r"recipe\.json cannot be read"):
+        again[0].run()
+
+
 def test_checked_and_unchecked_texts_do_not_mix_into_the_same_folder(again):
     with pytest.raises(DataError, match="was begun with --no-checksum; call it so"):
         replace(again[0], check=True).run()

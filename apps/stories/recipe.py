@@ -113,13 +113,17 @@ class Recipe:
     def _open(self) -> None:
         record = {"settings": asdict(self.settings), "fingerprint": self.settings.fingerprint(), "checked": self.check}
         path = self.out / RECORD
-        if not path.exists():
+        folders = {Path(product).parts[0] for stage in STAGES.values() for product in stage.products(self)}
+        begun = [name for name in sorted(folders) if (self.out / name).exists()]
+        if not begun:
             self.out.mkdir(parents=True, exist_ok=True)
             write_json(path, record)
             return
+        if not path.exists():
+            raise DataError(f"{self.out} has {begun[0]}, but no {RECORD} that says what made it; choose another --out")
         try:
             before = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{path} cannot be read: {error}; choose another --out") from error
         if not isinstance(before, dict) or before.get("fingerprint") != record["fingerprint"]:
             raise DataError(f"{self.out} holds what other settings made (see {path}); choose another --out")
