@@ -146,7 +146,8 @@ it, which is what generation sees. Byte-perplexity is 2 to the bits per byte; th
 of the training text. Lower is better in every column.
 
 This page is written by `mlx_zip bench ablations --write-docs docs/ablations.md` from
-`bench/records/ablations.jsonl`. To measure anew, and then keep the lines:
+`bench/records/ablations.jsonl` and, for the section "Why", `ablations.md` beside it. To measure anew, and then keep the
+lines:
 
 ```sh
 mlx_zip bench ablations --model BASE --data TRAIN.txt --valid TEST.txt --out ablations --iters 500 --seed 0 1 2
@@ -166,13 +167,13 @@ The paper's numbers are those of Phi-3.5-4B, adapted with LoRA on 0.1 billion to
 tokens; its compression rate is that of windows of 2,048 (§3.1, appendix A)."""
 
 
-def write_page(path: Path, results: Results, pictures: Sequence[str] = ()) -> None:
-    """Writes the page, whole or not at all. pictures: names of the figures beside it."""
+def write_page(path: Path, results: Results, pictures: Sequence[str] = (), remarks: str = "") -> None:
+    """Writes the page, whole or not at all. pictures: names of the figures beside it. remarks: why, in Markdown."""
     with whole_file(path) as partial:
-        partial.write_text(page(results, pictures), encoding="utf-8")
+        partial.write_text(page(results, pictures, remarks), encoding="utf-8")
 
 
-def page(results: Results, pictures: Sequence[str] = ()) -> str:
+def page(results: Results, pictures: Sequence[str] = (), remarks: str = "") -> str:
     """The page's text."""
     parts = [_HEAD, _NOTHING if not results.lines else "## Results\n\n" + _setup(results), _PAPER]
     for n, title, table in ((7, "merge size", table7), (8, "hyper-encoder", table8)):
@@ -180,6 +181,8 @@ def page(results: Results, pictures: Sequence[str] = ()) -> str:
     parts += [f"![Training loss]({name})" for name in pictures]
     if results.lines:
         parts.append("## Where we differ\n\n" + differences(results))
+        if remarks:
+            parts.append("## Why\n\n" + remarks)
         parts.append("## All figures\n\n" + all_figures(results))
     return "\n\n".join(part.strip("\n") for part in parts) + "\n"
 

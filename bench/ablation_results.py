@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ ENCODERS = {  # name: (kind, layers, label)
     "transformer-2": ("transformer", 2, "2 transformer layers"),
     "res_latent_attn": ("res_latent_attn", 2, "res_latent_attn, 2 layers (zip2zip++)"),
 }
+FIGURES_OF_A_TEXT = ("bits_per_byte", "byte_perplexity")
 FIGURES = {"merge size": "figure5", "hyper-encoder": "figure6"}
 PAPER_TEXTS = ("Wiki", "Pile", "mC4", "dC4")
 # Byte-perplexity of Phi-3.5-4B on PAPER_TEXTS. Source: arXiv 2506.01084, appendix A, tables 7 and 8. The row of M = 3
@@ -50,6 +52,14 @@ def read_lines(path: Path) -> list[Line]:
     return [_checked(path, number, text) for number, text in enumerate(texts, 1)]
 
 
+def read_remarks(path: Path) -> str:
+    """What a person has to say of the lines in `path`: the Markdown file beside them, "" when there is none."""
+    try:
+        return path.with_suffix(".md").read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return ""
+
+
 def _checked(path: Path, number: int, text: str) -> Line:
     try:
         line = json.loads(text)
@@ -58,15 +68,27 @@ def _checked(path: Path, number: int, text: str) -> Line:
     needed = {"setting", "conditions", "training", "texts", "parameters", "machine", "versions"}
     whole = isinstance(line, dict) and needed <= line.keys()
     parts: list[Any] = [line[part] for part in ("setting", "conditions", "training", "texts")] if whole else [None]
-    if not all(isinstance(part, dict) for part in parts) or not _is_setting(parts[0]):
+    if not all(isinstance(part, dict) for part in parts) or not _is_setting(parts[0]) or not _is_measured(*parts[1:]):
         raise MlxZipError(f"{path}, line {number}: no result of `mlx_zip bench ablations`")
     return line
 
 
 def _is_setting(setting: Mapping[str, Any]) -> bool:
     numbers = [setting.get(name) for name in ("merge_size", "seed")]
-    known = [*ENCODERS, None]
-    return len(setting) == 3 and all(type(n) is int for n in numbers) and setting.get("encoder", "") in known
+    if len(setting) != 3 or not all(type(n) is int for n in numbers) or numbers[0] < 1 or numbers[1] < 0:
+        return False
+    return setting.get("encoder", "") in ([None] if numbers[0] == 1 else ENCODERS)
+
+
+def _is_measured(conditions: Mapping[str, Any], training: Mapping[str, Any], texts: Mapping[str, Any]) -> bool:
+    """Whether every text of the conditions has its figures, and the training its curve."""
+    valid, curve = conditions.get("valid"), training.get("curve")
+    if not isinstance(valid, list) or not isinstance(curve, list):
+        return False
+    points = [number for point in curve for number in (point if isinstance(point, list) else [point, None])]
+    found = [texts[pair[0]] if isinstance(pair, list) and pair and pair[0] in texts else None for pair in valid]
+    figures = [text.get(name) if isinstance(text, dict) else None for text in found for name in FIGURES_OF_A_TEXT]
+    return all(type(n) in (int, float) and math.isfinite(n) for n in [*points, *figures])
 
 
 @dataclass(frozen=True)

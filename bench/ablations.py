@@ -23,7 +23,7 @@ from mlx_zip.errors import MlxZipError
 from mlx_zip.files import whole_file
 
 from .ablation_page import tables, write_page
-from .ablation_results import ENCODERS, FIGURES, RECORDS, Results, read_lines
+from .ablation_results import ENCODERS, FIGURES, RECORDS, Results, read_lines, read_remarks
 from .record import surroundings
 
 LINES = "ablations.jsonl"
@@ -80,13 +80,15 @@ def run(args: argparse.Namespace) -> int:
                 raise MlxZipError(f"--{name} is missing")
         measure_all(args, lines)
     results = Results(read_lines(lines))
+    if args.out is not None and not results.lines:
+        raise MlxZipError(f"{lines} holds no results, so there is nothing to write; see --out")
     if args.model is not None:
         draw_all(results, lines.parent)
         print(tables(results))
     if args.write_docs is not None:
         page = Path(args.write_docs)
         names = draw_all(results, page.parent, "ablations-")
-        write_page(page, results, names)
+        write_page(page, results, names, read_remarks(lines))
     return 0
 
 

@@ -27,6 +27,7 @@ from mlx_zip.bench.ablation_results import (
     RECORDS,
     Results,
     read_lines,
+    read_remarks,
 )
 from mlx_zip.bench.ablations import LINES, Setting, settings
 from mlx_zip.errors import MlxZipError
@@ -235,6 +236,34 @@ def test_a_damaged_line_is_named(done, tmp_path, text):
         read_lines(path)
 
 
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [
+        ("training", {"compression_rate": 1.0}),
+        ("training", {"curve": "abc"}),
+        ("texts", {}),
+        ("texts", {"near.jsonl": {"bits_per_byte": math.nan, "byte_perplexity": 2.0}}),
+        ("texts", {"near.jsonl": {"bits_per_byte": 1.0, "byte_perplexity": "2"}, "far.jsonl": {}}),
+        ("setting", {"merge_size": 0, "encoder": None, "seed": 0}),
+        ("setting", {"merge_size": 3, "encoder": None, "seed": 0}),
+        ("setting", {"merge_size": 1, "encoder": "averaging", "seed": 0}),
+        ("setting", {"merge_size": 3, "encoder": "averaging", "seed": -1}),
+    ],
+)
+def test_a_line_without_its_figures_is_named(done, tmp_path, part, value):
+    line = json.loads((done / LINES).read_text().splitlines()[0])
+    (tmp_path / LINES).write_text(json.dumps({**line, part: value}) + "\n")
+    with pytest.raises(MlxZipError, match=f"{LINES}, line 1: no result of"):
+        read_lines(tmp_path / LINES)
+
+
+def test_a_page_is_not_overwritten_from_a_folder_without_results(tmp_path):
+    (tmp_path / "page.md").write_text("measured")
+    with pytest.raises(MlxZipError, match="holds no results"):
+        ablations.run(parse("--out", tmp_path / "typo", "--write-docs", tmp_path / "page.md"))
+    assert (tmp_path / "page.md").read_text() == "measured"
+
+
 def test_lines_of_two_conditions_do_not_compare(done):
     lines = read_lines(done / LINES)
     lines[1]["conditions"] = {**lines[1]["conditions"], "iters": 3}
@@ -257,10 +286,20 @@ def test_the_page_is_a_function_of_the_lines(home, done):
     assert "- Base: base, " in expected
 
 
+def test_remarks_beside_the_lines_are_the_pages_section_why(done, tmp_path):
+    lines = Path(shutil.copy(done / LINES, tmp_path))
+    (tmp_path / "ablations.md").write_text("Because so few steps were run.\n")
+    assert ablations.run(parse("--out", tmp_path, "--write-docs", tmp_path / "page.md")) == 0
+    text = (tmp_path / "page.md").read_text()
+    assert "## Why\n\nBecause so few steps were run.\n\n## All figures" in text
+    pictures = ["ablations-figure5.png", "ablations-figure6.png"]
+    assert text == page(Results(read_lines(lines)), pictures, read_remarks(lines))
+
+
 def test_the_repositorys_page_is_written_from_its_recorded_lines():
     results = Results(read_lines(RECORDS))
     drawn = ["ablations-figure5.png", "ablations-figure6.png"] if results.lines else []
-    assert (REPO / "docs" / "ablations.md").read_text() == page(results, drawn)
+    assert (REPO / "docs" / "ablations.md").read_text() == page(results, drawn, read_remarks(RECORDS))
     assert all((REPO / "docs" / name).exists() for name in drawn)
 
 
