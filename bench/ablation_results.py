@@ -74,10 +74,10 @@ def _checked(path: Path, number: int, text: str) -> Line:
 
 
 def _is_setting(setting: Mapping[str, Any]) -> bool:
-    numbers = [setting.get(name) for name in ("merge_size", "seed")]
-    if len(setting) != 3 or not all(type(n) is int for n in numbers) or numbers[0] < 1 or numbers[1] < 0:
+    merge_size, seed = (setting.get(name) for name in ("merge_size", "seed"))
+    if len(setting) != 3 or type(merge_size) is not int or type(seed) is not int or merge_size < 1 or seed < 0:
         return False
-    return setting.get("encoder", "") in ([None] if numbers[0] == 1 else ENCODERS)
+    return setting.get("encoder", "") in ([None] if merge_size == 1 else ENCODERS)
 
 
 def _is_measured(conditions: Mapping[str, Any], training: Mapping[str, Any], texts: Mapping[str, Any]) -> bool:
