@@ -77,18 +77,23 @@ def _is_setting(setting: Mapping[str, Any]) -> bool:
     merge_size, seed = (setting.get(name) for name in ("merge_size", "seed"))
     if len(setting) != 3 or type(merge_size) is not int or type(seed) is not int or merge_size < 1 or seed < 0:
         return False
-    return setting.get("encoder", "") in ([None] if merge_size == 1 else ENCODERS)
+    return setting.get("encoder", "") in ([None] if merge_size == 1 else list(ENCODERS))
 
 
 def _is_measured(conditions: Mapping[str, Any], training: Mapping[str, Any], texts: Mapping[str, Any]) -> bool:
     """Whether every text of the conditions has its figures, and the training its curve."""
     valid, curve = conditions.get("valid"), training.get("curve")
-    if not isinstance(valid, list) or not isinstance(curve, list):
+    if not _are_lists(valid, 2) or not _are_lists(curve, 3) or not all(isinstance(name, str) for name, _ in valid):
         return False
-    points = [number for point in curve for number in (point if isinstance(point, list) else [point, None])]
-    found = [texts[pair[0]] if isinstance(pair, list) and pair and pair[0] in texts else None for pair in valid]
+    found = [texts.get(name) for name, _ in valid]
     figures = [text.get(name) if isinstance(text, dict) else None for text in found for name in FIGURES_OF_A_TEXT]
-    return all(type(n) in (int, float) and math.isfinite(n) for n in [*points, *figures])
+    points = [number for point in curve for number in point]
+    numbers = [training.get("compression_rate"), *points, *figures]
+    return all(type(n) in (int, float) and math.isfinite(n) for n in numbers)
+
+
+def _are_lists(value: Any, length: int) -> bool:
+    return isinstance(value, list) and all(isinstance(one, list) and len(one) == length for one in value)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -203,6 +204,7 @@ class Laboratory:
         index = prepare(options, progress=True)
         windows = index["totals"]["samples"]
         if windows % args.batch_size or read % windows:
+            shutil.rmtree(out)
             raise MlxZipError(
                 f"--data gives {windows} windows, {read} are read ({args.iters} steps of {args.batch_size}): sorted by "
                 "length, each merge size would leave out and repeat others; give more text, or choose --limit and "

@@ -58,7 +58,7 @@ class Followers:
             self._begin[entry[:n]].append(slot)
         for n in range(len(entry) - 1, 0, -1):
             self._endings[entry[:n]].append((slot, entry[n:]))
-            if entry[:n] in self._known:  # behind a shorter beginning that entry excludes as much and more
+            if entry[:n] in self._known:  # what is shorter is listed for that entry, which excludes as much and more
                 break
 
     def excluded(self, base_ids: BaseIds, installed: int) -> list[int]:
@@ -73,7 +73,7 @@ class Followers:
         return out
 
 
-class Behind:
+class Exclusions:
     """Follows a codebook id by id: which ids cannot stand behind the last one."""
 
     def __init__(self, book: Codebook) -> None:
@@ -81,18 +81,21 @@ class Behind:
         self._open: list[tuple[BaseIds, int]] = []  # base ids from a recent id on, entries when it was chosen
         self._excluded: list[int] = []
 
-    def excluded(self, one: int, installed: int) -> list[int]:
-        """To be called once behind each id that the codebook reads. installed: entries when it was chosen."""
+    def read(self, one: int, installed: int) -> list[int]:
+        """Once behind each id that the codebook reads -> the ids that cannot follow it.
+
+        installed: entries when it was chosen.
+        """
         self._followers.grow(self.book)
         if one in self._excluded:
-            self.part()
+            self.begin_part()
         last = tuple(self.book.expand([one]).tolist())
         longer = [(begun + last, n) for begun, n in self._open if len(begun + last) < self._longest]
         self._open = [*longer, (last, installed)]
         self._excluded = [id_ for begun, n in self._open for id_ in self._followers.excluded(begun, n)]
         return self._excluded
 
-    def part(self) -> None:
+    def begin_part(self) -> None:
         """Says that all ids so far were chosen without regard to what follows."""
         self._open = []
 
@@ -102,20 +105,21 @@ class CanonicalDecoding:
 
     To be called once behind the prompt and once behind each id. The prompt's last id was chosen without regard to what
     would follow, so nothing is excluded there, nor where the codebook has read more than one id since the last call, or
-    has been rewound: behind the next turn's prompt, say.
+    has been rewound: behind the next turn's prompt, say. (A prompt of one id would be taken for an emitted one: make a
+    new processor for each request.)
     """
 
     def __init__(self, book: Codebook) -> None:
-        self.book, self._behind, self._installed, self._mark = book, None, 0, -1
+        self.book, self._exclusions, self._installed, self._next = book, None, 0, (0, 0)
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
         """The id is the codebook's last, so `tokens` is not read."""
-        mark = self.book.mark()
-        if self._behind is None or mark != self._mark + 1:
-            self._behind, excluded = Behind(self.book), []
+        mark, rewinds = self.book.mark(), self.book.rewinds
+        if self._exclusions is None or (mark, rewinds) != self._next:
+            self._exclusions, excluded = Exclusions(self.book), []
         else:
-            excluded = self._behind.excluded(int(self.book.ids[-1]), self._installed)
-        self._installed, self._mark = len(self.book), mark
+            excluded = self._exclusions.read(int(self.book.ids[-1]), self._installed)
+        self._installed, self._next = len(self.book), (mark + 1, rewinds)
         if not excluded:
             return logits
         canonical = mx.array(logits)
@@ -138,13 +142,13 @@ def excluded_behind(
     index of an id, and an id that cannot stand behind it.
     """
     book, at, out = book.copy(), [], []
-    behind = Behind(book)
+    exclusions = Exclusions(book)
     for index, one in enumerate(ids.tolist()):
         installed = len(book)
         book.push(one)
-        excluded = behind.excluded(one, installed)
+        excluded = exclusions.read(one, installed)
         if index in ends:
-            behind.part()
+            exclusions.begin_part()
             continue
         at += [index] * len(excluded)
         out += excluded

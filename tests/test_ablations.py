@@ -203,6 +203,7 @@ def test_flags_that_make_no_sense_are_refused(home, tmp_path, given, message):
 def test_windows_that_would_not_be_read_equally_often_are_refused(home, tmp_path, given):
     with pytest.raises(MlxZipError, match=r"--data gives \d windows, \d are read .* read equally often"):
         ablations.run(flags(home, tmp_path / "out", *given))
+    assert list((tmp_path / "out" / "data").iterdir()) == []
 
 
 def test_two_texts_of_one_name_are_refused(home, tmp_path):
@@ -240,7 +241,12 @@ def test_a_damaged_line_is_named(done, tmp_path, text):
     ("part", "value"),
     [
         ("training", {"compression_rate": 1.0}),
-        ("training", {"curve": "abc"}),
+        ("training", {"curve": "abc", "compression_rate": 1.0}),
+        ("training", {"curve": [[1]], "compression_rate": 1.0}),
+        ("training", {"curve": [[1, 2.0, 1.0]]}),
+        ("conditions", {"valid": [["near.jsonl"]]}),
+        ("conditions", {"valid": [[[], 1]]}),
+        ("setting", {"merge_size": 3, "encoder": [], "seed": 0}),
         ("texts", {}),
         ("texts", {"near.jsonl": {"bits_per_byte": math.nan, "byte_perplexity": 2.0}}),
         ("texts", {"near.jsonl": {"bits_per_byte": 1.0, "byte_perplexity": "2"}, "far.jsonl": {}}),

@@ -125,7 +125,10 @@ def test_behind_another_prompt_and_behind_a_rewind_it_starts_anew():
         gone.append(np.flatnonzero(np.isinf(np.array(decoding(mx.array([0]), mx.zeros((1, 40)))[0]))).tolist())
     book.rewind(3)
     gone.append(np.flatnonzero(np.isinf(np.array(decoding(mx.array([0]), mx.zeros((1, 40)))[0]))).tolist())
-    assert [bool(excluded) for excluded in gone] == [False, True, False, True, False]
+    book.rewind(0)
+    book.push([5] * 8)
+    gone.append(np.flatnonzero(np.isinf(np.array(decoding(mx.array([0]), mx.zeros((1, 40)))[0]))).tolist())
+    assert [bool(excluded) for excluded in gone] == [False, True, False, True, False, False]
 
 
 @pytest.mark.parametrize(("logit", "stays"), [(0.0, False), (3.6, False), (3.7, True), (60.0, True)])
@@ -221,8 +224,10 @@ def test_a_batch_gives_the_same_texts():
 # ---- scoring
 
 
-def test_excluded_ids_have_no_probability_and_the_others_share_it():
-    """Against one id a call, its logits masked by brute force."""
+@pytest.mark.parametrize("most", [0.5, 0.002])
+def test_excluded_ids_have_no_probability_and_the_others_share_it(most, monkeypatch):
+    """Against one id a call, its logits masked by brute force unless those hold most; at 0.002 some do."""
+    monkeypatch.setattr("mlx_zip.canonical.MOST", most)
     model, window = canonical_model(), windows(60).windows[0]
     row = compress_row(model, np.array([BOS], np.uint32), window.base_ids)
     book, cache, expected = Codebook(model.config.codec_params), model.make_cache(), []
@@ -235,7 +240,7 @@ def test_excluded_ids_have_no_probability_and_the_others_share_it():
         base = book.expand([x]).tolist()
         gone = [y for y in every if i and before.compress([*base, *book.expand([y]).tolist()])[0] != x]  # bos: a part
         p = np.exp(logits - np.logaddexp.reduce(logits))
-        logits[gone] = -math.inf if p[gone].sum() <= 0.5 else logits[gone]
+        logits[gone] = -math.inf if p[gone].sum() <= most else logits[gone]
         expected.append(logits[target] - np.logaddexp.reduce(logits))
     np.testing.assert_allclose(score(model, [row])[0].logprobs, expected, atol=2e-5)
 

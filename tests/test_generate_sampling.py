@@ -1,5 +1,7 @@
 """Sampling options, and penalties in base-token space."""
 
+import math
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -8,7 +10,7 @@ from mlx_lm.sample_utils import make_logits_processors
 
 from mlx_zip.codec import compress
 from mlx_zip.errors import GenerationError
-from mlx_zip.sampling import Sampling
+from mlx_zip.sampling import MOST_BIAS, Sampling
 from mlx_zip.state import ZipState
 
 MODEL = tiny.tiny_model()
@@ -118,12 +120,29 @@ def test_a_bias_on_what_is_no_base_id_is_refused(base_id):
         Sampling(logit_bias={base_id: 1.0}).make_processors(PARAMS.vocab_size, ZipState(PARAMS))
 
 
+def test_biases_that_rule_out_every_base_id_are_refused():
+    biases = dict.fromkeys(range(PARAMS.vocab_size), float("-inf"))
+    with pytest.raises(GenerationError, match="rules out every base id"):
+        Sampling(logit_bias=biases).make_processors(PARAMS.vocab_size, ZipState(PARAMS))
+    del biases[5]
+    assert Sampling(logit_bias=biases).make_processors(PARAMS.vocab_size, ZipState(PARAMS))
+
+
+def test_the_largest_bias_fits_the_narrowest_logits():
+    state, merge_size = read(tiny.base_ids(60)), 16
+    options = Sampling(logit_bias=dict.fromkeys(range(PARAMS.vocab_size), MOST_BIAS))
+    logits = mx.array(some_logits(state)).astype(mx.float16)
+    (processor,) = options.make_processors(PARAMS.vocab_size, state)
+    assert float(mx.max(processor(mx.array([0]), logits)).item()) < math.inf
+    assert merge_size * MOST_BIAS < 65504
+
+
 OUT_OF_RANGE = [
     ("temp", -0.1), ("temp", float("nan")), ("temp", float("inf")), ("top_p", 1.1), ("top_p", -0.1), ("min_p", 2),
     ("min_tokens_to_keep", 0), ("top_k", -1), ("top_k", 1.5), ("xtc_probability", 1.2), ("xtc_threshold", 0.6),
     ("repetition_penalty", 0), ("repetition_penalty", -1.0), ("repetition_context_size", 0),
     ("presence_penalty", float("nan")), ("frequency_context_size", -3), ("seed", -1), ("logit_bias", {3: float("nan")}),
-    ("logit_bias", {3: float("inf")}),
+    ("logit_bias", {3: float("inf")}), ("logit_bias", {3: 1e4}),
 ]  # fmt: skip
 
 

@@ -129,6 +129,8 @@ def test_the_bundled_pair_is_a_zip2zip_model_and_a_plain_one(made):
         for name in TINY.bundled
     }
     assert kinds == {"stories": "zip2zip", "stories-base": "llama"}
+    tokenizer = load(made[0].out / "bundle" / "stories")[1]
+    assert tokenizer.model_max_length == TINY.model["max_position_embeddings"]
 
 
 def test_in_the_bundled_model_digits_never_merge_and_decoding_is_canonical(made):

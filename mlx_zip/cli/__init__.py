@@ -73,7 +73,8 @@ def command_parser(name: str, prog: str) -> argparse.ArgumentParser:
 def _run(name: str, prog: str, argv: Sequence[str] | None) -> int:
     parser = command_parser(name, prog)
     args = parser.parse_args(argv)
-    if lost := [word for word in (sys.argv[1:] if argv is None else argv) if word.endswith("=--") and word[0] == "-"]:
+    words = sys.argv[1:] if argv is None else argv
+    if lost := [word for word in words if word[:1] == "-" and word.partition("=")[2] == "--"]:
         parser.error(f"{lost[0]}: -- cannot be a flag's value")  # argparse would drop it without a word
     return _guarded(lambda: import_module(COMMANDS[name][0]).run(args))
 

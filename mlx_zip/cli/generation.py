@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, (kind, default, text) in _NUMBERS.items():
         shown = f" (default: {default:g})" if default is not None else ""
         add("--" + name.replace("_", "-"), type=kind, default=default, help=text + shown)
-    add("--logit-bias", help='JSON map of base ids to what is added to their logits, as {"42": -5}')
+    add("--logit-bias", help='JSON map of base ids to what is added to their logits, at most 1000, as {"42": -5}')
     add("--ignore-chat-template", action="store_true", help="use the prompt as it is")
     add("--use-default-chat-template", action="store_true", help="accepted as in mlx_lm; the model must bring one")
     add("--chat-template-config", help="JSON map of further arguments for the chat template")

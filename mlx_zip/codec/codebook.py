@@ -54,7 +54,7 @@ class Codebook:
         self._hold(params, out[0])
 
     def _hold(self, params: CodecParams, book: Any) -> None:
-        self.params = params
+        self.params, self.rewinds = params, 0  # rewinds: how often it was rewound, for those who follow it
         self._book = ffi.gc(book, lib.mlxzip_free)
         self._one: Any = None
 
@@ -167,6 +167,7 @@ class Codebook:
         if not 0 <= mark <= self.mark():
             raise CodecError(f"cannot rewind to {mark}: the codebook has read {self.mark()} ids")
         check(lib.mlxzip_rewind(self._book, mark))
+        self.rewinds += 1
 
     def copy(self) -> Codebook:
         """An independent codebook in the same state."""

@@ -13,8 +13,8 @@ def recomputed(module: nn.Module, call: Callable[[mx.array], Any], x: mx.array) 
     """`call(x)`, of which the backward pass keeps only x and the module's weights.
 
     `call` must depend on no other weights that are trained, and draw no random numbers: the second pass would draw
-    others. The second pass reads the weights of the first, frozen ones too, whatever the module holds by then; it holds
-    that again afterwards.
+    others. The second pass reads the weights of the first, frozen ones too, whatever the module holds by then, and puts
+    that back.
     """
     first = module.parameters()
 
