@@ -89,7 +89,7 @@ class Exclusions:
         self._followers.grow(self.book)
         if one in self._excluded:
             self.begin_part()
-        last = tuple(self.book.expand([one]).tolist())
+        last = tuple(self.book.expand(one).tolist())
         longer = [(begun + last, n) for begun, n in self._open if len(begun + last) < self._longest]
         self._open = [*longer, (last, installed)]
         self._excluded = [id_ for begun, n in self._open for id_ in self._followers.excluded(begun, n)]
@@ -118,7 +118,7 @@ class CanonicalDecoding:
         if self._exclusions is None or (mark, rewinds) != self._next:
             self._exclusions, excluded = Exclusions(self.book), []
         else:
-            excluded = self._exclusions.read(int(self.book.ids[-1]), self._installed)
+            excluded = self._exclusions.read(self.book.last, self._installed)
         self._installed, self._next = len(self.book), (mark + 1, rewinds)
         if not excluded:
             return logits

@@ -7,14 +7,16 @@ Limits, counts and penalties are in base tokens. For a plain model every id is o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.generate import generate_step, generation_stream, wired_limit
+from mlx_lm.generate import generate_step, generation_stream, maybe_quantize_kv_cache, wired_limit
 from mlx_lm.models.cache import BatchKVCache, KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.sample_utils import LogitsProcessor, Sampler
 
+from mlx_zip.decode import decode_steps
 from mlx_zip.errors import GenerationError
 from mlx_zip.loading import load
 from mlx_zip.request import GenerationResponse, Request, base_config
@@ -73,19 +75,33 @@ def stream_generate(
             model.check_cache(cache)
     _check_kv(model, cache, kv_bits, kv_group_size, prefill_step_size)
     request = Request(model, tokenizer, prompt, cache, max_tokens=max_tokens, stop=stop)
-    steps = generate_step(
-        mx.array(request.prompt_ids.astype(np.int32)),
-        model,
-        max_tokens=request.max_steps,
-        sampler=_make_sampler(options, sampler, model, tokenizer),
-        logits_processors=request.processors(options, logits_processors or ()),
-        prompt_cache=cache,
-        prefill_step_size=prefill_step_size,
-        kv_bits=kv_bits,
-        kv_group_size=kv_group_size,
-        quantized_kv_start=quantized_kv_start,
-        prompt_progress_callback=prompt_progress_callback,
-    )
+    sampler = _make_sampler(options, sampler, model, tokenizer)
+    processors = request.processors(options, logits_processors or ())
+    kv = {"kv_bits": kv_bits, "kv_group_size": kv_group_size, "quantized_kv_start": quantized_kv_start}
+    if hasattr(model, "layout"):
+        steps = decode_steps(
+            model,
+            request.prompt_ids,
+            cache,
+            max_steps=request.max_steps,
+            sampler=sampler,
+            processors=processors,
+            prefill_step_size=prefill_step_size,
+            after_call=partial(maybe_quantize_kv_cache, **kv),
+            progress=prompt_progress_callback,
+        )
+    else:
+        steps = generate_step(
+            mx.array(request.prompt_ids.astype(np.int32)),
+            model,
+            max_tokens=request.max_steps,
+            sampler=sampler,
+            logits_processors=processors,
+            prompt_cache=cache,
+            prefill_step_size=prefill_step_size,
+            prompt_progress_callback=prompt_progress_callback,
+            **kv,
+        )
     return _wired(model, _responses(request, steps, options.seed))
 
 

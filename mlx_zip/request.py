@@ -143,7 +143,7 @@ class Request:
         if self._state is None:
             return (token,)
         book = self._state.books[self._row]
-        return (token,) if token < book.params.vocab_size else book.expand([token]).tolist()
+        return (token,) if token < book.params.vocab_size else book.expand(token).tolist()
 
 
 def _base_id_limit(model: Any, tokenizer: Any) -> int:

@@ -79,6 +79,11 @@ class ZipState:
         batch, length = ids.shape
         if batch != len(self.books):
             raise ModelError(f"the cache was made for {len(self.books)} sequence(s), the ids have {batch}")
+        if batch == length == 1 and self.offset >= self.left_padding[0]:
+            self.books[0].push(int(ids[0, 0]))
+            self.offset += 1
+            live = np.array([len(self.books[0])])
+            return Advance(live, live[:, None])
         first = self._padding_columns(self.offset, length)
         before = np.array([len(book) for book in self.books])
         marks = [book.mark() for book in self.books]
@@ -109,6 +114,18 @@ class ZipState:
             out[b, first[b] :] = book.base_length - spans.sum() + np.cumsum(spans) - 1
         return out
 
+    def base_lengths(self) -> np.ndarray:
+        """[B] int32: base ids read per sequence."""
+        return np.array([book.base_length for book in self.books], dtype=np.int32)
+
+    def spans(self) -> np.ndarray:
+        """[B, 1 + codebook_size] int32: how many base ids a base id stands for, 1, and the entry of each slot, or 0."""
+        out = np.zeros((len(self.books), 1 + self.books[0].params.codebook_size), dtype=np.int32)
+        out[:, 0] = 1
+        for b, book in enumerate(self.books):
+            out[b, 1 : 1 + len(book)] = book.rows(0, len(book))[1]
+        return out
+
     def _padding_columns(self, begin: int, length: int) -> np.ndarray:
         """[B]: how many of the `length` columns from `begin` on are left padding."""
         return np.clip(self.left_padding - begin, 0, length)
@@ -131,6 +148,8 @@ class ZipState:
 
     def entries(self, sequence: np.ndarray, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """base_ids [N, merge_size] and lengths [N] of the entries at (sequence, slot)."""
+        if len(slots) == 1:
+            return self.books[int(sequence[0])].rows(int(slots[0]), 1)
         base_ids = np.empty((len(slots), self.books[0].params.merge_size), dtype=np.uint32)
         lengths = np.empty(len(slots), dtype=np.int64)
         for b in np.unique(sequence):

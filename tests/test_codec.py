@@ -174,6 +174,26 @@ def test_an_id_that_is_not_installed_cannot_be_expanded(ask):
         getattr(started(), ask)([1, 15])
 
 
+def test_one_id_expands_as_a_list_of_it_does():
+    book = started()
+    for one in [*range(PARAMS.vocab_size), *range(PARAMS.vocab_size, PARAMS.vocab_size + len(book))]:
+        assert book.expand(one).tolist() == book.expand([one]).tolist()
+    for bad in (PARAMS.vocab_size + len(book), -1, 2**32):
+        with pytest.raises(CodecError, match=f"id {bad} at index 0"):
+            book.expand(bad)
+
+
+def test_the_last_id_is_that_of_the_log():
+    book = Codebook(PARAMS)
+    with pytest.raises(IndexError):
+        _ = book.last
+    for one in (1, 2, 3):
+        book.push(one)
+        assert book.last == one
+    book.rewind(1)
+    assert book.last == 1
+
+
 @pytest.mark.parametrize("ids", [[10], [1, 2, 12]])
 def test_compressing_takes_base_ids_only(ids):
     with pytest.raises(CodecError, match="neither a base id"):

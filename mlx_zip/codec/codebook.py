@@ -57,6 +57,7 @@ class Codebook:
         self.params, self.rewinds = params, 0  # rewinds: how often it was rewound, for those who follow it
         self._book = ffi.gc(book, lib.mlxzip_free)
         self._one: Any = None
+        self._asked: Any = None
 
     @classmethod
     def _own(cls, params: CodecParams, book: Any) -> Codebook:
@@ -94,10 +95,12 @@ class Codebook:
         return Installed(self.params, n, n_ids, packed)
 
     def expand(self, ids: Any) -> Uint32s:
-        """Base ids that these ids stand for, by the entries installed now: uint32. Changes nothing.
+        """Base ids that one id or n ids stand for, by the entries installed now: uint32. Changes nothing.
 
         Raises `CodecError` for an id that is neither a base id, nor disabled, nor an installed hypertoken.
         """
+        if type(ids) is int:
+            return self._expand_one(ids)
         ids = as_ids(ids)
         counts = ffi.new("size_t[2]")
         out = np.empty(len(ids) * min(self.params.merge_size, 4), np.uint32)
@@ -108,6 +111,21 @@ class Codebook:
         if status != lib.MLXZIP_OK:
             _refuse(status, self.params, ids, counts[1], self)
         return out[: counts[0]]
+
+    def _expand_one(self, x: int) -> Uint32s:
+        """`expand` of one id without an array in between: it is asked at every step of a generation."""
+        if self._asked is None:
+            room = max(1, self.params.merge_size)
+            self._asked = ffi.new("uint32_t[]", 1 + room), ffi.new("size_t[2]"), room
+        ids, counts, room = self._asked
+        try:
+            ids[0] = x
+        except OverflowError:
+            raise CodecError(f"id {x} at index 0 is outside 0..2^32-1") from None
+        status = lib.mlxzip_expand(self._book, ids, 1, ids + 1, room, counts, counts + 1)
+        if status != lib.MLXZIP_OK:
+            _refuse(status, self.params, [x], 0, self)
+        return np.frombuffer(bytes(ffi.buffer(ids + 1, 4 * counts[0])), np.uint32)
 
     def spans(self, ids: Any) -> NDArray[np.int32]:
         """Number of base ids each id stands for, int32 [n]. Errors as in `expand`."""
@@ -149,6 +167,14 @@ class Codebook:
         """The id log: all ids pushed and not rewound, uint32 [mark()], a copy."""
         n = self.mark()
         return np.frombuffer(bytes(ffi.buffer(lib.mlxzip_log(self._book), 4 * n)) if n else b"", np.uint32)
+
+    @property
+    def last(self) -> int:
+        """The last id of the log; O(1). Raises `IndexError` when it is empty."""
+        n = self.mark()
+        if not n:
+            raise IndexError("the codebook has read no id")
+        return lib.mlxzip_log(self._book)[n - 1]
 
     @property
     def base_length(self) -> int:

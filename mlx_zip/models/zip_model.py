@@ -19,6 +19,7 @@ from mlx_zip.config import ZipConfig
 from mlx_zip.errors import ConfigError, ModelError
 from mlx_zip.hyper import RowTable, encode_entries, make_encoder
 from mlx_zip.layout import Layout
+from mlx_zip.models.ahead import Ahead
 from mlx_zip.models.architectures import make_decoder
 from mlx_zip.models.rope import Positions
 from mlx_zip.state import Advance, ZipState, find_state, split_start, with_starts
@@ -115,10 +116,17 @@ class Model(nn.Module):
         kv, state = self.check_cache(cache)
         advance = state.advance(host_ids)
         with ExitStack() as on_error:  # an interrupt, say: codebook and KV caches must not part
-            on_error.callback(_forget, kv, state, host_ids.shape[1])
+            on_error.callback(self.forget, kv, state, state.offset - host_ids.shape[1])
             logits = self._head(self._hidden(kv, state, host_ids), state, advance, causal)
             on_error.pop_all()
         return logits
+
+    def read_ahead(self, ids: mx.array, cache: Sequence[Any]) -> Ahead:
+        """Begins a step with ids [B, 1] that may still be on the device; `Ahead.logits` ends it.
+
+        Raises `ModelError` for a cache that does not fit, before anything changes.
+        """
+        return Ahead(self, ids, cache)
 
     # ---- cache
 
@@ -182,8 +190,13 @@ class Model(nn.Module):
         if self.config.position_mode == "base_token_end":
             index = state.base_positions(ids)
             return Positions(index=mx.array(index), long=context is not None and int(index.max()) >= context)
-        start = (state.offset - ids.shape[1] - state.left_padding).astype(np.int32)
-        long = context is not None and state.offset - int(state.left_padding.min()) > context
+        return self._compressed(state, state.offset - ids.shape[1], state.offset)
+
+    def _compressed(self, state: ZipState, begin: int, end: int) -> Positions:
+        """Where ids begin to end stand when each counts as one position."""
+        context = self.traits.long_context
+        start = (begin - state.left_padding).astype(np.int32)
+        long = context is not None and end - int(state.left_padding.min()) > context
         return Positions(start=int(start[0]) if len(start) == 1 else mx.array(start), long=long)
 
     def _embed(self, state: ZipState, ids: np.ndarray) -> mx.array:
@@ -191,13 +204,20 @@ class Model(nn.Module):
         hyper = self.layout.is_hyper(ids)
         h = self.model.embed_tokens(mx.array(np.where(hyper, 0, ids)))
         if hyper.any():
-            slots = np.where(hyper, self.layout.slot(ids.astype(np.int64)), -1)
+            slots = self._slots(ids)
             self._encode_inputs(state, slots)
             rows = state.inputs.take(mx.array(np.maximum(slots, 0)))
             h = mx.where(mx.array(hyper)[..., None], rows.astype(h.dtype), h)
-        if self.traits.embed_scale != 1.0:
-            h = h * mx.array(self.traits.embed_scale).astype(h.dtype)
-        return h
+        return self._scaled(h)
+
+    def _scaled(self, h: mx.array) -> mx.array:
+        """Gemma's factor of the embedding."""
+        scale = self.traits.embed_scale
+        return h if scale == 1.0 else h * mx.array(scale).astype(h.dtype)
+
+    def _slots(self, ids: np.ndarray) -> np.ndarray:
+        """Ids [B, L] -> slots [B, L], -1 for base ids."""
+        return np.where(self.layout.is_hyper(ids), self.layout.slot(ids.astype(np.int64)), -1)
 
     def _encode_inputs(self, state: ZipState, slots: np.ndarray) -> None:
         sequence, wanted = state.missing_inputs(slots)
@@ -205,6 +225,8 @@ class Model(nn.Module):
         state.encoded_inputs[sequence, wanted] = True
 
     def _encode_outputs(self, state: ZipState, live: np.ndarray) -> None:
+        if np.array_equal(state.encoded_outputs, live):
+            return
         sequence, wanted = state.missing_outputs()
         self._encode(state, state.outputs, self.row_encoder, self.head_matrix, sequence, wanted)
         state.encoded_outputs[:] = live
@@ -250,6 +272,54 @@ class Model(nn.Module):
         """Gemma 2's soft cap; before the mask, or it would lift -inf to -cap."""
         cap = self.traits.soft_cap
         return logits if cap is None else mx.tanh(logits / cap) * cap
+
+    # ---- a step ahead of the host
+
+    def run_ahead(self, kv: Sequence[Any], state: ZipState, ids: mx.array) -> mx.array | None:
+        """The body's output [B, 1, D] for ids [B, 1] that the state does not know yet.
+
+        None where LongRoPE may change its factors.
+        """
+        positions = self._positions_ahead(state, ids)
+        if positions is None:
+            return None
+        hyper, rows = self.layout.is_hyper(ids), state.inputs.rows
+        h = self.model.embed_tokens(mx.where(hyper, 0, ids))
+        if rows is not None:
+            slots = mx.clip(self.layout.slot(ids), 0, rows.shape[1] - 1)
+            h = mx.where(hyper[..., None], state.inputs.take(slots).astype(h.dtype), h)
+        return self.run_layers(self._scaled(h), kv, positions)
+
+    def _positions_ahead(self, state: ZipState, ids: mx.array) -> Positions | None:
+        """Where ids [B, 1] stand that the state does not know yet; None where LongRoPE may change its factors."""
+        if self.config.position_mode == "compressed":
+            positions = self._compressed(state, state.offset, state.offset + 1)
+            return positions if positions.long == state.long_rope else None
+        context, done = self.traits.long_context, state.base_lengths()
+        longest = int(done.max()) + self.config.merge_size  # base ids after any id that may come
+        if context is not None and state.long_rope != (longest > context):
+            return None
+        hyper = self.layout.is_hyper(ids)
+        column = mx.where(hyper, mx.clip(self.layout.slot(ids), 0, self.config.codebook_size - 1) + 1, 0)
+        spans = mx.take_along_axis(mx.array(state.spans()), column, axis=1)
+        return Positions(index=mx.array(done)[:, None] + spans - 1, long=state.long_rope)
+
+    def follow(self, h: mx.array, kv: Sequence[Any], state: ZipState, ids: np.ndarray) -> mx.array:
+        """The logits [B, 1, W] behind `run_ahead`, which gave h [B, 1, D], once ids [B, 1] are known."""
+        ids = _checked(ids)
+        advance = state.advance(ids)
+        hyper = self.layout.is_hyper(ids)
+        if hyper.any() and len(state.missing_inputs(self._slots(ids))[0]):
+            for cache in kv:
+                cache.trim(1)
+            h = self._hidden(kv, state, ids)
+        return self._head(h, state, advance, causal=False)
+
+    def forget(self, kv: Sequence[Any], state: ZipState, offset: int) -> None:
+        """Takes back what codebooks and KV caches, or some of them, have read beyond `offset` ids."""
+        state.trim(state.offset - offset)
+        for cache in kv:
+            cache.trim(max(0, _kv_length(cache) - offset))
 
     # ---- what mlx-lm's loader and converter ask for
 
@@ -298,18 +368,15 @@ class Model(nn.Module):
         return not path.startswith(("input_encoder", "output_encoder"))
 
 
-def _forget(kv: Sequence[Any], state: ZipState, length: int) -> None:
-    """Takes back a call of L ids that did not end: some layers have them, some not."""
-    state.trim(length)
-    for cache in kv:
-        cache.trim(max(0, _kv_length(cache) - state.offset))
-
-
 def _host_ids(ids: mx.array) -> np.ndarray:
     """The one read of a call: ids [B, L] on the host as uint32."""
     if ids.ndim != 2 or 0 in ids.shape or not mx.issubdtype(ids.dtype, mx.integer):
         raise ModelError(f"ids must be integers [B, L] with B, L > 0, got {ids.dtype} {list(ids.shape)}")
-    host = np.array(ids)
+    return _checked(np.array(ids))
+
+
+def _checked(host: np.ndarray) -> np.ndarray:
+    """Ids [B, L] as uint32. Raises `ModelError` for what does not fit."""
     if host.dtype != np.uint32 and (host.min() < 0 or host.max() > 0xFFFFFFFF):
         raise ModelError(f"ids from {host.min()} to {host.max()} are not all 32-bit token ids")
     return np.ascontiguousarray(host.astype(np.uint32, copy=False))

@@ -1,0 +1,197 @@
+"""The decode loop: the ids, log-probabilities and caches of a loop that waits for every id, whatever runs ahead."""
+
+from functools import partial
+
+import mlx.core as mx
+import numpy as np
+import pytest
+import tiny
+from mlx_lm.generate import generate_step, maybe_quantize_kv_cache
+from mlx_lm.sample_utils import make_sampler
+
+from mlx_zip.canonical import CanonicalDecoding
+from mlx_zip.codec import compress
+from mlx_zip.decode import decode_steps
+from mlx_zip.errors import CodecError, ModelError
+from mlx_zip.models import Model
+
+STEPS = 60
+
+
+def prompt_of(model, length=50):
+    return compress(model.config.codec_params, tiny.base_ids(length))[0]
+
+
+def decode(model, cache=None, prompt=None, max_steps=STEPS, **options):
+    options = {"sampler": make_sampler(0), "prefill_step_size": 2048, "ahead": True, **options}
+    cache = model.make_cache() if cache is None else cache
+    prompt = prompt_of(model) if prompt is None else prompt
+    return decode_steps(model, prompt, cache, max_steps=max_steps, **options)
+
+
+def waiting(model, **options):
+    """mlx-lm's own loop over the same model: it learns each id before it builds the next step."""
+    return generate_step(mx.array(prompt_of(model).astype(np.int32)), model, max_tokens=STEPS, **options)
+
+
+def assert_equal(steps, expected):
+    steps, expected = list(steps), list(expected)
+    assert [token for token, _ in steps] == [token for token, _ in expected]
+    for (_, logprobs), (_, wanted) in zip(steps, expected, strict=True):
+        np.testing.assert_allclose(np.array(logprobs), np.array(wanted), atol=1e-5)
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """How often a body ran ahead, and how often again with the right rows."""
+    seen = {"ahead": 0, "waited": 0, "again": 0}
+    run_ahead, hidden = Model.run_ahead, Model._hidden
+
+    def counting_ahead(self, *args):
+        h = run_ahead(self, *args)
+        seen["waited" if h is None else "ahead"] += 1
+        return h
+
+    def counting_hidden(self, kv, state, ids):
+        seen["again"] += ids.shape[1] == 1
+        return hidden(self, kv, state, ids)
+
+    monkeypatch.setattr(Model, "run_ahead", counting_ahead)
+    monkeypatch.setattr(Model, "_hidden", counting_hidden)
+    return seen
+
+
+# ---- the same as a loop that waits
+
+
+@pytest.mark.parametrize("mode", ["compressed", "base_token_end"])
+@pytest.mark.parametrize(
+    ("encoder", "temp"), [("transformer", 0.0), ("transformer", 1.0), ("res_latent_attn", 0.0), ("averaging", 1.0)]
+)
+def test_ids_are_those_of_a_loop_that_waits(encoder, mode, temp, counted):
+    model = tiny.tiny_model("llama", encoder, position_mode=mode)
+    mx.random.seed(3)
+    expected = list(waiting(model, sampler=make_sampler(temp)))
+    counted.update(ahead=0, waited=0, again=0)
+    mx.random.seed(3)
+    assert_equal(decode(model, sampler=make_sampler(temp)), expected)
+    assert max(token for token, _ in expected) >= tiny.VOCAB
+    assert counted["ahead"] == STEPS
+    assert 0 < counted["again"] - 1 < STEPS  # the prompt's last id is one of them
+    assert counted["waited"] == 0
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("family", sorted(tiny.FAMILIES))
+def test_every_family_decodes(family, ahead, counted):
+    model = tiny.tiny_model(family)
+    assert_equal(decode(model, ahead=ahead), waiting(model))
+    assert (counted["ahead"] > 0) == ahead
+
+
+@pytest.mark.parametrize("mode", ["compressed", "base_token_end"])
+def test_where_longrope_changes_its_factors_the_loop_waits(mode, counted):
+    model = tiny.tiny_model("phi3", position_mode=mode)
+    model.traits = type(model.traits)(**{**vars(model.traits), "long_context": 70})
+    assert_equal(decode(model), waiting(model))
+    assert counted["waited"] > 0
+    assert counted["ahead"] > counted["waited"]
+
+
+def test_processors_see_the_ids_and_the_codebook_as_they_do_in_mlx_lms_loop():
+    def chain(cache, seen):
+        return [lambda tokens, logits: seen.append(tokens.tolist()) or logits, CanonicalDecoding(cache[-1].books[0])]
+
+    model, read, wanted = tiny.tiny_model(), [], []
+    caches = [model.make_cache(), model.make_cache()]
+    expected = list(waiting(model, prompt_cache=caches[0], logits_processors=chain(caches[0], wanted)))
+    assert_equal(decode(model, caches[1], processors=chain(caches[1], read)), expected)
+    assert read == wanted[: len(read)]
+    assert len(read) == STEPS + 1
+
+
+def test_kv_caches_are_quantized_on_the_way():
+    model = tiny.tiny_model(hidden=128)
+    kv = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 45}
+    expected = waiting(model, **kv)
+    assert_equal(decode(model, after_call=partial(maybe_quantize_kv_cache, **kv)), expected)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 30, 31])
+def test_the_prompt_may_be_read_in_chunks_and_progress_is_told(chunk):
+    model, told = tiny.tiny_model(), []
+    n = len(prompt_of(model))
+    assert_equal(decode(model, prefill_step_size=chunk, progress=lambda *at: told.append(at)), waiting(model))
+    assert told == [(0, n), *((min(done, n - 1), n) for done in range(chunk, n - 1 + chunk, chunk)), (n, n)]
+
+
+# ---- what is left behind
+
+
+def test_when_an_id_is_yielded_the_cache_holds_it_and_nothing_more():
+    model = tiny.tiny_model()
+    cache, prompt = model.make_cache(), prompt_of(model).tolist()
+    for n, (token, _) in enumerate(decode(model, cache), start=1):
+        prompt.append(token)
+        assert cache[-1].books[0].ids.tolist() == prompt
+        assert {entry.offset for entry in cache} == {len(prompt)}
+        if n == 20:
+            break
+    twin = model.make_cache()
+    model(mx.array([prompt]), cache=twin)
+    np.testing.assert_allclose(tiny.last_logits(model, [5], cache), tiny.last_logits(model, [5], twin), atol=1e-4)
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("where", ["run_layers", "_head"])
+def test_an_interrupt_leaves_the_cache_at_the_last_id_that_was_yielded(where, ahead, monkeypatch):
+    model = tiny.tiny_model()
+    cache, found = model.make_cache(), []
+    steps = decode(model, cache, ahead=ahead)
+    found += [next(steps)[0] for _ in range(5)]
+    monkeypatch.setattr(Model, where, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        next(steps)
+    assert cache[-1].books[0].ids.tolist() == [*prompt_of(model).tolist(), *found]
+    assert {entry.offset for entry in cache} == {len(prompt_of(model)) + 5}
+
+
+def interrupted(*args, **kwargs):
+    raise KeyboardInterrupt
+
+
+def test_an_interrupt_while_the_id_is_awaited_takes_the_body_back():
+    model = tiny.tiny_model()
+    cache = model.make_cache()
+    model(mx.array([prompt_of(model).tolist()]), cache=cache)
+    before = cache[-1].offset
+    ahead = model.read_ahead(mx.array([[5]]), cache)
+    assert cache[0].offset == before + 1
+    with pytest.raises(KeyboardInterrupt), ahead:
+        raise KeyboardInterrupt
+    assert {entry.offset for entry in cache} == {before}
+
+
+@pytest.mark.parametrize("wrong", [tiny.VOCAB + tiny.SLOTS - 1, tiny.VOCAB + tiny.SLOTS, -1, 10**6])
+def test_an_id_that_does_not_exist_is_an_error_and_changes_nothing(wrong):
+    model = tiny.tiny_model()
+    cache, left = model.make_cache(), iter([5, 6, wrong, 5])
+    steps = decode(model, cache, sampler=lambda logprobs: mx.array([next(left)]))
+    assert [next(steps)[0] for _ in range(2)] == [5, 6]
+    assert len(cache[-1].books[0]) < tiny.SLOTS
+    with pytest.raises((CodecError, ModelError)):
+        next(steps)
+    assert {entry.offset for entry in cache} == {len(prompt_of(model)) + 2}
+
+
+def test_a_row_that_exists_is_not_encoded_again(monkeypatch):
+    """Output rows: one per installed entry. Input rows: one per hypertoken that is read."""
+    import mlx_zip.models.zip_model as module
+
+    model, encoded = tiny.tiny_model(), []
+    encode = module.encode_entries
+    monkeypatch.setattr(module, "encode_entries", lambda e, m, ids, n: encoded.append(len(n)) or encode(e, m, ids, n))
+    cache = model.make_cache()
+    list(decode(model, cache))
+    book = cache[-1].books[0]
+    assert sum(encoded) == len(book) + len({i for i in book.ids.tolist() if i >= tiny.VOCAB})
