@@ -21,6 +21,7 @@ _HOMES = {
     "ZipConfig": "mlx_zip.config",
     "Layout": "mlx_zip.layout",
     "ZipState": "mlx_zip.state",
+    "RowStore": "mlx_zip.hyper",
     "load": "mlx_zip.loading",
     "generate": "mlx_zip.generate",
     "stream_generate": "mlx_zip.generate",

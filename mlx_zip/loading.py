@@ -17,6 +17,7 @@ from mlx_lm.utils import load as mlx_load
 
 from mlx_zip.bundled import NAMES, bundled_model
 from mlx_zip.errors import MlxZipError, ModelError, bare_exceptions_as_value_errors
+from mlx_zip.hyper import RowStore
 from mlx_zip.register import MODEL_TYPE
 
 UPSTREAM_CONFIG = "zip2zip_config.json"
@@ -32,13 +33,17 @@ def load(
     revision: str | None = None,
     trust_remote_code: bool = False,
     canonical: bool | None = None,
+    row_store: RowStore | None = None,
 ) -> tuple[Any, Any]:
     """Loads a converted zip2zip model, or any plain mlx-lm model, and its tokenizer.
 
     path_or_hf_repo: a local folder, a bundled model ("stories") or a Hugging Face hub id. canonical: whether a zip2zip
-    model decodes canonically (`mlx_zip.canonical`), None for what its config says; no matter to a plain model. Returns
-    (model, mlx-lm's `TokenizerWrapper`). Raises `ModelError` for a folder that is missing, incomplete or not converted,
-    and `ConfigError` when tokenizer and codebook boundary contradict each other.
+    model decodes canonically (`mlx_zip.canonical`), None for what its config says; no matter to a plain model.
+    row_store: keeps rows of hypertokens from one request to the next; models may share one. Default: one of its own, in
+    memory.
+
+    Returns (model, mlx-lm's `TokenizerWrapper`). Raises `ModelError` for a folder that is missing, incomplete or not
+    converted, and `ConfigError` when tokenizer and codebook boundary contradict each other.
     """
     folder = model_folder(path_or_hf_repo, revision)
     config = read_config(folder)
@@ -61,6 +66,7 @@ def load(
         model.layout.check_tokenizer(len(loaded[1]))
         if canonical is not None:
             model.config = replace(model.config, canonical=canonical)
+        model.row_store = RowStore() if row_store is None else row_store
     return model, loaded[1]
 
 

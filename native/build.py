@@ -8,20 +8,21 @@ from pathlib import Path
 from cffi import FFI
 
 HERE = Path(__file__).resolve().parent
-SOURCES = ["params.c", "compress.c", "codebook.c", "read.c", "bytes.c"]
+SOURCES = ["params.c", "compress.c", "codebook.c", "read.c", "bytes.c", "rows.c"]
+HEADERS = ["mlxzip.h", "rows.h"]
 
 
 def contract() -> str:
-    """The part of `mlxzip.h` between its markers, which is plain enough for cffi."""
-    header = (HERE / "mlxzip.h").read_text(encoding="utf-8")
-    return header.split("/* BEGIN CFFI */")[1].split("/* END CFFI */")[0]
+    """The parts of the headers between their markers, which are plain enough for cffi."""
+    headers = [(HERE / name).read_text(encoding="utf-8") for name in HEADERS]
+    return "".join(text.split("/* BEGIN CFFI */")[1].split("/* END CFFI */")[0] for text in headers)
 
 
 ffi = FFI()
 ffi.cdef(contract())
 ffi.set_source(
     "mlx_zip.codec._native",
-    '#include "mlxzip.h"',
+    "".join(f'#include "{name}"\n' for name in HEADERS),
     sources=[os.path.relpath(HERE / name) for name in SOURCES],
     include_dirs=[os.path.relpath(HERE)],
     depends=[os.path.relpath(path) for path in sorted(HERE.glob("*.h"))],

@@ -51,6 +51,7 @@ def tiny_config(family: str = "llama", encoder: str = "transformer", **changes: 
     hidden: width of the model, 64 unless given (32 for phi3, so that its heads are 16 wide as LONGROPE's factors say).
     """
     hidden = changes.pop("hidden", 32 if family == "phi3" else 64)
+    tied = changes.pop("tie_encoders", False)
     heads = {"head_dim": changes.pop("head_dim")} if "head_dim" in changes else {}
     return {
         "model_type": "zip2zip",
@@ -68,7 +69,7 @@ def tiny_config(family: str = "llama", encoder: str = "transformer", **changes: 
             "base_model_type": family,
             "position_mode": "compressed",
             "encoder_type": encoder,
-            "encoder": {"hidden_size": hidden, "tie_encoders": False, **ENCODERS[encoder]},
+            "encoder": {"hidden_size": hidden, "tie_encoders": tied, **ENCODERS[encoder]},
             "compression": {
                 "initial_vocab_size": VOCAB,
                 "max_codebook_size": SLOTS,

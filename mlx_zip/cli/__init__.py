@@ -23,6 +23,7 @@ COMMANDS = {
     "prepare": ("mlx_zip.cli.preparation", "turn text, conversations and data sets into shards to train on"),
     "compress": ("mlx_zip.cli.compression", "show the hypertokens of a text, without a model"),
     "train": ("mlx_zip.cli.training", "train a model on prepared data, to use hypertokens or not"),
+    "rows": ("mlx_zip.cli.rows", "show or remove the rows of hypertokens that --row-cache keeps"),
     "selftest": ("mlx_zip.selftest", "check this installation and measure its speed; writes a one-page report"),
     "bench": ("mlx_zip.bench.__main__", "measure, one JSON line per result"),
 }

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from mlx_zip.cli import rows
 from mlx_zip.errors import DataError
 
 CONTEXT = 1024
@@ -30,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--batch-size", type=int, default=8, help="windows, stories or requests per model call (default: 8)")
     add("--json", metavar="FILE", help="also write all figures, settings and versions to FILE")
     add("--start-codebook", metavar="FILE", help="pack of entries that exist from the start (default: the model's own)")
+    rows.add_flags(add)
     add("--seed", type=int, default=0, help="seed of sampling and of few-shot examples (default: 0)")
     text = parser.add_argument_group("bits per byte").add_argument
     text("--data", nargs="+", default=(), metavar="FILE", help=".txt or .jsonl with text, .gz of both, or a data set")
@@ -69,10 +71,11 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
     corpus = read_corpus(args.data, args.separator, args.limit_bytes) if args.data else None
     start = None if args.start_codebook is None else read_pack(args.start_codebook)
-    evaluation = Evaluation(args, corpus, start)
-    for name in args.model:
-        evaluation.add(name)
-        gc.collect()
+    with rows.open_store(args) as store:
+        evaluation = Evaluation(args, corpus, start, store)
+        for name in args.model:
+            evaluation.add(name)
+            gc.collect()
     settings = {name: getattr(args, name) for name in _SETTINGS} | {"context": args.context}
     data = corpus and {**corpus.record(), "altered_documents": evaluation.altered}
     record = report.make_record(evaluation.models, settings, data)
@@ -100,8 +103,8 @@ def _check(args: argparse.Namespace) -> None:
 class Evaluation:
     """What has been measured so far. models: a record per model. altered: see `cut_windows`."""
 
-    def __init__(self, args: argparse.Namespace, corpus: Any, start: Any) -> None:
-        self.args, self.corpus, self.start = args, corpus, start
+    def __init__(self, args: argparse.Namespace, corpus: Any, start: Any, store: Any = None) -> None:
+        self.args, self.corpus, self.start, self.store = args, corpus, start, store
         self.models: list[dict[str, Any]] = []
         self.altered = 0
         self.task_context: int | None = args.context
@@ -114,7 +117,10 @@ class Evaluation:
         from mlx_zip.generate import load
 
         model, tokenizer = load(
-            name, trust_remote_code=self.args.trust_remote_code, canonical=self.args.canonical
+            name,
+            trust_remote_code=self.args.trust_remote_code,
+            canonical=self.args.canonical,
+            row_store=self.store,
         )
         if self.args.context is None:
             self.task_context = context_limit(model) or CONTEXT

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from mlx_zip import bundled
+from mlx_zip.cli import rows
 from mlx_zip.errors import CodecError, GenerationError, MlxZipError
 
 REFUSED = {  # flags of mlx_lm.generate that cannot work here, and why
@@ -71,6 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--kv-bits", type=int, help="bits of a quantized KV cache (default: not quantized)")
     add("--kv-group-size", type=int, default=64, help="group size of a quantized KV cache (default: 64)")
     add("--quantized-kv-start", type=int, default=5000, help="ids before the KV cache is quantized (default: 5000)")
+    rows.add_flags(add)
     add("--color", choices=("auto", "always", "never"), default="auto", help="paint hypertokens by length")
     add("--json", action="store_true", help="print one JSON object at the end instead of the text")
     add("--max-kv-size", type=int, help="refused: " + REFUSED["max_kv_size"])
@@ -99,6 +101,7 @@ def run(args: argparse.Namespace) -> int:
     start = None if args.start_codebook is None else read_pack(args.start_codebook)
 
     cache, metadata = (None, {}) if args.prompt_cache_file is None else _read_cache(args)
+    store = rows.open_store(args)
     model, tokenizer = load(
         args.model or metadata["model"],
         adapter_path=args.adapter_path,
@@ -106,6 +109,7 @@ def run(args: argparse.Namespace) -> int:
         revision=args.revision,
         trust_remote_code=args.trust_remote_code,
         canonical=args.canonical,
+        row_store=store,
     )
     if start is not None:
         _check_start(args, start, model)
@@ -124,7 +128,10 @@ def run(args: argparse.Namespace) -> int:
         quantized_kv_start=args.quantized_kv_start,
         **options,
     )
-    return show(responses, args, sys.stdout)
+    try:
+        return show(responses, args, sys.stdout, store if hasattr(model, "layout") else None)
+    finally:
+        store.close()
 
 
 class _Given(argparse.Action):
@@ -144,8 +151,8 @@ def _tell_a_story(args: argparse.Namespace) -> None:
         args.max_tokens = bundled.MAX_TOKENS
 
 
-def show(responses: Any, args: argparse.Namespace, out: TextIO) -> int:
-    """Prints the text as it comes and the figures after it; Ctrl-C ends both cleanly."""
+def show(responses: Any, args: argparse.Namespace, out: TextIO, store: Any = None) -> int:
+    """Prints the text as it comes and the figures after it; Ctrl-C ends both cleanly. store: the `RowStore` used."""
     from mlx_zip.generate import RULE, footer
 
     framed, coloured = args.verbose and not args.json, _coloured(args.color, out)
@@ -161,7 +168,7 @@ def show(responses: Any, args: argparse.Namespace, out: TextIO) -> int:
     except KeyboardInterrupt:
         status = 130
     if args.json:
-        print(json.dumps(_record(args, text, response, status), ensure_ascii=False), file=out)
+        print(json.dumps(_record(args, text, response, status) | _rows(store), ensure_ascii=False), file=out)
         return status
     print(file=out)
     if framed:
@@ -191,6 +198,12 @@ def _record(args: argparse.Namespace, text: str, last: Any, status: int) -> dict
         "text_bytes": last.bytes,
         "peak_memory_gb": last.peak_memory,
     }
+
+
+def _rows(store: Any) -> dict[str, int]:
+    """How many hyper rows were encoded, and how many were there already."""
+    names = () if store is None else ("encoded", "from_memory", "from_disk")
+    return {f"rows_{name}": getattr(store, name) for name in names}
 
 
 def read_prompt(prompt: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,18 +55,24 @@ class Corpus:
         }
 
 
-def read_corpus(files: Sequence[str | Path], separator: str | None = None, limit_bytes: int | None = None) -> Corpus:
+def read_corpus(
+    files: Sequence[str | Path],
+    separator: str | None = None,
+    limit_bytes: int | None = None,
+    columns: Mapping[str, str] | None = None,
+) -> Corpus:
     """The documents of text files, JSON lines and data sets; see `mlx_zip.training.sources.Source`.
 
     A record with a prompt and a completion is one text. separator: a line that ends a document of a text file.
     limit_bytes: stop after so many bytes of text; the last document is cut before the character that would exceed it.
+    columns: what a record calls our keys, as in `Source`.
     Unlike in training a record that cannot be read is not skipped: raises `DataError` naming file and line, also for
     conversations, which have no text of their own.
     """
     if limit_bytes is not None and limit_bytes < 1:
         raise DataError(f"limit_bytes (--limit-bytes) must be at least 1, got {limit_bytes}")
     names = tuple(map(str, files))
-    source = Source(names, separator=separator)
+    source = Source(names, separator=separator, columns=columns or {})
     documents: list[Document] = []
     empty, room, cut = 0, math.inf if limit_bytes is None else limit_bytes, False
     for document in _documents(source, room):

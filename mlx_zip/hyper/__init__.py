@@ -1,7 +1,11 @@
-"""Hyper-encoders (entry -> row) and the rows a request keeps."""
+"""Hyper-encoders (entry -> row), the rows a request keeps, and the store of rows that outlive it."""
 
 from mlx_zip.hyper.encoders import make_encoder
 from mlx_zip.hyper.fingerprint import Fingerprints, host_bytes
+from mlx_zip.hyper.row_kinds import RowKinds
 from mlx_zip.hyper.rows import RowTable, encode_entries, matrix_rows
+from mlx_zip.hyper.store import RowStore
 
-__all__ = ["Fingerprints", "RowTable", "encode_entries", "host_bytes", "make_encoder", "matrix_rows"]
+__all__ = [
+    "Fingerprints", "RowKinds", "RowStore", "RowTable", "encode_entries", "host_bytes", "make_encoder", "matrix_rows",
+]  # fmt: skip

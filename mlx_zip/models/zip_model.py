@@ -1,7 +1,8 @@
 """The model: a decoder whose embedding and head also read the hyper rows of the request's `ZipState`.
 
-One call: the ids are read on the host and learnt by the codebooks; rows that are missing are encoded in one batch per
-side; then embedding, decoder body and joint head run as one lazy graph. Source: arXiv 2506.01084 §2, zip2zip 0.2.0.
+One call: the ids are read on the host and learnt by the codebooks; rows that are missing come from the row store or
+are encoded, in one batch per side; then embedding, decoder body and joint head run as one lazy graph. Source: arXiv
+2506.01084 §2, zip2zip 0.2.0.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -17,7 +19,7 @@ import numpy as np
 
 from mlx_zip.config import ZipConfig
 from mlx_zip.errors import ConfigError, ModelError
-from mlx_zip.hyper import RowTable, encode_entries, make_encoder
+from mlx_zip.hyper import RowKinds, RowStore, RowTable, encode_entries, make_encoder
 from mlx_zip.layout import Layout
 from mlx_zip.models.ahead import Ahead
 from mlx_zip.models.architectures import make_decoder
@@ -79,7 +81,8 @@ class Model(nn.Module):
     """A causal model whose vocabulary grows: `model(ids, cache=cache) -> logits`.
 
     Built by mlx-lm's loader from `ModelArgs`. Holds weights only; what changes lives in the cache that `make_cache`
-    makes. Raises `ConfigError` when the config is not supported or contradicts itself.
+    makes. row_store: None, or the store in which rows outlive their request, which changes no result; `mlx_zip.load`
+    gives one. Not used in training mode. Raises `ConfigError` when the config is not supported or contradicts itself.
     """
 
     def __init__(self, args: ModelArgs) -> None:
@@ -99,6 +102,8 @@ class Model(nn.Module):
         if not self.traits.tied:
             self.lm_head = nn.Linear(config["hidden_size"], config["vocab_size"], bias=False)
         self.input_encoder = make_encoder(self.config.encoder, self.config.merge_size)
+        self.row_store: RowStore | None = None
+        self._row_kinds = RowKinds(args.config["zip2zip"].get("fingerprint"), self.config.merge_size)
         if not self.config.encoder.tie_encoders:
             self.output_encoder = make_encoder(self.config.encoder, self.config.merge_size)
 
@@ -112,6 +117,7 @@ class Model(nn.Module):
         changes. Without a cache the call stands alone.
         """
         host_ids = _host_ids(ids)
+        self._settle()
         cache = self.make_cache(left_padding=[0] * len(host_ids)) if cache is None else cache
         kv, state = self.check_cache(cache)
         advance = state.advance(host_ids)
@@ -205,8 +211,11 @@ class Model(nn.Module):
         h = self.model.embed_tokens(mx.array(np.where(hyper, 0, ids)))
         if hyper.any():
             slots = self._slots(ids)
-            self._encode_inputs(state, slots)
-            rows = state.inputs.take(mx.array(np.maximum(slots, 0)))
+            if self.sides_are_one:
+                self._encode_outputs(state)
+            else:
+                self._encode_inputs(state, slots)
+            rows = self._read_table(state).take(mx.array(np.maximum(slots, 0)))
             h = mx.where(mx.array(hyper)[..., None], rows.astype(h.dtype), h)
         return self._scaled(h)
 
@@ -219,25 +228,40 @@ class Model(nn.Module):
         """Ids [B, L] -> slots [B, L], -1 for base ids."""
         return np.where(self.layout.is_hyper(ids), self.layout.slot(ids.astype(np.int64)), -1)
 
+    def _read_table(self, state: ZipState) -> RowTable:
+        """Where input rows are."""
+        return state.outputs if self.sides_are_one else state.inputs
+
+    def _settle(self) -> None:
+        """Lets the row store keep the rows of the last step: its id is here, so they are."""
+        if self.row_store is not None:
+            self.row_store.settle()
+
     def _encode_inputs(self, state: ZipState, slots: np.ndarray) -> None:
         sequence, wanted = state.missing_inputs(slots)
-        self._encode(state, state.inputs, self.input_encoder, self.model.embed_tokens, sequence, wanted)
+        self._encode(state, state.inputs, "input", sequence, wanted)
         state.encoded_inputs[sequence, wanted] = True
 
-    def _encode_outputs(self, state: ZipState, live: np.ndarray) -> None:
-        if np.array_equal(state.encoded_outputs, live):
+    def _encode_outputs(self, state: ZipState) -> None:
+        live = [len(book) for book in state.books]
+        if state.encoded_outputs.tolist() == live:
             return
         sequence, wanted = state.missing_outputs()
-        self._encode(state, state.outputs, self.row_encoder, self.head_matrix, sequence, wanted)
+        self._encode(state, state.outputs, "output", sequence, wanted)
         state.encoded_outputs[:] = live
 
-    def _encode(
-        self, state: ZipState, table: RowTable, encoder: nn.Module, matrix: nn.Module, sequence: Any, slots: Any
-    ) -> None:
+    def _encode(self, state: ZipState, table: RowTable, side: str, sequence: Any, slots: Any) -> None:
         """Puts the rows of the entries at (sequence [N], slots [N]) into one side's table, in one pass."""
-        if len(slots):
-            rows = encode_entries(encoder, matrix, *state.entries(sequence, slots))
-            table.put(sequence, slots, rows, self.config.codebook_size)
+        if len(slots) == 0:
+            return
+        encoder, matrix = self._side(side)
+        base_ids, lengths = state.entries(sequence, slots)
+        if self.row_store is None or self.training:
+            rows = encode_entries(encoder, matrix, base_ids, lengths)
+        else:
+            kind = self._row_kinds.kind(side, encoder, matrix)
+            rows = self.row_store.rows(kind, base_ids, lengths, partial(encode_entries, encoder, matrix))
+        table.put(sequence, slots, rows, self.config.codebook_size)
 
     def run_layers(self, h: mx.array, kv: Sequence[Any], positions: Positions) -> mx.array:
         """The decoder body: [B, L, D] -> [B, L, D]."""
@@ -254,7 +278,7 @@ class Model(nn.Module):
 
     def _head(self, h: mx.array, state: ZipState, advance: Advance, causal: bool) -> mx.array:
         """[B, L, D] -> logits [B, L, W] in the order of `Layout`."""
-        self._encode_outputs(state, advance.live)
+        self._encode_outputs(state)
         base = self.cap(self.model.embed_tokens.as_linear(h) if self.traits.tied else self.lm_head(h))
         parts, columns = [base[..., : self.layout.vocab_size]], self.layout.vocab_size
         if state.outputs.rows is not None:
@@ -283,11 +307,11 @@ class Model(nn.Module):
         positions = self._positions_ahead(state, ids)
         if positions is None:
             return None
-        hyper, rows = self.layout.is_hyper(ids), state.inputs.rows
+        hyper, table = self.layout.is_hyper(ids), self._read_table(state)
         h = self.model.embed_tokens(mx.where(hyper, 0, ids))
-        if rows is not None:
-            slots = mx.clip(self.layout.slot(ids), 0, rows.shape[1] - 1)
-            h = mx.where(hyper[..., None], state.inputs.take(slots).astype(h.dtype), h)
+        if table.rows is not None:
+            slots = mx.clip(self.layout.slot(ids), 0, table.rows.shape[1] - 1)
+            h = mx.where(hyper[..., None], table.take(slots).astype(h.dtype), h)
         return self.run_layers(self._scaled(h), kv, positions)
 
     def _positions_ahead(self, state: ZipState, ids: mx.array) -> Positions | None:
@@ -307,9 +331,10 @@ class Model(nn.Module):
     def follow(self, h: mx.array, kv: Sequence[Any], state: ZipState, ids: np.ndarray) -> mx.array:
         """The logits [B, 1, W] behind `run_ahead`, which gave h [B, 1, D], once ids [B, 1] are known."""
         ids = _checked(ids)
+        self._settle()
         advance = state.advance(ids)
         hyper = self.layout.is_hyper(ids)
-        if hyper.any() and len(state.missing_inputs(self._slots(ids))[0]):
+        if not self.sides_are_one and hyper.any() and len(state.missing_inputs(self._slots(ids))[0]):
             for cache in kv:
                 cache.trim(1)
             h = self._hidden(kv, state, ids)
@@ -328,6 +353,12 @@ class Model(nn.Module):
         """The decoder's blocks."""
         return self.model.layers
 
+    def _side(self, side: str) -> tuple[nn.Module, nn.Module]:
+        """(encoder, the module whose rows it reads) of side "input" or "output"."""
+        if side == "input":
+            return self.input_encoder, self.model.embed_tokens
+        return self.row_encoder, self.head_matrix
+
     @property
     def row_encoder(self) -> nn.Module:
         """The encoder of output rows."""
@@ -337,6 +368,11 @@ class Model(nn.Module):
     def head_matrix(self) -> nn.Module:
         """What holds the head's rows: the embedding when it is tied."""
         return self.model.embed_tokens if self.traits.tied else self.lm_head
+
+    @property
+    def sides_are_one(self) -> bool:
+        """Whether an entry's input row is its output row: encoders and matrices both tied."""
+        return self.config.encoder.tie_encoders and self.traits.tied
 
     def rows(self, base_ids: np.ndarray, lengths: np.ndarray) -> tuple[mx.array, mx.array]:
         """Input and output rows [N, D] of entries: base_ids [N, merge_size] padded with the pad id, lengths [N].
@@ -350,8 +386,8 @@ class Model(nn.Module):
         if not real.all() or not ((lengths >= 1) & (lengths <= width)).all():
             raise ModelError(f"entries must hold base ids below {vocab} and be 1 to {width} long")
         return (
-            encode_entries(self.input_encoder, self.model.embed_tokens, base_ids, lengths),
-            encode_entries(self.row_encoder, self.head_matrix, base_ids, lengths),
+            encode_entries(*self._side("input"), base_ids, lengths),
+            encode_entries(*self._side("output"), base_ids, lengths),
         )
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:

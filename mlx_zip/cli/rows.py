@@ -1,0 +1,75 @@
+"""`mlx_zip rows`: what a folder of stored hyper rows holds, and its removal; the flags of commands that use one."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from mlx_zip.errors import GenerationError
+
+ENVIRONMENT = "MLX_ZIP_ROW_CACHE"
+OFF = "off"
+_SIZE = re.compile(r"(\d+)([KMG]?)B?", re.IGNORECASE)
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments of `mlx_zip rows`."""
+    parser.add_argument("action", metavar="ACTION", choices=("show", "purge"),
+                        help="show: how many files and bytes; purge: remove the rows, and the folder if that was all "
+                             "in it")  # fmt: skip
+    parser.add_argument("folder", metavar="DIR", nargs="?", help=f"folder of rows (default: ${ENVIRONMENT})")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints what is there, or was; 0. Raises `GenerationError` when there is no such folder."""
+    from mlx_zip.hyper.row_files import disk_bytes, files_in
+    from mlx_zip.hyper.row_folder import purge
+
+    folder = _folder(args.folder)
+    if folder is None:
+        raise GenerationError(f"no folder: give the DIR of --row-cache, or set {ENVIRONMENT}")
+    try:
+        if args.action == "purge":
+            count, size = purge(folder)
+            print(f"removed: {_told(count, size)}")
+        else:
+            files = files_in(folder)
+            print(_told(len(files), disk_bytes(files)))
+    except OSError as error:
+        raise GenerationError(f"{folder}: {error.strerror or error}") from error
+    return 0
+
+
+def _told(count: int, size: int) -> str:
+    return f"{count} file{'' if count == 1 else 's'}, {size} bytes"
+
+
+def add_flags(add: Any) -> None:
+    """Declares --row-cache and --row-cache-bytes."""
+    add("--row-cache", metavar="DIR|off",
+        help="folder that keeps the rows of hypertokens from run to run, readable to you alone; it holds pieces of "
+             f"your texts (default: ${ENVIRONMENT}, or off)")  # fmt: skip
+    add("--row-cache-bytes", type=_size, metavar="N", help="its bound, as 500M or 2G (default: 1 GiB)")
+
+
+def open_store(args: argparse.Namespace) -> Any:
+    """The `RowStore` that the flags ask for; in memory alone when there is no folder."""
+    from mlx_zip.hyper.store import FOLDER_BYTES, RowStore
+
+    return RowStore(_folder(args.row_cache), folder_bytes=args.row_cache_bytes or FOLDER_BYTES)
+
+
+def _folder(given: str | None) -> Path | None:
+    name = os.environ.get(ENVIRONMENT, OFF) if given is None else given
+    return None if name in (OFF, "") else Path(name).expanduser()
+
+
+def _size(text: str) -> int:
+    match = _SIZE.fullmatch(text)
+    if match is None or not int(match[1]):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes, as 500M or 2G")
+    return int(match[1]) * _UNITS[match[2].upper()]

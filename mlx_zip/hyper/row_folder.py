@@ -1,0 +1,241 @@
+"""The disk half of a row store: what is found in a folder's files, and when new rows go there.
+
+Nothing here raises for what a folder may be like: a store that cannot be used is not used, and says so once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+import time
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mlx_zip.files import sole_user
+from mlx_zip.hyper.row_files import (
+    FILES_PER_SET,
+    DamagedFileError,
+    ForeignFileError,
+    RowFile,
+    RowSet,
+    create_file,
+    disk_bytes,
+    files_in,
+    leftovers_in,
+    number_of,
+    status_of,
+    total_bytes,
+)
+
+FLUSH_ROWS = 64  # new rows that are worth a write
+PENDING_BYTES = 8 << 20  # new rows kept while another process is writing
+PATIENCE_S = 2.0  # how long the last write waits for it
+log = logging.getLogger("mlx_zip")
+
+Keys = NDArray[np.uint32]
+Data = NDArray[np.uint8]
+
+
+class RowFolder:
+    """Rows in a folder, at most about `limit` bytes of them. What goes wrong is logged, once per kind."""
+
+    def __init__(self, folder: Path, limit: int) -> None:
+        self.folder, self.limit = folder, limit
+        self._files: dict[RowSet, list[RowFile]] = {}  # newest first
+        self._new: dict[RowSet, list[tuple[Keys, Data]]] = {}
+        self._new_rows = self._new_bytes = 0
+        self._flush_at = FLUSH_ROWS
+        self._told: set[str] = set()
+        self.readable = self.writable = self._usable()
+
+    def find(self, rows: RowSet, keys: Keys) -> tuple[NDArray[np.bool_], Data]:
+        """keys [N, words] -> (found [N], rows [N, bytes], of which those found count)."""
+        found, data = np.zeros(len(keys), np.bool_), np.empty((len(keys), rows.row_bytes), np.uint8)
+        if not self.readable:
+            return found, data
+        if rows not in self._files:
+            self._reopen(rows)
+        for age, file in enumerate(list(self._files[rows])):
+            before = found.copy() if age == FILES_PER_SET - 1 else None
+            self._look(file, keys, found, data)
+            if before is not None and (late := found & ~before).any():
+                self.add(rows, keys[late], data[late])  # their file goes next; they are in use
+            if found.all():
+                break
+        return found, data
+
+    def add(self, rows: RowSet, keys: Keys, data: Data) -> None:
+        """Takes new rows: keys [N, words], data [N, bytes]. Written when there are enough of them."""
+        if not self.writable:
+            return
+        self._new.setdefault(rows, []).append((keys, data))
+        self._new_rows += len(keys)
+        self._new_bytes += data.nbytes
+        if self._new_rows >= self._flush_at:
+            self.flush()
+
+    def flush(self, patience_s: float = 0.0) -> None:
+        """Writes new rows, unless another process is writing for longer than `patience_s` seconds."""
+        until = time.monotonic() + patience_s
+        while self._new and self.writable:
+            try:
+                with sole_user(self.folder) as mine:
+                    if mine:
+                        self._write()
+            except (OSError, DamagedFileError, ForeignFileError) as error:
+                self.writable = False
+                self._forget_new()
+                self._tell("write", f"cannot be written, new rows are not kept: {_reason(error)}")
+            if not self._new:
+                return
+            if time.monotonic() >= until:
+                self._wait(last=patience_s > 0)
+                return
+            time.sleep(0.001)
+
+    def close(self) -> None:
+        """Writes what is new and lets go of the files."""
+        self.flush(PATIENCE_S)
+        for files in self._files.values():
+            for file in files:
+                file.close()
+        self._files.clear()
+
+    def _wait(self, last: bool) -> None:
+        self._flush_at = self._new_rows + FLUSH_ROWS
+        if last or self._new_bytes > PENDING_BYTES:
+            self._tell("busy", f"is held by another process; {self._new_rows} new rows are not kept")
+            self._forget_new()
+
+    def _forget_new(self) -> None:
+        self._new.clear()
+        self._new_rows, self._new_bytes, self._flush_at = 0, 0, FLUSH_ROWS
+
+    # ---- the folder
+
+    def _usable(self) -> bool:
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            status = self.folder.stat()
+        except OSError as error:
+            self._tell("folder", f"cannot be used: {_reason(error)}")
+            return False
+        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) or status.st_uid not in (os.geteuid(), 0):
+            self._tell("folder", "is not used: others can write there; take a folder of your own (chmod 700)")
+            return False
+        return True
+
+    def _reopen(self, rows: RowSet) -> list[RowFile]:
+        """The files of a set that are there now, newest first."""
+        known = {file.path: file for file in self._files.get(rows, ())}
+        try:
+            paths = [path for path in files_in(self.folder) if path.name.startswith(rows.name)]
+            known = {path: file for path, file in known.items() if path in paths and file.is_linked}
+        except OSError as error:
+            self.readable = self.writable = False
+            self._tell("folder", f"cannot be read: {_reason(error)}")
+            paths = []
+        opened = [known[path] if path in known else self._open(path, rows) for path in reversed(paths)]
+        self._files[rows] = [file for file in opened if file is not None]
+        return self._files[rows]
+
+    def _open(self, path: Path, rows: RowSet) -> RowFile | None:
+        try:
+            return RowFile(path, rows)
+        except FileNotFoundError:  # another process was quicker
+            return None
+        except OSError as error:
+            self._tell("read", f"has a file that cannot be read: {_reason(error)}")
+        except ForeignFileError:
+            self._tell("foreign", f"has rows of another model under this one's name, which are not used: {path.name}")
+        except DamagedFileError:
+            self._discard(path)
+        return None
+
+    def _discard(self, path: Path) -> None:
+        """Of a file that no row can be found in any more."""
+        self._tell("damage", f"is damaged: {path.name} cannot be read; its rows are encoded again")
+        try:
+            path.unlink(missing_ok=True)
+        except OSError:  # read-only: it stays, and is told of in each run
+            self.writable = False
+
+    def _look(self, file: RowFile, keys: Keys, found: NDArray[np.bool_], data: Data) -> None:
+        try:
+            if file.find(keys, found, data):
+                self._tell("damage", f"is damaged: rows in {file.path.name} are missing; they are encoded again")
+        except DamagedFileError:
+            self._files[file.rows].remove(file)
+            self._discard(file.path)
+
+    # ---- writing; the folder is locked
+
+    def _write(self) -> None:
+        for rows in list(self._new):
+            batches = self._new[rows]
+            keys, data = (np.concatenate(part) for part in zip(*batches, strict=True))
+            self._append(rows, keys, data)
+            del self._new[rows]
+        self._forget_new()
+
+    def _append(self, rows: RowSet, keys: Keys, data: Data) -> None:
+        files = self._reopen(rows)
+        there, scratch = np.zeros(len(keys), np.bool_), np.empty_like(data)
+        for file in list(files[: FILES_PER_SET - 1]):  # what another process wrote meanwhile
+            self._look(file, keys, there, scratch)
+        keys, data = keys[~there], data[~there]
+        while len(keys):
+            if not files or not files[0].room():
+                self._begin_file(rows)
+            n = min(files[0].room(), len(keys))
+            self._make_room(n * files[0].stride, files[0].path)
+            files[0].append(keys[:n], data[:n])
+            keys, data = keys[n:], data[n:]
+
+    def _begin_file(self, rows: RowSet) -> None:
+        for path in leftovers_in(self.folder):
+            path.unlink(missing_ok=True)
+        numbers = [number_of(path) for path in files_in(self.folder) if path.name.startswith(rows.name)]
+        made = create_file(self.folder, rows, max(numbers, default=0) + 1, self.limit)
+        if made is None:
+            raise OSError(f"{self.limit} bytes are too few for rows of {rows.row_bytes} bytes")
+        self._files[rows].insert(0, made)
+
+    def _make_room(self, needed: int, keep: Path) -> None:
+        """Removes the files that were written to longest ago, so that `needed` more bytes fit."""
+        paths = files_in(self.folder)
+        excess = total_bytes(paths) + needed - self.limit
+        if excess <= 0:
+            return
+        ages = {path: status for path in paths if (status := status_of(path)) is not None and path != keep}
+        for path in sorted(ages, key=lambda path: ages[path].st_mtime_ns):
+            if excess <= 0:
+                return
+            path.unlink(missing_ok=True)
+            excess -= ages[path].st_size
+
+    def _tell(self, kind: str, what: str) -> None:
+        if kind not in self._told:
+            self._told.add(kind)
+            log.warning("row store %s %s", self.folder, what)
+
+
+def purge(folder: Path) -> tuple[int, int]:
+    """Removes a folder's files of rows, and the folder if nothing else is in it; (files, bytes on disk) removed.
+
+    Processes that use them go on with what they hold. Raises `OSError`.
+    """
+    paths = [*files_in(folder), *leftovers_in(folder)]
+    size = disk_bytes(paths)
+    for path in paths:
+        path.unlink(missing_ok=True)
+    if not any(folder.iterdir()):
+        folder.rmdir()
+    return len(paths), size
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__

@@ -1,0 +1,103 @@
+"""Which rows a model makes now: its recorded fingerprint, bound to the weights that are really there.
+
+The fingerprint in config.json is what the converter or the trainer wrote. Other tools quantize, fuse or adapt a model
+and leave it as it was, and a program may change weights in memory. So a few values of every tensor that rows depend on,
+their types and their quantization count too (nothing is hashed whole), and the name is made anew when a tensor is
+exchanged for another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from mlx_zip.hyper.fingerprint import host_bytes
+from mlx_zip.hyper.row_files import RowSet
+from mlx_zip.hyper.rows import encode_entries
+from mlx_zip.hyper.store import RowKind
+
+FORMAT = 1  # another one when encoders are computed otherwise than before
+SAMPLES = 64  # values of a tensor that count
+_QUANTIZATION = ("bits", "group_size", "mode")
+
+Place = tuple[Any, Any, Any]  # a container, a key in it, and what was there
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A kind, and the modules it was made of."""
+
+    kind: RowKind
+    encoder: nn.Module
+    matrix: nn.Module
+    places: list[Place]
+
+    def holds(self) -> bool:
+        """Whether every tensor is still the one it was; asked at every call, so it must be quick."""
+        return all(node[key] is value for node, key, value in self.places)
+
+
+class RowKinds:
+    """The kinds of a model's rows, by side. recorded: the fingerprints of its config, without which none is durable."""
+
+    def __init__(self, recorded: Any, merge_size: int) -> None:
+        self._recorded: Mapping[str, Any] = recorded if isinstance(recorded, Mapping) else {}
+        self._merge_size = merge_size
+        self._known: dict[str, _Known] = {}
+
+    def kind(self, side: str, encoder: nn.Module, matrix: nn.Module) -> RowKind:
+        """The kind of rows that `encoder` makes of rows of `matrix`; side: "input" or "output"."""
+        known = self._known.get(side)
+        if known is not None and known.encoder is encoder and known.matrix is matrix and known.holds():
+            return known.kind
+        kind = self._make(side, encoder, matrix)
+        self._known[side] = _Known(kind, encoder, matrix, [*_places(encoder), *_places(matrix)])
+        return kind
+
+    def _make(self, side: str, encoder: nn.Module, matrix: nn.Module) -> RowKind:
+        some = np.zeros((1, self._merge_size), np.uint32)
+        row = encode_entries(encoder, matrix, some, np.array([self._merge_size]))  # for its shape: never evaluated
+        recorded = self._recorded.get(side)
+        durable = isinstance(recorded, str) and bool(recorded)
+        facts = [
+            FORMAT, side, recorded if durable else os.urandom(16).hex(), str(row.dtype), row.shape[-1],
+            str(mx.default_device().type), _facts(encoder), _facts(matrix),
+        ]  # fmt: skip
+        digest = hashlib.sha256(json.dumps(facts).encode()).digest()
+        return RowKind(RowSet(digest, self._merge_size, row.shape[-1] * row.dtype.size), row.dtype, durable)
+
+
+def _places(node: Any) -> Iterator[Place]:
+    """Every array and module below a module, with where it stands."""
+    items = node.items() if isinstance(node, dict) else enumerate(node)
+    for key, value in items:
+        if isinstance(value, mx.array | dict | list):
+            yield node, key, value
+        if isinstance(value, dict | list):
+            yield from _places(value)
+
+
+def _facts(module: nn.Module) -> list[Any]:
+    """Names, types, shapes and some values of a module's tensors, and how they are quantized."""
+    places = list(_places(module))
+    tensors = [(key, value, _sample(value)) for _, key, value in places if isinstance(value, mx.array)]
+    mx.eval([sample for _, _, sample in tensors])
+    modules = [module, *(value for _, _, value in places if isinstance(value, nn.Module))]
+    return [
+        [[str(key), str(value.dtype), value.shape, bytes(host_bytes(some)).hex()] for key, value, some in tensors],
+        [[type(node).__name__, *(str(getattr(node, name, None)) for name in _QUANTIZATION)] for node in modules],
+    ]
+
+
+def _sample(array: mx.array) -> mx.array:
+    """Up to `SAMPLES` values, evenly over the tensor."""
+    flat = array.reshape(-1)
+    return flat[mx.array(np.linspace(0, flat.size - 1, min(SAMPLES, flat.size)).astype(np.int64))]

@@ -1,0 +1,199 @@
+"""`RowStore`: hyper rows that outlive their request, in memory and, if asked, in a folder.
+
+An entry's rows depend on its base ids and on the model alone, so an entry that comes again, in any request, need not be
+encoded again. A row is kept as the bytes that were encoded; the encoders give an entry the same row alone and among
+others within 1e-5 (fp32; bit for bit on most backends), so results do not depend on what a store holds.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from mlx_zip.hyper.fingerprint import host_bytes
+from mlx_zip.hyper.row_files import RowSet
+from mlx_zip.hyper.row_folder import RowFolder
+
+MEMORY_BYTES = 64 << 20
+FOLDER_BYTES = 1 << 30
+ROW_OVERHEAD = 250  # bytes of Python's own per row in memory
+_NO_ID = 0xFFFFFFFF  # behind an entry's end in a key: no base id, and not the pad id, which differs by model
+
+Encode = Callable[[NDArray[np.uint32], NDArray[np.int64]], mx.array]
+
+
+@dataclass(frozen=True)
+class RowKind:
+    """Which rows are meant, and how they look: rows [D] of `dtype`. durable: whether they may be kept on disk."""
+
+    rows: RowSet
+    dtype: mx.Dtype
+    durable: bool
+
+
+class RowStore:
+    """Hyper rows by model, side and base ids; the least recently used leave first. One thread at a time.
+
+    folder: where rows are kept on disk too, shared with other processes: mode 0700, its files 0600, for they hold
+    pieces of people's texts as base ids. memory_bytes, folder_bytes: bounds. encoded, from_memory, from_disk: how many
+    rows were come by in which way. A folder that is damaged, full, read-only or in use costs a line in the log
+    "mlx_zip", and never a wrong row.
+    """
+
+    def __init__(
+        self, folder: str | Path | None = None, *, memory_bytes: int = MEMORY_BYTES, folder_bytes: int = FOLDER_BYTES
+    ) -> None:
+        self._memory = _Memory(memory_bytes)
+        self._disk = None if folder is None else RowFolder(Path(folder).expanduser(), folder_bytes)
+        self._prefixes: dict[RowKind, bytes] = {}
+        self._fresh: list[tuple[RowKind, list[bytes], mx.array]] = []
+        self.encoded = self.from_memory = self.from_disk = 0
+
+    def rows(
+        self, kind: RowKind, base_ids: NDArray[np.uint32], lengths: NDArray[np.int64], encode: Encode
+    ) -> mx.array:
+        """Rows [N, D] of entries: base_ids [N, words], of which lengths [N] count.
+
+        `encode` is called at most once, with those entries that are not kept, each once.
+        """
+        keys = np.where(np.arange(base_ids.shape[1]) < lengths[:, None], base_ids, np.uint32(_NO_ID))
+        names = self._names(kind, keys)
+        held = [self._memory.get(name) for name in names]
+        absent = [i for i, row in enumerate(held) if row is None]
+        self.from_memory += len(names) - len(absent)
+        if absent and self._disk is not None and kind.durable:
+            absent = self._read(self._disk, kind, keys, names, held, absent)
+        if not absent:
+            return _to_device(kind, [row for row in held if row is not None])
+        first = {names[i]: i for i in reversed(absent)}  # an entry may be asked for twice, by two sequences
+        chosen = np.array(sorted(first.values()))
+        fresh = encode(base_ids[chosen], lengths[chosen])
+        self.encoded += len(chosen)
+        self._fresh.append((kind, [names[i] for i in chosen], fresh))
+        if len(chosen) == len(names):
+            return fresh
+        return _joined(kind, held, names, [names[i] for i in chosen], fresh)
+
+    def settle(self) -> None:
+        """Takes over the rows encoded so far, evaluating those that no result has needed yet.
+
+        The model does it at the beginning of a call, when those of the call before are there already.
+        """
+        for kind, names, rows in self._fresh:
+            data = bytes(host_bytes(rows))
+            self._memory.put(names, _split(data, kind.rows.row_bytes))
+            if self._disk is not None and kind.durable:
+                keys = np.frombuffer(b"".join(name[_PREFIX:] for name in names), np.uint32)
+                array = np.frombuffer(data, np.uint8).reshape(len(names), kind.rows.row_bytes)
+                self._disk.add(kind.rows, keys.reshape(len(names), -1), array)
+        self._fresh.clear()
+
+    def flush(self) -> None:
+        """Settles, and writes what is new to the folder."""
+        self.settle()
+        if self._disk is not None:
+            self._disk.flush()
+
+    def close(self) -> None:
+        """Settles, writes what is new, waiting a little for another process that writes, and closes the files."""
+        self.settle()
+        if self._disk is not None:
+            self._disk.close()
+
+    def __enter__(self) -> RowStore:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RowStore:
+        return self  # copies of a model share it, as they share what its rows are
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of rows in memory, with what Python needs to hold them."""
+        return self._memory.used
+
+    def _names(self, kind: RowKind, keys: NDArray[np.uint32]) -> list[bytes]:
+        prefix = self._prefixes.setdefault(kind, len(self._prefixes).to_bytes(_PREFIX, "little"))
+        return [prefix + key for key in _split(keys.tobytes(), 4 * keys.shape[1])]
+
+    def _read(
+        self,
+        disk: RowFolder,
+        kind: RowKind,
+        keys: NDArray[np.uint32],
+        names: Sequence[bytes],
+        held: list[bytes | None],
+        absent: list[int],
+    ) -> list[int]:
+        """Fills `held` from the folder; returns what is still absent."""
+        found, data = disk.find(kind.rows, keys[absent])
+        there = [i for i, is_there in zip(absent, found.tolist(), strict=True) if is_there]
+        rows = _split(data[found].tobytes(), kind.rows.row_bytes)
+        for i, row in zip(there, rows, strict=True):
+            held[i] = row
+        self._memory.put([names[i] for i in there], rows)
+        self.from_disk += len(there)
+        return [i for i in absent if held[i] is None]
+
+
+class _Memory:
+    """Rows by name, the least recently used leave first; `used` bytes stay within `limit`."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.used = limit, 0
+        self._rows: OrderedDict[bytes, bytes] = OrderedDict()
+
+    def get(self, name: bytes) -> bytes | None:
+        row = self._rows.get(name)
+        if row is not None:
+            self._rows.move_to_end(name)
+        return row
+
+    def put(self, names: Sequence[bytes], rows: Sequence[bytes]) -> None:
+        """Adds rows, all of one size."""
+        before = len(self._rows)
+        self._rows.update(zip(names, rows, strict=True))
+        if rows:
+            self.used += (len(self._rows) - before) * _cost(names[0], rows[0])
+        while self.used > self.limit:
+            self.used -= _cost(*self._rows.popitem(last=False))
+
+
+_PREFIX = 4  # bytes of a name that tell its kind
+
+
+def _split(data: bytes, size: int) -> list[bytes]:
+    return [data[at : at + size] for at in range(0, len(data), size)]
+
+
+def _cost(name: bytes, row: bytes) -> int:
+    return len(name) + len(row) + ROW_OVERHEAD
+
+
+def _joined(
+    kind: RowKind, held: Sequence[bytes | None], names: Sequence[bytes], made: Sequence[bytes], fresh: mx.array
+) -> mx.array:
+    """Rows in the order of `names`: those held, and the others out of `fresh`, whose names are `made`."""
+    kept = [row for row in held if row is not None]
+    place = {name: len(kept) + i for i, name in enumerate(made)}
+    at, order = 0, []
+    for name, row in zip(names, held, strict=True):
+        order.append(place[name] if row is None else at)
+        at += row is not None
+    both = mx.concatenate([_to_device(kind, kept), fresh]) if kept else fresh
+    return both[mx.array(order)]
+
+
+def _to_device(kind: RowKind, rows: Sequence[bytes]) -> mx.array:
+    """[N, D] of the kind's dtype."""
+    data = np.frombuffer(b"".join(rows), np.uint8).reshape(len(rows), kind.rows.row_bytes)
+    return mx.array(data).view(kind.dtype)

@@ -1,0 +1,41 @@
+"""Rows to store without a model: a row is a function of its entry's base ids, so a wrong one is seen at once."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_zip.hyper.row_files import RowSet
+from mlx_zip.hyper.store import RowKind
+
+WORDS, WIDTH = 3, 16
+
+
+def kind(name: int = 1, width: int = WIDTH, dtype: mx.Dtype = mx.float32, durable: bool = True) -> RowKind:
+    return RowKind(RowSet(bytes([name] * 32), WORDS, width * dtype.size), dtype, durable)
+
+
+def entries(n: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """n different entries, base_ids [n, 3] padded with 2, and lengths [n]."""
+    lengths = np.random.default_rng(seed).integers(2, WORDS + 1, n)
+    base_ids = np.stack([np.arange(n) + 7, np.arange(n) * 5 % 1009 + seed, np.arange(n) % 31], axis=1)
+    base_ids[lengths == 2, 2] = 2
+    return base_ids.astype(np.uint32), lengths
+
+
+def true_rows(base_ids: np.ndarray, lengths: np.ndarray, width: int = WIDTH) -> np.ndarray:
+    """What the encoder below makes: [N, width] float32."""
+    text = np.where(np.arange(WORDS) < lengths[:, None], base_ids + 1.0, 0.0)
+    return np.sin(text @ np.arange(1, WORDS * width + 1).reshape(WORDS, width) * 0.37).astype(np.float32)
+
+
+class Encoder:
+    """Encodes and counts what it is asked for."""
+
+    def __init__(self, width: int = WIDTH, dtype: mx.Dtype = mx.float32) -> None:
+        self.calls: list[int] = []
+        self.width, self.dtype = width, dtype
+
+    def __call__(self, base_ids: np.ndarray, lengths: np.ndarray) -> mx.array:
+        self.calls.append(len(base_ids))
+        return mx.array(true_rows(base_ids, lengths, self.width)).astype(self.dtype)

@@ -1,0 +1,114 @@
+"""`--row-cache` of generate and evaluate, and `mlx_zip rows`."""
+
+import json
+import stat
+
+import pytest
+import tiny_text
+
+from mlx_zip import cli
+from mlx_zip.hyper.row_files import disk_bytes, files_in
+
+MODEL = "llama_transformer_tied_lora"
+PROMPT = "The cat sat on the mat. The cat sat on the mat."
+
+
+@pytest.fixture(autouse=True)
+def home(monkeypatch, tmp_path):
+    """A home of its own, no network, and no folder of rows but those of the test."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.delenv("MLX_ZIP_ROW_CACHE", raising=False)
+
+
+@pytest.fixture
+def run(capsys):
+    """Runs `mlx_zip` -> (status, stdout, stderr)."""
+
+    def command(*flags):
+        return (cli.main([str(flag) for flag in flags]), *capsys.readouterr())
+
+    return command
+
+
+@pytest.fixture
+def generate(run):
+    """Runs `mlx_zip generate --json` -> its record."""
+
+    def command(*flags):
+        status, out, err = run(
+            "generate", "--model", tiny_text.converted(MODEL), "--prompt", PROMPT, "--ignore-chat-template",
+            "--max-tokens", 20, "--json", *flags,
+        )  # fmt: skip
+        assert (status, err) == (0, "")
+        return json.loads(out)
+
+    return command
+
+
+def test_the_second_run_of_a_prompt_encodes_nothing_and_says_the_same(generate, tmp_path):
+    folder = tmp_path / "rows"
+    first, second, plain = generate("--row-cache", folder), generate("--row-cache", folder), generate()
+    assert first["text"] == second["text"] == plain["text"]
+    assert first["rows_encoded"] == plain["rows_encoded"] == second["rows_from_disk"] > 0
+    assert second["rows_encoded"] == first["rows_from_disk"] == 0
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_nothing_is_kept_unless_it_is_asked_for(generate, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    generate()
+    monkeypatch.setenv("MLX_ZIP_ROW_CACHE", str(tmp_path / "rows"))
+    generate("--row-cache", "off")
+    assert {path.name for path in tmp_path.iterdir()} <= {"home"}
+    generate()
+    assert len(files_in(tmp_path / "rows")) == 1
+
+
+def test_a_folder_that_cannot_be_used_is_one_line_on_stderr_and_the_text_all_the_same(run, tmp_path):
+    (tmp_path / "rows").write_text("")
+    status, out, err = run(
+        "generate", "--model", tiny_text.converted(MODEL), "--prompt", PROMPT, "--ignore-chat-template",
+        "--verbose", "False", "--row-cache", tmp_path / "rows",
+    )  # fmt: skip
+    assert status == 0
+    assert out
+    assert len([line for line in err.splitlines() if "row store" in line]) <= 1  # pytest may take it instead
+
+
+@pytest.mark.parametrize("size", ["0", "-1", "1T", "x", ""])
+def test_a_bound_that_is_no_size_is_refused(size, tmp_path):
+    with pytest.raises(SystemExit):
+        cli.main(["generate", "--row-cache", str(tmp_path / "rows"), f"--row-cache-bytes={size}"])
+
+
+def test_the_bound_is_kept(generate, tmp_path):
+    folder = tmp_path / "rows"
+    assert generate("--row-cache", folder, "--row-cache-bytes", "300K")["rows_encoded"] > 0
+    assert 0 < sum(path.stat().st_size for path in files_in(folder)) <= 300_000
+
+
+def test_evaluate_reads_and_fills_it_too(run, tmp_path):
+    text, folder = tmp_path / "text.txt", tmp_path / "rows"
+    text.write_text(PROMPT)
+    flags = ("evaluate", "--model", tiny_text.converted(MODEL), "--data", text, "--row-cache", folder)
+    outputs = [run(*flags) for _ in range(2)]
+    assert [output[0] for output in outputs] == [0, 0]
+    assert len(files_in(folder)) == 1
+
+
+def test_rows_shows_and_purges_a_folder(run, generate, tmp_path, monkeypatch):
+    folder = tmp_path / "rows"
+    generate("--row-cache", folder)
+    size = disk_bytes(files_in(folder))
+    assert run("rows", "show", folder) == (0, f"1 file, {size} bytes\n", "")
+    monkeypatch.setenv("MLX_ZIP_ROW_CACHE", str(folder))
+    assert run("rows", "purge") == (0, f"removed: 1 file, {size} bytes\n", "")
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("arguments", [("purge",), ("show", "nowhere"), ("purge", "off")])
+def test_rows_of_no_folder_are_an_error(arguments, run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    status, out, err = run("rows", *arguments)
+    assert (status, out, err.count("\n")) == (2, "", 1)
