@@ -37,12 +37,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `bench codec`."""
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--ids", type=Path, help="base ids as a .npy file (default: synthetic ids)")
-    source.add_argument("--text", type=Path, help="a UTF-8 text file, tokenized with --tokenizer")
-    parser.add_argument("--tokenizer", help="folder or hub id of the tokenizer for --text")
+    source.add_argument("--text", nargs="+", metavar="FILE", help="texts, .txt or .jsonl, tokenized with --tokenizer")
+    parser.add_argument("--tokenizer", help="of --text: a folder, a hub id or a vocabulary's file, as `bench tokens`")
     parser.add_argument("--vocab-size", type=int, default=128_256, help="base ids (default: 128256, Llama-3)")
     parser.add_argument("--length", type=int, default=500_000, help="base ids of the long sequence (default: 500000)")
     parser.add_argument("--windows", type=int, default=60, help=f"windows of {WINDOW} ids (default: 60)")
     parser.add_argument("--trials", type=int, default=9, help="trials per measurement (default: 9)")
+    parser.add_argument("--figure4", type=Path, metavar="PNG",
+                        help="only the paper's figure 4, latency by bytes of --text; drawn here")  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
@@ -50,6 +52,8 @@ def run(args: argparse.Namespace) -> int:
     for name in ("length", "windows", "trials"):
         if getattr(args, name) < 1:
             raise MlxZipError(f"--{name} must be at least 1, got {getattr(args, name)}")
+    if args.figure4 is not None:
+        return _figure4(args)
     ids, data = _load(args)
     ids = np.ascontiguousarray(ids[: args.length], np.uint32)
     starts = np.linspace(0, max(0, len(ids) - WINDOW), args.windows).astype(int)
@@ -65,6 +69,17 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _figure4(args: argparse.Namespace) -> int:
+    from .codec_figure import draw_figure, measure_figure
+
+    lines = []
+    for line in measure_figure(args):
+        lines.append(line)
+        print(json.dumps({"bench": "codec", **line, **surroundings("zip2zip_compression")}), flush=True)
+    draw_figure(args.figure4, lines)
+    return 0
+
+
 def _load(args: argparse.Namespace) -> tuple[Any, str]:
     if args.ids is not None:
         try:
@@ -75,10 +90,13 @@ def _load(args: argparse.Namespace) -> tuple[Any, str]:
         return synthetic_ids(args.length, args.vocab_size), "synthetic: Zipf ids with repeated phrases, not a real text"
     if args.tokenizer is None:
         raise MlxZipError("--text needs --tokenizer")
-    from transformers import AutoTokenizer
+    from .tokens import read_domains
+    from .vocabularies import named_vocabulary
 
-    tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
-    return tokenizer(args.text.read_text(encoding="utf-8"))["input_ids"], f"{args.text.name}, {args.tokenizer}"
+    corpus = read_domains([f"text={name}" for name in args.text])["text"]
+    vocabulary = named_vocabulary(args.tokenizer)
+    ids = [i for document in corpus.documents for i in vocabulary.encode(document.text)]
+    return ids, f"{', '.join(Path(name).name for name in corpus.files)}; {vocabulary.name}"
 
 
 def synthetic_ids(length: int, vocab_size: int) -> Uint32s:
@@ -124,19 +142,19 @@ def _throughput(codec: _Pair, sequences: list[Uint32s], trials: int) -> Iterator
 
 
 def _compare(what: str, n: int, trials: int, ours: Callable[[], Any], theirs: Any) -> dict[str, Any]:
-    _seconds(ours)  # warm-up
+    seconds(ours)  # warm-up
     mine, other = [], []
     for _ in range(trials):
-        mine.append(_seconds(ours) / n * 1e9)
+        mine.append(seconds(ours) / n * 1e9)
         if theirs:
-            other.append(_seconds(theirs) / n * 1e9)
+            other.append(seconds(theirs) / n * 1e9)
     record = {"what": what, "unit": "ns per id", "ids": n, "ours": summary(mine)}
     if not theirs:
         return {**record, "upstream": None, "note": "zip2zip-compression is not installed"}
     return {**record, "upstream": summary(other), "ratio": round(median(other) / median(mine), 2)}
 
 
-def _seconds(call: Callable[[], Any]) -> float:
+def seconds(call: Callable[[], Any]) -> float:
     """Mean seconds of a call within one trial."""
     calls, started = 0, time.perf_counter()
     while (elapsed := time.perf_counter() - started) < TRIAL_S or not calls:

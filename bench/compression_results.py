@@ -1,0 +1,168 @@
+"""Recorded lines of `bench tokens`, `bench flops` and `bench codec --figure4`, and the paper's own numbers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mlx_zip.errors import MlxZipError
+
+_FOLDER = Path(__file__).resolve().parent / "records"
+RECORDS = tuple(_FOLDER / name for name in ("tokens.jsonl", "flops.jsonl", "codec-figure4.jsonl"))
+MERGE_SIZE, CODEBOOK_SIZE, RATE_WINDOW = 3, 2048, 2048  # the paper's (§3.1, table 7), but for the codebook's
+Line = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Printed:
+    """A tokenizer's two rows of table 2, bytes per token of `DOMAINS`. name: the paper's; ours: its vocabulary's."""
+
+    name: str
+    ours: str | None
+    base: tuple[float, ...]
+    compressed: tuple[float, ...]
+
+    def gain(self, domain: str) -> float | None:
+        """Compressed over base, less one, of printed numbers; None for a domain that the paper has not."""
+        if domain not in DOMAINS:
+            return None
+        i = DOMAINS.index(domain)
+        return self.compressed[i] / self.base[i] - 1
+
+    def bounds(self, domain: str) -> tuple[float, float]:
+        """Least and greatest gain that one decimal of each number leaves open."""
+        i = DOMAINS.index(domain)
+        low, high = (self.compressed[i] + step for step in (-0.05, 0.05))
+        return low / (self.base[i] + 0.05) - 1, high / (self.base[i] - 0.05) - 1
+
+
+# Source: arXiv 2506.01084, table 2, and table 12 for the shares of its training text.
+DOMAINS = ("code", "math", "chat", "multilingual", "web")
+SHARES = {"code": 0.25, "math": 0.20, "chat": 0.20, "multilingual": 0.15, "web": 0.20}
+TABLE_2 = (
+    Printed("Llama-3-128K", "llama3", (4.1, 2.7, 5.1, 3.8, 4.6), (6.3, 4.0, 6.4, 4.7, 5.4)),
+    Printed("Qwen-2-150K", "qwen", (4.0, 2.3, 5.1, 3.7, 4.4), (6.2, 3.7, 6.4, 4.6, 5.2)),
+    Printed("Phi-4-200K", "o200k_base", (4.1, 2.7, 5.4, 4.6, 4.7), (6.3, 4.1, 6.7, 5.5, 5.4)),
+    Printed("Gemma-3-256K", None, (3.3, 2.3, 5.0, 4.4, 4.5), (5.6, 3.7, 6.4, 5.4, 5.4)),
+)
+PHI_35 = "llama2"  # the base ids of Phi-3.5, whose training text table 7's rates are of
+
+
+def printed_of(tokenizer: str) -> Printed | None:
+    """The paper's rows of one of our vocabularies."""
+    return next((row for row in TABLE_2 if row.ours == tokenizer), None)
+
+
+# ---- recorded lines
+
+_NEEDED = {
+    "tokens": {"domain", "tokenizer", "text", "disabled", "base_ids", "bytes_per_base_id", "columns", "counts"},
+    "flops": {"model", "layers", "merge_size", "encoder_layers", "overhead", "paper_overhead", "rate",
+              "relative_flops", "rows_per_id", "counted_overhead", "counted_relative_flops"},
+    "codec": {"what", "bytes", "base_ids", "ids", "data", "setting", "machine", "load_average", "tokenizer",
+              "with_ours", "with_upstream"},
+}  # fmt: skip
+
+
+def read_lines(path: Path) -> list[Line]:
+    """The lines of a file of records. Raises `MlxZipError` naming file and line."""
+    try:
+        texts = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise MlxZipError(f"{path} cannot be read: {error}") from error
+    return [_checked(path, number, text) for number, text in enumerate(texts, 1)]
+
+
+def _checked(path: Path, number: int, text: str) -> Line:
+    try:
+        line = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise MlxZipError(f"{path}, line {number}: {error}") from error
+    needed = _NEEDED.get(line.get("bench", "")) if isinstance(line, dict) else None
+    if needed is None or not needed <= line.keys() or (line["bench"] == "codec" and line["what"] != "figure4"):
+        raise MlxZipError(f"{path}, line {number}: no result of bench tokens, bench flops or bench codec --figure4")
+    return line
+
+
+class Counts:
+    """What `bench tokens` counted, by tokenizer and text, none disabled.
+
+    Raises `MlxZipError` for a pair that is there twice, and for a text that is not the same for every tokenizer.
+    """
+
+    def __init__(self, lines: Sequence[Line]) -> None:
+        self.lines: dict[tuple[str, str], Line] = {}
+        texts: dict[str, str] = {}
+        for line in lines:
+            if line["bench"] != "tokens" or line["disabled"] != "none":
+                continue
+            tokenizer, text = key = line["tokenizer"]["name"], line["domain"]
+            if key in self.lines:
+                raise MlxZipError(f"{tokenizer} on {text} was measured twice; keep one of the lines")
+            if texts.setdefault(text, line["text"]["sha256"]) != line["text"]["sha256"]:
+                raise MlxZipError(f"{text} is not the same text in every line; its figures do not compare")
+            self.lines[key] = line
+        self.tokenizers = list(dict.fromkeys(tokenizer for tokenizer, _ in self.lines))
+        self.texts = sorted(texts, key=lambda text: _order(domain_of(text)))
+
+    @property
+    def windows(self) -> list[int | str]:
+        """All windows measured, in order, whole documents last."""
+        found = {row[0] for line in self.lines.values() for row in line["counts"]}
+        return sorted(found, key=lambda window: (isinstance(window, str), window))
+
+    def row(
+        self, tokenizer: str, text: str, window: int | str, merge_size: int = MERGE_SIZE, size: int = CODEBOOK_SIZE
+    ) -> Mapping[str, int] | None:
+        """The counts of a setting. Of codebooks that a window cannot fill one was measured; it stands for all."""
+        line = self.lines.get((tokenizer, text))
+        for values in line["counts"] if line else ():
+            row = dict(zip(line["columns"], values, strict=True)) if line else {}
+            no_end = isinstance(window, int) and size >= window and row["codebook_size"] >= window
+            if (row["window"], row["merge_size"]) == (window, merge_size) and (row["codebook_size"] == size or no_end):
+                return row
+        return None
+
+    def rate(self, tokenizer: str, text: str, window: int | str, **setting: int) -> float | None:
+        """Ids over base ids."""
+        row = self.row(tokenizer, text, window, **setting)
+        return row["ids"] / self.lines[tokenizer, text]["base_ids"] if row else None
+
+    def base(self, tokenizer: str, text: str) -> float | None:
+        """Bytes per base id."""
+        line = self.lines.get((tokenizer, text))
+        return line["bytes_per_base_id"] if line else None
+
+    def of_domain(
+        self, tokenizer: str, domain: str, window: int | str, column: str = "ids", **setting: int
+    ) -> float | None:
+        """A count over base ids, the mean of a domain's texts; None where one is not measured."""
+        texts = [text for text in self.texts if domain_of(text) == domain]
+        rows = [(self.row(tokenizer, text, window, **setting), text) for text in texts]
+        parts = [row[column] / self.lines[tokenizer, text]["base_ids"] for row, text in rows if row]
+        return sum(parts) / len(parts) if parts and len(parts) == len(texts) else None
+
+    def mixed(self, tokenizer: str, window: int | str, column: str, **setting: int) -> float | None:
+        """A count over base ids in a mixture of the paper's `SHARES`, which are taken as shares of the base ids.
+
+        None unless every domain has a text, and all its texts are measured.
+        """
+        total = 0.0
+        for domain, share in SHARES.items():
+            part = self.of_domain(tokenizer, domain, window, column, **setting)
+            if part is None:
+                return None
+            total += share * part
+        return total
+
+
+def domain_of(text: str) -> str:
+    """A text's domain in the paper: what stands before the first slash of its name."""
+    return text.partition("/")[0]
+
+
+def _order(domain: str) -> int:
+    return DOMAINS.index(domain) if domain in DOMAINS else len(DOMAINS)

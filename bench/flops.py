@@ -1,0 +1,110 @@
+"""Appendix B of the paper: training FLOPs with hypertokens, and table 9 beside our arithmetic.
+
+Source: arXiv 2506.01084, appendix B. Its equations are not numbered; they are named here by what they give.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from mlx_zip.errors import MlxZipError
+
+from .record import surroundings
+
+PAPER_RATE = 0.7121  # compression rate at merge size 3, windows of 2,048 (table 7)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A row of table 9, or a model of the paper's experiments, which the table leaves out (paper_alpha None)."""
+
+    name: str
+    layers: int
+    merge_size: int
+    encoder_layers: int
+    paper_alpha: float | None
+
+
+TABLE_9 = (
+    Shape("LLM-4B", 14, 2, 1, 0.14),
+    Shape("LLM-7B", 32, 2, 2, 0.13),
+    Shape("LLM-70B", 80, 3, 3, 0.11),
+    Shape("LLM-400B", 128, 3, 4, 0.09),
+)
+TRAINED = (  # M = 3 and two encoder layers (§3.1); layers from the models' own configurations
+    Shape("Phi-3.5-mini (4B)", 32, 3, 2, None),
+    Shape("Phi-3-medium (14B)", 40, 3, 2, None),
+)
+
+
+def training_flops(tokens: float, parameters: float) -> float:
+    """Γ ≈ 6 · N_tokens · N_params: forward and backward, attention's quadratic part left out (first equation)."""
+    return 6.0 * tokens * parameters
+
+
+def hyper_overhead(encoder_layers: int, merge_size: int, layers: int) -> float:
+    """α ≈ l · M / L: the hyper-encoder's share, as if every id were an entry of M base ids (last equation, table 9)."""
+    return encoder_layers * merge_size / layers
+
+
+def zip2zip_training_flops(tokens: float, parameters: float, rate: float, overhead: float) -> float:
+    """Γ_z2z ≈ 6 · N_tokens · ρ · N_params · (1 + α) (third equation).
+
+    tokens: base ids. rate: ρ, ids over base ids. overhead: α.
+    """
+    return training_flops(tokens * rate, parameters) * (1.0 + overhead)
+
+
+def relative_flops(rate: float, overhead: float) -> float:
+    """Γ_z2z / Γ = ρ · (1 + α) (fourth equation). Below 1 where compression pays for the encoder."""
+    return rate * (1.0 + overhead)
+
+
+def counted_overhead(encoder_layers: int, merge_size: int, layers: int, rows_per_id: float) -> float:
+    """α by the rows that are really encoded: l · M / L times encoder rows per id of the compressed text.
+
+    An encoder layer counts as a decoder layer, as in appendix B. rows_per_id: input rows and output rows together;
+    two encoders that each encode every id's new entry make it 2.
+    """
+    return hyper_overhead(encoder_layers, merge_size, layers) * rows_per_id
+
+
+def agrees(shape: Shape) -> bool:
+    """Whether table 9 is our α, rounded to its two digits. 2 · 2 / 32 = 0.125 lies between two; the paper goes up."""
+    alpha = hyper_overhead(shape.encoder_layers, shape.merge_size, shape.layers)
+    return shape.paper_alpha is not None and abs(alpha - shape.paper_alpha) <= 0.005 + 1e-12
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of `bench flops`."""
+    parser.add_argument("--rate", type=float, default=PAPER_RATE,
+                        help=f"compression rate, ids over base ids (default: {PAPER_RATE}, the paper's)")  # fmt: skip
+    parser.add_argument("--rows-per-id", type=float, default=2.0,
+                        help="encoder rows per id, input and output together (default: 2)")  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints one JSON line per model. Raises `MlxZipError` for a rate or a number of rows out of range."""
+    if not 0 < args.rate <= 1:
+        raise MlxZipError(f"--rate must be above 0 and at most 1, got {args.rate}")
+    if not 0 <= args.rows_per_id < float("inf"):
+        raise MlxZipError(f"--rows-per-id must be 0 or more, got {args.rows_per_id}")
+    for shape in (*TABLE_9, *TRAINED):
+        print(json.dumps({**record(shape, args.rate, args.rows_per_id), **surroundings()}), flush=True)
+    return 0
+
+
+def record(shape: Shape, rate: float, rows_per_id: float) -> dict[str, Any]:
+    """A shape's line: α and ρ(1 + α) by appendix B beside the paper's, and by the rows that are encoded."""
+    sizes = shape.encoder_layers, shape.merge_size, shape.layers
+    alpha, counted = hyper_overhead(*sizes), counted_overhead(*sizes, rows_per_id)
+    return {
+        "bench": "flops", "model": shape.name, "layers": shape.layers, "merge_size": shape.merge_size,
+        "encoder_layers": shape.encoder_layers, "overhead": alpha, "paper_overhead": shape.paper_alpha,
+        "agrees": None if shape.paper_alpha is None else agrees(shape),
+        "rate": rate, "relative_flops": relative_flops(rate, alpha), "rows_per_id": rows_per_id,
+        "counted_overhead": counted, "counted_relative_flops": relative_flops(rate, counted),
+    }  # fmt: skip

@@ -1,0 +1,191 @@
+"""Bytes per token with and without compression: tokenizers x domains x merge size x window x codebook size.
+
+The ids of a domain's documents follow one another and are cut into windows, each with a codebook of its own;
+"document" is a window per document, whatever its length. Every byte of text counts once. Nothing here is timed: the
+numbers depend on the text, the tokenizer and the codec alone. Source: arXiv 2506.01084, table 2 and table 7's rates.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mlx_zip.codec import CodecParams, compress
+from mlx_zip.codec.ids import Uint32s
+from mlx_zip.errors import DataError, InstallationError, MlxZipError
+from mlx_zip.evaluation.documents import Corpus, read_corpus
+
+from .record import surroundings
+from .vocabularies import KINDS, Vocabulary, read_vocabulary
+
+WHOLE = "document"
+COLUMNS = ["window", "merge_size", "codebook_size", "ids", "entries", "entries_used"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of `bench tokens`."""
+    add = parser.add_argument
+    add("--tokenizers", type=Path, nargs="+", default=[], metavar="FILE", help=f"vocabularies: {KINDS}; also with .gz")
+    add("--text", nargs="+", default=[], metavar="DOMAIN=FILE",
+        help="a domain's texts, several times the same adds up: .txt or .jsonl, also with .gz; the text of a line is "
+             "its field text, or those named after the file, as in math=FILE:question+answer; the page sets code/ANY "
+             "beside the paper's code")  # fmt: skip
+    add("--limit-bytes", type=int, metavar="N", help="bytes of each domain at most")
+    add("--merge-sizes", type=int, nargs="+", default=[2, 3, 4, 5], metavar="M", help="default: 2 3 4 5")
+    add("--windows", nargs="+", default=["1024", "2048", "4096", "8192", WHOLE], metavar="N",
+        help=f"base ids of a window, or {WHOLE} (default: 1024 2048 4096 8192 {WHOLE})")  # fmt: skip
+    add("--codebook-sizes", type=int, nargs="+", default=[2048], metavar="N",
+        help="hypertokens of a window at most; of sizes that no window can fill one is measured "
+             "(default: 2048)")  # fmt: skip
+    add("--disabled", choices=("none", "digits"), default="none", help="ids that never merge (default: none)")
+    add("--check", action="store_true", help="hold every window's ids against zip2zip-compression's")
+    add("--write-docs", type=Path, metavar="PAGE", help="write the page from --records, and measure nothing")
+    add("--records", type=Path, nargs="+", metavar="FILE", help="lines for the page (default: the recorded ones)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints one JSON line per tokenizer and domain, or writes the page. Raises `MlxZipError` before anything long."""
+    if args.write_docs is not None:
+        from .compression_page import write_page
+
+        write_page(args.write_docs, args.records)
+        return 0
+    windows = _checked(args)
+    upstream = _upstream() if args.check else None
+    corpora = read_domains(args.text, args.limit_bytes)
+    vocabularies = [read_vocabulary(path) for path in args.tokenizers]
+    for vocabulary in vocabularies:
+        disabled = vocabulary.digit_ids() if args.disabled == "digits" else []
+        for domain, corpus in corpora.items():
+            settings = list(_settings(windows, args.merge_sizes, args.codebook_sizes))
+            line = measure(vocabulary, corpus, settings, disabled, upstream)
+            line = {"bench": "tokens", "domain": domain, **line, "disabled": args.disabled}
+            print(json.dumps({**line, **surroundings("zip2zip_compression", vocabulary.library)}), flush=True)
+            print(f"{vocabulary.name}, {domain}: {len(settings)} settings", file=sys.stderr)
+    return 0
+
+
+def _checked(args: argparse.Namespace) -> list[int | None]:
+    """The windows, None for whole documents."""
+    for name in ("tokenizers", "text"):
+        if not getattr(args, name):
+            raise MlxZipError(f"--{name} is missing; or give --write-docs to write the page from recorded lines")
+    for name in ("merge_sizes", "codebook_sizes"):
+        if low := [n for n in getattr(args, name) if n < 1]:
+            raise MlxZipError(f"--{name.replace('_', '-')} must be at least 1, got {low[0]}")
+    if wrong := [w for w in args.windows if w != WHOLE and not re.fullmatch("[1-9][0-9]{0,8}", w)]:
+        raise MlxZipError(f"--windows: {wrong[0]!r} is neither a number of ids nor {WHOLE!r}")
+    for codebook_size in args.codebook_sizes:  # the codec's own bounds, before any text is read
+        for merge_size in args.merge_sizes:
+            CodecParams(1, codebook_size, merge_size)
+    return [None if w == WHOLE else int(w) for w in dict.fromkeys(args.windows)]
+
+
+def _settings(
+    windows: Sequence[int | None], merge_sizes: Sequence[int], codebook_sizes: Sequence[int]
+) -> Iterator[Any]:
+    """(window, merge size, codebook size); of the sizes that a window cannot fill, the least."""
+    sizes = sorted(set(codebook_sizes))
+    for window in windows:
+        fillable = [size for size in sizes if window is None or size < window]
+        for merge_size in dict.fromkeys(merge_sizes):
+            yield from ((window, merge_size, size) for size in sizes[: len(fillable) + 1])
+
+
+# ---- texts
+
+
+def read_domains(texts: Sequence[str], limit_bytes: int | None = None) -> dict[str, Corpus]:
+    """Documents by domain, from arguments `DOMAIN=FILE[:FIELD[+FIELD]]`, in their order, cut at `limit_bytes` each.
+
+    Raises `DataError` naming the argument, or file and line.
+    """
+    files: dict[str, list[str]] = {}
+    columns: dict[str, dict[str, str]] = {}
+    for text in texts:
+        domain, equals, rest = text.partition("=")
+        name, _, fields = rest.partition(":")
+        if not (domain and equals and name):
+            raise DataError(f"--text {text!r} is not of the form DOMAIN=FILE or DOMAIN=FILE:FIELD+FIELD")
+        files.setdefault(domain, []).append(name)
+        if columns.setdefault(domain, _columns(text, fields)) != _columns(text, fields):
+            raise DataError(f"--text {text!r}: the files of a domain have the same fields; give it a domain of its own")
+    return {domain: read_corpus(names, None, limit_bytes, columns[domain]) for domain, names in files.items()}
+
+
+def _columns(argument: str, fields: str) -> dict[str, str]:
+    names = fields.split("+") if fields else []
+    if len(names) > 2 or not all(names):
+        raise DataError(f"--text {argument!r}: one field or two with + between")
+    keys = ("prompt", "completion") if len(names) == 2 else ("text",)
+    return dict(zip(keys, names, strict=False))
+
+
+# ---- counts
+
+
+def measure(
+    vocabulary: Vocabulary, corpus: Corpus, settings: Sequence[Any], disabled: Sequence[int], upstream: Any = None
+) -> dict[str, Any]:
+    """Base ids of a corpus, and a row of `COLUMNS` per setting.
+
+    settings: (window or None, merge size, codebook size). entries: installed ones, of all windows; entries_used: those
+    emitted at least once. upstream: the module zip2zip_compression; raises `MlxZipError` where its ids differ.
+    """
+    documents = [np.array(vocabulary.encode(document.text), np.uint32) for document in corpus.documents]
+    stream = np.concatenate(documents)
+    if not len(stream):
+        raise DataError(f"{corpus.files[0]}: {vocabulary.name} reads no ids in it")
+    counts = []
+    for window, merge_size, codebook_size in settings:
+        pieces = documents if window is None else [stream[i : i + window] for i in range(0, len(stream), window)]
+        # one id more than there are: a pad id that no text has
+        params = CodecParams(vocabulary.size + 1, codebook_size, merge_size, disabled, pad_id=vocabulary.size)
+        counted = count(params, pieces)
+        counts.append([window or WHOLE, merge_size, codebook_size, *counted])
+        if upstream is not None:
+            check(params, pieces, upstream)
+    base = len(stream)
+    return {
+        "tokenizer": {"name": vocabulary.name, "size": vocabulary.size, "library": vocabulary.library},
+        "text": {**corpus.record(), "files": [Path(name).name for name in corpus.files]},
+        "disabled_ids": len(disabled), "base_ids": base, "bytes_per_base_id": round(corpus.n_bytes / base, 4),
+        "columns": COLUMNS, "counts": counts,
+        "checked_against": f"zip2zip_compression {version('zip2zip_compression')}" if upstream is not None else None,
+    }  # fmt: skip
+
+
+def count(params: CodecParams, pieces: Sequence[Uint32s]) -> tuple[int, int, int]:
+    """Ids, entries installed and entries emitted, over pieces with a codebook each."""
+    ids = entries = used = 0
+    for piece in pieces:
+        emitted, installed = compress(params, piece)
+        ids += len(emitted)
+        entries += len(installed)
+        used += len(np.unique(emitted[emitted >= params.vocab_size]))
+    return ids, entries, used
+
+
+def check(params: CodecParams, pieces: Sequence[Uint32s], upstream: Any) -> None:
+    """Raises `MlxZipError` for the first piece that zip2zip-compression does not compress to the same ids."""
+    sizes = params.vocab_size, params.codebook_size, params.merge_size
+    theirs = upstream.LZWCompressor(*sizes, params.pad_id, list(params.disabled_ids))
+    for n, piece in enumerate(pieces):
+        if compress(params, piece)[0].tolist() != list(theirs.encode(piece.tolist())[0]):
+            raise MlxZipError(f"window {n} of {len(pieces)} at {params}: zip2zip-compression gives other ids")
+
+
+def _upstream() -> Any:
+    try:
+        import zip2zip_compression
+    except ImportError as error:
+        raise InstallationError("--check needs zip2zip-compression: pip install zip2zip-compression") from error
+    return zip2zip_compression
