@@ -10,6 +10,13 @@ from mlx_zip.errors import MlxZipError
 
 BENCHES = {
     "codec": "compression, reading and single steps of the codec, beside zip2zip-compression",
+    "tokens": "bytes per token with and without compression (tables 2 and 7 of the paper), by tokenizer and text",
+    "flops": "the paper's estimate of training FLOPs (appendix B, table 9), beside a count of what is encoded",
+    "generate": "engines side by side: time to first token, decoding, memory, energy, share of the memory bandwidth",
+    "report": "tables and plots of records of `bench generate`, of any machines and days",
+    "compare": "ratios of two sets of those records, with intervals; status 1 where something got slower",
+    "profile": "a decode step of mlx_zip, split: codec, rows, graph building, device, sampling, detokenizing",
+    "rows": "the row store: opening it, looking rows up, its memory and its size on disk",
     "memory": "memory over a long generation",
     "training": "a training step and its parts, preparation of data, memory beside mlx-lm's trainer",
     "ablations": "the paper's ablations at small scale: train, evaluate, draw and tabulate every setting",

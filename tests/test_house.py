@@ -31,12 +31,14 @@ HEAVY = {  # where a library that is large or optional may be imported; the decl
     "starlette": {"server", "apps"},
     "matplotlib": {"bench", "training"},
     "lm_eval": {"evaluation"},
+    "zip2zip": {"bench"},
     "zip2zip_compression": {"bench"},
     "transformers": {"tokenizer", "converters", "bench", "apps", *DOORS},
     "mlx": {"hyper", "state", "models", *LOOPS, "converters", "bench", *DOORS},
     "mlx_lm": {"tokenizer", "models", *LOOPS, "converters", "bench", *DOORS},
 }
-DISTRIBUTIONS = {"mlx_lm": "mlx-lm", "zip2zip_compression": None, "tokenizers": "mlx-lm", "transformers": "mlx-lm",
+DISTRIBUTIONS = {"mlx_lm": "mlx-lm", "zip2zip": None, "zip2zip_compression": None,
+                 "tokenizers": "mlx-lm", "transformers": "mlx-lm",
                  "jinja2": "mlx-lm", "yaml": "mlx-lm"}  # fmt: skip
 
 

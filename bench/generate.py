@@ -1,0 +1,234 @@
+"""Engines side by side: time to first token, decoding, memory, energy, and how near the memory bandwidth they come.
+
+Trials are interleaved: each engine runs once, then all again in another order, so that a machine that slows down slows
+all of them. Everything that can be refused is refused before the first model is made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from mlx_zip.errors import MlxZipError
+
+from .engines import ENGINES, ONE_REQUEST, Engine, Run, check_engines, make_engine
+from .generate_record import SCHEMA, ceiling, ceiling_record, counts, figures
+from .lookup import DRAFT
+from .machine import EnergyMeter, used
+from .record import surroundings
+from .shapes import ENCODERS, PRECISIONS, SHAPES, Models, ZipOptions, from_folders, from_shape
+from .workloads import DOMAINS, Workload, chat, cut, read_requests, read_tokenizer, sources
+
+MODES = ("replay", "free", "chat")
+SIZES = ("256+256", "512+256", "1024+256", "2048+256")  # of the paper's table 6
+PACKAGES = ("mlx", "mlx-lm", "transformers", "torch", "zip2zip")
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags that say which model is timed."""
+    add = parser.add_argument_group("model").add_argument
+    add("--model", help="with hypertokens: a folder, a hub id or a bundled model")
+    add("--base", help="the plain model beside it (default: the decoder of --model without hypertokens)")
+    add("--shape", choices=tuple(SHAPES), help="random weights of this shape, for replay, in place of --model")
+    add("--precision", choices=PRECISIONS, default="float32", help="of --shape; bits of a weight (default: float32)")
+    add("--tokenizer", default="stories", help="of --shape: a folder or a hub id (default: stories)")
+    add("--encoder", choices=ENCODERS, default="transformer", help="of --shape (default: transformer)")
+    add("--encoder-layers", type=int, default=2, help="of --shape (default: 2)")
+    add("--merge-size", type=int, default=3, help="of --shape: base ids of a hypertoken at most (default: 3)")
+    add("--codebook-size", type=int, default=2048, help="of --shape: hypertokens at most (default: 2048)")
+
+
+def add_text_arguments(parser: argparse.ArgumentParser, sizes: Sequence[str]) -> None:
+    """Flags that say what is read and written. sizes: the default of --sizes."""
+    add = parser.add_argument_group("text").add_argument
+    add("--data", type=Path, metavar="DIR", help="texts, DIR/DOMAIN/* (default: a made-up text)")
+    add("--domains", nargs="+", default=list(DOMAINS), help=f"folders of --data (default: {' '.join(DOMAINS)})")
+    add("--text", nargs="+", default=[], metavar="DOMAIN=FILE", help="texts, .txt or .jsonl, in place of --data")
+    add("--sizes", nargs="+", default=list(sizes), metavar="P+G",
+        help=f"base tokens to read and to write (default: {' '.join(sizes)})")  # fmt: skip
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of `bench generate`."""
+    add = parser.add_argument
+    add("--engines", nargs="+", default=["mlx-lm", "mlx-zip"], metavar="ENGINE",
+        help=f"of {', '.join(ENGINES)} (default: mlx-lm mlx-zip)")  # fmt: skip
+    add("--mode", choices=MODES, default="replay", help="replay: the text's own continuation is forced; free: greedy "
+        "decoding; chat: a conversation (default: replay)")  # fmt: skip
+    add("--trials", type=int, default=5, help="trials of every engine (default: 5)")
+    add("--warmup", type=int, default=1, help="runs before them that do not count (default: 1)")
+    add("--rows", choices=("warm", "cold"), default="warm", help="warm: a run may find hyper rows that earlier ones "
+        "left behind; cold: each has a model that has read nothing (default: warm)")  # fmt: skip
+    add("--draft", type=int, default=DRAFT, help=f"ids that prompt lookup proposes at most (default: {DRAFT})")
+    add("--published", metavar="DIR", help="checkpoint for the engine zip2zip, as `mlx_zip export` writes it")
+    add_model_arguments(parser)
+    add_text_arguments(parser, SIZES)
+    add("--windows", type=int, default=1, help="stretches of each text (default: 1)")
+    add("--requests", type=Path, metavar="FILE", help="of a chat, one a line (default: some for stories)")
+    add("--turns", type=int, default=3, help="of a chat (default: 3)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints one JSON line per engine and workload, or turn of one, as soon as it is measured. Raises `MlxZipError`."""
+    for name in ("trials", "windows", "draft", "turns"):
+        if getattr(args, name) < 1:
+            raise MlxZipError(f"--{name} must be at least 1, got {getattr(args, name)}")
+    if args.warmup < 0:
+        raise MlxZipError(f"--warmup must be at least 0, got {args.warmup}")
+    check_engines(args.engines)
+    models, workloads = prepare(args)
+    check_fit(args.engines, workloads)
+    bench = Bench(args, [make_engine(name, models, args) for name in args.engines], models)
+    for workload in workloads:
+        for record in bench.measure(workload):
+            print(json.dumps(record), flush=True)
+    return 0
+
+
+# ---- what is run
+
+
+def prepare(args: argparse.Namespace) -> tuple[Models, list[Workload]]:
+    """Models and workloads as the flags say; a shape's weights are made last. Raises `MlxZipError`."""
+    if (args.shape is None) == (args.model is None and args.base is None):
+        raise MlxZipError("name a model with --model (and --base), or random weights with --shape")
+    if args.shape is None:
+        models = from_folders(args.model, args.base)
+        return models, workloads_of(args, models.tokenizer, models.context)
+    if args.mode != "replay":
+        raise MlxZipError(f"--shape has random weights, which write no text: --mode replay, not {args.mode}")
+    tokenizer = read_tokenizer(args.tokenizer)
+    workloads = workloads_of(args, tokenizer, SHAPES[args.shape]["max_position_embeddings"])
+    options = ZipOptions(args.encoder, args.encoder_layers, args.merge_size, args.codebook_size)
+    return from_shape(args.shape, args.precision, tokenizer, options), workloads
+
+
+def workloads_of(args: argparse.Namespace, tokenizer: Any, context: int | None) -> list[Workload]:
+    """What the flags ask for. Raises `MlxZipError`, also where the model's `context` has too few positions."""
+    sizes = [parse_size(text) for text in args.sizes]
+    if args.mode == "chat":
+        found = [chat(tokenizer, read_requests(args.requests), args.turns, tokens) for _, tokens in sizes[:1]]
+    else:
+        files = sources(args.text, args.data, args.domains)
+        found = [
+            workload
+            for prompt, tokens in sizes
+            for domain, paths in files.items()
+            for workload in cut(domain, paths, tokenizer, prompt, tokens, args.windows, args.mode)
+        ]
+    for workload in found:
+        if context is not None and workload.positions > context:
+            raise MlxZipError(
+                f"{workload.domain} needs {workload.positions} positions, the model's context has {context}; "
+                "choose smaller --sizes, or fewer --turns"
+            )
+    return found
+
+
+def parse_size(text: str) -> tuple[int, int]:
+    """`512+128` as (512, 128). Raises `MlxZipError`."""
+    head, _, rest = text.partition("+")
+    if not (head.isdecimal() and rest.isdecimal() and int(head) >= 1 and int(rest) >= 2):
+        raise MlxZipError(f"--sizes {text}: expected P+G, base tokens to read (1 or more) and to write (2 or more)")
+    return int(head), int(rest)
+
+
+def check_fit(engines: Sequence[str], workloads: Sequence[Workload]) -> None:
+    """Raises `MlxZipError` for a workload that an engine cannot run."""
+    for name in engines:
+        if name in ONE_REQUEST and any(len(workload.turns) > 1 for workload in workloads):
+            raise MlxZipError(f"{name} cannot go on with a conversation: leave it out, or --turns 1")
+
+
+# ---- measuring
+
+
+@dataclass
+class Trial:
+    """One engine's run of a workload: a `Run` and joules (None where unknown) per turn."""
+
+    runs: list[Run]
+    joules: list[float | None]
+
+
+class Bench:
+    """Engines, and what all records of a command have in common. bytes_per_s: each one's memory bandwidth."""
+
+    def __init__(self, args: argparse.Namespace, engines: Sequence[Engine], models: Models) -> None:
+        self.args, self.engines, self.models = args, engines, models
+        self.meter = EnergyMeter()
+        self.devices = {engine.name: engine.device for engine in engines}
+        chips = {told["chip"]: engine for engine, told in zip(engines, self.devices.values(), strict=True)}
+        measured = {chip: engine.bandwidth() for chip, engine in chips.items()}
+        self.bytes_per_s = {name: measured[told["chip"]] for name, told in self.devices.items()}
+        self.run_id = uuid.uuid4().hex[:12]
+
+    def measure(self, workload: Workload) -> Iterator[dict[str, Any]]:
+        """Runs warm-up and trials of every engine in turn, then gives the records."""
+        trials: dict[str, list[Trial]] = {engine.name: [] for engine in self.engines}
+        for at in range(-self.args.warmup, self.args.trials):
+            turned = at % len(self.engines)
+            for engine in [*self.engines[turned:], *self.engines[:turned]]:
+                trial = self._trial(engine, workload)
+                if at >= 0:
+                    trials[engine.name].append(trial)
+        for engine in self.engines:
+            for turn in range(len(workload.turns)):
+                record = self._record(engine, workload, turn, trials[engine.name])
+                _tell(record)
+                yield record
+
+    def _trial(self, engine: Engine, workload: Workload) -> Trial:
+        if self.args.rows == "cold":
+            engine.fresh()
+        held = engine.start() if len(workload.turns) > 1 else None
+        runs, joules = [], []
+        for turn in workload.turns:
+            before = self.meter.read()
+            runs.append(engine.run(turn.prompt, turn.tokens, turn.text, held))
+            joules.append(used(before, self.meter.read()))
+        return Trial(runs, joules)
+
+    def _record(self, engine: Engine, workload: Workload, turn: int, trials: Sequence[Trial]) -> dict[str, Any]:
+        runs, joules = [trial.runs[turn] for trial in trials], [trial.joules[turn] for trial in trials]
+        asked, args = workload.turns[turn], self.args
+        top = ceiling(self.bytes_per_s[engine.name], engine.weight_bytes, engine.kv_bytes, runs[0])
+        return {
+            "bench": "generate", "schema": SCHEMA, "run": self.run_id,
+            "time": datetime.now(UTC).isoformat(timespec="seconds"),
+            "engine": engine.name, "mode": workload.mode, "model": self._model(),
+            "workload": {
+                "domain": workload.domain, "data": workload.data, "window": workload.window, "turn": turn,
+                "turns": len(workload.turns), "prompt_tokens": len(asked.prompt), "tokens": asked.tokens,
+            },
+            "setting": {name: getattr(args, name) for name in ("trials", "warmup", "rows", "draft")},
+            "counts": counts(len(asked.prompt), runs[0]),
+            "figures": figures(len(asked.prompt), runs, joules, top),
+            "ceiling": ceiling_record(top), "energy_source": self.meter.source,
+            "device": self.devices[engine.name], **surroundings(*PACKAGES),
+        }  # fmt: skip
+
+    def _model(self) -> dict[str, Any]:
+        """Of a shape, its hypertokens too."""
+        models, args = self.models, self.args
+        told = {"name": models.name, "precision": models.precision, "weights": models.weights}
+        names = ("encoder", "encoder_layers", "merge_size", "codebook_size") if args.shape else ()
+        return {**told, **{name: getattr(args, name) for name in names}}
+
+
+def _tell(record: dict[str, Any]) -> None:
+    workload, found = record["workload"], record["figures"]
+    told = ", ".join(
+        f"{found[name]['median']:.4g} {name.replace('_per_', '/').replace('_', ' ')}"
+        for name in ("ttft_ms", "steps_per_s", "base_tokens_per_s")
+        if found[name]
+    )
+    size = f"{workload['prompt_tokens']}+{workload['tokens']}"
+    print(f"{record['engine']}, {record['mode']}, {workload['domain']} {size}: {told}", file=sys.stderr)

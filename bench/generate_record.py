@@ -1,0 +1,171 @@
+"""The record of `bench generate`: a JSON object per engine and workload, or turn of one; docs/bench.md explains it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from mlx_zip.errors import MlxZipError
+
+from .engines import Run
+
+SCHEMA = 1
+FIGURES = {  # name: (unit, what it is); one sample per trial
+    "ttft_ms": ("ms", "from the request to the first emitted id, compression of the prompt included"),
+    "prefill_tokens_per_s": ("base tokens/s", "base tokens of the prompt over the time to the first id"),
+    "steps_per_s": ("steps/s", "steps behind the first over the time since it"),
+    "step_ms": ("ms", "median time between two steps"),
+    "base_tokens_per_s": ("base tokens/s", "base tokens behind the first step over the time since it"),
+    "base_tokens_per_step": ("base tokens", "emitted base tokens over steps"),
+    "end_to_end_tokens_per_s": ("base tokens/s", "all emitted base tokens over the time of the whole request"),
+    "bytes_per_s": ("bytes/s", "UTF-8 bytes of the text over the time of the whole request"),
+    "bytes_per_token": ("bytes", "UTF-8 bytes of the text over base tokens"),
+    "total_s": ("s", "the whole request"),
+    "peak_bytes": ("bytes", "most memory held at once, the engine's weights included"),
+    "joules": ("J", "what the machine used during the request"),
+    "joules_per_token": ("J", "the same per emitted base token"),
+    "ceiling_percent": ("%", "steps_per_s over the ceiling's"),
+}
+SECTIONS: dict[str, tuple[type, ...]] = {  # of a record, with their types
+    "bench": (str,), "schema": (int,), "run": (str,), "time": (str,), "engine": (str,), "mode": (str,),
+    "model": (dict,), "workload": (dict,), "setting": (dict,), "counts": (dict,), "figures": (dict,),
+    "ceiling": (dict,), "energy_source": (str, type(None)), "device": (dict,), "machine": (str,),
+    "python": (str,), "versions": (dict,), "commit": (str, type(None)),
+}  # fmt: skip
+KEY = ("model", "workload")  # with engine, mode and rows: what makes two records measurements of one thing
+
+
+@dataclass(frozen=True)
+class Ceiling:
+    """What memory bandwidth allows: bytes that a step reads midway, and steps/s if it did nothing else."""
+
+    bandwidth_bytes_per_s: float
+    step_bytes: float
+    steps_per_s: float
+
+
+def ceiling(bandwidth: float, weight_bytes: int, kv_bytes: int, run: Run) -> Ceiling:
+    """Bytes per step: weights, keys and values of the ids so far, output rows. bandwidth: bytes/s, measured."""
+    emitted = sum(map(len, run.ids))
+    step = weight_bytes + kv_bytes * (run.kv_ids - emitted / 2) + run.row_bytes
+    return Ceiling(bandwidth, step, bandwidth / step)
+
+
+def figures(prompt_tokens: int, runs: Sequence[Run], joules: Sequence[float | None], top: Ceiling) -> dict[str, Any]:
+    """`FIGURES` of some trials: unit, median, least, greatest and samples; null where a trial has none."""
+    trials = [_trial(prompt_tokens, run, energy, top) for run, energy in zip(runs, joules, strict=True)]
+    return {name: _spread(unit, [trial[name] for trial in trials]) for name, (unit, _) in FIGURES.items()}
+
+
+def _trial(prompt_tokens: int, run: Run, joules: float | None, top: Ceiling) -> dict[str, float | None]:
+    first, total, steps, tokens = run.times[0], run.times[-1], len(run.times), len(run.base_ids)
+    later = total - first if steps > 1 else None
+    between = [b - a for a, b in zip(run.times, run.times[1:], strict=False)]
+    rate = (steps - 1) / later if later else None
+    return {
+        "ttft_ms": 1e3 * first,
+        "prefill_tokens_per_s": prompt_tokens / first,
+        "steps_per_s": rate,
+        "step_ms": 1e3 * median(between) if between else None,
+        "base_tokens_per_s": (tokens - run.first_base) / later if later else None,
+        "base_tokens_per_step": tokens / steps,
+        "end_to_end_tokens_per_s": tokens / total,
+        "bytes_per_s": run.text_bytes / total,
+        "bytes_per_token": run.text_bytes / tokens,
+        "total_s": total,
+        "peak_bytes": run.peak_bytes,
+        "joules": joules,
+        "joules_per_token": None if joules is None else joules / tokens,
+        "ceiling_percent": None if rate is None else 100 * rate / top.steps_per_s,
+    }
+
+
+def _spread(unit: str, samples: Sequence[float | None]) -> dict[str, Any] | None:
+    known = [float(f"{sample:.6g}") for sample in samples if sample is not None]
+    if len(known) < len(samples):
+        return None
+    return {
+        "unit": unit,
+        "median": float(f"{median(known):.6g}"),
+        "min": min(known),
+        "max": max(known),
+        "samples": known,
+    }
+
+
+def counts(prompt_tokens: int, run: Run) -> dict[str, int]:
+    """What a trial read and wrote."""
+    return {
+        "prompt_tokens": prompt_tokens, "prompt_ids": run.prompt_ids, "base_tokens": len(run.base_ids),
+        "emitted_ids": sum(map(len, run.ids)), "steps": len(run.times), "bytes": run.text_bytes, "kv_ids": run.kv_ids,
+    }  # fmt: skip
+
+
+def ceiling_record(top: Ceiling) -> dict[str, float]:
+    """A ceiling as numbers of a record."""
+    return {name: float(f"{value:.6g}") for name, value in asdict(top).items()}
+
+
+# ---- reading
+
+
+def read_records(names: Iterable[str | Path]) -> list[dict[str, Any]]:
+    """Every record of `bench generate` in these files; lines of other benches are left out.
+
+    Raises `MlxZipError` naming file and line for what is no record, and when there is none at all.
+    """
+    found = []
+    for name in names:
+        try:
+            lines = Path(name).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise MlxZipError(f"{name} cannot be read: {error}") from error
+        for number, line in enumerate(lines, 1):
+            if line.strip() and (record := checked(line, f"{name}, line {number}")) is not None:
+                found.append(record)
+    if not found:
+        raise MlxZipError(f"{', '.join(map(str, names))}: no record of `bench generate` in there")
+    return found
+
+
+def checked(line: str, where: str) -> dict[str, Any] | None:
+    """A line as a record; None for another bench's. Raises `MlxZipError`."""
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise MlxZipError(f"{where}: not JSON: {error}") from error
+    if not isinstance(record, dict) or not isinstance(record.get("bench"), str):
+        raise MlxZipError(f"{where}: not a record of a bench")
+    if record["bench"] != "generate":
+        return None
+    if record.get("schema") != SCHEMA:
+        raise MlxZipError(f"{where}: schema {record.get('schema')!r}, this version reads {SCHEMA}")
+    for name, kinds in SECTIONS.items():
+        if not isinstance(record.get(name), kinds) or name not in record:
+            raise MlxZipError(f"{where}: {name} is missing or of a wrong kind")
+    for name in FIGURES:
+        _check_figure(record["figures"].get(name, ...), f"{where}: figure {name}")
+    return record
+
+
+def _check_figure(figure: Any, where: str) -> None:
+    if figure is None:
+        return
+    numbers = isinstance(figure, dict) and [figure.get(name) for name in ("median", "min", "max")]
+    samples = isinstance(figure, dict) and figure.get("samples")
+    if not numbers or not isinstance(samples, list) or not samples or not all(map(_number, [*numbers, *samples])):
+        raise MlxZipError(f"{where} is not a median with its samples")
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def key(record: dict[str, Any], engine: bool = True) -> str:
+    """What a record measures, as text: equal for two measurements of one thing. engine: whether that counts."""
+    named = {name: record[name] for name in (*KEY, "mode")} | {"rows": record["setting"].get("rows")}
+    return json.dumps({**named, "engine": record["engine"] if engine else None}, sort_keys=True)

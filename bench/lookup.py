@@ -1,0 +1,186 @@
+"""Prompt-lookup decoding: the text itself proposes what comes next, and one pass of the model checks the proposal.
+
+The last ids are looked for earlier in the text; the ids that followed there are the draft. A pass over the last id and
+the draft gives the model's own choice behind each; the draft is kept as far as it agrees, and one more id is won. The
+output is greedy decoding's, but for rounding, which differs with the length of a pass. Source: Saxena 2023, "Prompt
+Lookup Decoding"; mlx-lm 0.32 has none.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Container, Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_zip.errors import MlxZipError
+
+from .engines import MlxEngine, Run, installed_bytes, zip_ids
+from .shapes import Models
+
+GRAMS = (3, 2)  # longest first
+DRAFT = 10
+
+
+class Lookup:
+    """Where runs of ids came last, over a text that grows."""
+
+    def __init__(self, ids: Sequence[int]) -> None:
+        self.ids: list[int] = []
+        self._ends: dict[tuple[int, ...], int] = {}
+        self._done = 0
+        self.add(ids)
+
+    def add(self, ids: Sequence[int]) -> None:
+        """Goes on with these ids. A run counts once something follows it."""
+        self.ids += ids
+        for end in range(self._done, len(self.ids)):
+            for n in GRAMS:
+                if end >= n:
+                    self._ends[tuple(self.ids[end - n : end])] = end
+        self._done = len(self.ids)
+
+    def propose(self, most: int) -> list[int]:
+        """What followed the longest known run that the text now ends with, `most` ids at most."""
+        for n in GRAMS:
+            end = self._ends.get(tuple(self.ids[-n:])) if len(self.ids) >= n else None
+            if end is not None:
+                return self.ids[end : end + most]
+        return []
+
+
+def verify(draft: Sequence[int], chosen: Sequence[int]) -> list[int]:
+    """What is emitted of draft [k], given the model's choices [k + 1] behind the last id and each of the draft."""
+    agreed = next((i for i, (a, b) in enumerate(zip(draft, chosen, strict=False)) if a != b), len(draft))
+    return list(chosen[: agreed + 1])
+
+
+def until_end(pieces: Sequence[Sequence[int]], room: int, eos: Container[int]) -> tuple[int, list[int]]:
+    """How many ids count, of those that stand for these pieces, and their base ids: to an eos, or `room` base ids."""
+    base_ids: list[int] = []
+    for n, piece in enumerate(pieces, 1):
+        for one in piece:
+            base_ids.append(one)
+            if one in eos or len(base_ids) == room:
+                return n, base_ids
+    return len(pieces), base_ids
+
+
+class _LookupEngine(MlxEngine):
+    """The loop, which plain models and hypertokens share. A conversation holds its caches and what was said in it."""
+
+    def __init__(self, models: Models, make: Any, draft: int = DRAFT) -> None:
+        super().__init__(models, make)
+        self.draft = draft
+
+    def start(self) -> tuple[list[Any], Lookup]:
+        """The caches of a new conversation, and its text so far, in base ids.
+
+        Raises `MlxZipError` for caches from which nothing can be taken back.
+        """
+        from mlx_lm.models.cache import can_trim_prompt_cache
+
+        cache = super().start()
+        if not can_trim_prompt_cache(cache):
+            raise MlxZipError(f"{self.name}: this model's caches cannot be trimmed, so nothing can be taken back")
+        return cache, Lookup([])
+
+    def _run(self, prompt: Sequence[int], tokens: int, replay: Sequence[int] | None, held: Any) -> Run:
+        from mlx_lm.models.cache import trim_prompt_cache
+
+        begun = time.perf_counter()
+        cache, lookup = held
+        detokenizer, eos = self.tokenizer.detokenizer, self.tokenizer.eos_token_ids
+        ids, forced = self._ids(cache, prompt, replay)
+        run, done, last = Run(len(ids)), 0, ids[-1]
+        lookup.add(prompt)
+        self._read(cache, ids[:-1])
+        while len(run.base_ids) < tokens and (replay is None or done < len(forced)):
+            left = tokens - len(run.base_ids) if replay is None else len(forced) - done
+            draft = self._draft(cache, last, lookup.propose(min(self.draft, left - 1)))[: left - 1]
+            chosen = self._choose(cache, [last, *draft])
+            emitted = verify(draft, chosen if replay is None else forced[done : done + len(draft) + 1])
+            pieces = self._pieces(cache, emitted)
+            counted, base_ids = until_end(pieces, tokens - len(run.base_ids), eos)
+            trim_prompt_cache(cache, 1 + len(draft) - counted)
+            ended = base_ids[-1] in eos
+            for one in base_ids[:-1] if ended else base_ids:
+                detokenizer.add_token(one)
+            run.step(time.perf_counter() - begun, emitted[:counted], base_ids)
+            lookup.add(base_ids)
+            done, last = done + counted, emitted[counted - 1]
+            if ended:
+                break
+        self._read(cache, [last])  # as the other engines leave a conversation
+        detokenizer.finalize()
+        run.text_bytes = len(detokenizer.text.encode())
+        return self._measured(run, cache)
+
+    def _read(self, cache: list[Any], ids: Sequence[int]) -> None:
+        for begin in range(0, len(ids), 2048):
+            self.model(mx.array([ids[begin : begin + 2048]]), cache=cache)
+            mx.eval([entry.state for entry in cache])
+
+    def _choose(self, cache: list[Any], ids: list[int]) -> list[int]:
+        return mx.argmax(self._logits(cache, mx.array([ids]))[0], axis=-1).tolist()  # type: ignore[return-value]
+
+    def _ids(self, cache: list[Any], prompt: Sequence[int], replay: Sequence[int] | None) -> tuple[list, list]:
+        return list(prompt), list(replay or ())
+
+    def _logits(self, cache: list[Any], ids: mx.array) -> mx.array:
+        return self.model(ids, cache=cache)
+
+    def _draft(self, cache: list[Any], last: int, base_ids: list[int]) -> list[int]:
+        return base_ids
+
+    def _pieces(self, cache: list[Any], emitted: list[int]) -> list[list[int]]:
+        return [[one] for one in emitted]
+
+    def _measured(self, run: Run, cache: list[Any]) -> Run:
+        run.kv_ids = cache[0].offset
+        return run
+
+
+class PlainLookup(_LookupEngine):
+    """Over base ids, with any plain model whose caches can be trimmed."""
+
+    name = "mlx-lm+lookup"
+
+    def __init__(self, models: Models, draft: int = DRAFT) -> None:
+        super().__init__(models, models.plain, draft)
+
+
+class ZipLookup(_LookupEngine):
+    """Over hypertokens: base ids are looked up, and drafted as the codebook would write them from here."""
+
+    name = "mlx-zip+lookup"
+
+    def __init__(self, models: Models, draft: int = DRAFT) -> None:
+        super().__init__(models, models.zipped, draft)
+        if self.model.config.canonical:
+            raise MlxZipError(f"{self.name}: the model excludes ids that are not canonical; lookup does not")
+
+    def _ids(self, cache: list[Any], prompt: Sequence[int], replay: Sequence[int] | None) -> tuple[list, list]:
+        prompt_ids, forced = zip_ids(cache[-1].books[0], prompt, replay or ())
+        return prompt_ids.tolist(), forced.tolist()
+
+    def _logits(self, cache: list[Any], ids: mx.array) -> mx.array:
+        return self.model(ids, cache=cache, causal=True)  # an entry counts from the id that made it
+
+    def _draft(self, cache: list[Any], last: int, base_ids: list[int]) -> list[int]:
+        book = cache[-1].books[0]
+        mark = book.mark()
+        book.push(last)
+        draft = book.compress(np.array(base_ids, np.uint32)).tolist() if base_ids else []
+        book.rewind(mark)
+        return draft
+
+    def _pieces(self, cache: list[Any], emitted: list[int]) -> list[list[int]]:
+        """Each id's base ids. An entry stays what it is, so that those of the whole draft may still be installed."""
+        return [cache[-1].books[0].expand([one]).tolist() for one in emitted]
+
+    def _measured(self, run: Run, cache: list[Any]) -> Run:
+        run.kv_ids, run.row_bytes = cache[-1].offset, installed_bytes(cache[-1])
+        return run

@@ -1,0 +1,192 @@
+"""Where a decode step of mlx_zip spends its time: codec, rows, graph building, device wait, sampling, detokenizing.
+
+The same request runs in five ways, in turn: mlx-lm at the same KV length and mlx_zip, both as they are; both with
+clocks around their parts; and mlx_zip with every part evaluated before the next begins. The clocks around parts tell
+what the host does while the device works (`host_us`: they add up to a step); with the parts evaluated apart, their work
+on the device is in them too (`apart_us`: these do not overlap, so they add up to more than a step).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from mlx_zip.errors import MlxZipError
+
+from .engines import MlxLm, MlxZip, Run
+from .generate import PACKAGES, add_model_arguments, add_text_arguments, prepare
+from .profile_hooks import OURS, PARTS, PLAIN_HOOKS, ZIP_HOOKS, Hook, Seconds, Tracer
+from .record import surroundings
+from .shapes import Models
+from .tables import table
+from .workloads import Workload
+
+SCHEMA = 1
+SIZES = ("512+128",)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of `bench profile`."""
+    add = parser.add_argument
+    add("--mode", choices=("replay", "free"), default="replay", help="replay: the text's own continuation is forced; "
+        "free: greedy decoding (default: replay)")  # fmt: skip
+    add("--trials", type=int, default=5, help="trials of each way to run (default: 5)")
+    add("--rows", choices=("warm", "cold"), default="warm", help="warm: a run may find hyper rows that earlier ones "
+        "left behind; cold: each has a model that has read nothing (default: warm)")  # fmt: skip
+    add_model_arguments(parser)
+    add_text_arguments(parser, SIZES)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints one JSON line per text and size, and its table on standard error. Raises `MlxZipError`."""
+    if args.trials < 1:
+        raise MlxZipError(f"--trials must be at least 1, got {args.trials}")
+    args.windows = 1
+    models, workloads = prepare(args)
+    if models.zipped is None:
+        raise MlxZipError("there is nothing to split without a model with hypertokens: --model or --shape")
+    bench = Bench(args, models)
+    for workload in workloads:
+        record = bench.measure(workload)
+        print(json.dumps(record), flush=True)
+        print(split_table(record), file=sys.stderr)
+    return 0
+
+
+class Steps:
+    """Seconds of the steps behind the first, [trials x steps], whole and by part."""
+
+    def __init__(self) -> None:
+        self.whole: list[float] = []
+        self.medians: list[float] = []
+        self.parts: dict[str, list[float]] = defaultdict(list)
+
+    def add(self, run: Run, marks: Sequence[Seconds]) -> None:
+        """A run, and what its tracer had added up at each of its steps (none: it was not traced)."""
+        whole = np.diff(run.times)
+        self.whole += whole.tolist()
+        self.medians.append(float(np.median(whole)))
+        for before, after in pairwise(marks):
+            for part in PARTS:
+                self.parts[part].append(after[part] - before[part])
+        if marks:
+            named = np.sum([self.parts[part][-len(whole) :] for part in PARTS if part != "loop"], axis=0)
+            self.parts["loop"][-len(whole) :] = (whole - named).tolist()
+
+
+class Bench:
+    """The two engines on one model, and the five ways to run them."""
+
+    def __init__(self, args: argparse.Namespace, models: Models) -> None:
+        assert models.zipped is not None
+        self.args, self.models = args, models
+        self.plain, self.zipped = MlxLm(models, models.plain), MlxZip(models, models.zipped)
+
+    def measure(self, workload: Workload) -> dict[str, Any]:
+        """A record; the first round warms up and does not count."""
+        ways = {name: Steps() for name in ("mlx-lm", "mlx-zip", "mlx-lm traced", "mlx-zip traced", "mlx-zip apart")}
+        for trial in range(-1, self.args.trials):
+            whole, _ = self._run_zip(workload, None)
+            runs = {
+                "mlx-zip": (whole, ()),
+                "mlx-lm": self._run_plain(workload, whole, None),
+                "mlx-zip traced": self._run_zip(workload, Tracer(ZIP_HOOKS)),
+                "mlx-lm traced": self._run_plain(workload, whole, Tracer(self._plain_hooks())),
+                "mlx-zip apart": self._run_zip(workload, Tracer(ZIP_HOOKS, apart=True)),
+            }
+            for name, (one, marks) in runs.items():
+                if trial >= 0:
+                    ways[name].add(one, marks)
+        return self._record(workload, whole, ways)
+
+    def _plain_hooks(self) -> tuple[Hook, ...]:
+        return (*PLAIN_HOOKS, Hook("blocks", type(self.plain.model), "__call__"))
+
+    def _run_zip(self, workload: Workload, tracer: Tracer | None) -> tuple[Run, Sequence[Seconds]]:
+        if self.args.rows == "cold":
+            self.zipped.fresh()
+        turn = workload.turns[0]
+        return _traced(self.zipped, tracer, turn.prompt, turn.tokens, turn.text)
+
+    def _run_plain(self, workload: Workload, like: Run, tracer: Tracer | None) -> tuple[Run, Sequence[Seconds]]:
+        """As many ids as the other run read and emitted, forced: the head of the prompt and of the text."""
+        turn, steps = workload.turns[0], len(like.ids)
+        text = (*(turn.text or ()), *turn.prompt)
+        forced = [text[i % len(text)] for i in range(steps)]
+        return _traced(self.plain, tracer, turn.prompt[: like.prompt_ids], steps, forced)
+
+    def _record(self, workload: Workload, whole: Run, ways: dict[str, Steps]) -> dict[str, Any]:
+        turn, host, apart = workload.turns[0], ways["mlx-zip traced"], ways["mlx-zip apart"]
+        ours = np.sum([host.parts[part] for part in OURS], axis=0)
+        ratios = np.divide(ways["mlx-zip"].medians, ways["mlx-lm"].medians)
+        models, args = self.models, self.args
+        shape = ("encoder", "encoder_layers", "merge_size", "codebook_size") if args.shape else ()
+        return {
+            "bench": "profile", "schema": SCHEMA, "time": datetime.now(UTC).isoformat(timespec="seconds"),
+            "model": {"name": models.name, "precision": models.precision, "weights": models.weights,
+                      **{name: getattr(args, name) for name in shape}},
+            "mode": workload.mode,
+            "workload": {"domain": workload.domain, "data": workload.data, "prompt_tokens": len(turn.prompt),
+                         "tokens": turn.tokens},
+            "setting": {"trials": args.trials, "rows": args.rows},
+            "counts": {"prompt_ids": whole.prompt_ids, "steps": len(whole.times), "base_tokens": len(whole.base_ids)},
+            "unit": "us per step",
+            "steps": {name: _figure(way.whole, way.medians) for name, way in ways.items()},
+            "ratio": {"median": _round(float(np.median(ratios))), "samples": [_round(r) for r in ratios.tolist()]},
+            "parts": {part: {"host_us": _figure(host.parts[part]), "apart_us": _figure(apart.parts[part])}
+                      for part in PARTS},
+            "ours_us": _figure(ours.tolist()),
+            "plain_parts": {part: _figure(ways["mlx-lm traced"].parts[part]) for part in ("blocks", "enqueue", "loop")},
+            "device": self.zipped.device, **surroundings(*PACKAGES),
+        }  # fmt: skip
+
+
+def _traced(engine: Any, tracer: Tracer | None, *request: Any) -> tuple[Run, Sequence[Seconds]]:
+    if tracer is None:
+        return engine.run(*request), ()
+    with tracer:
+        return engine.run(*request), tracer.marks
+
+
+def _figure(seconds: Sequence[float], trials: Sequence[float] = ()) -> dict[str, Any]:
+    """Mean, median and 90th percentile in us; of whole steps the medians of the trials too."""
+    us = 1e6 * np.asarray(seconds)
+    told = {"mean": us.mean(), "median": np.median(us), "p90": np.quantile(us, 0.9)}
+    figure: dict[str, Any] = {name: _round(float(value)) for name, value in told.items()}
+    return {**figure, "samples": [_round(1e6 * trial) for trial in trials]} if trials else figure
+
+
+def _round(value: float) -> float:
+    return float(f"{value:.5g}")
+
+
+def split_table(record: dict[str, Any]) -> str:
+    """A record for the eye: its parts as Markdown, and the steps they are parts of."""
+    parts, steps = record["parts"], record["steps"]
+    rows = [
+        [
+            part,
+            *(f"{figure[name][of]:.0f}" for name in ("host_us", "apart_us") for of in ("mean", "median", "p90")),
+            what,
+        ]
+        for (part, what), figure in zip(PARTS.items(), parts.values(), strict=True)
+    ]
+    totals = [f"{sum(figure[name]['mean'] for figure in parts.values()):.0f}" for name in ("host_us", "apart_us")]
+    rows.append(["all", totals[0], "", "", totals[1], "", "", "a step, under the clocks"])
+    told = ", ".join(f"{name} {figure['median']:.0f}" for name, figure in steps.items())
+    size = f"{record['workload']['prompt_tokens']}+{record['workload']['tokens']}"
+    header = ["part", "host mean", "median", "p90", "apart mean", "median", "p90", ""]
+    return (
+        f"{record['model']['name']}, {record['mode']}, {record['workload']['domain']} {size}; us per step\n\n"
+        f"{table(header, rows, 'markdown')}\n\n"
+        f"Median steps: {told}. Ratio to mlx-lm's at the same KV length: {record['ratio']['median']:.3f}. "
+        f"Host work of mlx_zip: {record['ours_us']['median']:.0f} (90 %: {record['ours_us']['p90']:.0f}).\n"
+    )

@@ -1,0 +1,233 @@
+"""What is timed: models of named shapes with random weights, or models from folders, each plain and with hypertokens.
+
+Random weights are made in memory, array by array in the type they are kept in, so that a large shape needs no file and
+no more memory than itself. The plain model and the one with hypertokens share the decoder's arrays. A shape says how
+long a step takes, not what it writes: random weights are for replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from mlx_zip.config import SIDES
+from mlx_zip.errors import MlxZipError
+
+GROUP_SIZE = 64
+PRECISIONS = ("float32", "16", "8", "4")
+ENCODERS = ("transformer", "res_latent_attn", "attention", "averaging")
+_LONG = [1.0 + 0.7 * i for i in range(48)]  # the real factors change no time
+SHAPES: dict[str, dict[str, Any]] = {
+    "small-125m": {
+        "model_type": "llama", "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12,
+        "num_attention_heads": 12, "num_key_value_heads": 12, "vocab_size": 50304, "tie_word_embeddings": True,
+        "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+    },
+    "llama-3.2-1b": {
+        "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256,
+        "tie_word_embeddings": True, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
+        "rope_scaling": {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                         "original_max_position_embeddings": 8192},
+    },
+    "phi-3.5-mini": {
+        "model_type": "phi3", "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 32, "vocab_size": 32064, "tie_word_embeddings": False,
+        "max_position_embeddings": 131072, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0, "sliding_window": None,
+        "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": _LONG},
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ZipOptions:
+    """The hypertokens of a shape: kind and layers of the encoders, which are untied, and the codebook.
+
+    `res_latent_attn` works in half the model's width.
+    """
+
+    encoder: str = "transformer"
+    encoder_layers: int = 2
+    merge_size: int = 3
+    codebook_size: int = 2048
+
+
+@dataclass(frozen=True)
+class Models:
+    """A model in both forms, which the engines are made from.
+
+    name, precision, weights ("random" or "trained"): what records say. plain, zipped: make a model object, a fresh one
+    at each call, over the same weights; zipped is None where there is no model with hypertokens. base_config: the
+    decoder's. folder: of a plain model that other libraries may read.
+    """
+
+    name: str
+    precision: str
+    weights: str
+    base_config: Mapping[str, Any]
+    tokenizer: Any
+    plain: Callable[[], Any]
+    zipped: Callable[[], Any] | None
+    folder: Path | None = None
+
+    @property
+    def context(self) -> int | None:
+        """Positions the decoder has, where its config says."""
+        return self.base_config.get("max_position_embeddings")
+
+
+def from_shape(name: str, precision: str, tokenizer: Any, options: ZipOptions, seed: int = 0) -> Models:
+    """Random weights of a named shape. Raises `MlxZipError` for an unknown one and one too narrow for the tokenizer."""
+    if name not in SHAPES:
+        raise MlxZipError(f"shape {name!r} is not one of {', '.join(SHAPES)}")
+    return from_config(name, SHAPES[name], precision, tokenizer, options, seed)
+
+
+def from_config(
+    name: str, config: Mapping[str, Any], precision: str, tokenizer: Any, options: ZipOptions, seed: int = 0
+) -> Models:
+    """Random weights of a decoder's config.json. precision: one of `PRECISIONS`; 8 and 4 are bits of a weight."""
+    from mlx_zip.models import Model, ModelArgs
+
+    if precision not in PRECISIONS:
+        raise MlxZipError(f"precision {precision!r} is not one of {', '.join(PRECISIONS)}")
+    if len(tokenizer) > config["vocab_size"]:
+        raise MlxZipError(f"the tokenizer has {len(tokenizer)} ids, shape {name} only {config['vocab_size']}")
+    mx.random.seed(seed)
+    quantization = _quantization(precision)
+    args = ModelArgs.from_dict({**config, "model_type": "zip2zip", "zip2zip": _section(config, options)})
+    weights = _random_weights(Model(args), _dtype(precision), quantization)
+    decoder = _without_encoders(weights)
+    return Models(
+        name=name,
+        precision=precision,
+        weights="random",
+        base_config=config,
+        tokenizer=tokenizer,
+        plain=lambda: _filled(_plain(config), decoder, quantization),
+        zipped=lambda: _filled(Model(args), weights, quantization),
+    )
+
+
+def from_folders(model: str | None, base: str | None) -> Models:
+    """Models as they are stored: one with hypertokens and its base. Without `base`, the decoder of the first itself.
+
+    Raises `MlxZipError` where they are not what their flags say or do not belong together.
+    """
+    from mlx_zip.loading import load, model_folder
+
+    if model is None and base is None:
+        raise MlxZipError("name a model with --model or --base, or a shape with --shape")
+    nothing: tuple[Any, Any] = (None, None)
+    zipped, tokenizer = load(model) if model else nothing
+    if zipped is not None and not hasattr(zipped, "layout"):
+        raise MlxZipError(f"--model {model} has no hypertokens; a plain model is named with --base")
+    plain, base_tokenizer = load(base) if base else nothing
+    if hasattr(plain, "layout"):
+        raise MlxZipError(f"--base {base} has hypertokens; name a plain model")
+    if len({len(one) for one in (tokenizer, base_tokenizer) if one is not None}) > 1:
+        raise MlxZipError(f"--base {base} and --model {model} have tokenizers of different sizes")
+    name: Any = model or base
+    return Models(
+        name=Path(name).name,
+        precision="as stored",
+        weights="trained",
+        base_config=vars(plain.args) if zipped is None else zipped.args.decoder_config,
+        tokenizer=tokenizer or base_tokenizer,
+        plain=_decoder_of(zipped) if plain is None else _again(plain, base),
+        zipped=None if zipped is None else _again(zipped, model),
+        folder=model_folder(base) if base else None,
+    )
+
+
+def _again(loaded: Any, name: Any) -> Callable[[], Any]:
+    """Another object of a loaded model's class over its weights."""
+    from mlx_zip.loading import model_folder, read_config
+
+    weights, quantization = dict(tree_flatten(loaded.parameters())), read_config(model_folder(name)).get("quantization")
+    return lambda: _filled(type(loaded)(loaded.args), weights, quantization)
+
+
+def _decoder_of(zipped: Any) -> Callable[[], Any]:
+    config = zipped.args.decoder_config
+    weights = _without_encoders(dict(tree_flatten(zipped.parameters())))
+    return lambda: _filled(_plain(config), weights, config.get("quantization"))
+
+
+def _dtype(precision: str) -> mx.Dtype:
+    """Of activations and of what is not quantized: the CPU is slow at quantized products in 16 bit."""
+    if precision == "float32" or (precision != "16" and mx.default_device() == mx.Device(mx.cpu)):
+        return mx.float32
+    return mx.bfloat16
+
+
+def _quantization(precision: str) -> dict[str, Any] | None:
+    return {"group_size": GROUP_SIZE, "bits": int(precision)} if precision in ("8", "4") else None
+
+
+def _section(config: Mapping[str, Any], options: ZipOptions) -> dict[str, Any]:
+    width, heads = config["hidden_size"], config["num_attention_heads"]
+    encoder: dict[str, Any] = {"hidden_size": width, "tie_encoders": False}
+    if options.encoder != "averaging":
+        encoder["num_heads"] = heads
+    if options.encoder == "res_latent_attn":
+        encoder |= {"hidden_size": width // 2, "model_hidden_size": width}
+    if options.encoder in ("transformer", "res_latent_attn"):
+        encoder |= {"num_hidden_layers": options.encoder_layers, "intermediate_size": 4 * encoder["hidden_size"]}
+    disabled = sorted({0, 1, 2, config["vocab_size"] - 1})
+    sizes = {"initial_vocab_size": config["vocab_size"], "max_codebook_size": options.codebook_size}
+    return {
+        "base_model_type": config["model_type"],
+        "encoder_type": options.encoder,
+        "encoder": encoder,
+        "compression": {**sizes, "max_subtokens": options.merge_size, "disabled_ids": disabled},
+        "pad_token_id": config["vocab_size"] - 1,
+    }
+
+
+def _random_weights(model: Any, dtype: mx.Dtype, quantization: Mapping[str, Any] | None) -> dict[str, mx.array]:
+    """Evaluated one by one, so that only one array at a time is there twice."""
+    model.set_dtype(dtype)
+    if quantization:
+        nn.quantize(model, **quantization, class_predicate=_quantizable(model))
+    weights = dict(tree_flatten(model.parameters()))
+    for value in weights.values():
+        mx.eval(value)
+    return weights
+
+
+def _quantizable(model: Any) -> Callable[[str, Any], bool]:
+    return lambda path, module: hasattr(module, "to_quantized") and model.quant_predicate(path, module)
+
+
+def _without_encoders(weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
+    return {name: value for name, value in weights.items() if not name.startswith(SIDES)}
+
+
+def _plain(config: Mapping[str, Any]) -> Any:
+    """mlx-lm's own class of a decoder's config."""
+    from mlx_lm.utils import _get_classes
+
+    from mlx_zip.loading import rope_settings
+
+    full = {**config, **rope_settings(config)}
+    model, args = _get_classes(full)
+    return model(args.from_dict(full))
+
+
+def _filled(model: Any, weights: Mapping[str, mx.array], quantization: Mapping[str, Any] | None) -> Any:
+    if quantization:
+        common = {key: quantization[key] for key in ("group_size", "bits")}
+        special = {key: value for key, value in quantization.items() if isinstance(value, Mapping)}
+        stored: Any = lambda path, module: f"{path}.scales" in weights and special.get(path, True)
+        nn.quantize(model, **common, class_predicate=stored)
+    model.load_weights(list(weights.items()))
+    model.eval()
+    return model

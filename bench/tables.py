@@ -1,0 +1,25 @@
+"""Tables of text: rows of cells to Markdown or CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+
+FORMATS = ("markdown", "csv")
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], kind: str) -> str:
+    """One of `FORMATS`; every row as long as the header."""
+    return _csv([header, *rows]) if kind == "csv" else _markdown(header, rows)
+
+
+def _csv(rows: Sequence[Sequence[str]]) -> str:
+    out = io.StringIO()
+    csv.writer(out, lineterminator="\n").writerows(rows)
+    return out.getvalue().rstrip("\n")
+
+
+def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
