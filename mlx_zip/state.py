@@ -139,6 +139,9 @@ class ZipState:
 
     def missing_outputs(self) -> tuple[np.ndarray, np.ndarray]:
         """(sequence [N], slot [N]) of installed entries that have no output row yet."""
+        if len(self.books) == 1:
+            slots = np.arange(int(self.encoded_outputs[0]), len(self.books[0]))
+            return np.zeros_like(slots), slots
         return _pairs([np.arange(done, len(b)) for done, b in zip(self.encoded_outputs, self.books, strict=True)])
 
     def missing_inputs(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -63,6 +63,22 @@ def test_rows_from_a_store_are_within_1e_5_of_rows_encoded_in_any_company():
     np.testing.assert_allclose(run(model, one_by_one), expected, atol=1e-5, rtol=0)
 
 
+def test_a_row_is_found_alone_and_among_others_however_it_was_kept():
+    store = RowStore()
+    model = zip_model(store)
+    ids = compressed(model)
+    run(model, ids)  # in one pass
+    before = store.encoded
+    run(model, ids, range(1, len(ids)))  # one by one
+    assert store.encoded == before
+    store = RowStore()
+    model.row_store = store
+    run(model, ids, range(1, len(ids)))
+    before = store.encoded
+    run(model, ids)
+    assert store.encoded == before
+
+
 def test_the_second_run_of_a_prompt_encodes_nothing():
     store = RowStore()
     model = zip_model(store)

@@ -25,6 +25,7 @@ MEMORY_BYTES = 64 << 20
 FOLDER_BYTES = 1 << 30
 ROW_OVERHEAD = 250  # bytes of Python's own per row in memory
 _NO_ID = 0xFFFFFFFF  # behind an entry's end in a key: no base id, and not the pad id, which differs by model
+_NO_WORD = _NO_ID.to_bytes(4, "little")
 
 Encode = Callable[[NDArray[np.uint32], NDArray[np.int64]], mx.array]
 
@@ -63,6 +64,11 @@ class RowStore:
 
         `encode` is called at most once, with those entries that are not kept, each once.
         """
+        if len(base_ids) == 1:  # a step of generation: no arrays in between
+            row = self._memory.get(self._one_name(kind, base_ids, int(lengths[0])))
+            if row is not None:
+                self.from_memory += 1
+                return _to_device(kind, [row])
         keys = np.where(np.arange(base_ids.shape[1]) < lengths[:, None], base_ids, np.uint32(_NO_ID))
         names = self._names(kind, keys)
         held = [self._memory.get(name) for name in names]
@@ -121,8 +127,15 @@ class RowStore:
         """Bytes of rows in memory, with what Python needs to hold them."""
         return self._memory.used
 
+    def _prefix(self, kind: RowKind) -> bytes:
+        return self._prefixes.setdefault(kind, len(self._prefixes).to_bytes(_PREFIX, "little"))
+
+    def _one_name(self, kind: RowKind, base_ids: NDArray[np.uint32], length: int) -> bytes:
+        """The name of the one entry in base_ids [1, words], as `_names` gives it."""
+        return self._prefix(kind) + base_ids.tobytes()[: 4 * length] + _NO_WORD * (base_ids.shape[1] - length)
+
     def _names(self, kind: RowKind, keys: NDArray[np.uint32]) -> list[bytes]:
-        prefix = self._prefixes.setdefault(kind, len(self._prefixes).to_bytes(_PREFIX, "little"))
+        prefix = self._prefix(kind)
         return [prefix + key for key in _split(keys.tobytes(), 4 * keys.shape[1])]
 
     def _read(

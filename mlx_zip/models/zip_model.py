@@ -200,13 +200,14 @@ class Model(nn.Module):
 
     def _compressed(self, state: ZipState, begin: int, end: int) -> Positions:
         """Where ids begin to end stand when each counts as one position."""
-        context = self.traits.long_context
-        start = (begin - state.left_padding).astype(np.int32)
-        long = context is not None and end - int(state.left_padding.min()) > context
-        return Positions(start=int(start[0]) if len(start) == 1 else mx.array(start), long=long)
+        context, padding = self.traits.long_context, state.left_padding.tolist()
+        start = begin - padding[0] if len(padding) == 1 else mx.array([begin - n for n in padding], mx.int32)
+        return Positions(start=start, long=context is not None and end - min(padding) > context)
 
     def _embed(self, state: ZipState, ids: np.ndarray) -> mx.array:
         """Ids [B, L] -> [B, L, D], base rows and hyper rows."""
+        if ids.size == 1 and not self.layout.is_hyper(int(ids[0, 0])):
+            return self._scaled(self.model.embed_tokens(mx.array(ids)))
         hyper = self.layout.is_hyper(ids)
         h = self.model.embed_tokens(mx.array(np.where(hyper, 0, ids)))
         if hyper.any():
