@@ -13,6 +13,7 @@ from mlx_zip.canonical import CanonicalDecoding
 from mlx_zip.codec import compress
 from mlx_zip.decode import decode_steps
 from mlx_zip.errors import CodecError, ModelError
+from mlx_zip.hyper import RowStore
 from mlx_zip.models import Model
 
 STEPS = 60
@@ -87,6 +88,28 @@ def test_every_family_decodes(family, ahead, counted):
     model = tiny.tiny_model(family)
     assert_equal(decode(model, ahead=ahead), waiting(model))
     assert (counted["ahead"] > 0) == ahead
+
+
+def test_where_input_rows_are_output_rows_no_body_runs_again(counted):
+    model = tiny.tiny_model("gemma", tie_encoders=True)
+    assert model.sides_are_one
+    expected = list(waiting(model))
+    counted.update(ahead=0, again=0)
+    assert_equal(decode(model), expected)
+    assert max(token for token, _ in expected) >= tiny.VOCAB
+    assert counted["again"] == 1  # the prompt's last id
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_rows_from_a_store_change_nothing(ahead):
+    model = tiny.tiny_model()
+    expected = list(waiting(model))
+    model.eval()
+    model.row_store = RowStore()
+    assert_equal(decode(model, ahead=ahead), expected)
+    encoded = model.row_store.encoded
+    assert_equal(decode(model, ahead=ahead), expected)
+    assert model.row_store.encoded == encoded > 0
 
 
 @pytest.mark.parametrize("mode", ["compressed", "base_token_end"])
