@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from mlx_zip.errors import MlxZipError
 
@@ -92,7 +92,7 @@ def _is_measured(conditions: Mapping[str, Any], training: Mapping[str, Any], tex
     return all(type(n) in (int, float) and math.isfinite(n) for n in numbers)
 
 
-def _are_lists(value: Any, length: int) -> bool:
+def _are_lists(value: Any, length: int) -> TypeGuard[list[list[Any]]]:
     return isinstance(value, list) and all(isinstance(one, list) and len(one) == length for one in value)
 
 
