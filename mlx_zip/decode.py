@@ -95,18 +95,27 @@ class _Steps:
         return y, logprobs
 
     def step(self, y: mx.array) -> tuple[int, tuple[mx.array, mx.array]]:
-        """Reads the id y [1] -> y on the host, and the next id with its log-probabilities, on their way."""
-        with mx.stream(generation_stream):
-            logits = self._ahead(y) if self.ahead else self.model(y[:, None], cache=self.cache)
-            if self.processors:
-                self.tokens = mx.concatenate([self.tokens, y.astype(self.tokens.dtype)])
-            return cast(int, y.item()), self._choose(logits[:, -1])
+        """Reads the id y [1] -> y on the host, and the next id with its log-probabilities, on their way.
 
-    def _ahead(self, y: mx.array) -> mx.array:
-        with self.model.read_ahead(y[:, None], self.cache) as ahead:
-            if ahead.hidden is not None:
-                mx.async_eval(ahead.hidden)
-            return ahead.logits(np.array(y)[:, None])
+        When something raises, the cache is as before.
+        """
+        before = self.cache[-1].offset
+        try:
+            with mx.stream(generation_stream):
+                logits = self._logits(y[:, None])
+                if self.processors:
+                    self.tokens = mx.concatenate([self.tokens, y.astype(self.tokens.dtype)])
+                return cast(int, y.item()), self._choose(logits[:, -1])
+        except BaseException:
+            self.model.forget(self.cache, before)
+            raise
+
+    def _logits(self, ids: mx.array) -> mx.array:
+        h = self.model.run_ahead(ids, self.cache) if self.ahead else None
+        if h is None:
+            return self.model(ids, cache=self.cache)
+        mx.async_eval(h)
+        return self.model.follow(h, np.array(ids), self.cache)
 
     def _choose(self, logits: mx.array) -> tuple[mx.array, mx.array]:
         for processor in self.processors:
@@ -114,5 +123,5 @@ class _Steps:
         self.after_call(self.cache)
         logprobs = logits - mx.logsumexp(logits, keepdims=True)
         y = self.sampler(logprobs)
-        mx.async_eval(y, logprobs)
+        mx.async_eval(y, logprobs, *self.model.pending_rows())
         return y, logprobs[0]

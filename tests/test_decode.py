@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 import tiny
 from mlx_lm.generate import generate_step, maybe_quantize_kv_cache
+from mlx_lm.models.cache import trim_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
 from mlx_zip.canonical import CanonicalDecoding
-from mlx_zip.codec import compress
+from mlx_zip.codec import Codebook, compress
 from mlx_zip.decode import decode_steps
 from mlx_zip.errors import CodecError, ModelError
 from mlx_zip.hyper import RowStore
@@ -183,19 +184,67 @@ def interrupted(*args, **kwargs):
     raise KeyboardInterrupt
 
 
-def test_an_interrupt_while_the_id_is_awaited_takes_the_body_back():
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("where", ["sampler", "processor", "second block", "id"])
+def test_whatever_raises_the_cache_is_even_and_holds_what_was_yielded(where, ahead, monkeypatch):
     model = tiny.tiny_model()
-    cache = model.make_cache()
-    model(mx.array([prompt_of(model).tolist()]), cache=cache)
-    before = cache[-1].offset
-    ahead = model.read_ahead(mx.array([[5]]), cache)
-    assert cache[0].offset == before + 1
-    with pytest.raises(KeyboardInterrupt), ahead:
-        raise KeyboardInterrupt
-    assert {entry.offset for entry in cache} == {before}
+    cache, found, calls = model.make_cache(), [], iter([False] * 6 + [True] * 9)
+
+    def sampler(logprobs):
+        if where == "sampler" and next(calls):
+            raise KeyboardInterrupt
+        return mx.argmax(logprobs, axis=-1)
+
+    def processor(tokens, logits):
+        if where == "processor" and next(calls):
+            raise KeyboardInterrupt
+        return logits
+
+    steps = decode(model, cache, ahead=ahead, sampler=sampler, processors=[processor])
+    found += [next(steps)[0] for _ in range(5)]
+    if where == "second block":
+        model.model.layers[1] = interrupted
+    if where == "id":
+        monkeypatch.setattr(Model, "follow" if ahead else "_head", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        next(steps)
+    assert cache[-1].books[0].ids.tolist() == [*prompt_of(model).tolist(), *found]
+    assert {entry.offset for entry in cache} == {len(prompt_of(model)) + 5}
 
 
-@pytest.mark.parametrize("wrong", [tiny.VOCAB + tiny.SLOTS - 1, tiny.VOCAB + tiny.SLOTS, -1, 10**6])
+@pytest.mark.parametrize("mode", ["compressed", "base_token_end"])
+@pytest.mark.parametrize("family", ["llama", "gemma"])
+def test_an_id_that_installs_itself_is_read_with_its_own_row(family, mode):
+    model = tiny.tiny_model(family, position_mode=mode, tie_encoders=family == "gemma")
+    assert model.sides_are_one == (family == "gemma")
+    prompt, found = [*prompt_of(model).tolist(), 10], []
+    book = Codebook(model.config.codec_params)
+    book.push([*prompt, 11])
+    for ahead in (True, False):
+        forced = iter([11, tiny.VOCAB + len(book), 5, 6, 7])
+        sampler = lambda logprobs, forced=forced: mx.array([next(forced)])
+        steps = decode(model, prompt=np.array(prompt, np.uint32), sampler=sampler, ahead=ahead, max_steps=4)
+        found.append(list(steps))
+    assert_equal(*found)
+
+
+def test_behind_a_trim_below_longropes_border_the_short_factors_are_back():
+    model = tiny.tiny_model("phi3", position_mode="base_token_end")
+    model.traits = type(model.traits)(**{**vars(model.traits), "long_context": 40})
+    ids, caches = tiny.base_ids(50), [model.make_cache(), model.make_cache()]
+    for cache in caches:
+        for one in ids:
+            model(mx.array([[one]]), cache=cache)
+        trim_prompt_cache(cache, 12)
+    assert caches[0][-1].long_rope
+    h = model.run_ahead(mx.array([[5]]), caches[0])
+    assert h is None
+    expected = tiny.last_logits(model, [5], caches[1])
+    np.testing.assert_allclose(tiny.last_logits(model, [5], caches[0]), expected, atol=1e-5)
+    assert not caches[0][-1].long_rope
+
+
+@pytest.mark.parametrize("wrong", [tiny.VOCAB + tiny.SLOTS - 1, tiny.VOCAB + tiny.SLOTS, -1, -(10**9), 10**6])
 def test_an_id_that_does_not_exist_is_an_error_and_changes_nothing(wrong):
     model = tiny.tiny_model()
     cache, left = model.make_cache(), iter([5, 6, wrong, 5])

@@ -190,6 +190,22 @@ def test_a_fingerprint_that_another_tool_left_behind_does_not_give_its_rows(tmp_
     assert stale.row_store.from_disk == store_rows_of_input_side(twin, ids)
 
 
+@pytest.mark.parametrize("how", ["exchanged", "in place"])
+def test_a_value_that_is_not_looked_at_gives_other_rows_all_the_same(how):
+    model, twin = zip_model(RowStore()), zip_model()
+    ids = compressed(model)
+    run(model, ids)
+    for each in (model, twin):
+        weight = np.array(each.lm_head.weight)
+        weight[7, 5] += 4.0
+        if how == "exchanged":
+            each.lm_head.weight = mx.array(weight)
+        else:
+            each.lm_head.weight[7, 5] = float(weight[7, 5])
+            each.weights_changed()
+    np.testing.assert_allclose(run(model, ids), run(twin, ids), atol=1e-5, rtol=0)
+
+
 def store_rows_of_input_side(model, ids):
     """Input rows do not depend on the head, so these are found."""
     return len({i for i in ids if i >= VOCAB})

@@ -69,7 +69,10 @@ class RowFile:
             self.shape = _shape(rows, self.cells)
             self.stride = lib.mlxzip_rows_stride(self.shape)
             self._check()
-            self._map = mmap.mmap(self.handle, self.records_at, flags=_MAP, prot=mmap.PROT_READ)
+            try:
+                self._map = mmap.mmap(self.handle, self.records_at, flags=_MAP, prot=mmap.PROT_READ)
+            except ValueError as error:  # it was cut a moment ago
+                raise DamagedFileError(str(error)) from error
             self._cells = ffi.from_buffer("uint8_t[]", self._map)
             self._scratch = ffi.new("uint8_t[]", self.stride)
         except BaseException:

@@ -170,6 +170,9 @@ class RowFolder:
         except DamagedFileError:
             self._files[file.rows].remove(file)
             self._discard(file.path)
+        except OSError as error:
+            self._files[file.rows].remove(file)
+            self._tell("read", f"has a file that cannot be read: {_reason(error)}")
 
     # ---- writing; the folder is locked
 

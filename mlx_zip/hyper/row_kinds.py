@@ -52,12 +52,20 @@ class RowKinds:
         self._recorded: Mapping[str, Any] = recorded if isinstance(recorded, Mapping) else {}
         self._merge_size = merge_size
         self._known: dict[str, _Known] = {}
+        self._changed = False
+
+    def forget(self) -> None:
+        """Gives both sides other kinds from now on, which only this model has: its weights are no longer those."""
+        self._known.clear()
+        self._changed = True
 
     def kind(self, side: str, encoder: nn.Module, matrix: nn.Module) -> RowKind:
         """The kind of rows that `encoder` makes of rows of `matrix`; side: "input" or "output"."""
         known = self._known.get(side)
         if known is not None and known.encoder is encoder and known.matrix is matrix and known.holds():
             return known.kind
+        if known is not None:  # a tensor was exchanged, and perhaps not at the values that are looked at
+            self.forget()
         kind = self._make(side, encoder, matrix)
         self._known[side] = _Known(kind, encoder, matrix, [*_places(encoder), *_places(matrix)])
         return kind
@@ -66,7 +74,7 @@ class RowKinds:
         some = np.zeros((1, self._merge_size), np.uint32)
         row = encode_entries(encoder, matrix, some, np.array([self._merge_size]))  # for its shape: never evaluated
         recorded = self._recorded.get(side)
-        durable = isinstance(recorded, str) and bool(recorded)
+        durable = isinstance(recorded, str) and bool(recorded) and not self._changed
         facts = [
             FORMAT, side, recorded if durable else os.urandom(16).hex(), str(row.dtype), row.shape[-1],
             str(mx.default_device().type), _facts(encoder), _facts(matrix),

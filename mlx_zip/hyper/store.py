@@ -82,10 +82,15 @@ class RowStore:
         chosen = np.array(sorted(first.values()))
         fresh = encode(base_ids[chosen], lengths[chosen])
         self.encoded += len(chosen)
-        self._fresh.append((kind, [names[i] for i in chosen], fresh))
+        self._fresh.append((kind, [names[i] for i in chosen], fresh.view(mx.uint8)))
         if len(chosen) == len(names):
             return fresh
         return _joined(kind, held, names, [names[i] for i in chosen], fresh)
+
+    @property
+    def pending(self) -> list[mx.array]:
+        """The bytes of rows that `settle` will take over, for a loop to evaluate with what else it evaluates."""
+        return [rows for _, _, rows in self._fresh]
 
     def settle(self) -> None:
         """Takes over the rows encoded so far, evaluating those that no result has needed yet.
@@ -93,7 +98,7 @@ class RowStore:
         The model does it at the beginning of a call, when those of the call before are there already.
         """
         for kind, names, rows in self._fresh:
-            data = bytes(host_bytes(rows))
+            data = bytes(host_bytes(rows))  # of bytes already: no operation behind those under way
             self._memory.put(names, _split(data, kind.rows.row_bytes))
             if self._disk is not None and kind.durable:
                 keys = np.frombuffer(b"".join(name[_PREFIX:] for name in names), np.uint32)

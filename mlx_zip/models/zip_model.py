@@ -21,7 +21,6 @@ from mlx_zip.config import ZipConfig
 from mlx_zip.errors import ConfigError, ModelError
 from mlx_zip.hyper import RowKinds, RowStore, RowTable, encode_entries, make_encoder
 from mlx_zip.layout import Layout
-from mlx_zip.models.ahead import Ahead
 from mlx_zip.models.architectures import make_decoder
 from mlx_zip.models.rope import Positions
 from mlx_zip.state import Advance, ZipState, find_state, split_start, with_starts
@@ -122,17 +121,10 @@ class Model(nn.Module):
         kv, state = self.check_cache(cache)
         advance = state.advance(host_ids)
         with ExitStack() as on_error:  # an interrupt, say: codebook and KV caches must not part
-            on_error.callback(self.forget, kv, state, state.offset - host_ids.shape[1])
+            on_error.callback(self.forget, cache, state.offset - host_ids.shape[1])
             logits = self._head(self._hidden(kv, state, host_ids), state, advance, causal)
             on_error.pop_all()
         return logits
-
-    def read_ahead(self, ids: mx.array, cache: Sequence[Any]) -> Ahead:
-        """Begins a step with ids [B, 1] that may still be on the device; `Ahead.logits` ends it.
-
-        Raises `ModelError` for a cache that does not fit, before anything changes.
-        """
-        return Ahead(self, ids, cache)
 
     # ---- cache
 
@@ -233,6 +225,17 @@ class Model(nn.Module):
         """Where input rows are."""
         return state.outputs if self.sides_are_one else state.inputs
 
+    def pending_rows(self) -> list[mx.array]:
+        """Rows that the store has not taken over yet, for a loop to evaluate along with the id they were needed for."""
+        return [] if self.row_store is None else self.row_store.pending
+
+    def weights_changed(self) -> None:
+        """To be called after weights were changed in place (`w *= 2`): rows of the old ones are not used any more.
+
+        Exchanged tensors are seen without it.
+        """
+        self._row_kinds.forget()
+
     def _settle(self) -> None:
         """Lets the row store keep the rows of the last step: its id is here, so they are."""
         if self.row_store is not None:
@@ -300,16 +303,19 @@ class Model(nn.Module):
 
     # ---- a step ahead of the host
 
-    def run_ahead(self, kv: Sequence[Any], state: ZipState, ids: mx.array) -> mx.array | None:
-        """The body's output [B, 1, D] for ids [B, 1] that the state does not know yet.
+    def run_ahead(self, ids: mx.array, cache: Sequence[Any]) -> mx.array | None:
+        """The body's output [B, 1, D] for ids [B, 1] that may still be on the device; `follow` makes logits of it.
 
-        None where LongRoPE may change its factors.
+        Until then the KV caches are one id ahead of the codebooks, also when this ends in an exception: `forget` takes
+        that back. None, and nothing done, where LongRoPE may change its factors. Raises `ModelError` for a cache that
+        does not fit, before anything changes.
         """
+        kv, state = self.check_cache(cache)
         positions = self._positions_ahead(state, ids)
         if positions is None:
             return None
         hyper, table = self.layout.is_hyper(ids), self._read_table(state)
-        h = self.model.embed_tokens(mx.where(hyper, 0, ids))
+        h = self.model.embed_tokens(mx.where(hyper | (ids < 0), 0, ids))  # `follow` refuses those
         if table.rows is not None:
             slots = mx.clip(self.layout.slot(ids), 0, table.rows.shape[1] - 1)
             h = mx.where(hyper[..., None], table.take(slots).astype(h.dtype), h)
@@ -322,30 +328,35 @@ class Model(nn.Module):
             return positions if positions.long == state.long_rope else None
         context, done = self.traits.long_context, state.base_lengths()
         longest = int(done.max()) + self.config.merge_size  # base ids after any id that may come
-        if context is not None and state.long_rope != (longest > context):
+        if context is not None and not (int(done.max()) + 1 > context if state.long_rope else longest <= context):
             return None
         hyper = self.layout.is_hyper(ids)
         column = mx.where(hyper, mx.clip(self.layout.slot(ids), 0, self.config.codebook_size - 1) + 1, 0)
         spans = mx.take_along_axis(mx.array(state.spans()), column, axis=1)
         return Positions(index=mx.array(done)[:, None] + spans - 1, long=state.long_rope)
 
-    def follow(self, h: mx.array, kv: Sequence[Any], state: ZipState, ids: np.ndarray) -> mx.array:
-        """The logits [B, 1, W] behind `run_ahead`, which gave h [B, 1, D], once ids [B, 1] are known."""
-        ids = _checked(ids)
+    def follow(self, h: mx.array, ids: np.ndarray, cache: Sequence[Any]) -> mx.array:
+        """The logits [B, 1, W] behind `run_ahead`, which gave h [B, 1, D], once ids [B, 1] are known.
+
+        The body runs again for an id that had no input row yet: one that is read for the first time, or that installs
+        itself. Errors are those of a call.
+        """
+        ids, kv, state = _checked(ids), cache[:-1], cache[-1]
         self._settle()
+        slots = self._slots(ids)
+        unread = (slots >= np.array([[len(book)] for book in state.books])).any()
         advance = state.advance(ids)
-        hyper = self.layout.is_hyper(ids)
-        if not self.sides_are_one and hyper.any() and len(state.missing_inputs(self._slots(ids))[0]):
-            for cache in kv:
-                cache.trim(1)
+        if unread or (not self.sides_are_one and len(state.missing_inputs(slots)[0])):
+            for one in kv:
+                one.trim(1)
             h = self._hidden(kv, state, ids)
         return self._head(h, state, advance, causal=False)
 
-    def forget(self, kv: Sequence[Any], state: ZipState, offset: int) -> None:
-        """Takes back what codebooks and KV caches, or some of them, have read beyond `offset` ids."""
-        state.trim(state.offset - offset)
-        for cache in kv:
-            cache.trim(max(0, _kv_length(cache) - offset))
+    def forget(self, cache: Sequence[Any], offset: int) -> None:
+        """Takes back what the codebooks and KV caches of a cache, or some of them, have read beyond `offset` ids."""
+        cache[-1].trim(cache[-1].offset - offset)
+        for one in cache[:-1]:
+            one.trim(max(0, _kv_length(one) - offset))
 
     # ---- what mlx-lm's loader and converter ask for
 
