@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from mlx_zip import bundled
 from mlx_zip.errors import ConversionError
 
 CONFIGS = ["zip2zip_config.json", "config.json", "adapter_config.json"]
@@ -29,8 +30,10 @@ class Place:
 
 
 def local(path: str | Path) -> Place | None:
-    """The folder if there is one at `path`."""
+    """The folder if there is one at `path`, or a bundled model of that name."""
     folder = Path(path).expanduser()
+    if str(path) in bundled.NAMES and not (folder / "config.json").is_file():
+        folder = bundled.bundled_model(str(path))
     return Place(folder, folder.resolve().name) if os.path.isdir(folder) else None
 
 

@@ -104,6 +104,12 @@ def test_the_wheel_takes_the_bundle_along():
 
 
 @there
+def test_a_bundled_model_is_exported_by_its_name(tmp_path):
+    assert cli.main(["export", "--model", "stories", "--save-path", str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out/zip2zip_config.json").is_file()
+
+
+@there
 def test_the_bundle_is_small():
     assert sum(file.stat().st_size for file in bundled.FOLDER.rglob("*") if file.is_file()) <= MOST_BYTES
 
