@@ -230,8 +230,14 @@ def test_a_model_in_training_mode_uses_no_store():
 
 
 def test_a_copy_of_a_model_shares_its_store():
-    store = RowStore()
-    assert copy.deepcopy(store) is store
+    model, plain = zip_model(RowStore()), zip_model()
+    ids = compressed(model)
+    run(model, ids)
+    twin = copy.deepcopy(model)
+    assert twin.row_store is model.row_store
+    alter(twin, "encoder")
+    alter(plain, "encoder")
+    np.testing.assert_allclose(run(twin, ids), run(plain, ids), atol=1e-5, rtol=0)
 
 
 # ---- the store itself

@@ -54,6 +54,12 @@ class RowKinds:
         self._known: dict[str, _Known] = {}
         self._changed = False
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> RowKinds:
+        """Of a copied model, whose weights may be changed before they are looked at: its kinds are its own."""
+        twin = RowKinds(self._recorded, self._merge_size)
+        twin.forget()
+        return twin
+
     def forget(self) -> None:
         """Gives both sides other kinds from now on, which only this model has: its weights are no longer those."""
         self._known.clear()

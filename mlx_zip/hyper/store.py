@@ -125,7 +125,7 @@ class RowStore:
         self.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RowStore:
-        return self  # copies of a model share it, as they share what its rows are
+        return self  # copies of a model share it
 
     @property
     def nbytes(self) -> int:
