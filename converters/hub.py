@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlx_zip import bundled
+from mlx_zip.bundled import here_or_bundled
 from mlx_zip.errors import ConversionError
 
 CONFIGS = ["zip2zip_config.json", "config.json", "adapter_config.json"]
@@ -31,9 +31,7 @@ class Place:
 
 def local(path: str | Path) -> Place | None:
     """The folder if there is one at `path`, or a bundled model of that name."""
-    folder = Path(path).expanduser()
-    if str(path) in bundled.NAMES and not (folder / "config.json").is_file():
-        folder = bundled.bundled_model(str(path))
+    folder = here_or_bundled(path)
     return Place(folder, folder.resolve().name) if os.path.isdir(folder) else None
 
 

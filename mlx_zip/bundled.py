@@ -27,3 +27,12 @@ def bundled_model(name: str) -> Path:
             "or make it: make model DATA=DIR (docs/stories.md)"
         )
     return folder
+
+
+def here_or_bundled(name: str | Path) -> Path:
+    """The path itself; for a bundled model's name the bundled folder, unless a model lies at that path.
+
+    Raises `ModelError` when that model is not installed.
+    """
+    path = Path(name).expanduser()
+    return bundled_model(str(name)) if str(name) in NAMES and not (path / "config.json").is_file() else path

@@ -15,7 +15,7 @@ from typing import Any
 from mlx_lm.utils import _get_classes
 from mlx_lm.utils import load as mlx_load
 
-from mlx_zip.bundled import NAMES, bundled_model
+from mlx_zip.bundled import NAMES, here_or_bundled
 from mlx_zip.errors import MlxZipError, ModelError, bare_exceptions_as_value_errors
 from mlx_zip.hyper import RowStore
 from mlx_zip.register import MODEL_TYPE
@@ -83,9 +83,7 @@ def model_folder(path_or_hf_repo: str | Path, revision: str | None = None) -> Pa
 
     Raises `ModelError`.
     """
-    path, name = Path(path_or_hf_repo).expanduser(), str(path_or_hf_repo)
-    if name in NAMES and not (path / "config.json").is_file():
-        path = bundled_model(name)
+    path, name = here_or_bundled(path_or_hf_repo), str(path_or_hf_repo)
     if os.path.isdir(path):  # unlike Path.is_dir, no error for a name that cannot be
         if revision is not None:
             raise ModelError(f"{path_or_hf_repo} is a folder, so revision (--revision) {revision} does not apply")

@@ -101,37 +101,34 @@ def run(args: argparse.Namespace) -> int:
     start = None if args.start_codebook is None else read_pack(args.start_codebook)
 
     cache, metadata = (None, {}) if args.prompt_cache_file is None else _read_cache(args)
-    store = rows.open_store(args)
-    model, tokenizer = load(
-        args.model or metadata["model"],
-        adapter_path=args.adapter_path,
-        tokenizer_config=json.loads(metadata.get("tokenizer_config", "{}")),
-        revision=args.revision,
-        trust_remote_code=args.trust_remote_code,
-        canonical=args.canonical,
-        row_store=store,
-    )
-    if start is not None:
-        _check_start(args, start, model)
-    _add_eos(tokenizer, args.extra_eos_token)
-    responses = stream_generate(
-        model,
-        tokenizer,
-        prompt_ids(tokenizer, prompt, args, continues=cache is not None),
-        max_tokens=args.max_tokens,
-        stop=args.stop,
-        prompt_cache=cache,
-        start=start,
-        prefill_step_size=args.prefill_step_size,
-        kv_bits=args.kv_bits,
-        kv_group_size=args.kv_group_size,
-        quantized_kv_start=args.quantized_kv_start,
-        **options,
-    )
-    try:
+    with rows.open_store(args) as store:
+        model, tokenizer = load(
+            args.model or metadata["model"],
+            adapter_path=args.adapter_path,
+            tokenizer_config=json.loads(metadata.get("tokenizer_config", "{}")),
+            revision=args.revision,
+            trust_remote_code=args.trust_remote_code,
+            canonical=args.canonical,
+            row_store=store,
+        )
+        if start is not None:
+            _check_start(args, start, model)
+        _add_eos(tokenizer, args.extra_eos_token)
+        responses = stream_generate(
+            model,
+            tokenizer,
+            prompt_ids(tokenizer, prompt, args, continues=cache is not None),
+            max_tokens=args.max_tokens,
+            stop=args.stop,
+            prompt_cache=cache,
+            start=start,
+            prefill_step_size=args.prefill_step_size,
+            kv_bits=args.kv_bits,
+            kv_group_size=args.kv_group_size,
+            quantized_kv_start=args.quantized_kv_start,
+            **options,
+        )
         return show(responses, args, sys.stdout, store if hasattr(model, "layout") else None)
-    finally:
-        store.close()
 
 
 class _Given(argparse.Action):

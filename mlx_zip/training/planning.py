@@ -8,7 +8,7 @@ from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlx_zip.bundled import NAMES, bundled_model
+from mlx_zip.bundled import here_or_bundled
 from mlx_zip.codec import CodecParams
 from mlx_zip.codec.pack import Start, read_pack
 from mlx_zip.errors import CodecError, DataError
@@ -59,11 +59,9 @@ def tokenizer_folder(name: str, trust_remote_code: bool = False) -> Path:
 
     A bundled model goes by its name, as in `load`. Raises `DataError`.
     """
-    path = Path(name).expanduser()
+    path = here_or_bundled(name)
     if path.name == "tokenizer.json" and path.is_file():
         return path.parent
-    if name in NAMES and not (path / "config.json").is_file():
-        return bundled_model(name)
     if path.is_dir():
         return path
     if path.exists() or name.count("/") != 1 or name.startswith((".", "/", "~")):
