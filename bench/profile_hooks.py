@@ -1,7 +1,8 @@
 """Clocks around the parts of a step: functions of mlx_zip, mlx-lm and MLX, wrapped while a tracer is open.
 
-A function's time is its own: what it calls that has a clock too is taken out. A hook that finds no such function is an
-error, so that this list follows the code.
+A function's time is its own: what it calls that has a clock too is taken out. Two clocks run: the wall's, and the
+thread's processor time, in which the thread is not counted while others have its core. A hook that finds no such
+function is an error, so that this list follows the code.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ PARTS = {  # in a step's order
 }
 OURS = ("call", "codec", "rows", "embedding", "head", "canonical", "text", "response")  # what mlx_zip adds on the host
 
-Seconds = defaultdict[str, float]  # by part
+CPU = " cpu"  # behind a part's name: its processor time
+
+Seconds = defaultdict[str, float]  # by part, and by part + CPU
 Made = Callable[[tuple[Any, ...], Any], Any]
 
 
@@ -45,7 +48,7 @@ def _result(args: tuple[Any, ...], result: Any) -> Any:
 
 
 def _table(args: tuple[Any, ...], result: Any) -> Any:
-    return args[2].rows  # of `Model._encode(self, state, table, ...)`
+    return args[2].rows  # of `ModelRows._encode(self, state, table, ...)`
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,8 @@ class Hook:
         return home
 
 
-MODEL, STATE, REQUEST = "mlx_zip.models.zip_model:Model", "mlx_zip.state:ZipState", "mlx_zip.request:Request"
+MODEL, ROWS = "mlx_zip.models.zip_model:Model", "mlx_zip.models.model_rows:ModelRows"
+STATE, REQUEST = "mlx_zip.state:ZipState", "mlx_zip.request:Request"
 PLAIN_HOOKS = (
     Hook("sampling", mx, "logsumexp", _result),
     Hook("sampling", mx, "argmax", _result),
@@ -81,8 +85,8 @@ ZIP_HOOKS = (
     Hook("wait", "mlx_zip.models.zip_model", "_host_ids"),
     Hook("call", MODEL, "__call__"),
     Hook("embedding", MODEL, "_embed", _result),
-    Hook("rows", MODEL, "_encode", _table),
-    Hook("rows", MODEL, "_settle"),
+    *(Hook("rows", ROWS, name, _table) for name in ("_encode", "_encode_one")),
+    Hook("rows", ROWS, "settle"),
     Hook("blocks", MODEL, "run_layers", _result),
     Hook("head", MODEL, "_head", _result),
     Hook("canonical", "mlx_zip.canonical:CanonicalDecoding", "__call__", _result),
@@ -90,6 +94,7 @@ ZIP_HOOKS = (
     Hook("response", REQUEST, "emit"),
     Hook("codec", REQUEST, "_expand"),
     *(Hook("codec", STATE, name) for name in ("advance", "missing_outputs", "missing_inputs", "entries")),
+    Hook("codec", "mlx_zip.codec:Codebook", "words"),
 )
 
 
@@ -100,7 +105,7 @@ class Tracer:
         self.hooks, self.apart = hooks, apart
         self.totals: Seconds = defaultdict(float)
         self.marks: list[Seconds] = []
-        self._inner: list[float] = []  # seconds of hooked functions inside each one that is running
+        self._inner: list[tuple[float, float]] = []  # seconds (both clocks) of hooked functions inside each that runs
         self._undo: list[tuple[Any, str, Any]] = []
 
     def __enter__(self) -> Tracer:
@@ -120,20 +125,23 @@ class Tracer:
             setattr(home, name, before)
 
     def _timed(self, hook: Hook, function: Callable[..., Any]) -> Callable[..., Any]:
-        made = hook.made if self.apart else None
+        made, cpu = hook.made if self.apart else None, hook.part + CPU
 
         def call(*args: Any, **options: Any) -> Any:
-            begun = time.perf_counter()
-            self._inner.append(0.0)
+            begun, worked = time.perf_counter(), time.thread_time()
+            self._inner.append((0.0, 0.0))
             try:
                 result = function(*args, **options)
                 if made is not None:
                     mx.eval(made(args, result))
             finally:
-                took = time.perf_counter() - begun
-                self.totals[hook.part] += took - self._inner.pop()
+                worked, took = time.thread_time() - worked, time.perf_counter() - begun
+                inner_took, inner_worked = self._inner.pop()
+                self.totals[hook.part] += took - inner_took
+                self.totals[cpu] += worked - inner_worked
                 if self._inner:
-                    self._inner[-1] += took
+                    took_before, worked_before = self._inner[-1]
+                    self._inner[-1] = took_before + took, worked_before + worked
             return result
 
         return call

@@ -115,7 +115,7 @@ class _Steps:
         if h is None:
             return self.model(ids, cache=self.cache)
         mx.async_eval(h)
-        return self.model.follow(h, np.array(ids), self.cache)
+        return self.model.follow(h, ids, self.cache)
 
     def _choose(self, logits: mx.array) -> tuple[mx.array, mx.array]:
         for processor in self.processors:

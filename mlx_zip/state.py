@@ -22,13 +22,18 @@ from mlx_zip.hyper import RowTable
 
 STATE_VERSION = 1
 
+HostIds = int | np.ndarray  # what one call reads: ids [B, L] uint32, or the one id of a sequence that is alone
+
 
 @dataclass(frozen=True)
 class Advance:
-    """What one call's ids installed: live [B] entries after it, available [B, L] once each id had been consumed."""
+    """What one call's ids installed: live [B] entries after it, available [B, L] once each id had been consumed.
 
-    live: np.ndarray
-    available: np.ndarray
+    Numbers, where one sequence read one id.
+    """
+
+    live: np.ndarray | int
+    available: np.ndarray | int
 
 
 class ZipState:
@@ -40,7 +45,7 @@ class ZipState:
     """
 
     def __init__(self, params: CodecParams | Sequence[CodecParams], left_padding: Sequence[int] = (0,)) -> None:
-        self.left_padding = np.asarray(left_padding, dtype=np.int64)
+        self.left_padding = [int(n) for n in left_padding]
         self.books = _books(params, len(self.left_padding))
         self.offset = 0
         self.long_rope = False
@@ -66,24 +71,28 @@ class ZipState:
         batch = len(self.books)
         self.inputs, self.outputs = RowTable(batch), RowTable(batch)
         self.encoded_inputs = np.zeros((batch, self.books[0].params.codebook_size), dtype=bool)
-        self.encoded_outputs = np.zeros(batch, dtype=np.int64)
+        self.encoded_outputs = [0] * batch
 
     # ---- one model call
 
-    def advance(self, ids: np.ndarray) -> Advance:
-        """Learns ids [B, L] uint32: all of them or, when any is illegal, none.
+    def takes_one(self) -> bool:
+        """Whether one id may come as a number: for a sequence that is alone and has no padding left."""
+        return len(self.books) == 1 and self.offset >= self.left_padding[0]
+
+    def advance(self, ids: HostIds) -> Advance:
+        """Learns ids: all of them or, when any is illegal, none.
 
         Raises `CodecError` for an id that is neither a base id nor an installed hypertoken, `ModelError` when the
         batch size is not this state's.
         """
+        if isinstance(ids, int):
+            self.books[0].push(ids)
+            self.offset += 1
+            live = len(self.books[0])
+            return Advance(live, live)
         batch, length = ids.shape
         if batch != len(self.books):
             raise ModelError(f"the cache was made for {len(self.books)} sequence(s), the ids have {batch}")
-        if batch == length == 1 and self.offset >= self.left_padding[0]:
-            self.books[0].push(int(ids[0, 0]))
-            self.offset += 1
-            live = np.array([len(self.books[0])])
-            return Advance(live, live[:, None])
         first = self._padding_columns(self.offset, length)
         before = np.array([len(book) for book in self.books])
         marks = [book.mark() for book in self.books]
@@ -128,7 +137,7 @@ class ZipState:
 
     def _padding_columns(self, begin: int, length: int) -> np.ndarray:
         """[B]: how many of the `length` columns from `begin` on are left padding."""
-        return np.clip(self.left_padding - begin, 0, length)
+        return np.clip(np.array(self.left_padding) - begin, 0, length)
 
     def log(self, pad_id: int) -> np.ndarray:
         """Every id consumed, [B, offset] uint32, with `pad_id` in the left padding."""
@@ -139,9 +148,6 @@ class ZipState:
 
     def missing_outputs(self) -> tuple[np.ndarray, np.ndarray]:
         """(sequence [N], slot [N]) of installed entries that have no output row yet."""
-        if len(self.books) == 1:
-            slots = np.arange(int(self.encoded_outputs[0]), len(self.books[0]))
-            return np.zeros_like(slots), slots
         return _pairs([np.arange(done, len(b)) for done, b in zip(self.encoded_outputs, self.books, strict=True)])
 
     def missing_inputs(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -151,8 +157,6 @@ class ZipState:
 
     def entries(self, sequence: np.ndarray, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """base_ids [N, merge_size] and lengths [N] of the entries at (sequence, slot)."""
-        if len(slots) == 1:
-            return self.books[int(sequence[0])].rows(int(slots[0]), 1)
         base_ids = np.empty((len(slots), self.books[0].params.merge_size), dtype=np.uint32)
         lengths = np.empty(len(slots), dtype=np.int64)
         for b in np.unique(sequence):
@@ -176,7 +180,7 @@ class ZipState:
             _params_to_json([book.params for book in self.books]),
             mx.array(np.concatenate(logs)),
             mx.array(np.array([len(log) for log in logs], dtype=np.int64)),
-            mx.array(self.left_padding),
+            mx.array(np.array(self.left_padding, dtype=np.int64)),
             self.offset,
             self.long_rope,
         )
@@ -193,7 +197,7 @@ class ZipState:
         books = _books(_params_from_json(params), len(padding))
         for book, part in zip(books, np.split(log, np.cumsum(expected)[:-1]), strict=True):
             book.push(part)
-        self.left_padding, self.books = padding, books
+        self.left_padding, self.books = padding.tolist(), books
         self.offset, self.long_rope = int(offset), bool(long_rope)
         self._forget_rows()
 
@@ -215,7 +219,7 @@ class ZipState:
         n = min(n, self.offset)
         self.offset -= n
         for b, book in enumerate(self.books):
-            book.rewind(max(0, self.offset - int(self.left_padding[b])))
+            book.rewind(max(0, self.offset - self.left_padding[b]))
             self.encoded_outputs[b] = min(self.encoded_outputs[b], len(book))
             self.encoded_inputs[b, len(book) :] = False
         return n
@@ -235,12 +239,12 @@ class ZipState:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ZipState:
         twin = ZipState.__new__(ZipState)
-        twin.left_padding = self.left_padding.copy()
+        twin.left_padding = list(self.left_padding)
         twin.books = [book.copy() for book in self.books]
         twin.offset, twin.long_rope = self.offset, self.long_rope
         twin.inputs, twin.outputs = self.inputs.copy(), self.outputs.copy()
         twin.encoded_inputs = self.encoded_inputs.copy()
-        twin.encoded_outputs = self.encoded_outputs.copy()
+        twin.encoded_outputs = list(self.encoded_outputs)
         return twin
 
     __copy__ = None  # a shallow copy would share codebooks; use copy.deepcopy

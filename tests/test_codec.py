@@ -183,6 +183,17 @@ def test_one_id_expands_as_a_list_of_it_does():
             book.expand(bad)
 
 
+def test_an_entrys_words_are_its_base_ids():
+    book = Codebook(PARAMS)
+    book.push([1, 2, 1, 2, 3, 1, 2])
+    assert len(book) > 1
+    for slot, (_, entry) in enumerate(book.entries):
+        assert np.frombuffer(book.words(slot), np.uint32).tolist() == list(entry)
+    for slot in (len(book), -1):
+        with pytest.raises((CodecError, OverflowError)):
+            book.words(slot)
+
+
 def test_the_last_id_is_that_of_the_log():
     book = Codebook(PARAMS)
     with pytest.raises(IndexError):

@@ -97,7 +97,7 @@ def test_a_prompt_is_encoded_in_one_pass_per_side_and_call(monkeypatch):
         calls.append(len(ids))
         return encode_entries(encoder, matrix, ids, lengths)
 
-    monkeypatch.setattr("mlx_zip.models.zip_model.encode_entries", counted)
+    monkeypatch.setattr("mlx_zip.models.model_rows.encode_entries", counted)
     model = zip_model(RowStore())
     run(model, compressed(model))
     assert len(calls) == 2
@@ -257,6 +257,13 @@ def test_a_row_comes_back_byte_for_byte_from_memory_and_from_disk(dtype, width, 
     assert fresh.dtype == held.dtype == read.dtype == dtype
     for rows in (held, read):
         assert mx.array_equal(fresh, rows)
+    for i, (entry, length) in enumerate(zip(ids, lengths, strict=True)):  # as a step of generation asks
+        row = store.row(which, entry[:length].tobytes())
+        assert row is not None
+        assert row.dtype == dtype
+        assert mx.array_equal(fresh[i : i + 1], row)
+    assert store.row(which, np.array([1, 2], np.uint32).tobytes()) is None
+    assert store.row(kind(2, width, dtype), ids[0, : lengths[0]].tobytes()) is None
 
 
 def test_rows_stand_in_the_order_asked_for_whatever_was_kept(tmp_path):

@@ -93,7 +93,7 @@ def test_start_entries_are_open_before_the_first_logits_and_their_output_rows_en
     logits = np.array(MODEL(mx.array([[5, 6, 7]]), cache=cache, causal=True)[0])
     opened = [int(np.isfinite(row[VOCAB : VOCAB + SLOTS]).sum()) for row in logits]
     assert opened == [len(START), len(START) + 1, len(START) + 2]
-    assert cache[-1].encoded_outputs.tolist() == [len(START) + 2]
+    assert cache[-1].encoded_outputs == [len(START) + 2]
     assert not cache[-1].encoded_inputs.any()
 
 

@@ -58,6 +58,7 @@ class Codebook:
         self._book = ffi.gc(book, lib.mlxzip_free)
         self._one: Any = None
         self._asked: Any = None
+        self._asked_entry: Any = None
 
     @classmethod
     def _own(cls, params: CodecParams, book: Any) -> Codebook:
@@ -155,6 +156,14 @@ class Codebook:
         rows, lengths = np.empty((n, self.params.merge_size), np.uint32), np.empty(n, np.uint8)
         check(lib.mlxzip_entries(self._book, first, n, _ids(rows), _bytes(lengths)))
         return rows, lengths
+
+    def words(self, slot: int) -> bytes:
+        """The base ids of one entry as the machine's 32-bit words, without an array in between."""
+        if self._asked_entry is None:
+            self._asked_entry = ffi.new("uint32_t[]", max(1, self.params.merge_size)), ffi.new("uint8_t[1]")
+        row, length = self._asked_entry
+        check(lib.mlxzip_entries(self._book, slot, 1, row, length))
+        return ffi.buffer(row, 4 * length[0])[:]
 
     @property
     def entries(self) -> Entries:

@@ -4,8 +4,9 @@ from mlx_zip.hyper.encoders import make_encoder
 from mlx_zip.hyper.fingerprint import Fingerprints, host_bytes
 from mlx_zip.hyper.row_kinds import RowKinds
 from mlx_zip.hyper.rows import RowTable, encode_entries, matrix_rows
-from mlx_zip.hyper.store import RowStore
+from mlx_zip.hyper.store import RowKind, RowStore
 
 __all__ = [
-    "Fingerprints", "RowKinds", "RowStore", "RowTable", "encode_entries", "host_bytes", "make_encoder", "matrix_rows",
+    "Fingerprints", "RowKind", "RowKinds", "RowStore", "RowTable", "encode_entries", "host_bytes", "make_encoder",
+    "matrix_rows",
 ]  # fmt: skip

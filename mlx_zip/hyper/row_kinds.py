@@ -42,7 +42,10 @@ class _Known:
 
     def holds(self) -> bool:
         """Whether every tensor is still the one it was; asked at every call, so it must be quick."""
-        return all(node[key] is value for node, key, value in self.places)
+        for node, key, value in self.places:  # noqa: SIM110 - twice as quick as all()
+            if node[key] is not value:
+                return False
+        return True
 
 
 class RowKinds:

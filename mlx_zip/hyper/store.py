@@ -25,7 +25,7 @@ MEMORY_BYTES = 64 << 20
 FOLDER_BYTES = 1 << 30
 ROW_OVERHEAD = 250  # bytes of Python's own per row in memory
 _NO_ID = 0xFFFFFFFF  # behind an entry's end in a key: no base id, and not the pad id, which differs by model
-_NO_WORD = _NO_ID.to_bytes(4, "little")
+_PADDING = b"\xff"  # of which its four bytes are
 
 Encode = Callable[[NDArray[np.uint32], NDArray[np.int64]], mx.array]
 
@@ -64,11 +64,6 @@ class RowStore:
 
         `encode` is called at most once, with those entries that are not kept, each once.
         """
-        if len(base_ids) == 1:  # a step of generation: no arrays in between
-            row = self._memory.get(self._one_name(kind, base_ids, int(lengths[0])))
-            if row is not None:
-                self.from_memory += 1
-                return _to_device(kind, [row])
         keys = np.where(np.arange(base_ids.shape[1]) < lengths[:, None], base_ids, np.uint32(_NO_ID))
         names = self._names(kind, keys)
         held = [self._memory.get(name) for name in names]
@@ -86,6 +81,20 @@ class RowStore:
         if len(chosen) == len(names):
             return fresh
         return _joined(kind, held, names, [names[i] for i in chosen], fresh)
+
+    def row(self, kind: RowKind, words: bytes) -> mx.array | None:
+        """The row [1, D] of one entry, its base ids given as 32-bit words, if it is in memory: with no array between.
+
+        Otherwise None, and `rows` is to be asked.
+        """
+        row = self._memory.get(self._prefix(kind) + words.ljust(4 * kind.rows.key_words, _PADDING))
+        if row is None:
+            return None
+        self.from_memory += 1
+        data: Any = memoryview(row)
+        if kind.dtype == mx.float32:
+            return mx.array(data.cast("f", [1, len(row) // 4]))
+        return mx.array(data.cast("B", [1, len(row)])).view(kind.dtype)
 
     @property
     def pending(self) -> list[mx.array]:
@@ -134,10 +143,6 @@ class RowStore:
 
     def _prefix(self, kind: RowKind) -> bytes:
         return self._prefixes.setdefault(kind, len(self._prefixes).to_bytes(_PREFIX, "little"))
-
-    def _one_name(self, kind: RowKind, base_ids: NDArray[np.uint32], length: int) -> bytes:
-        """The name of the one entry in base_ids [1, words], as `_names` gives it."""
-        return self._prefix(kind) + base_ids.tobytes()[: 4 * length] + _NO_WORD * (base_ids.shape[1] - length)
 
     def _names(self, kind: RowKind, keys: NDArray[np.uint32]) -> list[bytes]:
         prefix = self._prefix(kind)

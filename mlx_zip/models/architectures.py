@@ -17,6 +17,7 @@ import mlx.nn as nn
 from mlx_zip.config import MAX_LAYERS
 from mlx_zip.errors import ConfigError
 from mlx_zip.models.gemma import SoftCapAttention, TanhGeluMLP
+from mlx_zip.models.norm import RMSNorm, with_quick_norms
 from mlx_zip.models.rope import make_rope, original_context, rope_parameters
 
 
@@ -110,16 +111,18 @@ def make_decoder(config: Mapping[str, Any]) -> tuple[list[nn.Module], nn.Module,
     given = {key: value for key, value in config.items() if value is not None or key not in defaults}
     args = module.ModelArgs.from_dict({**defaults, **given, **_NEUTRAL})
     types = layer_types(config)
-    ropes = {name: _rope_parameters(config, name) for name in set(types)}
+    parameters = {name: _rope_parameters(config, name) for name in set(types)}
+    ropes = {name: make_rope(found, _head_dim(config), config) for name, found in parameters.items()}
     layers = [_layer(module, kind, args, index) for index in range(config["num_hidden_layers"])]
     for layer, name in zip(layers, types, strict=True):
         if kind == "gemma":
             layer.mlp = TanhGeluMLP(config["hidden_size"], config["intermediate_size"])
         if kind == "gemma2":
             layer.self_attn = SoftCapAttention(args)
-        layer.self_attn.rope = make_rope(ropes[name], _head_dim(config), config)
-    norm = getattr(module, "RMSNorm", nn.RMSNorm)(config["hidden_size"], eps=args.rms_norm_eps)
-    long = [original_context(p, config) for p in ropes.values() if p["rope_type"] == "longrope"]
+        layer.self_attn.rope = ropes[name]
+        with_quick_norms(layer)
+    norm = getattr(module, "RMSNorm", RMSNorm)(config["hidden_size"], eps=args.rms_norm_eps)
+    long = [original_context(p, config) for p in parameters.values() if p["rope_type"] == "longrope"]
     window = _window(config)
     traits = Traits(
         windows=tuple(window if name == "sliding_attention" else None for name in types),

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from mlx_zip.errors import ConfigError
+from mlx_zip.models.norm import steps_on_cpu
 
 
 @dataclass(frozen=True)
@@ -23,12 +25,19 @@ class Positions:
     """Where the ids of one call stand.
 
     start: position of the first id, an int or an array [B]; ids follow one by one. index [B, L]: explicit
-    positions, used instead of `start` when given. long: use LongRoPE's long factors.
+    positions, used instead of `start` when given. long: use LongRoPE's long factors. turns: what the layers of this
+    call share, by `Rope`.
     """
 
     start: int | mx.array = 0
     index: mx.array | None = None
     long: bool = False
+    turns: dict[int, mx.array] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def first(self) -> int | mx.array:
+        """The position of each sequence's first id: an int or an array [B]."""
+        return self.start if self.index is None else self.index[:, 0]
 
 
 class Rope(nn.Module):
@@ -38,20 +47,50 @@ class Rope(nn.Module):
         super().__init__()
         self.dims, self.magnitude = dims, magnitude
         self._short, self._long = short, short if long is None else long
+        self._parts: dict[tuple[bool, int], tuple[mx.array, mx.array, mx.array]] = {}
 
     def __call__(self, x: mx.array, offset: Positions) -> mx.array:
         """X [B, H, L, D] -> the same shape."""
+        batch, heads, length, width = x.shape
+        if steps_on_cpu(x) and not self.training:
+            return x @ self._shared_turn(offset, width)
         if self.magnitude != 1.0:
             x = self._scaled(x)
         freqs = self._long if offset.long else self._short
-        if offset.index is None:
-            return self._rotate(x, offset.start, freqs)
-        batch, heads, length, width = x.shape
-        if length == 1:
-            return self._rotate(x, offset.index[:, 0], freqs)
+        if offset.index is None or length == 1:
+            return self._rotate(x, offset.first, freqs)
         x = x.transpose(0, 2, 1, 3).reshape(batch * length, heads, 1, width)
         x = self._rotate(x, offset.index.reshape(-1), freqs)
         return x.reshape(batch, length, heads, width).transpose(0, 2, 1, 3)
+
+    def _shared_turn(self, offset: Positions, width: int) -> mx.array:
+        """`turn`, made once per call for all layers, queries and keys."""
+        made = offset.turns.get(id(self))
+        if made is None:
+            made = offset.turns[id(self)] = self.turn(offset, width)
+        return made
+
+    def turn(self, offset: Positions, width: int) -> mx.array:
+        """What rotates heads x [B, H, 1, width] as x @ turn: [width, width], or [B, 1, width, width]. float32."""
+        same, across, speeds = self._turn_parts(offset.long, width)
+        angles = mx.array(offset.first, mx.float32)[..., None] * speeds
+        if angles.ndim == 2:
+            angles = angles[:, None, None]
+        return same * mx.cos(angles) + across * mx.sin(angles)
+
+    def _turn_parts(self, long: bool, width: int) -> tuple[mx.array, mx.array, mx.array]:
+        """Where the cosines stand [width, width], where the sines do, and each column's angle per position [width]."""
+        key = (long, width)
+        if key not in self._parts:
+            half = self.dims // 2
+            same, across = np.eye(width, dtype=np.float32), np.zeros((width, width), np.float32)
+            same[: self.dims] *= self.magnitude
+            one, other = np.arange(half), np.arange(half, self.dims)
+            across[one, other], across[other, one] = self.magnitude, -self.magnitude
+            speeds = 1 / (self._long if long else self._short)
+            still = mx.zeros(width - self.dims)
+            self._parts[key] = mx.array(same), mx.array(across), mx.concatenate([speeds, speeds, still])
+        return self._parts[key]
 
     def _rotate(self, x: mx.array, start: int | mx.array, freqs: mx.array) -> mx.array:
         return mx.fast.rope(

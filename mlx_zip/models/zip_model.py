@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -19,11 +18,12 @@ import numpy as np
 
 from mlx_zip.config import ZipConfig
 from mlx_zip.errors import ConfigError, ModelError
-from mlx_zip.hyper import RowKinds, RowStore, RowTable, encode_entries, make_encoder
+from mlx_zip.hyper import RowStore, RowTable, encode_entries, make_encoder
 from mlx_zip.layout import Layout
 from mlx_zip.models.architectures import make_decoder
+from mlx_zip.models.model_rows import ModelRows
 from mlx_zip.models.rope import Positions
-from mlx_zip.state import Advance, ZipState, find_state, split_start, with_starts
+from mlx_zip.state import Advance, HostIds, ZipState, find_state, split_start, with_starts
 
 RECORD_KEYS = ("base_model_type", "source", "fingerprint")  # beside ZipConfig's keys in config.json's section
 
@@ -102,7 +102,7 @@ class Model(nn.Module):
             self.lm_head = nn.Linear(config["hidden_size"], config["vocab_size"], bias=False)
         self.input_encoder = make_encoder(self.config.encoder, self.config.merge_size)
         self.row_store: RowStore | None = None
-        self._row_kinds = RowKinds(args.config["zip2zip"].get("fingerprint"), self.config.merge_size)
+        self._rows = ModelRows(self, args.config["zip2zip"].get("fingerprint"))
         if not self.config.encoder.tie_encoders:
             self.output_encoder = make_encoder(self.config.encoder, self.config.merge_size)
 
@@ -115,13 +115,14 @@ class Model(nn.Module):
         Raises `CodecError` for an illegal id and `ModelError` for a cache that does not fit, before anything
         changes. Without a cache the call stands alone.
         """
-        host_ids = _host_ids(ids)
-        self._settle()
-        cache = self.make_cache(left_padding=[0] * len(host_ids)) if cache is None else cache
+        _check_shape(ids)
+        cache = self.make_cache(left_padding=[0] * len(ids)) if cache is None else cache
         kv, state = self.check_cache(cache)
+        host_ids, before = _host_ids(ids, state), state.offset
+        self._rows.settle()
         advance = state.advance(host_ids)
         with ExitStack() as on_error:  # an interrupt, say: codebook and KV caches must not part
-            on_error.callback(self.forget, cache, state.offset - host_ids.shape[1])
+            on_error.callback(self.forget, cache, before)
             logits = self._head(self._hidden(kv, state, host_ids), state, advance, causal)
             on_error.pop_all()
         return logits
@@ -166,13 +167,13 @@ class Model(nn.Module):
 
     # ---- one call, room by room
 
-    def _hidden(self, kv: Sequence[Any], state: ZipState, ids: np.ndarray) -> mx.array:
+    def _hidden(self, kv: Sequence[Any], state: ZipState, ids: HostIds) -> mx.array:
         """The decoder's output [B, L, D] for ids [B, L], which the state has just learnt.
 
         LongRoPE has one factor set for all positions, chosen by the last one. When a call changes the set, keys made
         with the other are worthless: the KV caches are emptied and filled again from the id log.
         """
-        length = ids.shape[1]
+        length = 1 if isinstance(ids, int) else ids.shape[1]
         positions = self._positions(state, ids)
         if positions.long != state.long_rope and state.offset > length:
             ids = state.log(self.config.pad_id)
@@ -182,44 +183,59 @@ class Model(nn.Module):
         state.long_rope = positions.long
         return self.run_layers(self._embed(state, ids), kv, positions)[:, -length:]
 
-    def _positions(self, state: ZipState, ids: np.ndarray) -> Positions:
+    def _positions(self, state: ZipState, ids: HostIds) -> Positions:
         """Where the last L ids stand, ids [B, L]."""
         context = self.traits.long_context
-        if self.config.position_mode == "base_token_end":
-            index = state.base_positions(ids)
-            return Positions(index=mx.array(index), long=context is not None and int(index.max()) >= context)
-        return self._compressed(state, state.offset - ids.shape[1], state.offset)
+        if self.config.position_mode == "compressed":
+            length = 1 if isinstance(ids, int) else ids.shape[1]
+            return self._compressed(state, state.offset - length, state.offset)
+        if isinstance(ids, int):
+            last = state.books[0].base_length - 1
+            return Positions(start=last, long=context is not None and last >= context)
+        index = state.base_positions(ids)
+        return Positions(index=mx.array(index), long=context is not None and int(index.max()) >= context)
 
     def _compressed(self, state: ZipState, begin: int, end: int) -> Positions:
         """Where ids begin to end stand when each counts as one position."""
-        context, padding = self.traits.long_context, state.left_padding.tolist()
+        context, padding = self.traits.long_context, state.left_padding
         start = begin - padding[0] if len(padding) == 1 else mx.array([begin - n for n in padding], mx.int32)
         return Positions(start=start, long=context is not None and end - min(padding) > context)
 
-    def _embed(self, state: ZipState, ids: np.ndarray) -> mx.array:
+    def _embed(self, state: ZipState, ids: HostIds) -> mx.array:
         """Ids [B, L] -> [B, L, D], base rows and hyper rows."""
-        if ids.size == 1 and not self.layout.is_hyper(int(ids[0, 0])):
-            return self._scaled(self.model.embed_tokens(mx.array(ids)))
+        if isinstance(ids, int):
+            return self._scaled(self._embed_one(state, ids))
         hyper = self.layout.is_hyper(ids)
         h = self.model.embed_tokens(mx.array(np.where(hyper, 0, ids)))
         if hyper.any():
-            slots = self._slots(ids)
+            slots = np.where(hyper, self.layout.slot(ids.astype(np.int64)), -1)
             if self.sides_are_one:
-                self._encode_outputs(state)
+                self._rows.encode_outputs(state)
             else:
-                self._encode_inputs(state, slots)
+                self._rows.encode_inputs(state, slots)
             rows = self._read_table(state).take(mx.array(np.maximum(slots, 0)))
             h = mx.where(mx.array(hyper)[..., None], rows.astype(h.dtype), h)
         return self._scaled(h)
+
+    def _embed_one(self, state: ZipState, one: int) -> mx.array:
+        """One id -> [1, 1, D]."""
+        hyper = self.layout.is_hyper(one)
+        h = self.model.embed_tokens(mx.array([[0 if hyper else one]]))
+        if not hyper:
+            return h
+        slot = self.layout.slot(one)
+        if self.sides_are_one:
+            self._rows.encode_outputs(state)
+        else:
+            self._rows.encode_input(state, slot)
+        rows = self._read_table(state).rows
+        assert rows is not None
+        return rows[:, slot : slot + 1].astype(h.dtype)  # of `h` only the type is used
 
     def _scaled(self, h: mx.array) -> mx.array:
         """Gemma's factor of the embedding."""
         scale = self.traits.embed_scale
         return h if scale == 1.0 else h * mx.array(scale).astype(h.dtype)
-
-    def _slots(self, ids: np.ndarray) -> np.ndarray:
-        """Ids [B, L] -> slots [B, L], -1 for base ids."""
-        return np.where(self.layout.is_hyper(ids), self.layout.slot(ids.astype(np.int64)), -1)
 
     def _read_table(self, state: ZipState) -> RowTable:
         """Where input rows are."""
@@ -234,38 +250,7 @@ class Model(nn.Module):
 
         Exchanged tensors are seen without it.
         """
-        self._row_kinds.forget()
-
-    def _settle(self) -> None:
-        """Lets the row store keep the rows of the last step: its id is here, so they are."""
-        if self.row_store is not None:
-            self.row_store.settle()
-
-    def _encode_inputs(self, state: ZipState, slots: np.ndarray) -> None:
-        sequence, wanted = state.missing_inputs(slots)
-        self._encode(state, state.inputs, "input", sequence, wanted)
-        state.encoded_inputs[sequence, wanted] = True
-
-    def _encode_outputs(self, state: ZipState) -> None:
-        live = [len(book) for book in state.books]
-        if state.encoded_outputs.tolist() == live:
-            return
-        sequence, wanted = state.missing_outputs()
-        self._encode(state, state.outputs, "output", sequence, wanted)
-        state.encoded_outputs[:] = live
-
-    def _encode(self, state: ZipState, table: RowTable, side: str, sequence: Any, slots: Any) -> None:
-        """Puts the rows of the entries at (sequence [N], slots [N]) into one side's table, in one pass."""
-        if len(slots) == 0:
-            return
-        encoder, matrix = self._side(side)
-        base_ids, lengths = state.entries(sequence, slots)
-        if self.row_store is None or self.training:
-            rows = encode_entries(encoder, matrix, base_ids, lengths)
-        else:
-            kind = self._row_kinds.kind(side, encoder, matrix)
-            rows = self.row_store.rows(kind, base_ids, lengths, partial(encode_entries, encoder, matrix))
-        table.put(sequence, slots, rows, self.config.codebook_size)
+        self._rows.forget_kinds()
 
     def run_layers(self, h: mx.array, kv: Sequence[Any], positions: Positions) -> mx.array:
         """The decoder body: [B, L, D] -> [B, L, D]."""
@@ -282,13 +267,15 @@ class Model(nn.Module):
 
     def _head(self, h: mx.array, state: ZipState, advance: Advance, causal: bool) -> mx.array:
         """[B, L, D] -> logits [B, L, W] in the order of `Layout`."""
-        self._encode_outputs(state)
+        self._rows.encode_outputs(state)
         base = self.cap(self.model.embed_tokens.as_linear(h) if self.traits.tied else self.lm_head(h))
         parts, columns = [base[..., : self.layout.vocab_size]], self.layout.vocab_size
         if state.outputs.rows is not None:
             hyper = self.cap((h @ state.outputs.rows.swapaxes(-1, -2)).astype(base.dtype))
-            installed = advance.available if causal else advance.live[:, None]
-            is_open = mx.arange(hyper.shape[-1]) < mx.array(installed)[..., None]
+            installed = advance.available if causal else advance.live
+            if not isinstance(installed, int):
+                installed = mx.array(installed if causal else installed[:, None])[..., None]
+            is_open = mx.arange(hyper.shape[-1]) < installed
             parts.append(mx.where(is_open, hyper, -mx.inf))
             columns += hyper.shape[-1]
         rest = self.layout.width - columns
@@ -335,22 +322,27 @@ class Model(nn.Module):
         spans = mx.take_along_axis(mx.array(state.spans()), column, axis=1)
         return Positions(index=mx.array(done)[:, None] + spans - 1, long=state.long_rope)
 
-    def follow(self, h: mx.array, ids: np.ndarray, cache: Sequence[Any]) -> mx.array:
-        """The logits [B, 1, W] behind `run_ahead`, which gave h [B, 1, D], once ids [B, 1] are known.
+    def follow(self, h: mx.array, ids: mx.array, cache: Sequence[Any]) -> mx.array:
+        """The logits [B, 1, W] behind `run_ahead(ids, cache)`, which gave h [B, 1, D].
 
-        The body runs again for an id that had no input row yet: one that is read for the first time, or that installs
-        itself. Errors are those of a call.
+        Here the ids are read. The body runs again for an id that had no input row yet: one that is read for the first
+        time, or that installs itself. Errors are those of a call.
         """
-        ids, kv, state = _checked(ids), cache[:-1], cache[-1]
-        self._settle()
-        slots = self._slots(ids)
-        unread = (slots >= np.array([[len(book)] for book in state.books])).any()
-        advance = state.advance(ids)
-        if unread or (not self.sides_are_one and len(state.missing_inputs(slots)[0])):
+        kv, state = cache[:-1], cache[-1]
+        host_ids, before = _host_ids(ids, state), [len(book) for book in state.books]
+        self._rows.settle()
+        advance = state.advance(host_ids)
+        if not self._had_rows(state, host_ids, before):
             for one in kv:
                 one.trim(1)
-            h = self._hidden(kv, state, ids)
+            h = self._hidden(kv, state, host_ids)
         return self._head(h, state, advance, causal=False)
+
+    def _had_rows(self, state: ZipState, ids: HostIds, installed: Sequence[int]) -> bool:
+        """Whether every hypertoken among ids [B, 1] had its input row when `installed` [B] entries existed."""
+        column = [ids] if isinstance(ids, int) else ids[:, 0].tolist()
+        slots = [(b, self.layout.slot(one)) for b, one in enumerate(column) if self.layout.is_hyper(one)]
+        return all(slot < installed[b] and (self.sides_are_one or state.encoded_inputs[b, slot]) for b, slot in slots)
 
     def forget(self, cache: Sequence[Any], offset: int) -> None:
         """Takes back what the codebooks and KV caches of a cache, or some of them, have read beyond `offset` ids."""
@@ -365,9 +357,9 @@ class Model(nn.Module):
         """The decoder's blocks."""
         return self.model.layers
 
-    def _side(self, side: str) -> tuple[nn.Module, nn.Module]:
-        """(encoder, the module whose rows it reads) of side "input" or "output"."""
-        if side == "input":
+    def side(self, name: str) -> tuple[nn.Module, nn.Module]:
+        """(encoder, the module whose rows it reads) of the rows of side "input" or "output"."""
+        if name == "input":
             return self.input_encoder, self.model.embed_tokens
         return self.row_encoder, self.head_matrix
 
@@ -398,8 +390,8 @@ class Model(nn.Module):
         if not real.all() or not ((lengths >= 1) & (lengths <= width)).all():
             raise ModelError(f"entries must hold base ids below {vocab} and be 1 to {width} long")
         return (
-            encode_entries(*self._side("input"), base_ids, lengths),
-            encode_entries(*self._side("output"), base_ids, lengths),
+            encode_entries(*self.side("input"), base_ids, lengths),
+            encode_entries(*self.side("output"), base_ids, lengths),
         )
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
@@ -416,18 +408,30 @@ class Model(nn.Module):
         return not path.startswith(("input_encoder", "output_encoder"))
 
 
-def _host_ids(ids: mx.array) -> np.ndarray:
-    """The one read of a call: ids [B, L] on the host as uint32."""
+def _check_shape(ids: mx.array) -> None:
     if ids.ndim != 2 or 0 in ids.shape or not mx.issubdtype(ids.dtype, mx.integer):
         raise ModelError(f"ids must be integers [B, L] with B, L > 0, got {ids.dtype} {list(ids.shape)}")
-    return _checked(np.array(ids))
 
 
-def _checked(host: np.ndarray) -> np.ndarray:
-    """Ids [B, L] as uint32. Raises `ModelError` for what does not fit."""
-    if host.dtype != np.uint32 and (host.min() < 0 or host.max() > 0xFFFFFFFF):
-        raise ModelError(f"ids from {host.min()} to {host.max()} are not all 32-bit token ids")
+def _host_ids(ids: mx.array, state: ZipState) -> HostIds:
+    """The one read of a call: ids [B, L] on the host. Raises `ModelError` for what is no 32-bit id.
+
+    In a step of generation numpy is not touched: after half a gigabyte of weights its code is no longer in the
+    processor's caches, and the first use costs as much as all else on the host.
+    """
+    if ids.size == 1 and state.takes_one():
+        one = cast(int, ids.item())
+        _check_range(one, one)
+        return one
+    host = np.array(ids)
+    if host.dtype != np.uint32:
+        _check_range(int(host.min()), int(host.max()))
     return np.ascontiguousarray(host.astype(np.uint32, copy=False))
+
+
+def _check_range(low: int, high: int) -> None:
+    if low < 0 or high > 0xFFFFFFFF:
+        raise ModelError(f"ids from {low} to {high} are not all 32-bit token ids")
 
 
 def _kv_length(cache: Any) -> int:

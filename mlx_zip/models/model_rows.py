@@ -1,0 +1,81 @@
+"""The rows of one model's entries: out of its row store, or its encoders, into the tables of a request."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mlx_zip.hyper import RowKind, RowKinds, RowStore, RowTable, encode_entries
+from mlx_zip.state import ZipState
+
+if TYPE_CHECKING:
+    from mlx_zip.models.zip_model import Model
+
+
+class ModelRows:
+    """Fills the row tables of requests of one model. recorded: the fingerprints in its config, if it has any.
+
+    In a step of generation there is one entry, whose rows come out of memory without an array in between.
+    """
+
+    def __init__(self, model: Model, recorded: Any) -> None:
+        self._model = model
+        self._kinds = RowKinds(recorded, model.config.merge_size)
+
+    def forget_kinds(self) -> None:
+        """Weights have changed: rows of the old ones are not used any more."""
+        self._kinds.forget()
+
+    def settle(self) -> None:
+        """Lets the row store keep the rows of the last step: its id is here, so they are."""
+        if self._model.row_store is not None:
+            self._model.row_store.settle()
+
+    def encode_inputs(self, state: ZipState, slots: np.ndarray) -> None:
+        """Sees to it that every slot among slots [B, L] (-1: not a hypertoken) has its input row."""
+        sequence, wanted = state.missing_inputs(slots)
+        self._encode(state, state.inputs, "input", sequence, wanted)
+        state.encoded_inputs[sequence, wanted] = True
+
+    def encode_input(self, state: ZipState, slot: int) -> None:
+        """`encode_inputs` for one slot of a single sequence."""
+        if not state.encoded_inputs[0, slot]:
+            self._encode_one(state, state.inputs, "input", slot)
+            state.encoded_inputs[0, slot] = True
+
+    def encode_outputs(self, state: ZipState) -> None:
+        """Sees to it that every installed entry has its output row."""
+        live = [len(book) for book in state.books]
+        if state.encoded_outputs == live:
+            return
+        if len(live) == 1 and state.encoded_outputs[0] == live[0] - 1:
+            self._encode_one(state, state.outputs, "output", live[0] - 1)
+        else:
+            self._encode(state, state.outputs, "output", *state.missing_outputs())
+        state.encoded_outputs = live
+
+    def _encode_one(self, state: ZipState, table: RowTable, side: str, slot: int) -> None:
+        """`_encode` for one slot of a single sequence."""
+        store = self._store()
+        row = None if store is None else store.row(self._kind(side), state.books[0].words(slot))
+        if row is None:
+            self._encode(state, table, side, np.array([0]), np.array([slot]))
+        else:
+            table.put_one(slot, row, self._model.config.codebook_size)
+
+    def _encode(self, state: ZipState, table: RowTable, side: str, sequence: np.ndarray, slots: np.ndarray) -> None:
+        """Puts the rows of the entries at (sequence [N], slots [N]) into one side's table, in one pass."""
+        if len(slots) == 0:
+            return
+        encode, store = partial(encode_entries, *self._model.side(side)), self._store()
+        entries = state.entries(sequence, slots)
+        rows = encode(*entries) if store is None else store.rows(self._kind(side), *entries, encode)
+        table.put(sequence, slots, rows, self._model.config.codebook_size)
+
+    def _store(self) -> RowStore | None:
+        return None if self._model.training else self._model.row_store
+
+    def _kind(self, side: str) -> RowKind:
+        return self._kinds.kind(side, *self._model.side(side))
