@@ -7,8 +7,7 @@ an eos, a stop string (matched on text, wherever token borders lie) or the token
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from mlx_zip.errors import GenerationError
 
@@ -88,6 +87,8 @@ class StopMatcher:
 
     def feed(self, text: str) -> str:
         """Takes the next piece, gives what may be shown; `matched` tells whether a stop string ended the text."""
+        if not self.stops:
+            return text
         text = self._held + text
         ends = [(at + len(stop), at) for stop in self.stops if (at := text.find(stop)) >= 0]
         if ends:
@@ -109,8 +110,7 @@ class StopMatcher:
         return next((n for n in tails if any(stop.startswith(text[-n:]) for stop in self.stops)), 0)
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """text: what may now be shown. base_ids: the ids that count, eos included. finish_reason: see `TextStream`."""
 
     text: str
@@ -139,14 +139,13 @@ class TextStream:
         text = ""
         for n, base_id in enumerate(expansion, start=1):
             self.base_tokens += 1
-            counted = tuple(expansion[:n])
             if base_id in self._eos:
-                return self._close(text, counted, "stop")
+                return self._close(text, tuple(expansion[:n]), "stop")
             text += self._stops.feed(self._segment(base_id))
             if self._stops.matched:
-                return Piece(text, counted, "stop")
+                return Piece(text, tuple(expansion[:n]), "stop")
             if self.base_tokens == self._max_tokens or (last and n == len(expansion)):
-                return self._close(text, counted, "length")
+                return self._close(text, tuple(expansion[:n]), "length")
         return Piece(text, tuple(expansion), None)
 
     def _segment(self, base_id: int) -> str:

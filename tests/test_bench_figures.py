@@ -85,7 +85,8 @@ def test_a_ratio_has_the_medians_and_the_trials_that_ran_together():
 
 
 @pytest.mark.parametrize(
-    ("value", "most", "told"), [(1.0, True, "met"), (1.01, True, "missed"), (1.0, False, "met"), (0.99, False, "missed")]
+    ("value", "most", "told"),
+    [(1.0, True, "met"), (1.01, True, "missed"), (1.0, False, "met"), (0.99, False, "missed")],
 )
 def test_a_target_is_met_at_its_bound(value, most, told):
     assert Target("speed", 1.0, lambda records: value, most=most).row(Records(Path()))[-1] == told
