@@ -8,13 +8,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.cli import rows
+from mlx_zip.cli import packs, rows
 from mlx_zip.errors import DataError
 
 CONTEXT = 1024
 AVAILABILITY = ("causal", "legacy")
 _SETTINGS = (
-    "start_codebook", "separator", "pack", "limit_bytes", "batch_size", "availability", "generate", "prompts",
+    "codebook", "separator", "pack", "limit_bytes", "batch_size", "availability", "generate", "prompts",
     "opening", "turns", "keep_cache", "max_tokens", "temp", "top_p", "stop", "seed", "tasks", "include_path",
     "num_shots", "limit", "border", "apply_chat_template",
 )  # fmt: skip
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
              "of it (default: as each model's config says)")  # fmt: skip
     add("--batch-size", type=int, default=8, help="windows, stories or requests per model call (default: 8)")
     add("--json", metavar="FILE", help="also write all figures, settings and versions to FILE")
-    add("--start-codebook", metavar="FILE", help="pack of entries that exist from the start (default: the model's own)")
+    packs.add_flag(add)
     rows.add_flags(add)
     add("--seed", type=int, default=0, help="seed of sampling and of few-shot examples (default: 0)")
     text = parser.add_argument_group("bits per byte").add_argument
@@ -63,20 +63,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measures model after model and prints the table; 0. Raises `MlxZipError`."""
-    from mlx_zip.codec.pack import read_pack
     from mlx_zip.evaluation import report
     from mlx_zip.evaluation.documents import read_corpus
 
     args.tasks = [name for part in args.tasks for name in part.split(",") if name]
     _check(args)
     corpus = read_corpus(args.data, args.separator, args.limit_bytes) if args.data else None
-    start = None if args.start_codebook is None else read_pack(args.start_codebook)
+    pack = packs.read(args)
     with rows.open_store(args) as store:
-        evaluation = Evaluation(args, corpus, start, store)
+        evaluation = Evaluation(args, corpus, pack, store)
         for name in args.model:
             evaluation.add(name)
             gc.collect()
     settings = {name: getattr(args, name) for name in _SETTINGS} | {"context": args.context}
+    settings["codebook_fingerprint"] = None if pack is None else pack.fingerprint
     data = corpus and {**corpus.record(), "altered_documents": evaluation.altered}
     record = report.make_record(evaluation.models, settings, data)
     print(report.table(record))
@@ -103,8 +103,9 @@ def _check(args: argparse.Namespace) -> None:
 class Evaluation:
     """What has been measured so far. models: a record per model. altered: see `cut_windows`."""
 
-    def __init__(self, args: argparse.Namespace, corpus: Any, start: Any, store: Any = None) -> None:
-        self.args, self.corpus, self.start, self.store = args, corpus, start, store
+    def __init__(self, args: argparse.Namespace, corpus: Any, pack: Any, store: Any = None) -> None:
+        self.args, self.corpus, self.pack, self.store = args, corpus, pack, store
+        self.start = None if pack is None else pack.entries
         self.models: list[dict[str, Any]] = []
         self.altered = 0
         self.task_context: int | None = args.context
@@ -122,6 +123,8 @@ class Evaluation:
             canonical=self.args.canonical,
             row_store=self.store,
         )
+        if self.pack is not None and is_zip(model):
+            packs.check(self.args, self.pack, model, tokenizer)
         if self.args.context is None:
             self.task_context = context_limit(model) or CONTEXT
             self.args.context = min(CONTEXT, self.task_context)

@@ -6,13 +6,12 @@ import argparse
 import json
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
 from mlx_zip import bundled
-from mlx_zip.cli import rows
-from mlx_zip.errors import CodecError, GenerationError, MlxZipError
+from mlx_zip.cli import packs, rows
+from mlx_zip.errors import GenerationError, MlxZipError
 
 REFUSED = {  # flags of mlx_lm.generate that cannot work here, and why
     "max_kv_size": "a rotating KV cache forgets ids that the codebook still knows",
@@ -68,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--canonical", action=argparse.BooleanOptionalAction, default=None,
         help="ids that the compressor would not have written get no probability, unless they hold most of it (default: "
              "as the model's config says)")  # fmt: skip
-    add("--start-codebook", help="pack (.json, .npz, .npy) of entries that exist from the start")
+    packs.add_flag(add)
     add("--kv-bits", type=int, help="bits of a quantized KV cache (default: not quantized)")
     add("--kv-group-size", type=int, default=64, help="group size of a quantized KV cache (default: 64)")
     add("--quantized-kv-start", type=int, default=5000, help="ids before the KV cache is quantized (default: 5000)")
@@ -95,11 +94,9 @@ def run(args: argparse.Namespace) -> int:
     options["logit_bias"] = _logit_bias(args.logit_bias)
     prompt = read_prompt(args.prompt)
 
-    from mlx_zip.codec.pack import read_pack
     from mlx_zip.generate import load, stream_generate
 
-    start = None if args.start_codebook is None else read_pack(args.start_codebook)
-
+    pack = packs.read(args)
     cache, metadata = (None, {}) if args.prompt_cache_file is None else _read_cache(args)
     with rows.open_store(args) as store:
         model, tokenizer = load(
@@ -111,8 +108,8 @@ def run(args: argparse.Namespace) -> int:
             canonical=args.canonical,
             row_store=store,
         )
-        if start is not None:
-            _check_start(args, start, model)
+        if pack is not None:
+            packs.check(args, pack, model, tokenizer)
         _add_eos(tokenizer, args.extra_eos_token)
         responses = stream_generate(
             model,
@@ -121,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
             max_tokens=args.max_tokens,
             stop=args.stop,
             prompt_cache=cache,
-            start=start,
+            start=None if pack is None else pack.entries,
             prefill_step_size=args.prefill_step_size,
             kv_bits=args.kv_bits,
             kv_group_size=args.kv_group_size,
@@ -288,15 +285,6 @@ def _read_cache(args: argparse.Namespace) -> tuple[list[Any], dict[str, Any]]:
         if saved != (args.kv_bits, args.kv_group_size):
             raise GenerationError(f"--kv-bits, --kv-group-size: the saved cache has {saved[0]} and {saved[1]}")
     return cache, metadata
-
-
-def _check_start(args: argparse.Namespace, start: Any, model: Any) -> None:
-    """Raises `GenerationError` naming the pack when its entries do not fit the model's codec."""
-    try:
-        if hasattr(model, "layout"):
-            replace(model.config.codec_params, start=start)
-    except CodecError as error:
-        raise GenerationError(f"--start-codebook {args.start_codebook} does not fit the model: {error}") from error
 
 
 def _json_map(flag: str, text: str | None) -> dict[str, Any]:

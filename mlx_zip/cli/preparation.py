@@ -17,36 +17,48 @@ _SAME_NAME = ("model", "tokenizer", "context", "merge_size", "codebook_size", "s
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags."""
+    add_source_flags(parser)
+    add_codec_flags(parser)
     add = parser.add_argument
-    add("--model", help="model folder or hub id: its tokenizer, and its codec if it is a zip2zip model")
-    add("--tokenizer", help="instead of --model: folder, tokenizer.json or hub id")
-    add("--data", nargs="+", metavar="NAME",
-        help=".txt or .jsonl files (or with .gz), .parquet files, folders or hub names of data sets")  # fmt: skip
-    add("--mixture", metavar="FILE", help="instead of --data: a .yaml file of sources with shares, or zip2zip")
     add("--out", required=True, help="folder to write; one left by an interrupted run is completed")
     add("--context", type=int, default=1024, help="base ids of a sample at most (default: 1024)")
-    add("--merge-size", type=int, help="base ids per hypertoken at most (default: 3, or the model's); 1: no codebook")
-    add("--codebook-size", type=int, help="hypertokens at most (default: 2048, or the model's); 0: no codebook")
-    add("--protect", action="append", default=[], metavar="WHAT",
-        help="ids that never merge, beside the others: digits, or a list with commas; may be repeated")  # fmt: skip
-    add("--disable", metavar="IDS", help="ids that never merge, with commas (default: special tokens, or the model's)")
     add("--start", metavar="FILE", help="starting codebook: a pack of entries that exist before the first id")
     add("--start-draw", type=int, metavar="K", help="draw K entries of --start anew for each sample")
     add("--pack", action=argparse.BooleanOptionalAction, default=None,
         help="fill samples with several records (default: documents, not conversations)")  # fmt: skip
     add("--train-on", choices=("answers", "all"), default="answers",
         help="what the loss counts of conversations and completions (default: answers)")  # fmt: skip
-    add("--separator", help="a line that ends a document within a .txt file (default: a file is one document)")
-    add("--columns", nargs="+", default=[], metavar="KEY=NAME",
-        help="what records call text, messages, prompt, completion or tools, as text=content")  # fmt: skip
-    add("--subset", nargs="+", default=[], help="subsets of a data set, read in turn")
-    add("--split", help="split of a data set (default: train)")
     add("--limit", type=int, metavar="N", help="samples at most")
     add("--max-skipped", type=int, default=100, metavar="N", help="more wrong records are an error (default: 100)")
     add("--shard-samples", type=int, default=1024, metavar="N", help="about so many samples a shard (default: 1024)")
     add("--seed", type=int, default=0, help="seed of --start-draw (default: 0)")
     add("--workers", type=int, help=f"processes (default: one per core, at most {_MOST_WORKERS})")
+
+
+def add_source_flags(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags that name a tokenizer and texts; `sources` reads them."""
+    add = parser.add_argument
+    add("--model", help="model folder or hub id: its tokenizer, and its codec if it is a zip2zip model")
+    add("--tokenizer", help="instead of --model: folder, tokenizer.json or hub id")
     add("--trust-remote-code", action="store_true", help="let the tokenizer run code of its own")
+    add("--data", nargs="+", metavar="NAME",
+        help=".txt or .jsonl files (or with .gz), .parquet files, folders or hub names of data sets")  # fmt: skip
+    add("--mixture", metavar="FILE", help="instead of --data: a .yaml file of sources with shares, or zip2zip")
+    add("--separator", help="a line that ends a document within a .txt file (default: a file is one document)")
+    add("--columns", nargs="+", default=[], metavar="KEY=NAME",
+        help="what records call text, messages, prompt, completion or tools, as text=content")  # fmt: skip
+    add("--subset", nargs="+", default=[], help="subsets of a data set, read in turn")
+    add("--split", help="split of a data set (default: train)")
+
+
+def add_codec_flags(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags that set the codec where a model does not."""
+    add = parser.add_argument
+    add("--merge-size", type=int, help="base ids per hypertoken at most (default: 3, or the model's); 1: no codebook")
+    add("--codebook-size", type=int, help="hypertokens at most (default: 2048, or the model's); 0: no codebook")
+    add("--protect", action="append", default=[], metavar="WHAT",
+        help="ids that never merge, beside the others: digits, or a list with commas; may be repeated")  # fmt: skip
+    add("--disable", metavar="IDS", help="ids that never merge, with commas (default: special tokens, or the model's)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -54,9 +66,9 @@ def run(args: argparse.Namespace) -> int:
     from mlx_zip.training.prepare import PrepareOptions, prepare
 
     options = PrepareOptions(
-        sources=_sources(args),
+        sources=sources(args),
         out=Path(args.out),
-        disable=None if args.disable is None else _ids(args.disable),
+        disable=disabled_ids(args),
         protect=tuple(args.protect),
         start=None if args.start is None else Path(args.start),
         **{name: getattr(args, name) for name in _SAME_NAME},
@@ -66,7 +78,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _sources(args: argparse.Namespace) -> tuple[Any, ...]:
+def sources(args: argparse.Namespace) -> tuple[Any, ...]:
+    """The sources that the flags name. Raises `DataError`."""
     from mlx_zip.training.mixture import load_mixture
     from mlx_zip.training.sources import Source
 
@@ -85,6 +98,11 @@ def _column(text: str) -> tuple[str, str]:
     if not (key and equals and name):
         raise DataError(f"--columns {text!r} is not of the form KEY=NAME")
     return key, name
+
+
+def disabled_ids(args: argparse.Namespace) -> tuple[int, ...] | None:
+    """The ids of --disable; None where it is not given. Raises `DataError`."""
+    return None if args.disable is None else _ids(args.disable)
 
 
 def _ids(text: str) -> tuple[int, ...]:

@@ -45,7 +45,7 @@ def read_pack(path: str | Path) -> Start:
         raise
     except (OSError, ValueError, EOFError, RecursionError, zipfile.BadZipFile, zlib.error, TokenError) as error:
         raise DataError(f"{path} cannot be read as a starting codebook: {error}") from error
-    return _checked(path, entries)
+    return checked_entries(path, entries)
 
 
 def write_pack(path: str | Path, entries: Iterable[Sequence[int]], merge_size: int, pad_id: int | None = None) -> None:
@@ -57,7 +57,7 @@ def write_pack(path: str | Path, entries: Iterable[Sequence[int]], merge_size: i
     path = Path(path)
     if path.suffix not in SUFFIXES:
         raise DataError(f"{path}: a starting codebook is a {', '.join(SUFFIXES)} file")
-    start = _checked(path, [tuple(entry) for entry in entries], merge_size)
+    start = checked_entries(path, [tuple(entry) for entry in entries], merge_size)
     if path.suffix == ".json":
         with whole_file(path) as partial:
             partial.write_text(json.dumps([list(entry) for entry in start]) + "\n", encoding="utf-8")
@@ -113,7 +113,7 @@ def _check_arrays(path: Path, entries: NDArray[Any], lengths: NDArray[Any]) -> N
         raise DataError(f"{path}: entry {at} has length {lengths[at]}, not 2..{entries.shape[1]}")
 
 
-def _checked(path: Path, entries: Iterable[Sequence[Any]], merge_size: int | None = None) -> Start:
+def checked_entries(path: Path, entries: Iterable[Sequence[Any]], merge_size: int | None = None) -> Start:
     start, seen = [], {}
     for at, entry in enumerate(entries):
         for x in entry:

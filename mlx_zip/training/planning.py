@@ -78,7 +78,7 @@ def tokenizer_folder(name: str, trust_remote_code: bool = False) -> Path:
 
 def codec_for(options: PrepareOptions, tokenizer: Any, config: Mapping[str, Any]) -> CodecParams:
     """The codec: the options, else the zip2zip model's own, else one made for the tokenizer. Raises `DataError`."""
-    own = _own_codec(config)
+    own = own_codec(config)
     tokens = 1 + max(tokenizer.get_vocab().values())
     vocab_size = own.vocab_size if own is not None else _model_rows(config) or tokens
     if tokens > vocab_size:
@@ -106,7 +106,8 @@ def codec_for(options: PrepareOptions, tokenizer: Any, config: Mapping[str, Any]
         raise DataError(f"{options.start or 'the codec'}: {error}") from error
 
 
-def _own_codec(config: Mapping[str, Any]) -> CodecParams | None:
+def own_codec(config: Mapping[str, Any]) -> CodecParams | None:
+    """The codec of a zip2zip model by its config.json, None for another. Raises `ConfigError`."""
     if "zip2zip" not in config:
         return None
     from mlx_zip.models import ModelArgs

@@ -1,0 +1,93 @@
+"""What codebook packs bring: base ids per id of held-out text, by pack size, beside an empty start.
+
+A pack is learned from one set of files and tried on another, cut into windows that are compressed on their own, each
+with a codebook that begins with the pack and grows. Nothing of the result is timed; how long learning took is told.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mlx_zip.codec import CodecParams, compress
+from mlx_zip.codec.ids import Uint32s
+from mlx_zip.errors import MlxZipError
+from mlx_zip.vocab.learner import learn
+
+from .record import surroundings
+from .tokens import read_domains
+from .vocabularies import KINDS, Vocabulary, read_vocabulary
+
+SIZES, GROWTH = (256, 1024, 4096), 2048
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of `bench packs`."""
+    add = parser.add_argument
+    add("--tokenizer", type=Path, required=True, metavar="FILE", help=f"a vocabulary: {KINDS}; also with .gz")
+    add("--train", nargs="+", required=True, metavar="DOMAIN=FILE",
+        help="texts to learn from, as --text of bench tokens")  # fmt: skip
+    add("--test", nargs="+", required=True, metavar="DOMAIN=FILE", help="texts of the same domains to try packs on")
+    add("--sizes", type=int, nargs="+", default=list(SIZES), metavar="N", help=f"entries of a pack (default: {SIZES})")
+    add("--merge-size", type=int, default=4, help="base ids per entry at most (default: 4)")
+    add("--window", type=int, default=256, help="base ids compressed on their own (default: 256)")
+    add("--disabled", choices=("none", "digits"), default="none", help="ids that never merge (default: none)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints one JSON line per domain. Raises `MlxZipError` before anything long."""
+    for name, values in (("sizes", args.sizes), ("window", [args.window])):
+        if low := [n for n in values if n < 1]:
+            raise MlxZipError(f"--{name} must be at least 1, got {low[0]}")
+    params = CodecParams(1, GROWTH + max(args.sizes), args.merge_size)
+    vocabulary, train, test = read_vocabulary(args.tokenizer), read_domains(args.train), read_domains(args.test)
+    if alone := train.keys() ^ test.keys():
+        raise MlxZipError(f"{min(alone)} has texts to learn from or to try, but not both")
+    disabled = vocabulary.digit_ids() if args.disabled == "digits" else []
+    params = CodecParams(vocabulary.size, params.codebook_size, params.merge_size, disabled)
+    for domain, corpus in train.items():
+        texts, held_out = _ids(vocabulary, corpus), _windows(_ids(vocabulary, test[domain]), args.window)
+        line = {
+            "bench": "packs", "domain": domain, "tokenizer": vocabulary.name, "merge_size": args.merge_size,
+            "window": args.window, "growth": GROWTH, "disabled": args.disabled, "train": corpus.record(),
+            "test": test[domain].record(), "train_ids": sum(map(len, texts)), "test_ids": sum(map(len, held_out)),
+            "empty": rate(params, held_out), "packs": [],
+        }  # fmt: skip
+        for size in sorted(args.sizes):
+            begun = time.perf_counter()
+            pack = learn(params, texts, size, window=args.window).entries
+            took = time.perf_counter() - begun
+            found = {"size": size, "entries": len(pack), "rate": rate(params, held_out, pack)}
+            found["learned_s"] = round(took, 2)
+            line["packs"].append(found)
+            print(f"{domain}: {size}: {found['rate']:.3f} (empty {line['empty']:.3f})", file=sys.stderr)
+        print(json.dumps({**line, **surroundings(vocabulary.library)}), flush=True)
+    return 0
+
+
+def _ids(vocabulary: Vocabulary, corpus: Any) -> list[Uint32s]:
+    """Base ids of each document."""
+    from mlx_zip.codec.ids import as_ids
+
+    return [as_ids(vocabulary.encode(document.text)) for document in corpus.documents]
+
+
+def _windows(texts: Sequence[Uint32s], window: int) -> list[Uint32s]:
+    """All documents end to end, cut."""
+    import numpy as np
+
+    joined = np.concatenate(texts)
+    return [joined[at : at + window] for at in range(0, len(joined), window)]
+
+
+def rate(params: CodecParams, windows: Sequence[Uint32s], pack: Sequence[Sequence[int]] = ()) -> float:
+    """Base ids per id. A codebook has room for the pack and for `GROWTH` entries of its own."""
+    codec = CodecParams(
+        params.vocab_size, GROWTH + len(pack), params.merge_size, params.disabled_ids, start=pack or None
+    )
+    return round(sum(map(len, windows)) / sum(len(compress(codec, ids)[0]) for ids in windows), 4)

@@ -1,0 +1,218 @@
+"""`mlx_zip vocab pack`: learns the entries that a codebook begins with, shows, merges and checks them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mlx_zip.cli.preparation import add_codec_flags, add_source_flags, disabled_ids, sources
+from mlx_zip.errors import DataError
+
+EXAMPLE = """example:
+  mlx_zip vocab pack learn --model stories --data train.txt --separator '<|endoftext|>' --size 1024 --out my.npz
+  mlx_zip generate --model stories --codebook my.npz --prompt "..."
+"""
+SIZE, SAMPLE_IDS = 1024, 5_000_000
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the actions and their flags."""
+    parser.epilog, parser.formatter_class = EXAMPLE, argparse.RawDescriptionHelpFormatter
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    for name, (declare, purpose) in ACTIONS.items():
+        declare(actions.add_parser(name, help=purpose, description=purpose[0].upper() + purpose[1:] + "."))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs one action; its exit status. Raises `MlxZipError`."""
+    return {"learn": _learn, "show": _show, "merge": _merge, "check": _check}[args.action](args)
+
+
+# ---- learn
+
+
+def _learn_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add_source_flags(parser)
+    add_codec_flags(parser)
+    add("--out", required=True, type=Path, help="the pack to write, a .npz file")
+    add("--size", type=int, default=SIZE, help=f"entries at most (default: {SIZE})")
+    add("--window", type=int,
+        help="base ids compressed on their own: the length of the texts that it is for (default: 256)")  # fmt: skip
+    add("--most-ids", type=int, default=SAMPLE_IDS, metavar="N",
+        help=f"base ids to learn from at most, the first ones (default: {SAMPLE_IDS})")  # fmt: skip
+    add("--json", action="store_true", help="print one JSON object")
+
+
+def _learn(args: argparse.Namespace) -> int:
+    from mlx_zip.training.encoding import fingerprint
+    from mlx_zip.training.planning import make_plan
+    from mlx_zip.training.prepare import PrepareOptions
+    from mlx_zip.vocab.learner import WINDOW, learn
+    from mlx_zip.vocab.packs import SUFFIX, Pack, save_pack
+
+    window = WINDOW if args.window is None else args.window
+    for name, value in (("size", args.size), ("window", window), ("most-ids", args.most_ids)):
+        if value < 1:
+            raise DataError(f"--{name} must be at least 1, got {value}")
+    if args.out.suffix != SUFFIX:
+        raise DataError(f"--out {args.out}: a pack is a {SUFFIX} file")
+    options = PrepareOptions(
+        sources=sources(args), out=args.out, model=args.model, tokenizer=args.tokenizer, merge_size=args.merge_size,
+        codebook_size=args.codebook_size, disable=disabled_ids(args), protect=tuple(args.protect), train_on="all",
+        trust_remote_code=args.trust_remote_code,
+    )  # fmt: skip
+    plan, tokenizer, _ = make_plan(options)
+    texts = list(_texts(options, tokenizer, args.most_ids))
+    found = learn(plan.params, texts, args.size, window=window, progress=_progress)
+    about = {
+        "learned_from": [name for source in options.sources for name in source.data],
+        "window": window, "merge_size": plan.params.merge_size, "base_ids": found.base_ids,
+        "ids_without": found.ids_without, "ids": found.ids, "uses": list(found.uses),
+    }  # fmt: skip
+    pack = Pack(found.entries, fingerprint(tokenizer), about)
+    save_pack(args.out, pack)
+    _tell(args, args.out, pack)
+    return 0
+
+
+def _texts(options: Any, tokenizer: Any, most: int) -> Iterator[Any]:
+    """Base ids of record after record, until there are `most`; what cannot be read is told on standard error."""
+    from mlx_zip.training.encoding import Encoder
+    from mlx_zip.training.sources import Reader, Skipped, parse
+
+    encoder, read = Encoder(tokenizer, "all"), 0
+    for source in options.sources:
+        for item in Reader(source):
+            record = parse(item, source.columns)
+            piece = record if isinstance(record, Skipped) else encoder.encode([record])[0]
+            if isinstance(piece, Skipped):
+                if not piece.empty:
+                    print(f"skipped {piece.where}: {piece.reason}", file=sys.stderr)
+                continue
+            yield piece.ids[: most - read]
+            read += len(piece.ids)
+            if read >= most:
+                return
+
+
+def _progress(stage: str, entries: int, ids: int) -> None:
+    if sys.stderr.isatty():
+        told = f", {ids:,} ids" if ids >= 0 else ""
+        print(f"\r\x1b[K{stage}: {entries:,} entries{told}", end="\n" if ids >= 0 else "", file=sys.stderr, flush=True)
+
+
+# ---- show, merge, check
+
+
+def _show_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("file", metavar="FILE", help="a pack")
+    add("--tokenizer", help="show entries as text: model folder, tokenizer.json or hub id")
+    add("--entries", type=int, default=20, metavar="N", help="entries to show, the best first (default: 20)")
+    add("--json", action="store_true", help="print one JSON object")
+
+
+def _show(args: argparse.Namespace) -> int:
+    from mlx_zip.vocab.packs import load_pack
+
+    pack, texts = load_pack(args.file), None
+    if args.tokenizer is not None:
+        tokenizer = _tokenizer(args.tokenizer)
+        _check_tokenizer(pack, tokenizer, args.file)
+        texts = [tokenizer.decode(list(entry)) for entry in pack.entries[: args.entries]]
+    _tell(args, Path(args.file), pack, texts)
+    return 0
+
+
+def _merge_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("files", nargs="+", metavar="FILE", help="packs of one tokenizer")
+    add("--out", required=True, type=Path, help="the pack to write, a .npz file")
+    add("--size", type=int, help="entries at most: the best of each in turn (default: all)")
+    add("--json", action="store_true", help="print one JSON object")
+
+
+def _merge(args: argparse.Namespace) -> int:
+    from mlx_zip.vocab.packs import load_pack, merge_packs, save_pack
+
+    if args.size is not None and args.size < 1:
+        raise DataError(f"--size must be at least 1, got {args.size}")
+    pack = merge_packs([load_pack(file) for file in args.files], args.size)
+    save_pack(args.out, pack)
+    _tell(args, args.out, pack)
+    return 0
+
+
+def _check_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("file", metavar="FILE", help="a pack")
+    add("--model", required=True, help="model folder or hub id that is to take it")
+    add("--json", action="store_true", help="print one JSON object")
+
+
+def _check(args: argparse.Namespace) -> int:
+    from dataclasses import replace
+
+    from mlx_zip.errors import CodecError
+    from mlx_zip.loading import read_config
+    from mlx_zip.training.planning import own_codec, tokenizer_folder
+    from mlx_zip.vocab.packs import load_pack
+
+    pack, folder = load_pack(args.file), tokenizer_folder(args.model)
+    codec = own_codec(read_config(folder))
+    if codec is None:
+        raise DataError(f"{args.model} has no hypertokens, so it can take no pack")
+    _check_tokenizer(pack, _tokenizer(args.model), args.file)
+    try:
+        replace(codec, start=pack.entries)
+    except CodecError as error:
+        raise DataError(f"{args.file} does not fit {args.model}: {error}") from error
+    _tell(args, Path(args.file), pack)
+    return 0
+
+
+def _tokenizer(name: str) -> Any:
+    from mlx_zip.training.encoding import load_tokenizer
+    from mlx_zip.training.planning import tokenizer_folder
+
+    return load_tokenizer(tokenizer_folder(name))
+
+
+def _check_tokenizer(pack: Any, tokenizer: Any, name: str) -> None:
+    from mlx_zip.training.encoding import fingerprint
+
+    pack.check_tokenizer(fingerprint(tokenizer), name)
+
+
+def _tell(args: argparse.Namespace, path: Path, pack: Any, texts: list[str] | None = None) -> None:
+    """What a pack is: one JSON object, or a few lines, with its first entries when there are texts of them."""
+    uses = pack.about.get("uses", [])
+    about = {key: value for key, value in pack.about.items() if key != "uses"}
+    told = {"file": str(path), "entries": len(pack.entries), "longest": pack.merge_size, "tokenizer": pack.tokenizer,
+            "fingerprint": pack.fingerprint, **about}  # fmt: skip
+    if texts is not None:
+        rows = zip(texts, pack.entries, [*uses, *[None] * len(texts)], strict=False)
+        told["best"] = [{"text": text, "base_ids": entry, "uses": n} for text, entry, n in rows]
+    if args.json:
+        print(json.dumps(told, ensure_ascii=False))
+        return
+    print(f"{path}: {len(pack.entries):,} entries of 2 to {pack.merge_size} base ids, {pack.fingerprint[:12]}")
+    if {"base_ids", "ids", "ids_without"} <= about.keys():
+        base, ids, without = about["base_ids"], about["ids"], about["ids_without"]
+        print(f"learned from {base:,} base ids in windows of {about.get('window')}: {base / ids:.3f} base ids per id, "
+              f"{base / without:.3f} without it")  # fmt: skip
+    for row in told.get("best", []):
+        print(f"{row['uses'] if row['uses'] is not None else '':>8} {row['text']!r}")
+
+
+ACTIONS = {
+    "learn": (_learn_flags, "learn the entries that shorten a corpus most"),
+    "show": (_show_flags, "show what a pack holds"),
+    "merge": (_merge_flags, "make one pack of several"),
+    "check": (_check_flags, "check that a model can take a pack"),
+}

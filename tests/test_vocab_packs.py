@@ -1,0 +1,179 @@
+"""Codebook packs: what is learned, and what a file of one must be."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlx_zip import Codebook, CodecParams, compress
+from mlx_zip.codec.pack import read_pack, write_pack
+from mlx_zip.errors import CodecError, DataError
+from mlx_zip.vocab.learner import learn
+from mlx_zip.vocab.packs import Pack, load_pack, merge_packs, save_pack
+
+PARAMS = CodecParams(500, 64, 4, disabled_ids=(0, 7))
+ENTRIES = ((5, 6), (7, 8, 9, 10), (6, 5, 5))
+
+
+def sentences(n, seed=0):
+    """Texts made of six words of 2 to 4 ids, and noise between."""
+    rng = np.random.default_rng(seed)
+    words = [(10, 11, 12, 13), (20, 21), (30, 31, 32), (40, 41), (14, 15, 16, 17), (22, 23, 24)]
+    return [
+        [x for _ in range(12) for x in (*words[int(rng.zipf(1.5)) % 6], int(rng.integers(100, 500)))] for _ in range(n)
+    ]
+
+
+# ---- learning
+
+
+def test_the_words_of_a_text_are_its_pack():
+    found = learn(PARAMS, sentences(40), 6)
+    assert {(10, 11, 12, 13), (20, 21), (30, 31, 32), (14, 15, 16, 17), (22, 23, 24)} <= set(found.entries)
+    assert found.base_ids == sum(map(len, sentences(40)))
+    assert found.ids < 0.9 * found.ids_without
+
+
+def test_what_is_learned_is_told_as_the_runtime_does_it():
+    texts = sentences(30)
+    found = learn(PARAMS, texts, 12, window=20)
+    params = replace(PARAMS, start=found.entries)
+    emitted = [compress(params, text[at : at + 20])[0] for text in texts for at in range(0, len(text), 20)]
+    assert sum(map(len, emitted)) == found.ids
+    ids = np.concatenate(emitted)
+    assert list(found.uses) == [int((ids == 500 + slot).sum()) for slot in range(len(found.entries))]
+    assert min(found.uses) > 0
+
+
+def test_a_pack_helps_with_text_that_it_was_not_learned_from():
+    pack = learn(PARAMS, sentences(40), 12).entries
+    texts = sentences(20, seed=1)
+    without, with_pack = (
+        sum(len(compress(replace(PARAMS, start=start), text)[0]) for text in texts) for start in (None, pack)
+    )
+    assert with_pack < 0.9 * without
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 9), max_size=60), min_size=1, max_size=4), st.integers(1, 12), st.data())
+def test_any_text_gives_a_lawful_pack_and_the_same_again(texts, size, data):
+    params = CodecParams(10, 16, data.draw(st.integers(2, 5)), disabled_ids=data.draw(st.sets(st.integers(0, 9))))
+    window = data.draw(st.integers(1, 40))
+    if not any(texts):
+        with pytest.raises(DataError, match="empty"):
+            learn(params, texts, size, window=window)
+        return
+    found = learn(params, texts, size, window=window)
+    assert len(found.entries) <= size
+    assert found.ids <= found.ids_without
+    Codebook(replace(params, start=found.entries))  # lawful: lengths, no disabled id, none twice
+    assert learn(params, texts, size, window=window) == found
+
+
+def test_a_text_in_which_nothing_recurs_has_no_pack():
+    found = learn(PARAMS, [list(range(10, 40))], 5)
+    assert found.entries == ()
+    assert found.ids == found.ids_without == 30
+
+
+@pytest.mark.parametrize("size", [0, -1, 65])
+def test_a_pack_that_fits_no_codebook_is_refused(size):
+    with pytest.raises(DataError, match="does not fit a codebook of 64"):
+        learn(PARAMS, sentences(2), size)
+
+
+@pytest.mark.parametrize("texts", [[], [[]], [[], []]])
+def test_an_empty_corpus_is_refused(texts):
+    with pytest.raises(DataError, match="empty"):
+        learn(PARAMS, texts, 5)
+
+
+def test_ids_that_are_none_are_refused():
+    with pytest.raises(CodecError, match="id 500"):
+        learn(PARAMS, [[1, 2, 500]], 5)
+
+
+# ---- files
+
+
+def test_a_pack_reads_back_as_it_was_written(tmp_path):
+    pack = Pack(ENTRIES, "ab" * 32, {"window": 256, "learned_from": ["a.txt"], "uses": [3, 2, 1]})
+    save_pack(tmp_path / "p.npz", pack)
+    back = load_pack(tmp_path / "p.npz")
+    assert back == pack
+    assert back.fingerprint == pack.fingerprint
+    assert read_pack(tmp_path / "p.npz") == ENTRIES  # wherever a starting codebook is taken
+
+
+@pytest.mark.parametrize("suffix", ["json", "npy", "npz"])
+def test_a_file_of_entries_alone_is_a_pack_of_an_unknown_tokenizer(suffix, tmp_path):
+    write_pack(tmp_path / f"p.{suffix}", ENTRIES, merge_size=4)
+    pack = load_pack(tmp_path / f"p.{suffix}")
+    assert (pack.entries, pack.tokenizer, pack.about) == (ENTRIES, None, {})
+    pack.check_tokenizer("cd" * 32, "p")
+
+
+def test_packs_that_differ_have_other_fingerprints():
+    packs = [Pack(ENTRIES), Pack(ENTRIES[:2]), Pack(ENTRIES[::-1]), Pack(ENTRIES, "ab"), Pack(((5, 6, 7),)), Pack(())]
+    assert len({pack.fingerprint for pack in packs}) == len(packs)
+
+
+def test_a_pack_of_another_tokenizer_is_refused_by_name():
+    Pack(ENTRIES, "ab" * 32).check_tokenizer("ab" * 32, "p.npz")
+    with pytest.raises(DataError, match=r"p\.npz was learned with another.*\(abababababab, not cdcd"):
+        Pack(ENTRIES, "ab" * 32).check_tokenizer("cd" * 32, "p.npz")
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda about: {**about, "version": 2}, "version 2"),
+        (lambda about: {**about, "tokenizer": 5}, "its tokenizer is 5"),
+        (lambda about: {**about, "fingerprint": "00"}, "damaged"),
+        (lambda about: {**about, "tokenizer": "ef" * 32}, "damaged"),
+        (lambda about: [about], "no JSON object"),
+    ],
+)
+def test_a_damaged_pack_is_refused(change, told, tmp_path):
+    path = tmp_path / "p.npz"
+    save_pack(path, Pack(ENTRIES, "ab" * 32))
+    with np.load(path) as arrays:
+        kept = dict(arrays)
+    about = change(json.loads(kept["about"].tobytes()))
+    np.savez(path, **{**kept, "about": np.frombuffer(json.dumps(about).encode(), np.uint8)})
+    with pytest.raises(DataError, match=told):
+        load_pack(path)
+
+
+@pytest.mark.parametrize("cut", [0, 10, -1])
+def test_a_pack_that_is_cut_off_is_refused(cut, tmp_path):
+    path = tmp_path / "p.npz"
+    save_pack(path, Pack(ENTRIES))
+    path.write_bytes(path.read_bytes()[:cut])
+    with pytest.raises(DataError, match=r"p\.npz"):
+        load_pack(path)
+
+
+@pytest.mark.parametrize("name", ["p.json", "p", "p.npy"])
+def test_a_pack_is_written_to_npz_files_only(name, tmp_path):
+    with pytest.raises(DataError, match=r"a \.npz file"):
+        save_pack(tmp_path / name, Pack(ENTRIES))
+    assert not list(tmp_path.iterdir())
+
+
+def test_merged_packs_take_turns_and_hold_nothing_twice():
+    a, b = Pack(((1, 2), (3, 4), (5, 6)), "ab"), Pack(((3, 4), (7, 8)), None)
+    merged = merge_packs([a, b])
+    assert merged.entries == ((1, 2), (3, 4), (7, 8), (5, 6))
+    assert merged.tokenizer == "ab"
+    assert merged.about == {"merged": [a.fingerprint, b.fingerprint]}
+    assert merge_packs([a, b], 2).entries == ((1, 2), (3, 4))
+    assert merge_packs([a]) == Pack(a.entries, "ab")
+
+
+def test_packs_of_two_tokenizers_are_not_merged():
+    with pytest.raises(DataError, match="different tokenizers"):
+        merge_packs([Pack(ENTRIES, "ab"), Pack(ENTRIES, "cd")])
