@@ -1,4 +1,4 @@
-"""The figures of README.md and docs/performance.md, written from the records in bench/records.
+"""The figures of README.md and of pages in docs/, written from the records in bench/records.
 
 A page holds tables between `<!-- figures: NAME -->` and `<!-- end of figures -->`; this command writes each anew and
 leaves the rest of the page alone. `--check` only compares: a test runs it, so that no page tells what no record has.
@@ -22,7 +22,7 @@ from mlx_zip.files import whole_file
 
 from .tables import table
 
-PAGES = ("README.md", "docs/performance.md")
+PAGES = ("README.md", "docs/packs.md", "docs/performance.md")
 FOLDER = "bench/records"
 DIFFERS = 1  # exit status
 _BLOCK = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
@@ -330,7 +330,19 @@ def _machines(records: Records) -> str:
     return table(["record", "machine", "commit", "day"], rows, "markdown")
 
 
+def _packs(records: Records) -> str:
+    lines = records.lines("packs")
+    sizes = [pack["size"] for pack in lines[0]["packs"]]
+    rows = []
+    for line in lines:
+        files = ", ".join(Path(name).name.split(".")[0] for name in line["test"]["files"])
+        found = {pack["size"]: pack["rate"] for pack in line["packs"]}
+        rows.append([f"{line['domain']} ({files})", f"{line['train_ids']:,}", f"{line['empty']:.3f}",
+                     *(f"{found[size]:.3f}" for size in sizes)])  # fmt: skip
+    return table(["text", "base ids learned from", "growth alone", *(f"{size:,}" for size in sizes)], rows, "markdown")
+
+
 TABLES: dict[str, Callable[[Records], str]] = {
     "codec": _codec, "speed": _speed, "steps": _steps, "requests": _requests, "stories": _stories,
-    "published": _published, "parts": _parts, "targets": _targets, "records": _machines,
+    "published": _published, "parts": _parts, "targets": _targets, "records": _machines, "packs": _packs,
 }  # fmt: skip

@@ -9,9 +9,23 @@ import pytest
 
 from mlx_zip import cli
 from mlx_zip.bench.__main__ import BENCHES
+from mlx_zip.cli.vocabulary import METHODS, method_parser
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "cli.md"
-LISTED = [*(name for name in cli.COMMANDS if name != "bench"), *(f"bench {name}" for name in BENCHES)]
+
+
+def actions(method: str) -> dict[str, argparse.ArgumentParser]:
+    """The parsers of a method of `vocab`: of its actions, or its own."""
+    parser = method_parser(method)
+    found = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    if not found:
+        return {f"vocab {method}": parser}
+    return {f"vocab {method} {name}": of for name, of in found[0].choices.items()}
+
+
+VOCAB = {name: parser for method in METHODS for name, parser in actions(method).items()}
+OWN_COMMANDS = ("bench", "vocab")
+LISTED = [*(name for name in cli.COMMANDS if name not in OWN_COMMANDS), *(f"bench {name}" for name in BENCHES), *VOCAB]
 SECTION = re.compile(r"(<!-- flags: ([\w ]+) -->\n).*?(<!-- end -->)", re.S)
 
 
@@ -23,7 +37,9 @@ def flags(command: str) -> str:
 
 
 def parser_of(command: str) -> argparse.ArgumentParser:
-    """The parser of a command, or of one of `bench`'s own."""
+    """The parser of a command, or of one of those that `bench` and `vocab` have."""
+    if command in VOCAB:
+        return VOCAB[command]
     name, _, bench = command.partition(" ")
     if not bench:
         return cli.command_parser(name, f"mlx_zip {name}")
@@ -59,6 +75,12 @@ def test_the_page_says_what_each_command_does_as_help_does(command):
 @pytest.mark.parametrize("bench", BENCHES)
 def test_the_page_says_what_each_bench_measures_as_help_does(bench):
     assert f"### bench {bench}\n\n{BENCHES[bench][0].upper()}{BENCHES[bench][1:]}." in PAGE.read_text()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_page_says_what_each_method_of_vocab_does_as_help_does(method):
+    purpose = METHODS[method][1]
+    assert f"### vocab {method}\n\n{purpose[0].upper()}{purpose[1:]}." in PAGE.read_text()
 
 
 if __name__ == "__main__":

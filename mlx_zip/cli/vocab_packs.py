@@ -53,14 +53,13 @@ def _learn(args: argparse.Namespace) -> int:
     from mlx_zip.training.planning import make_plan
     from mlx_zip.training.prepare import PrepareOptions
     from mlx_zip.vocab.learner import WINDOW, learn
-    from mlx_zip.vocab.packs import SUFFIX, Pack, save_pack
+    from mlx_zip.vocab.packs import Pack, check_out, save_pack
 
     window = WINDOW if args.window is None else args.window
     for name, value in (("size", args.size), ("window", window), ("most-ids", args.most_ids)):
         if value < 1:
             raise DataError(f"--{name} must be at least 1, got {value}")
-    if args.out.suffix != SUFFIX:
-        raise DataError(f"--out {args.out}: a pack is a {SUFFIX} file")
+    check_out(args.out)
     options = PrepareOptions(
         sources=sources(args), out=args.out, model=args.model, tokenizer=args.tokenizer, merge_size=args.merge_size,
         codebook_size=args.codebook_size, disable=disabled_ids(args), protect=tuple(args.protect), train_on="all",
@@ -138,10 +137,11 @@ def _merge_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _merge(args: argparse.Namespace) -> int:
-    from mlx_zip.vocab.packs import load_pack, merge_packs, save_pack
+    from mlx_zip.vocab.packs import check_out, load_pack, merge_packs, save_pack
 
     if args.size is not None and args.size < 1:
         raise DataError(f"--size must be at least 1, got {args.size}")
+    check_out(args.out)
     pack = merge_packs([load_pack(file) for file in args.files], args.size)
     save_pack(args.out, pack)
     _tell(args, args.out, pack)

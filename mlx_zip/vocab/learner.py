@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,7 +43,7 @@ class Learned:
 
 def learn(
     params: CodecParams,
-    sequences: Iterable[Sequence[int]],
+    sequences: Iterable[Any],
     size: int,
     *,
     window: int = WINDOW,
@@ -51,9 +52,9 @@ def learn(
     """The `size` entries that shorten the sequences (of base ids) most, together with what the codebook grows itself.
 
     params: the codec they are for; its start entries are left out of account, its codebook_size is what a request may
-    hold. window: base ids that are compressed on their own, at most. progress(stage, entries, ids of the corpus).
-    Fewer entries come where the corpus has no more runs that recur. Raises `DataError` for an empty corpus and a size
-    beyond the codebook, `CodecError` for ids that are no base ids.
+    hold. sequences: of base ids each, as `as_ids` takes them. window: base ids that are compressed on their own, at
+    most. progress(stage, entries, ids of the corpus). Fewer entries come where the corpus has no more runs that recur.
+    Raises `DataError` for an empty corpus and a size beyond the codebook, `CodecError` for ids that are no base ids.
     """
     if not 1 <= size <= params.codebook_size:
         raise DataError(f"a pack of {size} entries does not fit a codebook of {params.codebook_size}")
@@ -83,7 +84,7 @@ def _shrinking(start: int, end: int, factor: float) -> Iterator[int]:
 class _Corpus:
     """Windows of base ids, to be encoded with one pack after another."""
 
-    def __init__(self, params: CodecParams, sequences: Iterable[Sequence[int]], window: int) -> None:
+    def __init__(self, params: CodecParams, sequences: Iterable[Any], window: int) -> None:
         self.params = replace(params, start=None)
         self.windows = [
             ids[at : at + window] for ids in map(as_ids, sequences) for at in range(0, len(ids), window) if len(ids)

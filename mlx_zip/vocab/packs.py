@@ -88,10 +88,12 @@ def _read_about(path: Path) -> dict[str, Any]:
 
 
 def save_pack(path: str | Path, pack: Pack) -> None:
-    """Writes a pack, whole or not at all. Raises `DataError` for another suffix and for entries that cannot be."""
+    """Writes a pack, whole or not at all.
+
+    Raises `DataError` as `check_out` does and for entries that cannot be, `OSError` when the disk refuses.
+    """
     path = Path(path)
-    if path.suffix != SUFFIX:
-        raise DataError(f"{path}: a pack is a {SUFFIX} file")
+    check_out(path)
     entries = checked_entries(path, pack.entries)
     rows = np.zeros((len(entries), pack.merge_size), np.uint32)
     for row, entry in zip(rows, entries, strict=True):
@@ -100,6 +102,14 @@ def save_pack(path: str | Path, pack: Pack) -> None:
     about = np.frombuffer(json.dumps(told).encode(), np.uint8)
     with whole_file(path) as partial, open(partial, "wb") as file:
         np.savez(file, entries=rows, lengths=np.array([len(e) for e in entries], np.int64), about=about)
+
+
+def check_out(path: Path) -> None:
+    """Raises `DataError` where no pack can be written: another suffix, no such folder."""
+    if path.suffix != SUFFIX:
+        raise DataError(f"{path}: a pack is a {SUFFIX} file")
+    if not path.parent.is_dir():
+        raise DataError(f"{path}: there is no folder {path.parent}")
 
 
 def merge_packs(packs: Sequence[Pack], size: int | None = None) -> Pack:
