@@ -335,7 +335,7 @@ def _packs(records: Records) -> str:
     sizes = [pack["size"] for pack in lines[0]["packs"]]
     rows = []
     for line in lines:
-        files = ", ".join(Path(name).name.split(".")[0] for name in line["test"]["files"])
+        files = ", ".join(name.split(".")[0] for name in line["test"]["files"])
         found = {pack["size"]: pack["rate"] for pack in line["packs"]}
         rows.append([f"{line['domain']} ({files})", f"{line['train_ids']:,}", f"{line['empty']:.3f}",
                      *(f"{found[size]:.3f}" for size in sizes)])  # fmt: skip

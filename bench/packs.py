@@ -14,8 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mlx_zip.codec import CodecParams, compress
-from mlx_zip.codec.ids import Uint32s
+from mlx_zip.codec.ids import Uint32s, as_ids
 from mlx_zip.errors import MlxZipError
 from mlx_zip.vocab.learner import learn
 
@@ -54,8 +56,8 @@ def run(args: argparse.Namespace) -> int:
         texts, held_out = _ids(vocabulary, corpus), _windows(_ids(vocabulary, test[domain]), args.window)
         line = {
             "bench": "packs", "domain": domain, "tokenizer": vocabulary.name, "merge_size": args.merge_size,
-            "window": args.window, "growth": GROWTH, "disabled": args.disabled, "train": corpus.record(),
-            "test": test[domain].record(), "train_ids": sum(map(len, texts)), "test_ids": sum(map(len, held_out)),
+            "window": args.window, "growth": GROWTH, "disabled": args.disabled, "train": _named(corpus),
+            "test": _named(test[domain]), "train_ids": sum(map(len, texts)), "test_ids": sum(map(len, held_out)),
             "empty": rate(params, held_out), "packs": [],
         }  # fmt: skip
         for size in sorted(args.sizes):
@@ -70,17 +72,19 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _named(corpus: Any) -> dict[str, Any]:
+    """A corpus's record, with the names of its files alone."""
+    record = corpus.record()
+    return {**record, "files": [Path(name).name for name in record["files"]]}
+
+
 def _ids(vocabulary: Vocabulary, corpus: Any) -> list[Uint32s]:
     """Base ids of each document."""
-    from mlx_zip.codec.ids import as_ids
-
     return [as_ids(vocabulary.encode(document.text)) for document in corpus.documents]
 
 
 def _windows(texts: Sequence[Uint32s], window: int) -> list[Uint32s]:
     """All documents end to end, cut."""
-    import numpy as np
-
     joined = np.concatenate(texts)
     return [joined[at : at + window] for at in range(0, len(joined), window)]
 
