@@ -25,8 +25,7 @@ from .tables import table
 PAGES = ("README.md", "docs/packs.md", "docs/performance.md")
 FOLDER = "bench/records"
 DIFFERS = 1  # exit status
-_BLOCK = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
-_OPENED = re.compile(r"<!-- figures: ")
+_MARK = re.compile(r"<!-- (?:figures: ([\w-]+)|end of figures) -->")  # a table's beginning, or its end
 
 Record = dict[str, Any]
 
@@ -42,42 +41,65 @@ def run(args: argparse.Namespace) -> int:
     """Writes the pages, or tells which differ. Raises `MlxZipError` for a page or record that cannot be used."""
     records = Records(args.root / FOLDER)
     pages = {args.root / name: page(args.root / name, records) for name in PAGES}
+    shown = {name for path in pages for name in _MARK.findall(_read(path))}
+    if missing := TABLES.keys() - shown:
+        raise MlxZipError(f"no page shows the figures {', '.join(sorted(missing))}")
     old = [path for path, text in pages.items() if text != _read(path)]
     for path in old:
-        print(f"{path}: {'differs from the records' if args.check else 'written'}", file=sys.stderr)
         if not args.check:
-            with whole_file(path) as partial:
-                partial.write_text(pages[path], encoding="utf-8")
+            _write(path, pages[path])
+        print(f"{path}: {'differs from the records' if args.check else 'written'}", file=sys.stderr)
     return DIFFERS if args.check and old else 0
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        with whole_file(path) as partial:
+            partial.write_text(text, encoding="utf-8", newline="")
+    except OSError as error:
+        raise MlxZipError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
 def page(path: Path, records: Records) -> str:
     """A page with its tables as the records have them. Raises `MlxZipError` for a table that is not known."""
-
-    def block(match: re.Match[str]) -> str:
-        if match[2] not in TABLES:
-            raise MlxZipError(f"{path}: there are no figures named {match[2]!r}; known: {', '.join(TABLES)}")
-        return f"{match[1]}\n{_made(match[2], records)}\n\n{match[3]}"
-
-    text = _read(path)
-    written, count = _BLOCK.subn(block, text)
-    if count != len(_OPENED.findall(text)):
+    text, out, at, opened = _read(path), [], 0, None
+    for mark in _MARK.finditer(text):
+        if (mark[1] is None) == (opened is None):
+            raise MlxZipError(f"{path}: not every '<!-- figures: NAME -->' has its '<!-- end of figures -->'")
+        if opened is None:
+            out.append(text[at : mark.end()])
+        else:
+            line = "\r\n" if "\r\n" in text else "\n"
+            made = f"\n\n{_made(path, opened, records)}\n\n"
+            out.append(made.replace("\n", line))
+        at, opened = (mark.end(), mark[1]) if opened is None else (mark.start(), None)
+    if opened is not None:
         raise MlxZipError(f"{path}: not every '<!-- figures: NAME -->' has its '<!-- end of figures -->'")
-    return written
+    return "".join([*out, text[at:]])
 
 
-def _made(name: str, records: Records) -> str:
+def _made(path: Path, name: str, records: Records) -> str:
+    if name not in TABLES:
+        raise MlxZipError(f"{path}: there are no figures named {name!r}; known: {', '.join(TABLES)}")
     try:
         return TABLES[name](records)
     except KeyError as missing:
         raise MlxZipError(f"figures {name}: its records have no {missing}") from missing
+    except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+        raise MlxZipError(f"figures {name}: its records do not hold what they should: {error}") from error
 
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_bytes().decode("utf-8")
     except OSError as error:
         raise MlxZipError(f"{path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise MlxZipError(f"{path} is not valid UTF-8 at byte {error.start}") from error
+
+
+def _no_number(text: str) -> float:
+    raise ValueError(f"{text} is no number")
 
 
 class Records:
@@ -90,8 +112,8 @@ class Records:
     def _lines(self, name: str) -> list[Record]:
         path = self.folder / f"{name}.jsonl"
         try:
-            return [json.loads(line) for line in _read(path).splitlines() if line]
-        except ValueError as error:
+            return [json.loads(line, parse_constant=_no_number) for line in _read(path).splitlines() if line]
+        except (ValueError, RecursionError) as error:
             raise MlxZipError(f"{path}: not JSON lines: {error}") from error
 
     def one(self, name: str) -> Record:

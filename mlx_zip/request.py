@@ -20,7 +20,7 @@ from mlx_zip.state import ZipState, find_state
 from mlx_zip.tokenizer import TextStream, encode_prompt
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True)
 class GenerationResponse:
     """One emitted id, and the figures up to and including it.
 

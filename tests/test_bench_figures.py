@@ -62,12 +62,57 @@ def test_what_stands_between_the_tables_stays(checkout):
         (lambda root: (root / FOLDER / "zip2zip.jsonl").write_text("{}"), "published: its records have no"),
         (lambda root: edit(root, "<!-- figures: speed -->", "<!-- figures: heat -->"), "no figures named 'heat'"),
         (lambda root: edit(root, "<!-- end of figures -->", ""), "not every"),
+        (lambda root: edit(root, "<!-- figures: speed -->", ""), "not every"),
+        (lambda root: edit(root, "<!-- figures: speed -->", "<!--figures: speed-->"), "not every"),
+        (lambda root: (root / "README.md").write_text(""), "no page shows the figures codec, speed"),
+        (lambda root: (root / "README.md").write_bytes(b"\xff"), "README.md is not valid UTF-8"),
+        *(
+            (lambda root, text=text: (root / FOLDER / "rows.jsonl").write_text(text), "do not hold what they should")
+            for text in ("[]", "3", "null", '"x"')
+        ),
+        (lambda root: change(root, "profile-warm", samples=[]), "do not hold what they should"),
+        (lambda root: change(root, "profile-warm", samples=["a"]), "do not hold what they should"),
+        (lambda root: change(root, "profile-warm", samples=None), "do not hold what they should"),
+        (lambda root: change(root, "profile-warm", samples=[float("nan")]), "NaN is no number"),
+        (lambda root: change(root, "profile-warm", samples=[10**400]), "do not hold what they should"),
+        (lambda root: (root / FOLDER / "rows.jsonl").write_text("[" * 200_000), "rows.jsonl: not JSON lines"),
     ],
 )
 def test_what_cannot_be_used_is_said_and_no_page_is_written(change, told, checkout, capsys):
     change(checkout)
     assert main(["figures", "--root", str(checkout)]) == 2
     assert told in capsys.readouterr().err
+
+
+def change(root, name, **ratio):
+    path = root / FOLDER / f"{name}.jsonl"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "ratio": ratio}))
+
+
+def test_a_page_keeps_its_line_ends(checkout):
+    page = checkout / "README.md"
+    page.write_bytes(page.read_bytes().replace(b"\n", b"\r\n"))
+    assert main(["figures", "--check", "--root", str(checkout)]) == 0
+    change(checkout, "profile-warm", samples=[1.5])
+    path = checkout / FOLDER / "generate-code-1024.jsonl"
+    text = path.read_text()
+    path.write_text(text.replace('"ttft_ms": {"unit": "ms", "median": ', '"ttft_ms": {"unit": "ms", "median": 1'))
+    assert main(["figures", "--root", str(checkout)]) == 0
+    data = page.read_bytes()
+    assert data.count(b"\n") == data.count(b"\r\n") > 50
+
+
+def test_a_page_that_cannot_be_written_is_said(checkout, capsys, monkeypatch):
+    change(checkout, "profile-warm", samples=[1.5])
+
+    def refuse(path):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("mlx_zip.bench.figures.whole_file", refuse)
+    assert main(["figures", "--root", str(checkout)]) == 2
+    told = capsys.readouterr().err
+    assert "performance.md cannot be written: Permission denied" in told
+    assert "written\n" not in told
 
 
 def edit(root, old, new):

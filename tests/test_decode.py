@@ -244,6 +244,13 @@ def test_behind_a_trim_below_longropes_border_the_short_factors_are_back():
     assert not caches[0][-1].long_rope
 
 
+@pytest.mark.parametrize("dtype", [mx.uint8, mx.int32, mx.uint32, mx.int64, mx.uint64])
+def test_a_sampler_may_give_ids_of_any_integer_type(dtype):
+    model = tiny.tiny_model()
+    sampler = lambda logprobs: mx.argmax(logprobs, axis=-1).astype(dtype)
+    assert_equal(decode(model, sampler=sampler), decode(model, sampler=sampler, ahead=False))
+
+
 @pytest.mark.parametrize("wrong", [tiny.VOCAB + tiny.SLOTS - 1, tiny.VOCAB + tiny.SLOTS, -1, -(10**9), 10**6])
 def test_an_id_that_does_not_exist_is_an_error_and_changes_nothing(wrong):
     model = tiny.tiny_model()

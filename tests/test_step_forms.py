@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import tiny
 
+from mlx_zip.errors import ConfigError
 from mlx_zip.models import norm, rope
 from mlx_zip.models.norm import RMSNorm
 from mlx_zip.models.rope import Positions, make_rope
@@ -48,6 +49,20 @@ def test_layers_of_one_call_share_their_rotation_and_calls_do_not():
     assert not second.turns
     np.testing.assert_array_equal(np.array(same[0]), np.array(same[1]))
     assert not np.allclose(np.array(made(x, second)), np.array(same[0]))
+
+
+def test_a_rope_that_is_changed_rotates_as_it_now_is(monkeypatch):
+    made, x = rope_of("default"), mx.random.normal((1, 2, 1, 16))
+    made(x, Positions(start=9))
+    made.magnitude, made._short = 1.5, 3 * made._short
+    found = made(x, Positions(start=9))
+    monkeypatch.setattr(rope, "steps_on_cpu", lambda x: False)
+    np.testing.assert_allclose(np.array(found), np.array(made(x, Positions(start=9))), atol=2e-5)
+
+
+def test_an_odd_number_of_rotated_dimensions_is_refused():
+    with pytest.raises(ConfigError, match="rotates 5 of 16"):
+        make_rope({"rope_theta": 10000.0, "partial_rotary_factor": 0.33, "rope_type": "default"}, 16, CONFIG)
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16])

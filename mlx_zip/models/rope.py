@@ -40,6 +40,9 @@ class Positions:
         return self.start if self.index is None else self.index[:, 0]
 
 
+TurnParts = tuple[mx.array, mx.array, mx.array]
+
+
 class Rope(nn.Module):
     """Rotates the first `dims` of each head. short, long [dims / 2]: wavelengths over 2 pi, equal unless LongRoPE."""
 
@@ -47,7 +50,7 @@ class Rope(nn.Module):
         super().__init__()
         self.dims, self.magnitude = dims, magnitude
         self._short, self._long = short, short if long is None else long
-        self._parts: dict[tuple[bool, int], tuple[mx.array, mx.array, mx.array]] = {}
+        self._parts: dict[tuple[bool, int, float], tuple[mx.array, TurnParts]] = {}  # and of which frequencies
 
     def __call__(self, x: mx.array, offset: Positions) -> mx.array:
         """X [B, H, L, D] -> the same shape."""
@@ -78,19 +81,19 @@ class Rope(nn.Module):
             angles = angles[:, None, None]
         return same * mx.cos(angles) + across * mx.sin(angles)
 
-    def _turn_parts(self, long: bool, width: int) -> tuple[mx.array, mx.array, mx.array]:
+    def _turn_parts(self, long: bool, width: int) -> TurnParts:
         """Where the cosines stand [width, width], where the sines do, and each column's angle per position [width]."""
-        key = (long, width)
-        if key not in self._parts:
+        freqs = self._long if long else self._short
+        key = (long, width, self.magnitude)
+        if key not in self._parts or self._parts[key][0] is not freqs:
             half = self.dims // 2
             same, across = np.eye(width, dtype=np.float32), np.zeros((width, width), np.float32)
             same[: self.dims] *= self.magnitude
             one, other = np.arange(half), np.arange(half, self.dims)
             across[one, other], across[other, one] = self.magnitude, -self.magnitude
-            speeds = 1 / (self._long if long else self._short)
-            still = mx.zeros(width - self.dims)
-            self._parts[key] = mx.array(same), mx.array(across), mx.concatenate([speeds, speeds, still])
-        return self._parts[key]
+            angles = mx.concatenate([1 / freqs, 1 / freqs, mx.zeros(width - self.dims)])
+            self._parts[key] = freqs, (mx.array(same), mx.array(across), angles)
+        return self._parts[key][1]
 
     def _rotate(self, x: mx.array, start: int | mx.array, freqs: mx.array) -> mx.array:
         return mx.fast.rope(
@@ -139,7 +142,7 @@ def make_rope(parameters: Mapping[str, Any], head_dim: int, config: Mapping[str,
         raise ConfigError(f"rope_type {kind!r} is not supported; supported: {', '.join(sorted(_KINDS))}")
     try:
         dims = int(head_dim * parameters["partial_rotary_factor"])
-        if not 0 < dims <= head_dim:
+        if not 0 < dims <= head_dim or dims % 2:
             raise ConfigError(f"config.json: partial_rotary_factor rotates {dims} of {head_dim} dimensions")
         waves = parameters["rope_theta"] ** (mx.arange(0, dims, 2, dtype=mx.float32) / dims)
         return _KINDS[kind](dims, waves, parameters, config)

@@ -298,6 +298,8 @@ class Model(nn.Module):
         does not fit, before anything changes.
         """
         kv, state = self.check_cache(cache)
+        if ids.dtype == mx.uint64:  # of which MLX makes floats where it meets a number with a sign
+            ids = ids.astype(mx.int64)
         positions = self._positions_ahead(state, ids)
         if positions is None:
             return None
