@@ -146,10 +146,10 @@ class Ratio:
 
 
 def ratio(pair: tuple[Record, Record], figure: str) -> Ratio:
-    """The second's median over the first's, with the least and greatest ratio of trials that ran beside one another."""
-    a, b = (record["figures"][figure] for record in pair)
-    trials = [y / x for x, y in zip(a["samples"], b["samples"], strict=True)]
-    return Ratio(b["median"] / a["median"], min(trials), max(trials))
+    """The second's over the first's, trial by trial, which ran beside one another."""
+    a, b = (record["figures"][figure]["samples"] for record in pair)
+    trials = [y / x for x, y in zip(a, b, strict=True)]
+    return Ratio(median(trials), min(trials), max(trials))
 
 
 def step_ratio(record: Record) -> Ratio:
@@ -170,9 +170,9 @@ def shortening(pair: tuple[Record, Record]) -> float:
 
 
 def detokenizing(record: Record) -> float:
-    """`bench profile`: us of processor time per base token, in the median step."""
+    """`bench profile`: us of processor time per base token."""
     counts = record["counts"]
-    return record["parts"]["text"]["cpu_us"]["median"] * counts["steps"] / counts["base_tokens"]
+    return record["parts"]["text"]["cpu_us"]["mean"] * counts["steps"] / counts["base_tokens"]
 
 
 # ---- the tables
@@ -183,7 +183,7 @@ REQUESTS = {"code": "generate-code-1024", "chat": "generate-chat-1024"}
 STORIES = {"float32": "chat-stories-float", "8 bit": "chat-stories"}
 PUBLISHED = {"float32": "zip2zip-float", "8 bit": "zip2zip"}
 TURNS = ("first", "second", "third")
-PARTS = {"codec": ("codec",), "rows, host": ("rows",), "embedding": ("embedding",), "head": ("head",)}
+HOST_PARTS = {"codec": "codec", "rows, host": "rows", "embedding": "embedding", "head": "head"}  # as `bench profile`'s
 
 
 def _steps(records: Records) -> str:
@@ -224,15 +224,15 @@ def _parts(records: Records) -> str:
     both = (before, after, bundled)
     rows = [["step over mlx-lm's at equal KV length", *(f"{step_ratio(record).value:.2f}" for record in both)]]
     rows.append(["rows, apart", *(_us(record["parts"]["rows"]["apart_us"]) for record in both)])
-    for name, parts in PARTS.items():
-        rows.append([name, *(_us(*(record["parts"][part]["host_us"] for part in parts)) for record in both)])
+    for name, part in HOST_PARTS.items():
+        rows.append([name, *(_us(record["parts"][part]["host_us"]) for record in both)])
     rows.append(["host work of mlx_zip, by the wall's clock", *(_us(record["ours_us"]) for record in both)])
     rows.append(["host work of mlx_zip, processor time", "-", *(_us(r["ours_cpu_us"]) for r in both[1:])])
     return table(["us per step, median", "before", "after", "bundled model"], rows, "markdown")
 
 
-def _us(*figures: Mapping[str, float]) -> str:
-    return f"{sum(figure['median'] for figure in figures):,.0f}"
+def _us(figure: Mapping[str, float]) -> str:
+    return f"{figure['median']:,.0f}"
 
 
 def _codec(records: Records) -> str:
@@ -253,18 +253,17 @@ def _speed(records: Records) -> str:
     rows = []
     for text, file in REQUESTS.items():
         pair = records.pair(file)
-        what = f"`small-125m`, {text}, {pair[0]['workload']['prompt_tokens']:,} + {pair[0]['workload']['tokens']}"
-        rows.append([what, f"{per_step(pair):.2f}", *_values(pair, "base_tokens_per_s", "ttft_ms")])
+        size = f"{pair[0]['workload']['prompt_tokens']:,} + {pair[0]['workload']['tokens']}"
+        rows.append([f"`small-125m`, float32, {text}, {size}", *_gains(pair)])
     for turn in (0, 2):
-        pair = records.pair(STORIES["float32"], turn=turn)
-        rows.append([f"`stories`, {TURNS[turn]} story", f"{per_step(pair):.2f}",
-                     *_values(pair, "base_tokens_per_s", "ttft_ms")])  # fmt: skip
-    header = ["float32, 2 cores, x86-64", "base tokens per step", "base tokens/s", "time to first id"]
+        rows.append([f"`stories`, 8 bit, {TURNS[turn]} story", *_gains(records.pair(STORIES["8 bit"], turn=turn))])
+    header = ["2 cores, x86-64", "base tokens per step", "steps/s", "base tokens/s", "bytes/s"]
     return table(header, rows, "markdown")
 
 
-def _values(pair: tuple[Record, Record], *figures: str) -> list[str]:
-    return [f"{ratio(pair, name).value:.2f} x" for name in figures]
+def _gains(pair: tuple[Record, Record]) -> list[str]:
+    rates = (ratio(pair, name).value for name in ("steps_per_s", "base_tokens_per_s", "bytes_per_s"))
+    return [f"{per_step(pair):.2f}", *(f"{rate:.2f} x" for rate in rates)]
 
 
 # ---- the targets
@@ -281,13 +280,17 @@ class Target:
     unit: str = ""
 
     def row(self, records: Records) -> list[str]:
-        """Name, bound, what was measured, and whether it is met."""
+        """Name, bound, what was measured, and whether it is met: by all trials, or by the median alone."""
         found = self.measured(records)
         value = found.value if isinstance(found, Ratio) else found
-        is_met = value <= self.bound if self.most else value >= self.bound
+        worst = value if not isinstance(found, Ratio) else found.high if self.most else found.low
         told = str(found) if isinstance(found, Ratio) else f"{value:,.3g}" if value < 1000 else f"{value:,.0f}"
         bound = f"{'at most' if self.most else 'at least'} {self.bound:g}{self.unit}"
-        return [self.name, bound, f"{told}{self.unit}", "met" if is_met else "missed"]
+        return [self.name, bound, f"{told}{self.unit}", self._judged(value, worst)]
+
+    def _judged(self, value: float, worst: float) -> str:
+        is_met, always = ((x <= self.bound if self.most else x >= self.bound) for x in (value, worst))
+        return "missed" if not is_met else "met" if always else "met, not by every trial"
 
 
 def _rate_over_compression(records: Records) -> Ratio:
@@ -324,8 +327,8 @@ TARGETS = (
         for name in PUBLISHED
     ),
     *(
-        Target(f"host work of mlx_zip per step, {name}", 150, lambda r, file=file: r.one(file)["ours_cpu_us"]["median"],
-               unit=" us")
+        Target(f"host work of mlx_zip per step, processor time, {name}", 150,
+               lambda r, file=file: r.one(file)["ours_cpu_us"]["median"], unit=" us")
         for name, file in (("`small-125m`", "profile-warm"), ("bundled model", "profile-stories"))
     ),
     *(

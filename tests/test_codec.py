@@ -190,7 +190,7 @@ def test_an_entrys_words_are_its_base_ids():
     for slot, (_, entry) in enumerate(book.entries):
         assert np.frombuffer(book.words(slot), np.uint32).tolist() == list(entry)
     for slot in (len(book), -1):
-        with pytest.raises((CodecError, OverflowError)):
+        with pytest.raises(CodecError):
             book.words(slot)
 
 

@@ -105,6 +105,19 @@ def test_left_padded_rows_equal_the_same_rows_alone(family, mode):
         np.testing.assert_allclose(np.array(second), last_logits(model, [nxt], alone), atol=3e-5)
 
 
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_padded_row_that_is_alone_may_be_read_id_by_id(family, mode):
+    model = tiny_model(family, position_mode=mode).eval()
+    row = compressed(model, 60)
+    alone, padded = model.make_cache(), model.make_cache(left_padding=[3])
+    for one in [PAD] * 3:
+        model(mx.array([[one]]), cache=padded)
+    assert (padded[-1].offset, len(padded[-1].books[0].ids)) == (3, 0)
+    for one in row:
+        np.testing.assert_allclose(last_logits(model, [one], padded), last_logits(model, [one], alone), atol=3e-5)
+
+
 def test_two_interleaved_conversations_equal_two_separate_ones():
     model = tiny_model("phi3", "res_latent_attn")
     a, b = compressed(model, 60, seed=1), compressed(model, 60, seed=2)

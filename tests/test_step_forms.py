@@ -1,5 +1,7 @@
 """Norm and rotation of a step on the CPU against MLX's own, which a GPU runs, and a whole model with either."""
 
+import threading
+
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -22,6 +24,15 @@ KINDS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def on_cpu():
+    """Where a GPU is the default device, too: else a form would be held against itself."""
+    before = mx.default_device()
+    mx.set_default_device(mx.cpu)
+    yield
+    mx.set_default_device(before)
+
+
 def rope_of(kind):
     given = {"rope_theta": 10000.0, "partial_rotary_factor": 1.0, "rope_type": kind, **KINDS[kind]}
     return make_rope(given, 16, CONFIG).eval()
@@ -29,7 +40,7 @@ def rope_of(kind):
 
 @pytest.mark.parametrize("long", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_rotation_by_one_product_is_mlxs_own(kind, long, monkeypatch):
+def test_a_rotation_is_mlxs_own(kind, long, monkeypatch):
     made, x = rope_of(kind), mx.random.normal((2, 3, 1, 16))
     places = [{"start": 0}, {"start": 1999}, {"start": mx.array([7, 300])}, {"index": mx.array([[5], [901]])}]
     for place in places:
@@ -45,8 +56,8 @@ def test_layers_of_one_call_share_their_rotation_and_calls_do_not():
     made, x = rope_of("default"), mx.ones((1, 1, 1, 16))
     first, second = Positions(start=3), Positions(start=4)
     same = [made(x, first), made(x, first)]
-    assert len(first.turns) == 1
-    assert not second.turns
+    assert len(first.shared) == 1
+    assert not second.shared
     np.testing.assert_array_equal(np.array(same[0]), np.array(same[1]))
     assert not np.allclose(np.array(made(x, second)), np.array(same[0]))
 
@@ -65,8 +76,43 @@ def test_an_odd_number_of_rotated_dimensions_is_refused():
         make_rope({"rope_theta": 10000.0, "partial_rotary_factor": 0.33, "rope_type": "default"}, 16, CONFIG)
 
 
+def test_what_is_not_finite_stays_in_its_pair():
+    x = np.ones((1, 1, 1, 16), np.float32)
+    x[..., 3] = np.inf
+    found = np.array(rope_of("default")(mx.array(x), Positions(start=5)))
+    assert np.flatnonzero(~np.isfinite(found)).tolist() == [3, 11]
+
+
+def test_a_step_that_was_dropped_in_one_thread_hinders_no_other():
+    model, failed = tiny.tiny_model().eval(), []
+    mx.eval(model.parameters())
+
+    def drop():
+        with mx.stream(mx.new_stream(mx.cpu)):
+            model(mx.array([[5]]), cache=model.make_cache())  # never evaluated
+
+    def step():
+        try:
+            drop()
+        except Exception as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=step)
+    thread.start()
+    thread.join()
+    assert not failed
+    assert np.isfinite(tiny.last_logits(model, [5], model.make_cache())[: tiny.VOCAB]).all()
+
+
+def test_while_gradients_are_taken_layers_share_nothing():
+    made, positions = rope_of("default"), Positions(start=3)
+    made.train()
+    made(mx.ones((1, 1, 1, 16)), positions)
+    assert not positions.shared
+
+
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16])
-@pytest.mark.parametrize("shape", [(1, 1, 24), (3, 1, 24), (2, 4, 1, 24), (2, 5, 24)])
+@pytest.mark.parametrize("shape", [(24,), (1, 24), (1, 1, 24), (3, 1, 24), (2, 4, 1, 24), (2, 5, 24)])
 def test_a_norm_is_mlxs_own(shape, dtype):
     quick, plain = RMSNorm(24, eps=1e-5), nn.RMSNorm(24, eps=1e-5)
     quick.weight = plain.weight = mx.random.normal((24,)).astype(dtype)

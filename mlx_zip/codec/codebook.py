@@ -158,11 +158,17 @@ class Codebook:
         return rows, lengths
 
     def words(self, slot: int) -> bytes:
-        """The base ids of one entry as the machine's 32-bit words, without an array in between."""
+        """The base ids of one entry as the machine's 32-bit words, without an array in between.
+
+        Raises `CodecError` for a slot that has no entry.
+        """
         if self._asked_entry is None:
             self._asked_entry = ffi.new("uint32_t[]", max(1, self.params.merge_size)), ffi.new("uint8_t[1]")
         row, length = self._asked_entry
-        check(lib.mlxzip_entries(self._book, slot, 1, row, length))
+        try:
+            check(lib.mlxzip_entries(self._book, slot, 1, row, length))
+        except OverflowError:
+            raise CodecError(f"slot {slot} is none") from None
         return ffi.buffer(row, 4 * length[0])[:]
 
     @property

@@ -25,7 +25,7 @@ MEMORY_BYTES = 64 << 20
 FOLDER_BYTES = 1 << 30
 ROW_OVERHEAD = 250  # bytes of Python's own per row in memory
 _NO_ID = 0xFFFFFFFF  # behind an entry's end in a key: no base id, and not the pad id, which differs by model
-_PADDING = b"\xff"  # of which its four bytes are
+_PADDING = bytes({*_NO_ID.to_bytes(4, "little")})  # the one byte that it consists of
 
 Encode = Callable[[NDArray[np.uint32], NDArray[np.int64]], mx.array]
 

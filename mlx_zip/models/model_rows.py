@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import mlx.core as mx
 import numpy as np
 
 from mlx_zip.hyper import RowKind, RowKinds, RowStore, RowTable, encode_entries
@@ -58,21 +59,23 @@ class ModelRows:
 
     def _encode_one(self, state: ZipState, table: RowTable, side: str, slot: int) -> None:
         """`_encode` for one slot of a single sequence."""
-        store = self._store()
-        row = None if store is None else store.row(self._kind(side), state.books[0].words(slot))
+        store, book = self._store(), state.books[0]
+        row = None if store is None else store.row(self._kind(side), book.words(slot))
         if row is None:
-            self._encode(state, table, side, np.array([0]), np.array([slot]))
-        else:
-            table.put_one(slot, row, self._model.config.codebook_size)
+            row = self._made(side, *book.rows(slot, 1))
+        table.put_one(slot, row, self._model.config.codebook_size)
 
     def _encode(self, state: ZipState, table: RowTable, side: str, sequence: np.ndarray, slots: np.ndarray) -> None:
         """Puts the rows of the entries at (sequence [N], slots [N]) into one side's table, in one pass."""
         if len(slots) == 0:
             return
-        encode, store = partial(encode_entries, *self._model.side(side)), self._store()
-        entries = state.entries(sequence, slots)
-        rows = encode(*entries) if store is None else store.rows(self._kind(side), *entries, encode)
+        rows = self._made(side, *state.entries(sequence, slots))
         table.put(sequence, slots, rows, self._model.config.codebook_size)
+
+    def _made(self, side: str, base_ids: np.ndarray, lengths: np.ndarray) -> mx.array:
+        """Rows [N, D] of entries, from the store or the encoder."""
+        encode, store = partial(encode_entries, *self._model.side(side)), self._store()
+        return encode(base_ids, lengths) if store is None else store.rows(self._kind(side), base_ids, lengths, encode)
 
     def _store(self) -> RowStore | None:
         return None if self._model.training else self._model.row_store

@@ -24,9 +24,9 @@ def steps_on_cpu(x: mx.array) -> bool:
     """Whether x [..., L, D] is a step of generation on the CPU, in float32.
 
     MLX has no kernels of norm and rotation for the CPU: it runs 8 and 15 operations, each of which costs more there
-    than its arithmetic. Fewer do the same: three when compiled, and one product.
+    than its arithmetic. Compiled they are three and four, and layers share their cosines and sines.
     """
-    return x.shape[-2] == 1 and x.dtype == mx.float32 and mx.default_device() == mx.Device(mx.cpu)
+    return x.ndim > 1 and x.shape[-2] == 1 and x.dtype == mx.float32 and mx.default_device() == mx.Device(mx.cpu)
 
 
 def with_quick_norms(block: nn.Module) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 
 from mlx_zip.errors import ConfigError
 from mlx_zip.models.norm import steps_on_cpu
@@ -25,22 +24,19 @@ class Positions:
     """Where the ids of one call stand.
 
     start: position of the first id, an int or an array [B]; ids follow one by one. index [B, L]: explicit
-    positions, used instead of `start` when given. long: use LongRoPE's long factors. turns: what the layers of this
-    call share, by `Rope`.
+    positions, used instead of `start` when given. long: use LongRoPE's long factors. shared: cosines and sines that the
+    layers of this call share, by `Rope`.
     """
 
     start: int | mx.array = 0
     index: mx.array | None = None
     long: bool = False
-    turns: dict[int, mx.array] = field(default_factory=dict, repr=False, compare=False)
+    shared: dict[int, tuple[mx.array, mx.array]] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def first(self) -> int | mx.array:
         """The position of each sequence's first id: an int or an array [B]."""
         return self.start if self.index is None else self.index[:, 0]
-
-
-TurnParts = tuple[mx.array, mx.array, mx.array]
 
 
 class Rope(nn.Module):
@@ -50,13 +46,12 @@ class Rope(nn.Module):
         super().__init__()
         self.dims, self.magnitude = dims, magnitude
         self._short, self._long = short, short if long is None else long
-        self._parts: dict[tuple[bool, int, float], tuple[mx.array, TurnParts]] = {}  # and of which frequencies
 
     def __call__(self, x: mx.array, offset: Positions) -> mx.array:
         """X [B, H, L, D] -> the same shape."""
         batch, heads, length, width = x.shape
-        if steps_on_cpu(x) and not self.training:
-            return x @ self._shared_turn(offset, width)
+        if steps_on_cpu(x) and not self.training:  # what layers share must not leave a gradient's trace of one of them
+            return _rotated(x, *self._cos_sin(offset))
         if self.magnitude != 1.0:
             x = self._scaled(x)
         freqs = self._long if offset.long else self._short
@@ -66,34 +61,14 @@ class Rope(nn.Module):
         x = self._rotate(x, offset.index.reshape(-1), freqs)
         return x.reshape(batch, length, heads, width).transpose(0, 2, 1, 3)
 
-    def _shared_turn(self, offset: Positions, width: int) -> mx.array:
-        """`turn`, made once per call for all layers, queries and keys."""
-        made = offset.turns.get(id(self))
+    def _cos_sin(self, offset: Positions) -> tuple[mx.array, mx.array]:
+        """Cosines and sines [B or 1, 1, 1, dims / 2] of one position per sequence, made once per call."""
+        made = offset.shared.get(id(self))
         if made is None:
-            made = offset.turns[id(self)] = self.turn(offset, width)
+            position = mx.array(offset.first, mx.float32).reshape(-1, 1, 1, 1)
+            made = _angles(position, self._long if offset.long else self._short, self.magnitude)
+            offset.shared[id(self)] = made
         return made
-
-    def turn(self, offset: Positions, width: int) -> mx.array:
-        """What rotates heads x [B, H, 1, width] as x @ turn: [width, width], or [B, 1, width, width]. float32."""
-        same, across, speeds = self._turn_parts(offset.long, width)
-        angles = mx.array(offset.first, mx.float32)[..., None] * speeds
-        if angles.ndim == 2:
-            angles = angles[:, None, None]
-        return same * mx.cos(angles) + across * mx.sin(angles)
-
-    def _turn_parts(self, long: bool, width: int) -> TurnParts:
-        """Where the cosines stand [width, width], where the sines do, and each column's angle per position [width]."""
-        freqs = self._long if long else self._short
-        key = (long, width, self.magnitude)
-        if key not in self._parts or self._parts[key][0] is not freqs:
-            half = self.dims // 2
-            same, across = np.eye(width, dtype=np.float32), np.zeros((width, width), np.float32)
-            same[: self.dims] *= self.magnitude
-            one, other = np.arange(half), np.arange(half, self.dims)
-            across[one, other], across[other, one] = self.magnitude, -self.magnitude
-            angles = mx.concatenate([1 / freqs, 1 / freqs, mx.zeros(width - self.dims)])
-            self._parts[key] = freqs, (mx.array(same), mx.array(across), angles)
-        return self._parts[key][1]
 
     def _rotate(self, x: mx.array, start: int | mx.array, freqs: mx.array) -> mx.array:
         return mx.fast.rope(
@@ -104,6 +79,19 @@ class Rope(nn.Module):
         if self.dims == x.shape[-1]:
             return x * self.magnitude
         return mx.concatenate([x[..., : self.dims] * self.magnitude, x[..., self.dims :]], axis=-1)
+
+
+@mx.compile
+def _angles(position: mx.array, freqs: mx.array, magnitude: float) -> tuple[mx.array, mx.array]:
+    angles = position * (1 / freqs)
+    return mx.cos(angles) * magnitude, mx.sin(angles) * magnitude
+
+
+@mx.compile
+def _rotated(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
+    half = cos.shape[-1]
+    one, other, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return mx.concatenate([one * cos - other * sin, other * cos + one * sin, rest], axis=-1)
 
 
 def rope_parameters(config: Mapping[str, Any], layer_type: str, theta: float) -> dict[str, Any]:

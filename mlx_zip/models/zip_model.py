@@ -173,7 +173,7 @@ class Model(nn.Module):
         LongRoPE has one factor set for all positions, chosen by the last one. When a call changes the set, keys made
         with the other are worthless: the KV caches are emptied and filled again from the id log.
         """
-        length = 1 if isinstance(ids, int) else ids.shape[1]
+        length = _length(ids)
         positions = self._positions(state, ids)
         if positions.long != state.long_rope and state.offset > length:
             ids = state.log(self.config.pad_id)
@@ -187,8 +187,7 @@ class Model(nn.Module):
         """Where the last L ids stand, ids [B, L]."""
         context = self.traits.long_context
         if self.config.position_mode == "compressed":
-            length = 1 if isinstance(ids, int) else ids.shape[1]
-            return self._compressed(state, state.offset - length, state.offset)
+            return self._compressed(state, state.offset - _length(ids), state.offset)
         if isinstance(ids, int):
             last = state.books[0].base_length - 1
             return Positions(start=last, long=context is not None and last >= context)
@@ -429,6 +428,10 @@ def _host_ids(ids: mx.array, state: ZipState) -> HostIds:
     if host.dtype != np.uint32:
         _check_range(int(host.min()), int(host.max()))
     return np.ascontiguousarray(host.astype(np.uint32, copy=False))
+
+
+def _length(ids: HostIds) -> int:
+    return 1 if isinstance(ids, int) else ids.shape[1]
 
 
 def _check_range(low: int, high: int) -> None:

@@ -1,5 +1,6 @@
-/* Property: what was put into a file of rows is found there; and whatever is then done to its bytes, or cut off, a row
- * that is found is the row of that key. A row is a function of its key here, so a wrong one is seen. */
+/* Property: what was put into a file of rows is found there; and whatever is then done to its bytes, or cut off, or
+ * forged, a row that is found is the row of that key. A row is a function of its key here, so a wrong
+ * one is seen. */
 #define _POSIX_C_SOURCE 200809L /* pwrite, ftruncate, fileno */
 
 #include "fuzz.h"
@@ -63,9 +64,27 @@ static int put(store *f, const uint32_t *key) {
   return cell < s->cells;
 }
 
+/* Puts another key's record where this one's is, sealed as if its keys had one hash. */
+static void forge(store *f, size_t i) {
+  const mlxzip_rows_shape *s = &f->shape;
+  size_t stride = mlxzip_rows_stride(s);
+  const uint32_t *own = f->keys + i * s->key_words, *key = f->keys + (i + 1) % f->n * s->key_words;
+  uint8_t row[MOST_BYTES], *record = malloc(stride);
+  REQUIRE(record);
+  row_of(s, key, row);
+  mlxzip_rows_seal(s, own, row, 1, record);
+  memcpy(record, key, 4 * (size_t)s->key_words);
+  REQUIRE(pwrite(f->file, record, stride, (off_t)(f->map_bytes + i * stride)) == (ssize_t)stride);
+  free(record);
+}
+
 static void damage(store *f, bytes *b) {
   size_t size = f->map_bytes + f->n * mlxzip_rows_stride(&f->shape);
-  uint32_t how = draw(b, 4);
+  uint32_t how = draw(b, 5);
+  if (how == 4 && f->n > 1) {
+    forge(f, draw(b, (uint32_t)f->n));
+    return;
+  }
   size_t at = ((size_t)draw(b, 256) << 8 | draw(b, 256)) % (size - MLXZIP_ROWS_HEADER) + MLXZIP_ROWS_HEADER;
   uint8_t byte = (uint8_t)draw(b, 256);
   if (how == 0) {
