@@ -63,8 +63,8 @@ const uint32_t *mlxzip_phrases_uses(const mlxzip_phrases *phrases); /* how often
 void mlxzip_phrases_lengths(const mlxzip_phrases *phrases, uint32_t *dst);
 
 /* Feeds units that go on with the sample the last call left open; what follows the last end stays open. dst: n + 1 ids;
- * dst_ends: n_ends places in dst. E_ID with *bad the place at fault; E_ARG for a dictionary whose ids were given, and for
- * ends that fall or lie beyond n; E_MEMORY, of which alone part of the units may have been learnt. */
+ * dst_ends: n_ends places in dst. E_ID with *bad the place at fault; E_ARG for a dictionary whose ids were given, and
+ * for ends that fall or lie beyond n; E_MEMORY, of which alone part of the units may have been learnt. */
 mlxzip_status mlxzip_phrases_train(mlxzip_phrases *phrases, const mlxzip_samples *samples, uint32_t *dst,
                                    uint64_t *dst_ends, size_t *n_out, size_t *bad);
 /* Encodes whole samples; the last must end at n. dst: n ids; dst_ends: n_ends. E_ID with *bad the place; E_ARG. */

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from mlx_zip.codec.ids import Uint32s
 from mlx_zip.errors import CodecError
-from mlx_zip.vocab.multitok import Dictionary
-from mlx_zip.vocab.multitok_settings import NO_ID, Pruning
-from mlx_zip.vocab.samples import Samples
+from mlx_zip.vocab.multitok.dictionary import Dictionary
+from mlx_zip.vocab.multitok.samples import Samples
+from mlx_zip.vocab.multitok.settings import NO_ID, Pruning
 
 
 @dataclass(frozen=True)
@@ -75,25 +75,38 @@ def _with_prefixes(up: Uint32s, n_units: int, kept: NDArray[np.bool_]) -> NDArra
 
 
 def rewrite(dictionary: Dictionary, pruned: Dictionary, ids: Samples) -> Samples:
+    """What `Rewriter` does, once."""
+    return Rewriter(dictionary, pruned)(ids)
+
+
+class Rewriter:
     """Samples that `dictionary` encoded, in training or later, as they read after `pruned = prune(dictionary, ...)`.
 
     Raises `CodecError` for an id that is none, and where `pruned` is no pruned dictionary or `dictionary` is one.
     """
-    if pruned.pruning is None or dictionary.given_ids is not None:
-        raise CodecError("samples are rewritten from a dictionary as it was trained to a pruned one")
-    units = dictionary.expand_all(ids)
-    if pruned.pruning.mode == "reencode":
-        return pruned.encode_all(units)
-    lengths, first = dictionary.lengths.astype(np.int64), dictionary.settings.first_id
-    front = _fronts(dictionary, pruned, pruned.pruning.mode == "parent")
-    nodes = np.maximum(ids.ids.astype(np.int64) - first, 0)  # an unk_id below first_id counts as one unit, which it is
-    spans, kept = lengths[nodes], lengths[front[nodes]]
-    place = np.arange(len(units.ids)) - np.repeat(np.cumsum(spans) - spans, spans)  # of a unit in its token's run
-    out = units.ids + np.uint32(first)
-    out[place == 0] = np.where(front[nodes] == nodes, ids.ids, (front[nodes] + first).astype(np.uint32))
-    stays = (place == 0) | (place >= np.repeat(kept, spans))
-    ends = np.concatenate([[0], np.cumsum(1 + spans - kept)])[ids.ends.astype(np.int64)]
-    return Samples(out[stays], ends.astype(np.uint64))
+
+    def __init__(self, dictionary: Dictionary, pruned: Dictionary) -> None:
+        if pruned.pruning is None or dictionary.given_ids is not None:
+            raise CodecError("samples are rewritten from a dictionary as it was trained to a pruned one")
+        self.dictionary, self.pruned, self.mode = dictionary, pruned, pruned.pruning.mode
+        self._lengths = dictionary.lengths.astype(np.int64)
+        self._front = _fronts(dictionary, pruned, self.mode == "parent")
+
+    def __call__(self, ids: Samples) -> Samples:
+        """The samples, of which each phrase that is left stays and the others give way."""
+        units = self.dictionary.expand_all(ids)
+        if self.mode == "reencode":
+            return self.pruned.encode_all(units)
+        first = self.dictionary.settings.first_id
+        nodes = np.maximum(ids.ids.astype(np.int64) - first, 0)  # an unk_id below first_id is one unit, as unit 0 is
+        front = self._front[nodes]
+        spans, kept = self._lengths[nodes], self._lengths[front]
+        place = np.arange(len(units.ids)) - np.repeat(np.cumsum(spans) - spans, spans)  # of a unit in its token's run
+        out = units.ids + np.uint32(first)
+        out[place == 0] = np.where(front == nodes, ids.ids, (front + first).astype(np.uint32))
+        stays = (place == 0) | (place >= np.repeat(kept, spans))
+        ends = np.concatenate([[0], np.cumsum(1 + spans - kept)])[ids.ends.astype(np.int64)]
+        return Samples(out[stays], ends.astype(np.uint64))
 
 
 def _fronts(dictionary: Dictionary, pruned: Dictionary, phrases: bool) -> NDArray[np.int64]:

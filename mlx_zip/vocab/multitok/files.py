@@ -19,9 +19,9 @@ import numpy as np
 from mlx_zip.codec.ids import Uint32s
 from mlx_zip.errors import CodecError, DataError
 from mlx_zip.files import whole_file
-from mlx_zip.vocab.multitok import Dictionary
-from mlx_zip.vocab.multitok_settings import Pruning, Settings, Totals
-from mlx_zip.vocab.units import units_from_dict
+from mlx_zip.vocab.multitok.dictionary import Dictionary
+from mlx_zip.vocab.multitok.settings import Pruning, Settings, Totals
+from mlx_zip.vocab.multitok.units import units_from_dict
 
 FORMAT, VERSION = "mlx_zip multitok dictionary", 1
 _NUMBERS = ("window", "first_id", "limit")

@@ -7,7 +7,7 @@ and the published code differ, `docs/multitok.md` says which one is followed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,9 @@ from mlx_zip.codec._native import ffi, lib
 from mlx_zip.codec.ids import Uint32s, as_ids
 from mlx_zip.codec.params import check
 from mlx_zip.errors import CodecError
-from mlx_zip.vocab.multitok_settings import NO_ID, Pruning, Settings, Totals
-from mlx_zip.vocab.samples import Samples
-from mlx_zip.vocab.units import Words
+from mlx_zip.vocab.multitok.samples import Samples
+from mlx_zip.vocab.multitok.settings import NO_ID, Pruning, Settings, Totals
+from mlx_zip.vocab.multitok.units import Words
 
 MATCHINGS = ("longest", "walk")
 
@@ -29,9 +29,9 @@ MATCHINGS = ("longest", "walk")
 class Dictionary:
     """Units and phrases with their ids, and how often training used each.
 
-    `train` learns; `encode` and `expand` do not; `mlx_zip.vocab.pruning` makes a smaller one, which does not learn.
-    Errors leave it as it was, but for a `MemoryError` in `train`. One thread at a time for `train`, any number for what
-    does not learn; the interpreter lock is released inside the C library. Memory: `nbytes`.
+    `train` learns; `encode` and `expand` do not; `prune` makes a smaller one, which does not learn. Errors leave it as
+    it was, but for a `MemoryError` in `train`. One thread at a time for `train`, any number for what does not learn;
+    the interpreter lock is released inside the C library. Memory: `nbytes`.
     """
 
     settings: Settings
@@ -65,6 +65,12 @@ class Dictionary:
         self = cls(settings, _native=ffi.gc(out[0], lib.mlxzip_phrases_free), **fields)
         self.given_ids = ids
         return self
+
+    def with_unk_id(self, unk_id: int | None) -> Dictionary:
+        """A copy that has this id for units that are none; see `Settings`."""
+        settings = replace(self.settings, unk_id=unk_id)
+        totals = replace(self.totals)
+        return self.of(settings, self.rows, self.given_ids, self.uses, totals=totals, pruning=self.pruning)
 
     # ---- what it holds
 
@@ -239,15 +245,15 @@ class Dictionary:
         return [(int(self.ids[i]), int(used[i])) for i in best if saved[i]]
 
     def save(self, path: str | Path) -> None:
-        """Writes one file, whole or not at all; see `mlx_zip.vocab.dictionary_file`. Raises `OSError`."""
-        from mlx_zip.vocab.dictionary_file import write_dictionary
+        """Writes one file, whole or not at all; see `mlx_zip.vocab.multitok.files`. Raises `OSError`."""
+        from mlx_zip.vocab.multitok.files import write_dictionary
 
         write_dictionary(path, self)
 
     @classmethod
     def load(cls, path: str | Path) -> Dictionary:
         """What `save` wrote. Raises `DataError` naming the file and what is wrong with it."""
-        from mlx_zip.vocab.dictionary_file import read_dictionary
+        from mlx_zip.vocab.multitok.files import read_dictionary
 
         return read_dictionary(path)
 
@@ -260,8 +266,8 @@ _CURE = "train the dictionary with it among its units, or give an unk_id (--unk-
 def _samples(samples: Samples) -> tuple[Any, Any]:
     ids, ends = as_ids(samples.ids), np.ascontiguousarray(samples.ends, np.uint64)
     native = ffi.new("mlxzip_samples *")
-    held = native.at, native.ends = _words(ids), _places(ends)
-    native.n, native.n_ends = len(ids), len(ends)
+    held = _words(ids), _places(ends)
+    (native.at, native.ends), native.n, native.n_ends = held, len(ids), len(ends)
     return native, held
 
 

@@ -1,6 +1,6 @@
 """MultiTok once more, in plain Python over tuples: the oracle of the tests, and what the bench compares with.
 
-Same rules as `native/phrases.h` and `mlx_zip.vocab.multitok`; a dictionary is a dict from phrase to id.
+Same rules as `native/phrases.h`; a dictionary is a dict from phrase to id.
 """
 
 from __future__ import annotations
