@@ -18,6 +18,7 @@ BENCHES = {
     "figures": "the tables of README.md and docs/performance.md, written from the records in bench/records",
     "profile": "a decode step of mlx_zip, split: codec, rows, graph building, device, sampling, detokenizing",
     "rows": "the row store: opening it, looking rows up, its memory and its size on disk",
+    "multitok": "phrases of MultiTok: learning and encoding beside plain Python, memory, how far a corpus shrinks",
     "memory": "memory over a long generation",
     "training": "a training step and its parts, preparation of data, memory beside mlx-lm's trainer",
     "ablations": "the paper's ablations at small scale: train, evaluate, draw and tabulate every setting",
