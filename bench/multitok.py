@@ -16,13 +16,23 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 from mlx_zip.errors import MlxZipError
 from mlx_zip.evaluation.documents import read_corpus
 from mlx_zip.vocab.multitok import (
-    PRUNINGS, Dictionary, Samples, Settings, Tokens, Words, growth_bound, leading, prune, rewrite,
+    PRUNINGS,
+    Dictionary,
+    Samples,
+    Settings,
+    Tokens,
+    Words,
+    growth_bound,
+    leading,
+    prune,
+    rewrite,
 )  # fmt: skip
 
 from .record import summary, surroundings
@@ -40,14 +50,22 @@ SLOW_TRIALS = 3  # of plain Python at most
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `bench multitok`."""
     add = parser.add_argument
-    add("--text", nargs="+", required=True, metavar="FILE", help="samples to learn from: .txt or .jsonl, also with .gz")
+    add("--text", nargs="+", metavar="FILE", help="samples to learn from: .txt or .jsonl, also with .gz")
     add("--held-out", nargs="+", metavar="FILE", help="other samples, to encode with what was learned")
     add("--tokenizer", help="units are its ids, and only ratios are told: a vocabulary's file, as `bench tokens`")
     add("--trials", type=int, default=9, help="trials per measurement (default: 9)")
+    add("--write-docs", type=Path, metavar="PAGE", help="write the page's tables from the record, and measure nothing")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints one JSON line per result. Raises `MlxZipError` before anything long."""
+    """Prints one JSON line per result, or writes the page. Raises `MlxZipError` before anything long."""
+    if args.write_docs is not None:
+        from .multitok_page import write_page
+
+        write_page(args.write_docs)
+        return 0
+    if not args.text:
+        raise MlxZipError("--text is missing; or give --write-docs to write the page from the record")
     if args.trials < 1:
         raise MlxZipError(f"--trials must be at least 1, got {args.trials}")
     corpus = Corpus(args)
@@ -118,7 +136,7 @@ def plain_train(
     samples: Sequence[tuple[int, ...]], units: int, window: int
 ) -> tuple[dict[tuple[int, ...], int], list[list[int]]]:
     """Phrases and units by their runs, with ids from 1 on, and the ids of the samples: a loop over tuples."""
-    known = {(unit,): 1 + unit for unit in range(units)}
+    known: dict[tuple[int, ...], int] = {(unit,): 1 + unit for unit in range(units)}
     encoded = []
     for sample in samples:
         ids, at, n = [], 0, len(sample)
@@ -188,7 +206,9 @@ def _ratios(corpus: Corpus) -> Iterator[dict[str, Any]]:
             yield from _prunings(corpus, dictionary, ids, setting)
 
 
-def _prunings(corpus: Corpus, dictionary: Dictionary, ids: Samples, setting: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _prunings(
+    corpus: Corpus, dictionary: Dictionary, ids: Samples, setting: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
     window = setting["window"]
     for at_most in AT_MOST:
         bound = growth_bound(dictionary, at_most)

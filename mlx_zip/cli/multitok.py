@@ -111,11 +111,12 @@ def _train(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
             write(ids)
     if not dictionary.totals.samples:
         raise DataError(f"{', '.join(args.files)}: no text to learn from")
-    record, result = {"trained": dictionary.stats()}, dictionary
+    record: dict[str, Any] = {"trained": dictionary.stats()}
+    result, mode = dictionary, args.prune_mode or "reencode"
     if args.prune is not None:
-        result = prune(dictionary, args.prune, args.prune_mode or "reencode")
+        result = prune(dictionary, args.prune, mode)
         _rewrite(args, dictionary, result, texts, learn)
-        record["pruned"] = {"at_most": args.prune, "mode": result.pruning.mode, **result.stats()}
+        record["pruned"] = {"at_most": args.prune, "mode": mode, **result.stats()}
     try:
         result.save(args.dictionary)
     except OSError as error:

@@ -20,7 +20,6 @@ from mlx_zip.codec.params import check
 from mlx_zip.errors import CodecError
 from mlx_zip.vocab.multitok.samples import Samples
 from mlx_zip.vocab.multitok.settings import NO_ID, Pruning, Settings, Totals
-from mlx_zip.vocab.multitok.units import Words
 
 MATCHINGS = ("longest", "walk")
 
@@ -172,9 +171,8 @@ class Dictionary:
         native, _held = _samples(samples)
         status = call(self._native, native, *how, _words(ids), _places(ends), counts, counts + 1)
         if status == lib.MLXZIP_E_ID:
-            at, units = counts[1], self.settings.units
-            what = f"word number {samples.ids[at]} is not below {units.size}" if isinstance(units, Words) else None
-            raise CodecError(f"{what or units.refusal(samples.ids, at)}, at index {at}: {_CURE}")
+            at, size = counts[1], self.settings.units.size
+            raise CodecError(f"unit {samples.ids[at]} at index {at} is not below {size}: {_CURE}")
         check(status)
         return Samples(ids[: counts[0]].copy() if counts[0] < room // 2 else ids[: counts[0]], ends)
 
