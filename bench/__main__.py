@@ -19,6 +19,7 @@ BENCHES = {
     "profile": "a decode step of mlx_zip, split: codec, rows, graph building, device, sampling, detokenizing",
     "rows": "the row store: opening it, looking rows up, its memory and its size on disk",
     "multitok": "phrases of MultiTok: learning and encoding beside plain Python, memory, how far a corpus shrinks",
+    "classify": "MultiTok's own experiment at small scale: a classifier of texts in words and in phrases",
     "memory": "memory over a long generation",
     "training": "a training step and its parts, preparation of data, memory beside mlx-lm's trainer",
     "ablations": "the paper's ablations at small scale: train, evaluate, draw and tabulate every setting",
