@@ -21,7 +21,8 @@ struct mlxzip_phrases {
   uint32_t open, depth; /* the run at the end of what was trained, while depth > 0 */
 };
 
-static uint64_t hash_of(uint32_t prefix, uint32_t unit) { return mlxzip_hash(mlxzip_hash(0, prefix), unit); }
+/* No two runs have the same. */
+static uint64_t hash_of(uint32_t prefix, uint32_t unit) { return mlxzip_hash((uint64_t)prefix << 32, unit); }
 
 static uint32_t cell_of(const mlxzip_phrases *p, uint64_t hash, size_t slot) {
   return (uint32_t)(hash >> (32 + p->bits) << p->bits) | (uint32_t)(slot + 1);
