@@ -233,6 +233,7 @@ mlxzip_status mlxzip_phrases_encode(const mlxzip_phrases *p, const mlxzip_sample
                                     uint32_t longest, uint32_t *dst, uint64_t *dst_ends, size_t *n_out, size_t *bad) {
   if (!ordered(s) || (s->n && (!s->n_ends || s->ends[s->n_ends - 1] != s->n))) return MLXZIP_E_ARG;
   if (!all_known(p, s, bad)) return MLXZIP_E_ID;
+  if (p->spec.window && (!window || window > p->spec.window)) window = p->spec.window;
   size_t at = 0, out = 0, seen = 0;
   for (size_t k = 0; k < s->n_ends; k++) {
     while (at < s->ends[k]) {
