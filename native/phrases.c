@@ -16,6 +16,7 @@ struct mlxzip_phrases {
   mlxzip_phrases_spec spec;
   uint32_t *cells, *rows, *uses; /* a row: prefix, last unit */
   uint32_t *ids;                 /* NULL where all follow from first_id */
+  uint32_t *inner;               /* a bit per node: whether a longer run begins with it */
   size_t mask, n, cap;
   unsigned bits;
   uint32_t open, depth; /* the run at the end of what was trained, while depth > 0 */
@@ -43,12 +44,16 @@ static inline uint32_t *find(const mlxzip_phrases *p, uint32_t prefix, uint32_t 
   }
 }
 
+/* Whether a longer run begins with a node; no unit that is none does. */
+static inline bool begins(const mlxzip_phrases *p, uint32_t node) { return p->inner[node / 32] >> node % 32 & 1; }
+
 static inline void fetch(const mlxzip_phrases *p, uint32_t prefix, uint32_t unit) {
   PREFETCH(&p->cells[hash_of(prefix, unit) & p->mask]);
 }
 
 static void put(mlxzip_phrases *p, uint32_t *cell, uint32_t prefix, uint32_t unit) {
   *cell = cell_of(p, hash_of(prefix, unit), p->n);
+  p->inner[prefix / 32] |= (uint32_t)1 << prefix % 32;
   p->rows[2 * p->n] = prefix, p->rows[2 * p->n + 1] = unit;
   p->n++;
 }
@@ -78,12 +83,14 @@ static bool reindex(mlxzip_phrases *p, unsigned bits) {
 /* Room for `cap` slots: cells, and behind the phrases there are, rows and uses. */
 static bool reserve(mlxzip_phrases *p, size_t cap) {
   unsigned bits = p->bits;
-  size_t nodes = p->spec.units + cap, known = p->spec.units + p->cap;
+  size_t nodes = p->spec.units + cap, known = p->spec.units + p->cap, words = nodes / 32 + 1, filled = known / 32 + 1;
   while ((size_t)1 << bits < 2 * cap) bits++;
-  if (!resize(&p->rows, 2 * cap) || !resize(&p->uses, nodes)) return false;
+  if (bits > p->bits && !reindex(p, bits)) return false; /* first: cap must never be more than the index has room for */
+  if (!resize(&p->rows, 2 * cap) || !resize(&p->uses, nodes) || !resize(&p->inner, words)) return false;
   memset(p->uses + known, 0, (nodes - known) * sizeof *p->uses);
+  memset(p->inner + filled, 0, (words - filled) * sizeof *p->inner);
   p->cap = cap;
-  return bits == p->bits || reindex(p, bits);
+  return true;
 }
 
 static bool grow(mlxzip_phrases *p) {
@@ -100,8 +107,8 @@ static mlxzip_status open_phrases(const mlxzip_phrases_spec *s, size_t n, mlxzip
   mlxzip_phrases *p = calloc(1, sizeof *p);
   if (!p) return MLXZIP_E_MEMORY;
   p->spec = *s;
-  p->uses = calloc(s->units, sizeof *p->uses);
-  if (!p->uses || !reindex(p, 9) || !reserve(p, n ? n : 1)) {
+  p->uses = calloc(s->units, sizeof *p->uses), p->inner = calloc(s->units / 32 + 1, sizeof *p->inner);
+  if (!p->uses || !p->inner || !reindex(p, 9) || !reserve(p, n ? n : 1)) {
     mlxzip_phrases_free(p);
     return MLXZIP_E_MEMORY;
   }
@@ -147,7 +154,7 @@ mlxzip_status mlxzip_phrases_from(const mlxzip_phrases_spec *s, const uint32_t *
 
 void mlxzip_phrases_free(mlxzip_phrases *p) {
   if (!p) return;
-  free(p->cells), free(p->rows), free(p->uses), free(p->ids), free(p);
+  free(p->cells), free(p->rows), free(p->uses), free(p->ids), free(p->inner), free(p);
 }
 
 size_t mlxzip_phrases_size(const mlxzip_phrases *p) { return p->n; }
@@ -155,7 +162,8 @@ const uint32_t *mlxzip_phrases_rows(const mlxzip_phrases *p) { return p->rows; }
 const uint32_t *mlxzip_phrases_uses(const mlxzip_phrases *p) { return p->uses; }
 
 uint64_t mlxzip_phrases_bytes(const mlxzip_phrases *p) {
-  return sizeof *p + 4 * ((uint64_t)p->mask + 1 + 3 * (uint64_t)p->cap + p->spec.units + (p->ids ? p->n : 0));
+  uint64_t cap = p->cap, nodes = p->spec.units + cap;
+  return sizeof *p + 4 * (p->mask + 1 + 2 * cap + nodes + nodes / 32 + 1 + (p->ids ? p->n : 0));
 }
 
 void mlxzip_phrases_lengths(const mlxzip_phrases *p, uint32_t *dst) {
@@ -241,7 +249,7 @@ mlxzip_status mlxzip_phrases_encode(const mlxzip_phrases *p, const mlxzip_sample
       uint32_t node = s->at[at], id = p->spec.first_id + node;
       size_t end = window && s->ends[k] - at > window ? at + window : s->ends[k], next = at + 1;
       if (node >= p->spec.units) id = p->spec.unk_id, end = next;
-      for (size_t i = next; i < end; i++) {
+      for (size_t i = next; i < end && begins(p, node); i++) {
         uint32_t cell = *find(p, node, s->at[i]);
         if (!cell) break;
         node = p->spec.units + (uint32_t)slot_of(p, cell);

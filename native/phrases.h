@@ -22,7 +22,7 @@
  * Ownership and errors as in mlxzip.h: buffers belong to the caller; any numbers give a result or an error; on an error
  * the dictionary is as it was, but for E_MEMORY in training. Training takes one thread at a time; what is
  * declared const may be called by several. Cost: one look into the index per unit. Memory per phrase: 12 bytes and an
- * index of 8 to 16, a quarter more of either where they have just grown; per unit 4. */
+ * index of 8 to 16, a quarter more of either where they have just grown, and a bit; per unit 4 bytes and a bit. */
 #ifndef MLXZIP_PHRASES_H
 #define MLXZIP_PHRASES_H
 

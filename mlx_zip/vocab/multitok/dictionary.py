@@ -103,7 +103,7 @@ class Dictionary:
 
     @property
     def nbytes(self) -> int:
-        """Memory of the C library: 12 bytes per run, an index of 8 to 16, room to grow, and 4 per unit."""
+        """Memory of the C library: 12 bytes per run, an index of 8 to 16, room to grow, and 4 per unit; some bits."""
         return lib.mlxzip_phrases_bytes(self._native)
 
     @property
