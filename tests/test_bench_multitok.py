@@ -11,7 +11,7 @@ import pytest
 from tiny_vocabularies import write_pair
 
 from mlx_zip.bench import multitok
-from mlx_zip.bench.multitok_page import RECORD, write_page, written
+from mlx_zip.bench.multitok_page import RECORDS, read_lines, write_page, written
 from mlx_zip.errors import DataError
 from mlx_zip.vocab.multitok import Dictionary, Samples, Settings, Tokens
 
@@ -91,8 +91,7 @@ def test_the_plain_encoder_gives_the_librarys_ids():
 
 
 def test_the_pages_tables_are_those_of_the_record():
-    lines = [json.loads(line) for line in RECORD.read_text().splitlines()]
-    assert written(PAGE.read_text(), lines) == PAGE.read_text()
+    assert written(PAGE.read_text(), read_lines(RECORDS)) == PAGE.read_text()
 
 
 def test_every_table_of_the_page_has_rows_of_a_small_run_too(records, texts, tmp_path):
@@ -107,5 +106,5 @@ def test_a_record_that_cannot_be_read_leaves_the_page(tmp_path):
     (tmp_path / "record.jsonl").write_text("{")
     for name in ("record.jsonl", "none.jsonl"):
         with pytest.raises(DataError, match=name):
-            write_page(tmp_path / "page.md", tmp_path / name)
+            write_page(tmp_path / "page.md", [tmp_path / name])
     assert (tmp_path / "page.md").read_text() == "words"
