@@ -25,7 +25,8 @@ def write_page(page: Path, records: Sequence[Path] = RECORDS) -> None:
         lines = read_lines(records)
         text = page.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise DataError(f"{page} cannot be written from {", ".join(map(str, records))}: {error}") from error
+        names = ", ".join(map(str, records))
+        raise DataError(f"{page} cannot be written from {names}: {error}") from error
     with whole_file(page) as partial:
         partial.write_text(written(text, lines), encoding="utf-8")
 
@@ -88,7 +89,7 @@ def _cascade(lines: Sequence[Line]) -> str:
 def _classifier(lines: Sequence[Line]) -> str:
     runs = [line for line in lines if line["bench"] == "classify"]
     rows = [_of_seeds([line for line in runs if line["setting"] == name]) for name in _names(runs)]
-    header = ["encoding", "seeds", "r", "accuracy", "AUC", "loss at the end", "parameters", "s per epoch"]
+    header = ["encoding", "seeds", "r", "accuracy", "AUC", "loss at the end", "parameters"]
     return table(header, rows, "markdown")
 
 
@@ -101,7 +102,7 @@ def _of_seeds(runs: Sequence[Line]) -> list[str]:
     return [
         runs[0]["setting"], str(len(runs)), f"{runs[0]['ratio']:.3f}", over([line["accuracy"] for line in runs]),
         over([line["auc"] for line in runs]), over([line["loss"][-1] for line in runs]),
-        f"{runs[0]['parameters'] / 1e6:.1f} M", over([line["seconds_per_epoch"] for line in runs]),
+        f"{runs[0]['parameters'] / 1e6:.1f} M",
     ]  # fmt: skip
 
 
