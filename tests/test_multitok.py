@@ -175,6 +175,23 @@ def test_however_a_corpus_is_cut_into_calls_it_teaches_the_same(corpus, cuts):
     assert pieces.totals == whole.totals
 
 
+def test_a_sample_that_goes_on_is_ended_by_a_call_without_units(tmp_path):
+    whole, ids = trained(Settings(Tokens(2)), [[0, 1, 0, 1], [1]])
+    pieces = Dictionary(Settings(Tokens(2)))
+    begun = Samples(np.array([1], np.uint32), np.array([], np.uint64))
+    parts = [pieces.train(Samples.of([[0, 1, 0, 1]])), pieces.train(begun, over=False)]
+    with pytest.raises(CodecError, match="not over"):
+        pieces.save(tmp_path / "a.mtok")
+    parts += [pieces.train(Samples.of([])), pieces.train(Samples.of([]))]
+    assert Samples.join(parts).lists() == ids.lists()
+    assert (state(pieces), pieces.totals) == (state(whole), whole.totals)
+
+
+def test_sequences_to_number_may_come_one_by_one():
+    dictionary = Dictionary(Settings(Words(("a", "b"))))
+    assert dictionary.number(word.split() for word in ("a b", "b")).lists() == [[0, 1], [1]]
+
+
 @given(corpora())
 def test_uses_are_how_often_training_emitted_each_id(corpus):
     dictionary, ids = trained(*corpus)

@@ -6,7 +6,7 @@ and the published code differ, `docs/multitok.md` says which one is followed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ class Dictionary:
             check(lib.mlxzip_phrases_new(self.settings.native(), out))
             self._native = ffi.gc(out[0], lib.mlxzip_phrases_free)
         self.given_ids: Uint32s | None = None  # None: all follow from first_id
+        self._open = False  # whether a sample goes on in the next call of train
 
     @classmethod
     def of(
@@ -136,9 +137,12 @@ class Dictionary:
         """
         if self.given_ids is not None:
             raise CodecError("a pruned dictionary cannot learn: train one anew")
-        if over and len(samples.ids) > (samples.ends[-1] if len(samples) else 0):
-            samples = Samples(samples.ids, np.append(samples.ends, np.uint64(len(samples.ids))))
-        emitted = self._coded(samples, lib.mlxzip_phrases_train, (), len(samples.ids) + 1)
+        n = len(samples.ids)
+        goes_on = n > samples.ends[-1] if len(samples) else n > 0 or self._open
+        if over and goes_on:
+            samples = Samples(samples.ids, np.append(samples.ends, np.uint64(n)))
+        emitted = self._coded(samples, lib.mlxzip_phrases_train, (), n + 1)
+        self._open = bool(goes_on and not over)
         self.totals.add(samples, emitted)
         return emitted
 
@@ -174,7 +178,7 @@ class Dictionary:
             at, size = counts[1], self.settings.units.size
             raise CodecError(f"unit {samples.ids[at]} at index {at} is not below {size}: {_CURE}")
         check(status)
-        return Samples(ids[: counts[0]].copy() if counts[0] < room // 2 else ids[: counts[0]], ends)
+        return Samples(ids[: counts[0]], ends)
 
     def expand(self, ids: Any) -> Uint32s:
         """The units that ids stand for, uint32; an unk_id that is no unit's gives `units.size`.
@@ -200,12 +204,12 @@ class Dictionary:
         check(status)
         return Samples(out[: counts[0]], ends)
 
-    def number(self, sequences: Sequence[Any]) -> Samples:
+    def number(self, sequences: Iterable[Any]) -> Samples:
         """Samples of words, or of a tokenizer's ids, as units.
 
         Raises `CodecError` naming a word or id that is none of the units, unless there is an unk_id for it.
         """
-        units = self.settings.units
+        units, sequences = self.settings.units, list(sequences)
         numbered = [units.numbers(sequence) for sequence in sequences]
         if self.settings.unk_id is None:
             for sequence, numbers in zip(sequences, numbered, strict=True):
@@ -243,7 +247,12 @@ class Dictionary:
         return [(int(self.ids[i]), int(used[i])) for i in best if saved[i]]
 
     def save(self, path: str | Path) -> None:
-        """Writes one file, whole or not at all; see `mlx_zip.vocab.multitok.files`. Raises `OSError`."""
+        """Writes one file, whole or not at all; see `mlx_zip.vocab.multitok.files`.
+
+        Raises `OSError`, and `CodecError` while a sample goes on, whose end would be lost.
+        """
+        if self._open:
+            raise CodecError("a sample is not over: end it with train(..., over=True) before the dictionary is saved")
         from mlx_zip.vocab.multitok.files import write_dictionary
 
         write_dictionary(path, self)
