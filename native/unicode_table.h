@@ -1,4 +1,4 @@
-/* Internal: letters, numbers and white space beyond ASCII, in rising order. Written by unicode_table.py. */
+/* Internal: letters, numbers and white space beyond ASCII, in rising order. By unicode_table.py. */
 static const struct {
   uint32_t first, last, kind;
 } RANGES[] = {

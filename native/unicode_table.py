@@ -1,7 +1,4 @@
-"""Writes unicode_table.h: the letters, numbers and white space of Unicode, as the `tokenizers` library sees them.
-
-    python native/unicode_table.py > native/unicode_table.h
-"""
+"""Prints unicode_table.h: the letters, numbers and white space of Unicode, as the `tokenizers` library sees them."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ def main() -> None:
     """Prints the header."""
     found = sorted((*span, name) for name, pattern in CLASSES.items() for span in ranges(pattern))
     cells = [f"{{0x{first:X}, 0x{last:X}, {name}}}" for first, last, name in found if last >= 0x80]
-    print("/* Internal: letters, numbers and white space beyond ASCII, in rising order. Written by unicode_table.py. */")
+    print("/* Internal: letters, numbers and white space beyond ASCII, in rising order. By unicode_table.py. */")
     print("static const struct {\n  uint32_t first, last, kind;\n} RANGES[] = {")
     for i in range(0, len(cells), PER_LINE):
         print(f"    {', '.join(cells[i : i + PER_LINE])},")

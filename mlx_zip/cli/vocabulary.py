@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 METHODS: dict[str, tuple[str, str]] = {  # name: (module with add_arguments(parser) and run(args), what it does)
+    "adapt": ("mlx_zip.cli.vocabulary_adapt", "cut a tokenizer's merge list down and adapt it to texts (AdaptBPE)"),
 }
 
 

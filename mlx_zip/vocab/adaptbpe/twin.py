@@ -1,6 +1,6 @@
 """AdaptBPE once more, in plain Python by the letter: the oracle of the tests. Slow, obvious, used by nothing else.
 
-A token is a pair (rank of the merge that made it or None, its bytes); a state is what is actual and what was done.
+Tokens as everywhere: below 256 a byte, 256 + m what merge m makes. A word is a list of tokens.
 """
 
 from __future__ import annotations
@@ -80,14 +80,16 @@ def adapt(
     """(p, its frequency, q, its frequency, tokens of the corpus after) of each swap; everything counted anew."""
     corpus = [(encode(merges, word, range(n)), count) for word, count in words]
     actual, left, gone, swaps = set(range(n)), set(range(n, len(merges))), set(), []
+    ranks = {tuple(parts): rank for rank, parts in enumerate(merges.parts.tolist())}
     while actual and left and (max_swaps is None or len(swaps) < max_swaps):
         tokens: Counter[int] = Counter()
         pairs: Counter[int] = Counter()
         for word, count in corpus:
             for x in word:
                 tokens[x - BYTES] += count
-            for rank in left:
-                pairs[rank] += count * occurrences(word, merges.parts[rank].tolist(), counting)
+            for pair, places in occurrences(word, counting).items():
+                if pair in ranks:
+                    pairs[ranks[pair]] += count * places
         p = min(actual, key=lambda rank: (tokens[rank], -rank if tie == "high" else rank))
         q = min(left, key=lambda rank: (-pairs[rank], rank))
         if pairs[q] <= tokens[p] + margin:
@@ -101,8 +103,9 @@ def adapt(
     return swaps
 
 
-def occurrences(word: Word, parts: Sequence[int], counting: str) -> int:
-    """Places where a pair stands, or (counting "firing") how many merges would come of it."""
-    if counting == "firing":
-        return (len(word) - len(merge(word, parts, -1)))
-    return sum(word[at : at + 2] == list(parts) for at in range(len(word)))
+def occurrences(word: Word, counting: str) -> dict[tuple[int, int], int]:
+    """Of each pair the places where it stands, or (counting "firing") how many merges would come of it."""
+    places = Counter(zip(word, word[1:], strict=False))
+    if counting == "overlapping":
+        return places
+    return {pair: len(word) - len(merge(word, pair, -1)) for pair in places}
