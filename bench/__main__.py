@@ -19,6 +19,7 @@ BENCHES = {
     "profile": "a decode step of mlx_zip, split: codec, rows, graph building, device, sampling, detokenizing",
     "rows": "the row store: opening it, looking rows up, its memory and its size on disk",
     "memory": "memory over a long generation",
+    "adaptbpe": "AdaptBPE: what a cut and adapted merge list saves of texts; seconds of adapting, speed of encoding",
     "training": "a training step and its parts, preparation of data, memory beside mlx-lm's trainer",
     "ablations": "the paper's ablations at small scale: train, evaluate, draw and tabulate every setting",
 }

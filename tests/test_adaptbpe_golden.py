@@ -62,7 +62,7 @@ def trace_of(case):
     return trace
 
 
-@pytest.mark.parametrize("case", [c for c in GOLDEN["cases"] if "trace" in c["expected"]], ids=lambda case: case["name"])
+@pytest.mark.parametrize("case", [c for c in GOLDEN["cases"] if "trace" in c["expected"]], ids=lambda c: c["name"])
 def test_each_swap_has_the_recorded_counts_parts_and_size(case):
     assert trace_of(case) == case["expected"]["trace"]
 

@@ -9,9 +9,24 @@ import pytest
 
 from mlx_zip import cli
 from mlx_zip.bench.__main__ import BENCHES
+from mlx_zip.cli.vocabulary import METHODS, method_parser
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "cli.md"
-LISTED = [*(name for name in cli.COMMANDS if name != "bench"), *(f"bench {name}" for name in BENCHES)]
+OF_THEIR_OWN = ("bench", "vocab")  # their commands are listed
+
+
+def actions_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """The parsers of a method's actions."""
+    found = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+    return dict(found[0].choices) if found else {}
+
+
+VOCAB = {
+    f"vocab {method} {action}".rstrip(): found
+    for method in METHODS
+    for action, found in (actions_of(method_parser(method)) or {"": method_parser(method)}).items()
+}
+LISTED = [*(name for name in cli.COMMANDS if name not in OF_THEIR_OWN), *VOCAB, *(f"bench {name}" for name in BENCHES)]
 SECTION = re.compile(r"(<!-- flags: ([\w ]+) -->\n).*?(<!-- end -->)", re.S)
 
 
@@ -23,7 +38,9 @@ def flags(command: str) -> str:
 
 
 def parser_of(command: str) -> argparse.ArgumentParser:
-    """The parser of a command, or of one of `bench`'s own."""
+    """The parser of a command, or of one of `bench`'s or `vocab`'s own."""
+    if command in VOCAB:
+        return VOCAB[command]
     name, _, bench = command.partition(" ")
     if not bench:
         return cli.command_parser(name, f"mlx_zip {name}")

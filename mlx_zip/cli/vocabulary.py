@@ -1,4 +1,4 @@
-"""`mlx_zip vocab METHOD ...`: learned vocabularies. A method's module is named here and imported when it is asked for."""
+"""`mlx_zip vocab METHOD ...`: learned vocabularies. A method's module is named here, imported when asked for."""
 
 from __future__ import annotations
 

@@ -30,11 +30,11 @@ from numpy.typing import NDArray
 from mlx_zip.codec.ids import Uint32s, as_ids
 from mlx_zip.errors import DataError
 from mlx_zip.files import write_json
-from mlx_zip.vocab.adaptbpe.base import BaseVocabulary, encoded
+from mlx_zip.vocab.adaptbpe.base import BaseVocabulary, encoded, pair_of
 from mlx_zip.vocab.adaptbpe.encoder import Encoder
 from mlx_zip.vocab.adaptbpe.learn import Swap, adapt, top_k
 from mlx_zip.vocab.adaptbpe.merges import BYTES, MergeList, Schedule
-from mlx_zip.vocab.adaptbpe.text import Front, to_bytes, to_text
+from mlx_zip.vocab.adaptbpe.text import Front, to_text
 
 FORMAT, VERSION = "mlx_zip adapted vocabulary", 1
 METHODS = ("adapt", "first-k", "top-k")
@@ -70,11 +70,12 @@ class AdaptedVocabulary:
         n = len(self.merges)
         if self.rule not in RULES:
             raise DataError(f"rule {self.rule!r} is none of {', '.join(RULES)}")
-        if not 0 <= self.first <= n:
+        if type(self.first) is not int or not 0 <= self.first <= n:
             raise DataError(f"first {self.first} is not 0..{n}")
         if self.ranks.shape != (n,) or self.token_ids.shape != (BYTES + n,):
             raise DataError(f"{n} merges need {n} ranks and {BYTES + n} token_ids")
-        if len(set(self.virtual)) != len(self.virtual) or not all(0 <= place < n for place in self.virtual):
+        places = {place for place in self.virtual if type(place) is int and 0 <= place < n}
+        if len(places) != len(self.virtual):
             raise DataError(f"virtual must be different places, 0..{n - 1}")
         if len(np.unique(self.token_ids)) != BYTES + n:
             raise DataError("token_ids gives one id to several tokens")
@@ -186,7 +187,7 @@ class AdaptedVocabulary:
 
 def adapted(
     base: BaseVocabulary, words: Counter[bytes], n: int, *, method: str = "adapt", rule: str = "replay",
-    progress: Callable[[Swap], None] = lambda swap: None, **settings: Any,
+    progress: Callable[[Swap], Any] = lambda swap: None, **settings: Any,
 ) -> AdaptedVocabulary:  # fmt: skip
     """The tokenizer with n actual merges that a corpus calls for, the corpus given as pieces and counts.
 
@@ -199,7 +200,8 @@ def adapted(
         ranks, kept = list(range(len(base.merges))), set(top_k(base.merges, words, n))
         first, virtual, rule = len(ranks), [rank for rank in ranks if rank not in kept], "final"
     else:
-        found = adapt(base.merges, words, n, progress=progress, **(settings if method == "adapt" else {"max_swaps": 0}))
+        chosen: dict[str, Any] = settings if method == "adapt" else {"max_swaps": 0}
+        found = adapt(base.merges, words, n, progress=progress, **chosen)
         ranks, first = [*range(n), *found.promoted], n
         place = {rank: i for i, rank in enumerate(ranks)}
         virtual = [place[rank] for rank in found.virtual]
@@ -248,10 +250,12 @@ def _of_record(record: Any) -> AdaptedVocabulary:
         raise DataError("is no adapted vocabulary (mlx_zip vocab adapt learn writes one)")
     if record.get("version") != VERSION:
         raise DataError(f"version {record.get('version')} is not {VERSION}, the one read here")
-    pairs = [tuple(map(to_bytes, merge.split(" "))) for merge in record["merges"]]
+    if not isinstance(record["virtual"], list) or not isinstance(record["merges"], list):
+        raise DataError("virtual must be a list of places and merges one of merges")
     base = record["base"]
     vocabulary = AdaptedVocabulary(
-        base["name"], base["fingerprint"], base["merges"], base["ids"], MergeList.of_bytes(pairs),
+        base["name"], base["fingerprint"], base["merges"], base["ids"],
+        MergeList.of_bytes(map(pair_of, record["merges"])),
         as_ids(record["ranks"]), record["first"], tuple(record["virtual"]), record["rule"],
         as_ids(record["token_ids"]), Front.from_record(record["front"]), record["method"], record["settings"],
     )  # fmt: skip

@@ -99,8 +99,9 @@ def read_base(path: str | Path, pieces: str | None = None) -> BaseVocabulary:
 
 def _of_merges(path: Path, data: bytes, pieces: str | None) -> BaseVocabulary:
     lines = data.decode("utf-8").split("\n")
-    merges = MergeList.of_bytes(_pair(line) for line in lines if line and not line.startswith("#version"))
-    beside = next((path.with_name(path.name.replace(*names)) for names in _BESIDE.items() if names[0] in path.name), None)
+    merges = MergeList.of_bytes(pair_of(line) for line in lines if line and not line.startswith("#version"))
+    renamed = (path.name.replace(*names) for names in _BESIDE.items() if names[0] in path.name)
+    beside = next(map(path.with_name, renamed), None)
     if beside is None or not beside.is_file():
         return BaseVocabulary(_name(path), merges, _in_order(merges), Front(pieces or "gpt2"))
     vocabulary = _vocabulary(json.loads(_bytes(beside)))
@@ -116,7 +117,7 @@ def _in_order(merges: MergeList) -> Uint32s:
     return ids
 
 
-def _pair(merge: Any) -> Pair:
+def pair_of(merge: Any) -> Pair:
     """A merge as its file spells it: "a b" or ["a", "b"]."""
     parts = merge.split(" ") if isinstance(merge, str) else merge
     try:
@@ -140,7 +141,7 @@ def _of_tokenizer(path: Path, data: Any, pieces: str | None) -> BaseVocabulary:
     if pieces is None:
         raise DataError("the pre_tokenizer is not byte-level; byte-level BPE alone can be adapted")
     vocabulary, added = _vocabulary(model["vocab"]), tuple(map(_added, data.get("added_tokens") or []))
-    merges = MergeList.of_bytes(_live([_pair(merge) for merge in model["merges"]]))
+    merges = MergeList.of_bytes(_live([pair_of(merge) for merge in model["merges"]]))
     ids = _ids(merges, vocabulary)
     reached = {int(i) for i in ids} | {token.id for token in added}
     own = data.get("pre_tokenizer") if pieces == "tokenizers" else None

@@ -52,7 +52,7 @@ class Encoder:
         return tokens[: n_out[0]].copy() if 4 * n_out[0] < len(tokens) else tokens[: n_out[0]]
 
     def encode_pieces(self, pieces: Sequence[bytes]) -> tuple[Uint32s, NDArray[np.int64]]:
-        """Tokens of pieces that are cut already, one after another, and where each piece's tokens end: [len(pieces)]."""
+        """Tokens of pieces that are cut already, one after another, and where each piece's tokens end."""
         text = ffi.from_buffer("uint8_t[]", b"".join(pieces))
         ends = np.fromiter(accumulate(map(len, pieces)), np.uintp, len(pieces))
         tokens, id_ends = np.empty(len(text), np.uint32), np.empty(len(pieces), np.uintp)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -64,13 +65,14 @@ def count_pieces(texts: Iterable[bytes], pieces: str = "gpt2") -> Counter[bytes]
 
 def adapt(
     merges: MergeList, words: Mapping[bytes, int], n: int, *, margin: int = 0, max_swaps: int | None = None,
-    tie: str = "high", counting: str = "overlapping", progress: Callable[[Swap], None] = lambda swap: None,
+    tie: str = "high", counting: str = "overlapping", progress: Callable[[Swap], Any] = lambda swap: None,
 ) -> Adaptation:  # fmt: skip
     """Adapts the first n merges of a list to a corpus, given as pieces and their counts.
 
-    margin: a swap needs q's count to exceed p's by more than that. tie: of equally rare p the highest rank leaves first,
-    or the lowest; of equally frequent q the lowest enters. counting: places where q's parents stand side by side, or
-    the merges that would come of them ("firing"; they differ in `x x x`). Raises `DataError` for what is out of range.
+    margin: a swap needs q's count to exceed p's by more than that. tie: of equally rare p the highest rank leaves
+    first, or the lowest; of equally frequent q the lowest enters. counting: places where q's parents stand side by
+    side, or the merges that would come of them ("firing"; they differ in `x x x`). Raises `DataError` for what
+    is out of range.
     """
     _check(len(merges), n, margin, max_swaps, tie, counting)
     corpus = _Corpus(merges, words, n, tie, counting)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 
 from mlx_zip.vocab.adaptbpe.merges import BYTES, MergeList
 
@@ -105,7 +106,7 @@ def adapt(
 
 def occurrences(word: Word, counting: str) -> dict[tuple[int, int], int]:
     """Of each pair the places where it stands, or (counting "firing") how many merges would come of it."""
-    places = Counter(zip(word, word[1:], strict=False))
+    places = Counter(pairwise(word))
     if counting == "overlapping":
         return places
     return {pair: len(word) - len(merge(word, pair, -1)) for pair in places}
