@@ -3,6 +3,7 @@
 import json
 from functools import cache
 from pathlib import Path
+from random import Random
 
 import pytest
 from hypothesis import strategies as st
@@ -31,17 +32,42 @@ def corpus_of(case):
     return {symbols(word): count for word, count in case["corpus"]}
 
 
-@st.composite
-def merge_lists(draw, most=14):
-    """Proper lists over three letters, in which tokens recur."""
-    tokens, pairs = [b"a", b"b", b"c"], []
-    for _ in range(draw(st.integers(0, most))):
-        left, right = (tokens[draw(st.integers(0, len(tokens) - 1))] for _ in range(2))
-        if left + right not in tokens and len(left + right) < 9:
+def random_list(random):
+    """A proper list over a few letters, in which tokens recur; and words of a few of its tokens, so that it is worth
+    while to swap.
+    """
+    tokens, pairs = [bytes([letter]) for letter in b"abc"[: random.randint(1, 3)]], []
+    for _ in range(random.randint(0, 30)):
+        left, right = random.choice(tokens), random.choice(tokens)
+        if left + right not in tokens and len(left + right) < 12:
             tokens.append(left + right)
             pairs.append((left, right))
-    return MergeList.of_bytes(pairs)
+    used = random.choices(tokens, k=random.randint(1, 6))
+    words = [b"".join(random.choices(used, k=random.randint(1, 6))) for _ in range(random.randint(1, 10))]
+    return MergeList.of_bytes(pairs), words
 
 
-words = st.text("abc", min_size=1, max_size=14).map(str.encode)
-corpora = st.dictionaries(words, st.integers(1, 6), min_size=1, max_size=12)
+def random_corpus(random):
+    """(merges, corpus)"""
+    merges, words = random_list(random)
+    return merges, {word: random.randint(1, 6) for word in words}
+
+
+def random_swaps(random):
+    """(merges, n, virtual, promoted, words): any lawful swaps, worth while or not."""
+    merges, words = random_list(random)
+    n = random.randint(0, len(merges))
+    actual, left_out, virtual, promoted = list(range(n)), list(range(n, len(merges))), [], []
+    while actual and left_out and random.random() < 0.95:
+        virtual.append(actual.pop(random.randrange(len(actual))))
+        promoted.append(left_out.pop(random.randrange(min(3, len(left_out)))))
+        actual.append(promoted[-1])
+    return merges, n, virtual, promoted, words
+
+
+# Drawn by a seed: so that long lists and words are as likely as short ones, and merges do meet.
+seeds = st.integers(0, 2**32 - 1).map(Random)
+merge_lists = seeds.map(lambda random: random_list(random)[0])
+lists_and_corpora = seeds.map(random_corpus)
+lists_and_swaps = seeds.map(random_swaps)
+words = seeds.map(lambda random: bytes(random.choices(b"abc"[: random.randint(1, 3)], k=random.randint(1, 30))))

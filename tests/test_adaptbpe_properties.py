@@ -4,7 +4,7 @@ import threading
 
 import numpy as np
 import pytest
-from adaptbpe_cases import corpora, merge_lists, words
+from adaptbpe_cases import lists_and_corpora, lists_and_swaps, merge_lists, words
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,7 +17,7 @@ from mlx_zip.vocab.adaptbpe.merges import NEVER, MergeList, Schedule
 settings.register_profile("untimed", deadline=None)  # a busy machine is no failure
 settings.load_profile("untimed")
 
-share = st.floats(0, 1)
+share = st.floats(0, 0.6)
 swap_settings = st.fixed_dictionaries({
     "margin": st.integers(0, 3), "max_swaps": st.none() | st.integers(0, 4),
     "tie": st.sampled_from(["high", "low"]), "counting": st.sampled_from(["overlapping", "firing"]),
@@ -28,16 +28,18 @@ def part_of(merges, fraction):
     return round(fraction * len(merges))
 
 
-@given(merge_lists(), corpora, share, swap_settings)
-def test_swaps_are_those_of_the_twin_that_counts_everything_anew(merges, corpus, fraction, chosen):
+@given(lists_and_corpora, share, swap_settings)
+def test_swaps_are_those_of_the_twin_that_counts_everything_anew(case, fraction, chosen):
+    merges, corpus = case
     n = part_of(merges, fraction)
     found = adapt(merges, corpus, n, **chosen)
     expected = twin.adapt(merges, list(corpus.items()), n, **chosen)
     assert [(s.p, s.p_count, s.q, s.q_count, s.n_tokens) for s in found.swaps] == expected
 
 
-@given(merge_lists(), corpora, share, swap_settings, st.lists(words, max_size=6))
-def test_every_rule_encodes_new_words_as_its_twin(merges, corpus, fraction, chosen, new):
+@given(lists_and_corpora, share, swap_settings, st.lists(words, max_size=6))
+def test_every_rule_encodes_new_words_as_its_twin(case, fraction, chosen, new):
+    merges, corpus = case
     n = part_of(merges, fraction)
     found = adapt(merges, corpus, n, **chosen)
     kept = top_k(merges, corpus, n)
@@ -55,8 +57,18 @@ def test_every_rule_encodes_new_words_as_its_twin(merges, corpus, fraction, chos
             assert encoder.encode(word).tolist() == expected(word)
 
 
-@given(merge_lists(), corpora, share)
-def test_replaying_the_swaps_gives_the_corpus_as_adapting_left_it(merges, corpus, fraction):
+@given(lists_and_swaps)
+def test_any_lawful_swaps_are_replayed_as_by_the_twin(case):
+    merges, *swaps, words = case
+    rules = {twin.replay: Schedule.replay, twin.final: Schedule.final}
+    for expected, form in rules.items():
+        encoder = Encoder(merges, form(len(merges), *swaps), "whole")
+        assert [encoder.encode(word).tolist() for word in words] == [expected(merges, w, *swaps) for w in words]
+
+
+@given(lists_and_corpora, share)
+def test_replaying_the_swaps_gives_the_corpus_as_adapting_left_it(case, fraction):
+    merges, corpus = case
     n = part_of(merges, fraction)
     found = adapt(merges, corpus, n)
     encoder = Encoder(merges, Schedule.replay(len(merges), n, found.virtual, found.promoted), "whole")
@@ -64,8 +76,9 @@ def test_replaying_the_swaps_gives_the_corpus_as_adapting_left_it(merges, corpus
         assert sum(len(encoder.encode(w)) * c for w, c in corpus.items()) == found.swaps[-1].n_tokens
 
 
-@given(merge_lists(), corpora, share, st.lists(words, max_size=6))
-def test_no_virtual_token_is_ever_emitted(merges, corpus, fraction, new):
+@given(lists_and_corpora, share, st.lists(words, max_size=6))
+def test_no_virtual_token_is_ever_emitted(case, fraction, new):
+    merges, corpus = case
     n = part_of(merges, fraction)
     found = adapt(merges, corpus, n)
     for form in (Schedule.replay, Schedule.final):
@@ -74,8 +87,9 @@ def test_no_virtual_token_is_ever_emitted(merges, corpus, fraction, new):
         assert emitted.isdisjoint(found.virtual)
 
 
-@given(merge_lists(), corpora, share, st.binary(max_size=200) | st.text(max_size=100).map(str.encode))
-def test_any_bytes_come_back_however_they_are_cut(merges, corpus, fraction, data):
+@given(lists_and_corpora, share, st.binary(max_size=200) | st.text(max_size=100).map(str.encode))
+def test_any_bytes_come_back_however_they_are_cut(case, fraction, data):
+    merges, corpus = case
     n = part_of(merges, fraction)
     found = adapt(merges, corpus, n)
     schedule = Schedule.replay(len(merges), n, found.virtual, found.promoted)
@@ -85,7 +99,7 @@ def test_any_bytes_come_back_however_they_are_cut(merges, corpus, fraction, data
         assert b"".join(cut(data, pieces)) == data
 
 
-@given(merge_lists(), st.lists(words, max_size=8))
+@given(merge_lists, st.lists(words, max_size=8))
 def test_pieces_cut_before_are_encoded_as_one_by_one(merges, cut_words):
     encoder = Encoder(merges, None, "whole")
     tokens, ends = encoder.encode_pieces(cut_words)
