@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ _EXAMPLE = """examples:
   mlx_zip vocab adapt show adapted.json --base tokenizer.json --text held-out.txt
   mlx_zip vocab adapt encode adapted.json letter.txt > ids.txt
   mlx_zip vocab adapt encode adapted.json ids.txt --decode
+  mlx_zip vocab adapt convert model-folder adapted.json --mlx-path smaller-model
 """
 _SWAP_OPTIONS = ("margin", "max_swaps", "tie", "counting")
 
@@ -28,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("learn", _learn_arguments, "adapt a tokenizer to texts and write the adapted one"),
         ("show", _show_arguments, "what an adapted tokenizer keeps, whether it fits a base, what it makes of texts"),
         ("encode", _encode_arguments, "the ids of a text, or the text of ids"),
+        ("convert", _convert_arguments, "a model folder with the rows and ids that an adapted tokenizer keeps"),
     ):
         action = actions.add_parser(
             name, help=purpose, description=purpose[0].upper() + purpose[1:] + ".", epilog=_EXAMPLE,
@@ -78,6 +81,13 @@ def _encode_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print one JSON object")
 
 
+def _convert_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="folder of a plain or a zip2zip model, quantized or not, whose tokenizer it was")
+    add("file", metavar="FILE", help="what `learn` wrote")
+    add("--mlx-path", required=True, metavar="DIR", help="folder to write; it must not exist")
+
+
 def _common(add: Any) -> None:
     add("--columns", nargs="+", default=[], metavar="KEY=NAME", help="what .jsonl records call text, as text=content")
     add("--limit-bytes", type=int, metavar="N", help="bytes of text at most")
@@ -86,7 +96,7 @@ def _common(add: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Does one action; 0. Raises `MlxZipError` before anything is written."""
-    return {"learn": _learn, "show": _show, "encode": _encode}[args.action](args)
+    return {"learn": _learn, "show": _show, "encode": _encode, "convert": _convert}[args.action](args)
 
 
 def _learn(args: argparse.Namespace) -> int:
@@ -152,6 +162,12 @@ def _encode(args: argparse.Namespace) -> int:
     ids = vocabulary.encode(text)
     shown = (vocabulary.ids[ids] if args.base_ids else ids).tolist()
     print(json.dumps({"ids": shown, "bytes": len(text.encode("utf-8"))}) if args.json else " ".join(map(str, shown)))
+    return 0
+
+
+def _convert(args: argparse.Namespace) -> int:
+    converters: Any = import_module("mlx_zip.converters.adapt")
+    print(converters.adapt(args.model, args.file, args.mlx_path))
     return 0
 
 

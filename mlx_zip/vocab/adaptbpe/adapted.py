@@ -37,6 +37,7 @@ from mlx_zip.vocab.adaptbpe.merges import BYTES, MergeList, Schedule
 from mlx_zip.vocab.adaptbpe.text import Front, to_text
 
 FORMAT, VERSION = "mlx_zip adapted vocabulary", 1
+FILE = "adapted.json"  # its name inside a model folder
 METHODS = ("adapt", "first-k", "top-k")
 RULES = ("replay", "final")
 
