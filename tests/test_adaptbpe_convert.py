@@ -10,10 +10,12 @@ import tiny_text
 from adaptbpe_cases import GOLDEN
 
 from mlx_zip import ConversionError, DataError, cli, compress, convert, generate, load
+from mlx_zip.cli.compression import read_vocabulary
 from mlx_zip.converters.adapt import adapt
 from mlx_zip.converters.export import export
 from mlx_zip.converters.tensors import load as load_tensors
 from mlx_zip.converters.tensors import read_model_files
+from mlx_zip.training.encoding import load_tokenizer
 from mlx_zip.vocab.adaptbpe.adapted import adapted, read_adapted, words_of
 from mlx_zip.vocab.adaptbpe.base import read_base
 
@@ -188,6 +190,14 @@ def test_convert_takes_the_smaller_model_on(made, tmp_path):
     assert model.layout.vocab_size == len(kept)
     assert len(tokenizer) == len(kept)
     assert tokenizer.encode(TEXT, add_special_tokens=False) == kept.encode(TEXT).tolist()
+
+
+def test_every_way_to_its_tokenizer_gives_the_same_ids(made):
+    smaller, kept = made(tiny_text.converted(NAMES[0]))
+    expected = kept.encode(TEXT).tolist()
+    prepared = load_tokenizer(smaller).backend_tokenizer
+    assert [found.ids for found in prepared.encode_batch_fast([TEXT] * 50, add_special_tokens=False)] == [expected] * 50
+    assert list(read_vocabulary(str(smaller)).encode(TEXT)) == expected
 
 
 def test_export_carries_the_tokenizer_and_says_that_others_read_it_otherwise(made, tmp_path):

@@ -11,10 +11,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import Any
 
 from mlx_zip.errors import DataError
-from mlx_zip.vocab.adaptbpe.adapted import AdaptedVocabulary
+from mlx_zip.vocab.adaptbpe.adapted import FILE, AdaptedVocabulary, read_adapted
 from mlx_zip.vocab.adaptbpe.encoder import Encoder
 from mlx_zip.vocab.adaptbpe.merges import BYTES
 from mlx_zip.vocab.adaptbpe.text import PATTERNS, to_bytes, to_text
@@ -52,6 +53,12 @@ def make_exact(tokenizer: Any, vocabulary: AdaptedVocabulary) -> None:
 
     if vocabulary.virtual:
         tokenizer.pre_tokenizer = Sequence([tokenizer.pre_tokenizer, PreTokenizer.custom(_Cutter(vocabulary))])
+
+
+def follow_folder(tokenizer: Any, folder: Path) -> None:
+    """`make_exact` for a tokenizer loaded from a model folder, if the model was adapted. Raises `DataError`."""
+    if (folder / FILE).is_file():
+        make_exact(tokenizer, read_adapted(folder / FILE))
 
 
 class _Cutter:
