@@ -34,7 +34,7 @@ from mlx_zip.vocab.adaptbpe.plain import lawful_json
 
 ROWS = ("embed_tokens", "lm_head")  # modules whose tensors have a row per id
 _COPIED = ("special_tokens_map.json", "chat_template.json", "chat_template.jinja")
-_ENDINGS = ("_token_id", "_token_ids", "suppress_tokens", "disabled_ids")
+_ENDINGS = ("_token_id", "_token_ids", "suppress_tokens")
 
 
 def adapt(model: str | Path, vocabulary: str | Path, mlx_path: str | Path, progress: bool = True) -> Path:
@@ -65,7 +65,7 @@ def adapt(model: str | Path, vocabulary: str | Path, mlx_path: str | Path, progr
             prints.add(name, array, data)
             step()
 
-        output.write_model(folder, weights, sum(array.size for array in weights.values()), stored)
+        output.write_model(folder, weights, _parameters(weights, config.get("quantization", {})), stored)
         if "zip2zip" in config:
             made = ModelArgs.from_dict(config).zip_config
             config["zip2zip"]["fingerprint"] = prints.sides(made, config.get("quantization", {}))
@@ -95,6 +95,20 @@ def _selected(weights: dict[str, mx.array], ids: Any) -> dict[str, mx.array]:
         raise ConversionError(f"the vocabulary keeps id {int(ids[-1])}, but the embedding has {height} rows")
     chosen = mx.array(np.asarray(ids))
     return weights | {name: mx.take(array, chosen, axis=0) for name, array in rows.items()}
+
+
+def _parameters(weights: Mapping[str, mx.array], quantization: Mapping[str, Any]) -> int:
+    """How many there are, packed ones counted as what they stand for."""
+    packed = {name.removesuffix(".scales") for name in weights if name.endswith(".scales")}
+    count = 0
+    for name, array in weights.items():
+        layer, _, kind = name.rpartition(".")
+        if layer not in packed or kind == "bias":
+            count += array.size
+        elif kind == "weight":
+            own = quantization.get(layer)
+            count += array.size * 32 // (own if isinstance(own, dict) else quantization)["bits"]
+    return count
 
 
 def _config(config: dict[str, Any], new: Mapping[int, int]) -> dict[str, Any]:

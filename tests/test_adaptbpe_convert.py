@@ -52,6 +52,10 @@ def quantized(folder, out):
     return out
 
 
+def parameters_in(folder):
+    return json.loads((folder / "model.safetensors.index.json").read_text())["metadata"]["total_parameters"]
+
+
 def logits_of(model, ids):
     return np.array(model(mx.array(ids)[None], cache=model.make_cache() if hasattr(model, "layout") else None))[0]
 
@@ -81,6 +85,8 @@ def test_rows_are_selected_bit_for_bit_also_packed_ones(made, tmp_path):
     for name, array in before.items():
         chosen = mx.take(array, mx.array(kept.ids), axis=0) if name in rows else array
         assert mx.array_equal(after[name], chosen).item(), name
+    lost = 2 * (before["lm_head.weight"].shape[0] - len(kept)) * 64  # a row of 64 in each of the two
+    assert parameters_in(smaller) == parameters_in(folder) - lost
 
 
 @pytest.mark.parametrize("name", NAMES)

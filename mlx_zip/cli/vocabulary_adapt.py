@@ -114,7 +114,7 @@ def _learn(args: argparse.Namespace) -> int:
     begun = time.perf_counter()
     words = words_of(base.front, texts)
     settings = {name: getattr(args, name) for name in _SWAP_OPTIONS} if args.method == "adapt" else {}
-    with tqdm(desc="Adapting", unit="swap", file=sys.stderr, disable=None if not args.json else True) as bar:
+    with tqdm(desc="Adapting", unit="swap", file=sys.stderr, disable=args.json or None) as bar:
         vocabulary = adapted(
             base, words, args.merges, method=args.method, rule=args.rule, progress=lambda swap: bar.update(), **settings
         )

@@ -49,7 +49,7 @@ class Encoder:
                 self._bpe, PIECES[self.pieces], data, len(data), ffi.from_buffer("uint32_t[]", tokens), n_out
             )
         _check(status)
-        return tokens[: n_out[0]].copy() if 4 * n_out[0] < len(tokens) else tokens[: n_out[0]]
+        return tokens[: n_out[0]].copy()  # of the bytes' memory nothing is held
 
     def encode_pieces(self, pieces: Sequence[bytes]) -> tuple[Uint32s, NDArray[np.int64]]:
         """Tokens of pieces that are cut already, one after another, and where each piece's tokens end."""
