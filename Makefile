@@ -23,7 +23,7 @@ help:
 	@echo "make test    run the tests"
 	@echo "make model   train the bundled models anew: make model DATA=folder-of-stories"
 	@echo "make lint    ruff and pyright"
-	@echo "make fuzz    fuzz the C codec for a short while under sanitizers"
+	@echo "make fuzz    fuzz the C code for a short while under sanitizers"
 	@echo "make clean   remove .venv and everything built"
 
 venv: $(VENV)/.ready

@@ -15,6 +15,7 @@ BENCHES = {
     "generate": "engines side by side: time to first token, decoding, memory, energy, share of the memory bandwidth",
     "report": "tables and plots of records of `bench generate`, of any machines and days",
     "compare": "ratios of two sets of those records, with intervals; status 1 where something got slower",
+    "figures": "the tables of README.md and docs/performance.md, written from the records in bench/records",
     "profile": "a decode step of mlx_zip, split: codec, rows, graph building, device, sampling, detokenizing",
     "rows": "the row store: opening it, looking rows up, its memory and its size on disk",
     "memory": "memory over a long generation",

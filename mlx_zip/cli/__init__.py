@@ -14,7 +14,7 @@ from importlib import import_module
 import mlx_zip
 from mlx_zip.errors import MlxZipError, explained_imports
 
-# name: (module with add_arguments(parser) and run(args) -> int | None, or main(argv) for bench; what it does)
+# name: (module with add_arguments(parser) and run(args) -> int | None, or main(argv) for bench and vocab; what it does)
 COMMANDS = {
     "generate": ("mlx_zip.cli.generation", "generate text with a zip2zip or a plain mlx-lm model"),
     "convert": ("mlx_zip.converters.cli", "make an mlx-lm model folder from a zip2zip checkpoint"),
@@ -23,6 +23,7 @@ COMMANDS = {
     "prepare": ("mlx_zip.cli.preparation", "turn text, conversations and data sets into shards to train on"),
     "compress": ("mlx_zip.cli.compression", "show the hypertokens of a text, without a model"),
     "train": ("mlx_zip.cli.training", "train a model on prepared data, to use hypertokens or not"),
+    "vocab": ("mlx_zip.cli.vocabulary", "learn vocabularies: codebook packs, phrases, adapted tokenizers, patches"),
     "rows": ("mlx_zip.cli.rows", "show or remove the rows of hypertokens that --row-cache keeps"),
     "selftest": ("mlx_zip.selftest", "check this installation and measure its speed; writes a one-page report"),
     "bench": ("mlx_zip.bench.__main__", "measure, one JSON line per result"),
@@ -33,8 +34,8 @@ INTERRUPTED = 130
 def main(argv: Sequence[str] | None = None) -> int:
     """The `mlx_zip` command; returns the exit status."""
     argv = sys.argv[1:] if argv is None else list(argv)
-    if argv[:1] == ["bench"]:  # has commands of its own
-        return _guarded(lambda: import_module(COMMANDS["bench"][0]).main(argv[1:]))
+    if argv[:1] in (["bench"], ["vocab"]):  # have commands of their own
+        return _guarded(lambda: import_module(COMMANDS[argv[0]][0]).main(argv[1:]))
     if argv and argv[0] in COMMANDS:
         return _run(argv[0], f"mlx_zip {argv[0]}", argv[1:])
     top_parser().parse_args(argv)

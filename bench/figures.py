@@ -1,0 +1,336 @@
+"""The figures of README.md and docs/performance.md, written from the records in bench/records.
+
+A page holds tables between `<!-- figures: NAME -->` and `<!-- end of figures -->`; this command writes each anew and
+leaves the rest of the page alone. `--check` only compares: a test runs it, so that no page tells what no record has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from mlx_zip.errors import MlxZipError
+from mlx_zip.files import whole_file
+
+from .tables import table
+
+PAGES = ("README.md", "docs/performance.md")
+FOLDER = "bench/records"
+DIFFERS = 1  # exit status
+_BLOCK = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
+_OPENED = re.compile(r"<!-- figures: ")
+
+Record = dict[str, Any]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of `bench figures`."""
+    add = parser.add_argument
+    add("--root", type=Path, default=Path(), metavar="DIR", help="the checkout with pages and records (default: here)")
+    add("--check", action="store_true", help="write nothing; status 1 where a page differs from the records")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Writes the pages, or tells which differ. Raises `MlxZipError` for a page or record that cannot be used."""
+    records = Records(args.root / FOLDER)
+    pages = {args.root / name: page(args.root / name, records) for name in PAGES}
+    old = [path for path, text in pages.items() if text != _read(path)]
+    for path in old:
+        print(f"{path}: {'differs from the records' if args.check else 'written'}", file=sys.stderr)
+        if not args.check:
+            with whole_file(path) as partial:
+                partial.write_text(pages[path], encoding="utf-8")
+    return DIFFERS if args.check and old else 0
+
+
+def page(path: Path, records: Records) -> str:
+    """A page with its tables as the records have them. Raises `MlxZipError` for a table that is not known."""
+
+    def block(match: re.Match[str]) -> str:
+        if match[2] not in TABLES:
+            raise MlxZipError(f"{path}: there are no figures named {match[2]!r}; known: {', '.join(TABLES)}")
+        return f"{match[1]}\n{_made(match[2], records)}\n\n{match[3]}"
+
+    text = _read(path)
+    written, count = _BLOCK.subn(block, text)
+    if count != len(_OPENED.findall(text)):
+        raise MlxZipError(f"{path}: not every '<!-- figures: NAME -->' has its '<!-- end of figures -->'")
+    return written
+
+
+def _made(name: str, records: Records) -> str:
+    try:
+        return TABLES[name](records)
+    except KeyError as missing:
+        raise MlxZipError(f"figures {name}: its records have no {missing}") from missing
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise MlxZipError(f"{path}: {error.strerror}") from error
+
+
+class Records:
+    """The JSON lines of a folder, by file name without its ending."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.lines = cache(self._lines)
+
+    def _lines(self, name: str) -> list[Record]:
+        path = self.folder / f"{name}.jsonl"
+        try:
+            return [json.loads(line) for line in _read(path).splitlines() if line]
+        except ValueError as error:
+            raise MlxZipError(f"{path}: not JSON lines: {error}") from error
+
+    def one(self, name: str) -> Record:
+        """The only line of a file."""
+        lines = self.lines(name)
+        if len(lines) != 1:
+            raise MlxZipError(f"{self.folder / name}.jsonl: {len(lines)} records, not one")
+        return lines[0]
+
+    def pair(self, name: str, base: str = "mlx-lm", turn: int = 0) -> tuple[Record, Record]:
+        """(the base engine's record, mlx-zip's) of one turn."""
+        found = {line["engine"]: line for line in self.lines(name) if line["workload"]["turn"] == turn}
+        return found[base], found["mlx-zip"]
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A median, and the least and greatest of the trials."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.2f} ({self.low:.2f} to {self.high:.2f})"
+
+    def over(self, divisor: float) -> Ratio:
+        """All of it divided."""
+        return Ratio(self.value / divisor, self.low / divisor, self.high / divisor)
+
+
+def ratio(pair: tuple[Record, Record], figure: str) -> Ratio:
+    """The second's median over the first's, with the least and greatest ratio of trials that ran beside one another."""
+    a, b = (record["figures"][figure] for record in pair)
+    trials = [y / x for x, y in zip(a["samples"], b["samples"], strict=True)]
+    return Ratio(b["median"] / a["median"], min(trials), max(trials))
+
+
+def step_ratio(record: Record) -> Ratio:
+    """`bench profile`: mlx-zip's step over mlx-lm's at equal KV length."""
+    samples = record["ratio"]["samples"]
+    return Ratio(median(samples), min(samples), max(samples))
+
+
+def per_step(pair: tuple[Record, Record]) -> float:
+    """Base tokens per step of the second."""
+    return pair[1]["figures"]["base_tokens_per_step"]["median"]
+
+
+def shortening(pair: tuple[Record, Record]) -> float:
+    """Ids of the second's prompt over its base ids."""
+    counts = pair[1]["counts"]
+    return counts["prompt_ids"] / counts["prompt_tokens"]
+
+
+def detokenizing(record: Record) -> float:
+    """`bench profile`: us of processor time per base token, in the median step."""
+    counts = record["counts"]
+    return record["parts"]["text"]["cpu_us"]["median"] * counts["steps"] / counts["base_tokens"]
+
+
+# ---- the tables
+
+PROFILES = {"rows warm": "profile-warm", "rows cold": "profile-cold-transformer",
+            "rows cold, `res_latent_attn`": "profile-cold-latent"}  # fmt: skip
+REQUESTS = {"code": "generate-code-1024", "chat": "generate-chat-1024"}
+STORIES = {"float32": "chat-stories-float", "8 bit": "chat-stories"}
+PUBLISHED = {"float32": "zip2zip-float", "8 bit": "zip2zip"}
+TURNS = ("first", "second", "third")
+PARTS = {"codec": ("codec",), "rows, host": ("rows",), "embedding": ("embedding",), "head": ("head",)}
+
+
+def _steps(records: Records) -> str:
+    rows = [[name, f"`{file}`", str(step_ratio(records.one(file)))] for name, file in PROFILES.items()]
+    return table(["", "record", "a step over mlx-lm's"], rows, "markdown")
+
+
+def _requests(records: Records) -> str:
+    rows = []
+    for text, file in REQUESTS.items():
+        pair = records.pair(file)
+        found = (ratio(pair, name) for name in ("steps_per_s", "base_tokens_per_s", "ttft_ms"))
+        rows.append([text, f"`{file}`", f"{per_step(pair):.2f}", *map(str, found)])
+    header = ["text", "record", "base tokens per step", "steps/s", "base tokens/s", "time to first id"]
+    return table(header, rows, "markdown")
+
+
+def _stories(records: Records) -> str:
+    rows = []
+    for precision, file in STORIES.items():
+        for turn, name in enumerate(TURNS):
+            pair = records.pair(file, turn=turn)
+            found = (ratio(pair, figure) for figure in ("steps_per_s", "base_tokens_per_s", "bytes_per_s"))
+            rows.append([f"{precision}, {name}", f"{per_step(pair):.2f}", *map(str, found)])
+    return table(["story", "base tokens per step", "steps/s", "base tokens/s", "bytes/s"], rows, "markdown")
+
+
+def _published(records: Records) -> str:
+    rows = []
+    for precision, file in PUBLISHED.items():
+        pair = records.pair(file, "zip2zip")
+        rows.append([precision, f"`{file}`", *(str(ratio(pair, name)) for name in ("steps_per_s", "ttft_ms"))])
+    return table(["weights", "record", "steps/s", "time to first id"], rows, "markdown")
+
+
+def _parts(records: Records) -> str:
+    before, after, bundled = map(records.one, ("profile-before", "profile-warm", "profile-stories"))
+    both = (before, after, bundled)
+    rows = [["step over mlx-lm's at equal KV length", *(f"{step_ratio(record).value:.2f}" for record in both)]]
+    rows.append(["rows, apart", *(_us(record["parts"]["rows"]["apart_us"]) for record in both)])
+    for name, parts in PARTS.items():
+        rows.append([name, *(_us(*(record["parts"][part]["host_us"] for part in parts)) for record in both)])
+    rows.append(["host work of mlx_zip, by the wall's clock", *(_us(record["ours_us"]) for record in both)])
+    rows.append(["host work of mlx_zip, processor time", "-", *(_us(r["ours_cpu_us"]) for r in both[1:])])
+    return table(["us per step, median", "before", "after", "bundled model"], rows, "markdown")
+
+
+def _us(*figures: Mapping[str, float]) -> str:
+    return f"{sum(figure['median'] for figure in figures):,.0f}"
+
+
+def _codec(records: Records) -> str:
+    wanted = {
+        ("compress", "windows"): "compress, windows of 2,048 ids",
+        ("compress", "sequence"): "compress, one sequence of 500,000 ids",
+        ("push", "windows"): "follow compressed ids (push), windows",
+        ("expand", "windows"): "expand ids, windows",
+    }
+    found = {(line["what"], line["setting"]["of"]): line for line in records.lines("codec-linux-x86_64")}
+    rows = [
+        [name, f"{found[key]['ours']['median']:.1f}", f"{found[key]['ratio']:.0f}"] for key, name in wanted.items()
+    ]
+    return table(["2 cores, x86-64", "ours, ns per id", "times the published codec's speed"], rows, "markdown")
+
+
+def _speed(records: Records) -> str:
+    rows = []
+    for text, file in REQUESTS.items():
+        pair = records.pair(file)
+        what = f"`small-125m`, {text}, {pair[0]['workload']['prompt_tokens']:,} + {pair[0]['workload']['tokens']}"
+        rows.append([what, f"{per_step(pair):.2f}", *_values(pair, "base_tokens_per_s", "ttft_ms")])
+    for turn in (0, 2):
+        pair = records.pair(STORIES["float32"], turn=turn)
+        rows.append([f"`stories`, {TURNS[turn]} story", f"{per_step(pair):.2f}",
+                     *_values(pair, "base_tokens_per_s", "ttft_ms")])  # fmt: skip
+    header = ["float32, 2 cores, x86-64", "base tokens per step", "base tokens/s", "time to first id"]
+    return table(header, rows, "markdown")
+
+
+def _values(pair: tuple[Record, Record], *figures: str) -> list[str]:
+    return [f"{ratio(pair, name).value:.2f} x" for name in figures]
+
+
+# ---- the targets
+
+
+@dataclass(frozen=True)
+class Target:
+    """A figure and its bound. most: whether the bound is the most it may be, else the least."""
+
+    name: str
+    bound: float
+    measured: Callable[[Records], Ratio | float]
+    most: bool = True
+    unit: str = ""
+
+    def row(self, records: Records) -> list[str]:
+        """Name, bound, what was measured, and whether it is met."""
+        found = self.measured(records)
+        value = found.value if isinstance(found, Ratio) else found
+        is_met = value <= self.bound if self.most else value >= self.bound
+        told = str(found) if isinstance(found, Ratio) else f"{value:,.3g}" if value < 1000 else f"{value:,.0f}"
+        bound = f"{'at most' if self.most else 'at least'} {self.bound:g}{self.unit}"
+        return [self.name, bound, f"{told}{self.unit}", "met" if is_met else "missed"]
+
+
+def _rate_over_compression(records: Records) -> Ratio:
+    pair = records.pair(REQUESTS["code"])
+    return ratio(pair, "base_tokens_per_s").over(per_step(pair))
+
+
+def _first_id_over_length(records: Records) -> Ratio:
+    pair = records.pair(REQUESTS["code"])
+    return ratio(pair, "ttft_ms").over(shortening(pair))
+
+
+def _bytes(precision: str, turn: int) -> Callable[[Records], Ratio]:
+    return lambda records: ratio(records.pair(STORIES[precision], turn=turn), "bytes_per_s")
+
+
+def _beside_published(precision: str) -> Callable[[Records], Ratio]:
+    return lambda records: ratio(records.pair(PUBLISHED[precision], "zip2zip"), "steps_per_s")
+
+
+TARGETS = (
+    Target("zip step over mlx-lm's at equal KV length, rows warm", 1.04, lambda r: step_ratio(r.one("profile-warm"))),
+    Target("the same, cold, two transformer layers", 1.25, lambda r: step_ratio(r.one("profile-cold-transformer"))),
+    Target("the same, cold, `res_latent_attn`", 1.15, lambda r: step_ratio(r.one("profile-cold-latent"))),
+    Target("code, 1,024 + 256, warm: base tokens/s over compression x mlx-lm's", 0.95, _rate_over_compression, False),
+    Target("the same: time to first id over mlx-lm's x compressed length", 1.1, _first_id_over_length),
+    *(
+        Target(f"bundled model, warm, bytes/s over its base's: {TURNS[turn]} story, {name}", bound, _bytes(name, turn),
+               most=False)
+        for name in STORIES for turn, bound in ((0, 1.0), (2, 1.1))
+    ),
+    *(
+        Target(f"bundled model, steps/s over the published package's, {name}", 3, _beside_published(name), most=False)
+        for name in PUBLISHED
+    ),
+    *(
+        Target(f"host work of mlx_zip per step, {name}", 150, lambda r, file=file: r.one(file)["ours_cpu_us"]["median"],
+               unit=" us")
+        for name, file in (("`small-125m`", "profile-warm"), ("bundled model", "profile-stories"))
+    ),
+    *(
+        Target(f"detokenizing a base token, {name}", 20, lambda r, file=file: detokenizing(r.one(file)), unit=" us")
+        for name, file in (("`small-125m`", "profile-warm"), ("bundled model", "profile-stories"))
+    ),
+    Target("a lookup among 1 M stored rows of width 256", 2,
+           lambda r: r.one("rows")["lookup_first_us_per_row"]["median"], unit=" us"),
+    Target("opening them", 200, lambda r: r.one("rows")["open_ms"]["median"], unit=" ms"),
+)  # fmt: skip
+
+
+def _targets(records: Records) -> str:
+    return table(["", "wanted", "measured", ""], [target.row(records) for target in TARGETS], "markdown")
+
+
+def _machines(records: Records) -> str:
+    """Where and of which commit each record is."""
+    files = [*PROFILES.values(), *REQUESTS.values(), *STORIES.values(), *PUBLISHED.values(), "profile-stories", "rows"]
+    rows: list[Sequence[str]] = []
+    for file in sorted({*files, "profile-before"}):
+        line = records.lines(file)[0]
+        rows.append([f"`{file}`", line["machine"], line["commit"] or "not recorded", line.get("time", "")[:10]])
+    return table(["record", "machine", "commit", "day"], rows, "markdown")
+
+
+TABLES: dict[str, Callable[[Records], str]] = {
+    "codec": _codec, "speed": _speed, "steps": _steps, "requests": _requests, "stories": _stories,
+    "published": _published, "parts": _parts, "targets": _targets, "records": _machines,
+}  # fmt: skip

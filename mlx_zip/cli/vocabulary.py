@@ -1,0 +1,30 @@
+"""`mlx_zip vocab METHOD ...`: learned vocabularies. A method's module is named here and imported when it is asked for."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from importlib import import_module
+
+METHODS: dict[str, tuple[str, str]] = {  # name: (module with add_arguments(parser) and run(args), what it does)
+}
+
+
+def method_parser(method: str) -> argparse.ArgumentParser:
+    """The full parser of one method."""
+    module, purpose = METHODS[method]
+    parser = argparse.ArgumentParser(prog=f"mlx_zip vocab {method}", description=purpose[0].upper() + purpose[1:] + ".")
+    import_module(module).add_arguments(parser)
+    return parser
+
+
+def main(argv: Sequence[str]) -> int | None:
+    """Parses and runs one method; the exit status. Raises what the method raises."""
+    if argv and argv[0] in METHODS:
+        return import_module(METHODS[argv[0]][0]).run(method_parser(argv[0]).parse_args(argv[1:]))
+    parser = argparse.ArgumentParser(prog="mlx_zip vocab", description="Learned vocabularies.")
+    methods = parser.add_subparsers(metavar="METHOD", required=True, help="mlx_zip vocab METHOD --help shows its flags")
+    for name, (_, purpose) in METHODS.items():
+        methods.add_parser(name, help=purpose, add_help=False)
+    parser.parse_args(argv)
+    return 2

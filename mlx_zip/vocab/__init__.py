@@ -1,0 +1,1 @@
+"""Learned vocabularies: phrases of a corpus (MultiTok), adapted tokenizers (AdaptBPE), hierarchical patches (H-BPE)."""

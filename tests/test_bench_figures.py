@@ -1,0 +1,98 @@
+"""`bench figures`: the pages say what the records say, and nothing else of a page is touched."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from mlx_zip.bench.__main__ import main
+from mlx_zip.bench.figures import FOLDER, PAGES, TARGETS, Ratio, Records, Target, ratio
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """Pages and records, to be changed."""
+    shutil.copytree(ROOT / FOLDER, tmp_path / FOLDER)
+    for page in PAGES:
+        (tmp_path / page).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / page, tmp_path / page)
+    return tmp_path
+
+
+def test_the_pages_of_this_checkout_say_what_its_records_say():
+    assert main(["figures", "--check", "--root", str(ROOT)]) == 0
+
+
+def test_a_record_that_changes_is_told_and_then_written(checkout, capsys):
+    path = checkout / FOLDER / "profile-warm.jsonl"
+    record = json.loads(path.read_text())
+    record["ratio"]["samples"] = [1.5, 1.75, 2.25]
+    path.write_text(json.dumps(record))
+    before = {page: (checkout / page).read_text() for page in PAGES}
+    assert main(["figures", "--check", "--root", str(checkout)]) == 1
+    assert "performance.md: differs" in capsys.readouterr().err
+    assert {page: (checkout / page).read_text() for page in PAGES} == before
+    assert main(["figures", "--root", str(checkout)]) == 0
+    text = (checkout / "docs/performance.md").read_text()
+    assert "| 1.75 (1.50 to 2.25) |" in text
+    assert "at most 1.04 | 1.75 (1.50 to 2.25) | missed |" in text
+    assert main(["figures", "--check", "--root", str(checkout)]) == 0
+
+
+def test_what_stands_between_the_tables_stays(checkout):
+    page = checkout / "README.md"
+    page.write_text(page.read_text().replace("# mlx_zip\n", "# mlx_zip\n\nAn é and a \\1.\n", 1))
+    assert main(["figures", "--root", str(checkout)]) == 0
+    text = page.read_text()
+    assert "\n\nAn é and a \\1.\n" in text
+    assert text.count("<!-- end of figures -->") == (ROOT / "README.md").read_text().count("<!-- end of figures -->")
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda root: (root / "README.md").unlink(), "README.md: No such file"),
+        (lambda root: (root / FOLDER / "rows.jsonl").unlink(), "rows.jsonl: No such file"),
+        (lambda root: (root / FOLDER / "rows.jsonl").write_text("{"), "rows.jsonl: not JSON lines"),
+        (lambda root: (root / FOLDER / "rows.jsonl").write_text(""), "rows.jsonl: 0 records, not one"),
+        (lambda root: (root / FOLDER / "rows.jsonl").write_text("{}"), "its records have no"),
+        (lambda root: (root / FOLDER / "zip2zip.jsonl").write_text("{}"), "published: its records have no"),
+        (lambda root: edit(root, "<!-- figures: speed -->", "<!-- figures: heat -->"), "no figures named 'heat'"),
+        (lambda root: edit(root, "<!-- end of figures -->", ""), "not every"),
+    ],
+)
+def test_what_cannot_be_used_is_said_and_no_page_is_written(change, told, checkout, capsys):
+    change(checkout)
+    assert main(["figures", "--root", str(checkout)]) == 2
+    assert told in capsys.readouterr().err
+
+
+def edit(root, old, new):
+    page = root / "README.md"
+    text = page.read_text()
+    assert old in text
+    page.write_text(new.join(text.rsplit(old, 1)))
+
+
+def test_a_ratio_has_the_medians_and_the_trials_that_ran_together():
+    a = {"figures": {"steps_per_s": {"median": 10.0, "samples": [8.0, 10.0, 20.0]}}}
+    b = {"figures": {"steps_per_s": {"median": 12.0, "samples": [12.0, 12.0, 10.0]}}}
+    assert ratio((a, b), "steps_per_s") == Ratio(1.2, 0.5, 1.5)
+    assert ratio((a, b), "steps_per_s").over(2) == Ratio(0.6, 0.25, 0.75)
+
+
+@pytest.mark.parametrize(
+    ("value", "most", "told"), [(1.0, True, "met"), (1.01, True, "missed"), (1.0, False, "met"), (0.99, False, "missed")]
+)
+def test_a_target_is_met_at_its_bound(value, most, told):
+    assert Target("speed", 1.0, lambda records: value, most=most).row(Records(Path()))[-1] == told
+
+
+def test_every_target_of_the_page_is_measured():
+    records = Records(ROOT / FOLDER)
+    rows = [target.row(records) for target in TARGETS]
+    assert len({row[0] for row in rows}) == len(rows) == len(TARGETS)
+    assert {row[-1] for row in rows} <= {"met", "missed"}
