@@ -8,8 +8,8 @@ from pathlib import Path
 from cffi import FFI
 
 HERE = Path(__file__).resolve().parent
-SOURCES = ["params.c", "compress.c", "codebook.c", "read.c", "bytes.c", "rows.c"]
-HEADERS = ["mlxzip.h", "rows.h"]
+SOURCES = ["params.c", "compress.c", "codebook.c", "read.c", "bytes.c", "rows.c", "patches.c"]
+HEADERS = ["mlxzip.h", "rows.h", "patches.h"]
 
 
 def contract() -> str:
