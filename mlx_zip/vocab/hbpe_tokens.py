@@ -19,6 +19,8 @@ from mlx_zip.errors import DataError, bare_exceptions_as_value_errors
 
 KINDS = "tokenizer.json or a folder with one, .bpe or merges.txt, .tiktoken, or a .json list of tokens in hex"
 
+MAX_TOKENS = 1 << 24
+
 
 def read_tokens(path: str | Path) -> list[bytes]:
     """The bytes of each id; special tokens, and ids without a token, stand for no bytes.
@@ -139,10 +141,13 @@ def _tokenizer(path: Path, state: Any) -> list[bytes]:
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
     if not isinstance(vocabulary, dict) or not _byte_level(state):
         raise DataError(f"{path} is no byte-level tokenizer.json: give its tokens as a .json list in hex")
-    added = {token["content"]: token for token in state.get("added_tokens") or ()}
-    ids = {**vocabulary, **{content: token["id"] for content, token in added.items()}}
-    if not all(isinstance(i, int) and 0 <= i < 1 << 24 for i in ids.values()):
-        raise DataError(f"{path}: the id of a token is no integer from 0 to 2^24-1")
+    try:
+        added = {token["content"]: token for token in state.get("added_tokens") or ()}
+        ids = {**vocabulary, **{content: token["id"] for content, token in added.items()}}
+    except (KeyError, TypeError) as error:
+        raise DataError(f"{path}: added_tokens are not tokens with content and id") from error
+    if not all(isinstance(i, int) and 0 <= i < MAX_TOKENS for i in ids.values()):
+        raise DataError(f"{path}: the id of a token is no integer from 0 and below 2^24")
     tokens, known = [b""] * (max(ids.values(), default=-1) + 1), letters()
     for content, i in ids.items():
         if content in added:
