@@ -9,9 +9,14 @@ import pytest
 
 from mlx_zip import cli
 from mlx_zip.bench.__main__ import BENCHES
+from mlx_zip.cli.vocabulary import METHODS, method_parser
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "cli.md"
-LISTED = [*(name for name in cli.COMMANDS if name != "bench"), *(f"bench {name}" for name in BENCHES)]
+LISTED = [
+    *(name for name in cli.COMMANDS if name not in ("bench", "vocab")),
+    *(f"vocab {name}" for name in METHODS),
+    *(f"bench {name}" for name in BENCHES),
+]
 SECTION = re.compile(r"(<!-- flags: ([\w ]+) -->\n).*?(<!-- end -->)", re.S)
 
 
@@ -23,8 +28,10 @@ def flags(command: str) -> str:
 
 
 def parser_of(command: str) -> argparse.ArgumentParser:
-    """The parser of a command, or of one of `bench`'s own."""
+    """The parser of a command, or of one of `bench`'s or `vocab`'s own."""
     name, _, bench = command.partition(" ")
+    if name == "vocab":
+        return method_parser(bench)
     if not bench:
         return cli.command_parser(name, f"mlx_zip {name}")
     parser = argparse.ArgumentParser()
@@ -59,6 +66,11 @@ def test_the_page_says_what_each_command_does_as_help_does(command):
 @pytest.mark.parametrize("bench", BENCHES)
 def test_the_page_says_what_each_bench_measures_as_help_does(bench):
     assert f"### bench {bench}\n\n{BENCHES[bench][0].upper()}{BENCHES[bench][1:]}." in PAGE.read_text()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_page_says_what_each_vocabulary_is_as_help_does(method):
+    assert f"### vocab {method}\n\n{METHODS[method][1][0].upper()}{METHODS[method][1][1:]}." in PAGE.read_text()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`mlx_zip vocab METHOD ...`: learned vocabularies. A method's module is named here and imported when it is asked for."""
+"""`mlx_zip vocab METHOD ...`: learned vocabularies. A method's module is imported when it is asked for."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 METHODS: dict[str, tuple[str, str]] = {  # name: (module with add_arguments(parser) and run(args), what it does)
+    "hbpe": ("mlx_zip.cli.hbpe", "patches of hierarchical BPE: short runs of symbols for the tokens of any tokenizer"),
 }
 
 
