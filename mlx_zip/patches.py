@@ -1,8 +1,8 @@
 """Generation with a model over patches: the large model runs once per patch, the small decoder once per symbol.
 
-A patch that the decoder writes need not be a token of the first stage, nor encoded as one would be. What is read back is
-the canonical patch of its bytes where that fits S symbols, so that equal bytes always look the same to the model, and
-else the patch as it was written.
+A patch that the decoder writes need not be a token of the first stage, nor encoded as one would be. What is read back
+is the canonical patch of its bytes where that fits S symbols, so that equal bytes always look the same to the model,
+and else the patch as it was written.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def generate_patches(
     config = model.config
     if (merges.symbols, merges.patch_size) != (config.symbols, config.patch_size):
         raise GenerationError(
-            f"the model reads patches of {config.patch_size} out of {config.symbols} symbols; these merges make patches "
-            f"of {merges.patch_size} out of {merges.symbols}"
+            f"the model reads patches of {config.patch_size} out of {config.symbols} symbols; "
+            f"these merges make patches of {merges.patch_size} out of {merges.symbols}"
         )
     if max_patches < 1 or temperature < 0:
         raise GenerationError("max_patches must be at least 1 and temperature at least 0")

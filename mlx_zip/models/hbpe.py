@@ -2,16 +2,17 @@
 
 Source: arXiv 2510.15517 §2.2, table 1. What the paper leaves open, and what is done here:
 
-- Blocks: mlx-lm's Llama block (RMSNorm first, rotary positions, three-matrix feed-forward part, no biases). The paper's
-  parameter counts need three matrices. Positions of the local models count within the patch, from 0.
+- Blocks: mlx-lm's Llama block (RMSNorm first, rotary positions, three-matrix feed-forward part, no biases). The
+  paper's parameter counts need three matrices. Positions of the local models count within the patch, from 0.
 - Encoder: attention in both directions over the patch's symbols, padding masked; the patch is the state at its last
-  symbol, which is the mark unless there is none; one matrix takes it to the latent width. No cross-attention, no hashes.
-- Which patches a state has seen (equations 2 and 3 differ): the latent model reads a learned start vector and then the
-  patches, so the state that decodes patch t has seen patches < t, and no others.
+  symbol, which is the mark unless there is none; one matrix takes it to the latent width. No cross-attention, and no
+  hash embeddings, as in the paper.
+- Which patches a state has seen (equations 2 and 3 differ): the latent model reads a learned start vector and then
+  the patches, so the state that decodes patch t has seen patches < t, and no others.
 - Decoder: the state, through one matrix, stands before the symbols, in place of a start symbol; the symbols follow.
 - Symbols have one embedding, for encoder, decoder and, tied, the decoder's head.
-- A patch of S symbols without a mark is a patch of those S symbols: nothing forbids one, and the mark's likelihood counts
-  in every place, the last one too. A patch of the mark alone stands for no bytes: the end of a document.
+- A patch of S symbols without a mark is a patch of those S symbols: nothing forbids one, and the mark's likelihood
+  counts in every place, the last one too. A patch of the mark alone stands for no bytes: the end of a document.
 """
 
 from __future__ import annotations
@@ -140,7 +141,7 @@ class PatchModel(nn.Module):
         return mx.broadcast_to(self.start, (batch, 1, self.start.size))
 
     def states(self, h: mx.array, symbols: mx.array) -> mx.array:
-        """The decoder's states in N patches: h [N, D], symbols [N, K] -> [N, K + 1, d]; state s has seen symbols < s."""
+        """The decoder's states: h [N, D], symbols [N, K] -> [N, K + 1, d], where state s has seen symbols < s."""
         x = mx.concatenate([self.down(h)[:, None], self.symbols(symbols)], axis=1)
         return self.decoder(x, "causal")
 
