@@ -18,6 +18,7 @@ BENCHES = {
     "figures": "the tables of README.md and docs/performance.md, written from the records in bench/records",
     "profile": "a decode step of mlx_zip, split: codec, rows, graph building, device, sampling, detokenizing",
     "hbpe": "patches of hierarchical BPE: learning merges, their number by patch size, a text in patches, FLOPs",
+    "hbpe_model": "models over patches beside plain BPE and bytes, trained from scratch at equal time",
     "rows": "the row store: opening it, looking rows up, its memory and its size on disk",
     "memory": "memory over a long generation",
     "training": "a training step and its parts, preparation of data, memory beside mlx-lm's trainer",
