@@ -8,6 +8,7 @@ and else the patch as it was written.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import mlx.core as mx
 
@@ -77,9 +78,9 @@ def _write(model: PatchModel, h: mx.array, temperature: float, key: mx.array) ->
         logits = model.head(model.decoder(x, "causal", cache))[0, -1]
         if temperature:
             key, own = mx.random.split(key)
-            symbol = mx.random.categorical(logits / temperature, key=own)
+            chosen: Any = mx.random.categorical(logits / temperature, key=own).item()
         else:
-            symbol = logits.argmax()
-        patch.append(int(symbol.item()))
+            chosen = logits.argmax().item()
+        patch.append(chosen)
         x = model.symbols(mx.array([[patch[-1]]]))
     return patch

@@ -104,7 +104,8 @@ def evaluate(model: PatchModel | PlainModel, corpus: Corpus, batch_size: int = 1
     """Bits per byte of all windows, each read on its own; nats, bytes, units (patches or ids)."""
     total = 0.0
     for at in range(0, len(corpus.ids), batch_size):
-        total += float(nats(model, corpus, corpus.ids[at : at + batch_size]).item())
+        some: Any = nats(model, corpus, corpus.ids[at : at + batch_size]).item()
+        total += some
     return {
         "bits_per_byte": bits_per_byte(total, corpus.n_bytes), "nats": total, "bytes": corpus.n_bytes,
         "units": corpus.ids.size,
