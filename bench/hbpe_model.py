@@ -69,6 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--learning-rate", type=float, default=3e-3, help="peak (default: 0.003)")
     add("--seeds", nargs="+", type=int, default=[0], help="a run each; several show what is chance (default: 0)")
     add("--limit-bytes", type=int, metavar="N", help="of the test text at most")
+    add("--limit-train-bytes", type=int, metavar="N", help="of the training text at most (entropy reads all of it)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -76,7 +77,8 @@ def run(args: argparse.Namespace) -> int:
     for name in ("seconds", "vocab_size", "context", "batch_size", "learning_rate"):
         if getattr(args, name) <= 0:
             raise MlxZipError(f"--{name.replace('_', '-')} must be above 0, got {getattr(args, name)}")
-    data = Data(_documents(args.train, args.separator), _documents(args.test, args.separator, args.limit_bytes), args)
+    learned = _documents(args.train, args.separator, args.limit_train_bytes)
+    data = Data(learned, _documents(args.test, args.separator, args.limit_bytes), args)
     for seed in args.seeds:
         data.byte_model = None
         for kind in sorted(args.models, key=KINDS.index):
