@@ -11,7 +11,7 @@ from mlx.utils import tree_flatten
 from mlx_zip.errors import DataError, TrainingError
 from mlx_zip.models.hbpe import PatchConfig, PatchModel, PlainConfig, PlainModel
 from mlx_zip.training.checkpoint import checkpoints
-from mlx_zip.training.hbpe import Corpus, byte_entropies, evaluate, nats, train, windows
+from mlx_zip.training.hbpe import Corpus, _batches, byte_entropies, evaluate, nats, train, windows
 from mlx_zip.training.metrics import read_metrics
 from mlx_zip.training.settings import TrainSettings
 from mlx_zip.vocab.hbpe import MARK
@@ -108,6 +108,17 @@ def test_a_resumed_run_ends_as_one_that_never_stopped(tmp_path, corpus, plain_co
     told = [[line["loss"] for line in read_metrics(tmp_path / name)] for name in ("whole", "stopped")]
     assert told[0] == told[1]
     assert len(told[0]) == 6
+
+
+def test_every_pass_reads_each_window_once_in_an_order_of_its_own():
+    corpus = Corpus(np.arange(14, dtype=np.uint32).reshape(7, 2), np.ones(14, np.int64))
+    settings = TrainSettings(iters=9, batch_size=2)
+    batches = [batch[:, 0].tolist() for batch in _batches(corpus, settings, 0)]
+    passes = [[i for batch in batches[at : at + 3] for i in batch] for at in (0, 3, 6)]
+    assert all(len(set(some)) == 6 for some in passes)  # seven windows: one is left out
+    assert len({tuple(some) for some in passes}) == 3
+    for step in range(9):
+        assert [batch[:, 0].tolist() for batch in _batches(corpus, settings, step)] == batches[step:]
 
 
 def test_training_learns_the_text(tmp_path, corpus):
