@@ -1,8 +1,8 @@
 """Hierarchical BPE's codec: learning merges, the table of a vocabulary and a text through it; V' by patch size.
 
-Times are of one core, the C library's calls and what Python does around them; the tokens have been read before.
-A vocabulary is any that `mlx_zip vocab hbpe train` takes. With GPT-2's merge list the record says whether V' is what
-algorithm 1 gives there, and beside it stand the FLOPs of the paper's small model with patches of this size.
+Times are the processor's, which is the time on one core where nothing else runs: the C library's calls and what Python
+does around them; the tokens have been read before. A vocabulary is any that `mlx_zip vocab hbpe train` takes. With GPT-2's merge list the record says what V' has to be;
+with a text it has the FLOPs of the paper's small model with patches of this size.
 """
 
 from __future__ import annotations
@@ -103,11 +103,11 @@ def _ms(trials: int, call: Callable[[], Any]) -> dict[str, Any]:
 
 
 def _samples(trials: int, call: Callable[[], Any]) -> list[float]:
-    """Seconds of each trial, behind one that does not count."""
+    """Processor seconds of each trial, behind one that does not count."""
     call()
     out = []
     for _ in range(trials):
-        begun = time.perf_counter()
+        begun = time.process_time()
         call()
-        out.append(time.perf_counter() - begun)
+        out.append(time.process_time() - begun)
     return out
