@@ -132,6 +132,12 @@ def test_gpt2s_merges_are_those_recorded(gpt2, row):
 
 
 @needs_gpt2
+@pytest.mark.parametrize("size", [10, 12, 16])
+def test_gpt2s_merges_are_the_twins(gpt2, size):
+    assert by_c(gpt2, size) == by_twin(gpt2, size)
+
+
+@needs_gpt2
 def test_a_text_takes_as_many_symbols_as_recorded(gpt2):
     ids = text_encoder(MERGE_LIST)(GPT2["text"])
     assert (len(ids), len(GPT2["text"].encode())) == (GPT2["text_tokens"], GPT2["text_bytes"])
