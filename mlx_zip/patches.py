@@ -37,6 +37,8 @@ def generate_patches(
     if max_patches < 1 or temperature < 0:
         raise GenerationError("max_patches must be at least 1 and temperature at least 0")
     rows = [filled(patch, config.patch_size) for patch in prompt]
+    if wrong := [symbol for row in rows for symbol in row if not 0 <= symbol < config.symbols]:
+        raise GenerationError(f"symbol {wrong[0]} of the prompt is not below {config.symbols}")
     return _generate(model, merges, rows, max_patches, temperature, mx.random.key(seed))
 
 

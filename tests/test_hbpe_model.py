@@ -175,6 +175,7 @@ def test_what_was_written_is_read_back_as_its_bytes_would_be():
         ({"merges": Merges(5, TABLE.merges.pairs)}, "of 5 out of"),
         ({"prompt": [[97] * 5]}, "1 to 4 symbols"),
         ({"prompt": [[]]}, "1 to 4 symbols"),
+        ({"prompt": [[97, 999]]}, "symbol 999"),
         ({"max_patches": 0}, "max_patches"),
         ({"temperature": -1.0}, "temperature"),
     ],

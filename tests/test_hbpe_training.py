@@ -164,6 +164,23 @@ def test_ids_of_another_vocabulary_are_refused(corpus):
         Corpus(corpus.ids + 1, BYTES, TABLE.rows)
 
 
+def test_a_text_that_the_model_cannot_read_is_refused(tmp_path, corpus, plain_corpus):
+    wide = Corpus(corpus.ids, BYTES, PatchTable.learn(WORDS, 6).rows)
+    strange = Corpus(corpus.ids, BYTES, np.where(TABLE.rows == 97, 999, TABLE.rows).astype(np.uint16))
+    many = Corpus(np.full((2, 7), len(WORDS), np.uint32), np.ones(99, np.int64))
+    for model, data, message in (
+        (patch_model(), wide, "patches of 4 symbols, the text has patches of 6"),
+        (patch_model(), plain_corpus, "the text has no patches"),
+        (patch_model(), strange, "has 1000 different"),
+        (plain_model(), many, "has 8 different ids or symbols, the model knows 7"),
+    ):
+        with pytest.raises(DataError, match=message):
+            evaluate(model, data)
+        with pytest.raises(DataError, match=message):
+            train(model, data, SETTINGS, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 # ---- other patches
 
 

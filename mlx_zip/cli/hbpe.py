@@ -114,10 +114,10 @@ def _encode(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     text, table = read_text(args.file), PatchTable.load(args.table)
     table.check_tokens(read_tokens(args.tokenizer))
     ids = list(text_encoder(args.tokenizer)(text))
-    rows, lengths = table.encode(ids), table.lengths[ids]
-    n_bytes, words = len(text.encode("utf-8")), words_of(text)
     if not ids:
         raise DataError(f"{args.file}: the tokenizer makes no token of this text")
+    rows, lengths = table.encode(ids), table.lengths[ids]
+    n_bytes, words = len(text.encode("utf-8")), words_of(text)
     patches = [row[:n].tolist() for row, n in zip(rows, lengths, strict=True)]
     record = {
         "text_bytes": n_bytes,

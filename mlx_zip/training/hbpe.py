@@ -100,8 +100,24 @@ def _patch_nats(model: PatchModel, corpus: Corpus, ids: Uint32s) -> mx.array:
     return nn.losses.cross_entropy(logits, mx.array(symbols.reshape(-1)[places]), reduction="sum")
 
 
+def check_fit(model: PatchModel | PlainModel, corpus: Corpus) -> None:
+    """Raises `DataError` unless the model can read the text: MLX itself does not notice an id that a table lacks."""
+    if isinstance(model, PlainModel):
+        units, known = int(corpus.ids.max()) + 1, model.config.vocab_size
+    elif corpus.rows is None or corpus.rows.shape[1] != model.config.patch_size:
+        has = "no patches" if corpus.rows is None else f"patches of {corpus.rows.shape[1]} symbols"
+        raise DataError(f"the model reads patches of {model.config.patch_size} symbols, the text has {has}")
+    else:
+        units, known = int(corpus.rows.max()) + 1, model.config.symbols
+    if units > known:
+        raise DataError(f"the text has {units} different ids or symbols, the model knows {known}")
+
+
 def evaluate(model: PatchModel | PlainModel, corpus: Corpus, batch_size: int = 16) -> dict[str, Any]:
-    """Bits per byte of all windows, each read on its own; nats, bytes, units (patches or ids)."""
+    """Bits per byte of all windows, each read on its own; nats, bytes, units (patches or ids). `DataError` if the model
+    cannot read the text.
+    """
+    check_fit(model, corpus)
     total = 0.0
     for at in range(0, len(corpus.ids), batch_size):
         some: Any = nats(model, corpus, corpus.ids[at : at + batch_size]).item()
@@ -129,9 +145,10 @@ def train(
     """Trains until `settings.iters` steps are done, on from the run's last checkpoint, and saves the last step.
 
     Of the settings these count: iters, batch_size (windows), the optimizer's, seed, steps_per_report, save_every, keep.
-    Raises `TrainingError` when the text does not fill a batch, the loss is not a number, or a checkpoint is not of this
-    run.
+    Raises `DataError` when the model cannot read the text, `TrainingError` when the text does not fill a batch, the
+    loss is not a number, or a checkpoint is not of this run.
     """
+    check_fit(model, corpus)
     if len(corpus.ids) < settings.batch_size:
         raise TrainingError(f"{len(corpus.ids)} windows do not fill a batch of {settings.batch_size}")
     optimizer = make_optimizer(settings)
