@@ -27,7 +27,7 @@ from mlx_zip.converters.conversion import (
 )
 from mlx_zip.converters.hub import Place
 from mlx_zip.converters.tensors import read_object
-from mlx_zip.converters.tokenizer_files import TokenizerFacts, copy_tokenizer, read_tokenizer
+from mlx_zip.converters.tokenizer_files import ADAPTED, TokenizerFacts, copy_tokenizer, read_tokenizer
 from mlx_zip.errors import ConversionError
 
 FLAG = "--save-path"
@@ -97,7 +97,7 @@ def _prepare(place: Place, dtype: str | None, drop_start: bool, trust_remote_cod
     facts = read_tokenizer(place.folder, trust_remote_code)
     config = read_object(place.folder / "config.json")
     model, _ = load_converted(place)
-    _check(model, facts, drop_start)
+    _check(model, facts, drop_start, (place.folder / ADAPTED).is_file())
     model = _plain(model, place.folder, quantized=bool(config.get("quantization")))
     stored = dtype or str(model.model.embed_tokens.weight.dtype).removeprefix("mlx.core.")
     model = _merged(model, place.folder / ADAPTERS)
@@ -105,7 +105,7 @@ def _prepare(place: Place, dtype: str | None, drop_start: bool, trust_remote_cod
     return _Export(model, _decoder_config(config, stored), _zip_config(model.config), facts)
 
 
-def _check(model: Any, facts: TokenizerFacts, drop_start: bool) -> None:
+def _check(model: Any, facts: TokenizerFacts, drop_start: bool, adapted: bool) -> None:
     """Raises `ConversionError` for what zip2zip 0.2.0 cannot run or express; warns of what it runs differently."""
     config: ZipConfig = model.config
     if (kind := config.encoder.kind) in _NOT_THERE:
@@ -123,6 +123,8 @@ def _check(model: Any, facts: TokenizerFacts, drop_start: bool) -> None:
             f"the model starts from a codebook of {len(config.start)} entries, which zip2zip's format cannot hold; "
             "leave it out with --drop-start (ids then differ from this model's)"
         )
+    if adapted:
+        warnings.warn(f"zip2zip does not know {ADAPTED}: it encodes texts to other ids than this model", stacklevel=2)
     if config.canonical:
         warnings.warn("zip2zip writes ids that are not canonical too: what it generates may differ", stacklevel=2)
     if config.start is not None:

@@ -19,6 +19,7 @@ from mlx_zip.bundled import NAMES, here_or_bundled
 from mlx_zip.errors import MlxZipError, ModelError, bare_exceptions_as_value_errors
 from mlx_zip.hyper import RowStore
 from mlx_zip.register import MODEL_TYPE
+from mlx_zip.vocab.adaptbpe.plain import follow_folder
 
 UPSTREAM_CONFIG = "zip2zip_config.json"
 _WEIGHTS_AND_CODE = ["model*.safetensors", "*.py", "tokenizer.model", "*.tiktoken", "*.txt", "*.jsonl", "*.jinja"]
@@ -62,6 +63,7 @@ def load(
     except load_failures() as error:
         raise ModelError(f"cannot load {folder}: {first_line(error)}") from error
     model: Any = loaded[0]
+    follow_folder(getattr(loaded[1], "backend_tokenizer", None), folder)
     if hasattr(model, "layout"):
         model.layout.check_tokenizer(len(loaded[1]))
         if canonical is not None:

@@ -8,8 +8,11 @@ from pathlib import Path
 from cffi import FFI
 
 HERE = Path(__file__).resolve().parent
-SOURCES = ["params.c", "compress.c", "codebook.c", "read.c", "bytes.c", "rows.c"]
-HEADERS = ["mlxzip.h", "rows.h"]
+SOURCES = [
+    "params.c", "compress.c", "codebook.c", "read.c", "bytes.c",  # the codec
+    "rows.c", "phrases.c", "pieces.c", "bpe.c", "patches.c",
+]  # fmt: skip
+HEADERS = ["mlxzip.h", "rows.h", "phrases.h", "bpe.h", "patches.h"]
 
 
 def contract() -> str:

@@ -58,7 +58,8 @@ typedef enum {
   MLXZIP_E_PREV_FULL = -7, /* the next hypertoken, but what it would extend has full length */
   MLXZIP_E_DUPLICATE = -8, /* the next hypertoken, but what it would stand for is already an entry */
   MLXZIP_E_CLASH = -9,     /* compressing would emit a hypertoken whose id is also a disabled id */
-  MLXZIP_E_FORMAT = -10    /* bytes that are not a saved codebook */
+  MLXZIP_E_FORMAT = -10,   /* bytes that are not a saved codebook */
+  MLXZIP_E_MERGE = -11     /* a merge that cannot stand where it does */
 } mlxzip_status;
 
 typedef struct mlxzip_params mlxzip_params;

@@ -19,7 +19,7 @@ FLOORS = [  # from the ground up; a room is the first name below `mlx_zip`
     {"vocab"},
     {"hyper", "state", "tokenizer"},
     {"models", "cuda"},
-    {"canonical", "decode", "generate", "loading", "request", "sampling", "training", "evaluation"},
+    {"canonical", "decode", "generate", "loading", "patches", "request", "sampling", "training", "evaluation"},
 ]
 LOOPS = FLOORS[-1]
 LEAVES = {"apps", "bench", "converters", "server", "golden"}

@@ -109,9 +109,12 @@ def read_vocabulary(name: str) -> Vocabulary:
 def _from_file(file: Path, codec: Any) -> Vocabulary:
     from tokenizers import Tokenizer
 
+    from mlx_zip.vocab.adaptbpe.plain import follow_folder
+
     try:
         with bare_exceptions_as_value_errors():
             tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8"))
+            follow_folder(tokenizer, file.parent)
     except (OSError, UnicodeDecodeError) as error:
         raise GenerationError(f"--tokenizer {file}: {error}") from error
     except ValueError as error:

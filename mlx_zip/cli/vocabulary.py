@@ -8,6 +8,9 @@ from importlib import import_module
 
 METHODS: dict[str, tuple[str, str]] = {  # name: (module with add_arguments(parser) and run(args), what it does)
     "pack": ("mlx_zip.cli.vocab_packs", "learn the entries that a codebook begins with"),
+    "multitok": ("mlx_zip.cli.multitok", "phrases that a corpus repeats as one id, over words or a tokenizer's ids"),
+    "adapt": ("mlx_zip.cli.vocabulary_adapt", "cut a tokenizer's merge list down and adapt it to texts (AdaptBPE)"),
+    "hbpe": ("mlx_zip.cli.hbpe", "patches of hierarchical BPE: short runs of symbols for the tokens of any tokenizer"),
 }
 
 

@@ -44,10 +44,13 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
     from mlx_lm.utils import load_tokenizer as load
 
     from mlx_zip.loading import no_talk_of_model_types
+    from mlx_zip.vocab.adaptbpe.plain import follow_folder
 
     try:
         with no_talk_of_model_types(), bare_exceptions_as_value_errors():
-            return load(str(folder), {"trust_remote_code": trust_remote_code})
+            tokenizer: Any = load(str(folder), {"trust_remote_code": trust_remote_code})
+            follow_folder(getattr(tokenizer, "backend_tokenizer", None), folder)
+            return tokenizer
     except (OSError, ValueError, TypeError, LookupError, AttributeError, ImportError) as error:
         first = " ".join(str(error).split())[:300]
         raise DataError(f"the tokenizer in {folder} cannot be loaded: {first}") from error

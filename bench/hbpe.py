@@ -1,0 +1,114 @@
+"""Hierarchical BPE's codec: learning merges, the table of a vocabulary and a text through it; V' by patch size.
+
+Times are the processor's, which is the time on one core where nothing else runs: the C library's calls and what Python
+does around them; the tokens have been read before. A vocabulary is any that `mlx_zip vocab hbpe train` takes. With
+GPT-2's merge list the record says what V' has to be; with a text it has the FLOPs of the paper's small model with
+patches of this size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mlx_zip.errors import MlxZipError
+from mlx_zip.vocab.hbpe import learn, too_long
+from mlx_zip.vocab.hbpe_measures import LOCAL, SMALL, fertility, hierarchical_flops, plain_flops, words_of
+from mlx_zip.vocab.hbpe_table import PatchTable, fingerprint
+from mlx_zip.vocab.hbpe_tokens import read_tokens, text_encoder
+
+from .record import summary, surroundings
+
+SIZES = (4, 6, 8, 10, 12, 16)
+GPT2 = {4: 5095, 6: 1149, 8: 466, 10: 240, 12: 143, 16: 79}  # V' of its 50,256 tokens
+GPT2_FINGERPRINT = "cbf5cb2fb3b93a2880043f7954be8719edf6c1955b551c29b37dee1753057ce5"
+TARGETS_MS = {4: 5000, 10: 200}  # to learn GPT-2's merges
+CONTEXT_BYTES = 8192  # of the paper's FLOPs
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of `bench hbpe`."""
+    parser.add_argument("--tokenizer", required=True, help="first stage, as `vocab hbpe` takes it: vocab.bpe, say")
+    parser.add_argument("--text", help="UTF-8 text to encode too")
+    parser.add_argument("--sizes", nargs="+", type=int, default=list(SIZES), metavar="S",
+                        help=f"patch sizes (default: {' '.join(map(str, SIZES))})")  # fmt: skip
+    parser.add_argument("--trials", type=int, default=5, help="trials per measurement (default: 5)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints one JSON line per patch size. Raises `MlxZipError`."""
+    if args.trials < 1:
+        raise MlxZipError(f"--trials must be at least 1, got {args.trials}")
+    tokens = read_tokens(args.tokenizer)
+    text = None if args.text is None else _text(args.text)
+    ids = None if text is None else np.array(text_encoder(args.tokenizer)(text), np.uint32)
+    for size in args.sizes:
+        line = measure(tokens, size, args.trials)
+        if text is not None and ids is not None:
+            line |= measure_text(tokens, size, text, ids, args.trials)
+        line = {"bench": "hbpe", "tokenizer": Path(args.tokenizer).name, **line, **surroundings()}
+        print(json.dumps(line), flush=True)
+    return 0
+
+
+def measure(tokens: list[bytes], size: int, trials: int) -> dict[str, Any]:
+    """The record of one patch size: what is learned, and how long it takes."""
+    merges = learn(tokens, size).merges
+    table = PatchTable.build(merges, tokens)
+    learn_ms = _ms(trials, lambda: learn(tokens, size))
+    line = {
+        "patch_size": size, "tokens": len(tokens), "too_long": len(too_long(tokens, size)),
+        "merges": len(merges.pairs), "table_bytes": table.rows.nbytes, "longest_token_bytes": max(map(len, tokens)),
+        "learn_ms": learn_ms, "build_ms": _ms(trials, lambda: PatchTable.build(merges, tokens)),
+    }  # fmt: skip
+    if fingerprint(tokens) == GPT2_FINGERPRINT:
+        line |= {"expected_merges": GPT2.get(size), "target_ms": TARGETS_MS.get(size)}
+        if size in TARGETS_MS:
+            line["met"] = learn_ms["max"] <= TARGETS_MS[size]
+    return line
+
+
+def measure_text(tokens: list[bytes], size: int, text: str, ids: Any, trials: int) -> dict[str, Any]:
+    """The same text in patches: their length by mode, the time to look them up, and FLOPs at this rate."""
+    merges, n_bytes = learn(tokens, size).merges, len(text.encode("utf-8"))
+    stop, full = PatchTable.build(merges, tokens), PatchTable.build(merges, tokens, "full")
+    rate, symbols = n_bytes / len(ids), float(stop.lengths[ids].mean())
+    sizes = (CONTEXT_BYTES, rate, SMALL)
+    return {
+        "text_bytes": n_bytes, "patches": len(ids), "bytes_per_patch": rate,
+        "fertility": fertility(len(ids), words_of(text)),
+        "symbols_per_patch_stop": symbols, "symbols_per_patch_full": float(full.lengths[ids].mean()),
+        "encode_ns_per_patch": summary([1e9 * s / len(ids) for s in _samples(trials, lambda: stop.encode(ids))]),
+        "flops_plain": plain_flops(*sizes, len(tokens)),
+        "flops_patches_paper": hierarchical_flops(*sizes, LOCAL, len(merges.pairs)),
+        "flops_patches_counted": hierarchical_flops(*sizes, LOCAL, merges.symbols, symbols),
+        "flops_patches_padded": hierarchical_flops(*sizes, LOCAL, merges.symbols, size),
+    }  # fmt: skip
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise MlxZipError(f"--text {path} cannot be read: {error}") from error
+
+
+def _ms(trials: int, call: Callable[[], Any]) -> dict[str, Any]:
+    return summary([1e3 * seconds for seconds in _samples(trials, call)])
+
+
+def _samples(trials: int, call: Callable[[], Any]) -> list[float]:
+    """Processor seconds of each trial, behind one that does not count."""
+    call()
+    out = []
+    for _ in range(trials):
+        begun = time.process_time()
+        call()
+        out.append(time.process_time() - begun)
+    return out

@@ -1,0 +1,126 @@
+"""The tables of docs/multitok.md, from the records of `bench multitok` and `bench classify`, between its markers."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from mlx_zip.errors import DataError
+from mlx_zip.files import whole_file
+
+from .tables import table
+
+RECORDS = tuple(Path(__file__).resolve().parent / "records" / f"{name}.jsonl" for name in ("multitok", "classify"))
+SECTION = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.S)
+Line = dict[str, Any]
+
+
+def write_page(page: Path, records: Sequence[Path] = RECORDS) -> None:
+    """Writes the tables anew, the file whole or not at all. Raises `DataError` naming what cannot be read."""
+    try:
+        lines = read_lines(records)
+        text = page.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        names = ", ".join(map(str, records))
+        raise DataError(f"{page} cannot be written from {names}: {error}") from error
+    with whole_file(page) as partial:
+        partial.write_text(written(text, lines), encoding="utf-8")
+
+
+def read_lines(records: Sequence[Path]) -> list[Line]:
+    """All lines of all records. Raises what reading raises."""
+    return [json.loads(line) for path in records for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def written(text: str, lines: Sequence[Line]) -> str:
+    """A page with its tables made from these lines."""
+    return SECTION.sub(lambda found: f"{found[1]}{TABLES[found[2]](lines)}\n{found[3]}", text)
+
+
+def _speed(lines: Sequence[Line]) -> str:
+    rows = [
+        [_doing(line), _window(line), _spread(line["ours"]), _spread(line.get("plain_python")),
+         f"{line['ratio']}x" if "ratio" in line else "", str(line.get("bytes_per_phrase", ""))]
+        for line in lines if line.get("what") in ("train", "encode")
+    ]  # fmt: skip
+    return table(["", "window", "M units/s", "plain Python", "ratio", "bytes per phrase"], rows, "markdown")
+
+
+def _doing(line: Line) -> str:
+    setting = line["setting"]
+    return f"encode, pruned, {setting['matching']}" if "pruned" in setting else line["what"]
+
+
+def _ratios(lines: Sequence[Line]) -> str:
+    rows = [
+        [f"{line['setting']['percent']} %", _window(line), f"{line['ratio']:.3f}", _paper(line), f"{line['phrases']:,}",
+         f"{line['never_used'] / line['phrases']:.0%}", *_others(line)]
+        for line in lines if line.get("what") == "ratio" and line["data"]["units_are"] == "words"
+    ]  # fmt: skip
+    header = ["learn from", "window", "r", "paper's r", "phrases", "never used", "r held out", "by pairs at most"]
+    return table(header, rows, "markdown")
+
+
+def _pruned(lines: Sequence[Line]) -> str:
+    rows = [
+        [_window(line), str(line["setting"]["at_most"]), line["setting"]["mode"], f"{line['ratio']:.3f}", _paper(line),
+         f"{line['phrases']:,}", f"{line['growth']:.3f}", f"{line['lemma_printed']:.3f}",
+         f"{line['lemma_corrected']:.3f}", *_others(line)[:1]]
+        for line in lines if line.get("what") == "pruned" and line["data"]["units_are"] == "words"
+    ]  # fmt: skip
+    header = ["window", "K", "mode", "r", "paper's r", "phrases", "growth", "printed bound", "corrected", "r held out"]
+    return table(header, rows, "markdown")
+
+
+def _cascade(lines: Sequence[Line]) -> str:
+    rows = [
+        [line["data"]["units_are"], f"{line['setting']['percent']} %", _window(line), f"{line['ratio']:.3f}",
+         _paper(line), f"{line['per_word']:.3f}", f"{line['phrases']:,}", *_others(line)[:1]]
+        for line in lines if line.get("what") == "ratio" and line["data"]["units_are"] != "words"
+    ]  # fmt: skip
+    header = ["units", "learn from", "window", "r", "paper's r", "tokens per word", "phrases", "r held out"]
+    return table(header, rows, "markdown")
+
+
+def _classifier(lines: Sequence[Line]) -> str:
+    runs = [line for line in lines if line["bench"] == "classify"]
+    rows = [_of_seeds([line for line in runs if line["setting"] == name]) for name in _names(runs)]
+    header = ["encoding", "seeds", "r", "accuracy", "AUC", "loss at the end", "parameters"]
+    return table(header, rows, "markdown")
+
+
+def _names(runs: Sequence[Line]) -> list[str]:
+    return list(dict.fromkeys(line["setting"] for line in runs))
+
+
+def _of_seeds(runs: Sequence[Line]) -> list[str]:
+    over = lambda figures: f"{mean(figures):.3f} ({min(figures):.3f}-{max(figures):.3f})"
+    return [
+        runs[0]["setting"], str(len(runs)), f"{runs[0]['ratio']:.3f}", over([line["accuracy"] for line in runs]),
+        over([line["auc"] for line in runs]), over([line["loss"][-1] for line in runs]),
+        f"{runs[0]['parameters'] / 1e6:.1f} M",
+    ]  # fmt: skip
+
+
+def _window(line: Line) -> str:
+    return str(line["setting"]["window"] or "Max")
+
+
+def _paper(line: Line) -> str:
+    return "" if line["paper"] is None else f"{line['paper']:.2f}"
+
+
+def _others(line: Line) -> list[str]:
+    held_out = line.get("held_out", {})
+    return [f"{held_out[window]:.3f}" if window in held_out else "" for window in ("0", "2")]
+
+
+def _spread(figure: dict[str, Any] | None) -> str:
+    return f"{figure['median']:.2f} ({figure['min']:.2f}-{figure['max']:.2f})" if figure else ""
+
+
+TABLES = {"speed": _speed, "ratios": _ratios, "pruned": _pruned, "cascade": _cascade, "classifier": _classifier}

@@ -1,0 +1,174 @@
+"""`adapt`: a model folder and a tokenizer adapted from its own become a smaller model folder.
+
+Every id that is kept was the model's before, so nothing is trained: rows of the embedding and the head are selected.
+MLX packs quantized weights along the last axis, so rows of weight, scales and biases are selected exactly, without
+quantizing anew. Everything that names ids is renumbered; a name whose id was not kept is an error, not a guess.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+import mlx_zip
+from mlx_zip.config import ZipConfig
+from mlx_zip.converters import hub, output
+from mlx_zip.converters.conversion import ADAPTERS, progress_bar
+from mlx_zip.converters.tensors import load, read_model_files, read_object
+from mlx_zip.converters.tokenizer_files import CONFIG, TEMPLATES
+from mlx_zip.errors import ConversionError
+from mlx_zip.hyper import Fingerprints
+from mlx_zip.models import ModelArgs
+from mlx_zip.models.zip_model import RECORD_KEYS
+from mlx_zip.vocab.adaptbpe.adapted import FILE, AdaptedVocabulary, read_adapted
+from mlx_zip.vocab.adaptbpe.base import read_base
+from mlx_zip.vocab.adaptbpe.plain import lawful_json
+
+ROWS = ("embed_tokens", "lm_head")  # modules whose tensors have a row per id
+_COPIED = ("special_tokens_map.json", "chat_template.json", "chat_template.jinja")
+_ENDINGS = ("_token_id", "_token_ids", "suppress_tokens")
+
+
+def adapt(model: str | Path, vocabulary: str | Path, mlx_path: str | Path, progress: bool = True) -> Path:
+    """Writes the smaller model and returns its folder, which appears whole or not at all.
+
+    model: a local folder of a plain mlx-lm model or of a converted zip2zip one, quantized or not, with a byte-level
+    tokenizer.json. vocabulary: what `mlx_zip vocab adapt learn` wrote for that tokenizer. Raises `ConversionError`,
+    `ConfigError` or `DataError` naming the file, tensor or key at fault.
+    """
+    out, place = Path(mlx_path), hub.local(model)
+    output.refuse_existing(out)
+    if place is None:
+        raise ConversionError(f"{model} is not a folder")
+    if (place.folder / ADAPTERS).is_dir():
+        raise ConversionError(f"{place.name} keeps an adapter; merge it first (mlx_zip convert without --keep-adapter)")
+    base, kept = read_base(place.folder), read_adapted(vocabulary)
+    kept.check_base(base)
+    if kept.front.added != base.front.added:
+        raise ConversionError(f"{vocabulary}: added tokens differ from those of {place.name}: adapt that anew")
+    new = {int(old): i for i, old in enumerate(kept.ids)}
+    config = _config(read_object(place.folder / "config.json"), new)
+    weights = _selected(load(read_model_files(place.folder)), kept.ids)
+    files = _files(place.folder, kept, base.source, new)
+    with output.new_folder(out) as folder, progress_bar(len(weights), progress) as step:
+        prints = Fingerprints()
+
+        def stored(name: str, array: mx.array, data: memoryview) -> None:
+            prints.add(name, array, data)
+            step()
+
+        output.write_model(folder, weights, _parameters(weights, config.get("quantization", {})), stored)
+        if "zip2zip" in config:
+            made = ModelArgs.from_dict(config).zip_config
+            config["zip2zip"]["fingerprint"] = prints.sides(made, config.get("quantization", {}))
+        config["adapted"] = {"from": place.name, "vocabulary": kept.fingerprint, "mlx_zip": mlx_zip.__version__}
+        output.write_json(folder / "config.json", config)
+        for name, data in files.items():
+            output.write_json(folder / name, data)
+        kept.save(folder / FILE)
+        for name in _COPIED:
+            if (place.folder / name).is_file():
+                shutil.copyfile(place.folder / name, folder / name)
+        if (place.folder / TEMPLATES).is_dir():
+            shutil.copytree(place.folder / TEMPLATES, folder / TEMPLATES, copy_function=shutil.copyfile)
+    return out
+
+
+def _selected(weights: dict[str, mx.array], ids: Any) -> dict[str, mx.array]:
+    """The tensors, of those with a row per id the rows kept. Lazy."""
+    rows = {name: array for name, array in weights.items() if set(name.split(".")[:-1]) & set(ROWS)}
+    if not rows:
+        raise ConversionError(f"no tensor of {' or '.join(ROWS)} is there to select rows of")
+    heights = {array.shape[0] for array in rows.values()}
+    if len(heights) != 1:
+        told = ", ".join(f"{name} {list(array.shape)}" for name, array in sorted(rows.items()))
+        raise ConversionError(f"the embedding and the head differ in their rows: {told}")
+    if int(ids[-1]) >= (height := heights.pop()):
+        raise ConversionError(f"the vocabulary keeps id {int(ids[-1])}, but the embedding has {height} rows")
+    chosen = mx.array(np.asarray(ids))
+    return weights | {name: mx.take(array, chosen, axis=0) for name, array in rows.items()}
+
+
+def _parameters(weights: Mapping[str, mx.array], quantization: Mapping[str, Any]) -> int:
+    """How many there are, packed ones counted as what they stand for."""
+    packed = {name.removesuffix(".scales") for name in weights if name.endswith(".scales")}
+    count = 0
+    for name, array in weights.items():
+        layer, _, kind = name.rpartition(".")
+        if layer not in packed or kind == "bias":
+            count += array.size
+        elif kind == "weight":
+            own = quantization.get(layer)
+            count += array.size * 32 // (own if isinstance(own, dict) else quantization)["bits"]
+    return count
+
+
+def _config(config: dict[str, Any], new: Mapping[int, int]) -> dict[str, Any]:
+    """config.json with the new size and ids; a text model inside one of several kinds is refused."""
+    if "vocab_size" not in config:
+        raise ConversionError("config.json has no vocab_size of its own: only plain text models can be adapted")
+    made = {**_renumbered("config.json", config, new), "vocab_size": len(new)}
+    if "zip2zip" in config:
+        made["zip2zip"] = _zip_section(config["zip2zip"], new)
+    return made
+
+
+def _zip_section(section: dict[str, Any], new: Mapping[int, int]) -> dict[str, Any]:
+    """The codec over the new ids; hypertokens begin behind the last of them. Entries of lost ids are left out."""
+    old = ZipConfig.from_dict({key: value for key, value in section.items() if key not in RECORD_KEYS})
+    if high := [i for i in new if i >= old.vocab_size]:
+        raise ConversionError(f"the vocabulary keeps id {high[0]}, but hypertokens begin at {old.vocab_size}")
+    if old.pad_id not in new:
+        raise ConversionError(f"the codec's pad id {old.pad_id} is not kept: make it an added token and adapt anew")
+    start = [tuple(new[i] for i in entry) for entry in old.start or () if all(i in new for i in entry)]
+    if old.start and len(start) < len(old.start):
+        lost = len(old.start) - len(start)
+        warnings.warn(f"{lost} entries of the starting codebook hold ids that are not kept; left out", stacklevel=2)
+    disabled = tuple(sorted(new[i] for i in old.disabled_ids if i in new))
+    made = replace(old, vocab_size=len(new), pad_id=new[old.pad_id], disabled_ids=disabled, start=tuple(start) or None)
+    kept = {key: value for key, value in section.items() if key not in ("start", "fingerprint")}
+    return {**kept, **made.to_dict()}
+
+
+def _files(
+    folder: Path, kept: AdaptedVocabulary, source: Mapping[str, Any] | None, new: Mapping[int, int]
+) -> dict[str, Any]:
+    """The JSON files beside config.json that name ids, renumbered. vocab.json and the like are left out."""
+    files = {"tokenizer.json": lawful_json(kept, source)}
+    own = folder / CONFIG
+    if own.is_file():
+        data = read_object(own)
+        if "added_tokens_decoder" in data:
+            known = data["added_tokens_decoder"].items()
+            data["added_tokens_decoder"] = {str(new[int(i)]): token for i, token in known if int(i) in new}
+        files[CONFIG] = data
+    generation = folder / "generation_config.json"
+    if generation.is_file():
+        files[generation.name] = _renumbered(generation.name, read_object(generation), new)
+    added = folder / "added_tokens.json"
+    if added.is_file():
+        files[added.name] = {token: new[i] for token, i in read_object(added).items() if i in new}
+    return files
+
+
+def _renumbered(file: str, data: Mapping[str, Any], new: Mapping[int, int]) -> dict[str, Any]:
+    """The same with new ids where a key says that ids stand there. Raises `ConversionError` for one not kept."""
+
+    def value_of(key: str, value: Any) -> Any:
+        if isinstance(value, list):
+            return [value_of(key, item) for item in value]
+        if type(value) is not int:
+            return value
+        if value not in new:
+            raise ConversionError(f"{file}: {key} is {json.dumps(value)}, an id that the vocabulary does not keep")
+        return new[value]
+
+    return {key: value_of(key, value) if key.endswith(_ENDINGS) else value for key, value in data.items()}

@@ -1,0 +1,150 @@
+"""`mlx_zip vocab hbpe`: patches of hierarchical BPE for any first-stage tokenizer: learned, shown, used on a text."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from typing import Any
+
+from mlx_zip.errors import DataError, GenerationError
+
+ACTIONS = ("train", "show", "encode")
+EXAMPLES = """\
+examples:
+  mlx_zip vocab hbpe train gpt2-10.npz --tokenizer vocab.bpe --patch-size 10
+  mlx_zip vocab hbpe show gpt2-10.npz --show 5
+  mlx_zip vocab hbpe encode gpt2-10.npz letter.txt --tokenizer vocab.bpe --json
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments of `mlx_zip vocab hbpe`."""
+    parser.epilog, parser.formatter_class = EXAMPLES, argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("action", metavar="ACTION", choices=ACTIONS,
+        help="train: learn merges and write the table; show: what a table holds; encode: the patches of a "
+             "text")  # fmt: skip
+    add("table", metavar="TABLE", help="table of patches, a .npz file; train writes it")
+    add("file", metavar="FILE", nargs="?", help="UTF-8 text to encode; - reads standard input")
+    add("--tokenizer", metavar="FILE",
+        help="first stage: tokenizer.json or a folder with one, vocab.bpe or merges.txt, .tiktoken, or a .json list of "
+             "tokens in hex")  # fmt: skip
+    add("--patch-size", type=int, metavar="S", help="symbols of a patch at most, its end mark counted (default: 10)")
+    add("--mode", choices=("stop", "full"),
+        help="stop: replay merges until the token fits, as they are learned; full: all of them (default: "
+             "stop)")  # fmt: skip
+    add("--show", type=int, default=10, metavar="N", help="merges or patches to list at most (default: 10)")
+    add("--json", action="store_true", help="print one JSON object, with all merges or patches")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Does one action and prints; 0. Raises `MlxZipError`."""
+    if args.show < 0:
+        raise GenerationError(f"--show must be at least 0, got {args.show}")
+    if (args.file is not None) != (args.action == "encode"):
+        raise GenerationError(f"{args.action} takes {'TABLE and FILE' if args.action == 'encode' else 'TABLE alone'}")
+    if (args.tokenizer is not None) != (args.action != "show"):
+        raise GenerationError("train and encode need --tokenizer, show has no use for it")
+    if args.action != "train" and (args.patch_size is not None or args.mode is not None):
+        raise GenerationError(f"--patch-size and --mode belong to train: {args.action} reads a table that has them")
+    record, lines = {"train": _train, "show": _show, "encode": _encode}[args.action](args)
+    print(json.dumps(record, ensure_ascii=False) if args.json else "\n".join(lines))
+    return 0
+
+
+def _train(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    from mlx_zip.vocab.hbpe import learn, too_long
+    from mlx_zip.vocab.hbpe_table import PatchTable
+    from mlx_zip.vocab.hbpe_tokens import read_tokens
+
+    size = 10 if args.patch_size is None else args.patch_size
+    tokens = read_tokens(args.tokenizer)
+    learned = learn(tokens, size)
+    table = PatchTable.build(learned.merges, tokens, args.mode or "stop")
+    try:
+        table.save(args.table)
+    except OSError as error:
+        raise DataError(f"{args.table}: {error.strerror or error}") from error
+    pool = len(too_long(tokens, size))
+    record, lines = _told(table, args.show, learned.counts.tolist())
+    record["tokens_too_long"] = pool
+    return record, [f"{args.table} is written; merges were learned from {pool} tokens that did not fit", *lines]
+
+
+def _show(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    from mlx_zip.vocab.hbpe_table import PatchTable
+
+    return _told(PatchTable.load(args.table), args.show)
+
+
+def _told(table: Any, show: int, counts: list[int] | None = None) -> tuple[dict[str, Any], list[str]]:
+    spelled = table.merges.spelled
+    lengths = Counter(table.lengths.tolist())
+    record = {
+        "tokens": len(table),
+        "patch_size": table.patch_size,
+        "mode": table.mode,
+        "merges": [list(pair) for pair in table.merges.pairs],
+        "symbols": table.merges.symbols,
+        "table_bytes": table.rows.nbytes,
+        "longest_token_bytes": max(map(len, table.tokens), default=0),
+        "patch_lengths": dict(sorted(lengths.items())),
+        "fingerprint": table.fingerprint,
+        **({} if counts is None else {"counts": counts}),
+    }
+    lines = [
+        f"{record['tokens']} tokens, the longest of {record['longest_token_bytes']} bytes, in patches of at most "
+        f"{record['patch_size']} symbols ({record['mode']})",
+        f"{len(record['merges'])} merges, {record['symbols']} symbols; table {record['table_bytes']} bytes",
+        "patches by length: " + ", ".join(f"{n}: {count}" for n, count in record["patch_lengths"].items()),
+    ]
+    for k, (left, right) in enumerate(table.merges.pairs[:show]):
+        seen = "" if counts is None else f", seen {counts[k]} times"
+        lines.append(f"{257 + k:>6} = {left} {right}  {_text(spelled[257 + k])}{seen}")
+    return record, lines
+
+
+def _encode(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    from mlx_zip.cli.compression import read_text
+    from mlx_zip.vocab.hbpe_measures import fertility, words_of
+    from mlx_zip.vocab.hbpe_table import PatchTable
+    from mlx_zip.vocab.hbpe_tokens import read_tokens, text_encoder
+
+    text, table = read_text(args.file), PatchTable.load(args.table)
+    table.check_tokens(read_tokens(args.tokenizer))
+    ids = list(text_encoder(args.tokenizer)(text))
+    if not ids:
+        raise DataError(f"{args.file}: the tokenizer makes no token of this text")
+    rows, lengths = table.encode(ids), table.lengths[ids]
+    n_bytes, words = len(text.encode("utf-8")), words_of(text)
+    patches = [row[:n].tolist() for row, n in zip(rows, lengths, strict=True)]
+    record = {
+        "text_bytes": n_bytes,
+        "patches": len(ids),
+        "symbols": int(lengths.sum()),
+        "bytes_per_patch": n_bytes / len(ids),
+        "symbols_per_patch": float(lengths.mean()),
+        "fertility": fertility(len(ids), words) if words else None,
+        "exact": table.decode(rows) == text.encode("utf-8"),
+        "ids": ids,
+        "patch_symbols": patches,
+    }
+    told = "" if words == 0 else f", {record['fertility']:.3f} patches per word"
+    lines = [
+        f"{n_bytes} bytes -> {len(ids)} patches of {record['bytes_per_patch']:.3f} bytes{told}",
+        f"{record['symbols']} symbols, {record['symbols_per_patch']:.3f} per patch with its mark",
+    ]
+    if not record["exact"]:
+        lines.append("the patches do not spell the text: its tokenizer changes it before it splits it")
+    for i, patch in zip(ids[: args.show], patches, strict=False):
+        lines.append(f"{i:>8}  {_text(table.tokens[i])}  {' '.join(map(str, patch))}")
+    return record, lines
+
+
+def _text(token: bytes) -> str:
+    """A token as one can read it: text in quotes, or bytes where it is no whole characters."""
+    try:
+        return repr(token.decode("utf-8"))
+    except UnicodeDecodeError:
+        return repr(token)

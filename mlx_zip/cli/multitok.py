@@ -1,0 +1,259 @@
+"""`mlx_zip vocab multitok`: dictionaries of phrases: learned from a corpus, used on texts, looked at."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from mlx_zip.cli.multitok_texts import Texts, tokens_of, written
+from mlx_zip.errors import DataError, GenerationError
+
+ACTIONS = ("train", "encode", "stats")
+EXAMPLES = """\
+examples:
+  mlx_zip vocab multitok train reviews.mtok reviews.jsonl --window 2 --prune 1
+  mlx_zip vocab multitok train ids.mtok reviews.jsonl --tokenizer gpt2 --fraction 50
+  mlx_zip vocab multitok encode reviews.mtok more.jsonl --window 1
+  mlx_zip vocab multitok stats reviews.mtok --show 10
+"""
+_TRAINING = ("fraction", "words_of", "first_id", "limit", "prune", "prune_mode")  # flags of `train` alone
+_TEXTS = ("tokenizer", "window", "separator", "encoded", "unk_id")  # flags of `train` and `encode`
+_STRAYS = {"train": ("matching", "show"), "encode": (*_TRAINING, "show"), "stats": (*_TRAINING, *_TEXTS, "matching")}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments of `mlx_zip vocab multitok`."""
+    parser.epilog, parser.formatter_class = EXAMPLES, argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("action", metavar="ACTION", choices=ACTIONS,
+        help="train: learn a dictionary from texts; encode: the ids of texts; stats: what a dictionary "
+             "holds")  # fmt: skip
+    add("dictionary", metavar="DICTIONARY", help="file of the dictionary; train writes it")
+    add("files", metavar="FILE", nargs="*",
+        help="texts: .txt or .jsonl files (or with .gz), .parquet files, folders or hub names of data sets; a record, "
+             "or a .txt file, is a sample")  # fmt: skip
+    add("--separator", metavar="LINE", help="a line that ends a sample within a .txt file")
+    add("--lines", action="store_true", help="each line of a text is a sample")
+    add("--tokenizer", metavar="NAME",
+        help="the units are this tokenizer's ids: folder, tokenizer.json or hub id (default: words between "
+             "blanks)")  # fmt: skip
+    add("--window", type=int, metavar="N", help="units of a phrase at most; 0: any number (default: 0)")
+    add("--fraction", type=float, metavar="P",
+        help="the first P percent of the samples learn; the others stay as they are (default: 100)")  # fmt: skip
+    add("--words-of", nargs="+", metavar="FILE",
+        help="texts whose words are units too, and from which nothing is learnt")  # fmt: skip
+    add("--first-id", type=int, metavar="ID", help="id of the first unit (default: 1, which keeps 0 for padding)")
+    add("--limit", type=int, metavar="N", help="phrases at most; what comes later is not learnt")
+    add("--unk-id", type=int, metavar="ID",
+        help="stands for units that are none, at training or encoding (default: such a unit is an error)")  # fmt: skip
+    add("--prune", type=int, metavar="K", help="give up phrases that training used at most K times")
+    add("--prune-mode", choices=("published", "single", "parent", "reencode"),
+        help="what comes in their place: units (published: but phrases never used stay), the longest phrase left and "
+             "units, or the texts encoded again (default: reencode)")  # fmt: skip
+    add("--matching", choices=("longest", "walk"),
+        help="encode by the longest phrase, or as the published code, which ends where a longer run is none (default: "
+             "longest)")  # fmt: skip
+    add("--encoded", metavar="FILE", help="write the ids of the samples, a JSON list a line")
+    add("--show", type=int, metavar="N", help="phrases that stats lists, the most saving first (default: 20)")
+    add("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Does one action and prints; 0. Raises `MlxZipError`."""
+    _refuse_strays(args)
+    record, lines = {"train": _train, "encode": _encode, "stats": _stats}[args.action](args)
+    if args.json:
+        print(json.dumps(record, ensure_ascii=False))
+    elif lines:
+        print("\n".join(lines))
+    return 0
+
+
+def _refuse_strays(args: argparse.Namespace) -> None:
+    if given := [f"--{name.replace('_', '-')}" for name in _STRAYS[args.action] if getattr(args, name) is not None]:
+        raise GenerationError(f"{args.action} has no use for {', '.join(given)}")
+    if bool(args.files) != (args.action != "stats"):
+        raise GenerationError(f"{args.action} takes DICTIONARY {'and FILE' if args.action != 'stats' else 'alone'}")
+    if args.prune_mode and args.prune is None:
+        raise GenerationError("--prune-mode goes with --prune K")
+    if args.words_of and args.tokenizer:
+        raise GenerationError("--words-of goes with words, not with a tokenizer, whose ids are all units")
+    if args.window is not None and args.window < 0:
+        raise GenerationError(f"--window must be 0 or more, got {args.window}")
+    if args.show is not None and args.show < 0:
+        raise GenerationError(f"--show must be 0 or more, got {args.show}")
+
+
+# ---- train
+
+
+def _train(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    from mlx_zip.vocab.multitok import Dictionary, Settings, leading, prune
+
+    tokenizer, units = tokens_of(args.tokenizer)
+    texts = _texts(args, args.files, tokenizer)
+    fraction, samples = 100.0 if args.fraction is None else args.fraction, 0
+    leading(0, fraction)
+    if not Path(args.dictionary).absolute().parent.is_dir():
+        raise DataError(f"{args.dictionary}: there is no such folder")
+    if units is None or fraction < 100:
+        units, samples = _first_look(args, texts, units)
+    names = ("window", "first_id", "limit", "unk_id")
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    dictionary = Dictionary(Settings(units, **given))
+    learn = leading(samples, fraction) if fraction < 100 else None
+    kept = None if args.prune is not None else args.encoded
+    with written(kept) as write:
+        for ids in _teach(dictionary, texts, learn):
+            write(ids)
+    if not dictionary.totals.samples:
+        raise DataError(f"{', '.join(args.files)}: no text to learn from")
+    record: dict[str, Any] = {"trained": dictionary.stats()}
+    result, mode = dictionary, args.prune_mode or "reencode"
+    if args.prune is not None:
+        result = prune(dictionary, args.prune, mode)
+        _rewrite(args, dictionary, result, texts, learn)
+        record["pruned"] = {"at_most": args.prune, "mode": mode, **result.stats()}
+    try:
+        result.save(args.dictionary)
+    except OSError as error:
+        raise DataError(f"{args.dictionary}: {error.strerror or error}") from error
+    record["file_bytes"] = Path(args.dictionary).stat().st_size
+    return record, _told(record, args.dictionary)
+
+
+def _texts(args: argparse.Namespace, files: Sequence[str], tokenizer: Any = None) -> Texts:
+    return Texts(files, args.separator, args.lines, tokenizer)
+
+
+def _first_look(args: argparse.Namespace, texts: Texts, units: Any) -> tuple[Any, int]:
+    """The units, and how many samples there are: words are numbered before any phrase is."""
+    from mlx_zip.vocab.multitok import Words
+
+    samples, words = 0, {}
+    for sample in texts:
+        samples += 1
+        if units is None:
+            words.update(dict.fromkeys(sample))
+    for sample in _texts(args, args.words_of) if args.words_of else ():
+        words.update(dict.fromkeys(sample))
+    if units is None and not words:
+        raise DataError(f"{', '.join(args.files)}: no text to learn from")
+    return units or Words(tuple(words)), samples
+
+
+def _teach(dictionary: Any, texts: Texts, learn: int | None) -> Iterator[Any]:
+    """Feeds the corpus, of which the first `learn` samples (None: all) are learnt from; gives its ids."""
+    from mlx_zip.vocab.multitok import Samples
+
+    for batch in texts.batches():
+        left = len(batch) if learn is None else max(0, min(len(batch), learn - dictionary.totals.samples))
+        first, rest = dictionary.number(batch).cut(left)
+        parts = [dictionary.train(first)] + ([dictionary.pass_by(rest)] if len(rest) else [])
+        yield Samples.join(parts)
+
+
+def _rewrite(args: argparse.Namespace, dictionary: Any, pruned: Any, texts: Texts, learn: int | None) -> None:
+    """Reads the corpus once more, as training wrote it, for what it becomes; counted in the pruned one's totals."""
+    from mlx_zip.vocab.multitok import Dictionary, Rewriter
+
+    rewriter, again = Rewriter(dictionary, pruned), Dictionary(dictionary.settings)
+    with written(args.encoded) as write:
+        for ids in _teach(again, texts, learn):
+            new = rewriter(ids)
+            pruned.totals.tokens += len(new.ids)
+            write(new)
+    pruned.totals.samples, pruned.totals.units = again.totals.samples, again.totals.units
+
+
+def _told(record: dict[str, Any], path: str) -> list[str]:
+    trained, pruned = record["trained"], record.get("pruned")
+    lines = [
+        f"{trained['samples']} samples: {trained['corpus_units']} units -> {trained['corpus_tokens']} tokens "
+        f"(r = {trained['ratio']:.3f})",
+        f"{trained['units']} units, {trained['phrases']} phrases, of which {trained['never_used']} were never used and "
+        f"{trained['used_once']} once; the longest has {trained['longest']} units",
+    ]
+    if pruned:
+        lines.append(
+            f"pruned ({pruned['mode']}, used at most {pruned['at_most']}): {pruned['phrases']} phrases, "
+            f"{pruned['corpus_tokens']} tokens (r = {pruned['ratio']:.3f})"
+        )
+    return [*lines, f"{record['file_bytes']} bytes: {path}"]
+
+
+# ---- encode and stats
+
+
+def _encode(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    from mlx_zip.vocab.multitok import Dictionary, Totals
+
+    dictionary = Dictionary.load(args.dictionary)
+    if args.unk_id is not None:
+        dictionary = dictionary.with_unk_id(args.unk_id)
+    tokenizer = _same_units(dictionary.settings.units, args)
+    totals, shown = Totals(), []
+    with written(args.encoded) as write:
+        for batch in _texts(args, args.files, tokenizer).batches():
+            units = dictionary.number(batch)
+            ids = dictionary.encode_all(units, args.window or 0, args.matching or "longest")
+            totals.add(units, ids)
+            write(ids)
+            if args.encoded is None:
+                _show(ids, shown if args.json else None)
+    record = {"samples": totals.samples, "units": totals.units, "tokens": totals.tokens, "ratio": totals.ratio}
+    if args.encoded is None:
+        return {**record, "ids": shown}, []
+    told = f"{totals.samples} samples: {totals.units} units -> {totals.tokens} tokens (r = {totals.ratio:.3f})"
+    return record, [told]
+
+
+def _show(ids: Any, held: list[Any] | None) -> None:
+    if held is not None:
+        held += ids.lists()
+        return
+    for sample in ids.lists():
+        print(json.dumps(sample))
+
+
+def _same_units(units: Any, args: argparse.Namespace) -> Any:
+    """The tokenizer whose ids a dictionary is of, None for words. Raises `DataError` for another one."""
+    from mlx_zip.vocab.multitok import Words
+
+    if isinstance(units, Words) != (args.tokenizer is None):
+        said = "words: leave --tokenizer out" if args.tokenizer else "a tokenizer's ids: name it with --tokenizer"
+        raise DataError(f"{args.dictionary} was trained on {said}")
+    tokenizer, own = tokens_of(args.tokenizer)
+    if own is not None and own != units:
+        raise DataError(f"{args.dictionary} was trained on the ids of another tokenizer than {args.tokenizer}")
+    return tokenizer
+
+
+def _stats(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    from mlx_zip.vocab.multitok import Dictionary
+
+    dictionary = Dictionary.load(args.dictionary)
+    units, pruning, stats = dictionary.settings.units, dictionary.pruning, dictionary.stats()
+    shown = [
+        {"id": id, "uses": uses, "units": (run := dictionary.expand([id]).tolist()), "text": units.shown(run)}
+        for id, uses in dictionary.saving(20 if args.show is None else args.show)
+    ]
+    made = {"window": dictionary.settings.window, "first_id": dictionary.settings.first_id,
+            "unk_id": dictionary.settings.unk_id, "of": units.to_dict()["kind"],
+            "pruning": pruning and {"at_most": pruning.at_most, "mode": pruning.mode}}  # fmt: skip
+    lengths = ", ".join(f"{count} of {n}" for n, count in list(stats["phrases_by_length"].items())[:8])
+    lines = [
+        f"{stats['units']} {made['of']}, {stats['phrases']} phrases: {stats['never_used']} never used, "
+        f"{stats['used_once']} once" + (f"; pruned ({pruning.mode}, at most {pruning.at_most})" if pruning else ""),
+        f"{stats['samples']} samples: {stats['corpus_units']} units -> {stats['corpus_tokens']} tokens "
+        f"(r = {stats['ratio']:.3f})",
+        f"window {made['window'] or 'of any size'}; phrases by units: {lengths or 'none'}",
+        f"{stats['memory_bytes']} bytes in memory",
+    ]
+    if shown:
+        lines += ["", f"{'id':>9} {'uses':>8} {'units':>6}  text"]
+    lines += [f"{line['id']:>9} {line['uses']:>8} {len(line['units']):>6}  {line['text']!r}" for line in shown]
+    return {**stats, **made, "shown": shown}, lines

@@ -1,0 +1,236 @@
+"""`mlx_zip vocab adapt`: a tokenizer's merge list cut down and adapted to texts; what came of it; its ids of a text."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from mlx_zip.errors import DataError
+
+_EXAMPLE = """examples:
+  mlx_zip vocab adapt learn tokenizer.json --text notes.txt papers.jsonl --merges 15000 --out adapted.json
+  mlx_zip vocab adapt show adapted.json --base tokenizer.json --text held-out.txt
+  mlx_zip vocab adapt encode adapted.json letter.txt > ids.txt
+  mlx_zip vocab adapt encode adapted.json ids.txt --decode
+  mlx_zip vocab adapt convert model-folder adapted.json --mlx-path smaller-model
+"""
+_SWAP_OPTIONS = ("margin", "max_swaps", "tie", "counting")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the actions and their flags."""
+    parser.epilog, parser.formatter_class = _EXAMPLE, argparse.RawDescriptionHelpFormatter
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    for name, declare, purpose in (
+        ("learn", _learn_arguments, "adapt a tokenizer to texts and write the adapted one"),
+        ("show", _show_arguments, "what an adapted tokenizer keeps, whether it fits a base, what it makes of texts"),
+        ("encode", _encode_arguments, "the ids of a text, or the text of ids"),
+        ("convert", _convert_arguments, "a model folder with the rows and ids that an adapted tokenizer keeps"),
+    ):
+        action = actions.add_parser(
+            name, help=purpose, description=purpose[0].upper() + purpose[1:] + ".", epilog=_EXAMPLE,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )  # fmt: skip
+        declare(action)
+
+
+def _learn_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("base", metavar="BASE", help="tokenizer.json or its folder, merges.txt, vocab.bpe or NAME.tiktoken, also .gz")
+    add("--text", nargs="+", required=True, metavar="FILE", help="texts to adapt to: .txt or .jsonl, also with .gz")
+    add("--merges", type=int, required=True, metavar="N",
+        help="merges that stay in the vocabulary; the 256 bytes and added tokens come on top")  # fmt: skip
+    add("--out", required=True, metavar="FILE", help="file to write")
+    add("--method", choices=("adapt", "first-k", "top-k"), default="adapt",
+        help="adapt: swap merges for more useful ones; first-k: the first N; top-k: the N most frequent "
+             "(default: adapt)")  # fmt: skip
+    add("--rule", choices=("replay", "final"), default="replay",
+        help="how new texts are encoded: the swaps again, in order, or virtual tokens split once at the end "
+             "(default: replay; top-k: final)")  # fmt: skip
+    add("--margin", type=int, default=0, metavar="N", help="a swap must gain more than this (default: 0)")
+    add("--max-swaps", type=int, metavar="N", help="swaps at most (default: as many as pay)")
+    add("--tie", choices=("high", "low"), default="high", help="rank that goes first of equally rare (default: high)")
+    add("--counting", choices=("overlapping", "firing"), default="overlapping",
+        help="pairs where they stand, or as many as would merge (default: overlapping)")  # fmt: skip
+    add("--pieces", choices=("gpt2", "cl100k", "digits", "whole"),
+        help="how text is cut before merging, where BASE does not say (default: by its name, or gpt2)")  # fmt: skip
+    add("--tokenizer-json", metavar="FILE",
+        help="also write a tokenizer.json, which is possible when no merge is virtual")  # fmt: skip
+    _common(add)
+
+
+def _show_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("file", metavar="FILE", help="what `learn` wrote")
+    add("--base", metavar="BASE", help="check that it was adapted from this tokenizer")
+    add("--text", nargs="+", default=[], metavar="FILE", help="texts to count its tokens in, beside BASE's")
+    _common(add)
+
+
+def _encode_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("file", metavar="FILE", help="what `learn` wrote")
+    add("input", metavar="INPUT", help="UTF-8 text, or ids with --decode; - reads standard input")
+    add("--decode", action="store_true", help="print the text of ids")
+    add("--base-ids", action="store_true", help="ids of the base vocabulary in place of the adapted one's")
+    add("--json", action="store_true", help="print one JSON object")
+
+
+def _convert_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="folder of a plain or a zip2zip model, quantized or not, whose tokenizer it was")
+    add("file", metavar="FILE", help="what `learn` wrote")
+    add("--mlx-path", required=True, metavar="DIR", help="folder to write; it must not exist")
+
+
+def _common(add: Any) -> None:
+    add("--columns", nargs="+", default=[], metavar="KEY=NAME", help="what .jsonl records call text, as text=content")
+    add("--limit-bytes", type=int, metavar="N", help="bytes of text at most")
+    add("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Does one action; 0. Raises `MlxZipError` before anything is written."""
+    return {"learn": _learn, "show": _show, "encode": _encode, "convert": _convert}[args.action](args)
+
+
+def _learn(args: argparse.Namespace) -> int:
+    from tqdm import tqdm
+
+    from mlx_zip.files import write_json
+    from mlx_zip.vocab.adaptbpe.adapted import adapted, words_of
+    from mlx_zip.vocab.adaptbpe.base import read_base
+    from mlx_zip.vocab.adaptbpe.plain import tokenizer_json
+
+    out = _writable("--out", args.out)
+    plain = None if args.tokenizer_json is None else _writable("--tokenizer-json", args.tokenizer_json)
+    base = read_base(args.base, args.pieces)
+    texts = _texts(args)
+    begun = time.perf_counter()
+    words = words_of(base.front, texts)
+    settings = {name: getattr(args, name) for name in _SWAP_OPTIONS} if args.method == "adapt" else {}
+    with tqdm(desc="Adapting", unit="swap", file=sys.stderr, disable=args.json or None) as bar:
+        vocabulary = adapted(
+            base, words, args.merges, method=args.method, rule=args.rule, progress=lambda swap: bar.update(), **settings
+        )
+    took_s = time.perf_counter() - begun
+    exact = None if plain is None else tokenizer_json(vocabulary, base.source)
+    vocabulary.save(out)
+    if plain is not None:
+        write_json(plain, exact)
+    record = _record(vocabulary) | _counts(vocabulary, base, texts) | {"seconds": round(took_s, 3), "file": str(out)}
+    _print(args, record)
+    return 0
+
+
+def _show(args: argparse.Namespace) -> int:
+    from mlx_zip.vocab.adaptbpe.adapted import read_adapted
+    from mlx_zip.vocab.adaptbpe.base import read_base
+
+    vocabulary = read_adapted(args.file)
+    base = None
+    if args.base is not None:
+        base = read_base(args.base, _own_pieces(vocabulary))
+        vocabulary.check_base(base)
+    record = _record(vocabulary)
+    if args.text:
+        record |= _counts(vocabulary, base, _texts(args))
+    _print(args, record)
+    return 0
+
+
+def _encode(args: argparse.Namespace) -> int:
+    from mlx_zip.cli.compression import read_text
+    from mlx_zip.vocab.adaptbpe.adapted import read_adapted
+
+    vocabulary = read_adapted(args.file)
+    text = read_text(args.input)
+    if args.decode:
+        ids = _ids(args.input, text)
+        data = vocabulary.decode(vocabulary.ids_of(ids) if args.base_ids else ids)
+        if args.json:
+            print(json.dumps({"text": data.decode("utf-8", "replace"), "bytes": len(data)}, ensure_ascii=False))
+        else:
+            sys.stdout.flush()
+            sys.stdout.buffer.write(data)
+        return 0
+    ids = vocabulary.encode(text)
+    shown = (vocabulary.ids[ids] if args.base_ids else ids).tolist()
+    print(json.dumps({"ids": shown, "bytes": len(text.encode("utf-8"))}) if args.json else " ".join(map(str, shown)))
+    return 0
+
+
+def _convert(args: argparse.Namespace) -> int:
+    converters: Any = import_module("mlx_zip.converters.adapt")
+    print(converters.adapt(args.model, args.file, args.mlx_path))
+    return 0
+
+
+def _ids(name: str, text: str) -> list[int]:
+    words = text.split()
+    if wrong := next((word for word in words if not (word.isascii() and word.isdigit() and len(word) < 11)), None):
+        raise DataError(f"{name}: {wrong!r:.40} is no id")
+    return [int(word) for word in words]
+
+
+def _own_pieces(vocabulary: Any) -> str | None:
+    return None if vocabulary.front.pieces == "tokenizers" else vocabulary.front.pieces
+
+
+def _texts(args: argparse.Namespace) -> list[str]:
+    from mlx_zip.evaluation.documents import read_corpus
+
+    columns = dict(word.partition("=")[::2] for word in args.columns)
+    return [document.text for document in read_corpus(args.text, None, args.limit_bytes, columns).documents]
+
+
+def _writable(flag: str, name: str) -> Path:
+    path = Path(name).expanduser()
+    if not path.absolute().parent.is_dir():
+        raise DataError(f"{flag} {name}: no such folder")
+    if path.exists() and not path.is_file():
+        raise DataError(f"{flag} {name}: is a folder or device, not a file")
+    return path
+
+
+def _record(vocabulary: Any) -> dict[str, Any]:
+    return {
+        "base": vocabulary.name, "base_ids": vocabulary.base_ids, "ids": len(vocabulary), "method": vocabulary.method,
+        "rule": vocabulary.rule, "merges": len(vocabulary.merges) - len(vocabulary.virtual),
+        "virtual": len(vocabulary.virtual), "promoted": len(vocabulary.merges) - vocabulary.first,
+        "added_tokens": len(vocabulary.front.added), "settings": vocabulary.settings,
+        "fingerprint": vocabulary.fingerprint,
+    }  # fmt: skip
+
+
+def _counts(vocabulary: Any, base: Any, texts: list[str]) -> dict[str, Any]:
+    """Bytes and tokens, and compression utility: bytes saved per byte (arXiv 2601.21665)."""
+    n_bytes = sum(len(text.encode("utf-8")) for text in texts)
+    tokens = sum(len(vocabulary.encode(text)) for text in texts)
+    counts = {"bytes": n_bytes, "tokens": tokens, "utility": round(1 - tokens / n_bytes, 4)}
+    if base is not None:
+        whole = base.encoder()
+        base_tokens = sum(len(base.encode(text, whole)) for text in texts)
+        counts |= {"base_tokens": base_tokens, "base_utility": round(1 - base_tokens / n_bytes, 4)}
+    return counts
+
+
+def _print(args: argparse.Namespace, record: dict[str, Any]) -> None:
+    if args.json:
+        print(json.dumps(record, ensure_ascii=False))
+        return
+    print(f"{record['ids']} ids of the {record['base_ids']} of {record['base']}: {record['merges']} merges, 256 bytes, "
+          f"{record['added_tokens']} added tokens")  # fmt: skip
+    print(f"{record['promoted']} merges promoted, {record['virtual']} virtual; method {record['method']}, "
+          f"rule {record['rule']}")  # fmt: skip
+    if "bytes" in record:
+        print(f"{record['bytes']} bytes are {record['tokens']} tokens: {record['utility']:.4f} of them saved")
+    if "base_tokens" in record:
+        print(f"with all of {record['base']}: {record['base_tokens']} tokens, {record['base_utility']:.4f} saved")
+    if "seconds" in record:
+        print(f"adapted in {record['seconds']} s; written to {record['file']}")

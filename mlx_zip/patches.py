@@ -1,0 +1,88 @@
+"""Generation with a model over patches: the large model runs once per patch, the small decoder once per symbol.
+
+A patch that the decoder writes need not be a token of the first stage, nor encoded as one would be. What is read back
+is the canonical patch of its bytes where that fits S symbols, so that equal bytes always look the same to the model,
+and else the patch as it was written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_zip.errors import GenerationError
+from mlx_zip.models.hbpe import PatchModel
+from mlx_zip.vocab.hbpe import MARK, Merges
+
+
+def generate_patches(
+    model: PatchModel, merges: Merges, prompt: Iterable[Sequence[int]] = (), max_patches: int = 100,
+    temperature: float = 0.0, seed: int = 0,
+) -> Iterator[list[int]]:  # fmt: skip
+    """Patches as the decoder writes them, one after the other; `merges.decode` gives their bytes.
+
+    prompt: patches to begin with, as a table or `merges.encode` makes them. Ends after `max_patches`, or behind a patch
+    of the mark alone, the end of a document, which is given too. temperature 0 takes the likeliest symbol.
+    Raises `GenerationError` for merges of another model, for a prompt of patches that are too long, or a number out of
+    range.
+    """
+    config = model.config
+    if (merges.symbols, merges.patch_size) != (config.symbols, config.patch_size):
+        raise GenerationError(
+            f"the model reads patches of {config.patch_size} out of {config.symbols} symbols; "
+            f"these merges make patches of {merges.patch_size} out of {merges.symbols}"
+        )
+    if max_patches < 1 or temperature < 0:
+        raise GenerationError("max_patches must be at least 1 and temperature at least 0")
+    rows = [filled(patch, config.patch_size) for patch in prompt]
+    if wrong := [symbol for row in rows for symbol in row if not 0 <= symbol < config.symbols]:
+        raise GenerationError(f"symbol {wrong[0]} of the prompt is not below {config.symbols}")
+    return _generate(model, merges, rows, max_patches, temperature, mx.random.key(seed))
+
+
+def read_back(merges: Merges, patch: Sequence[int]) -> list[int]:
+    """What the model reads for a patch that it wrote: the canonical patch of its bytes, if that fits."""
+    canonical = merges.encode(merges.decode(patch))
+    return canonical if len(canonical) <= merges.patch_size else list(patch)
+
+
+def filled(patch: Sequence[int], size: int) -> list[int]:
+    """A patch as a row of S symbols, filled with the mark. Raises `GenerationError` if it is empty or too long."""
+    if not 1 <= len(patch) <= size:
+        raise GenerationError(f"a patch has 1 to {size} symbols, its mark counted, got {len(patch)}")
+    return [*map(int, patch), *[MARK] * (size - len(patch))]
+
+
+def _generate(
+    model: PatchModel, merges: Merges, rows: list[list[int]], max_patches: int, temperature: float, key: mx.array
+) -> Iterator[list[int]]:
+    cache = model.latent.make_cache()
+    x = model.begin(1)
+    if rows:
+        x = mx.concatenate([x, model.encode(mx.array(rows))[None]], axis=1)
+    for _ in range(max_patches):
+        h = model.latent(x, "causal", cache)[:, -1]
+        key, own = mx.random.split(key)
+        patch = _write(model, h, temperature, own)
+        yield patch
+        if patch == [MARK]:
+            return
+        x = model.encode(mx.array([filled(read_back(merges, patch), merges.patch_size)]))[None]
+
+
+def _write(model: PatchModel, h: mx.array, temperature: float, key: mx.array) -> list[int]:
+    """One patch from a state h [1, D]: symbols up to the mark, or S of them."""
+    cache, patch = model.decoder.make_cache(), list[int]()
+    x = model.down(h)[:, None]
+    while len(patch) < model.config.patch_size and patch[-1:] != [MARK]:
+        logits = model.head(model.decoder(x, "causal", cache))[0, -1]
+        if temperature:
+            key, own = mx.random.split(key)
+            chosen: Any = mx.random.categorical(logits / temperature, key=own).item()
+        else:
+            chosen = logits.argmax().item()
+        patch.append(chosen)
+        x = model.symbols(mx.array([[patch[-1]]]))
+    return patch

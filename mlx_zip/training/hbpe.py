@@ -1,0 +1,214 @@
+"""Training models over patches from scratch, and their plain rivals: one loop, the same windows, the same measure.
+
+A run's steps depend on its seed, settings and data alone; it is resumed from its last checkpoint as if it had never
+stopped. Everything that the optimizer does is `mlx_zip train`'s: AdamW, warm-up, cosine, clipping.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from mlx_zip.errors import DataError, TrainingError
+from mlx_zip.models.hbpe import PatchModel, PlainModel
+from mlx_zip.training.checkpoint import Progress, checkpoints, load_checkpoint, save_checkpoint
+from mlx_zip.training.metrics import Metrics
+from mlx_zip.training.optimizer import clip, learning_rate, make_optimizer
+from mlx_zip.training.settings import TrainSettings
+from mlx_zip.vocab.hbpe import MARK
+from mlx_zip.vocab.hbpe_measures import bits_per_byte
+
+Uint32s = NDArray[np.uint32]
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    """A text in windows. ids uint32 [W, T]; unit_bytes int64 [V]: how many bytes each id has; rows uint16 [V, S]: its
+    patch, None where the ids themselves are read. Raises `DataError` for ids that have none.
+    """
+
+    ids: Uint32s
+    unit_bytes: NDArray[np.int64]
+    rows: NDArray[np.uint16] | None = None
+
+    def __post_init__(self) -> None:
+        if self.ids.ndim != 2 or not self.ids.size:
+            raise DataError("the text does not fill one window: take shorter windows, or more text")
+        units = len(self.unit_bytes) if self.rows is None else min(len(self.unit_bytes), len(self.rows))
+        if self.ids.max() >= units:
+            raise DataError(f"id {self.ids.max()} of the text is not below the {units} of its vocabulary")
+
+    @cached_property
+    def lengths(self) -> NDArray[np.int64]:
+        """Symbols of each id's patch, the mark counted."""
+        assert self.rows is not None
+        marked = self.rows == MARK
+        return np.where(marked.any(axis=1), marked.argmax(axis=1) + 1, self.rows.shape[1])
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of all windows."""
+        return int(self.unit_bytes[self.ids].sum())
+
+    def fingerprint(self) -> str:
+        """A digest of what is read."""
+        digest = sha256(repr(self.ids.shape).encode())
+        for part in (self.ids, self.unit_bytes, self.rows):
+            digest.update(b"" if part is None else part.tobytes())
+        return digest.hexdigest()
+
+
+def windows(documents: Sequence[Sequence[int]], end: int, length: int) -> Uint32s:
+    """Documents one behind the other, each with the id `end` behind it, in windows of `length`; the rest is left."""
+    ids = np.fromiter((i for document in documents for i in (*document, end)), np.uint32)
+    whole = len(ids) // length
+    return ids[: whole * length].reshape(whole, length)
+
+
+def nats(model: PatchModel | PlainModel, corpus: Corpus, ids: Uint32s) -> mx.array:
+    """Negative log-likelihood of windows [B, T], a sum; of every symbol of every patch, marks too, or of every id."""
+    if isinstance(model, PlainModel):
+        targets = mx.array(ids.astype(np.int32))
+        return nn.losses.cross_entropy(model(targets), targets, reduction="sum")
+    return _patch_nats(model, corpus, ids)
+
+
+def _patch_nats(model: PatchModel, corpus: Corpus, ids: Uint32s) -> mx.array:
+    """Equal patches are encoded once, the decoder stops at the longest patch, the head reads what is no padding."""
+    assert corpus.rows is not None
+    kinds, index = np.unique(ids, return_inverse=True)
+    lengths = corpus.lengths[ids.reshape(-1)]
+    longest = int(lengths.max())
+    symbols = corpus.rows[ids.reshape(-1), :longest].astype(np.int32)
+    places = np.flatnonzero(np.arange(longest) < lengths[:, None])
+    e = model.encode(mx.array(corpus.rows[kinds].astype(np.int32)))[mx.array(index.reshape(ids.shape))]
+    h = model.contexts(e).reshape(len(lengths), -1)
+    states = model.states(h, mx.array(symbols[:, :-1]))
+    logits = model.head(states.reshape(-1, states.shape[-1])[mx.array(places)])
+    return nn.losses.cross_entropy(logits, mx.array(symbols.reshape(-1)[places]), reduction="sum")
+
+
+def check_fit(model: PatchModel | PlainModel, corpus: Corpus) -> None:
+    """Raises `DataError` unless the model can read the text: MLX itself does not notice an id that a table lacks."""
+    if isinstance(model, PlainModel):
+        units, known = int(corpus.ids.max()) + 1, model.config.vocab_size
+    elif corpus.rows is None or corpus.rows.shape[1] != model.config.patch_size:
+        has = "no patches" if corpus.rows is None else f"patches of {corpus.rows.shape[1]} symbols"
+        raise DataError(f"the model reads patches of {model.config.patch_size} symbols, the text has {has}")
+    else:
+        units, known = int(corpus.rows.max()) + 1, model.config.symbols
+    if units > known:
+        raise DataError(f"the text has {units} different ids or symbols, the model knows {known}")
+
+
+def evaluate(model: PatchModel | PlainModel, corpus: Corpus, batch_size: int = 16) -> dict[str, Any]:
+    """Bits per byte of all windows, each read on its own; nats, bytes, units (patches or ids). `DataError` if the model
+    cannot read the text.
+    """
+    check_fit(model, corpus)
+    total = 0.0
+    for at in range(0, len(corpus.ids), batch_size):
+        some: Any = nats(model, corpus, corpus.ids[at : at + batch_size]).item()
+        total += some
+    return {
+        "bits_per_byte": bits_per_byte(total, corpus.n_bytes), "nats": total, "bytes": corpus.n_bytes,
+        "units": corpus.ids.size,
+    }  # fmt: skip
+
+
+def byte_entropies(model: PlainModel, data: bytes, window: int, batch_size: int = 16) -> NDArray[np.float32]:
+    """Entropy in nats of each byte to come, foreseen by a model over bytes within windows of `window`: [len(data)]."""
+    filled = np.frombuffer(data + bytes(-len(data) % window), np.uint8).reshape(-1, window).astype(np.int32)
+    out = []
+    for at in range(0, len(filled), batch_size):
+        logits = model(mx.array(filled[at : at + batch_size]))
+        logs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        out.append(np.array(-(mx.exp(logs) * logs).sum(axis=-1)).reshape(-1))
+    return np.concatenate(out)[: len(data)] if out else np.zeros(0, np.float32)
+
+
+def train(
+    model: PatchModel | PlainModel, corpus: Corpus, settings: TrainSettings, run: Path, quiet: bool = True
+) -> Progress:
+    """Trains until `settings.iters` steps are done, on from the run's last checkpoint, and saves the last step.
+
+    Of the settings these count: iters, batch_size (windows), the optimizer's, seed, steps_per_report, save_every, keep.
+    Raises `DataError` when the model cannot read the text, `TrainingError` when the text does not fill a batch, the
+    loss is not a number, or a checkpoint is not of this run.
+    """
+    check_fit(model, corpus)
+    if len(corpus.ids) < settings.batch_size:
+        raise TrainingError(f"{len(corpus.ids)} windows do not fill a batch of {settings.batch_size}")
+    optimizer = make_optimizer(settings)
+    optimizer.init(model.trainable_parameters())
+    mark = _fingerprint(model, corpus, settings)
+    found = checkpoints(run)
+    progress = load_checkpoint(found[-1][1], model, optimizer, mark) if found else Progress()
+    run.mkdir(parents=True, exist_ok=True)
+    metrics = Metrics(run, progress.step)
+    value_and_grad = nn.value_and_grad(model, lambda ids: nats(model, corpus, ids) / ids.size)
+    bar = tqdm(total=settings.iters, initial=progress.step, disable=quiet or None, unit="step", file=sys.stderr)
+    with bar:
+        for ids in _batches(corpus, settings, progress.step):
+            began = time.perf_counter()
+            loss, gradients = value_and_grad(ids)
+            gradients, norm = clip(gradients, settings.max_grad_norm)
+            optimizer.update(model, gradients)
+            mx.eval(loss, norm, model.parameters(), optimizer.state)
+            progress = _after(progress, corpus, ids, time.perf_counter() - began)
+            step = progress.step
+            if not np.isfinite([loss.item(), norm.item()]).all():
+                raise TrainingError(
+                    f"step {step}: the loss or its gradient is not a number; the last checkpoint is good: lower the "
+                    "learning rate"
+                )
+            if step % settings.steps_per_report == 0 or step == settings.iters:
+                bits = bits_per_byte(loss.item() * ids.size, int(corpus.unit_bytes[ids].sum()))
+                rate = learning_rate(optimizer)
+                metrics.add(loss=loss.item(), bits_per_byte=bits, learning_rate=rate, **vars(progress))
+                bar.set_postfix_str(f"{bits:.3f} bits/byte")
+            if step % settings.save_every == 0 or step == settings.iters:
+                save_checkpoint(run, model, optimizer, progress, mark, settings.keep)
+            bar.update(1)
+    return progress
+
+
+def _after(done: Progress, corpus: Corpus, ids: Uint32s, seconds: float) -> Progress:
+    return replace(
+        done,
+        step=done.step + 1,
+        seen_samples=done.seen_samples + len(ids),
+        seen_ids=done.seen_ids + ids.size,
+        seen_base_ids=done.seen_base_ids + ids.size,
+        seen_bytes=done.seen_bytes + int(corpus.unit_bytes[ids].sum()),
+        seconds=done.seconds + seconds,
+    )
+
+
+def _batches(corpus: Corpus, settings: TrainSettings, step: int) -> Iterator[Uint32s]:
+    """The windows of steps from `step` on; an order of its own for each pass over the text, which drops the rest."""
+    per_pass, order = len(corpus.ids) // settings.batch_size, np.zeros(0, np.int64)
+    for k in range(step, settings.iters):
+        if k == step or k % per_pass == 0:
+            order = np.random.default_rng((settings.seed, k // per_pass)).permutation(len(corpus.ids))
+        at = k % per_pass * settings.batch_size
+        yield corpus.ids[order[at : at + settings.batch_size]]
+
+
+def _fingerprint(model: PatchModel | PlainModel, corpus: Corpus, settings: TrainSettings) -> str:
+    told = {"steps_per_report", "save_every", "keep"}
+    chosen = sorted((name, value) for name, value in settings.to_dict().items() if name not in told)
+    facts = type(model).__name__, model.config.to_dict(), chosen, corpus.fingerprint()
+    return sha256(repr(facts).encode()).hexdigest()

@@ -1,0 +1,265 @@
+"""An adapted tokenizer: text to ids below its own size and back, the ids it had before, and its file.
+
+The file is JSON and holds all that is needed to encode and decode:
+
+    format, version    "mlx_zip adapted vocabulary", 1
+    base               name, fingerprint (of the merge list), merges and ids (how many there were)
+    method, settings   how it was found
+    rule               "replay" or "final": what becomes of virtual tokens in a new text (see `AdaptedVocabulary`)
+    front              how text becomes pieces: pieces, added (tokens), normalizer, pre_tokenizer
+    merges             "left right" as byte-level vocabularies spell them: the first n, then the promoted, in order
+    ranks              of those merges in the base list
+    first, virtual     n; places in `merges` of what became virtual, in order
+    token_ids          ids in the base vocabulary of the 256 bytes and of what the merges make
+    ids                base id of each id, rising: bytes, added tokens, merges that are not virtual
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mlx_zip.codec.ids import Uint32s, as_ids
+from mlx_zip.errors import DataError
+from mlx_zip.files import write_json
+from mlx_zip.vocab.adaptbpe.base import BaseVocabulary, encoded, pair_of
+from mlx_zip.vocab.adaptbpe.encoder import Encoder
+from mlx_zip.vocab.adaptbpe.learn import Swap, adapt, top_k
+from mlx_zip.vocab.adaptbpe.merges import BYTES, MergeList, Schedule
+from mlx_zip.vocab.adaptbpe.text import Front, to_text
+
+FORMAT, VERSION = "mlx_zip adapted vocabulary", 1
+FILE = "adapted.json"  # its name inside a model folder
+METHODS = ("adapt", "first-k", "top-k")
+RULES = ("replay", "final")
+
+
+@dataclass(frozen=True, eq=False)
+class AdaptedVocabulary:
+    """A merge list of which some merges are actual, that is, in the vocabulary, and the others virtual.
+
+    merges: the first `first` of the base list, then the promoted, in order; ranks: theirs in the base list. virtual:
+    places in `merges` of those that are not in the vocabulary. rule: with "replay" a text goes through the swaps as the
+    corpus did (virtual[i] is split, then the i-th promoted merge applied); with "final" through all merges, and virtual
+    tokens are split at the end. token_ids: uint32 [256 + len(merges)], base ids. Raises `DataError` where these
+    contradict each other.
+    """
+
+    name: str
+    fingerprint: str
+    base_merges: int
+    base_ids: int
+    merges: MergeList
+    ranks: NDArray[np.uint32]
+    first: int
+    virtual: tuple[int, ...]
+    rule: str
+    token_ids: NDArray[np.uint32]
+    front: Front
+    method: str = "adapt"
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        n = len(self.merges)
+        if self.rule not in RULES:
+            raise DataError(f"rule {self.rule!r} is none of {', '.join(RULES)}")
+        if type(self.first) is not int or not 0 <= self.first <= n:
+            raise DataError(f"first {self.first} is not 0..{n}")
+        if self.ranks.shape != (n,) or self.token_ids.shape != (BYTES + n,):
+            raise DataError(f"{n} merges need {n} ranks and {BYTES + n} token_ids")
+        places = {place for place in self.virtual if type(place) is int and 0 <= place < n}
+        if len(places) != len(self.virtual):
+            raise DataError(f"virtual must be different places, 0..{n - 1}")
+        if len(np.unique(self.token_ids)) != BYTES + n:
+            raise DataError("token_ids gives one id to several tokens")
+        if self.rule == "replay":
+            self._check_swaps()
+
+    def _check_swaps(self) -> None:
+        if len(self.virtual) != len(self.merges) - self.first:
+            raise DataError("the rule replay needs a promoted merge for each virtual one")
+        for swap, place in enumerate(self.virtual):
+            if place >= self.first + swap:
+                raise DataError(f"virtual {swap} is merge {place}, which is not there yet at that swap")
+
+    def __len__(self) -> int:
+        """How many ids there are."""
+        return len(self.ids)
+
+    @cached_property
+    def ids(self) -> Uint32s:
+        """The base id of each id: [size] uint32, rising."""
+        actual = np.ones(BYTES + len(self.merges), bool)
+        actual[BYTES + np.array(self.virtual, np.intp)] = False
+        added = np.array([token.id for token in self.front.added], np.uint32)
+        return np.unique(np.concatenate([self.token_ids[actual], added]))
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """When merges come and go."""
+        promoted = range(self.first, len(self.merges))
+        form = Schedule.replay if self.rule == "replay" else Schedule.final
+        return form(len(self.merges), self.first, self.virtual, promoted)
+
+    @cached_property
+    def encoder(self) -> Encoder:
+        """Bytes of a stretch of text to tokens of `merges`."""
+        return Encoder(self.merges, self.schedule, "whole" if self.front.pieces == "tokenizers" else self.front.pieces)
+
+    @cached_property
+    def _id_of(self) -> Uint32s:
+        """By base id: the id, or 2^32-1."""
+        table = np.full(int(max(self.ids.max(), self.token_ids.max())) + 1, (1 << 32) - 1, np.uint32)
+        table[self.ids] = np.arange(len(self.ids), dtype=np.uint32)
+        return table
+
+    def encode(self, text: str) -> Uint32s:
+        """Ids of a text, uint32, nothing added before or behind. Raises `DataError` for what is no Unicode text."""
+        return self._id_of[encoded(self.encoder, self.front, text, self.token_ids)]
+
+    def encode_bytes(self, data: bytes) -> Uint32s:
+        """Ids of any bytes, in which no added tokens are looked for; `decode` gives the bytes back."""
+        if self.front.pieces == "tokenizers":
+            return self._id_of[self.token_ids[self.encoder.encode_pieces([data])[0]]]
+        return self._id_of[self.token_ids[self.encoder.encode(data)]]
+
+    def ids_of(self, base_ids: Any) -> Uint32s:
+        """Ids of base ids. Raises `DataError` naming one that was not kept."""
+        base_ids = as_ids(base_ids)
+        places = np.searchsorted(self.ids, base_ids)
+        lost = np.flatnonzero(self.ids[np.minimum(places, len(self.ids) - 1)] != base_ids)
+        if len(lost):
+            raise DataError(f"base id {base_ids[lost[0]]} is not in the adapted vocabulary")
+        return places.astype(np.uint32)
+
+    def decode(self, ids: Any) -> bytes:
+        """The bytes of ids, added tokens among them. Raises `DataError` naming an id there is not."""
+        ids = as_ids(ids)
+        if len(ids) and int(ids.max()) >= len(self):
+            raise DataError(f"id {int(ids.max())} is not below {len(self)}, the size of the adapted vocabulary")
+        known = self._bytes
+        return b"".join([known[i] for i in ids.tolist()])
+
+    @cached_property
+    def _bytes(self) -> list[bytes]:
+        of = dict(zip(self.token_ids.tolist(), self.merges.tokens, strict=True))
+        of |= {token.id: token.content.encode("utf-8") for token in self.front.added}
+        return [of[i] for i in self.ids.tolist()]
+
+    def save(self, path: str | Path) -> None:
+        """Writes the file, whole or not at all. Raises `OSError` when the disk refuses."""
+        tokens = list(map(to_text, self.merges.tokens))
+        record = {
+            "format": FORMAT,
+            "version": VERSION,
+            "base": {"name": self.name, "fingerprint": self.fingerprint, "merges": self.base_merges,
+                     "ids": self.base_ids},
+            "method": self.method,
+            "settings": self.settings,
+            "rule": self.rule,
+            "front": self.front.record(),
+            "merges": [f"{tokens[left]} {tokens[right]}" for left, right in self.merges.parts.tolist()],
+            "ranks": self.ranks.tolist(),
+            "first": self.first,
+            "virtual": list(self.virtual),
+            "token_ids": self.token_ids.tolist(),
+            "ids": self.ids.tolist(),
+        }  # fmt: skip
+        write_json(Path(path), record)
+
+    def check_base(self, base: BaseVocabulary) -> None:
+        """Raises `DataError` where this was not adapted from that tokenizer."""
+        if base.merges.fingerprint != self.fingerprint:
+            raise DataError(f"adapted from {self.name}, whose merges differ from those of {base.name}: adapt that anew")
+        mine = self.token_ids[BYTES:]
+        if not np.array_equal(base.ids[BYTES + self.ranks], mine) or not np.array_equal(
+            base.ids[:BYTES], self.token_ids[:BYTES]
+        ):
+            raise DataError(f"adapted from {self.name}, whose ids differ from those of {base.name}: adapt that anew")
+
+
+def adapted(
+    base: BaseVocabulary, words: Counter[bytes], n: int, *, method: str = "adapt", rule: str = "replay",
+    progress: Callable[[Swap], Any] = lambda swap: None, **settings: Any,
+) -> AdaptedVocabulary:  # fmt: skip
+    """The tokenizer with n actual merges that a corpus calls for, the corpus given as pieces and counts.
+
+    method: "adapt" swaps (with `settings` of `learn.adapt`); "first-k" keeps the first n merges; "top-k" the n whose
+    tokens the whole list makes most often, which goes with the rule "final". Raises `DataError`.
+    """
+    if method not in METHODS:
+        raise DataError(f"method {method!r} is none of {', '.join(METHODS)}")
+    if method == "top-k":
+        ranks, kept = list(range(len(base.merges))), set(top_k(base.merges, words, n))
+        first, virtual, rule = len(ranks), [rank for rank in ranks if rank not in kept], "final"
+    else:
+        chosen: dict[str, Any] = settings if method == "adapt" else {"max_swaps": 0}
+        found = adapt(base.merges, words, n, progress=progress, **chosen)
+        ranks, first = [*range(n), *found.promoted], n
+        place = {rank: i for i, rank in enumerate(ranks)}
+        virtual = [place[rank] for rank in found.virtual]
+    return AdaptedVocabulary(
+        base.name, base.merges.fingerprint, len(base.merges), base.size,
+        _selected(base.merges, ranks), np.array(ranks, np.uint32), first, tuple(virtual), rule,
+        base.ids[[*range(BYTES), *(BYTES + rank for rank in ranks)]], base.front, method,
+        {"n": n, **(settings if method == "adapt" else {})},
+    )  # fmt: skip
+
+
+def words_of(front: Front, texts: Iterable[str]) -> Counter[bytes]:
+    """The pieces of texts and how often each occurs; added tokens are none."""
+    counts: Counter[bytes] = Counter()
+    for text in texts:
+        for part in front.parts(text):
+            if not isinstance(part, int):
+                counts.update(front.cut(part))
+    return counts
+
+
+def _selected(merges: MergeList, ranks: Sequence[int]) -> MergeList:
+    """The merges of these ranks as a list of their own; parents come first."""
+    new = np.zeros(BYTES + len(merges), np.uint32)
+    new[:BYTES] = np.arange(BYTES)
+    new[BYTES + np.array(ranks, np.intp)] = BYTES + np.arange(len(ranks))
+    return MergeList(new[merges.parts[np.array(ranks, np.intp)]].reshape(-1, 2))
+
+
+def read_adapted(path: str | Path) -> AdaptedVocabulary:
+    """Reads a file of `AdaptedVocabulary.save`. Raises `DataError` naming the file and what is wrong with it."""
+    path = Path(path).expanduser()
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        return _of_record(record)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
+    except KeyError as error:
+        raise DataError(f"{path}: {error} is missing") from error
+    except (DataError, ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise DataError(f"{path}: {error}") from error
+
+
+def _of_record(record: Any) -> AdaptedVocabulary:
+    if not isinstance(record, dict) or record.get("format") != FORMAT:
+        raise DataError("is no adapted vocabulary (mlx_zip vocab adapt learn writes one)")
+    if record.get("version") != VERSION:
+        raise DataError(f"version {record.get('version')} is not {VERSION}, the one read here")
+    if not isinstance(record["virtual"], list) or not isinstance(record["merges"], list):
+        raise DataError("virtual must be a list of places and merges one of merges")
+    base = record["base"]
+    vocabulary = AdaptedVocabulary(
+        base["name"], base["fingerprint"], base["merges"], base["ids"],
+        MergeList.of_bytes(map(pair_of, record["merges"])),
+        as_ids(record["ranks"]), record["first"], tuple(record["virtual"]), record["rule"],
+        as_ids(record["token_ids"]), Front.from_record(record["front"]), record["method"], record["settings"],
+    )  # fmt: skip
+    if vocabulary.ids.tolist() != record["ids"]:
+        raise DataError("ids are not those of the bytes, added tokens and actual merges")
+    return vocabulary

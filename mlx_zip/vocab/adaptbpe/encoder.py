@@ -1,0 +1,97 @@
+"""Byte pair encoding with merges that come and go, over the C library: bytes to tokens and back."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mlx_zip.codec._native import ffi, lib
+from mlx_zip.codec.ids import Uint32s
+from mlx_zip.errors import DataError
+from mlx_zip.vocab.adaptbpe.merges import MergeList, Schedule
+
+PIECES = {  # how a text is cut before merges apply
+    "whole": lib.MLXZIP_PIECE_WHOLE,
+    "gpt2": lib.MLXZIP_PIECE_GPT2,
+    "cl100k": lib.MLXZIP_PIECE_CL100K,
+    "digits": lib.MLXZIP_PIECE_DIGITS,
+}
+_MOST_BYTES = (1 << 32) - 2  # of one piece
+
+
+class Encoder:
+    """Text to tokens of a `MergeList`, by a `Schedule`; plain byte pair encoding when there is none.
+
+    Tokens are uint32: below 256 a byte, 256 + m what merge m makes. pieces: a key of `PIECES`. The pieces of texts
+    that were met are remembered, a few MB at most; threads may share an encoder, and take turns. Source: the merges of
+    arXiv 1508.07909, section 3.2; the schedule of AdaptBPE, arXiv 2601.21665.
+    """
+
+    def __init__(self, merges: MergeList, schedule: Schedule | None = None, pieces: str = "gpt2") -> None:
+        if pieces not in PIECES:
+            raise DataError(f"pieces {pieces!r} is none of {', '.join(PIECES)}")
+        self.merges, self.pieces = merges, pieces
+        self.schedule = schedule or Schedule.plain(len(merges))
+        self._lock = threading.Lock()
+        self._bpe = _open(merges, self.schedule)
+
+    def encode(self, text: bytes) -> Uint32s:
+        """Tokens of any bytes, which `decode` gives back."""
+        data, n_out = ffi.from_buffer("uint8_t[]", text), ffi.new("size_t *")
+        tokens = np.empty(len(data), np.uint32)
+        with self._lock:
+            status = lib.mlxzip_bpe_encode(
+                self._bpe, PIECES[self.pieces], data, len(data), ffi.from_buffer("uint32_t[]", tokens), n_out
+            )
+        _check(status)
+        return tokens[: n_out[0]].copy()  # of the bytes' memory nothing is held
+
+    def encode_pieces(self, pieces: Sequence[bytes]) -> tuple[Uint32s, NDArray[np.int64]]:
+        """Tokens of pieces that are cut already, one after another, and where each piece's tokens end."""
+        text = ffi.from_buffer("uint8_t[]", b"".join(pieces))
+        ends = np.fromiter(accumulate(map(len, pieces)), np.uintp, len(pieces))
+        tokens, id_ends = np.empty(len(text), np.uint32), np.empty(len(pieces), np.uintp)
+        with self._lock:
+            status = lib.mlxzip_bpe_encode_pieces(
+                self._bpe, text, ffi.from_buffer("size_t[]", ends), len(ends),
+                ffi.from_buffer("uint32_t[]", tokens), ffi.from_buffer("size_t[]", id_ends),
+            )  # fmt: skip
+        _check(status)
+        return tokens[: int(id_ends[-1]) if len(pieces) else 0], id_ends.astype(np.int64)
+
+    def decode(self, tokens: Iterable[int]) -> bytes:
+        """The bytes of tokens, one after another."""
+        known = self.merges.tokens
+        return b"".join([known[token] for token in tokens])
+
+
+def cut(text: bytes, pieces: str) -> list[bytes]:
+    """The pieces of a text, by a key of `PIECES`; together they are the text."""
+    data, ends = ffi.from_buffer("uint8_t[]", text), np.empty(len(text), np.uintp)
+    n = lib.mlxzip_pieces(PIECES[pieces], data, len(data), ffi.from_buffer("size_t[]", ends))
+    found, at = [], 0
+    for end in ends[:n].tolist():
+        found.append(text[at:end])
+        at = end
+    return found
+
+
+def _open(merges: MergeList, schedule: Schedule) -> Any:
+    arrays = [np.ascontiguousarray(a) for a in (merges.parts, schedule.apply_at, schedule.split_at)]
+    spec, out = ffi.new("mlxzip_bpe_spec *"), ffi.new("mlxzip_bpe **")
+    spec.n_merges = len(merges)
+    spec.parts, spec.apply_at, spec.split_at = (ffi.from_buffer("uint32_t[]", array) for array in arrays)
+    _check(lib.mlxzip_bpe_new(spec, out))
+    return ffi.gc(out[0], lib.mlxzip_bpe_free)
+
+
+def _check(status: int) -> None:
+    if status == lib.MLXZIP_E_MEMORY:
+        raise MemoryError("the encoder could not get memory")
+    if status != lib.MLXZIP_OK:
+        raise DataError(f"times of merges that contradict each other, or a piece of more than {_MOST_BYTES} bytes")

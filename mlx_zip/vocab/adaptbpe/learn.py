@@ -1,0 +1,236 @@
+"""AdaptBPE: which merges of a list a corpus has no use for, and which take their places.
+
+Source: arXiv 2601.21665, algorithm 1. A list is cut to its first N merges, which are actual: they may appear in output.
+Then swaps: p, the actual merge whose token is rarest in the corpus, becomes virtual (its tokens are split into their
+parents; children can still form through it), and q, the merge left out whose parents stand side by side most often,
+becomes actual; as long as q is more frequent than p. Open in the paper, and settled here: ties (`adapt`), and that
+nothing that became virtual comes back.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from mlx_zip.errors import DataError
+from mlx_zip.vocab.adaptbpe.encoder import Encoder, cut
+from mlx_zip.vocab.adaptbpe.merges import BYTES, MergeList, Schedule
+
+TIES = ("high", "low")
+COUNTINGS = ("overlapping", "firing")
+
+
+@dataclass(frozen=True)
+class Swap:
+    """p became virtual for q: their ranks, their frequencies then, and the corpus's tokens afterwards."""
+
+    p: int
+    p_count: int
+    q: int
+    q_count: int
+    n_tokens: int
+
+
+@dataclass(frozen=True)
+class Adaptation:
+    """What `adapt` has found: the first `n` merges, and swaps in their order."""
+
+    n: int
+    swaps: tuple[Swap, ...] = ()
+
+    @property
+    def virtual(self) -> list[int]:
+        """Ranks of the merges that became virtual, in order."""
+        return [swap.p for swap in self.swaps]
+
+    @property
+    def promoted(self) -> list[int]:
+        """Ranks of the merges that took their places, in order; one of them may become virtual later."""
+        return [swap.q for swap in self.swaps]
+
+
+def count_pieces(texts: Iterable[bytes], pieces: str = "gpt2") -> Counter[bytes]:
+    """How often each piece occurs in texts that are cut by a key of `PIECES`, in the order of first occurrence."""
+    counts: Counter[bytes] = Counter()
+    for text in texts:
+        counts.update(cut(text, pieces))
+    return counts
+
+
+def adapt(
+    merges: MergeList, words: Mapping[bytes, int], n: int, *, margin: int = 0, max_swaps: int | None = None,
+    tie: str = "high", counting: str = "overlapping", progress: Callable[[Swap], Any] = lambda swap: None,
+) -> Adaptation:  # fmt: skip
+    """Adapts the first n merges of a list to a corpus, given as pieces and their counts.
+
+    margin: a swap needs q's count to exceed p's by more than that. tie: of equally rare p the highest rank leaves
+    first, or the lowest; of equally frequent q the lowest enters. counting: places where q's parents stand side by
+    side, or the merges that would come of them ("firing"; they differ in `x x x`). Raises `DataError` for what
+    is out of range.
+    """
+    _check(len(merges), n, margin, max_swaps, tie, counting)
+    corpus = _Corpus(merges, words, n, tie, counting)
+    swaps: list[Swap] = []
+    while max_swaps is None or len(swaps) < max_swaps:
+        pair = corpus.candidates()
+        if pair is None or corpus.pairs[pair[1]] <= corpus.counts[pair[0] + BYTES] + margin:
+            break
+        p, q = pair
+        counts = corpus.counts[p + BYTES], corpus.pairs[q]
+        corpus.swap(p, q)
+        swaps.append(Swap(p, counts[0], q, counts[1], corpus.n_tokens))
+        progress(swaps[-1])
+    return Adaptation(n, tuple(swaps))
+
+
+def top_k(merges: MergeList, words: Mapping[bytes, int], k: int) -> list[int]:
+    """Ranks, rising, of the k merges whose tokens the whole list makes most often of a corpus; of equals the lowest."""
+    if not 0 <= k <= len(merges):
+        raise DataError(f"{k} merges to keep are not 0..{len(merges)}, which the list has")
+    tokens, ends = Encoder(merges, pieces="whole").encode_pieces(list(words))
+    weights = np.repeat(np.fromiter(words.values(), np.int64, len(words)), np.diff(ends, prepend=0))
+    counts = np.bincount(tokens, weights, BYTES + len(merges))[BYTES:]
+    return sorted(np.argsort(-counts, kind="stable")[:k].tolist())
+
+
+def _check(n_merges: int, n: int, margin: int, max_swaps: int | None, tie: str, counting: str) -> None:
+    if not 0 <= n <= n_merges:
+        raise DataError(f"{n} merges to keep are not 0..{n_merges}, which the list has")
+    if margin < 0 or (max_swaps is not None and max_swaps < 0):
+        raise DataError("margin and max_swaps must be at least 0")
+    if tie not in TIES:
+        raise DataError(f"tie {tie!r} is none of {', '.join(TIES)}")
+    if counting not in COUNTINGS:
+        raise DataError(f"counting {counting!r} is none of {', '.join(COUNTINGS)}")
+
+
+class _Corpus:
+    """Words as lists of tokens, counts kept as they change, and two heaps whose stale entries are skipped when met.
+
+    counts: by token, of the corpus. pairs: by rank, of the parents of merges that are still left out. A word is in the
+    sets of the tokens and pairs that it has or once had.
+    """
+
+    def __init__(self, merges: MergeList, words: Mapping[bytes, int], n: int, tie: str, counting: str) -> None:
+        self.parts: list[tuple[int, int]] = list(map(tuple, merges.parts.tolist()))
+        self.left_out = {pair: n + i for i, pair in enumerate(self.parts[n:])}
+        self.virtual: set[int] = set()  # tokens
+        self.sign = -1 if tie == "high" else 1
+        self.ranks = self._overlapping if counting == "overlapping" else self._firing
+        self.counts, self.pairs = [0] * (BYTES + len(merges)), [0] * len(merges)
+        self.with_token: defaultdict[int, set[int]] = defaultdict(set)
+        self.with_pair: defaultdict[int, set[int]] = defaultdict(set)
+        tokens, ends = Encoder(merges, Schedule.plain(len(merges), n), "whole").encode_pieces(list(words))
+        flat, borders = tokens.tolist(), [0, *ends.tolist()]
+        self.words = [flat[start:end] for start, end in pairwise(borders)]
+        self.weights = list(words.values())
+        self.n_tokens = sum(len(word) * weight for word, weight in zip(self.words, self.weights, strict=True))
+        for at, word in enumerate(self.words):
+            self._enter(at, word)
+        self.rare = [(self.counts[BYTES + rank], self.sign * rank) for rank in range(n)]
+        self.frequent = [(-count, rank) for rank, count in enumerate(self.pairs) if rank >= n]
+        heapify(self.rare)
+        heapify(self.frequent)
+
+    def candidates(self) -> tuple[int, int] | None:
+        """(p, q), or None when nothing is actual or nothing left out."""
+        rare, frequent = self.rare, self.frequent
+        while rare and (
+            BYTES + (p := self.sign * rare[0][1]) in self.virtual or rare[0][0] != self.counts[BYTES + p]
+        ):
+            heappop(rare)
+        while frequent and (
+            self.parts[q := frequent[0][1]] not in self.left_out or -frequent[0][0] != self.pairs[q]
+        ):
+            heappop(frequent)
+        return (self.sign * rare[0][1], frequent[0][1]) if rare and frequent else None
+
+    def swap(self, p: int, q: int) -> None:
+        """Splits the tokens of p, joins the parents of q, in the words that have either; and counts again."""
+        gone, made, pair = BYTES + p, BYTES + q, self.parts[q]
+        touched = self.with_token.pop(gone, set()) | self.with_pair.pop(q, set())
+        self.virtual.add(gone)
+        del self.left_out[pair]
+        pieces = self._split(gone)
+        tokens, pairs = {made}, set()
+        for at in touched:
+            old = self.words[at]
+            new = _joined(_replaced(old, gone, pieces), pair, made)
+            if new == old:
+                continue
+            weight = self.weights[at]
+            self.words[at] = new
+            self.n_tokens += weight * (len(new) - len(old))
+            tokens.update(old)
+            pairs.update(self._leave(old, weight))
+            tokens.update(new)
+            pairs.update(self._enter(at, new))
+        for token in tokens:
+            if token >= BYTES and token not in self.virtual:
+                heappush(self.rare, (self.counts[token], self.sign * (token - BYTES)))
+        for rank in pairs:
+            heappush(self.frequent, (-self.pairs[rank], rank))
+
+    def _split(self, token: int) -> list[int]:
+        """What stands for a token now."""
+        if token not in self.virtual:
+            return [token]
+        left, right = self.parts[token - BYTES]
+        return self._split(left) + self._split(right)
+
+    def _enter(self, at: int, word: list[int]) -> list[int]:
+        weight, ranks = self.weights[at], self.ranks(word)
+        for token in word:
+            self.counts[token] += weight
+            self.with_token[token].add(at)
+        for rank in ranks:
+            self.pairs[rank] += weight
+            self.with_pair[rank].add(at)
+        return ranks
+
+    def _leave(self, word: list[int], weight: int) -> list[int]:
+        ranks = self.ranks(word)
+        for token in word:
+            self.counts[token] -= weight
+        for rank in ranks:
+            self.pairs[rank] -= weight
+        return ranks
+
+    def _overlapping(self, word: list[int]) -> list[int]:
+        """Ranks of the left-out merges whose parents stand side by side, once per place."""
+        return [rank for rank in map(self.left_out.get, pairwise(word)) if rank is not None]
+
+    def _firing(self, word: list[int]) -> list[int]:
+        """The same, once per merge that would come of it."""
+        ranks, taken = [], -1  # taken: where the second of a pair of equals stands
+        for at, pair in enumerate(pairwise(word)):
+            rank = self.left_out.get(pair)
+            if rank is None or (pair[0] == pair[1] and at == taken):
+                continue
+            ranks.append(rank)
+            taken = at + 1 if pair[0] == pair[1] else -1
+        return ranks
+
+
+def _replaced(word: Sequence[int], token: int, pieces: Sequence[int]) -> list[int]:
+    return [y for x in word for y in (pieces if x == token else (x,))] if token in word else list(word)
+
+
+def _joined(word: list[int], pair: tuple[int, int], made: int) -> list[int]:
+    if pair[0] not in word:
+        return word
+    out, at, end = [], 0, len(word) - 1
+    while at <= end:
+        if at < end and word[at] == pair[0] and word[at + 1] == pair[1]:
+            out.append(made)
+            at += 2
+        else:
+            out.append(word[at])
+            at += 1
+    return out

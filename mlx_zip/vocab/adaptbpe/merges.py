@@ -1,0 +1,135 @@
+"""Merge lists of byte pair encoding, and the times at which their merges come and go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import sha256
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mlx_zip.codec._native import lib
+from mlx_zip.errors import DataError
+
+BYTES = 256
+NEVER = (1 << 32) - 1
+MAX_MERGES: int = lib.MLXZIP_MAX_CODEBOOK
+LONGEST: int = lib.MLXZIP_BPE_LONGEST
+
+
+@dataclass(frozen=True, eq=False)
+class MergeList:
+    """A proper merge list: each merge joins two tokens that are bytes or made by earlier merges.
+
+    parts: [M, 2] uint32 tokens, where a token below 256 is a byte and token 256 + m is what merge m makes. Raises
+    `DataError` naming the merge when a part is not made before it, when a token is made twice, or is too long.
+    """
+
+    parts: NDArray[np.uint32]
+
+    def __post_init__(self) -> None:
+        parts = self.parts
+        if parts.ndim != 2 or parts.shape[1] != 2 or parts.dtype != np.uint32:
+            raise DataError(f"merges must be uint32 [M, 2], not {parts.dtype} {list(parts.shape)}")
+        if len(parts) > MAX_MERGES:
+            raise DataError(f"{len(parts)} merges are more than {MAX_MERGES}")
+        late = np.flatnonzero(parts.max(axis=1, initial=0) >= BYTES + np.arange(len(parts)))
+        if len(late):
+            merge = int(late[0])
+            raise DataError(f"merge {merge} {parts[merge].tolist()} uses a token that is not made before it")
+        made: dict[bytes, int] = {}
+        for merge, token in enumerate(self.tokens[BYTES:]):
+            if len(token) > LONGEST:
+                raise DataError(f"merge {merge} makes a token of {len(token)} bytes, more than {LONGEST}")
+            if (first := made.setdefault(token, merge)) != merge:
+                raise DataError(f"merge {merge} makes {token!r}, which merge {first} makes already")
+
+    @classmethod
+    def of_bytes(cls, pairs: Iterable[Sequence[bytes]]) -> MergeList:
+        """From pairs of byte strings, lowest rank first. Raises `DataError` as the constructor does."""
+        tokens = {bytes([byte]): byte for byte in range(BYTES)}
+        parts = []
+        for merge, pair in enumerate(pairs):
+            left, right = pair
+            for part in (left, right):
+                if part not in tokens:
+                    raise DataError(f"merge {merge}, {left!r} with {right!r}: {part!r} is not made before it")
+            if (known := tokens.setdefault(left + right, BYTES + merge)) != BYTES + merge:
+                raise DataError(
+                    f"merge {merge}, {left!r} with {right!r}: merge {known - BYTES} makes that token already"
+                )
+            parts.append((tokens[left], tokens[right]))
+        return cls(np.array(parts, np.uint32).reshape(-1, 2))
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+    def __eq__(self, other: Any) -> bool:
+        return isinstance(other, MergeList) and np.array_equal(self.parts, other.parts)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @cached_property
+    def tokens(self) -> list[bytes]:
+        """Bytes of every token: the 256 bytes, then what the merges make."""
+        tokens = [bytes([byte]) for byte in range(BYTES)]
+        for left, right in self.parts.tolist():
+            tokens.append(tokens[left] + tokens[right])
+            if len(tokens[-1]) > LONGEST:
+                raise DataError(f"merge {len(tokens) - BYTES - 1} makes a token of more than {LONGEST} bytes")
+        return tokens
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hex digest of the merges in their order; equal for equal lists, on every machine."""
+        return sha256(self.parts.astype("<u4").tobytes()).hexdigest()
+
+    def first(self, n: int) -> MergeList:
+        """The list of the first n merges."""
+        return MergeList(self.parts[:n])
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """When each merge of a list is applied, and when its tokens are split again: uint32 [M], `NEVER` for never.
+
+    `native/bpe.h` says what that means for a text.
+    """
+
+    apply_at: NDArray[np.uint32]
+    split_at: NDArray[np.uint32]
+
+    @classmethod
+    def plain(cls, n_merges: int, n_applied: int | None = None) -> Schedule:
+        """The first `n_applied` merges, or all, by rank, and nothing split: ordinary byte pair encoding."""
+        times = cls(np.full(n_merges, NEVER, np.uint32), np.full(n_merges, NEVER, np.uint32))
+        n = n_merges if n_applied is None else n_applied
+        times.apply_at[:n] = np.arange(n)
+        return times
+
+    @classmethod
+    def kept(cls, n_merges: int, kept: Iterable[int]) -> Schedule:
+        """All merges by rank; then the tokens of those not kept are split."""
+        times = cls.plain(n_merges)
+        times.split_at[:] = n_merges
+        times.split_at[list(kept)] = NEVER
+        return times
+
+    @classmethod
+    def replay(cls, n_merges: int, n: int, virtual: Sequence[int], promoted: Sequence[int]) -> Schedule:
+        """The first n merges; then for each swap i the tokens of virtual[i] are split and promoted[i] is applied."""
+        times, at = cls.plain(n_merges, n), n + 2 * np.arange(len(virtual))
+        times.split_at[list(virtual)] = at
+        times.apply_at[list(promoted)] = at + 1
+        return times
+
+    @classmethod
+    def final(cls, n_merges: int, n: int, virtual: Sequence[int], promoted: Sequence[int]) -> Schedule:
+        """The first n merges, the promoted ones in their order; then all virtual tokens are split."""
+        times = cls.plain(n_merges, n)
+        times.apply_at[list(promoted)] = n + np.arange(len(promoted))
+        times.split_at[list(virtual)] = n + len(promoted)
+        return times

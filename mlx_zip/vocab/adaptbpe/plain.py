@@ -1,0 +1,134 @@
+"""A tokenizer.json of an adapted tokenizer, for programs that know nothing of virtual merges.
+
+Plain byte pair encoding cannot split a token again, so it is exact only where no merge is virtual: first-k, or an
+adaptation that found nothing to swap. For everything else `tokenizer_json` refuses. A model folder needs some
+tokenizer.json all the same: `lawful_json` gives ids of the vocabulary that decode to the text, though not always those
+of `AdaptedVocabulary.encode`; `make_exact` mends that in a tokenizer that was loaded from it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+from mlx_zip.errors import DataError
+from mlx_zip.vocab.adaptbpe.adapted import FILE, AdaptedVocabulary, read_adapted
+from mlx_zip.vocab.adaptbpe.encoder import Encoder
+from mlx_zip.vocab.adaptbpe.merges import BYTES
+from mlx_zip.vocab.adaptbpe.text import PATTERNS, to_bytes, to_text
+
+
+def tokenizer_json(vocabulary: AdaptedVocabulary, source: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """What the `tokenizers` library loads, with the ids of `vocabulary.encode`.
+
+    source: the base's tokenizer.json, whose decoder and special tokens around a text are taken over. Raises `DataError`
+    where a merge is virtual.
+    """
+    if vocabulary.virtual:
+        raise DataError(
+            f"{len(vocabulary.virtual)} merges are virtual, which a tokenizer.json cannot say: "
+            "use mlx_zip's own file, or the method first-k"
+        )
+    return _written(vocabulary, source)
+
+
+def lawful_json(vocabulary: AdaptedVocabulary, source: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """What the `tokenizers` library loads, with ids of the vocabulary alone: a piece that is a token becomes it; others
+    are merged by the merges of which neither they nor their parts are virtual. Exact where no merge is virtual.
+    """
+    data = _written(vocabulary, source)
+    data["model"]["ignore_merges"] = bool(vocabulary.virtual)
+    return data
+
+
+def make_exact(tokenizer: Any, vocabulary: AdaptedVocabulary) -> None:
+    """Makes a `tokenizers.Tokenizer` loaded from `lawful_json` give the ids of `vocabulary.encode`.
+
+    Pieces are cut on into their tokens, which it then finds in its vocabulary. It cannot be saved or copied after that.
+    """
+    from tokenizers.pre_tokenizers import PreTokenizer, Sequence
+
+    if vocabulary.virtual:
+        tokenizer.pre_tokenizer = Sequence([tokenizer.pre_tokenizer, PreTokenizer.custom(_Cutter(vocabulary))])
+
+
+def follow_folder(tokenizer: Any, folder: Path) -> None:
+    """`make_exact` for a tokenizer loaded from a model folder, if the model was adapted. Raises `DataError`."""
+    if (folder / FILE).is_file():
+        make_exact(tokenizer, read_adapted(folder / FILE))
+
+
+class _Cutter:
+    """Cuts byte-level pieces into the tokens of an adapted vocabulary."""
+
+    def __init__(self, vocabulary: AdaptedVocabulary) -> None:
+        self.encoder = Encoder(vocabulary.merges, vocabulary.schedule, "whole")
+
+    def pre_tokenize(self, text: Any) -> None:
+        """Called by the library."""
+        text.split(self._cut)
+
+    def _cut(self, _: int, piece: Any) -> list[Any]:
+        tokens, known = self.encoder.encode(to_bytes(str(piece))), self.encoder.merges.tokens
+        ends = [0, *accumulate(len(known[token]) for token in tokens)]
+        return [piece[start:end] for start, end in pairwise(ends)]
+
+
+def _written(vocabulary: AdaptedVocabulary, source: Mapping[str, Any] | None) -> dict[str, Any]:
+    data = copy.deepcopy(dict(source)) if source is not None else _made_up(vocabulary)
+    new = {int(old): i for i, old in enumerate(vocabulary.ids)}
+    spelled = list(map(to_text, vocabulary.merges.tokens))
+    virtual = {BYTES + place for place in vocabulary.virtual}
+    actual = [token for token in range(len(spelled)) if token not in virtual]
+    known = {spelled[token]: new[int(vocabulary.token_ids[token])] for token in actual}
+    known |= {token.content: new[token.id] for token in vocabulary.front.added}
+    merges = [parts for made, parts in enumerate(vocabulary.merges.parts.tolist(), BYTES)
+              if virtual.isdisjoint([made, *parts])]  # fmt: skip
+    own = data["model"]
+    own["vocab"] = dict(sorted(known.items(), key=lambda item: item[1]))
+    own["merges"] = [[spelled[left], spelled[right]] for left, right in merges]
+    own["ignore_merges"] = False
+    for token in data["added_tokens"]:
+        token["id"] = new[token["id"]]
+    data["post_processor"] = _renumbered(data.get("post_processor"), new)
+    return data
+
+
+def _made_up(vocabulary: AdaptedVocabulary) -> dict[str, Any]:
+    """For a base that came as a list of merges."""
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    pieces, cutter = vocabulary.front.pieces, byte_level
+    if pieces == "gpt2":
+        cutter = byte_level | {"use_regex": True}
+    elif pieces in PATTERNS:
+        split = {"type": "Split", "pattern": {"Regex": PATTERNS[pieces]}, "behavior": "Isolated", "invert": False}
+        cutter = {"type": "Sequence", "pretokenizers": [split, byte_level]}
+    added = [
+        {"id": token.id, "content": token.content, "single_word": False, "lstrip": token.lstrip,
+         "rstrip": token.rstrip, "normalized": token.normalized, "special": token.special}
+        for token in vocabulary.front.added
+    ]  # fmt: skip
+    return {
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": None,
+        "pre_tokenizer": cutter, "post_processor": None, "decoder": byte_level, "model": {"type": "BPE"},
+    }  # fmt: skip
+
+
+def _renumbered(processor: Any, new: Mapping[int, int]) -> Any:
+    """A post_processor with the new ids of the tokens that it adds."""
+    if not isinstance(processor, dict):
+        return processor
+    kind = processor.get("type")
+    if kind == "Sequence":
+        return {**processor, "processors": [_renumbered(step, new) for step in processor["processors"]]}
+    if kind == "TemplateProcessing":
+        special = processor["special_tokens"]
+        changed = {name: {**token, "ids": [new[i] for i in token["ids"]]} for name, token in special.items()}
+        return {**processor, "special_tokens": changed}
+    if kind in ("BertProcessing", "RobertaProcessing"):
+        pairs = {side: [processor[side][0], new[processor[side][1]]] for side in ("sep", "cls")}
+        return {**processor, **pairs}
+    return processor

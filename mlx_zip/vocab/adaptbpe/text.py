@@ -1,0 +1,165 @@
+"""What happens to a text before merges apply: added tokens are found, it is normalized, and it is cut into pieces."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any
+
+from mlx_zip.errors import DataError, bare_exceptions_as_value_errors
+from mlx_zip.vocab.adaptbpe.encoder import PIECES, cut
+
+_PRINTED = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that stand for themselves
+BYTE_OF = {chr(byte): byte for byte in _PRINTED}
+BYTE_OF |= {chr(256 + i): byte for i, byte in enumerate(sorted(set(range(256)) - set(_PRINTED)))}
+CHAR_OF = {byte: char for char, byte in BYTE_OF.items()}
+
+_CL100K = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+PATTERNS = {  # the published pattern of each way to cut; the same in C (native/pieces.c)
+    "gpt2": r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+    "cl100k": _CL100K,
+    "digits": _CL100K.replace("{1,3}", ""),
+}
+
+
+def to_bytes(text: str) -> bytes:
+    """Bytes of a token as byte-level vocabularies spell them. Raises `KeyError` for a character of no byte."""
+    return bytes([BYTE_OF[char] for char in text])
+
+
+def to_text(token: bytes) -> str:
+    """A token's bytes as byte-level vocabularies spell them."""
+    return "".join([CHAR_OF[byte] for byte in token])
+
+
+@dataclass(frozen=True)
+class AddedToken:
+    """A token found in the text before anything else: its text, its id, whether it is special, and what blanks it
+    takes along to its left and right. normalized: it is looked for in the normalized text.
+    """
+
+    content: str
+    id: int
+    special: bool = True
+    lstrip: bool = False
+    rstrip: bool = False
+    normalized: bool = False
+
+    @property
+    def pattern(self) -> str:
+        """A regular expression for it."""
+        return (r"\s*" if self.lstrip else "") + f"({re.escape(self.content)})" + (r"\s*" if self.rstrip else "")
+
+
+@dataclass(frozen=True)
+class Front:
+    """How texts become pieces. pieces: a key of `PIECES`, or "tokenizers" with `pre_tokenizer` in the form of a
+    tokenizer.json, which that library then does. normalizer: in that form too, None for none.
+    """
+
+    pieces: str = "gpt2"
+    added: tuple[AddedToken, ...] = ()
+    normalizer: Any = None
+    pre_tokenizer: Any = field(default=None)
+
+    def __post_init__(self) -> None:
+        if self.pieces not in (*PIECES, "tokenizers"):
+            raise DataError(f"pieces {self.pieces!r} is none of {', '.join(PIECES)}, tokenizers")
+
+    def parts(self, text: str, with_added: bool = True) -> Iterator[bytes | int]:
+        """Stretches of a text, normalized, as bytes, and the ids of added tokens between them."""
+        raw = [added for added in self.added if not added.normalized] if with_added else []
+        late = [added for added in self.added if added.normalized] if with_added else []
+        for stretch in _found(text, raw):
+            if isinstance(stretch, int):
+                yield stretch
+            else:
+                for part in _found(self._normalized(stretch), late):
+                    yield part if isinstance(part, int) else _utf8(part)
+
+    def cut(self, stretch: bytes) -> list[bytes]:
+        """Pieces of one stretch."""
+        if self.pieces in PIECES:
+            return cut(stretch, self.pieces)
+        text = stretch.decode("utf-8", "surrogateescape")
+        return [to_bytes(piece) for piece, _ in self._library.pre_tokenizer.pre_tokenize_str(text)]
+
+    def _normalized(self, text: str) -> str:
+        return self._library.normalizer.normalize_str(text) if self.normalizer else text
+
+    @cached_property
+    def _library(self) -> Any:
+        from tokenizers import Tokenizer
+
+        empty = {"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}}
+        parts = {"normalizer": self.normalizer, "pre_tokenizer": self.pre_tokenizer}
+        try:
+            with bare_exceptions_as_value_errors():
+                return Tokenizer.from_str(json.dumps(empty | parts))
+        except ValueError as error:
+            raise DataError(f"the tokenizers library cannot read this normalizer or pre_tokenizer: {error}") from error
+
+    def record(self) -> dict[str, Any]:
+        """As plain values, which `from_record` reads."""
+        return {**asdict(self), "added": [asdict(added) for added in self.added]}
+
+    @classmethod
+    def from_record(cls, record: dict[str, Any]) -> Front:
+        """Raises `KeyError` or `TypeError` for what is no such record."""
+        added = tuple(AddedToken(**token) for token in record["added"])
+        return cls(record["pieces"], added, record["normalizer"], record["pre_tokenizer"])
+
+
+def pieces_of(pre_tokenizer: Any) -> str | None:
+    """The key of `PIECES` that cuts as this part of a tokenizer.json does, "tokenizers" if none does, None if what it
+    cuts is not byte-level.
+    """
+    if not isinstance(pre_tokenizer, dict):
+        return None
+    steps = pre_tokenizer.get("pretokenizers") if pre_tokenizer.get("type") == "Sequence" else [pre_tokenizer]
+    if not isinstance(steps, list) or not steps or not isinstance(steps[-1], dict):
+        return None
+    if steps[-1].get("type") != "ByteLevel":
+        return None
+    if steps[-1].get("add_prefix_space", True):
+        return "tokenizers"
+    by_regex = steps[-1].get("use_regex", True)
+    if len(steps) == 1:
+        return "gpt2" if by_regex else "whole"
+    if len(steps) == 2 and not by_regex:
+        return next((name for name, pattern in PATTERNS.items() if _splits_by(steps[0], pattern)), "tokenizers")
+    return "tokenizers"
+
+
+def _splits_by(step: Any, pattern: str) -> bool:
+    form = ("Split", "Isolated", False, {"Regex": pattern})
+    return isinstance(step, dict) and tuple(map(step.get, ("type", "behavior", "invert", "pattern"))) == form
+
+
+def _found(text: str, added: Sequence[AddedToken]) -> Iterator[str | int]:
+    """Stretches of text and ids of added tokens: the leftmost, of those the longest."""
+    if not added:
+        yield from [text] if text else []
+        return
+    longest_first = sorted(added, key=lambda token: len(token.content), reverse=True)
+    at = 0
+    for match in re.finditer("|".join(token.pattern for token in longest_first), text):
+        if match.start() > at:
+            yield text[at : match.start()]
+        yield longest_first[(match.lastindex or 1) - 1].id
+        at = match.end()
+    if at < len(text):
+        yield text[at:]
+
+
+def _utf8(text: str) -> bytes:
+    try:
+        return text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError as error:
+        raise DataError(f"the text has a lone surrogate at character {error.start}: it is no Unicode text") from error

@@ -1,0 +1,112 @@
+"""AdaptBPE once more, in plain Python by the letter: the oracle of the tests. Slow, obvious, used by nothing else.
+
+Tokens as everywhere: below 256 a byte, 256 + m what merge m makes. A word is a list of tokens.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
+
+from mlx_zip.vocab.adaptbpe.merges import BYTES, MergeList
+
+Word = list[int]
+
+
+def merge(word: Word, parts: Sequence[int], made: int) -> Word:
+    """Joins a pair everywhere, from left to right."""
+    out, at = [], 0
+    while at < len(word):
+        if word[at : at + 2] == list(parts):
+            out.append(made)
+            at += 2
+        else:
+            out.append(word[at])
+            at += 1
+    return out
+
+
+def split(word: Word, merges: MergeList, token: int, virtual: set[int]) -> Word:
+    """Splits a token everywhere into its parts, and parts that are virtual on."""
+
+    def pieces(x: int) -> Word:
+        if x != token and x not in virtual:
+            return [x]
+        left, right = merges.parts[x - BYTES].tolist()
+        return pieces(left) + pieces(right)
+
+    return [y for x in word for y in (pieces(x) if x == token else [x])]
+
+
+def encode(merges: MergeList, word: bytes, ranks: Sequence[int]) -> Word:
+    """Tokens of one piece by these merges, in this order."""
+    tokens = list(word)
+    for rank in ranks:
+        tokens = merge(tokens, merges.parts[rank].tolist(), BYTES + rank)
+    return tokens
+
+
+def replay(merges: MergeList, word: bytes, n: int, virtual: Sequence[int], promoted: Sequence[int]) -> Word:
+    """The first n merges, then the swaps in their order."""
+    tokens, gone = encode(merges, word, range(n)), set()
+    for p, q in zip(virtual, promoted, strict=True):
+        gone.add(BYTES + p)
+        tokens = split(tokens, merges, BYTES + p, gone)
+        tokens = merge(tokens, merges.parts[q].tolist(), BYTES + q)
+    return tokens
+
+
+def final(merges: MergeList, word: bytes, n: int, virtual: Sequence[int], promoted: Sequence[int]) -> Word:
+    """The first n merges and the promoted ones, then every virtual token split."""
+    tokens, gone = encode(merges, word, [*range(n), *promoted]), {BYTES + p for p in virtual}
+    for token in gone:
+        tokens = split(tokens, merges, token, gone)
+    return tokens
+
+
+def kept(merges: MergeList, word: bytes, ranks: Sequence[int]) -> Word:
+    """All merges, then the tokens of those not kept split."""
+    tokens, gone = encode(merges, word, range(len(merges))), {BYTES + r for r in range(len(merges))}
+    gone -= {BYTES + rank for rank in ranks}
+    for token in gone:
+        tokens = split(tokens, merges, token, gone)
+    return tokens
+
+
+def adapt(
+    merges: MergeList, words: Sequence[tuple[bytes, int]], n: int, margin: int = 0, max_swaps: int | None = None,
+    tie: str = "high", counting: str = "overlapping",
+) -> list[tuple[int, int, int, int, int]]:  # fmt: skip
+    """(p, its frequency, q, its frequency, tokens of the corpus after) of each swap; everything counted anew."""
+    corpus = [(encode(merges, word, range(n)), count) for word, count in words]
+    actual, left, gone, swaps = set(range(n)), set(range(n, len(merges))), set(), []
+    ranks = {tuple(parts): rank for rank, parts in enumerate(merges.parts.tolist())}
+    while actual and left and (max_swaps is None or len(swaps) < max_swaps):
+        tokens: Counter[int] = Counter()
+        pairs: Counter[int] = Counter()
+        for word, count in corpus:
+            for x in word:
+                tokens[x - BYTES] += count
+            for pair, places in occurrences(word, counting).items():
+                if pair in ranks:
+                    pairs[ranks[pair]] += count * places
+        p = min(actual, key=lambda rank: (tokens[rank], -rank if tie == "high" else rank))
+        q = min(left, key=lambda rank: (-pairs[rank], rank))
+        if pairs[q] <= tokens[p] + margin:
+            break
+        actual ^= {p, q}
+        left.remove(q)
+        gone.add(BYTES + p)
+        parts = merges.parts[q].tolist()
+        corpus = [(merge(split(w, merges, BYTES + p, gone), parts, BYTES + q), count) for w, count in corpus]
+        swaps.append((p, tokens[p], q, pairs[q], sum(len(word) * count for word, count in corpus)))
+    return swaps
+
+
+def occurrences(word: Word, counting: str) -> dict[tuple[int, int], int]:
+    """Of each pair the places where it stands, or (counting "firing") how many merges would come of it."""
+    places = Counter(pairwise(word))
+    if counting == "overlapping":
+        return places
+    return {pair: len(word) - len(merge(word, pair, -1)) for pair in places}

@@ -1,0 +1,177 @@
+"""Hierarchical BPE, second stage: the bytes of a token to a patch of at most S symbols. C behind; `hbpe_twin` beside.
+
+Symbols: 0..255 bytes, 256 the mark that ends a patch and counts in its length, 257 + k what merge k makes. Merges are
+learned from the tokens that do not fit, and only from them: what fits leaves. So a token is encoded by replaying the
+merges until it fits (`stop`); replaying all of them (`full`) gives shorter patches than the merges were learned for.
+
+Source: arXiv 2510.15517 §2.1, algorithm 1. Left open there and settled here: pairs that overlap count each, of equally
+frequent pairs the smallest is merged, replacement goes from left to right, equal tokens count once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mlx_zip.codec._native import ffi, lib
+from mlx_zip.errors import CodecError, DataError
+
+MARK: int = lib.MLXZIP_MARK
+FIRST_MERGE = MARK + 1
+MAX_PATCH: int = lib.MLXZIP_MAX_PATCH
+MAX_MERGES: int = lib.MLXZIP_MAX_MERGES
+MAX_TOKEN_BYTES: int = lib.MLXZIP_MAX_TOKEN_BYTES
+MODES = ("stop", "full")
+
+Pairs = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Merges:
+    """What the second stage has learned: patch_size S (2..256) and V' pairs of symbols, in order; immutable.
+
+    Raises `CodecError` naming the merge that has the mark in it, uses a symbol not made before it, merges a pair for
+    the second time or makes a symbol of more than 65535 bytes.
+    """
+
+    patch_size: int
+    pairs: Pairs
+
+    def __post_init__(self) -> None:
+        check_size(self.patch_size)
+        object.__setattr__(self, "pairs", tuple((int(a), int(b)) for a, b in self.pairs))
+        if len(self.pairs) > MAX_MERGES:
+            raise CodecError(f"{len(self.pairs)} merges are more than {MAX_MERGES}")
+        seen, lengths = set[tuple[int, int]](), [1] * FIRST_MERGE
+        for k, pair in enumerate(self.pairs):
+            if MARK in pair or not all(0 <= symbol < FIRST_MERGE + k for symbol in pair):
+                raise CodecError(f"merge {k} {pair} has the mark {MARK} in it or a symbol not made before it")
+            if pair in seen:
+                raise CodecError(f"merge {k} {pair} is there twice")
+            seen.add(pair)
+            lengths.append(lengths[pair[0]] + lengths[pair[1]])
+            if lengths[-1] > MAX_TOKEN_BYTES:
+                raise CodecError(f"merge {k} {pair} makes a symbol of more than {MAX_TOKEN_BYTES} bytes")
+
+    @property
+    def symbols(self) -> int:
+        """Symbols in all: 256 bytes, the mark, V' merges."""
+        return FIRST_MERGE + len(self.pairs)
+
+    @cached_property
+    def spelled(self) -> tuple[bytes, ...]:
+        """The bytes of each symbol; none for the mark."""
+        out = [*(bytes([byte]) for byte in range(MARK)), b""]
+        for left, right in self.pairs:
+            out.append(out[left] + out[right])
+        return tuple(out)
+
+    def encode(self, token: bytes, mode: str = "stop") -> list[int]:
+        """The patch of one token: its symbols, the mark at the end; longer than S if the merges do not suffice."""
+        return self.encode_all([token], mode)[0].tolist()
+
+    def encode_all(self, tokens: Sequence[bytes], mode: str = "stop") -> list[NDArray[np.uint16]]:
+        """The patch of each token, uint16 [its length]. Raises `CodecError` for another mode than `MODES`."""
+        check_mode(mode)
+        data, offsets = _laid_out(tokens)
+        out, lengths = np.empty(len(data) + len(tokens), np.uint16), np.empty(len(tokens), np.uint32)
+        size, bad = self.patch_size if mode == "stop" else 0, ffi.new("size_t *")
+        _check(lib.mlxzip_patches_encode(
+            ffi.from_buffer("mlxzip_merge[]", self._native), len(self.pairs), size, ffi.from_buffer("uint8_t[]", data),
+            ffi.from_buffer("size_t[]", offsets), len(tokens), ffi.from_buffer("uint16_t[]", out),
+            ffi.from_buffer("uint32_t[]", lengths), bad,
+        ))  # fmt: skip
+        begins = offsets[:-1] + np.arange(len(tokens), dtype=np.uintp)
+        return [out[at : at + n] for at, n in zip(begins.tolist(), lengths.tolist(), strict=True)]
+
+    def decode(self, symbols: Iterable[int]) -> bytes:
+        """The bytes of one patch: what stands before its mark, or all of it if it has none.
+
+        Symbols behind the mark are padding. Raises `CodecError` for a symbol that there is not.
+        """
+        spelled, out = self.spelled, []
+        for symbol in symbols:
+            if not 0 <= symbol < len(spelled):
+                raise CodecError(f"symbol {symbol} is not below {len(spelled)}")
+            if symbol == MARK:
+                break
+            out.append(spelled[symbol])
+        return b"".join(out)
+
+    @cached_property
+    def _native(self) -> NDArray[np.uint16]:
+        return np.array(self.pairs, np.uint16).reshape(-1, 2)
+
+
+class Learned(NamedTuple):
+    """merges; counts int64 [V']: how often a pair stood in the pool when it was merged; left int64 [V']: how many
+    tokens fit because of it.
+    """
+
+    merges: Merges
+    counts: NDArray[np.int64]
+    left: NDArray[np.int64]
+
+
+def learn(tokens: Iterable[bytes], patch_size: int) -> Learned:
+    """Learns merges until every token fits `patch_size` symbols, the mark among them.
+
+    tokens: the byte strings of a first-stage tokenizer's tokens, of at most 65535 bytes each; equal ones count once,
+    and their order does not matter. Raises `CodecError` for a size outside 2..256, `DataError` when tokens are too
+    long or would need more than 65279 merges.
+    """
+    check_size(patch_size)
+    pool = too_long(tokens, patch_size)
+    data, offsets = _laid_out(pool)
+    if len(data) > lib.MLXZIP_MAX_TOKENS_BYTES:
+        raise DataError(f"the tokens that do not fit have {len(data)} bytes, more than {lib.MLXZIP_MAX_TOKENS_BYTES}")
+    room = min(len(data), MAX_MERGES)  # each merging makes the pool shorter
+    pairs, counts, left = np.empty((room, 2), np.uint16), np.empty(room, np.uint32), np.empty(room, np.uint32)
+    n = ffi.new("size_t *")
+    _check(lib.mlxzip_patches_learn(
+        ffi.from_buffer("uint8_t[]", data), ffi.from_buffer("size_t[]", offsets), len(pool), patch_size,
+        ffi.from_buffer("mlxzip_merge[]", pairs), ffi.from_buffer("uint32_t[]", counts),
+        ffi.from_buffer("uint32_t[]", left), room, n,
+    ))  # fmt: skip
+    merges = Merges(patch_size, tuple(map(tuple, pairs[: n[0]].tolist())))
+    return Learned(merges, counts[: n[0]].astype(np.int64), left[: n[0]].astype(np.int64))
+
+
+def too_long(tokens: Iterable[bytes], patch_size: int) -> list[bytes]:
+    """The tokens that merges are learned from: those that with the mark do not fit, each once."""
+    return [token for token in dict.fromkeys(tokens) if len(token) + 1 > patch_size]
+
+
+def check_size(patch_size: Any) -> None:
+    """Raises `CodecError` unless it is a lawful S. (With 1 only the empty token would fit.)"""
+    if isinstance(patch_size, bool) or not isinstance(patch_size, int) or not 2 <= patch_size <= MAX_PATCH:
+        raise CodecError(f"the patch size must be an integer from 2 to {MAX_PATCH}, got {patch_size!r}")
+
+
+def check_mode(mode: Any) -> None:
+    """Raises `CodecError` unless it is one of `MODES`."""
+    if mode not in MODES:
+        raise CodecError(f"mode {mode!r} is not one of {', '.join(MODES)}")
+
+
+def _laid_out(tokens: Sequence[bytes]) -> tuple[NDArray[np.uint8], NDArray[np.uintp]]:
+    """Byte strings one behind the other, and where each begins and the last ends."""
+    lengths = np.fromiter(map(len, tokens), np.uintp, len(tokens))
+    if len(tokens) and lengths.max() > MAX_TOKEN_BYTES:
+        at = int(lengths.argmax())
+        raise DataError(f"token {tokens[at][:20]!r}... has {lengths[at]} bytes, at most {MAX_TOKEN_BYTES} can be read")
+    return np.frombuffer(b"".join(tokens), np.uint8), np.concatenate([np.zeros(1, np.uintp), np.cumsum(lengths)])
+
+
+def _check(status: int) -> None:
+    if status == lib.MLXZIP_E_MEMORY:
+        raise MemoryError("the patch codec could not get memory")
+    if status == lib.MLXZIP_E_SPACE:
+        raise DataError(f"the tokens need more than {MAX_MERGES} merges: choose a larger patch size")
+    if status != lib.MLXZIP_OK:
+        raise CodecError(f"the patch codec refused an argument (status {status})")

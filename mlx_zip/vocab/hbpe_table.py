@@ -1,0 +1,184 @@
+"""The patches of a whole vocabulary as one table, so that a text is its first-stage ids and a look-up.
+
+A table file is a .npz archive without pickle; `version` is checked first, `checksum` covers everything else:
+
+    version      1
+    patch_size   S
+    mode         "stop" or "full"
+    merges       uint16 [V', 2]
+    rows         uint16 [V, S]: the patch of each id, filled with the mark behind its mark
+    fingerprint  sha256 in hex of the tokens' bytes (`fingerprint`): of the first-stage tokenizer
+    checksum     sha256 in hex
+"""
+
+from __future__ import annotations
+
+import zipfile
+import zlib
+from collections.abc import Sequence
+from functools import cached_property
+from hashlib import sha256
+from pathlib import Path
+from tokenize import TokenError
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mlx_zip.codec.ids import as_ids
+from mlx_zip.errors import CodecError, DataError
+from mlx_zip.files import whole_file
+from mlx_zip.vocab.hbpe import MARK, Merges, check_mode, learn
+
+VERSION = 1
+SUFFIX = ".npz"
+FIELDS = ("version", "patch_size", "mode", "merges", "rows", "fingerprint", "checksum")
+
+Uint16s = NDArray[np.uint16]
+
+
+class PatchTable:
+    """The patches of V tokens. rows uint16 [V, S], filled with the mark; lengths int32 [V], the mark counted.
+
+    Its padding is the mark itself, so what stands before the first mark of a row is the patch, whoever reads it.
+    """
+
+    def __init__(self, merges: Merges, rows: Uint16s, mode: str = "stop") -> None:
+        check_mode(mode)
+        size = merges.patch_size
+        if rows.dtype != np.uint16 or rows.ndim != 2 or rows.shape[1] != size:
+            raise CodecError(f"rows must be uint16 [V, {size}], got {rows.dtype} {rows.shape}")
+        marked = rows == MARK
+        if len(bad := np.flatnonzero((rows.max(axis=1, initial=0) >= merges.symbols) | ~marked.any(axis=1))):
+            raise CodecError(f"the patch of id {bad[0]} has no mark, or a symbol that is not below {merges.symbols}")
+        self.merges, self.rows, self.mode = merges, rows, mode
+        self.lengths = (marked.argmax(axis=1) + 1).astype(np.int32)
+        if (np.arange(size) >= self.lengths[:, None])[~marked].any():
+            raise CodecError("a patch goes on behind its mark")
+
+    @classmethod
+    def build(cls, merges: Merges, tokens: Sequence[bytes], mode: str = "stop") -> PatchTable:
+        """The table of `tokens`, by id. Raises `CodecError` naming a token that the merges do not make fit."""
+        rows = np.full((len(tokens), merges.patch_size), MARK, np.uint16)
+        for i, patch in enumerate(merges.encode_all(tokens, mode)):
+            if len(patch) > merges.patch_size:
+                raise CodecError(
+                    f"token {i} {tokens[i][:20]!r} takes {len(patch)} symbols, more than {merges.patch_size}: "
+                    "learn the merges from these tokens"
+                )
+            rows[i, : len(patch)] = patch
+        return cls(merges, rows, mode)
+
+    @classmethod
+    def learn(cls, tokens: Sequence[bytes], patch_size: int, mode: str = "stop") -> PatchTable:
+        """Learns merges from a vocabulary and tabulates it. Errors as of `hbpe.learn`."""
+        return cls.build(learn(tokens, patch_size).merges, tokens, mode)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def patch_size(self) -> int:
+        """S, the mark counted."""
+        return self.merges.patch_size
+
+    def encode(self, ids: Any) -> Uint16s:
+        """First-stage ids (one, or n: see `as_ids`) to their patches, uint16 [n, S].
+
+        Raises `CodecError` for an id that the table does not have.
+        """
+        ids = as_ids(ids)
+        if len(bad := np.flatnonzero(ids >= len(self.rows))):
+            raise CodecError(f"id {ids[bad[0]]} at index {bad[0]} is not below {len(self.rows)}: another tokenizer's?")
+        return self.rows[ids]
+
+    def decode(self, patches: Any) -> bytes:
+        """The bytes of n patches [n, S], a patch without a mark being all of its S symbols. Errors as of `Merges`."""
+        return b"".join(self.merges.decode(patch) for patch in np.asarray(patches).tolist())
+
+    @cached_property
+    def tokens(self) -> tuple[bytes, ...]:
+        """The bytes of each id."""
+        return tuple(self.merges.decode(row) for row in self.rows.tolist())
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Names the first-stage tokenizer: see `fingerprint`."""
+        return fingerprint(self.tokens)
+
+    def check_tokens(self, tokens: Sequence[bytes]) -> None:
+        """Raises `DataError` unless the table was made for the tokenizer with these tokens."""
+        if fingerprint(tokens) != self.fingerprint:
+            raise DataError(
+                f"the table was made for another tokenizer ({len(self)} tokens, fingerprint {self.fingerprint[:12]}) "
+                f"than the one given ({len(tokens)} tokens, {fingerprint(tokens)[:12]})"
+            )
+
+    def save(self, path: str | Path) -> None:
+        """Writes the table, whole or not at all. Raises `DataError` for another suffix, `OSError` from the disk."""
+        path = _named(path)
+        fields = {
+            "version": np.array(VERSION), "patch_size": np.array(self.patch_size), "mode": np.array(self.mode),
+            "merges": np.array(self.merges.pairs, np.uint16).reshape(-1, 2), "rows": self.rows,
+            "fingerprint": np.array(self.fingerprint),
+        }  # fmt: skip
+        with whole_file(path) as partial, open(partial, "wb") as file:
+            np.savez_compressed(file, checksum=np.array(_checksum(fields)), **fields)
+
+    @classmethod
+    def load(cls, path: str | Path) -> PatchTable:
+        """Reads what `save` wrote. Raises `DataError` naming the file and what is wrong with it."""
+        path = _named(path)
+        fields = _read(path)
+        try:
+            pairs = tuple(map(tuple, fields["merges"].tolist()))
+            table = cls(Merges(int(fields["patch_size"]), pairs), fields["rows"], str(fields["mode"]))
+        except (CodecError, TypeError, ValueError) as error:
+            raise DataError(f"{path} is no table of patches: {error}") from error
+        if str(fields["fingerprint"]) != table.fingerprint:
+            raise DataError(f"{path}: its fingerprint is not that of its tokens; make it again")
+        return table
+
+
+def fingerprint(tokens: Sequence[bytes]) -> str:
+    """sha256 in hex over the bytes of all tokens by id, each behind its length: equal for equal vocabularies."""
+    digest = sha256(len(tokens).to_bytes(8, "little"))
+    for token in tokens:
+        digest.update(len(token).to_bytes(8, "little") + token)
+    return digest.hexdigest()
+
+
+def _named(path: str | Path) -> Path:
+    path = Path(path)
+    if path.suffix != SUFFIX:
+        raise DataError(f"{path}: a table of patches is a {SUFFIX} file")
+    return path
+
+
+def _read(path: Path) -> dict[str, NDArray[Any]]:
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            names = set(archive.files)
+            version = archive["version"].tolist() if "version" in names else None
+            if version != VERSION:
+                raise DataError(f"{path} has no version {VERSION} of a table of patches, but {version}")
+            if names != set(FIELDS):
+                raise DataError(f"{path} must hold {', '.join(FIELDS)}; it holds {', '.join(sorted(names))}")
+            fields = {name: archive[name] for name in FIELDS}
+    except DataError:
+        raise
+    except (OSError, ValueError, EOFError, AttributeError, zipfile.BadZipFile, zlib.error, TokenError) as error:
+        raise DataError(f"{path} cannot be read as a table of patches: {error}") from error
+    if str(fields.pop("checksum")) != _checksum(fields):
+        raise DataError(f"{path} is damaged: its checksum is not that of its content; make it again")
+    return fields
+
+
+def _checksum(fields: dict[str, NDArray[Any]]) -> str:
+    """Over the other fields by name: values of single ones, type, shape and content of arrays."""
+    digest = sha256()
+    for name, array in sorted(fields.items()):
+        content = array.tobytes() if array.ndim else str(array).encode()
+        kind = f"{array.dtype.str} {array.shape}" if array.ndim else ""
+        digest.update(f"{name} {kind} {len(content)}\n".encode() + content)
+    return digest.hexdigest()

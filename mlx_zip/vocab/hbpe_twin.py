@@ -1,0 +1,47 @@
+"""The second stage of hierarchical BPE once more, in plain Python: the oracle of the tests. Slow, obvious, else unused.
+
+Same rules as `mlx_zip.vocab.hbpe`; pairs are counted anew for every merge.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+from mlx_zip.vocab.hbpe import FIRST_MERGE, MARK
+
+Pair = tuple[int, int]
+
+
+def learn(tokens: Iterable[bytes], patch_size: int) -> list[tuple[Pair, int, int]]:
+    """Per merge: the pair, its count, how many tokens fit because of it."""
+    pool = [list(token) for token in set(tokens) if len(token) + 1 > patch_size]
+    out = []
+    while pool:
+        counts = Counter(pair for token in pool for pair in pairwise(token))
+        pair = min(counts, key=lambda pair: (-counts[pair], pair))
+        merged = [replace(token, pair, FIRST_MERGE + len(out)) for token in pool]
+        pool = [token for token in merged if len(token) + 1 > patch_size]
+        out.append((pair, counts[pair], len(merged) - len(pool)))
+    return out
+
+
+def encode(pairs: Sequence[Pair], token: bytes, patch_size: int | None) -> list[int]:
+    """Replays the merges until the patch fits; None: all of them."""
+    symbols = list(token)
+    for k, pair in enumerate(pairs):
+        if patch_size is not None and len(symbols) + 1 <= patch_size:
+            break
+        symbols = replace(symbols, pair, FIRST_MERGE + k)
+    return [*symbols, MARK]
+
+
+def replace(symbols: list[int], pair: Pair, symbol: int) -> list[int]:
+    """`symbol` for each pair, from left to right."""
+    out, at = [], 0
+    while at < len(symbols):
+        merged = tuple(symbols[at : at + 2]) == pair
+        out.append(symbol if merged else symbols[at])
+        at += 1 + merged
+    return out

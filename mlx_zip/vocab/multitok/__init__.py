@@ -1,0 +1,21 @@
+"""MultiTok (arXiv 2410.21548): phrases of words, or of a tokenizer's ids, that LZW's walk learns from a corpus.
+
+    words = Words.in_order(sample.split() for sample in corpus)
+    dictionary = Dictionary(Settings(words, window=2))
+    ids = dictionary.train(dictionary.number(sample.split() for sample in corpus))
+    small = prune(dictionary, at_most=1)
+    small.encode(words.numbers("some more text".split()))
+
+`docs/multitok.md` says what it brings; `mlx_zip.vocab.multitok.twin` holds the same rules in plain Python.
+"""
+
+from mlx_zip.vocab.multitok.dictionary import MATCHINGS, Dictionary
+from mlx_zip.vocab.multitok.pruning import Bound, Rewriter, growth_bound, prune, renumbered, rewrite
+from mlx_zip.vocab.multitok.samples import Samples
+from mlx_zip.vocab.multitok.settings import PRUNINGS, Pruning, Settings, Totals, leading
+from mlx_zip.vocab.multitok.units import Tokens, Words
+
+__all__ = [
+    "MATCHINGS", "PRUNINGS", "Bound", "Dictionary", "Pruning", "Rewriter", "Samples", "Settings", "Tokens", "Totals",
+    "Words", "growth_bound", "leading", "prune", "renumbered", "rewrite",
+]  # fmt: skip

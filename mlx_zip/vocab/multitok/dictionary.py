@@ -1,0 +1,290 @@
+"""MultiTok: a dictionary of phrases that the walk of LZW learns from a corpus (arXiv 2410.21548).
+
+Units are words or another tokenizer's ids; a phrase is a run of two or more. Where the paper's text, its pseudo-code
+and the published code differ, `docs/multitok.md` says which one is followed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mlx_zip.codec._native import ffi, lib
+from mlx_zip.codec.ids import Uint32s, as_ids
+from mlx_zip.codec.params import check
+from mlx_zip.errors import CodecError
+from mlx_zip.vocab.multitok.samples import Samples
+from mlx_zip.vocab.multitok.settings import NO_ID, Pruning, Settings, Totals
+
+MATCHINGS = ("longest", "walk")
+
+
+@dataclass(eq=False)
+class Dictionary:
+    """Units and phrases with their ids, and how often training used each.
+
+    `train` learns; `encode` and `expand` do not; `prune` makes a smaller one, which does not learn. Errors leave it as
+    it was, but for a `MemoryError` in `train`. One thread at a time for `train`, any number for what does not learn;
+    the interpreter lock is released inside the C library. Memory: `nbytes`.
+    """
+
+    settings: Settings
+    totals: Totals = field(default_factory=Totals)
+    pruning: Pruning | None = None
+    _native: Any = None
+
+    def __post_init__(self) -> None:
+        if self._native is None:
+            out = ffi.new("mlxzip_phrases **")
+            check(lib.mlxzip_phrases_new(self.settings.native(), out))
+            self._native = ffi.gc(out[0], lib.mlxzip_phrases_free)
+        self.given_ids: Uint32s | None = None  # None: all follow from first_id
+        self._open = False  # whether a sample goes on in the next call of train
+
+    @classmethod
+    def of(
+        cls, settings: Settings, rows: Uint32s, ids: Uint32s | None = None, uses: Uint32s | None = None, **fields: Any
+    ) -> Dictionary:
+        """From n runs: rows uint32 [n, 2] of a prefix (a unit, or the number of units + an earlier row) and a last
+        unit; ids uint32 [n], rising where they are not NO_ID (default: from settings.first_id on, and it can learn
+        further); uses uint32 [units + n]. Raises `CodecError` naming the row that is none.
+        """
+        out, bad = ffi.new("mlxzip_phrases **"), ffi.new("size_t *")
+        status = lib.mlxzip_phrases_from(
+            settings.native(), _words(rows), _words(ids), _words(uses), len(rows), out, bad
+        )
+        if status == lib.MLXZIP_E_ARG:
+            wrong = f"phrase {bad[0]} repeats an earlier one, or its prefix, last unit or id is out of order"
+            raise CodecError(wrong if bad[0] < len(rows) else f"{len(rows)} phrases, more than {settings.limit}")
+        check(status)
+        self = cls(settings, _native=ffi.gc(out[0], lib.mlxzip_phrases_free), **fields)
+        self.given_ids = ids
+        return self
+
+    def with_unk_id(self, unk_id: int | None) -> Dictionary:
+        """A copy that has this id for units that are none; see `Settings`."""
+        settings = replace(self.settings, unk_id=unk_id)
+        totals = replace(self.totals)
+        return self.of(settings, self.rows, self.given_ids, self.uses, totals=totals, pruning=self.pruning)
+
+    # ---- what it holds
+
+    @property
+    def rows(self) -> Uint32s:
+        """Runs in the order of their making, uint32 [n, 2]: the prefix's node and the last unit; a copy.
+
+        Node u is unit u, and number of units + i the run of row i.
+        """
+        return _copied(lib.mlxzip_phrases_rows(self._native), 2 * self.runs).reshape(-1, 2)
+
+    @property
+    def uses(self) -> Uint32s:
+        """How often training emitted each node, uint32 [units + n], at most 2^32-1; a copy."""
+        return _copied(lib.mlxzip_phrases_uses(self._native), self.settings.units.size + self.runs)
+
+    @property
+    def ids(self) -> Uint32s:
+        """The id of each run, uint32 [n]; NO_ID for one that is no phrase itself."""
+        if self.given_ids is not None:
+            return self.given_ids
+        first = self.settings.first_id + self.settings.units.size
+        return np.arange(first, first + self.runs, dtype=np.uint32)
+
+    @property
+    def lengths(self) -> Uint32s:
+        """Units of each node, uint32 [units + n]."""
+        out = np.empty(self.settings.units.size + self.runs, np.uint32)
+        lib.mlxzip_phrases_lengths(self._native, _words(out))
+        return out
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the C library: 12 bytes per run, an index of 8 to 16, room to grow, and 4 per unit; some bits."""
+        return lib.mlxzip_phrases_bytes(self._native)
+
+    @property
+    def runs(self) -> int:
+        """Phrases, and prefixes of phrases that are none."""
+        return lib.mlxzip_phrases_size(self._native)
+
+    def __len__(self) -> int:
+        """Phrases: runs of two units or more that have an id."""
+        return self.runs if self.given_ids is None else int((self.given_ids != NO_ID).sum())
+
+    @property
+    def phrases(self) -> list[tuple[int, tuple[int, ...]]]:
+        """All phrases as (id, units), in id order."""
+        ids = self.ids[self.ids != NO_ID]
+        runs = self.expand_all(Samples(ids, np.arange(1, len(ids) + 1, dtype=np.uint64)))
+        return [(id, tuple(run)) for id, run in zip(ids.tolist(), runs.lists(), strict=True)]
+
+    def __repr__(self) -> str:
+        return f"<Dictionary: {self.settings.units.size} units, {len(self)} phrases>"
+
+    # ---- units to ids and back
+
+    def train(self, samples: Samples, over: bool = True) -> Samples:
+        """Learns from samples of units, and gives their ids (the paper's algorithm 1).
+
+        Unless `over`, what lies behind the last end is a sample that goes on in the next call: however a corpus is cut
+        into calls, phrases and ids are the same, but an id may come a call later. Raises `CodecError` for a unit that
+        is none, nothing learnt, and for a pruned dictionary.
+        """
+        if self.given_ids is not None:
+            raise CodecError("a pruned dictionary cannot learn: train one anew")
+        n = len(samples.ids)
+        goes_on = n > samples.ends[-1] if len(samples) else n > 0 or self._open
+        if over and goes_on:
+            samples = Samples(samples.ids, np.append(samples.ends, np.uint64(n)))
+        emitted = self._coded(samples, lib.mlxzip_phrases_train, (), n + 1)
+        self._open = bool(goes_on and not over)
+        self.totals.add(samples, emitted)
+        return emitted
+
+    def pass_by(self, samples: Samples) -> Samples:
+        """Samples that are no part of what is learnt from: their units' own ids, counted in `totals` alone."""
+        emitted = self.encode_all(samples, window=1)
+        self.totals.add(samples, emitted)
+        return emitted
+
+    def encode(self, units: Any, window: int = 0, matching: str = "longest") -> Uint32s:
+        """The ids of one sample of units (see `as_ids`), by phrases of at most `window` units; 0 for any number.
+
+        matching: the longest phrase, or the published code's walk, which ends where a longer run is no phrase. Without
+        pruning the two are one. The dictionary stays as it is. Raises `CodecError` for a unit that is none.
+        """
+        return self.encode_all(Samples.of([units]), window, matching).ids
+
+    def encode_all(self, samples: Samples, window: int = 0, matching: str = "longest") -> Samples:
+        """`encode` of each sample."""
+        if matching not in MATCHINGS:
+            raise CodecError(f"matching must be one of {', '.join(MATCHINGS)}, got {matching!r:.40}")
+        if not 0 <= window <= NO_ID:
+            raise CodecError(f"window must be 0 or more, got {window}")
+        how = (window, matching == "longest")
+        return self._coded(samples, lib.mlxzip_phrases_encode, how, len(samples.ids))
+
+    def _coded(self, samples: Samples, call: Any, how: tuple[Any, ...], room: int) -> Samples:
+        ids, ends = np.empty(room, np.uint32), np.empty(len(samples), np.uint64)
+        counts = ffi.new("size_t[2]")
+        native, _held = _samples(samples)
+        status = call(self._native, native, *how, _words(ids), _places(ends), counts, counts + 1)
+        if status == lib.MLXZIP_E_ID:
+            at, size = counts[1], self.settings.units.size
+            raise CodecError(f"unit {samples.ids[at]} at index {at} is not below {size}: {_CURE}")
+        check(status)
+        return Samples(ids[: counts[0]], ends)
+
+    def expand(self, ids: Any) -> Uint32s:
+        """The units that ids stand for, uint32; an unk_id that is no unit's gives `units.size`.
+
+        Raises `CodecError` naming an id that is neither a unit's nor a phrase's.
+        """
+        return self.expand_all(Samples.of([ids])).ids
+
+    def expand_all(self, ids: Samples) -> Samples:
+        """`expand` of each sample."""
+        counts, ends = ffi.new("size_t[2]"), np.empty(len(ids), np.uint64)
+        native, _held = _samples(ids)
+        out = np.empty(2 * len(ids.ids), np.uint32)
+        for _ in range(2):
+            status = lib.mlxzip_phrases_expand(
+                self._native, native, _words(out), len(out), _places(ends), counts, counts + 1
+            )
+            if status != lib.MLXZIP_E_SPACE:
+                break
+            out = np.empty(counts[0], np.uint32)
+        if status == lib.MLXZIP_E_ID:
+            raise CodecError(f"id {ids.ids[counts[1]]} at index {counts[1]} is none of the dictionary's")
+        check(status)
+        return Samples(out[: counts[0]], ends)
+
+    def number(self, sequences: Iterable[Any]) -> Samples:
+        """Samples of words, or of a tokenizer's ids, as units.
+
+        Raises `CodecError` naming a word or id that is none of the units, unless there is an unk_id for it.
+        """
+        units, sequences = self.settings.units, list(sequences)
+        numbered = [units.numbers(sequence) for sequence in sequences]
+        if self.settings.unk_id is None:
+            for sequence, numbers in zip(sequences, numbered, strict=True):
+                if len(unknown := np.flatnonzero(numbers >= units.size)):
+                    raise CodecError(f"{units.refusal(sequence, int(unknown[0]))}, at index {unknown[0]}: {_CURE}")
+        return Samples.of(numbered)
+
+    # ---- reports and files
+
+    def stats(self) -> dict[str, Any]:
+        """Counts for people: totals and ratio of what was trained, phrases by use and by length, bytes."""
+        n_units, phrases = self.settings.units.size, self.ids != NO_ID
+        used, lengths = self.uses[n_units:][phrases], self.lengths[n_units:][phrases]
+        by_length = np.bincount(lengths)
+        return {
+            "units": n_units,
+            "phrases": len(self),
+            "samples": self.totals.samples,
+            "corpus_units": self.totals.units,
+            "corpus_tokens": self.totals.tokens,
+            "ratio": self.totals.ratio,
+            "never_used": int((used == 0).sum()),
+            "used_once": int((used == 1).sum()),
+            "longest": int(lengths.max(initial=1)),
+            "phrases_by_length": {int(n): int(by_length[n]) for n in np.flatnonzero(by_length)},
+            "memory_bytes": self.nbytes,
+        }
+
+    def saving(self, n: int) -> list[tuple[int, int]]:
+        """The n phrases that saved most, as (id, uses): a use saves a phrase's units but one."""
+        n_units, phrases = self.settings.units.size, self.ids != NO_ID
+        used = np.where(phrases, self.uses[n_units:], 0).astype(np.int64)
+        saved = used * (self.lengths[n_units:].astype(np.int64) - 1)
+        best = np.argsort(-saved, kind="stable")[:n]
+        return [(int(self.ids[i]), int(used[i])) for i in best if saved[i]]
+
+    def save(self, path: str | Path) -> None:
+        """Writes one file, whole or not at all; see `mlx_zip.vocab.multitok.files`.
+
+        Raises `OSError`, and `CodecError` while a sample goes on, whose end would be lost.
+        """
+        if self._open:
+            raise CodecError("a sample is not over: end it with train(..., over=True) before the dictionary is saved")
+        from mlx_zip.vocab.multitok.files import write_dictionary
+
+        write_dictionary(path, self)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Dictionary:
+        """What `save` wrote. Raises `DataError` naming the file and what is wrong with it."""
+        from mlx_zip.vocab.multitok.files import read_dictionary
+
+        return read_dictionary(path)
+
+
+_CURE = "train the dictionary with it among its units, or give an unk_id (--unk-id) to stand for such units"
+
+
+
+
+def _samples(samples: Samples) -> tuple[Any, Any]:
+    ids, ends = as_ids(samples.ids), np.ascontiguousarray(samples.ends, np.uint64)
+    native = ffi.new("mlxzip_samples *")
+    held = _words(ids), _places(ends)
+    (native.at, native.ends), native.n, native.n_ends = held, len(ids), len(ends)
+    return native, held
+
+
+def _words(array: NDArray[Any] | None) -> Any:
+    return ffi.NULL if array is None else ffi.from_buffer("uint32_t[]", np.ascontiguousarray(array, np.uint32))
+
+
+def _places(array: NDArray[np.uint64]) -> Any:
+    return ffi.from_buffer("uint64_t[]", array)
+
+
+def _copied(pointer: Any, n: int) -> Uint32s:
+    return np.frombuffer(bytes(ffi.buffer(pointer, 4 * n)) if n else b"", np.uint32)

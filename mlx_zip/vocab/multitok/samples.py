@@ -1,0 +1,58 @@
+"""Sequences of different lengths as two arrays, which is how phrases read and write a corpus."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mlx_zip.codec.ids import Uint32s, as_ids
+
+Ends = NDArray[np.uint64]
+
+
+@dataclass(frozen=True, eq=False)
+class Samples:
+    """m sequences one after the other: ids (or units) uint32 [n], ends uint64 [m]; sequence k ends before ends[k].
+
+    What lies behind the last end belongs to a sequence that is not over. Iterating gives the m sequences as views.
+    """
+
+    ids: Uint32s
+    ends: Ends
+
+    @classmethod
+    def of(cls, sequences: Iterable[Any]) -> Samples:
+        """From sequences of ids; see `as_ids` for what one may be, and for the errors."""
+        arrays = [as_ids(sequence) for sequence in sequences]
+        ids = np.concatenate(arrays) if arrays else np.empty(0, np.uint32)
+        return cls(ids, np.cumsum([len(array) for array in arrays], dtype=np.uint64))
+
+    @classmethod
+    def join(cls, parts: Iterable[Samples]) -> Samples:
+        """The sequences of all parts, in order; a sequence that one leaves open goes on in the next."""
+        parts = [cls.of([]), *parts]
+        starts = np.cumsum([0, *(len(part.ids) for part in parts[:-1])]).astype(np.uint64)
+        ends = [part.ends + start for part, start in zip(parts, starts, strict=True)]
+        return cls(np.concatenate([part.ids for part in parts]), np.concatenate(ends))
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __iter__(self) -> Iterator[Uint32s]:
+        start = 0
+        for end in self.ends.tolist():
+            yield self.ids[start:end]
+            start = end
+
+    def lists(self) -> list[list[int]]:
+        """The m sequences as lists."""
+        return [sequence.tolist() for sequence in self]
+
+    def cut(self, first: int) -> tuple[Samples, Samples]:
+        """The first sequences, and the rest."""
+        at = self.ends[first - 1] if first else np.uint64(0)
+        return Samples(self.ids[: int(at)], self.ends[:first]), Samples(self.ids[int(at) :], self.ends[first:] - at)

@@ -1,0 +1,102 @@
+"""MultiTok once more, in plain Python over tuples: the oracle of the tests, and what the bench compares with.
+
+Same rules as `native/phrases.h`; a dictionary is a dict from phrase to id.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+Phrases = dict[tuple[int, ...], int]
+
+
+def train(
+    samples: Iterable[Sequence[int]],
+    units: int,
+    window: int = 0,
+    first_id: int = 1,
+    limit: int | None = None,
+    unk_id: int | None = None,
+) -> tuple[list[list[int]], Phrases]:
+    """Samples of units -> their ids, and the phrases of two units or more, in the order of their making."""
+    known: Phrases = {(unit,): first_id + unit for unit in range(units)}
+    out = []
+    for sample in samples:
+        ids, at = [], 0
+        while at < len(sample):
+            n = _walk(known, sample, at, window)
+            if n == 0:
+                ids.append(_unknown(sample, at, unk_id))
+                at += 1
+                continue
+            ids.append(known[tuple(sample[at : at + n])])
+            ends = n == window or at + n == len(sample) or sample[at + n] >= units
+            if not ends and (limit is None or len(known) - units < limit):
+                known[tuple(sample[at : at + n + 1])] = first_id + len(known)
+            at += n
+        out.append(ids)
+    return out, dict(list(known.items())[units:])
+
+
+def encode(
+    phrases: Phrases,
+    sample: Sequence[int],
+    units: int,
+    window: int = 0,
+    first_id: int = 1,
+    longest: bool = True,
+    unk_id: int | None = None,
+) -> list[int]:
+    """One sample by phrases that do not change: walk (stop at the first prefix that is none), or longest."""
+    known = {**{(unit,): first_id + unit for unit in range(units)}, **phrases}
+    greatest = max(map(len, known))
+    ids, at = [], 0
+    while at < len(sample):
+        most = min(len(sample) - at, window or greatest, greatest)
+        if longest:
+            n = max((n for n in range(1, most + 1) if tuple(sample[at : at + n]) in known), default=0)
+        else:
+            n = _walk(known, sample, at, window)
+        ids.append(known[tuple(sample[at : at + n])] if n else _unknown(sample, at, unk_id))
+        at += max(n, 1)
+    return ids
+
+
+def _walk(known: Phrases, sample: Sequence[int], at: int, window: int) -> int:
+    n = 0
+    while at + n < len(sample) and (window == 0 or n < window) and tuple(sample[at : at + n + 1]) in known:
+        n += 1
+    return n
+
+
+def _unknown(sample: Sequence[int], at: int, unk_id: int | None) -> int:
+    if unk_id is None:
+        raise ValueError(f"unit {sample[at]} at {at}")
+    return unk_id
+
+
+def kept(phrases: Phrases, encoded: Iterable[Sequence[int]], at_most: int, mode: str) -> Phrases:
+    """The phrases that pruning leaves: those used more often, and in mode "published" those never used."""
+    uses = Counter(id for ids in encoded for id in ids)
+    stays = lambda n: n > at_most or (mode == "published" and n == 0)
+    return {phrase: id for phrase, id in phrases.items() if stays(uses[id])}
+
+
+def rewrite(
+    phrases: Phrases, left: Phrases, encoded: Iterable[Sequence[int]], units: int, first_id: int, mode: str
+) -> list[list[int]]:
+    """The encoded samples without what was pruned: in single units, by the longest kept prefix, or encoded again."""
+    runs = {**{first_id + unit: (unit,) for unit in range(units)}, **{id: run for run, id in phrases.items()}}
+    if mode == "reencode":
+        flat = [[unit for id in ids for unit in runs[id]] for ids in encoded]
+        return [encode(left, sample, units, 0, first_id) for sample in flat]
+    known = {**{(unit,): first_id + unit for unit in range(units)}, **left}
+    return [[x for id in ids for x in _instead(known, runs[id], first_id, mode)] for ids in encoded]
+
+
+def _instead(known: Phrases, run: tuple[int, ...], first_id: int, mode: str) -> list[int]:
+    if run in known:
+        return [known[run]]
+    front = next(n for n in range(len(run) - 1, 0, -1) if run[:n] in known) if mode == "parent" else 1
+    return [known[run[:front]], *(first_id + unit for unit in run[front:])]

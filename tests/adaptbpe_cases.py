@@ -1,0 +1,73 @@
+"""Merge lists for the tests of AdaptBPE: the golden cases, small random ones, GPT-2's if it is there."""
+
+import json
+from functools import cache
+from pathlib import Path
+from random import Random
+
+import pytest
+from hypothesis import strategies as st
+
+from mlx_zip.vocab.adaptbpe.merges import MergeList
+
+GOLDEN = json.loads((Path(__file__).parent / "golden" / "adaptbpe.json").read_text())
+HEAD = json.loads((Path(__file__).parent / "golden" / "adaptbpe_gpt2_head.json").read_text())
+SHARED = Path(__file__).resolve().parents[2] / "shared"
+GPT2 = SHARED / "golden" / "gpt2_vocab.bpe"
+needs_gpt2 = pytest.mark.skipif(not GPT2.is_file(), reason="GPT-2's merge list is not beside the checkout")
+
+
+def symbols(word):
+    """A golden word as bytes: its characters are base symbols."""
+    return word.encode("latin-1")
+
+
+@cache
+def golden_merges(name):
+    (case,) = [case for case in GOLDEN["cases"] if case["name"] == name]
+    return MergeList.of_bytes([tuple(map(symbols, pair)) for pair in case["merges"]])
+
+
+def corpus_of(case):
+    return {symbols(word): count for word, count in case["corpus"]}
+
+
+def random_list(random):
+    """A proper list over a few letters, in which tokens recur; and words of a few of its tokens, so that it is worth
+    while to swap.
+    """
+    tokens, pairs = [bytes([letter]) for letter in b"abc"[: random.randint(1, 3)]], []
+    for _ in range(random.randint(0, 30)):
+        left, right = random.choice(tokens), random.choice(tokens)
+        if left + right not in tokens and len(left + right) < 12:
+            tokens.append(left + right)
+            pairs.append((left, right))
+    used = random.choices(tokens, k=random.randint(1, 6))
+    words = [b"".join(random.choices(used, k=random.randint(1, 6))) for _ in range(random.randint(1, 10))]
+    return MergeList.of_bytes(pairs), words
+
+
+def random_corpus(random):
+    """(merges, corpus)"""
+    merges, words = random_list(random)
+    return merges, {word: random.randint(1, 6) for word in words}
+
+
+def random_swaps(random):
+    """(merges, n, virtual, promoted, words): any lawful swaps, worth while or not."""
+    merges, words = random_list(random)
+    n = random.randint(0, len(merges))
+    actual, left_out, virtual, promoted = list(range(n)), list(range(n, len(merges))), [], []
+    while actual and left_out and random.random() < 0.95:
+        virtual.append(actual.pop(random.randrange(len(actual))))
+        promoted.append(left_out.pop(random.randrange(min(3, len(left_out)))))
+        actual.append(promoted[-1])
+    return merges, n, virtual, promoted, words
+
+
+# Drawn by a seed: so that long lists and words are as likely as short ones, and merges do meet.
+seeds = st.integers(0, 2**32 - 1).map(Random)
+merge_lists = seeds.map(lambda random: random_list(random)[0])
+lists_and_corpora = seeds.map(random_corpus)
+lists_and_swaps = seeds.map(random_swaps)
+words = seeds.map(lambda random: bytes(random.choices(b"abc"[: random.randint(1, 3)], k=random.randint(1, 30))))

@@ -1,0 +1,171 @@
+"""`mlx_zip vocab multitok`: what it prints and writes, and what it refuses."""
+
+import json
+
+import pytest
+from tiny_vocabularies import write_folder
+
+from mlx_zip import cli
+from mlx_zip.vocab.multitok import Dictionary, Settings, Words, prune, rewrite
+
+SAMPLES = ["the cat and the dog and the cat and the dog", "the cat and the dog", "", "the dog and the cat", "a cat"]
+TRAINED = [sample.split() for sample in SAMPLES if sample]
+
+
+@pytest.fixture
+def run(capsys, tmp_path, monkeypatch):
+    """Runs the command in an empty folder with `some.jsonl` -> (status, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "some.jsonl").write_text("".join(json.dumps({"text": sample}) + "\n" for sample in SAMPLES))
+
+    def command(*flags):
+        return (cli.main(["vocab", "multitok", *map(str, flags)]), *capsys.readouterr())
+
+    return command
+
+
+@pytest.fixture
+def encoded(tmp_path):
+    return lambda name: [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
+
+
+def by_hand(window=0, **fields):
+    dictionary = Dictionary(Settings(Words.in_order(TRAINED), window, **fields))
+    return dictionary, dictionary.train(dictionary.number(TRAINED))
+
+
+@pytest.mark.parametrize("window", [0, 2])
+def test_train_learns_what_the_library_does(run, encoded, window):
+    status, out, err = run("train", "a.mtok", "some.jsonl", "--window", window, "--encoded", "ids.jsonl")
+    dictionary, ids = by_hand(window)
+    assert (status, err) == (0, "")
+    assert Dictionary.load("a.mtok").phrases == dictionary.phrases
+    assert encoded("ids.jsonl") == ids.lists()
+    assert f"4 samples: 23 units -> {len(ids.ids)} tokens" in out
+
+
+@pytest.mark.parametrize("mode", ["published", "single", "parent", "reencode"])
+def test_train_prunes_and_rewrites_as_the_library_does(run, encoded, mode):
+    flags = ("--prune", 1, "--prune-mode", mode, "--encoded", "ids.jsonl", "--json")
+    status, out, _ = run("train", "a.mtok", "some.jsonl", *flags)
+    dictionary, ids = by_hand()
+    pruned = prune(dictionary, 1, mode)
+    again = rewrite(dictionary, pruned, ids)
+    record = json.loads(out)
+    assert status == 0
+    assert encoded("ids.jsonl") == again.lists()
+    assert Dictionary.load("a.mtok").phrases == pruned.phrases
+    assert record["trained"]["corpus_tokens"] == len(ids.ids)
+    assert record["pruned"]["corpus_tokens"] == Dictionary.load("a.mtok").totals.tokens == len(again.ids)
+
+
+def test_batches_change_nothing(run, encoded, monkeypatch):
+    monkeypatch.setattr("mlx_zip.cli.multitok_texts.BATCH", 6)
+    flags = ("--prune", 1, "--fraction", 80, "--encoded")
+    run("train", "a.mtok", "some.jsonl", *flags, "small.jsonl")
+    monkeypatch.setattr("mlx_zip.cli.multitok_texts.BATCH", 600)
+    run("train", "b.mtok", "some.jsonl", *flags, "large.jsonl")
+    assert encoded("small.jsonl") == encoded("large.jsonl")
+    assert Dictionary.load("a.mtok").phrases == Dictionary.load("b.mtok").phrases
+
+
+def test_a_fraction_learns_from_the_first_samples_alone(run, encoded):
+    run("train", "a.mtok", "some.jsonl", "--fraction", 50, "--encoded", "ids.jsonl")
+    dictionary = Dictionary(Settings(Words.in_order(TRAINED)))
+    learned = dictionary.train(dictionary.number(TRAINED[:2])).lists()
+    singles = [(1 + words).tolist() for words in dictionary.number(TRAINED[2:])]
+    assert encoded("ids.jsonl") == learned + singles
+    assert Dictionary.load("a.mtok").phrases == dictionary.phrases
+
+
+def test_encode_prints_a_list_of_ids_for_each_sample(run, encoded):
+    run("train", "a.mtok", "some.jsonl")
+    status, out, err = run("encode", "a.mtok", "some.jsonl", "--window", 2)
+    dictionary, _ = by_hand()
+    expected = [dictionary.encode(sample, 2).tolist() for sample in dictionary.number(TRAINED)]
+    assert (status, err) == (0, "")
+    assert [json.loads(line) for line in out.splitlines()] == expected
+    record = json.loads(run("encode", "a.mtok", "some.jsonl", "--window", 2, "--json")[1])
+    assert record == {"samples": 4, "units": 23, "tokens": sum(map(len, expected)),
+                      "ratio": sum(map(len, expected)) / 23, "ids": expected}  # fmt: skip
+    assert "4 samples" in run("encode", "a.mtok", "some.jsonl", "--window", 2, "--encoded", "ids.jsonl")[1]
+    assert encoded("ids.jsonl") == expected
+
+
+def test_unknown_words_are_an_error_or_get_the_id_that_is_given(run, tmp_path):
+    (tmp_path / "more.txt").write_text("the zebra and the cat")
+    run("train", "a.mtok", "some.jsonl")
+    status, out, err = run("encode", "a.mtok", "more.txt")
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert "'zebra'" in err
+    ids = json.loads(run("encode", "a.mtok", "more.txt", "--unk-id", 0)[1])
+    assert ids[1] == 0
+    run("train", "b.mtok", "some.jsonl", "--words-of", "more.txt")
+    assert "zebra" in Dictionary.load("b.mtok").settings.units.words
+    assert run("encode", "b.mtok", "more.txt")[0] == 0
+
+
+def test_stats_lists_the_phrases_that_saved_most(run):
+    run("train", "a.mtok", "some.jsonl")
+    dictionary, _ = by_hand()
+    record = json.loads(run("stats", "a.mtok", "--show", 3, "--json")[1])
+    assert record["phrases"] == len(dictionary)
+    assert [line["id"] for line in record["shown"]] == [id for id, _ in dictionary.saving(3)]
+    assert record["shown"][0]["text"] in " ".join(TRAINED[0])
+    table = run("stats", "a.mtok", "--show", 3)[1]
+    assert repr(record["shown"][0]["text"]) in table
+
+
+def test_lines_and_separators_cut_a_text_into_samples(run, tmp_path):
+    (tmp_path / "some.txt").write_text("a b\na b\n---\na b c\n")
+    for flags, samples in (((), 1), (("--separator=---",), 2), (("--lines", "--separator=---"), 3)):
+        record = json.loads(run("train", "a.mtok", "some.txt", *flags, "--json")[1])
+        assert record["trained"]["samples"] == samples
+
+
+def test_the_ids_of_a_tokenizer_can_be_the_units(run, tmp_path):
+    folder = write_folder(tmp_path / "tokenizer")
+    record = json.loads(run("train", "a.mtok", "some.jsonl", "--tokenizer", folder, "--json")[1])
+    assert record["trained"]["units"] == Dictionary.load("a.mtok").settings.units.size == 262
+    out = run("encode", "a.mtok", "some.jsonl", "--tokenizer", folder)[1]
+    assert len(out.splitlines()) == 4
+    other = json.loads((folder / "tokenizer.json").read_text())
+    other["added_tokens"][0]["content"] = "<stop>"
+    (tmp_path / "tokenizer.json").write_text(json.dumps(other))
+    for flags in ((), ("--tokenizer", tmp_path / "tokenizer.json")):
+        status, out, err = run("encode", "a.mtok", "some.jsonl", *flags)
+        assert (status, out, err.count("\n")) == (2, "", 1)
+        assert "a.mtok" in err
+
+
+@pytest.mark.parametrize(
+    ("flags", "culprit"),
+    [
+        (("train", "a.mtok"), "FILE"),
+        (("stats", "a.mtok", "some.jsonl"), "alone"),
+        (("stats", "a.mtok", "--window", 2), "--window"),
+        (("encode", "a.mtok", "some.jsonl", "--prune", 1), "--prune"),
+        (("train", "a.mtok", "some.jsonl", "--matching", "walk"), "--matching"),
+        (("train", "a.mtok", "some.jsonl", "--prune-mode", "single"), "--prune K"),
+        (("train", "a.mtok", "some.jsonl", "--prune", -1), "at_most"),
+        (("train", "a.mtok", "some.jsonl", "--fraction", 101), "percent"),
+        (("train", "a.mtok", "some.jsonl", "--fraction", "nan"), "percent"),
+        (("train", "a.mtok", "some.jsonl", "--window", -1), "--window"),
+        (("train", "a.mtok", "some.jsonl", "--words-of", "some.jsonl", "--tokenizer", "x"), "--words-of"),
+        (("train", "a.mtok", "none.jsonl"), "none.jsonl"),
+        (("train", "a.mtok", "empty.jsonl"), "empty.jsonl"),
+        (("train", "a.mtok", "wrong.jsonl"), "wrong.jsonl:2"),
+        (("train", "nowhere/a.mtok", "some.jsonl", "--encoded", "ids.jsonl"), "nowhere"),
+        (("train", "a.mtok", "some.jsonl", "--encoded", "nowhere/ids.jsonl"), "nowhere"),
+        (("encode", "none.mtok", "some.jsonl"), "none.mtok"),
+        (("stats", "some.jsonl"), "some.jsonl"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line_and_nothing_is_written(run, tmp_path, flags, culprit):
+    (tmp_path / "empty.jsonl").write_text('{"text": " "}\n')
+    (tmp_path / "wrong.jsonl").write_text('{"text": "a b"}\n{"words": 5}\n')
+    before = sorted(path.name for path in tmp_path.iterdir())
+    status, out, err = run(*flags)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert culprit in err
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
