@@ -8,7 +8,7 @@ from pathlib import Path
 from cffi import FFI
 
 HERE = Path(__file__).resolve().parent
-SOURCES = ["params.c", "compress.c", "codebook.c", "read.c", "bytes.c", "rows.c"]
+SOURCES = ["params.c", "compress.c", "turns.c", "codebook.c", "read.c", "bytes.c", "rows.c"]
 HEADERS = ["mlxzip.h", "rows.h"]
 
 

@@ -61,6 +61,9 @@ typedef enum {
   MLXZIP_E_FORMAT = -10    /* bytes that are not a saved codebook */
 } mlxzip_status;
 
+/* What happens when an entry is to be installed and the table is full. */
+typedef enum { MLXZIP_FREEZE = 0, MLXZIP_LRU = 1, MLXZIP_USE_COUNT = 2 } mlxzip_policy;
+
 typedef struct mlxzip_params mlxzip_params;
 typedef struct mlxzip_codebook mlxzip_codebook;
 
@@ -68,7 +71,7 @@ typedef struct mlxzip_codebook mlxzip_codebook;
  * any order. start: n_start rows of merge_size ids (at most codebook_size rows), of which the first start_lengths[i]
  * count: 2..merge_size base ids, none disabled, no two rows equal. */
 typedef struct {
-  uint32_t vocab_size, codebook_size, merge_size, has_pad, pad_id;
+  uint32_t vocab_size, codebook_size, merge_size, has_pad, pad_id, policy;
   size_t n_disabled, n_start;
   const uint32_t *disabled;
   const uint32_t *start;
@@ -96,9 +99,9 @@ void mlxzip_free(mlxzip_codebook *book);
 /* Feeds n ids, all or none. Returns an error, or the number of entries installed. E_ID, E_UNKNOWN, E_NO_PREV,
  * E_PREV_FULL, E_DUPLICATE, E_MEMORY. */
 int mlxzip_push(mlxzip_codebook *book, const uint32_t *ids, size_t n, size_t *bad);
-/* What the last n ids of the log installed, k entries in all: one word, the slot of the first (the next free one when k
- * is 0); k rows of merge_size padded ids; k bytes, their lengths; n bytes, 1 for each id that installed one, else 0.
- * E_ARG if the log is shorter. */
+/* What the last n ids of the log installed, k entries in all, also those that have left since: k words, their slots; k
+ * rows of merge_size padded ids; k bytes, their lengths; n bytes, 1 for each id that installed one, else 0. E_ARG if
+ * the log is shorter. */
 mlxzip_status mlxzip_installed(const mlxzip_codebook *book, size_t n, uint32_t *dst);
 /* Feeds one id: mlxzip_push and, where that is no error, mlxzip_installed. dst: merge_size + 2 words. */
 int mlxzip_push_one(mlxzip_codebook *book, uint32_t id, uint32_t *dst);
@@ -112,6 +115,10 @@ mlxzip_status mlxzip_rewind(mlxzip_codebook *book, size_t mark);
 /* Copies entries first..first+n-1: rows n * merge_size padded ids, lengths n; either may be NULL. E_ARG if there are
  * fewer. */
 mlxzip_status mlxzip_entries(const mlxzip_codebook *book, size_t first, size_t n, uint32_t *rows, uint8_t *lengths);
+
+/* What ids first..first+n-1 of the log stood for when they were read: rows n * merge_size padded ids, lengths n; either
+ * may be NULL. E_ARG if the log is shorter. */
+mlxzip_status mlxzip_logged(const mlxzip_codebook *book, size_t first, size_t n, uint32_t *rows, uint8_t *lengths);
 
 /* Base ids of installed or base or disabled ids, one after the other, at most cap of them. E_ID, E_SPACE. */
 mlxzip_status mlxzip_expand(const mlxzip_codebook *book, const uint32_t *ids, size_t n, uint32_t *dst, size_t cap,
