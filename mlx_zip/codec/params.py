@@ -46,8 +46,8 @@ class CodecParams:
     pad_id: fills the rest of short rows (0 when None). start: entries that exist before the first id and take slots
     0, 1, ...: 2..merge_size base ids each, none disabled, no two equal, at most codebook_size of them.
     policy: what happens when an entry is to be installed and the table is full. "freeze": nothing, as upstream. "lru":
-    it takes the slot of the entry that was used longest ago; "use-count": of the one used least often, longest ago among
-    equals. Start entries never leave, nor does the entry of the id that is being read (rules: `native/mlxzip.h`).
+    it takes the slot of the entry that was used longest ago; "use-count": of the one used least often, and of those
+    longest ago. Start entries never leave, nor does the entry of the id that is being read (rules: `native/mlxzip.h`).
 
     Raises `CodecError` naming the field at fault.
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import mlx.core as mx
 import numpy as np
 
 from mlx_zip.hyper import RowKind, RowKinds, RowStore, RowTable, encode_entries
@@ -47,14 +48,14 @@ class ModelRows:
 
     def encode_outputs(self, state: ZipState) -> None:
         """Sees to it that every installed entry has its output row."""
-        live = [len(book) for book in state.books]
-        if state.encoded_outputs == live:
+        if state.outputs_encoded():
             return
-        if len(live) == 1 and state.encoded_outputs[0] == live[0] - 1:
-            self._encode_one(state, state.outputs, "output", live[0] - 1)
+        slot = state.only_missing_output()
+        if slot is not None:
+            self._encode_one(state, state.outputs, "output", slot)
         else:
             self._encode(state, state.outputs, "output", *state.missing_outputs())
-        state.encoded_outputs = live
+        state.have_encoded_outputs()
 
     def _encode_one(self, state: ZipState, table: RowTable, side: str, slot: int) -> None:
         """`_encode` for one slot of a single sequence."""
@@ -69,10 +70,13 @@ class ModelRows:
         """Puts the rows of the entries at (sequence [N], slots [N]) into one side's table, in one pass."""
         if len(slots) == 0:
             return
-        encode, store = partial(encode_entries, *self._model.side(side)), self._store()
-        entries = state.entries(sequence, slots)
-        rows = encode(*entries) if store is None else store.rows(self._kind(side), *entries, encode)
+        rows = self.of_entries(side, *state.entries(sequence, slots))
         table.put(sequence, slots, rows, self._model.config.codebook_size)
+
+    def of_entries(self, side: str, base_ids: np.ndarray, lengths: np.ndarray) -> mx.array:
+        """Rows [N, D] of entries that are in no table: base_ids [N, merge_size], lengths [N], N > 0."""
+        encode, store = partial(encode_entries, *self._model.side(side)), self._store()
+        return encode(base_ids, lengths) if store is None else store.rows(self._kind(side), base_ids, lengths, encode)
 
     def _store(self) -> RowStore | None:
         return None if self._model.training else self._model.row_store
