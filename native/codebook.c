@@ -221,9 +221,9 @@ static mlxzip_status read_ids(mlxzip_codebook *b, const uint32_t *ids, size_t n,
 int mlxzip_push(mlxzip_codebook *b, const uint32_t *ids, size_t n, size_t *bad) {
   if (n == 0) return 0;
   if (!reserve(b, n)) return MLXZIP_E_MEMORY;
-  size_t before = b->n, made = mlxzip_made(b, before);
+  size_t before = b->n, entries = b->turns ? b->turns->made : b->table.n;
   mlxzip_status status = read_ids(b, ids, n, bad);
-  if (status == MLXZIP_OK) return (int)(mlxzip_made(b, b->n) - made);
+  if (status == MLXZIP_OK) return (int)((b->turns ? b->turns->made : b->table.n) - entries);
   mlxzip_rewind(b, before);
   return status;
 }

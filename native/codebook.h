@@ -43,12 +43,6 @@ static inline size_t mlxzip_entries_in(uint64_t after) {
   return after >> PREV_BITS & (((size_t)1 << ENTRY_BITS) - 1);
 }
 
-/* Entries that the first `mark` ids installed, those that left again included. */
-static inline size_t mlxzip_made(const mlxzip_codebook *b, size_t mark) {
-  if (b->turns) return mlxzip_turns_made(b->turns, mark);
-  return mlxzip_entries_in(mlxzip_after(b, mark)) - b->params->start.n;
-}
-
 /* The base ids that logged id number i stood for when it was read. */
 static inline const uint32_t *mlxzip_logged_run(const mlxzip_codebook *b, size_t i, size_t *n) {
   const mlxzip_params *p = b->params;

@@ -43,10 +43,10 @@ mlxzip_status mlxzip_compress(const mlxzip_params *p, const uint32_t *ids, size_
                               uint32_t *rows, uint8_t *lengths, size_t *n_entries, size_t *bad) {
   mlxzip_table t;
   size_t cap = mlxzip_entries_bound(p, n), width = p->merge_size, out = 0, at = 0;
-  size_t until = p->turns ? p->codebook_size : SIZE_MAX; /* entries; from there on a codebook is asked */
+  size_t end = n, until = p->turns ? p->codebook_size : SIZE_MAX; /* entries: then a codebook is asked how to go on */
   if (!open_table(&t, p, cap, rows, lengths)) return MLXZIP_E_MEMORY;
   mlxzip_status status = MLXZIP_OK;
-  while (at < n && t.n < until) {
+  while (at < end) {
     const uint32_t *run = ids + at;
     uint32_t code = *run;
     if (!mlxzip_plain(p, code)) {
@@ -74,7 +74,10 @@ mlxzip_status mlxzip_compress(const mlxzip_params *p, const uint32_t *ids, size_
       status = MLXZIP_E_CLASH;
       break;
     }
-    if (miss && t.n < cap) install(&t, p, miss, miss_hash, run, best + 1);
+    if (miss && t.n < cap) {
+      install(&t, p, miss, miss_hash, run, best + 1);
+      if (t.n == until) end = 0;
+    }
     dst[out++] = code, at += best;
   }
   free(t.block);

@@ -16,25 +16,36 @@ mlxzip_status mlxzip_entries(const mlxzip_codebook *b, size_t first, size_t n, u
   return MLXZIP_OK;
 }
 
-mlxzip_status mlxzip_installed(const mlxzip_codebook *b, size_t n, uint32_t *dst) {
-  if (n > b->n) return MLXZIP_E_ARG;
+/* `mlxzip_installed` where entries take turns. */
+static void installed_in_turn(const mlxzip_codebook *b, size_t n, uint32_t *dst) {
+  const mlxzip_turns *t = b->turns;
   size_t width = b->params->merge_size, start = b->params->start.n, mark = b->n - n;
-  size_t made = mlxzip_made(b, mark), k = mlxzip_made(b, b->n) - made;
+  size_t made = mlxzip_turns_made(t, mark), k = t->made - made;
   uint32_t *rows = dst + k;
   uint8_t *lengths = (uint8_t *)(rows + k * width), *by_id = lengths + k;
+  for (size_t i = 0; i < k; i++) dst[i] = (uint32_t)start + t->comings[made + i].node - 1;
+  memcpy(rows, t->rows + made * width, k * width * sizeof *rows);
+  memcpy(lengths, t->lengths + made, k);
+  for (size_t i = 0; i < n; i++) by_id[i] = mlxzip_turns_made(t, mark + i + 1) != mlxzip_turns_made(t, mark + i);
+}
+
+mlxzip_status mlxzip_installed(const mlxzip_codebook *b, size_t n, uint32_t *dst) {
+  if (n > b->n) return MLXZIP_E_ARG;
   if (n == 0) return MLXZIP_OK;
   if (b->turns) {
-    for (size_t i = 0; i < k; i++) dst[i] = (uint32_t)start + b->turns->comings[made + i].node - 1;
-    memcpy(rows, b->turns->rows + made * width, k * width * sizeof *rows);
-    memcpy(lengths, b->turns->lengths + made, k);
-    for (size_t i = mark; i < b->n; i++) by_id[i - mark] = mlxzip_made(b, i + 1) != mlxzip_made(b, i);
+    installed_in_turn(b, n, dst);
     return MLXZIP_OK;
   }
-  for (size_t i = 0; i < k; i++) dst[i] = (uint32_t)(start + made + i);
-  mlxzip_entries(b, start + made, k, rows, lengths);
+  size_t width = b->params->merge_size, mark = b->n - n;
+  uint64_t before = mlxzip_after(b, mark);
+  size_t first = mlxzip_entries_in(before), k = b->table.n - first;
+  uint32_t *rows = dst + k;
+  uint8_t *lengths = (uint8_t *)(rows + k * width), *by_id = lengths + k;
+  for (size_t i = 0; i < k; i++) dst[i] = (uint32_t)(first + i);
+  mlxzip_entries(b, first, k, rows, lengths);
   /* an id installs one entry at most, so it did if the number of entries turned from even to odd or back */
   const uint64_t *after = b->after + mark;
-  by_id[0] = (after[0] ^ mlxzip_after(b, mark)) >> PREV_BITS & 1;
+  by_id[0] = (after[0] ^ before) >> PREV_BITS & 1;
   for (size_t i = 1; i < n; i++) by_id[i] = (after[i] ^ after[i - 1]) >> PREV_BITS & 1;
   return MLXZIP_OK;
 }
