@@ -174,9 +174,17 @@ static mlxzip_status feed(mlxzip_codebook *b, const uint32_t *ids, size_t n, siz
 
 /* The run of an installed slot or base id is read where entries take turns: it follows the held prev. */
 static void follow_in_turn(mlxzip_codebook *b, mlxzip_run cur) {
-  if (!mlxzip_turns_room(b->turns, b->params, &b->table)) b->n_prev = 0;
-  else if (b->n_prev == 0 || b->n_prev == b->params->merge_size) hold(b, cur);
-  else extend(b, cur);
+  uint64_t hash = mlxzip_hash(b->prev_hash, cur.first);
+  if (!mlxzip_turns_room(b->turns, b->params, &b->table)) {
+    b->n_prev = 0;
+  } else if (b->n_prev == 0 || b->n_prev == b->params->merge_size) {
+    hold(b, cur);
+  } else if (*mlxzip_probe(&b->table, hash, hash)) {
+    extend(b, cur);
+  } else {
+    add(b, NULL, hash, cur.first);
+    hold(b, cur); /* what was read stays, so its row is what it was */
+  }
 }
 
 /* `feed` where entries take turns: each id also leaves behind what undoes it. */

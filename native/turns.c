@@ -94,7 +94,7 @@ static void unindex(mlxzip_table *t, size_t slot) {
 
 /* Writes a padded row and indexes it. */
 static void write_slot(mlxzip_table *t, size_t width, size_t slot, const uint32_t *row, size_t n, uint64_t hash) {
-  for (size_t i = 0; i < width; i++) t->rows[slot * width + i] = row[i];
+  memcpy(t->rows + slot * width, row, width * sizeof *row);
   t->lengths[slot] = (uint8_t)n, t->hashes[slot] = hash;
   size_t i = hash & t->mask;
   while (t->cells[i]) i = (i + 1) & t->mask;
@@ -117,9 +117,9 @@ void mlxzip_turns_install(mlxzip_turns *t, const mlxzip_params *p, mlxzip_table 
   }
   uint32_t uses = t->nodes[node].uses = per_use(p), *row = t->rows + t->made * width;
   put_behind(t, node, t->last[uses]);
-  for (size_t i = 0; i < width; i++) row[i] = i < n ? run[i] : p->fill;
+  memcpy(row, run, width * sizeof *row);
   t->lengths[t->made] = (uint8_t)n, t->nodes[node].entry = (uint32_t)(start + t->made++);
-  write_slot(table, width, start + node - 1, row, n, hash);
+  write_slot(table, width, start + node - 1, run, n, hash);
 }
 
 static void undo_install(mlxzip_turns *t, const mlxzip_params *p, mlxzip_table *table) {

@@ -47,7 +47,7 @@ void mlxzip_turns_free(mlxzip_turns *t);
 uint32_t mlxzip_turns_use(mlxzip_turns *t, const mlxzip_params *p, size_t slot, uint32_t *older);
 /* Whether one more entry can be installed. */
 bool mlxzip_turns_room(const mlxzip_turns *t, const mlxzip_params *p, const mlxzip_table *table);
-/* Installs a run that is no entry, where there is room. */
+/* Installs a padded run that is no entry, where there is room. */
 void mlxzip_turns_install(mlxzip_turns *t, const mlxzip_params *p, mlxzip_table *table, const uint32_t *run, size_t n,
                           uint64_t hash);
 /* Takes back what logged id number i, the last one, did. */

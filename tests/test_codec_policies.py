@@ -42,7 +42,7 @@ def test_the_oldest_leaves_where_nothing_was_used(policy):
 
 @pytest.mark.parametrize(("policy", "last"), [("lru", (10, (1, 2, 3))), ("use-count", (11, (1, 2, 3)))])
 def test_lru_takes_what_was_used_longest_ago_and_use_count_what_was_used_least(policy, last):
-    book, new = opened(policy, 2, [1, 2], 10, 10, 3)
+    _, new = opened(policy, 2, [1, 2], 10, 10, 3)
     assert new == [[(10, (1, 2))], [(11, (2, 1))], [(11, (1, 2, 1))], [last]]
 
 
