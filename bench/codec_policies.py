@@ -1,7 +1,8 @@
 """What a push costs once the table is full, by policy: freeze installs nothing then, the others one entry per id.
 
 The same base ids for all, as each policy compresses them; the first ids of each are read beforehand, until its table is
-full. Processor time, so that what else the machine does counts less. `push_one` is a call of `Codebook.push` with one id, as a step of generation makes it; `push` one call for all.
+full. `push_one` is a call of `Codebook.push` with one id, as a step of generation makes it; `push` one call for all.
+Processor time, so that what else the machine does counts less.
 """
 
 from __future__ import annotations

@@ -84,7 +84,8 @@ static bool checked(const uint8_t *data, size_t n, reader *r) {
   uint64_t sum = 14695981039346656037u;
   for (size_t i = 0; i < n - 8; i += 4) sum = (sum ^ word(data + i)) * 1099511628211u;
   *r = (reader){data + 12, n / 4 - 5};
-  return word(data) == MAGIC_LOW && word(data + 4) == MAGIC_HIGH && (word(data + 8) == VERSION || word(data + 8) == WITH_POLICY) &&
+  if (word(data + 8) != VERSION && word(data + 8) != WITH_POLICY) return false;
+  return word(data) == MAGIC_LOW && word(data + 4) == MAGIC_HIGH &&
          word(data + n - 8) == (uint32_t)sum && word(data + n - 4) == (uint32_t)(sum >> 32);
 }
 

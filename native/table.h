@@ -9,8 +9,8 @@
 #include "mlxzip.h"
 
 /* Entries by slot, and an open-addressing index over them: 0, or slot + 1 under the top bits of the hash; a quarter full
- * at most, or half when large. Entries leave in the reverse order of their coming, so clearing an index cell never breaks
- * a probe chain. */
+ * at most, or half when large. Where entries leave in the reverse order of their coming only, clearing an index cell never
+ * breaks a probe chain; turns.c closes the gap. */
 typedef struct {
   uint32_t *cells;
   size_t mask;

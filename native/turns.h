@@ -54,10 +54,13 @@ void mlxzip_turns_install(mlxzip_turns *t, const mlxzip_params *p, mlxzip_table 
 void mlxzip_turns_undo(mlxzip_turns *t, const mlxzip_params *p, mlxzip_table *table, size_t i);
 
 /* Entries that had come by the first `mark` ids, beside the start entries. */
-static inline size_t mlxzip_turns_made(const mlxzip_turns *t, size_t mark) { return mark ? t->steps[mark - 1].made : 0; }
+static inline size_t mlxzip_turns_made(const mlxzip_turns *t, size_t mark) {
+  return mark ? t->steps[mark - 1].made : 0;
+}
 
 /* The padded row of an entry, by its number. */
-static inline const uint32_t *mlxzip_turns_row(const mlxzip_turns *t, const mlxzip_params *p, uint32_t entry, size_t *n) {
+static inline const uint32_t *mlxzip_turns_row(const mlxzip_turns *t, const mlxzip_params *p, uint32_t entry,
+                                               size_t *n) {
   size_t start = p->start.n, width = p->merge_size;
   *n = entry < start ? p->start.lengths[entry] : t->lengths[entry - start];
   return entry < start ? p->start.rows + entry * width : t->rows + (entry - start) * width;

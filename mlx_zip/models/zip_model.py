@@ -221,8 +221,9 @@ class Model(nn.Module):
             self._rows.encode_outputs(state)
         else:
             self._rows.encode_inputs(state, slots)
-        rows = self._read_table(state).take(mx.array(np.maximum(slots, 0)))
-        return mx.where(mx.array(slots >= 0)[..., None], rows.astype(h.dtype), h)
+        where = mx.array(slots)
+        rows = self._read_table(state).take(mx.maximum(where, 0))
+        return mx.where((where >= 0)[..., None], rows.astype(h.dtype), h)
 
     def _embed_left(self, h: mx.array, state: ZipState, ids: np.ndarray, slots: np.ndarray) -> mx.array:
         """Puts the rows of entries that have left since ids [B, L] were read into h, and -1 into slots [B, L] there."""
