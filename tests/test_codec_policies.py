@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from mlx_zip import Codebook, CodecError, CodecParams, compress
+from mlx_zip.cli.compression import compress_windows
 from mlx_zip.codec import twin
 from mlx_zip.codec.params import POLICIES
 
@@ -148,3 +149,12 @@ def test_what_was_saved_before_there_were_policies_is_still_read_and_written():
 def test_a_policy_that_is_none_is_refused(policy):
     with pytest.raises(CodecError, match="freeze, lru, use-count"):
         CodecParams(10, 2, 2, policy=policy)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_compress_command_counts_each_entry_under_the_base_ids_it_had(policy):
+    ids = recurring(1000).tolist()
+    tally = compress_windows(CodecParams(50, 20, 3, policy=policy), ids, 400)
+    hypertokens, inside = tally.uses.total(), sum(len(entry) * n for entry, n in tally.uses.items())
+    assert tally.ids - hypertokens + inside == tally.base_tokens == 1000
+    assert tally.entries == 60 if policy == "freeze" else tally.entries > 60

@@ -1,5 +1,7 @@
 """Properties of the codec: the C library against its plain-Python twin, and against itself."""
 
+import random
+
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -224,6 +226,44 @@ def test_what_a_running_codebook_compresses_expands_to_itself(params, draws, mor
         assert x < params.vocab_size + len(book) or x in params.disabled_ids  # never one that is not yet installed
         book.push(x)
     assert book.base_ids(book.mark() - len(emitted)).tolist() == text
+
+
+@st.composite
+def crowded(draw):
+    """A codec whose table is full soon, and ids so many that entries leave by the dozen."""
+    vocab, slots, merge = draw(st.integers(2, 4)), draw(st.integers(1, 6)), draw(st.integers(2, 5))
+    start = draw(st.sampled_from([(), ((0, 1),)])) if slots > 1 else ()
+    params = CodecParams(vocab, slots, merge, (), None, start, draw(st.sampled_from(["lru", "use-count"])))
+    rng = random.Random(draw(st.integers(0, 10**6)))
+    return params, sampled(params, [rng.randrange(1000) for _ in range(80)])
+
+
+@given(crowded(), WHERE)
+def test_entries_leave_as_in_the_twin_and_come_back(case, mark):
+    params, ids = case
+    book, expected = Codebook(params), twin.Codebook(params)
+    mark %= len(ids) + 1
+    for part in (ids[:mark], ids[mark:]):
+        new, installed = book.push(part), expected.push(part)
+        assert [(*entry, at) for entry, at in zip(new, new.at.tolist(), strict=True)] == installed
+        assert dict(book.entries) == expected.entries
+    assert book.base_ids().tolist() == [base for run in expected.runs for base in run]
+    book.rewind(mark)
+    assert state(book) == state(pushed(params, ids[:mark]))
+
+
+@given(crowded(), st.integers(0, 10**6))
+def test_compressing_agrees_with_the_twin_where_entries_leave(case, seed):
+    params, ids = case
+    rng = random.Random(seed)
+    text = [rng.randrange(params.vocab_size) for _ in range(80)]
+    emitted, entries = compress(params, text)
+    assert (emitted.tolist(), dict(entries)) == twin.compress(params, text)
+    book, expected = pushed(params, emitted), twin.Codebook(params)
+    assert book.base_ids().tolist() == text
+    assert book.entries == entries
+    expected.push(ids)
+    assert pushed(params, ids).compress(text).tolist() == expected.compress(text)
 
 
 @given(codecs(), DRAWS)
