@@ -43,6 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--length", type=int, default=500_000, help="base ids of the long sequence (default: 500000)")
     parser.add_argument("--windows", type=int, default=60, help=f"windows of {WINDOW} ids (default: 60)")
     parser.add_argument("--trials", type=int, default=9, help="trials per measurement (default: 9)")
+    parser.add_argument("--policies", action="store_true",
+                        help="only pushes onto a full table of 2048 entries, by policy")  # fmt: skip
     parser.add_argument("--figure4", type=Path, metavar="PNG",
                         help="only the paper's figure 4, latency by bytes of --text; drawn here")  # fmt: skip
 
@@ -56,6 +58,8 @@ def run(args: argparse.Namespace) -> int:
         return _figure4(args)
     ids, data = _load(args)
     ids = np.ascontiguousarray(ids[: args.length], np.uint32)
+    if args.policies:
+        return _policies(args, ids, data)
     starts = np.linspace(0, max(0, len(ids) - WINDOW), args.windows).astype(int)
     windows = [ids[start : start + WINDOW].copy() for start in starts]
     for what, sequences, slots in (("windows", windows, WINDOW), ("sequence", [ids], 1 << 20)):
@@ -66,6 +70,15 @@ def run(args: argparse.Namespace) -> int:
         if what == "windows":
             for record in _latency(codec, sequences, args.trials):
                 _print(record, setting, data)
+    return 0
+
+
+def _policies(args: argparse.Namespace, ids: Uint32s, data: str) -> int:
+    from .codec_policies import measure_policies
+
+    params = CodecParams(args.vocab_size, WINDOW, MERGE_SIZE, _disabled(args.vocab_size))
+    for record in measure_policies(params, ids, args.trials):
+        _print(record, {"of": "sequence", "ids_each": len(ids), "codebook_size": WINDOW}, data)
     return 0
 
 

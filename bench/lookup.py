@@ -161,6 +161,8 @@ class ZipLookup(_LookupEngine):
         super().__init__(models, models.zipped, draft)
         if self.model.config.canonical:
             raise MlxZipError(f"{self.name}: the model excludes ids that are not canonical; lookup does not")
+        if self.model.config.policy != "freeze":
+            raise MlxZipError(f"{self.name}: it needs a codebook of policy freeze")
 
     def _ids(self, cache: list[Any], prompt: Sequence[int], replay: Sequence[int] | None) -> tuple[list, list]:
         prompt_ids, forced = zip_ids(cache[-1].books[0], prompt, replay or ())

@@ -118,6 +118,11 @@ def _check(model: Any, facts: TokenizerFacts, drop_start: bool, adapted: bool) -
             f"{facts.pad_id}"
         )
     model.layout.check_tokenizer(facts.length)
+    if config.policy != "freeze":
+        raise ConversionError(
+            f"the model's codebook has the policy {config.policy!r}, but zip2zip's keeps what a full table holds: "
+            "nothing to export (take \"policy\" out of config.json's compression section to give it up)"
+        )
     if config.start is not None and not drop_start:
         raise ConversionError(
             f"the model starts from a codebook of {len(config.start)} entries, which zip2zip's format cannot hold; "

@@ -27,15 +27,21 @@ from numpy.typing import NDArray
 
 from mlx_zip.codec import Codebook
 from mlx_zip.codec.ids import Uint32s
+from mlx_zip.errors import ConfigError
 
 BaseIds = tuple[int, ...]
 MOST = 0.5  # of the probability: an id that is not canonical may stand where all such ids hold more
 
 
 class Followers:
-    """The entries of a growing codebook, by what they begin with: which ids cannot follow some base ids."""
+    """The entries of a growing codebook, by what they begin with: which ids cannot follow some base ids.
+
+    Raises `ConfigError` for a codebook whose entries may leave: what could not follow them then can.
+    """
 
     def __init__(self, book: Codebook) -> None:
+        if book.params.policy != "freeze":
+            raise ConfigError(f"canonical decoding needs a codebook of policy freeze, not {book.params.policy}")
         self.vocab_size, self.size = book.params.vocab_size, 0
         self._known: set[BaseIds] = set()
         self._endings: defaultdict[BaseIds, list[tuple[int, BaseIds]]] = defaultdict(list)  # (slot, rest), by beginning

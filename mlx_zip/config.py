@@ -29,7 +29,7 @@ ENCODER_FIELDS = {
 _TOP = {
     "format_version", "base_model_name_or_path", "position_mode", "encoder_type", "encoder", "compression",
 }
-_COMPRESSION = {"initial_vocab_size", "max_codebook_size", "max_subtokens", "disabled_ids"}
+_COMPRESSION = {"initial_vocab_size", "max_codebook_size", "max_subtokens", "disabled_ids", "policy"}
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,8 @@ class ZipConfig:
     codebook_size, merge_size: upstream's `max_codebook_size` and `max_subtokens`. pad_id: the tokenizer's pad
     token, else its eos; it never merges and fills the rest of short entries. start: the model's starting codebook,
     entries that exist before the first id and take the first slots; upstream has none. canonical: canonical decoding
-    (`mlx_zip.canonical`); upstream has none of that either.
+    (`mlx_zip.canonical`); upstream has none of that either. policy: what a full codebook does (`CodecParams`), which
+    upstream knows as freeze only.
     """
 
     vocab_size: int
@@ -117,6 +118,7 @@ class ZipConfig:
     base_model: str | None = None
     start: tuple[tuple[int, ...], ...] | None = None
     canonical: bool = False
+    policy: str = "freeze"
     codec_params: CodecParams = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -131,11 +133,14 @@ class ZipConfig:
             )
         try:
             params = CodecParams(
-                self.vocab_size, self.codebook_size, self.merge_size, self.disabled_ids, self.pad_id, self.start
-            )
+                self.vocab_size, self.codebook_size, self.merge_size, self.disabled_ids, self.pad_id, self.start,
+                self.policy,
+            )  # fmt: skip
         except CodecError as error:
             raise ConfigError(f"zip2zip config: {error}") from error
         _flag("zip2zip config", vars(self), "canonical")
+        if self.canonical and self.policy != "freeze":
+            raise ConfigError(f"zip2zip config: canonical decoding needs policy freeze, not {self.policy}")
         object.__setattr__(self, "codec_params", params)
         object.__setattr__(self, "start", params.start)
 
@@ -167,10 +172,11 @@ class ZipConfig:
             base_model=data.get("base_model_name_or_path"),
             start=_start(data.get("start")),
             canonical=data.get("canonical", False),
+            policy=part.get("policy", "freeze"),
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Upstream's layout, `pad_token_id` and what is set of `start` and `canonical`; `from_dict` reads it back."""
+        """Upstream's layout, `pad_token_id` and what is set of our own; `from_dict` reads it back."""
         ours: dict[str, Any] = {"canonical": True} if self.canonical else {}
         if self.start is not None:
             ours["start"] = [list(entry) for entry in self.start]
@@ -185,6 +191,7 @@ class ZipConfig:
                 "max_codebook_size": self.codebook_size,
                 "max_subtokens": self.merge_size,
                 "disabled_ids": list(self.disabled_ids),
+                **({} if self.policy == "freeze" else {"policy": self.policy}),
             },
             "pad_token_id": self.pad_id,
             **ours,

@@ -157,7 +157,7 @@ class BasePenalties:
     def _last(self, count: int) -> np.ndarray:
         """The last `count` base tokens read (an id is at least one)."""
         book = self.state.books[self.row]
-        return np.asarray(book.expand(book.ids[-count:]))[-count:]
+        return book.base_ids(max(0, book.mark() - count))[-count:]
 
     def _with_hypertokens(self, term: np.ndarray) -> np.ndarray:
         """[V] -> [V + installed entries]: a hypertoken's is the sum over its constituents."""

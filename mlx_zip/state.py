@@ -16,7 +16,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_zip.codec import Codebook, CodecParams
+from mlx_zip.codec import Codebook, CodecParams, Installed
 from mlx_zip.errors import CodecError, ModelError
 from mlx_zip.hyper import RowTable
 
@@ -29,11 +29,25 @@ HostIds = int | np.ndarray  # what one call reads: ids [B, L] uint32, or the one
 class Advance:
     """What one call's ids installed: live [B] entries after it, available [B, L] once each id had been consumed.
 
-    Numbers, where one sequence read one id.
+    Numbers, where one sequence read one id. left: entries that left in a call of several ids, under a policy other than
+    freeze.
     """
 
     live: np.ndarray | int
     available: np.ndarray | int
+    left: tuple[Left, ...] = ()
+
+
+@dataclass(frozen=True)
+class Left:
+    """An entry, base_ids [merge_size] padded, that a slot had behind columns begin..end-1 of a call's ids."""
+
+    sequence: int
+    slot: int
+    begin: int
+    end: int
+    base_ids: np.ndarray
+    length: int
 
 
 class ZipState:
@@ -41,7 +55,9 @@ class ZipState:
 
     params: the codec of all sequences, or one per sequence; these may differ in their start entries only. books: one
     `Codebook` per sequence. offset: ids consumed per sequence, left padding included; equals the KV caches' length.
-    long_rope: the factor set the KV caches were built with (LongRoPE only).
+    long_rope: the factor set the KV caches were built with (LongRoPE only). encoded_inputs [B, codebook_size]: slots
+    with an input row. encoded_outputs: per sequence, how many slots have had an output row; replaced: those among them
+    that hold another entry by now.
     """
 
     def __init__(self, params: CodecParams | Sequence[CodecParams], left_padding: Sequence[int] = (0,)) -> None:
@@ -72,6 +88,7 @@ class ZipState:
         self.inputs, self.outputs = RowTable(batch), RowTable(batch)
         self.encoded_inputs = np.zeros((batch, self.books[0].params.codebook_size), dtype=bool)
         self.encoded_outputs = [0] * batch
+        self.replaced: list[set[int]] = [set() for _ in range(batch)]
 
     # ---- one model call
 
@@ -86,9 +103,11 @@ class ZipState:
         batch size is not this state's.
         """
         if isinstance(ids, int):
-            self.books[0].push(ids)
+            new = self.books[0].push(ids)
             self.offset += 1
             live = len(self.books[0])
+            if self.turns and len(new):
+                self._changed(0, new.slots)
             return Advance(live, live)
         batch, length = ids.shape
         if batch != len(self.books):
@@ -96,20 +115,26 @@ class ZipState:
         first = self._padding_columns(self.offset, length)
         before = np.array([len(book) for book in self.books])
         marks = [book.mark() for book in self.books]
-        available = np.zeros((batch, length), dtype=np.int64)
+        held = [book.rows(0, len(book)) for book in self.books] if self.turns else []
+        available, pushed = np.zeros((batch, length), dtype=np.int64), []
         try:
             for b, book in enumerate(self.books):
                 real = ids[b, first[b] :]
                 new = book.push(int(real[0]) if len(real) == 1 else real)
+                pushed.append(new)
                 if len(new):
-                    available[b, first[b] + new.at] = 1
+                    available[b, first[b] + new.at[: len(book) - before[b]]] = 1
         except CodecError:
             for book, mark in zip(self.books, marks, strict=True):
                 book.rewind(mark)
             raise
         self.offset += length
         live = np.array([len(book) for book in self.books])
-        return Advance(live, before[:, None] + np.cumsum(available, axis=1))
+        left: list[Left] = []
+        for b, (entries, new) in enumerate(zip(held, pushed, strict=False)):
+            self._changed(b, new.slots)
+            left += _left(b, entries, new, int(first[b]))
+        return Advance(live, before[:, None] + np.cumsum(available, axis=1), tuple(left))
 
     def base_positions(self, ids: np.ndarray) -> np.ndarray:
         """Positions [B, L] int32 of the last L ids: the base index of each one's last constituent, 0 in the padding.
@@ -119,7 +144,7 @@ class ZipState:
         out = np.zeros(ids.shape, dtype=np.int32)
         first = self._padding_columns(self.offset - ids.shape[1], ids.shape[1])
         for b, book in enumerate(self.books):
-            spans = np.asarray(book.spans(ids[b, first[b] :]))
+            spans = book.logged(book.mark() - (ids.shape[1] - int(first[b])))[1].astype(np.int64)
             out[b, first[b] :] = book.base_length - spans.sum() + np.cumsum(spans) - 1
         return out
 
@@ -148,7 +173,51 @@ class ZipState:
 
     def missing_outputs(self) -> tuple[np.ndarray, np.ndarray]:
         """(sequence [N], slot [N]) of installed entries that have no output row yet."""
-        return _pairs([np.arange(done, len(b)) for done, b in zip(self.encoded_outputs, self.books, strict=True)])
+        done = zip(self.encoded_outputs, self.replaced, self.books, strict=True)
+        return _pairs([np.array([*sorted(replaced), *range(n, len(book))], np.int64) for n, replaced, book in done])
+
+    def only_missing_output(self) -> int | None:
+        """The slot, where there is one sequence and one installed entry that has no output row yet."""
+        encoded, replaced = self.encoded_outputs[0], self.replaced[0]
+        if len(self.books) != 1 or len(self.books[0]) - encoded + len(replaced) != 1:
+            return None
+        return next(iter(replaced), encoded)
+
+    def outputs_encoded(self) -> bool:
+        """Whether every installed entry has its output row."""
+        return self.encoded_outputs == [len(book) for book in self.books] and not (self.turns and any(self.replaced))
+
+    def have_encoded_outputs(self) -> None:
+        """Says that it has."""
+        self.encoded_outputs = [len(book) for book in self.books]
+        if self.turns:
+            self.replaced = [set() for _ in self.books]
+
+    @property
+    def turns(self) -> bool:
+        """Whether entries may leave: slots then have other entries at other times."""
+        return self.books[0].params.policy != "freeze"
+
+    def _changed(self, b: int, slots: np.ndarray) -> None:
+        """These slots of sequence b hold other entries than before: their rows are worthless."""
+        self.encoded_inputs[b, slots] = False
+        self.replaced[b].update(slots[slots < self.encoded_outputs[b]].tolist())
+
+    def read_before(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Those of the last L ids [B, L] whose slots hold other entries by now than when they were read.
+
+        (sequence [N], column [N]), and what they stood for: base_ids [N, merge_size], lengths [N].
+        """
+        first, found = self._padding_columns(self.offset - ids.shape[1], ids.shape[1]), []
+        vocab_size = self.books[0].params.vocab_size
+        for b, book in enumerate(self.books):
+            columns = first[b] + np.flatnonzero(ids[b, first[b] :] >= vocab_size)
+            rows, lengths = (x[columns - ids.shape[1]] for x in book.logged(book.mark() - ids.shape[1] + int(first[b])))
+            now = [x[ids[b, columns].astype(np.int64) - vocab_size] for x in book.rows(0, len(book))]
+            other = _differ((rows, lengths), now)
+            found.append((np.full(other.sum(), b), columns[other], rows[other], lengths[other].astype(np.int64)))
+        sequence, columns, rows, lengths = (np.concatenate(parts) for parts in zip(*found, strict=True))
+        return sequence, columns, rows, lengths
 
     def missing_inputs(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(sequence [N], slot [N]) among slots [B, L] (-1: not a hypertoken) that have no input row yet."""
@@ -219,7 +288,12 @@ class ZipState:
         n = min(n, self.offset)
         self.offset -= n
         for b, book in enumerate(self.books):
+            held = book.rows(0, len(book)) if self.turns else ()
             book.rewind(max(0, self.offset - self.left_padding[b]))
+            if self.turns:
+                now = book.rows(0, len(book))
+                self._changed(b, np.flatnonzero(_differ([x[: len(book)] for x in held], now)))
+                self.replaced[b] = {slot for slot in self.replaced[b] if slot < len(book)}
             self.encoded_outputs[b] = min(self.encoded_outputs[b], len(book))
             self.encoded_inputs[b, len(book) :] = False
         return n
@@ -245,6 +319,7 @@ class ZipState:
         twin.inputs, twin.outputs = self.inputs.copy(), self.outputs.copy()
         twin.encoded_inputs = self.encoded_inputs.copy()
         twin.encoded_outputs = list(self.encoded_outputs)
+        twin.replaced = [set(slots) for slots in self.replaced]
         return twin
 
     __copy__ = None  # a shallow copy would share codebooks; use copy.deepcopy
@@ -253,6 +328,22 @@ class ZipState:
 def find_state(cache: Sequence[Any]) -> ZipState | None:
     """The cache's `ZipState`, or None for a plain model's cache."""
     return next((entry for entry in cache if isinstance(entry, ZipState)), None)
+
+
+def _differ(some: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> np.ndarray:
+    """[N] bool: where entries differ, each given as base_ids [N, merge_size] and lengths [N]."""
+    return (some[0] != others[0]).any(axis=1) | (some[1] != others[1])
+
+
+def _left(b: int, held: tuple[np.ndarray, np.ndarray], new: Installed, first: int) -> list[Left]:
+    """What left sequence b for the entries that a call installed; held: its entries before, first: its first column."""
+    now, out = dict(enumerate(zip([0] * len(held[0]), *held, strict=True))), []
+    entries = zip(new.slots.tolist(), (first + new.at).tolist(), new.base_ids, new.lengths, strict=True)
+    for slot, column, base_ids, length in entries:
+        if slot in now and now[slot][0] < column:
+            out.append(Left(b, slot, now[slot][0], column, now[slot][1], int(now[slot][2])))
+        now[slot] = column, base_ids, length
+    return out
 
 
 def _pairs(slots: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
@@ -307,12 +398,15 @@ def _books(params: CodecParams | Sequence[CodecParams], batch: int) -> list[Code
 
 def _same_but_start(a: CodecParams, b: CodecParams) -> bool:
     """Cheap, for it is asked at every step."""
-    names = ("vocab_size", "codebook_size", "merge_size", "disabled_ids", "pad_id")
+    names = ("vocab_size", "codebook_size", "merge_size", "disabled_ids", "pad_id", "policy")
     return a is b or all(getattr(a, name) == getattr(b, name) for name in names)
 
 
 def _params_to_json(codecs: Sequence[CodecParams]) -> str:
     fields = [{f.name: getattr(codec, f.name) for f in dataclasses.fields(codec)} for codec in codecs]
+    for one in fields:
+        if one["policy"] == "freeze":
+            del one["policy"]  # as it was saved when there was no other
     shared = all(codec is codecs[0] or codec == codecs[0] for codec in codecs)
     return json.dumps(fields[0] if shared else fields, sort_keys=True)
 

@@ -4,6 +4,9 @@
 
 enum { MAGIC_LOW = 0x7A786C6D, MAGIC_HIGH = 0x0062637A, VERSION = 1, HEADER_WORDS = 10 };
 
+/* Version 2 has one word more, the policy, behind the header; the policy of version 1 is freeze. */
+enum { WITH_POLICY = 2 };
+
 typedef struct {
   uint8_t *dst;
   size_t words;
@@ -24,7 +27,7 @@ static void put_long(writer *w, uint64_t value) { put(w, (uint32_t)value), put(w
 
 static size_t saved_words(const mlxzip_codebook *b) {
   const mlxzip_params *p = b->params;
-  size_t words = HEADER_WORDS + p->n_disabled + p->start.n + 2 + b->n + 2;
+  size_t words = HEADER_WORDS + (p->policy != MLXZIP_FREEZE) + p->n_disabled + p->start.n + 2 + b->n + 2;
   for (size_t slot = 0; slot < p->start.n; slot++) words += p->start.lengths[slot];
   return words;
 }
@@ -34,10 +37,12 @@ mlxzip_status mlxzip_to_bytes(const mlxzip_codebook *b, uint8_t *dst, size_t cap
   *n_out = 4 * saved_words(b);
   if (cap < *n_out) return MLXZIP_E_SPACE;
   writer w = {dst, 0, 14695981039346656037u};
-  const uint32_t header[HEADER_WORDS] = {MAGIC_LOW, MAGIC_HIGH, VERSION, p->vocab_size, p->codebook_size,
+  uint32_t version = p->policy == MLXZIP_FREEZE ? VERSION : WITH_POLICY;
+  const uint32_t header[HEADER_WORDS] = {MAGIC_LOW, MAGIC_HIGH, version, p->vocab_size, p->codebook_size,
                                          p->merge_size, p->has_pad, p->pad_id, (uint32_t)p->n_disabled,
                                          (uint32_t)p->start.n};
   put_all(&w, header, HEADER_WORDS);
+  if (version == WITH_POLICY) put(&w, p->policy);
   put_all(&w, p->disabled, p->n_disabled);
   for (size_t slot = 0; slot < p->start.n; slot++) {
     put(&w, p->start.lengths[slot]);
@@ -79,7 +84,8 @@ static bool checked(const uint8_t *data, size_t n, reader *r) {
   uint64_t sum = 14695981039346656037u;
   for (size_t i = 0; i < n - 8; i += 4) sum = (sum ^ word(data + i)) * 1099511628211u;
   *r = (reader){data + 12, n / 4 - 5};
-  return word(data) == MAGIC_LOW && word(data + 4) == MAGIC_HIGH && word(data + 8) == VERSION &&
+  if (word(data + 8) != VERSION && word(data + 8) != WITH_POLICY) return false;
+  return word(data) == MAGIC_LOW && word(data + 4) == MAGIC_HIGH &&
          word(data + n - 8) == (uint32_t)sum && word(data + n - 4) == (uint32_t)(sum >> 32);
 }
 
@@ -113,7 +119,8 @@ mlxzip_status mlxzip_params_from_bytes(const uint8_t *data, size_t n, mlxzip_par
   uint32_t n_disabled, n_start, *rows = NULL;
   uint8_t *lengths = NULL;
   if (!take(&r, &s.vocab_size) || !take(&r, &s.codebook_size) || !take(&r, &s.merge_size) || !take(&r, &s.has_pad) ||
-      !take(&r, &s.pad_id) || !take(&r, &n_disabled) || !take(&r, &n_start))
+      !take(&r, &s.pad_id) || !take(&r, &n_disabled) || !take(&r, &n_start) ||
+      (word(data + 8) == WITH_POLICY && (!take(&r, &s.policy) || s.policy == MLXZIP_FREEZE)))
     return MLXZIP_E_FORMAT;
   s.n_disabled = n_disabled, s.n_start = n_start;
   mlxzip_status status;

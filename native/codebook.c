@@ -4,9 +4,12 @@
 static bool reserve(mlxzip_codebook *b, size_t more) {
   const mlxzip_params *p = b->params;
   size_t room = p->codebook_size - b->table.n, entries = b->table.n + (more < room ? more : room);
-  if (!mlxzip_grow(&b->table, p, entries)) return false;
+  if (more > MLXZIP_MAX_LOG - b->n || !mlxzip_grow(&b->table, p, entries)) return false;
+  if (p->turns) {
+    if (!b->turns && !(b->turns = calloc(1, sizeof *b->turns))) return false;
+    if (!mlxzip_turns_reserve(b->turns, p, &b->table, b->n + more, more)) return false;
+  }
   if (more <= b->cap - b->n) return true;
-  if (more > MLXZIP_MAX_LOG - b->n) return false;
   size_t cap = b->cap ? 2 * b->cap : 256;
   if (cap < b->n + more) cap = b->n + more;
   uint32_t *log = realloc(b->log, cap * sizeof *log);
@@ -52,6 +55,14 @@ static inline void install(mlxzip_table *t, size_t width, uint32_t *cell, uint64
   t->hashes[slot] = hash, t->lengths[slot] = (uint8_t)(prev.n + 1);
 }
 
+/* The held prev + last, which is no entry yet, becomes the next one. */
+static void add(mlxzip_codebook *b, uint32_t *cell, uint64_t hash, uint32_t last) {
+  mlxzip_run prev = held(b);
+  b->own[prev.n] = last;
+  if (b->turns) mlxzip_turns_install(b->turns, b->params, &b->table, b->own, prev.n + 1, hash);
+  else install(&b->table, b->params->merge_size, cell, hash, prev, last);
+}
+
 /* The held prev + cur[0] may be a known entry: it takes more of cur until it is new, or full, or cur runs out. */
 static void extend(mlxzip_codebook *b, mlxzip_run cur) {
   size_t width = b->params->merge_size;
@@ -64,7 +75,7 @@ static void extend(mlxzip_codebook *b, mlxzip_run cur) {
     b->own[prev.n] = ids[i];
     uint32_t *cell = mlxzip_find(&b->table, width, hash, b->own, prev.n + 1);
     if (!*cell) {
-      install(&b->table, width, cell, hash, prev, ids[i]);
+      add(b, cell, hash, ids[i]);
       hold_ids(b, ids + i, cur.n - i);
       return;
     }
@@ -109,7 +120,7 @@ static mlxzip_status repeat(mlxzip_codebook *b, size_t slot) {
     b->own[prev.n] = p->fill;
     return MLXZIP_E_DUPLICATE;
   }
-  install(&b->table, p->merge_size, cell, hash, prev, prev.first);
+  add(b, cell, hash, prev.first);
   b->n_prev++, b->prev_hash = hash;
   return MLXZIP_OK;
 }
@@ -161,12 +172,66 @@ static mlxzip_status feed(mlxzip_codebook *b, const uint32_t *ids, size_t n, siz
   return status;
 }
 
+/* The run of an installed slot or base id is read where entries take turns: it follows the held prev. */
+static void follow_in_turn(mlxzip_codebook *b, mlxzip_run cur) {
+  uint64_t hash = mlxzip_hash(b->prev_hash, cur.first);
+  if (!mlxzip_turns_room(b->turns, b->params, &b->table)) {
+    b->n_prev = 0;
+  } else if (b->n_prev == 0 || b->n_prev == b->params->merge_size) {
+    hold(b, cur);
+  } else if (*mlxzip_probe(&b->table, hash, hash)) {
+    extend(b, cur);
+  } else {
+    add(b, NULL, hash, cur.first);
+    hold(b, cur); /* what was read stays, so its row is what it was */
+  }
+}
+
+/* `feed` where entries take turns: each id also leaves behind what undoes it. */
+static mlxzip_status feed_in_turn(mlxzip_codebook *b, const uint32_t *ids, size_t n, size_t *done) {
+  const mlxzip_params *p = b->params;
+  mlxzip_turns *turns = b->turns;
+  mlxzip_status status = MLXZIP_OK;
+  size_t i = 0;
+  for (; i < n; i++) {
+    uint32_t id = ids[i];
+    size_t slot = (size_t)id - p->vocab_size, span = 1;
+    mlxzip_step step = {MLXZIP_NONE, MLXZIP_NONE, 0};
+    turns->reading = 0;
+    if (mlxzip_disabled(p, id)) {
+      b->n_prev = 0;
+    } else if (id < p->vocab_size) {
+      follow_in_turn(b, run_of(&b->table, p->merge_size, -1, id));
+    } else if (slot < b->table.n) {
+      step.entry = (uint32_t)slot;
+      if (slot >= p->start.n) step.entry = mlxzip_turns_use(turns, p, slot, &step.older);
+      span = b->table.lengths[slot];
+      follow_in_turn(b, run_of(&b->table, p->merge_size, (ptrdiff_t)slot, id));
+    } else if ((status = repeat(b, slot)) == MLXZIP_OK) {
+      step.entry = (uint32_t)slot, span = b->n_prev;
+    } else {
+      break;
+    }
+    step.made = (uint32_t)turns->made;
+    turns->steps[b->n] = step;
+    b->base_length += span;
+    b->after[b->n] = b->base_length << LENGTH_SHIFT | (uint64_t)b->table.n << PREV_BITS | b->n_prev;
+    b->log[b->n++] = id;
+  }
+  *done = i;
+  return status;
+}
+
+static mlxzip_status read_ids(mlxzip_codebook *b, const uint32_t *ids, size_t n, size_t *done) {
+  return b->turns ? feed_in_turn(b, ids, n, done) : feed(b, ids, n, done);
+}
+
 int mlxzip_push(mlxzip_codebook *b, const uint32_t *ids, size_t n, size_t *bad) {
   if (n == 0) return 0;
   if (!reserve(b, n)) return MLXZIP_E_MEMORY;
-  size_t before = b->n, entries = b->table.n;
-  mlxzip_status status = feed(b, ids, n, bad);
-  if (status == MLXZIP_OK) return (int)(b->table.n - entries);
+  size_t before = b->n, entries = b->turns ? b->turns->made : b->table.n;
+  mlxzip_status status = read_ids(b, ids, n, bad);
+  if (status == MLXZIP_OK) return (int)((b->turns ? b->turns->made : b->table.n) - entries);
   mlxzip_rewind(b, before);
   return status;
 }
@@ -180,16 +245,11 @@ int mlxzip_push_one(mlxzip_codebook *b, uint32_t id, uint32_t *dst) {
 
 /* Puts back the last n_prev base ids of the expanded log. */
 static void restore_prev(mlxzip_codebook *b, size_t n_prev) {
-  const mlxzip_params *p = b->params;
   uint32_t prev[MLXZIP_MAX_MERGE];
   size_t left = n_prev;
   for (size_t i = b->n; left > 0; i--) {
-    const uint32_t *run = b->log + i - 1;
-    size_t n = 1;
-    if (*run >= p->vocab_size) {
-      size_t slot = *run - p->vocab_size;
-      run = b->table.rows + slot * p->merge_size, n = b->table.lengths[slot];
-    }
+    size_t n;
+    const uint32_t *run = mlxzip_logged_run(b, i - 1, &n);
     for (; n > 0 && left > 0; n--) prev[--left] = run[n - 1];
   }
   hold_ids(b, prev, n_prev);
@@ -200,6 +260,7 @@ mlxzip_status mlxzip_rewind(mlxzip_codebook *b, size_t mark) {
   if (mark == b->n) return MLXZIP_OK;
   size_t width = b->params->merge_size;
   uint64_t after = mlxzip_after(b, mark);
+  for (size_t i = b->n; b->turns && i > mark; i--) mlxzip_turns_undo(b->turns, b->params, &b->table, i - 1);
   while (b->table.n > mlxzip_entries_in(after)) {
     size_t slot = b->table.n - 1, n = b->table.lengths[slot];
     const uint32_t *row = b->table.rows + slot * width;
@@ -226,7 +287,19 @@ mlxzip_status mlxzip_new(const mlxzip_params *p, mlxzip_codebook **out) {
   return *out ? MLXZIP_OK : MLXZIP_E_MEMORY;
 }
 
+/* Where entries take turns, the log says all. */
+static mlxzip_status replay(const mlxzip_codebook *from, mlxzip_codebook **out) {
+  size_t bad;
+  mlxzip_status status = mlxzip_new(from->params, out);
+  if (status == MLXZIP_OK && mlxzip_push(*out, from->log, from->n, &bad) < 0) {
+    mlxzip_free(*out);
+    *out = NULL, status = MLXZIP_E_MEMORY;
+  }
+  return status;
+}
+
 mlxzip_status mlxzip_copy(const mlxzip_codebook *from, mlxzip_codebook **out) {
+  if (from->turns) return replay(from, out);
   mlxzip_codebook *b = *out = open_book(from->params, &from->table);
   if (!b || !reserve(b, from->n)) {
     mlxzip_free(b);
@@ -244,13 +317,22 @@ mlxzip_status mlxzip_copy(const mlxzip_codebook *from, mlxzip_codebook **out) {
 
 void mlxzip_free(mlxzip_codebook *b) {
   if (!b) return;
-  mlxzip_table_free(&b->table), free(b->log), free(b->after), free(b);
+  mlxzip_table_free(&b->table), mlxzip_turns_free(b->turns), free(b->log), free(b->after), free(b);
 }
 
 mlxzip_status mlxzip_continue(mlxzip_codebook *b, const uint32_t *ids, size_t n, uint32_t *dst, size_t *n_out,
                               size_t *bad) {
+  size_t before = b->n;
+  mlxzip_status status = mlxzip_go_on(b, ids, n, dst, n_out, bad);
+  mlxzip_rewind(b, before);
+  return status;
+}
+
+mlxzip_status mlxzip_go_on(mlxzip_codebook *b, const uint32_t *ids, size_t n, uint32_t *dst, size_t *n_out,
+                           size_t *bad) {
   const mlxzip_params *p = b->params;
-  size_t before = b->n, out = 0, at = 0, width = p->merge_size;
+  size_t out = 0, at = 0, width = p->merge_size;
+  *n_out = 0, *bad = 0;
   if (!reserve(b, n)) return MLXZIP_E_MEMORY;
   while (at < n) {
     const uint32_t *run = ids + at;
@@ -265,10 +347,9 @@ mlxzip_status mlxzip_continue(mlxzip_codebook *b, const uint32_t *ids, size_t n,
       uint32_t hyper = p->vocab_size + (uint32_t)mlxzip_slot(cell);
       if (cell && !(p->clash && mlxzip_disabled(p, hyper))) code = hyper, best = k;
     }
-    feed(b, &code, 1, bad); /* cannot fail: the id is a base id, disabled or installed */
+    read_ids(b, &code, 1, bad); /* cannot fail: the id is a base id, disabled or installed */
     dst[out++] = code, at += best;
   }
-  mlxzip_rewind(b, before);
   *n_out = out, *bad = at;
   return at < n ? MLXZIP_E_ID : MLXZIP_OK;
 }

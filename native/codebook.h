@@ -2,7 +2,7 @@
 #ifndef MLXZIP_CODEBOOK_H
 #define MLXZIP_CODEBOOK_H
 
-#include "table.h"
+#include "turns.h"
 
 /* State after each logged id, in one word: base length (38 bits), entries (21), length of prev (5). prev itself needs
  * no copy: it is always the end of the expanded log. */
@@ -20,6 +20,7 @@ typedef struct {
 struct mlxzip_codebook {
   const mlxzip_params *params;
   mlxzip_table table;
+  mlxzip_turns *turns; /* where entries take turns, from the first push on; else NULL */
   uint32_t *log;
   uint64_t *after;
   size_t n, cap; /* of log and after */
@@ -29,6 +30,10 @@ struct mlxzip_codebook {
   uint32_t own[MLXZIP_MAX_MERGE]; /* prev between calls, padded like a row so that it can be installed as it stands */
 };
 
+/* `mlxzip_continue` that stays where it got to. */
+mlxzip_status mlxzip_go_on(mlxzip_codebook *b, const uint32_t *ids, size_t n, uint32_t *dst, size_t *n_out,
+                           size_t *bad);
+
 /* State after the first `mark` ids, but for prev. */
 static inline uint64_t mlxzip_after(const mlxzip_codebook *b, size_t mark) {
   return mark ? b->after[mark - 1] : (uint64_t)b->params->start.n << PREV_BITS;
@@ -36,6 +41,18 @@ static inline uint64_t mlxzip_after(const mlxzip_codebook *b, size_t mark) {
 
 static inline size_t mlxzip_entries_in(uint64_t after) {
   return after >> PREV_BITS & (((size_t)1 << ENTRY_BITS) - 1);
+}
+
+/* The base ids that logged id number i stood for when it was read. */
+static inline const uint32_t *mlxzip_logged_run(const mlxzip_codebook *b, size_t i, size_t *n) {
+  const mlxzip_params *p = b->params;
+  const uint32_t *id = b->log + i;
+  uint32_t entry = *id - p->vocab_size;
+  *n = 1;
+  if (*id < p->vocab_size || mlxzip_disabled(p, *id)) return id;
+  if (b->turns) return mlxzip_turns_row(b->turns, p, b->turns->steps[i].entry, n);
+  *n = b->table.lengths[entry];
+  return b->table.rows + (size_t)entry * p->merge_size;
 }
 
 #endif

@@ -1,4 +1,4 @@
-#include "table.h"
+#include "codebook.h"
 
 size_t mlxzip_entries_bound(const mlxzip_params *p, size_t n) {
   return n < p->codebook_size - p->start.n ? p->start.n + n : p->codebook_size;
@@ -24,13 +24,29 @@ static void install(mlxzip_table *t, const mlxzip_params *p, uint32_t *cell, uin
   *cell = mlxzip_cell(hash, t->n++);
 }
 
+/* The rest of the ids, from *bad on, where entries take turns: as a codebook goes on that has read the n_out ids. */
+static mlxzip_status go_on_in_turn(const mlxzip_params *p, const uint32_t *ids, size_t n, uint32_t *dst, size_t *n_out,
+                                   uint32_t *rows, uint8_t *lengths, size_t *n_entries, size_t *bad) {
+  mlxzip_codebook *b;
+  size_t at = *bad, more = 0;
+  mlxzip_status status = mlxzip_new(p, &b);
+  if (status != MLXZIP_OK) return status;
+  int installed = mlxzip_push(b, dst, *n_out, bad);
+  status = installed < 0 ? (mlxzip_status)installed : mlxzip_go_on(b, ids + at, n - at, dst + *n_out, &more, bad);
+  if (status == MLXZIP_OK) mlxzip_entries(b, 0, mlxzip_size(b), rows, lengths);
+  *n_out += more, *n_entries = mlxzip_size(b), *bad += at;
+  mlxzip_free(b);
+  return status;
+}
+
 mlxzip_status mlxzip_compress(const mlxzip_params *p, const uint32_t *ids, size_t n, uint32_t *dst, size_t *n_out,
                               uint32_t *rows, uint8_t *lengths, size_t *n_entries, size_t *bad) {
   mlxzip_table t;
   size_t cap = mlxzip_entries_bound(p, n), width = p->merge_size, out = 0, at = 0;
+  size_t end = n, until = p->turns ? p->codebook_size : SIZE_MAX; /* entries: then a codebook is asked how to go on */
   if (!open_table(&t, p, cap, rows, lengths)) return MLXZIP_E_MEMORY;
   mlxzip_status status = MLXZIP_OK;
-  while (at < n) {
+  while (at < end) {
     const uint32_t *run = ids + at;
     uint32_t code = *run;
     if (!mlxzip_plain(p, code)) {
@@ -58,10 +74,14 @@ mlxzip_status mlxzip_compress(const mlxzip_params *p, const uint32_t *ids, size_
       status = MLXZIP_E_CLASH;
       break;
     }
-    if (miss && t.n < cap) install(&t, p, miss, miss_hash, run, best + 1);
+    if (miss && t.n < cap) {
+      install(&t, p, miss, miss_hash, run, best + 1);
+      if (t.n == until) end = 0;
+    }
     dst[out++] = code, at += best;
   }
   free(t.block);
   *n_out = out, *n_entries = t.n, *bad = at;
-  return status;
+  if (status != MLXZIP_OK || at == n) return status;
+  return go_on_in_turn(p, ids, n, dst, n_out, rows, lengths, n_entries, bad);
 }

@@ -16,6 +16,18 @@
  * which is installed and becomes prev. Each id installs one entry at most. On any stream made of installed ids this
  * equals zip2zip-compression 0.3.4; the start entries, which take the first slots before the first id, are an addition.
  *
+ * Policy: what becomes of an entry that is to be installed when the table is full. FREEZE: nothing, as upstream; the
+ * above is meant so. LRU and USE_COUNT: a growing entry (no start entry) leaves and gives its slot, so prev is not
+ * dropped. An id stands for what its slot holds when it is read, before it installs anything; later the same id stands
+ * for the new entry. Reading an id of a growing entry is one use of it, counted before anything is installed, and so is
+ * being installed, also by the id that stands for it already. Of all growing entries but that of the id being read, LRU
+ * takes the one used longest ago, and USE_COUNT the one used least often since it was installed, among equals the one
+ * used longest ago; counts do not age. Where there is none, prev is dropped: with no growing slot, as under FREEZE, and
+ * with a single one, whose entry is being read. As all this follows from the id log, both sides know it. In a full table
+ * each id has an entry, so none is unknown, and an encoder must not emit what its reader installs only behind that id:
+ * mlxzip_compress works as above until it has filled the table, and from there on as mlxzip_continue on a codebook that
+ * has read its ids. mlxzip_expand and mlxzip_spans answer by the entries of now, mlxzip_logged by those of then.
+ *
  * Ownership. Buffers belong to the caller and are not kept. A parameter object is immutable, may be shared by threads,
  * and outlives the codebooks made from it. One thread at a time per codebook. All functions accept any ids and any
  * bytes. On every error the codebook is exactly as it was before the call; contents of output buffers are then
@@ -26,10 +38,12 @@
  * Push: O(1) per id, no allocation but for the growth of the id log and of the table, by doubling at least and to what
  * the ids at hand may need (all done before the first id is read). Mark: O(1). Rewind: O(entries undone). Memory: 12
  * bytes per id pushed, 4 * merge_size + 9 bytes per entry, and an index of 8 to 32 bytes per entry; up to twice that
- * where it grew by doubling.
+ * where it grew by doubling. Under LRU and USE_COUNT rewinding is O(ids undone) and copying reads the log anew; beside
+ * that memory, 12 to 16 bytes per id pushed, 16 per slot, and 4 * merge_size + 17 for each entry that ever came.
  *
- * Saved form: 32-bit little-endian words. Magic "mlxz" "zcb\0"; version 1; vocab_size; codebook_size; merge_size;
- * has_pad; pad_id (0 if none); number of disabled ids; number of start entries; the disabled ids in rising order; each
+ * Saved form: 32-bit little-endian words. Magic "mlxz" "zcb\0"; version; vocab_size; codebook_size; merge_size;
+ * has_pad; pad_id (0 if none); number of disabled ids; number of start entries; in version 2 the policy, which is not
+ * FREEZE there and is FREEZE in version 1, that has no such word; the disabled ids in rising order; each
  * start entry as its length and its ids; the length of the id log (two words, low first); the log; a checksum (two
  * words, low first) of all words before it: h = 14695981039346656037, then h = (h ^ word) * 1099511628211 for each,
  * modulo 2^64. Reading replays the log, so whatever the bytes, the result is a state that push can reach, or E_FORMAT.
@@ -62,6 +76,9 @@ typedef enum {
   MLXZIP_E_MERGE = -11     /* a merge that cannot stand where it does */
 } mlxzip_status;
 
+/* What happens when an entry is to be installed and the table is full. */
+typedef enum { MLXZIP_FREEZE = 0, MLXZIP_LRU = 1, MLXZIP_USE_COUNT = 2 } mlxzip_policy;
+
 typedef struct mlxzip_params mlxzip_params;
 typedef struct mlxzip_codebook mlxzip_codebook;
 
@@ -69,7 +86,7 @@ typedef struct mlxzip_codebook mlxzip_codebook;
  * any order. start: n_start rows of merge_size ids (at most codebook_size rows), of which the first start_lengths[i]
  * count: 2..merge_size base ids, none disabled, no two rows equal. */
 typedef struct {
-  uint32_t vocab_size, codebook_size, merge_size, has_pad, pad_id;
+  uint32_t vocab_size, codebook_size, merge_size, has_pad, pad_id, policy;
   size_t n_disabled, n_start;
   const uint32_t *disabled;
   const uint32_t *start;
@@ -97,9 +114,9 @@ void mlxzip_free(mlxzip_codebook *book);
 /* Feeds n ids, all or none. Returns an error, or the number of entries installed. E_ID, E_UNKNOWN, E_NO_PREV,
  * E_PREV_FULL, E_DUPLICATE, E_MEMORY. */
 int mlxzip_push(mlxzip_codebook *book, const uint32_t *ids, size_t n, size_t *bad);
-/* What the last n ids of the log installed, k entries in all: one word, the slot of the first (the next free one when k
- * is 0); k rows of merge_size padded ids; k bytes, their lengths; n bytes, 1 for each id that installed one, else 0.
- * E_ARG if the log is shorter. */
+/* What the last n ids of the log installed, k entries in all, also those that have left since: k words, their slots; k
+ * rows of merge_size padded ids; k bytes, their lengths; n bytes, 1 for each id that installed one, else 0. E_ARG if
+ * the log is shorter. */
 mlxzip_status mlxzip_installed(const mlxzip_codebook *book, size_t n, uint32_t *dst);
 /* Feeds one id: mlxzip_push and, where that is no error, mlxzip_installed. dst: merge_size + 2 words. */
 int mlxzip_push_one(mlxzip_codebook *book, uint32_t id, uint32_t *dst);
@@ -113,6 +130,10 @@ mlxzip_status mlxzip_rewind(mlxzip_codebook *book, size_t mark);
 /* Copies entries first..first+n-1: rows n * merge_size padded ids, lengths n; either may be NULL. E_ARG if there are
  * fewer. */
 mlxzip_status mlxzip_entries(const mlxzip_codebook *book, size_t first, size_t n, uint32_t *rows, uint8_t *lengths);
+
+/* What ids first..first+n-1 of the log stood for when they were read: rows n * merge_size padded ids, lengths n; either
+ * may be NULL. E_ARG if the log is shorter. */
+mlxzip_status mlxzip_logged(const mlxzip_codebook *book, size_t first, size_t n, uint32_t *rows, uint8_t *lengths);
 
 /* Base ids of installed or base or disabled ids, one after the other, at most cap of them. E_ID, E_SPACE. */
 mlxzip_status mlxzip_expand(const mlxzip_codebook *book, const uint32_t *ids, size_t n, uint32_t *dst, size_t cap,

@@ -105,13 +105,14 @@ static mlxzip_status set_start(mlxzip_params *p, const mlxzip_spec *s) {
 mlxzip_status mlxzip_params_new(const mlxzip_spec *s, mlxzip_params **out) {
   *out = NULL;
   if (s->vocab_size < 1 || s->vocab_size > (uint32_t)1 << 31 || s->codebook_size > MLXZIP_MAX_CODEBOOK ||
-      s->merge_size < 1 || s->merge_size > MLXZIP_MAX_MERGE || s->has_pad > 1 || s->n_start > s->codebook_size ||
-      s->n_disabled > SIZE_MAX / 8)
+      s->merge_size < 1 || s->merge_size > MLXZIP_MAX_MERGE || s->has_pad > 1 || s->policy > MLXZIP_USE_COUNT ||
+      s->n_start > s->codebook_size || s->n_disabled > SIZE_MAX / 8)
     return MLXZIP_E_ARG;
   mlxzip_params *p = calloc(1, sizeof *p);
   if (!p) return MLXZIP_E_MEMORY;
   p->vocab_size = s->vocab_size, p->codebook_size = s->codebook_size, p->merge_size = s->merge_size;
   p->has_pad = s->has_pad, p->pad_id = p->fill = s->has_pad ? s->pad_id : 0;
+  p->policy = s->policy, p->turns = s->policy != MLXZIP_FREEZE && s->n_start < s->codebook_size;
   mlxzip_status status = set_disabled(p, s) ? set_start(p, s) : MLXZIP_E_MEMORY;
   if (status != MLXZIP_OK) mlxzip_params_free(p);
   else *out = p;
@@ -124,6 +125,6 @@ void mlxzip_params_free(mlxzip_params *p) {
 }
 
 void mlxzip_params_spec(const mlxzip_params *p, mlxzip_spec *out) {
-  *out = (mlxzip_spec){p->vocab_size, p->codebook_size, p->merge_size, p->has_pad, p->pad_id,
+  *out = (mlxzip_spec){p->vocab_size, p->codebook_size, p->merge_size, p->has_pad, p->pad_id, p->policy,
                        p->n_disabled, p->start.n, p->disabled, p->start.rows, p->start.lengths};
 }

@@ -16,19 +16,49 @@ mlxzip_status mlxzip_entries(const mlxzip_codebook *b, size_t first, size_t n, u
   return MLXZIP_OK;
 }
 
+/* `mlxzip_installed` where entries take turns. */
+static void installed_in_turn(const mlxzip_codebook *b, size_t n, uint32_t *dst) {
+  const mlxzip_turns *t = b->turns;
+  size_t width = b->params->merge_size, start = b->params->start.n, mark = b->n - n;
+  size_t made = mlxzip_turns_made(t, mark), k = t->made - made;
+  uint32_t *rows = dst + k;
+  uint8_t *lengths = (uint8_t *)(rows + k * width), *by_id = lengths + k;
+  for (size_t i = 0; i < k; i++) dst[i] = (uint32_t)start + t->comings[made + i].node - 1;
+  memcpy(rows, t->rows + made * width, k * width * sizeof *rows);
+  memcpy(lengths, t->lengths + made, k);
+  for (size_t i = 0; i < n; i++) by_id[i] = mlxzip_turns_made(t, mark + i + 1) != mlxzip_turns_made(t, mark + i);
+}
+
 mlxzip_status mlxzip_installed(const mlxzip_codebook *b, size_t n, uint32_t *dst) {
   if (n > b->n) return MLXZIP_E_ARG;
+  if (n == 0) return MLXZIP_OK;
+  if (b->turns) {
+    installed_in_turn(b, n, dst);
+    return MLXZIP_OK;
+  }
   size_t width = b->params->merge_size, mark = b->n - n;
   uint64_t before = mlxzip_after(b, mark);
   size_t first = mlxzip_entries_in(before), k = b->table.n - first;
-  uint8_t *lengths = (uint8_t *)(dst + 1 + k * width), *by_id = lengths + k;
-  *dst = (uint32_t)first;
-  if (n == 0) return MLXZIP_OK;
-  mlxzip_entries(b, first, k, dst + 1, lengths);
+  uint32_t *rows = dst + k;
+  uint8_t *lengths = (uint8_t *)(rows + k * width), *by_id = lengths + k;
+  for (size_t i = 0; i < k; i++) dst[i] = (uint32_t)(first + i);
+  mlxzip_entries(b, first, k, rows, lengths);
   /* an id installs one entry at most, so it did if the number of entries turned from even to odd or back */
   const uint64_t *after = b->after + mark;
   by_id[0] = (after[0] ^ before) >> PREV_BITS & 1;
   for (size_t i = 1; i < n; i++) by_id[i] = (after[i] ^ after[i - 1]) >> PREV_BITS & 1;
+  return MLXZIP_OK;
+}
+
+mlxzip_status mlxzip_logged(const mlxzip_codebook *b, size_t first, size_t n, uint32_t *rows, uint8_t *lengths) {
+  const mlxzip_params *p = b->params;
+  if (first > b->n || n > b->n - first) return MLXZIP_E_ARG;
+  for (size_t i = 0; i < n; i++) {
+    size_t count;
+    const uint32_t *run = mlxzip_logged_run(b, first + i, &count);
+    if (lengths) lengths[i] = (uint8_t)count;
+    for (size_t k = 0; rows && k < p->merge_size; k++) rows[i * p->merge_size + k] = k < count ? run[k] : p->fill;
+  }
   return MLXZIP_OK;
 }
 

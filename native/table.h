@@ -9,8 +9,8 @@
 #include "mlxzip.h"
 
 /* Entries by slot, and an open-addressing index over them: 0, or slot + 1 under the top bits of the hash; a quarter full
- * at most, or half when large. Entries leave in the reverse order of their coming, so clearing an index cell never breaks
- * a probe chain. */
+ * at most, or half when large. Where entries leave in the reverse order of their coming only, clearing an index cell never
+ * breaks a probe chain; turns.c closes the gap. */
 typedef struct {
   uint32_t *cells;
   size_t mask;
@@ -22,9 +22,10 @@ typedef struct {
 } mlxzip_table;
 
 struct mlxzip_params {
-  uint32_t vocab_size, codebook_size, merge_size, has_pad, pad_id, fill;
+  uint32_t vocab_size, codebook_size, merge_size, has_pad, pad_id, policy, fill;
   bool clash;  /* some disabled id is also the id of a slot */
   bool closed; /* every prefix of a start entry is one too */
+  bool turns;  /* when the table is full, entries leave for new ones */
   size_t n_disabled, filter_mask;
   uint32_t *disabled; /* rising */
   uint64_t *filter;   /* bit set per disabled id, folded: a zero bit means "not disabled" */

@@ -1,5 +1,7 @@
 """Properties of the codec: the C library against its plain-Python twin, and against itself."""
 
+import random
+
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -13,7 +15,9 @@ settings.load_profile("untimed")
 WHERE = st.integers(0, 10**6)  # a place in a sequence, taken modulo its length
 
 # Small alphabets and codebooks, so that merges happen, tables fill up and ids clash.
-SIZES = st.tuples(st.integers(1, 5), st.integers(0, 24), st.sampled_from([1, 2, 3, 3, 4, 5, 16]))
+SLOTS = st.integers(0, 5) | st.integers(0, 24)
+SIZES = st.tuples(st.integers(1, 5), SLOTS, st.sampled_from([1, 2, 3, 3, 4, 5, 16]))
+POLICY = st.sampled_from(["freeze", "lru", "use-count"])
 DRAWS = st.lists(st.integers(0, 999), max_size=120)
 
 
@@ -27,7 +31,7 @@ def codecs(draw):
     if plain and merge > 1:
         run = st.lists(st.sampled_from(plain), min_size=2, max_size=merge).map(tuple)
         start = draw(st.lists(run, max_size=min(slots, 4), unique=True))
-    return CodecParams(vocab, slots, merge, disabled, pad, start)
+    return CodecParams(vocab, slots, merge, disabled, pad, start, draw(POLICY))
 
 
 def base_ids(params, draws):
@@ -54,7 +58,8 @@ def state(book):
     """Everything that can be seen of a codebook, and of what it would do next."""
     following = book.copy()
     new = [list(following.push(x)) for x in range(book.params.vocab_size)]
-    return list(book.entries), book.ids.tolist(), book.base_length, len(book), book.mark(), book.to_bytes(), new
+    seen = list(book.entries), book.ids.tolist(), book.base_ids().tolist(), book.base_length, len(book), book.mark()
+    return *seen, book.to_bytes(), new
 
 
 def pushed(params, *pieces):
@@ -85,7 +90,7 @@ def test_what_is_compressed_expands_to_itself(params, draws):
         emitted, _ = compress(params, ids)
     except CodecError:
         assume(False)
-    assert pushed(params, emitted).expand(emitted).tolist() == ids
+    assert pushed(params, emitted).base_ids().tolist() == ids
 
 
 @given(codecs(), DRAWS)
@@ -105,6 +110,8 @@ def test_following_a_masked_sampler_agrees_with_the_twin(params, draws):
     assert [(*entry, at) for entry, at in zip(new, new.at.tolist(), strict=True)] == installed
     assert dict(book.entries) == expected.entries
     assert book.expand(ids).tolist() == expected.expand(ids)
+    rows, lengths = book.logged()
+    assert [tuple(row[:n]) for row, n in zip(rows.tolist(), lengths.tolist(), strict=True)] == expected.runs
 
 
 @given(codecs(), st.lists(st.integers(0, 999), max_size=40))
@@ -139,6 +146,7 @@ def test_pushing_one_by_one_installs_what_one_push_does(params, draws):
     assert [index for index, _ in each] == whole.at.tolist()
     assert [new[0] for _, new in each] == list(whole)
     assert [new.base_ids[0].tolist() for _, new in each] == whole.base_ids.tolist()
+    assert [new.lengths.tolist() for _, new in each] == whole.lengths[:, None].tolist()
     assert [int(new.slots[0]) for _, new in each] == whole.slots.tolist()
 
 
@@ -217,14 +225,52 @@ def test_what_a_running_codebook_compresses_expands_to_itself(params, draws, mor
     for x in emitted.tolist():
         assert x < params.vocab_size + len(book) or x in params.disabled_ids  # never one that is not yet installed
         book.push(x)
-    assert book.expand(emitted).tolist() == text
+    assert book.base_ids(book.mark() - len(emitted)).tolist() == text
+
+
+@st.composite
+def crowded(draw):
+    """A codec whose table is full soon, and ids so many that entries leave by the dozen."""
+    vocab, slots, merge = draw(st.integers(2, 4)), draw(st.integers(1, 6)), draw(st.integers(2, 5))
+    start = draw(st.sampled_from([(), ((0, 1),)])) if slots > 1 else ()
+    params = CodecParams(vocab, slots, merge, (), None, start, draw(st.sampled_from(["lru", "use-count"])))
+    rng = random.Random(draw(st.integers(0, 10**6)))
+    return params, sampled(params, [rng.randrange(1000) for _ in range(80)])
+
+
+@given(crowded(), WHERE)
+def test_entries_leave_as_in_the_twin_and_come_back(case, mark):
+    params, ids = case
+    book, expected = Codebook(params), twin.Codebook(params)
+    mark %= len(ids) + 1
+    for part in (ids[:mark], ids[mark:]):
+        new, installed = book.push(part), expected.push(part)
+        assert [(*entry, at) for entry, at in zip(new, new.at.tolist(), strict=True)] == installed
+        assert dict(book.entries) == expected.entries
+    assert book.base_ids().tolist() == [base for run in expected.runs for base in run]
+    book.rewind(mark)
+    assert state(book) == state(pushed(params, ids[:mark]))
+
+
+@given(crowded(), st.integers(0, 10**6))
+def test_compressing_agrees_with_the_twin_where_entries_leave(case, seed):
+    params, ids = case
+    rng = random.Random(seed)
+    text = [rng.randrange(params.vocab_size) for _ in range(80)]
+    emitted, entries = compress(params, text)
+    assert (emitted.tolist(), dict(entries)) == twin.compress(params, text)
+    book, expected = pushed(params, emitted), twin.Codebook(params)
+    assert book.base_ids().tolist() == text
+    assert book.entries == entries
+    expected.push(ids)
+    assert pushed(params, ids).compress(text).tolist() == expected.compress(text)
 
 
 @given(codecs(), DRAWS)
 def test_spans_are_the_lengths_of_the_expansions(params, draws):
     book = pushed(params, ids := sampled(params, draws))
     assert book.spans(ids).tolist() == [len(book.expand(x)) for x in ids]
-    assert book.base_length == len(book.expand(ids))
+    assert book.base_length == len(book.base_ids())
 
 
 @given(codecs(), st.binary(max_size=40), DRAWS, WHERE)

@@ -246,6 +246,19 @@ def test_an_encoder_that_the_package_cannot_run_is_refused(kind: str, reason: st
         export(converted(tmp_path, kind), tmp_path / "out")
 
 
+def test_a_policy_that_the_package_does_not_know_is_refused(tmp_path: Path) -> None:
+    """Nor is the folder written; the converter has kept the policy that stood in the checkpoint's config."""
+    write_checkpoint(tmp_path / "src")
+    edited = json.loads((tmp_path / "src" / "zip2zip_config.json").read_text())
+    edited["compression"]["policy"] = "lru"
+    (tmp_path / "src" / "zip2zip_config.json").write_text(json.dumps(edited))
+    model = convert(tmp_path / "src", tmp_path / "model")
+    assert config_of(model)["zip2zip"]["compression"]["policy"] == "lru"
+    with pytest.raises(ConversionError, match="policy 'lru'"):
+        export(model, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_model_without_a_codebook_is_refused(tmp_path: Path) -> None:
     model = converted(tmp_path)
     config = config_of(model)

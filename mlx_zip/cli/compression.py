@@ -153,23 +153,26 @@ def codec_params(vocabulary: Vocabulary, args: argparse.Namespace) -> Any:
     disabled = set(vocabulary.special_ids) if args.disabled is None or "specials" in args.disabled else set()
     if "digits" in (args.disabled or ()):
         disabled |= {i for i in range(vocabulary.size) if vocabulary.decode([i]).strip().isdigit()}
-    base_ids, start = (vocabulary.size, None) if own is None else (own.vocab_size, own.start)
-    return CodecParams(base_ids, size["codebook_size"], size["merge_size"], tuple(sorted(disabled)), start=start)
+    if own is not None:
+        return replace(own, **size, disabled_ids=tuple(sorted(disabled)), pad_id=None)
+    return CodecParams(vocabulary.size, size["codebook_size"], size["merge_size"], tuple(sorted(disabled)))
 
 
 def compress_windows(params: Any, ids: Sequence[int], window: int) -> Tally:
     """Compresses each window of base ids from an empty codebook."""
-    from mlx_zip.codec import compress
+    from mlx_zip.codec import Codebook, compress
 
     tally = Tally()
     for begin in range(0, len(ids), window):
         part = ids[begin : begin + window]
-        emitted, entries = compress(params, part)
-        known = dict(entries)
+        emitted, _ = compress(params, part)
+        book = Codebook(params)
+        entries = len(book) + len(book.push(emitted))
+        rows, lengths = book.logged()
         tally.base_tokens += len(part)
         tally.ids += len(emitted)
-        tally.entries += len(entries)
-        tally.uses.update(tuple(known[i]) for i in emitted.tolist() if i in known)
+        tally.entries += entries
+        tally.uses.update(tuple(row[:n]) for row, n in zip(rows.tolist(), lengths.tolist(), strict=True) if n > 1)
     return tally
 
 

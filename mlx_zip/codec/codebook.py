@@ -20,7 +20,8 @@ def compress(params: CodecParams, ids: Any) -> tuple[Uint32s, Entries]:
     """Compresses a whole sequence of n base ids -> (ids uint32 [<= n], the entries at its end).
 
     At each point the longest installed entry is emitted; the match and the id after it become the next entry if
-    they fit. From an empty start this is exactly zip2zip-compression 0.3.4. A contiguous uint32 array is read in
+    they fit. From an empty start this is exactly zip2zip-compression 0.3.4. Under a policy other than freeze it goes on
+    as `Codebook.compress` once the table is full. A contiguous uint32 array is read in
     place; see `as_ids` for what else goes. Raises `CodecError` for an id that is neither a base id nor disabled,
     and where a hypertoken would have to be emitted whose id is also disabled.
     """
@@ -36,14 +37,15 @@ def compress(params: CodecParams, ids: Any) -> tuple[Uint32s, Entries]:
     if status != lib.MLXZIP_OK:
         _refuse(status, params, base_ids, bad[0], None)
     k = n_entries[0]
-    return out[: n_out[0]], Entries(params.vocab_size, 0, rows[:k], lengths[:k])
+    return out[: n_out[0]], Entries(params.vocab_size, rows[:k], lengths[:k])
 
 
 class Codebook:
     """What a running sequence of ids has installed: the decoder side, one step behind the encoder.
 
     `len(book)` counts installed entries. Feeding ids in one call or in many gives the same book. An entry installed
-    by consuming id t can be emitted as id t+1. Every error leaves the book as it was. Use it from one thread at a
+    by consuming id t can be emitted as id t+1. An id stands for what its slot holds when it is read, before it installs
+    anything. Every error leaves the book as it was. Use it from one thread at a
     time; the interpreter lock is released inside the C library. Growth of the id log (12 bytes per id) is amortised;
     nothing else allocates in C once the table has grown.
     """
@@ -91,7 +93,7 @@ class Codebook:
         n = _push(self._book, _ids(ids), n_ids, bad)
         if n < 0:
             _refuse(n, self.params, ids, bad[0], self)
-        packed = np.empty(1 + n * self.params.merge_size + (n + n_ids + 3) // 4, np.uint32)
+        packed = np.empty(n + n * self.params.merge_size + (n + n_ids + 3) // 4, np.uint32)
         _installed(self._book, n_ids, _ids(packed))
         return Installed(self.params, n, n_ids, packed)
 
@@ -171,11 +173,29 @@ class Codebook:
             raise CodecError(f"slot {slot} is none") from None
         return ffi.buffer(row, 4 * length[0])[:]
 
+    def logged(self, first: int = 0, n: int | None = None) -> tuple[Uint32s, NDArray[np.uint8]]:
+        """What ids first..first+n-1 of the log (None: all from `first` on) stood for when they were read.
+
+        Base ids [n, merge_size] of each, padded as in `entries`, and how many [n]. `expand` answers by the entries of
+        today, which is the same under policy freeze only. Raises `CodecError` if the log is shorter.
+        """
+        n = self.mark() - first if n is None else n
+        if first < 0 or n < 0 or first + n > self.mark():
+            raise CodecError(f"ids {first} to {first + n} are not all in the log: the codebook has read {self.mark()}")
+        rows, lengths = np.empty((n, self.params.merge_size), np.uint32), np.empty(n, np.uint8)
+        check(lib.mlxzip_logged(self._book, first, n, _ids(rows), _bytes(lengths)))
+        return rows, lengths
+
+    def base_ids(self, first: int = 0) -> Uint32s:
+        """The base ids that the log stands for from its id number `first` on: uint32. Errors as in `logged`."""
+        rows, lengths = self.logged(first)
+        return rows[np.arange(self.params.merge_size) < lengths[:, None]]
+
     @property
     def entries(self) -> Entries:
         """All installed entries in id order, start entries first: a snapshot."""
         rows, lengths = self.rows(0, len(self))
-        return Entries(self.params.vocab_size, 0, rows, lengths)
+        return Entries(self.params.vocab_size, rows, lengths)
 
     @property
     def ids(self) -> Uint32s:
@@ -204,7 +224,7 @@ class Codebook:
         return lib.mlxzip_mark(self._book)
 
     def rewind(self, mark: int) -> None:
-        """Back to the book after its first `mark` ids, any number from 0 to `mark()`; O(entries undone)."""
+        """Back to the book after its first `mark` ids, any number from 0 to `mark()`; O(entries or ids undone)."""
         if not 0 <= mark <= self.mark():
             raise CodecError(f"cannot rewind to {mark}: the codebook has read {self.mark()} ids")
         check(lib.mlxzip_rewind(self._book, mark))

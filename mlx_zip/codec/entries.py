@@ -16,15 +16,14 @@ Entry = tuple[int, tuple[int, ...]]
 
 
 class Entries(Sequence[Entry]):
-    """Entries of consecutive slots, in id order: a snapshot that later pushes and rewinds do not change.
+    """Entries of consecutive slots from slot 0 on, in id order: a snapshot that pushes and rewinds do not change.
 
     A sequence of (hyper id, tuple of base ids), built when asked for. Behind it, n entries and merge size M:
     base_ids uint32 [n, M], padded with the pad id, or 0 if there is none; lengths int32 [n]; slots uint32 [n].
     """
 
-    def __init__(self, vocab_size: int, first_slot: int, base_ids: Uint32s, lengths: NDArray[np.integer]) -> None:
-        self.vocab_size, self.first_slot, self._lengths = vocab_size, first_slot, lengths
-        self.base_ids = base_ids
+    def __init__(self, vocab_size: int, base_ids: Uint32s, lengths: NDArray[np.integer]) -> None:
+        self.vocab_size, self.base_ids, self._lengths = vocab_size, base_ids, lengths
 
     @cached_property
     def lengths(self) -> NDArray[np.int32]:
@@ -34,7 +33,7 @@ class Entries(Sequence[Entry]):
     @cached_property
     def slots(self) -> Uint32s:
         """Slots, uint32 [n]: the hyper ids less vocab_size."""
-        return np.arange(self.first_slot, self.first_slot + len(self), dtype=np.uint32)
+        return np.arange(len(self), dtype=np.uint32)
 
     def __len__(self) -> int:
         return len(self._lengths)
@@ -48,12 +47,11 @@ class Entries(Sequence[Entry]):
         if isinstance(where, range):
             return [self[i] for i in where]
         row = self.base_ids[where, : self._lengths[where]]
-        return self.vocab_size + self.first_slot + where, tuple(row.tolist())
+        return self.vocab_size + int(self.slots[where]), tuple(row.tolist())
 
     def __iter__(self) -> Iterator[Entry]:
-        first = self.vocab_size + self.first_slot
-        rows = zip(self.base_ids.tolist(), self._lengths.tolist(), strict=True)
-        return ((first + i, tuple(row[:length])) for i, (row, length) in enumerate(rows))
+        rows = zip(self.slots.tolist(), self.base_ids.tolist(), self._lengths.tolist(), strict=True)
+        return ((self.vocab_size + slot, tuple(row[:length])) for slot, row, length in rows)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Entries):
@@ -67,8 +65,10 @@ class Entries(Sequence[Entry]):
 
 
 class Installed(Entries):
-    """The entries that one push installed, each by one of the ids pushed.
+    """The entries that one push installed, each by one of the ids pushed, in the order of coming.
 
+    Their slots are consecutive until the table is full. From then on, under a policy other than freeze, they are those
+    of the entries that left, and one that came early in a long push may have left again at its end.
     Holds what `mlxzip_installed` of `native/mlxzip.h` wrote; arrays are made when read, which most steps never do.
     """
 
@@ -81,24 +81,24 @@ class Installed(Entries):
         return self._params.vocab_size
 
     @cached_property
-    def first_slot(self) -> int:  # type: ignore[override]
-        """Slot of the first entry."""
-        return int(np.frombuffer(self._packed, np.uint32, 1)[0])
+    def slots(self) -> Uint32s:  # type: ignore[override]
+        """Slots, uint32 [n]."""
+        return np.frombuffer(self._packed, np.uint32, self._n)
 
     @cached_property
     def base_ids(self) -> Uint32s:  # type: ignore[override]
         """The padded rows, uint32 [n, M]."""
         width = self._params.merge_size
-        return np.frombuffer(self._packed, np.uint32, self._n * width, 4).reshape(self._n, width)
+        return np.frombuffer(self._packed, np.uint32, self._n * width, 4 * self._n).reshape(self._n, width)
 
     @cached_property
     def _lengths(self) -> NDArray[np.integer]:  # type: ignore[override]
-        return np.frombuffer(self._packed, np.uint8, self._n, 4 + self.base_ids.nbytes)
+        return np.frombuffer(self._packed, np.uint8, self._n, 4 * self._n + self.base_ids.nbytes)
 
     @cached_property
     def at(self) -> NDArray[np.int64]:
         """Index, in what was pushed, of the id that installed the entry: int64 [n], rising."""
-        by_id = np.frombuffer(self._packed, np.uint8, self._n_ids, 4 + self.base_ids.nbytes + self._n)
+        by_id = np.frombuffer(self._packed, np.uint8, self._n_ids, 5 * self._n + self.base_ids.nbytes)
         return np.flatnonzero(by_id).astype(np.int64, copy=False)
 
     def __len__(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from hashlib import sha256
 from itertools import chain
@@ -17,6 +17,7 @@ from mlx_zip.errors import CodecError
 MAX_VOCAB, MAX_ID = 1 << 31, (1 << 32) - 1
 MAX_CODEBOOK: int = lib.MLXZIP_MAX_CODEBOOK
 MAX_MERGE: int = lib.MLXZIP_MAX_MERGE
+POLICIES = ("freeze", "lru", "use-count")  # as numbered in `native/mlxzip.h`
 
 
 def _integer(name: str, value: Any, low: int, high: int) -> int:
@@ -44,6 +45,9 @@ class CodecParams:
     zip2zip-compression 0.3.4. One at or above `vocab_size` is a separator too, even where a slot has the same id.
     pad_id: fills the rest of short rows (0 when None). start: entries that exist before the first id and take slots
     0, 1, ...: 2..merge_size base ids each, none disabled, no two equal, at most codebook_size of them.
+    policy: what happens when an entry is to be installed and the table is full. "freeze": nothing, as upstream. "lru":
+    it takes the slot of the entry that was used longest ago; "use-count": of the one used least often, and of those
+    longest ago. Start entries never leave, nor does the entry of the id that is being read (rules: `native/mlxzip.h`).
 
     Raises `CodecError` naming the field at fault.
     """
@@ -54,6 +58,7 @@ class CodecParams:
     disabled_ids: tuple[int, ...] = ()
     pad_id: int | None = None
     start: tuple[tuple[int, ...], ...] | None = None
+    policy: str = "freeze"
 
     def __init__(
         self,
@@ -63,6 +68,7 @@ class CodecParams:
         disabled_ids: Iterable[int] = (),
         pad_id: int | None = None,
         start: Iterable[Sequence[int]] | None = None,
+        policy: str = "freeze",
     ) -> None:
         put = object.__setattr__
         put(self, "vocab_size", _integer("vocab_size", vocab_size, 1, MAX_VOCAB))
@@ -75,6 +81,9 @@ class CodecParams:
         put(self, "pad_id", pad_id)
         put(self, "disabled_ids", tuple(sorted(disabled)))
         put(self, "start", self._checked_start(start))
+        if policy not in POLICIES:
+            raise CodecError(f"policy {policy!r} is not one of {', '.join(POLICIES)}")
+        put(self, "policy", policy)
 
     def _checked_start(self, start: Iterable[Sequence[int]] | None) -> tuple[tuple[int, ...], ...] | None:
         if start is None:
@@ -121,6 +130,7 @@ class CodecParams:
         spec = ffi.new("mlxzip_spec *")
         spec.vocab_size, spec.codebook_size, spec.merge_size = self.vocab_size, self.codebook_size, self.merge_size
         spec.has_pad, spec.pad_id = self.pad_id is not None, self.fill
+        spec.policy = POLICIES.index(self.policy)
         spec.disabled, spec.n_disabled = ffi.from_buffer("uint32_t[]", disabled), len(disabled)
         spec.start, spec.n_start = ffi.from_buffer("uint32_t[]", rows), len(rows)
         spec.start_lengths = ffi.from_buffer("uint8_t[]", lengths)
@@ -158,13 +168,13 @@ class CodecParams:
             ffi.unpack(spec.disabled, spec.n_disabled) if spec.n_disabled else (),
             spec.pad_id if spec.has_pad else None,
             start or None,
+            POLICIES[spec.policy],
         )
         params.__dict__["native"] = native
         return params
 
     def __reduce__(self) -> tuple[Any, ...]:
-        fields = (self.vocab_size, self.codebook_size, self.merge_size, self.disabled_ids, self.pad_id, self.start)
-        return CodecParams, fields
+        return CodecParams, tuple(getattr(self, field.name) for field in fields(self))
 
 
 def saved(book: Any) -> bytes:

@@ -14,11 +14,15 @@ Run = tuple[int, ...]
 
 
 def compress(params: CodecParams, ids: Iterable[int]) -> tuple[list[int], dict[int, Run]]:
-    """Base ids -> (ids, entries by hyper id): the longest entry, then match + next id becomes an entry."""
+    """Base ids -> (ids, entries by hyper id): the longest entry, then match + next id becomes an entry.
+
+    Where entries take turns, a codebook goes on from the full table.
+    """
     ids, out = list(ids), []
     codes = {run: params.vocab_size + slot for slot, run in enumerate(params.start or ())}
     at = 0
-    while at < len(ids):
+    turns = params.policy != "freeze" and len(codes) < params.codebook_size
+    while at < len(ids) and not (turns and len(codes) == params.codebook_size):
         limit = _mergeable(params, ids, at)
         if limit == 0:
             if ids[at] >= params.vocab_size and ids[at] not in params.disabled_ids:
@@ -34,6 +38,11 @@ def compress(params: CodecParams, ids: Iterable[int]) -> tuple[list[int], dict[i
             codes[tuple(ids[at : at + best + 1])] = params.vocab_size + len(codes)
         out.append(code)
         at += best
+    if at < len(ids):
+        book = Codebook(params)
+        book.push(out)
+        book.push(more := book.compress(ids[at:]))
+        return out + more, book.entries
     return out, {code: run for run, code in codes.items()}
 
 
@@ -48,46 +57,62 @@ def _mergeable(params: CodecParams, ids: list[int], at: int) -> int:
 
 
 class Codebook:
-    """The decoder side of zip2zip-compression 0.3.4, less what it does with unlawful ids, plus start entries."""
+    """The decoder side of zip2zip-compression 0.3.4, less what it does with unlawful ids, plus start entries.
+
+    And plus policies: `uses` has how often and when each growing entry was used, `runs` what each id stood for.
+    """
 
     def __init__(self, params: CodecParams) -> None:
         self.params = params
         self.ids: list[int] = []
+        self.runs: list[Run] = []
+        self.uses: dict[int, tuple[int, int]] = {}
+        self.clock = 0
         self.prev: Run = ()
         self.entries = {params.vocab_size + slot: run for slot, run in enumerate(params.start or ())}
 
     def push(self, ids: Iterable[int]) -> list[tuple[int, Run, int]]:
         """Feeds ids, all or none -> (hyper id, entry, index of the id that installed it)."""
-        before, new = (list(self.ids), self.prev, dict(self.entries)), []
+        mark, new = len(self.ids), []
         for index, x in enumerate(ids):
-            known = len(self.entries)
             try:
-                self._step(x)
+                new += [(*installed, index) for installed in self._step(x)]
             except CodecError:
-                self.ids, self.prev, self.entries = before
+                self.rewind(mark)
                 raise
-            new += [(code, run, index) for code, run in list(self.entries.items())[known:]]
         return new
 
-    def _step(self, x: int) -> None:
+    def _step(self, x: int) -> list[tuple[int, Run]]:
+        before = dict(self.entries)
         if x in self.params.disabled_ids:
-            self.prev = ()
+            self.prev, run = (), (x,)
         elif x < self.params.vocab_size or x in self.entries:
-            self._follow(self._run(x))
+            run = self._run(x)
+            if x in self.uses:
+                self._use(x)
+            self._follow(run, x)
         else:
             self._repeat(x)
+            run = self.prev
         self.ids.append(x)
+        self.runs.append(run)
+        return [(code, run) for code, run in self.entries.items() if before.get(code) != run]
 
-    def _follow(self, cur: Run) -> None:
-        if len(self.entries) == self.params.codebook_size:
+    def _use(self, code: int) -> None:
+        self.clock += 1
+        self.uses[code] = self.uses.get(code, (0, 0))[0] + 1, self.clock
+
+    def _follow(self, cur: Run, x: int) -> None:
+        code = self._next_code(x)
+        if code is None:
             self.prev = ()
         elif len(self.prev) in (0, self.params.merge_size):
             self.prev = cur
         else:
-            for moved, x in enumerate(cur):
-                self.prev += (x,)
+            for moved, base in enumerate(cur):
+                self.prev += (base,)
                 if self.prev not in self.entries.values():
-                    self._install(self.prev)
+                    self._install(code, self.prev)
                     self.prev = cur[moved:]
                     return
                 if len(self.prev) == self.params.merge_size:
@@ -100,11 +125,23 @@ class Codebook:
             raise CodecError(f"id {x} is neither installed nor next")
         if not 2 <= len(entry) <= self.params.merge_size or entry in self.entries.values():
             raise CodecError(f"id {x} is next but cannot be installed")
-        self._install(entry)
+        self._install(x, entry)
         self.prev = entry
 
-    def _install(self, run: Run) -> None:
-        self.entries[self.params.vocab_size + len(self.entries)] = run
+    def _next_code(self, reading: int) -> int | None:
+        """The id that an entry would get now, while another is being read; None if there is none to be had."""
+        if len(self.entries) < self.params.codebook_size:
+            return self.params.vocab_size + len(self.entries)
+        if self.params.policy == "freeze":
+            return None
+        by_count = self.params.policy == "use-count"
+        worth = {code: (by_count * n, last) for code, (n, last) in self.uses.items() if code != reading}
+        return min(worth, key=worth.__getitem__, default=None)
+
+    def _install(self, code: int, run: Run) -> None:
+        self.entries[code] = run
+        self.uses.pop(code, None)
+        self._use(code)
 
     def _run(self, x: int) -> Run:
         if x < self.params.vocab_size or x in self.params.disabled_ids:
@@ -121,7 +158,7 @@ class Codebook:
         """Back to the state after the first `mark` ids."""
         fresh = Codebook(self.params)
         fresh.push(self.ids[:mark])
-        self.ids, self.prev, self.entries = fresh.ids, fresh.prev, fresh.entries
+        self.__dict__.update(fresh.__dict__)
 
     def compress(self, base_ids: Iterable[int]) -> list[int]:
         """How to emit base ids from here on, each time by the longest entry installed by then."""

@@ -163,10 +163,10 @@ def _codebook(cache: Sequence[Any]) -> Codebook:
 def _keep_common(cache: list[Any], prompt: Sequence[int]) -> int:
     """Trims a cache to the ids whose base ids begin the prompt, its last base id left out; how many they are."""
     book = _codebook(cache)
-    held, ids = book.expand(book.ids).tolist(), book.ids
+    held, ids = book.base_ids().tolist(), book.ids
     limit = min(len(held), len(prompt) - 1)
     common = next((i for i in range(limit) if held[i] != prompt[i]), limit)
-    ends = np.cumsum(book.spans(ids)) if len(ids) else np.zeros(0, np.int64)
+    ends = np.cumsum(book.logged()[1], dtype=np.int64)
     kept = int(np.searchsorted(ends, common, side="right"))
     trim_prompt_cache(cache, len(ids) - kept)
     return int(ends[kept - 1]) if kept else 0

@@ -87,7 +87,7 @@ def compress_row(model: Any, *parts: Uint32s, start: Start | None = None) -> Com
         marks.append(book.mark())
     ids = book.ids
     breaks = tuple(mark - 1 for mark in marks[:-1] if mark)
-    return Compressed(ids, book.spans(ids).astype(np.int64), start, breaks)
+    return Compressed(ids, book.logged()[1].astype(np.int64), start, breaks)
 
 
 def codec(model: Any, start: Start | None = None) -> CodecParams:

@@ -48,32 +48,32 @@ class ModelRows:
 
     def encode_outputs(self, state: ZipState) -> None:
         """Sees to it that every installed entry has its output row."""
-        live = [len(book) for book in state.books]
-        if state.encoded_outputs == live:
+        if state.outputs_encoded():
             return
-        if len(live) == 1 and state.encoded_outputs[0] == live[0] - 1:
-            self._encode_one(state, state.outputs, "output", live[0] - 1)
+        slot = state.only_missing_output()
+        if slot is not None:
+            self._encode_one(state, state.outputs, "output", slot)
         else:
             self._encode(state, state.outputs, "output", *state.missing_outputs())
-        state.encoded_outputs = live
+        state.have_encoded_outputs()
 
     def _encode_one(self, state: ZipState, table: RowTable, side: str, slot: int) -> None:
         """`_encode` for one slot of a single sequence."""
         store, book = self._store(), state.books[0]
         row = None if store is None else store.row(self._kind(side), book.words(slot))
         if row is None:
-            row = self._made(side, *book.rows(slot, 1))
+            row = self.of_entries(side, *book.rows(slot, 1))
         table.put_one(slot, row, self._model.config.codebook_size)
 
     def _encode(self, state: ZipState, table: RowTable, side: str, sequence: np.ndarray, slots: np.ndarray) -> None:
         """Puts the rows of the entries at (sequence [N], slots [N]) into one side's table, in one pass."""
         if len(slots) == 0:
             return
-        rows = self._made(side, *state.entries(sequence, slots))
+        rows = self.of_entries(side, *state.entries(sequence, slots))
         table.put(sequence, slots, rows, self._model.config.codebook_size)
 
-    def _made(self, side: str, base_ids: np.ndarray, lengths: np.ndarray) -> mx.array:
-        """Rows [N, D] of entries, from the store or the encoder."""
+    def of_entries(self, side: str, base_ids: np.ndarray, lengths: np.ndarray) -> mx.array:
+        """Rows [N, D] of entries that are in no table: base_ids [N, merge_size], lengths [N], N > 0."""
         encode, store = partial(encode_entries, *self._model.side(side)), self._store()
         return encode(base_ids, lengths) if store is None else store.rows(self._kind(side), base_ids, lengths, encode)
 

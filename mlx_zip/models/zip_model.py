@@ -23,7 +23,7 @@ from mlx_zip.layout import Layout
 from mlx_zip.models.architectures import make_decoder
 from mlx_zip.models.model_rows import ModelRows
 from mlx_zip.models.rope import Positions
-from mlx_zip.state import Advance, HostIds, ZipState, find_state, split_start, with_starts
+from mlx_zip.state import Advance, HostIds, Left, ZipState, find_state, split_start, with_starts
 
 RECORD_KEYS = ("base_model_type", "source", "fingerprint")  # beside ZipConfig's keys in config.json's section
 
@@ -208,13 +208,30 @@ class Model(nn.Module):
         h = self.model.embed_tokens(mx.array(np.where(hyper, 0, ids)))
         if hyper.any():
             slots = np.where(hyper, self.layout.slot(ids.astype(np.int64)), -1)
-            if self.sides_are_one:
-                self._rows.encode_outputs(state)
-            else:
-                self._rows.encode_inputs(state, slots)
-            rows = self._read_table(state).take(mx.array(np.maximum(slots, 0)))
-            h = mx.where(mx.array(hyper)[..., None], rows.astype(h.dtype), h)
+            if state.turns:
+                h = self._embed_left(h, state, ids, slots)
+            if (slots >= 0).any():
+                h = self._embed_slots(h, state, slots)
         return self._scaled(h)
+
+    def _embed_slots(self, h: mx.array, state: ZipState, slots: np.ndarray) -> mx.array:
+        """Puts the rows of slots [B, L] (-1: none) into h [B, L, D]."""
+        if self.sides_are_one:
+            self._rows.encode_outputs(state)
+        else:
+            self._rows.encode_inputs(state, slots)
+        where = mx.array(slots)
+        rows = self._read_table(state).take(mx.maximum(where, 0))
+        return mx.where((where >= 0)[..., None], rows.astype(h.dtype), h)
+
+    def _embed_left(self, h: mx.array, state: ZipState, ids: np.ndarray, slots: np.ndarray) -> mx.array:
+        """Puts the rows of entries that have left since ids [B, L] were read into h, and -1 into slots [B, L] there."""
+        sequence, column, *entries = state.read_before(ids)
+        if len(column):
+            rows = self._rows.of_entries("input", *entries)
+            h[mx.array(sequence), mx.array(column)] = rows.astype(h.dtype)
+            slots[sequence, column] = -1
+        return h
 
     def _embed_one(self, state: ZipState, one: int) -> mx.array:
         """One id -> [1, 1, D]."""
@@ -270,7 +287,8 @@ class Model(nn.Module):
         base = self.cap(self.model.embed_tokens.as_linear(h) if self.traits.tied else self.lm_head(h))
         parts, columns = [base[..., : self.layout.vocab_size]], self.layout.vocab_size
         if state.outputs.rows is not None:
-            hyper = self.cap((h @ state.outputs.rows.swapaxes(-1, -2)).astype(base.dtype))
+            hyper = (h @ state.outputs.rows.swapaxes(-1, -2)).astype(base.dtype)
+            hyper = self.cap(self._with_left(hyper, h, advance.left) if causal and advance.left else hyper)
             installed = advance.available if causal else advance.live
             if not isinstance(installed, int):
                 installed = mx.array(installed if causal else installed[:, None])[..., None]
@@ -281,6 +299,18 @@ class Model(nn.Module):
         if rest:
             parts.append(mx.full((*base.shape[:-1], rest), -mx.inf, base.dtype))
         return mx.concatenate(parts, axis=-1)
+
+    def _with_left(self, hyper: mx.array, h: mx.array, left: Sequence[Left]) -> mx.array:
+        """Logits [B, L, slots] of h [B, L, D], those of entries that left within the call in the columns they had."""
+        base_ids, lengths = np.stack([one.base_ids for one in left]), np.array([one.length for one in left])
+        rows = self._rows.of_entries("output", base_ids, lengths)
+        number = np.repeat(np.arange(len(left)), [one.end - one.begin for one in left])
+        column = np.concatenate([np.arange(one.begin, one.end) for one in left])
+        sequence, slot = np.array([one.sequence for one in left])[number], np.array([one.slot for one in left])[number]
+        where = mx.array(sequence), mx.array(column)
+        logits = (h @ rows.swapaxes(-1, -2)).astype(hyper.dtype)  # [B, L, entries that left]
+        hyper[(*where, mx.array(slot))] = logits[(*where, mx.array(number))]
+        return hyper
 
     def cap(self, logits: mx.array) -> mx.array:
         """Gemma 2's soft cap; before the mask, or it would lift -inf to -cap."""

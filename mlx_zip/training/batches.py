@@ -51,6 +51,8 @@ def make_batch(
     sample's whole codebook everywhere (arXiv 2506.01084 §2.4). base_positions: positions count base ids. Raises
     `DataError` naming a sample that its codebook cannot read, or that stands for other text than was prepared.
     """
+    if params.policy != "freeze":
+        raise DataError(f"training follows codebooks of policy freeze, not {params.policy}")
     books = _follow(samples, params, indices or range(len(samples)), availability)
     longest = max(len(book.inputs) for book in books)
     length = bucket(longest)

@@ -97,6 +97,8 @@ def codec_for(options: PrepareOptions, tokenizer: Any, config: Mapping[str, Any]
         options.codebook_size if options.codebook_size is not None else own.codebook_size if own else CODEBOOK_SIZE,
         options.merge_size if options.merge_size is not None else own.merge_size if own else MERGE_SIZE,
     )
+    if own is not None and own.policy != "freeze":
+        raise DataError(f"the model's codebook has the policy {own.policy!r}; data can be prepared for freeze only")
     start = own.start if own is not None else None
     if options.start is not None:
         start = read_pack(options.start) if options.start_draw is None else None

@@ -113,9 +113,9 @@ def part_file(folder: Path, name: str, part: str) -> Path:
 
 
 def codec_record(params: CodecParams) -> dict[str, Any]:
-    """The codec's parameters as the index holds them; a starting codebook is not among them."""
+    """The codec's parameters as the index holds them; a starting codebook and a policy are not among them."""
     record = asdict(replace(params, start=None))
-    del record["start"]
+    del record["start"], record["policy"]
     return {**record, "disabled_ids": list(params.disabled_ids)}
 
 

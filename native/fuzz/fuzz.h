@@ -33,7 +33,7 @@ static inline mlxzip_params *draw_params(bytes *b) {
   mlxzip_spec s = {.vocab_size = 1 + draw(b, 8), .merge_size = 1 + draw(b, MLXZIP_MAX_MERGE)};
   uint32_t size = draw(b, 256), extra = draw(b, 256);
   s.codebook_size = size < 200 ? size / 4 : size * 8;
-  s.has_pad = extra & 1, s.n_disabled = extra >> 1 & 3, s.n_start = extra >> 3 & 3;
+  s.policy = (extra >> 6) % 3, s.has_pad = extra & 1, s.n_disabled = extra >> 1 & 3, s.n_start = extra >> 3 & 3;
   if (extra & 32) s.merge_size = 1 + s.merge_size % 4;
   s.pad_id = draw(b, 16), s.disabled = disabled, s.start = start, s.start_lengths = lengths;
   for (size_t i = 0; i < s.n_disabled; i++) disabled[i] = draw(b, 16);
@@ -63,11 +63,25 @@ static inline uint8_t *saved(const mlxzip_codebook *book, size_t *n) {
   return data;
 }
 
+/* Ids first.. of the log stood for exactly these base ids when they were read. */
+static inline void require_text(const mlxzip_codebook *book, size_t first, size_t width, const uint32_t *ids, size_t n) {
+  size_t n_log = mlxzip_mark(book) - first, at = 0;
+  uint32_t *rows = malloc((n_log * width + 1) * sizeof *rows);
+  uint8_t *lengths = malloc(n_log + 1);
+  REQUIRE(rows && lengths && mlxzip_logged(book, first, n_log, rows, lengths) == MLXZIP_OK);
+  for (size_t i = 0; i < n_log; i++) {
+    REQUIRE(lengths[i] <= n - at && !memcmp(rows + i * width, ids + at, lengths[i] * sizeof *ids));
+    at += lengths[i];
+  }
+  REQUIRE(at == n);
+  free(rows), free(lengths);
+}
+
 /* All that can be seen of two codebooks is equal, and they go on alike. */
 static inline void require_equal(mlxzip_codebook *a, mlxzip_codebook *b, size_t width) {
   size_t n = mlxzip_size(a), mark = mlxzip_mark(a), n_a, n_b;
   REQUIRE(n == mlxzip_size(b) && mark == mlxzip_mark(b) && mlxzip_base_length(a) == mlxzip_base_length(b));
-  size_t block = (1 + n * width) * sizeof(uint32_t) + n + mark;
+  size_t block = (n + mark) * (width + 1) * sizeof(uint32_t) + n + 2 * mark; /* an id installs one entry at most */
   uint32_t *rows = malloc(block), *other = malloc(block);
   uint8_t *lengths = malloc(2 * n + 1);
   REQUIRE(rows && other && lengths);
@@ -76,6 +90,9 @@ static inline void require_equal(mlxzip_codebook *a, mlxzip_codebook *b, size_t 
   REQUIRE(!memcmp(rows, other, n * width * sizeof *rows) && !memcmp(lengths, lengths + n, n));
   memset(rows, 0, block), memset(other, 0, block);
   REQUIRE(mlxzip_installed(a, mark, rows) == MLXZIP_OK && mlxzip_installed(b, mark, other) == MLXZIP_OK);
+  REQUIRE(!memcmp(rows, other, block));
+  memset(rows, 0, block), memset(other, 0, block);
+  REQUIRE(mlxzip_logged(a, 0, mark, rows, NULL) == MLXZIP_OK && mlxzip_logged(b, 0, mark, other, NULL) == MLXZIP_OK);
   REQUIRE(!memcmp(rows, other, block));
   uint8_t *bytes_a = saved(a, &n_a), *bytes_b = saved(b, &n_b);
   REQUIRE(n_a == n_b && !memcmp(bytes_a, bytes_b, n_a));
