@@ -14,17 +14,18 @@ import mlx.core as mx
 
 from mlx_zip.errors import GenerationError
 from mlx_zip.models.hbpe import PatchModel
-from mlx_zip.vocab.hbpe import MARK, Merges
+from mlx_zip.vocab.hbpe import MARK, Merges, check_mode
 
 
 def generate_patches(
     model: PatchModel, merges: Merges, prompt: Iterable[Sequence[int]] = (), max_patches: int = 100,
-    temperature: float = 0.0, seed: int = 0,
+    temperature: float = 0.0, seed: int = 0, mode: str = "stop",
 ) -> Iterator[list[int]]:  # fmt: skip
     """Patches as the decoder writes them, one after the other; `merges.decode` gives their bytes.
 
     prompt: patches to begin with, as a table or `merges.encode` makes them. Ends after `max_patches`, or behind a patch
-    of the mark alone, the end of a document, which is given too. temperature 0 takes the likeliest symbol.
+    of the mark alone, the end of a document, which is given too. temperature 0 takes the likeliest symbol. mode: of the
+    table that the model was trained with, by which its own patches are read back.
     Raises `GenerationError` for merges of another model, for a prompt of patches that are too long, or a number out of
     range.
     """
@@ -39,12 +40,13 @@ def generate_patches(
     rows = [filled(patch, config.patch_size) for patch in prompt]
     if wrong := [symbol for row in rows for symbol in row if not 0 <= symbol < config.symbols]:
         raise GenerationError(f"symbol {wrong[0]} of the prompt is not below {config.symbols}")
-    return _generate(model, merges, rows, max_patches, temperature, mx.random.key(seed))
+    check_mode(mode)
+    return _generate(model, merges, rows, max_patches, temperature, mx.random.key(seed), mode)
 
 
-def read_back(merges: Merges, patch: Sequence[int]) -> list[int]:
+def read_back(merges: Merges, patch: Sequence[int], mode: str = "stop") -> list[int]:
     """What the model reads for a patch that it wrote: the canonical patch of its bytes, if that fits."""
-    canonical = merges.encode(merges.decode(patch))
+    canonical = merges.encode(merges.decode(patch), mode)
     return canonical if len(canonical) <= merges.patch_size else list(patch)
 
 
@@ -56,8 +58,9 @@ def filled(patch: Sequence[int], size: int) -> list[int]:
 
 
 def _generate(
-    model: PatchModel, merges: Merges, rows: list[list[int]], max_patches: int, temperature: float, key: mx.array
-) -> Iterator[list[int]]:
+    model: PatchModel, merges: Merges, rows: list[list[int]], max_patches: int, temperature: float, key: mx.array,
+    mode: str,
+) -> Iterator[list[int]]:  # fmt: skip
     cache = model.latent.make_cache()
     x = model.begin(1)
     if rows:
@@ -69,7 +72,7 @@ def _generate(
         yield patch
         if patch == [MARK]:
             return
-        x = model.encode(mx.array([filled(read_back(merges, patch), merges.patch_size)]))[None]
+        x = model.encode(mx.array([filled(read_back(merges, patch, mode), merges.patch_size)]))[None]
 
 
 def _write(model: PatchModel, h: mx.array, temperature: float, key: mx.array) -> list[int]:

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_map
 
-from mlx_zip.errors import ConfigError, GenerationError
+from mlx_zip.errors import CodecError, ConfigError, GenerationError
 from mlx_zip.models.hbpe import (
     PatchConfig,
     PatchModel,
@@ -234,3 +234,13 @@ def test_the_local_models_of_the_papers_small_model_have_about_what_is_left():
     model = PatchModel(PatchConfig(257 + 240, 10, Tower(1, 768, 8, 12), LOCAL))
     latent = parameters_of(model.latent)
     assert parameters_of(model) - latent == pytest.approx(11.9e6, rel=0.03)  # the table leaves 14.8 million for it
+
+
+def test_a_patch_is_read_back_in_the_mode_of_its_table(model):
+    token = bytes(TABLE.merges.decode([257, MARK]))  # the first merge: it fits as it is, so `stop` leaves it alone
+    other = TABLE.merges.encode(token, "full")
+    assert other != TABLE.merges.encode(token)
+    assert read_back(TABLE.merges, other, "full") == other
+    assert read_back(TABLE.merges, other) != other
+    with pytest.raises(CodecError, match="mode"):
+        generate_patches(model, TABLE.merges, mode="other")

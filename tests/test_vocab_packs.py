@@ -165,13 +165,17 @@ def test_a_pack_is_written_to_npz_files_only(name, tmp_path):
 
 
 def test_merged_packs_take_turns_and_hold_nothing_twice():
-    a, b = Pack(((1, 2), (3, 4), (5, 6)), "ab"), Pack(((3, 4), (7, 8)), None)
+    a, b = Pack(((1, 2), (3, 4), (5, 6)), "ab"), Pack(((3, 4), (7, 8)), "ab")
     merged = merge_packs([a, b])
     assert merged.entries == ((1, 2), (3, 4), (7, 8), (5, 6))
     assert merged.tokenizer == "ab"
     assert merged.about == {"merged": [a.fingerprint, b.fingerprint]}
     assert merge_packs([a, b], 2).entries == ((1, 2), (3, 4))
-    assert merge_packs([a]) == Pack(a.entries, "ab")
+    assert merge_packs([a], 1) == Pack(a.entries[:1], "ab", {"merged": [a.fingerprint]})
+
+
+def test_what_is_merged_with_a_pack_of_an_unknown_tokenizer_is_of_none():
+    assert merge_packs([Pack(ENTRIES, "ab"), Pack(((1, 2),), None)]).tokenizer is None
 
 
 def test_packs_of_two_tokenizers_are_not_merged():

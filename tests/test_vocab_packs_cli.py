@@ -106,7 +106,7 @@ def test_a_model_takes_a_pack_of_its_tokenizer_and_begins_with_it(run, learn, tm
     assert both["prompt_ids"] == packed["prompt_ids"]
 
 
-@pytest.mark.parametrize("command", ["generate", "evaluate", "check"])
+@pytest.mark.parametrize("command", ["generate", "evaluate", "check", "prepare", "prepare, drawn", "several"])
 def test_a_pack_of_another_tokenizer_is_refused_by_every_command(command, run, text):
     model = tiny_text.converted(MODEL)
     save_pack("other.npz", Pack(((5, 6), (6, 7)), "ab" * 32))
@@ -114,7 +114,13 @@ def test_a_pack_of_another_tokenizer_is_refused_by_every_command(command, run, t
         "generate": ("generate", "--model", model, "--prompt", "the", "--codebook", "other.npz"),
         "evaluate": ("evaluate", "--model", model, "--data", text, "--codebook", "other.npz"),
         "check": ("vocab", "pack", "check", "other.npz", "--model", model),
-    }[command]
+        "prepare": ("prepare", "--model", model, "--data", text, "--out", "data", "--start", "other.npz"),
+        "prepare, drawn": ("prepare", "--model", model, "--data", text, "--out", "data", "--start", "other.npz",
+                           "--start-draw", 1),
+        "several": ("generate", "--model", model, "--prompt", "the", "--codebook", "any.json",
+                    "--codebook", "other.npz"),
+    }[command]  # fmt: skip
+    write_pack("any.json", [(5, 7)], merge_size=4)
     status, _, err = run(*flags)
     assert status == 2
     assert "other.npz was learned with another tokenizer" in err
@@ -131,6 +137,7 @@ def test_a_pack_of_another_tokenizer_is_refused_by_every_command(command, run, t
         (("learn", "--tokenizer", "T", "--data", "text.txt", "--out", "no/a.npz"), "no/a.npz"),
         (("learn", "--data", "text.txt", "--out", "a.npz"), "name either a model or a tokenizer"),
         (("show", "none.npz"), "none.npz"),
+        (("show", "good.npz", "--entries", "-3"), "--entries must be at least 0"),
         (("show", "text.txt"), "text.txt"),
         (("merge", "none.npz", "--out", "a.npz"), "none.npz"),
         (("merge", "good.npz", "--out", "a.npz", "--size", "0"), "--size must be at least"),
@@ -145,6 +152,19 @@ def test_what_cannot_be_is_said_in_a_line_and_nothing_is_written(flags, told, ru
     assert told in err
     assert err.count("\n") == 1
     assert not (tmp_path / "a.npz").exists()
+
+
+def test_a_pack_with_more_entries_than_slots_is_refused_with_the_cure(run):
+    from mlx_zip.loading import read_config
+
+    model = tiny_text.converted(MODEL)
+    slots = read_config(model)["zip2zip"]["compression"]["max_codebook_size"]
+    pairs = [(a, b) for a in range(5, 60) for b in range(5, 60)]
+    assert slots < len(pairs)
+    save_pack("many.npz", Pack(tuple(pairs)))
+    status, _, err = run("generate", "--model", model, "--prompt", "the", "--codebook", "many.npz")
+    assert status == 2
+    assert f"the model's codebook has {slots} slots; make a smaller pack" in err
 
 
 def test_a_pack_that_is_too_long_for_a_model_is_refused(run):

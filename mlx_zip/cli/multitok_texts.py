@@ -89,9 +89,13 @@ def tokens_of(name: str | None) -> tuple[Any, Any]:
 
 
 def fingerprint(vocabulary: Any) -> str:
-    """Digest of what each id of a tokenizer stands for: hex SHA-256 over its texts as a JSON list."""
+    """Digest of what each id of a tokenizer stands for: hex SHA-256 over its texts, and the ids of a probe text.
+
+    The probe tells apart what alone is no text: bytes of longer characters.
+    """
     texts = [vocabulary.decode([i]) for i in range(vocabulary.size)]
-    return hashlib.sha256(json.dumps(texts).encode()).hexdigest()
+    probe = list(vocabulary.encode(" ".join(map(chr, (*range(33, 0x600), *range(0x4E00, 0x5000), 0x1F600)))))
+    return hashlib.sha256(json.dumps([texts, probe]).encode()).hexdigest()
 
 
 @contextlib.contextmanager

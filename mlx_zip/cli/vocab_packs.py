@@ -13,7 +13,7 @@ from mlx_zip.cli.preparation import add_codec_flags, add_source_flags, disabled_
 from mlx_zip.errors import DataError
 
 EXAMPLE = """example:
-  mlx_zip vocab pack learn --model stories --data train.txt --separator '<|endoftext|>' --size 1024 --out my.npz
+  mlx_zip vocab pack learn --model stories --data train.txt --separator '<|endofstory|>' --size 1024 --out my.npz
   mlx_zip generate --model stories --codebook my.npz --prompt "..."
 """
 SIZE, SAMPLE_IDS = 1024, 5_000_000
@@ -23,13 +23,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the actions and their flags."""
     parser.epilog, parser.formatter_class = EXAMPLE, argparse.RawDescriptionHelpFormatter
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    for name, (declare, purpose) in ACTIONS.items():
+    for name, (declare, purpose, _) in ACTIONS.items():
         declare(actions.add_parser(name, help=purpose, description=purpose[0].upper() + purpose[1:] + "."))
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs one action; its exit status. Raises `MlxZipError`."""
-    return {"learn": _learn, "show": _show, "merge": _merge, "check": _check}[args.action](args)
+    return ACTIONS[args.action][2](args)
 
 
 # ---- learn
@@ -119,6 +119,8 @@ def _show_flags(parser: argparse.ArgumentParser) -> None:
 def _show(args: argparse.Namespace) -> int:
     from mlx_zip.vocab.packs import load_pack
 
+    if args.entries < 0:
+        raise DataError(f"--entries must be at least 0, got {args.entries}")
     pack, texts = load_pack(args.file), None
     if args.tokenizer is not None:
         tokenizer = _tokenizer(args.tokenizer)
@@ -211,8 +213,8 @@ def _tell(args: argparse.Namespace, path: Path, pack: Any, texts: list[str] | No
 
 
 ACTIONS = {
-    "learn": (_learn_flags, "learn the entries that shorten a corpus most"),
-    "show": (_show_flags, "show what a pack holds"),
-    "merge": (_merge_flags, "make one pack of several"),
-    "check": (_check_flags, "check that a model can take a pack"),
+    "learn": (_learn_flags, "learn the entries that shorten a corpus most", _learn),
+    "show": (_show_flags, "show what a pack holds", _show),
+    "merge": (_merge_flags, "make one pack of several", _merge),
+    "check": (_check_flags, "check that a model can take a pack", _check),
 }

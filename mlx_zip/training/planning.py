@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from mlx_zip.bundled import here_or_bundled
 from mlx_zip.codec import CodecParams
-from mlx_zip.codec.pack import Start, read_pack
+from mlx_zip.codec.pack import Start
 from mlx_zip.errors import CodecError, DataError
 from mlx_zip.loading import first_line, read_config
 from mlx_zip.training.encoding import digit_ids, fingerprint, lead_ids, load_tokenizer, special_ids
 from mlx_zip.training.sharding import Plan
 from mlx_zip.training.shards import codec_record
 from mlx_zip.training.sources import Source, kind_of
+from mlx_zip.vocab.packs import load_pack
 
 if TYPE_CHECKING:
     from mlx_zip.training.prepare import PrepareOptions
@@ -37,7 +38,7 @@ def make_plan(options: PrepareOptions) -> tuple[Plan, Any, dict[str, Any]]:
     params = codec_for(options, tokenizer, config)
     pool = None
     if options.start_draw is not None:
-        pool, params = _pool(options, params), replace(params, start=None)
+        pool, params = _pool(options, params, tokenizer), replace(params, start=None)
     plan = Plan(
         out=Path(options.out),
         tokenizer=folder,
@@ -101,7 +102,7 @@ def codec_for(options: PrepareOptions, tokenizer: Any, config: Mapping[str, Any]
         raise DataError(f"the model's codebook has the policy {own.policy!r}; data can be prepared for freeze only")
     start = own.start if own is not None else None
     if options.start is not None:
-        start = read_pack(options.start) if options.start_draw is None else None
+        start = _pack(options.start, tokenizer) if options.start_draw is None else None
     try:
         return CodecParams(vocab_size, *sizes, disabled, pad_id, start)
     except CodecError as error:
@@ -146,11 +147,19 @@ def _protected(protect: tuple[str, ...], tokenizer: Any) -> set[int]:
     return found
 
 
-def _pool(options: PrepareOptions, params: CodecParams) -> Start:
+def _pack(path: Path, tokenizer: Any) -> Start:
+    """The entries of a pack. Raises `DataError` when it is of another tokenizer."""
+    pack = load_pack(path)
+    if pack.tokenizer is not None:
+        pack.check_tokenizer(fingerprint(tokenizer), str(path))
+    return pack.entries
+
+
+def _pool(options: PrepareOptions, params: CodecParams, tokenizer: Any) -> Start:
     """The pack to draw from, checked against the codec."""
     path, draw = options.start, options.start_draw or 0
     assert path is not None
-    pool = read_pack(path)
+    pool = _pack(path, tokenizer)
     if not draw <= min(len(pool), params.codebook_size):
         raise DataError(
             f"start_draw {draw} is more than {path} has entries ({len(pool)}) or the codebook slots "

@@ -115,7 +115,7 @@ def check_out(path: Path) -> None:
 def merge_packs(packs: Sequence[Pack], size: int | None = None) -> Pack:
     """One pack of several: the best of each in turn, none twice, `size` at most.
 
-    Raises `DataError` when they are of different tokenizers.
+    Its tokenizer is theirs, or not known if one's is not. Raises `DataError` when they are of different tokenizers.
     """
     known = {pack.tokenizer for pack in packs if pack.tokenizer is not None}
     if len(known) > 1:
@@ -123,5 +123,5 @@ def merge_packs(packs: Sequence[Pack], size: int | None = None) -> Pack:
         raise DataError(f"the packs are of different tokenizers ({names}) and cannot be merged")
     turns = chain.from_iterable(zip_longest(*(pack.entries for pack in packs)))
     entries = tuple(dict.fromkeys(entry for entry in turns if entry is not None))
-    merged = {"merged": [pack.fingerprint for pack in packs]} if len(packs) > 1 else {}
-    return Pack(entries[:size], next(iter(known), None), merged)
+    tokenizer = packs[0].tokenizer if all(pack.tokenizer is not None for pack in packs) else None
+    return Pack(entries[:size], tokenizer, {"merged": [pack.fingerprint for pack in packs]})
