@@ -67,7 +67,7 @@ def stream_generate(
     cache = _new_cache(model, start)
     if prompt_cache is not None:
         if start is not None:
-            raise GenerationError("start (--start-codebook) is for a new cache; the prompt cache has its own codebook")
+            raise GenerationError("start (--codebook) is for a new cache; the prompt cache has its own codebook")
         if len(prompt_cache) != len(cache) or (find_state(prompt_cache) is None) != (find_state(cache) is None):
             raise GenerationError("the prompt cache was not made for this model")
         cache = prompt_cache
@@ -263,7 +263,7 @@ def _new_cache(model: Any, start: Sequence[Any] | None) -> list[Any]:
     if start is None:
         return make_prompt_cache(model)
     if not hasattr(model, "layout"):
-        raise GenerationError("start (--start-codebook): this model has no hypertokens, so nothing could use it")
+        raise GenerationError("start (--codebook): this model has no hypertokens, so nothing could use it")
     return model.make_cache(start=start)
 
 

@@ -101,7 +101,7 @@ def _with_start(params: CodecParams, start: Start) -> CodecParams:
     try:
         return replace(params, start=start)
     except CodecError as error:
-        raise DataError(f"the starting codebook (--start-codebook) does not fit the model: {error}") from error
+        raise DataError(f"the starting codebook (--codebook) does not fit the model: {error}") from error
 
 
 def _check_ids(ids: Uint32s, limit: int | None) -> None:
