@@ -334,6 +334,15 @@ def test_every_way_to_its_tokenizer_gives_the_same_ids(made):
     assert list(read_vocabulary(str(smaller)).encode(TEXT)) == expected
 
 
+def test_a_base_beside_the_file_that_was_adapted_from_it_encodes_as_before(tmp_path):
+    folder = shutil.copytree(PLAIN, tmp_path / "base")
+    expected = list(read_vocabulary(str(folder)).encode(TEXT))
+    kept = vocabulary_of(folder, folder / "adapted.json")
+    assert kept.ids[kept.encode(TEXT)].tolist() != expected
+    assert list(read_vocabulary(str(folder)).encode(TEXT)) == expected
+    assert load_tokenizer(folder).encode(TEXT, add_special_tokens=False) == expected
+
+
 def test_export_carries_the_tokenizer_and_says_that_others_read_it_otherwise(made, tmp_path):
     smaller, _ = made(tiny_text.converted(NAMES[0]))
     with pytest.warns(UserWarning, match=r"zip2zip does not know adapted\.json"):

@@ -57,9 +57,14 @@ def make_exact(tokenizer: Any, vocabulary: AdaptedVocabulary) -> None:
 
 
 def follow_folder(tokenizer: Any, folder: Path) -> None:
-    """`make_exact` for a tokenizer loaded from a model folder, if the model was adapted. Raises `DataError`."""
+    """`make_exact` for a tokenizer loaded from a model folder, if the model was adapted. Raises `DataError`.
+
+    A base tokenizer beside what was adapted from it has more ids, and stays as it is.
+    """
     if (folder / FILE).is_file():
-        make_exact(tokenizer, read_adapted(folder / FILE))
+        vocabulary = read_adapted(folder / FILE)
+        if tokenizer.get_vocab_size() == len(vocabulary):
+            make_exact(tokenizer, vocabulary)
 
 
 class _Cutter:
