@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,18 +23,19 @@ from mlx_zip.config import ZipConfig
 from mlx_zip.converters import hub, output
 from mlx_zip.converters.conversion import ADAPTERS, progress_bar
 from mlx_zip.converters.tensors import load, read_model_files, read_object
-from mlx_zip.converters.tokenizer_files import CONFIG, TEMPLATES
+from mlx_zip.converters.tokenizer_files import CONFIG, TEMPLATES, read_tokenizer
 from mlx_zip.errors import ConversionError
 from mlx_zip.hyper import Fingerprints
 from mlx_zip.models import ModelArgs
 from mlx_zip.models.zip_model import RECORD_KEYS
-from mlx_zip.vocab.adaptbpe.adapted import FILE, AdaptedVocabulary, read_adapted
-from mlx_zip.vocab.adaptbpe.base import read_base
+from mlx_zip.vocab.adaptbpe.adapted import AdaptedVocabulary, read_adapted
+from mlx_zip.vocab.adaptbpe.base import FILE, read_base
 from mlx_zip.vocab.adaptbpe.plain import lawful_json
 
 ROWS = ("embed_tokens", "lm_head")  # modules whose tensors have a row per id
+_PAIRS = {"forced_decoder_ids": 1, "sequence_bias": 0}  # lists of pairs, and which side holds ids
 _COPIED = ("special_tokens_map.json", "chat_template.json", "chat_template.jinja")
-_ENDINGS = ("_token_id", "_token_ids", "suppress_tokens")
+_ENDINGS = ("_token_id", "_token_ids", "_token_index", "suppress_tokens", "bad_words_ids", "force_words_ids")
 
 
 def adapt(model: str | Path, vocabulary: str | Path, mlx_path: str | Path, progress: bool = True) -> Path:
@@ -79,11 +80,16 @@ def adapt(model: str | Path, vocabulary: str | Path, mlx_path: str | Path, progr
                 shutil.copyfile(place.folder / name, folder / name)
         if (place.folder / TEMPLATES).is_dir():
             shutil.copytree(place.folder / TEMPLATES, folder / TEMPLATES, copy_function=shutil.copyfile)
+        if (length := read_tokenizer(folder).length) > len(kept):
+            raise ConversionError(
+                f"transformers finds {length} ids in the new tokenizer, of which {len(kept)} have a row: {CONFIG} or "
+                f"special_tokens_map.json names tokens that {place.name}'s tokenizer.json has not among its added ones"
+            )
     return out
 
 
 def _selected(weights: dict[str, mx.array], ids: Any) -> dict[str, mx.array]:
-    """The tensors, of those with a row per id the rows kept. Lazy."""
+    """The tensors, of those with a row per id the rows kept. Lazy. As high but not known is an error."""
     rows = {name: array for name, array in weights.items() if set(name.split(".")[:-1]) & set(ROWS)}
     if not rows:
         raise ConversionError(f"no tensor of {' or '.join(ROWS)} is there to select rows of")
@@ -93,6 +99,8 @@ def _selected(weights: dict[str, mx.array], ids: Any) -> dict[str, mx.array]:
         raise ConversionError(f"the embedding and the head differ in their rows: {told}")
     if int(ids[-1]) >= (height := heights.pop()):
         raise ConversionError(f"the vocabulary keeps id {int(ids[-1])}, but the embedding has {height} rows")
+    if others := sorted(name for name in weights.keys() - rows.keys() if weights[name].shape[:1] == (height,)):
+        raise ConversionError(f"{', '.join(others)}: {height} rows, as the embedding has; not known to be one per id")
     chosen = mx.array(np.asarray(ids))
     return weights | {name: mx.take(array, chosen, axis=0) for name, array in rows.items()}
 
@@ -145,18 +153,40 @@ def _files(
     files = {"tokenizer.json": lawful_json(kept, source)}
     own = folder / CONFIG
     if own.is_file():
-        data = read_object(own)
+        data = _renumbered(CONFIG, read_object(own), new)
         if "added_tokens_decoder" in data:
             known = data["added_tokens_decoder"].items()
-            data["added_tokens_decoder"] = {str(new[int(i)]): token for i, token in known if int(i) in new}
+            ids = _new_ids(f"{CONFIG}: added_tokens_decoder", ((_text_of(token), _id_of(i)) for i, token in known), new)
+            data["added_tokens_decoder"] = dict(zip(map(str, ids), dict(known).values(), strict=True))
         files[CONFIG] = data
     generation = folder / "generation_config.json"
     if generation.is_file():
         files[generation.name] = _renumbered(generation.name, read_object(generation), new)
     added = folder / "added_tokens.json"
     if added.is_file():
-        files[added.name] = {token: new[i] for token, i in read_object(added).items() if i in new}
+        known = read_object(added)
+        files[added.name] = dict(zip(known, _new_ids(added.name, known.items(), new), strict=True))
     return files
+
+
+def _new_ids(place: str, tokens: Iterable[tuple[str, Any]], new: Mapping[int, int]) -> list[int]:
+    """Of added tokens and their ids. One left out would come back behind the last id, where the embedding ends."""
+    tokens = list(tokens)
+    for token, i in tokens:
+        if type(i) is not int or i not in new:
+            raise ConversionError(
+                f"{place} has {token!r}, id {i}, which the vocabulary does not keep: list it among the added_tokens of "
+                "tokenizer.json (transformers does on saving) and adapt anew"
+            )
+    return [new[i] for _, i in tokens]
+
+
+def _id_of(key: str) -> int | str:
+    return int(key) if key.isdecimal() else key
+
+
+def _text_of(token: Any) -> Any:
+    return token.get("content") if isinstance(token, dict) else token
 
 
 def _renumbered(file: str, data: Mapping[str, Any], new: Mapping[int, int]) -> dict[str, Any]:
@@ -171,4 +201,10 @@ def _renumbered(file: str, data: Mapping[str, Any], new: Mapping[int, int]) -> d
             raise ConversionError(f"{file}: {key} is {json.dumps(value)}, an id that the vocabulary does not keep")
         return new[value]
 
-    return {key: value_of(key, value) if key.endswith(_ENDINGS) else value for key, value in data.items()}
+    made = {key: value_of(key, value) if key.endswith(_ENDINGS) else value for key, value in data.items()}
+    for key in _PAIRS.keys() & {key for key, value in data.items() if value}:
+        value, side = data[key], _PAIRS[key]
+        if not isinstance(value, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in value):
+            raise ConversionError(f"{file}: {key} is no list of pairs, the form that is read here")
+        made[key] = [[value_of(key, item) if i == side else item for i, item in enumerate(pair)] for pair in value]
+    return made

@@ -13,7 +13,7 @@ from typing import Any
 from mlx_zip.converters.output import write_json
 from mlx_zip.converters.tensors import read_object
 from mlx_zip.errors import ConversionError, bare_exceptions_as_value_errors
-from mlx_zip.vocab.adaptbpe.adapted import FILE as ADAPTED
+from mlx_zip.vocab.adaptbpe.base import FILE as ADAPTED
 
 CONFIG = "tokenizer_config.json"
 FILES = (

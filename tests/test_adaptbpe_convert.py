@@ -137,11 +137,111 @@ def test_without_mlx_zip_its_tokenizer_json_gives_lawful_ids_that_decode_to_the_
     assert kept.decode(ids) == TEXT.encode()
 
 
+FIRST, END = 7, 480  # ids 0..6 of NAMES[1] are added tokens, 480..511 rows without a token
+FINAL = {"bos": 473, "eos": 474, "pad": 475}  # where `specials_last` puts them
+
+
+def moved(i):
+    """Where an id is when the added tokens stand behind all others."""
+    return i if i >= END else (i - FIRST) % END
+
+
+@pytest.fixture
+def specials_last(tmp_path):
+    """A converted model whose added tokens are the last ids, and ids wherever they can be."""
+    folder = shutil.copytree(tiny_text.converted(NAMES[1]), tmp_path / "specials_last")
+
+    def change(file, alter):
+        data = json.loads((folder / file).read_text()) if (folder / file).is_file() else {}
+        (folder / file).write_text(json.dumps(alter(data)))
+
+    def tokenizer(data):
+        data["model"]["vocab"] = {token: moved(i) for token, i in data["model"]["vocab"].items()}
+        data["added_tokens"] = [token | {"id": moved(token["id"])} for token in data["added_tokens"]]
+        bos = {"SpecialToken": {"id": "<|bos|>", "type_id": 0}}
+        data["post_processor"]["single"] = [bos, *data["post_processor"]["single"]]
+        own = {"id": "<|bos|>", "ids": [FINAL["bos"]], "tokens": ["<|bos|>"]}
+        data["post_processor"]["special_tokens"] = {"<|bos|>": own}
+        data["padding"] = {"strategy": "BatchLongest", "direction": "Right", "pad_to_multiple_of": None,
+                           "pad_id": FINAL["pad"], "pad_type_id": 0, "pad_token": "<|pad|>"}  # fmt: skip
+        return data
+
+    def config(data):
+        codec = data["zip2zip"]["compression"]
+        codec["disabled_ids"] = [moved(i) for i in codec["disabled_ids"]]
+        data["zip2zip"]["pad_token_id"] = FINAL["pad"]
+        return data | {f"{name}_token_id": i for name, i in FINAL.items()}
+
+    change("tokenizer.json", tokenizer)
+    change("config.json", config)
+    change("generation_config.json", lambda data: data | {
+        **{f"{name}_token_id": i for name, i in FINAL.items()}, "eos_token_id": [474, 479],
+        "bad_words_ids": [[473], [475, 479]], "suppress_tokens": [476], "forced_decoder_ids": [[1, 477], [2, None]],
+        "sequence_bias": [[[474, 478], 2.0]], "image_token_index": 479, "top_k": 474,
+    })  # fmt: skip
+    change("tokenizer_config.json", lambda data: data | {"added_tokens_decoder": {
+        str(i): {"content": name, "special": True} for name, i in (("<|bos|>", 473), ("<|end|>", 479))
+    }})  # fmt: skip
+    change("added_tokens.json", lambda _: {"<|eos|>": 474, "<|end|>": 479})
+    weights = load_tensors(read_model_files(folder))
+    order = mx.array(np.argsort([moved(i) for i in range(512)]))
+    rows = {name: mx.take(array, order, axis=0) for name, array in weights.items() if array.shape[0] == 512}
+    assert rows
+    mx.save_safetensors(str(folder / "model.safetensors"), weights | rows, {"format": "mlx"})
+    return folder
+
+
+def test_added_tokens_that_are_the_last_ids_are_renumbered_wherever_they_are_named(made, specials_last):
+    smaller, kept = made(specials_last)
+    new = {int(old): i for i, old in enumerate(kept.ids)}
+    assert all(new[i] != i for i in range(END - FIRST, END))
+    read = lambda file: json.loads((smaller / file).read_text())
+    config, generation, tokenizer = read("config.json"), read("generation_config.json"), read("tokenizer.json")
+    for name, i in FINAL.items():
+        assert config[f"{name}_token_id"] == new[i]
+    codec = config["zip2zip"]
+    assert codec["pad_token_id"] == new[475]
+    assert sorted(codec["compression"]["disabled_ids"]) == [new[i] for i in range(END - FIRST, END)]
+    assert codec["compression"]["initial_vocab_size"] == len(kept)
+    expected = {
+        "bos_token_id": new[473], "eos_token_id": [new[474], new[479]], "pad_token_id": new[475],
+        "bad_words_ids": [[new[473]], [new[475], new[479]]], "suppress_tokens": [new[476]],
+        "forced_decoder_ids": [[1, new[477]], [2, None]], "sequence_bias": [[[new[474], new[478]], 2.0]],
+        "image_token_index": new[479], "top_k": 474,
+    }  # fmt: skip
+    assert {key: generation[key] for key in expected} == expected
+    assert tokenizer["post_processor"]["special_tokens"]["<|bos|>"]["ids"] == [new[473]]
+    assert tokenizer["padding"]["pad_id"] == new[475]
+    assert {token["content"]: token["id"] for token in tokenizer["added_tokens"]}["<|user|>"] == new[476]
+    assert read("tokenizer_config.json")["added_tokens_decoder"].keys() == {str(new[473]), str(new[479])}
+    assert read("added_tokens.json") == {"<|eos|>": new[474], "<|end|>": new[479]}
+
+
+def test_with_added_tokens_last_the_numbers_are_those_of_the_full_model_and_of_the_first_order(made, specials_last):
+    smaller, kept = made(specials_last)
+    (whole, _), (cut, tokenizer) = load(specials_last), load(smaller)
+    assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (len(kept) - 6, len(kept) - 5)
+    ids = kept.encode(TEXT)
+    assert {len(kept) - 4, len(kept) - 1} <= set(ids.tolist())
+    assert tokenizer.encode(TEXT) == [len(kept) - 7, *ids.tolist()]
+    new, old = compress(cut.config.codec_params, ids)[0], compress(whole.config.codec_params, kept.ids[ids])[0]
+    assert len(new) == len(old) < len(ids)
+    expected, got = logits_of(whole, old)[:, kept.ids], logits_of(cut, new)[:, : len(kept)]
+    np.testing.assert_allclose(got, expected, atol=2e-4)
+    unmoved = np.argsort([moved(i) for i in range(512)])[kept.ids]
+    first, _ = load(tiny_text.converted(NAMES[1]))
+    same = logits_of(first, compress(first.config.codec_params, unmoved[ids])[0])
+    np.testing.assert_allclose(got, same[:, unmoved], atol=2e-4)
+
+
 def altered(folder, target, file, **changes):
     shutil.copytree(folder, target)
-    data = json.loads((target / file).read_text())
+    data = json.loads((target / file).read_text()) if (target / file).is_file() else {}
     (target / file).write_text(json.dumps(data | changes))
     return target
+
+
+LOST = {"content": "<|tool|>", "special": True}
 
 
 @pytest.mark.parametrize(
@@ -149,15 +249,43 @@ def altered(folder, target, file, **changes):
     [
         ("config.json", {"eos_token_id": [1, 511]}, "config.json: eos_token_id is 511, an id that the vocabulary"),
         ("generation_config.json", {"eos_token_id": 511}, "generation_config.json: eos_token_id is 511"),
+        ("generation_config.json", {"bad_words_ids": [[1], [2, 511]]}, "generation_config.json: bad_words_ids is 511"),
+        ("generation_config.json", {"forced_decoder_ids": [[1, 511]]}, "forced_decoder_ids is 511"),
+        ("generation_config.json", {"sequence_bias": [[[511], 1.0]]}, "sequence_bias is 511"),
+        ("generation_config.json", {"sequence_bias": {"(1,)": 1.0}}, "sequence_bias is no list of pairs"),
+        ("config.json", {"image_token_index": 511}, "config.json: image_token_index is 511"),
         ("tokenizer.json", {"added_tokens": []}, "added tokens differ from those of"),
+        ("tokenizer.json", {"padding": {"pad_id": 511}}, "tokenizer.json: padding names id 511"),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"500": LOST}}, r"decoder has '<\|tool\|>', id 500, which"),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"x": LOST}}, r"decoder has '<\|tool\|>', id x, which"),
+        ("added_tokens.json", {"<|tool|>": 500}, r"added_tokens\.json has '<\|tool\|>', id 500, which the vocabulary"),
+        ("tokenizer_config.json", {"additional_special_tokens": ["<|tool|>"]}, "finds 354 ids in the new tokenizer"),
+        ("special_tokens_map.json", {"eos_token": "<|tool|>"}, "of which 353 have a row"),
     ],
 )
 def test_ids_that_are_lost_are_refused_and_nothing_is_written(tmp_path, file, changes, told):
     vocabulary_of(PLAIN, tmp_path / "adapted.json")
     folder = altered(PLAIN, tmp_path / "altered", file, **changes)
-    with pytest.raises(ConversionError, match=told):
+    with pytest.raises((ConversionError, DataError), match=told):
         adapt(folder, tmp_path / "adapted.json", tmp_path / "smaller", progress=False)
     assert not (tmp_path / "smaller").exists()
+
+
+def test_a_tensor_as_high_as_the_embedding_that_is_not_known_is_refused_by_name(tmp_path):
+    vocabulary_of(PLAIN, tmp_path / "adapted.json")
+    folder = shutil.copytree(PLAIN, tmp_path / "more")
+    weights = load_tensors(read_model_files(folder)) | {"model.per_token.weight": mx.zeros((512, 2))}
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
+    with pytest.raises(ConversionError, match=r"model\.per_token\.weight: 512 rows, as the embedding has"):
+        adapt(folder, tmp_path / "adapted.json", tmp_path / "smaller", progress=False)
+    assert not (tmp_path / "smaller").exists()
+
+
+def test_a_model_that_was_adapted_is_not_adapted_again(made, tmp_path):
+    smaller, kept = made(PLAIN)
+    assert kept.virtual
+    with pytest.raises(DataError, match=r"by the adapted\.json beside it: adapt the base of this model instead"):
+        read_base(smaller)
 
 
 def test_the_vocabulary_of_another_tokenizer_is_refused(tmp_path):
@@ -204,6 +332,15 @@ def test_every_way_to_its_tokenizer_gives_the_same_ids(made):
     prepared = load_tokenizer(smaller).backend_tokenizer
     assert [found.ids for found in prepared.encode_batch_fast([TEXT] * 50, add_special_tokens=False)] == [expected] * 50
     assert list(read_vocabulary(str(smaller)).encode(TEXT)) == expected
+
+
+def test_a_base_beside_the_file_that_was_adapted_from_it_encodes_as_before(tmp_path):
+    folder = shutil.copytree(PLAIN, tmp_path / "base")
+    expected = list(read_vocabulary(str(folder)).encode(TEXT))
+    kept = vocabulary_of(folder, folder / "adapted.json")
+    assert kept.ids[kept.encode(TEXT)].tolist() != expected
+    assert list(read_vocabulary(str(folder)).encode(TEXT)) == expected
+    assert load_tokenizer(folder).encode(TEXT, add_special_tokens=False) == expected
 
 
 def test_export_carries_the_tokenizer_and_says_that_others_read_it_otherwise(made, tmp_path):

@@ -3,6 +3,7 @@
 import base64
 import gzip
 import json
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from tokenizers import Tokenizer
 from mlx_zip.errors import DataError
 from mlx_zip.vocab.adaptbpe.adapted import adapted, read_adapted, words_of
 from mlx_zip.vocab.adaptbpe.base import read_base
-from mlx_zip.vocab.adaptbpe.plain import tokenizer_json
+from mlx_zip.vocab.adaptbpe.plain import lawful_json, tokenizer_json
 from mlx_zip.vocab.adaptbpe.text import PATTERNS, AddedToken, Front, to_bytes, to_text
 
 settings.register_profile("untimed", deadline=None)
@@ -260,6 +261,14 @@ def test_base_ids_translate_there_and_back(vocabulary):
         vocabulary.decode([len(vocabulary)])
 
 
+def test_an_adapted_file_beside_its_own_base_does_not_matter(source, write, tmp_path):
+    base = read_base(write(source))
+    kept = cut_down(base, 90)
+    assert kept.virtual
+    kept.save(tmp_path / "adapted.json")
+    assert read_base(tmp_path).merges == base.merges
+
+
 def test_added_tokens_stay_and_are_found():
     kept = cut_down(read_base(FIXTURE), 100)
     assert len(kept) == 256 + 100 + 7
@@ -301,9 +310,56 @@ def test_the_special_tokens_that_a_tokenizer_json_adds_have_their_new_ids(source
     assert library(tokenizer_json(kept, base.source)).encode("a").ids[0] == int(kept.ids_of([511])[0]) < 511
 
 
+def test_padding_has_its_new_id_and_ids_that_are_lost_are_refused(source):
+    kept = cut_down(read_base(FIXTURE), 50)
+    lost = next(i for i in range(512) if i not in kept.ids.tolist())
+    last = int(kept.ids[-1])
+    padding = {"strategy": "BatchLongest", "direction": "Right", "pad_to_multiple_of": None, "pad_type_id": 0}
+    made = lawful_json(kept, source | {"padding": padding | {"pad_id": last, "pad_token": "<|pad|>"}})
+    assert made["padding"]["pad_id"] == len(kept) - 1 < last
+    with pytest.raises(DataError, match=rf"tokenizer\.json: padding names id {lost}, which the vocabulary"):
+        lawful_json(kept, source | {"padding": padding | {"pad_id": lost}})
+    steps = {"type": "Sequence", "processors": [{"type": "RobertaProcessing", "sep": ["x", lost], "cls": ["y", 0]}]}
+    with pytest.raises(DataError, match=rf"tokenizer\.json: post_processor names id {lost}"):
+        lawful_json(kept, source | {"post_processor": steps})
+
+
+def test_a_tokenizer_json_need_not_have_added_tokens(source, write):
+    del source["added_tokens"]
+    base = read_base(write(source))
+    kept = cut_down(base, 50, method="first-k")
+    assert library_ids(tokenizer_json(kept, base.source), "the cat") == kept.encode("the cat").tolist()
+
+
 def test_virtual_merges_cannot_be_said_in_a_tokenizer_json(head):
     with pytest.raises(DataError, match=r"merges are virtual, which a tokenizer\.json cannot say"):
         tokenizer_json(cut_down(read_base(head)))
+
+
+def signed(record):
+    """The record with the checksum that belongs to it."""
+    rest = {key: value for key, value in record.items() if key != "sha256"}
+    return rest | {"sha256": sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()}
+
+
+def test_a_file_that_was_changed_after_writing_is_refused(head, tmp_path):
+    path = tmp_path / "adapted.json"
+    cut_down(read_base(head)).save(path)
+    record = json.loads(path.read_text())
+    assert signed(record) == record
+    for changed in (record | {"rule": "final"}, record | {"settings": {}}, record | {"sha256": "0" * 64}):
+        path.write_text(json.dumps(changed))
+        with pytest.raises(DataError, match=r"adapted\.json: is damaged, its checksum is another"):
+            read_adapted(path)
+    del record["sha256"]
+    path.write_text(json.dumps(record))
+    with pytest.raises(DataError, match="'sha256' is missing"):
+        read_adapted(path)
+
+
+TOKEN = {"content": "x", "id": 9, "special": True, "lstrip": False, "rstrip": False, "normalized": False}
+FRONT = {"pieces": "gpt2", "normalizer": None, "pre_tokenizer": None}
+BASE = {"name": "x", "fingerprint": "x", "merges": 1, "ids": 1}
 
 
 @pytest.mark.parametrize(
@@ -313,11 +369,19 @@ def test_virtual_merges_cannot_be_said_in_a_tokenizer_json(head):
         ({"version": 2}, "version 2 is not 1"),
         ({"rule": "x"}, "rule 'x' is none of replay, final"),
         ({"first": 9999}, "first 9999 is not 0.."),
-        ({"first": None}, "first None is not 0.."),
+        ({"first": None}, "first is None, not of the type int"),
+        ({"first": True}, "first is True, not of the type int"),
+        ({"method": 1}, "method is 1, not of the type str"),
+        ({"settings": []}, r"settings is \[\], not of the type dict"),
+        ({"base": BASE | {"name": 5}}, "base.name is 5, not of the type str"),
+        ({"base": BASE | {"ids": "9"}}, "base.ids is '9', not of the type int"),
+        ({"front": FRONT | {"added": [TOKEN | {"id": "9"}]}}, "added token 'x' with id '9' has a field"),
+        ({"front": FRONT | {"added": [TOKEN | {"lstrip": 1}]}}, "added token 'x' with id 9 has a field"),
+        ({"front": FRONT | {"added": [TOKEN | {"content": ""}]}}, "added token '', id 9, is empty"),
         ({"virtual": [0, 0]}, "different places"),
         ({"virtual": [10**9]}, "different places"),
         ({"virtual": ["x"]}, "different places"),
-        ({"virtual": 5}, "virtual must be a list"),
+        ({"virtual": 5}, "virtual is 5, not of the type list"),
         ({"virtual": []}, "needs a promoted merge for each virtual one"),
         ({"merges": ["zz y"]}, "merge 0, b'zz' with b'y'"),
         ({"merges": ["日 y"]}, "merge '日 y' is not two byte-level tokens"),
@@ -331,7 +395,7 @@ def test_virtual_merges_cannot_be_said_in_a_tokenizer_json(head):
 def test_a_damaged_file_is_refused_by_name(change, told, head, tmp_path):
     path = tmp_path / "adapted.json"
     cut_down(read_base(head)).save(path)
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    path.write_text(json.dumps(signed(json.loads(path.read_text()) | change)))
     with pytest.raises(DataError, match=told) as error:
         read_adapted(path)
     assert str(error.value).startswith(str(path))
@@ -342,7 +406,7 @@ def test_a_swap_before_its_merge_is_there_is_refused(head, tmp_path):
     cut_down(read_base(head)).save(path)
     record = json.loads(path.read_text())
     record["virtual"][0] = record["first"]
-    path.write_text(json.dumps(record))
+    path.write_text(json.dumps(signed(record)))
     with pytest.raises(DataError, match="virtual 0 is merge 300, which is not there yet at that swap"):
         read_adapted(path)
 

@@ -12,15 +12,17 @@ The file is JSON and holds all that is needed to encode and decode:
     first, virtual     n; places in `merges` of what became virtual, in order
     token_ids          ids in the base vocabulary of the 256 bytes and of what the merges make
     ids                base id of each id, rising: bytes, added tokens, merges that are not virtual
+    sha256             in hex, over all the rest (keys sorted, no blanks, ASCII)
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +39,13 @@ from mlx_zip.vocab.adaptbpe.merges import BYTES, MergeList, Schedule
 from mlx_zip.vocab.adaptbpe.text import Front, to_text
 
 FORMAT, VERSION = "mlx_zip adapted vocabulary", 1
-FILE = "adapted.json"  # its name inside a model folder
 METHODS = ("adapt", "first-k", "top-k")
 RULES = ("replay", "final")
+_TYPES = {
+    "base": dict, "method": str, "settings": dict, "rule": str, "front": dict, "merges": list, "ranks": list,
+    "first": int, "virtual": list, "token_ids": list, "ids": list,
+}  # fmt: skip
+_BASE_TYPES = {"name": str, "fingerprint": str, "merges": int, "ids": int}
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,7 +179,7 @@ class AdaptedVocabulary:
             "token_ids": self.token_ids.tolist(),
             "ids": self.ids.tolist(),
         }  # fmt: skip
-        write_json(Path(path), record)
+        write_json(Path(path), {**record, "sha256": _digest(record)})
 
     def check_base(self, base: BaseVocabulary) -> None:
         """Raises `DataError` where this was not adapted from that tokenizer."""
@@ -251,9 +257,10 @@ def _of_record(record: Any) -> AdaptedVocabulary:
         raise DataError("is no adapted vocabulary (mlx_zip vocab adapt learn writes one)")
     if record.get("version") != VERSION:
         raise DataError(f"version {record.get('version')} is not {VERSION}, the one read here")
-    if not isinstance(record["virtual"], list) or not isinstance(record["merges"], list):
-        raise DataError("virtual must be a list of places and merges one of merges")
-    base = record["base"]
+    if record.pop("sha256") != _digest(record):
+        raise DataError("is damaged, its checksum is another: adapt anew")
+    _check_types(record, _TYPES)
+    _check_types(base := record["base"], _BASE_TYPES, "base.")
     vocabulary = AdaptedVocabulary(
         base["name"], base["fingerprint"], base["merges"], base["ids"],
         MergeList.of_bytes(map(pair_of, record["merges"])),
@@ -263,3 +270,13 @@ def _of_record(record: Any) -> AdaptedVocabulary:
     if vocabulary.ids.tolist() != record["ids"]:
         raise DataError("ids are not those of the bytes, added tokens and actual merges")
     return vocabulary
+
+
+def _check_types(record: Mapping[str, Any], types: Mapping[str, type], inside: str = "") -> None:
+    for name, kind in types.items():
+        if type(record[name]) is not kind:
+            raise DataError(f"{inside}{name} is {record[name]!r:.80}, not of the type {kind.__name__}")
+
+
+def _digest(record: Mapping[str, Any]) -> str:
+    return sha256(json.dumps(record, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -25,6 +25,7 @@ from mlx_zip.vocab.adaptbpe.encoder import Encoder
 from mlx_zip.vocab.adaptbpe.merges import BYTES, MergeList
 from mlx_zip.vocab.adaptbpe.text import BYTE_OF, PATTERNS, AddedToken, Front, pieces_of, to_bytes, to_text
 
+FILE = "adapted.json"  # the name of an adapted tokenizer's file inside a model folder
 KINDS = "tokenizer.json or its folder, merges.txt, vocab.bpe or NAME.tiktoken, also with .gz"
 _OF_RANKS = {"llama3": "cl100k", "cl100k": "cl100k", "qwen": "digits"}  # no rank file says how its text is cut
 _BESIDE = {"vocab.bpe": "encoder.json", "merges.txt": "vocab.json"}
@@ -137,6 +138,8 @@ def _of_tokenizer(path: Path, data: Any, pieces: str | None) -> BaseVocabulary:
     for setting in ("byte_fallback", "continuing_subword_prefix", "end_of_word_suffix", "dropout"):
         if model.get(setting):
             raise DataError(f"{setting} {model[setting]!r} is not byte-level BPE, which alone can be adapted")
+    if _was_adapted(path, model):
+        raise DataError(f"was adapted already, by the {FILE} beside it: adapt the base of this model instead")
     pieces = pieces or pieces_of(data.get("pre_tokenizer"))
     if pieces is None:
         raise DataError("the pre_tokenizer is not byte-level; byte-level BPE alone can be adapted")
@@ -148,6 +151,18 @@ def _of_tokenizer(path: Path, data: Any, pieces: str | None) -> BaseVocabulary:
     front = Front(pieces, added, data.get("normalizer"), own)
     unreachable = len(set(vocabulary.values()) - reached)
     return BaseVocabulary(_name(path), merges, ids, front, unreachable, bool(model.get("ignore_merges")), data)
+
+
+def _was_adapted(path: Path, model: Mapping[str, Any]) -> bool:
+    """Whether the file beside it says what this tokenizer.json cannot. A base may have one beside it too: that has
+    other ids than its own, and fewer merges.
+    """
+    try:
+        beside = json.loads(path.with_name(FILE).read_text(encoding="utf-8"))
+        same_ids = len(beside["ids"]) == len(model["vocab"])
+        return bool(beside["virtual"]) and same_ids and len(model["merges"]) < beside["base"]["merges"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
 
 
 def _vocabulary(data: Any) -> dict[str, int]:

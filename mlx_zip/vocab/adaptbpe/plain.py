@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.errors import DataError
-from mlx_zip.vocab.adaptbpe.adapted import FILE, AdaptedVocabulary, read_adapted
+from mlx_zip.vocab.adaptbpe.adapted import AdaptedVocabulary, read_adapted
+from mlx_zip.vocab.adaptbpe.base import FILE
 from mlx_zip.vocab.adaptbpe.encoder import Encoder
 from mlx_zip.vocab.adaptbpe.merges import BYTES
 from mlx_zip.vocab.adaptbpe.text import PATTERNS, to_bytes, to_text
@@ -56,9 +57,14 @@ def make_exact(tokenizer: Any, vocabulary: AdaptedVocabulary) -> None:
 
 
 def follow_folder(tokenizer: Any, folder: Path) -> None:
-    """`make_exact` for a tokenizer loaded from a model folder, if the model was adapted. Raises `DataError`."""
+    """`make_exact` for a tokenizer loaded from a model folder, if the model was adapted. Raises `DataError`.
+
+    A base tokenizer beside what was adapted from it has more ids, and stays as it is.
+    """
     if (folder / FILE).is_file():
-        make_exact(tokenizer, read_adapted(folder / FILE))
+        vocabulary = read_adapted(folder / FILE)
+        if tokenizer.get_vocab_size() == len(vocabulary):
+            make_exact(tokenizer, vocabulary)
 
 
 class _Cutter:
@@ -91,10 +97,18 @@ def _written(vocabulary: AdaptedVocabulary, source: Mapping[str, Any] | None) ->
     own["vocab"] = dict(sorted(known.items(), key=lambda item: item[1]))
     own["merges"] = [[spelled[left], spelled[right]] for left, right in merges]
     own["ignore_merges"] = False
-    for token in data["added_tokens"]:
-        token["id"] = new[token["id"]]
+    for token in data.get("added_tokens") or []:
+        token["id"] = _new_id("added_tokens", token["id"], new)
+    if data.get("padding"):
+        data["padding"]["pad_id"] = _new_id("padding", data["padding"]["pad_id"], new)
     data["post_processor"] = _renumbered(data.get("post_processor"), new)
     return data
+
+
+def _new_id(part: str, i: int, new: Mapping[int, int]) -> int:
+    if i not in new:
+        raise DataError(f"tokenizer.json: {part} names id {i}, which the vocabulary does not keep")
+    return new[i]
 
 
 def _made_up(vocabulary: AdaptedVocabulary) -> dict[str, Any]:
@@ -126,9 +140,12 @@ def _renumbered(processor: Any, new: Mapping[int, int]) -> Any:
         return {**processor, "processors": [_renumbered(step, new) for step in processor["processors"]]}
     if kind == "TemplateProcessing":
         special = processor["special_tokens"]
-        changed = {name: {**token, "ids": [new[i] for i in token["ids"]]} for name, token in special.items()}
+        changed = {
+            name: {**token, "ids": [_new_id("post_processor", i, new) for i in token["ids"]]}
+            for name, token in special.items()
+        }
         return {**processor, "special_tokens": changed}
     if kind in ("BertProcessing", "RobertaProcessing"):
-        pairs = {side: [processor[side][0], new[processor[side][1]]] for side in ("sep", "cls")}
-        return {**processor, **pairs}
+        ends = {side: processor[side] for side in ("sep", "cls")}
+        return processor | {side: [token, _new_id("post_processor", i, new)] for side, (token, i) in ends.items()}
     return processor

@@ -42,6 +42,8 @@ def to_text(token: bytes) -> str:
 class AddedToken:
     """A token found in the text before anything else: its text, its id, whether it is special, and what blanks it
     takes along to its left and right. normalized: it is looked for in the normalized text.
+
+    Raises `DataError` for fields of other types, an empty text or an id that is none.
     """
 
     content: str
@@ -50,6 +52,13 @@ class AddedToken:
     lstrip: bool = False
     rstrip: bool = False
     normalized: bool = False
+
+    def __post_init__(self) -> None:
+        flags = (self.special, self.lstrip, self.rstrip, self.normalized)
+        if type(self.content) is not str or type(self.id) is not int or {*map(type, flags)} != {bool}:
+            raise DataError(f"added token {self.content!r:.80} with id {self.id!r:.80} has a field of a wrong type")
+        if not self.content or not 0 <= self.id < 1 << 31:
+            raise DataError(f"added token {self.content!r:.80}, id {self.id}, is empty or its id not 0..2^31-1")
 
     @property
     def pattern(self) -> str:
