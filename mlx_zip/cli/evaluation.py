@@ -69,14 +69,14 @@ def run(args: argparse.Namespace) -> int:
     args.tasks = [name for part in args.tasks for name in part.split(",") if name]
     _check(args)
     corpus = read_corpus(args.data, args.separator, args.limit_bytes) if args.data else None
-    pack = packs.read(args)
+    chosen = packs.read(args)
     with rows.open_store(args) as store:
-        evaluation = Evaluation(args, corpus, pack, store)
+        evaluation = Evaluation(args, corpus, chosen, store)
         for name in args.model:
             evaluation.add(name)
             gc.collect()
     settings = {name: getattr(args, name) for name in _SETTINGS} | {"context": args.context}
-    settings["codebook_fingerprint"] = None if pack is None else pack.fingerprint
+    settings["codebook_fingerprint"] = None if chosen is None else chosen.merged.fingerprint
     data = corpus and {**corpus.record(), "altered_documents": evaluation.altered}
     record = report.make_record(evaluation.models, settings, data)
     print(report.table(record))
@@ -103,9 +103,9 @@ def _check(args: argparse.Namespace) -> None:
 class Evaluation:
     """What has been measured so far. models: a record per model. altered: see `cut_windows`."""
 
-    def __init__(self, args: argparse.Namespace, corpus: Any, pack: Any, store: Any = None) -> None:
-        self.args, self.corpus, self.pack, self.store = args, corpus, pack, store
-        self.start = None if pack is None else pack.entries
+    def __init__(self, args: argparse.Namespace, corpus: Any, chosen: packs.Packs | None, store: Any = None) -> None:
+        self.args, self.corpus, self.packs, self.store = args, corpus, chosen, store
+        self.start = None if chosen is None else chosen.merged.entries
         self.models: list[dict[str, Any]] = []
         self.altered = 0
         self.task_context: int | None = args.context
@@ -123,8 +123,8 @@ class Evaluation:
             canonical=self.args.canonical,
             row_store=self.store,
         )
-        if self.pack is not None and is_zip(model):
-            packs.check(self.args, self.pack, model, tokenizer)
+        if self.packs is not None and is_zip(model):
+            packs.check(self.packs, model, tokenizer)
         if self.args.context is None:
             self.task_context = context_limit(model) or CONTEXT
             self.args.context = min(CONTEXT, self.task_context)

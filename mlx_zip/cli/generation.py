@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
 
     from mlx_zip.generate import load, stream_generate
 
-    pack = packs.read(args)
+    chosen = packs.read(args)
     cache, metadata = (None, {}) if args.prompt_cache_file is None else _read_cache(args)
     with rows.open_store(args) as store:
         model, tokenizer = load(
@@ -108,8 +108,8 @@ def run(args: argparse.Namespace) -> int:
             canonical=args.canonical,
             row_store=store,
         )
-        if pack is not None:
-            packs.check(args, pack, model, tokenizer)
+        if chosen is not None:
+            packs.check(chosen, model, tokenizer)
         _add_eos(tokenizer, args.extra_eos_token)
         responses = stream_generate(
             model,
@@ -118,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
             max_tokens=args.max_tokens,
             stop=args.stop,
             prompt_cache=cache,
-            start=None if pack is None else pack.entries,
+            start=None if chosen is None else chosen.merged.entries,
             prefill_step_size=args.prefill_step_size,
             kv_bits=args.kv_bits,
             kv_group_size=args.kv_group_size,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from mlx_zip.errors import CodecError, GenerationError
@@ -19,40 +19,47 @@ def add_flag(add: Any) -> None:
              "merged")  # fmt: skip
 
 
-def read(args: argparse.Namespace) -> Pack | None:
-    """The packs of the flag as one, None without any. Raises `DataError`."""
+@dataclass(frozen=True)
+class Packs:
+    """The packs of the flag, by file name, and what they are merged into."""
+
+    files: dict[str, Pack]
+    merged: Pack
+
+
+def read(args: argparse.Namespace) -> Packs | None:
+    """The packs of the flag, None without any. Raises `DataError`."""
     if args.codebook is None:
         return None
     from mlx_zip.vocab.packs import load_pack, merge_packs
 
-    found = [load_pack(file) for file in args.codebook]
-    return merge_packs(found) if len(found) > 1 else found[0]
+    files = {file: load_pack(file) for file in args.codebook}
+    found = list(files.values())
+    return Packs(files, merge_packs(found) if len(found) > 1 else found[0])
 
 
-def check(args: argparse.Namespace, pack: Pack, model: Any, tokenizer: Any) -> None:
+def check(packs: Packs, model: Any, tokenizer: Any) -> None:
     """Raises `GenerationError` or `DataError` naming the packs when they do not fit the model or its tokenizer."""
-    name = f"--codebook {' '.join(args.codebook)}"
-    _check_tokenizers(args, tokenizer)
-    room = model.config.codebook_size if hasattr(model, "layout") else len(pack.entries)
-    if len(pack.entries) > room:
+    name, entries = f"--codebook {' '.join(packs.files)}", packs.merged.entries
+    _check_tokenizers(packs, tokenizer)
+    if not hasattr(model, "layout"):
+        return
+    if len(entries) > (room := model.config.codebook_size):
         raise GenerationError(
-            f"{name}: {len(pack.entries)} entries, the model's codebook has {room} slots; make a smaller pack with "
+            f"{name}: {len(entries)} entries, the model's codebook has {room} slots; make a smaller pack with "
             "`mlx_zip vocab pack merge --size`"
         )
     try:
-        if hasattr(model, "layout"):
-            replace(model.config.codec_params, start=pack.entries)
+        replace(model.config.codec_params, start=entries)
     except CodecError as error:
         raise GenerationError(f"{name} does not fit the model: {error}") from error
 
 
-def _check_tokenizers(args: argparse.Namespace, tokenizer: Any) -> None:
+def _check_tokenizers(packs: Packs, tokenizer: Any) -> None:
     """Each pack on its own: merged with one of an unknown tokenizer, another's would no longer be told."""
     from mlx_zip.training.encoding import fingerprint
-    from mlx_zip.vocab.packs import load_pack
 
-    found = [(file, load_pack(file)) for file in args.codebook]
-    if any(pack.tokenizer is not None for _, pack in found):
+    if any(pack.tokenizer is not None for pack in packs.files.values()):
         mark = fingerprint(tokenizer)
-        for file, pack in found:
+        for file, pack in packs.files.items():
             pack.check_tokenizer(mark, file)
