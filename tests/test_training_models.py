@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 from dataclasses import replace
@@ -261,16 +262,17 @@ def test_recomputing_activations_changes_no_number(kind, dtype, tmp_path):
 
 
 def peak_of_a_step(folder: Path) -> int:
-    """Bytes that steps behind the first add at most, the best of them, with an encoder much larger than the decoder.
+    """Bytes that a step behind the first adds at most to what lived before it; its encoder is the model's largest part.
 
-    What other tests have left in memory is not counted.
+    The collector runs first: cycles that other tests left behind, freed within the step, would come off its peak.
     """
-    before = mx.get_active_memory()
     wide = replace(ENCODER, num_hidden_layers=4, intermediate_size=512)
     machine, batch = stepper(folder, encoder=wide, fine_tune_type="full")
     machine.step([batch], [False])
     peaks = []
     for _ in range(4):  # when MLX's threads free what they have done with is a matter of chance
+        gc.collect()
+        before = mx.get_active_memory()
         mx.reset_peak_memory()
         machine.step([batch], [False])
         peaks.append(mx.get_peak_memory() - before)
