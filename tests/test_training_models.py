@@ -432,6 +432,25 @@ def test_data_of_another_codec_than_the_zip_models_are_refused(tmp_path):
         train(options(tmp_path / "run", model=str(first.out / "model"), data=[other]), settings(), quiet=True)
 
 
+def test_a_zip_model_takes_over_the_codebook_size_and_longer_entries_of_its_data(tmp_path):
+    first = options(tmp_path / "first")
+    train(first, settings(iters=1), quiet=True)
+    larger = replace(CODEC, merge_size=CODEC.merge_size + 1, codebook_size=CODEC.codebook_size + 8)
+    other = write_shards(tmp_path / "other", larger)
+    before, _ = start_model(first.out / "model", None, CODEC, ENCODER)
+    after, config = start_model(first.out / "model", None, larger, ENCODER)
+    assert after.config.codec_params == larger
+    assert config["zip2zip"]["compression"]["max_subtokens"] == larger.merge_size
+    old, new = arrays_of(before), arrays_of(after)
+    assert old.keys() == new.keys()
+    for name, value in new.items():
+        np.testing.assert_array_equal(value[: len(old[name])], old[name])
+        if name.endswith("pos_embed.weight"):
+            np.testing.assert_array_equal(value[CODEC.merge_size :], old[name][-1:])
+    train(options(tmp_path / "run", model=str(first.out / "model"), data=[other]), settings(iters=1), quiet=True)
+    assert saved_config(tmp_path / "run" / "model")["zip2zip"]["compression"]["max_codebook_size"] == 56
+
+
 def test_data_of_another_tokenizer_are_refused(tmp_path):
     write_shards(tmp_path / "data", tokenizer={"fingerprint": "0" * 64, "size": TOKENS})
     with pytest.raises(DataError, match=r"another tokenizer than the one in .*plain"):

@@ -111,6 +111,15 @@ def test_every_epoch_has_an_order_of_its_own_that_depends_on_the_seed_alone():
     assert len(set(seen)) == len(seen) >= (lengths >= 2).sum() - 3
 
 
+def test_samples_of_a_batch_begin_with_codebooks_of_like_size():
+    rng = np.random.default_rng(0)
+    lengths, starts = rng.integers(2, 60, 640), rng.choice([0, 256, 1024], 640, p=[0.5, 0.4, 0.1])
+    batches = batch_order(lengths, 8, 0, 0, starts)
+    assert sorted(i for batch in batches for i in batch.tolist()) == list(range(640))
+    mixed = sum(len(set(starts[batch].tolist())) > 1 for batch in batches)
+    assert mixed <= 2 * 3  # in each of the three runs, one at each border between two sizes
+
+
 def test_a_finished_run_is_not_trained_again(tmp_path):
     run = options(tmp_path / "run")
     first = train(run, settings(), quiet=True)

@@ -67,16 +67,17 @@ def start_model(
     """The model to train on data of codec `params`, and its config.json.
 
     folder: a model folder, zip2zip or plain; else `scratch`, a config.json's content, gives random weights. A plain
-    model becomes a zip2zip one with new encoders when the codec has a codebook. Raises `TrainingError` when a zip2zip
-    model has another codec than the data, `ConfigError` for a model type that is not supported.
+    model becomes a zip2zip one with new encoders when the codec has a codebook. A zip2zip model takes over the data's
+    codebook size, and longer entries too. Raises `TrainingError` when it has another codec in any other way,
+    `ConfigError` for a model type that is not supported.
     """
     config = dict(scratch or {}) if folder is None else read_config(folder)
     if not isinstance(config.get("model_type"), str):
         raise ConfigError("config.json of the new model names no model_type")
     config |= rope_settings(config)
     if config.get("model_type") == MODEL_TYPE:
-        _check_codec(config, params)
-        return (_build(config) if folder is None else _load(folder, config)), config
+        wanted = _with_codec(config, params)
+        return (_build(wanted) if folder is None else _load_with_positions(folder, config, wanted)), wanted
     if grows(params):
         config = zip_config(config, params, encoder)
     if folder is None:
@@ -107,13 +108,34 @@ def zip_config(base: Mapping[str, Any], params: CodecParams, encoder: EncoderOpt
     return {**base, "model_type": MODEL_TYPE, "zip2zip": section}
 
 
-def _check_codec(config: Mapping[str, Any], params: CodecParams) -> None:
+def _with_codec(config: dict[str, Any], params: CodecParams) -> dict[str, Any]:
+    """config.json of a zip2zip model with the codebook size and the merge size of `params`."""
     if not isinstance(section := config.get("zip2zip"), Mapping):
         raise ConfigError("config.json of a zip2zip model has no zip2zip section")
-    section = {k: v for k, v in section.items() if k not in ("base_model_type", "source", "fingerprint")}
-    theirs = ZipConfig.from_dict(section).codec_params
-    if replace(theirs, start=None) != replace(params, start=None):
+    beside = {k: section[k] for k in ("base_model_type", "source", "fingerprint") if k in section}
+    found = ZipConfig.from_dict({k: v for k, v in section.items() if k not in beside})
+    theirs = found.codec_params
+    sizes = {"codebook_size": params.codebook_size, "merge_size": params.merge_size}
+    if replace(theirs, start=None, **sizes) != replace(params, start=None) or params.merge_size < theirs.merge_size:
         raise TrainingError(f"the data were prepared for another codec ({params}) than the model's ({theirs})")
+    if (theirs.codebook_size, theirs.merge_size) == (params.codebook_size, params.merge_size):
+        return config
+    return {**config, "zip2zip": {**replace(found, **sizes).to_dict(), **beside}}
+
+
+def _load_with_positions(folder: Path, config: dict[str, Any], wanted: dict[str, Any]) -> nn.Module:
+    """A zip2zip model with the codec of `wanted`; positions that its encoders lack begin as the last that they have."""
+    before, after = (one["zip2zip"]["compression"]["max_subtokens"] for one in (config, wanted))
+    if before == after:  # how many slots there are is no matter to the weights
+        return _load(folder, wanted)
+    if "quantization" in config:
+        raise TrainingError(f"{folder} is quantized: its entries of {before} base ids cannot become longer ({after})")
+    made, weights = _build(wanted), dict[str, mx.array]()
+    for name, value in tree_flatten(_load(folder, config).parameters()):
+        more = [value[-1:]] * (after - before) if name.endswith("pos_embed.weight") else []
+        weights[name] = mx.concatenate([value, *more])
+    made.load_weights(list(weights.items()))
+    return made
 
 
 def _build(config: dict[str, Any]) -> nn.Module:

@@ -166,16 +166,20 @@ def _pad(rows: Sequence[NDArray[Any]], length: int, dtype: Any = np.int32, fill:
     return out
 
 
-def batch_order(lengths: NDArray[np.int64], batch_size: int, seed: int, epoch: int) -> list[NDArray[np.int64]]:
+def batch_order(
+    lengths: NDArray[np.int64], batch_size: int, seed: int, epoch: int, starts: NDArray[np.int64] | None = None
+) -> list[NDArray[np.int64]]:
     """The batches of one epoch as arrays of sample indices; a function of its arguments alone.
 
-    Samples are shuffled, sorted by length within runs of batches, cut, and the batches shuffled again. Samples of
-    fewer than two ids predict nothing and are left out, as are those that do not fill a batch.
+    Samples are shuffled, sorted within runs of batches by `starts` and by length, cut, and the batches shuffled again.
+    Samples of fewer than two ids predict nothing and are left out, as are those that do not fill a batch. starts: of
+    every sample, entries of its starting codebook; those of one batch are then of a size, and nothing is padded.
     """
     rng = np.random.default_rng([seed, epoch])
     order = rng.permutation(np.flatnonzero(lengths >= 2))
     run = batch_size * SORTED_TOGETHER
-    ordered = [part[np.argsort(lengths[part], kind="stable")] for part in _cut(order, run)]
+    starts = np.zeros_like(lengths) if starts is None else starts
+    ordered = [part[np.lexsort((lengths[part], starts[part]))] for part in _cut(order, run)]
     batches = [batch for part in ordered for batch in _cut(part, batch_size) if len(batch) == batch_size]
     return [batches[i] for i in rng.permutation(len(batches))]
 

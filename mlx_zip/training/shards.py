@@ -185,6 +185,12 @@ class Shards:
         """Ids of every sample, int64 [len(self)]."""
         return np.concatenate([np.diff(shard["ends"], prepend=0) for shard in self._shards] or [np.empty(0, np.int64)])
 
+    @property
+    def starts(self) -> NDArray[np.int64]:
+        """Entries of every sample's starting codebook, int64 [len(self)]."""
+        width = 0 if self._pool is None or not self._shards else self._shards[0]["start"].shape[1]
+        return np.full(len(self), width, np.int64)
+
 
 class Joined:
     """Several prepared folders read as one, in the order given. Raises `DataError` when their codecs differ."""
@@ -210,6 +216,11 @@ class Joined:
     def lengths(self) -> NDArray[np.int64]:
         """Ids of every sample, int64 [len(self)]."""
         return np.concatenate([part.lengths for part in self.parts])
+
+    @property
+    def starts(self) -> NDArray[np.int64]:
+        """Entries of every sample's starting codebook, int64 [len(self)]."""
+        return np.concatenate([part.starts for part in self.parts])
 
     def __str__(self) -> str:
         return ", ".join(str(part.folder) for part in self.parts)

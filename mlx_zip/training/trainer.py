@@ -66,7 +66,7 @@ class Trainer:
         size = self.group.size()
         if settings.batch_size % size:
             raise TrainingError(f"batch_size {settings.batch_size} must be divisible by the {size} machines")
-        self._lengths = data.lengths
+        self._lengths, self._starts = data.lengths, data.starts
         self._orders: dict[int, list[np.ndarray]] = {}
         if not self._order(0):
             usable = int((self._lengths >= 2).sum())
@@ -173,7 +173,7 @@ class Trainer:
 
     def _order(self, epoch: int) -> list[np.ndarray]:
         if epoch not in self._orders:
-            order = batch_order(self._lengths, self.settings.batch_size, self.settings.seed, epoch)
+            order = batch_order(self._lengths, self.settings.batch_size, self.settings.seed, epoch, self._starts)
             self._orders = {e: o for e, o in self._orders.items() if e in (0, epoch - 1)} | {epoch: order}
         return self._orders[epoch]
 
