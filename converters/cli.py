@@ -1,4 +1,4 @@
-"""`mlx_zip convert`: the flags of `mlx_lm.convert`, and four of ours."""
+"""`mlx_zip convert`: the flags of `mlx_lm.convert`, and five of ours."""
 
 from __future__ import annotations
 
@@ -36,6 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Whether ids that the compressor would not have written get no probability, unless they hold most of it. "
              "Default: as it was, upstream no.",
     )  # fmt: skip
+    add(
+        "--codebook", action="append", metavar="FILE",
+        help="Pack of entries that every request of the model is to begin with; several are merged. "
+             "Default: as it was.",
+    )  # fmt: skip
     add("--encoder-bits", type=int, choices=[4, 8], help="Quantize the hyper-encoders too.")
 
 
@@ -46,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     flags = (
         "hf_path", "mlx_path", "quantize", "q_group_size", "q_bits", "q_mode", "quant_predicate", "dtype",
         "dequantize", "revision", "upload_repo", "trust_remote_code", "keep_adapter", "lora_only", "encoder_bits",
-        "canonical",
+        "canonical", "codebook",
     )  # fmt: skip
     with warnings_on_stderr():
         print(convert(**{flag: getattr(args, flag) for flag in flags}))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,13 @@ from mlx_zip.converters.meta_pt import encoder_overrides
 from mlx_zip.converters.quantization import QuantPredicate, Recipe, quantize_encoders, quantize_model
 from mlx_zip.converters.tensors import FLOATS, load, read_model_files
 from mlx_zip.converters.tokenizer_files import TokenizerFacts, copy_tokenizer, read_tokenizer
-from mlx_zip.errors import ConversionError
+from mlx_zip.errors import CodecError, ConversionError
 from mlx_zip.hyper import Fingerprints
 from mlx_zip.layout import Layout
 from mlx_zip.models import Model, ModelArgs, check_config
 from mlx_zip.register import MODEL_TYPE
+from mlx_zip.training.encoding import fingerprint, load_tokenizer
+from mlx_zip.vocab.packs import load_pack, merge_packs
 
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 ADAPTERS = "adapters"  # the folder of a kept adapter inside the output
@@ -65,6 +67,7 @@ def convert(
     lora_only: bool = False,
     encoder_bits: int | None = None,
     canonical: bool | None = None,
+    codebook: Sequence[str | Path] | None = None,
     trust_remote_code: bool = False,
     progress: bool = True,
 ) -> Path:
@@ -74,11 +77,12 @@ def convert(
     up to `quant_predicate` are those of `mlx_lm.convert`. dtype: "float16", "bfloat16" or "float32"; the default is
     the source decoder's. keep_adapter: leave a PEFT LoRA unmerged, in `adapters/` inside the output. lora_only:
     `hf_path` is a plain PEFT LoRA, and the output an mlx-lm adapter folder. encoder_bits: quantize the hyper-encoders
-    too (4 or 8). canonical: what the config is to say of it (`mlx_zip.canonical`), None leaves it. A folder that is
-    converted already can be quantized, dequantized or cast again.
+    too (4 or 8). canonical: what the config is to say of it (`mlx_zip.canonical`), None leaves it. codebook: packs
+    whose entries, merged, every request of the model begins with; None leaves what it had. A folder that is converted
+    already can be quantized, dequantized or cast again.
 
-    Raises `ConversionError` or `ConfigError`, each a line that names the file, tensor or key at fault; then nothing
-    has been written.
+    Raises `ConversionError` or `ConfigError`, `DataError` for a pack that cannot be read or does not fit, each a line
+    that names the file, tensor or key at fault; then nothing has been written.
     """
     if quantize and dequantize:
         raise ConversionError("choose either quantize or dequantize, not both")
@@ -91,12 +95,14 @@ def convert(
     recipe = Recipe(quantize, q_group_size, q_bits, q_mode, quant_predicate, encoder_bits, dequantize)
     place = source.locate(hf_path, revision)
     if lora_only:
-        _refuse_with_lora_only(recipe, keep_adapter or canonical is not None)
+        _refuse_with_lora_only(recipe, keep_adapter or canonical is not None or codebook is not None)
         _write_adapter(out, source.complete(place), dtype, progress)
     else:
         prepared = _prepare(place, dtype, keep_adapter, trust_remote_code)
         if canonical is not None:
             prepared.config["zip2zip"]["canonical"] = canonical
+        if codebook is not None:
+            _begin_with(prepared, codebook, trust_remote_code)
         _quantize(prepared, recipe)
         _write(out, prepared, trust_remote_code, progress)
     if upload_repo is not None:
@@ -107,8 +113,22 @@ def convert(
 def _refuse_with_lora_only(recipe: Recipe, others: bool) -> None:
     if recipe != Recipe() or others:
         raise ConversionError(
-            "--lora-only writes an adapter alone; it takes no quantization, no --keep-adapter and no --canonical"
+            "--lora-only writes an adapter alone; it takes no quantization, no --keep-adapter, no --canonical "
+            "and no --codebook"
         )
+
+
+def _begin_with(prepared: Prepared, files: Sequence[str | Path], trust_remote_code: bool) -> None:
+    packs = {str(file): load_pack(file) for file in files}
+    mark = fingerprint(load_tokenizer(prepared.tokenizer, trust_remote_code))
+    for name, pack in packs.items():
+        pack.check_tokenizer(mark, name)
+    config = prepared.model.config
+    try:
+        params = replace(config.codec_params, start=merge_packs(list(packs.values())).entries)
+    except CodecError as error:
+        raise ConversionError(f"--codebook {' '.join(packs)} does not fit the model: {error}") from error
+    prepared.config["zip2zip"]["start"] = [list(entry) for entry in params.start or ()]
 
 
 # ---- reading

@@ -10,12 +10,14 @@ import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 
 import pytest
 from stories_toy import corpus
 
 from mlx_zip import cli
 from mlx_zip.apps.stories import __main__ as main
+from mlx_zip.apps.stories import packs
 from mlx_zip.apps.stories import recipe as recipes
 from mlx_zip.apps.stories.recipe import (
     STAGES,
@@ -32,6 +34,7 @@ from mlx_zip.apps.stories.texts import SOURCES
 from mlx_zip.config import ZipConfig
 from mlx_zip.errors import DataError, TrainingError
 from mlx_zip.generate import generate, load
+from mlx_zip.vocab.packs import load_pack
 
 
 @dataclass
@@ -76,11 +79,20 @@ def figures(recipe, name):
     return json.loads((recipe.out / "figures" / f"{name}.json").read_text())["models"]
 
 
+def values(call, flag):
+    """The words behind a flag of a command."""
+    return list(takewhile(lambda word: not word.startswith("--"), call[call.index(flag) + 1 :]))
+
+
+def canonical_lines(file):
+    return [json.dumps(json.loads(line), sort_keys=True) for line in file.read_text().splitlines()]
+
+
 # ---- the whole of it
 
 
 def test_the_whole_recipe_runs_by_the_projects_own_commands(made):
-    assert set(made[1]) == {"prepare", "train", "convert", "mlx_lm convert", "evaluate"}
+    assert set(made[1]) == {"prepare", "train", "vocab", "convert", "mlx_lm convert", "evaluate"}
 
 
 def test_every_stage_leaves_what_it_promises(made):
@@ -101,11 +113,39 @@ def test_training_reads_no_test_story(made):
 
 def test_training_runs_on_training_windows_alone(made):
     calls = made[0].call.calls
-    texts = {call[call.index("--out") + 1]: call[call.index("--data") + 1] for call in calls if call[0] == "prepare"}
-    trained = [call[call.index("--data") + 1 : call.index("--valid")] for call in calls if call[0] == "train"]
-    assert {texts[folder] for folders in trained for folder in folders} == {
+    texts = {values(call, "--out")[0]: values(call, "--data") for call in calls if call[0] == "prepare"}
+    trained = [folder for call in calls if call[0] == "train" for folder in values(call, "--data")]
+    assert {text for folder in trained for text in texts[folder]} == {
         "texts/train.jsonl", "texts/asked.jsonl", "texts/conversations.jsonl",
+        *(f"pack-texts/{name}.jsonl" for name in ("empty", "own", "drawn-0", "drawn-1")),
     }  # fmt: skip
+
+
+def test_texts_of_the_packs_are_training_texts_each_in_one_part_alone(made):
+    out = made[0].out
+    sources = (out / f"texts/{name}.jsonl" for name in ("train", "conversations"))
+    known = Counter(line for source in sources for line in canonical_lines(source))
+    cut = Counter(line for file in (out / "pack-texts").iterdir() for line in canonical_lines(file))
+    assert sum(cut.values()) == sum(map(sum, (counts for _, counts in packs.parts(TINY.packs))))
+    assert cut <= known
+
+
+def test_every_pack_is_learned_from_a_part_of_its_own_and_trained_with_another(made):
+    calls = made[0].call.calls
+    learned = {values(call, "--out")[0]: values(call, "--data")[0] for call in calls if call[0] == "vocab"}
+    prepared = [call for call in calls if call[0] == "prepare" and "--start" in call]
+    assert len(prepared) == len(TINY.packs.sizes) + 2  # the bundled one, also for validation
+    for call in prepared:
+        assert learned[values(call, "--start")[0]] not in values(call, "--data")
+    assert not {"packs/unseen-8.npz"} & {values(call, "--start")[0] for call in prepared}
+
+
+def test_the_bundled_model_begins_with_its_pack_and_the_trained_one_with_none(made):
+    out = made[0].out
+    bundled, trained = load(out / "bundle/stories")[0].config, load(out / "runs/packed/model")[0].config
+    assert bundled.start == load_pack(out / "packs/own.npz").entries
+    assert trained.start is None
+    assert bundled.merge_size == trained.merge_size == 4
 
 
 def test_a_file_is_read_as_often_as_the_settings_say(made):
@@ -166,20 +206,21 @@ def test_nothing_in_the_bundle_names_a_folder_of_this_machine(made):
     assert [file.name for file in files if str(made[0].out.parent) in file.read_text(encoding="utf-8")] == []
 
 
-def test_bits_per_byte_of_control_base_zip_and_bundle_are_measured_on_every_text(made):
+def test_bits_per_byte_of_control_base_packed_and_bundle_are_measured_on_every_text(made):
     for text in ("t1.test", "t1.test-packed", "real.test"):
         models = figures(made[0], f"bits-{text}")
-        assert models[0]["model"] == "runs/control/model"
+        assert models[0]["model"] == "runs/packed-control/model"
         assert [model["kind"] for model in models] == ["plain", "plain", "zip2zip", "plain", "zip2zip"]
         assert all(model["text"]["bits_per_byte"] > 0 for model in models)
 
 
 def test_control_and_zip_model_see_the_same_text(made):
     seen = {}
-    for run in ("zip", "control"):
+    for run in ("zip", "control", "packed", "packed-control"):
         lines = (made[0].out / f"runs/{run}/metrics.jsonl").read_text().splitlines()
         seen[run] = [json.loads(line)["seen_base_ids"] for line in lines if "seen_base_ids" in line][-1]
     assert seen["zip"] == seen["control"]
+    assert seen["packed"] == pytest.approx(seen["packed-control"], rel=0.2)  # as many windows, in another order
 
 
 # ---- going on
@@ -328,8 +369,11 @@ def test_sigterm_is_passed_on_and_the_command_may_save_first(tmp_path):
 def test_the_settings_fit_each_other(settings):
     assert settings.model["vocab_size"] == settings.vocab_size
     assert settings.short <= settings.long <= settings.model["max_position_embeddings"]
-    assert set(settings.bundled.values()) <= {"base", "zip", "control"}
-    assert len({name for name, _ in measures(settings)}) == 3 + 2 * len(settings.temperatures)
+    assert set(settings.bundled.values()) <= {"base", "zip", "control", "packed", "packed-control"}
+    figures = 3 + len(settings.packs.unseen) + 2 * len(settings.temperatures)
+    assert len({name for name, _ in measures(settings)}) == figures
+    assert set(settings.packs.training) == {"packed", "packed-control"}
+    assert max(settings.packs.size, *settings.packs.sizes) <= settings.packs.codec["codebook_size"]
 
 
 def test_the_command_names_what_it_needs(capsys, tmp_path):

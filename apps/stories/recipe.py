@@ -6,6 +6,8 @@
     long        longer windows and conversations                base         the base, on those
     compressed  the same windows and conversations, compressed  zip          the base with hyper-encoders, on these
                                                                 control      the base on what `long` made, as long
+    packs       codebook packs, learned from the stories        packed       zip, on windows that begin with packs
+                                                                packed-control   control, on the same text
     bundle      both models quantized                           measure      bits per byte and rates of all of them
 
 A stage whose output is there is passed over, so the same call goes on where the last one stopped.
@@ -33,6 +35,7 @@ from mlx_zip import bundled
 from mlx_zip.errors import DataError, TrainingError
 from mlx_zip.files import whole_folder, write_json
 
+from . import packs
 from .lexicon import learn
 from .requests import ask, conversations, write_jsonl
 from .settings import Settings
@@ -137,7 +140,7 @@ class Recipe:
 
     def command(self, name: str, flags: Mapping[str, Any]) -> None:
         """Runs `mlx_zip name --flags`, shown as a user would type it. Raises `TrainingError` when it fails."""
-        self.execute("mlx_zip", [name, *as_words(flags)])
+        self.execute("mlx_zip", [*name.split(), *as_words(flags)])
 
     def execute(self, module: str, arguments: Sequence[str]) -> None:
         """Runs an installed module of this Python in `out`, so that paths are short and the same everywhere."""
@@ -271,8 +274,9 @@ def make_bundle(recipe: Recipe) -> None:
         for name, run in recipe.settings.bundled.items():
             flags = {"hf_path": model(run), "mlx_path": f"{folder.name}/{name}", "quantize": True, "q_bits": bits,
                      "q_group_size": 64, "dtype": "float32"}  # fmt: skip
-            if run == "zip":
-                recipe.command("convert", {**flags, "encoder_bits": bits, "canonical": True})
+            if run == "packed":
+                own = f"{packs.PACKS}/{packs.OWN}.npz"
+                recipe.command("convert", {**flags, "encoder_bits": bits, "canonical": True, "codebook": own})
             else:
                 recipe.execute("mlx_lm convert", as_words(flags))
             for beside in ("README.md", "model.safetensors.index.json"):
@@ -308,10 +312,13 @@ def measures(settings: Settings) -> Iterator[tuple[str, dict[str, Any]]]:
     """(name of figures/NAME.json, flags of the evaluation)."""
     size = {"context": settings.long, "batch_size": settings.measure["batch_size"]}
     bundled = [f"bundle/{name}" for name in sorted(settings.bundled, reverse=True)]  # the base first
-    every = [model(run) for run in ("control", "base", "zip")] + bundled
+    every = [model(run) for run in ("packed-control", "base", "packed")] + bundled
     for text, pack in (("t1.test", False), ("t1.test", True), ("real.test", False)):
         name = f"bits-{text}{'-packed' * pack}"
         yield name, {"data": f"texts/{text}.jsonl", "pack": pack, **size, "model": every}
+    for pack in packs.unseen(settings.packs):
+        flags = {"data": "texts/t1.test.jsonl", **size, "codebook": f"{packs.PACKS}/{pack}.npz"}
+        yield f"bits-{pack}", {**flags, "model": [model("packed-control"), model("packed")]}
     asked = {"prompts": "texts/requests.jsonl", "generate": settings.requests, **size, **settings.measure}
     for temp in settings.temperatures:
         for turns in (1, settings.test_turns):
@@ -367,6 +374,11 @@ STAGES: dict[str, Stage] = {
     "compressed": Stage(lambda recipe: make_windows(recipe, "compressed"), _indices("compressed")),
     "zip": Stage(train_zip, _trained("zip")),
     "control": Stage(train_control, _trained("control")),
+    "pack-texts": Stage(packs.make_texts, lambda _: [packs.TEXTS]),
+    "packs": Stage(packs.learn, lambda recipe: packs.products(recipe.settings.packs)),
+    "windows": Stage(packs.make_windows, lambda recipe: packs.windows(recipe.settings.packs)),
+    "packed": Stage(packs.train_packed, _trained("packed")),
+    "packed-control": Stage(packs.train_control, _trained("packed-control")),
     "bundle": Stage(make_bundle, lambda _: [f"bundle/{RECORD}"]),
     "measure": Stage(measure, lambda recipe: [f"figures/{name}.json" for name, _ in measures(recipe.settings)]),
 }

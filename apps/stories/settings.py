@@ -9,6 +9,33 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 Flags = Mapping[str, Any]  # flags of a command, without dashes
+Texts = tuple[int, int]  # so many stories and so many conversations
+
+
+@dataclass(frozen=True)
+class PackSettings:
+    """Packs, and the training with them.
+
+    codec: of the model from here on. size: entries of the pack that is bundled. sizes: so many each sample draws from
+    one of the other packs. unseen: sizes of packs to measure with, which nothing is trained with. window: base ids
+    that packs are learned for. empty, own, drawn: windows without a pack, with the bundled one, and with each of the
+    others. learn_own, learn, learn_unseen: what packs are learned from, twice `learn` from size `large` on. training:
+    settings of `mlx_zip train`, by the name of the run.
+    """
+
+    codec: Flags
+    size: int
+    sizes: tuple[int, ...]
+    unseen: tuple[int, ...]
+    window: int
+    large: int
+    empty: Texts
+    own: Texts
+    drawn: Texts
+    learn_own: Texts
+    learn: Texts
+    learn_unseen: Texts
+    training: Mapping[str, Flags]
 
 
 @dataclass(frozen=True)
@@ -16,13 +43,13 @@ class Settings:
     """What the recipe does.
 
     vocab_size: entries of the tokenizer. model: config.json of the base. short, long: base ids of a window while the
-    base learns words, and afterwards. repeats: how often each story of a file is in the training text (once where it
-    is not named). asked, conversations: at most so many of one turn, for the base's first stage, and of several.
-    requests: to test with. codec: of the zip2zip model; `test_turns`:
-    the turn of a conversation that is measured beside the first. base, chat, extra: settings of `mlx_zip train` for
-    the base's first stage, its second, and the one that both the zip2zip model and its control get; encoder: the
-    hyper-encoder of the former. bits: of the bundled weights. validation: bits per byte while training are measured on
-    so many stories. measure: of `mlx_zip evaluate`. workers: processes of `mlx_zip prepare`, None for its default.
+    base learns words, and afterwards. repeats: how often each story of a file is in the training text (once where it is
+    not named). asked, conversations: at most so many of one turn, for the base's first stage, and of several. requests:
+    to test with. codec: of the zip2zip model; `test_turns`: the turn of a conversation that is measured beside the
+    first. base, chat, extra: settings of `mlx_zip train` for the base's first stage, its second, and the one that both
+    the zip2zip model and its control get; encoder: the hyper-encoder of the former. packs: how the two go on. bits: of
+    the bundled weights. validation: bits per byte while training are measured on so many stories. measure: of `mlx_zip
+    evaluate`. workers: processes of `mlx_zip prepare`, None for its default.
     """
 
     vocab_size: int
@@ -39,6 +66,7 @@ class Settings:
     chat: Flags
     extra: Flags
     encoder: Flags
+    packs: PackSettings
     bits: int
     validation: int
     measure: Flags
@@ -47,12 +75,20 @@ class Settings:
     shard_samples: int = 2048
     workers: int | None = None
     temperatures: tuple[float, ...] = (0.0, 0.7)
-    bundled: Mapping[str, str] = field(default_factory=lambda: {"stories": "zip", "stories-base": "control"})
+    bundled: Mapping[str, str] = field(
+        default_factory=lambda: {"stories": "packed", "stories-base": "packed-control"}
+    )
 
     def fingerprint(self) -> str:
         """A digest of all settings: runs of different ones do not share a folder."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
 
+
+_FURTHER = {
+    "iters": 320, "fine_tune_type": "full",
+    "optimizer": "muon", "muon_learning_rate": 0.01, "learning_rate": 1.5e-3, "min_learning_rate": 3e-5,
+    "warmup": 20, "steps_per_eval": 100, "val_batches": 4, "save_every": 25,
+}  # fmt: skip
 
 FULL = Settings(
     vocab_size=2048,
@@ -94,6 +130,24 @@ FULL = Settings(
         "warmup": 10, "steps_per_eval": 100, "val_batches": 8, "save_every": 50,
     },
     encoder={"encoder": "res_latent_attn", "encoder_size": 128, "encoder_layers": 2, "encoder_heads": 4},
+    packs=PackSettings(
+        codec={"merge_size": 4, "codebook_size": 4096},
+        size=1536,
+        sizes=(256, 384, 512, 768, 1024, 1024, 1536, 1536, 2048, 2048, 3072, 4096),
+        unseen=(256, 1024, 4096),
+        window=256,
+        large=2048,
+        empty=(3072, 768),
+        own=(4916, 1229),
+        drawn=(358, 90),
+        learn_own=(6000, 600),
+        learn=(1000, 100),
+        learn_unseen=(3000, 300),
+        training={
+            "packed": {**_FURTHER, "batch_size": 32},
+            "packed-control": {**_FURTHER, "batch_size": 8, "grad_accumulation_steps": 4},
+        },
+    ),
     bits=8,
     validation=200,
     measure={"batch_size": 16, "max_tokens": 320},
@@ -111,6 +165,11 @@ TINY = replace(
     chat={**FULL.chat, **_FEW},
     extra={**FULL.extra, **_FEW},
     encoder={**FULL.encoder, "encoder_size": 32, "encoder_layers": 1},
+    packs=PackSettings(
+        codec={"merge_size": 4, "codebook_size": 96}, size=24, sizes=(8, 16), unseen=(8,), window=64, large=16,
+        empty=(4, 1), own=(4, 1), drawn=(4, 1), learn_own=(6, 1), learn=(4, 1), learn_unseen=(4, 1),
+        training={"packed": {**_FURTHER, **_FEW}, "packed-control": {**_FURTHER, **_FEW}},
+    ),
     measure={"batch_size": 4, "max_tokens": 12},
 )  # fmt: skip
 
