@@ -367,7 +367,18 @@ def _packs(records: Records) -> str:
     return table(["text", "base ids learned from", "growth alone", *(f"{size:,}" for size in sizes)], rows, "markdown")
 
 
+def _pack_quality(records: Records) -> str:
+    rows = []
+    for line in records.lines("pack_quality"):
+        kind = {"empty": "none", "own": "its own"}.get(line["curve"], line["curve"])
+        rows.append([kind, f"{line['entries']:,}", f"{line['base_ids_per_id']:.3f}", f"{line['bits_per_byte']:.3f}",
+                     f"{line['over_base']:+.1%}", f"{line['over_empty']:+.1%}"])  # fmt: skip
+    heads = ["pack", "entries", "base ids per id", "bits per byte", "to the control", "to no pack"]
+    return table(heads, rows, "markdown")
+
+
 TABLES: dict[str, Callable[[Records], str]] = {
     "codec": _codec, "speed": _speed, "steps": _steps, "requests": _requests, "stories": _stories,
     "published": _published, "parts": _parts, "targets": _targets, "records": _machines, "packs": _packs,
+    "pack-quality": _pack_quality,
 }  # fmt: skip

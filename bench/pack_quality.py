@@ -1,0 +1,124 @@
+"""What codebook packs cost: strict bits per byte against base ids per id, by pack, beside the base and an empty start.
+
+Each document is scored on its own, every model and pack on the same ones. A zip2zip model's figure is of the canonical
+ids, each predicted from what stands before it alone, so that it compares with the base's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from mlx_zip.errors import MlxZipError
+from mlx_zip.files import whole_file
+
+from .codec_figure import new_figure
+from .record import surroundings
+
+CONTEXT = 1024
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of `bench pack_quality`."""
+    add = parser.add_argument
+    add("--model", help="zip2zip model that takes the packs")
+    add("--base", help="plain model of the same tokenizer that it is compared with")
+    add("--model-name", help="what the record calls it (default: its folder)")
+    add("--base-name", help="what the record calls it (default: its folder)")
+    add("--data", nargs="+", metavar="FILE", help="held-out documents, as `mlx_zip evaluate --data`")
+    add("--separator", help="what parts the documents of text files")
+    add("--limit-bytes", type=int, metavar="N", help="so much text, the first documents")
+    add("--pack", nargs="+", default=[], metavar="NAME=FILE", help="packs to try, each with the name of its curve")
+    add("--batch-size", type=int, default=8, help="rows scored at a time (default: 8)")
+    add("--draw", nargs=2, type=Path, metavar=("RECORD", "PNG"), help="only draw a record")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints one JSON line per start, or draws a record. Raises `MlxZipError` before anything long."""
+    if args.draw:
+        draw(args.draw[1], _read(args.draw[0]))
+        return 0
+    if missing := [name for name in ("model", "base", "data") if getattr(args, name) is None]:
+        raise MlxZipError(f"--{missing[0]} is missing")
+    for line in measure(args):
+        print(json.dumps(line), flush=True)
+    return 0
+
+
+def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """A line for the empty start, then one per pack, in the order given."""
+    from mlx_zip.evaluation.bits import compare_bits, measure_bits
+    from mlx_zip.evaluation.documents import read_corpus
+    from mlx_zip.evaluation.windows import cut_windows
+    from mlx_zip.generate import load
+    from mlx_zip.training.encoding import fingerprint
+    from mlx_zip.vocab.packs import load_pack
+
+    named = [_split(word) for word in args.pack]
+    packs = [(curve, Path(file).name, load_pack(file)) for curve, file in named]
+    (model, tokenizer), (base, _) = load(args.model), load(args.base)
+    for _, file, pack in packs:
+        pack.check_tokenizer(fingerprint(tokenizer), file)
+        replace(model.config.codec_params, start=pack.entries)
+    corpus = read_corpus(args.data, args.separator, args.limit_bytes)
+    windows = cut_windows(tokenizer, corpus.documents, CONTEXT)
+    control = measure_bits(base, windows, args.batch_size)
+    empty = measure_bits(model, windows, args.batch_size, start=())
+    fixed = {
+        "bench": "pack_quality", "data": " ".join(Path(name).name for name in args.data),
+        "documents": len(corpus.documents), "model": args.model_name or Path(args.model).name,
+        "base": args.base_name or Path(args.base).name, "base_bits_per_byte": control.bits_per_byte,
+    }  # fmt: skip
+    for curve, file, pack in [("empty", None, None), *packs]:
+        bits = empty if pack is None else measure_bits(model, windows, args.batch_size, start=pack.entries)
+        record = bits.record()
+        found = {name: record[name] for name in ("bits_per_byte", "bits_per_byte_standard_error", "base_ids_per_id")}
+        over = {"over_base": compare_bits(bits, control), "over_empty": compare_bits(bits, empty)}
+        relative = {name: compared["bits_per_byte_relative"] for name, compared in over.items()}
+        entries = 0 if pack is None else len(pack.entries)
+        print(f"{curve} {entries}: {found['bits_per_byte']:.4f} bits/byte", file=sys.stderr)
+        yield {**fixed, "curve": curve, "pack": file, "entries": entries, "bytes": record["bytes"], **found, **relative,
+               **surroundings("mlx")}  # fmt: skip
+
+
+def _split(word: str) -> tuple[str, str]:
+    name, is_there, file = word.partition("=")
+    if not (name and is_there and file):
+        raise MlxZipError(f"--pack takes NAME=FILE, not {word!r}")
+    return name, file
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    try:
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+    except (OSError, ValueError) as error:
+        raise MlxZipError(f"{path} cannot be read as a record: {error}") from error
+
+
+def draw(path: Path, lines: Sequence[dict[str, Any]]) -> None:
+    """Bits per byte against base ids per id as PNG, whole or not at all; each curve begins at the empty start.
+
+    The dotted line is the base. Bars are standard errors over documents.
+    """
+    figure = new_figure()
+    panel = figure.subplots()
+    empty = [line for line in lines if line["curve"] == "empty"]
+    curves = dict.fromkeys(line["curve"] for line in lines if line["curve"] != "empty")
+    for n, curve in enumerate(curves):
+        points = sorted([*empty, *(line for line in lines if line["curve"] == curve)], key=lambda line: line["entries"])
+        x, y = ([line[name] for line in points] for name in ("base_ids_per_id", "bits_per_byte"))
+        errors = [line["bits_per_byte_standard_error"] or 0 for line in points]
+        panel.errorbar(x, y, errors, color=f"C{n}", marker="o", capsize=3, label=f"packs {curve}")
+        for line, at in zip(points, zip(x, y, strict=True), strict=True):
+            panel.annotate(f"{line['entries']:,}", at, textcoords="offset points", xytext=(6, -12))
+    panel.axhline(lines[0]["base_bits_per_byte"], color="black", linestyle=":", label=lines[0]["base"])
+    panel.set(xlabel="base ids per id", ylabel="bits per byte", title=f"{lines[0]['model']}, {lines[0]['data']}")
+    panel.grid(alpha=0.3)
+    panel.legend()
+    with whole_file(path) as partial:
+        figure.savefig(partial, dpi=120, format="png")
