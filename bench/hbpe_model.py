@@ -223,7 +223,7 @@ def first_stage(documents: Documents, size: int) -> tuple[list[bytes], Any]:
     """A byte-level BPE of `size` tokens, learned from the documents, and what encodes a document with it."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    from mlx_zip.vocab.hbpe_tokens import letters
+    from mlx_zip.vocab.first_stage import to_bytes
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -231,10 +231,9 @@ def first_stage(documents: Documents, size: int) -> tuple[list[bytes], Any]:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator((d.decode("utf-8") for d in documents), trainer)
-    known = letters()
     tokens = [b""] * tokenizer.get_vocab_size()
     for spelled, i in tokenizer.get_vocab().items():
-        tokens[i] = bytes(known[letter] for letter in spelled)
+        tokens[i] = to_bytes(spelled)
     return tokens, lambda document: tokenizer.encode(document.decode("utf-8")).ids
 
 

@@ -128,7 +128,7 @@ def test_a_name_that_is_no_vocabularys_file_goes_to_transformers(tmp_path):
         ("none.tiktoken", None, "no such file"),
         ("strange.bin", b"", "not the name of a vocabulary"),
         ("mine.tiktoken", b"", "how its text is split is unknown"),
-        ("llama3.tiktoken", b"dGhl 0\nno\n", "line 2: not a token in base64 and its rank"),
+        ("llama3.tiktoken", b"dGhl 0\nno\n", "line 2 is not a token in base64 and its rank"),
         ("llama3.tiktoken", b"dGhl 0\ndGg= 2\n", "the ranks are not 0, 1, 2"),
         ("llama3.tiktoken", b"", "the ranks are not 0, 1, 2"),
         ("llama3.tiktoken.gz", b"no gzip", "cannot be read"),

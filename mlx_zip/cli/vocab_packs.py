@@ -49,9 +49,9 @@ def _learn_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _learn(args: argparse.Namespace) -> int:
-    from mlx_zip.training.encoding import fingerprint
     from mlx_zip.training.planning import make_plan
     from mlx_zip.training.prepare import PrepareOptions
+    from mlx_zip.vocab.first_stage import tokenizer_fingerprint
     from mlx_zip.vocab.learner import WINDOW, learn
     from mlx_zip.vocab.packs import Pack, check_out, save_pack
 
@@ -73,7 +73,7 @@ def _learn(args: argparse.Namespace) -> int:
         "window": window, "merge_size": plan.params.merge_size, "base_ids": found.base_ids,
         "ids_without": found.ids_without, "ids": found.ids, "uses": list(found.uses),
     }  # fmt: skip
-    pack = Pack(found.entries, fingerprint(tokenizer), about)
+    pack = Pack(found.entries, tokenizer_fingerprint(tokenizer), about)
     save_pack(args.out, pack)
     _tell(args, args.out, pack)
     return 0
@@ -186,9 +186,9 @@ def _tokenizer(name: str) -> Any:
 
 
 def _check_tokenizer(pack: Any, tokenizer: Any, name: str) -> None:
-    from mlx_zip.training.encoding import fingerprint
+    from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 
-    pack.check_tokenizer(fingerprint(tokenizer), name)
+    pack.check_tokenizer(tokenizer_fingerprint(tokenizer), name)
 
 
 def _tell(args: argparse.Namespace, path: Path, pack: Any, texts: list[str] | None = None) -> None:
