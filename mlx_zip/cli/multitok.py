@@ -227,7 +227,7 @@ def _same_units(units: Any, args: argparse.Namespace) -> Any:
         said = "words: leave --tokenizer out" if args.tokenizer else "a tokenizer's ids: name it with --tokenizer"
         raise DataError(f"{args.dictionary} was trained on {said}")
     tokenizer, own = tokens_of(args.tokenizer)
-    if own is not None and own != units:
+    if own is not None and not own.may_be(units):
         raise DataError(f"{args.dictionary} was trained on the ids of another tokenizer than {args.tokenizer}")
     return tokenizer
 
