@@ -34,7 +34,7 @@ from .tokens import read_domains
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `bench adaptbpe`."""
     add = parser.add_argument
-    add("--base", required=True, metavar="FILE", help="tokenizer to adapt, as `mlx_zip vocab adapt learn` takes it")
+    add("--tokenizer", "--base", dest="base", required=True, metavar="FILE", help="tokenizer to adapt, as `mlx_zip vocab adapt learn` takes it")
     add("--train", nargs="+", required=True, metavar="NAME=FILE", help="texts to adapt to, as `bench tokens --text`")
     add("--test", nargs="+", required=True, metavar="NAME=FILE", help="texts of the same names to count tokens in")
     add("--merges", type=int, nargs="+", default=[2000, 5000, 15000], metavar="N", help="default: 2000 5000 15000")

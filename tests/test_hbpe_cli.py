@@ -76,16 +76,16 @@ def test_a_table_of_another_tokenizer_is_refused(run, tmp_path, tokenizer, text)
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("train", "t.npz"), "need --tokenizer"),
-        (("train", "t.npz", "text.txt", "--tokenizer", "mini"), "train takes TABLE alone"),
-        (("encode", "t.npz", "--tokenizer", "mini"), "encode takes TABLE and FILE"),
-        (("show", "t.npz", "--tokenizer", "mini"), "no use for it"),
-        (("show", "t.npz", "--patch-size", "4"), "belong to train"),
+        (("learn", "--out", "t.npz"), "learn needs --tokenizer"),
+        (("learn", "--tokenizer", "mini"), "learn needs --out"),
+        (("train", "t.npz", "text.txt", "--tokenizer", "mini"), "no use for text.txt"),
+        (("encode", "t.npz", "--tokenizer", "mini"), "encode needs --data"),
+        (("encode", "t.npz", "text.txt"), "encode needs --tokenizer"),
         (("show", "t.npz", "--show", "-1"), "--show"),
         (("show", "none.npz"), "none.npz"),
         (("train", "t.npz", "--tokenizer", "mini", "--patch-size", "1"), "from 2 to 256, got 1"),
         (("train", "t.bin", "--tokenizer", "mini"), "t.bin"),
-        (("train", "none/t.npz", "--tokenizer", "mini"), "No such file"),
+        (("train", "none/t.npz", "--tokenizer", "mini"), "--out none/t.npz: no such folder"),
         (("train", "t.npz", "--tokenizer", "text.txt"), "text.txt: merge 0"),
     ],
 )

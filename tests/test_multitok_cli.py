@@ -141,11 +141,10 @@ def test_the_ids_of_a_tokenizer_can_be_the_units(run, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "culprit"),
     [
-        (("train", "a.mtok"), "FILE"),
-        (("stats", "a.mtok", "some.jsonl"), "alone"),
-        (("stats", "a.mtok", "--window", 2), "--window"),
-        (("encode", "a.mtok", "some.jsonl", "--prune", 1), "--prune"),
-        (("train", "a.mtok", "some.jsonl", "--matching", "walk"), "--matching"),
+        (("train", "a.mtok"), "train needs --data"),
+        (("train", "--data", "some.jsonl"), "train needs --out"),
+        (("encode", "a.mtok"), "encode needs --data"),
+        (("stats", "a.mtok", "--show", -1), "--show must be 0 or more"),
         (("train", "a.mtok", "some.jsonl", "--prune-mode", "single"), "--prune K"),
         (("train", "a.mtok", "some.jsonl", "--prune", -1), "at_most"),
         (("train", "a.mtok", "some.jsonl", "--fraction", 101), "percent"),

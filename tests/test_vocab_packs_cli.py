@@ -137,7 +137,7 @@ def test_a_pack_of_another_tokenizer_is_refused_by_every_command(command, run, t
         (("learn", "--tokenizer", "T", "--data", "text.txt", "--out", "no/a.npz"), "no/a.npz"),
         (("learn", "--data", "text.txt", "--out", "a.npz"), "name either a model or a tokenizer"),
         (("show", "none.npz"), "none.npz"),
-        (("show", "good.npz", "--entries", "-3"), "--entries must be at least 0"),
+        (("show", "good.npz", "--entries", "-3"), "--show must be at least 0"),
         (("show", "text.txt"), "text.txt"),
         (("merge", "none.npz", "--out", "a.npz"), "none.npz"),
         (("merge", "good.npz", "--out", "a.npz", "--size", "0"), "--size must be at least"),

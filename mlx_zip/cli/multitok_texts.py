@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,16 +41,14 @@ class Texts:
 
     def _documents(self) -> Iterator[tuple[str, bool]]:
         """Texts, and whether each ends there; one bar per reading."""
-        from tqdm import tqdm
-
+        from mlx_zip.cli.actions import progress
         from mlx_zip.training.sources import Reader, Skipped, Source, kind_of, parse
 
         source = Source(tuple(self.files), separator=self.separator)
         local = all(kind_of(name) != "data set" for name in self.files)
         total = sum(Path(name).stat().st_size for name in self.files) if local else None
         reader = Reader(source)
-        bar = tqdm(total=total, unit="B", unit_scale=True, desc="Reading", file=sys.stderr, disable=None, leave=False)
-        with bar:
+        with progress("Reading", "B", total, unit_scale=True) as bar:
             for item in reader:
                 record = parse(item)
                 if isinstance(record, Skipped):
@@ -100,7 +97,7 @@ def ids_of(tokenizer: Any) -> Callable[[str], Sequence[int]]:
 
 
 @contextlib.contextmanager
-def written(path: str | None) -> Iterator[Callable[[Any], None]]:
+def written(path: Path | None) -> Iterator[Callable[[Any], None]]:
     """A function that writes samples of ids, a list a line, to a file that appears whole; or does nothing."""
     from mlx_zip.files import whole_file
 
@@ -108,7 +105,7 @@ def written(path: str | None) -> Iterator[Callable[[Any], None]]:
         yield lambda samples: None
         return
     try:
-        with whole_file(Path(path)) as partial, open(partial, "w", encoding="ascii") as file:
+        with whole_file(path) as partial, open(partial, "w", encoding="ascii") as file:
             yield lambda samples: file.writelines(f"{json.dumps(ids)}\n" for ids in samples.lists())
     except OSError as error:
-        raise DataError(f"--encoded {path}: {error.strerror or error}") from error
+        raise DataError(f"{path}: {error.strerror or error}") from error
