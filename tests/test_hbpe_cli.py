@@ -3,9 +3,9 @@
 import json
 
 import pytest
+from command_line import runner
 from tiny_vocabularies import SIZE, TEXT, write_folder, write_pair, write_ranks
 
-from mlx_zip import cli
 from mlx_zip.bench.__main__ import main as bench
 from mlx_zip.vocab.hbpe import learn
 from mlx_zip.vocab.hbpe_table import PatchTable
@@ -26,10 +26,7 @@ def text(tmp_path):
 
 @pytest.fixture
 def run(capsys):
-    def vocab(*flags):
-        return (cli.main(["vocab", "hbpe", *map(str, flags)]), *capsys.readouterr())
-
-    return vocab
+    return runner(capsys, "vocab", "hbpe")
 
 
 def test_a_table_is_learned_shown_and_used(run, tmp_path, tokenizer, text):

@@ -3,9 +3,9 @@
 import json
 
 import pytest
+from command_line import runner
 from tiny_vocabularies import write_folder
 
-from mlx_zip import cli
 from mlx_zip.vocab.multitok import Dictionary, Settings, Words, prune, rewrite
 
 SAMPLES = ["the cat and the dog and the cat and the dog", "the cat and the dog", "", "the dog and the cat", "a cat"]
@@ -17,11 +17,7 @@ def run(capsys, tmp_path, monkeypatch):
     """Runs the command in an empty folder with `some.jsonl` -> (status, stdout, stderr)."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "some.jsonl").write_text("".join(json.dumps({"text": sample}) + "\n" for sample in SAMPLES))
-
-    def command(*flags):
-        return (cli.main(["vocab", "multitok", *map(str, flags)]), *capsys.readouterr())
-
-    return command
+    return runner(capsys, "vocab", "multitok")
 
 
 @pytest.fixture
