@@ -16,9 +16,7 @@ from mlx_zip.errors import DataError, GenerationError
 
 Action = tuple[Callable[[argparse.ArgumentParser], None], str, Callable[[argparse.Namespace], Any]]
 TOKENIZER = "model folder, tokenizer.json, bundled model or hub id"
-FIRST_STAGE = (
-    "model folder, bundled model, tokenizer.json, vocab.bpe or merges.txt, or NAME.tiktoken; files also with .gz"
-)
+FIRST_STAGE = "model folder, tokenizer.json, vocab.bpe or merges.txt, or NAME.tiktoken; files also with .gz"
 
 
 def add_actions(

@@ -14,7 +14,7 @@ from mlx_zip.errors import DataError, GenerationError
 EXAMPLES = """\
 examples:
   mlx_zip vocab multitok train --data reviews.jsonl --window 2 --prune 1 --out reviews.mtok
-  mlx_zip vocab multitok train --tokenizer gpt2 --data reviews.jsonl --fraction 50 --out ids.mtok
+  mlx_zip vocab multitok train --tokenizer stories --data reviews.jsonl --fraction 50 --out ids.mtok
   mlx_zip vocab multitok encode reviews.mtok --data more.jsonl --window 1
   mlx_zip vocab multitok stats reviews.mtok --show 10
 """

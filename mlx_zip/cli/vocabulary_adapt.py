@@ -15,11 +15,11 @@ from mlx_zip.cli.actions import FIRST_STAGE, add_actions, add_by_place, add_json
 from mlx_zip.errors import DataError
 
 _EXAMPLE = """examples:
-  mlx_zip vocab adapt learn --tokenizer stories --data notes.txt papers.jsonl --merges 15000 --out adapted.json
-  mlx_zip vocab adapt show adapted.json --tokenizer stories --data held-out.txt
+  mlx_zip vocab adapt learn --tokenizer model-folder --data notes.txt papers.jsonl --merges 15000 --out adapted.json
+  mlx_zip vocab adapt show adapted.json --tokenizer model-folder --data held-out.txt
   mlx_zip vocab adapt encode adapted.json --data letter.txt > ids.txt
   mlx_zip vocab adapt encode adapted.json --data ids.txt --decode
-  mlx_zip vocab adapt convert adapted.json --model stories --out smaller-model
+  mlx_zip vocab adapt convert adapted.json --model model-folder --out smaller-model
 """
 _SWAP_OPTIONS = ("margin", "max_swaps", "tie", "counting")
 
@@ -79,9 +79,8 @@ def _encode_arguments(parser: argparse.ArgumentParser) -> None:
 def _convert_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("file", metavar="FILE", help="what `learn` wrote")
-    add("--model", metavar="NAME",
-        help="folder of a plain or a zip2zip model, quantized or not, whose tokenizer it was; or a bundled "
-             "model")  # fmt: skip
+    add("--model", metavar="DIR",
+        help="folder of a plain or a zip2zip model, quantized or not, whose tokenizer it was")  # fmt: skip
     add("--out", "--mlx-path", dest="out", required=True, metavar="DIR", help="folder to write; it must not exist")
     add_by_place(add)
 
