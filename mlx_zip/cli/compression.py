@@ -22,7 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags."""
     add = parser.add_argument
     add("file", metavar="FILE", help="UTF-8 text; - reads standard input")
-    add("--tokenizer", required=True, help="model folder, tokenizer.json, bundled model or hub id; a converted model brings its codec")
+    add("--tokenizer", required=True,
+        help="model folder, tokenizer.json, bundled model or hub id; a converted model brings its codec")  # fmt: skip
     add("--merge-size", type=int, help="base tokens per hypertoken at most (default: 3, or the converted model's)")
     add("--codebook-size", type=int, help="hypertokens at most (default: 2048, or the converted model's)")
     add("--window", type=int, help="compress every N base tokens on their own (default: the text as a whole)")
