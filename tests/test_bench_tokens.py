@@ -147,9 +147,10 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, name, content, told):
     assert name in str(caught.value)
 
 
-def test_merges_that_do_not_fit_their_vocabulary_are_refused(tmp_path):
+@pytest.mark.parametrize("vocabulary", ['{"a": 0}', "{}"])
+def test_merges_that_do_not_fit_their_vocabulary_are_refused(tmp_path, vocabulary):
     path = write_pair(tmp_path)
-    path.write_text('{"a": 0}')
+    path.write_text(vocabulary)
     with pytest.raises(DataError, match="no byte-level vocabulary"):
         read_vocabulary(path)
 

@@ -226,9 +226,10 @@ class TokenizerFile:
                     tokenizer.no_truncation()
                     tokenizer.no_padding()
                 elif self.kind == "merges":
-                    ids = vocabulary or {to_text(token): i for i, token in enumerate(self.tokens())}
+                    if vocabulary is None:
+                        vocabulary = {to_text(token): i for i, token in enumerate(self.tokens())}
                     pairs = [(to_text(left), to_text(right)) for left, right in self.pairs()]
-                    tokenizer = Tokenizer(models.BPE(dict(ids), pairs))
+                    tokenizer = Tokenizer(models.BPE(dict(vocabulary), pairs))
                     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
                     tokenizer.decoder = decoders.ByteLevel()
                 else:
