@@ -117,8 +117,8 @@ def _sentencepiece(name: str, path: Path) -> Vocabulary:
 
 def _byte_pairs(name: str, vocabulary: Path, merges: Path) -> Vocabulary:
     try:
-        ids = vocabulary_of(json.loads(read_stored(vocabulary)))
-        return _of_tokenizer(name, open_tokenizer(merges).library(ids))
+        file = open_tokenizer(merges)
+        return _of_tokenizer(name, file.library(vocabulary_of(json.loads(read_stored(vocabulary)))))
     except (ValueError, DataError) as error:
         raise DataError(f"{vocabulary} and {merges.name} are no byte-level vocabulary: {error}") from error
 
