@@ -15,7 +15,6 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,7 +33,8 @@ from .tokens import read_domains
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `bench adaptbpe`."""
     add = parser.add_argument
-    add("--base", required=True, metavar="FILE", help="tokenizer to adapt, as `mlx_zip vocab adapt learn` takes it")
+    add("--tokenizer", "--base", dest="base", required=True, metavar="FILE",
+        help="tokenizer to adapt, as `mlx_zip vocab adapt learn` takes it")  # fmt: skip
     add("--train", nargs="+", required=True, metavar="NAME=FILE", help="texts to adapt to, as `bench tokens --text`")
     add("--test", nargs="+", required=True, metavar="NAME=FILE", help="texts of the same names to count tokens in")
     add("--merges", type=int, nargs="+", default=[2000, 5000, 15000], metavar="N", help="default: 2000 5000 15000")
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     train, test = _joined(args.train), _joined(args.test)
     if train.keys() != test.keys():
         raise DataError(f"--train and --test name different texts: {', '.join(sorted(train.keys() ^ test.keys()))}")
-    base = read_base(Path(args.base))
+    base = read_base(args.base)
     for name in train:
         for n in args.merges:
             _print(name, base, utility(base, train[name], test[name], n, args.margin, args.trials))

@@ -1,7 +1,7 @@
 """Hierarchical BPE's codec: learning merges, the table of a vocabulary and a text through it; V' by patch size.
 
 Times are the processor's, which is the time on one core where nothing else runs: the C library's calls and what Python
-does around them; the tokens have been read before. A vocabulary is any that `mlx_zip vocab hbpe train` takes. With
+does around them; the tokens have been read before. A vocabulary is any that `mlx_zip vocab hbpe learn` takes. With
 GPT-2's merge list the record says what V' has to be; with a text it has the FLOPs of the paper's small model with
 patches of this size.
 """

@@ -16,11 +16,9 @@ of the paper's 13,500 steps on four GPUs is not expected to.
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
 import tempfile
 import time
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +31,7 @@ from mlx_zip.errors import MlxZipError
 from mlx_zip.models.hbpe import PatchConfig, PatchModel, PlainConfig, PlainModel, parameters_of
 from mlx_zip.training.hbpe import Corpus, byte_entropies, evaluate, train, windows
 from mlx_zip.training.settings import TrainSettings
+from mlx_zip.vocab.first_stage import read_stored, to_bytes
 from mlx_zip.vocab.hbpe_measures import Tower, fertility, hierarchical_flops, plain_flops, words_of
 from mlx_zip.vocab.hbpe_patching import entropy_patches, number, space_patches
 from mlx_zip.vocab.hbpe_table import PatchTable
@@ -223,18 +222,15 @@ def first_stage(documents: Documents, size: int) -> tuple[list[bytes], Any]:
     """A byte-level BPE of `size` tokens, learned from the documents, and what encodes a document with it."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    from mlx_zip.vocab.hbpe_tokens import letters
-
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator((d.decode("utf-8") for d in documents), trainer)
-    known = letters()
     tokens = [b""] * tokenizer.get_vocab_size()
     for spelled, i in tokenizer.get_vocab().items():
-        tokens[i] = bytes(known[letter] for letter in spelled)
+        tokens[i] = to_bytes(spelled)
     return tokens, lambda document: tokenizer.encode(document.decode("utf-8")).ids
 
 
@@ -268,11 +264,7 @@ def _tower(text: str) -> Tower:
 
 
 def _documents(path: str, separator: str | None, limit: int | None = None) -> Documents:
-    try:
-        stored = Path(path).read_bytes()
-        text = (gzip.decompress(stored) if path.endswith(".gz") else stored)[:limit].decode("utf-8", "ignore")
-    except (OSError, EOFError, zlib.error) as error:
-        raise MlxZipError(f"{path} cannot be read: {error}") from error
+    text = read_stored(Path(path))[:limit].decode("utf-8", "ignore")
     parts = [text] if separator is None else ("\n" + text).split(f"\n{separator}\n")
     documents = [part.strip("\n").encode("utf-8") for part in parts if part.strip()]
     if not documents:

@@ -7,23 +7,18 @@ folder.
 
 from __future__ import annotations
 
-import base64
-import binascii
-import gzip
 import json
 import unicodedata
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.errors import DataError, InstallationError, bare_exceptions_as_value_errors
+from mlx_zip.bundled import here_or_bundled
+from mlx_zip.errors import DataError, InstallationError
+from mlx_zip.vocab.adaptbpe import text
+from mlx_zip.vocab.first_stage import BESIDE, open_tokenizer, read_stored, vocabulary_of
 
-_CL100K = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 _LOWER, _UPPER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
 _O200K = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
@@ -31,8 +26,7 @@ _O200K = (
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 # How a text is split before ranks apply; no rank file says so. By the name of the vocabulary. Source: its publisher.
-PATTERNS = {"llama3": _CL100K, "cl100k": _CL100K, "qwen": _CL100K.replace("{1,3}", ""), "o200k": _O200K}
-_PAIRS = {"encoder.json": "vocab.bpe", "vocab.json": "merges.txt"}
+PATTERNS = {name: text.PATTERNS[kind] for name, kind in text.CUT_BY_NAME.items()} | {"o200k": _O200K}
 ENDINGS = (".tiktoken", ".model", ".json", ".bpe", ".gz")
 KINDS = "NAME.tiktoken, NAME.model, encoder.json beside vocab.bpe, or a folder with tokenizer.json"
 
@@ -60,26 +54,26 @@ def read_vocabulary(path: Path) -> Vocabulary:
     """
     plain = path.name.removesuffix(".gz")
     if path.is_dir():
-        return _fast(path.name, path / "tokenizer.json")
+        return _fast(path)
     if not path.is_file():
         raise DataError(f"{path}: no such file or folder")
     if plain.endswith(".tiktoken"):
         return _ranks(plain.removesuffix(".tiktoken"), path)
     if plain.endswith(".model"):
         return _sentencepiece(plain.removesuffix(".model"), path)
-    for first, second in _PAIRS.items():
+    for second, first in BESIDE.items():
         if plain.endswith(first):
             start = plain.removesuffix(first)
             other = path.with_name(start + second + path.name.removeprefix(plain))
             return _byte_pairs(start.strip(".-_") or path.parent.name, path, other)
     if plain.endswith("tokenizer.json"):
-        return _fast(plain.removesuffix("tokenizer.json").strip(".-_") or path.parent.name, path)
+        return _fast(path)
     raise DataError(f"{path}: not the name of a vocabulary ({KINDS})")
 
 
 def named_vocabulary(name: str) -> Vocabulary:
     """A vocabulary's file, a folder or a hub id; what is no file of a kind read here goes to transformers."""
-    path = Path(name)
+    path = here_or_bundled(name)
     if path.is_file() or (path / "tokenizer.json").is_file() or path.name.endswith(ENDINGS):
         return read_vocabulary(path)
     from transformers import AutoTokenizer
@@ -100,15 +94,7 @@ def _ranks(name: str, path: Path) -> Vocabulary:
         import tiktoken
     except ImportError as error:
         raise _missing(path, "tiktoken") from error
-    ranks: dict[bytes, int] = {}
-    for number, line in enumerate(_bytes(path).splitlines(), 1):
-        try:
-            token, rank = line.split()
-            ranks[base64.b64decode(token, validate=True)] = int(rank)
-        except (ValueError, binascii.Error) as error:
-            raise DataError(f"{path}, line {number}: not a token in base64 and its rank") from error
-    if sorted(ranks.values()) != list(range(len(ranks))) or not ranks:
-        raise DataError(f"{path}: the ranks are not 0, 1, 2 and so on")
+    ranks = {token: rank for rank, token in enumerate(open_tokenizer(path).tokens())}
     encoding = tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
     encode = encoding.encode_ordinary
     if "qwen" in name:  # its tokenizer composes characters first
@@ -123,54 +109,29 @@ def _sentencepiece(name: str, path: Path) -> Vocabulary:
     except ImportError as error:
         raise _missing(path, "sentencepiece") from error
     try:
-        model = sentencepiece.SentencePieceProcessor(model_proto=_bytes(path))
+        model = sentencepiece.SentencePieceProcessor(model_proto=read_stored(path))
     except RuntimeError as error:
         raise DataError(f"{path}: no SentencePiece model") from error
     return Vocabulary(name, model.get_piece_size(), "sentencepiece", model.encode, model.id_to_piece)
 
 
 def _byte_pairs(name: str, vocabulary: Path, merges: Path) -> Vocabulary:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
     try:
-        lines = [
-            line for line in _bytes(merges).decode("utf-8").split("\n") if line and not line.startswith("#version")
-        ]
-        pairs = [(left, right) for left, right in (line.split(" ") for line in lines)]
-        with bare_exceptions_as_value_errors():
-            tokenizer = Tokenizer(models.BPE(json.loads(_bytes(vocabulary)), pairs))
-    except (ValueError, TypeError) as error:
+        file = open_tokenizer(merges)
+        return _of_tokenizer(name, file.library(vocabulary_of(json.loads(read_stored(vocabulary)))))
+    except (ValueError, DataError) as error:
         raise DataError(f"{vocabulary} and {merges.name} are no byte-level vocabulary: {error}") from error
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return _of_tokenizer(name, tokenizer)
 
 
-def _fast(name: str, path: Path) -> Vocabulary:
-    from tokenizers import Tokenizer
-
-    try:
-        with bare_exceptions_as_value_errors():
-            tokenizer = Tokenizer.from_str(_bytes(path).decode("utf-8"))
-    except ValueError as error:
-        raise DataError(f"{path}: no tokenizer.json: {error}") from error
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return _of_tokenizer(name, tokenizer)
+def _fast(path: Path) -> Vocabulary:
+    file = open_tokenizer(path)
+    return _of_tokenizer(path.name if path.is_dir() else file.name, file.library())
 
 
 def _of_tokenizer(name: str, tokenizer: Any) -> Vocabulary:
     size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
     encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids
     return Vocabulary(name, size, "tokenizers", encode, lambda i: tokenizer.decode([i], skip_special_tokens=False))
-
-
-def _bytes(path: Path) -> bytes:
-    try:
-        stored = path.read_bytes()
-        return gzip.decompress(stored) if path.name.endswith(".gz") else stored
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
 
 def _missing(path: Path, library: str) -> InstallationError:

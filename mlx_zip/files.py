@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from mlx_zip.errors import DataError
+
 _NO_LOCKS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK, errno.EBADF)  # the last: NFS, of a folder
 
 
@@ -98,6 +100,19 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def check_out(path: Path, what: str = "", suffix: str = "") -> None:
+    """Raises `DataError` where no file can be written: another suffix than `what` has, no such folder, a folder there.
+
+    It writes nothing; for a look before long work.
+    """
+    if suffix and path.suffix != suffix:
+        raise DataError(f"{path}: {what} is a {suffix} file")
+    if not path.absolute().parent.is_dir():
+        raise DataError(f"{path}: no such folder")
+    if path.exists() and not path.is_file():
+        raise DataError(f"{path}: is a folder or device, not a file")
 
 
 def write_json(path: Path, data: Any) -> None:

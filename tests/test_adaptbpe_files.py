@@ -17,7 +17,8 @@ from mlx_zip.errors import DataError
 from mlx_zip.vocab.adaptbpe.adapted import adapted, read_adapted, words_of
 from mlx_zip.vocab.adaptbpe.base import read_base
 from mlx_zip.vocab.adaptbpe.plain import lawful_json, tokenizer_json
-from mlx_zip.vocab.adaptbpe.text import PATTERNS, AddedToken, Front, to_bytes, to_text
+from mlx_zip.vocab.adaptbpe.text import PATTERNS, Front
+from mlx_zip.vocab.first_stage import AddedToken, to_bytes, to_text
 
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
@@ -171,7 +172,7 @@ def altered(source, **model):
         (lambda s: s | {"pre_tokenizer": {"type": "Whitespace"}}, "pre_tokenizer is not byte-level"),
         (lambda s: altered(s, merges=[["zz", "y"]]), "merge 0, b'zz' with b'y': b'zz' is not made before it"),
         (lambda s: altered(s, merges=[["日", "y"]]), "is not two byte-level tokens"),
-        (lambda s: altered(s, merges=["a b c"]), "merge 'a b c' is not two byte-level tokens"),
+        (lambda s: altered(s, merges=["a b c"]), "merge 0 'a b c' is not two byte-level tokens"),
         (lambda s: altered(s, merges=[["~", "~"]]), "merged token b'~~' is not in the vocabulary"),
         (lambda s: altered(s, vocab={}), "byte b'.*' is not in the vocabulary"),
         (lambda s: altered(s, vocab={"a": -1}), "does not map tokens to ids"),
@@ -384,7 +385,7 @@ BASE = {"name": "x", "fingerprint": "x", "merges": 1, "ids": 1}
         ({"virtual": 5}, "virtual is 5, not of the type list"),
         ({"virtual": []}, "needs a promoted merge for each virtual one"),
         ({"merges": ["zz y"]}, "merge 0, b'zz' with b'y'"),
-        ({"merges": ["日 y"]}, "merge '日 y' is not two byte-level tokens"),
+        ({"merges": ["日 y"]}, "merge 0 '日 y' is not two byte-level tokens"),
         ({"ranks": [1]}, "ranks"),
         ({"token_ids": [0] * 700}, "token_ids"),
         ({"ids": [1, 2]}, "ids are not those of the bytes"),

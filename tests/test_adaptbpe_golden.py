@@ -11,7 +11,7 @@ from mlx_zip.vocab.adaptbpe.base import read_base
 from mlx_zip.vocab.adaptbpe.encoder import Encoder
 from mlx_zip.vocab.adaptbpe.learn import adapt, count_pieces, top_k
 from mlx_zip.vocab.adaptbpe.merges import MergeList, Schedule
-from mlx_zip.vocab.adaptbpe.text import to_bytes
+from mlx_zip.vocab.first_stage import to_bytes
 
 cases = pytest.mark.parametrize("case", GOLDEN["cases"], ids=[case["name"] for case in GOLDEN["cases"]])
 

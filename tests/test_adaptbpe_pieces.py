@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 from tokenizers import Regex, pre_tokenizers
 
 from mlx_zip.vocab.adaptbpe.encoder import cut
-from mlx_zip.vocab.adaptbpe.text import BYTE_OF, CHAR_OF, PATTERNS, pieces_of, to_bytes, to_text
+from mlx_zip.vocab.adaptbpe.text import PATTERNS, pieces_of
+from mlx_zip.vocab.first_stage import BYTE_OF, CHAR_OF, to_bytes, to_text
 
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")

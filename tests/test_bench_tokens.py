@@ -128,7 +128,7 @@ def test_a_name_that_is_no_vocabularys_file_goes_to_transformers(tmp_path):
         ("none.tiktoken", None, "no such file"),
         ("strange.bin", b"", "not the name of a vocabulary"),
         ("mine.tiktoken", b"", "how its text is split is unknown"),
-        ("llama3.tiktoken", b"dGhl 0\nno\n", "line 2: not a token in base64 and its rank"),
+        ("llama3.tiktoken", b"dGhl 0\nno\n", "line 2 is not a token in base64 and its rank"),
         ("llama3.tiktoken", b"dGhl 0\ndGg= 2\n", "the ranks are not 0, 1, 2"),
         ("llama3.tiktoken", b"", "the ranks are not 0, 1, 2"),
         ("llama3.tiktoken.gz", b"no gzip", "cannot be read"),
@@ -147,9 +147,10 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, name, content, told):
     assert name in str(caught.value)
 
 
-def test_merges_that_do_not_fit_their_vocabulary_are_refused(tmp_path):
+@pytest.mark.parametrize("vocabulary", ['{"a": 0}', "{}"])
+def test_merges_that_do_not_fit_their_vocabulary_are_refused(tmp_path, vocabulary):
     path = write_pair(tmp_path)
-    path.write_text('{"a": 0}')
+    path.write_text(vocabulary)
     with pytest.raises(DataError, match="no byte-level vocabulary"):
         read_vocabulary(path)
 

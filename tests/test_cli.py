@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import tiny_text
+from command_line import stay_home
 from mlx_lm.generate import setup_arg_parser
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
@@ -30,8 +31,7 @@ FOOTER = re.compile(
 @pytest.fixture(autouse=True)
 def home(monkeypatch, tmp_path):
     """A home of its own, and no network."""
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # its variable was read at import
+    stay_home(monkeypatch, tmp_path)
     monkeypatch.delenv("NO_COLOR", raising=False)
 
 

@@ -20,7 +20,8 @@ def actions(method: str) -> dict[str, argparse.ArgumentParser]:
     found = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     if not found:
         return {f"vocab {method}": parser}
-    return {f"vocab {method} {name}": of for name, of in found[0].choices.items()}
+    names = [choice.dest for choice in found[0]._choices_actions]  # not the aliases
+    return {f"vocab {method} {name}": found[0].choices[name] for name in names}
 
 
 VOCAB = {name: parser for method in METHODS for name, parser in actions(method).items()}
@@ -32,6 +33,7 @@ SECTION = re.compile(r"(<!-- flags: ([\w ]+) -->\n).*?(<!-- end -->)", re.S)
 def flags(command: str) -> str:
     """One table row per flag, from the parser itself."""
     actions = [a for a in parser_of(command)._actions if not isinstance(a, argparse._HelpAction)]
+    actions = [a for a in actions if a.help != argparse.SUPPRESS]
     rows = [f"| {_spelling(a)} | {_cell((a.help or '') % vars(a))} |" for a in actions]
     return "\n".join(["| flag | |", "| --- | --- |", *rows, ""])
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import checkpoints
 import pytest
 import tiny_text
+from command_line import stay_home
 
 from mlx_zip import cli
 from mlx_zip.evaluation import report
@@ -24,8 +25,7 @@ TEXT = (
 @pytest.fixture(autouse=True)
 def home(monkeypatch, tmp_path):
     """A home of its own, and no network."""
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    stay_home(monkeypatch, tmp_path)
 
 
 @pytest.fixture

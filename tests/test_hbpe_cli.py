@@ -3,9 +3,9 @@
 import json
 
 import pytest
+from command_line import runner
 from tiny_vocabularies import SIZE, TEXT, write_folder, write_pair, write_ranks
 
-from mlx_zip import cli
 from mlx_zip.bench.__main__ import main as bench
 from mlx_zip.vocab.hbpe import learn
 from mlx_zip.vocab.hbpe_table import PatchTable
@@ -26,10 +26,7 @@ def text(tmp_path):
 
 @pytest.fixture
 def run(capsys):
-    def vocab(*flags):
-        return (cli.main(["vocab", "hbpe", *map(str, flags)]), *capsys.readouterr())
-
-    return vocab
+    return runner(capsys, "vocab", "hbpe")
 
 
 def test_a_table_is_learned_shown_and_used(run, tmp_path, tokenizer, text):
@@ -76,16 +73,16 @@ def test_a_table_of_another_tokenizer_is_refused(run, tmp_path, tokenizer, text)
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("train", "t.npz"), "need --tokenizer"),
-        (("train", "t.npz", "text.txt", "--tokenizer", "mini"), "train takes TABLE alone"),
-        (("encode", "t.npz", "--tokenizer", "mini"), "encode takes TABLE and FILE"),
-        (("show", "t.npz", "--tokenizer", "mini"), "no use for it"),
-        (("show", "t.npz", "--patch-size", "4"), "belong to train"),
+        (("learn", "--out", "t.npz"), "learn needs --tokenizer"),
+        (("learn", "--tokenizer", "mini"), "learn needs --out"),
+        (("train", "t.npz", "text.txt", "--tokenizer", "mini"), "no use for text.txt"),
+        (("encode", "t.npz", "--tokenizer", "mini"), "encode needs --data"),
+        (("encode", "t.npz", "text.txt"), "encode needs --tokenizer"),
         (("show", "t.npz", "--show", "-1"), "--show"),
         (("show", "none.npz"), "none.npz"),
         (("train", "t.npz", "--tokenizer", "mini", "--patch-size", "1"), "from 2 to 256, got 1"),
         (("train", "t.bin", "--tokenizer", "mini"), "t.bin"),
-        (("train", "none/t.npz", "--tokenizer", "mini"), "No such file"),
+        (("train", "none/t.npz", "--tokenizer", "mini"), "--out none/t.npz: no such folder"),
         (("train", "t.npz", "--tokenizer", "text.txt"), "text.txt: merge 0"),
     ],
 )

@@ -3,9 +3,9 @@
 import json
 
 import pytest
+from command_line import runner
 from tiny_vocabularies import write_folder
 
-from mlx_zip import cli
 from mlx_zip.vocab.multitok import Dictionary, Settings, Words, prune, rewrite
 
 SAMPLES = ["the cat and the dog and the cat and the dog", "the cat and the dog", "", "the dog and the cat", "a cat"]
@@ -17,11 +17,7 @@ def run(capsys, tmp_path, monkeypatch):
     """Runs the command in an empty folder with `some.jsonl` -> (status, stdout, stderr)."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "some.jsonl").write_text("".join(json.dumps({"text": sample}) + "\n" for sample in SAMPLES))
-
-    def command(*flags):
-        return (cli.main(["vocab", "multitok", *map(str, flags)]), *capsys.readouterr())
-
-    return command
+    return runner(capsys, "vocab", "multitok")
 
 
 @pytest.fixture
@@ -141,11 +137,10 @@ def test_the_ids_of_a_tokenizer_can_be_the_units(run, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "culprit"),
     [
-        (("train", "a.mtok"), "FILE"),
-        (("stats", "a.mtok", "some.jsonl"), "alone"),
-        (("stats", "a.mtok", "--window", 2), "--window"),
-        (("encode", "a.mtok", "some.jsonl", "--prune", 1), "--prune"),
-        (("train", "a.mtok", "some.jsonl", "--matching", "walk"), "--matching"),
+        (("train", "a.mtok"), "train needs --data"),
+        (("train", "--data", "some.jsonl"), "train needs --out"),
+        (("encode", "a.mtok"), "encode needs --data"),
+        (("stats", "a.mtok", "--show", -1), "--show must be 0 or more"),
         (("train", "a.mtok", "some.jsonl", "--prune-mode", "single"), "--prune K"),
         (("train", "a.mtok", "some.jsonl", "--prune", -1), "at_most"),
         (("train", "a.mtok", "some.jsonl", "--fraction", 101), "percent"),

@@ -5,6 +5,7 @@ import stat
 
 import pytest
 import tiny_text
+from command_line import runner, stay_home
 
 from mlx_zip import cli
 from mlx_zip.hyper.row_files import disk_bytes, files_in
@@ -17,19 +18,14 @@ PROMPT = "The cat sat on the mat. The cat sat on the mat."
 @pytest.fixture(autouse=True)
 def home(monkeypatch, tmp_path):
     """A home of its own, no network, and no folder of rows but those of the test."""
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    stay_home(monkeypatch, tmp_path)
     monkeypatch.delenv("MLX_ZIP_ROW_CACHE", raising=False)
 
 
 @pytest.fixture
 def run(capsys):
     """Runs `mlx_zip` -> (status, stdout, stderr)."""
-
-    def command(*flags):
-        return (cli.main([str(flag) for flag in flags]), *capsys.readouterr())
-
-    return command
+    return runner(capsys)
 
 
 @pytest.fixture

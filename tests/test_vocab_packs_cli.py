@@ -4,9 +4,9 @@ import json
 
 import pytest
 import tiny_text
+from command_line import runner, stay_home
 from prepared import tokenizer_folder
 
-from mlx_zip import cli
 from mlx_zip.codec.pack import write_pack
 from mlx_zip.vocab.packs import Pack, load_pack, save_pack
 
@@ -17,19 +17,14 @@ TEXT = "the cat sat on the mat. the dog sat on the cat.\n" * 30
 @pytest.fixture(autouse=True)
 def home(monkeypatch, tmp_path):
     """A home of its own, and no network."""
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    stay_home(monkeypatch, tmp_path)
     monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture
 def run(capsys):
     """Runs `mlx_zip` -> (status, stdout, stderr)."""
-
-    def command(*flags):
-        return (cli.main([str(flag) for flag in flags]), *capsys.readouterr())
-
-    return command
+    return runner(capsys)
 
 
 @pytest.fixture
@@ -137,7 +132,7 @@ def test_a_pack_of_another_tokenizer_is_refused_by_every_command(command, run, t
         (("learn", "--tokenizer", "T", "--data", "text.txt", "--out", "no/a.npz"), "no/a.npz"),
         (("learn", "--data", "text.txt", "--out", "a.npz"), "name either a model or a tokenizer"),
         (("show", "none.npz"), "none.npz"),
-        (("show", "good.npz", "--entries", "-3"), "--entries must be at least 0"),
+        (("show", "good.npz", "--entries", "-3"), "--show must be at least 0"),
         (("show", "text.txt"), "text.txt"),
         (("merge", "none.npz", "--out", "a.npz"), "none.npz"),
         (("merge", "good.npz", "--out", "a.npz", "--size", "0"), "--size must be at least"),

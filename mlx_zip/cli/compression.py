@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from mlx_zip.bundled import here_or_bundled
 from mlx_zip.errors import GenerationError, bare_exceptions_as_value_errors
 
 _NEVER_MERGED = ("specials", "digits")
@@ -21,7 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags."""
     add = parser.add_argument
     add("file", metavar="FILE", help="UTF-8 text; - reads standard input")
-    add("--tokenizer", required=True, help="model folder, tokenizer.json or hub id; a converted model brings its codec")
+    add("--tokenizer", required=True,
+        help="model folder, tokenizer.json, bundled model or hub id; a converted model brings its codec")  # fmt: skip
     add("--merge-size", type=int, help="base tokens per hypertoken at most (default: 3, or the converted model's)")
     add("--codebook-size", type=int, help="hypertokens at most (default: 2048, or the converted model's)")
     add("--window", type=int, help="compress every N base tokens on their own (default: the text as a whole)")
@@ -89,7 +91,7 @@ def read_text(file: str) -> str:
 
 def read_vocabulary(name: str) -> Vocabulary:
     """A tokenizer.json, the one in a folder, or a hub id's (or a folder's without that file) through transformers."""
-    path = Path(name).expanduser()
+    path = here_or_bundled(name)
     file = path / "tokenizer.json" if path.is_dir() else path
     codec = _codec_of(path) if path.is_dir() else None
     if file.is_file():

@@ -7,69 +7,88 @@ import json
 from collections import Counter
 from typing import Any
 
+from mlx_zip.cli.actions import FIRST_STAGE, add_actions, add_by_place, add_json, settle, writable
 from mlx_zip.errors import DataError, GenerationError
 
-ACTIONS = ("train", "show", "encode")
 EXAMPLES = """\
 examples:
-  mlx_zip vocab hbpe train gpt2-10.npz --tokenizer vocab.bpe --patch-size 10
+  mlx_zip vocab hbpe learn --tokenizer vocab.bpe --patch-size 10 --out gpt2-10.npz
   mlx_zip vocab hbpe show gpt2-10.npz --show 5
-  mlx_zip vocab hbpe encode gpt2-10.npz letter.txt --tokenizer vocab.bpe --json
+  mlx_zip vocab hbpe encode gpt2-10.npz --tokenizer vocab.bpe --data letter.txt --json
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments of `mlx_zip vocab hbpe`."""
-    parser.epilog, parser.formatter_class = EXAMPLES, argparse.RawDescriptionHelpFormatter
+    """Declares the actions and their flags."""
+    add_actions(parser, ACTIONS, EXAMPLES, aliases={"learn": ["train"]})
+
+
+def _learn_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("action", metavar="ACTION", choices=ACTIONS,
-        help="train: learn merges and write the table; show: what a table holds; encode: the patches of a "
-             "text")  # fmt: skip
-    add("table", metavar="TABLE", help="table of patches, a .npz file; train writes it")
-    add("file", metavar="FILE", nargs="?", help="UTF-8 text to encode; - reads standard input")
-    add("--tokenizer", metavar="FILE",
-        help="first stage: tokenizer.json or a folder with one, vocab.bpe or merges.txt, .tiktoken, or a .json list of "
-             "tokens in hex")  # fmt: skip
-    add("--patch-size", type=int, metavar="S", help="symbols of a patch at most, its end mark counted (default: 10)")
-    add("--mode", choices=("stop", "full"),
+    _tokenizer_flag(add)
+    add("--out", metavar="TABLE", help="table of patches to write, a .npz file")
+    add("--patch-size", type=int, default=10, metavar="S",
+        help="symbols of a patch at most, its end mark counted (default: 10)")  # fmt: skip
+    add("--mode", choices=("stop", "full"), default="stop",
         help="stop: replay merges until the token fits, as they are learned; full: all of them (default: "
              "stop)")  # fmt: skip
-    add("--show", type=int, default=10, metavar="N", help="merges or patches to list at most (default: 10)")
-    add("--json", action="store_true", help="print one JSON object, with all merges or patches")
+    _show_flag(add, "merges")
+    add_json(add)
+    add_by_place(add)
+
+
+def _show_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("table", metavar="TABLE", help="what `learn` wrote")
+    _show_flag(add, "merges")
+    add_json(add)
+
+
+def _encode_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("table", metavar="TABLE", help="what `learn` wrote")
+    _tokenizer_flag(add)
+    add("--data", metavar="FILE", help="UTF-8 text to encode; - reads standard input")
+    _show_flag(add, "patches")
+    add_json(add)
+    add_by_place(add)
+
+
+def _tokenizer_flag(add: Any) -> None:
+    add("--tokenizer", metavar="NAME", help=f"first stage: {FIRST_STAGE}; or a .json list of tokens in hex")
+
+
+def _show_flag(add: Any, what: str) -> None:
+    add("--show", type=int, default=10, metavar="N", help=f"{what} to list at most; JSON has all (default: 10)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Does one action and prints; 0. Raises `MlxZipError`."""
     if args.show < 0:
         raise GenerationError(f"--show must be at least 0, got {args.show}")
-    if (args.file is not None) != (args.action == "encode"):
-        raise GenerationError(f"{args.action} takes {'TABLE and FILE' if args.action == 'encode' else 'TABLE alone'}")
-    if (args.tokenizer is not None) != (args.action != "show"):
-        raise GenerationError("train and encode need --tokenizer, show has no use for it")
-    if args.action != "train" and (args.patch_size is not None or args.mode is not None):
-        raise GenerationError(f"--patch-size and --mode belong to train: {args.action} reads a table that has them")
-    record, lines = {"train": _train, "show": _show, "encode": _encode}[args.action](args)
+    record, lines = args.do(args)
     print(json.dumps(record, ensure_ascii=False) if args.json else "\n".join(lines))
     return 0
 
 
-def _train(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+def _learn(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     from mlx_zip.vocab.hbpe import learn, too_long
-    from mlx_zip.vocab.hbpe_table import PatchTable
+    from mlx_zip.vocab.hbpe_table import SUFFIX, PatchTable
     from mlx_zip.vocab.hbpe_tokens import read_tokens
 
-    size = 10 if args.patch_size is None else args.patch_size
+    settle(args, out="one", tokenizer="none")
+    out = writable("--out", args.out, "a table of patches", SUFFIX)
     tokens = read_tokens(args.tokenizer)
-    learned = learn(tokens, size)
-    table = PatchTable.build(learned.merges, tokens, args.mode or "stop")
+    learned = learn(tokens, args.patch_size)
+    table = PatchTable.build(learned.merges, tokens, args.mode)
     try:
-        table.save(args.table)
+        table.save(out)
     except OSError as error:
-        raise DataError(f"{args.table}: {error.strerror or error}") from error
-    pool = len(too_long(tokens, size))
+        raise DataError(f"{out}: {error.strerror or error}") from error
+    pool = len(too_long(tokens, args.patch_size))
     record, lines = _told(table, args.show, learned.counts.tolist())
     record["tokens_too_long"] = pool
-    return record, [f"{args.table} is written; merges were learned from {pool} tokens that did not fit", *lines]
+    return record, [f"{out} is written; merges were learned from {pool} tokens that did not fit", *lines]
 
 
 def _show(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
@@ -111,11 +130,12 @@ def _encode(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     from mlx_zip.vocab.hbpe_table import PatchTable
     from mlx_zip.vocab.hbpe_tokens import read_tokens, text_encoder
 
-    text, table = read_text(args.file), PatchTable.load(args.table)
+    settle(args, data="one", tokenizer="none")
+    text, table = read_text(args.data), PatchTable.load(args.table)
     table.check_tokens(read_tokens(args.tokenizer))
     ids = list(text_encoder(args.tokenizer)(text))
     if not ids:
-        raise DataError(f"{args.file}: the tokenizer makes no token of this text")
+        raise DataError(f"{args.data}: the tokenizer makes no token of this text")
     rows, lengths = table.encode(ids), table.lengths[ids]
     n_bytes, words = len(text.encode("utf-8")), words_of(text)
     patches = [row[:n].tolist() for row, n in zip(rows, lengths, strict=True)]
@@ -148,3 +168,10 @@ def _text(token: bytes) -> str:
         return repr(token.decode("utf-8"))
     except UnicodeDecodeError:
         return repr(token)
+
+
+ACTIONS = {
+    "learn": (_learn_flags, "learn merges from a tokenizer's tokens and write the table of their patches", _learn),
+    "show": (_show_flags, "show what a table holds", _show),
+    "encode": (_encode_flags, "show the patches of a text", _encode),
+}

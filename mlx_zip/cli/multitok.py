@@ -5,86 +5,87 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
+from mlx_zip.cli.actions import TOKENIZER, add_actions, add_by_place, add_json, settle, writable
 from mlx_zip.cli.multitok_texts import Texts, tokens_of, written
 from mlx_zip.errors import DataError, GenerationError
 
-ACTIONS = ("train", "encode", "stats")
 EXAMPLES = """\
 examples:
-  mlx_zip vocab multitok train reviews.mtok reviews.jsonl --window 2 --prune 1
-  mlx_zip vocab multitok train ids.mtok reviews.jsonl --tokenizer gpt2 --fraction 50
-  mlx_zip vocab multitok encode reviews.mtok more.jsonl --window 1
+  mlx_zip vocab multitok train --data reviews.jsonl --window 2 --prune 1 --out reviews.mtok
+  mlx_zip vocab multitok train --tokenizer stories --data reviews.jsonl --fraction 50 --out ids.mtok
+  mlx_zip vocab multitok encode reviews.mtok --data more.jsonl --window 1
   mlx_zip vocab multitok stats reviews.mtok --show 10
 """
-_TRAINING = ("fraction", "words_of", "first_id", "limit", "prune", "prune_mode")  # flags of `train` alone
-_TEXTS = ("tokenizer", "window", "separator", "encoded", "unk_id")  # flags of `train` and `encode`
-_STRAYS = {"train": ("matching", "show"), "encode": (*_TRAINING, "show"), "stats": (*_TRAINING, *_TEXTS, "matching")}
+DATA = ".txt or .jsonl files (or with .gz), .parquet files, folders or hub names of data sets"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments of `mlx_zip vocab multitok`."""
-    parser.epilog, parser.formatter_class = EXAMPLES, argparse.RawDescriptionHelpFormatter
-    add = parser.add_argument
-    add("action", metavar="ACTION", choices=ACTIONS,
-        help="train: learn a dictionary from texts; encode: the ids of texts; stats: what a dictionary "
-             "holds")  # fmt: skip
-    add("dictionary", metavar="DICTIONARY", help="file of the dictionary; train writes it")
-    add("files", metavar="FILE", nargs="*",
-        help="texts: .txt or .jsonl files (or with .gz), .parquet files, folders or hub names of data sets; a record, "
-             "or a .txt file, is a sample")  # fmt: skip
+    """Declares the actions and their flags."""
+    add_actions(parser, ACTIONS, EXAMPLES, aliases={"train": ["learn"], "stats": ["show"]})
+
+
+def _text_flags(add: Any) -> None:
+    """Of `train` and `encode`."""
+    add("--tokenizer", metavar="NAME", help=f"the units are this tokenizer's ids: {TOKENIZER} (default: words "
+        "between blanks)")  # fmt: skip
+    add("--data", nargs="+", metavar="FILE", help=f"texts: {DATA}; a record, or a .txt file, is a sample")
     add("--separator", metavar="LINE", help="a line that ends a sample within a .txt file")
     add("--lines", action="store_true", help="each line of a text is a sample")
-    add("--tokenizer", metavar="NAME",
-        help="the units are this tokenizer's ids: folder, tokenizer.json or hub id (default: words between "
-             "blanks)")  # fmt: skip
     add("--window", type=int, metavar="N", help="units of a phrase at most; 0: any number (default: 0)")
+    add("--unk-id", type=int, metavar="ID", help="stands for units that are none (default: such a unit is an error)")
+    add_by_place(add)
+
+
+def _train_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    _text_flags(add)
+    add("--out", metavar="DICTIONARY", help="file of the dictionary to write")
     add("--fraction", type=float, metavar="P",
         help="the first P percent of the samples learn; the others stay as they are (default: 100)")  # fmt: skip
     add("--words-of", nargs="+", metavar="FILE",
         help="texts whose words are units too, and from which nothing is learnt")  # fmt: skip
     add("--first-id", type=int, metavar="ID", help="id of the first unit (default: 1, which keeps 0 for padding)")
     add("--limit", type=int, metavar="N", help="phrases at most; what comes later is not learnt")
-    add("--unk-id", type=int, metavar="ID",
-        help="stands for units that are none, at training or encoding (default: such a unit is an error)")  # fmt: skip
     add("--prune", type=int, metavar="K", help="give up phrases that training used at most K times")
     add("--prune-mode", choices=("published", "single", "parent", "reencode"),
         help="what comes in their place: units (published: but phrases never used stay), the longest phrase left and "
              "units, or the texts encoded again (default: reencode)")  # fmt: skip
-    add("--matching", choices=("longest", "walk"),
+    add("--encoded", metavar="FILE", help="also write the ids of the samples, a JSON list a line")
+    add_json(add)
+
+
+def _encode_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("dictionary", metavar="DICTIONARY", help="what `train` wrote")
+    _text_flags(add)
+    add("--matching", choices=("longest", "walk"), default="longest",
         help="encode by the longest phrase, or as the published code, which ends where a longer run is none (default: "
              "longest)")  # fmt: skip
-    add("--encoded", metavar="FILE", help="write the ids of the samples, a JSON list a line")
-    add("--show", type=int, metavar="N", help="phrases that stats lists, the most saving first (default: 20)")
-    add("--json", action="store_true", help="print one JSON object")
+    add("--out", "--encoded", dest="encoded", metavar="FILE",
+        help="write the ids of the samples, a JSON list a line (default: print them)")  # fmt: skip
+    add_json(add)
+
+
+def _stats_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("dictionary", metavar="DICTIONARY", help="what `train` wrote")
+    add("--show", type=int, default=20, metavar="N", help="phrases to list, the most saving first (default: 20)")
+    add_json(add)
 
 
 def run(args: argparse.Namespace) -> int:
     """Does one action and prints; 0. Raises `MlxZipError`."""
-    _refuse_strays(args)
-    record, lines = {"train": _train, "encode": _encode, "stats": _stats}[args.action](args)
+    for flag in ("window", "show"):
+        if (value := getattr(args, flag, None)) is not None and value < 0:
+            raise GenerationError(f"--{flag} must be 0 or more, got {value}")
+    record, lines = args.do(args)
     if args.json:
         print(json.dumps(record, ensure_ascii=False))
     elif lines:
         print("\n".join(lines))
     return 0
-
-
-def _refuse_strays(args: argparse.Namespace) -> None:
-    if given := [f"--{name.replace('_', '-')}" for name in _STRAYS[args.action] if getattr(args, name) is not None]:
-        raise GenerationError(f"{args.action} has no use for {', '.join(given)}")
-    if bool(args.files) != (args.action != "stats"):
-        raise GenerationError(f"{args.action} takes DICTIONARY {'and FILE' if args.action != 'stats' else 'alone'}")
-    if args.prune_mode and args.prune is None:
-        raise GenerationError("--prune-mode goes with --prune K")
-    if args.words_of and args.tokenizer:
-        raise GenerationError("--words-of goes with words, not with a tokenizer, whose ids are all units")
-    if args.window is not None and args.window < 0:
-        raise GenerationError(f"--window must be 0 or more, got {args.window}")
-    if args.show is not None and args.show < 0:
-        raise GenerationError(f"--show must be 0 or more, got {args.show}")
 
 
 # ---- train
@@ -93,12 +94,18 @@ def _refuse_strays(args: argparse.Namespace) -> None:
 def _train(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     from mlx_zip.vocab.multitok import Dictionary, Settings, leading, prune
 
-    tokenizer, units = tokens_of(args.tokenizer)
-    texts = _texts(args, args.files, tokenizer)
+    settle(args, out="one", data="many")
+    if args.prune_mode and args.prune is None:
+        raise GenerationError("--prune-mode goes with --prune K")
+    if args.words_of and args.tokenizer:
+        raise GenerationError("--words-of goes with words, not with a tokenizer, whose ids are all units")
+    out = writable("--out", args.out)
+    if args.encoded is not None:
+        args.encoded = writable("--encoded", args.encoded)
     fraction, samples = 100.0 if args.fraction is None else args.fraction, 0
     leading(0, fraction)
-    if not Path(args.dictionary).absolute().parent.is_dir():
-        raise DataError(f"{args.dictionary}: there is no such folder")
+    tokenizer, units = tokens_of(args.tokenizer)
+    texts = _texts(args, args.data, tokenizer)
     if units is None or fraction < 100:
         units, samples = _first_look(args, texts, units)
     names = ("window", "first_id", "limit", "unk_id")
@@ -110,7 +117,7 @@ def _train(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
         for ids in _teach(dictionary, texts, learn):
             write(ids)
     if not dictionary.totals.samples:
-        raise DataError(f"{', '.join(args.files)}: no text to learn from")
+        raise DataError(f"{', '.join(args.data)}: no text to learn from")
     record: dict[str, Any] = {"trained": dictionary.stats()}
     result, mode = dictionary, args.prune_mode or "reencode"
     if args.prune is not None:
@@ -118,11 +125,11 @@ def _train(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
         _rewrite(args, dictionary, result, texts, learn)
         record["pruned"] = {"at_most": args.prune, "mode": mode, **result.stats()}
     try:
-        result.save(args.dictionary)
+        result.save(out)
     except OSError as error:
-        raise DataError(f"{args.dictionary}: {error.strerror or error}") from error
-    record["file_bytes"] = Path(args.dictionary).stat().st_size
-    return record, _told(record, args.dictionary)
+        raise DataError(f"{out}: {error.strerror or error}") from error
+    record["file_bytes"] = out.stat().st_size
+    return record, _told(record, str(out))
 
 
 def _texts(args: argparse.Namespace, files: Sequence[str], tokenizer: Any = None) -> Texts:
@@ -141,7 +148,7 @@ def _first_look(args: argparse.Namespace, texts: Texts, units: Any) -> tuple[Any
     for sample in _texts(args, args.words_of) if args.words_of else ():
         words.update(dict.fromkeys(sample))
     if units is None and not words:
-        raise DataError(f"{', '.join(args.files)}: no text to learn from")
+        raise DataError(f"{', '.join(args.data)}: no text to learn from")
     return units or Words(tuple(words)), samples
 
 
@@ -191,15 +198,18 @@ def _told(record: dict[str, Any], path: str) -> list[str]:
 def _encode(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     from mlx_zip.vocab.multitok import Dictionary, Totals
 
+    settle(args, data="many")
+    if args.encoded is not None:
+        args.encoded = writable("--out", args.encoded)
     dictionary = Dictionary.load(args.dictionary)
     if args.unk_id is not None:
         dictionary = dictionary.with_unk_id(args.unk_id)
     tokenizer = _same_units(dictionary.settings.units, args)
     totals, shown = Totals(), []
     with written(args.encoded) as write:
-        for batch in _texts(args, args.files, tokenizer).batches():
+        for batch in _texts(args, args.data, tokenizer).batches():
             units = dictionary.number(batch)
-            ids = dictionary.encode_all(units, args.window or 0, args.matching or "longest")
+            ids = dictionary.encode_all(units, args.window or 0, args.matching)
             totals.add(units, ids)
             write(ids)
             if args.encoded is None:
@@ -227,7 +237,7 @@ def _same_units(units: Any, args: argparse.Namespace) -> Any:
         said = "words: leave --tokenizer out" if args.tokenizer else "a tokenizer's ids: name it with --tokenizer"
         raise DataError(f"{args.dictionary} was trained on {said}")
     tokenizer, own = tokens_of(args.tokenizer)
-    if own is not None and own != units:
+    if own is not None and not own.may_be(units):
         raise DataError(f"{args.dictionary} was trained on the ids of another tokenizer than {args.tokenizer}")
     return tokenizer
 
@@ -239,7 +249,7 @@ def _stats(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     units, pruning, stats = dictionary.settings.units, dictionary.pruning, dictionary.stats()
     shown = [
         {"id": id, "uses": uses, "units": (run := dictionary.expand([id]).tolist()), "text": units.shown(run)}
-        for id, uses in dictionary.saving(20 if args.show is None else args.show)
+        for id, uses in dictionary.saving(args.show)
     ]
     made = {"window": dictionary.settings.window, "first_id": dictionary.settings.first_id,
             "unk_id": dictionary.settings.unk_id, "of": units.to_dict()["kind"],
@@ -257,3 +267,10 @@ def _stats(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
         lines += ["", f"{'id':>9} {'uses':>8} {'units':>6}  text"]
     lines += [f"{line['id']:>9} {line['uses']:>8} {len(line['units']):>6}  {line['text']!r}" for line in shown]
     return {**stats, **made, "shown": shown}, lines
+
+
+ACTIONS = {
+    "train": (_train_flags, "learn a dictionary from texts", _train),
+    "encode": (_encode_flags, "the ids of texts", _encode),
+    "stats": (_stats_flags, "what a dictionary holds", _stats),
+}

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +28,7 @@ class Texts:
 
     def __iter__(self) -> Iterator[Sequence[Any]]:
         """Every sample, in order. Raises `DataError` naming file and line."""
-        split: Callable[[str], Sequence[Any]] = self.tokenizer.encode if self.tokenizer else str.split
+        split: Callable[[str], Sequence[Any]] = ids_of(self.tokenizer) if self.tokenizer else str.split
         held: list[str] = []
         for text, over in self._documents():
             if self.lines:
@@ -43,16 +41,14 @@ class Texts:
 
     def _documents(self) -> Iterator[tuple[str, bool]]:
         """Texts, and whether each ends there; one bar per reading."""
-        from tqdm import tqdm
-
+        from mlx_zip.cli.actions import progress
         from mlx_zip.training.sources import Reader, Skipped, Source, kind_of, parse
 
         source = Source(tuple(self.files), separator=self.separator)
         local = all(kind_of(name) != "data set" for name in self.files)
         total = sum(Path(name).stat().st_size for name in self.files) if local else None
         reader = Reader(source)
-        bar = tqdm(total=total, unit="B", unit_scale=True, desc="Reading", file=sys.stderr, disable=None, leave=False)
-        with bar:
+        with progress("Reading", "B", total, unit_scale=True) as bar:
             for item in reader:
                 record = parse(item)
                 if isinstance(record, Skipped):
@@ -81,25 +77,27 @@ def tokens_of(name: str | None) -> tuple[Any, Any]:
     """The tokenizer and its `Tokens`, or None twice."""
     if name is None:
         return None, None
-    from mlx_zip.cli.compression import read_vocabulary
+    from mlx_zip.training.encoding import load_tokenizer
+    from mlx_zip.training.planning import tokenizer_folder
+    from mlx_zip.vocab.first_stage import tokenizer_fingerprint
     from mlx_zip.vocab.multitok import Tokens
 
-    vocabulary = read_vocabulary(name)
-    return vocabulary, Tokens(vocabulary.size, fingerprint(vocabulary))
+    tokenizer = load_tokenizer(tokenizer_folder(name))
+    return tokenizer, Tokens(1 + max(tokenizer.get_vocab().values()), tokenizer_fingerprint(tokenizer))
 
 
-def fingerprint(vocabulary: Any) -> str:
-    """Digest of what each id of a tokenizer stands for: hex SHA-256 over its texts, and the ids of a probe text.
-
-    The probe tells apart what alone is no text: bytes of longer characters.
-    """
-    texts = [vocabulary.decode([i]) for i in range(vocabulary.size)]
-    probe = list(vocabulary.encode(" ".join(map(chr, (*range(33, 0x600), *range(0x4E00, 0x5000), 0x1F600)))))
-    return hashlib.sha256(json.dumps([texts, probe]).encode()).hexdigest()
+def ids_of(tokenizer: Any) -> Callable[[str], Sequence[int]]:
+    """Text to ids, nothing added; quicker of a tokenizer that has the `tokenizers` library's."""
+    if not getattr(tokenizer, "is_fast", False):
+        return lambda text: tokenizer.encode(text, add_special_tokens=False)
+    library = tokenizer.backend_tokenizer
+    library.no_truncation()
+    library.no_padding()
+    return lambda text: library.encode(text, add_special_tokens=False).ids
 
 
 @contextlib.contextmanager
-def written(path: str | None) -> Iterator[Callable[[Any], None]]:
+def written(path: Path | None) -> Iterator[Callable[[Any], None]]:
     """A function that writes samples of ids, a list a line, to a file that appears whole; or does nothing."""
     from mlx_zip.files import whole_file
 
@@ -107,7 +105,7 @@ def written(path: str | None) -> Iterator[Callable[[Any], None]]:
         yield lambda samples: None
         return
     try:
-        with whole_file(Path(path)) as partial, open(partial, "w", encoding="ascii") as file:
+        with whole_file(path) as partial, open(partial, "w", encoding="ascii") as file:
             yield lambda samples: file.writelines(f"{json.dumps(ids)}\n" for ids in samples.lists())
     except OSError as error:
-        raise DataError(f"--encoded {path}: {error.strerror or error}") from error
+        raise DataError(f"{path}: {error.strerror or error}") from error

@@ -57,9 +57,9 @@ def check(packs: Packs, model: Any, tokenizer: Any) -> None:
 
 def _check_tokenizers(packs: Packs, tokenizer: Any) -> None:
     """Each pack on its own: merged with one of an unknown tokenizer, another's would no longer be told."""
-    from mlx_zip.training.encoding import fingerprint
+    from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 
     if any(pack.tokenizer is not None for pack in packs.files.values()):
-        mark = fingerprint(tokenizer)
+        mark = tokenizer_fingerprint(tokenizer)
         for file, pack in packs.files.items():
             pack.check_tokenizer(mark, file)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from mlx_zip.cli.actions import TOKENIZER, add_actions, add_json, progress, writable
 from mlx_zip.cli.preparation import add_codec_flags, add_source_flags, disabled_ids, sources
 from mlx_zip.errors import DataError
 
@@ -21,15 +22,12 @@ SIZE, SAMPLE_IDS = 1024, 5_000_000
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the actions and their flags."""
-    parser.epilog, parser.formatter_class = EXAMPLE, argparse.RawDescriptionHelpFormatter
-    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    for name, (declare, purpose, _) in ACTIONS.items():
-        declare(actions.add_parser(name, help=purpose, description=purpose[0].upper() + purpose[1:] + "."))
+    add_actions(parser, ACTIONS, EXAMPLE)
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs one action; its exit status. Raises `MlxZipError`."""
-    return ACTIONS[args.action][2](args)
+    return args.do(args)
 
 
 # ---- learn
@@ -45,21 +43,21 @@ def _learn_flags(parser: argparse.ArgumentParser) -> None:
         help="base ids compressed on their own: the length of the texts that it is for (default: 256)")  # fmt: skip
     add("--most-ids", type=int, default=SAMPLE_IDS, metavar="N",
         help=f"base ids to learn from at most, the first ones (default: {SAMPLE_IDS})")  # fmt: skip
-    add("--json", action="store_true", help="print one JSON object")
+    add_json(add)
 
 
 def _learn(args: argparse.Namespace) -> int:
-    from mlx_zip.training.encoding import fingerprint
     from mlx_zip.training.planning import make_plan
     from mlx_zip.training.prepare import PrepareOptions
+    from mlx_zip.vocab.first_stage import tokenizer_fingerprint
     from mlx_zip.vocab.learner import WINDOW, learn
-    from mlx_zip.vocab.packs import Pack, check_out, save_pack
+    from mlx_zip.vocab.packs import SUFFIX, Pack, save_pack
 
     window = WINDOW if args.window is None else args.window
     for name, value in (("size", args.size), ("window", window), ("most-ids", args.most_ids)):
         if value < 1:
             raise DataError(f"--{name} must be at least 1, got {value}")
-    check_out(args.out)
+    args.out = writable("--out", args.out, "a pack", SUFFIX)
     options = PrepareOptions(
         sources=sources(args), out=args.out, model=args.model, tokenizer=args.tokenizer, merge_size=args.merge_size,
         codebook_size=args.codebook_size, disable=disabled_ids(args), protect=tuple(args.protect), train_on="all",
@@ -73,7 +71,7 @@ def _learn(args: argparse.Namespace) -> int:
         "window": window, "merge_size": plan.params.merge_size, "base_ids": found.base_ids,
         "ids_without": found.ids_without, "ids": found.ids, "uses": list(found.uses),
     }  # fmt: skip
-    pack = Pack(found.entries, fingerprint(tokenizer), about)
+    pack = Pack(found.entries, tokenizer_fingerprint(tokenizer), about)
     save_pack(args.out, pack)
     _tell(args, args.out, pack)
     return 0
@@ -85,18 +83,20 @@ def _texts(options: Any, tokenizer: Any, most: int) -> Iterator[Any]:
     from mlx_zip.training.sources import Reader, Skipped, parse
 
     encoder, read = Encoder(tokenizer, "all"), 0
-    for source in options.sources:
-        for item in Reader(source):
-            record = parse(item, source.columns)
-            piece = record if isinstance(record, Skipped) else encoder.encode([record])[0]
-            if isinstance(piece, Skipped):
-                if not piece.empty:
-                    print(f"skipped {piece.where}: {piece.reason}", file=sys.stderr)
-                continue
-            yield piece.ids[: most - read]
-            read += len(piece.ids)
-            if read >= most:
-                return
+    with progress("Reading", "id", most, unit_scale=True) as bar:
+        for source in options.sources:
+            for item in Reader(source):
+                record = parse(item, source.columns)
+                piece = record if isinstance(record, Skipped) else encoder.encode([record])[0]
+                if isinstance(piece, Skipped):
+                    if not piece.empty:
+                        bar.write(f"skipped {piece.where}: {piece.reason}", file=sys.stderr)
+                    continue
+                yield piece.ids[: most - read]
+                read += len(piece.ids)
+                bar.update(len(piece.ids))
+                if read >= most:
+                    return
 
 
 def _progress(stage: str, entries: int, ids: int) -> None:
@@ -111,21 +111,22 @@ def _progress(stage: str, entries: int, ids: int) -> None:
 def _show_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("file", metavar="FILE", help="a pack")
-    add("--tokenizer", help="show entries as text: model folder, tokenizer.json or hub id")
-    add("--entries", type=int, default=20, metavar="N", help="entries to show, the best first (default: 20)")
-    add("--json", action="store_true", help="print one JSON object")
+    add("--tokenizer", metavar="NAME", help=f"show entries as text: {TOKENIZER}")
+    add("--show", "--entries", dest="show", type=int, default=20, metavar="N",
+        help="entries to list, the best first (default: 20)")  # fmt: skip
+    add_json(add)
 
 
 def _show(args: argparse.Namespace) -> int:
     from mlx_zip.vocab.packs import load_pack
 
-    if args.entries < 0:
-        raise DataError(f"--entries must be at least 0, got {args.entries}")
+    if args.show < 0:
+        raise DataError(f"--show must be at least 0, got {args.show}")
     pack, texts = load_pack(args.file), None
     if args.tokenizer is not None:
         tokenizer = _tokenizer(args.tokenizer)
         _check_tokenizer(pack, tokenizer, args.file)
-        texts = [tokenizer.decode(list(entry)) for entry in pack.entries[: args.entries]]
+        texts = [tokenizer.decode(list(entry)) for entry in pack.entries[: args.show]]
     _tell(args, Path(args.file), pack, texts)
     return 0
 
@@ -135,15 +136,15 @@ def _merge_flags(parser: argparse.ArgumentParser) -> None:
     add("files", nargs="+", metavar="FILE", help="packs of one tokenizer")
     add("--out", required=True, type=Path, help="the pack to write, a .npz file")
     add("--size", type=int, help="entries at most: the best of each in turn (default: all)")
-    add("--json", action="store_true", help="print one JSON object")
+    add_json(add)
 
 
 def _merge(args: argparse.Namespace) -> int:
-    from mlx_zip.vocab.packs import check_out, load_pack, merge_packs, save_pack
+    from mlx_zip.vocab.packs import SUFFIX, load_pack, merge_packs, save_pack
 
     if args.size is not None and args.size < 1:
         raise DataError(f"--size must be at least 1, got {args.size}")
-    check_out(args.out)
+    args.out = writable("--out", args.out, "a pack", SUFFIX)
     pack = merge_packs([load_pack(file) for file in args.files], args.size)
     save_pack(args.out, pack)
     _tell(args, args.out, pack)
@@ -153,8 +154,8 @@ def _merge(args: argparse.Namespace) -> int:
 def _check_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("file", metavar="FILE", help="a pack")
-    add("--model", required=True, help="model folder or hub id that is to take it")
-    add("--json", action="store_true", help="print one JSON object")
+    add("--model", required=True, help="model folder, bundled model or hub id that is to take it")
+    add_json(add)
 
 
 def _check(args: argparse.Namespace) -> int:
@@ -186,9 +187,9 @@ def _tokenizer(name: str) -> Any:
 
 
 def _check_tokenizer(pack: Any, tokenizer: Any, name: str) -> None:
-    from mlx_zip.training.encoding import fingerprint
+    from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 
-    pack.check_tokenizer(fingerprint(tokenizer), name)
+    pack.check_tokenizer(tokenizer_fingerprint(tokenizer), name)
 
 
 def _tell(args: argparse.Namespace, path: Path, pack: Any, texts: list[str] | None = None) -> None:

@@ -6,43 +6,34 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Iterator
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
+from mlx_zip.bundled import here_or_bundled
+from mlx_zip.cli.actions import FIRST_STAGE, add_actions, add_by_place, add_json, progress, settle, writable
 from mlx_zip.errors import DataError
 
 _EXAMPLE = """examples:
-  mlx_zip vocab adapt learn tokenizer.json --text notes.txt papers.jsonl --merges 15000 --out adapted.json
-  mlx_zip vocab adapt show adapted.json --base tokenizer.json --text held-out.txt
-  mlx_zip vocab adapt encode adapted.json letter.txt > ids.txt
-  mlx_zip vocab adapt encode adapted.json ids.txt --decode
-  mlx_zip vocab adapt convert model-folder adapted.json --mlx-path smaller-model
+  mlx_zip vocab adapt learn --tokenizer model-folder --data notes.txt papers.jsonl --merges 15000 --out adapted.json
+  mlx_zip vocab adapt show adapted.json --tokenizer model-folder --data held-out.txt
+  mlx_zip vocab adapt encode adapted.json --data letter.txt > ids.txt
+  mlx_zip vocab adapt encode adapted.json --data ids.txt --decode
+  mlx_zip vocab adapt convert adapted.json --model model-folder --out smaller-model
 """
 _SWAP_OPTIONS = ("margin", "max_swaps", "tie", "counting")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the actions and their flags."""
-    parser.epilog, parser.formatter_class = _EXAMPLE, argparse.RawDescriptionHelpFormatter
-    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    for name, declare, purpose in (
-        ("learn", _learn_arguments, "adapt a tokenizer to texts and write the adapted one"),
-        ("show", _show_arguments, "what an adapted tokenizer keeps, whether it fits a base, what it makes of texts"),
-        ("encode", _encode_arguments, "the ids of a text, or the text of ids"),
-        ("convert", _convert_arguments, "a model folder with the rows and ids that an adapted tokenizer keeps"),
-    ):
-        action = actions.add_parser(
-            name, help=purpose, description=purpose[0].upper() + purpose[1:] + ".", epilog=_EXAMPLE,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )  # fmt: skip
-        declare(action)
+    add_actions(parser, ACTIONS, _EXAMPLE)
 
 
 def _learn_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("base", metavar="BASE", help="tokenizer.json or its folder, merges.txt, vocab.bpe or NAME.tiktoken, also .gz")
-    add("--text", nargs="+", required=True, metavar="FILE", help="texts to adapt to: .txt or .jsonl, also with .gz")
+    add("--tokenizer", metavar="NAME", help=f"what to adapt: {FIRST_STAGE}")
+    add("--data", "--text", dest="data", nargs="+", required=True, metavar="FILE",
+        help="texts to adapt to: .txt or .jsonl, also with .gz")  # fmt: skip
     add("--merges", type=int, required=True, metavar="N",
         help="merges that stay in the vocabulary; the 256 bytes and added tokens come on top")  # fmt: skip
     add("--out", required=True, metavar="FILE", help="file to write")
@@ -58,63 +49,68 @@ def _learn_arguments(parser: argparse.ArgumentParser) -> None:
     add("--counting", choices=("overlapping", "firing"), default="overlapping",
         help="pairs where they stand, or as many as would merge (default: overlapping)")  # fmt: skip
     add("--pieces", choices=("gpt2", "cl100k", "digits", "whole"),
-        help="how text is cut before merging, where BASE does not say (default: by its name, or gpt2)")  # fmt: skip
+        help="how text is cut before merging, where the tokenizer does not say (default: by its name, or "
+             "gpt2)")  # fmt: skip
     add("--tokenizer-json", metavar="FILE",
         help="also write a tokenizer.json, which is possible when no merge is virtual")  # fmt: skip
     _common(add)
+    add_by_place(add)
 
 
 def _show_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("file", metavar="FILE", help="what `learn` wrote")
-    add("--base", metavar="BASE", help="check that it was adapted from this tokenizer")
-    add("--text", nargs="+", default=[], metavar="FILE", help="texts to count its tokens in, beside BASE's")
+    add("--tokenizer", "--base", dest="tokenizer", metavar="NAME", help="check that it was adapted from this one")
+    add("--data", "--text", dest="data", nargs="+", default=[], metavar="FILE",
+        help="texts to count its tokens in, beside the tokenizer's own")  # fmt: skip
     _common(add)
 
 
 def _encode_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("file", metavar="FILE", help="what `learn` wrote")
-    add("input", metavar="INPUT", help="UTF-8 text, or ids with --decode; - reads standard input")
+    add("--data", metavar="FILE", help="UTF-8 text, or ids with --decode; - reads standard input")
     add("--decode", action="store_true", help="print the text of ids")
     add("--base-ids", action="store_true", help="ids of the base vocabulary in place of the adapted one's")
-    add("--json", action="store_true", help="print one JSON object")
+    add_json(add)
+    add_by_place(add)
 
 
 def _convert_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("model", metavar="MODEL", help="folder of a plain or a zip2zip model, quantized or not, whose tokenizer it was")
     add("file", metavar="FILE", help="what `learn` wrote")
-    add("--mlx-path", required=True, metavar="DIR", help="folder to write; it must not exist")
+    add("--model", metavar="DIR",
+        help="folder of a plain or a zip2zip model, quantized or not, whose tokenizer it was")  # fmt: skip
+    add("--out", "--mlx-path", dest="out", required=True, metavar="DIR", help="folder to write; it must not exist")
+    add_by_place(add)
 
 
 def _common(add: Any) -> None:
     add("--columns", nargs="+", default=[], metavar="KEY=NAME", help="what .jsonl records call text, as text=content")
     add("--limit-bytes", type=int, metavar="N", help="bytes of text at most")
-    add("--json", action="store_true", help="print one JSON object")
+    add_json(add)
 
 
 def run(args: argparse.Namespace) -> int:
     """Does one action; 0. Raises `MlxZipError` before anything is written."""
-    return {"learn": _learn, "show": _show, "encode": _encode, "convert": _convert}[args.action](args)
+    return args.do(args)
 
 
 def _learn(args: argparse.Namespace) -> int:
-    from tqdm import tqdm
-
     from mlx_zip.files import write_json
     from mlx_zip.vocab.adaptbpe.adapted import adapted, words_of
     from mlx_zip.vocab.adaptbpe.base import read_base
     from mlx_zip.vocab.adaptbpe.plain import tokenizer_json
 
-    out = _writable("--out", args.out)
-    plain = None if args.tokenizer_json is None else _writable("--tokenizer-json", args.tokenizer_json)
-    base = read_base(args.base, args.pieces)
+    settle(args, tokenizer="one")
+    out = writable("--out", args.out)
+    plain = None if args.tokenizer_json is None else writable("--tokenizer-json", args.tokenizer_json)
+    base = read_base(args.tokenizer, args.pieces)
     texts = _texts(args)
     begun = time.perf_counter()
-    words = words_of(base.front, texts)
+    words = words_of(base.front, _counted("Counting", texts))
     settings = {name: getattr(args, name) for name in _SWAP_OPTIONS} if args.method == "adapt" else {}
-    with tqdm(desc="Adapting", unit="swap", file=sys.stderr, disable=args.json or None) as bar:
+    with progress("Adapting", "swap") as bar:
         vocabulary = adapted(
             base, words, args.merges, method=args.method, rule=args.rule, progress=lambda swap: bar.update(), **settings
         )
@@ -134,11 +130,11 @@ def _show(args: argparse.Namespace) -> int:
 
     vocabulary = read_adapted(args.file)
     base = None
-    if args.base is not None:
-        base = read_base(args.base, _own_pieces(vocabulary))
+    if args.tokenizer is not None:
+        base = read_base(args.tokenizer, _own_pieces(vocabulary))
         vocabulary.check_base(base)
     record = _record(vocabulary)
-    if args.text:
+    if args.data:
         record |= _counts(vocabulary, base, _texts(args))
     _print(args, record)
     return 0
@@ -148,10 +144,11 @@ def _encode(args: argparse.Namespace) -> int:
     from mlx_zip.cli.compression import read_text
     from mlx_zip.vocab.adaptbpe.adapted import read_adapted
 
+    settle(args, data="one")
     vocabulary = read_adapted(args.file)
-    text = read_text(args.input)
+    text = read_text(args.data)
     if args.decode:
-        ids = _ids(args.input, text)
+        ids = _ids(args.data, text)
         data = vocabulary.decode(vocabulary.ids_of(ids) if args.base_ids else ids)
         if args.json:
             print(json.dumps({"text": data.decode("utf-8", "replace"), "bytes": len(data)}, ensure_ascii=False))
@@ -166,8 +163,11 @@ def _encode(args: argparse.Namespace) -> int:
 
 
 def _convert(args: argparse.Namespace) -> int:
+    if args.by_place and args.model is None:  # the model was once named first
+        args.by_place, args.model, args.file = args.by_place[1:], args.file, args.by_place[0]
+    settle(args, model="none")
     converters: Any = import_module("mlx_zip.converters.adapt")
-    print(converters.adapt(args.model, args.file, args.mlx_path))
+    print(converters.adapt(str(here_or_bundled(args.model)), args.file, args.out))
     return 0
 
 
@@ -186,16 +186,15 @@ def _texts(args: argparse.Namespace) -> list[str]:
     from mlx_zip.evaluation.documents import read_corpus
 
     columns = dict(word.partition("=")[::2] for word in args.columns)
-    return [document.text for document in read_corpus(args.text, None, args.limit_bytes, columns).documents]
+    return [document.text for document in read_corpus(args.data, None, args.limit_bytes, columns).documents]
 
 
-def _writable(flag: str, name: str) -> Path:
-    path = Path(name).expanduser()
-    if not path.absolute().parent.is_dir():
-        raise DataError(f"{flag} {name}: no such folder")
-    if path.exists() and not path.is_file():
-        raise DataError(f"{flag} {name}: is a folder or device, not a file")
-    return path
+def _counted(task: str, texts: list[str]) -> Iterator[str]:
+    """Texts, with a bar."""
+    with progress(task, "text", len(texts)) as bar:
+        for text in texts:
+            yield text
+            bar.update()
 
 
 def _record(vocabulary: Any) -> dict[str, Any]:
@@ -211,11 +210,11 @@ def _record(vocabulary: Any) -> dict[str, Any]:
 def _counts(vocabulary: Any, base: Any, texts: list[str]) -> dict[str, Any]:
     """Bytes and tokens, and compression utility: bytes saved per byte (arXiv 2601.21665)."""
     n_bytes = sum(len(text.encode("utf-8")) for text in texts)
-    tokens = sum(len(vocabulary.encode(text)) for text in texts)
+    tokens = sum(len(vocabulary.encode(text)) for text in _counted("Encoding", texts))
     counts = {"bytes": n_bytes, "tokens": tokens, "utility": round(1 - tokens / n_bytes, 4)}
     if base is not None:
         whole = base.encoder()
-        base_tokens = sum(len(base.encode(text, whole)) for text in texts)
+        base_tokens = sum(len(base.encode(text, whole)) for text in _counted("Encoding", texts))
         counts |= {"base_tokens": base_tokens, "base_utility": round(1 - base_tokens / n_bytes, 4)}
     return counts
 
@@ -234,3 +233,11 @@ def _print(args: argparse.Namespace, record: dict[str, Any]) -> None:
         print(f"with all of {record['base']}: {record['base_tokens']} tokens, {record['base_utility']:.4f} saved")
     if "seconds" in record:
         print(f"adapted in {record['seconds']} s; written to {record['file']}")
+
+
+ACTIONS = {
+    "learn": (_learn_arguments, "adapt a tokenizer to texts and write the adapted one", _learn),
+    "show": (_show_arguments, "what an adapted tokenizer keeps, whether it fits a base, what it makes of texts", _show),
+    "encode": (_encode_arguments, "the ids of a text, or the text of ids", _encode),
+    "convert": (_convert_arguments, "a model folder with the rows and ids that an adapted tokenizer keeps", _convert),
+}

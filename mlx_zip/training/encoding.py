@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,6 @@ from mlx_zip.training.sources import Record, Skipped
 
 TRAIN_ON = ("answers", "all")
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
-_PROBE = "Hello, wörld!  def f(x):\n\treturn 12345 # \u4f60\u597d \U0001f600"
 _TAIL = 4  # ids behind a turn's end, among which its eos may stand: a template writes a line end after it
 
 
@@ -54,13 +51,6 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
     except (OSError, ValueError, TypeError, LookupError, AttributeError, ImportError) as error:
         first = " ".join(str(error).split())[:300]
         raise DataError(f"the tokenizer in {folder} cannot be loaded: {first}") from error
-
-
-def fingerprint(tokenizer: Any) -> str:
-    """Hex digest over all tokens, the special ids and what a probe text becomes: equal tokenizers, equal digest."""
-    special = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id]
-    facts = [sorted(tokenizer.get_vocab().items()), special, tokenizer.encode(_PROBE, add_special_tokens=False)]
-    return sha256(json.dumps(facts).encode("utf-8")).hexdigest()
 
 
 def special_ids(tokenizer: Any) -> set[int]:

@@ -13,10 +13,11 @@ from mlx_zip.codec import CodecParams
 from mlx_zip.codec.pack import Start
 from mlx_zip.errors import CodecError, DataError
 from mlx_zip.loading import first_line, read_config
-from mlx_zip.training.encoding import digit_ids, fingerprint, lead_ids, load_tokenizer, special_ids
+from mlx_zip.training.encoding import digit_ids, lead_ids, load_tokenizer, special_ids
 from mlx_zip.training.sharding import Plan
 from mlx_zip.training.shards import codec_record
 from mlx_zip.training.sources import Source, kind_of
+from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 from mlx_zip.vocab.packs import load_pack
 
 if TYPE_CHECKING:
@@ -151,7 +152,7 @@ def _pack(path: Path, tokenizer: Any) -> Start:
     """The entries of a pack. Raises `DataError` when it is of another tokenizer."""
     pack = load_pack(path)
     if pack.tokenizer is not None:
-        pack.check_tokenizer(fingerprint(tokenizer), str(path))
+        pack.check_tokenizer(tokenizer_fingerprint(tokenizer), str(path))
     return pack.entries
 
 
@@ -179,7 +180,7 @@ def _settings(options: PrepareOptions, plan: Plan, tokenizer: Any) -> dict[str, 
     return {
         "sources": [_source_settings(source) for source in options.sources],
         "codec": codec_record(plan.params),
-        "tokenizer": {"fingerprint": fingerprint(tokenizer), "size": tokens},
+        "tokenizer": {"fingerprint": tokenizer_fingerprint(tokenizer), "size": tokens},
         "chat_template": _digest(str(tokenizer.chat_template)),
         "context": options.context,
         "start": None if packs is None else _digest(str(packs)),

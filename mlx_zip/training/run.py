@@ -18,7 +18,6 @@ from mlx_zip.files import sole_user, write_json
 from mlx_zip.loading import model_folder
 from mlx_zip.training.adapt import EncoderOptions, fingerprint, freeze, start_model
 from mlx_zip.training.adapter import check_savable, save_adapter
-from mlx_zip.training.encoding import fingerprint as tokenizer_fingerprint
 from mlx_zip.training.encoding import load_tokenizer
 from mlx_zip.training.machines import check_equal, together
 from mlx_zip.training.objective import LossWeights, Trainee
@@ -27,6 +26,7 @@ from mlx_zip.training.saving import DTYPES, save_trained
 from mlx_zip.training.settings import TrainSettings
 from mlx_zip.training.shards import Joined, Shards
 from mlx_zip.training.trainer import Outcome, Trainer
+from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 
 RECORD, MODEL, ADAPTER = "train.json", "model", "adapter"
 SAVES = (MODEL, ADAPTER)

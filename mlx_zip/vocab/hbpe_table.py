@@ -7,7 +7,7 @@ A table file is a .npz archive without pickle; `version` is checked first, `chec
     mode         "stop" or "full"
     merges       uint16 [V', 2]
     rows         uint16 [V, S]: the patch of each id, filled with the mark behind its mark
-    fingerprint  sha256 in hex of the tokens' bytes (`fingerprint`): of the first-stage tokenizer
+    fingerprint  sha256 in hex of the tokens' bytes (`first_stage.fingerprint`)
     checksum     sha256 in hex
 """
 
@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from mlx_zip.codec.ids import as_ids
 from mlx_zip.errors import CodecError, DataError
 from mlx_zip.files import whole_file
+from mlx_zip.vocab.first_stage import fingerprint
 from mlx_zip.vocab.hbpe import MARK, Merges, check_mode, learn
 
 VERSION = 1
@@ -138,14 +139,6 @@ class PatchTable:
         if str(fields["fingerprint"]) != table.fingerprint:
             raise DataError(f"{path}: its fingerprint is not that of its tokens; make it again")
         return table
-
-
-def fingerprint(tokens: Sequence[bytes]) -> str:
-    """sha256 in hex over the bytes of all tokens by id, each behind its length: equal for equal vocabularies."""
-    digest = sha256(len(tokens).to_bytes(8, "little"))
-    for token in tokens:
-        digest.update(len(token).to_bytes(8, "little") + token)
-    return digest.hexdigest()
 
 
 def _named(path: str | Path) -> Path:

@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
+from mlx_zip import files
 from mlx_zip.codec.pack import checked_entries, read_pack
 from mlx_zip.errors import DataError
-from mlx_zip.files import whole_file
 
 VERSION = 1
 SUFFIX = ".npz"
@@ -100,16 +100,13 @@ def save_pack(path: str | Path, pack: Pack) -> None:
         row[: len(entry)] = entry
     told = {"version": VERSION, "tokenizer": pack.tokenizer, "fingerprint": pack.fingerprint, **pack.about}
     about = np.frombuffer(json.dumps(told).encode(), np.uint8)
-    with whole_file(path) as partial, open(partial, "wb") as file:
+    with files.whole_file(path) as partial, open(partial, "wb") as file:
         np.savez(file, entries=rows, lengths=np.array([len(e) for e in entries], np.int64), about=about)
 
 
 def check_out(path: Path) -> None:
     """Raises `DataError` where no pack can be written: another suffix, no such folder."""
-    if path.suffix != SUFFIX:
-        raise DataError(f"{path}: a pack is a {SUFFIX} file")
-    if not path.parent.is_dir():
-        raise DataError(f"{path}: there is no folder {path.parent}")
+    files.check_out(path, "a pack", SUFFIX)
 
 
 def merge_packs(packs: Sequence[Pack], size: int | None = None) -> Pack:

@@ -32,11 +32,12 @@ from numpy.typing import NDArray
 from mlx_zip.codec.ids import Uint32s, as_ids
 from mlx_zip.errors import DataError
 from mlx_zip.files import write_json
-from mlx_zip.vocab.adaptbpe.base import BaseVocabulary, encoded, pair_of
+from mlx_zip.vocab.adaptbpe.base import BaseVocabulary, encoded
 from mlx_zip.vocab.adaptbpe.encoder import Encoder
 from mlx_zip.vocab.adaptbpe.learn import Swap, adapt, top_k
 from mlx_zip.vocab.adaptbpe.merges import BYTES, MergeList, Schedule
-from mlx_zip.vocab.adaptbpe.text import Front, to_text
+from mlx_zip.vocab.adaptbpe.text import Front
+from mlx_zip.vocab.first_stage import pairs_of, to_text
 
 FORMAT, VERSION = "mlx_zip adapted vocabulary", 1
 METHODS = ("adapt", "first-k", "top-k")
@@ -263,7 +264,7 @@ def _of_record(record: Any) -> AdaptedVocabulary:
     _check_types(base := record["base"], _BASE_TYPES, "base.")
     vocabulary = AdaptedVocabulary(
         base["name"], base["fingerprint"], base["merges"], base["ids"],
-        MergeList.of_bytes(map(pair_of, record["merges"])),
+        MergeList.of_bytes(pairs_of(record["merges"])),
         as_ids(record["ranks"]), record["first"], tuple(record["virtual"]), record["rule"],
         as_ids(record["token_ids"]), Front.from_record(record["front"]), record["method"], record["settings"],
     )  # fmt: skip

@@ -6,11 +6,7 @@ what no merge and no byte makes, and is no added token, cannot be produced and i
 
 from __future__ import annotations
 
-import base64
-import binascii
-import gzip
 import json
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,13 +19,20 @@ from mlx_zip.codec.ids import Uint32s
 from mlx_zip.errors import DataError
 from mlx_zip.vocab.adaptbpe.encoder import Encoder
 from mlx_zip.vocab.adaptbpe.merges import BYTES, MergeList
-from mlx_zip.vocab.adaptbpe.text import BYTE_OF, PATTERNS, AddedToken, Front, pieces_of, to_bytes, to_text
+from mlx_zip.vocab.adaptbpe.text import CUT_BY_NAME, PATTERNS, Front, pieces_of
+from mlx_zip.vocab.first_stage import (
+    BESIDE,
+    BYTE_OF,
+    AddedToken,
+    Pair,
+    TokenizerFile,
+    open_tokenizer,
+    read_stored,
+    to_text,
+    vocabulary_of,
+)  # fmt: skip
 
 FILE = "adapted.json"  # the name of an adapted tokenizer's file inside a model folder
-KINDS = "tokenizer.json or its folder, merges.txt, vocab.bpe or NAME.tiktoken, also with .gz"
-_OF_RANKS = {"llama3": "cl100k", "cl100k": "cl100k", "qwen": "digits"}  # no rank file says how its text is cut
-_BESIDE = {"vocab.bpe": "encoder.json", "merges.txt": "vocab.json"}
-Pair = tuple[bytes, bytes]
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,34 +84,37 @@ def read_base(path: str | Path, pieces: str | None = None) -> BaseVocabulary:
 
     Raises `DataError` naming the file and, where one is at fault, merge or line.
     """
-    path = Path(path).expanduser()
-    if path.is_dir():
-        path = path / "tokenizer.json"
-    plain, data = path.name.removesuffix(".gz"), _bytes(path)
+    file = open_tokenizer(path)
     try:
-        if plain.endswith(".tiktoken"):
-            return _of_ranks(plain.removesuffix(".tiktoken"), data, pieces)
-        if plain.endswith(".json"):
-            return _of_tokenizer(path, json.loads(data), pieces)
-        return _of_merges(path, data, pieces)
-    except (DataError, ValueError) as error:
-        raise DataError(f"{path}: {error}") from error
+        if file.kind == "ranks":
+            return _of_ranks(file, pieces)
+        return _of_merges(file, pieces) if file.kind == "merges" else _of_tokenizer(file, pieces)
+    except DataError as error:
+        told = str(error)
+        raise DataError(told if told.startswith(str(file.path)) else f"{file.path}: {told}") from error
 
 
 # ---- merges.txt, vocab.bpe
 
 
-def _of_merges(path: Path, data: bytes, pieces: str | None) -> BaseVocabulary:
-    lines = data.decode("utf-8").split("\n")
-    merges = MergeList.of_bytes(pair_of(line) for line in lines if line and not line.startswith("#version"))
-    renamed = (path.name.replace(*names) for names in _BESIDE.items() if names[0] in path.name)
-    beside = next(map(path.with_name, renamed), None)
+def _of_merges(file: TokenizerFile, pieces: str | None) -> BaseVocabulary:
+    """Ids are those of the vocabulary beside the list, whose other tokens are added ones; or GPT-2's."""
+    merges = MergeList.of_bytes(file.pairs())
+    renamed = (file.path.name.replace(*names) for names in BESIDE.items() if names[0] in file.path.name)
+    beside = next(map(file.path.with_name, renamed), None)
     if beside is None or not beside.is_file():
-        return BaseVocabulary(_name(path), merges, _in_order(merges), Front(pieces or "gpt2"))
-    vocabulary = _vocabulary(json.loads(_bytes(beside)))
+        return BaseVocabulary(file.name, merges, _in_order(merges), Front(pieces or "gpt2"))
+    vocabulary = _vocabulary(beside)
     names = vocabulary.keys() - set(map(to_text, merges.tokens))
     added = tuple(AddedToken(name, vocabulary[name]) for name in sorted(names, key=vocabulary.__getitem__))
-    return BaseVocabulary(_name(path), merges, _ids(merges, vocabulary), Front(pieces or "gpt2", added))
+    return BaseVocabulary(file.name, merges, _ids(merges, vocabulary), Front(pieces or "gpt2", added))
+
+
+def _vocabulary(path: Path) -> dict[str, int]:
+    try:
+        return vocabulary_of(json.loads(read_stored(path)))
+    except ValueError as error:
+        raise DataError(f"{path.name} beside it is not valid JSON: {error}") from error
 
 
 def _in_order(merges: MergeList) -> Uint32s:
@@ -118,39 +124,30 @@ def _in_order(merges: MergeList) -> Uint32s:
     return ids
 
 
-def pair_of(merge: Any) -> Pair:
-    """A merge as its file spells it: "a b" or ["a", "b"]."""
-    parts = merge.split(" ") if isinstance(merge, str) else merge
-    try:
-        left, right = map(to_bytes, parts)
-    except (KeyError, ValueError, TypeError):
-        raise DataError(f"merge {merge!r:.80} is not two byte-level tokens") from None
-    return left, right
-
-
 # ---- tokenizer.json
 
 
-def _of_tokenizer(path: Path, data: Any, pieces: str | None) -> BaseVocabulary:
-    model = data.get("model") if isinstance(data, dict) else None
-    if not isinstance(model, dict) or not isinstance(model.get("merges"), list) or "vocab" not in model:
-        raise DataError("is no tokenizer.json of a BPE model")
+def _of_tokenizer(file: TokenizerFile, pieces: str | None) -> BaseVocabulary:
+    file.merges()
+    data, model = file.json, file.model
     for setting in ("byte_fallback", "continuing_subword_prefix", "end_of_word_suffix", "dropout"):
         if model.get(setting):
             raise DataError(f"{setting} {model[setting]!r} is not byte-level BPE, which alone can be adapted")
-    if _was_adapted(path, model):
+    if _was_adapted(file.path, model):
         raise DataError(f"was adapted already, by the {FILE} beside it: adapt the base of this model instead")
     pieces = pieces or pieces_of(data.get("pre_tokenizer"))
     if pieces is None:
         raise DataError("the pre_tokenizer is not byte-level; byte-level BPE alone can be adapted")
-    vocabulary, added = _vocabulary(model["vocab"]), tuple(map(_added, data.get("added_tokens") or []))
-    merges = MergeList.of_bytes(_live([pair_of(merge) for merge in model["merges"]]))
+    vocabulary, added = file.vocabulary(), file.added()
+    if one := next((token for token in data.get("added_tokens") or () if token.get("single_word")), None):
+        raise DataError(f"added token {one['content']!r} is one of single words, which are not read here")
+    merges = MergeList.of_bytes(_live(file.pairs()))
     ids = _ids(merges, vocabulary)
     reached = {int(i) for i in ids} | {token.id for token in added}
     own = data.get("pre_tokenizer") if pieces == "tokenizers" else None
     front = Front(pieces, added, data.get("normalizer"), own)
     unreachable = len(set(vocabulary.values()) - reached)
-    return BaseVocabulary(_name(path), merges, ids, front, unreachable, bool(model.get("ignore_merges")), data)
+    return BaseVocabulary(file.name, merges, ids, front, unreachable, bool(model.get("ignore_merges")), data)
 
 
 def _was_adapted(path: Path, model: Mapping[str, Any]) -> bool:
@@ -163,23 +160,6 @@ def _was_adapted(path: Path, model: Mapping[str, Any]) -> bool:
         return bool(beside["virtual"]) and same_ids and len(model["merges"]) < beside["base"]["merges"]
     except (OSError, ValueError, LookupError, TypeError):
         return False
-
-
-def _vocabulary(data: Any) -> dict[str, int]:
-    if not isinstance(data, dict) or not all(type(i) is int and 0 <= i < 1 << 31 for i in data.values()):
-        raise DataError("the vocabulary does not map tokens to ids")
-    if len(set(data.values())) != len(data):
-        raise DataError("the vocabulary gives one id to several tokens")
-    return data
-
-
-def _added(token: Any) -> AddedToken:
-    if not isinstance(token, dict) or not isinstance(token.get("content"), str) or type(token.get("id")) is not int:
-        raise DataError(f"added token {token!r:.80} has no content or no id")
-    if token.get("single_word"):
-        raise DataError(f"added token {token['content']!r} is one of single words, which are not read here")
-    flags = {name: bool(token.get(name)) for name in ("special", "lstrip", "rstrip", "normalized")}
-    return AddedToken(token["content"], token["id"], **flags)
 
 
 def _ids(merges: MergeList, vocabulary: Mapping[str, int]) -> Uint32s:
@@ -230,20 +210,13 @@ def _last_merge(token: bytes, ranks: Mapping[Pair, int]) -> int | None:
 # ---- tiktoken ranks
 
 
-def _of_ranks(name: str, data: bytes, pieces: str | None) -> BaseVocabulary:
-    pieces = pieces or next((kind for known, kind in _OF_RANKS.items() if known in name), None)
+def _of_ranks(file: TokenizerFile, pieces: str | None) -> BaseVocabulary:
+    pieces = pieces or next((kind for known, kind in CUT_BY_NAME.items() if known in file.name), None)
     if pieces is None:
         raise DataError(f"how its text is cut is not in the file: name one of {', '.join(PATTERNS)} with --pieces")
-    ranks: dict[bytes, int] = {}
-    for number, line in enumerate(data.splitlines(), 1):
-        try:
-            token, rank = line.split()
-            ranks[base64.b64decode(token, validate=True)] = int(rank)
-        except (ValueError, binascii.Error):
-            raise DataError(f"line {number} is not a token in base64 and its rank") from None
-    missing = [byte for byte in range(BYTES) if bytes([byte]) not in ranks]
-    if missing or len(set(ranks.values())) != len(ranks):
-        raise DataError(f"lacks the byte {missing[0]}" if missing else "gives one rank to several tokens")
+    ranks = file.ranks()
+    if missing := [byte for byte in range(BYTES) if bytes([byte]) not in ranks]:
+        raise DataError(f"lacks the byte {missing[0]}")
     longer = sorted((token for token in ranks if len(token) > 1), key=ranks.__getitem__)
     pairs = [pair for token in longer if (pair := _parents(token, ranks)) is not None]
     made = {left + right for left, right in pairs}
@@ -252,7 +225,7 @@ def _of_ranks(name: str, data: bytes, pieces: str | None) -> BaseVocabulary:
         made -= {left + right for left, right in lost}
     merges = MergeList.of_bytes(pairs)
     ids = np.array([ranks[token] for token in merges.tokens], np.uint32)
-    return BaseVocabulary(name, merges, ids, Front(pieces), len(ranks) - len(ids))
+    return BaseVocabulary(file.name, merges, ids, Front(pieces), len(ranks) - len(ids))
 
 
 def _parents(token: bytes, ranks: Mapping[bytes, int]) -> Pair | None:
@@ -264,19 +237,3 @@ def _parents(token: bytes, ranks: Mapping[bytes, int]) -> Pair | None:
             return None
         parts[at : at + 2] = [parts[at] + parts[at + 1]]
     return parts[0], parts[1]
-
-
-def _name(path: Path) -> str:
-    """What to call a tokenizer: its file's name without what all such files are called, or its folder's."""
-    plain = path.name.removesuffix(".gz")
-    for ending in ("tokenizer.json", *_BESIDE):
-        plain = plain.removesuffix(ending)
-    return plain.strip(".-_") or path.absolute().parent.name
-
-
-def _bytes(path: Path) -> bytes:
-    try:
-        stored = path.read_bytes()
-        return gzip.decompress(stored) if path.name.endswith(".gz") else stored
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error

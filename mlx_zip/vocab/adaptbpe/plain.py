@@ -19,7 +19,8 @@ from mlx_zip.vocab.adaptbpe.adapted import AdaptedVocabulary, read_adapted
 from mlx_zip.vocab.adaptbpe.base import FILE
 from mlx_zip.vocab.adaptbpe.encoder import Encoder
 from mlx_zip.vocab.adaptbpe.merges import BYTES
-from mlx_zip.vocab.adaptbpe.text import PATTERNS, to_bytes, to_text
+from mlx_zip.vocab.adaptbpe.text import PATTERNS
+from mlx_zip.vocab.first_stage import to_bytes, to_text
 
 
 def tokenizer_json(vocabulary: AdaptedVocabulary, source: Mapping[str, Any] | None = None) -> dict[str, Any]:

@@ -11,11 +11,7 @@ from typing import Any
 
 from mlx_zip.errors import DataError, bare_exceptions_as_value_errors
 from mlx_zip.vocab.adaptbpe.encoder import PIECES, cut
-
-_PRINTED = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that stand for themselves
-BYTE_OF = {chr(byte): byte for byte in _PRINTED}
-BYTE_OF |= {chr(256 + i): byte for i, byte in enumerate(sorted(set(range(256)) - set(_PRINTED)))}
-CHAR_OF = {byte: char for char, byte in BYTE_OF.items()}
+from mlx_zip.vocab.first_stage import AddedToken, to_bytes
 
 _CL100K = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -26,44 +22,7 @@ PATTERNS = {  # the published pattern of each way to cut; the same in C (native/
     "cl100k": _CL100K,
     "digits": _CL100K.replace("{1,3}", ""),
 }
-
-
-def to_bytes(text: str) -> bytes:
-    """Bytes of a token as byte-level vocabularies spell them. Raises `KeyError` for a character of no byte."""
-    return bytes([BYTE_OF[char] for char in text])
-
-
-def to_text(token: bytes) -> str:
-    """A token's bytes as byte-level vocabularies spell them."""
-    return "".join([CHAR_OF[byte] for byte in token])
-
-
-@dataclass(frozen=True)
-class AddedToken:
-    """A token found in the text before anything else: its text, its id, whether it is special, and what blanks it
-    takes along to its left and right. normalized: it is looked for in the normalized text.
-
-    Raises `DataError` for fields of other types, an empty text or an id that is none.
-    """
-
-    content: str
-    id: int
-    special: bool = True
-    lstrip: bool = False
-    rstrip: bool = False
-    normalized: bool = False
-
-    def __post_init__(self) -> None:
-        flags = (self.special, self.lstrip, self.rstrip, self.normalized)
-        if type(self.content) is not str or type(self.id) is not int or {*map(type, flags)} != {bool}:
-            raise DataError(f"added token {self.content!r:.80} with id {self.id!r:.80} has a field of a wrong type")
-        if not self.content or not 0 <= self.id < 1 << 31:
-            raise DataError(f"added token {self.content!r:.80}, id {self.id}, is empty or its id not 0..2^31-1")
-
-    @property
-    def pattern(self) -> str:
-        """A regular expression for it."""
-        return (r"\s*" if self.lstrip else "") + f"({re.escape(self.content)})" + (r"\s*" if self.rstrip else "")
+CUT_BY_NAME = {"llama3": "cl100k", "cl100k": "cl100k", "qwen": "digits"}  # tiktoken's files do not say how text is cut
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,10 @@
     then      rows uint32 [n, 2], ids uint32 [n] unless `given_ids` is false, uses uint32 [units + n]; little-endian
 
 The checksum is over the object without it (keys sorted, no blanks) and all bytes behind the line. No pickle is read.
+
+The version is 1 where units are words, 2 where they are a tokenizer's ids: its fingerprint is the one that packs have
+(`first_stage.tokenizer_fingerprint`). In files of version 1 over ids it was another; they are read as those of a
+tokenizer that is not known.
 """
 
 from __future__ import annotations
@@ -21,25 +25,26 @@ from mlx_zip.errors import CodecError, DataError
 from mlx_zip.files import whole_file
 from mlx_zip.vocab.multitok.dictionary import Dictionary
 from mlx_zip.vocab.multitok.settings import Pruning, Settings, Totals
-from mlx_zip.vocab.multitok.units import units_from_dict
+from mlx_zip.vocab.multitok.units import Tokens, units_from_dict
 
-FORMAT, VERSION = "mlx_zip multitok dictionary", 1
+FORMAT, VERSIONS = "mlx_zip multitok dictionary", {"words": 1, "tokens": 2}
 _NUMBERS = ("window", "first_id", "limit")
 
 
 def write_dictionary(path: str | Path, dictionary: Dictionary) -> None:
     """Writes the file, whole or not at all. Raises `OSError`."""
     settings, rows, ids = dictionary.settings, dictionary.rows, dictionary.given_ids
+    units = settings.units.to_dict()
     header = {
         "format": FORMAT,
-        "version": VERSION,
+        "version": VERSIONS[units["kind"]],
         "runs": len(rows),
         "phrases": len(dictionary),
         "given_ids": ids is not None,
         "settings": {**{name: getattr(settings, name) for name in _NUMBERS}, "unk_id": settings.unk_id},
         "totals": asdict(dictionary.totals),
         "pruning": asdict(dictionary.pruning) if dictionary.pruning else None,
-        "units": settings.units.to_dict(),
+        "units": units,
     }
     arrays = [rows, *([] if ids is None else [ids]), dictionary.uses]
     body = b"".join(array.astype("<u4").tobytes() for array in arrays)
@@ -59,8 +64,9 @@ def read_dictionary(path: str | Path) -> Dictionary:
         header = None
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise DataError(f"{path} is no dictionary of `mlx_zip vocab multitok`")
-    if header.get("version") != VERSION:
-        raise DataError(f"{path} is of version {header.get('version')!r:.20}, read is {VERSION}: update mlx_zip")
+    if header.get("version") not in VERSIONS.values():
+        known = ", ".join(map(str, VERSIONS.values()))
+        raise DataError(f"{path} is of version {header.get('version')!r:.20}, read are {known}: update mlx_zip")
     if header.pop("sha256", None) != _digest(header, body):
         raise DataError(f"{path} is damaged, its checksum is another: train the dictionary again")
     try:
@@ -76,6 +82,8 @@ def _digest(header: dict[str, Any], body: bytes) -> str:
 
 def _made(header: dict[str, Any], words: Uint32s) -> Dictionary:
     units = units_from_dict(header["units"])
+    if isinstance(units, Tokens) and header["version"] < VERSIONS["tokens"]:
+        units = Tokens(units.size)
     given = {name: header["settings"][name] for name in (*_NUMBERS, "unk_id")}
     settings = Settings(units, **given)
     n, with_ids = header["runs"], header["given_ids"]

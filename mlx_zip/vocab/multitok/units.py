@@ -66,10 +66,15 @@ class Words:
 
 @dataclass(frozen=True)
 class Tokens:
-    """The ids 0..size-1 of a tokenizer, which is known by its fingerprint (empty: any tokenizer's)."""
+    """The ids 0..size-1 of a tokenizer, which is known by its `first_stage.tokenizer_fingerprint` (empty: any's)."""
 
     size: int
     fingerprint: str = ""
+
+    def may_be(self, other: Tokens) -> bool:
+        """Whether these can be the ids of another's tokenizer, as far as both know theirs."""
+        known = {self.fingerprint, other.fingerprint} - {""}
+        return self.size == other.size and len(known) < 2
 
     def numbers(self, sample: Any) -> Uint32s:
         """Ids as they are, uint32 [n]; see `as_ids`."""

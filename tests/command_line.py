@@ -1,0 +1,24 @@
+"""`mlx_zip` in process, for tests of commands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mlx_zip import cli
+
+
+def runner(capsys: Any, *first: str) -> Callable[..., tuple[int, str, str]]:
+    """What runs `mlx_zip FIRST ...` -> (status, stdout, stderr)."""
+
+    def command(*words: Any) -> tuple[int, str, str]:
+        return (cli.main([*first, *map(str, words)]), *capsys.readouterr())
+
+    return command
+
+
+def stay_home(monkeypatch: Any, folder: Path) -> None:
+    """A home of its own, and no network."""
+    monkeypatch.setenv("HF_HOME", str(folder / "home"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # its variable was read at import
