@@ -56,14 +56,14 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     from mlx_zip.evaluation.documents import read_corpus
     from mlx_zip.evaluation.windows import cut_windows
     from mlx_zip.generate import load
-    from mlx_zip.training.encoding import fingerprint
+    from mlx_zip.vocab.first_stage import tokenizer_fingerprint
     from mlx_zip.vocab.packs import load_pack
 
     named = [_split(word) for word in args.pack]
     packs = [(curve, Path(file).name, load_pack(file)) for curve, file in named]
     (model, tokenizer), (base, _) = load(args.model), load(args.base)
     for _, file, pack in packs:
-        pack.check_tokenizer(fingerprint(tokenizer), file)
+        pack.check_tokenizer(tokenizer_fingerprint(tokenizer), file)
         replace(model.config.codec_params, start=pack.entries)
     corpus = read_corpus(args.data, args.separator, args.limit_bytes)
     windows = cut_windows(tokenizer, corpus.documents, CONTEXT)

@@ -29,7 +29,8 @@ from mlx_zip.hyper import Fingerprints
 from mlx_zip.layout import Layout
 from mlx_zip.models import Model, ModelArgs, check_config
 from mlx_zip.register import MODEL_TYPE
-from mlx_zip.training.encoding import fingerprint, load_tokenizer
+from mlx_zip.training.encoding import load_tokenizer
+from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 from mlx_zip.vocab.packs import load_pack, merge_packs
 
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
@@ -120,7 +121,7 @@ def _refuse_with_lora_only(recipe: Recipe, others: bool) -> None:
 
 def _begin_with(prepared: Prepared, files: Sequence[str | Path], trust_remote_code: bool) -> None:
     packs = {str(file): load_pack(file) for file in files}
-    mark = fingerprint(load_tokenizer(prepared.tokenizer, trust_remote_code))
+    mark = tokenizer_fingerprint(load_tokenizer(prepared.tokenizer, trust_remote_code))
     for name, pack in packs.items():
         pack.check_tokenizer(mark, name)
     config = prepared.model.config

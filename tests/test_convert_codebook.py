@@ -10,7 +10,7 @@ from test_convert import GOLDEN, config_of, convert
 
 from mlx_zip.errors import ConversionError, DataError
 from mlx_zip.generate import load
-from mlx_zip.training.encoding import fingerprint
+from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 from mlx_zip.vocab.packs import Pack, save_pack
 
 CHECKPOINT = GOLDEN / "llama_transformer_untied_pos"
@@ -25,7 +25,7 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def packed(converted: Path, tmp_path: Path) -> Any:
     """Converts the converted model again with packs -> the new folder."""
-    mark = fingerprint(load(str(converted))[1])
+    mark = tokenizer_fingerprint(load(str(converted))[1])
 
     def command(*packs: tuple[tuple[int, ...], ...], tokenizer: str | None = mark, **options: Any) -> Path:
         files = [tmp_path / f"{n}.npz" for n in range(len(packs))]
