@@ -1,6 +1,8 @@
 """Tokenizers to adapt, from the files they come in: tokenizer.json, merges.txt or vocab.bpe, tiktoken ranks.
 
-All are byte-level byte pair encoding. A vocabulary may hold more than its merges make (added tokens, names kept free):
+All are byte pair encoding, byte-level but for a tokenizer.json with byte fallback (Llama 2 and its like, models of
+SentencePiece), whose base symbols are characters: those of several bytes are made by merges of our own in front of the
+list, and a character that the vocabulary lacks is its bytes. A vocabulary may hold more than its merges make (added tokens, names kept free):
 what no merge and no byte makes, and is no added token, cannot be produced and is counted as `unreachable`.
 """
 
@@ -21,14 +23,26 @@ from numpy.typing import NDArray
 
 from mlx_zip.codec.ids import Uint32s
 from mlx_zip.errors import DataError
-from mlx_zip.vocab.adaptbpe.encoder import Encoder
-from mlx_zip.vocab.adaptbpe.merges import BYTES, MergeList
-from mlx_zip.vocab.adaptbpe.text import BYTE_OF, PATTERNS, AddedToken, Front, pieces_of, to_bytes, to_text
+from mlx_zip.vocab.adaptbpe.encoder import PIECES, Encoder
+from mlx_zip.vocab.adaptbpe.merges import BYTES, MergeList, is_text
+from mlx_zip.vocab.adaptbpe.text import (
+    BLANK,
+    BYTE_OF,
+    CHARACTERS,
+    PATTERNS,
+    AddedToken,
+    Front,
+    pieces_of,
+    to_bytes,
+    to_text,
+)
 
 FILE = "adapted.json"  # the name of an adapted tokenizer's file inside a model folder
 KINDS = "tokenizer.json or its folder, merges.txt, vocab.bpe or NAME.tiktoken, also with .gz"
 _OF_RANKS = {"llama3": "cl100k", "cl100k": "cl100k", "qwen": "digits"}  # no rank file says how its text is cut
+_BLANK_DECODERS = (f'{{"type": "Replace", "pattern": {{"String": {json.dumps(BLANK)}}}, "content": " "}}', '"Metaspace"')
 _BESIDE = {"vocab.bpe": "encoder.json", "merges.txt": "vocab.json"}
+NO_ID = (1 << 32) - 1  # of what is no token
 Pair = tuple[bytes, bytes]
 
 
@@ -36,7 +50,7 @@ Pair = tuple[bytes, bytes]
 class BaseVocabulary:
     """A tokenizer before it is adapted.
 
-    ids: uint32 [256 + M], the id of each token of `merges`. front: how text becomes pieces. unreachable: tokens of the
+    ids: uint32 [256 + M], the id of each token of `merges`, `NO_ID` for an unfinished character. front: how text becomes pieces. unreachable: tokens of the
     vocabulary that nothing makes. source: the tokenizer.json, where it came as one. ignore_merges: a piece that is a
     token as a whole becomes that token, whatever the merges say; `encode` here goes by the merges.
     """
@@ -52,11 +66,11 @@ class BaseVocabulary:
     @property
     def size(self) -> int:
         """The highest id and one."""
-        return 1 + max(int(self.ids.max()), *(token.id for token in self.front.added), 0)
+        return 1 + max(int(self.ids[self.ids != NO_ID].max()), *(token.id for token in self.front.added), 0)
 
     def encoder(self) -> Encoder:
         """The whole list by rank."""
-        return Encoder(self.merges, pieces="whole" if self.front.pieces == "tokenizers" else self.front.pieces)
+        return Encoder(self.merges, pieces=self.front.encoder_pieces)
 
     def encode(self, text: str, encoder: Encoder | None = None) -> Uint32s:
         """Ids of a text, nothing added before or behind; with an `encoder()` that is kept, faster."""
@@ -69,7 +83,7 @@ def encoded(encoder: Encoder, front: Front, text: str, ids: Uint32s) -> Uint32s:
     for part in front.parts(text):
         if isinstance(part, int):
             found.append(np.array([part], np.uint32))
-        elif front.pieces == "tokenizers":
+        elif front.pieces not in PIECES:
             found.append(ids[encoder.encode_pieces(front.cut(part))[0]])
         else:
             found.append(ids[encoder.encode(part)])
@@ -135,19 +149,23 @@ def _of_tokenizer(path: Path, data: Any, pieces: str | None) -> BaseVocabulary:
     model = data.get("model") if isinstance(data, dict) else None
     if not isinstance(model, dict) or not isinstance(model.get("merges"), list) or "vocab" not in model:
         raise DataError("is no tokenizer.json of a BPE model")
-    for setting in ("byte_fallback", "continuing_subword_prefix", "end_of_word_suffix", "dropout"):
+    for setting in ("continuing_subword_prefix", "end_of_word_suffix", "dropout"):
         if model.get(setting):
-            raise DataError(f"{setting} {model[setting]!r} is not byte-level BPE, which alone can be adapted")
+            raise DataError(f"{setting} {model[setting]!r} is neither byte-level BPE nor has byte fallback alone")
     if _was_adapted(path, model):
         raise DataError(f"was adapted already, by the {FILE} beside it: adapt the base of this model instead")
-    pieces = pieces or pieces_of(data.get("pre_tokenizer"))
+    pieces = CHARACTERS if model.get("byte_fallback") else pieces or pieces_of(data.get("pre_tokenizer"))
     if pieces is None:
-        raise DataError("the pre_tokenizer is not byte-level; byte-level BPE alone can be adapted")
+        raise DataError("the pre_tokenizer is not byte-level, and without byte fallback nothing else can be adapted")
     vocabulary, added = _vocabulary(model["vocab"]), tuple(map(_added, data.get("added_tokens") or []))
-    merges = MergeList.of_bytes(_live([pair_of(merge) for merge in model["merges"]]))
-    ids = _ids(merges, vocabulary)
+    if pieces == CHARACTERS:
+        _check_blanks(data)
+        merges, ids = _of_characters(vocabulary.keys() - {token.content for token in added}, model["merges"], vocabulary)
+    else:
+        merges = MergeList.of_bytes(_live([pair_of(merge) for merge in model["merges"]]))
+        ids = _ids(merges, vocabulary)
     reached = {int(i) for i in ids} | {token.id for token in added}
-    own = data.get("pre_tokenizer") if pieces == "tokenizers" else None
+    own = data.get("pre_tokenizer") if pieces not in PIECES else None
     front = Front(pieces, added, data.get("normalizer"), own)
     unreachable = len(set(vocabulary.values()) - reached)
     return BaseVocabulary(_name(path), merges, ids, front, unreachable, bool(model.get("ignore_merges")), data)
@@ -189,6 +207,39 @@ def _ids(merges: MergeList, vocabulary: Mapping[str, int]) -> Uint32s:
         kind = "byte" if len(missing[0]) == 1 else "merged token"
         raise DataError(f"{kind} {missing[0]!r} is not in the vocabulary, so not every text can be encoded")
     return np.array(found, np.uint32)
+
+
+def _check_blanks(data: Mapping[str, Any]) -> None:
+    """Raises `DataError` where text would not come back, or not be cut as it is as a whole."""
+    steps = json.dumps(data.get("decoder"))
+    if not any(form in steps for form in _BLANK_DECODERS):
+        raise DataError(f"the decoder does not turn {BLANK!r} into a blank, as of tokenizers with byte fallback is known")
+    if '"prepend_scheme": "first"' in json.dumps(data.get("pre_tokenizer")):
+        raise DataError("the pre_tokenizer treats the beginning of a text apart (prepend_scheme first): not known here")
+
+
+def _of_characters(names: Iterable[str], merges: Any, vocabulary: Mapping[str, int]) -> tuple[MergeList, Uint32s]:
+    """The merges of a tokenizer with byte fallback behind those of its letters, and the tokens' ids."""
+    letters: dict[bytes, Pair] = {}
+    for data in sorted(name.encode("utf-8", "surrogatepass") for name in names if len(name) == 1):
+        letters |= {data[: n + 1]: (data[:n], data[n : n + 1]) for n in range(1, len(data))}
+    made = MergeList.of_bytes(_live([*letters.values(), *map(_text_pair, merges)]), len(letters))
+    own = {byte: chr(byte) for byte in range(128) if chr(byte) in names}
+    spelled = [own.get(byte, f"<0x{byte:02X}>") for byte in range(BYTES)]
+    spelled += [token.decode() if is_text(token) else "" for token in made.tokens[BYTES:]]
+    unfinished = {BYTES + rank for rank in made.unfinished}
+    found = [NO_ID if token in unfinished else vocabulary.get(name) for token, name in enumerate(spelled)]
+    if None in found:
+        raise DataError(f"{spelled[found.index(None)]!r} is not in the vocabulary, so not every text can be encoded")
+    return made, np.array(found, np.uint32)
+
+
+def _text_pair(merge: Any) -> Pair:
+    parts = merge.split(" ") if isinstance(merge, str) else merge
+    if not isinstance(parts, list) or len(parts) != 2 or not all(isinstance(p, str) and p for p in parts):
+        raise DataError(f"merge {merge!r:.80} is not two tokens")
+    left, right = (part.encode("utf-8") for part in parts)
+    return left, right
 
 
 def _live(pairs: Sequence[Pair]) -> Iterable[Pair]:

@@ -12,6 +12,7 @@ from typing import Any
 from mlx_zip.errors import DataError, bare_exceptions_as_value_errors
 from mlx_zip.vocab.adaptbpe.encoder import PIECES, cut
 
+CHARACTERS, BLANK = "characters", "\u2581"  # byte fallback; how its vocabularies spell a blank
 _PRINTED = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that stand for themselves
 BYTE_OF = {chr(byte): byte for byte in _PRINTED}
 BYTE_OF |= {chr(256 + i): byte for i, byte in enumerate(sorted(set(range(256)) - set(_PRINTED)))}
@@ -69,7 +70,8 @@ class AddedToken:
 @dataclass(frozen=True)
 class Front:
     """How texts become pieces. pieces: a key of `PIECES`, or "tokenizers" with `pre_tokenizer` in the form of a
-    tokenizer.json, which that library then does. normalizer: in that form too, None for none.
+    tokenizer.json, which that library then does; or "characters", the same without the letters of byte-level
+    vocabularies, and without any pre_tokenizer too. normalizer: in that form too, None for none.
     """
 
     pieces: str = "gpt2"
@@ -78,8 +80,17 @@ class Front:
     pre_tokenizer: Any = field(default=None)
 
     def __post_init__(self) -> None:
-        if self.pieces not in (*PIECES, "tokenizers"):
-            raise DataError(f"pieces {self.pieces!r} is none of {', '.join(PIECES)}, tokenizers")
+        if self.pieces not in (*PIECES, "tokenizers", CHARACTERS):
+            raise DataError(f"pieces {self.pieces!r} is none of {', '.join(PIECES)}, tokenizers, {CHARACTERS}")
+
+    @property
+    def encoder_pieces(self) -> str:
+        """How an encoder cuts on, a key of `PIECES`."""
+        return self.pieces if self.pieces in PIECES else "whole"
+
+    def unspelled(self, token: bytes) -> bytes:
+        """The bytes of text that a token stands for: without byte fallback its own."""
+        return token.replace(BLANK.encode(), b" ") if self.pieces == CHARACTERS else token
 
     def parts(self, text: str, with_added: bool = True) -> Iterator[bytes | int]:
         """Stretches of a text, normalized, as bytes, and the ids of added tokens between them."""
@@ -96,8 +107,11 @@ class Front:
         """Pieces of one stretch."""
         if self.pieces in PIECES:
             return cut(stretch, self.pieces)
+        if self.pieces == CHARACTERS and self.pre_tokenizer is None:
+            return [stretch]
         text = stretch.decode("utf-8", "surrogateescape")
-        return [to_bytes(piece) for piece, _ in self._library.pre_tokenizer.pre_tokenize_str(text)]
+        spelled = (lambda piece: piece.encode("utf-8")) if self.pieces == CHARACTERS else to_bytes
+        return [spelled(piece) for piece, _ in self._library.pre_tokenizer.pre_tokenize_str(text)]
 
     def _normalized(self, text: str) -> str:
         return self._library.normalizer.normalize_str(text) if self.normalizer else text
