@@ -148,7 +148,7 @@ def from_folders(model: str | None, base: str | None) -> Models:
 
 
 def sliced(models: Models, ids: Any) -> Callable[[], Any]:
-    """Makes the plain model with these rows of its embedding and head alone, quantized or not. ids: rising, uint32 [n]."""
+    """Makes the plain model with these rows alone of its embedding and head, quantized or not. ids: uint32 [n]."""
     whole, chosen = models.plain(), mx.array(ids)
     of_ids = lambda name: {"embed_tokens", "lm_head"} & set(name.split("."))
     weights = {

@@ -1,4 +1,4 @@
-"""Tokenizers with byte fallback, whose base symbols are characters: read, adapted and written as byte-level ones are."""
+"""Tokenizers with byte fallback, whose base symbols are characters: read, adapted and written as byte-level ones."""
 
 import json
 from itertools import combinations
@@ -35,7 +35,8 @@ def base():
 
 @pytest.fixture(scope="module")
 def words(base):
-    return words_of(base.front, ["The cat and the dog ran to the café. " * 20, "“Oh,” said the cat — and ran away. " * 9])
+    texts = ["The cat and the dog ran to the café. " * 20, "“Oh,” said the cat — and ran away. " * 9]
+    return words_of(base.front, texts)
 
 
 @pytest.fixture(scope="module", params=["adapt", "top-k"])
@@ -111,7 +112,7 @@ def test_a_saved_one_reads_to_an_equal_one(vocabulary, base, tmp_path):
 
 
 def test_without_the_bases_tokenizer_json_none_can_be_written(vocabulary):
-    with pytest.raises(DataError, match="the base's tokenizer.json is needed"):
+    with pytest.raises(DataError, match=r"the base's tokenizer\.json is needed"):
         lawful_json(vocabulary)
 
 

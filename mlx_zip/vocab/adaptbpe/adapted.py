@@ -33,10 +33,10 @@ from numpy.typing import NDArray
 from mlx_zip.codec.ids import Uint32s, as_ids
 from mlx_zip.errors import DataError
 from mlx_zip.files import write_json
-from mlx_zip.vocab.adaptbpe.base import NO_ID, BaseVocabulary, encoded, pair_of
+from mlx_zip.vocab.adaptbpe.base import BaseVocabulary, encoded, pair_of
 from mlx_zip.vocab.adaptbpe.encoder import PIECES, Encoder
 from mlx_zip.vocab.adaptbpe.learn import Swap, adapt, top_k
-from mlx_zip.vocab.adaptbpe.merges import BYTES, MergeList, Schedule
+from mlx_zip.vocab.adaptbpe.merges import BYTES, NO_ID, MergeList, Schedule
 from mlx_zip.vocab.adaptbpe.text import Front, to_text
 
 FORMAT, VERSION = "mlx_zip adapted vocabulary", 1
@@ -53,11 +53,11 @@ _BASE_TYPES = {"name": str, "fingerprint": str, "merges": int, "ids": int}
 class AdaptedVocabulary:
     """A merge list of which some merges are actual, that is, in the vocabulary, and the others virtual.
 
-    merges: the first `first` of the base list, its letters among them, then the promoted, in order; ranks: theirs in the
-    base list. virtual: places in `merges` of those that left the vocabulary. rule: with "replay" a text goes through the swaps as the
-    corpus did (virtual[i] is split, then the i-th promoted merge applied); with "final" through all merges, and virtual
-    tokens are split at the end. token_ids: uint32 [256 + len(merges)], base ids, 2^32-1 for an unfinished character.
-    Raises `DataError` where these contradict each other.
+    merges: the first `first` of the base list, its letters among them, then the promoted, in order; ranks: theirs in
+    the base list. virtual: places in `merges` of those that left the vocabulary. rule: with "replay" a text goes
+    through the swaps as the corpus did (virtual[i] is split, then the i-th promoted merge applied); with "final"
+    through all merges, and virtual tokens are split at the end. token_ids: uint32 [256 + len(merges)], base ids, 2^32-1
+    for an unfinished character. Raises `DataError` where these contradict each other.
     """
 
     name: str

@@ -1,9 +1,8 @@
 """Tokenizers to adapt, from the files they come in: tokenizer.json, merges.txt or vocab.bpe, tiktoken ranks.
 
-All are byte pair encoding, byte-level but for a tokenizer.json with byte fallback (Llama 2 and its like, models of
-SentencePiece), whose base symbols are characters: those of several bytes are made by merges of our own in front of the
-list, and a character that the vocabulary lacks is its bytes. A vocabulary may hold more than its merges make (added tokens, names kept free):
-what no merge and no byte makes, and is no added token, cannot be produced and is counted as `unreachable`.
+All are byte pair encoding, byte-level but for a tokenizer.json with byte fallback (`characters`). A vocabulary may
+hold more than its merges make (added tokens, names kept free): what no merge and no byte makes, and is no added token,
+cannot be produced and is counted as `unreachable`.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import binascii
 import gzip
 import json
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,36 +22,25 @@ from numpy.typing import NDArray
 
 from mlx_zip.codec.ids import Uint32s
 from mlx_zip.errors import DataError
+from mlx_zip.vocab.adaptbpe.characters import check_blanks, of_characters
 from mlx_zip.vocab.adaptbpe.encoder import PIECES, Encoder
-from mlx_zip.vocab.adaptbpe.merges import BYTES, MergeList, is_text
-from mlx_zip.vocab.adaptbpe.text import (
-    BLANK,
-    BYTE_OF,
-    CHARACTERS,
-    PATTERNS,
-    AddedToken,
-    Front,
-    pieces_of,
-    to_bytes,
-    to_text,
-)
+from mlx_zip.vocab.adaptbpe.merges import BYTES, NO_ID, MergeList, Pair, live
+from mlx_zip.vocab.adaptbpe.text import BYTE_OF, CHARACTERS, PATTERNS, AddedToken, Front, pieces_of, to_bytes, to_text
 
 FILE = "adapted.json"  # the name of an adapted tokenizer's file inside a model folder
 KINDS = "tokenizer.json or its folder, merges.txt, vocab.bpe or NAME.tiktoken, also with .gz"
 _OF_RANKS = {"llama3": "cl100k", "cl100k": "cl100k", "qwen": "digits"}  # no rank file says how its text is cut
-_BLANK_DECODERS = (f'{{"type": "Replace", "pattern": {{"String": {json.dumps(BLANK)}}}, "content": " "}}', '"Metaspace"')
 _BESIDE = {"vocab.bpe": "encoder.json", "merges.txt": "vocab.json"}
-NO_ID = (1 << 32) - 1  # of what is no token
-Pair = tuple[bytes, bytes]
 
 
 @dataclass(frozen=True, eq=False)
 class BaseVocabulary:
     """A tokenizer before it is adapted.
 
-    ids: uint32 [256 + M], the id of each token of `merges`, `NO_ID` for an unfinished character. front: how text becomes pieces. unreachable: tokens of the
-    vocabulary that nothing makes. source: the tokenizer.json, where it came as one. ignore_merges: a piece that is a
-    token as a whole becomes that token, whatever the merges say; `encode` here goes by the merges.
+    ids: uint32 [256 + M], the id of each token of `merges`, `NO_ID` for an unfinished character. front: how text
+    becomes pieces. unreachable: tokens of the vocabulary that nothing makes. source: the tokenizer.json, where it came
+    as one. ignore_merges: a piece that is a token as a whole becomes that token, whatever the merges say; `encode` here
+    goes by the merges.
     """
 
     name: str
@@ -159,10 +147,10 @@ def _of_tokenizer(path: Path, data: Any, pieces: str | None) -> BaseVocabulary:
         raise DataError("the pre_tokenizer is not byte-level, and without byte fallback nothing else can be adapted")
     vocabulary, added = _vocabulary(model["vocab"]), tuple(map(_added, data.get("added_tokens") or []))
     if pieces == CHARACTERS:
-        _check_blanks(data)
-        merges, ids = _of_characters(vocabulary.keys() - {token.content for token in added}, model["merges"], vocabulary)
+        check_blanks(data)
+        merges, ids = of_characters(vocabulary, model["merges"], {token.content for token in added})
     else:
-        merges = MergeList.of_bytes(_live([pair_of(merge) for merge in model["merges"]]))
+        merges = MergeList.of_bytes(live([pair_of(merge) for merge in model["merges"]]))
         ids = _ids(merges, vocabulary)
     reached = {int(i) for i in ids} | {token.id for token in added}
     own = data.get("pre_tokenizer") if pieces not in PIECES else None
@@ -207,75 +195,6 @@ def _ids(merges: MergeList, vocabulary: Mapping[str, int]) -> Uint32s:
         kind = "byte" if len(missing[0]) == 1 else "merged token"
         raise DataError(f"{kind} {missing[0]!r} is not in the vocabulary, so not every text can be encoded")
     return np.array(found, np.uint32)
-
-
-def _check_blanks(data: Mapping[str, Any]) -> None:
-    """Raises `DataError` where text would not come back, or not be cut as it is as a whole."""
-    steps = json.dumps(data.get("decoder"))
-    if not any(form in steps for form in _BLANK_DECODERS):
-        raise DataError(f"the decoder does not turn {BLANK!r} into a blank, as of tokenizers with byte fallback is known")
-    if '"prepend_scheme": "first"' in json.dumps(data.get("pre_tokenizer")):
-        raise DataError("the pre_tokenizer treats the beginning of a text apart (prepend_scheme first): not known here")
-
-
-def _of_characters(names: Iterable[str], merges: Any, vocabulary: Mapping[str, int]) -> tuple[MergeList, Uint32s]:
-    """The merges of a tokenizer with byte fallback behind those of its letters, and the tokens' ids."""
-    letters: dict[bytes, Pair] = {}
-    for data in sorted(name.encode("utf-8", "surrogatepass") for name in names if len(name) == 1):
-        letters |= {data[: n + 1]: (data[:n], data[n : n + 1]) for n in range(1, len(data))}
-    made = MergeList.of_bytes(_live([*letters.values(), *map(_text_pair, merges)]), len(letters))
-    own = {byte: chr(byte) for byte in range(128) if chr(byte) in names}
-    spelled = [own.get(byte, f"<0x{byte:02X}>") for byte in range(BYTES)]
-    spelled += [token.decode() if is_text(token) else "" for token in made.tokens[BYTES:]]
-    unfinished = {BYTES + rank for rank in made.unfinished}
-    found = [NO_ID if token in unfinished else vocabulary.get(name) for token, name in enumerate(spelled)]
-    if None in found:
-        raise DataError(f"{spelled[found.index(None)]!r} is not in the vocabulary, so not every text can be encoded")
-    return made, np.array(found, np.uint32)
-
-
-def _text_pair(merge: Any) -> Pair:
-    parts = merge.split(" ") if isinstance(merge, str) else merge
-    if not isinstance(parts, list) or len(parts) != 2 or not all(isinstance(p, str) and p for p in parts):
-        raise DataError(f"merge {merge!r:.80} is not two tokens")
-    left, right = (part.encode("utf-8") for part in parts)
-    return left, right
-
-
-def _live(pairs: Sequence[Pair]) -> Iterable[Pair]:
-    """The merges without those that never fire. Where several make one token, only that can fire by which the token
-    itself is made; lists converted from tiktoken ranks have all of them.
-    """
-    makes: dict[bytes, int] = {}
-    several: set[bytes] = set()
-    for left, right in pairs:
-        several |= {left + right} if left + right in makes else set()
-        makes[left + right] = 0
-    if not several:
-        return pairs
-    ranks = {pair: rank for rank, pair in reversed(list(enumerate(pairs)))}
-    last = {token: _last_merge(token, ranks) for token in several}
-    dead = {token for token, rank in last.items() if rank is None}
-    live = []
-    for rank, (left, right) in enumerate(pairs):
-        token = left + right
-        if left in dead or right in dead:
-            dead.add(token)
-        elif last.get(token, rank) == rank:
-            live.append((left, right))
-    return live
-
-
-def _last_merge(token: bytes, ranks: Mapping[Pair, int]) -> int | None:
-    """Rank of the merge that makes a token out of its own bytes, None if none does."""
-    parts, last = [token[i : i + 1] for i in range(len(token))], None
-    while len(parts) > 1:
-        rank, at = min((ranks.get((parts[i], parts[i + 1]), len(ranks)), i) for i in range(len(parts) - 1))
-        if rank == len(ranks):
-            return None
-        parts[at : at + 2] = [parts[at] + parts[at + 1]]
-        last = rank
-    return last
 
 
 # ---- tiktoken ranks

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
@@ -16,6 +16,8 @@ from mlx_zip.errors import DataError
 
 BYTES = 256
 NEVER = (1 << 32) - 1
+NO_ID = (1 << 32) - 1  # of what is no token
+Pair = tuple[bytes, bytes]
 MAX_MERGES: int = lib.MLXZIP_MAX_CODEBOOK
 LONGEST: int = lib.MLXZIP_BPE_LONGEST
 
@@ -158,3 +160,39 @@ class Schedule:
         split_at = self.split_at.copy()
         split_at[list(ranks)] = times[times != NEVER].max(initial=0) + 1
         return Schedule(self.apply_at, split_at)
+
+
+def live(pairs: Sequence[Pair]) -> Iterable[Pair]:
+    """The merges without those that never fire. Where several make one token, only that can fire by which the token
+    itself is made; lists converted from tiktoken ranks have all of them.
+    """
+    makes: dict[bytes, int] = {}
+    several: set[bytes] = set()
+    for left, right in pairs:
+        several |= {left + right} if left + right in makes else set()
+        makes[left + right] = 0
+    if not several:
+        return pairs
+    ranks = {pair: rank for rank, pair in reversed(list(enumerate(pairs)))}
+    last = {token: _last_merge(token, ranks) for token in several}
+    dead = {token for token, rank in last.items() if rank is None}
+    live = []
+    for rank, (left, right) in enumerate(pairs):
+        token = left + right
+        if left in dead or right in dead:
+            dead.add(token)
+        elif last.get(token, rank) == rank:
+            live.append((left, right))
+    return live
+
+
+def _last_merge(token: bytes, ranks: Mapping[Pair, int]) -> int | None:
+    """Rank of the merge that makes a token out of its own bytes, None if none does."""
+    parts, last = [token[i : i + 1] for i in range(len(token))], None
+    while len(parts) > 1:
+        rank, at = min((ranks.get((parts[i], parts[i + 1]), len(ranks)), i) for i in range(len(parts) - 1))
+        if rank == len(ranks):
+            return None
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+        last = rank
+    return last
