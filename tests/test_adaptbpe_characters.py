@@ -3,13 +3,16 @@
 import json
 from itertools import combinations
 
+import mlx.core as mx
 import pytest
 from adaptbpe_cases import seeds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
+from mlx_zip import generate, load
 from mlx_zip.bundled import bundled_model
+from mlx_zip.converters.adapt import adapt as convert
 from mlx_zip.errors import DataError
 from mlx_zip.vocab.adaptbpe import twin
 from mlx_zip.vocab.adaptbpe.adapted import adapted, read_adapted, words_of
@@ -109,6 +112,25 @@ def test_a_saved_one_reads_to_an_equal_one(vocabulary, base, tmp_path):
     assert read.merges == vocabulary.merges
     assert read.merges.letters == vocabulary.merges.letters > 0
     assert read.encode(STORY).tolist() == vocabulary.encode(STORY).tolist()
+
+
+def test_the_bundled_model_becomes_a_smaller_one_with_the_same_logits_bit_for_bit(vocabulary, tmp_path):
+    vocabulary.save(tmp_path / "adapted.json")
+    convert(FILE.parent, tmp_path / "adapted.json", tmp_path / "smaller", progress=False)
+    (whole, _), (cut, tokenizer) = load(FILE.parent), load(tmp_path / "smaller")
+    ids = vocabulary.encode(STORY)
+    assert tokenizer.encode(STORY, add_special_tokens=False) == ids.tolist()
+    assert tokenizer.decode(ids.tolist(), clean_up_tokenization_spaces=False) == STORY
+    expected, got = (model(mx.array(of)[None])[0] for model, of in ((whole, vocabulary.ids[ids]), (cut, ids)))
+    assert mx.array_equal(got, expected[:, mx.array(vocabulary.ids)]).item()
+
+
+def test_the_bundled_hypertokens_go_on_behind_the_new_ids(vocabulary, tmp_path):
+    vocabulary.save(tmp_path / "adapted.json")
+    convert(bundled_model("stories"), tmp_path / "adapted.json", tmp_path / "smaller", progress=False)
+    model, tokenizer = load(tmp_path / "smaller")
+    assert model.layout.vocab_size == len(vocabulary)
+    assert generate(model, tokenizer, "The cat sat on the mat.", max_tokens=8)
 
 
 def test_without_the_bases_tokenizer_json_none_can_be_written(vocabulary):
