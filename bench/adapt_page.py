@@ -67,14 +67,19 @@ def _bits(records: Any) -> str:
     rows = []
     for (text, n_bytes), shares in groups(records.lines("adapt_model")).items():
         whole = shares[1]["whole list"]
-        name = f"{TEXTS.get(text, text)}, {whole['model']} ({n_bytes / 1e6:.1f} MB)"
-        for share, methods in sorted(shares.items()):
+        name = f"{TEXTS.get(text, text)}, `{whole['model']}`: {whole['vocab_size']:,} ids, {n_bytes / 1e6:.1f} MB"
+        for share, methods in _cut(shares):
             one = next(iter(methods.values()))
             size = f"{one['vocab_size']:,} ids, {one['file_bytes'] / 1e6:.1f} MB"
-            told = ["", "", f"{whole['bits_per_byte']:.3f}"] if share == 1 else [_bit(methods.get(m)) for m in METHODS]
-            rows.append([name, f"{share:.0%}", size, *told])
+            told = [_bit(methods.get(method)) for method in METHODS]
+            rows.append([name, f"{share:.0%}", size, *told, f"{whole['bits_per_byte']:.3f}"])
             name = ""
-    return table(["text, model", "merges kept", "", *METHODS.values()], rows, "markdown")
+    return table(["text, model", "merges kept", "", *METHODS.values(), "whole list"], rows, "markdown")
+
+
+def _cut(shares: dict[float, dict[str, Line]]) -> list[tuple[float, dict[str, Line]]]:
+    """The shares below 1, rising, with their lines by method."""
+    return [(share, methods) for share, methods in sorted(shares.items()) if share < 1]
 
 
 def _bit(line: Line | None) -> str:
@@ -84,20 +89,18 @@ def _bit(line: Line | None) -> str:
 def _saved(records: Any) -> str:
     rows = []
     for (text, _), shares in groups(records.lines("adapt_model")).items():
-        whole = shares[1]["whole list"]
-        name = f"{TEXTS.get(text, text)}, {whole['model']}"
-        for share, methods in sorted(shares.items()):
-            told = [f"{methods[m]['utility']:.4f}" if m in methods else "" for m in METHODS]
-            if share < 1:
-                rows.append([name, f"{share:.0%}", *told, f"{whole['utility']:.4f}"])
-                name = ""
-    return table(["text, model", "merges kept", *METHODS.values(), "whole list"], rows, "markdown")
+        name, whole = TEXTS.get(text, text), shares[1]["whole list"]
+        for share, methods in _cut(shares):
+            told = [f"{methods[method]['utility']:.4f}" if method in methods else "" for method in METHODS]
+            rows.append([name, f"{share:.0%}", *told, f"{whole['utility']:.4f}"])
+            name = ""
+    return table(["text", "merges kept", *METHODS.values(), "whole list"], rows, "markdown")
 
 
 def _where(records: Any) -> str:
     rows = []
     for (text, _), shares in groups(records.lines("adapt_model")).items():
-        for share, methods in sorted(shares.items()):
+        for share, methods in _cut(shares):
             line = methods.get("adapt")
             if line is not None and line["where"]:
                 rows.append([TEXTS.get(text, text), f"{share:.0%}", *_told(line)])

@@ -151,10 +151,8 @@ def sliced(models: Models, ids: Any) -> Callable[[], Any]:
     """Makes the plain model with these rows alone of its embedding and head, quantized or not. ids: uint32 [n]."""
     whole, chosen = models.plain(), mx.array(ids)
     of_ids = lambda name: {"embed_tokens", "lm_head"} & set(name.split("."))
-    weights = {
-        name: mx.take(value, chosen, axis=0) if of_ids(name) else value
-        for name, value in tree_flatten(whole.parameters())  # type: ignore[arg-type]
-    }
+    found: dict[str, Any] = dict(tree_flatten(whole.parameters()))
+    weights = {name: mx.take(value, chosen, axis=0) if of_ids(name) else value for name, value in found.items()}
     mx.eval(weights)
     packed = {
         name: {key: getattr(module, key) for key in ("group_size", "bits", "mode")}
