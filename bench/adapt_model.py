@@ -115,11 +115,10 @@ class Bench:
 
         self.args, self.folder = args, Path(model_folder(args.model))
         self.base: BaseVocabulary = read_base(self.folder)
-        self.merges = len(self.base.merges) - self.base.merges.letters
 
     def of(self, words: Counter[bytes], share: float, method: str, documents: Any, whole: Result) -> dict[str, Any]:
         """Adapts, converts and scores; a line."""
-        n = round(share * self.merges)
+        n = round(share * self.base.n_merges)
         kept = adapted(self.base, words, n, method=method)
         with tempfile.TemporaryDirectory() as folder:
             file, out = Path(folder, "adapted.json"), Path(folder, "model")
@@ -152,7 +151,7 @@ class Bench:
     def line(self, found: Result, whole: Result, kept: AdaptedVocabulary | None = None) -> dict[str, Any]:
         """What a record says of a model beside the whole one."""
         return {
-            "share": 1, "merges": self.merges, "method": "whole list", "vocab_size": found.vocab_size,
+            "share": 1, "merges": self.base.n_merges, "method": "whole list", "vocab_size": found.vocab_size,
             "virtual": len(kept.virtual) if kept is not None and kept.method == "adapt" else 0,
             "bits_per_byte": round(found.bits_per_byte, 5),
             "standard_error": None if found.standard_error is None else round(found.standard_error, 5),

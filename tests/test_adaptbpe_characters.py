@@ -185,6 +185,12 @@ def test_unfinished_characters_are_bytes_in_the_end(case, share):
             assert {int(token) - 256 for token in tokens}.isdisjoint([*merges.unfinished, *found.virtual])
 
 
+@pytest.mark.parametrize("letters", [-1, 2])
+def test_there_are_no_more_letters_than_merges(letters):
+    with pytest.raises(DataError, match=r"letters are not 0\.\.1"):
+        MergeList.of_bytes([(b"a", b"b")], letters)
+
+
 def test_what_is_unfinished_is_known():
     merges = MergeList.of_bytes([(b"\xc3", b"\xa9"), (b"\xe6", b"\x97"), (b"\xe6\x97", b"\xa5")], 3)
     assert merges.unfinished == [1]

@@ -234,7 +234,7 @@ def adapted(
         place = {rank: i for i, rank in enumerate(ranks)}
         virtual = [place[rank] for rank in found.virtual]
     return AdaptedVocabulary(
-        base.name, base.merges.fingerprint, len(base.merges) - base.merges.letters, base.size,
+        base.name, base.merges.fingerprint, base.n_merges, base.size,
         _selected(base.merges, ranks), np.array(ranks, np.uint32), first, tuple(virtual), rule,
         base.ids[[*range(BYTES), *(BYTES + rank for rank in ranks)]], base.front, method,
         {"n": n, **(settings if method == "adapt" else {})},

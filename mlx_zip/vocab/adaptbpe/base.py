@@ -52,6 +52,11 @@ class BaseVocabulary:
     source: dict[str, Any] | None = None
 
     @property
+    def n_merges(self) -> int:
+        """How many merges there are, letters apart."""
+        return len(self.merges) - self.merges.letters
+
+    @property
     def size(self) -> int:
         """The highest id and one."""
         return 1 + max(int(self.ids[self.ids != NO_ID].max()), *(token.id for token in self.front.added), 0)

@@ -39,6 +39,8 @@ class MergeList:
         parts = self.parts
         if parts.ndim != 2 or parts.shape[1] != 2 or parts.dtype != np.uint32:
             raise DataError(f"merges must be uint32 [M, 2], not {parts.dtype} {list(parts.shape)}")
+        if not 0 <= self.letters <= len(parts):
+            raise DataError(f"{self.letters} letters are not 0..{len(parts)}, as many as there are merges")
         if len(parts) > MAX_MERGES:
             raise DataError(f"{len(parts)} merges are more than {MAX_MERGES}")
         late = np.flatnonzero(parts.max(axis=1, initial=0) >= BYTES + np.arange(len(parts)))
