@@ -29,8 +29,8 @@ def texts(tmp_path_factory):
     folder = tmp_path_factory.mktemp("texts")
     for name, size in (("train", 8000), ("test", 600)):
         text = GOLDEN["gpt2"][f"{name}_text"][:size]
-        (folder / f"{name}.txt").write_text("\n--\n".join([text[: size // 2], text[size // 2 :]]))
-    return ["--train", f"py={folder}/train.txt", "--test", f"py={folder}/test.txt", "--separator", "--"]
+        (folder / f"{name}.txt").write_text("\n==\n".join([text[: size // 2], text[size // 2 :]]))
+    return ["--train", f"py={folder}/train.txt", "--test", f"py={folder}/test.txt", "--separator", "=="]
 
 
 @pytest.fixture(scope="module")
