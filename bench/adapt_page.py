@@ -89,12 +89,13 @@ def _bit(line: Line | None) -> str:
 def _saved(records: Any) -> str:
     rows = []
     for (text, _), shares in groups(records.lines("adapt_model")).items():
-        name, whole = TEXTS.get(text, text), shares[1]["whole list"]
+        whole = shares[1]["whole list"]
+        name = f"{TEXTS.get(text, text)}, `{whole['model']}`"
         for share, methods in _cut(shares):
             told = [f"{methods[method]['utility']:.4f}" if method in methods else "" for method in METHODS]
             rows.append([name, f"{share:.0%}", *told, f"{whole['utility']:.4f}"])
             name = ""
-    return table(["text", "merges kept", *METHODS.values(), "whole list"], rows, "markdown")
+    return table(["text, model", "merges kept", *METHODS.values(), "whole list"], rows, "markdown")
 
 
 def _where(records: Any) -> str:
