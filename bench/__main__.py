@@ -26,6 +26,8 @@ BENCHES = {
     "classify": "MultiTok's own experiment at small scale: a classifier of texts in words and in phrases",
     "memory": "memory over a long generation",
     "adaptbpe": "AdaptBPE: what a cut and adapted merge list saves of texts; seconds of adapting, speed of encoding",
+    "adapt_model": "AdaptBPE: bits per byte, utility and bytes of a model adapted to texts, beside first-k and top-k",
+    "adapt_step": "AdaptBPE: time of a decoding step with a part of the vocabulary's rows, beside what bytes allow",
     "training": "a training step and its parts, preparation of data, memory beside mlx-lm's trainer",
     "ablations": "the paper's ablations at small scale: train, evaluate, draw and tabulate every setting",
 }

@@ -22,7 +22,7 @@ import numpy as np
 from mlx_zip.errors import DataError, MlxZipError
 from mlx_zip.vocab.adaptbpe.adapted import RULES, AdaptedVocabulary, adapted, words_of
 from mlx_zip.vocab.adaptbpe.base import BaseVocabulary, read_base
-from mlx_zip.vocab.adaptbpe.encoder import Encoder
+from mlx_zip.vocab.adaptbpe.encoder import PIECES, Encoder
 from mlx_zip.vocab.adaptbpe.learn import Swap, adapt
 from mlx_zip.vocab.adaptbpe.plain import tokenizer_json
 
@@ -50,6 +50,8 @@ def run(args: argparse.Namespace) -> int:
     if train.keys() != test.keys():
         raise DataError(f"--train and --test name different texts: {', '.join(sorted(train.keys() ^ test.keys()))}")
     base = read_base(args.base)
+    if base.front.pieces not in PIECES:
+        raise MlxZipError(f"{base.name}: its text is cut by the tokenizers library, so there is no speed to compare")
     for name in train:
         for n in args.merges:
             _print(name, base, utility(base, train[name], test[name], n, args.margin, args.trials))
@@ -126,13 +128,13 @@ def _library(base: BaseVocabulary) -> Any:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     from tokenizers import Tokenizer
 
-    whole = adapted(base, Counter(), len(base.merges), method="first-k")
+    whole = adapted(base, Counter(), base.n_merges, method="first-k")
     return Tokenizer.from_str(json.dumps(tokenizer_json(whole, base.source)))
 
 
 def _order(base: BaseVocabulary) -> Any:
     """The library's id of each of our tokens."""
-    return adapted(base, Counter(), len(base.merges), method="first-k").ids_of(base.ids)
+    return adapted(base, Counter(), base.n_merges, method="first-k").ids_of(base.ids)
 
 
 def _print(name: str, base: BaseVocabulary, record: dict[str, Any]) -> None:

@@ -20,9 +20,10 @@ from typing import Any
 from mlx_zip.errors import MlxZipError
 from mlx_zip.files import whole_file
 
+from . import adapt_page
 from .tables import table
 
-PAGES = ("README.md", "docs/packs.md", "docs/performance.md")
+PAGES = ("README.md", "docs/adaptbpe.md", "docs/packs.md", "docs/performance.md")
 FOLDER = "bench/records"
 DIFFERS = 1  # exit status
 _MARK = re.compile(r"<!-- (?:figures: ([\w-]+)|end of figures) -->")  # a table's beginning, or its end
@@ -381,4 +382,5 @@ TABLES: dict[str, Callable[[Records], str]] = {
     "codec": _codec, "speed": _speed, "steps": _steps, "requests": _requests, "stories": _stories,
     "published": _published, "parts": _parts, "targets": _targets, "records": _machines, "packs": _packs,
     "pack-quality": _pack_quality,
+    **adapt_page.TABLES,
 }  # fmt: skip

@@ -8,7 +8,7 @@ long a step takes, not what it writes: random weights are for replay.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +145,31 @@ def from_folders(model: str | None, base: str | None) -> Models:
         zipped=None if zipped is None else _again(zipped, model),
         folder=model_folder(base) if base else None,
     )
+
+
+def sliced(models: Models, ids: Any) -> Callable[[], Any]:
+    """Makes the plain model with these rows alone of its embedding and head, quantized or not. ids: uint32 [n]."""
+    whole, chosen = models.plain(), mx.array(ids)
+    of_ids = lambda name: {"embed_tokens", "lm_head"} & set(name.split("."))
+    found: dict[str, Any] = dict(tree_flatten(whole.parameters()))
+    weights = {name: mx.take(value, chosen, axis=0) if of_ids(name) else value for name, value in found.items()}
+    mx.eval(weights)
+    packed = {
+        name: {key: getattr(module, key) for key in ("group_size", "bits", "mode")}
+        for name, module in whole.named_modules()
+        if hasattr(module, "bits")
+    }
+    args = replace(whole.args, vocab_size=len(ids))
+
+    def make() -> Any:
+        model = type(whole)(args)
+        if packed:
+            nn.quantize(model, class_predicate=lambda path, module: packed.get(path, False))
+        model.load_weights(list(weights.items()))
+        model.eval()
+        return model
+
+    return make
 
 
 def _again(loaded: Any, name: Any) -> Callable[[], Any]:

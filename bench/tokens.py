@@ -103,10 +103,12 @@ def _settings(
 # ---- texts
 
 
-def read_domains(texts: Sequence[str], limit_bytes: int | None = None) -> dict[str, Corpus]:
+def read_domains(
+    texts: Sequence[str], limit_bytes: int | None = None, separator: str | None = None
+) -> dict[str, Corpus]:
     """Documents by domain, from arguments `DOMAIN=FILE[:FIELD[+FIELD]]`, in their order, cut at `limit_bytes` each.
 
-    Raises `DataError` naming the argument, or file and line.
+    separator: a line that ends a document of a text file. Raises `DataError` naming the argument, or file and line.
     """
     files: dict[str, list[str]] = {}
     columns: dict[str, dict[str, str]] = {}
@@ -118,7 +120,7 @@ def read_domains(texts: Sequence[str], limit_bytes: int | None = None) -> dict[s
         files.setdefault(domain, []).append(name)
         if columns.setdefault(domain, _columns(text, fields)) != _columns(text, fields):
             raise DataError(f"--text {text!r}: the files of a domain have the same fields; give it a domain of its own")
-    return {domain: read_corpus(names, None, limit_bytes, columns[domain]) for domain, names in files.items()}
+    return {domain: read_corpus(names, separator, limit_bytes, columns[domain]) for domain, names in files.items()}
 
 
 def _columns(argument: str, fields: str) -> dict[str, str]:

@@ -168,7 +168,7 @@ def altered(source, **model):
     [
         (lambda s: {}, "is no tokenizer.json of a BPE model"),
         (lambda s: [], "is no tokenizer.json of a BPE model"),
-        (lambda s: altered(s, byte_fallback=True), "byte_fallback True is not byte-level BPE"),
+        (lambda s: altered(s, end_of_word_suffix="</w>"), "end_of_word_suffix '</w>' is neither byte-level BPE nor"),
         (lambda s: s | {"pre_tokenizer": {"type": "Whitespace"}}, "pre_tokenizer is not byte-level"),
         (lambda s: altered(s, merges=[["zz", "y"]]), "merge 0, b'zz' with b'y': b'zz' is not made before it"),
         (lambda s: altered(s, merges=[["日", "y"]]), "is not two byte-level tokens"),

@@ -179,7 +179,9 @@ def _ids(name: str, text: str) -> list[int]:
 
 
 def _own_pieces(vocabulary: Any) -> str | None:
-    return None if vocabulary.front.pieces == "tokenizers" else vocabulary.front.pieces
+    from mlx_zip.vocab.adaptbpe.encoder import PIECES
+
+    return vocabulary.front.pieces if vocabulary.front.pieces in PIECES else None
 
 
 def _texts(args: argparse.Namespace) -> list[str]:
@@ -200,9 +202,9 @@ def _counted(task: str, texts: list[str]) -> Iterator[str]:
 def _record(vocabulary: Any) -> dict[str, Any]:
     return {
         "base": vocabulary.name, "base_ids": vocabulary.base_ids, "ids": len(vocabulary), "method": vocabulary.method,
-        "rule": vocabulary.rule, "merges": len(vocabulary.merges) - len(vocabulary.virtual),
+        "rule": vocabulary.rule, "merges": vocabulary.actual_merges,
         "virtual": len(vocabulary.virtual), "promoted": len(vocabulary.merges) - vocabulary.first,
-        "added_tokens": len(vocabulary.front.added), "settings": vocabulary.settings,
+        "added_tokens": len(vocabulary.front.added), "letters": vocabulary.letters, "settings": vocabulary.settings,
         "fingerprint": vocabulary.fingerprint,
     }  # fmt: skip
 
@@ -223,8 +225,9 @@ def _print(args: argparse.Namespace, record: dict[str, Any]) -> None:
     if args.json:
         print(json.dumps(record, ensure_ascii=False))
         return
+    letters = f"{record['letters']} characters of several bytes, " if record["letters"] else ""
     print(f"{record['ids']} ids of the {record['base_ids']} of {record['base']}: {record['merges']} merges, 256 bytes, "
-          f"{record['added_tokens']} added tokens")  # fmt: skip
+          f"{letters}{record['added_tokens']} added tokens")  # fmt: skip
     print(f"{record['promoted']} merges promoted, {record['virtual']} virtual; method {record['method']}, "
           f"rule {record['rule']}")  # fmt: skip
     if "bytes" in record:

@@ -7,10 +7,11 @@ The file is JSON and holds all that is needed to encode and decode:
     method, settings   how it was found
     rule               "replay" or "final": what becomes of virtual tokens in a new text (see `AdaptedVocabulary`)
     front              how text becomes pieces: pieces, added (tokens), normalizer, pre_tokenizer
-    merges             "left right" as byte-level vocabularies spell them: the first n, then the promoted, in order
+    merges             "left right" as byte-level vocabularies spell them: letters, the first n, then the promoted
     ranks              of those merges in the base list
-    first, virtual     n; places in `merges` of what became virtual, in order
-    token_ids          ids in the base vocabulary of the 256 bytes and of what the merges make
+    first, virtual     letters and n; places in `merges` of what became virtual, in order
+    token_ids          ids in the base vocabulary of the 256 bytes and of what the merges make; 2^32-1 for none
+    letters            merges in front that make characters of their bytes and are not among the n (byte fallback)
     ids                base id of each id, rising: bytes, added tokens, merges that are not virtual
     sha256             in hex, over all the rest (keys sorted, no blanks, ASCII)
 """
@@ -33,9 +34,9 @@ from mlx_zip.codec.ids import Uint32s, as_ids
 from mlx_zip.errors import DataError
 from mlx_zip.files import write_json
 from mlx_zip.vocab.adaptbpe.base import BaseVocabulary, encoded
-from mlx_zip.vocab.adaptbpe.encoder import Encoder
+from mlx_zip.vocab.adaptbpe.encoder import PIECES, Encoder
 from mlx_zip.vocab.adaptbpe.learn import Swap, adapt, top_k
-from mlx_zip.vocab.adaptbpe.merges import BYTES, MergeList, Schedule
+from mlx_zip.vocab.adaptbpe.merges import BYTES, NO_ID, MergeList, Schedule
 from mlx_zip.vocab.adaptbpe.text import Front
 from mlx_zip.vocab.first_stage import pairs_of, to_text
 
@@ -44,7 +45,7 @@ METHODS = ("adapt", "first-k", "top-k")
 RULES = ("replay", "final")
 _TYPES = {
     "base": dict, "method": str, "settings": dict, "rule": str, "front": dict, "merges": list, "ranks": list,
-    "first": int, "virtual": list, "token_ids": list, "ids": list,
+    "first": int, "virtual": list, "token_ids": list, "letters": int, "ids": list,
 }  # fmt: skip
 _BASE_TYPES = {"name": str, "fingerprint": str, "merges": int, "ids": int}
 
@@ -53,11 +54,11 @@ _BASE_TYPES = {"name": str, "fingerprint": str, "merges": int, "ids": int}
 class AdaptedVocabulary:
     """A merge list of which some merges are actual, that is, in the vocabulary, and the others virtual.
 
-    merges: the first `first` of the base list, then the promoted, in order; ranks: theirs in the base list. virtual:
-    places in `merges` of those that are not in the vocabulary. rule: with "replay" a text goes through the swaps as the
-    corpus did (virtual[i] is split, then the i-th promoted merge applied); with "final" through all merges, and virtual
-    tokens are split at the end. token_ids: uint32 [256 + len(merges)], base ids. Raises `DataError` where these
-    contradict each other.
+    merges: the first `first` of the base list, its letters among them, then the promoted, in order; ranks: theirs in
+    the base list. virtual: places in `merges` of those that left the vocabulary. rule: with "replay" a text goes
+    through the swaps as the corpus did (virtual[i] is split, then the i-th promoted merge applied); with "final"
+    through all merges, and virtual tokens are split at the end. token_ids: uint32 [256 + len(merges)], base ids, 2^32-1
+    for an unfinished character. Raises `DataError` where these contradict each other.
     """
 
     name: str
@@ -78,14 +79,18 @@ class AdaptedVocabulary:
         n = len(self.merges)
         if self.rule not in RULES:
             raise DataError(f"rule {self.rule!r} is none of {', '.join(RULES)}")
-        if type(self.first) is not int or not 0 <= self.first <= n:
-            raise DataError(f"first {self.first} is not 0..{n}")
+        if type(self.first) is not int or not self.merges.letters <= self.first <= n:
+            raise DataError(f"first {self.first} is not {self.merges.letters}..{n}")
         if self.ranks.shape != (n,) or self.token_ids.shape != (BYTES + n,):
             raise DataError(f"{n} merges need {n} ranks and {BYTES + n} token_ids")
-        places = {place for place in self.virtual if type(place) is int and 0 <= place < n}
+        letters = self.merges.letters
+        places = {place for place in self.virtual if type(place) is int and letters <= place < n}
         if len(places) != len(self.virtual):
-            raise DataError(f"virtual must be different places, 0..{n - 1}")
-        if len(np.unique(self.token_ids)) != BYTES + n:
+            raise DataError(f"virtual must be different places, {letters}..{n - 1}")
+        none = (np.flatnonzero(self.token_ids == NO_ID) - BYTES).tolist()
+        if none != self.merges.unfinished:
+            raise DataError("token_ids must have 2^32-1 where a character is unfinished, and nowhere else")
+        if len(np.unique(self.token_ids)) != BYTES + n - max(0, len(none) - 1):
             raise DataError("token_ids gives one id to several tokens")
         if self.rule == "replay":
             self._check_swaps()
@@ -101,11 +106,21 @@ class AdaptedVocabulary:
         """How many ids there are."""
         return len(self.ids)
 
+    @property
+    def letters(self) -> int:
+        """How many characters of several bytes are tokens of their own, with byte fallback."""
+        return self.merges.letters - len(self.merges.unfinished)
+
+    @property
+    def actual_merges(self) -> int:
+        """How many merges are in the vocabulary, letters apart: n."""
+        return len(self.merges) - self.merges.letters - len(self.virtual)
+
     @cached_property
     def ids(self) -> Uint32s:
         """The base id of each id: [size] uint32, rising."""
         actual = np.ones(BYTES + len(self.merges), bool)
-        actual[BYTES + np.array(self.virtual, np.intp)] = False
+        actual[BYTES + np.array([*self.virtual, *self.merges.unfinished], np.intp)] = False
         added = np.array([token.id for token in self.front.added], np.uint32)
         return np.unique(np.concatenate([self.token_ids[actual], added]))
 
@@ -119,12 +134,13 @@ class AdaptedVocabulary:
     @cached_property
     def encoder(self) -> Encoder:
         """Bytes of a stretch of text to tokens of `merges`."""
-        return Encoder(self.merges, self.schedule, "whole" if self.front.pieces == "tokenizers" else self.front.pieces)
+        return Encoder(self.merges, self.schedule, self.front.encoder_pieces)
 
     @cached_property
     def _id_of(self) -> Uint32s:
-        """By base id: the id, or 2^32-1."""
-        table = np.full(int(max(self.ids.max(), self.token_ids.max())) + 1, (1 << 32) - 1, np.uint32)
+        """By base id: the id, or `NO_ID`."""
+        known = self.token_ids[self.token_ids != NO_ID]
+        table = np.full(int(max(self.ids.max(), known.max())) + 1, NO_ID, np.uint32)
         table[self.ids] = np.arange(len(self.ids), dtype=np.uint32)
         return table
 
@@ -133,8 +149,10 @@ class AdaptedVocabulary:
         return self._id_of[encoded(self.encoder, self.front, text, self.token_ids)]
 
     def encode_bytes(self, data: bytes) -> Uint32s:
-        """Ids of any bytes, in which no added tokens are looked for; `decode` gives the bytes back."""
-        if self.front.pieces == "tokenizers":
+        """Ids of any bytes, in which no added tokens are looked for; `decode` gives the bytes back (where blanks are
+        spelled, as bytes that are blanks).
+        """
+        if self.front.pieces not in PIECES:
             return self._id_of[self.token_ids[self.encoder.encode_pieces([data])[0]]]
         return self._id_of[self.token_ids[self.encoder.encode(data)]]
 
@@ -157,7 +175,7 @@ class AdaptedVocabulary:
 
     @cached_property
     def _bytes(self) -> list[bytes]:
-        of = dict(zip(self.token_ids.tolist(), self.merges.tokens, strict=True))
+        of = dict(zip(self.token_ids.tolist(), map(self.front.unspelled, self.merges.tokens), strict=True))
         of |= {token.id: token.content.encode("utf-8") for token in self.front.added}
         return [of[i] for i in self.ids.tolist()]
 
@@ -178,6 +196,7 @@ class AdaptedVocabulary:
             "first": self.first,
             "virtual": list(self.virtual),
             "token_ids": self.token_ids.tolist(),
+            "letters": self.merges.letters,
             "ids": self.ids.tolist(),
         }  # fmt: skip
         write_json(Path(path), {**record, "sha256": _digest(record)})
@@ -200,21 +219,23 @@ def adapted(
     """The tokenizer with n actual merges that a corpus calls for, the corpus given as pieces and counts.
 
     method: "adapt" swaps (with `settings` of `learn.adapt`); "first-k" keeps the first n merges; "top-k" the n whose
-    tokens the whole list makes most often, which goes with the rule "final". Raises `DataError`.
+    tokens the whole list makes most often, which goes with the rule "final". Letters are kept besides. Raises
+    `DataError`.
     """
+    kept_merges = base.merges.letters + n
     if method not in METHODS:
         raise DataError(f"method {method!r} is none of {', '.join(METHODS)}")
     if method == "top-k":
-        ranks, kept = list(range(len(base.merges))), set(top_k(base.merges, words, n))
+        ranks, kept = list(range(len(base.merges))), set(top_k(base.merges, words, kept_merges))
         first, virtual, rule = len(ranks), [rank for rank in ranks if rank not in kept], "final"
     else:
         chosen: dict[str, Any] = settings if method == "adapt" else {"max_swaps": 0}
-        found = adapt(base.merges, words, n, progress=progress, **chosen)
-        ranks, first = [*range(n), *found.promoted], n
+        found = adapt(base.merges, words, kept_merges, progress=progress, **chosen)
+        ranks, first = [*range(kept_merges), *found.promoted], kept_merges
         place = {rank: i for i, rank in enumerate(ranks)}
         virtual = [place[rank] for rank in found.virtual]
     return AdaptedVocabulary(
-        base.name, base.merges.fingerprint, len(base.merges), base.size,
+        base.name, base.merges.fingerprint, base.n_merges, base.size,
         _selected(base.merges, ranks), np.array(ranks, np.uint32), first, tuple(virtual), rule,
         base.ids[[*range(BYTES), *(BYTES + rank for rank in ranks)]], base.front, method,
         {"n": n, **(settings if method == "adapt" else {})},
@@ -232,11 +253,11 @@ def words_of(front: Front, texts: Iterable[str]) -> Counter[bytes]:
 
 
 def _selected(merges: MergeList, ranks: Sequence[int]) -> MergeList:
-    """The merges of these ranks as a list of their own; parents come first."""
+    """The merges of these ranks, letters among them, as a list of their own; parents come first."""
     new = np.zeros(BYTES + len(merges), np.uint32)
     new[:BYTES] = np.arange(BYTES)
     new[BYTES + np.array(ranks, np.intp)] = BYTES + np.arange(len(ranks))
-    return MergeList(new[merges.parts[np.array(ranks, np.intp)]].reshape(-1, 2))
+    return MergeList(new[merges.parts[np.array(ranks, np.intp)]].reshape(-1, 2), merges.letters)
 
 
 def read_adapted(path: str | Path) -> AdaptedVocabulary:
@@ -260,11 +281,12 @@ def _of_record(record: Any) -> AdaptedVocabulary:
         raise DataError(f"version {record.get('version')} is not {VERSION}, the one read here")
     if record.pop("sha256") != _digest(record):
         raise DataError("is damaged, its checksum is another: adapt anew")
+    record.setdefault("letters", 0)  # a file from before there were any
     _check_types(record, _TYPES)
     _check_types(base := record["base"], _BASE_TYPES, "base.")
     vocabulary = AdaptedVocabulary(
         base["name"], base["fingerprint"], base["merges"], base["ids"],
-        MergeList.of_bytes(pairs_of(record["merges"])),
+        MergeList.of_bytes(pairs_of(record["merges"]), record["letters"]),
         as_ids(record["ranks"]), record["first"], tuple(record["virtual"]), record["rule"],
         as_ids(record["token_ids"]), Front.from_record(record["front"]), record["method"], record["settings"],
     )  # fmt: skip

@@ -1,13 +1,14 @@
 """Tokenizers to adapt, from the files they come in: tokenizer.json, merges.txt or vocab.bpe, tiktoken ranks.
 
-All are byte-level byte pair encoding. A vocabulary may hold more than its merges make (added tokens, names kept free):
-what no merge and no byte makes, and is no added token, cannot be produced and is counted as `unreachable`.
+All are byte pair encoding, byte-level but for a tokenizer.json with byte fallback (`characters`). A vocabulary may
+hold more than its merges make (added tokens, names kept free): what no merge and no byte makes, and is no added token,
+cannot be produced and is counted as `unreachable`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,10 @@ from numpy.typing import NDArray
 
 from mlx_zip.codec.ids import Uint32s
 from mlx_zip.errors import DataError
-from mlx_zip.vocab.adaptbpe.encoder import Encoder
-from mlx_zip.vocab.adaptbpe.merges import BYTES, MergeList
-from mlx_zip.vocab.adaptbpe.text import CUT_BY_NAME, PATTERNS, Front, pieces_of
+from mlx_zip.vocab.adaptbpe.characters import check_blanks, of_characters
+from mlx_zip.vocab.adaptbpe.encoder import PIECES, Encoder
+from mlx_zip.vocab.adaptbpe.merges import BYTES, NO_ID, MergeList, live
+from mlx_zip.vocab.adaptbpe.text import CHARACTERS, CUT_BY_NAME, PATTERNS, Front, pieces_of
 from mlx_zip.vocab.first_stage import (
     BESIDE,
     BYTE_OF,
@@ -39,9 +41,10 @@ FILE = "adapted.json"  # the name of an adapted tokenizer's file inside a model 
 class BaseVocabulary:
     """A tokenizer before it is adapted.
 
-    ids: uint32 [256 + M], the id of each token of `merges`. front: how text becomes pieces. unreachable: tokens of the
-    vocabulary that nothing makes. source: the tokenizer.json, where it came as one. ignore_merges: a piece that is a
-    token as a whole becomes that token, whatever the merges say; `encode` here goes by the merges.
+    ids: uint32 [256 + M], the id of each token of `merges`, `NO_ID` for an unfinished character. front: how text
+    becomes pieces. unreachable: tokens of the vocabulary that nothing makes. source: the tokenizer.json, where it came
+    as one. ignore_merges: a piece that is a token as a whole becomes that token, whatever the merges say; `encode` here
+    goes by the merges.
     """
 
     name: str
@@ -53,13 +56,18 @@ class BaseVocabulary:
     source: dict[str, Any] | None = None
 
     @property
+    def n_merges(self) -> int:
+        """How many merges there are, letters apart."""
+        return len(self.merges) - self.merges.letters
+
+    @property
     def size(self) -> int:
         """The highest id and one."""
-        return 1 + max(int(self.ids.max()), *(token.id for token in self.front.added), 0)
+        return 1 + max(int(self.ids[self.ids != NO_ID].max()), *(token.id for token in self.front.added), 0)
 
     def encoder(self) -> Encoder:
         """The whole list by rank."""
-        return Encoder(self.merges, pieces="whole" if self.front.pieces == "tokenizers" else self.front.pieces)
+        return Encoder(self.merges, pieces=self.front.encoder_pieces)
 
     def encode(self, text: str, encoder: Encoder | None = None) -> Uint32s:
         """Ids of a text, nothing added before or behind; with an `encoder()` that is kept, faster."""
@@ -72,7 +80,7 @@ def encoded(encoder: Encoder, front: Front, text: str, ids: Uint32s) -> Uint32s:
     for part in front.parts(text):
         if isinstance(part, int):
             found.append(np.array([part], np.uint32))
-        elif front.pieces == "tokenizers":
+        elif front.pieces not in PIECES:
             found.append(ids[encoder.encode_pieces(front.cut(part))[0]])
         else:
             found.append(ids[encoder.encode(part)])
@@ -130,21 +138,25 @@ def _in_order(merges: MergeList) -> Uint32s:
 def _of_tokenizer(file: TokenizerFile, pieces: str | None) -> BaseVocabulary:
     file.merges()
     data, model = file.json, file.model
-    for setting in ("byte_fallback", "continuing_subword_prefix", "end_of_word_suffix", "dropout"):
+    for setting in ("continuing_subword_prefix", "end_of_word_suffix", "dropout"):
         if model.get(setting):
-            raise DataError(f"{setting} {model[setting]!r} is not byte-level BPE, which alone can be adapted")
+            raise DataError(f"{setting} {model[setting]!r} is neither byte-level BPE nor has byte fallback alone")
     if _was_adapted(file.path, model):
         raise DataError(f"was adapted already, by the {FILE} beside it: adapt the base of this model instead")
-    pieces = pieces or pieces_of(data.get("pre_tokenizer"))
+    pieces = CHARACTERS if model.get("byte_fallback") else pieces or pieces_of(data.get("pre_tokenizer"))
     if pieces is None:
-        raise DataError("the pre_tokenizer is not byte-level; byte-level BPE alone can be adapted")
+        raise DataError("the pre_tokenizer is not byte-level, and without byte fallback nothing else can be adapted")
     vocabulary, added = file.vocabulary(), file.added()
     if one := next((token for token in data.get("added_tokens") or () if token.get("single_word")), None):
         raise DataError(f"added token {one['content']!r} is one of single words, which are not read here")
-    merges = MergeList.of_bytes(_live(file.pairs()))
-    ids = _ids(merges, vocabulary)
+    if pieces == CHARACTERS:
+        check_blanks(data)
+        merges, ids = of_characters(vocabulary, file.merges(), {token.content for token in added})
+    else:
+        merges = MergeList.of_bytes(live(file.pairs()))
+        ids = _ids(merges, vocabulary)
     reached = {int(i) for i in ids} | {token.id for token in added}
-    own = data.get("pre_tokenizer") if pieces == "tokenizers" else None
+    own = data.get("pre_tokenizer") if pieces not in PIECES else None
     front = Front(pieces, added, data.get("normalizer"), own)
     unreachable = len(set(vocabulary.values()) - reached)
     return BaseVocabulary(file.name, merges, ids, front, unreachable, bool(model.get("ignore_merges")), data)
@@ -169,42 +181,6 @@ def _ids(merges: MergeList, vocabulary: Mapping[str, int]) -> Uint32s:
         kind = "byte" if len(missing[0]) == 1 else "merged token"
         raise DataError(f"{kind} {missing[0]!r} is not in the vocabulary, so not every text can be encoded")
     return np.array(found, np.uint32)
-
-
-def _live(pairs: Sequence[Pair]) -> Iterable[Pair]:
-    """The merges without those that never fire. Where several make one token, only that can fire by which the token
-    itself is made; lists converted from tiktoken ranks have all of them.
-    """
-    makes: dict[bytes, int] = {}
-    several: set[bytes] = set()
-    for left, right in pairs:
-        several |= {left + right} if left + right in makes else set()
-        makes[left + right] = 0
-    if not several:
-        return pairs
-    ranks = {pair: rank for rank, pair in reversed(list(enumerate(pairs)))}
-    last = {token: _last_merge(token, ranks) for token in several}
-    dead = {token for token, rank in last.items() if rank is None}
-    live = []
-    for rank, (left, right) in enumerate(pairs):
-        token = left + right
-        if left in dead or right in dead:
-            dead.add(token)
-        elif last.get(token, rank) == rank:
-            live.append((left, right))
-    return live
-
-
-def _last_merge(token: bytes, ranks: Mapping[Pair, int]) -> int | None:
-    """Rank of the merge that makes a token out of its own bytes, None if none does."""
-    parts, last = [token[i : i + 1] for i in range(len(token))], None
-    while len(parts) > 1:
-        rank, at = min((ranks.get((parts[i], parts[i + 1]), len(ranks)), i) for i in range(len(parts) - 1))
-        if rank == len(ranks):
-            return None
-        parts[at : at + 2] = [parts[at] + parts[at + 1]]
-        last = rank
-    return last
 
 
 # ---- tiktoken ranks

@@ -36,7 +36,8 @@ class Encoder:
         if pieces not in PIECES:
             raise DataError(f"pieces {pieces!r} is none of {', '.join(PIECES)}")
         self.merges, self.pieces = merges, pieces
-        self.schedule = schedule or Schedule.plain(len(merges))
+        times = schedule or Schedule.plain(len(merges))
+        self.schedule = times.splitting(merges.unfinished) if merges.unfinished else times
         self._lock = threading.Lock()
         self._bpe = _open(merges, self.schedule)
 

@@ -67,14 +67,16 @@ def adapt(
     merges: MergeList, words: Mapping[bytes, int], n: int, *, margin: int = 0, max_swaps: int | None = None,
     tie: str = "high", counting: str = "overlapping", progress: Callable[[Swap], Any] = lambda swap: None,
 ) -> Adaptation:  # fmt: skip
-    """Adapts the first n merges of a list to a corpus, given as pieces and their counts.
+    """Adapts the first n merges of a list to a corpus, given as pieces and their counts. Its letters are among the n,
+    and never leave.
 
     margin: a swap needs q's count to exceed p's by more than that. tie: of equally rare p the highest rank leaves
     first, or the lowest; of equally frequent q the lowest enters. counting: places where q's parents stand side by
     side, or the merges that would come of them ("firing"; they differ in `x x x`). Raises `DataError` for what
     is out of range.
     """
-    _check(len(merges), n, margin, max_swaps, tie, counting)
+    _check_kept(merges, n)
+    _check(margin, max_swaps, tie, counting)
     corpus = _Corpus(merges, words, n, tie, counting)
     swaps: list[Swap] = []
     while max_swaps is None or len(swaps) < max_swaps:
@@ -90,18 +92,24 @@ def adapt(
 
 
 def top_k(merges: MergeList, words: Mapping[bytes, int], k: int) -> list[int]:
-    """Ranks, rising, of the k merges whose tokens the whole list makes most often of a corpus; of equals the lowest."""
-    if not 0 <= k <= len(merges):
-        raise DataError(f"{k} merges to keep are not 0..{len(merges)}, which the list has")
+    """Ranks, rising, of the k merges whose tokens the whole list makes most often of a corpus; of equals the lowest.
+    Its letters are among them.
+    """
+    _check_kept(merges, k)
     tokens, ends = Encoder(merges, pieces="whole").encode_pieces(list(words))
     weights = np.repeat(np.fromiter(words.values(), np.int64, len(words)), np.diff(ends, prepend=0))
     counts = np.bincount(tokens, weights, BYTES + len(merges))[BYTES:]
+    counts[: merges.letters] = counts.max(initial=0) + 1
     return sorted(np.argsort(-counts, kind="stable")[:k].tolist())
 
 
-def _check(n_merges: int, n: int, margin: int, max_swaps: int | None, tie: str, counting: str) -> None:
-    if not 0 <= n <= n_merges:
-        raise DataError(f"{n} merges to keep are not 0..{n_merges}, which the list has")
+def _check_kept(merges: MergeList, n: int) -> None:
+    least, most = merges.letters, len(merges)
+    if not least <= n <= most:
+        raise DataError(f"{n - least} merges to keep are not 0..{most - least}, which the list has")
+
+
+def _check(margin: int, max_swaps: int | None, tie: str, counting: str) -> None:
     if margin < 0 or (max_swaps is not None and max_swaps < 0):
         raise DataError("margin and max_swaps must be at least 0")
     if tie not in TIES:
@@ -133,7 +141,8 @@ class _Corpus:
         self.n_tokens = sum(len(word) * weight for word, weight in zip(self.words, self.weights, strict=True))
         for at, word in enumerate(self.words):
             self._enter(at, word)
-        self.rare = [(self.counts[BYTES + rank], self.sign * rank) for rank in range(n)]
+        self.lowest = BYTES + merges.letters  # of the tokens that may become virtual
+        self.rare = [(self.counts[BYTES + rank], self.sign * rank) for rank in range(merges.letters, n)]
         self.frequent = [(-count, rank) for rank, count in enumerate(self.pairs) if rank >= n]
         heapify(self.rare)
         heapify(self.frequent)
@@ -172,7 +181,7 @@ class _Corpus:
             tokens.update(new)
             pairs.update(self._enter(at, new))
         for token in tokens:
-            if token >= BYTES and token not in self.virtual:
+            if token >= self.lowest and token not in self.virtual:
                 heappush(self.rare, (self.counts[token], self.sign * (token - BYTES)))
         for rank in pairs:
             heappush(self.frequent, (-self.pairs[rank], rank))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
@@ -16,6 +16,8 @@ from mlx_zip.errors import DataError
 
 BYTES = 256
 NEVER = (1 << 32) - 1
+NO_ID = (1 << 32) - 1  # of what is no token
+Pair = tuple[bytes, bytes]
 MAX_MERGES: int = lib.MLXZIP_MAX_CODEBOOK
 LONGEST: int = lib.MLXZIP_BPE_LONGEST
 
@@ -24,16 +26,21 @@ LONGEST: int = lib.MLXZIP_BPE_LONGEST
 class MergeList:
     """A proper merge list: each merge joins two tokens that are bytes or made by earlier merges.
 
-    parts: [M, 2] uint32 tokens, where a token below 256 is a byte and token 256 + m is what merge m makes. Raises
-    `DataError` naming the merge when a part is not made before it, when a token is made twice, or is too long.
+    parts: [M, 2] uint32 tokens, where a token below 256 is a byte and token 256 + m is what merge m makes. letters: how
+    many of them, in front, make characters out of their bytes, in a vocabulary whose base symbols are characters (byte
+    fallback); they stay whatever else goes. Raises `DataError` naming the merge when a part is not made before it, when
+    a token is made twice, or is too long.
     """
 
     parts: NDArray[np.uint32]
+    letters: int = 0
 
     def __post_init__(self) -> None:
         parts = self.parts
         if parts.ndim != 2 or parts.shape[1] != 2 or parts.dtype != np.uint32:
             raise DataError(f"merges must be uint32 [M, 2], not {parts.dtype} {list(parts.shape)}")
+        if not 0 <= self.letters <= len(parts):
+            raise DataError(f"{self.letters} letters are not 0..{len(parts)}, as many as there are merges")
         if len(parts) > MAX_MERGES:
             raise DataError(f"{len(parts)} merges are more than {MAX_MERGES}")
         late = np.flatnonzero(parts.max(axis=1, initial=0) >= BYTES + np.arange(len(parts)))
@@ -48,7 +55,7 @@ class MergeList:
                 raise DataError(f"merge {merge} makes {token!r}, which merge {first} makes already")
 
     @classmethod
-    def of_bytes(cls, pairs: Iterable[Sequence[bytes]]) -> MergeList:
+    def of_bytes(cls, pairs: Iterable[Sequence[bytes]], letters: int = 0) -> MergeList:
         """From pairs of byte strings, lowest rank first. Raises `DataError` as the constructor does."""
         tokens = {bytes([byte]): byte for byte in range(BYTES)}
         parts = []
@@ -62,13 +69,14 @@ class MergeList:
                     f"merge {merge}, {left!r} with {right!r}: merge {known - BYTES} makes that token already"
                 )
             parts.append((tokens[left], tokens[right]))
-        return cls(np.array(parts, np.uint32).reshape(-1, 2))
+        return cls(np.array(parts, np.uint32).reshape(-1, 2), letters)
 
     def __len__(self) -> int:
         return len(self.parts)
 
     def __eq__(self, other: Any) -> bool:
-        return isinstance(other, MergeList) and np.array_equal(self.parts, other.parts)
+        same = isinstance(other, MergeList) and self.letters == other.letters
+        return same and np.array_equal(self.parts, other.parts)
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -83,13 +91,27 @@ class MergeList:
         return tokens
 
     @cached_property
+    def unfinished(self) -> list[int]:
+        """Ranks of merges that make the first bytes of a character, which are no token: split at the end, always."""
+        return [rank for rank in range(self.letters) if not is_text(self.tokens[BYTES + rank])]
+
+    @cached_property
     def fingerprint(self) -> str:
         """Hex digest of the merges in their order; equal for equal lists, on every machine."""
         return sha256(self.parts.astype("<u4").tobytes()).hexdigest()
 
     def first(self, n: int) -> MergeList:
         """The list of the first n merges."""
-        return MergeList(self.parts[:n])
+        return MergeList(self.parts[:n], min(n, self.letters))
+
+
+def is_text(token: bytes) -> bool:
+    """Whether bytes are whole characters in UTF-8."""
+    try:
+        token.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,3 +155,46 @@ class Schedule:
         times.apply_at[list(promoted)] = n + np.arange(len(promoted))
         times.split_at[list(virtual)] = n + len(promoted)
         return times
+
+    def splitting(self, ranks: Sequence[int]) -> Schedule:
+        """The same, and at the end the tokens of these merges are split."""
+        times = np.concatenate([self.apply_at, self.split_at])
+        split_at = self.split_at.copy()
+        split_at[list(ranks)] = times[times != NEVER].max(initial=0) + 1
+        return Schedule(self.apply_at, split_at)
+
+
+def live(pairs: Sequence[Pair]) -> Iterable[Pair]:
+    """The merges without those that never fire. Where several make one token, only that can fire by which the token
+    itself is made; lists converted from tiktoken ranks have all of them.
+    """
+    makes: dict[bytes, int] = {}
+    several: set[bytes] = set()
+    for left, right in pairs:
+        several |= {left + right} if left + right in makes else set()
+        makes[left + right] = 0
+    if not several:
+        return pairs
+    ranks = {pair: rank for rank, pair in reversed(list(enumerate(pairs)))}
+    last = {token: _last_merge(token, ranks) for token in several}
+    dead = {token for token, rank in last.items() if rank is None}
+    live = []
+    for rank, (left, right) in enumerate(pairs):
+        token = left + right
+        if left in dead or right in dead:
+            dead.add(token)
+        elif last.get(token, rank) == rank:
+            live.append((left, right))
+    return live
+
+
+def _last_merge(token: bytes, ranks: Mapping[Pair, int]) -> int | None:
+    """Rank of the merge that makes a token out of its own bytes, None if none does."""
+    parts, last = [token[i : i + 1] for i in range(len(token))], None
+    while len(parts) > 1:
+        rank, at = min((ranks.get((parts[i], parts[i + 1]), len(ranks)), i) for i in range(len(parts) - 1))
+        if rank == len(ranks):
+            return None
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+        last = rank
+    return last

@@ -9,7 +9,7 @@ of `AdaptedVocabulary.encode`; `make_exact` mends that in a tokenizer that was l
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,8 @@ from mlx_zip.errors import DataError
 from mlx_zip.vocab.adaptbpe.adapted import AdaptedVocabulary, read_adapted
 from mlx_zip.vocab.adaptbpe.base import FILE
 from mlx_zip.vocab.adaptbpe.encoder import Encoder
-from mlx_zip.vocab.adaptbpe.merges import BYTES
-from mlx_zip.vocab.adaptbpe.text import PATTERNS
+from mlx_zip.vocab.adaptbpe.merges import BYTES, NO_ID
+from mlx_zip.vocab.adaptbpe.text import CHARACTERS, PATTERNS
 from mlx_zip.vocab.first_stage import to_bytes, to_text
 
 
@@ -54,7 +54,8 @@ def make_exact(tokenizer: Any, vocabulary: AdaptedVocabulary) -> None:
     from tokenizers.pre_tokenizers import PreTokenizer, Sequence
 
     if vocabulary.virtual:
-        tokenizer.pre_tokenizer = Sequence([tokenizer.pre_tokenizer, PreTokenizer.custom(_Cutter(vocabulary))])
+        before = [] if tokenizer.pre_tokenizer is None else [tokenizer.pre_tokenizer]
+        tokenizer.pre_tokenizer = Sequence([*before, PreTokenizer.custom(_Cutter(vocabulary))])
 
 
 def follow_folder(tokenizer: Any, folder: Path) -> None:
@@ -69,31 +70,33 @@ def follow_folder(tokenizer: Any, folder: Path) -> None:
 
 
 class _Cutter:
-    """Cuts byte-level pieces into the tokens of an adapted vocabulary."""
+    """Cuts pieces into the tokens of an adapted vocabulary; a character that is no token stays whole."""
 
     def __init__(self, vocabulary: AdaptedVocabulary) -> None:
         self.encoder = Encoder(vocabulary.merges, vocabulary.schedule, "whole")
+        self.spelled: Callable[[str], bytes] = str.encode if vocabulary.front.pieces == CHARACTERS else to_bytes
 
     def pre_tokenize(self, text: Any) -> None:
         """Called by the library."""
         text.split(self._cut)
 
     def _cut(self, _: int, piece: Any) -> list[Any]:
-        tokens, known = self.encoder.encode(to_bytes(str(piece))), self.encoder.merges.tokens
-        ends = [0, *accumulate(len(known[token]) for token in tokens)]
-        return [piece[start:end] for start, end in pairwise(ends)]
+        text, known = str(piece), self.encoder.merges.tokens
+        ends = accumulate(len(known[token]) for token in self.encoder.encode(self.spelled(text)))
+        at = {end: i for i, end in enumerate(accumulate(len(self.spelled(char)) for char in text), 1)}  # by bytes
+        return [piece[start:end] for start, end in pairwise([0, *(at[end] for end in ends if end in at)])]
 
 
 def _written(vocabulary: AdaptedVocabulary, source: Mapping[str, Any] | None) -> dict[str, Any]:
     data = copy.deepcopy(dict(source)) if source is not None else _made_up(vocabulary)
     new = {int(old): i for i, old in enumerate(vocabulary.ids)}
-    spelled = list(map(to_text, vocabulary.merges.tokens))
-    virtual = {BYTES + place for place in vocabulary.virtual}
+    spelled = _spelled(vocabulary, data["model"].get("vocab") or {})
+    virtual = {BYTES + place for place in (*vocabulary.virtual, *vocabulary.merges.unfinished)}
     actual = [token for token in range(len(spelled)) if token not in virtual]
     known = {spelled[token]: new[int(vocabulary.token_ids[token])] for token in actual}
     known |= {token.content: new[token.id] for token in vocabulary.front.added}
     merges = [parts for made, parts in enumerate(vocabulary.merges.parts.tolist(), BYTES)
-              if virtual.isdisjoint([made, *parts])]  # fmt: skip
+              if made >= BYTES + vocabulary.merges.letters and virtual.isdisjoint([made, *parts])]  # fmt: skip
     own = data["model"]
     own["vocab"] = dict(sorted(known.items(), key=lambda item: item[1]))
     own["merges"] = [[spelled[left], spelled[right]] for left, right in merges]
@@ -104,6 +107,16 @@ def _written(vocabulary: AdaptedVocabulary, source: Mapping[str, Any] | None) ->
         data["padding"]["pad_id"] = _new_id("padding", data["padding"]["pad_id"], new)
     data["post_processor"] = _renumbered(data.get("post_processor"), new)
     return data
+
+
+def _spelled(vocabulary: AdaptedVocabulary, names: Mapping[str, int]) -> list[str]:
+    """Each token as its tokenizer.json names it; names: that of the base."""
+    if vocabulary.front.pieces != CHARACTERS:
+        return list(map(to_text, vocabulary.merges.tokens))
+    of = {i: name for name, i in names.items()} | {NO_ID: ""}
+    if lost := set(vocabulary.token_ids.tolist()) - of.keys():
+        raise DataError(f"the base's tokenizer.json is needed, and has no token {min(lost)}")
+    return [of[i] for i in vocabulary.token_ids.tolist()]
 
 
 def _new_id(part: str, i: int, new: Mapping[int, int]) -> int:

@@ -13,6 +13,8 @@ from mlx_zip.errors import DataError, bare_exceptions_as_value_errors
 from mlx_zip.vocab.adaptbpe.encoder import PIECES, cut
 from mlx_zip.vocab.first_stage import AddedToken, to_bytes
 
+CHARACTERS, BLANK = "characters", "\u2581"  # byte fallback; how its vocabularies spell a blank
+
 _CL100K = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -28,7 +30,8 @@ CUT_BY_NAME = {"llama3": "cl100k", "cl100k": "cl100k", "qwen": "digits"}  # tikt
 @dataclass(frozen=True)
 class Front:
     """How texts become pieces. pieces: a key of `PIECES`, or "tokenizers" with `pre_tokenizer` in the form of a
-    tokenizer.json, which that library then does. normalizer: in that form too, None for none.
+    tokenizer.json, which that library then does; or "characters", the same without the letters of byte-level
+    vocabularies, and without any pre_tokenizer too. normalizer: in that form too, None for none.
     """
 
     pieces: str = "gpt2"
@@ -37,8 +40,17 @@ class Front:
     pre_tokenizer: Any = field(default=None)
 
     def __post_init__(self) -> None:
-        if self.pieces not in (*PIECES, "tokenizers"):
-            raise DataError(f"pieces {self.pieces!r} is none of {', '.join(PIECES)}, tokenizers")
+        if self.pieces not in (*PIECES, "tokenizers", CHARACTERS):
+            raise DataError(f"pieces {self.pieces!r} is none of {', '.join(PIECES)}, tokenizers, {CHARACTERS}")
+
+    @property
+    def encoder_pieces(self) -> str:
+        """How an encoder cuts on, a key of `PIECES`."""
+        return self.pieces if self.pieces in PIECES else "whole"
+
+    def unspelled(self, token: bytes) -> bytes:
+        """The bytes of text that a token stands for: without byte fallback its own."""
+        return token.replace(BLANK.encode(), b" ") if self.pieces == CHARACTERS else token
 
     def parts(self, text: str, with_added: bool = True) -> Iterator[bytes | int]:
         """Stretches of a text, normalized, as bytes, and the ids of added tokens between them."""
@@ -55,8 +67,11 @@ class Front:
         """Pieces of one stretch."""
         if self.pieces in PIECES:
             return cut(stretch, self.pieces)
+        if self.pieces == CHARACTERS and self.pre_tokenizer is None:
+            return [stretch]
         text = stretch.decode("utf-8", "surrogateescape")
-        return [to_bytes(piece) for piece, _ in self._library.pre_tokenizer.pre_tokenize_str(text)]
+        spelled = (lambda piece: piece.encode("utf-8")) if self.pieces == CHARACTERS else to_bytes
+        return [spelled(piece) for piece, _ in self._library.pre_tokenizer.pre_tokenize_str(text)]
 
     def _normalized(self, text: str) -> str:
         return self._library.normalizer.normalize_str(text) if self.normalizer else text

@@ -80,7 +80,9 @@ def adapt(
 ) -> list[tuple[int, int, int, int, int]]:  # fmt: skip
     """(p, its frequency, q, its frequency, tokens of the corpus after) of each swap; everything counted anew."""
     corpus = [(encode(merges, word, range(n)), count) for word, count in words]
-    actual, left, gone, swaps = set(range(n)), set(range(n, len(merges))), set(), []
+    for rank in merges.unfinished:
+        corpus = [(split(word, merges, BYTES + rank, set()), count) for word, count in corpus]
+    actual, left, gone, swaps = set(range(merges.letters, n)), set(range(n, len(merges))), set(), []
     ranks = {tuple(parts): rank for rank, parts in enumerate(merges.parts.tolist())}
     while actual and left and (max_swaps is None or len(swaps) < max_swaps):
         tokens: Counter[int] = Counter()

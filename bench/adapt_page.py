@@ -1,0 +1,135 @@
+"""The tables of docs/adaptbpe.md, from the records of `bench adaptbpe`, `adapt_model` and `adapt_step`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .tables import table
+
+Line = dict[str, Any]
+TEXTS = {"pubmedqa": "PubMedQA", "mbpp": "MBPP code", "ud_fr": "UD French", "ud_oc": "UD Occitan", "stories": "stories"}
+COLUMNS = {"first_k": "first-k", "top_k": "top-k", "replay": "adapted"}  # keys of `bench adaptbpe`
+METHODS = {"first-k": "first-k", "top-k": "top-k", "adapt": "adapted"}
+PRECISIONS = {"8": "8 bit", "4": "4 bit", "16": "16 bit"}
+CLOCKS = {"processor_ms": "processor's time", "wall_ms": "wall's clock"}
+
+
+def _utility(records: Any) -> str:
+    rows, shown = [], ""
+    for line in _of(records, "adaptbpe", "utility"):
+        first = line["text"] != shown
+        shown = line["text"]
+        found = _best([line["utility"][name] for name in COLUMNS])
+        name = f"{TEXTS[shown]} ({line['train_bytes']:,} bytes)" if first else ""
+        rows.append([name, str(line["merges"]), *found, f"{line['utility']['whole_list']:.4f}" if first else ""])
+    return table(["text (adapted to)", "N", *COLUMNS.values(), "whole list"], rows, "markdown")
+
+
+def _best(values: Sequence[float]) -> list[str]:
+    """To four digits, the greatest in bold unless there are two."""
+    top = max(values)
+    alone = sum(value == top for value in values) == 1
+    return [f"**{value:.4f}**" if alone and value == top else f"{value:.4f}" for value in values]
+
+
+def _speed(records: Any) -> str:
+    ways = ("tokenizers", "whole_list", "whole_list_fresh", "adapted", "adapted_fresh")
+    lines = _of(records, "adaptbpe", "encoding")
+    rows = [[f"{TEXTS[line['text']]} ({line['bytes']:,})", *(_spread(line[way]) for way in ways)] for line in lines]
+    merges = lines[0]["merges"]
+    header = ["text (bytes)", "`tokenizers`", "whole list", "*fresh*", f"adapted, N = {merges}", "*fresh*"]
+    return table(header, rows, "markdown")
+
+
+def _of(records: Any, name: str, what: str) -> list[Line]:
+    return [line for line in records.lines(name) if line["what"] == what]
+
+
+def _spread(figure: Line, digits: int = 1) -> str:
+    return f"{figure['median']:.{digits}f} ({figure['min']:.{digits}f}-{figure['max']:.{digits}f})"
+
+
+def groups(lines: Sequence[Line]) -> dict[tuple[str, float], dict[float, dict[str, Line]]]:
+    """Lines of `bench adapt_model` by (text, bytes of the whole model), by share, by method; the whole list's share is
+    1. Lines follow that of their whole model.
+    """
+    found: dict[tuple[str, float], dict[float, dict[str, Line]]] = {}
+    key = ("", 0.0)
+    for line in lines:
+        if line["method"] == "whole list":
+            key = (line["text"], line["file_bytes"])
+        found.setdefault(key, {}).setdefault(line["share"], {})[line["method"]] = line
+    return found
+
+
+def _bits(records: Any) -> str:
+    rows = []
+    for (text, n_bytes), shares in groups(records.lines("adapt_model")).items():
+        whole = shares[1]["whole list"]
+        name = f"{TEXTS.get(text, text)}, `{whole['model']}`: {whole['vocab_size']:,} ids, {n_bytes / 1e6:.1f} MB"
+        for share, methods in _cut(shares):
+            one = next(iter(methods.values()))
+            size = f"{one['vocab_size']:,} ids, {one['file_bytes'] / 1e6:.1f} MB"
+            told = [_bit(methods.get(method)) for method in METHODS]
+            rows.append([name, f"{share:.0%}", size, *told, f"{whole['bits_per_byte']:.3f}"])
+            name = ""
+    return table(["text, model", "merges kept", "", *METHODS.values(), "whole list"], rows, "markdown")
+
+
+def _cut(shares: dict[float, dict[str, Line]]) -> list[tuple[float, dict[str, Line]]]:
+    """The shares below 1, rising, with their lines by method."""
+    return [(share, methods) for share, methods in sorted(shares.items()) if share < 1]
+
+
+def _bit(line: Line | None) -> str:
+    return "" if line is None else f"{line['bits_per_byte']:.3f} ({line['change']:+.1%})"
+
+
+def _saved(records: Any) -> str:
+    rows = []
+    for (text, _), shares in groups(records.lines("adapt_model")).items():
+        whole = shares[1]["whole list"]
+        name = f"{TEXTS.get(text, text)}, `{whole['model']}`"
+        for share, methods in _cut(shares):
+            told = [f"{methods[method]['utility']:.4f}" if method in methods else "" for method in METHODS]
+            rows.append([name, f"{share:.0%}", *told, f"{whole['utility']:.4f}"])
+            name = ""
+    return table(["text, model", "merges kept", *METHODS.values(), "whole list"], rows, "markdown")
+
+
+def _where(records: Any) -> str:
+    rows = []
+    for (text, _), shares in groups(records.lines("adapt_model")).items():
+        for share, methods in _cut(shares):
+            line = methods.get("adapt")
+            if line is not None and line["where"]:
+                rows.append([TEXTS.get(text, text), f"{share:.0%}", *_told(line)])
+    header = ["text", "merges kept", "text in split tokens", "their tokens", "bits per byte on them",
+              "on all the others"]  # fmt: skip
+    return table(header, rows, "markdown")
+
+
+def _told(line: Line) -> list[str]:
+    where, n_bytes = line["where"], line["test"]["bytes"]
+    before, after = where["bits_per_byte_before"], where["bits_per_byte_after"]
+    return [f"{where['split_bytes'] / n_bytes:.1%}", f"{where['tokens_before']:,} to {where['tokens_after']:,}",
+            *(f"{before[side]:.3f} to {after[side]:.3f}" for side in ("split", "same"))]  # fmt: skip
+
+
+def _steps(records: Any) -> str:
+    rows = []
+    for line in records.lines("adapt_step"):
+        model = f"`{line['model']['name']}`, {PRECISIONS.get(line['model']['precision'], line['model']['precision'])}"
+        ratios = [_spread(line["ratio"][clock], 3) for clock in CLOCKS]
+        of_bound = [f"{line['of_bound'][clock]:.2f}" for clock in CLOCKS]
+        rows.append([f"{model}, {line['vocab_size']:,} to {line['kept']:,}", f"{line['bound']:.1%}",
+                     *(cell for pair in zip(ratios, of_bound, strict=True) for cell in pair)])  # fmt: skip
+    header = ["model, ids", "bytes of a step that go"]
+    return table([*header, *(cell for clock in CLOCKS.values() for cell in (clock, "of the bound"))], rows, "markdown")
+
+
+TABLES: dict[str, Callable[[Any], str]] = {
+    "adapt-utility": _utility, "adapt-speed": _speed, "adapt-bits": _bits, "adapt-saved": _saved,
+    "adapt-where": _where, "adapt-steps": _steps,
+}  # fmt: skip

@@ -1,0 +1,100 @@
+"""What a decoding step gains when rows of the embedding and the head go: a model beside itself with a part of its rows.
+
+Both run the same forced ids through mlx-lm, a few steps at a time and in turns, so that a machine that slows down slows
+both; a ratio is of two runs beside one another. On a busy machine a step's time by the wall's clock holds the waits for
+a core, so the processor's time is told beside it. The bound: bytes of the rows that go, over the bytes that a step of
+the whole model reads. Which rows stay does not matter for time; here it is evenly many of all. Source of the question:
+AdaptBPE, arXiv 2601.21665.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from mlx_zip.errors import MlxZipError
+
+from .engines import MlxLm
+from .machine import device
+from .record import summary, surroundings
+from .shapes import PRECISIONS, SHAPES, Models, ZipOptions, from_folders, from_shape, sliced
+from .workloads import read_tokenizer
+
+CLOCKS = ("wall_ms", "processor_ms")
+TARGET = 0.8  # of the bound
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of `bench adapt_step`."""
+    add = parser.add_argument
+    add("--model", metavar="DIR", help="a plain model: a folder or a bundled one")
+    add("--shape", choices=tuple(SHAPES), help="random weights of this shape in place of --model")
+    add("--precisions", nargs="+", choices=PRECISIONS, default=["float32"], help="of --shape (default: float32)")
+    add("--tokenizer", default="stories-base", help="of --shape: a folder or a hub id (default: stories-base)")
+    add("--keep", type=float, nargs="+", default=[0.5], metavar="SHARE", help="share of the rows kept (default: 0.5)")
+    add("--tokens", type=int, default=16, metavar="N", help="steps of a run (default: 16)")
+    add("--trials", type=int, default=15, help="runs of each model (default: 15)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints one JSON line per precision and share. Raises `MlxZipError` before any weight is made."""
+    if (args.model is None) == (args.shape is None):
+        raise MlxZipError("name a model with --model or a shape with --shape, one of them")
+    for name, least in (("tokens", 4), ("trials", 1)):
+        if getattr(args, name) < least:
+            raise MlxZipError(f"--{name} must be at least {least}, got {getattr(args, name)}")
+    if wrong := [share for share in args.keep if not 0 < share <= 1]:
+        raise MlxZipError(f"--keep {wrong[0]:g} is not a share above 0, 1 at most")
+    tokenizer = read_tokenizer(args.tokenizer) if args.shape else None
+    for precision in args.precisions if args.shape else ["as stored"]:
+        options = ZipOptions(encoder="averaging")  # the least that a shape has besides the plain model
+        models = from_folders(None, args.model) if args.model else from_shape(args.shape, precision, tokenizer, options)
+        for share in args.keep:
+            line = {"bench": "adapt_step", **measure(models, share, args.tokens, args.trials)}
+            print(json.dumps({**line, "device": device(), **surroundings("mlx", "mlx-lm")}), flush=True)
+    return 0
+
+
+def measure(models: Models, share: float, tokens: int, trials: int) -> dict[str, Any]:
+    """The record of one share; a first round does not count. Times are ms per step; ratios the cut model's over the
+    whole one's, trial by trial; of_bound the part of the bound that the median ratio reaches.
+    """
+    vocab_size = models.base_config["vocab_size"]
+    kept = np.linspace(0, vocab_size - 1, max(1, round(share * vocab_size))).astype(np.uint32)
+    engines = {"whole": MlxLm(models, models.plain), "cut": MlxLm(models, sliced(models, kept))}
+    eos = set(models.tokenizer.eos_token_ids)
+    ids = [i for i in range(min(len(kept), len(models.tokenizer))) if i not in eos][-tokens:]
+    if not ids:
+        raise MlxZipError(f"of {vocab_size} rows {len(kept)} are too few to emit an id")
+    forced = [ids[i % len(ids)] for i in range(tokens)]
+    times: dict[str, dict[str, list[float]]] = {clock: {name: [] for name in engines} for clock in CLOCKS}
+    for trial in range(trials + 1):
+        for name in sorted(engines, reverse=bool(trial % 2)):
+            for clock, ms in zip(CLOCKS, _step_ms(engines[name], forced), strict=True):
+                times[clock][name] += [ms] if trial else []
+    whole, cut = engines["whole"], engines["cut"]
+    read, removed = whole.weight_bytes + whole.kv_bytes * tokens // 2, whole.weight_bytes - cut.weight_bytes
+    ratios = {clock: [y / x for x, y in zip(of["whole"], of["cut"], strict=True)] for clock, of in times.items()}
+    gains = {clock: 1 - median(found) for clock, found in ratios.items()}
+    return {
+        "model": {"name": models.name, "precision": models.precision, "weights": models.weights},
+        "vocab_size": vocab_size, "kept": len(kept), "tokens": tokens, "trials": trials,
+        "bytes": {"read_per_step": read, "removed": removed}, "bound": round(removed / read, 4),
+        **{clock: {name: summary(samples) for name, samples in of.items()} for clock, of in times.items()},
+        "ratio": {clock: summary(found) for clock, found in ratios.items()},
+        "of_bound": {clock: round(gain * read / removed, 3) for clock, gain in gains.items()} if removed else None,
+        "target_of_bound": TARGET,
+    }  # fmt: skip
+
+
+def _step_ms(engine: MlxLm, forced: list[int]) -> tuple[float, float]:
+    """Per step, by `CLOCKS`: the median between two steps; and of all of the process, the first step with them."""
+    begun = time.process_time()
+    found = engine.run(forced[:1], len(forced), forced)
+    used_s = time.process_time() - begun
+    return 1e3 * float(np.median(np.diff(found.times))), 1e3 * used_s / len(forced)

@@ -1,0 +1,60 @@
+"""Tokenizers with byte fallback (Llama 2 and its like, from SentencePiece), as byte-level encoding sees them.
+
+Their base symbols are characters. A character of several bytes that is a token is made by merges of our own in front
+of the list, its letters, which do not count as merges; one that is no token falls into its bytes, which all have a
+token. A letter of three bytes needs a merge for its first two, which make no character: what is left of these is split
+at the end.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Set
+from typing import Any
+
+import numpy as np
+
+from mlx_zip.codec.ids import Uint32s
+from mlx_zip.errors import DataError
+from mlx_zip.vocab.adaptbpe.merges import BYTES, NO_ID, MergeList, Pair, is_text, live
+from mlx_zip.vocab.adaptbpe.text import BLANK
+
+_REPLACE = json.dumps({"type": "Replace", "pattern": {"String": BLANK}, "content": " "})
+_BLANK_DECODERS = (_REPLACE, '"Metaspace"')
+
+
+def check_blanks(data: Mapping[str, Any]) -> None:
+    """Raises `DataError` where a tokenizer.json's text would not come back, or its beginning is treated apart."""
+    steps = json.dumps(data.get("decoder"))
+    if not any(form in steps for form in _BLANK_DECODERS):
+        raise DataError(f"the decoder does not turn {BLANK!r} into a blank, which with byte fallback is wanted here")
+    if '"prepend_scheme": "first"' in json.dumps(data.get("pre_tokenizer")):
+        raise DataError("the pre_tokenizer treats the beginning of a text apart (prepend_scheme first): not known here")
+
+
+def of_characters(vocabulary: Mapping[str, int], merges: Any, added: Set[str]) -> tuple[MergeList, Uint32s]:
+    """The merges behind those of the letters, and the tokens' ids, uint32 [256 + merges].
+
+    merges: as a tokenizer.json has them; added: names that are added tokens, no letters. Raises `DataError`.
+    """
+    names = vocabulary.keys() - added
+    letters: dict[bytes, Pair] = {}
+    for data in sorted(name.encode("utf-8", "surrogatepass") for name in names if len(name) == 1):
+        letters |= {data[: n + 1]: (data[:n], data[n : n + 1]) for n in range(1, len(data))}
+    made = MergeList.of_bytes(live([*letters.values(), *map(_text_pair, merges)]), len(letters))
+    own = {byte: chr(byte) for byte in range(128) if chr(byte) in names}
+    spelled = [own.get(byte, f"<0x{byte:02X}>") for byte in range(BYTES)]
+    spelled += [token.decode() if is_text(token) else "" for token in made.tokens[BYTES:]]
+    unfinished = {BYTES + rank for rank in made.unfinished}
+    found = [NO_ID if token in unfinished else vocabulary.get(name) for token, name in enumerate(spelled)]
+    if None in found:
+        raise DataError(f"{spelled[found.index(None)]!r} is not in the vocabulary, so not every text can be encoded")
+    return made, np.array(found, np.uint32)
+
+
+def _text_pair(merge: Any) -> Pair:
+    parts = merge.split(" ") if isinstance(merge, str) else merge
+    if not isinstance(parts, list) or len(parts) != 2 or not all(isinstance(p, str) and p for p in parts):
+        raise DataError(f"merge {merge!r:.80} is not two tokens")
+    left, right = (part.encode("utf-8") for part in parts)
+    return left, right
