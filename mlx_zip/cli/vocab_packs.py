@@ -1,14 +1,14 @@
-"""`mlx_zip vocab pack`: learns the entries that a codebook begins with, shows, merges and checks them."""
+"""`mlx_zip vocab pack`: learns the entries that a codebook begins with, tunes, shows, merges and checks them."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from mlx_zip.cli import pack_tuning
 from mlx_zip.cli.preparation import add_codec_flags, add_source_flags, disabled_ids, sources
 from mlx_zip.errors import DataError
 
@@ -52,6 +52,7 @@ def _learn(args: argparse.Namespace) -> int:
     from mlx_zip.training.encoding import fingerprint
     from mlx_zip.training.planning import make_plan
     from mlx_zip.training.prepare import PrepareOptions
+    from mlx_zip.training.texts import read_pieces
     from mlx_zip.vocab.learner import WINDOW, learn
     from mlx_zip.vocab.packs import Pack, check_out, save_pack
 
@@ -66,7 +67,8 @@ def _learn(args: argparse.Namespace) -> int:
         trust_remote_code=args.trust_remote_code,
     )  # fmt: skip
     plan, tokenizer, _ = make_plan(options)
-    texts = list(_texts(options, tokenizer, args.most_ids))
+    tell = lambda line: print(line, file=sys.stderr)
+    texts = [piece.ids for piece in read_pieces(options.sources, tokenizer, args.most_ids, tell)]
     found = learn(plan.params, texts, args.size, window=window, progress=_progress)
     about = {
         "learned_from": [name for source in options.sources for name in source.data],
@@ -77,26 +79,6 @@ def _learn(args: argparse.Namespace) -> int:
     save_pack(args.out, pack)
     _tell(args, args.out, pack)
     return 0
-
-
-def _texts(options: Any, tokenizer: Any, most: int) -> Iterator[Any]:
-    """Base ids of record after record, until there are `most`; what cannot be read is told on standard error."""
-    from mlx_zip.training.encoding import Encoder
-    from mlx_zip.training.sources import Reader, Skipped, parse
-
-    encoder, read = Encoder(tokenizer, "all"), 0
-    for source in options.sources:
-        for item in Reader(source):
-            record = parse(item, source.columns)
-            piece = record if isinstance(record, Skipped) else encoder.encode([record])[0]
-            if isinstance(piece, Skipped):
-                if not piece.empty:
-                    print(f"skipped {piece.where}: {piece.reason}", file=sys.stderr)
-                continue
-            yield piece.ids[: most - read]
-            read += len(piece.ids)
-            if read >= most:
-                return
 
 
 def _progress(stage: str, entries: int, ids: int) -> None:
@@ -214,6 +196,7 @@ def _tell(args: argparse.Namespace, path: Path, pack: Any, texts: list[str] | No
 
 ACTIONS = {
     "learn": (_learn_flags, "learn the entries that shorten a corpus most", _learn),
+    "tune": (pack_tuning.add_arguments, "train the rows of a pack's entries for one model", pack_tuning.run),
     "show": (_show_flags, "show what a pack holds", _show),
     "merge": (_merge_flags, "make one pack of several", _merge),
     "check": (_check_flags, "check that a model can take a pack", _check),

@@ -16,7 +16,7 @@ from mlx_zip.vocab.tuned import PlainCodec
 
 
 def packed_config(base: Mapping[str, Any], plain: PlainCodec, entries: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """What of config.json changes for a plain model with these entries. Raises `ConfigError` for a config or entries that cannot be."""
+    """What of config.json changes for a plain model with these entries. Raises `ConfigError` for what cannot be."""
     width = base.get("hidden_size")
     if isinstance(width, bool) or not isinstance(width, int) or width < 1:
         raise ConfigError(f"config.json: hidden_size must be a positive integer, got {width!r}")
