@@ -41,8 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", required=True, help="model folder or hub id, zip2zip or plain")
     add_text_flags(parser)
     add("--out", required=True, type=Path, help="the tuned pack to write, a .npz file")
-    add("--run", type=Path,
-        help="folder of checkpoints and metrics.jsonl; continues what is there (default: OUT without .npz)")  # fmt: skip
+    add("--run", type=Path, metavar="DIR",
+        help="folder of checkpoints and metrics.jsonl; continued if there (default: OUT without .npz)")  # fmt: skip
     add("--valid", nargs="+", metavar="NAME",
         help=f"texts to hold out (default: one of {HELD_OUT} windows of --data)")  # fmt: skip
     add("--most-ids", type=int, default=5_000_000, metavar="N",

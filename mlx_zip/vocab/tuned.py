@@ -78,7 +78,7 @@ class TunedRows:
         return (self.model, self.plain, self.one) == (other.model, other.plain, other.one)
 
 
-class TunedStart(Sequence[tuple[int, ...]]):
+class TunedStart(Sequence[tuple[int, ...]]):  # by identity where it is a key, as it should be
     """A starting codebook whose entries bring their rows; wherever entries may be given, this may. It never changes."""
 
     def __init__(self, entries: Start, rows: TunedRows) -> None:
