@@ -41,6 +41,9 @@ def _learn_flags(parser: argparse.ArgumentParser) -> None:
     add_codec_flags(parser)
     add("--out", required=True, type=Path, help="the pack to write, a .npz file")
     add("--size", type=int, default=SIZE, help=f"entries at most (default: {SIZE})")
+    add("--head-cost", metavar="COST",
+        help="what a row more of the head costs, as a fraction of a step; model: as much as it costs --model. The pack "
+             "ends where an entry more would cost more than it saves (default: 0)")  # fmt: skip
     add("--window", type=int,
         help="base ids compressed on their own: the length of the texts that it is for (default: 256)")  # fmt: skip
     add("--most-ids", type=int, default=SAMPLE_IDS, metavar="N",
@@ -69,16 +72,36 @@ def _learn(args: argparse.Namespace) -> int:
     plan, tokenizer, _ = make_plan(options)
     tell = lambda line: print(line, file=sys.stderr)
     texts = [piece.ids for piece in read_pieces(options.sources, tokenizer, args.most_ids, tell)]
-    found = learn(plan.params, texts, args.size, window=window, progress=_progress)
-    about = {
+    cost = _head_cost(args)
+    found = learn(plan.params, texts, args.size, window=window, head_cost=cost, progress=_progress)
+    about: dict[str, Any] = {
         "learned_from": [name for source in options.sources for name in source.data],
         "window": window, "merge_size": plan.params.merge_size, "base_ids": found.base_ids,
         "ids_without": found.ids_without, "ids": found.ids, "uses": list(found.uses),
     }  # fmt: skip
+    if cost:
+        about |= {"head_cost": cost, "steps_cost": found.cost(cost)}
     pack = Pack(found.entries, fingerprint(tokenizer), about)
     save_pack(args.out, pack)
     _tell(args, args.out, pack)
     return 0
+
+
+def _head_cost(args: argparse.Namespace) -> float:
+    """What --head-cost says. Raises `DataError` for what is neither a number nor `model` beside --model."""
+    if args.head_cost is None:
+        return 0.0
+    if args.head_cost == "model":
+        if args.model is None:
+            raise DataError("--head-cost model needs --model, whose weights tell what a step reads")
+        from mlx_zip.loading import model_folder
+        from mlx_zip.models.step_bytes import head_cost
+
+        return head_cost(model_folder(args.model))
+    try:
+        return float(args.head_cost)
+    except ValueError as error:
+        raise DataError(f"--head-cost {args.head_cost!r} is neither a number nor model") from error
 
 
 def _progress(stage: str, entries: int, ids: int) -> None:
@@ -117,6 +140,8 @@ def _merge_flags(parser: argparse.ArgumentParser) -> None:
     add("files", nargs="+", metavar="FILE", help="packs of one tokenizer")
     add("--out", required=True, type=Path, help="the pack to write, a .npz file")
     add("--size", type=int, help="entries at most: the best of each in turn (default: all)")
+    add("--drop-rows", action="store_true",
+        help="leave tuned rows behind: packs tuned for different models, or not all tuned, can then be merged")  # fmt: skip
     add("--json", action="store_true", help="print one JSON object")
 
 
@@ -126,7 +151,7 @@ def _merge(args: argparse.Namespace) -> int:
     if args.size is not None and args.size < 1:
         raise DataError(f"--size must be at least 1, got {args.size}")
     check_out(args.out)
-    pack = merge_packs([load_pack(file) for file in args.files], args.size)
+    pack = merge_packs([load_pack(file) for file in args.files], args.size, args.drop_rows)
     save_pack(args.out, pack)
     _tell(args, args.out, pack)
     return 0
@@ -149,15 +174,29 @@ def _check(args: argparse.Namespace) -> int:
 
     pack, folder = load_pack(args.file), tokenizer_folder(args.model)
     codec = own_codec(read_config(folder))
-    if codec is None:
-        raise DataError(f"{args.model} has no hypertokens, so it can take no pack")
+    if codec is None and pack.rows is None:
+        raise DataError(f"{args.model} has no hypertokens, so it can take no pack but one that was tuned for it")
     _check_tokenizer(pack, _tokenizer(args.model), args.file)
     try:
-        replace(codec, start=pack.entries)
+        if codec is not None:
+            replace(codec, start=pack.entries)
     except CodecError as error:
         raise DataError(f"{args.file} does not fit {args.model}: {error}") from error
+    if pack.rows is not None:
+        _check_rows(args, pack)
     _tell(args, Path(args.file), pack)
     return 0
+
+
+def _check_rows(args: argparse.Namespace, pack: Any) -> None:
+    """The model is loaded with the pack. Raises `DataError` when its rows were tuned for another one."""
+    from mlx_zip.errors import MlxZipError
+    from mlx_zip.loading import load
+
+    try:
+        load(args.model, pack=pack)
+    except MlxZipError as error:
+        raise DataError(f"{args.file} does not fit {args.model}: {error}") from error
 
 
 def _tokenizer(name: str) -> Any:
@@ -178,7 +217,7 @@ def _tell(args: argparse.Namespace, path: Path, pack: Any, texts: list[str] | No
     uses = pack.about.get("uses", [])
     about = {key: value for key, value in pack.about.items() if key != "uses"}
     told = {"file": str(path), "entries": len(pack.entries), "longest": pack.merge_size, "tokenizer": pack.tokenizer,
-            "fingerprint": pack.fingerprint, **about}  # fmt: skip
+            "fingerprint": pack.fingerprint, "rows_of": pack.rows and pack.rows.model, **about}  # fmt: skip
     if texts is not None:
         rows = zip(texts, pack.entries, [*uses, *[None] * len(texts)], strict=False)
         told["best"] = [{"text": text, "base_ids": entry, "uses": n} for text, entry, n in rows]
@@ -190,6 +229,11 @@ def _tell(args: argparse.Namespace, path: Path, pack: Any, texts: list[str] | No
         base, ids, without = about["base_ids"], about["ids"], about["ids_without"]
         print(f"learned from {base:,} base ids in windows of {about.get('window')}: {base / ids:.3f} base ids per id, "
               f"{base / without:.3f} without it")  # fmt: skip
+    if {"head_cost", "steps_cost", "ids_without"} <= about.keys():
+        cost, total = about["head_cost"], about["steps_cost"]
+        print(f"a row costs {cost:.2e} of a step: {about['ids_without'] / total:.3f} times as fast as without it")
+    if pack.rows is not None:
+        print(f"rows tuned for model {pack.rows.model[:12]}: {pack.rows.output.dtype} {list(pack.rows.output.shape)}")
     for row in told.get("best", []):
         print(f"{row['uses'] if row['uses'] is not None else '':>8} {row['text']!r}")
 
