@@ -141,7 +141,7 @@ def _merge_flags(parser: argparse.ArgumentParser) -> None:
     add("--out", required=True, type=Path, help="the pack to write, a .npz file")
     add("--size", type=int, help="entries at most: the best of each in turn (default: all)")
     add("--drop-rows", action="store_true",
-        help="leave tuned rows behind: packs tuned for different models, or not all tuned, can then be merged")  # fmt: skip
+        help="leave tuned rows behind: then packs that are not all tuned for one model can be merged")  # fmt: skip
     add("--json", action="store_true", help="print one JSON object")
 
 
