@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_zip.codec.pack import Start, checked_entries, read_pack
+from mlx_zip.codec.pack import checked_entries, read_pack
 from mlx_zip.errors import DataError
 from mlx_zip.files import whole_file
-from mlx_zip.vocab.tuned import TunedRows, TunedStart, rows_from_arrays, rows_to_arrays
+from mlx_zip.vocab.tuned import AnyStart, TunedRows, TunedStart, rows_from_arrays, rows_to_arrays
 
 VERSION = 1
 SUFFIX = ".npz"
@@ -51,7 +51,7 @@ class Pack:
         return sha256(json.dumps(facts).encode()).hexdigest()
 
     @cached_property
-    def start(self) -> Start | TunedStart:
+    def start(self) -> AnyStart:
         """What a model begins with: the entries, with their rows if there are any."""
         return self.entries if self.rows is None else TunedStart(self.entries, self.rows)
 

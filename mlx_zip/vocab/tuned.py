@@ -78,8 +78,11 @@ class TunedRows:
         return (self.model, self.plain, self.one) == (other.model, other.plain, other.one)
 
 
-class TunedStart(Sequence[tuple[int, ...]]):  # by identity where it is a key, as it should be
-    """A starting codebook whose entries bring their rows; wherever entries may be given, this may. It never changes."""
+class TunedStart(Sequence[tuple[int, ...]]):
+    """A starting codebook whose entries bring their rows; wherever entries may be given, this may. It never changes.
+
+    Two are equal only if they are one: as keys they need no look at thousands of entries.
+    """
 
     def __init__(self, entries: Start, rows: TunedRows) -> None:
         if len(entries) != len(rows.output):
@@ -102,6 +105,9 @@ class TunedStart(Sequence[tuple[int, ...]]):  # by identity where it is a key, a
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TunedStart:
         return self
+
+
+AnyStart = Start | TunedStart
 
 
 def rows_to_arrays(rows: TunedRows) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
