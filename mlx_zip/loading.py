@@ -50,8 +50,8 @@ def load(
     rows were tuned for it. codebook_size: slots, in place of as many as a zip2zip model's config says.
 
     Returns (model, mlx-lm's `TokenizerWrapper`). Raises `ModelError` for a folder that is missing, incomplete or not
-    converted, and for a pack of another model; `ConfigError` when tokenizer and codebook boundary contradict each other
-    or the codebook cannot be so large; `CodecError` for a pack whose entries do not fit.
+    converted, and for a pack of another model; `ConfigError` when tokenizer and codebook boundary contradict each
+    other, the codebook cannot be so large, or the pack's entries do not fit.
     """
     folder = model_folder(path_or_hf_repo, revision)
     config = read_config(folder)
@@ -89,10 +89,10 @@ def codebook_changes(config: Mapping[str, Any], size: int | None, start: Sequenc
     """
     if config["model_type"] == MODEL_TYPE:
         section = config.get("zip2zip")
-        if size is None or not isinstance(section, Mapping):
+        sizes = section.get("compression") if isinstance(section, Mapping) else None
+        if size is None or not isinstance(section, Mapping) or not isinstance(sizes, Mapping):
             return {}
-        sizes = {**(section.get("compression") or {}), "max_codebook_size": size}
-        return {"zip2zip": {**section, "compression": sizes}}
+        return {"zip2zip": {**section, "compression": {**sizes, "max_codebook_size": size}}}
     if size is not None:
         raise ModelError("codebook_size (--codebook-size): a plain model has no codebook of its own")
     if start is None:

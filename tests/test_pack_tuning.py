@@ -152,6 +152,14 @@ def test_a_tuning_goes_on_as_if_it_had_never_stopped_and_depends_on_its_seed_alo
     assert run_tuning(tmp_path / "other", seed=1).rows.fingerprint != whole.rows.fingerprint
 
 
+def test_windows_longer_than_the_models_context_are_refused(tmp_path):
+    model = model_of()
+    model.args.config["max_position_embeddings"] = 24
+    with pytest.raises(TrainingError, match=r"windows of 28 base ids .* 24 positions"):
+        run_tuning(tmp_path / "run", model)
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize("change", ["model", "pack", "settings"])
 def test_anothers_run_is_refused(change, tmp_path):
     run_tuning(tmp_path / "run", iters=2)
@@ -289,6 +297,7 @@ def test_what_cannot_be_tuned_is_an_error_and_nothing_is_written(run):
     for flags, told in (
         (("--codebook-size", 2), "2"), (("--context", 1), "context"), (("--valid-ids", 0), "--valid-ids"),
         (("--iters", 0), "iters"), (("--most-ids", 5), "--valid"),
+        (("--valid", "nowhere.txt"), "nowhere.txt"),
     ):  # fmt: skip
         status, _, err = run(*command, *flags)
         assert (status, err.count("\n")) == (2, 1), (flags, err)

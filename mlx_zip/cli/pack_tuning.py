@@ -128,6 +128,7 @@ def _texts(args: argparse.Namespace, plan: Any, tokenizer: Any) -> tuple[Any, An
     else:
         like = own[0]
         other = Source(tuple(args.valid), 1.0, like.separator, like.columns, like.subsets, like.split)
+        other.check()
         held = windows((other,), args.valid_ids)
     held = _first(held, args.valid_ids)
     if not held:

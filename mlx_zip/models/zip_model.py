@@ -119,7 +119,7 @@ class Model(Ahead):
     def take_pack(self, start: Sequence[Any]) -> None:
         """Requests begin with these entries from now on, unless they name others.
 
-        Raises `CodecError` naming the entry that does not fit, `ModelError` for rows of another model.
+        Raises `ConfigError` naming the entry that does not fit, `ModelError` for rows of another model.
         """
         config = replace(self.config, start=tuple(map(tuple, start)))
         if isinstance(start, TunedStart):

@@ -67,6 +67,7 @@ def tune(
     model, else with those of the model's encoder (of a plain model the mean of the parts' rows). Of the settings
     those that choose what is trained have no part. Raises `TrainingError`, `DataError`.
     """
+    _check_context(model, data, valid)
     name, params = model.fingerprint, data.params
     rows = _first_rows(pack, model, name, params)
     if settings.dtype == "float32":
@@ -88,6 +89,13 @@ def tune(
     read = output if model.sides_are_one else _kept(trainee.read_rows, save_dtype)
     codec = plain_codec(params, model.config.position_mode) if plain else None
     return Tuned(TunedRows(read, output, name, codec), outcome, before, after)
+
+
+def _check_context(model: Model, data: Texts, valid: Texts) -> None:
+    context = model.args.config.get("max_position_embeddings")
+    longest = max(sample.base_ids for sample in (*data.samples, *valid.samples))
+    if isinstance(context, int) and longest > context:
+        raise TrainingError(f"there are windows of {longest} base ids (--context), the model has {context} positions")
 
 
 def _first_rows(pack: Pack, model: Model, name: str, params: CodecParams) -> list[mx.array]:
