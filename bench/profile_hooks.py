@@ -82,7 +82,7 @@ PLAIN_HOOKS = (
 )
 ZIP_HOOKS = (
     *PLAIN_HOOKS,
-    Hook("wait", "mlx_zip.models.zip_model", "_host_ids"),
+    *(Hook("wait", f"mlx_zip.models.{room}", "read_ids") for room in ("zip_model", "ahead")),
     Hook("call", MODEL, "__call__"),
     Hook("embedding", MODEL, "_embed", _result),
     *(Hook("rows", ROWS, name, _table) for name in ("_encode", "_encode_one")),

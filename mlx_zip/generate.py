@@ -54,7 +54,8 @@ def stream_generate(
     prompt: text, chat messages, or base ids. max_tokens: base tokens, -1 for no limit but the context's. stop: text
     that ends the output and is not part of it. prompt_cache: from `model.make_cache()`, to go on from what it holds
     (text then gets no special tokens); it is updated in place. start: starting codebook of a new cache, entries of base
-    ids in place of the model's own. sampling: fields of `Sampling` (temp, top_p, seed,
+    ids in place of the model's own, with tuned rows or without (`Pack.start`); of a prompt cache the one that it was
+    begun with, whose rows a saved cache does not hold. sampling: fields of `Sampling` (temp, top_p, seed,
     repetition_penalty, logit_bias, ...), unless a `sampler` is given. logits_processors see the ids as the model
     does, hypertokens included. prompt_progress_callback(ids done, ids in all).
 
@@ -66,13 +67,11 @@ def stream_generate(
     options = Sampling(**sampling)
     cache = _new_cache(model, start)
     if prompt_cache is not None:
-        if start is not None:
-            raise GenerationError("start (--codebook) is for a new cache; the prompt cache has its own codebook")
         if len(prompt_cache) != len(cache) or (find_state(prompt_cache) is None) != (find_state(cache) is None):
             raise GenerationError("the prompt cache was not made for this model")
         cache = prompt_cache
         if hasattr(model, "layout"):
-            model.check_cache(cache)
+            model.check_cache(cache)[1].begun_with([start])
     _check_kv(model, cache, kv_bits, kv_group_size, prefill_step_size)
     request = Request(model, tokenizer, prompt, cache, max_tokens=max_tokens, stop=stop)
     sampler = _make_sampler(options, sampler, model, tokenizer)
@@ -263,7 +262,10 @@ def _new_cache(model: Any, start: Sequence[Any] | None) -> list[Any]:
     if start is None:
         return make_prompt_cache(model)
     if not hasattr(model, "layout"):
-        raise GenerationError("start (--codebook): this model has no hypertokens, so nothing could use it")
+        raise GenerationError(
+            "start (--codebook): this model has no hypertokens, so nothing could use it; load it with a pack that was "
+            "tuned for it (mlx_zip vocab pack tune)"
+        )
     return model.make_cache(start=start)
 
 

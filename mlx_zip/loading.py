@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
@@ -18,8 +18,11 @@ from mlx_lm.utils import load as mlx_load
 from mlx_zip.bundled import NAMES, here_or_bundled
 from mlx_zip.errors import MlxZipError, ModelError, bare_exceptions_as_value_errors
 from mlx_zip.hyper import RowStore
+from mlx_zip.models.packed import packed_config
 from mlx_zip.register import MODEL_TYPE
 from mlx_zip.vocab.adaptbpe.plain import follow_folder
+from mlx_zip.vocab.packs import Pack
+from mlx_zip.vocab.tuned import TunedStart
 
 UPSTREAM_CONFIG = "zip2zip_config.json"
 _WEIGHTS_AND_CODE = ["model*.safetensors", "*.py", "tokenizer.model", "*.tiktoken", "*.txt", "*.jsonl", "*.jinja"]
@@ -35,26 +38,31 @@ def load(
     trust_remote_code: bool = False,
     canonical: bool | None = None,
     row_store: RowStore | None = None,
+    pack: Pack | None = None,
+    codebook_size: int | None = None,
 ) -> tuple[Any, Any]:
     """Loads a converted zip2zip model, or any plain mlx-lm model, and its tokenizer.
 
     path_or_hf_repo: a local folder, a bundled model ("stories") or a Hugging Face hub id. canonical: whether a zip2zip
     model decodes canonically (`mlx_zip.canonical`), None for what its config says; no matter to a plain model.
     row_store: keeps rows of hypertokens from one request to the next; models may share one. Default: one of its own, in
-    memory.
+    memory. pack: a codebook pack that requests begin with unless they name another start; a plain model takes one whose
+    rows were tuned for it. codebook_size: slots, in place of as many as a zip2zip model's config says.
 
     Returns (model, mlx-lm's `TokenizerWrapper`). Raises `ModelError` for a folder that is missing, incomplete or not
-    converted, and `ConfigError` when tokenizer and codebook boundary contradict each other.
+    converted, and for a pack of another model; `ConfigError` when tokenizer and codebook boundary contradict each
+    other, the codebook cannot be so large, or the pack's entries do not fit.
     """
     folder = model_folder(path_or_hf_repo, revision)
     config = read_config(folder)
+    changes = codebook_changes(config, codebook_size, None if pack is None else pack.start)
     try:
         with no_talk_of_model_types(), bare_exceptions_as_value_errors():
             loaded = mlx_load(
                 str(folder),
                 adapter_path=adapter_path,
                 tokenizer_config={"trust_remote_code": trust_remote_code, **(tokenizer_config or {})},
-                model_config=rope_settings(config),
+                model_config={**rope_settings(config), **changes},
                 lazy=lazy,
                 trust_remote_code=trust_remote_code,
             )
@@ -69,7 +77,33 @@ def load(
         if canonical is not None:
             model.config = replace(model.config, canonical=canonical)
         model.row_store = RowStore() if row_store is None else row_store
+        if pack is not None:
+            model.take_pack(pack.start)
     return model, loaded[1]
+
+
+def codebook_changes(config: Mapping[str, Any], size: int | None, start: Sequence[Any] | None) -> dict[str, Any]:
+    """What of config.json changes for a codebook of so many slots (None: as it says) that begins with these entries.
+
+    Raises `ModelError` for a plain model that is to have slots of its own, or entries without rows.
+    """
+    if config["model_type"] == MODEL_TYPE:
+        section = config.get("zip2zip")
+        sizes = section.get("compression") if isinstance(section, Mapping) else None
+        if size is None or not isinstance(section, Mapping) or not isinstance(sizes, Mapping):
+            return {}
+        return {"zip2zip": {**section, "compression": {**sizes, "max_codebook_size": size}}}
+    if size is not None:
+        raise ModelError("codebook_size (--codebook-size): a plain model has no codebook of its own")
+    if start is None:
+        return {}
+    if not isinstance(start, TunedStart) or start.rows.plain is None:
+        kind = "has no rows" if not isinstance(start, TunedStart) else "was tuned for a zip2zip model"
+        raise ModelError(
+            f"the pack (--codebook) {kind}, and a plain model has no hyper-encoder to make some: tune the pack for it "
+            "(mlx_zip vocab pack tune)"
+        )
+    return packed_config(config, start.rows.plain, start.entries)
 
 
 def load_failures() -> tuple[type[Exception], ...]:

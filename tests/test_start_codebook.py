@@ -284,7 +284,7 @@ def test_one_start_serves_all_prompts_of_a_batch():
 
 
 def test_a_start_beside_a_prompt_cache_or_for_a_plain_model_is_refused():
-    with pytest.raises(GenerationError, match="for a new cache"):
+    with pytest.raises(ModelError, match="begun with another starting codebook"):
         run(start=START, prompt_cache=MODEL.make_cache())
     with pytest.raises(GenerationError, match="no hypertokens"):
         run(model=plain_model(), start=START)

@@ -197,5 +197,6 @@ def test_rows_are_encoded_only_when_needed():
 
 @pytest.mark.parametrize("first", ["mlx_zip", "mlx_lm.models.cache"])
 def test_mlx_lm_knows_the_state_whichever_is_imported_first(first):
-    code = f"import {first}, mlx_zip, mlx_lm.models.cache as c; assert c.ZipState.__module__ == 'mlx_zip.state'"
+    home = "mlx_zip.state.zip_state"
+    code = f"import {first}, mlx_zip, mlx_lm.models.cache as c; assert c.ZipState.__module__ == {home!r}"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -73,6 +73,45 @@ def test_any_text_gives_a_lawful_pack_and_the_same_again(texts, size, data):
     assert learn(params, texts, size, window=window) == found
 
 
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 5), max_size=60), min_size=1, max_size=4), st.floats(1e-4, 0.2), st.data())
+def test_no_entry_of_a_pack_costs_more_than_it_saves(texts, head_cost, data):
+    params, window = CodecParams(6, 16, data.draw(st.integers(2, 4))), 20
+    if not any(texts):
+        return
+    found = learn(params, texts, 12, window=window, head_cost=head_cost)
+    assert len(found.entries) <= len(learn(params, texts, 12, window=window).entries)
+    price = lambda entries: steps(params, texts, entries, window) * (1 + head_cost * len(entries))
+    whole = price(found.entries)
+    assert whole == found.cost(head_cost)
+    assert all(price(found.entries[:i] + found.entries[i + 1 :]) > whole for i in range(len(found.entries)))
+
+
+def steps(params, texts, entries, window):
+    """Ids of texts that begin with these entries, window by window, by the codec alone."""
+    params = replace(params, start=entries or None)
+    return sum(len(compress(params, text[at : at + window])[0]) for text in texts for at in range(0, len(text), window))
+
+
+@pytest.mark.parametrize("head_cost", [0.001, 0.01, 0.03, 0.1, 0.3])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_pack_with_a_price_is_the_best_of_all_parts_of_the_one_without(seed, head_cost):
+    texts = sentences(6, seed)
+    every = learn(PARAMS, texts, 8, window=40).entries
+    found = learn(PARAMS, texts, 8, window=40, head_cost=head_cost)
+    parts = [tuple(e for i, e in enumerate(every) if bits >> i & 1) for bits in range(1 << len(every))]
+    least = min(steps(PARAMS, texts, part, 40) * (1 + head_cost * len(part)) for part in parts)
+    assert found.cost(head_cost) == pytest.approx(least, rel=1e-12)
+
+
+def test_a_dearer_row_makes_a_smaller_pack():
+    sizes = [len(learn(PARAMS, sentences(20), 40, head_cost=cost).entries) for cost in (0, 0.01, 0.1, 5.0)]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] > sizes[1] > sizes[3] == 0
+    with pytest.raises(DataError, match="--head-cost"):
+        learn(PARAMS, sentences(2), 4, head_cost=-1.0)
+
+
 def test_a_text_in_which_nothing_recurs_has_no_pack():
     found = learn(PARAMS, [list(range(10, 40))], 5)
     assert found.entries == ()

@@ -2,13 +2,16 @@
 
 import json
 
+import numpy as np
 import pytest
 import tiny_text
 from command_line import runner, stay_home
 from prepared import tokenizer_folder
+from safetensors.numpy import load_file
 
 from mlx_zip.codec.pack import write_pack
 from mlx_zip.vocab.packs import Pack, load_pack, save_pack
+from mlx_zip.vocab.tuned import TunedRows
 
 MODEL = "llama_transformer_tied_lora"
 TEXT = "the cat sat on the mat. the dog sat on the cat.\n" * 30
@@ -69,6 +72,39 @@ def test_a_pack_is_learned_shown_and_merged(run, learn, tmp_path):
 
 def test_a_long_text_is_read_up_to_a_bound(learn):
     assert learn("a.npz", "--tokenizer", tokenizer_folder(), "--most-ids", 100)["base_ids"] == 100
+
+
+def test_a_pack_ends_where_a_row_of_the_head_costs_more_than_it_saves(run, learn, text):
+    model = tiny_text.converted(MODEL)
+    whole = learn("a.npz", "--model", model, "--size", 12)
+    priced = learn("b.npz", "--model", model, "--size", 12, "--head-cost", "0.05")
+    assert priced["entries"] < whole["entries"]
+    assert priced["steps_cost"] == pytest.approx(priced["ids"] * (1 + 0.05 * priced["entries"]))
+    assert "head_cost" not in whole
+    assert "a row costs 5.00e-02 of a step" in run("vocab", "pack", "show", "b.npz")[1]
+    by_model = learn("c.npz", "--model", model, "--size", 12, "--head-cost", "model")
+    arrays = load_file(model / "model.safetensors")
+    read = sum(x.nbytes for name, x in arrays.items() if not name.startswith(("input_enc", "output_enc")))
+    assert by_model["head_cost"] == pytest.approx(arrays["model.norm.weight"].nbytes / read)  # tied: all is read
+    learn_flags = ("vocab", "pack", "learn", "--data", text, "--out", "d.npz")
+    for cost in ("model", "much", "-1"):
+        status, _, err = run(*learn_flags, "--tokenizer", tokenizer_folder(), "--head-cost", cost)
+        assert (status, err.count("\n")) == (2, 1)
+        assert "--head-cost" in err
+
+
+def test_tuned_packs_are_merged_with_their_rows_or_without(run):
+    rows = [np.full((2, 4), x, np.float32) for x in (1, 2, 3)]
+    packs = {"a.npz": (((5, 6), (6, 7)), rows[0], "m"), "b.npz": (((7, 8), (5, 6)), rows[1], "m"),
+             "c.npz": (((8, 9), (9, 9)), rows[2], "n")}  # fmt: skip
+    for file, (entries, output, model) in packs.items():
+        save_pack(file, Pack(entries, None, {}, TunedRows(output, output, model)))
+    assert run("vocab", "pack", "merge", "a.npz", "b.npz", "--out", "ab.npz")[0] == 0
+    assert load_pack("ab.npz").rows.output[:, 0].tolist() == [1, 2, 1]
+    status, _, err = run("vocab", "pack", "merge", "a.npz", "c.npz", "--out", "ac.npz")
+    assert (status, "--drop-rows" in err) == (2, True)
+    assert run("vocab", "pack", "merge", "a.npz", "c.npz", "--drop-rows", "--out", "ac.npz")[0] == 0
+    assert load_pack("ac.npz").rows is None
 
 
 def test_protected_ids_are_in_no_entry(learn, text):
@@ -159,7 +195,8 @@ def test_a_pack_with_more_entries_than_slots_is_refused_with_the_cure(run):
     save_pack("many.npz", Pack(tuple(pairs)))
     status, _, err = run("generate", "--model", model, "--prompt", "the", "--codebook", "many.npz")
     assert status == 2
-    assert f"the model's codebook has {slots} slots; make a smaller pack" in err
+    assert f"the model's codebook has {slots} slots; give it more (--codebook-size)" in err
+    assert "make a smaller pack" in err
 
 
 def test_a_pack_that_is_too_long_for_a_model_is_refused(run):

@@ -14,8 +14,8 @@ from mlx_zip.errors import DataError
 CONTEXT = 1024
 AVAILABILITY = ("causal", "legacy")
 _SETTINGS = (
-    "codebook", "separator", "pack", "limit_bytes", "batch_size", "availability", "generate", "prompts",
-    "opening", "turns", "keep_cache", "max_tokens", "temp", "top_p", "stop", "seed", "tasks", "include_path",
+    "codebook", "codebook_size", "separator", "pack", "limit_bytes", "batch_size", "availability", "generate",
+    "prompts", "opening", "turns", "keep_cache", "max_tokens", "temp", "top_p", "stop", "seed", "tasks", "include_path",
     "num_shots", "limit", "border", "apply_chat_template",
 )  # fmt: skip
 
@@ -105,7 +105,7 @@ class Evaluation:
 
     def __init__(self, args: argparse.Namespace, corpus: Any, chosen: packs.Packs | None, store: Any = None) -> None:
         self.args, self.corpus, self.packs, self.store = args, corpus, chosen, store
-        self.start = None if chosen is None else chosen.merged.entries
+        self.start = None if chosen is None else chosen.merged.start
         self.models: list[dict[str, Any]] = []
         self.altered = 0
         self.task_context: int | None = args.context
@@ -115,14 +115,8 @@ class Evaluation:
     def add(self, name: str) -> None:
         """Loads a model, measures all that was asked for, and lets go of it."""
         from mlx_zip.evaluation.scoring import context_limit, is_zip
-        from mlx_zip.generate import load
 
-        model, tokenizer = load(
-            name,
-            trust_remote_code=self.args.trust_remote_code,
-            canonical=self.args.canonical,
-            row_store=self.store,
-        )
+        model, tokenizer = self._load(name)
         if self.packs is not None and is_zip(model):
             packs.check(self.packs, model, tokenizer)
         if self.args.context is None:
@@ -130,7 +124,8 @@ class Evaluation:
             self.args.context = min(CONTEXT, self.task_context)
         record: dict[str, Any] = {"model": name, "kind": "zip2zip" if is_zip(model) else "plain"}
         if is_zip(model):
-            record["canonical"] = model.config.canonical
+            record |= {"canonical": model.config.canonical, **packs.record(self.packs, model)}
+            record["kind"] = "plain with a pack" if model.is_plain else "zip2zip"
         if self.corpus:
             record["text"] = self._text(name, model, tokenizer)
         if self.args.generate is not None:
@@ -138,6 +133,23 @@ class Evaluation:
         if self.args.tasks:
             record["tasks"] = self._tasks(model, tokenizer)
         self.models.append(record)
+
+    def _load(self, name: str) -> tuple[Any, Any]:
+        """A model and its tokenizer; a plain one with the pack only if that was tuned for it."""
+        from mlx_zip.generate import load
+        from mlx_zip.hyper import model_fingerprint
+
+        options = {"trust_remote_code": self.args.trust_remote_code, "canonical": self.args.canonical,
+                   "row_store": self.store}  # fmt: skip
+        plain = packs.is_plain(name)
+        chosen = packs.load_options(self.args, self.packs, plain)
+        if not plain:
+            return load(name, **options, **chosen)
+        loaded = load(name, **options)
+        rows = None if chosen["pack"] is None else chosen["pack"].rows
+        if rows is None or rows.plain is None or rows.model != model_fingerprint(loaded[0]):
+            return loaded
+        return load(name, **options, **chosen)
 
     def _text(self, name: str, model: Any, tokenizer: Any) -> dict[str, Any]:
         from mlx_zip.evaluation.bits import compare_bits, measure_bits

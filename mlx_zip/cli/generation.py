@@ -98,15 +98,20 @@ def run(args: argparse.Namespace) -> int:
 
     chosen = packs.read(args)
     cache, metadata = (None, {}) if args.prompt_cache_file is None else _read_cache(args)
+    name = args.model or metadata["model"]
+    plain = (chosen is not None or args.codebook_size is not None) and packs.is_plain(name, args.revision)
+    if plain and args.codebook_size is not None:
+        raise GenerationError(f"--codebook-size: {name} is a plain model, whose codebook is its pack or none")
     with rows.open_store(args) as store:
         model, tokenizer = load(
-            args.model or metadata["model"],
+            name,
             adapter_path=args.adapter_path,
             tokenizer_config=json.loads(metadata.get("tokenizer_config", "{}")),
             revision=args.revision,
             trust_remote_code=args.trust_remote_code,
             canonical=args.canonical,
             row_store=store,
+            **packs.load_options(args, chosen, plain),
         )
         if chosen is not None:
             packs.check(chosen, model, tokenizer)
@@ -118,14 +123,15 @@ def run(args: argparse.Namespace) -> int:
             max_tokens=args.max_tokens,
             stop=args.stop,
             prompt_cache=cache,
-            start=None if chosen is None else chosen.merged.entries,
+            start=None if chosen is None else chosen.merged.start,
             prefill_step_size=args.prefill_step_size,
             kv_bits=args.kv_bits,
             kv_group_size=args.kv_group_size,
             quantized_kv_start=args.quantized_kv_start,
             **options,
         )
-        return show(responses, args, sys.stdout, store if hasattr(model, "layout") else None)
+        zips = hasattr(model, "layout")
+        return show(responses, args, sys.stdout, store if zips else None, packs.record(chosen, model))
 
 
 class _Given(argparse.Action):
@@ -145,8 +151,13 @@ def _tell_a_story(args: argparse.Namespace) -> None:
         args.max_tokens = bundled.MAX_TOKENS
 
 
-def show(responses: Any, args: argparse.Namespace, out: TextIO, store: Any = None) -> int:
-    """Prints the text as it comes and the figures after it; Ctrl-C ends both cleanly. store: the `RowStore` used."""
+def show(
+    responses: Any, args: argparse.Namespace, out: TextIO, store: Any = None, codebook: dict[str, Any] | None = None
+) -> int:
+    """Prints the text as it comes and the figures after it; Ctrl-C ends both cleanly.
+
+    store: the `RowStore` used. codebook: what --json says of it.
+    """
     from mlx_zip.generate import RULE, footer
 
     framed, coloured = args.verbose and not args.json, _coloured(args.color, out)
@@ -162,7 +173,8 @@ def show(responses: Any, args: argparse.Namespace, out: TextIO, store: Any = Non
     except KeyboardInterrupt:
         status = 130
     if args.json:
-        print(json.dumps(_record(args, text, response, status) | _rows(store), ensure_ascii=False), file=out)
+        record = _record(args, text, response, status) | (codebook or {}) | _rows(store)
+        print(json.dumps(record, ensure_ascii=False), file=out)
         return status
     print(file=out)
     if framed:

@@ -1,4 +1,4 @@
-"""The flag --codebook of the commands that run models: packs of entries that exist before the first id."""
+"""The flags --codebook and --codebook-size of the commands that run models: packs, and how much may grow beside."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ if TYPE_CHECKING:
 
 
 def add_flag(add: Any) -> None:
-    """Declares --codebook, which may be given several times."""
+    """Declares --codebook, which may be given several times, and --codebook-size."""
     add("--codebook", "--start-codebook", dest="codebook", action="append", metavar="FILE",
         help="pack (.json, .npz, .npy) of entries that exist from the start, in place of the model's own; several are "
-             "merged")  # fmt: skip
+             "merged; a plain model takes one that was tuned for it")  # fmt: skip
+    add("--codebook-size", type=int, metavar="N",
+        help="hypertokens at most, the pack's and those that grow (default: as the model's config says)")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,28 @@ def read(args: argparse.Namespace) -> Packs | None:
     return Packs(files, merge_packs(found) if len(found) > 1 else found[0])
 
 
+def load_options(args: argparse.Namespace, packs: Packs | None, plain: bool) -> dict[str, Any]:
+    """What `load` needs to know of them: a pack with rows, and a size. plain: whether the model is no zip2zip one."""
+    pack = None if packs is None or packs.merged.rows is None else packs.merged
+    return {"pack": pack, "codebook_size": None if plain else args.codebook_size}
+
+
+def is_plain(name: str, revision: str | None = None) -> bool:
+    """Whether a model is no zip2zip one, by its config. Raises `ModelError`."""
+    from mlx_zip.loading import model_folder, read_config
+    from mlx_zip.register import MODEL_TYPE
+
+    return read_config(model_folder(name, revision))["model_type"] != MODEL_TYPE
+
+
+def record(packs: Packs | None, model: Any) -> dict[str, Any]:
+    """What a record says of a zip2zip model's codebook: its slots, and the pack in them."""
+    if not hasattr(model, "layout"):
+        return {}
+    mark = None if packs is None else packs.merged.fingerprint
+    return {"codebook_size": model.layout.codebook_size, "codebook_fingerprint": mark}
+
+
 def check(packs: Packs, model: Any, tokenizer: Any) -> None:
     """Raises `GenerationError` or `DataError` naming the packs when they do not fit the model or its tokenizer."""
     name, entries = f"--codebook {' '.join(packs.files)}", packs.merged.entries
@@ -46,8 +70,8 @@ def check(packs: Packs, model: Any, tokenizer: Any) -> None:
         return
     if len(entries) > (room := model.config.codebook_size):
         raise GenerationError(
-            f"{name}: {len(entries)} entries, the model's codebook has {room} slots; make a smaller pack with "
-            "`mlx_zip vocab pack merge --size`"
+            f"{name}: {len(entries)} entries, the model's codebook has {room} slots; give it more (--codebook-size), "
+            "or make a smaller pack with `mlx_zip vocab pack merge --size`"
         )
     try:
         replace(model.config.codec_params, start=entries)

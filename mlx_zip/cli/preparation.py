@@ -36,10 +36,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_source_flags(parser: argparse.ArgumentParser) -> None:
-    """Declares the flags that name a tokenizer and texts; `sources` reads them."""
+    """Declares the flags that name a tokenizer and texts; `sources` reads the latter."""
     add = parser.add_argument
     add("--model", help="model folder, bundled model or hub id: its tokenizer, and its codec if it is a zip2zip model")
     add("--tokenizer", help="instead of --model: folder, tokenizer.json, bundled model or hub id")
+    add_text_flags(parser)
+
+
+def add_text_flags(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags that name texts; `sources` reads them."""
+    add = parser.add_argument
     add("--trust-remote-code", action="store_true", help="let the tokenizer run code of its own")
     add("--data", nargs="+", metavar="NAME",
         help=".txt or .jsonl files (or with .gz), .parquet files, folders or hub names of data sets")  # fmt: skip

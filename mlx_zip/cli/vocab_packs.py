@@ -1,14 +1,15 @@
-"""`mlx_zip vocab pack`: learns the entries that a codebook begins with, shows, merges and checks them."""
+"""`mlx_zip vocab pack`: learns the entries that a codebook begins with, tunes, shows, merges and checks them."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mlx_zip.cli import pack_tuning
 from mlx_zip.cli.actions import TOKENIZER, add_actions, add_json, progress, writable
 from mlx_zip.cli.preparation import add_codec_flags, add_source_flags, disabled_ids, sources
 from mlx_zip.errors import DataError
@@ -39,6 +40,9 @@ def _learn_flags(parser: argparse.ArgumentParser) -> None:
     add_codec_flags(parser)
     add("--out", required=True, type=Path, help="the pack to write, a .npz file")
     add("--size", type=int, default=SIZE, help=f"entries at most (default: {SIZE})")
+    add("--head-cost", metavar="COST",
+        help="what a row more of the head costs, as a fraction of a step; model: as much as it costs --model. The pack "
+             "ends where an entry more would cost more than it saves (default: 0)")  # fmt: skip
     add("--window", type=int,
         help="base ids compressed on their own: the length of the texts that it is for (default: 256)")  # fmt: skip
     add("--most-ids", type=int, default=SAMPLE_IDS, metavar="N",
@@ -49,6 +53,7 @@ def _learn_flags(parser: argparse.ArgumentParser) -> None:
 def _learn(args: argparse.Namespace) -> int:
     from mlx_zip.training.planning import make_plan
     from mlx_zip.training.prepare import PrepareOptions
+    from mlx_zip.training.texts import read_pieces
     from mlx_zip.vocab.first_stage import tokenizer_fingerprint
     from mlx_zip.vocab.learner import WINDOW, learn
     from mlx_zip.vocab.packs import SUFFIX, Pack, save_pack
@@ -64,39 +69,41 @@ def _learn(args: argparse.Namespace) -> int:
         trust_remote_code=args.trust_remote_code,
     )  # fmt: skip
     plan, tokenizer, _ = make_plan(options)
-    texts = list(_texts(options, tokenizer, args.most_ids))
-    found = learn(plan.params, texts, args.size, window=window, progress=_progress)
-    about = {
+    texts = []
+    with progress("Reading", "id", args.most_ids, unit_scale=True) as bar:
+        for piece in read_pieces(options.sources, tokenizer, args.most_ids, partial(bar.write, file=sys.stderr)):
+            texts.append(piece.ids)
+            bar.update(len(piece.ids))
+    cost = _head_cost(args)
+    found = learn(plan.params, texts, args.size, window=window, head_cost=cost, progress=_progress)
+    about: dict[str, Any] = {
         "learned_from": [name for source in options.sources for name in source.data],
         "window": window, "merge_size": plan.params.merge_size, "base_ids": found.base_ids,
         "ids_without": found.ids_without, "ids": found.ids, "uses": list(found.uses),
     }  # fmt: skip
+    if cost:
+        about |= {"head_cost": cost, "steps_cost": found.cost(cost)}
     pack = Pack(found.entries, tokenizer_fingerprint(tokenizer), about)
     save_pack(args.out, pack)
     _tell(args, args.out, pack)
     return 0
 
 
-def _texts(options: Any, tokenizer: Any, most: int) -> Iterator[Any]:
-    """Base ids of record after record, until there are `most`; what cannot be read is told on standard error."""
-    from mlx_zip.training.encoding import Encoder
-    from mlx_zip.training.sources import Reader, Skipped, parse
+def _head_cost(args: argparse.Namespace) -> float:
+    """What --head-cost says. Raises `DataError` for what is neither a number nor `model` beside --model."""
+    if args.head_cost is None:
+        return 0.0
+    if args.head_cost == "model":
+        if args.model is None:
+            raise DataError("--head-cost model needs --model, whose weights tell what a step reads")
+        from mlx_zip.loading import model_folder
+        from mlx_zip.models.step_bytes import head_cost
 
-    encoder, read = Encoder(tokenizer, "all"), 0
-    with progress("Reading", "id", most, unit_scale=True) as bar:
-        for source in options.sources:
-            for item in Reader(source):
-                record = parse(item, source.columns)
-                piece = record if isinstance(record, Skipped) else encoder.encode([record])[0]
-                if isinstance(piece, Skipped):
-                    if not piece.empty:
-                        bar.write(f"skipped {piece.where}: {piece.reason}", file=sys.stderr)
-                    continue
-                yield piece.ids[: most - read]
-                read += len(piece.ids)
-                bar.update(len(piece.ids))
-                if read >= most:
-                    return
+        return head_cost(model_folder(args.model))
+    try:
+        return float(args.head_cost)
+    except ValueError as error:
+        raise DataError(f"--head-cost {args.head_cost!r} is neither a number nor model") from error
 
 
 def _progress(stage: str, entries: int, ids: int) -> None:
@@ -136,6 +143,8 @@ def _merge_flags(parser: argparse.ArgumentParser) -> None:
     add("files", nargs="+", metavar="FILE", help="packs of one tokenizer")
     add("--out", required=True, type=Path, help="the pack to write, a .npz file")
     add("--size", type=int, help="entries at most: the best of each in turn (default: all)")
+    add("--drop-rows", action="store_true",
+        help="leave tuned rows behind: then packs that are not all tuned for one model can be merged")  # fmt: skip
     add_json(add)
 
 
@@ -145,7 +154,7 @@ def _merge(args: argparse.Namespace) -> int:
     if args.size is not None and args.size < 1:
         raise DataError(f"--size must be at least 1, got {args.size}")
     args.out = writable("--out", args.out, "a pack", SUFFIX)
-    pack = merge_packs([load_pack(file) for file in args.files], args.size)
+    pack = merge_packs([load_pack(file) for file in args.files], args.size, args.drop_rows)
     save_pack(args.out, pack)
     _tell(args, args.out, pack)
     return 0
@@ -168,15 +177,29 @@ def _check(args: argparse.Namespace) -> int:
 
     pack, folder = load_pack(args.file), tokenizer_folder(args.model)
     codec = own_codec(read_config(folder))
-    if codec is None:
-        raise DataError(f"{args.model} has no hypertokens, so it can take no pack")
+    if codec is None and pack.rows is None:
+        raise DataError(f"{args.model} has no hypertokens, so it can take no pack but one that was tuned for it")
     _check_tokenizer(pack, _tokenizer(args.model), args.file)
     try:
-        replace(codec, start=pack.entries)
+        if codec is not None:
+            replace(codec, start=pack.entries)
     except CodecError as error:
         raise DataError(f"{args.file} does not fit {args.model}: {error}") from error
+    if pack.rows is not None:
+        _check_rows(args, pack)
     _tell(args, Path(args.file), pack)
     return 0
+
+
+def _check_rows(args: argparse.Namespace, pack: Any) -> None:
+    """The model is loaded with the pack. Raises `DataError` when its rows were tuned for another one."""
+    from mlx_zip.errors import MlxZipError
+    from mlx_zip.loading import load
+
+    try:
+        load(args.model, pack=pack)
+    except MlxZipError as error:
+        raise DataError(f"{args.file} does not fit {args.model}: {error}") from error
 
 
 def _tokenizer(name: str) -> Any:
@@ -197,7 +220,7 @@ def _tell(args: argparse.Namespace, path: Path, pack: Any, texts: list[str] | No
     uses = pack.about.get("uses", [])
     about = {key: value for key, value in pack.about.items() if key != "uses"}
     told = {"file": str(path), "entries": len(pack.entries), "longest": pack.merge_size, "tokenizer": pack.tokenizer,
-            "fingerprint": pack.fingerprint, **about}  # fmt: skip
+            "fingerprint": pack.fingerprint, "rows_of": pack.rows and pack.rows.model, **about}  # fmt: skip
     if texts is not None:
         rows = zip(texts, pack.entries, [*uses, *[None] * len(texts)], strict=False)
         told["best"] = [{"text": text, "base_ids": entry, "uses": n} for text, entry, n in rows]
@@ -209,12 +232,18 @@ def _tell(args: argparse.Namespace, path: Path, pack: Any, texts: list[str] | No
         base, ids, without = about["base_ids"], about["ids"], about["ids_without"]
         print(f"learned from {base:,} base ids in windows of {about.get('window')}: {base / ids:.3f} base ids per id, "
               f"{base / without:.3f} without it")  # fmt: skip
+    if {"head_cost", "steps_cost", "ids_without"} <= about.keys():
+        cost, total = about["head_cost"], about["steps_cost"]
+        print(f"a row costs {cost:.2e} of a step: {about['ids_without'] / total:.3f} times as fast as without it")
+    if pack.rows is not None:
+        print(f"rows tuned for model {pack.rows.model[:12]}: {pack.rows.output.dtype} {list(pack.rows.output.shape)}")
     for row in told.get("best", []):
         print(f"{row['uses'] if row['uses'] is not None else '':>8} {row['text']!r}")
 
 
 ACTIONS = {
     "learn": (_learn_flags, "learn the entries that shorten a corpus most", _learn),
+    "tune": (pack_tuning.add_arguments, "train the rows of a pack's entries for one model", pack_tuning.run),
     "show": (_show_flags, "show what a pack holds", _show),
     "merge": (_merge_flags, "make one pack of several", _merge),
     "check": (_check_flags, "check that a model can take a pack", _check),

@@ -21,10 +21,10 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_zip.codec.pack import Start
 from mlx_zip.errors import DataError
 from mlx_zip.evaluation.scoring import Compressed, Scored, compress_row, context_limit, is_zip, score
 from mlx_zip.evaluation.windows import Window, Windows
+from mlx_zip.vocab.tuned import AnyStart
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def measure_bits(
     windows: Windows,
     batch_size: int = 8,
     availability: str = "causal",
-    start: Start | None = None,
+    start: AnyStart | None = None,
     progress: Callable[[int], None] = lambda rows: None,
 ) -> Bits:
     """Scores every window with a zip2zip or a plain mlx-lm model. See `score` and `compress_row` for the arguments.

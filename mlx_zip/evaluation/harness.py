@@ -21,7 +21,6 @@ import numpy as np
 from lm_eval.api.instance import Instance  # pyright: ignore[reportMissingImports]
 from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
 
-from mlx_zip.codec.pack import Start
 from mlx_zip.errors import DataError
 from mlx_zip.evaluation.bits import measure_bits
 from mlx_zip.evaluation.documents import Document
@@ -30,6 +29,7 @@ from mlx_zip.evaluation.scoring import Compressed, compress_row, context_limit, 
 from mlx_zip.evaluation.windows import cut_windows, prefix_id
 from mlx_zip.generate import stream_batch, stream_generate
 from mlx_zip.tokenizer import render_chat
+from mlx_zip.vocab.tuned import AnyStart
 
 BORDERS = ("whole", "split")
 MAX_LENGTH, MAX_GEN_TOKS = 2048, 256
@@ -55,7 +55,7 @@ class ZipLM(TemplateLM):
         batch_size: int = 8,
         border: str = "whole",
         max_gen_toks: int = MAX_GEN_TOKS,
-        start: Start | None = None,
+        start: AnyStart | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__()

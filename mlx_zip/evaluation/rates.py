@@ -13,12 +13,12 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache, trim_prompt_cache
 
 from mlx_zip.codec import Codebook, compress
 from mlx_zip.codec.ids import Uint32s
-from mlx_zip.codec.pack import Start
 from mlx_zip.errors import DataError
 from mlx_zip.evaluation.prompts import Conversation, Prompt
 from mlx_zip.evaluation.scoring import codec, is_zip
 from mlx_zip.generate import stream_batch, stream_generate
 from mlx_zip.state import find_state
+from mlx_zip.vocab.tuned import AnyStart
 
 GRAM = 4
 
@@ -38,7 +38,7 @@ class Settings:
     batch_size: int = 16
     stop: tuple[str, ...] = ()
     keep_cache: bool = False
-    start: Start | None = None
+    start: AnyStart | None = None
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -172,7 +172,7 @@ def _keep_common(cache: list[Any], prompt: Sequence[int]) -> int:
     return int(ends[kept - 1]) if kept else 0
 
 
-def _measure(model: Any, turn: _Turn, start: Start | None) -> Story:
+def _measure(model: Any, turn: _Turn, start: AnyStart | None) -> Story:
     grams, repeated = repeated_grams(turn.base_ids)
     canonical, invalid, hypertokens = None, 0, 0
     if is_zip(model):

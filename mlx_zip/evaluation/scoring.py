@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from mlx_zip.canonical import excluded_behind, unless_most
 from mlx_zip.codec import Codebook, CodecParams
 from mlx_zip.codec.ids import Uint32s
-from mlx_zip.codec.pack import Start
 from mlx_zip.errors import CodecError, DataError, ModelError
 from mlx_zip.request import base_config
+from mlx_zip.vocab.tuned import AnyStart
 
 AVAILABILITY = ("causal", "legacy")
 LOGITS = 1 << 25  # values of one call's logits: 128 MB in float32
@@ -37,7 +37,7 @@ class Compressed:
 
     ids: Uint32s
     spans: NDArray[np.int64]
-    start: Start | None = None
+    start: AnyStart | None = None
     breaks: tuple[int, ...] = ()
 
     @property
@@ -69,7 +69,7 @@ def context_limit(model: Any) -> int | None:
     return base_config(model).get("max_position_embeddings")
 
 
-def compress_row(model: Any, *parts: Uint32s, start: Start | None = None) -> Compressed:
+def compress_row(model: Any, *parts: Uint32s, start: AnyStart | None = None) -> Compressed:
     """Base ids as the model reads them; an id never spans two parts.
 
     For a zip2zip model each part is compressed as generation would go on, `Codebook.compress`: no entry is used
@@ -90,14 +90,14 @@ def compress_row(model: Any, *parts: Uint32s, start: Start | None = None) -> Com
     return Compressed(ids, book.logged()[1].astype(np.int64), start, breaks)
 
 
-def codec(model: Any, start: Start | None = None) -> CodecParams:
+def codec(model: Any, start: AnyStart | None = None) -> CodecParams:
     """A zip2zip model's codec, with another starting codebook if one is given. Raises `DataError` where none fits."""
     params = model.config.codec_params
     return params if start is None else _with_start(params, start)
 
 
 @lru_cache(maxsize=4)
-def _with_start(params: CodecParams, start: Start) -> CodecParams:
+def _with_start(params: CodecParams, start: AnyStart) -> CodecParams:
     try:
         return replace(params, start=start)
     except CodecError as error:

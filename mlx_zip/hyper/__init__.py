@@ -2,11 +2,12 @@
 
 from mlx_zip.hyper.encoders import make_encoder
 from mlx_zip.hyper.fingerprint import Fingerprints, host_bytes
+from mlx_zip.hyper.model_fingerprint import ModelName, model_fingerprint
 from mlx_zip.hyper.row_kinds import RowKinds
 from mlx_zip.hyper.rows import RowTable, encode_entries, matrix_rows
 from mlx_zip.hyper.store import RowKind, RowStore
 
 __all__ = [
-    "Fingerprints", "RowKind", "RowKinds", "RowStore", "RowTable", "encode_entries", "host_bytes", "make_encoder",
-    "matrix_rows",
+    "Fingerprints", "ModelName", "RowKind", "RowKinds", "RowStore", "RowTable", "encode_entries", "host_bytes",
+    "make_encoder", "matrix_rows", "model_fingerprint",
 ]  # fmt: skip

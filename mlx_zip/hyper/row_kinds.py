@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,11 +41,8 @@ class _Known:
     places: list[Place]
 
     def holds(self) -> bool:
-        """Whether every tensor is still the one it was; asked at every call, so it must be quick."""
-        for node, key, value in self.places:  # noqa: SIM110 - twice as quick as all()
-            if node[key] is not value:
-                return False
-        return True
+        """Whether every tensor is still the one it was."""
+        return hold(self.places)
 
 
 class RowKinds:
@@ -76,7 +73,7 @@ class RowKinds:
         if known is not None:  # a tensor was exchanged, and perhaps not at the values that are looked at
             self.forget()
         kind = self._make(side, encoder, matrix)
-        self._known[side] = _Known(kind, encoder, matrix, [*_places(encoder), *_places(matrix)])
+        self._known[side] = _Known(kind, encoder, matrix, [*places(encoder), *places(matrix)])
         return kind
 
     def _make(self, side: str, encoder: nn.Module, matrix: nn.Module) -> RowKind:
@@ -92,29 +89,37 @@ class RowKinds:
         return RowKind(RowSet(digest, self._merge_size, row.shape[-1] * row.dtype.size), row.dtype, durable)
 
 
-def _places(node: Any) -> Iterator[Place]:
+def hold(places: Sequence[Place]) -> bool:
+    """Whether everything is still what it was; asked at every call, so it must be quick."""
+    for node, key, value in places:  # noqa: SIM110 - twice as quick as all()
+        if node[key] is not value:
+            return False
+    return True
+
+
+def places(node: Any) -> Iterator[Place]:
     """Every array and module below a module, with where it stands."""
     items = node.items() if isinstance(node, dict) else enumerate(node)
     for key, value in items:
         if isinstance(value, mx.array | dict | list):
             yield node, key, value
         if isinstance(value, dict | list):
-            yield from _places(value)
+            yield from places(value)
 
 
 def _facts(module: nn.Module) -> list[Any]:
     """Names, types, shapes and some values of a module's tensors, and how they are quantized."""
-    places = list(_places(module))
-    tensors = [(key, value, _sample(value)) for _, key, value in places if isinstance(value, mx.array)]
+    found = list(places(module))
+    tensors = [(key, value, sample(value)) for _, key, value in found if isinstance(value, mx.array)]
     mx.eval([sample for _, _, sample in tensors])
-    modules = [module, *(value for _, _, value in places if isinstance(value, nn.Module))]
+    modules = [module, *(value for _, _, value in found if isinstance(value, nn.Module))]
     return [
         [[str(key), str(value.dtype), value.shape, bytes(host_bytes(some)).hex()] for key, value, some in tensors],
         [[type(node).__name__, *(str(getattr(node, name, None)) for name in _QUANTIZATION)] for node in modules],
     ]
 
 
-def _sample(array: mx.array) -> mx.array:
+def sample(array: mx.array) -> mx.array:
     """Up to `SAMPLES` values, evenly over the tensor."""
     flat = array.reshape(-1)
     return flat[mx.array(np.linspace(0, flat.size - 1, min(SAMPLES, flat.size)).astype(np.int64))]

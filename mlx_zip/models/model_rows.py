@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_zip.hyper import RowKind, RowKinds, RowStore, RowTable, encode_entries
+from mlx_zip.errors import ModelError
+from mlx_zip.hyper import ModelName, RowKind, RowKinds, RowStore, RowTable, encode_entries
 from mlx_zip.state import ZipState
+from mlx_zip.vocab.tuned import TunedStart
 
 if TYPE_CHECKING:
     from mlx_zip.models.zip_model import Model
@@ -24,15 +26,64 @@ class ModelRows:
     def __init__(self, model: Model, recorded: Any) -> None:
         self._model = model
         self._kinds = RowKinds(recorded, model.config.merge_size)
+        self._name = ModelName()
 
     def forget_kinds(self) -> None:
         """Weights have changed: rows of the old ones are not used any more."""
         self._kinds.forget()
+        self._name.forget()
 
     def settle(self) -> None:
         """Lets the row store keep the rows of the last step: its id is here, so they are."""
         if self._model.row_store is not None:
             self._model.row_store.settle()
+
+    # ---- tuned rows
+
+    @property
+    def name(self) -> str:
+        """The fingerprint of the model as it is now."""
+        return self._name.of(self._model)
+
+    def check_tuned(self, start: TunedStart) -> None:
+        """Raises `ModelError` unless the rows of a starting codebook were tuned for this model as it is now."""
+        rows, name = start.rows, self.name
+        if rows.model != name or rows.one != self._model.sides_are_one:
+            raise ModelError(
+                f"the pack's rows were tuned for another model ({rows.model[:12]}) than this one ({name[:12]}): use it "
+                "with that one, or tune the pack for this one (mlx_zip vocab pack tune)"
+            )
+
+    def bind_tuned(self, state: ZipState) -> None:
+        """Puts tuned rows into a request's tables, where they are found as encoded ones are; the store has no part.
+
+        Raises `ModelError` for rows of another model, and where a saved state's rows are not here, nothing done.
+        """
+        if state.tuned_bound:
+            return
+        state.tuned = [self._at_hand(one) if isinstance(one, str) else one for one in state.tuned]
+        found = [(b, one) for b, one in enumerate(state.tuned) if isinstance(one, TunedStart)]
+        for start in {id(one): one for _, one in found}.values():
+            self.check_tuned(start)
+        for b, start in found:
+            slots, limit = np.arange(len(start)), self._model.config.codebook_size
+            sequence = np.full(len(start), b)
+            for side, table, rows in (
+                ("output", state.outputs, start.rows.output), ("input", state.inputs, start.rows.input),
+            ):  # fmt: skip
+                table.put(sequence, slots, mx.array(rows).astype(self._kind(side).dtype), limit)
+        state.have_tuned_rows()
+
+    def _at_hand(self, mark: str) -> TunedStart:
+        pack = self._model.pack
+        if pack is None or pack.fingerprint != mark:
+            raise ModelError(
+                f"the cache was begun with a pack of tuned rows ({mark[:12]}) that is not here: give that pack again "
+                "(--codebook, or load's pack), or make a new cache"
+            )
+        return pack
+
+    # ---- encoded rows
 
     def encode_inputs(self, state: ZipState, slots: np.ndarray) -> None:
         """Sees to it that every slot among slots [B, L] (-1: not a hypertoken) has its input row."""

@@ -68,13 +68,16 @@ class NoCache:
         return create_causal_mask(length, window_size=window_size)
 
 
-def run_whole(model: Model, samples: Samples) -> Outputs:
+def run_whole(model: Model, samples: Samples, rows: tuple[mx.array, mx.array] | None = None) -> Outputs:
     """One forward pass over whole samples. Logits are soft-capped where the model does so, but not masked.
+
+    rows: what `input_rows` and `slots` point into; None for input rows of the entries that are read and output rows
+    of all, as the model's encoders make them.
 
     Right padding needs no mask: attention is causal. Equal to `model(ids, causal=True)` sample by sample, where the
     entry is available (tests).
     """
-    input_rows, output_rows = encode_rows(model, samples)
+    input_rows, output_rows = encode_rows(model, samples) if rows is None else rows
     h = model.model.embed_tokens(samples.inputs)
     is_hyper = (samples.input_rows >= 0)[..., None]
     h = mx.where(is_hyper, input_rows[mx.maximum(samples.input_rows, 0)].astype(h.dtype), h)
@@ -83,8 +86,8 @@ def run_whole(model: Model, samples: Samples) -> Outputs:
     positions = Positions(index=samples.index, long=samples.long)
     h = model.run_layers(h, [NoCache()] * len(model.layers), positions)
     base = model.cap(model.model.embed_tokens.as_linear(h) if model.traits.tied else model.lm_head(h))
-    rows = output_rows[samples.slots].astype(h.dtype)  # [B, K, D]
-    hyper = model.cap(h @ rows.swapaxes(-1, -2))
+    slots = output_rows[samples.slots].astype(h.dtype)  # [B, K, D]
+    hyper = model.cap(h @ slots.swapaxes(-1, -2))
     return Outputs(h, base[..., : model.layout.vocab_size], hyper, input_rows, output_rows)
 
 

@@ -9,79 +9,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlx_zip.config import ZipConfig
 from mlx_zip.errors import ConfigError, ModelError
 from mlx_zip.hyper import RowStore, RowTable, encode_entries, make_encoder
 from mlx_zip.layout import Layout
+from mlx_zip.models.ahead import Ahead
 from mlx_zip.models.architectures import make_decoder
 from mlx_zip.models.model_rows import ModelRows
+from mlx_zip.models.parts import Body, ModelArgs, PositionedCache, check_shape, kv_length, length_of, read_ids
 from mlx_zip.models.rope import Positions
 from mlx_zip.state import Advance, HostIds, Left, ZipState, find_state, split_start, with_starts
-
-RECORD_KEYS = ("base_model_type", "source", "fingerprint")  # beside ZipConfig's keys in config.json's section
-
-
-@dataclass(frozen=True)
-class ModelArgs:
-    """config.json of a converted model: the base model's keys plus a `zip2zip` section."""
-
-    config: dict[str, Any]
-
-    @classmethod
-    def from_dict(cls, config: dict[str, Any]) -> ModelArgs:
-        """Named as mlx-lm's loader expects."""
-        return cls(config)
-
-    @property
-    def zip_config(self) -> ZipConfig:
-        """The section, checked. Raises `ConfigError`."""
-        section = self.config.get("zip2zip")
-        if not isinstance(section, dict):
-            raise ConfigError("config.json has no zip2zip section; convert the checkpoint with `mlx_zip convert`")
-        return ZipConfig.from_dict({key: v for key, v in section.items() if key not in RECORD_KEYS})
-
-    @property
-    def decoder_config(self) -> dict[str, Any]:
-        """The base model's own config."""
-        return {**self.config, "model_type": self.config["zip2zip"].get("base_model_type")}
+from mlx_zip.vocab.tuned import TunedStart
 
 
-class Body(nn.Module):
-    """The decoder's weights under their checkpoint names: `embed_tokens`, `layers`, `norm`."""
-
-    def __init__(self, config: dict[str, Any], layers: list[nn.Module], norm: nn.Module) -> None:
-        super().__init__()
-        self.embed_tokens = nn.Embedding(config["vocab_size"], config["hidden_size"])
-        self.layers = layers
-        self.norm = norm
-
-
-class PositionedCache:
-    """One layer's KV cache as the layer sees it during one call: the same cache, with our positions as its offset."""
-
-    def __init__(self, cache: Any, offset: Positions) -> None:
-        self.cache, self.offset = cache, offset
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
-        return self.cache.update_and_fetch(keys, values)
-
-    def __getattr__(self, name: str) -> Any:  # bits and group_size, when the cache is a quantized one
-        return getattr(self.cache, name)
-
-
-class Model(nn.Module):
+class Model(Ahead):
     """A causal model whose vocabulary grows: `model(ids, cache=cache) -> logits`.
 
     Built by mlx-lm's loader from `ModelArgs`. Holds weights only; what changes lives in the cache that `make_cache`
     makes. row_store: None, or the store in which rows outlive their request, which changes no result; `mlx_zip.load`
-    gives one. Not used in training mode. Raises `ConfigError` when the config is not supported or contradicts itself.
+    gives one. Not used in training mode. pack: None, or the pack of tuned rows that requests begin with unless they
+    name another start, set by `take_pack`. Raises `ConfigError` when the config is not supported or contradicts itself.
     """
 
     def __init__(self, args: ModelArgs) -> None:
@@ -102,6 +55,7 @@ class Model(nn.Module):
             self.lm_head = nn.Linear(config["hidden_size"], config["vocab_size"], bias=False)
         self.input_encoder = make_encoder(self.config.encoder, self.config.merge_size)
         self.row_store: RowStore | None = None
+        self.pack: TunedStart | None = None
         self._rows = ModelRows(self, args.config["zip2zip"].get("fingerprint"))
         if not self.config.encoder.tie_encoders:
             self.output_encoder = make_encoder(self.config.encoder, self.config.merge_size)
@@ -115,11 +69,12 @@ class Model(nn.Module):
         Raises `CodecError` for an illegal id and `ModelError` for a cache that does not fit, before anything
         changes. Without a cache the call stands alone.
         """
-        _check_shape(ids)
+        check_shape(ids)
         cache = self.make_cache(left_padding=[0] * len(ids)) if cache is None else cache
         kv, state = self.check_cache(cache)
-        host_ids, before = _host_ids(ids, state), state.offset
+        host_ids, before = read_ids(ids, state), state.offset
         self._rows.settle()
+        self._rows.bind_tuned(state)
         advance = state.advance(host_ids)
         with ExitStack() as on_error:  # an interrupt, say: codebook and KV caches must not part
             on_error.callback(self.forget, cache, before)
@@ -135,19 +90,41 @@ class Model(nn.Module):
         left_padding [B]: per sequence, how many ids at the start are padding, for batches; None makes a cache for
         one sequence. start: entries (sequences of base ids) that exist before the first id and take the first slots,
         in place of the model's own; or a list of B such codebooks, None among them for the model's own. An empty one
-        starts from nothing. Every layer gets a full KV cache, also under a sliding window, so that every cache can be
-        trimmed and quantized. Raises `ModelError` for an empty or negative left_padding and for starts that are not
-        one per sequence, `CodecError` naming the start entry that does not fit the codec.
+        starts from nothing; a `TunedStart` brings its rows. Every layer gets a full KV cache, also under a sliding
+        window, so that every cache can be trimmed and quantized. Raises `ModelError` for an empty or negative
+        left_padding, for starts that are not one per sequence, and for rows that were tuned for another model,
+        `CodecError` naming the start entry that does not fit the codec.
         """
         from mlx_lm.models.cache import BatchKVCache, KVCache  # importing it takes a second, so only when needed
 
         padding = [0] if left_padding is None else [int(n) for n in left_padding]
         if not padding or min(padding) < 0:
             raise ModelError(f"left_padding must give a count for each sequence, 0 or more, got {padding}")
-        state = ZipState(with_starts(self.config.codec_params, split_start(start, len(padding))), padding)
+        starts = [self._checked(one) for one in split_start(start, len(padding))]
+        tuned = [one if isinstance(one, TunedStart) else None for one in starts]
+        state = ZipState(with_starts(self.config.codec_params, starts), padding, tuned)
         if padding == [0]:
             return [*(KVCache() for _ in self.layers), state]
         return [*(BatchKVCache(padding) for _ in self.layers), state]
+
+    def _checked(self, start: Any) -> Any:
+        """A sequence's starting codebook, the model's pack for None. Raises `ModelError` for one it cannot use."""
+        start = self.pack if start is None else start
+        if isinstance(start, TunedStart):
+            self._rows.check_tuned(start)
+        elif self.is_plain:
+            raise ModelError("this model has no hyper-encoder: it can begin with a pack of rows tuned for it only")
+        return start
+
+    def take_pack(self, start: Sequence[Any]) -> None:
+        """Requests begin with these entries from now on, unless they name others.
+
+        Raises `ConfigError` naming the entry that does not fit, `ModelError` for rows of another model.
+        """
+        config = replace(self.config, start=tuple(map(tuple, start)))
+        if isinstance(start, TunedStart):
+            self._rows.check_tuned(start)
+        self.config, self.pack = config, start if isinstance(start, TunedStart) else None
 
     def check_cache(self, cache: Sequence[Any]) -> tuple[Sequence[Any], ZipState]:
         """The KV caches and the state of a cache; `ModelError` when it is not one of this model's, or uneven.
@@ -160,7 +137,7 @@ class Model(nn.Module):
         if not state.fits(self.config.codec_params):
             raise ModelError("the cache was made with other codec parameters than this model's")
         kv = cache[:-1]
-        for length in map(_kv_length, kv):
+        for length in map(kv_length, kv):
             if length != state.offset:
                 raise ModelError(f"a KV cache holds {length} ids, the codebook {state.offset}; trim all together")
         return kv, state
@@ -173,12 +150,12 @@ class Model(nn.Module):
         LongRoPE has one factor set for all positions, chosen by the last one. When a call changes the set, keys made
         with the other are worthless: the KV caches are emptied and filled again from the id log.
         """
-        length = _length(ids)
+        length = length_of(ids)
         positions = self._positions(state, ids)
         if positions.long != state.long_rope and state.offset > length:
             ids = state.log(self.config.pad_id)
             for cache in kv:
-                cache.trim(_kv_length(cache))
+                cache.trim(kv_length(cache))
             positions = self._positions(state, ids)
         state.long_rope = positions.long
         return self.run_layers(self._embed(state, ids), kv, positions)[:, -length:]
@@ -187,7 +164,7 @@ class Model(nn.Module):
         """Where the last L ids stand, ids [B, L]."""
         context = self.traits.long_context
         if self.config.position_mode == "compressed":
-            return self._compressed(state, state.offset - _length(ids), state.offset)
+            return self._compressed(state, state.offset - length_of(ids), state.offset)
         if isinstance(ids, int):
             last = state.books[0].base_length - 1
             return Positions(start=last, long=context is not None and last >= context)
@@ -272,7 +249,7 @@ class Model(nn.Module):
         """The decoder body: [B, L, D] -> [B, L, D]."""
         masks: dict[int | None, Any] = {}
         as_array = self.traits.mask_as_array and h.shape[1] > 1
-        end = _kv_length(kv[0]) + h.shape[1]
+        end = kv_length(kv[0]) + h.shape[1]
         for layer, cache, window in zip(self.model.layers, kv, self.traits.windows, strict=True):
             if window is not None and window >= end:
                 window = None  # it hides nothing yet, and mlx-lm has no array to build for plain causal attention
@@ -317,70 +294,6 @@ class Model(nn.Module):
         cap = self.traits.soft_cap
         return logits if cap is None else mx.tanh(logits / cap) * cap
 
-    # ---- a step ahead of the host
-
-    def run_ahead(self, ids: mx.array, cache: Sequence[Any]) -> mx.array | None:
-        """The body's output [B, 1, D] for ids [B, 1] that may still be on the device; `follow` makes logits of it.
-
-        Until then the KV caches are one id ahead of the codebooks, also when this ends in an exception: `forget` takes
-        that back. None, and nothing done, where LongRoPE may change its factors. Raises `ModelError` for a cache that
-        does not fit, before anything changes.
-        """
-        kv, state = self.check_cache(cache)
-        if ids.dtype == mx.uint64:  # of which MLX makes floats where it meets a number with a sign
-            ids = ids.astype(mx.int64)
-        positions = self._positions_ahead(state, ids)
-        if positions is None:
-            return None
-        hyper, table = self.layout.is_hyper(ids), self._read_table(state)
-        h = self.model.embed_tokens(mx.where(hyper | (ids < 0), 0, ids))  # `follow` refuses those
-        if table.rows is not None:
-            slots = mx.clip(self.layout.slot(ids), 0, table.rows.shape[1] - 1)
-            h = mx.where(hyper[..., None], table.take(slots).astype(h.dtype), h)
-        return self.run_layers(self._scaled(h), kv, positions)
-
-    def _positions_ahead(self, state: ZipState, ids: mx.array) -> Positions | None:
-        """Where ids [B, 1] stand that the state does not know yet; None where LongRoPE may change its factors."""
-        if self.config.position_mode == "compressed":
-            positions = self._compressed(state, state.offset, state.offset + 1)
-            return positions if positions.long == state.long_rope else None
-        context, done = self.traits.long_context, state.base_lengths()
-        longest = int(done.max()) + self.config.merge_size  # base ids after any id that may come
-        if context is not None and not (int(done.max()) + 1 > context if state.long_rope else longest <= context):
-            return None
-        hyper = self.layout.is_hyper(ids)
-        column = mx.where(hyper, mx.clip(self.layout.slot(ids), 0, self.config.codebook_size - 1) + 1, 0)
-        spans = mx.take_along_axis(mx.array(state.spans()), column, axis=1)
-        return Positions(index=mx.array(done)[:, None] + spans - 1, long=state.long_rope)
-
-    def follow(self, h: mx.array, ids: mx.array, cache: Sequence[Any]) -> mx.array:
-        """The logits [B, 1, W] behind `run_ahead(ids, cache)`, which gave h [B, 1, D].
-
-        Here the ids are read. The body runs again for an id that had no input row yet: one that is read for the first
-        time, or that installs itself. Errors are those of a call.
-        """
-        kv, state = cache[:-1], cache[-1]
-        host_ids, before = _host_ids(ids, state), [len(book) for book in state.books]
-        self._rows.settle()
-        advance = state.advance(host_ids)
-        if not self._had_rows(state, host_ids, before):
-            for one in kv:
-                one.trim(1)
-            h = self._hidden(kv, state, host_ids)
-        return self._head(h, state, advance, causal=False)
-
-    def _had_rows(self, state: ZipState, ids: HostIds, installed: Sequence[int]) -> bool:
-        """Whether every hypertoken among ids [B, 1] had its input row when `installed` [B] entries existed."""
-        column = [ids] if isinstance(ids, int) else ids[:, 0].tolist()
-        slots = [(b, self.layout.slot(one)) for b, one in enumerate(column) if self.layout.is_hyper(one)]
-        return all(slot < installed[b] and (self.sides_are_one or state.encoded_inputs[b, slot]) for b, slot in slots)
-
-    def forget(self, cache: Sequence[Any], offset: int) -> None:
-        """Takes back what the codebooks and KV caches of a cache, or some of them, have read beyond `offset` ids."""
-        cache[-1].trim(cache[-1].offset - offset)
-        for one in cache[:-1]:
-            one.trim(max(0, _kv_length(one) - offset))
-
     # ---- what mlx-lm's loader and converter ask for
 
     @property
@@ -408,6 +321,16 @@ class Model(nn.Module):
     def sides_are_one(self) -> bool:
         """Whether an entry's input row is its output row: encoders and matrices both tied."""
         return self.config.encoder.tie_encoders and self.traits.tied
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is a plain model that was given a codebook for a pack's sake (`mlx_zip.models.packed`)."""
+        return bool(self.args.config["zip2zip"].get("plain"))
+
+    @property
+    def fingerprint(self) -> str:
+        """What tuned rows are bound to: see `mlx_zip.hyper.model_fingerprint`."""
+        return self._rows.name
 
     def rows(self, base_ids: np.ndarray, lengths: np.ndarray) -> tuple[mx.array, mx.array]:
         """Input and output rows [N, D] of entries: base_ids [N, merge_size] padded with the pad id, lengths [N].
@@ -439,36 +362,3 @@ class Model(nn.Module):
         return not path.startswith(("input_encoder", "output_encoder"))
 
 
-def _check_shape(ids: mx.array) -> None:
-    if ids.ndim != 2 or 0 in ids.shape or not mx.issubdtype(ids.dtype, mx.integer):
-        raise ModelError(f"ids must be integers [B, L] with B, L > 0, got {ids.dtype} {list(ids.shape)}")
-
-
-def _host_ids(ids: mx.array, state: ZipState) -> HostIds:
-    """The one read of a call: ids [B, L] on the host. Raises `ModelError` for what is no 32-bit id.
-
-    In a step of generation numpy is not touched: after half a gigabyte of weights its code is no longer in the
-    processor's caches, and the first use costs as much as all else on the host.
-    """
-    if ids.size == 1 and state.takes_one():
-        one = cast(int, ids.item())
-        _check_range(one, one)
-        return one
-    host = np.array(ids)
-    if host.dtype != np.uint32:
-        _check_range(int(host.min()), int(host.max()))
-    return np.ascontiguousarray(host.astype(np.uint32, copy=False))
-
-
-def _length(ids: HostIds) -> int:
-    return 1 if isinstance(ids, int) else ids.shape[1]
-
-
-def _check_range(low: int, high: int) -> None:
-    if low < 0 or high > 0xFFFFFFFF:
-        raise ModelError(f"ids from {low} to {high} are not all 32-bit token ids")
-
-
-def _kv_length(cache: Any) -> int:
-    """Ids in a KV cache; a batch cache counts them in `_idx`, its `offset` being per sequence."""
-    return cache._idx if hasattr(cache, "_idx") else cache.offset

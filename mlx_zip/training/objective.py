@@ -14,6 +14,7 @@ import mlx.nn as nn
 
 from mlx_zip.models import Model
 from mlx_zip.models.whole import Outputs, Samples, encode, run_whole
+from mlx_zip.training.batches import Batch
 
 EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
 CLOSED = -1e30  # logit of an entry that is not available; finite, so that gradients of it are 0 and not NaN
@@ -49,6 +50,10 @@ class Trainee(nn.Module):
                 self.decoder = nn.Linear(width, model.config.merge_size * width)
             if weights.token_type:
                 self.type_head = nn.Linear(width, 1)
+
+    def prepared(self, batch: Batch) -> Batch:
+        """A batch as `losses` wants it; on the host, while the device is busy with another."""
+        return batch
 
     def losses(self, arrays: dict[str, mx.array], long: bool = False) -> dict[str, mx.array]:
         """Sums over the positions that count, float32 scalars: `nats` and `count`, and what else is asked for."""

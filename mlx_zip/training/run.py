@@ -135,7 +135,7 @@ def _start(options: RunOptions, settings: TrainSettings, first: bool) -> _Start:
     record = _record(options, settings, data)
     mark = fingerprint(model, config, record["fixed"])
     if first:
-        _open_run(options.out, record, mark)
+        open_run(options.out, record, mark)
     return _Start(model, config, tokenizer, folder or Path(tokenizer_folder), data, valid, record, mark)
 
 
@@ -202,7 +202,7 @@ def _data_record(part: Shards) -> dict[str, Any]:
     return {**record, "settings": {**settings, "sources": digests}}
 
 
-def _open_run(out: Path, record: dict[str, Any], mark: str) -> None:
+def open_run(out: Path, record: dict[str, Any], mark: str) -> None:
     """Makes the run's folder, or checks that it is this run's."""
     path = out / RECORD
     if path.exists():

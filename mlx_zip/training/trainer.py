@@ -36,6 +36,7 @@ from mlx_zip.training.optimizer import learning_rate, make_optimizer
 from mlx_zip.training.settings import TrainSettings
 from mlx_zip.training.shards import Joined, Sample
 from mlx_zip.training.stepping import Stepper
+from mlx_zip.training.texts import Texts
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -51,13 +52,13 @@ class Outcome:
 class Trainer:
     """One run in one folder. Raises `TrainingError`, `DataError`.
 
-    trainee: what is trained, its parameters frozen or not as they shall be. data, valid: prepared samples. run: the
-    folder of checkpoints and metrics. fingerprint: what must be equal for a checkpoint to be resumed.
+    trainee: what is trained, its parameters frozen or not as they shall be. data, valid: samples, prepared or in
+    memory. run: the folder of checkpoints and metrics. fingerprint: what must be equal for a checkpoint to be resumed.
     """
 
     def __init__(
-        self, trainee: Trainee, data: Joined, settings: TrainSettings, run: Path, fingerprint: str,
-        valid: Joined | None = None, quiet: bool = False,
+        self, trainee: Trainee, data: Joined | Texts, settings: TrainSettings, run: Path, fingerprint: str,
+        valid: Joined | Texts | None = None, quiet: bool = False,
     ) -> None:  # fmt: skip
         self.trainee, self.data, self.valid, self.settings, self.run = trainee, data, valid, settings, run
         self.fingerprint = fingerprint
@@ -177,15 +178,16 @@ class Trainer:
             self._orders = {e: o for e, o in self._orders.items() if e in (0, epoch - 1)} | {epoch: order}
         return self._orders[epoch]
 
-    def _make(self, data: Joined, indices: Any) -> Batch:
+    def _make(self, data: Joined | Texts, indices: Any) -> Batch:
         samples: list[Sample] = [data[int(i)] for i in indices]
         model = self.trainee.model
         by_base = isinstance(model, Model) and model.config.position_mode == "base_token_end"
         try:
-            return make_batch(
+            batch = make_batch(
                 samples, data.params, [int(i) for i in indices],
                 availability=self.settings.availability, base_positions=by_base,
             )  # fmt: skip
+            return self.trainee.prepared(batch)
         except DataError as error:
             raise DataError(f"{data}: {error}") from error
 

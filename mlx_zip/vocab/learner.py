@@ -25,6 +25,8 @@ KEPT = 0.75  # of the entries, from one pruning to the next
 REFINED = 0.9  # the same, among pairs that were added to a pack
 ROUNDS = 12
 LEAST = 2  # occurrences of a candidate
+TRIMS = (0.95, 0.995)  # of the entries, from one size to the next where a row of the head has a price; then finer
+TRIED = 16  # entries, the least used, each of which is left out to see what it saves
 
 Entry = tuple[int, ...]
 Int64s = NDArray[np.int64]
@@ -40,6 +42,10 @@ class Learned:
     base_ids: int
     uses: tuple[int, ...]
 
+    def cost(self, head_cost: float) -> float:
+        """Steps of the corpus, each longer by `head_cost` of a step for every entry, whose row the head reads."""
+        return self.ids * (1 + head_cost * len(self.entries))
+
 
 def learn(
     params: CodecParams,
@@ -47,17 +53,22 @@ def learn(
     size: int,
     *,
     window: int = WINDOW,
+    head_cost: float = 0.0,
     progress: Callable[[str, int, int], None] = lambda stage, entries, ids: None,
 ) -> Learned:
     """The `size` entries that shorten the sequences (of base ids) most, together with what the codebook grows itself.
 
     params: the codec they are for; its start entries are left out of account, its codebook_size is what a request may
     hold. sequences: of base ids each, as `as_ids` takes them. window: base ids that are compressed on their own, at
-    most. progress(stage, entries, ids of the corpus). Fewer entries come where the corpus has no more runs that recur.
-    Raises `DataError` for an empty corpus and a size beyond the codebook, `CodecError` for ids that are no base ids.
+    most. head_cost: what a row more of the head costs, as a fraction of a step (`mlx_zip.models.step_bytes`); the pack
+    then ends where an entry more would cost more than it saves. progress(stage, entries, ids of the corpus). Fewer
+    entries come where the corpus has no more runs that recur. Raises `DataError` for an empty corpus, a size beyond the
+    codebook and a negative cost, `CodecError` for ids that are no base ids.
     """
     if not 1 <= size <= params.codebook_size:
         raise DataError(f"a pack of {size} entries does not fit a codebook of {params.codebook_size}")
+    if not 0 <= head_cost < float("inf"):
+        raise DataError(f"the cost of a row (--head-cost) must be a number of 0 or more, got {head_cost}")
     corpus = _Corpus(params, sequences, window)
     pool = corpus.candidates(POOL * size)
     for entries in _shrinking(len(pool), size, KEPT):
@@ -70,7 +81,7 @@ def learn(
         if made.ids >= best.ids:
             break
         best = made
-    return best
+    return corpus.trimmed(best, head_cost, progress) if head_cost else best
 
 
 def _shrinking(start: int, end: int, factor: float) -> Iterator[int]:
@@ -128,9 +139,40 @@ class _Corpus:
 
     def tried(self, entries: Sequence[Entry]) -> Learned:
         """A pack in order of use, and what it does."""
-        entries = self.best(entries, len(entries))
+        return self._measured(self.best(entries, len(entries)))
+
+    def _measured(self, entries: Sequence[Entry]) -> Learned:
+        """What a pack does, as it is."""
         length, uses, _ = self._encoded(entries)
         return Learned(tuple(entries), length, self.ids_without, self.base_ids, tuple(uses.tolist()))
+
+    # ---- a pack whose rows have a price
+
+    def trimmed(self, pack: Learned, head_cost: float, progress: Callable[[str, int, int], None]) -> Learned:
+        """The part of a pack that costs least: sizes are tried on the way down, finer around the best of them."""
+        for factor in TRIMS:
+            path = [pack, *self._downwards(pack, factor)]
+            at = min(range(len(path)), key=lambda i: path[i].cost(head_cost))
+            progress("trim", len(path[at].entries), path[at].ids)
+            best, pack = path[at], path[max(0, at - 1)]
+        while best.entries and (smaller := self._without_one(best)).cost(head_cost) <= best.cost(head_cost):
+            best = smaller
+        return self._measured([best.entries[i] for i in np.argsort(-np.array(best.uses), kind="stable").tolist()])
+
+    def _downwards(self, pack: Learned, factor: float) -> Iterator[Learned]:
+        """Smaller and smaller packs: the least used entries leave, of few the one that saves least."""
+        while pack.entries:
+            if len(pack.entries) <= TRIED:
+                pack = self._without_one(pack)
+            else:
+                kept = np.argsort(-np.array(pack.uses), kind="stable")[: int(len(pack.entries) * factor)]
+                pack = self._measured([pack.entries[i] for i in kept.tolist()])
+            yield pack
+
+    def _without_one(self, pack: Learned) -> Learned:
+        """A pack without that one of its least used entries that saves least."""
+        least = np.argsort(pack.uses, kind="stable")[:TRIED].tolist()
+        return min((self._measured(pack.entries[:i] + pack.entries[i + 1 :]) for i in least), key=lambda one: one.ids)
 
     def refined(self, entries: Sequence[Entry], size: int) -> list[Entry]:
         """A pack of `size` from another and the pairs that it emits next to one another."""

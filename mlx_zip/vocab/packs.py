@@ -2,7 +2,7 @@
 
 A pack is an .npz file of `mlx_zip.codec.pack` (`entries`, `lengths`), so every command that takes a starting codebook
 takes a pack; beside the entries lies `about`, a JSON text: which tokenizer the ids are of, from what they were learned,
-and how well they served there.
+and how well they served there. A tuned pack also holds rows of its entries for one model (`mlx_zip.vocab.tuned`).
 """
 
 from __future__ import annotations
@@ -19,28 +19,41 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mlx_zip import files
 from mlx_zip.codec.pack import checked_entries, read_pack
 from mlx_zip.errors import DataError
+from mlx_zip.vocab.tuned import AnyStart, TunedRows, TunedStart, rows_from_arrays, rows_to_arrays
 
 VERSION = 1
 SUFFIX = ".npz"
+ROWS = ("input_rows", "output_rows")
 Entry = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Pack:
-    """Entries, best first. tokenizer: its fingerprint, None when not known. about: what else the file tells."""
+    """Entries, best first. tokenizer: its fingerprint, None when not known. about: what else the file tells.
+
+    rows: of the entries, in their order, where they were tuned for a model.
+    """
 
     entries: tuple[Entry, ...]
     tokenizer: str | None = None
     about: Mapping[str, Any] = field(default_factory=dict)
+    rows: TunedRows | None = None
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hex digest of the entries and their tokenizer: equal packs, equal digest."""
-        return sha256(json.dumps([self.tokenizer, self.entries]).encode()).hexdigest()
+        """Hex digest of the entries, their tokenizer and their rows: equal packs, equal digest."""
+        facts = [self.tokenizer, self.entries] + ([] if self.rows is None else [self.rows.fingerprint])
+        return sha256(json.dumps(facts).encode()).hexdigest()
+
+    @cached_property
+    def start(self) -> AnyStart:
+        """What a model begins with: the entries, with their rows if there are any."""
+        return self.entries if self.rows is None else TunedStart(self.entries, self.rows)
 
     @property
     def merge_size(self) -> int:
@@ -62,29 +75,34 @@ def load_pack(path: str | Path) -> Pack:
     entries = read_pack(path)
     if path.suffix != SUFFIX:
         return Pack(entries)
-    about = _read_about(path)
+    about, arrays = _read_beside(path)
     version = about.pop("version", VERSION)
     if version != VERSION:
         raise DataError(f"{path}: a pack of version {version!r}; this mlx_zip reads version {VERSION}")
     tokenizer, made = about.pop("tokenizer", None), about.pop("fingerprint", None)
     if not isinstance(tokenizer, str | None):
         raise DataError(f"{path}: its tokenizer is {tokenizer!r:.60}, not a fingerprint")
-    pack = Pack(entries, tokenizer, about)
+    rows = rows_from_arrays(path, arrays, about.pop("rows", None)) if arrays or "rows" in about else None
+    if rows is not None and len(rows.output) != len(entries):
+        raise DataError(f"{path} is damaged: {len(rows.output)} rows for {len(entries)} entries")
+    pack = Pack(entries, tokenizer, about, rows)
     if made is not None and made != pack.fingerprint:
-        raise DataError(f"{path} is damaged: its entries are not those it was written with")
+        raise DataError(f"{path} is damaged: its entries or rows are not those it was written with")
     return pack
 
 
-def _read_about(path: Path) -> dict[str, Any]:
+def _read_beside(path: Path) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
+    """What a file says about itself, and its rows by name."""
     try:
         with np.load(path, allow_pickle=False) as arrays:
             text = arrays["about"].tobytes() if "about" in arrays.files else b"{}"
+            rows = {name: arrays[name] for name in ROWS if name in arrays.files}
         about = json.loads(text)
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise DataError(f"{path} cannot be read as a pack: {error}") from error
     if not isinstance(about, dict):
         raise DataError(f"{path}: what it says about itself is no JSON object")
-    return about
+    return about, rows
 
 
 def save_pack(path: str | Path, pack: Pack) -> None:
@@ -95,13 +113,16 @@ def save_pack(path: str | Path, pack: Pack) -> None:
     path = Path(path)
     check_out(path)
     entries = checked_entries(path, pack.entries)
-    rows = np.zeros((len(entries), pack.merge_size), np.uint32)
-    for row, entry in zip(rows, entries, strict=True):
+    padded = np.zeros((len(entries), pack.merge_size), np.uint32)
+    for row, entry in zip(padded, entries, strict=True):
         row[: len(entry)] = entry
     told = {"version": VERSION, "tokenizer": pack.tokenizer, "fingerprint": pack.fingerprint, **pack.about}
+    rows: dict[str, Any] = {}
+    if pack.rows is not None:
+        rows, told["rows"] = rows_to_arrays(pack.rows)
     about = np.frombuffer(json.dumps(told).encode(), np.uint8)
     with files.whole_file(path) as partial, open(partial, "wb") as file:
-        np.savez(file, entries=rows, lengths=np.array([len(e) for e in entries], np.int64), about=about)
+        np.savez(file, entries=padded, lengths=np.array([len(e) for e in entries], np.int64), about=about, **rows)
 
 
 def check_out(path: Path) -> None:
@@ -109,16 +130,49 @@ def check_out(path: Path) -> None:
     files.check_out(path, "a pack", SUFFIX)
 
 
-def merge_packs(packs: Sequence[Pack], size: int | None = None) -> Pack:
+def merge_packs(packs: Sequence[Pack], size: int | None = None, drop_rows: bool = False) -> Pack:
     """One pack of several: the best of each in turn, none twice, `size` at most.
 
-    Its tokenizer is theirs, or not known if one's is not. Raises `DataError` when they are of different tokenizers.
+    Its tokenizer is theirs, or not known if one's is not. Rows follow their entries where all are tuned for the same
+    model; drop_rows leaves them behind. Raises `DataError` when the packs are of different tokenizers, or some are
+    tuned and others are not, or for another model.
     """
     known = {pack.tokenizer for pack in packs if pack.tokenizer is not None}
     if len(known) > 1:
         names = ", ".join(sorted(name[:12] for name in known))
         raise DataError(f"the packs are of different tokenizers ({names}) and cannot be merged")
-    turns = chain.from_iterable(zip_longest(*(pack.entries for pack in packs)))
-    entries = tuple(dict.fromkeys(entry for entry in turns if entry is not None))
+    if not drop_rows:
+        _check_rows(packs)
+    turns = chain.from_iterable(zip_longest(*(enumerate(pack.entries) for pack in packs)))
+    places: dict[Entry, tuple[int, int]] = {}
+    for number, turn in enumerate(turns):
+        if turn is not None:
+            places.setdefault(turn[1], (number % len(packs), turn[0]))
+    entries = tuple(places)[:size]
     tokenizer = packs[0].tokenizer if all(pack.tokenizer is not None for pack in packs) else None
-    return Pack(entries[:size], tokenizer, {"merged": [pack.fingerprint for pack in packs]})
+    about = {"merged": [pack.fingerprint for pack in packs]}
+    return Pack(entries, tokenizer, about, None if drop_rows else _merged_rows(packs, [places[e] for e in entries]))
+
+
+def _check_rows(packs: Sequence[Pack]) -> None:
+    rows = [pack.rows for pack in packs]
+    if all(one is None for one in rows):
+        return
+    first = rows[0]
+    if first is None or not all(one is not None and one.same_model(first) for one in rows):
+        raise DataError(
+            "the packs are not all tuned for the same model, so their rows cannot be merged: merge them without "
+            "(vocab pack merge --drop-rows), and tune the pack that comes of it"
+        )
+
+
+def _merged_rows(packs: Sequence[Pack], places: Sequence[tuple[int, int]]) -> TunedRows | None:
+    """Rows of entries at places (pack, slot)."""
+    rows = [pack.rows for pack in packs if pack.rows is not None]
+    if not rows:
+        return None
+    first = np.cumsum([0, *(len(pack.entries) for pack in packs)])
+    output = np.concatenate([one.output for one in rows])
+    joined = output if rows[0].one else np.concatenate([one.input for one in rows])
+    whole = TunedRows(joined, output, rows[0].model, rows[0].plain)
+    return whole.chosen([int(first[pack]) + slot for pack, slot in places])

@@ -2,13 +2,12 @@
 
 A `ZipState` is the last entry of the prompt cache that `model.make_cache()` returns, and obeys mlx-lm's cache
 protocol, so mlx-lm's own save, load, trim and copy carry it. Codebooks are a function of the ids seen, so a saved
-state holds only the codec's parameters and the id log; rows are encoded again at the next model call.
+state holds only the codec's parameters, the id log and the marks of packs with tuned rows; rows are encoded again, or
+taken from the pack, at the next model call.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,11 +15,14 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_zip.codec import Codebook, CodecParams, Installed
+from mlx_zip.codec import CodecParams
 from mlx_zip.errors import CodecError, ModelError
 from mlx_zip.hyper import RowTable
+from mlx_zip.state.leaving import Left, differ, left_by
+from mlx_zip.state.saved import checked_state, params_from_json, params_to_json, tuned_from_json, tuned_to_json
+from mlx_zip.state.starts import Tuned, books_of, checked_tuned, same_but_start
 
-STATE_VERSION = 1
+STATE_VERSION, TUNED_VERSION = 1, 2
 
 HostIds = int | np.ndarray  # what one call reads: ids [B, L] uint32, or the one id of a sequence that is alone
 
@@ -38,18 +40,6 @@ class Advance:
     left: tuple[Left, ...] = ()
 
 
-@dataclass(frozen=True)
-class Left:
-    """An entry, base_ids [merge_size] padded, that a slot had behind columns begin..end-1 of a call's ids."""
-
-    sequence: int
-    slot: int
-    begin: int
-    end: int
-    base_ids: np.ndarray
-    length: int
-
-
 class ZipState:
     """Codebooks and rows of B sequences, one codebook each.
 
@@ -57,12 +47,19 @@ class ZipState:
     `Codebook` per sequence. offset: ids consumed per sequence, left padding included; equals the KV caches' length.
     long_rope: the factor set the KV caches were built with (LongRoPE only). encoded_inputs [B, codebook_size]: slots
     with an input row. encoded_outputs: per sequence, how many slots have had an output row; replaced: those among them
-    that hold another entry by now.
+    that hold another entry by now. tuned: per sequence, the start entries whose rows are tuned, or the fingerprint of
+    those that a saved state began with, or None.
     """
 
-    def __init__(self, params: CodecParams | Sequence[CodecParams], left_padding: Sequence[int] = (0,)) -> None:
+    def __init__(
+        self,
+        params: CodecParams | Sequence[CodecParams],
+        left_padding: Sequence[int] = (0,),
+        tuned: Sequence[Tuned] | None = None,
+    ) -> None:
         self.left_padding = [int(n) for n in left_padding]
-        self.books = _books(params, len(self.left_padding))
+        self.books = books_of(params, len(self.left_padding))
+        self.tuned: list[Tuned] = [None] * len(self.books) if tuned is None else list(tuned)
         self.offset = 0
         self.long_rope = False
         self._forget_rows()
@@ -80,7 +77,7 @@ class ZipState:
 
     def fits(self, params: CodecParams) -> bool:
         """Whether a model with this codec can go on from here: equal in all but the start entries."""
-        return _same_but_start(self.books[0].params, params)
+        return same_but_start(self.books[0].params, params)
 
     def _forget_rows(self) -> None:
         """Rows bind to a model at its next call."""
@@ -89,6 +86,23 @@ class ZipState:
         self.encoded_inputs = np.zeros((batch, self.books[0].params.codebook_size), dtype=bool)
         self.encoded_outputs = [0] * batch
         self.replaced: list[set[int]] = [set() for _ in range(batch)]
+        self.tuned_bound = all(one is None for one in self.tuned)
+
+    def begun_with(self, starts: Sequence[Any]) -> None:
+        """Takes the starting codebooks, one per sequence, that a saved state was begun with; None says nothing.
+
+        Raises `ModelError` for another one.
+        """
+        self.tuned = [checked_tuned(*one) for one in zip(self.books, self.tuned, starts, strict=True)]
+
+    def have_tuned_rows(self) -> None:
+        """Says that the tuned rows of all sequences are in the tables."""
+        for b, (one, book) in enumerate(zip(self.tuned, self.books, strict=True)):
+            if one is not None:
+                n = len(book.params.start or ())
+                self.encoded_inputs[b, :n] = True
+                self.encoded_outputs[b] = n
+        self.tuned_bound = True
 
     # ---- one model call
 
@@ -133,7 +147,7 @@ class ZipState:
         left: list[Left] = []
         for b, (entries, new) in enumerate(zip(held, pushed, strict=False)):
             self._changed(b, new.slots)
-            left += _left(b, entries, new, int(first[b]))
+            left += left_by(b, entries, new, int(first[b]))
         return Advance(live, before[:, None] + np.cumsum(available, axis=1), tuple(left))
 
     def base_positions(self, ids: np.ndarray) -> np.ndarray:
@@ -214,7 +228,7 @@ class ZipState:
             columns = first[b] + np.flatnonzero(ids[b, first[b] :] >= vocab_size)
             rows, lengths = (x[columns - ids.shape[1]] for x in book.logged(book.mark() - ids.shape[1] + int(first[b])))
             now = [x[ids[b, columns].astype(np.int64) - vocab_size] for x in book.rows(0, len(book))]
-            other = _differ((rows, lengths), now)
+            other = differ((rows, lengths), now)
             found.append((np.full(other.sum(), b), columns[other], rows[other], lengths[other].astype(np.int64)))
         sequence, columns, rows, lengths = (np.concatenate(parts) for parts in zip(*found, strict=True))
         return sequence, columns, rows, lengths
@@ -241,32 +255,36 @@ class ZipState:
     def state(self) -> tuple[Any, ...]:
         """(version, params as JSON, id logs end to end, their lengths, left padding, offset, long_rope).
 
-        The params are one object, or a list of one per sequence when these differ in their start entries.
+        The params are one object, or a list of one per sequence when these differ in their start entries. Where a
+        sequence has tuned rows, their fingerprints follow as JSON, a list of one or null per sequence.
         """
         logs = [np.asarray(book.ids) for book in self.books]
+        tuned = tuned_to_json(self.tuned)
         return (
-            STATE_VERSION,
-            _params_to_json([book.params for book in self.books]),
+            STATE_VERSION if tuned is None else TUNED_VERSION,
+            params_to_json([book.params for book in self.books]),
             mx.array(np.concatenate(logs)),
             mx.array(np.array([len(log) for log in logs], dtype=np.int64)),
             mx.array(np.array(self.left_padding, dtype=np.int64)),
             self.offset,
             self.long_rope,
+            *(() if tuned is None else (tuned,)),
         )
 
     @state.setter
     def state(self, value: Sequence[Any]) -> None:
-        version, params, ids, lengths, left_padding, offset, long_rope = value
-        if version != STATE_VERSION:
-            raise ModelError(f"saved cache: ZipState version {version} is not {STATE_VERSION}; make the cache anew")
+        params, ids, lengths, left_padding, offset, long_rope, *marks = checked_state(
+            value, {STATE_VERSION: 7, TUNED_VERSION: 8}
+        )
         padding, log = np.array(left_padding), np.array(ids)
         expected = np.maximum(0, int(offset) - padding)
         if np.any(padding < 0) or not np.array_equal(np.array(lengths), expected) or len(log) != expected.sum():
             raise ModelError(f"saved cache: id logs of {np.array(lengths).tolist()} ids do not fit offset {offset}")
-        books = _books(_params_from_json(params), len(padding))
+        books = books_of(params_from_json(params), len(padding))
+        tuned: list[Tuned] = [*tuned_from_json(marks[0], len(books))] if marks else [None] * len(books)
         for book, part in zip(books, np.split(log, np.cumsum(expected)[:-1]), strict=True):
             book.push(part)
-        self.left_padding, self.books = padding.tolist(), books
+        self.left_padding, self.books, self.tuned = padding.tolist(), books, tuned
         self.offset, self.long_rope = int(offset), bool(long_rope)
         self._forget_rows()
 
@@ -292,7 +310,7 @@ class ZipState:
             book.rewind(max(0, self.offset - self.left_padding[b]))
             if self.turns:
                 now = book.rows(0, len(book))
-                self._changed(b, np.flatnonzero(_differ([x[: len(book)] for x in held], now)))
+                self._changed(b, np.flatnonzero(differ([x[: len(book)] for x in held], now)))
                 self.replaced[b] = {slot for slot in self.replaced[b] if slot < len(book)}
             self.encoded_outputs[b] = min(self.encoded_outputs[b], len(book))
             self.encoded_inputs[b, len(book) :] = False
@@ -320,6 +338,7 @@ class ZipState:
         twin.encoded_inputs = self.encoded_inputs.copy()
         twin.encoded_outputs = list(self.encoded_outputs)
         twin.replaced = [set(slots) for slots in self.replaced]
+        twin.tuned, twin.tuned_bound = list(self.tuned), self.tuned_bound
         return twin
 
     __copy__ = None  # a shallow copy would share codebooks; use copy.deepcopy
@@ -330,95 +349,6 @@ def find_state(cache: Sequence[Any]) -> ZipState | None:
     return next((entry for entry in cache if isinstance(entry, ZipState)), None)
 
 
-def _differ(some: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> np.ndarray:
-    """[N] bool: where entries differ, each given as base_ids [N, merge_size] and lengths [N]."""
-    return (some[0] != others[0]).any(axis=1) | (some[1] != others[1])
-
-
-def _left(b: int, held: tuple[np.ndarray, np.ndarray], new: Installed, first: int) -> list[Left]:
-    """What left sequence b for the entries that a call installed; held: its entries before, first: its first column."""
-    now, out = dict(enumerate(zip([0] * len(held[0]), *held, strict=True))), []
-    entries = zip(new.slots.tolist(), (first + new.at).tolist(), new.base_ids, new.lengths, strict=True)
-    for slot, column, base_ids, length in entries:
-        if slot in now and now[slot][0] < column:
-            out.append(Left(b, slot, now[slot][0], column, now[slot][1], int(now[slot][2])))
-        now[slot] = column, base_ids, length
-    return out
-
-
 def _pairs(slots: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Slots per sequence to (sequence [N], slot [N])."""
     return np.repeat(np.arange(len(slots)), [len(row) for row in slots]), np.concatenate(slots)
-
-
-def split_start(start: Sequence[Any] | None, batch: int) -> list[Any]:
-    """One starting codebook per sequence, from one codebook for all or a list of one per sequence.
-
-    A codebook is a sequence of entries, an entry a sequence of base ids; None stands for the model's own. Raises
-    `ModelError` for another number of codebooks than sequences.
-    """
-    if start is None:
-        return [None] * batch
-    if len(start) == 0 or any(_is_entry(item) for item in start):
-        return [start] * batch
-    if len(start) != batch:
-        raise ModelError(f"there are {len(start)} starting codebooks for {batch} sequence(s)")
-    return list(start)
-
-
-def _is_entry(item: Any) -> bool:
-    return isinstance(item, Sequence | np.ndarray) and len(item) > 0 and isinstance(item[0], int | np.integer)
-
-
-def with_starts(params: CodecParams, starts: Sequence[Any]) -> list[CodecParams]:
-    """One codec per sequence, shared where the codebook is; None keeps the codec's own start entries.
-
-    Raises `CodecError` naming the entry that does not fit.
-    """
-    made = {id(start): params if start is None else _with_start(params, start) for start in starts}
-    return [made[id(start)] for start in starts]
-
-
-def _with_start(params: CodecParams, start: Any) -> CodecParams:
-    try:
-        return dataclasses.replace(params, start=start)
-    except TypeError as error:  # something that is no sequence where one belongs
-        raise CodecError("a starting codebook must be a sequence of entries, each a sequence of base ids") from error
-
-
-def _books(params: CodecParams | Sequence[CodecParams], batch: int) -> list[Codebook]:
-    """One fresh codebook per sequence. Raises `ModelError` when codecs and sequences do not fit together."""
-    codecs = [params] * batch if isinstance(params, CodecParams) else list(params)
-    if len(codecs) != batch:
-        raise ModelError(f"there are {len(codecs)} codecs (starting codebooks) for {batch} sequence(s)")
-    if not all(_same_but_start(codecs[0], codec) for codec in codecs):
-        raise ModelError("the sequences of one cache may differ in their start entries only, not in other parameters")
-    return [Codebook(codec) for codec in codecs]
-
-
-def _same_but_start(a: CodecParams, b: CodecParams) -> bool:
-    """Cheap, for it is asked at every step."""
-    names = ("vocab_size", "codebook_size", "merge_size", "disabled_ids", "pad_id", "policy")
-    return a is b or all(getattr(a, name) == getattr(b, name) for name in names)
-
-
-def _params_to_json(codecs: Sequence[CodecParams]) -> str:
-    fields = [{f.name: getattr(codec, f.name) for f in dataclasses.fields(codec)} for codec in codecs]
-    for one in fields:
-        if one["policy"] == "freeze":
-            del one["policy"]  # as it was saved when there was no other
-    shared = all(codec is codecs[0] or codec == codecs[0] for codec in codecs)
-    return json.dumps(fields[0] if shared else fields, sort_keys=True)
-
-
-def _params_from_json(text: str) -> CodecParams | list[CodecParams]:
-    try:
-        found = json.loads(text)
-        return [_codec(fields) for fields in found] if isinstance(found, list) else _codec(found)
-    except (ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"saved cache: its codec parameters cannot be read: {error}") from error
-
-
-def _codec(fields: dict[str, Any]) -> CodecParams:
-    start = fields["start"] and tuple(tuple(entry) for entry in fields["start"])
-    return CodecParams(**{**fields, "disabled_ids": tuple(fields["disabled_ids"]), "start": start})

@@ -1,0 +1,170 @@
+"""`mlx_zip vocab pack tune`: trains the rows of a pack's entries for one model, which stays as it is."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from mlx_zip.cli.preparation import add_text_flags, sources
+from mlx_zip.cli.training import STOPPED
+from mlx_zip.errors import DataError
+
+EXAMPLE = """example:
+  mlx_zip vocab pack tune my.npz --model stories --data train.txt --separator '<|endofstory|>' --out tuned.npz
+  mlx_zip generate --model stories --codebook tuned.npz --prompt "..."
+"""
+HELD_OUT = 20  # of so many windows one is held out where no other texts are named
+_SETTINGS = {  # name: (type, default, help)
+    "iters": (int, 300, "optimizer steps"),
+    "batch_size": (int, 8, "windows per step"),
+    "learning_rate": (float, 2e-3, "peak of the cosine schedule"),
+    "min_learning_rate": (float, 1e-4, "its end"),
+    "warmup": (int, 0, "steps to the peak"),
+    "max_grad_norm": (float, 1.0, "clip gradients to this norm; 0 does not"),
+    "seed": (int, 0, "of the order of the windows"),
+    "steps_per_report": (int, 10, "steps between lines of metrics.jsonl"),
+    "steps_per_eval": (int, 100, "steps between validations"),
+    "save_every": (int, 50, "steps between checkpoints"),
+    "keep": (int, 2, "checkpoints kept"),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags."""
+    parser.epilog, parser.formatter_class = EXAMPLE, argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("file", metavar="FILE", help="a pack")
+    add("--model", required=True, help="model folder or hub id, zip2zip or plain")
+    add_text_flags(parser)
+    add("--out", required=True, type=Path, help="the tuned pack to write, a .npz file")
+    add("--run", type=Path, metavar="DIR",
+        help="folder of checkpoints and metrics.jsonl; continued if there (default: OUT without .npz)")  # fmt: skip
+    add("--valid", nargs="+", metavar="NAME",
+        help=f"texts to hold out (default: one of {HELD_OUT} windows of --data)")  # fmt: skip
+    add("--most-ids", type=int, default=5_000_000, metavar="N",
+        help="base ids to learn from at most, the first ones (default: 5000000)")  # fmt: skip
+    add("--valid-ids", type=int, default=32768, metavar="N", help="base ids held out at most (default: 32768)")
+    add("--context", type=int, default=512, help="base ids of a window at most (default: 512)")
+    add("--codebook-size", type=int, help="hypertokens at most: the pack's and those that grow (default: the model's)")
+    add("--position-mode", choices=("compressed", "base_token_end"), default="compressed",
+        help="where a plain model's hypertokens stand (default: compressed)")  # fmt: skip
+    add("--dtype", choices=("float32", "bfloat16"), default="float32",
+        help="what the forward pass computes in (default: float32)")  # fmt: skip
+    add("--save-dtype", choices=("float32", "float16"), default="float32", help="of the rows (default: float32)")
+    for name, (kind, default, text) in _SETTINGS.items():
+        add(f"--{name.replace('_', '-')}", type=kind, default=default, help=f"{text} (default: {default})")
+    add("--plot", action="store_true", help="draw curves.png in the run's folder (needs matplotlib)")
+    add("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Tunes; 0, or 130/143 when a signal ended the run early, its last step saved. Raises `MlxZipError`."""
+    from mlx_zip.training.settings import TrainSettings
+    from mlx_zip.training.tuning import load_frozen, tune
+    from mlx_zip.vocab.packs import check_out, load_pack
+
+    for name in ("most_ids", "valid_ids"):
+        if getattr(args, name) < 1:
+            raise DataError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+    check_out(args.out)
+    if args.plot:
+        from mlx_zip.training.curves import drawing
+
+        drawing()  # rather now than when the run is over
+    chosen = {name: getattr(args, name) for name in _SETTINGS}
+    settings = TrainSettings(optimizer="adam", weight_decay=0.0, val_batches=0, dtype=args.dtype, **chosen)
+    pack = load_pack(args.file)
+    plan, tokenizer, plain = _plan(args, pack)
+    data, valid = _texts(args, plan, tokenizer)
+    place = args.run or args.out.with_suffix("")
+    model = load_frozen(args.model, plan.params, args.position_mode)
+    found = tune(pack, model, data, valid, settings, place, plain=plain, save_dtype=args.save_dtype)
+    if args.plot:
+        from mlx_zip.training.metrics import plot
+
+        plot(place)
+    if found.rows is None:
+        print(f"stopped after step {found.outcome.progress.step}; the same command goes on from there", file=sys.stderr)
+        return STOPPED[signal.Signals(found.outcome.stopped_by or signal.SIGTERM)]
+    _write(args, pack, found, (data, valid), tokenizer)
+    return 0
+
+
+def _plan(args: argparse.Namespace, pack: Any) -> tuple[Any, Any, bool]:
+    """The codec and tokenizer that the pack meets, and whether the model is plain. Raises `DataError`."""
+    from mlx_zip.loading import model_folder, read_config
+    from mlx_zip.training.planning import make_plan, own_codec
+    from mlx_zip.training.prepare import PrepareOptions
+
+    if not pack.entries:
+        raise DataError(f"{args.file}: a pack without entries has no rows to tune")
+    plain = own_codec(read_config(model_folder(args.model))) is None
+    if plain and args.codebook_size is not None:
+        raise DataError("--codebook-size: a plain model's codebook is the pack, and nothing grows")
+    sizes = (len(pack.entries), pack.merge_size) if plain else (args.codebook_size, None)
+    options = PrepareOptions(
+        sources=sources(args), out=args.out, model=args.model, context=args.context, codebook_size=sizes[0],
+        merge_size=sizes[1], start=Path(args.file), train_on="all", trust_remote_code=args.trust_remote_code,
+    )  # fmt: skip
+    return *make_plan(options)[:2], plain
+
+
+def _texts(args: argparse.Namespace, plan: Any, tokenizer: Any) -> tuple[Any, Any]:
+    """The windows to train on and those held out, under the codec. Raises `DataError`."""
+    from mlx_zip.training.sources import Source
+    from mlx_zip.training.texts import compress_windows, cut_pieces, read_pieces
+
+    def windows(some: Any, most: int) -> list[Any]:
+        return cut_pieces(list(read_pieces(some, tokenizer, most, tell)), tokenizer, plan.context)
+
+    tell = lambda line: print(line, file=sys.stderr)
+    own, data = sources(args), windows(sources(args), args.most_ids)
+    if args.valid is None:
+        data, held = [one for i, one in enumerate(data, 1) if i % HELD_OUT], data[HELD_OUT - 1 :: HELD_OUT]
+    else:
+        like = own[0]
+        other = Source(tuple(args.valid), 1.0, like.separator, like.columns, like.subsets, like.split)
+        other.check()
+        held = windows((other,), args.valid_ids)
+    held = _first(held, args.valid_ids)
+    if not held:
+        raise DataError(f"the texts make fewer than {HELD_OUT} windows, of which none is held out: name some (--valid)")
+    return compress_windows(plan.params, data, "--data"), compress_windows(plan.params, held, "the held-out text")
+
+
+def _first(windows: list[Any], most: int) -> list[Any]:
+    """The first windows, up to so many base ids, but one at least."""
+    kept, ids = [], 0
+    for one in windows:
+        if kept and ids + len(one.ids) > most:
+            break
+        kept.append(one)
+        ids += len(one.ids)
+    return kept
+
+
+def _write(args: argparse.Namespace, pack: Any, found: Any, texts: tuple[Any, Any], tokenizer: Any) -> None:
+    from mlx_zip.vocab.first_stage import tokenizer_fingerprint
+    from mlx_zip.vocab.packs import Pack, save_pack
+
+    data, valid = texts
+    progress = found.outcome.progress
+    told = {
+        "model": Path(args.model).name, "iters": progress.step, "seen_base_ids": progress.seen_base_ids,
+        "learning_rate": args.learning_rate, "batch_size": args.batch_size, "context": args.context,
+        "seed": args.seed, "windows": len(data), "held_out_windows": len(valid),
+        "held_out_bytes": sum(sample.n_bytes for sample in valid.samples),
+        "bits_per_byte_before": found.before, "bits_per_byte": found.after,
+    }  # fmt: skip
+    tuned = Pack(pack.entries, tokenizer_fingerprint(tokenizer), {**pack.about, "tuned": told}, found.rows)
+    save_pack(args.out, tuned)
+    if args.json:
+        kept = {"file": str(args.out), "entries": len(pack.entries), "fingerprint": tuned.fingerprint}
+        print(json.dumps(kept | told))
+        return
+    print(f"{args.out}: {len(pack.entries):,} entries tuned for {told['model']}, {tuned.fingerprint[:12]}")
+    print(f"{told['held_out_bytes']:,} bytes held out: {found.before:.4f} bits per byte before, {found.after:.4f} now")

@@ -1,0 +1,37 @@
+"""A plain model as one that begins with a pack: a codebook as large as the pack, so that nothing ever grows.
+
+There is no hyper-encoder. Untuned entries would be the mean of their parts' rows, from which tuning starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mlx_zip.codec import CodecParams
+from mlx_zip.config import EncoderConfig, ZipConfig
+from mlx_zip.errors import ConfigError
+from mlx_zip.register import MODEL_TYPE
+from mlx_zip.vocab.tuned import PlainCodec
+
+
+def packed_config(base: Mapping[str, Any], plain: PlainCodec, entries: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """What of config.json changes for a plain model with these entries. Raises `ConfigError` for what cannot be."""
+    width = base.get("hidden_size")
+    if isinstance(width, bool) or not isinstance(width, int) or width < 1:
+        raise ConfigError(f"config.json: hidden_size must be a positive integer, got {width!r}")
+    config = ZipConfig(
+        vocab_size=plain.vocab_size, codebook_size=len(entries), merge_size=max(map(len, entries)),
+        disabled_ids=plain.disabled_ids, pad_id=plain.pad_id, position_mode=plain.position_mode, format_version=2,
+        encoder=EncoderConfig("averaging", width, tie_encoders=True), base_model=".",
+        start=tuple(map(tuple, entries)),
+    )  # fmt: skip
+    section = {**config.to_dict(), "base_model_type": base["model_type"], "plain": True}
+    return {"model_type": MODEL_TYPE, "zip2zip": section}
+
+
+def plain_codec(params: CodecParams, position_mode: str) -> PlainCodec:
+    """What a pack must keep of a plain model's codec. Raises `ConfigError` for one without a pad id."""
+    if params.pad_id is None:
+        raise ConfigError("the tokenizer names neither a pad nor an eos token, one of which a codebook needs")
+    return PlainCodec(params.vocab_size, params.disabled_ids, params.pad_id, position_mode)

@@ -1,0 +1,61 @@
+"""What a saved state holds, as plain values."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mlx_zip.codec import CodecParams
+from mlx_zip.errors import ModelError
+from mlx_zip.state.starts import Tuned
+
+
+def params_to_json(codecs: Sequence[CodecParams]) -> str:
+    fields = [{f.name: getattr(codec, f.name) for f in dataclasses.fields(codec)} for codec in codecs]
+    for one in fields:
+        if one["policy"] == "freeze":
+            del one["policy"]  # as it was saved when there was no other
+    shared = all(codec is codecs[0] or codec == codecs[0] for codec in codecs)
+    return json.dumps(fields[0] if shared else fields, sort_keys=True)
+
+
+def params_from_json(text: str) -> CodecParams | list[CodecParams]:
+    try:
+        found = json.loads(text)
+        return [_codec(fields) for fields in found] if isinstance(found, list) else _codec(found)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"saved cache: its codec parameters cannot be read: {error}") from error
+
+
+def _codec(fields: dict[str, Any]) -> CodecParams:
+    start = fields["start"] and tuple(tuple(entry) for entry in fields["start"])
+    return CodecParams(**{**fields, "disabled_ids": tuple(fields["disabled_ids"]), "start": start})
+
+
+def checked_state(value: Sequence[Any], sizes: Mapping[int, int]) -> Sequence[Any]:
+    """The parts behind the version, which says how many there are. Raises `ModelError`."""
+    version = value[0]
+    if sizes.get(version) != len(value):
+        known = " or ".join(map(str, sizes))
+        raise ModelError(f"saved cache: ZipState version {version} is not {known}, or not whole; make the cache anew")
+    return value[1:]
+
+
+def tuned_to_json(tuned: Sequence[Tuned]) -> str | None:
+    """Fingerprints of tuned rows, one per sequence, null without; None where no sequence has any."""
+    if all(one is None for one in tuned):
+        return None
+    return json.dumps([one if one is None or isinstance(one, str) else one.fingerprint for one in tuned])
+
+
+def tuned_from_json(text: str, batch: int) -> list[str | None]:
+    """The way back. Raises `ModelError`."""
+    try:
+        found = json.loads(text)
+    except (ValueError, TypeError) as error:
+        raise ModelError(f"saved cache: the marks of its packs cannot be read: {error}") from error
+    if not isinstance(found, list) or len(found) != batch or not all(isinstance(x, str | None) for x in found):
+        raise ModelError(f"saved cache: {found!r:.80} are no marks of the packs of {batch} sequence(s)")
+    return found

@@ -1,0 +1,93 @@
+"""Texts in memory, for what is learned from a few million ids at most: read, cut into windows, compressed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from hashlib import sha256
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mlx_zip.codec import CodecParams
+from mlx_zip.errors import DataError
+from mlx_zip.training.encoding import Encoder, Piece
+from mlx_zip.training.shards import Sample
+from mlx_zip.training.sources import Reader, Skipped, Source, parse
+from mlx_zip.training.windows import Window, compress_window, cut
+
+
+def read_pieces(
+    sources: Sequence[Source], tokenizer: Any, most_ids: int, skipped: Callable[[str], object]
+) -> Iterator[Piece]:
+    """Record after record until there are `most_ids` base ids, all of which count; skipped(line): a record is wrong."""
+    encoder, read = Encoder(tokenizer, "all"), 0
+    for source in sources:
+        for item in Reader(source):
+            record = parse(item, source.columns)
+            piece = record if isinstance(record, Skipped) else encoder.encode([record])[0]
+            if isinstance(piece, Skipped):
+                if not piece.empty:
+                    skipped(f"skipped {piece.where}: {piece.reason}")
+                continue
+            part = slice(most_ids - read)
+            yield replace(piece, ids=piece.ids[part], counted=piece.counted[part], n_bytes=piece.n_bytes[part])
+            read += len(piece.ids)
+            if read >= most_ids:
+                return
+
+
+def cut_pieces(pieces: Sequence[Piece], tokenizer: Any, context: int) -> list[Window]:
+    """Windows of at most `context` base ids, none with parts of two records, as a request reads them.
+
+    A tokenizer that puts no id in front of a text gets bos or eos there, so that the first id too has one before it.
+    """
+    first = next((i for i in (tokenizer.bos_token_id, tokenizer.eos_token_id) if i is not None), None)
+    lead = () if first is None else (int(first),)
+    return list(cut([piece if piece.lead else replace(piece, lead=lead) for piece in pieces], context, False, ()))
+
+
+@dataclass(frozen=True, eq=False)
+class Texts:
+    """Windows as samples of one codec: what a `Trainer` reads. name: what messages call them."""
+
+    params: CodecParams
+    samples: Sequence[Sample]
+    name: str
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, i: int) -> Sample:
+        return self.samples[i]
+
+    def __str__(self) -> str:
+        return self.name
+
+    @cached_property
+    def lengths(self) -> NDArray[np.int64]:
+        """Ids of every sample, int64 [len(self)]."""
+        return np.array([len(sample.ids) for sample in self.samples], np.int64)
+
+    @cached_property
+    def starts(self) -> NDArray[np.int64]:
+        """Entries of the starting codebook, the codec's own, int64 [len(self)]."""
+        return np.full(len(self), len(self.params.start or ()), np.int64)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hex digest of the ids and of which of them count."""
+        digest = sha256(self.params.to_bytes())
+        for sample in self.samples:
+            digest.update(len(sample.ids).to_bytes(8, "little") + sample.ids.tobytes() + sample.mask.tobytes())
+        return digest.hexdigest()
+
+
+def compress_windows(params: CodecParams, windows: Sequence[Window], name: str) -> Texts:
+    """Windows under a codec. Raises `DataError` where there are none, or an id is no base id of it."""
+    if not windows:
+        raise DataError(f"{name}: there is no text")
+    samples = [Sample(*compress_window(params, one), len(one.ids), one.n_bytes) for one in windows]
+    return Texts(params, samples, name)

@@ -1,0 +1,140 @@
+"""Tuning a pack: its rows trained on its texts, from the first step to rows that a pack file keeps."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+import mlx_zip
+from mlx_zip.codec import CodecParams
+from mlx_zip.errors import TrainingError
+from mlx_zip.files import sole_user
+from mlx_zip.loading import load, model_folder, read_config
+from mlx_zip.models import Model
+from mlx_zip.models.packed import plain_codec
+from mlx_zip.register import MODEL_TYPE
+from mlx_zip.training.adapt import EncoderOptions, start_model
+from mlx_zip.training.metrics import Metrics, read_metrics
+from mlx_zip.training.pack_rows import PackTrainee
+from mlx_zip.training.run import TELLING, open_run
+from mlx_zip.training.settings import TrainSettings
+from mlx_zip.training.texts import Texts
+from mlx_zip.training.trainer import Outcome, Trainer
+from mlx_zip.vocab.packs import Pack
+from mlx_zip.vocab.tuned import TunedRows
+
+DTYPES = {"float16": np.float16, "float32": np.float32}
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What came of it. rows: None where a signal ended the run early. before, after: held-out bits per byte."""
+
+    rows: TunedRows | None
+    outcome: Outcome
+    before: float
+    after: float | None
+
+
+def load_frozen(name: str, params: CodecParams, position_mode: str) -> Model:
+    """The model that a pack is tuned for, under a codec: a zip2zip one, or a plain one given a codebook for it."""
+    folder = model_folder(name)
+    if read_config(folder)["model_type"] == MODEL_TYPE:
+        model = load(folder, codebook_size=params.codebook_size)[0]
+        model.take_pack(params.start or ())
+    else:
+        encoder = EncoderOptions("averaging", tie_encoders=True, position_mode=position_mode)
+        model: Any = start_model(folder, None, params, encoder)[0]
+    return model
+
+
+def tune(
+    pack: Pack, model: Model, data: Texts, valid: Texts, settings: TrainSettings, run: Path, *,
+    plain: bool = False, save_dtype: str = "float32", quiet: bool = False,
+) -> Tuned:  # fmt: skip
+    """Tunes, or goes on tuning, the rows of a pack; the model, which is changed by it, stays frozen.
+
+    data, valid: samples that begin with the pack's entries. run: folder of checkpoints and metrics. plain: whether the
+    model is plain on its own. save_dtype: one of `DTYPES`, of the rows. Begins with the rows that the pack has for this
+    model, else with those of the model's encoder (of a plain model the mean of the parts' rows). Of the settings
+    those that choose what is trained have no part. Raises `TrainingError`, `DataError`.
+    """
+    _check_context(model, data, valid)
+    name, params = model.fingerprint, data.params
+    rows = _first_rows(pack, model, name, params)
+    if settings.dtype == "float32":
+        model.set_dtype(mx.float32)
+    record = _record(pack, name, data, valid, settings)
+    mark = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+    open_run(run, record, mark)
+    with sole_user(run) as alone:
+        if not alone:
+            raise TrainingError(f"another process tunes in {run}; wait for it, or choose another --run")
+        trainee = PackTrainee(model, *rows)
+        trainer = Trainer(trainee, data, settings, run, mark, valid, quiet)
+        before = _first_bits(trainer, run)
+        outcome = trainer.train()
+        if outcome.progress.step < settings.iters:
+            return Tuned(None, outcome, before, None)
+        after = trainer.validation()["val_bits_per_byte"]
+    output = _kept(trainee.output_rows, save_dtype)
+    read = output if model.sides_are_one else _kept(trainee.read_rows, save_dtype)
+    codec = plain_codec(params, model.config.position_mode) if plain else None
+    return Tuned(TunedRows(read, output, name, codec), outcome, before, after)
+
+
+def _check_context(model: Model, data: Texts, valid: Texts) -> None:
+    context = model.args.config.get("max_position_embeddings")
+    longest = max(sample.base_ids for sample in (*data.samples, *valid.samples))
+    if isinstance(context, int) and longest > context:
+        raise TrainingError(f"there are windows of {longest} base ids (--context), the model has {context} positions")
+
+
+def _first_rows(pack: Pack, model: Model, name: str, params: CodecParams) -> list[mx.array]:
+    """Input and output rows [P, D] float32."""
+    if pack.rows is not None and pack.rows.model == name and pack.rows.one == model.sides_are_one:
+        return [mx.array(rows.astype(np.float32)) for rows in (pack.rows.input, pack.rows.output)]
+    rows = [side.astype(mx.float32) for side in model.rows(*_padded(pack.entries, params))]
+    mx.eval(rows)
+    return rows
+
+
+def _padded(entries: Sequence[Sequence[int]], params: CodecParams) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+    lengths = np.array([len(entry) for entry in entries], np.int64)
+    base_ids = np.full((len(entries), params.merge_size), params.fill, np.uint32)
+    for row, entry in zip(base_ids, entries, strict=True):
+        row[: len(entry)] = entry
+    return base_ids, lengths
+
+
+def _kept(rows: mx.array, dtype: str) -> NDArray[Any]:
+    return np.array(rows).astype(DTYPES[dtype])
+
+
+def _first_bits(trainer: Trainer, run: Path) -> float:
+    """Held-out bits per byte before the first step, from the run's log where it is resumed."""
+    for line in read_metrics(run):
+        if line["step"] == 0 and "val_bits_per_byte" in line:
+            return line["val_bits_per_byte"]
+    found = trainer.validation()
+    if trainer.progress.step == 0:
+        Metrics(run, 0).add(step=0, **found)
+    return found["val_bits_per_byte"]
+
+
+def _record(pack: Pack, name: str, data: Texts, valid: Texts, settings: TrainSettings) -> dict[str, Any]:
+    fixed = {key: value for key, value in settings.to_dict().items() if key not in TELLING}
+    return {
+        "fixed": {"model": name, "settings": fixed},
+        "data": [pack.fingerprint, data.fingerprint, valid.fingerprint],
+        "encoder": None,
+        "mlx_zip": mlx_zip.__version__,
+    }
