@@ -1,4 +1,4 @@
-"""`mlx_zip vocab multitok`: dictionaries of phrases: learned from a corpus, used on texts, looked at."""
+"""`mlx_zip vocab multitok`: dictionaries of phrases: learned from a corpus, used on texts, looked at, made packs."""
 
 from __future__ import annotations
 
@@ -8,20 +8,27 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.cli.multitok_texts import Texts, tokens_of, written
+from mlx_zip.cli.multitok_texts import Texts, check_writable, same_units, tokens_of, written
 from mlx_zip.errors import DataError, GenerationError
 
-ACTIONS = ("train", "encode", "stats")
+ACTIONS = ("train", "encode", "stats", "export")
 EXAMPLES = """\
 examples:
   mlx_zip vocab multitok train reviews.mtok reviews.jsonl --window 2 --prune 1
   mlx_zip vocab multitok train ids.mtok reviews.jsonl --tokenizer gpt2 --fraction 50
   mlx_zip vocab multitok encode reviews.mtok more.jsonl --window 1
   mlx_zip vocab multitok stats reviews.mtok --show 10
+  mlx_zip vocab multitok export ids.mtok --tokenizer gpt2 --size 1024 --out pack.npz
 """
 _TRAINING = ("fraction", "words_of", "first_id", "limit", "prune", "prune_mode")  # flags of `train` alone
-_TEXTS = ("tokenizer", "window", "separator", "encoded", "unk_id")  # flags of `train` and `encode`
-_STRAYS = {"train": ("matching", "show"), "encode": (*_TRAINING, "show"), "stats": (*_TRAINING, *_TEXTS, "matching")}
+_TEXTS = ("window", "separator", "encoded", "unk_id")  # flags of `train` and `encode`
+_PACK = ("out", "size", "merge_size")  # flags of `export` alone
+_STRAYS = {
+    "train": ("matching", "show", *_PACK),
+    "encode": (*_TRAINING, "show", *_PACK),
+    "stats": (*_TRAINING, *_TEXTS, "tokenizer", "matching", *_PACK),
+    "export": (*_TRAINING, *_TEXTS, "matching", "show"),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("action", metavar="ACTION", choices=ACTIONS,
         help="train: learn a dictionary from texts; encode: the ids of texts; stats: what a dictionary "
-             "holds")  # fmt: skip
+             "holds; export: its phrases as a codebook pack")  # fmt: skip
     add("dictionary", metavar="DICTIONARY", help="file of the dictionary; train writes it")
     add("files", metavar="FILE", nargs="*",
         help="texts: .txt or .jsonl files (or with .gz), .parquet files, folders or hub names of data sets; a record, "
@@ -58,13 +65,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
              "longest)")  # fmt: skip
     add("--encoded", metavar="FILE", help="write the ids of the samples, a JSON list a line")
     add("--show", type=int, metavar="N", help="phrases that stats lists, the most saving first (default: 20)")
+    add("--out", metavar="PACK", help="pack that export writes, a .npz file")
+    add("--size", type=int, metavar="N", help="entries of the pack at most, the most used phrases (default: 1024)")
+    add("--merge-size", type=int, metavar="N", help="base ids of an entry at most (default: the model's, or 3)")
     add("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
     """Does one action and prints; 0. Raises `MlxZipError`."""
     _refuse_strays(args)
-    record, lines = {"train": _train, "encode": _encode, "stats": _stats}[args.action](args)
+    record, lines = {"train": _train, "encode": _encode, "stats": _stats, "export": _export}[args.action](args)
     if args.json:
         print(json.dumps(record, ensure_ascii=False))
     elif lines:
@@ -75,8 +85,9 @@ def run(args: argparse.Namespace) -> int:
 def _refuse_strays(args: argparse.Namespace) -> None:
     if given := [f"--{name.replace('_', '-')}" for name in _STRAYS[args.action] if getattr(args, name) is not None]:
         raise GenerationError(f"{args.action} has no use for {', '.join(given)}")
-    if bool(args.files) != (args.action != "stats"):
-        raise GenerationError(f"{args.action} takes DICTIONARY {'and FILE' if args.action != 'stats' else 'alone'}")
+    takes_files = args.action in ("train", "encode")
+    if bool(args.files) != takes_files:
+        raise GenerationError(f"{args.action} takes DICTIONARY {'and FILE' if takes_files else 'alone'}")
     if args.prune_mode and args.prune is None:
         raise GenerationError("--prune-mode goes with --prune K")
     if args.words_of and args.tokenizer:
@@ -92,13 +103,15 @@ def _refuse_strays(args: argparse.Namespace) -> None:
 
 def _train(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     from mlx_zip.vocab.multitok import Dictionary, Settings, leading, prune
+    from mlx_zip.vocab.multitok.settings import Pruning
 
-    tokenizer, units = tokens_of(args.tokenizer)
-    texts = _texts(args, args.files, tokenizer)
     fraction, samples = 100.0 if args.fraction is None else args.fraction, 0
     leading(0, fraction)
-    if not Path(args.dictionary).absolute().parent.is_dir():
-        raise DataError(f"{args.dictionary}: there is no such folder")
+    pruning = Pruning(args.prune or 0, args.prune_mode or "reencode")
+    check_writable(args.dictionary)
+    check_writable(args.encoded, "--encoded")
+    tokenizer, units = tokens_of(args.tokenizer)
+    texts = _texts(args, args.files, tokenizer)
     if units is None or fraction < 100:
         units, samples = _first_look(args, texts, units)
     names = ("window", "first_id", "limit", "unk_id")
@@ -112,11 +125,11 @@ def _train(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     if not dictionary.totals.samples:
         raise DataError(f"{', '.join(args.files)}: no text to learn from")
     record: dict[str, Any] = {"trained": dictionary.stats()}
-    result, mode = dictionary, args.prune_mode or "reencode"
+    result = dictionary
     if args.prune is not None:
-        result = prune(dictionary, args.prune, mode)
+        result = prune(dictionary, pruning.at_most, pruning.mode)
         _rewrite(args, dictionary, result, texts, learn)
-        record["pruned"] = {"at_most": args.prune, "mode": mode, **result.stats()}
+        record["pruned"] = {"at_most": pruning.at_most, "mode": pruning.mode, **result.stats()}
     try:
         result.save(args.dictionary)
     except OSError as error:
@@ -185,16 +198,17 @@ def _told(record: dict[str, Any], path: str) -> list[str]:
     return [*lines, f"{record['file_bytes']} bytes: {path}"]
 
 
-# ---- encode and stats
+# ---- encode, stats, export
 
 
 def _encode(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     from mlx_zip.vocab.multitok import Dictionary, Totals
 
+    check_writable(args.encoded, "--encoded")
     dictionary = Dictionary.load(args.dictionary)
     if args.unk_id is not None:
         dictionary = dictionary.with_unk_id(args.unk_id)
-    tokenizer = _same_units(dictionary.settings.units, args)
+    tokenizer = same_units(dictionary.settings.units, args)
     totals, shown = Totals(), []
     with written(args.encoded) as write:
         for batch in _texts(args, args.files, tokenizer).batches():
@@ -217,19 +231,6 @@ def _show(ids: Any, held: list[Any] | None) -> None:
         return
     for sample in ids.lists():
         print(json.dumps(sample))
-
-
-def _same_units(units: Any, args: argparse.Namespace) -> Any:
-    """The tokenizer whose ids a dictionary is of, None for words. Raises `DataError` for another one."""
-    from mlx_zip.vocab.multitok import Words
-
-    if isinstance(units, Words) != (args.tokenizer is None):
-        said = "words: leave --tokenizer out" if args.tokenizer else "a tokenizer's ids: name it with --tokenizer"
-        raise DataError(f"{args.dictionary} was trained on {said}")
-    tokenizer, own = tokens_of(args.tokenizer)
-    if own is not None and own != units:
-        raise DataError(f"{args.dictionary} was trained on the ids of another tokenizer than {args.tokenizer}")
-    return tokenizer
 
 
 def _stats(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
@@ -257,3 +258,9 @@ def _stats(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
         lines += ["", f"{'id':>9} {'uses':>8} {'units':>6}  text"]
     lines += [f"{line['id']:>9} {line['uses']:>8} {len(line['units']):>6}  {line['text']!r}" for line in shown]
     return {**stats, **made, "shown": shown}, lines
+
+
+def _export(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    from mlx_zip.cli.multitok_export import export
+
+    return export(args)

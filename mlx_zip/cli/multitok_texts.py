@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import hashlib
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -81,10 +83,11 @@ def tokens_of(name: str | None) -> tuple[Any, Any]:
     """The tokenizer and its `Tokens`, or None twice."""
     if name is None:
         return None, None
+    from mlx_zip.bundled import here_or_bundled
     from mlx_zip.cli.compression import read_vocabulary
     from mlx_zip.vocab.multitok import Tokens
 
-    vocabulary = read_vocabulary(name)
+    vocabulary = read_vocabulary(str(here_or_bundled(name)))
     return vocabulary, Tokens(vocabulary.size, fingerprint(vocabulary))
 
 
@@ -96,6 +99,32 @@ def fingerprint(vocabulary: Any) -> str:
     texts = [vocabulary.decode([i]) for i in range(vocabulary.size)]
     probe = list(vocabulary.encode(" ".join(map(chr, (*range(33, 0x600), *range(0x4E00, 0x5000), 0x1F600)))))
     return hashlib.sha256(json.dumps([texts, probe]).encode()).hexdigest()
+
+
+def same_units(units: Any, args: argparse.Namespace) -> Any:
+    """The tokenizer whose ids a dictionary is of, None for words. Raises `DataError` for another one."""
+    from mlx_zip.vocab.multitok import Words
+
+    if isinstance(units, Words) != (args.tokenizer is None):
+        said = "words: leave --tokenizer out" if args.tokenizer else "a tokenizer's ids: name it with --tokenizer"
+        raise DataError(f"{args.dictionary} was trained on {said}")
+    tokenizer, own = tokens_of(args.tokenizer)
+    if own is not None and own != units:
+        raise DataError(f"{args.dictionary} was trained on the ids of another tokenizer than {args.tokenizer}")
+    return tokenizer
+
+
+def check_writable(path: str | None, flag: str = "") -> None:
+    """Raises `DataError` where no file can be written: a folder, or no such folder. Told before the work, not after."""
+    if path is None:
+        return
+    name, folder = f"{flag} {path}".strip(), Path(path).absolute().parent
+    if not folder.is_dir():
+        raise DataError(f"{name}: there is no folder {folder}")
+    if Path(path).is_dir():
+        raise DataError(f"{name} is a folder, not a file")
+    if not os.access(folder, os.W_OK):
+        raise DataError(f"{name}: nothing can be written to {folder}")
 
 
 @contextlib.contextmanager
