@@ -1,11 +1,11 @@
 """The classifier of MultiTok's experiment: one transformer layer over embeddings of its own.
 
 As in the paper (arXiv 2410.21548, section IV): width 100, two heads, 200 in the feed-forward part, Adam. Not as in the
-published code: all positions that are no padding are averaged for the classifier, where that reads the last one, padding
-mostly; no text is left out; a batch holds texts of about one length and is padded to its longest, so that shorter
+published code: all positions that are no padding are averaged for the classifier, where that reads the last one,
+padding mostly; no text is left out. A batch holds texts of about one length and is padded to its longest, so shorter
 sequences take less time. Rows of the table that no text to learn from holds get no gradient, and Adam leaves them where
-they were: they are not trained, to the same result in less time. Where time goes is the matrix products (14 of the 16
-microseconds per token); compiling the step makes it three times slower on a CPU, so it is not compiled.
+they were drawn: they are not trained, which gives the same result sooner. The rest is matrix products; compiled, a step
+takes three times longer on a CPU, so it is not.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ class Classifier(nn.Module):
         return self.head(mean)
 
 
-def learn(encoded: Encoded, answers: Sequence[Integers], classes: int, seed: int, args: argparse.Namespace) -> dict[str, Any]:
+def learn(
+    encoded: Encoded, answers: Sequence[Integers], classes: int, seed: int, args: argparse.Namespace
+) -> dict[str, Any]:
     """Trains one classifier; what the record says of it. Seconds are of training alone, not of judging."""
     mx.random.seed(seed)
     order = np.random.default_rng(seed)
@@ -133,7 +135,8 @@ def batches(sizes: NDArray[np.int64], size: int, order: np.random.Generator | No
 
 def padded(samples: Samples, which: Integers) -> NDArray[np.int32]:
     """Some samples, filled with 0 to the longest: [N, L]."""
-    rows = [samples.ids[end - n : end] for end, n in zip(samples.ends[which].tolist(), lengths(samples)[which], strict=True)]
+    ends, sizes = samples.ends[which].tolist(), lengths(samples)[which].tolist()
+    rows = [samples.ids[end - n : end] for end, n in zip(ends, sizes, strict=True)]
     out = np.zeros((len(which), max(1, *map(len, rows))), np.int32)
     for row, ids in zip(out, rows, strict=True):
         row[: len(ids)] = ids
@@ -147,7 +150,8 @@ def judge(model: Classifier, samples: Samples, labels: Integers, batch_size: int
     """Accuracy, and area under the ROC curve: of the second class of two, else the mean of each against the rest."""
     model.eval()
     order = list(batches(lengths(samples), batch_size))
-    chances = np.concatenate([np.array(mx.softmax(model(mx.array(padded(samples, which))), axis=-1)) for which in order])
+    chances_of = lambda which: np.array(mx.softmax(model(mx.array(padded(samples, which))), axis=-1))
+    chances = np.concatenate([chances_of(which) for which in order])
     model.train()
     labels = labels[np.concatenate(order)]
     classes = chances.shape[1]

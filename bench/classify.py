@@ -1,10 +1,10 @@
 """MultiTok's own experiment at small scale: does a classifier learn as well, and sooner, from phrases as from words?
 
 A one-layer transformer with random embeddings of its own is trained on labelled texts, once per way of encoding them
-and seed. Told are accuracy and area under the ROC curve on other texts after every epoch, training loss by epoch, C(eps)
-(definition 2 of the paper: the epochs after which the loss stays below eps for ten, or to the end) in epochs, in seconds
-and in seconds of the processor, rows of the table, tokens. What differs from the paper's set-up (section IV) is told
-where it is done: `.classify_texts`, `.classifier`.
+and seed. Told are accuracy and area under the ROC curve on other texts after every epoch, training loss by epoch,
+C(eps) (definition 2 of the paper: the epochs after which the loss stays below eps for ten, or to the end) in epochs, in
+seconds and in seconds of the processor, rows of the table, tokens. What differs from the paper's set-up (section IV) is
+told where it is done: `.classify_texts`, `.classifier`.
 
 With --out the lines are a file that is whole after every run; what it holds already is not run again.
 """

@@ -62,7 +62,7 @@ class Labelled:
         return sum(len(text.split()) for text in self.texts)
 
     def some(self, n: int | None, words: int) -> Labelled:
-        """`n` texts (None: all) in an order drawn once, as files may be in order of their labels; each cut at `words`."""
+        """`n` texts (None: all), each cut at `words`; in an order drawn once, as files may be sorted by label."""
         order = np.random.default_rng(0).permutation(len(self.texts))[:n].tolist()
         cut = tuple(" ".join(self.texts[i].split()[:words]) for i in order)
         return Labelled(cut, tuple(self.labels[i] for i in order))
@@ -123,7 +123,8 @@ def encode(setting: Setting, units: Words | Tokens, train: list[Any], test: list
     trained = np.unique(ids.ids)
     known = np.concatenate([trained, np.setdiff1d(judged.ids, trained)])
     rising = np.argsort(known)
-    place = lambda part: Samples((1 + rising[np.searchsorted(known, part.ids, sorter=rising)]).astype(np.uint32), part.ends)
+    numbers = lambda ids: (1 + rising[np.searchsorted(known, ids, sorter=rising)]).astype(np.uint32)
+    place = lambda part: Samples(numbers(part.ids), part.ends)
     rows = 1 + units.size + int((dictionary.ids != NO_ID).sum())
     ratio = len(ids.ids) / max(1, len(samples.ids))
     return Encoded(place(ids), place(judged), len(trained), 1 + len(known), rows, ratio)
