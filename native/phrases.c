@@ -310,9 +310,9 @@ static bool take(const job *j, reader *r, size_t *k, uint64_t *dst_ends) {
   return false;
 }
 
-/* Encodes all samples, LANES of them in turn: what one needs is fetched while the others look. A sample's ids are then
- * from its first unit's place on, up to dst_ends. */
-static void encode(const job *j, uint64_t *dst_ends) {
+/* The ids of a sample go from its first unit's place on, up to dst_ends. LANES samples are read in turn: what one needs
+ * is fetched while the others look. */
+static void encode_in_turn(const job *j, uint64_t *dst_ends) {
   reader readers[LANES];
   size_t n = 0, k = 0;
   do {
@@ -325,12 +325,38 @@ static void encode(const job *j, uint64_t *dst_ends) {
   } while (n || k < j->s->n_ends);
 }
 
+/* The same, one after the other: what can be fetched ahead are the pairs that runs begin with. */
+static void encode_one_by_one(const job *j, uint64_t *dst_ends) {
+  const mlxzip_phrases *p = j->p;
+  const mlxzip_samples *s = j->s;
+  for (size_t k = 0, at = 0, seen = 0; k < s->n_ends; k++) {
+    size_t out = at;
+    while (at < s->ends[k]) {
+      for (; seen < at + AHEAD && seen + 1 < s->n; seen++) fetch(p, s->at[seen], s->at[seen + 1]);
+      uint32_t node = s->at[at], id = p->spec.first_id + node;
+      size_t end = j->window && s->ends[k] - at > j->window ? at + j->window : s->ends[k], next = at + 1;
+      if (node >= p->spec.units) id = p->spec.unk_id, end = next;
+      for (size_t i = next; i < end && begins(p, node); i++) {
+        uint32_t cell = *find(p, node, s->at[i]);
+        if (!cell) break;
+        node = p->spec.units + (uint32_t)slot_of(p, cell);
+        uint32_t longer = id_of(p, node);
+        if (longer != NO_ID) id = longer, next = i + 1;
+        else if (!j->longest) break;
+      }
+      j->dst[out++] = id, at = next;
+    }
+    dst_ends[k] = out;
+  }
+}
+
 mlxzip_status mlxzip_phrases_encode(const mlxzip_phrases *p, const mlxzip_samples *s, uint32_t window,
                                     uint32_t longest, uint32_t *dst, uint64_t *dst_ends, size_t *n_out, size_t *bad) {
   if (!ordered(s) || (s->n && (!s->n_ends || s->ends[s->n_ends - 1] != s->n))) return MLXZIP_E_ARG;
   if (!all_known(p, s, bad)) return MLXZIP_E_ID;
   if (p->spec.window && (!window || window > p->spec.window)) window = p->spec.window;
-  encode(&(job){p, s, window, longest, dst}, dst_ends);
+  bool in_turn = s->n_ends >= LANES && window != 2; /* what is more than pairs cannot be fetched ahead */
+  (in_turn ? encode_in_turn : encode_one_by_one)(&(job){p, s, window, longest, dst}, dst_ends);
   size_t out = 0;
   for (size_t k = 0, start = 0; k < s->n_ends; start = s->ends[k++]) {
     size_t n = dst_ends[k] - start;
