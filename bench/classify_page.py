@@ -79,7 +79,9 @@ def _over(figures: Sequence[float | None], places: int = 3) -> str:
     there = [figure for figure in figures if figure is not None]
     if not there:
         return "not reached"
-    told = f"{mean(there):.{places}f} ({min(there):.{places}f}-{max(there):.{places}f})"
+    told = f"{mean(there):.{places}f}"
+    if len(figures) > 1:
+        told += f" ({min(there):.{places}f}-{max(there):.{places}f})"
     return told if len(there) == len(figures) else f"{told}, {len(there)} of {len(figures)}"
 
 
@@ -115,7 +117,7 @@ def draw(path: Path, lines: Sequence[Line]) -> None:
         for panel in (left, right):
             panel.grid(alpha=0.3)
     try:
-        with whole_file(path) as partial, rc_context({"svg.hashsalt": "mlx_zip"}):
+        with whole_file(path) as partial, rc_context({"svg.hashsalt": "mlx_zip", "svg.fonttype": "none"}):
             figure.savefig(partial, format="svg", metadata={"Date": None})
     except OSError as error:
         raise DataError(f"--figure {path} cannot be written: {error.strerror or error}") from error
