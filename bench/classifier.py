@@ -82,7 +82,8 @@ def learn(
         processors.append(time.process_time() - begun[1])
         losses.append(total / len(answers[0]))
         scores.append(judge(model, encoded.test, answers[1], args.batch_size))
-    body = sum(array.size for name, array in tree_flatten(model.parameters()) if name != "table")
+    flat: Any = tree_flatten(model.parameters())
+    body = sum(array.size for name, array in flat if name != "table")
     return {
         "accuracy": scores[-1][0], "auc": scores[-1][1], "rows": encoded.rows, "rows_trained": encoded.trained,
         "parameters": encoded.rows * WIDTH + body, "tokens": [int(part.sum()) for part in sizes],

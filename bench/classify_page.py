@@ -48,15 +48,14 @@ def grouped(runs: Sequence[Line]) -> list[list[Line]]:
 
 
 def _texts(line: Line) -> str:
-    name = line["data"]["train"].split(".")[0]
+    name: str = line["data"]["train"].split(".")[0]
     return SAMPLED.get(name, name)
 
 
 def encoding(line: Line) -> str:
     """As the tables name it: the setting, behind the units that are no words."""
-    units = line["data"]["units_are"]
-    plain = line["setting"] == "plain"
-    return line["setting"] if units == "words" else units if plain else f"{units}, {line['setting']}"
+    units, setting = line["data"]["units_are"], line["setting"]
+    return setting if units == "words" else units if setting == "plain" else f"{units}, {setting}"
 
 
 def _row(runs: Sequence[Line], of_paper: bool) -> list[str]:
