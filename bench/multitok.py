@@ -54,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--text", nargs="+", metavar="FILE", help="samples to learn from: .txt or .jsonl, also with .gz")
     add("--held-out", nargs="+", metavar="FILE", help="other samples, to encode with what was learned")
     add("--tokenizer", help="units are its ids, and only ratios are told: a vocabulary's file, as `bench tokens`")
+    add("--only", choices=("speed", "ratios"), help="measure these alone (default: both, for a tokenizer ratios)")
     add("--trials", type=int, default=9, help="trials per measurement (default: 9)")
     add("--write-docs", type=Path, metavar="PAGE", help="write the page's tables from the record, and measure nothing")
 
@@ -69,8 +70,11 @@ def run(args: argparse.Namespace) -> int:
         raise MlxZipError("--text is missing; or give --write-docs to write the page from the record")
     if args.trials < 1:
         raise MlxZipError(f"--trials must be at least 1, got {args.trials}")
+    if args.tokenizer and args.only == "speed":
+        raise MlxZipError("--only speed goes with words: leave --tokenizer out")
     corpus = Corpus(args)
-    for line in [*([] if args.tokenizer else _speeds(corpus, args.trials)), *_ratios(corpus)]:
+    speeds = [] if args.tokenizer or args.only == "ratios" else _speeds(corpus, args.trials)
+    for line in [*speeds, *([] if args.only == "speed" else _ratios(corpus))]:
         shown = {"bench": "multitok", **line, "data": corpus.record}
         print(json.dumps({**shown, **surroundings(*corpus.libraries)}), flush=True)
         print(f"{line['what']}: {line['setting']}", file=sys.stderr)

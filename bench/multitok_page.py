@@ -1,4 +1,4 @@
-"""The tables of docs/multitok.md, from the records of `bench multitok` and `bench classify`, between its markers."""
+"""The tables of docs/multitok.md, from the records of `bench multitok`, `bench classify` and `bench packs`."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 from mlx_zip.errors import DataError
 from mlx_zip.files import whole_file
 
+from .classify_page import classified
 from .tables import table
 
-RECORDS = tuple(Path(__file__).resolve().parent / "records" / f"{name}.jsonl" for name in ("multitok", "classify"))
+NAMES = ("multitok", "classify", "packs-multitok")
+RECORDS = tuple(Path(__file__).resolve().parent / "records" / f"{name}.jsonl" for name in NAMES)
 SECTION = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.S)
 Line = dict[str, Any]
 
@@ -86,24 +87,15 @@ def _cascade(lines: Sequence[Line]) -> str:
     return table(header, rows, "markdown")
 
 
-def _classifier(lines: Sequence[Line]) -> str:
-    runs = [line for line in lines if line["bench"] == "classify"]
-    rows = [_of_seeds([line for line in runs if line["setting"] == name]) for name in _names(runs)]
-    header = ["encoding", "seeds", "r", "accuracy", "AUC", "loss at the end", "parameters"]
-    return table(header, rows, "markdown")
-
-
-def _names(runs: Sequence[Line]) -> list[str]:
-    return list(dict.fromkeys(line["setting"] for line in runs))
-
-
-def _of_seeds(runs: Sequence[Line]) -> list[str]:
-    over = lambda figures: f"{mean(figures):.3f} ({min(figures):.3f}-{max(figures):.3f})"
-    return [
-        runs[0]["setting"], str(len(runs)), f"{runs[0]['ratio']:.3f}", over([line["accuracy"] for line in runs]),
-        over([line["auc"] for line in runs]), over([line["loss"][-1] for line in runs]),
-        f"{runs[0]['parameters'] / 1e6:.1f} M",
+def _packs(lines: Sequence[Line]) -> str:
+    rows = [
+        [line["domain"], f"{line['train_ids']:,}", f"{pack['size']:,}", f"{line['empty']:.3f}", f"{pack['rate']:.3f}",
+         f"{pack['multitok']['rate']:.3f}", f"{pack['learned_s']:.1f}", f"{pack['multitok']['learned_s']:.1f}"]
+        for line in lines if line["bench"] == "packs" for pack in line["packs"]
     ]  # fmt: skip
+    header = ["text", "base ids learned from", "entries", "growth alone", "vocab pack learn", "multitok export",
+              "s to learn", "s to learn (multitok)"]  # fmt: skip
+    return table(header, rows, "markdown")
 
 
 def _window(line: Line) -> str:
@@ -123,4 +115,8 @@ def _spread(figure: dict[str, Any] | None) -> str:
     return f"{figure['median']:.2f} ({figure['min']:.2f}-{figure['max']:.2f})" if figure else ""
 
 
-TABLES = {"speed": _speed, "ratios": _ratios, "pruned": _pruned, "cascade": _cascade, "classifier": _classifier}
+TABLES = {
+    "speed": _speed, "ratios": _ratios, "pruned": _pruned, "cascade": _cascade, "packs": _packs,
+    "classifier": lambda lines: classified(lines, of_paper=True),
+    "classifier_others": lambda lines: classified(lines, of_paper=False),
+}  # fmt: skip

@@ -2,6 +2,8 @@
 
 A pack is learned from one set of files and tried on another, cut into windows that are compressed on their own, each
 with a codebook that begins with the pack and grows. Nothing of the result is timed; how long learning took is told.
+`multitok` is a pack of the same size as `mlx_zip vocab multitok export` makes it, of a dictionary that learned from the
+same texts with phrases as long as entries may be.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +22,15 @@ from mlx_zip.codec import CodecParams, compress
 from mlx_zip.codec.ids import Uint32s, as_ids
 from mlx_zip.errors import MlxZipError
 from mlx_zip.vocab.learner import learn
+from mlx_zip.vocab.multitok import Dictionary, Samples, Settings, Tokens
+from mlx_zip.vocab.multitok.export import as_pack
 
 from .record import surroundings
 from .tokens import read_domains
 from .vocabularies import KINDS, Vocabulary, read_vocabulary
 
 SIZES, GROWTH = (256, 1024, 4096), 2048
+Entries = Sequence[tuple[int, ...]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,15 +66,27 @@ def run(args: argparse.Namespace) -> int:
             "empty": rate(params, held_out), "packs": [],
         }  # fmt: skip
         for size in sorted(args.sizes):
-            begun = time.perf_counter()
-            pack = learn(params, texts, size, window=args.window).entries
-            took = time.perf_counter() - begun
-            found = {"size": size, "entries": len(pack), "rate": rate(params, held_out, pack)}
-            found["learned_s"] = round(took, 2)
+            learner = lambda size=size, texts=texts: learn(params, texts, size, window=args.window).entries
+            other = lambda size=size, texts=texts: multitok(params, texts, size)
+            found = {"size": size, **_tried(params, held_out, learner), "multitok": _tried(params, held_out, other)}
             line["packs"].append(found)
             print(f"{domain}: {size}: {found['rate']:.3f} (empty {line['empty']:.3f})", file=sys.stderr)
         print(json.dumps({**line, **surroundings(vocabulary.library)}), flush=True)
     return 0
+
+
+def multitok(params: CodecParams, texts: Sequence[Uint32s], size: int) -> Entries:
+    """The entries of a pack made from a MultiTok dictionary."""
+    dictionary = Dictionary(Settings(Tokens(params.vocab_size), params.merge_size))
+    dictionary.train(Samples.of(texts))
+    return as_pack(dictionary, size, params.merge_size, None, params.disabled_ids).entries
+
+
+def _tried(params: CodecParams, held_out: Sequence[Uint32s], learned: Callable[[], Entries]) -> dict[str, Any]:
+    begun = time.perf_counter()
+    pack = learned()
+    took = time.perf_counter() - begun
+    return {"entries": len(pack), "rate": rate(params, held_out, pack), "learned_s": round(took, 2)}
 
 
 def _named(corpus: Any) -> dict[str, Any]:

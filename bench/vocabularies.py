@@ -1,8 +1,8 @@
 """Published vocabularies as files: text to base ids through the library each one is made for.
 
 Read are tiktoken ranks (NAME.tiktoken), SentencePiece models (NAME.model), the pair of files GPT-2 came in
-(encoder.json and vocab.bpe, or vocab.json and merges.txt), each also with .gz, and tokenizer.json, itself or in a
-folder.
+(encoder.json and vocab.bpe, or vocab.json and merges.txt), BERT's list of word pieces (NAME.vocab.txt), each also with
+.gz, and tokenizer.json, itself or in a folder.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ _O200K = (
 )
 # How a text is split before ranks apply; no rank file says so. By the name of the vocabulary. Source: its publisher.
 PATTERNS = {name: text.PATTERNS[kind] for name, kind in text.CUT_BY_NAME.items()} | {"o200k": _O200K}
-ENDINGS = (".tiktoken", ".model", ".json", ".bpe", ".gz")
-KINDS = "NAME.tiktoken, NAME.model, encoder.json beside vocab.bpe, or a folder with tokenizer.json"
+PIECES, UNKNOWN = "vocab.txt", "[UNK]"
+ENDINGS = (".tiktoken", ".model", ".json", ".bpe", ".gz", PIECES)
+KINDS = "NAME.tiktoken, NAME.model, encoder.json beside vocab.bpe, NAME.vocab.txt, or a folder with tokenizer.json"
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,8 @@ def read_vocabulary(path: Path) -> Vocabulary:
             start = plain.removesuffix(first)
             other = path.with_name(start + second + path.name.removeprefix(plain))
             return _byte_pairs(start.strip(".-_") or path.parent.name, path, other)
+    if plain.endswith(PIECES):
+        return _word_pieces(plain.removesuffix(PIECES).strip(".-_") or path.parent.name, path)
     if plain.endswith("tokenizer.json"):
         return _fast(path)
     raise DataError(f"{path}: not the name of a vocabulary ({KINDS})")
@@ -121,6 +124,23 @@ def _byte_pairs(name: str, vocabulary: Path, merges: Path) -> Vocabulary:
         return _of_tokenizer(name, file.library(vocabulary_of(json.loads(read_stored(vocabulary)))))
     except (ValueError, DataError) as error:
         raise DataError(f"{vocabulary} and {merges.name} are no byte-level vocabulary: {error}") from error
+
+
+def _word_pieces(name: str, path: Path) -> Vocabulary:
+    """BERT's: a piece a line. Its text is made lower case, as the list does not tell, unless its name says `cased`."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    try:
+        pieces = read_stored(path).decode("utf-8").splitlines()
+    except ValueError as error:
+        raise DataError(f"{path}: no list of word pieces: {error}") from error
+    if len(set(pieces)) < len(pieces) or UNKNOWN not in pieces:
+        raise DataError(f"{path}: no list of word pieces: {UNKNOWN} must be one, and none twice")
+    tokenizer = Tokenizer(models.WordPiece({piece: i for i, piece in enumerate(pieces)}, unk_token=UNKNOWN))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase="uncased" in name or "cased" not in name)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    return _of_tokenizer(name, tokenizer)
 
 
 def _fast(path: Path) -> Vocabulary:

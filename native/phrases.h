@@ -67,8 +67,9 @@ void mlxzip_phrases_lengths(const mlxzip_phrases *phrases, uint32_t *dst);
  * for ends that fall or lie beyond n; E_MEMORY, of which alone part of the units may have been learnt. */
 mlxzip_status mlxzip_phrases_train(mlxzip_phrases *phrases, const mlxzip_samples *samples, uint32_t *dst,
                                    uint64_t *dst_ends, size_t *n_out, size_t *bad);
-/* Encodes whole samples by phrases of at most `window` units, and spec.window; the last sample must end at n. dst: n
- * ids; dst_ends: n_ends. E_ID with *bad the place; E_ARG. */
+/* Encodes whole samples by phrases of at most `window` units, and spec.window; the last sample must end at n. Some are
+ * read in turns, so that one's wait for memory is the others' time. dst: n ids, of which those behind *n_out are of no
+ * meaning; dst_ends: n_ends, not samples->ends. E_ID with *bad the place; E_ARG. */
 mlxzip_status mlxzip_phrases_encode(const mlxzip_phrases *phrases, const mlxzip_samples *samples, uint32_t window,
                                     uint32_t longest, uint32_t *dst, uint64_t *dst_ends, size_t *n_out, size_t *bad);
 /* The units of ids; that of unk_id, where it is no unit's, is `units`. dst: cap. E_ID with *bad; E_SPACE. */

@@ -117,6 +117,21 @@ def test_digits_are_the_ids_whose_text_is_digits(pair):
     assert pair.digit_ids() == [*range(ord("0"), ord("9") + 1), SIZE - 2, SIZE - 1]
 
 
+def test_berts_word_pieces_are_of_lower_case_unless_the_name_says_cased(tmp_path):
+    pieces = ["[UNK]", "the", "The", "cat", "##s", ",", "cafe"]
+    names = ("bert_uncased.vocab.txt", "bert_cased.vocab.txt", "vocab.txt")
+    for name in names:
+        (tmp_path / name).write_text("\n".join(pieces) + "\n")
+    uncased, cased, plain = (named_vocabulary(str(tmp_path / name)) for name in names)
+    assert (uncased.name, uncased.size, plain.name) == ("bert_uncased", len(pieces), tmp_path.name)
+    assert list(uncased.encode("The cats, café dog")) == list(plain.encode("The cats, café dog")) == [1, 3, 4, 5, 6, 0]
+    assert list(cased.encode("The cats")) == [2, 3, 4]
+    for wrong in ("the\nthe\n[UNK]", "the\ncat"):
+        (tmp_path / "vocab.txt").write_text(wrong)
+        with pytest.raises(DataError, match="word pieces"):
+            read_vocabulary(tmp_path / "vocab.txt")
+
+
 def test_a_name_that_is_no_vocabularys_file_goes_to_transformers(tmp_path):
     with pytest.raises(DataError, match="no tokenizer can be loaded"):
         named_vocabulary(str(tmp_path))

@@ -3,10 +3,12 @@
 import json
 
 import pytest
+import tiny_text
 from command_line import runner
 from tiny_vocabularies import write_folder
 
 from mlx_zip.vocab.multitok import Dictionary, Settings, Words, prune, rewrite
+from mlx_zip.vocab.packs import load_pack
 
 SAMPLES = ["the cat and the dog and the cat and the dog", "the cat and the dog", "", "the dog and the cat", "a cat"]
 TRAINED = [sample.split() for sample in SAMPLES if sample]
@@ -150,8 +152,17 @@ def test_the_ids_of_a_tokenizer_can_be_the_units(run, tmp_path):
         (("train", "a.mtok", "none.jsonl"), "none.jsonl"),
         (("train", "a.mtok", "empty.jsonl"), "empty.jsonl"),
         (("train", "a.mtok", "wrong.jsonl"), "wrong.jsonl:2"),
-        (("train", "nowhere/a.mtok", "some.jsonl", "--encoded", "ids.jsonl"), "nowhere"),
-        (("train", "a.mtok", "some.jsonl", "--encoded", "nowhere/ids.jsonl"), "nowhere"),
+        (("train", "nowhere/a.mtok", "none.jsonl", "--encoded", "ids.jsonl"), "nowhere"),
+        (("train", "a.mtok", "none.jsonl", "--encoded", "nowhere/ids.jsonl"), "nowhere"),
+        (("train", "a.mtok", "none.jsonl", "--prune", 1, "--encoded", "nowhere/ids.jsonl"), "nowhere"),
+        (("train", ".", "none.jsonl"), "is a folder"),
+        (("encode", "none.mtok", "some.jsonl", "--encoded", "nowhere/ids.jsonl"), "nowhere"),
+        (("export", "none.mtok"), "--out"),
+        (("export", "none.mtok", "--out", "a.json"), ".npz"),
+        (("export", "none.mtok", "--out", "nowhere/a.npz"), "nowhere"),
+        (("export", "none.mtok", "--out", "a.npz", "--size", 0), "--size"),
+        (("export", "none.mtok", "--out", "a.npz", "--merge-size", 1), "--merge-size"),
+        (("export", "none.mtok", "--out", "a.npz"), "none.mtok"),
         (("encode", "none.mtok", "some.jsonl"), "none.mtok"),
         (("stats", "some.jsonl"), "some.jsonl"),
     ],
@@ -164,3 +175,52 @@ def test_what_cannot_be_done_is_one_line_and_nothing_is_written(run, tmp_path, f
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert culprit in err
     assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+MODEL = "llama_transformer_tied_lora"
+TEXT = "the cat sat on the mat. the dog sat on the cat.\n" * 30
+
+
+def test_a_dictionary_of_a_models_ids_becomes_a_pack_that_it_begins_with(run, tmp_path, capsys):
+    model = tiny_text.converted(MODEL)
+    (tmp_path / "text.txt").write_text(TEXT)
+    assert run("train", "ids.mtok", "text.txt", "--lines", "--tokenizer", model)[0] == 0
+    status, out, _ = run("export", "ids.mtok", "--tokenizer", model, "--size", 8, "--out", "a.npz", "--json")
+    pack, record = load_pack("a.npz"), json.loads(out)
+    assert (status, record["entries"], record["tokenizer"]) == (0, 8, pack.tokenizer)
+    uses = {run: uses for (_, run), uses in zip(*phrases("ids.mtok"), strict=True)}
+    assert [uses[entry] for entry in pack.entries] == pack.about["uses"]
+    allowed = [n for entry, n in uses.items() if len(entry) <= pack.about["merge_size"]]
+    assert pack.about["uses"] == sorted(allowed, reverse=True)[:8]
+    assert runner(capsys)("vocab", "pack", "check", "a.npz", "--model", model)[0] == 0
+    prompt = ["generate", "--model", model, "--prompt", TEXT[:48], "--max-tokens", 4, "--json"]
+    prompt.append("--ignore-chat-template")
+    lengths = []
+    for flags in ([], ["--codebook", "a.npz"]):
+        status, out, _ = runner(capsys)(*prompt, *flags)
+        lengths.append(json.loads(out)["prompt_ids"])
+        assert status == 0
+    assert lengths[1] < lengths[0]
+
+
+def phrases(path):
+    dictionary = Dictionary.load(path)
+    return dictionary.phrases, dictionary.uses[dictionary.settings.units.size :].tolist()
+
+
+def test_what_is_no_codebook_is_not_exported(run, tmp_path):
+    folder = write_folder(tmp_path / "tokenizer")
+    run("train", "words.mtok", "some.jsonl")
+    run("train", "ids.mtok", "some.jsonl", "--tokenizer", folder)
+    run("train", "empty.mtok", "some.jsonl", "--tokenizer", folder, "--limit", 0)
+    for name, flags, told in [
+        ("words.mtok", (), "words"),
+        ("words.mtok", ("--tokenizer", folder), "words"),
+        ("ids.mtok", (), "--tokenizer"),
+        ("ids.mtok", ("--tokenizer", tiny_text.converted(MODEL)), "another tokenizer"),
+        ("empty.mtok", ("--tokenizer", folder), "no phrase"),
+    ]:
+        status, out, err = run("export", name, "--out", "a.npz", *flags)
+        assert (status, out, err.count("\n")) == (2, "", 1)
+        assert told in err
+        assert not (tmp_path / "a.npz").exists()

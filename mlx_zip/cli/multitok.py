@@ -1,4 +1,4 @@
-"""`mlx_zip vocab multitok`: dictionaries of phrases: learned from a corpus, used on texts, looked at."""
+"""`mlx_zip vocab multitok`: dictionaries of phrases: learned from a corpus, used on texts, looked at, made packs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mlx_zip.cli.actions import TOKENIZER, add_actions, add_by_place, add_json, settle, writable
-from mlx_zip.cli.multitok_texts import Texts, tokens_of, written
+from mlx_zip.cli.multitok_export import export, export_flags
+from mlx_zip.cli.multitok_texts import Texts, same_units, tokens_of, written
 from mlx_zip.errors import DataError, GenerationError
 
 EXAMPLES = """\
@@ -17,6 +18,7 @@ examples:
   mlx_zip vocab multitok train --tokenizer stories --data reviews.jsonl --fraction 50 --out ids.mtok
   mlx_zip vocab multitok encode reviews.mtok --data more.jsonl --window 1
   mlx_zip vocab multitok stats reviews.mtok --show 10
+  mlx_zip vocab multitok export ids.mtok --tokenizer stories --size 1024 --out pack.npz
 """
 DATA = ".txt or .jsonl files (or with .gz), .parquet files, folders or hub names of data sets"
 
@@ -93,6 +95,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _train(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     from mlx_zip.vocab.multitok import Dictionary, Settings, leading, prune
+    from mlx_zip.vocab.multitok.settings import Pruning
 
     settle(args, out="one", data="many")
     if args.prune_mode and args.prune is None:
@@ -104,6 +107,7 @@ def _train(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
         args.encoded = writable("--encoded", args.encoded)
     fraction, samples = 100.0 if args.fraction is None else args.fraction, 0
     leading(0, fraction)
+    pruning = Pruning(args.prune or 0, args.prune_mode or "reencode")
     tokenizer, units = tokens_of(args.tokenizer)
     texts = _texts(args, args.data, tokenizer)
     if units is None or fraction < 100:
@@ -119,11 +123,11 @@ def _train(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     if not dictionary.totals.samples:
         raise DataError(f"{', '.join(args.data)}: no text to learn from")
     record: dict[str, Any] = {"trained": dictionary.stats()}
-    result, mode = dictionary, args.prune_mode or "reencode"
+    result = dictionary
     if args.prune is not None:
-        result = prune(dictionary, args.prune, mode)
+        result = prune(dictionary, pruning.at_most, pruning.mode)
         _rewrite(args, dictionary, result, texts, learn)
-        record["pruned"] = {"at_most": args.prune, "mode": mode, **result.stats()}
+        record["pruned"] = {"at_most": pruning.at_most, "mode": pruning.mode, **result.stats()}
     try:
         result.save(out)
     except OSError as error:
@@ -192,7 +196,7 @@ def _told(record: dict[str, Any], path: str) -> list[str]:
     return [*lines, f"{record['file_bytes']} bytes: {path}"]
 
 
-# ---- encode and stats
+# ---- encode, stats, export
 
 
 def _encode(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
@@ -204,7 +208,7 @@ def _encode(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     dictionary = Dictionary.load(args.dictionary)
     if args.unk_id is not None:
         dictionary = dictionary.with_unk_id(args.unk_id)
-    tokenizer = _same_units(dictionary.settings.units, args)
+    tokenizer = same_units(dictionary.settings.units, args)
     totals, shown = Totals(), []
     with written(args.encoded) as write:
         for batch in _texts(args, args.data, tokenizer).batches():
@@ -227,19 +231,6 @@ def _show(ids: Any, held: list[Any] | None) -> None:
         return
     for sample in ids.lists():
         print(json.dumps(sample))
-
-
-def _same_units(units: Any, args: argparse.Namespace) -> Any:
-    """The tokenizer whose ids a dictionary is of, None for words. Raises `DataError` for another one."""
-    from mlx_zip.vocab.multitok import Words
-
-    if isinstance(units, Words) != (args.tokenizer is None):
-        said = "words: leave --tokenizer out" if args.tokenizer else "a tokenizer's ids: name it with --tokenizer"
-        raise DataError(f"{args.dictionary} was trained on {said}")
-    tokenizer, own = tokens_of(args.tokenizer)
-    if own is not None and not own.may_be(units):
-        raise DataError(f"{args.dictionary} was trained on the ids of another tokenizer than {args.tokenizer}")
-    return tokenizer
 
 
 def _stats(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
@@ -273,4 +264,5 @@ ACTIONS = {
     "train": (_train_flags, "learn a dictionary from texts", _train),
     "encode": (_encode_flags, "the ids of texts", _encode),
     "stats": (_stats_flags, "what a dictionary holds", _stats),
+    "export": (export_flags, "the phrases of a dictionary over a tokenizer's ids as a codebook pack", export),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -94,6 +95,19 @@ def ids_of(tokenizer: Any) -> Callable[[str], Sequence[int]]:
     library.no_truncation()
     library.no_padding()
     return lambda text: library.encode(text, add_special_tokens=False).ids
+
+
+def same_units(units: Any, args: argparse.Namespace) -> Any:
+    """The tokenizer whose ids a dictionary is of, None for words. Raises `DataError` for another one."""
+    from mlx_zip.vocab.multitok import Words
+
+    if isinstance(units, Words) != (args.tokenizer is None):
+        said = "words: leave --tokenizer out" if args.tokenizer else "a tokenizer's ids: name it with --tokenizer"
+        raise DataError(f"{args.dictionary} was trained on {said}")
+    tokenizer, own = tokens_of(args.tokenizer)
+    if own is not None and not own.may_be(units):
+        raise DataError(f"{args.dictionary} was trained on the ids of another tokenizer than {args.tokenizer}")
+    return tokenizer
 
 
 @contextlib.contextmanager

@@ -1,0 +1,168 @@
+"""The classifier of MultiTok's experiment: one transformer layer over embeddings of its own.
+
+As in the paper (arXiv 2410.21548, section IV): width 100, two heads, 200 in the feed-forward part, Adam. Not as in the
+published code: all positions that are no padding are averaged for the classifier, where that reads the last one,
+padding mostly; no text is left out. A batch holds texts of about one length and is padded to its longest, so shorter
+sequences take less time. Rows of the table that no text to learn from holds get no gradient, and Adam leaves them where
+they were drawn: they are not trained, which gives the same result sooner. The rest is matrix products; compiled, a step
+takes three times longer on a CPU, so it is not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import numpy as np
+from mlx.utils import tree_flatten
+from numpy.typing import NDArray
+
+from mlx_zip.vocab.multitok import Samples
+
+from .classify_texts import Encoded
+
+WIDTH, HEADS, HIDDEN, RATE = 100, 2, 200, 0.01
+EPSILONS = (0.1, 0.01)
+STAYS = 10  # epochs that a loss must stay low
+POOL = 10  # batches whose texts are sorted by length together
+Integers = NDArray[np.integer]
+
+
+class Classifier(nn.Module):
+    """ids [B, L] int32, 0 for padding -> logits [B, C]. Source: arXiv 2410.21548, section IV; see the module.
+
+    Ids are below `used`, in training 1 + `trained`; texts have at most `length`.
+    """
+
+    def __init__(self, trained: int, used: int, classes: int, length: int) -> None:
+        super().__init__()
+        drawn = nn.Embedding(used, WIDTH).weight
+        self.table, self._fixed = drawn[: 1 + trained], drawn[1 + trained :]
+        self.place = nn.Embedding(length, WIDTH)
+        self.attention, self.norm_1 = nn.MultiHeadAttention(WIDTH, HEADS), nn.LayerNorm(WIDTH)
+        self.up, self.down, self.norm_2 = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH), nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, classes)
+
+    def __call__(self, ids: mx.array) -> mx.array:
+        """See the class."""
+        real = (ids > 0).astype(mx.float32)  # [B, L]
+        table = self.table if self.training else mx.concatenate([self.table, self._fixed])
+        x = table[ids] + self.place(mx.arange(ids.shape[1]))
+        mask = mx.where(real > 0, 0.0, -1e9)[:, None, None, :]
+        x = self.norm_1(x + self.attention(x, x, x, mask))
+        x = self.norm_2(x + self.down(nn.relu(self.up(x))))
+        mean = (x * real[..., None]).sum(axis=1) / mx.maximum(real.sum(axis=1, keepdims=True), 1)
+        return self.head(mean)
+
+
+def learn(
+    encoded: Encoded, answers: Sequence[Integers], classes: int, seed: int, args: argparse.Namespace
+) -> dict[str, Any]:
+    """Trains one classifier; what the record says of it. Seconds are of training alone, not of judging."""
+    mx.random.seed(seed)
+    order = np.random.default_rng(seed)
+    sizes = [lengths(part) for part in (encoded.train, encoded.test)]
+    model = Classifier(encoded.trained, encoded.used, classes, max(1, *(int(part.max()) for part in sizes)))
+    optimizer = optim.Adam(learning_rate=args.learning_rate)
+    gradient = nn.value_and_grad(model, _loss)
+    losses, walls, processors, scores = [], [], [], []
+    for _ in range(args.epochs):
+        total, begun = 0.0, (time.perf_counter(), time.process_time())
+        for which in batches(sizes[0], args.batch_size, order):
+            loss, gradients = gradient(model, mx.array(padded(encoded.train, which)), mx.array(answers[0][which]))
+            optimizer.update(model, gradients)
+            mx.eval(model.state, optimizer.state, loss)
+            total += float(loss) * len(which)
+        walls.append(time.perf_counter() - begun[0])
+        processors.append(time.process_time() - begun[1])
+        losses.append(total / len(answers[0]))
+        scores.append(judge(model, encoded.test, answers[1], args.batch_size))
+    flat: Any = tree_flatten(model.parameters())
+    body = sum(array.size for name, array in flat if name != "table")
+    return {
+        "accuracy": scores[-1][0], "auc": scores[-1][1], "rows": encoded.rows, "rows_trained": encoded.trained,
+        "parameters": encoded.rows * WIDTH + body, "tokens": [int(part.sum()) for part in sizes],
+        "longest": [int(part.max()) for part in sizes], "loss": [round(loss, 5) for loss in losses],
+        "accuracies": [s[0] for s in scores], "aucs": [s[1] for s in scores],
+        "seconds": [round(s, 3) for s in walls], "processor_s": [round(s, 3) for s in processors],
+        **training_times(losses, walls, processors),
+    }  # fmt: skip
+
+
+def training_times(losses: Sequence[float], walls: Sequence[float], processors: Sequence[float]) -> dict[str, Any]:
+    """C(eps) for each of `EPSILONS`: epochs, and the seconds that these took; None where it is not reached."""
+    epochs = {str(eps): reached(losses, eps) for eps in EPSILONS}
+    until = lambda times: {eps: None if n is None else round(sum(times[:n]), 2) for eps, n in epochs.items()}
+    return {"epochs_to": epochs, "seconds_to": until(walls), "processor_s_to": until(processors)}
+
+
+def reached(losses: Sequence[float], epsilon: float) -> int | None:
+    """C(eps): the fewest epochs after which the next ten losses, or all that are left, are below eps; or None."""
+    return next((i for i in range(len(losses)) if max(losses[i : i + STAYS]) < epsilon), None)
+
+
+def _loss(model: Classifier, ids: mx.array, labels: mx.array) -> mx.array:
+    return nn.losses.cross_entropy(model(ids), labels, reduction="mean")
+
+
+# ---- batches
+
+
+def lengths(samples: Samples) -> NDArray[np.int64]:
+    """Tokens of each sample."""
+    return np.diff(samples.ends.astype(np.int64), prepend=0)
+
+
+def batches(sizes: NDArray[np.int64], size: int, order: np.random.Generator | None = None) -> Iterator[Integers]:
+    """All samples, `size` at a time, those of about one length together; in a new order, or without one by length.
+
+    With an order, samples are drawn by the pool of `POOL` batches, and each pool is cut by length.
+    """
+    n = len(sizes)
+    drawn = np.arange(n) if order is None else order.permutation(n)
+    pool = n if order is None else POOL * size
+    cut = []
+    for start in range(0, n, pool):
+        some = drawn[start : start + pool]
+        some = some[np.argsort(sizes[some], kind="stable")]
+        cut += [some[at : at + size] for at in range(0, len(some), size)]
+    return (cut[i] for i in (range(len(cut)) if order is None else order.permutation(len(cut))))
+
+
+def padded(samples: Samples, which: Integers) -> NDArray[np.int32]:
+    """Some samples, filled with 0 to the longest: [N, L]."""
+    ends, sizes = samples.ends[which].tolist(), lengths(samples)[which].tolist()
+    rows = [samples.ids[end - n : end] for end, n in zip(ends, sizes, strict=True)]
+    out = np.zeros((len(which), max(1, *map(len, rows))), np.int32)
+    for row, ids in zip(out, rows, strict=True):
+        row[: len(ids)] = ids
+    return out
+
+
+# ---- judging
+
+
+def judge(model: Classifier, samples: Samples, labels: Integers, batch_size: int) -> tuple[float, float]:
+    """Accuracy, and area under the ROC curve: of the second class of two, else the mean of each against the rest."""
+    model.eval()
+    order = list(batches(lengths(samples), batch_size))
+    chances_of = lambda which: np.array(mx.softmax(model(mx.array(padded(samples, which))), axis=-1))
+    chances = np.concatenate([chances_of(which) for which in order])
+    model.train()
+    labels = labels[np.concatenate(order)]
+    classes = chances.shape[1]
+    area = np.mean([auc(chances[:, c], labels == c) for c in ([1] if classes == 2 else range(classes))])
+    return round(float((chances.argmax(axis=1) == labels).mean()), 4), round(float(area), 4)
+
+
+def auc(scores: NDArray[np.floating], positive: NDArray[np.bool_]) -> float:
+    """The chance that a positive one scores higher than a negative one, ties counting half; 0.5 where there is none."""
+    _, place, counts = np.unique(scores, return_inverse=True, return_counts=True)
+    ranks = (np.cumsum(counts) - (counts - 1) / 2)[place]
+    n, m = int(positive.sum()), int((~positive).sum())
+    return float((ranks[positive].sum() - n * (n + 1) / 2) / (n * m)) if n and m else 0.5

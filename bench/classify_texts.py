@@ -1,0 +1,130 @@
+"""Labelled texts, and what the settings of the paper's table I make of them: ids, one table of embeddings for each.
+
+Every encoding gets the same words of a text, so that a shorter one is a shorter sequence and not more of the text. As
+in the published code, words of the texts to be judged are units too; their embeddings stay random.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mlx_zip.errors import DataError, MlxZipError
+from mlx_zip.vocab.multitok import Dictionary, Samples, Settings, Tokens, Words, leading, prune, rewrite
+from mlx_zip.vocab.multitok.settings import NO_ID
+
+PLAIN = "plain"
+PRUNING = "single"  # as the paper has it: what is used too rarely goes, its units come in its place
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A way to encode, as the paper names them: 100,2-1,>=2 is all samples, window 2, 1 at the test, pruned below 2.
+
+    percent 0: units as they are. windows: at training and test; 0: Max. least_uses: of a phrase that is kept; 0: all.
+    """
+
+    percent: float
+    windows: tuple[int, int] = (1, 1)
+    least_uses: int = 0
+
+    @classmethod
+    def parse(cls, text: str) -> Setting:
+        """From `plain` or PERCENT,WINDOW-WINDOW[,>=N]. Raises `MlxZipError`."""
+        try:
+            if text == PLAIN:
+                return cls(0)
+            percent, windows, *rest = text.split(",")
+            size = lambda name: 0 if name == "Max" else int(name)
+            first, second = map(size, windows.split("-"))
+            (least,) = rest or [">=0"]
+            leading(0, float(percent))
+            return cls(float(percent), (first, second), int(least.removeprefix(">=")))
+        except ValueError as error:
+            raise MlxZipError(f"--settings: {text!r} is not plain or PERCENT,WINDOW-WINDOW[,>=USES]") from error
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """Texts and the label of each."""
+
+    texts: tuple[str, ...]
+    labels: tuple[int, ...]
+
+    @property
+    def words(self) -> int:
+        """Words of all texts."""
+        return sum(len(text.split()) for text in self.texts)
+
+    def some(self, n: int | None, words: int) -> Labelled:
+        """`n` texts (None: all), each cut at `words`; in an order drawn once, as files may be sorted by label."""
+        order = np.random.default_rng(0).permutation(len(self.texts))[:n].tolist()
+        cut = tuple(" ".join(self.texts[i].split()[:words]) for i in order)
+        return Labelled(cut, tuple(self.labels[i] for i in order))
+
+
+def read_labelled(path: Path) -> Labelled:
+    """All texts of a file. Raises `DataError` naming file and line."""
+    try:
+        data = gzip.decompress(path.read_bytes()) if path.name.endswith(".gz") else path.read_bytes()
+        lines = data.decode("utf-8").split("\n")  # a text may hold other ends of lines
+    except (OSError, EOFError, ValueError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
+    read = [_labelled(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not read:
+        raise DataError(f"{path} holds no text")
+    texts, labels = zip(*read, strict=True)
+    return Labelled(texts, labels)
+
+
+def _labelled(path: Path, number: int, line: str) -> tuple[str, int]:
+    try:
+        if ".tsv" in path.name:
+            text, label = line.rsplit("\t", 1)
+        else:
+            record = json.loads(line)
+            text, label = record["text"], record["label"]
+        return str(text), int(label)
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path}, line {number}: not a text and a label") from error
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Ids of the texts to learn from and to judge, 1..trained where the former hold them, then those of the latter.
+
+    0 is padding. used: ids and padding. rows: of the table that the dictionary asks for, with phrases that no text
+    holds. ratio: the paper's r.
+    """
+
+    train: Samples
+    test: Samples
+    trained: int
+    used: int
+    rows: int
+    ratio: float
+
+
+def encode(setting: Setting, units: Words | Tokens, train: list[Any], test: list[Any]) -> Encoded:
+    """Texts as words or ids to what a classifier reads."""
+    dictionary = Dictionary(Settings(units, setting.windows[0]))
+    samples = dictionary.number(train)
+    first, rest = samples.cut(leading(len(samples), setting.percent))
+    ids = Samples.join([dictionary.train(first), dictionary.pass_by(rest)])
+    if setting.least_uses:
+        pruned = prune(dictionary, setting.least_uses - 1, PRUNING)
+        ids, dictionary = rewrite(dictionary, pruned, ids), pruned
+    judged = dictionary.encode_all(dictionary.number(test), setting.windows[1])
+    trained = np.unique(ids.ids)
+    known = np.concatenate([trained, np.setdiff1d(judged.ids, trained)])
+    rising = np.argsort(known)
+    numbers = lambda ids: (1 + rising[np.searchsorted(known, ids, sorter=rising)]).astype(np.uint32)
+    place = lambda part: Samples(numbers(part.ids), part.ends)
+    rows = 1 + units.size + int((dictionary.ids != NO_ID).sum())
+    ratio = len(ids.ids) / max(1, len(samples.ids))
+    return Encoded(place(ids), place(judged), len(trained), 1 + len(known), rows, ratio)

@@ -1,0 +1,40 @@
+"""Phrases over a tokenizer's ids as a codebook pack: entries that a model with hypertokens begins with."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import numpy as np
+
+from mlx_zip.errors import DataError
+from mlx_zip.vocab.multitok.dictionary import Dictionary
+from mlx_zip.vocab.multitok.samples import Samples
+from mlx_zip.vocab.multitok.settings import NO_ID
+from mlx_zip.vocab.multitok.units import Words
+from mlx_zip.vocab.packs import Pack
+
+
+def as_pack(
+    dictionary: Dictionary, size: int, merge_size: int, tokenizer: str | None, disabled: Collection[int] = ()
+) -> Pack:
+    """The `size` phrases of 2 to `merge_size` ids that training used most, the most used first; equal ones as learned.
+
+    tokenizer: fingerprint of the pack's (`mlx_zip.training.encoding`), which is not a dictionary's. disabled: ids that
+    never merge; no entry holds one. Phrases that training never used are left out. Raises `DataError` for a dictionary
+    over words, and where no phrase is left.
+    """
+    units = dictionary.settings.units
+    if isinstance(units, Words):
+        raise DataError("a dictionary over words is no codebook, which holds a tokenizer's ids: train with --tokenizer")
+    ids, lengths = dictionary.ids, dictionary.lengths[units.size :]
+    uses = dictionary.uses[units.size :].astype(np.int64)
+    rows = np.flatnonzero((ids != NO_ID) & (uses > 0) & (lengths <= merge_size))
+    rows = rows[np.argsort(-uses[rows], kind="stable")]
+    runs = dictionary.expand_all(Samples(ids[rows], np.arange(1, len(rows) + 1, dtype=np.uint64))).lists()
+    never = set(disabled)
+    kept = [(tuple(run), int(uses[row])) for run, row in zip(runs, rows, strict=True) if never.isdisjoint(run)][:size]
+    if not kept:
+        raise DataError(f"the dictionary holds no phrase of 2 to {merge_size} ids that training used")
+    entries, used = zip(*kept, strict=True)
+    about = {"made_of": "multitok", "window": dictionary.settings.window, "merge_size": merge_size, "uses": list(used)}
+    return Pack(entries, tokenizer, about)
