@@ -11,7 +11,7 @@ import binascii
 import gzip
 import json
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,23 +43,28 @@ def read_tokens(path: str | Path) -> list[bytes]:
 
 
 def text_encoder(path: str | Path) -> Callable[[str], Sequence[int]]:
-    """Text to first-stage ids, nothing added; of a tokenizer.json or a merge list.
+    """Text to first-stage ids, nothing added. Errors as of `read_tokenizer`."""
+    return encoder_of(read_tokenizer(path))
+
+
+def encoder_of(tokenizer: Any) -> Callable[[str], Sequence[int]]:
+    """Text to the ids of a `tokenizers.Tokenizer`, nothing added."""
+    return lambda text: tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def read_tokenizer(path: str | Path) -> Any:
+    """The `tokenizers.Tokenizer` of a tokenizer.json or a merge list.
 
     Raises `DataError` for the other kinds, which do not say how a text is split.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer
 
     path = _file(path)
     plain, data = path.name.removesuffix(".gz"), _bytes(path)
     try:
         with bare_exceptions_as_value_errors():
             if plain.endswith((".bpe", ".txt")):
-                spell = {byte: letter for letter, byte in letters().items()}
-                shown = ["".join(spell[byte] for byte in token) for token in read_tokens(path)]
-                pairs = [(left, right) for left, right in (line.split(" ") for line in _merge_lines(data))]
-                tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(shown)}, pairs))
-                tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-                tokenizer.decoder = decoders.ByteLevel()
+                tokenizer = _byte_level_tokenizer(read_tokens(path), _merge_lines(data))
             elif plain.endswith("tokenizer.json"):
                 tokenizer = Tokenizer.from_str(data.decode("utf-8"))
                 tokenizer.no_truncation()
@@ -70,7 +75,39 @@ def text_encoder(path: str | Path) -> Callable[[str], Sequence[int]]:
         raise
     except ValueError as error:
         raise DataError(f"{path} cannot be read as a tokenizer: {error}") from error
-    return lambda text: tokenizer.encode(text, add_special_tokens=False).ids
+    return tokenizer
+
+
+def learn_tokenizer(texts: Iterable[str], size: int) -> Any:
+    """A byte-level BPE of at most `size` tokens, the 256 bytes among them, as a `tokenizers.Tokenizer`.
+
+    Raises `DataError` for a size below 256.
+    """
+    from tokenizers import trainers
+
+    if size < 256:
+        raise DataError(f"a byte-level tokenizer has 256 tokens or more, got {size}")
+    tokenizer = _byte_level_tokenizer()
+    trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=list(letters()), show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def tokens_of(tokenizer: Any) -> list[bytes]:
+    """What `read_tokens` gives for a `tokenizers.Tokenizer` that is written down."""
+    return _tokenizer(Path("tokenizer.json"), json.loads(tokenizer.to_str()))
+
+
+def _byte_level_tokenizer(tokens: Sequence[bytes] = (), merge_lines: Sequence[str] = ()) -> Any:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    spell = {byte: letter for letter, byte in letters().items()}
+    shown = ["".join(spell[byte] for byte in token) for token in tokens]
+    pairs = [(left, right) for left, right in (line.split(" ") for line in merge_lines)]
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(shown)}, pairs))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
 
 
 def letters() -> dict[str, int]:
