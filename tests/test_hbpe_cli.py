@@ -76,11 +76,6 @@ def test_a_table_of_another_tokenizer_is_refused(run, tmp_path, tokenizer, text)
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("train", "t.npz"), "need --tokenizer"),
-        (("train", "t.npz", "text.txt", "--tokenizer", "mini"), "train takes TABLE alone"),
-        (("encode", "t.npz", "--tokenizer", "mini"), "encode takes TABLE and FILE"),
-        (("show", "t.npz", "--tokenizer", "mini"), "no use for it"),
-        (("show", "t.npz", "--patch-size", "4"), "belong to train"),
         (("show", "t.npz", "--show", "-1"), "--show"),
         (("show", "none.npz"), "none.npz"),
         (("train", "t.npz", "--tokenizer", "mini", "--patch-size", "1"), "from 2 to 256, got 1"),
@@ -96,6 +91,25 @@ def test_a_wrong_request_is_one_line_and_writes_nothing(run, tmp_path, monkeypat
     assert err.count("\n") == 1
     assert message in err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mini", "text.txt"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("train", "t.npz"), "--tokenizer"),
+        (("train", "t.npz", "text.txt", "--tokenizer", "mini"), "text.txt"),
+        (("encode", "t.npz", "--tokenizer", "mini"), "FILE"),
+        (("show", "t.npz", "--tokenizer", "mini"), "--tokenizer"),
+        (("show", "t.npz", "--patch-size", "4"), "--patch-size"),
+        (("fit", "run"), "--data"),
+        (("fit", "run", "--data", "text.txt", "--latent", "1,2,3"), "LAYERS,WIDTH,FFN,HEADS"),
+    ],
+)
+def test_each_action_takes_its_own_flags_alone(run, capsys, flags, message):
+    with pytest.raises(SystemExit) as stopped:
+        run(*flags)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_the_bench_tells_merges_lengths_and_times(capsys, tmp_path, text):

@@ -1,4 +1,4 @@
-"""`mlx_zip vocab hbpe`: patches of hierarchical BPE for any first-stage tokenizer: learned, shown, used on a text."""
+"""`mlx_zip vocab hbpe`: tables of patches for any first-stage tokenizer, and models over patches, from text to text."""
 
 from __future__ import annotations
 
@@ -7,47 +7,79 @@ import json
 from collections import Counter
 from typing import Any
 
+from mlx_zip.cli import hbpe_models
 from mlx_zip.errors import DataError, GenerationError
 
-ACTIONS = ("train", "show", "encode")
 EXAMPLES = """\
 examples:
   mlx_zip vocab hbpe train gpt2-10.npz --tokenizer vocab.bpe --patch-size 10
   mlx_zip vocab hbpe show gpt2-10.npz --show 5
   mlx_zip vocab hbpe encode gpt2-10.npz letter.txt --tokenizer vocab.bpe --json
+  mlx_zip vocab hbpe fit run --data stories.train.txt --separator '<|endofstory|>' --iters 2000
+  mlx_zip vocab hbpe generate run/model --prompt "Once upon a time" --temp 0.8
+  mlx_zip vocab hbpe evaluate run/model --data stories.test.txt --separator '<|endofstory|>'
 """
+_TOKENIZER = (
+    "first stage: tokenizer.json or a folder with one, vocab.bpe or merges.txt, .tiktoken, or a .json list of tokens in "
+    "hex"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments of `mlx_zip vocab hbpe`."""
+    """Declares the actions and their flags."""
     parser.epilog, parser.formatter_class = EXAMPLES, argparse.RawDescriptionHelpFormatter
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    for name, declare, purpose in (
+        ("train", _train_arguments, "learn the merges of a tokenizer's tokens and write the table of their patches"),
+        ("show", _show_arguments, "what a table holds"),
+        ("encode", _encode_arguments, "the patches of a text by a table"),
+        ("fit", hbpe_models.fit_arguments, "train a model over patches from texts, on from where it was stopped"),
+        ("generate", hbpe_models.generate_arguments, "text that a model over patches writes, as it comes"),
+        ("evaluate", hbpe_models.evaluate_arguments, "bits per byte of a model over patches on texts"),
+    ):
+        action = actions.add_parser(
+            name, help=purpose, description=purpose[0].upper() + purpose[1:] + ".", epilog=EXAMPLES,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )  # fmt: skip
+        declare(action)
+
+
+def _train_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("action", metavar="ACTION", choices=ACTIONS,
-        help="train: learn merges and write the table; show: what a table holds; encode: the patches of a "
-             "text")  # fmt: skip
-    add("table", metavar="TABLE", help="table of patches, a .npz file; train writes it")
-    add("file", metavar="FILE", nargs="?", help="UTF-8 text to encode; - reads standard input")
-    add("--tokenizer", metavar="FILE",
-        help="first stage: tokenizer.json or a folder with one, vocab.bpe or merges.txt, .tiktoken, or a .json list of "
-             "tokens in hex")  # fmt: skip
-    add("--patch-size", type=int, metavar="S", help="symbols of a patch at most, its end mark counted (default: 10)")
-    add("--mode", choices=("stop", "full"),
+    add("table", metavar="TABLE", help="table of patches to write, a .npz file")
+    add("--tokenizer", required=True, metavar="FILE", help=_TOKENIZER)
+    add("--patch-size", type=int, default=10, metavar="S",
+        help="symbols of a patch at most, its end mark counted (default: 10)")  # fmt: skip
+    add("--mode", choices=("stop", "full"), default="stop",
         help="stop: replay merges until the token fits, as they are learned; full: all of them (default: "
              "stop)")  # fmt: skip
-    add("--show", type=int, default=10, metavar="N", help="merges or patches to list at most (default: 10)")
-    add("--json", action="store_true", help="print one JSON object, with all merges or patches")
+    _told_arguments(add, "merges")
+
+
+def _show_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("table", metavar="TABLE", help="what train wrote, a .npz file")
+    _told_arguments(parser.add_argument, "merges")
+
+
+def _encode_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("table", metavar="TABLE", help="what train wrote, a .npz file")
+    parser.add_argument("file", metavar="FILE", help="UTF-8 text to encode; - reads standard input")
+    parser.add_argument("--tokenizer", required=True, metavar="FILE", help="first stage that the table was made for")
+    _told_arguments(parser.add_argument, "patches")
+
+
+def _told_arguments(add: Any, what: str) -> None:
+    add("--show", type=int, default=10, metavar="N", help=f"{what} to list at most (default: 10)")
+    add("--json", action="store_true", help=f"print one JSON object, with all {what}")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Does one action and prints; 0. Raises `MlxZipError`."""
+    """Does one action; its status. Raises `MlxZipError`."""
+    models = {"fit": hbpe_models.fit, "generate": hbpe_models.generate, "evaluate": hbpe_models.evaluate}
+    if args.action in models:
+        return models[args.action](args)
     if args.show < 0:
         raise GenerationError(f"--show must be at least 0, got {args.show}")
-    if (args.file is not None) != (args.action == "encode"):
-        raise GenerationError(f"{args.action} takes {'TABLE and FILE' if args.action == 'encode' else 'TABLE alone'}")
-    if (args.tokenizer is not None) != (args.action != "show"):
-        raise GenerationError("train and encode need --tokenizer, show has no use for it")
-    if args.action != "train" and (args.patch_size is not None or args.mode is not None):
-        raise GenerationError(f"--patch-size and --mode belong to train: {args.action} reads a table that has them")
     record, lines = {"train": _train, "show": _show, "encode": _encode}[args.action](args)
     print(json.dumps(record, ensure_ascii=False) if args.json else "\n".join(lines))
     return 0
@@ -58,15 +90,14 @@ def _train(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     from mlx_zip.vocab.hbpe_table import PatchTable
     from mlx_zip.vocab.hbpe_tokens import read_tokens
 
-    size = 10 if args.patch_size is None else args.patch_size
     tokens = read_tokens(args.tokenizer)
-    learned = learn(tokens, size)
-    table = PatchTable.build(learned.merges, tokens, args.mode or "stop")
+    learned = learn(tokens, args.patch_size)
+    table = PatchTable.build(learned.merges, tokens, args.mode)
     try:
         table.save(args.table)
     except OSError as error:
         raise DataError(f"{args.table}: {error.strerror or error}") from error
-    pool = len(too_long(tokens, size))
+    pool = len(too_long(tokens, args.patch_size))
     record, lines = _told(table, args.show, learned.counts.tolist())
     record["tokens_too_long"] = pool
     return record, [f"{args.table} is written; merges were learned from {pool} tokens that did not fit", *lines]
