@@ -155,7 +155,7 @@ def _trained(
     make = lambda: _seeded(one, material, data, args)
     steps = _kept(folder / "steps.json", lambda: args.steps or _fitting(make, material[0], args, one))
     settings = _settings(args, steps, one)
-    points, spent = [], {name: 0.0 for name in CLOCKS}
+    points, spent = [], dict.fromkeys(CLOCKS, 0.0)
     for until in sorted({max(1, round(steps * (k + 1) / args.marks)) for k in range(args.marks)}):
         used = {name: -clock() for name, clock in CLOCKS.items()}
         done = train(model, material[0], settings, folder, quiet=False, until=until)

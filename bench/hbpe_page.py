@@ -22,6 +22,7 @@ TABLE2 = {"plain": "1.16", "patches": "1.11", "bytes": "1.16", "space": "1.14", 
 TABLE2_FLOPS = {"plain": "562", "patches": "554", "bytes": "4214", "space": "534", "entropy": "668"}  # 10^9, 8192 bytes
 TABLE2_FERTILITY = {"plain": "1.51", "patches": "1.51", "bytes": "4.5", "space": "1.45", "entropy": "1.83"}
 TABLE3 = {"patches": ("3.62", "1.20"), "space": ("3.06", "1.24"), "entropy": ("1.66", "1.27")}  # bytes per patch, bits
+SPENT = ("parameters", "processor seconds", "steps", "kB read")  # columns
 
 Line = dict[str, Any]
 
@@ -56,9 +57,8 @@ def _kinds(records: Any) -> str:
          TABLE2.get(line["model"], "")]
         for line in _models(records, "table2")
     ]  # fmt: skip
-    header = ["model", *SPENT, "fertility", "paper", "kFLOPs per byte", "paper, GFLOPs per 8,192 bytes", "bits per byte",
-              "paper"]  # fmt: skip
-    return table(header, rows, "markdown")
+    flops = ["kFLOPs per byte", "paper, GFLOPs per 8,192 bytes"]
+    return table(["model", *SPENT, "fertility", "paper", *flops, "bits per byte", "paper"], rows, "markdown")
 
 
 def _chinese(records: Any) -> str:
@@ -89,9 +89,6 @@ def _vocabularies(records: Any) -> str:
     ]  # fmt: skip
     header = ["V", "model", *SPENT, "bytes per token", "kFLOPs per byte", "bits per byte"]
     return table(header, rows, "markdown")
-
-
-SPENT = ("parameters", "processor seconds", "steps", "kB read")
 
 
 def _spent(line: Line) -> list[str]:

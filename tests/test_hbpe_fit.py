@@ -220,7 +220,8 @@ def test_a_model_is_fitted_measured_and_writes(command, tmp_path, data):
     _, printed, _ = command(*flags, "--json")
     record = json.loads(printed)
     assert (status, out) == (0, f"the {record['text']}\n")
-    assert err.startswith(f"{record['patches']} patches, {record['symbols']} symbols, {record['text_bytes']} bytes")
+    counted = "{patches} patches of {symbols} symbols and {text_bytes} bytes,".format(**record)
+    assert err.startswith(counted)
     assert record["finish_reason"] == ("length" if record["patches"] == 5 else "stop")
     assert record["prompt_patches"] == len(load_patch_model(model).text.patches("the "))
 

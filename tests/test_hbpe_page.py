@@ -1,6 +1,7 @@
-"""Tables and picture of docs/hbpe.md: made of the records' own figures; charts that are the same for the same figures."""
+"""Tables and picture of docs/hbpe.md: made of the records' own figures; a chart is the same for the same figures."""
 
 import re
+from itertools import pairwise
 from xml.etree import ElementTree
 
 import pytest
@@ -58,7 +59,7 @@ def test_ticks_are_round_and_hold_what_is_drawn(low, high):
     assert found[0] <= low
     assert found[-1] >= high * 0.999
     assert 2 <= len(found) <= 13 or low == high
-    steps = {f"{b - a:.6g}" for a, b in zip(found, found[1:], strict=False)}
+    steps = {f"{b - a:.6g}" for a, b in pairwise(found)}
     assert len(steps) <= 1
     assert all(re.fullmatch(r"0*\.?0*[125]0*(e-\d+)?", step) for step in steps)
 

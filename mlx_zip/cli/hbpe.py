@@ -20,8 +20,8 @@ examples:
   mlx_zip vocab hbpe evaluate run/model --data stories.test.txt --separator '<|endofstory|>'
 """
 _TOKENIZER = (
-    "first stage: tokenizer.json or a folder with one, vocab.bpe or merges.txt, .tiktoken, or a .json list of tokens in "
-    "hex"
+    "first stage: tokenizer.json or a folder with one, vocab.bpe or merges.txt, .tiktoken, or a .json list of tokens "
+    "in hex"
 )
 
 

@@ -6,11 +6,15 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlx_zip.cli.generation import read_prompt
-from mlx_zip.vocab.hbpe_measures import Tower
+from mlx_zip.vocab.hbpe_measures import FIT_LATENT, FIT_LOCAL, Tower
+
+if TYPE_CHECKING:
+    from mlx_zip.patches import Written
 
 _SIZES = ("vocab_size", "patch_size", "mode", "context", "latent", "local")
 _SETTINGS = ("iters", "batch_size", "learning_rate", "warmup", "seed", "steps_per_report", "save_every")
@@ -19,8 +23,9 @@ _SETTINGS = ("iters", "batch_size", "learning_rate", "warmup", "seed", "steps_pe
 def fit_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `fit`."""
     add = parser.add_argument
-    add("out", metavar="RUN", help="folder of the run: checkpoints, metrics.jsonl, and in the end model/; continues what "
-                                   "is there")  # fmt: skip
+    add("out", metavar="RUN",
+        help="folder of the run: checkpoints, metrics.jsonl, and in the end model/; continues what is "
+             "there")  # fmt: skip
     _data(add, "texts to learn from")
     add("--valid", nargs="+", default=[], metavar="FILE", help="texts to measure the finished model on")
     add("--tokenizer", type=Path, metavar="FILE",
@@ -31,9 +36,9 @@ def fit_arguments(parser: argparse.ArgumentParser) -> None:
         help="symbols of a patch at most, its end mark counted (default: 10)")  # fmt: skip
     add("--mode", choices=("stop", "full"), default="stop", help="as of `train` (default: stop)")
     add("--context", type=int, default=128, help="patches of a window (default: 128)")
-    add("--latent", type=_tower, default=Tower(4, 256, 704, 4), metavar="LAYERS,WIDTH,FFN,HEADS",
+    add("--latent", type=_tower, default=FIT_LATENT, metavar="LAYERS,WIDTH,FFN,HEADS",
         help="large transformer, which runs once per patch (default: 4,256,704,4)")  # fmt: skip
-    add("--local", type=_tower, default=Tower(2, 128, 128, 2), metavar="LAYERS,WIDTH,FFN,HEADS",
+    add("--local", type=_tower, default=FIT_LOCAL, metavar="LAYERS,WIDTH,FFN,HEADS",
         help="local encoder and decoder, each (default: 2,128,128,2)")  # fmt: skip
     add("--iters", type=int, default=1000, help="optimizer steps (default: 1000)")
     add("--batch-size", type=int, default=8, help="windows per step (default: 8)")
@@ -103,34 +108,37 @@ def generate(args: argparse.Namespace) -> int:
 
     prompt = "" if args.prompt is None else read_prompt(args.prompt)
     saved = load_patch_model(args.model)
-    text, patches, status, begun = "", list[list[int]](), 0, time.perf_counter()
-    written = generate_text(saved, prompt, args.max_patches, args.temp, args.seed)
-    if not args.json:
-        sys.stdout.write(prompt)
-    try:
-        for part in written:
-            text += part.text
-            patches += [part.patch] if part.patch else []
-            if not args.json:
-                sys.stdout.write(part.text)
-                sys.stdout.flush()
-    except KeyboardInterrupt:
-        status = 130
-    seconds, n_bytes = max(time.perf_counter() - begun, 1e-9), len(text.encode("utf-8"))
+    begun = time.perf_counter()
+    parts, status = _shown(prompt, generate_text(saved, prompt, args.max_patches, args.temp, args.seed), args.json)
+    seconds = max(time.perf_counter() - begun, 1e-9)
+    text, patches = "".join(part.text for part in parts), [part.patch for part in parts if part.patch]
+    n_bytes, ended = len(text.encode("utf-8")), patches[-1:] == [[MARK]]
     record = {
         "model": args.model, "prompt": prompt, "text": text, "prompt_patches": len(saved.text.patches(prompt)),
         "patches": len(patches), "symbols": sum(map(len, patches)), "text_bytes": n_bytes,
-        "finish_reason": "interrupted" if status else "stop" if patches[-1:] == [[MARK]] else "length",
+        "finish_reason": "interrupted" if status else "stop" if ended else "length",
         "patches_per_s": len(patches) / seconds, "bytes_per_s": n_bytes / seconds,
     }  # fmt: skip
-    if args.json:
-        print(json.dumps(record, ensure_ascii=False))
-        return status
-    print(flush=True)
-    print(f"{record['patches']} patches, {record['symbols']} symbols, {n_bytes} bytes behind {record['prompt_patches']} "
-          f"patches: {record['patches_per_s']:.1f} patches/s, {record['bytes_per_s']:.1f} bytes/s",
-          file=sys.stderr)  # fmt: skip
+    print(json.dumps(record, ensure_ascii=False) if args.json else "", flush=True)
+    if not args.json:
+        rates = f"{record['patches_per_s']:.1f} patches/s, {record['bytes_per_s']:.1f} bytes/s"
+        print(f"{len(patches)} patches of {record['symbols']} symbols and {n_bytes} bytes, behind "
+              f"{record['prompt_patches']} patches: {rates}", file=sys.stderr)  # fmt: skip
     return status
+
+
+def _shown(prompt: str, written: Iterator[Written], silent: bool) -> tuple[list[Written], int]:
+    """What was written, on standard output as it comes; and 130 if Ctrl-C ended it, else 0."""
+    parts = []
+    try:
+        for part in written:
+            if not silent:
+                sys.stdout.write(part.text if parts else prompt + part.text)
+                sys.stdout.flush()
+            parts.append(part)
+    except KeyboardInterrupt:
+        return parts, 130
+    return parts, 0
 
 
 def evaluate(args: argparse.Namespace) -> int:
@@ -141,8 +149,8 @@ def evaluate(args: argparse.Namespace) -> int:
 
     if args.batch_size < 1:
         raise DataError(f"--batch-size must be at least 1, got {args.batch_size}")
-    texts = _texts(args.data, args.separator, args.limit_bytes)
-    told = evaluate_texts(load_patch_model(args.model), texts, args.batch_size)
+    saved = load_patch_model(args.model)
+    told = evaluate_texts(saved, _texts(args.data, args.separator, args.limit_bytes), args.batch_size)
     if args.json:
         print(json.dumps({"model": args.model, **told}))
     else:

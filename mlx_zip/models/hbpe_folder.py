@@ -5,7 +5,8 @@
     table.npz          the patches of the first stage's tokens (`PatchTable`)
     tokenizer.json     the first stage; one of its tokens stands for no bytes and ends a document
 
-It is no mlx-lm model: what reads it is `mlx_zip vocab hbpe`. The files are checked against each other when it is loaded.
+It is no mlx-lm model: what reads it is `mlx_zip vocab hbpe`. The files are checked against each other when they are
+read.
 """
 
 from __future__ import annotations
@@ -74,8 +75,8 @@ def load_patch_model(folder: str | Path) -> SavedPatchModel:
     merges = text.table.merges
     if (merges.symbols, merges.patch_size) != (sizes.symbols, sizes.patch_size):
         raise ConfigError(
-            f"{folder / CONFIG} is of a model with patches of {sizes.patch_size} out of {sizes.symbols} symbols, {TABLE} "
-            f"has patches of {merges.patch_size} out of {merges.symbols}"
+            f"{folder / CONFIG} is of a model with patches of {sizes.patch_size} out of {sizes.symbols} symbols, "
+            f"{TABLE} has patches of {merges.patch_size} out of {merges.symbols}"
         )
     model = PatchModel(sizes)
     _load_weights(model, folder / WEIGHTS, config["weights_sha256"])

@@ -1,4 +1,4 @@
-"""A model over patches from text files to a model folder: first stage, table, training; and its measure on other texts."""
+"""A model over patches from texts to a model folder: first stage, table, training; and its measure on other texts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
 from mlx_zip.errors import DataError, TrainingError
 from mlx_zip.files import sole_user
@@ -16,7 +15,15 @@ from mlx_zip.models.hbpe import PatchConfig, PatchModel, parameters_of
 from mlx_zip.models.hbpe_folder import SavedPatchModel, save_patch_model
 from mlx_zip.training.hbpe import Corpus, evaluate, train, windows
 from mlx_zip.training.settings import TrainSettings
-from mlx_zip.vocab.hbpe_measures import Tower, bits_per_byte, fertility, hierarchical_flops, words_of
+from mlx_zip.vocab.hbpe_measures import (
+    FIT_LATENT,
+    FIT_LOCAL,
+    Tower,
+    bits_per_byte,
+    fertility,
+    hierarchical_flops,
+    words_of,
+)
 from mlx_zip.vocab.hbpe_text import PatchText
 from mlx_zip.vocab.hbpe_tokens import learn_tokenizer, read_tokenizer
 
@@ -35,8 +42,8 @@ class FitOptions:
     patch_size: int = 10
     mode: str = "stop"
     context: int = 128
-    latent: Tower = Tower(4, 256, 704, 4)
-    local: Tower = Tower(2, 128, 128, 2)
+    latent: Tower = FIT_LATENT
+    local: Tower = FIT_LOCAL
 
     def __post_init__(self) -> None:
         if self.context < 1:
