@@ -18,7 +18,7 @@ from mlx_zip.vocab.hbpe_patching import entropy_patches, number, space_patches
 from mlx_zip.vocab.hbpe_table import PatchTable
 from mlx_zip.vocab.hbpe_tokens import encoder_of, learn_tokenizer, read_tokens, tokens_of
 
-from .vocabularies import named_vocabulary
+from .hbpe import first_stage
 
 BYTE_END = 256
 ENTROPY_SAMPLE = 1 << 17  # bytes that the threshold is chosen by
@@ -89,7 +89,7 @@ class Data:
 
     def _first_stage(self) -> tuple[list[bytes], Callable[[str], Sequence[int]]]:
         if self.tokenizer is not None:
-            return read_tokens(self.tokenizer), named_vocabulary(self.tokenizer).encode
+            return read_tokens(self.tokenizer), first_stage(self.tokenizer)
         tokenizer = learn_tokenizer((document.decode() for document in self.train), self.vocab_size)
         return tokens_of(tokenizer), encoder_of(tokenizer)
 

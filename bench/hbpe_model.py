@@ -67,8 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--steps", type=int, help="of training, each model, in place of --seconds")
     add("--clock", choices=CLOCKS, default="wall", help="what they are seconds of (default: wall)")
     add("--tokenizer", metavar="FILE",
-        help="first stage: NAME.tiktoken, vocab.bpe beside encoder.json or a tokenizer.json (default: learned from the "
-             "training text)")  # fmt: skip
+        help="first stage: tokenizer.json or a folder with one, vocab.bpe, merges.txt or NAME.tiktoken (default: "
+             "learned from the training text)")  # fmt: skip
     add("--vocab-size", type=int, default=4096, help="tokens of a first stage that is learned (default: 4096)")
     add("--patch-size", type=int, nargs="+", default=[8], metavar="S",
         help="symbols of a patch at most; patches and equal are trained with each (default: 8)")  # fmt: skip

@@ -28,11 +28,14 @@ Line = dict[str, Any]
 
 
 def _models(records: Any, recipe: str | None) -> list[Line]:
-    """The lines of one recipe. Raises `KeyError` when there are none."""
-    found = [line for line in records.lines(MODELS) if line["recipe"] == recipe]
-    if not found:
-        raise KeyError(f"{MODELS}: {recipe}")
-    return found
+    return [line for line in records.lines(MODELS) if line["recipe"] == recipe]
+
+
+def _tabled(header: Sequence[str], rows: Sequence[Sequence[str]], recipe: str) -> str:
+    """A table, or what would make its record where there is none."""
+    if not rows:
+        return f"There is no record yet: `mlx_zip bench hbpe_model --recipe {recipe}` makes one."
+    return table(header, rows, "markdown")
 
 
 def _codec(records: Any) -> str:
@@ -50,6 +53,20 @@ def _codec(records: Any) -> str:
     return table(header, rows, "markdown")
 
 
+def _cuts(records: Any) -> str:
+    """Bytes per patch of texts in other tokenizers' tokens, FLOPs by the paper's formula with the symbols that are."""
+    rows = [
+        [line["text"], line["tokenizer"].split(".")[0], str(line["patch_size"]), f"{line['merges']:,}",
+         f"{line['bytes_per_patch']:.2f}", f"{line['bytes_per_patch_space']:.2f}",
+         f"{line['symbols_per_patch_stop']:.2f}", f"{line['flops_plain'] / 1e9:.0f}",
+         f"{line['flops_patches_paper'] / 1e9:.0f}", f"{line['flops_patches_counted'] / 1e9:.0f}"]
+        for line in records.lines(CODEC) if "bytes_per_patch_space" in line
+    ]  # fmt: skip
+    header = ["text", "first stage", "S", "V'", "bytes per patch", "cut at blanks", "symbols per patch",
+              "GFLOPs, plain", "patches, paper's", "patches, counted"]  # fmt: skip
+    return table(header, rows, "markdown")
+
+
 def _kinds(records: Any) -> str:
     rows = [
         [NAMES[line["model"]], *_spent(line), f"{line['fertility']:.2f}", TABLE2_FERTILITY.get(line["model"], ""),
@@ -58,7 +75,8 @@ def _kinds(records: Any) -> str:
         for line in _models(records, "table2")
     ]  # fmt: skip
     flops = ["kFLOPs per byte", "paper, GFLOPs per 8,192 bytes"]
-    return table(["model", *SPENT, "fertility", "paper", *flops, "bits per byte", "paper"], rows, "markdown")
+    header = ["model", *SPENT, "fertility", "paper", *flops, "bits per byte", "paper"]
+    return _tabled(header, rows, "table2")
 
 
 def _chinese(records: Any) -> str:
@@ -68,7 +86,7 @@ def _chinese(records: Any) -> str:
         for line in _models(records, "table3")
     ]  # fmt: skip
     header = ["model", *SPENT, "bytes per patch", "paper", "kFLOPs per byte", "bits per byte", "paper"]
-    return table(header, rows, "markdown")
+    return _tabled(header, rows, "table3")
 
 
 def _sizes(records: Any) -> str:
@@ -77,7 +95,8 @@ def _sizes(records: Any) -> str:
          *_spent(line), f"{line['forward_flops_per_byte'] / 1e3:.0f}", _bits(line)]
         for line in _models(records, "figure7")
     ]  # fmt: skip
-    return table(["S", "V'", "symbols per patch", *SPENT, "kFLOPs per byte", "bits per byte"], rows, "markdown")
+    header = ["S", "V'", "symbols per patch", *SPENT, "kFLOPs per byte", "bits per byte"]
+    return _tabled(header, rows, "figure7")
 
 
 def _vocabularies(records: Any) -> str:
@@ -88,7 +107,7 @@ def _vocabularies(records: Any) -> str:
         for line in (*lines, *_models(records, None))
     ]  # fmt: skip
     header = ["V", "model", *SPENT, "bytes per token", "kFLOPs per byte", "bits per byte"]
-    return table(header, rows, "markdown")
+    return _tabled(header, rows, "table2")
 
 
 def _spent(line: Line) -> list[str]:
@@ -125,6 +144,6 @@ def _training_flops(line: Line, point: Line) -> float:
 
 TABLES = {
     "hbpe-codec": _codec, "hbpe-kinds": _kinds, "hbpe-chinese": _chinese, "hbpe-sizes": _sizes,
-    "hbpe-vocabularies": _vocabularies,
+    "hbpe-vocabularies": _vocabularies, "hbpe-cuts": _cuts,
 }  # fmt: skip
 PICTURES = {"docs/hbpe.svg": picture}
