@@ -12,8 +12,8 @@ CODEC, MODELS = "hbpe", "hbpe_model"  # records
 GPT2 = "gpt2_vocab.bpe"
 NAMES = {
     "plain": "plain BPE",
-    "patches": "patches, same latent transformer",
-    "equal": "patches, as many parameters as plain",
+    "patches": "patches",
+    "equal": "patches, wider latent",
     "bytes": "bytes",
     "space": "patches cut at blanks",
     "entropy": "patches cut by entropy",
@@ -69,7 +69,7 @@ def _cuts(records: Any) -> str:
 
 def _kinds(records: Any) -> str:
     rows = [
-        [NAMES[line["model"]], *_spent(line), f"{line['fertility']:.2f}", TABLE2_FERTILITY.get(line["model"], ""),
+        [_name(line), *_spent(line), f"{line['fertility']:.2f}", TABLE2_FERTILITY.get(line["model"], ""),
          f"{line['forward_flops_per_byte'] / 1e3:.0f}", TABLE2_FLOPS.get(line["model"], ""), _bits(line),
          TABLE2.get(line["model"], "")]
         for line in _models(records, "table2")
@@ -81,7 +81,7 @@ def _kinds(records: Any) -> str:
 
 def _chinese(records: Any) -> str:
     rows = [
-        [NAMES[line["model"]], *_spent(line), f"{line['bytes_per_unit']:.2f}", TABLE3.get(line["model"], ("", ""))[0],
+        [_name(line), *_spent(line), f"{line['bytes_per_unit']:.2f}", TABLE3.get(line["model"], ("", ""))[0],
          f"{line['forward_flops_per_byte'] / 1e3:.0f}", _bits(line), TABLE3.get(line["model"], ("", ""))[1]]
         for line in _models(records, "table3")
     ]  # fmt: skip
@@ -99,15 +99,10 @@ def _sizes(records: Any) -> str:
     return _tabled(header, rows, "figure7")
 
 
-def _vocabularies(records: Any) -> str:
-    lines = [line for line in _models(records, "table2") if line["model"] in ("plain", "patches")]
-    rows = [
-        [f"{line['vocab_size']:,}", NAMES[line["model"]], *_spent(line), f"{line['bytes_per_unit']:.2f}",
-         f"{line['forward_flops_per_byte'] / 1e3:.0f}", _bits(line)]
-        for line in (*lines, *_models(records, None))
-    ]  # fmt: skip
-    header = ["V", "model", *SPENT, "bytes per token", "kFLOPs per byte", "bits per byte"]
-    return _tabled(header, rows, "table2")
+def _name(line: Line) -> str:
+    """The model, with layers and width of its local ones."""
+    local = line["config"].get("local")
+    return NAMES[line["model"]] + (f", local {local['layers']} x {local['width']}" if local else "")
 
 
 def _spent(line: Line) -> list[str]:
@@ -132,7 +127,7 @@ def picture(records: Any) -> str:
 
 def _curves(lines: Sequence[Line], x: Callable[[Line, Line], float]) -> list[Curve]:
     return [
-        Curve(NAMES[line["model"]], [(x(line, point), point["bits_per_byte"]) for point in line["curve"]])
+        Curve(_name(line), [(x(line, point), point["bits_per_byte"]) for point in line["curve"]])
         for line in lines
     ]
 
@@ -144,6 +139,6 @@ def _training_flops(line: Line, point: Line) -> float:
 
 TABLES = {
     "hbpe-codec": _codec, "hbpe-kinds": _kinds, "hbpe-chinese": _chinese, "hbpe-sizes": _sizes,
-    "hbpe-vocabularies": _vocabularies, "hbpe-cuts": _cuts,
+    "hbpe-cuts": _cuts,
 }  # fmt: skip
 PICTURES = {"docs/hbpe.svg": picture}

@@ -12,11 +12,12 @@ from mlx_zip.bench.svg import Curve, Panel, drawn, ticks
 LINE = {
     "recipe": "table2", "model": "plain", "parameters": 615072, "processor_s": 60.2, "steps": 900,
     "train_bytes_seen": 936000, "fertility": 1.26, "forward_flops_per_byte": 291271, "bits_per_byte": 1.0567,
-    "bytes_per_unit": 4.05, "symbols_per_unit": None, "vocab_size": 4096,
+    "bytes_per_unit": 4.05, "symbols_per_unit": None, "vocab_size": 4096, "config": {"vocab_size": 4097},
     "curve": [{"train_bytes": 500000, "processor_s": 30.0, "bits_per_byte": 1.5},
               {"train_bytes": 936000, "processor_s": 60.2, "bits_per_byte": 1.0567}],
 }  # fmt: skip
-SIZED = {**LINE, "model": "patches", "symbols_per_unit": 4.97, "config": {"patch_size": 8, "symbols": 331}}
+CONFIG = {"patch_size": 8, "symbols": 331, "local": {"layers": 2, "width": 48}}
+SIZED = {**LINE, "model": "patches", "symbols_per_unit": 4.97, "config": CONFIG}
 
 
 class Lines:
@@ -38,17 +39,15 @@ def test_a_row_of_kinds_has_the_records_figures_and_the_papers_beside_them():
 
 
 def test_only_the_lines_of_a_recipe_are_in_its_table():
-    records = Lines(LINE, {**SIZED, "recipe": "figure7"}, {**SIZED, "recipe": None, "vocab_size": 16384})
+    records = Lines(LINE, {**SIZED, "recipe": "figure7"}, {**SIZED, "recipe": None})
     assert [row[0] for row in cells(hbpe_page.TABLES["hbpe-sizes"](records))[2:]] == ["8"]
-    found = cells(hbpe_page.TABLES["hbpe-vocabularies"](records))[2:]
-    assert [row[0] for row in found] == ["4,096", "16,384"]
     assert "no record yet: `mlx_zip bench hbpe_model --recipe table3`" in hbpe_page.TABLES["hbpe-chinese"](records)
 
 
 def test_the_picture_has_every_curve_over_text_flops_and_time():
     tree = ElementTree.fromstring(hbpe_page.picture(Lines(LINE, SIZED)))
     shown = [node.text for node in tree.iter("{http://www.w3.org/2000/svg}text")]
-    assert {"plain BPE", "patches, same latent transformer", "text read, MB", "processor seconds"} <= set(shown)
+    assert {"plain BPE", "patches, local 2 x 48", "text read, MB", "processor seconds"} <= set(shown)
     assert len(list(tree.iter("{http://www.w3.org/2000/svg}circle"))) == 3 * 2 * 2
 
 
