@@ -1,7 +1,8 @@
 """The figures of README.md and of pages in docs/, written from the records in bench/records.
 
 A page holds tables between `<!-- figures: NAME -->` and `<!-- end of figures -->`; this command writes each anew and
-leaves the rest of the page alone. `--check` only compares: a test runs it, so that no page tells what no record has.
+leaves the rest of the page alone. Pictures are files of their own. `--check` only compares: a test runs it, so that no
+page tells what no record has.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from typing import Any
 from mlx_zip.errors import MlxZipError
 from mlx_zip.files import whole_file
 
-from . import adapt_page
+from . import adapt_page, hbpe_page
 from .tables import table
 
-PAGES = ("README.md", "docs/adaptbpe.md", "docs/packs.md", "docs/performance.md")
+PAGES = ("README.md", "docs/adaptbpe.md", "docs/hbpe.md", "docs/packs.md", "docs/performance.md")
 FOLDER = "bench/records"
 DIFFERS = 1  # exit status
 _MARK = re.compile(r"<!-- (?:figures: ([\w-]+)|end of figures) -->")  # a table's beginning, or its end
@@ -45,10 +46,11 @@ def run(args: argparse.Namespace) -> int:
     shown = {name for path in pages for name in _MARK.findall(_read(path))}
     if missing := TABLES.keys() - shown:
         raise MlxZipError(f"no page shows the figures {', '.join(sorted(missing))}")
-    old = [path for path, text in pages.items() if text != _read(path)]
+    wanted = pages | {args.root / name: draw(records) for name, draw in PICTURES.items()}
+    old = [path for path, text in wanted.items() if not path.exists() or text != _read(path)]
     for path in old:
         if not args.check:
-            _write(path, pages[path])
+            _write(path, wanted[path])
         print(f"{path}: {'differs from the records' if args.check else 'written'}", file=sys.stderr)
     return DIFFERS if args.check and old else 0
 
@@ -383,4 +385,6 @@ TABLES: dict[str, Callable[[Records], str]] = {
     "published": _published, "parts": _parts, "targets": _targets, "records": _machines, "packs": _packs,
     "pack-quality": _pack_quality,
     **adapt_page.TABLES,
+    **hbpe_page.TABLES,
 }  # fmt: skip
+PICTURES: dict[str, Callable[[Records], str]] = {**hbpe_page.PICTURES}

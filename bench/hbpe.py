@@ -3,7 +3,7 @@
 Times are the processor's, which is the time on one core where nothing else runs: the C library's calls and what Python
 does around them; the tokens have been read before. A vocabulary is any that `mlx_zip vocab hbpe learn` takes. With
 GPT-2's merge list the record says what V' has to be; with a text it has the FLOPs of the paper's small model with
-patches of this size.
+patches of this size, and how long patches cut at blanks would be.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,12 @@ import numpy as np
 from mlx_zip.errors import MlxZipError
 from mlx_zip.vocab.hbpe import learn, too_long
 from mlx_zip.vocab.hbpe_measures import LOCAL, SMALL, fertility, hierarchical_flops, plain_flops, words_of
+from mlx_zip.vocab.hbpe_patching import space_patches
 from mlx_zip.vocab.hbpe_table import PatchTable, fingerprint
 from mlx_zip.vocab.hbpe_tokens import read_tokens, text_encoder
 
 from .record import summary, surroundings
+from .vocabularies import named_vocabulary
 
 SIZES = (4, 6, 8, 10, 12, 16)
 GPT2 = {4: 5095, 6: 1149, 8: 466, 10: 240, 12: 143, 16: 79}  # V' of its 50,256 tokens
@@ -47,12 +49,13 @@ def run(args: argparse.Namespace) -> int:
         raise MlxZipError(f"--trials must be at least 1, got {args.trials}")
     tokens = read_tokens(args.tokenizer)
     text = None if args.text is None else _text(args.text)
-    ids = None if text is None else np.array(text_encoder(args.tokenizer)(text), np.uint32)
+    ids = None if text is None else np.array(first_stage(args.tokenizer)(text), np.uint32)
     for size in args.sizes:
         line = measure(tokens, size, args.trials)
         if text is not None and ids is not None:
             line |= measure_text(tokens, size, text, ids, args.trials)
-        line = {"bench": "hbpe", "tokenizer": Path(args.tokenizer).name, **line, **surroundings()}
+        names = {"tokenizer": Path(args.tokenizer).name, "text": args.text and Path(args.text).name}
+        line = {"bench": "hbpe", **names, **line, **surroundings()}
         print(json.dumps(line), flush=True)
     return 0
 
@@ -82,6 +85,7 @@ def measure_text(tokens: list[bytes], size: int, text: str, ids: Any, trials: in
     sizes = (CONTEXT_BYTES, rate, SMALL)
     return {
         "text_bytes": n_bytes, "patches": len(ids), "bytes_per_patch": rate,
+        "bytes_per_patch_space": n_bytes / len(space_patches(text.encode("utf-8"))),
         "fertility": fertility(len(ids), words_of(text)),
         "symbols_per_patch_stop": symbols, "symbols_per_patch_full": float(full.lengths[ids].mean()),
         "encode_ns_per_patch": summary([1e9 * s / len(ids) for s in _samples(trials, lambda: stop.encode(ids))]),
@@ -90,6 +94,13 @@ def measure_text(tokens: list[bytes], size: int, text: str, ids: Any, trials: in
         "flops_patches_counted": hierarchical_flops(*sizes, LOCAL, merges.symbols, symbols),
         "flops_patches_padded": hierarchical_flops(*sizes, LOCAL, merges.symbols, size),
     }  # fmt: skip
+
+
+def first_stage(path: str) -> Callable[[str], Sequence[int]]:
+    """Text to the ids of a tokenizer, nothing added; of ranks too, whose file must be named as `bench tokens` says."""
+    if ".tiktoken" in Path(path).name:
+        return named_vocabulary(path).encode
+    return text_encoder(path)
 
 
 def _text(path: str) -> str:

@@ -7,13 +7,16 @@ and else the patch as it was written.
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 
 from mlx_zip.errors import GenerationError
 from mlx_zip.models.hbpe import PatchModel
+from mlx_zip.models.hbpe_folder import SavedPatchModel
 from mlx_zip.vocab.hbpe import MARK, Merges, check_mode
 
 
@@ -42,6 +45,40 @@ def generate_patches(
         raise GenerationError(f"symbol {wrong[0]} of the prompt is not below {config.symbols}")
     check_mode(mode)
     return _generate(model, merges, rows, max_patches, temperature, mx.random.key(seed), mode)
+
+
+@dataclass(frozen=True)
+class Written:
+    """A patch that a model has written, and the text that it brought to an end, in whole characters.
+
+    The last one may have no patch: its text is what stayed incomplete.
+    """
+
+    text: str
+    patch: list[int]
+
+
+def generate_text(
+    saved: SavedPatchModel, prompt: str = "", max_patches: int = 100, temperature: float = 0.0, seed: int = 0
+) -> Iterator[Written]:
+    """Text patch by patch, behind a prompt or from the beginning of a document: `generate_patches` with a model folder.
+
+    Bytes of a character that is not complete are held back; what stays incomplete at the end is the character U+FFFD.
+    Raises `GenerationError` for a number out of range.
+    """
+    table = saved.text.table
+    patches = generate_patches(
+        saved.model, table.merges, saved.text.patches(prompt), max_patches, temperature, seed, table.mode
+    )
+    return _as_text(patches, table.merges)
+
+
+def _as_text(patches: Iterable[list[int]], merges: Merges) -> Iterator[Written]:
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    for patch in patches:
+        yield Written(decoder.decode(merges.decode(patch)), patch)
+    if held := decoder.decode(b"", final=True):
+        yield Written(held, [])
 
 
 def read_back(merges: Merges, patch: Sequence[int], mode: str = "stop") -> list[int]:

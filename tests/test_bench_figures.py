@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mlx_zip.bench.__main__ import main
-from mlx_zip.bench.figures import FOLDER, PAGES, TARGETS, Ratio, Records, Target, ratio
+from mlx_zip.bench.figures import FOLDER, PAGES, PICTURES, TARGETS, Ratio, Records, Target, ratio
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 def checkout(tmp_path):
     """Pages and records, to be changed."""
     shutil.copytree(ROOT / FOLDER, tmp_path / FOLDER)
-    for page in PAGES:
+    for page in (*PAGES, *PICTURES):
         (tmp_path / page).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / page, tmp_path / page)
     return tmp_path

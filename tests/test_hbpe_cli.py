@@ -95,6 +95,25 @@ def test_a_wrong_request_is_one_line_and_writes_nothing(run, tmp_path, monkeypat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mini", "text.txt"]
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("train", "t.npz"), "--tokenizer"),
+        (("train", "t.npz", "text.txt", "--tokenizer", "mini"), "text.txt"),
+        (("encode", "t.npz", "--tokenizer", "mini"), "FILE"),
+        (("show", "t.npz", "--tokenizer", "mini"), "--tokenizer"),
+        (("show", "t.npz", "--patch-size", "4"), "--patch-size"),
+        (("fit", "run"), "--data"),
+        (("fit", "run", "--data", "text.txt", "--latent", "1,2,3"), "LAYERS,WIDTH,FFN,HEADS"),
+    ],
+)
+def test_each_action_takes_its_own_flags_alone(run, capsys, flags, message):
+    with pytest.raises(SystemExit) as stopped:
+        run(*flags)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_the_bench_tells_merges_lengths_and_times(capsys, tmp_path, text):
     path = write_pair(tmp_path).with_name("vocab.bpe")
     flags = ["--tokenizer", path, "--text", text, "--sizes", 3, 4, "--trials", 2]

@@ -1,4 +1,4 @@
-"""The example of docs/hbpe.md runs, in a folder that holds a merge list; what the page points to is there."""
+"""The examples of docs/hbpe.md run, in a folder that holds a merge list; what the page points to is there."""
 
 import re
 from pathlib import Path
@@ -10,12 +10,13 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "hbpe.md"
 EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
 
 
-def test_the_example_of_the_page_runs(tmp_path, monkeypatch):
+def test_the_examples_of_the_page_run(tmp_path, monkeypatch):
     write_pair(tmp_path)
     monkeypatch.chdir(tmp_path)
-    (example,) = EXAMPLES
-    exec(compile(example, "hbpe.md", "exec"), {})
+    for example in EXAMPLES:
+        exec(compile(example, "hbpe.md", "exec"), {})
     assert (tmp_path / "gpt2-10.npz").is_file()
+    assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
 
 
 @pytest.mark.parametrize("link", re.findall(r"\]\(([^)#]+)\)", PAGE.read_text()))

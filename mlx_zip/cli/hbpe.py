@@ -1,4 +1,4 @@
-"""`mlx_zip vocab hbpe`: patches of hierarchical BPE for any first-stage tokenizer: learned, shown, used on a text."""
+"""`mlx_zip vocab hbpe`: tables of patches for any first-stage tokenizer, and models over patches, from text to text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import json
 from collections import Counter
 from typing import Any
 
-from mlx_zip.cli.actions import FIRST_STAGE, add_actions, add_by_place, add_json, settle, writable
+from mlx_zip.cli import hbpe_models
+from mlx_zip.cli.actions import FIRST_STAGE, Action, add_actions, add_by_place, add_json, settle, writable
 from mlx_zip.errors import DataError, GenerationError
 
 EXAMPLES = """\
@@ -15,6 +16,9 @@ examples:
   mlx_zip vocab hbpe learn --tokenizer vocab.bpe --patch-size 10 --out gpt2-10.npz
   mlx_zip vocab hbpe show gpt2-10.npz --show 5
   mlx_zip vocab hbpe encode gpt2-10.npz --tokenizer vocab.bpe --data letter.txt --json
+  mlx_zip vocab hbpe fit run --data stories.train.txt --separator '<|endofstory|>' --iters 2000
+  mlx_zip vocab hbpe generate run/model --prompt "Once upon a time" --temp 0.8
+  mlx_zip vocab hbpe evaluate run/model --data stories.test.txt --separator '<|endofstory|>'
 """
 
 
@@ -63,7 +67,9 @@ def _show_flag(add: Any, what: str) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Does one action and prints; 0. Raises `MlxZipError`."""
+    """Does one action; its status. Raises `MlxZipError`."""
+    if args.action in MODEL_ACTIONS:
+        return args.do(args)
     if args.show < 0:
         raise GenerationError(f"--show must be at least 0, got {args.show}")
     record, lines = args.do(args)
@@ -170,8 +176,20 @@ def _text(token: bytes) -> str:
         return repr(token)
 
 
+MODEL_ACTIONS: dict[str, Action] = {
+    "fit": (
+        hbpe_models.fit_arguments, "train a model over patches from texts, on from where it stopped", hbpe_models.fit,
+    ),
+    "generate": (
+        hbpe_models.generate_arguments, "text that a model over patches writes, as it comes", hbpe_models.generate,
+    ),
+    "evaluate": (
+        hbpe_models.evaluate_arguments, "bits per byte of a model over patches on texts", hbpe_models.evaluate,
+    ),
+}  # fmt: skip
 ACTIONS = {
     "learn": (_learn_flags, "learn merges from a tokenizer's tokens and write the table of their patches", _learn),
     "show": (_show_flags, "show what a table holds", _show),
     "encode": (_encode_flags, "show the patches of a text", _encode),
+    **MODEL_ACTIONS,
 }

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -140,10 +141,12 @@ def byte_entropies(model: PlainModel, data: bytes, window: int, batch_size: int 
 
 
 def train(
-    model: PatchModel | PlainModel, corpus: Corpus, settings: TrainSettings, run: Path, quiet: bool = True
-) -> Progress:
+    model: PatchModel | PlainModel, corpus: Corpus, settings: TrainSettings, run: Path, quiet: bool = True,
+    until: int | None = None,
+) -> Progress:  # fmt: skip
     """Trains until `settings.iters` steps are done, on from the run's last checkpoint, and saves the last step.
 
+    until: stop behind this step already; the same run goes on later, as if it had never stopped.
     Of the settings these count: iters, batch_size (windows), the optimizer's, seed, steps_per_report, save_every, keep.
     Raises `DataError` when the model cannot read the text, `TrainingError` when the text does not fill a batch, the
     loss is not a number, or a checkpoint is not of this run.
@@ -159,9 +162,10 @@ def train(
     run.mkdir(parents=True, exist_ok=True)
     metrics = Metrics(run, progress.step)
     value_and_grad = nn.value_and_grad(model, lambda ids: nats(model, corpus, ids) / ids.size)
-    bar = tqdm(total=settings.iters, initial=progress.step, disable=quiet or None, unit="step", file=sys.stderr)
+    last = settings.iters if until is None else min(until, settings.iters)
+    bar = tqdm(total=last, initial=progress.step, disable=quiet or None, unit="step", file=sys.stderr)
     with bar:
-        for ids in _batches(corpus, settings, progress.step):
+        for ids in islice(_batches(corpus, settings, progress.step), max(0, last - progress.step)):
             began = time.perf_counter()
             loss, gradients = value_and_grad(ids)
             gradients, norm = clip(gradients, settings.max_grad_norm)
@@ -174,12 +178,12 @@ def train(
                     f"step {step}: the loss or its gradient is not a number; the last checkpoint is good: lower the "
                     "learning rate"
                 )
-            if step % settings.steps_per_report == 0 or step == settings.iters:
+            if step % settings.steps_per_report == 0 or step == last:
                 bits = bits_per_byte(loss.item() * ids.size, int(corpus.unit_bytes[ids].sum()))
                 rate = learning_rate(optimizer)
                 metrics.add(loss=loss.item(), bits_per_byte=bits, learning_rate=rate, **vars(progress))
                 bar.set_postfix_str(f"{bits:.3f} bits/byte")
-            if step % settings.save_every == 0 or step == settings.iters:
+            if step % settings.save_every == 0 or step == last:
                 save_checkpoint(run, model, optimizer, progress, mark, settings.keep)
             bar.update(1)
     return progress

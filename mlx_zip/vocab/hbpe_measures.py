@@ -24,6 +24,7 @@ class Tower:
 SMALL = Tower(12, 768, 2048, 12)  # table 1
 MEDIUM = Tower(24, 1024, 2816, 16)
 LOCAL = Tower(3, 512, 512, 8)  # encoder and decoder, each
+FIT_LATENT, FIT_LOCAL = Tower(4, 256, 704, 4), Tower(2, 128, 128, 2)  # what `vocab hbpe fit` trains unless told
 
 
 def transformer_flops(length: float, tower: Tower, vocabulary: int) -> float:

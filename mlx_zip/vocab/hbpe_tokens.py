@@ -4,10 +4,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
-from mlx_zip.vocab.first_stage import open_tokenizer
+from mlx_zip.errors import DataError
+from mlx_zip.vocab.first_stage import BYTE_OF, TokenizerFile, open_tokenizer
 
 
 def read_tokens(path: str | Path) -> list[bytes]:
@@ -19,9 +21,40 @@ def read_tokens(path: str | Path) -> list[bytes]:
 
 
 def text_encoder(path: str | Path) -> Callable[[str], Sequence[int]]:
-    """Text to first-stage ids, nothing added; of a tokenizer.json or a merge list.
+    """Text to first-stage ids, nothing added. Errors as of `read_tokenizer`."""
+    return encoder_of(read_tokenizer(path))
+
+
+def encoder_of(tokenizer: Any) -> Callable[[str], Sequence[int]]:
+    """Text to the ids of a `tokenizers.Tokenizer`, nothing added."""
+    return lambda text: tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def read_tokenizer(path: str | Path) -> Any:
+    """The `tokenizers.Tokenizer` of a tokenizer.json or a merge list.
 
     Raises `DataError` for the other kinds, which do not say how a text is split.
     """
-    tokenizer = open_tokenizer(path).library()
-    return lambda text: tokenizer.encode(text, add_special_tokens=False).ids
+    return open_tokenizer(path).library()
+
+
+def learn_tokenizer(texts: Iterable[str], size: int) -> Any:
+    """A byte-level BPE of at most `size` tokens, the 256 bytes among them, as a `tokenizers.Tokenizer`.
+
+    Raises `DataError` for a size below 256.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    if size < len(BYTE_OF):
+        raise DataError(f"a byte-level tokenizer has 256 tokens or more, got {size}")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=list(BYTE_OF), show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def tokens_of(tokenizer: Any) -> list[bytes]:
+    """What `read_tokens` gives for a `tokenizers.Tokenizer` that is written down."""
+    return TokenizerFile(Path("tokenizer.json"), "tokenizer", tokenizer.to_str().encode("utf-8")).tokens()

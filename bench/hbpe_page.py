@@ -1,0 +1,144 @@
+"""Tables and picture of docs/hbpe.md for `bench figures`, from the records of `bench hbpe` and `bench hbpe_model`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .svg import Curve, Panel, drawn
+from .tables import table
+
+CODEC, MODELS = "hbpe", "hbpe_model"  # records
+GPT2 = "gpt2_vocab.bpe"
+NAMES = {
+    "plain": "plain BPE",
+    "patches": "patches",
+    "equal": "patches, wider latent",
+    "bytes": "bytes",
+    "space": "patches cut at blanks",
+    "entropy": "patches cut by entropy",
+}
+TABLE2 = {"plain": "1.16", "patches": "1.11", "bytes": "1.16", "space": "1.14", "entropy": "1.20"}  # bits per byte
+TABLE2_FLOPS = {"plain": "562", "patches": "554", "bytes": "4214", "space": "534", "entropy": "668"}  # 10^9, 8192 bytes
+TABLE2_FERTILITY = {"plain": "1.51", "patches": "1.51", "bytes": "4.5", "space": "1.45", "entropy": "1.83"}
+TABLE3 = {"patches": ("3.62", "1.20"), "space": ("3.06", "1.24"), "entropy": ("1.66", "1.27")}  # bytes per patch, bits
+SPENT = ("parameters", "processor seconds", "steps", "kB read")  # columns
+
+Line = dict[str, Any]
+
+
+def _models(records: Any, recipe: str | None) -> list[Line]:
+    return [line for line in records.lines(MODELS) if line["recipe"] == recipe]
+
+
+def _tabled(header: Sequence[str], rows: Sequence[Sequence[str]], recipe: str) -> str:
+    """A table, or what would make its record where there is none."""
+    if not rows:
+        return f"There is no record yet: `mlx_zip bench hbpe_model --recipe {recipe}` makes one."
+    return table(header, rows, "markdown")
+
+
+def _codec(records: Any) -> str:
+    rows = []
+    for line in records.lines(CODEC):
+        if line["tokenizer"] != GPT2:
+            continue
+        ms = line["learn_ms"]
+        rows.append([
+            str(line["patch_size"]), f"{line['merges']:,}", f"{line['too_long']:,}",
+            f"{ms['median']:.0f} ({ms['min']:.0f} to {ms['max']:.0f})", f"{line['table_bytes'] / 1e6:.2f} MB",
+            f"{line['symbols_per_patch_stop']:.2f}", f"{line['symbols_per_patch_full']:.2f}",
+        ])  # fmt: skip
+    header = ["S", "V'", "tokens too long", "learning, ms", "table", "symbols per patch, `stop`", "`full`"]
+    return table(header, rows, "markdown")
+
+
+def _cuts(records: Any) -> str:
+    """Bytes per patch of texts in other tokenizers' tokens, FLOPs by the paper's formula with the symbols that are."""
+    rows = [
+        [line["text"], line["tokenizer"].split(".")[0], str(line["patch_size"]), f"{line['merges']:,}",
+         f"{line['bytes_per_patch']:.2f}", f"{line['bytes_per_patch_space']:.2f}",
+         f"{line['symbols_per_patch_stop']:.2f}", f"{line['flops_plain'] / 1e9:.0f}",
+         f"{line['flops_patches_paper'] / 1e9:.0f}", f"{line['flops_patches_counted'] / 1e9:.0f}"]
+        for line in records.lines(CODEC) if "bytes_per_patch_space" in line
+    ]  # fmt: skip
+    header = ["text", "first stage", "S", "V'", "bytes per patch", "cut at blanks", "symbols per patch",
+              "GFLOPs, plain", "patches, paper's", "patches, counted"]  # fmt: skip
+    return table(header, rows, "markdown")
+
+
+def _kinds(records: Any) -> str:
+    rows = [
+        [_name(line), *_spent(line), f"{line['fertility']:.2f}", TABLE2_FERTILITY.get(line["model"], ""),
+         f"{line['forward_flops_per_byte'] / 1e3:.0f}", TABLE2_FLOPS.get(line["model"], ""), _bits(line),
+         TABLE2.get(line["model"], "")]
+        for line in _models(records, "table2")
+    ]  # fmt: skip
+    flops = ["kFLOPs per byte", "paper, GFLOPs per 8,192 bytes"]
+    header = ["model", *SPENT, "fertility", "paper", *flops, "bits per byte", "paper"]
+    return _tabled(header, rows, "table2")
+
+
+def _chinese(records: Any) -> str:
+    rows = [
+        [_name(line), *_spent(line), f"{line['bytes_per_unit']:.2f}", TABLE3.get(line["model"], ("", ""))[0],
+         f"{line['forward_flops_per_byte'] / 1e3:.0f}", _bits(line), TABLE3.get(line["model"], ("", ""))[1]]
+        for line in _models(records, "table3")
+    ]  # fmt: skip
+    header = ["model", *SPENT, "bytes per patch", "paper", "kFLOPs per byte", "bits per byte", "paper"]
+    return _tabled(header, rows, "table3")
+
+
+def _sizes(records: Any) -> str:
+    rows = [
+        [str(line["config"]["patch_size"]), f"{line['config']['symbols'] - 257:,}", f"{line['symbols_per_unit']:.2f}",
+         *_spent(line), f"{line['forward_flops_per_byte'] / 1e3:.0f}", _bits(line)]
+        for line in _models(records, "figure7")
+    ]  # fmt: skip
+    header = ["S", "V'", "symbols per patch", *SPENT, "kFLOPs per byte", "bits per byte"]
+    return _tabled(header, rows, "figure7")
+
+
+def _name(line: Line) -> str:
+    """The model, with layers and width of its local ones."""
+    local = line["config"].get("local")
+    return NAMES[line["model"]] + (f", local {local['layers']} x {local['width']}" if local else "")
+
+
+def _spent(line: Line) -> list[str]:
+    return [f"{line['parameters']:,}", f"{line['processor_s']:.0f}", f"{line['steps']:,}",
+            f"{line['train_bytes_seen'] / 1e3:,.0f}"]  # fmt: skip
+
+
+def _bits(line: Line) -> str:
+    return f"{line['bits_per_byte']:.3f}"
+
+
+def picture(records: Any) -> str:
+    """Bits per byte of held-out text over the text read and over the FLOPs of training, a curve per kind, as SVG."""
+    lines = _models(records, "table2")
+    over = {
+        "text read, MB": lambda line, point: point["train_bytes"] / 1e6,
+        "FLOPs of training, 10^12": lambda line, point: _training_flops(line, point) / 1e12,
+        "processor seconds": lambda line, point: point["processor_s"],
+    }
+    return drawn([Panel(label, "bits per byte", _curves(lines, x)) for label, x in over.items()])
+
+
+def _curves(lines: Sequence[Line], x: Callable[[Line, Line], float]) -> list[Curve]:
+    return [
+        Curve(_name(line), [(x(line, point), point["bits_per_byte"]) for point in line["curve"]])
+        for line in lines
+    ]
+
+
+def _training_flops(line: Line, point: Line) -> float:
+    """Forward, and twice that backward."""
+    return 3 * line["forward_flops_per_byte"] * point["train_bytes"]
+
+
+TABLES = {
+    "hbpe-codec": _codec, "hbpe-kinds": _kinds, "hbpe-chinese": _chinese, "hbpe-sizes": _sizes,
+    "hbpe-cuts": _cuts,
+}  # fmt: skip
+PICTURES = {"docs/hbpe.svg": picture}

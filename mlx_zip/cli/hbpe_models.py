@@ -1,0 +1,181 @@
+"""`mlx_zip vocab hbpe fit`, `generate` and `evaluate`: models over patches, from a text to a text."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mlx_zip.cli.generation import read_prompt
+from mlx_zip.vocab.hbpe_measures import FIT_LATENT, FIT_LOCAL, Tower
+
+if TYPE_CHECKING:
+    from mlx_zip.patches import Written
+
+_SIZES = ("vocab_size", "patch_size", "mode", "context", "latent", "local")
+_SETTINGS = ("iters", "batch_size", "learning_rate", "warmup", "seed", "steps_per_report", "save_every")
+
+
+def fit_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of `fit`."""
+    add = parser.add_argument
+    add("out", metavar="RUN",
+        help="folder of the run: checkpoints, metrics.jsonl, and in the end model/; continues what is "
+             "there")  # fmt: skip
+    _data(add, "texts to learn from")
+    add("--valid", nargs="+", default=[], metavar="FILE", help="texts to measure the finished model on")
+    add("--tokenizer", type=Path, metavar="FILE",
+        help="first stage: tokenizer.json or a folder with one, vocab.bpe or merges.txt (default: learned from the "
+             "texts)")  # fmt: skip
+    add("--vocab-size", type=int, default=4096, help="tokens of a first stage that is learned (default: 4096)")
+    add("--patch-size", type=int, default=10, metavar="S",
+        help="symbols of a patch at most, its end mark counted (default: 10)")  # fmt: skip
+    add("--mode", choices=("stop", "full"), default="stop", help="as of `learn` (default: stop)")
+    add("--context", type=int, default=128, help="patches of a window (default: 128)")
+    add("--latent", type=_tower, default=FIT_LATENT, metavar="LAYERS,WIDTH,FFN,HEADS",
+        help="large transformer, which runs once per patch (default: 4,256,704,4)")  # fmt: skip
+    add("--local", type=_tower, default=FIT_LOCAL, metavar="LAYERS,WIDTH,FFN,HEADS",
+        help="local encoder and decoder, each (default: 2,128,128,2)")  # fmt: skip
+    add("--iters", type=int, default=1000, help="optimizer steps (default: 1000)")
+    add("--batch-size", type=int, default=8, help="windows per step (default: 8)")
+    add("--learning-rate", type=float, default=1e-3, help="peak of a cosine that ends at a twentieth (default: 0.001)")
+    add("--warmup", type=int, default=0, help="steps to the peak (default: 0)")
+    add("--seed", type=int, default=0, help="of order and new weights (default: 0)")
+    add("--steps-per-report", type=int, default=10, help="steps between lines of metrics.jsonl (default: 10)")
+    add("--save-every", type=int, default=100, help="steps between checkpoints (default: 100)")
+    add("--json", action="store_true", help="print one JSON object, no progress")
+
+
+def generate_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of `generate`."""
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="folder that fit wrote, RUN/model")
+    add("--prompt", "-p", help="text to go on from; - reads standard input as UTF-8 (default: begin a document)")
+    add("--max-patches", "-m", type=int, default=100, help="patches to write at most (default: 100)")
+    add("--temp", type=float, default=0.0, help="sampling temperature; 0 is greedy (default: 0)")
+    add("--seed", type=int, default=0, help="seed of the random numbers (default: 0)")
+    add("--json", action="store_true", help="print one JSON object at the end instead of the text")
+
+
+def evaluate_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of `evaluate`."""
+    parser.add_argument("model", metavar="MODEL", help="folder that fit wrote, RUN/model")
+    _data(parser.add_argument, "texts to measure on")
+    parser.add_argument("--batch-size", type=int, default=16, help="windows per model call (default: 16)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _data(add: Any, purpose: str) -> None:
+    add("--data", nargs="+", required=True, metavar="FILE", help=f"{purpose}: .txt or .jsonl, also with .gz")
+    add("--separator", help="line that ends a document of a .txt file (default: each file is one document)")
+    add("--limit-bytes", type=int, metavar="N", help="of --data at most")
+
+
+def fit(args: argparse.Namespace) -> int:
+    """Trains and writes the model folder; 0. Raises `MlxZipError`."""
+    from mlx_zip.training.hbpe_fit import MODEL, FitOptions, evaluate_texts
+    from mlx_zip.training.hbpe_fit import fit as train
+    from mlx_zip.training.settings import TrainSettings
+
+    settings = {name: getattr(args, name) for name in _SETTINGS}
+    settings = TrainSettings(**settings, min_learning_rate=args.learning_rate / 20)
+    options = FitOptions(args.tokenizer, **{name: getattr(args, name) for name in _SIZES})
+    texts = _texts(args.data, args.separator, args.limit_bytes)
+    valid = _texts(args.valid, args.separator, None) if args.valid else []
+    out = Path(args.out).expanduser()
+    saved = train(texts, options, settings, out, quiet=args.json)
+    record = {"model": str(out / MODEL), **saved.source["progress"]}
+    if valid:
+        record["valid"] = evaluate_texts(saved, valid)
+    if args.json:
+        print(json.dumps(record))
+        return 0
+    print(record["model"])
+    if valid:
+        _print(record["valid"])
+    return 0
+
+
+def generate(args: argparse.Namespace) -> int:
+    """Streams text; 0, or 130 after Ctrl-C. Raises `MlxZipError`."""
+    from mlx_zip.models.hbpe_folder import load_patch_model
+    from mlx_zip.patches import generate_text
+    from mlx_zip.vocab.hbpe import MARK
+
+    prompt = "" if args.prompt is None else read_prompt(args.prompt)
+    saved = load_patch_model(args.model)
+    begun = time.perf_counter()
+    parts, status = _shown(prompt, generate_text(saved, prompt, args.max_patches, args.temp, args.seed), args.json)
+    seconds = max(time.perf_counter() - begun, 1e-9)
+    text, patches = "".join(part.text for part in parts), [part.patch for part in parts if part.patch]
+    n_bytes, ended = len(text.encode("utf-8")), patches[-1:] == [[MARK]]
+    record = {
+        "model": args.model, "prompt": prompt, "text": text, "prompt_patches": len(saved.text.patches(prompt)),
+        "patches": len(patches), "symbols": sum(map(len, patches)), "text_bytes": n_bytes,
+        "finish_reason": "interrupted" if status else "stop" if ended else "length",
+        "patches_per_s": len(patches) / seconds, "bytes_per_s": n_bytes / seconds,
+    }  # fmt: skip
+    print(json.dumps(record, ensure_ascii=False) if args.json else "", flush=True)
+    if not args.json:
+        rates = f"{record['patches_per_s']:.1f} patches/s, {record['bytes_per_s']:.1f} bytes/s"
+        print(f"{len(patches)} patches of {record['symbols']} symbols and {n_bytes} bytes, behind "
+              f"{record['prompt_patches']} patches: {rates}", file=sys.stderr)  # fmt: skip
+    return status
+
+
+def _shown(prompt: str, written: Iterator[Written], silent: bool) -> tuple[list[Written], int]:
+    """What was written, on standard output as it comes; and 130 if Ctrl-C ended it, else 0."""
+    parts = []
+    try:
+        for part in written:
+            if not silent:
+                sys.stdout.write(part.text if parts else prompt + part.text)
+                sys.stdout.flush()
+            parts.append(part)
+    except KeyboardInterrupt:
+        return parts, 130
+    return parts, 0
+
+
+def evaluate(args: argparse.Namespace) -> int:
+    """Prints bits per byte; 0. Raises `MlxZipError`."""
+    from mlx_zip.errors import DataError
+    from mlx_zip.models.hbpe_folder import load_patch_model
+    from mlx_zip.training.hbpe_fit import evaluate_texts
+
+    if args.batch_size < 1:
+        raise DataError(f"--batch-size must be at least 1, got {args.batch_size}")
+    saved = load_patch_model(args.model)
+    told = evaluate_texts(saved, _texts(args.data, args.separator, args.limit_bytes), args.batch_size)
+    if args.json:
+        print(json.dumps({"model": args.model, **told}))
+    else:
+        _print(told)
+    return 0
+
+
+def _print(told: dict[str, Any]) -> None:
+    words = "" if told["fertility"] is None else f", {told['fertility']:.3f} patches per word"
+    print(f"{told['bits_per_byte']:.4f} bits per byte: {told['documents']} documents, {told['bytes']} bytes")
+    print(f"{told['bytes_per_patch']:.3f} bytes and {told['symbols_per_patch']:.3f} symbols per patch{words}; "
+          f"{told['forward_flops_per_byte']:.3g} FLOPs per byte, {told['parameters']} parameters")  # fmt: skip
+    if not told["exact"]:
+        print("the patches do not spell the texts: the tokenizer changes them before it splits them")
+
+
+def _texts(files: list[str], separator: str | None, limit_bytes: int | None) -> list[str]:
+    from mlx_zip.evaluation.documents import read_corpus
+
+    return [document.text for document in read_corpus(files, separator, limit_bytes).documents]
+
+
+def _tower(text: str) -> Tower:
+    try:
+        layers, width, ffn, heads = map(int, text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not LAYERS,WIDTH,FFN,HEADS") from None
+    return Tower(layers, width, ffn, heads)

@@ -1,0 +1,121 @@
+"""A trained model over patches as a folder, all that generation needs:
+
+    config.json        model_type, version, sizes, context it was trained with, sha256 of the weights, source
+    model.safetensors  weights, float32
+    table.npz          the patches of the first stage's tokens (`PatchTable`)
+    tokenizer.json     the first stage; one of its tokens stands for no bytes and ends a document
+
+It is no mlx-lm model: what reads it is `mlx_zip vocab hbpe`. The files are checked against each other when they are
+read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import file_digest
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+import mlx_zip
+from mlx_zip.errors import ConfigError, ModelError
+from mlx_zip.files import whole_folder, write_json
+from mlx_zip.models.hbpe import PatchConfig, PatchModel
+from mlx_zip.vocab.hbpe_table import PatchTable
+from mlx_zip.vocab.hbpe_text import PatchText
+from mlx_zip.vocab.hbpe_tokens import read_tokenizer
+
+MODEL_TYPE, VERSION = "hbpe", 1
+CONFIG, WEIGHTS, TABLE, TOKENIZER = "config.json", "model.safetensors", "table.npz", "tokenizer.json"
+
+
+@dataclass(frozen=True)
+class SavedPatchModel:
+    """What a folder holds. context: patches of a window that it was trained with. source: from what, and how long."""
+
+    model: PatchModel
+    text: PatchText
+    context: int
+    source: Mapping[str, Any]
+
+
+def save_patch_model(folder: Path, saved: SavedPatchModel) -> None:
+    """Writes the folder, whole or not at all; what was there is replaced. Raises `ModelError` when it cannot."""
+    named: Any = tree_flatten(saved.model.parameters())
+    try:
+        with whole_folder(folder) as partial:
+            mx.save_safetensors(str(partial / WEIGHTS), dict(named))
+            saved.text.table.save(partial / TABLE)
+            (partial / TOKENIZER).write_text(saved.text.tokenizer.to_str(), encoding="utf-8")
+            write_json(partial / CONFIG, {
+                "model_type": MODEL_TYPE, "version": VERSION, "sizes": saved.model.config.to_dict(),
+                "context": saved.context, "weights_sha256": _digest(partial / WEIGHTS), "source": saved.source,
+                "mlx_zip": mlx_zip.__version__,
+            })  # fmt: skip
+    except (OSError, RuntimeError) as error:
+        raise ModelError(f"cannot write {folder}: {error}") from error
+
+
+def load_patch_model(folder: str | Path) -> SavedPatchModel:
+    """Reads what `save_patch_model` wrote.
+
+    Raises `ConfigError`, `DataError` or `ModelError` naming the file that is missing, damaged or of another model.
+    """
+    folder = Path(folder).expanduser()
+    config = _config(folder / CONFIG)
+    try:
+        sizes = PatchConfig.from_dict(config["sizes"])
+    except ConfigError as error:
+        raise ConfigError(f"{folder / CONFIG}: {error}") from error
+    text = PatchText(read_tokenizer(folder / TOKENIZER), PatchTable.load(folder / TABLE))
+    merges = text.table.merges
+    if (merges.symbols, merges.patch_size) != (sizes.symbols, sizes.patch_size):
+        raise ConfigError(
+            f"{folder / CONFIG} is of a model with patches of {sizes.patch_size} out of {sizes.symbols} symbols, "
+            f"{TABLE} has patches of {merges.patch_size} out of {merges.symbols}"
+        )
+    model = PatchModel(sizes)
+    _load_weights(model, folder / WEIGHTS, config["weights_sha256"])
+    return SavedPatchModel(model, text, config["context"], config["source"])
+
+
+def _config(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    kind = config.get("model_type") if isinstance(config, dict) else None
+    if kind != MODEL_TYPE:
+        raise ConfigError(f"{path} is not that of a model over patches: its model_type is {kind!r}, not {MODEL_TYPE!r}")
+    if config.get("version") != VERSION:
+        raise ConfigError(f"{path} has version {config.get('version')!r}, this mlx_zip reads {VERSION}")
+    kinds = {"sizes": dict, "context": int, "weights_sha256": str, "source": dict}
+    if wrong := [name for name, kind in kinds.items() if not isinstance(config.get(name), kind)]:
+        raise ConfigError(f"{path}: {', '.join(wrong)} missing or of another type")
+    if config["context"] < 1:
+        raise ConfigError(f"{path}: context must be at least 1, got {config['context']}")
+    return config
+
+
+def _load_weights(model: PatchModel, path: Path, digest: str) -> None:
+    try:
+        if _digest(path) != digest:
+            raise ModelError(f"{path} is damaged, or not what {CONFIG} beside it was written with")
+        weights: Any = mx.load(str(path))
+    except (OSError, RuntimeError) as error:
+        raise ModelError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    named: Any = tree_flatten(model.parameters())
+    wanted = {name: value.shape for name, value in named}
+    if found := wanted.items() ^ {name: value.shape for name, value in weights.items()}.items():
+        raise ModelError(f"{path} does not hold the weights that {CONFIG} describes: {sorted(found)[0][0]}")
+    model.load_weights(list(weights.items()))
+    mx.eval(model.parameters())
+
+
+def _digest(path: Path) -> str:
+    with open(path, "rb") as file:
+        return file_digest(file, "sha256").hexdigest()
