@@ -98,9 +98,6 @@ def test_a_wrong_request_is_one_line_and_writes_nothing(run, tmp_path, monkeypat
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("train", "t.npz"), "--tokenizer"),
-        (("train", "t.npz", "text.txt", "--tokenizer", "mini"), "text.txt"),
-        (("encode", "t.npz", "--tokenizer", "mini"), "FILE"),
         (("show", "t.npz", "--tokenizer", "mini"), "--tokenizer"),
         (("show", "t.npz", "--patch-size", "4"), "--patch-size"),
         (("fit", "run"), "--data"),
