@@ -124,7 +124,7 @@ def _begin_with(prepared: Prepared, files: Sequence[str | Path], trust_remote_co
     mark = tokenizer_fingerprint(load_tokenizer(prepared.tokenizer, trust_remote_code))
     for name, pack in packs.items():
         pack.check_tokenizer(mark, name)
-    config = prepared.model.config
+    config: Any = prepared.model.config
     try:
         params = replace(config.codec_params, start=merge_packs(list(packs.values())).entries)
     except CodecError as error:

@@ -27,6 +27,7 @@ from mlx_zip.apps.stories.recipe import (
     card,
     in_process_of_its_own,
     install,
+    make_bundle,
     measures,
 )
 from mlx_zip.apps.stories.settings import FULL, TINY
@@ -140,10 +141,14 @@ def test_every_pack_is_learned_from_a_part_of_its_own_and_trained_with_another(m
     assert not {"packs/unseen-8.npz"} & {values(call, "--start")[0] for call in prepared}
 
 
-def test_the_bundled_model_begins_with_its_pack_and_the_trained_one_with_none(made):
-    out = made[0].out
-    bundled, trained = load(out / "bundle/stories")[0].config, load(out / "runs/packed/model")[0].config
-    assert bundled.start == load_pack(out / "packs/own.npz").entries
+def test_the_model_with_packs_can_be_bundled_and_then_begins_with_its_own(again):
+    recipe, ran = again
+    shutil.rmtree(recipe.out / "bundle")
+    chosen = replace(TINY, bundled={"stories": "packed", "stories-base": "packed-control"})
+    make_bundle(replace(recipe, settings=chosen))
+    bundled, trained = (load(recipe.out / name)[0].config for name in ("bundle/stories", "runs/packed/model"))
+    assert ran == ["convert", "mlx_lm convert"]
+    assert bundled.start == load_pack(recipe.out / "packs/own.npz").entries
     assert trained.start is None
     assert bundled.merge_size == trained.merge_size == 4
 
@@ -206,10 +211,10 @@ def test_nothing_in_the_bundle_names_a_folder_of_this_machine(made):
     assert [file.name for file in files if str(made[0].out.parent) in file.read_text(encoding="utf-8")] == []
 
 
-def test_bits_per_byte_of_control_base_packed_and_bundle_are_measured_on_every_text(made):
+def test_bits_per_byte_of_control_base_zip_and_bundle_are_measured_on_every_text(made):
     for text in ("t1.test", "t1.test-packed", "real.test"):
         models = figures(made[0], f"bits-{text}")
-        assert models[0]["model"] == "runs/packed-control/model"
+        assert models[0]["model"] == "runs/control/model"
         assert [model["kind"] for model in models] == ["plain", "plain", "zip2zip", "plain", "zip2zip"]
         assert all(model["text"]["bits_per_byte"] > 0 for model in models)
 

@@ -274,8 +274,8 @@ def make_bundle(recipe: Recipe) -> None:
         for name, run in recipe.settings.bundled.items():
             flags = {"hf_path": model(run), "mlx_path": f"{folder.name}/{name}", "quantize": True, "q_bits": bits,
                      "q_group_size": 64, "dtype": "float32"}  # fmt: skip
-            if run == "packed":
-                own = f"{packs.PACKS}/{packs.OWN}.npz"
+            if run in ("zip", "packed"):
+                own = f"{packs.PACKS}/{packs.OWN}.npz" if run == "packed" else None
                 recipe.command("convert", {**flags, "encoder_bits": bits, "canonical": True, "codebook": own})
             else:
                 recipe.execute("mlx_lm convert", as_words(flags))
@@ -312,7 +312,7 @@ def measures(settings: Settings) -> Iterator[tuple[str, dict[str, Any]]]:
     """(name of figures/NAME.json, flags of the evaluation)."""
     size = {"context": settings.long, "batch_size": settings.measure["batch_size"]}
     bundled = [f"bundle/{name}" for name in sorted(settings.bundled, reverse=True)]  # the base first
-    every = [model(run) for run in ("packed-control", "base", "packed")] + bundled
+    every = [model(run) for run in ("control", "base", "zip")] + bundled
     for text, pack in (("t1.test", False), ("t1.test", True), ("real.test", False)):
         name = f"bits-{text}{'-packed' * pack}"
         yield name, {"data": f"texts/{text}.jsonl", "pack": pack, **size, "model": every}

@@ -75,9 +75,7 @@ class Settings:
     shard_samples: int = 2048
     workers: int | None = None
     temperatures: tuple[float, ...] = (0.0, 0.7)
-    bundled: Mapping[str, str] = field(
-        default_factory=lambda: {"stories": "packed", "stories-base": "packed-control"}
-    )
+    bundled: Mapping[str, str] = field(default_factory=lambda: {"stories": "zip", "stories-base": "control"})
 
     def fingerprint(self) -> str:
         """A digest of all settings: runs of different ones do not share a folder."""

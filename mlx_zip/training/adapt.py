@@ -131,7 +131,8 @@ def _load_with_positions(folder: Path, config: dict[str, Any], wanted: dict[str,
     if "quantization" in config:
         raise TrainingError(f"{folder} is quantized: its entries of {before} base ids cannot become longer ({after})")
     made, weights = _build(wanted), dict[str, mx.array]()
-    for name, value in tree_flatten(_load(folder, config).parameters()):
+    named: Any = tree_flatten(_load(folder, config).parameters())
+    for name, value in named:
         more = [value[-1:]] * (after - before) if name.endswith("pos_embed.weight") else []
         weights[name] = mx.concatenate([value, *more])
     made.load_weights(list(weights.items()))
