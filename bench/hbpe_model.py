@@ -33,7 +33,7 @@ from mlx_zip.files import write_json
 from mlx_zip.models.hbpe import PatchConfig, PatchModel, PlainConfig, PlainModel, parameters_of
 from mlx_zip.training.hbpe import Corpus, evaluate, train
 from mlx_zip.training.settings import TrainSettings
-from mlx_zip.vocab.hbpe_measures import Tower, fertility, hierarchical_flops, plain_flops, words_of
+from mlx_zip.vocab.hbpe_measures import Tower, fertility, hierarchical_flops, plain_flops, read_tower, words_of
 from mlx_zip.vocab.hbpe_table import PatchTable
 
 from .hbpe_data import Data, Material, read_documents
@@ -74,9 +74,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="symbols of a patch at most; patches and equal are trained with each (default: 8)")  # fmt: skip
     add("--context", type=int, default=64, help="first-stage tokens of a window (default: 64)")
     add("--batch-size", type=int, default=16, help="windows per step (default: 16)")
-    add("--latent", type=_tower, default=Tower(2, 96, 256, 4), metavar="LAYERS,WIDTH,FFN,HEADS",
+    add("--latent", type=read_tower, default=Tower(2, 96, 256, 4), metavar="LAYERS,WIDTH,FFN,HEADS",
         help="transformer of plain, patches, bytes, space and entropy (default: 2,96,256,4)")  # fmt: skip
-    add("--local", type=_tower, default=Tower(2, 48, 96, 4), metavar="LAYERS,WIDTH,FFN,HEADS",
+    add("--local", type=read_tower, default=Tower(2, 48, 96, 4), metavar="LAYERS,WIDTH,FFN,HEADS",
         help="local encoder and decoder, each (default: 2,48,96,4)")  # fmt: skip
     add("--learning-rate", type=_rate, nargs="+", default=[], metavar="RATE",
         help="peak, of all kinds or, as KIND=RATE, of one (default: 0.003)")  # fmt: skip
@@ -271,11 +271,3 @@ def _rate(text: str) -> tuple[str | None, float]:
     except ValueError:
         pass
     raise argparse.ArgumentTypeError(f"{text!r} is neither a rate above 0 nor KIND=RATE")
-
-
-def _tower(text: str) -> Tower:
-    try:
-        layers, width, ffn, heads = map(int, text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not LAYERS,WIDTH,FFN,HEADS") from None
-    return Tower(layers, width, ffn, heads)

@@ -1,6 +1,6 @@
 """The recipe's last part: the zip2zip model goes on with codebook packs, and its control with the same text.
 
-Windows begin with the bundled pack, with one of several others, of which every sample draws its own entries, or with
+Windows begin with the model's own pack, with one of several others, of which every sample draws its entries, or with
 none. Packs are learned from other parts of the training text than they are trained with, so that training sees how well
 a pack serves new text; a story that the text repeats may stand in both.
 """
@@ -23,7 +23,7 @@ from .settings import PackSettings
 if TYPE_CHECKING:
     from .recipe import Recipe
 
-OWN = "own"  # the pack that is bundled
+OWN = "own"  # the pack that the model is to begin with
 TEXTS, PACKS, WINDOWS = "pack-texts", "packs", "prepared"
 
 

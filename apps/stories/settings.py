@@ -16,9 +16,9 @@ Texts = tuple[int, int]  # so many stories and so many conversations
 class PackSettings:
     """Packs, and the training with them.
 
-    codec: of the model from here on. size: entries of the pack that is bundled. sizes: so many each sample draws from
+    codec: of the model from here on. size: entries of the model's own pack. sizes: so many each sample draws from
     one of the other packs. unseen: sizes of packs to measure with, which nothing is trained with. window: base ids
-    that packs are learned for. empty, own, drawn: windows without a pack, with the bundled one, and with each of the
+    that packs are learned for. empty, own, drawn: windows without a pack, with the own one, and with each of the
     others. learn_own, learn, learn_unseen: what packs are learned from, twice `learn` from size `large` on. training:
     settings of `mlx_zip train`, by the name of the run.
     """

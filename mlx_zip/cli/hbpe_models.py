@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlx_zip.cli.generation import read_prompt
-from mlx_zip.vocab.hbpe_measures import FIT_LATENT, FIT_LOCAL, Tower
+from mlx_zip.vocab.hbpe_measures import FIT_LATENT, FIT_LOCAL, read_tower
 
 if TYPE_CHECKING:
     from mlx_zip.patches import Written
@@ -36,9 +36,9 @@ def fit_arguments(parser: argparse.ArgumentParser) -> None:
         help="symbols of a patch at most, its end mark counted (default: 10)")  # fmt: skip
     add("--mode", choices=("stop", "full"), default="stop", help="as of `learn` (default: stop)")
     add("--context", type=int, default=128, help="patches of a window (default: 128)")
-    add("--latent", type=_tower, default=FIT_LATENT, metavar="LAYERS,WIDTH,FFN,HEADS",
+    add("--latent", type=read_tower, default=FIT_LATENT, metavar="LAYERS,WIDTH,FFN,HEADS",
         help="large transformer, which runs once per patch (default: 4,256,704,4)")  # fmt: skip
-    add("--local", type=_tower, default=FIT_LOCAL, metavar="LAYERS,WIDTH,FFN,HEADS",
+    add("--local", type=read_tower, default=FIT_LOCAL, metavar="LAYERS,WIDTH,FFN,HEADS",
         help="local encoder and decoder, each (default: 2,128,128,2)")  # fmt: skip
     add("--iters", type=int, default=1000, help="optimizer steps (default: 1000)")
     add("--batch-size", type=int, default=8, help="windows per step (default: 8)")
@@ -171,11 +171,3 @@ def _texts(files: list[str], separator: str | None, limit_bytes: int | None) -> 
     from mlx_zip.evaluation.documents import read_corpus
 
     return [document.text for document in read_corpus(files, separator, limit_bytes).documents]
-
-
-def _tower(text: str) -> Tower:
-    try:
-        layers, width, ffn, heads = map(int, text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not LAYERS,WIDTH,FFN,HEADS") from None
-    return Tower(layers, width, ffn, heads)

@@ -20,7 +20,8 @@ from mlx_zip.config import ENCODER_FIELDS, SIDES, EncoderConfig, ZipConfig
 from mlx_zip.errors import ConfigError, TrainingError
 from mlx_zip.hyper import matrix_rows
 from mlx_zip.loading import first_line, load_failures, read_config, rope_settings
-from mlx_zip.models import Model
+from mlx_zip.models import Model, ModelArgs
+from mlx_zip.models.parts import RECORD_KEYS
 from mlx_zip.register import MODEL_TYPE
 from mlx_zip.training.settings import TrainSettings
 from mlx_zip.training.shards import grows
@@ -110,16 +111,14 @@ def zip_config(base: Mapping[str, Any], params: CodecParams, encoder: EncoderOpt
 
 def _with_codec(config: dict[str, Any], params: CodecParams) -> dict[str, Any]:
     """config.json of a zip2zip model with the codebook size and the merge size of `params`."""
-    if not isinstance(section := config.get("zip2zip"), Mapping):
-        raise ConfigError("config.json of a zip2zip model has no zip2zip section")
-    beside = {k: section[k] for k in ("base_model_type", "source", "fingerprint") if k in section}
-    found = ZipConfig.from_dict({k: v for k, v in section.items() if k not in beside})
+    found = ModelArgs.from_dict(config).zip_config
     theirs = found.codec_params
     sizes = {"codebook_size": params.codebook_size, "merge_size": params.merge_size}
     if replace(theirs, start=None, **sizes) != replace(params, start=None) or params.merge_size < theirs.merge_size:
         raise TrainingError(f"the data were prepared for another codec ({params}) than the model's ({theirs})")
     if (theirs.codebook_size, theirs.merge_size) == (params.codebook_size, params.merge_size):
         return config
+    beside = {key: value for key, value in config["zip2zip"].items() if key in RECORD_KEYS}
     return {**config, "zip2zip": {**replace(found, **sizes).to_dict(), **beside}}
 
 

@@ -8,6 +8,7 @@ paper's 562 billion for plain BPE; the paper's parameter counts need three, so i
 from __future__ import annotations
 
 import math
+from argparse import ArgumentTypeError
 from dataclasses import dataclass
 
 
@@ -19,6 +20,15 @@ class Tower:
     width: int
     ffn: int
     heads: int
+
+
+def read_tower(text: str) -> Tower:
+    """A tower as flags name it, LAYERS,WIDTH,FFN,HEADS. Raises `argparse.ArgumentTypeError` for what is none."""
+    try:
+        layers, width, ffn, heads = map(int, text.split(","))
+    except ValueError:
+        raise ArgumentTypeError(f"{text!r} is not LAYERS,WIDTH,FFN,HEADS") from None
+    return Tower(layers, width, ffn, heads)
 
 
 SMALL = Tower(12, 768, 2048, 12)  # table 1
