@@ -12,10 +12,13 @@ import pytest
 from tiny import ENCODERS, base_ids, tiny_config, tiny_model
 from tiny_training import make_sample, random_model
 
-from mlx_zip import Codebook
+from mlx_zip import Codebook, CodecParams
+from mlx_zip.canonical import excluded_behind
 from mlx_zip.errors import DataError
+from mlx_zip.evaluation.scoring import Compressed, score
+from mlx_zip.models.whole import run_whole
 from mlx_zip.training.batches import bucket, make_batch
-from mlx_zip.training.objective import LossWeights, Trainee
+from mlx_zip.training.objective import LossWeights, Trainee, samples_of
 from mlx_zip.training.shards import Sample
 from mlx_zip.training.stepping import to_device
 from mlx_zip.training.trainer import Trainer
@@ -225,3 +228,58 @@ def test_the_loop_chooses_longrope_factors_as_generation_does_for_the_whole_samp
     batch = make_batch([sample], model.config.codec_params, base_positions=mode == "base_token_end")
     trainer = SimpleNamespace(trainee=Trainee(model, LossWeights()))
     assert Trainer.is_long(trainer, batch) == cache[-1].long_rope
+
+
+@pytest.mark.parametrize("most", [0.5, 0.05])
+@pytest.mark.parametrize("start", [None, START])
+def test_a_canonical_model_is_trained_on_the_probabilities_it_is_scored_with(start, most, monkeypatch):
+    monkeypatch.setattr("mlx_zip.canonical.MOST", most)
+    base = random_model(tiny_config("llama", "res_latent_attn"))
+    model = random_model({**(config := tiny_config("llama", "res_latent_attn")),
+                          "zip2zip": {**config["zip2zip"], "canonical": True}})  # fmt: skip
+    samples = [make_sample(model.config.codec_params, base_ids(n, seed=i), start) for i, n in enumerate((60, 41, 50))]
+    batch = make_batch(samples, model.config.codec_params, canonical=True)
+    found = Trainee(model, LossWeights()).losses(to_device(batch))
+    rows = [Compressed(sample.ids, np.ones(len(sample.ids), np.int64), sample.start) for sample in samples]
+    nats, free = (-sum(float(one.logprobs.sum()) for one in score(m, rows)) for m in (model, base))
+    assert float(found["nats"].item()) == pytest.approx(nats, rel=2e-5)
+    assert nats < free
+    without = to_device(make_batch(samples, model.config.codec_params))
+    assert float(Trainee(model, LossWeights()).losses(without)["nats"].item()) == pytest.approx(free, rel=2e-5)
+    held = held_by_excluded(model, to_device(batch))
+    assert ((held > most).sum(), (held > 0).sum()) > (0, 0)
+
+
+def held_by_excluded(model: Any, arrays: dict[str, mx.array]) -> np.ndarray:
+    """The probability of all that is excluded at each position, added up one pair at a time."""
+    out = run_whole(model, samples_of(arrays))
+    is_open = np.arange(out.hyper.shape[-1]) < np.array(arrays["available"])[..., None]
+    logits = np.concatenate([np.array(out.base), np.where(is_open, np.array(out.hyper), -np.inf)], axis=-1)
+    shares = np.exp(logits - logits.max(-1, keepdims=True))
+    shares /= shares.sum(-1, keepdims=True)
+    held = np.zeros(shares.shape[0] * shares.shape[1])
+    for at, column in zip(arrays["excluded_at"].tolist(), arrays["excluded"].tolist(), strict=True):
+        if at < len(held):
+            held[at] += shares.reshape(len(held), -1)[at, column]
+    return held
+
+
+def test_what_the_loss_leaves_out_and_a_broken_run_exclude_nothing():
+    params = CodecParams(40, 20, 3)
+    ids = Codebook(params).compress(np.array([1, 2, 1, 2, 1, 2, 5, 1, 2, 3], np.uint32))
+    broken = np.concatenate([ids, [1, 2, 4]]).astype(np.uint32)  # a part that was compressed for itself
+    sample = Sample(broken, np.arange(len(broken)) != 4, 13, 13)
+    arrays = make_batch([sample], params, canonical=True).arrays
+    pairs = set(zip(arrays["excluded_at"].tolist(), arrays["excluded"].tolist(), strict=True))
+    at, column = excluded_behind(Codebook(params), broken[:-1])
+    every = set(zip(at.tolist(), column.tolist(), strict=True))
+    real = {(i, c) for i, c in pairs if i < arrays["inputs"].size}
+    wrong = {i for i, c in every if broken[i + 1] == c}
+    assert wrong
+    assert real == {(i, c) for i, c in every if i != 3 and i not in wrong}
+
+
+def test_a_codebook_that_is_open_everywhere_excludes_nothing():
+    sample = make_sample(CodecParams(40, 20, 3), [1, 2] * 9)
+    arrays = make_batch([sample], CodecParams(40, 20, 3), availability="legacy", canonical=True).arrays
+    assert "excluded" not in arrays

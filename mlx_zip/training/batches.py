@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mlx_zip.canonical import excluded_behind
 from mlx_zip.codec import Codebook, CodecParams
 from mlx_zip.errors import CodecError, DataError
 from mlx_zip.training.shards import Sample, grows
@@ -26,7 +27,8 @@ class Batch:
     """One step's samples as arrays; `arrays` holds what `Samples` names and, beside it:
 
     targets [B, L] int32: the column each position should predict, base id or vocab_size + slot. weights [B, L]
-    float32: 1 where the loss counts. available [B, L] int32: how many slots are open there.
+    float32: 1 where the loss counts. available [B, L] int32: how many slots are open there. excluded_at, excluded [P]
+    int32, of a canonical model: a position, counted through all rows, and a column that its target cannot be.
     A codec without codebook gives inputs, targets and weights alone. samples: their indices. ids, base_ids, n_bytes:
     of the real part. longest: ids of the longest sample. distinct, installed: entries before and after sharing.
     """
@@ -43,12 +45,13 @@ class Batch:
 
 def make_batch(
     samples: Sequence[Sample], params: CodecParams, indices: Sequence[int] = (), *,
-    availability: str = "causal", base_positions: bool = False,
+    availability: str = "causal", base_positions: bool = False, canonical: bool = False,
 ) -> Batch:  # fmt: skip
     """The arrays of some samples of two ids or more.
 
     availability: "causal" opens an entry from the position that created it, as generation does; "legacy" opens the
-    sample's whole codebook everywhere (arXiv 2506.01084 §2.4). base_positions: positions count base ids. Raises
+    sample's whole codebook everywhere (arXiv 2506.01084 §2.4). base_positions: positions count base ids. canonical:
+    say what the compressor would not have written (`mlx_zip.canonical`); "legacy" knows no such thing. Raises
     `DataError` naming a sample that its codebook cannot read, or that stands for other text than was prepared.
     """
     if params.policy != "freeze":
@@ -73,7 +76,20 @@ def make_batch(
         batch = _with_entries(batch, books, params, length)
     if base_positions:
         arrays["index"] = _pad([book.index for book in books], length)
+    if canonical and availability == "causal" and grows(params):
+        arrays |= _excluded(books, params, length)
     return batch
+
+
+def _excluded(books: list[_Followed], params: CodecParams, length: int) -> dict[str, NDArray[Any]]:
+    """Positions and columns; padded with the position behind all others."""
+    pairs = [book.excluded(params) for book in books]
+    at = np.concatenate([i + row * length for row, (i, _) in enumerate(pairs)])
+    more = bucket(len(at), least=32) - len(at)
+    return {
+        "excluded_at": np.pad(at, (0, more), constant_values=len(books) * length).astype(np.int32),
+        "excluded": np.pad(np.concatenate([column for _, column in pairs]), (0, more)).astype(np.int32),
+    }
 
 
 def _follow(
@@ -127,6 +143,15 @@ class _Followed:
         if (base_ids := int(spans.sum())) != sample.base_ids:
             raise DataError(f"its ids stand for {base_ids} base ids, not for {sample.base_ids} as recorded")
         self.index = np.cumsum(spans[:-1]) - 1
+        self.start, self.ids = params.start, sample.ids
+
+    def excluded(self, params: CodecParams) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Pairs of a position whose loss counts and a column that is no canonical target there; each [pairs]."""
+        found = excluded_behind(Codebook(replace(params, start=self.start)), self.ids[:-1])
+        at, column = np.unique(np.stack(found), axis=1)
+        broken = at[self.targets[at] == column]  # a text's parts that were compressed one by one meet here
+        kept = (self.weights[at] > 0) & ~np.isin(at, broken)
+        return at[kept], column[kept]
 
 
 def _distinct(books: list[tuple[NDArray[Any], NDArray[Any]]]) -> tuple[NDArray[Any], NDArray[Any], list[NDArray[Any]]]:

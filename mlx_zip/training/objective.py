@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_zip import canonical
 from mlx_zip.models import Model
 from mlx_zip.models.whole import Outputs, Samples, encode, run_whole
 from mlx_zip.training.batches import Batch
@@ -117,7 +118,8 @@ def plain_nats(logits: mx.array, arrays: dict[str, mx.array]) -> dict[str, mx.ar
 def joint_nats(base: mx.array, hyper: mx.array, arrays: dict[str, mx.array]) -> dict[str, mx.array]:
     """Cross entropy over [base | entries that are available]: base [B, L, V], hyper [B, L, K] logits.
 
-    The two parts are normalised together without ever being put side by side. Source: arXiv 2506.01084 eq. 2.
+    The two parts are normalised together without ever being put side by side. Source: arXiv 2506.01084 eq. 2. A
+    canonical model's batch says what is excluded: the probabilities are then those that it decodes with.
     """
     base, hyper = base.astype(mx.float32), hyper.astype(mx.float32)
     vocab, slots = base.shape[-1], hyper.shape[-1]
@@ -129,5 +131,24 @@ def joint_nats(base: mx.array, hyper: mx.array, arrays: dict[str, mx.array]) -> 
     in_hyper = mx.take_along_axis(hyper, mx.where(is_hyper, targets - vocab, 0)[..., None], axis=-1)
     target = mx.where(is_hyper[..., None], in_hyper, in_base)[..., 0]
     normaliser = mx.logaddexp(mx.logsumexp(base, axis=-1), mx.logsumexp(hyper, axis=-1))
-    nats = (normaliser - target) * arrays["weights"]
+    nats = normaliser - target
+    if "excluded" in arrays:
+        nats += canonical_gain(base, hyper, normaliser, arrays)
+    nats *= arrays["weights"]
     return {"nats": nats.sum(), "count": arrays["weights"].sum()}
+
+
+def canonical_gain(base: mx.array, hyper: mx.array, normaliser: mx.array, arrays: dict[str, mx.array]) -> mx.array:
+    """Nats [B, L], at most 0, that each target gains as nothing excluded gets probability, unless that is the most.
+
+    The same as excluded logits of minus infinity (`mlx_zip.canonical.unless_most`), without a second pass over all.
+    """
+    at, column = arrays["excluded_at"], arrays["excluded"]
+    batch, length, vocab = base.shape
+    real, is_hyper = at < batch * length, column >= vocab
+    row, place = mx.where(real, at // length, 0), at % length
+    in_base = base[row, place, mx.where(is_hyper, 0, column)]
+    in_hyper = hyper[row, place, mx.where(is_hyper, column - vocab, 0)]
+    share = mx.where(real, mx.exp(mx.where(is_hyper, in_hyper, in_base) - normaliser[row, place]), 0)
+    held = mx.zeros(batch * length).at[mx.where(real, at, 0)].add(share).reshape(batch, length)
+    return mx.log1p(-mx.where(held <= canonical.MOST, held, 0))

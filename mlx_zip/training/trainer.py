@@ -181,11 +181,13 @@ class Trainer:
     def _make(self, data: Joined | Texts, indices: Any) -> Batch:
         samples: list[Sample] = [data[int(i)] for i in indices]
         model = self.trainee.model
-        by_base = isinstance(model, Model) and model.config.position_mode == "base_token_end"
+        config = model.config if isinstance(model, Model) else None
         try:
             batch = make_batch(
                 samples, data.params, [int(i) for i in indices],
-                availability=self.settings.availability, base_positions=by_base,
+                availability=self.settings.availability,
+                base_positions=config is not None and config.position_mode == "base_token_end",
+                canonical=config is not None and config.canonical,
             )  # fmt: skip
             return self.trainee.prepared(batch)
         except DataError as error:
