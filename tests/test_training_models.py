@@ -38,6 +38,7 @@ from mlx_zip.errors import DataError, TrainingError
 from mlx_zip.models.rope import Positions
 from mlx_zip.models.whole import NoCache
 from mlx_zip.training import run as run_module
+from mlx_zip.training import trainer
 from mlx_zip.training.adapt import EncoderOptions, start_model
 from mlx_zip.training.adapter import save_adapter
 from mlx_zip.training.batches import make_batch
@@ -449,6 +450,31 @@ def test_a_zip_model_takes_over_the_codebook_size_and_longer_entries_of_its_data
             np.testing.assert_array_equal(value[CODEC.merge_size :], old[name][-1:])
     train(options(tmp_path / "run", model=str(first.out / "model"), data=[other]), settings(iters=1), quiet=True)
     assert saved_config(tmp_path / "run" / "model")["zip2zip"]["compression"]["max_codebook_size"] == 56
+
+
+def test_a_run_makes_a_model_canonical_or_keeps_what_it_is(tmp_path, monkeypatch):
+    seen = []
+    making = trainer.make_batch
+    monkeypatch.setattr(trainer, "make_batch", lambda *a, **k: seen.append(made := making(*a, **k)) or made)
+    first = options(tmp_path / "first", canonical=True)
+    train(first, settings(iters=1), quiet=True)
+    assert saved_config(first.out / "model")["zip2zip"]["canonical"] is True
+    start = {"model": str(first.out / "model")}
+    for name, canonical, expected in (("kept", None, True), ("without", False, False)):
+        seen.clear()
+        train(options(tmp_path / name, canonical=canonical, **start), settings(iters=1), quiet=True)
+        assert saved_config(tmp_path / name / "model")["zip2zip"].get("canonical", False) is expected
+        assert all(("excluded" in batch.arrays) is expected for batch in seen)
+        assert seen
+
+
+def test_canonical_decoding_needs_a_codebook_and_a_format_that_knows_it(tmp_path):
+    plain = write_shards(tmp_path / "no-codebook", PLAIN)
+    with pytest.raises(TrainingError, match="prepared without one"):
+        train(options(tmp_path / "run", data=[plain], canonical=True), settings(), quiet=True)
+    with pytest.raises(TrainingError, match="no place for canonical decoding"):
+        train(options(tmp_path / "run", save="adapter", canonical=True), settings(), quiet=True)
+    assert not (tmp_path / "run").exists()
 
 
 def test_data_of_another_tokenizer_are_refused(tmp_path):

@@ -57,7 +57,8 @@ _ENCODER = {
     "tie_encoders": ("bool", False, "one encoder for input and output rows"),
     "position_mode": ("str", "compressed", "compressed or base_token_end"),
 }
-_PLACES = ("model", "from_scratch", "tokenizer", "data", "valid", "out", "save", "save_dtype", "plot")
+_PLACES = ("model", "from_scratch", "tokenizer", "data", "valid", "out", "save", "save_dtype", "plot", "canonical")
+_SWITCHES = ("plot", "canonical")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,6 +74,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--save", choices=("model", "adapter"), help="model: a whole folder, out/model (default); adapter: LoRA and "
         "encoders alone, out/adapter")  # fmt: skip
     add("--save-dtype", choices=("float32", "float16", "bfloat16"), help="of what is saved (default: float32)")
+    add("--canonical", action=argparse.BooleanOptionalAction, default=None,
+        help="train a zip2zip model on the probabilities of canonical decoding, which it then decodes with (default: "
+        "what its config says)")  # fmt: skip
     add("--plot", action="store_true", default=None, help="draw curves.png when the run ends (needs matplotlib)")
     for name, (kind, default, text) in {**_SETTINGS, **_ENCODER}.items():
         flag = f"--{name.replace('_', '-')}"
@@ -113,6 +117,7 @@ def run(args: argparse.Namespace) -> int:
         scratch=_path(values.get("from_scratch")),
         tokenizer=_path(values.get("tokenizer")),
         encoder=encoder,
+        canonical=values.get("canonical"),
         save=values.get("save", "model"),
         save_dtype=values.get("save_dtype", "float32"),
     )
@@ -154,11 +159,11 @@ def _read_yaml(path: str | None) -> dict[str, Any]:
 
 
 def _check_place(path: str, name: str, value: Any) -> None:
-    kind: Any = bool if name == "plot" else str
+    kind: Any = bool if name in _SWITCHES else str
     several = value if name in ("data", "valid") and isinstance(value, list) else [value]
     if value is not None and not all(isinstance(one, kind) for one in several):
-        wanted = {"plot": "true or false", "data": "names of folders", "valid": "names of folders"}.get(name, "text")
-        raise TrainingError(f"--config {path}: {name} must be {wanted}, got {value!r}")
+        wanted = dict.fromkeys(_SWITCHES, "true or false") | dict.fromkeys(("data", "valid"), "names of folders")
+        raise TrainingError(f"--config {path}: {name} must be {wanted.get(name, 'text')}, got {value!r}")
 
 
 def _as_flag(path: str, name: str, value: Any) -> Any:

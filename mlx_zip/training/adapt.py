@@ -63,24 +63,28 @@ class EncoderOptions:
 
 
 def start_model(
-    folder: Path | None, scratch: Mapping[str, Any] | None, params: CodecParams, encoder: EncoderOptions
-) -> tuple[nn.Module, dict[str, Any]]:
+    folder: Path | None, scratch: Mapping[str, Any] | None, params: CodecParams, encoder: EncoderOptions,
+    canonical: bool | None = None,
+) -> tuple[nn.Module, dict[str, Any]]:  # fmt: skip
     """The model to train on data of codec `params`, and its config.json.
 
     folder: a model folder, zip2zip or plain; else `scratch`, a config.json's content, gives random weights. A plain
     model becomes a zip2zip one with new encoders when the codec has a codebook. A zip2zip model takes over the data's
-    codebook size, and longer entries too. Raises `TrainingError` when it has another codec in any other way,
-    `ConfigError` for a model type that is not supported.
+    codebook size, and longer entries too. canonical: whether it decodes canonically from here on, None for what its
+    config says. Raises `TrainingError` when it has another codec in any other way,
+    and for a plain model that is to be canonical, `ConfigError` for a model type that is not supported.
     """
     config = dict(scratch or {}) if folder is None else read_config(folder)
     if not isinstance(config.get("model_type"), str):
         raise ConfigError("config.json of the new model names no model_type")
     config |= rope_settings(config)
     if config.get("model_type") == MODEL_TYPE:
-        wanted = _with_codec(config, params)
+        wanted = _decoding(_with_codec(config, params), canonical)
         return (_build(wanted) if folder is None else _load_with_positions(folder, config, wanted)), wanted
     if grows(params):
-        config = zip_config(config, params, encoder)
+        config = _decoding(zip_config(config, params, encoder), canonical)
+    elif canonical:
+        raise TrainingError("canonical decoding needs a codebook, and the data were prepared without one")
     if folder is None:
         model = _build(config)
     else:
@@ -107,6 +111,11 @@ def zip_config(base: Mapping[str, Any], params: CodecParams, encoder: EncoderOpt
     )  # fmt: skip
     section = {**config.to_dict(), "base_model_type": base["model_type"]}
     return {**base, "model_type": MODEL_TYPE, "zip2zip": section}
+
+
+def _decoding(config: dict[str, Any], canonical: bool | None) -> dict[str, Any]:
+    """config.json of a zip2zip model that decodes canonically, or does not; None leaves it as it is."""
+    return config if canonical is None else {**config, "zip2zip": {**config["zip2zip"], "canonical": canonical}}
 
 
 def _with_codec(config: dict[str, Any], params: CodecParams) -> dict[str, Any]:

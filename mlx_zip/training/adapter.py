@@ -41,6 +41,8 @@ def check_savable(model: nn.Module, config: Mapping[str, Any], settings: TrainSe
     section = config["zip2zip"]
     if section.get("base_model_name_or_path") != "." or "source" in section:
         raise TrainingError("--save adapter needs a plain model to start from; this one is a zip2zip model already")
+    if model.config.canonical:
+        raise TrainingError("--save adapter: the format has no place for canonical decoding; save the model")
     if model.config.start is not None:
         raise TrainingError("--save adapter: the format has no place for the data's starting codebook; save the model")
 

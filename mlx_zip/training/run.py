@@ -39,7 +39,8 @@ class RunOptions:
 
     data, valid: prepared folders. out: the run's folder. model: folder or hub id to start from, or None with
     `scratch`, the path of a config.json, and `tokenizer`, a folder. encoder: for a plain model on compressed data.
-    save: what a finished run leaves, one of `SAVES`. save_dtype: of what is saved.
+    canonical: train on the probabilities of canonical decoding, and save a model that decodes so; None for what the
+    model's config says. save: what a finished run leaves, one of `SAVES`. save_dtype: of what is saved.
     """
 
     data: Sequence[Path]
@@ -49,6 +50,7 @@ class RunOptions:
     tokenizer: Path | None = None
     valid: Sequence[Path] = ()
     encoder: EncoderOptions = field(default_factory=EncoderOptions)
+    canonical: bool | None = None
     save: str = MODEL
     save_dtype: str = "float32"
 
@@ -127,7 +129,7 @@ def _start(options: RunOptions, settings: TrainSettings, first: bool) -> _Start:
         _check_tokenizer(part, tokenizer, tokenizer_folder)
     mx.random.seed(settings.seed)
     scratch = None if options.scratch is None else _read_object(options.scratch)
-    model, config = start_model(folder, scratch, data.params, options.encoder)
+    model, config = start_model(folder, scratch, data.params, options.encoder, options.canonical)
     _check_sizes(config, data, len(tokenizer))
     if options.save == ADAPTER:
         check_savable(model, config, settings, from_scratch=folder is None)
