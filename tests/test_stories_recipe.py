@@ -118,7 +118,7 @@ def test_training_runs_on_training_windows_alone(made):
     trained = [folder for call in calls if call[0] == "train" for folder in values(call, "--data")]
     assert {text for folder in trained for text in texts[folder]} == {
         "texts/train.jsonl", "texts/asked.jsonl", "texts/conversations.jsonl",
-        *(f"pack-texts/{name}.jsonl" for name in ("empty", "own", "drawn-0", "drawn-1")),
+        *(f"pack-texts/{more}{name}.jsonl" for more in ("", "more-") for name in ("empty", "own", "drawn-0", "drawn-1")),
     }  # fmt: skip
 
 
@@ -135,7 +135,8 @@ def test_every_pack_is_learned_from_a_part_of_its_own_and_trained_with_another(m
     calls = made[0].call.calls
     learned = {values(call, "--out")[0]: values(call, "--data")[0] for call in calls if call[0] == "vocab"}
     prepared = [call for call in calls if call[0] == "prepare" and "--start" in call]
-    assert len(prepared) == len(TINY.packs.sizes) + 2  # the bundled one, also for validation
+    rounds = len(TINY.packs.rounds)
+    assert len(prepared) == rounds * (len(TINY.packs.sizes) + 1) + 1  # the bundled one, also for validation
     for call in prepared:
         assert learned[values(call, "--start")[0]] not in values(call, "--data")
     assert not {"packs/unseen-8.npz"} & {values(call, "--start")[0] for call in prepared}
@@ -144,9 +145,9 @@ def test_every_pack_is_learned_from_a_part_of_its_own_and_trained_with_another(m
 def test_the_model_with_packs_can_be_bundled_and_then_begins_with_its_own(again):
     recipe, ran = again
     shutil.rmtree(recipe.out / "bundle")
-    chosen = replace(TINY, bundled={"stories": "packed", "stories-base": "packed-control"})
+    chosen = replace(TINY, bundled={"stories": "more-packed", "stories-base": "more-packed-control"})
     make_bundle(replace(recipe, settings=chosen))
-    bundled, trained = (load(recipe.out / name)[0].config for name in ("bundle/stories", "runs/packed/model"))
+    bundled, trained = (load(recipe.out / name)[0].config for name in ("bundle/stories", "runs/more-packed/model"))
     assert ran == ["convert", "mlx_lm convert"]
     assert bundled.start == load_pack(recipe.out / "packs/own.npz").entries
     assert trained.start is None
@@ -221,11 +222,22 @@ def test_bits_per_byte_of_control_base_zip_and_bundle_are_measured_on_every_text
 
 def test_control_and_zip_model_see_the_same_text(made):
     seen = {}
-    for run in ("zip", "control", "packed", "packed-control"):
+    packed, control = (runs[-1] for runs in packs.runs(TINY.packs).values())
+    for run in ("zip", "control", packed, control):
         lines = (made[0].out / f"runs/{run}/metrics.jsonl").read_text().splitlines()
         seen[run] = [json.loads(line)["seen_base_ids"] for line in lines if "seen_base_ids" in line][-1]
     assert seen["zip"] == seen["control"]
-    assert seen["packed"] == pytest.approx(seen["packed-control"], rel=0.2)  # as many windows, in another order
+    assert seen[packed] == pytest.approx(seen[control], rel=0.2)  # as many windows, in another order
+
+
+def test_a_round_goes_on_where_the_one_before_it_ended_and_the_last_is_canonical(made):
+    trained = {values(call, "--out")[0]: call for call in made[0].call.calls if call[0] == "train"}
+    for name, first in ((packs.PACKED, "zip"), (packs.CONTROL, "control")):
+        runs = packs.runs(TINY.packs)[name]
+        starts = [values(trained[f"runs/{run}"], "--model")[0] for run in runs]
+        assert starts == [f"runs/{run}/model" for run in (first, *runs[:-1])]
+    configs = [load(made[0].out / f"runs/{run}/model")[0].config for run in packs.runs(TINY.packs)[packs.PACKED]]
+    assert [config.canonical for config in configs] == [False, True]
 
 
 # ---- going on
@@ -374,10 +386,9 @@ def test_sigterm_is_passed_on_and_the_command_may_save_first(tmp_path):
 def test_the_settings_fit_each_other(settings):
     assert settings.model["vocab_size"] == settings.vocab_size
     assert settings.short <= settings.long <= settings.model["max_position_embeddings"]
-    assert set(settings.bundled.values()) <= {"base", "zip", "control", "packed", "packed-control"}
+    assert set(settings.bundled.values()) <= {"base", "zip", "control", *sum(packs.runs(settings.packs).values(), [])}
     figures = 3 + len(settings.packs.unseen) + 2 * len(settings.temperatures)
     assert len({name for name, _ in measures(settings)}) == figures
-    assert set(settings.packs.training) == {"packed", "packed-control"}
     assert max(settings.packs.size, *settings.packs.sizes) <= settings.packs.codec["codebook_size"]
 
 

@@ -1,6 +1,6 @@
 """The recipe's last part: the zip2zip model goes on with codebook packs, and its control with the same text.
 
-Windows begin with the model's own pack, with one of several others, of which every sample draws its entries, or with
+There are several rounds of that, each with texts of its own; each goes on where the one before it ended. Windows begin with the model's own pack, with one of several others, of which every sample draws its entries, or with
 none. Packs are learned from other parts of the training text than they are trained with, so that training sees how well
 a pack serves new text; a story that the text repeats may stand in both.
 """
@@ -18,13 +18,14 @@ from mlx_zip.errors import DataError
 from mlx_zip.files import whole_folder
 
 from .requests import write_jsonl
-from .settings import PackSettings
+from .settings import Flags, PackSettings, Round, Texts
 
 if TYPE_CHECKING:
     from .recipe import Recipe
 
 OWN = "own"  # the pack that the model is to begin with
 TEXTS, PACKS, WINDOWS = "pack-texts", "packs", "prepared"
+PACKED, CONTROL = "packed", "packed-control"
 
 
 def drawn(packs: PackSettings) -> list[str]:
@@ -37,21 +38,24 @@ def unseen(packs: PackSettings) -> dict[str, int]:
     return {f"unseen-{size}": size for size in packs.unseen}
 
 
-def parts(packs: PackSettings) -> Iterator[tuple[str, tuple[int, int]]]:
+def parts(packs: PackSettings) -> Iterator[tuple[str, Texts]]:
     """The parts that the texts are cut into, in order: name, and how many stories and conversations."""
-    yield "empty", packs.empty
-    yield OWN, packs.own
-    yield from ((name, packs.drawn) for name in drawn(packs))
+    first, *others = packs.rounds
+    yield from windows_of(packs, first)
     yield f"learn-{OWN}", packs.learn_own
     for name, size in zip(drawn(packs), packs.sizes, strict=True):
         times = 2 if size >= packs.large else 1
         yield f"learn-{name}", (times * packs.learn[0], times * packs.learn[1])
+    for one in others:
+        yield from windows_of(packs, one)
     yield "learn-unseen", packs.learn_unseen
 
 
-def trained_on(packs: PackSettings) -> list[str]:
-    """The parts that models are trained on; the first begins with no pack, each other with the pack of its name."""
-    return ["empty", OWN, *drawn(packs)]
+def windows_of(packs: PackSettings, one: Round) -> Iterator[tuple[str, Texts]]:
+    """The parts that a round trains on; the first begins with no pack, each other with the pack of its name."""
+    yield f"{one.prefix}empty", one.empty
+    yield one.prefix + OWN, one.own
+    yield from ((one.prefix + name, one.drawn) for name in drawn(packs))
 
 
 def make_texts(recipe: Recipe) -> None:
@@ -96,41 +100,59 @@ def pool(packs: PackSettings, size: int) -> int:
 
 
 def make_windows(recipe: Recipe) -> None:
-    """prepared/packed-NAME of every part that is trained on, prepared/plain-packed of all of them, not compressed."""
+    """Per round prepared/packed-NAME of every part, prepared/PREFIXplain of all of them, not compressed; and both of
+    the stories to validate on."""
     settings, packs = recipe.settings, recipe.settings.packs
-    fixed = {"model": "runs/zip/model", "context": settings.long, "shard_samples": settings.shard_samples,
-             "workers": settings.workers, "no_pack": True}  # fmt: skip
+    fixed = {"context": settings.long, "shard_samples": settings.shard_samples, "workers": settings.workers,
+             "no_pack": True}  # fmt: skip
+    compressed = {**fixed, "model": "runs/zip/model", **packs.codec}
+    plain = {**fixed, "model": "runs/control/model", "codebook_size": 0, "merge_size": 1, "protect": settings.protect}
     sizes = {OWN: packs.size, **dict(zip(drawn(packs), packs.sizes, strict=True))}
     starts = {name: {"start": f"{PACKS}/{name}.npz", "start_draw": size} for name, size in sizes.items()}
-    texts = {f"packed-{name}": (f"{TEXTS}/{name}.jsonl", starts.get(name, {})) for name in trained_on(packs)}
-    texts["packed-valid"] = ("texts/valid.jsonl", starts[OWN])
-    for name, (text, start) in texts.items():
-        recipe.command("prepare", {**fixed, **packs.codec, **start, "data": text, "out": f"{WINDOWS}/{name}"})
-    plain = {**fixed, "model": "runs/control/model", "codebook_size": 0, "merge_size": 1, "protect": settings.protect}
-    every = [f"{TEXTS}/{name}.jsonl" for name in trained_on(packs)]
-    for name, text in (("plain-packed", every), ("plain-valid", ["texts/valid.jsonl"])):
-        recipe.command("prepare", {**plain, "data": text, "out": f"{WINDOWS}/{name}"})
+    for one in packs.rounds:
+        texts = {name: f"{TEXTS}/{name}.jsonl" for name, _ in windows_of(packs, one)}
+        for name, text in texts.items():
+            start = starts.get(name.removeprefix(one.prefix), {})
+            recipe.command("prepare", {**compressed, **start, "data": text, "out": f"{WINDOWS}/packed-{name}"})
+        recipe.command("prepare", {**plain, "data": [*texts.values()], "out": f"{WINDOWS}/{one.prefix}plain"})
+    valid = {"data": "texts/valid.jsonl"}
+    recipe.command("prepare", {**compressed, **starts[OWN], **valid, "out": f"{WINDOWS}/packed-valid"})
+    recipe.command("prepare", {**plain, **valid, "out": f"{WINDOWS}/plain-valid"})
 
 
 def windows(packs: PackSettings) -> list[str]:
     """The files that `make_windows` makes."""
-    names = [f"packed-{name}" for name in [*trained_on(packs), "valid"]]
-    return [f"{WINDOWS}/{name}/index.json" for name in [*names, "plain-packed", "plain-valid"]]
+    names = ["packed-valid", "plain-valid"]
+    for one in packs.rounds:
+        names += [*(f"packed-{name}" for name, _ in windows_of(packs, one)), f"{one.prefix}plain"]
+    return [f"{WINDOWS}/{name}/index.json" for name in names]
+
+
+def runs(packs: PackSettings) -> dict[str, list[str]]:
+    """The runs of the zip2zip model with packs and those of its control, in order."""
+    return {name: [one.prefix + name for one in packs.rounds] for name in (PACKED, CONTROL)}
 
 
 def train_packed(recipe: Recipe) -> None:
-    """runs/packed: the zip2zip model, trained with packs."""
-    packs = recipe.settings.packs
-    data = [f"{WINDOWS}/packed-{name}" for name in trained_on(packs)]
-    _train(recipe, "packed", {"model": "runs/zip/model", "data": data, "valid": f"{WINDOWS}/packed-valid"})
+    """The zip2zip model, trained with packs."""
+    packs, start = recipe.settings.packs, "zip"
+    for number, (one, run) in enumerate(zip(packs.rounds, runs(packs)[PACKED], strict=True)):
+        data = [f"{WINDOWS}/packed-{name}" for name, _ in windows_of(packs, one)]
+        _train(recipe, number, run, start, {"data": data, "valid": f"{WINDOWS}/packed-valid", **one.packed})
+        start = run
 
 
 def train_control(recipe: Recipe) -> None:
-    """runs/packed-control: the control, trained as long on the same text, not compressed."""
-    data = {"data": f"{WINDOWS}/plain-packed", "valid": f"{WINDOWS}/plain-valid"}
-    _train(recipe, "packed-control", {"model": "runs/control/model", **data})
+    """The control, trained as long on the same texts, not compressed."""
+    packs, start = recipe.settings.packs, "control"
+    for number, (one, run) in enumerate(zip(packs.rounds, runs(packs)[CONTROL], strict=True)):
+        data = {"data": f"{WINDOWS}/{one.prefix}plain", "valid": f"{WINDOWS}/plain-valid"}
+        _train(recipe, number, run, start, {**data, **one.control})
+        start = run
 
 
-def _train(recipe: Recipe, name: str, flags: dict[str, Any]) -> None:
-    fixed = {"out": f"runs/{name}", "seed": recipe.settings.seed}
-    recipe.command("train", {**fixed, **flags, **recipe.settings.packs.training[name]})
+def _train(recipe: Recipe, number: int, run: str, start: str, flags: Flags) -> None:
+    """runs/RUN of a round, which goes on with the model of another run; a finished one is passed over."""
+    if not (recipe.out / f"runs/{run}/model/config.json").exists():
+        fixed = {"model": f"runs/{start}/model", "out": f"runs/{run}", "seed": recipe.settings.seed + number}
+        recipe.command("train", {**fixed, **flags})

@@ -6,7 +6,8 @@
     long        longer windows and conversations                base         the base, on those
     compressed  the same windows and conversations, compressed  zip          the base with hyper-encoders, on these
                                                                 control      the base on what `long` made, as long
-    packs       codebook packs, learned from the stories        packed       zip, on windows that begin with packs
+    packs       codebook packs, learned from the stories        packed       zip, on windows that begin with packs, in
+                                                                             rounds, the last one canonical
                                                                 packed-control   control, on the same text
     bundle      both models quantized                           measure      bits per byte and rates of all of them
 
@@ -274,8 +275,9 @@ def make_bundle(recipe: Recipe) -> None:
         for name, run in recipe.settings.bundled.items():
             flags = {"hf_path": model(run), "mlx_path": f"{folder.name}/{name}", "quantize": True, "q_bits": bits,
                      "q_group_size": 64, "dtype": "float32"}  # fmt: skip
-            if run in ("zip", "packed"):
-                own = f"{packs.PACKS}/{packs.OWN}.npz" if run == "packed" else None
+            packed = packs.runs(recipe.settings.packs)[packs.PACKED]
+            if run in ("zip", *packed):
+                own = f"{packs.PACKS}/{packs.OWN}.npz" if run in packed else None
                 recipe.command("convert", {**flags, "encoder_bits": bits, "canonical": True, "codebook": own})
             else:
                 recipe.execute("mlx_lm convert", as_words(flags))
@@ -316,9 +318,10 @@ def measures(settings: Settings) -> Iterator[tuple[str, dict[str, Any]]]:
     for text, pack in (("t1.test", False), ("t1.test", True), ("real.test", False)):
         name = f"bits-{text}{'-packed' * pack}"
         yield name, {"data": f"texts/{text}.jsonl", "pack": pack, **size, "model": every}
+    last = [model(runs[-1]) for runs in packs.runs(settings.packs).values()]
     for pack in packs.unseen(settings.packs):
         flags = {"data": "texts/t1.test.jsonl", **size, "codebook": f"{packs.PACKS}/{pack}.npz"}
-        yield f"bits-{pack}", {**flags, "model": [model("packed-control"), model("packed")]}
+        yield f"bits-{pack}", {**flags, "model": last[::-1]}
     asked = {"prompts": "texts/requests.jsonl", "generate": settings.requests, **size, **settings.measure}
     for temp in settings.temperatures:
         for turns in (1, settings.test_turns):
@@ -364,6 +367,10 @@ def _trained(run: str) -> Callable[[Recipe], list[str]]:
     return lambda _: [f"{model(run)}/config.json"]
 
 
+def _rounds(name: str) -> Callable[[Recipe], list[str]]:
+    return lambda recipe: [f"{model(run)}/config.json" for run in packs.runs(recipe.settings.packs)[name]]
+
+
 STAGES: dict[str, Stage] = {
     "texts": Stage(make_texts, lambda _: ["texts/requests.jsonl"]),
     "tokenizer": Stage(make_tokenizer, lambda _: ["tokenizer/tokenizer.json"]),
@@ -377,8 +384,8 @@ STAGES: dict[str, Stage] = {
     "pack-texts": Stage(packs.make_texts, lambda _: [packs.TEXTS]),
     "packs": Stage(packs.learn, lambda recipe: packs.products(recipe.settings.packs)),
     "windows": Stage(packs.make_windows, lambda recipe: packs.windows(recipe.settings.packs)),
-    "packed": Stage(packs.train_packed, _trained("packed")),
-    "packed-control": Stage(packs.train_control, _trained("packed-control")),
+    "packed": Stage(packs.train_packed, _rounds(packs.PACKED)),
+    "packed-control": Stage(packs.train_control, _rounds(packs.CONTROL)),
     "bundle": Stage(make_bundle, lambda _: [f"bundle/{RECORD}"]),
     "measure": Stage(measure, lambda recipe: [f"figures/{name}.json" for name, _ in measures(recipe.settings)]),
 }

@@ -13,14 +13,29 @@ Texts = tuple[int, int]  # so many stories and so many conversations
 
 
 @dataclass(frozen=True)
+class Round:
+    """One run of training with packs, and one of its control with the same texts.
+
+    prefix: of the names of its texts and runs. empty, own, drawn: windows without a pack, with the model's own, and
+    with each of the others. packed, control: settings of `mlx_zip train`.
+    """
+
+    prefix: str
+    empty: Texts
+    own: Texts
+    drawn: Texts
+    packed: Flags
+    control: Flags
+
+
+@dataclass(frozen=True)
 class PackSettings:
     """Packs, and the training with them.
 
     codec: of the model from here on. size: entries of the model's own pack. sizes: so many each sample draws from
     one of the other packs. unseen: sizes of packs to measure with, which nothing is trained with. window: base ids
-    that packs are learned for. empty, own, drawn: windows without a pack, with the own one, and with each of the
-    others. learn_own, learn, learn_unseen: what packs are learned from, twice `learn` from size `large` on. training:
-    settings of `mlx_zip train`, by the name of the run.
+    that packs are learned for. learn_own, learn, learn_unseen: what packs are learned from, twice `learn` from size
+    `large` on. rounds: of training, each with texts of its own.
     """
 
     codec: Flags
@@ -29,13 +44,10 @@ class PackSettings:
     unseen: tuple[int, ...]
     window: int
     large: int
-    empty: Texts
-    own: Texts
-    drawn: Texts
     learn_own: Texts
     learn: Texts
     learn_unseen: Texts
-    training: Mapping[str, Flags]
+    rounds: tuple[Round, ...]
 
 
 @dataclass(frozen=True)
@@ -87,6 +99,12 @@ _FURTHER = {
     "optimizer": "muon", "muon_learning_rate": 0.01, "learning_rate": 1.5e-3, "min_learning_rate": 3e-5,
     "warmup": 20, "steps_per_eval": 100, "val_batches": 4, "save_every": 25,
 }  # fmt: skip
+_MORE = {
+    **_FURTHER, "iters": 400, "muon_learning_rate": 7e-3, "learning_rate": 1e-3, "min_learning_rate": 2e-5, "warmup": 10,
+    "save_every": 30,
+}  # fmt: skip
+_WHOLE = {"batch_size": 32}
+_PARTS = {"batch_size": 8, "grad_accumulation_steps": 4}  # uncompressed windows are longer
 
 FULL = Settings(
     vocab_size=2048,
@@ -135,16 +153,19 @@ FULL = Settings(
         unseen=(256, 1024, 4096),
         window=256,
         large=2048,
-        empty=(3072, 768),
-        own=(4916, 1229),
-        drawn=(358, 90),
         learn_own=(6000, 600),
         learn=(1000, 100),
         learn_unseen=(3000, 300),
-        training={
-            "packed": {**_FURTHER, "batch_size": 32},
-            "packed-control": {**_FURTHER, "batch_size": 8, "grad_accumulation_steps": 4},
-        },
+        rounds=(
+            Round(
+                prefix="", empty=(3072, 768), own=(4916, 1229), drawn=(358, 90),
+                packed={**_FURTHER, **_WHOLE}, control={**_FURTHER, **_PARTS},
+            ),
+            Round(
+                prefix="more-", empty=(2600, 1240), own=(5880, 2760), drawn=(390, 170),
+                packed={**_MORE, **_WHOLE, "canonical": True}, control={**_MORE, **_PARTS},
+            ),
+        ),
     ),
     bits=8,
     validation=200,
@@ -165,8 +186,12 @@ TINY = replace(
     encoder={**FULL.encoder, "encoder_size": 32, "encoder_layers": 1},
     packs=PackSettings(
         codec={"merge_size": 4, "codebook_size": 96}, size=24, sizes=(8, 16), unseen=(8,), window=64, large=16,
-        empty=(4, 1), own=(4, 1), drawn=(4, 1), learn_own=(6, 1), learn=(4, 1), learn_unseen=(4, 1),
-        training={"packed": {**_FURTHER, **_FEW}, "packed-control": {**_FURTHER, **_FEW}},
+        learn_own=(6, 1), learn=(4, 1), learn_unseen=(4, 1),
+        rounds=tuple(
+            replace(found, empty=(4, 1), own=(4, 1), drawn=(4, 1), packed={**found.packed, **_FEW},
+                    control={**found.control, **_FEW, "grad_accumulation_steps": 1})
+            for found in FULL.packs.rounds
+        ),
     ),
     measure={"batch_size": 4, "max_tokens": 12},
 )  # fmt: skip
