@@ -382,6 +382,13 @@ def test_rows_that_are_no_phrases_are_refused(rows, ids):
         Dictionary.of(Settings(Tokens(5), first_id=0), np.array(rows, np.uint32), ids)
 
 
+@pytest.mark.parametrize(("name", "shape"), [("rows", (2, 3)), ("ids", (1,)), ("uses", (2,)), ("uses", (7, 1))])
+def test_arrays_that_are_not_of_the_phrases_shapes_are_refused(name, shape):
+    arrays = {"rows": np.array([[0, 1], [0, 2]], np.uint32), name: np.zeros(shape, np.uint32)}
+    with pytest.raises(CodecError, match=f"^{name} of 2 phrases must be"):
+        Dictionary.of(Settings(Tokens(5)), **arrays)
+
+
 # ---- files
 
 
