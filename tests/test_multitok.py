@@ -235,6 +235,18 @@ def test_renumbering_keeps_the_phrases_and_closes_the_gaps(corpus):
     assert [id for id, _ in made.phrases] == [*range(3 + corpus[0].units.size, 3 + corpus[0].units.size + len(made))]
 
 
+def test_renumbering_takes_the_id_of_unknown_units_along_with_its_unit_and_lets_no_unit_have_another():
+    samples = [[0, 1, 5, 0, 1]]  # 5 is no unit
+    own, _ = trained(Settings(Tokens(3), first_id=0, unk_id=2), samples)
+    made = renumbered(own, 4)
+    for one in (own, made):
+        assert one.expand(one.encode(samples[0])).tolist() == [0, 1, 2, 0, 1]
+    below, _ = trained(Settings(Tokens(3), first_id=1, unk_id=0), samples)
+    assert renumbered(below, 2).encode(samples[0]).tolist() == [5, 0, 5]
+    with pytest.raises(CodecError, match="unk_id 0 would be a unit's: number from 1 on"):
+        renumbered(below, 0)
+
+
 @given(corpora(), st.sampled_from([None, *PRUNINGS]))
 def test_a_saved_dictionary_loads_to_an_equal_one(tmp_path_factory, corpus, mode):
     path = tmp_path_factory.mktemp("saved") / "a.mtok"
