@@ -429,11 +429,13 @@ def test_a_file_with_any_byte_changed_is_refused(saved):
 
 def test_a_torn_missing_foreign_or_newer_file_is_refused(saved, tmp_path):
     data = saved.read_bytes()
-    newer = data.replace(b'"version": 1', b'"version": 2')
-    for wrong in (b"", data[:40], data[:-4], data + bytes(4), b"[]\n", b"\xff\n", newer):
+    for wrong in (b"", data[:40], data[:-4], data + bytes(4), b"[]\n", b"\xff\n"):
         saved.write_bytes(wrong)
         with pytest.raises(DataError, match=r"some\.mtok"):
             Dictionary.load(saved)
+    saved.write_bytes(data.replace(b'"version": 1', b'"version": 3'))
+    with pytest.raises(DataError, match=r"some\.mtok is of version 3, read are 1, 2"):
+        Dictionary.load(saved)
     with pytest.raises(DataError, match=r"none\.mtok"):
         Dictionary.load(tmp_path / "none.mtok")
 
