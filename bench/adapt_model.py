@@ -169,7 +169,7 @@ class Bench:
 
 def convert(model: Path, vocabulary: Path, out: Path) -> None:
     """`mlx_zip vocab adapt convert`, a command of its own. Raises `MlxZipError` with what it says."""
-    words = ["vocab", "adapt", "convert", str(model), str(vocabulary), "--mlx-path", str(out)]
+    words = ["vocab", "adapt", "convert", str(vocabulary), "--model", str(model), "--out", str(out)]
     done = subprocess.run([sys.executable, "-m", "mlx_zip", *words], capture_output=True, text=True)
     if done.returncode:
         raise MlxZipError(f"mlx_zip {' '.join(words)}: {done.stderr.strip()}")

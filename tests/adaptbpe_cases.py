@@ -7,14 +7,33 @@ from random import Random
 
 import pytest
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 
 from mlx_zip.vocab.adaptbpe.merges import MergeList
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "adaptbpe.json").read_text())
 HEAD = json.loads((Path(__file__).parent / "golden" / "adaptbpe_gpt2_head.json").read_text())
+MODELS = Path(__file__).parent / "golden" / "models"
+FIXTURE = MODELS / "llama_transformer_tied_lora" / "base" / "tokenizer.json"
+TEXT = "<|user|>the cat sat on the mat, the cat<|end|><|bos|> it's 12345 café 日本 \n\n x"
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 GPT2 = SHARED / "golden" / "gpt2_vocab.bpe"
 needs_gpt2 = pytest.mark.skipif(not GPT2.is_file(), reason="GPT-2's merge list is not beside the checkout")
+
+
+def write_head(folder):
+    """The first merges of GPT-2's list, as the file that such lists come in."""
+    path = folder / "vocab.bpe"
+    path.write_text("#version: 0.2\n" + "\n".join(HEAD["merges"]) + "\n")
+    return path
+
+
+def library(data):
+    return Tokenizer.from_str(json.dumps(data))
+
+
+def library_ids(data, text):
+    return library(data).encode(text, add_special_tokens=False).ids
 
 
 def symbols(word):

@@ -7,10 +7,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from tiny_vocabularies import write_folder, write_pair
+from tokenizers.normalizers import Lowercase
 
 from mlx_zip import cli
 from mlx_zip.errors import DataError, MlxZipError, TrainingError
-from mlx_zip.models.hbpe_folder import load_patch_model
+from mlx_zip.models.hbpe import PatchConfig, PatchModel
+from mlx_zip.models.hbpe_folder import SavedPatchModel, load_patch_model
 from mlx_zip.patches import generate_patches, generate_text
 from mlx_zip.training import hbpe_fit
 from mlx_zip.training.hbpe import Corpus, evaluate, train, windows
@@ -170,6 +172,16 @@ def test_bits_per_byte_count_every_byte_of_every_text(run):
     whole = hierarchical_flops(saved.context * rate, rate, config.latent, config.local, config.symbols,
                                told["symbols_per_patch"])  # fmt: skip
     assert told["forward_flops_per_byte"] == pytest.approx(whole / (saved.context * rate))
+
+
+def test_patches_that_spell_another_text_of_as_many_bytes_are_told():
+    tokenizer = learn_tokenizer(TEXTS, 270)
+    tokenizer.normalizer = Lowercase()
+    text = PatchText.learn(tokenizer, 4)
+    model = PatchModel(PatchConfig(text.table.merges.symbols, 4, OPTIONS.latent, OPTIONS.local))
+    for told, exact in (("a cat", True), ("A Cat", False)):
+        found = evaluate_texts(SavedPatchModel(model, text, 8, {}), [told])
+        assert (found["bytes"], found["exact"]) == (5, exact)
 
 
 def test_generated_text_is_the_bytes_of_the_patches_in_whole_characters(run):

@@ -1,14 +1,14 @@
 """Dictionaries of phrases: the C library against its plain-Python twin, and what a user may rely on."""
 
-import json
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from multitok_cases import DRAWS, WHERE, WINDOWS, corpora, state, trained
 
-from mlx_zip.errors import CodecError, DataError
+from mlx_zip.errors import CodecError
 from mlx_zip.vocab.multitok import (
     PRUNINGS,
     Dictionary,
@@ -17,7 +17,6 @@ from mlx_zip.vocab.multitok import (
     Tokens,
     Words,
     growth_bound,
-    leading,
     prune,
     renumbered,
     rewrite,
@@ -28,36 +27,9 @@ from mlx_zip.vocab.multitok.settings import NO_ID
 settings.register_profile("untimed", deadline=None)  # a busy machine is no failure
 settings.load_profile("untimed")
 
-# Few units, so that phrases recur; sometimes many times the same, so that they grow long.
-UNITS = st.integers(1, 6)
-DRAWS = st.lists(st.lists(st.integers(0, 99), max_size=40) | st.integers(0, 60).map(lambda n: [0] * n), max_size=6)
-WINDOWS = st.sampled_from([0, 0, 1, 2, 3, 5])
-WHERE = st.integers(0, 10**6)
-
-
-@st.composite
-def corpora(draw, unknown=False):
-    """Settings of a dictionary, and samples of its units; `unknown`: with units among them that are none."""
-    n = draw(UNITS)
-    first, limit = draw(st.integers(0, 9)), draw(st.none() | st.integers(0, 12))
-    unk = draw(st.integers(0, first + n - 1)) if unknown else None
-    samples = [[x % (n + unknown) for x in sample] for sample in draw(DRAWS)]
-    given_limit = {} if limit is None else {"limit": limit}
-    return Settings(Tokens(n), draw(WINDOWS), first, unk_id=unk, **given_limit), samples
-
-
-def trained(made, samples):
-    dictionary = Dictionary(made)
-    return dictionary, dictionary.train(Samples.of(samples))
-
 
 def as_the_twin(made, samples):
     return twin.train(samples, made.units.size, made.window, made.first_id, made.limit, made.unk_id)
-
-
-def state(dictionary):
-    """All that can be seen of what it has learnt."""
-    return dictionary.rows.tolist(), dictionary.ids.tolist(), dictionary.uses.tolist(), dictionary.phrases
 
 
 # ---- the library is the twin
@@ -235,28 +207,16 @@ def test_renumbering_keeps_the_phrases_and_closes_the_gaps(corpus):
     assert [id for id, _ in made.phrases] == [*range(3 + corpus[0].units.size, 3 + corpus[0].units.size + len(made))]
 
 
-@given(corpora(), st.sampled_from([None, *PRUNINGS]))
-def test_a_saved_dictionary_loads_to_an_equal_one(tmp_path_factory, corpus, mode):
-    path = tmp_path_factory.mktemp("saved") / "a.mtok"
-    dictionary, _ = trained(*corpus)
-    if mode:
-        dictionary = prune(dictionary, 1, mode)
-    dictionary.save(path)
-    loaded = Dictionary.load(path)
-    assert state(loaded) == state(dictionary)
-    assert (loaded.settings, loaded.totals, loaded.pruning) == (
-        dictionary.settings, dictionary.totals, dictionary.pruning,
-    )  # fmt: skip
-
-
-@given(corpora(), DRAWS)
-def test_a_loaded_dictionary_learns_on_as_the_saved_one(tmp_path_factory, corpus, draws):
-    path = tmp_path_factory.mktemp("saved") / "a.mtok"
-    dictionary, _ = trained(*corpus)
-    dictionary.save(path)
-    loaded, more = Dictionary.load(path), Samples.of([[x % corpus[0].units.size for x in s] for s in draws])
-    assert loaded.train(more).lists() == dictionary.train(more).lists()
-    assert state(loaded) == state(dictionary)
+def test_renumbering_takes_the_id_of_unknown_units_along_with_its_unit_and_lets_no_unit_have_another():
+    samples = [[0, 1, 5, 0, 1]]  # 5 is no unit
+    own, _ = trained(Settings(Tokens(3), first_id=0, unk_id=2), samples)
+    made = renumbered(own, 4)
+    for one in (own, made):
+        assert one.expand(one.encode(samples[0])).tolist() == [0, 1, 2, 0, 1]
+    below, _ = trained(Settings(Tokens(3), first_id=1, unk_id=0), samples)
+    assert renumbered(below, 2).encode(samples[0]).tolist() == [5, 0, 5]
+    with pytest.raises(CodecError, match="unk_id 0 would be a unit's: number from 1 on"):
+        renumbered(below, 0)
 
 
 def test_many_phrases_are_found_again_after_the_table_has_grown():
@@ -284,6 +244,13 @@ def test_threads_may_encode_with_one_dictionary_at_once():
     assert all(result == expected for result in results)
 
 
+def test_ids_that_are_no_phrase_are_hidden():
+    dictionary, _ = trained(Settings(Tokens(3)), [[0, 1, 2]] * 5)
+    pruned = prune(dictionary, 1, "single")
+    assert NO_ID in pruned.ids
+    assert len(pruned) == 1 == len(pruned.phrases)
+
+
 # ---- words
 
 
@@ -305,148 +272,3 @@ def test_an_unknown_word_takes_the_id_that_was_given_for_it():
     ids = dictionary.train(dictionary.number([["a", "b", "zebra", "a", "b"]]))
     assert ids.lists() == [[1, 2, 0, 3]]
     assert dictionary.settings.units.shown(dictionary.expand(ids.ids)) == "a b � a b"
-
-
-# ---- refusals
-
-
-@pytest.mark.parametrize(
-    ("fields", "culprit"),
-    [
-        ({"window": -1}, "window"),
-        ({"window": True}, "window"),
-        ({"first_id": 1 << 32}, "first_id"),
-        ({"limit": -1}, "limit"),
-        ({"unk_id": 6}, "unk_id"),
-        ({"units": Tokens(0)}, "0 units"),
-    ],
-)
-def test_settings_out_of_range_are_named(fields, culprit):
-    with pytest.raises(CodecError, match=culprit):
-        Settings(**{"units": Tokens(5), **fields})
-
-
-def test_a_unit_that_is_none_is_named_and_nothing_is_learnt():
-    dictionary, _ = trained(Settings(Tokens(3)), [[0, 1, 0, 1]])
-    before = state(dictionary), str(dictionary.totals)
-    with pytest.raises(CodecError, match="unit 3 at index 2 is not below 3"):
-        dictionary.train(Samples.of([[0, 1], [3]]))
-    with pytest.raises(CodecError, match="unit 7 at index 1"):
-        dictionary.encode([0, 7])
-    assert (state(dictionary), str(dictionary.totals)) == before
-
-
-def test_an_id_that_is_none_is_named():
-    dictionary, _ = trained(Settings(Tokens(3), first_id=10), [[0, 1, 0, 1]])
-    with pytest.raises(CodecError, match="id 9 at index 1"):
-        dictionary.expand([10, 9])
-    with pytest.raises(CodecError, match="id 15 at index 0"):
-        dictionary.expand([15])
-    gone = prune(dictionary, 9, "single")
-    with pytest.raises(CodecError, match="id 13 at index 0"):
-        gone.expand([13])
-
-
-def test_what_cannot_be_asked_is_refused():
-    dictionary, ids = trained(Settings(Tokens(3)), [[0, 1, 0, 1]])
-    pruned = prune(dictionary)
-    with pytest.raises(CodecError, match="cannot learn"):
-        pruned.train(ids)
-    with pytest.raises(CodecError, match="mode must be one of"):
-        prune(dictionary, 1, "all")
-    with pytest.raises(CodecError, match="at_most"):
-        prune(dictionary, -1)
-    with pytest.raises(CodecError, match="matching"):
-        dictionary.encode([0], matching="best")
-    with pytest.raises(CodecError, match="window"):
-        dictionary.encode([0], window=-1)
-    with pytest.raises(CodecError, match="pruned one"):
-        rewrite(dictionary, dictionary, ids)
-    with pytest.raises(CodecError, match=r"0\.\.100"):
-        leading(5, 101)
-
-
-@pytest.mark.parametrize(
-    ("rows", "ids"),
-    [
-        ([[5, 0]], None),  # a prefix that comes later
-        ([[0, 5]], None),  # a last unit that is none
-        ([[0, 1], [0, 1]], None),  # twice the same
-        ([[0, 1], [0, 2]], [9, 9]),  # ids that do not rise
-        ([[0, 1]], [2]),  # a unit's id
-    ],
-)
-def test_rows_that_are_no_phrases_are_refused(rows, ids):
-    ids = None if ids is None else np.array(ids, np.uint32)
-    with pytest.raises(CodecError, match="phrase"):
-        Dictionary.of(Settings(Tokens(5), first_id=0), np.array(rows, np.uint32), ids)
-
-
-# ---- files
-
-
-@pytest.fixture
-def saved(tmp_path):
-    dictionary = Dictionary(Settings(Words(("a", "b", "ü\ud800")), window=3, first_id=0, limit=50))
-    dictionary.train(dictionary.number([list("ababab"), ["b", "a"]]))
-    dictionary.save(tmp_path / "some.mtok")
-    return tmp_path / "some.mtok"
-
-
-def test_the_first_line_of_a_file_says_what_it_is(saved):
-    header = json.loads(saved.read_bytes().split(b"\n")[0])
-    assert (header["format"], header["version"]) == ("mlx_zip multitok dictionary", 1)
-    assert header["units"]["words"] == ["a", "b", "ü\ud800"]
-    assert Dictionary.load(saved).settings.units == Words(("a", "b", "ü\ud800"))
-
-
-def test_a_file_with_any_byte_changed_is_refused(saved):
-    data = saved.read_bytes()
-    for at in range(0, len(data), 7):
-        saved.write_bytes(data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :])
-        with pytest.raises(DataError, match=r"some\.mtok"):
-            Dictionary.load(saved)
-
-
-def test_a_torn_missing_foreign_or_newer_file_is_refused(saved, tmp_path):
-    data = saved.read_bytes()
-    newer = data.replace(b'"version": 1', b'"version": 2')
-    for wrong in (b"", data[:40], data[:-4], data + bytes(4), b"[]\n", b"\xff\n", newer):
-        saved.write_bytes(wrong)
-        with pytest.raises(DataError, match=r"some\.mtok"):
-            Dictionary.load(saved)
-    with pytest.raises(DataError, match=r"none\.mtok"):
-        Dictionary.load(tmp_path / "none.mtok")
-
-
-def test_a_file_whose_checksum_is_right_but_whose_content_is_not_is_refused(saved):
-    from mlx_zip.vocab.multitok.files import _digest
-
-    line, _, body = saved.read_bytes().partition(b"\n")
-    changes = [{"runs": 1000}, {"runs": True}, {"units": {"kind": "words", "words": ["a", "a", "b"]}}, {"units": 5},
-               {"units": {"kind": "tokens", "size": 0, "fingerprint": ""}}, {"settings": {}}, {"totals": {}},
-               {"pruning": {"at_most": 1, "mode": "other"}}, {"pruning": {"at_most": 1}, "units": None},
-               {"settings": {"window": "3", "first_id": 0, "limit": 50, "unk_id": None}}]  # fmt: skip
-    for change in changes:
-        header = {**json.loads(line), **change}
-        header.pop("sha256")
-        header["sha256"] = _digest(header, body)
-        saved.write_bytes(json.dumps(header).encode() + b"\n" + body)
-        with pytest.raises(DataError, match=r"some\.mtok"):
-            Dictionary.load(saved)
-
-
-def test_a_dictionary_that_cannot_be_written_leaves_the_old_one(saved, monkeypatch):
-    before = saved.read_bytes()
-    monkeypatch.setattr("mlx_zip.vocab.multitok.files.json.dumps", lambda *args, **kwargs: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        Dictionary(Settings(Tokens(5))).save(saved)
-    assert saved.read_bytes() == before
-    assert [path.name for path in saved.parent.iterdir()] == ["some.mtok"]
-
-
-def test_ids_that_are_no_phrase_are_hidden():
-    dictionary, _ = trained(Settings(Tokens(3)), [[0, 1, 2]] * 5)
-    pruned = prune(dictionary, 1, "single")
-    assert NO_ID in pruned.ids
-    assert len(pruned) == 1 == len(pruned.phrases)

@@ -76,6 +76,18 @@ def test_a_fraction_learns_from_the_first_samples_alone(run, encoded):
     assert Dictionary.load("a.mtok").phrases == dictionary.phrases
 
 
+@pytest.mark.parametrize("mode", ["published", "single", "parent", "reencode"])
+def test_what_a_fraction_leaves_out_stays_in_units_when_phrases_are_pruned(run, encoded, mode):
+    flags = ("--fraction", 50, "--prune", 1, "--prune-mode", mode, "--encoded", "ids.jsonl", "--json")
+    record = json.loads(run("train", "a.mtok", "some.jsonl", *flags)[1])
+    dictionary = Dictionary(Settings(Words.in_order(TRAINED)))
+    ids = dictionary.train(dictionary.number(TRAINED[:2]))
+    learned = rewrite(dictionary, prune(dictionary, 1, mode), ids).lists()
+    singles = [(1 + words).tolist() for words in dictionary.number(TRAINED[2:])]
+    assert encoded("ids.jsonl") == learned + singles
+    assert record["pruned"]["corpus_tokens"] == sum(map(len, learned + singles))
+
+
 def test_encode_prints_a_list_of_ids_for_each_sample(run, encoded):
     run("train", "a.mtok", "some.jsonl")
     status, out, err = run("encode", "a.mtok", "some.jsonl", "--window", 2)

@@ -118,8 +118,9 @@ def _train(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     learn = leading(samples, fraction) if fraction < 100 else None
     kept = None if args.prune is not None else args.encoded
     with written(kept) as write:
-        for ids in _teach(dictionary, texts, learn):
-            write(ids)
+        for learned, passed in _teach(dictionary, texts, learn):
+            write(learned)
+            write(passed)
     if not dictionary.totals.samples:
         raise DataError(f"{', '.join(args.data)}: no text to learn from")
     record: dict[str, Any] = {"trained": dictionary.stats()}
@@ -156,27 +157,27 @@ def _first_look(args: argparse.Namespace, texts: Texts, units: Any) -> tuple[Any
     return units or Words(tuple(words)), samples
 
 
-def _teach(dictionary: Any, texts: Texts, learn: int | None) -> Iterator[Any]:
-    """Feeds the corpus, of which the first `learn` samples (None: all) are learnt from; gives its ids."""
-    from mlx_zip.vocab.multitok import Samples
-
+def _teach(dictionary: Any, texts: Texts, learn: int | None) -> Iterator[tuple[Any, Any]]:
+    """Feeds the corpus; gives the ids of the first `learn` samples (None: all), learnt from, and of the others."""
     for batch in texts.batches():
         left = len(batch) if learn is None else max(0, min(len(batch), learn - dictionary.totals.samples))
         first, rest = dictionary.number(batch).cut(left)
-        parts = [dictionary.train(first)] + ([dictionary.pass_by(rest)] if len(rest) else [])
-        yield Samples.join(parts)
+        yield dictionary.train(first), dictionary.pass_by(rest)
 
 
 def _rewrite(args: argparse.Namespace, dictionary: Any, pruned: Any, texts: Texts, learn: int | None) -> None:
-    """Reads the corpus once more, as training wrote it, for what it becomes; counted in the pruned one's totals."""
+    """Reads the corpus once more, as training wrote it, for what it becomes; counted in the pruned one's totals.
+
+    What was not learnt from stays in units.
+    """
     from mlx_zip.vocab.multitok import Dictionary, Rewriter
 
     rewriter, again = Rewriter(dictionary, pruned), Dictionary(dictionary.settings)
     with written(args.encoded) as write:
-        for ids in _teach(again, texts, learn):
-            new = rewriter(ids)
-            pruned.totals.tokens += len(new.ids)
-            write(new)
+        for learned, passed in _teach(again, texts, learn):
+            for ids in (rewriter(learned), passed):
+                pruned.totals.tokens += len(ids.ids)
+                write(ids)
     pruned.totals.samples, pruned.totals.units = again.totals.samples, again.totals.units
 
 

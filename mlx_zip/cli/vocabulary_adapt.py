@@ -119,7 +119,8 @@ def _learn(args: argparse.Namespace) -> int:
     vocabulary.save(out)
     if plain is not None:
         write_json(plain, exact)
-    record = _record(vocabulary) | _counts(vocabulary, base, texts) | {"seconds": round(took_s, 3), "file": str(out)}
+    record = _record(vocabulary, base) | _counts(vocabulary, base, texts)
+    record |= {"seconds": round(took_s, 3), "file": str(out)}
     _print(args, record)
     return 0
 
@@ -133,7 +134,7 @@ def _show(args: argparse.Namespace) -> int:
     if args.tokenizer is not None:
         base = read_base(args.tokenizer, _own_pieces(vocabulary))
         vocabulary.check_base(base)
-    record = _record(vocabulary)
+    record = _record(vocabulary, base)
     if args.data:
         record |= _counts(vocabulary, base, _texts(args))
     _print(args, record)
@@ -199,13 +200,14 @@ def _counted(task: str, texts: list[str]) -> Iterator[str]:
             bar.update()
 
 
-def _record(vocabulary: Any) -> dict[str, Any]:
+def _record(vocabulary: Any, base: Any) -> dict[str, Any]:
+    told = {} if base is None else {"unreachable": base.unreachable, "ignore_merges": base.ignore_merges}
     return {
         "base": vocabulary.name, "base_ids": vocabulary.base_ids, "ids": len(vocabulary), "method": vocabulary.method,
         "rule": vocabulary.rule, "merges": vocabulary.actual_merges,
         "virtual": len(vocabulary.virtual), "promoted": len(vocabulary.merges) - vocabulary.first,
         "added_tokens": len(vocabulary.front.added), "letters": vocabulary.letters, "settings": vocabulary.settings,
-        "fingerprint": vocabulary.fingerprint,
+        "fingerprint": vocabulary.fingerprint, **told,
     }  # fmt: skip
 
 
@@ -230,6 +232,10 @@ def _print(args: argparse.Namespace, record: dict[str, Any]) -> None:
           f"{letters}{record['added_tokens']} added tokens")  # fmt: skip
     print(f"{record['promoted']} merges promoted, {record['virtual']} virtual; method {record['method']}, "
           f"rule {record['rule']}")  # fmt: skip
+    if record.get("unreachable"):
+        print(f"{record['unreachable']} tokens of {record['base']} are made by no merge and are left out")
+    if record.get("ignore_merges"):
+        print(f"{record['base']} takes a piece that is a token whole, whatever its merges say; here the merges decide")
     if "bytes" in record:
         print(f"{record['bytes']} bytes are {record['tokens']} tokens: {record['utility']:.4f} of them saved")
     if "base_tokens" in record:

@@ -197,7 +197,8 @@ def _of_ranks(file: TokenizerFile, pieces: str | None) -> BaseVocabulary:
     pairs = [pair for token in longer if (pair := _parents(token, ranks)) is not None]
     made = {left + right for left, right in pairs}
     while lost := [pair for pair in pairs if any(len(part) > 1 and part not in made for part in pair)]:
-        pairs = [pair for pair in pairs if pair not in set(lost)]
+        gone = set(lost)
+        pairs = [pair for pair in pairs if pair not in gone]
         made -= {left + right for left, right in lost}
     merges = MergeList.of_bytes(pairs)
     ids = np.array([ranks[token] for token in merges.tokens], np.uint32)

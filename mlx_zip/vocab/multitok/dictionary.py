@@ -52,15 +52,19 @@ class Dictionary:
     ) -> Dictionary:
         """From n runs: rows uint32 [n, 2] of a prefix (a unit, or the number of units + an earlier row) and a last
         unit; ids uint32 [n], rising where they are not NO_ID (default: from settings.first_id on, and it can learn
-        further); uses uint32 [units + n]. Raises `CodecError` naming the row that is none.
+        further); uses uint32 [units + n]. Raises `CodecError` naming the row that is none, or the array
+        that has another shape.
         """
+        n = len(rows)
+        shapes = {"rows": (rows, (n, 2)), "ids": (ids, (n,)), "uses": (uses, (settings.units.size + n,))}
+        for name, (array, shape) in shapes.items():
+            if array is not None and np.shape(array) != shape:
+                raise CodecError(f"{name} of {n} phrases must be {list(shape)}, got {list(np.shape(array))}")
         out, bad = ffi.new("mlxzip_phrases **"), ffi.new("size_t *")
-        status = lib.mlxzip_phrases_from(
-            settings.native(), _words(rows), _words(ids), _words(uses), len(rows), out, bad
-        )
+        status = lib.mlxzip_phrases_from(settings.native(), _words(rows), _words(ids), _words(uses), n, out, bad)
         if status == lib.MLXZIP_E_ARG:
             wrong = f"phrase {bad[0]} repeats an earlier one, or its prefix, last unit or id is out of order"
-            raise CodecError(wrong if bad[0] < len(rows) else f"{len(rows)} phrases, more than {settings.limit}")
+            raise CodecError(wrong if bad[0] < n else f"{n} phrases, more than {settings.limit}")
         check(status)
         self = cls(settings, _native=ffi.gc(out[0], lib.mlxzip_phrases_free), **fields)
         self.given_ids = ids
@@ -266,8 +270,6 @@ class Dictionary:
 
 
 _CURE = "train the dictionary with it among its units, or give an unk_id (--unk-id) to stand for such units"
-
-
 
 
 def _samples(samples: Samples) -> tuple[Any, Any]:

@@ -19,9 +19,9 @@ def as_pack(
 ) -> Pack:
     """The `size` phrases of 2 to `merge_size` ids that training used most, the most used first; equal ones as learned.
 
-    tokenizer: fingerprint of the pack's (`mlx_zip.training.encoding`), which is not a dictionary's. disabled: ids that
-    never merge; no entry holds one. Phrases that training never used are left out. Raises `DataError` for a dictionary
-    over words, and where no phrase is left.
+    tokenizer: its fingerprint (`first_stage.tokenizer_fingerprint`). disabled: ids that never merge; no entry holds
+    one. Phrases that training never used are left out. Raises `DataError` for a dictionary over words, and where no
+    phrase is left.
     """
     units = dictionary.settings.units
     if isinstance(units, Words):

@@ -123,8 +123,16 @@ def _fronts(dictionary: Dictionary, pruned: Dictionary, phrases: bool) -> NDArra
 
 
 def renumbered(dictionary: Dictionary, first_id: int = 1) -> Dictionary:
-    """The same units and phrases under consecutive ids from `first_id` on, in the order of the old ones."""
-    settings = replace(dictionary.settings, first_id=first_id)
+    """The same units and phrases under consecutive ids from `first_id` on, in the order of the old ones.
+
+    An unk_id that is a unit's follows its unit, another one stays. Raises `CodecError` where that becomes a unit's.
+    """
+    old, unk_id = dictionary.settings, dictionary.settings.unk_id
+    if unk_id is not None and unk_id >= old.first_id:
+        unk_id += first_id - old.first_id
+    elif unk_id is not None and unk_id >= first_id:
+        raise CodecError(f"unk_id {unk_id} would be a unit's: number from {unk_id + 1} on, or give another before")
+    settings = replace(old, first_id=first_id, unk_id=unk_id)
     phrases = dictionary.ids != NO_ID
     ids = np.where(phrases, first_id + settings.units.size - 1 + np.cumsum(phrases), NO_ID).astype(np.uint32)
     return Dictionary.of(settings, dictionary.rows, ids, dictionary.uses, pruning=dictionary.pruning)

@@ -1,4 +1,4 @@
-"""MultiTok once more, in plain Python over tuples: the oracle of the tests, and what the bench compares with.
+"""MultiTok once more, in plain Python over tuples: the oracle of the tests.
 
 Same rules as `native/phrases.h`; a dictionary is a dict from phrase to id.
 """
