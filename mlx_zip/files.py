@@ -115,6 +115,12 @@ def check_out(path: Path, what: str = "", suffix: str = "") -> None:
         raise DataError(f"{path}: is a folder or device, not a file")
 
 
+def check_in(path: Path) -> None:
+    """Raises `DataError` for a folder, a device or a pipe, which could be read for ever; a file may be missing."""
+    if path.exists() and not path.is_file():
+        raise DataError(f"{path}: is a folder or device, not a file")
+
+
 def write_json(path: Path, data: Any) -> None:
     """Sorted, indented, one newline at the end; whole or not at all."""
     text = json.dumps(data, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False)

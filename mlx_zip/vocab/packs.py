@@ -8,8 +8,6 @@ and how well they served there. A tuned pack also holds rows of its entries for 
 from __future__ import annotations
 
 import json
-import zipfile
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_zip import files
+from mlx_zip.codec.arrays import read_npz
 from mlx_zip.codec.pack import checked_entries, read_pack
 from mlx_zip.errors import DataError
 from mlx_zip.vocab.tuned import AnyStart, TunedRows, TunedStart, rows_from_arrays, rows_to_arrays
@@ -77,7 +76,7 @@ def load_pack(path: str | Path) -> Pack:
         return Pack(entries)
     about, arrays = _read_beside(path)
     version = about.pop("version", VERSION)
-    if version != VERSION:
+    if type(version) is not int or version != VERSION:
         raise DataError(f"{path}: a pack of version {version!r}; this mlx_zip reads version {VERSION}")
     tokenizer, made = about.pop("tokenizer", None), about.pop("fingerprint", None)
     if not isinstance(tokenizer, str | None):
@@ -93,16 +92,15 @@ def load_pack(path: str | Path) -> Pack:
 
 def _read_beside(path: Path) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
     """What a file says about itself, and its rows by name."""
+    arrays = read_npz(path, "a pack", ("about", *ROWS))
+    text = arrays.pop("about").tobytes() if "about" in arrays else b"{}"
     try:
-        with np.load(path, allow_pickle=False) as arrays:
-            text = arrays["about"].tobytes() if "about" in arrays.files else b"{}"
-            rows = {name: arrays[name] for name in ROWS if name in arrays.files}
         about = json.loads(text)
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path} cannot be read as a pack: {error}") from error
     if not isinstance(about, dict):
         raise DataError(f"{path}: what it says about itself is no JSON object")
-    return about, rows
+    return about, arrays
 
 
 def save_pack(path: str | Path, pack: Pack) -> None:
