@@ -117,3 +117,48 @@ def test_a_pipe_is_no_vocabulary_and_is_not_waited_for(tmp_path, read):
     os.mkfifo(path := tmp_path / "pipe.npz")
     with pytest.raises(DataError, match="is a folder or device, not a file"):
         read(path)
+
+
+# ---- what a pack says of itself
+
+
+def said(path, tuned=False, **about):
+    """A pack of two entries that says this of itself."""
+    arrays = {"output_rows": np.ones((2, 4), np.float32)} if tuned else {}
+    text = np.frombuffer(json.dumps(about).encode(), np.uint8)
+    np.savez(path, entries=np.array([[1, 2], [3, 4]]), lengths=np.array([2, 2]), about=text, **arrays)
+    return path
+
+
+@pytest.mark.parametrize(
+    "about",
+    [
+        {"uses": 3}, {"uses": {"a": 1}}, {"uses": [None, [1] * 999]}, {"base_ids": "x", "ids": 1, "ids_without": 1},
+        {"base_ids": 3, "ids": 0, "ids_without": 0}, {"base_ids": 3, "ids": None, "ids_without": 1},
+        {"head_cost": [], "steps_cost": 0, "ids_without": 2},
+    ],
+)  # fmt: skip
+def test_show_survives_what_a_pack_says(tmp_path, vocab, about):
+    status, out, err = vocab("pack", "show", said(tmp_path / "pack.npz", **about))
+    assert (status, err) == (0, "")
+    assert "2 entries of 2 to 2 base ids" in out
+
+
+@pytest.mark.parametrize(
+    ("rows", "told"),
+    [
+        ({"model": 3, "plain": None}, "the model of its rows is 3"),
+        ({"model": "m", "plain": {"vocab_size": "x", "disabled_ids": [], "pad_id": 0}}, "must be integers from 0"),
+        ({"model": "m", "plain": {"vocab_size": 9, "disabled_ids": ["a"], "pad_id": 0}}, "must be integers from 0"),
+        ({"model": "m", "plain": {"vocab_size": -9, "disabled_ids": [], "pad_id": 0}}, "must be integers from 0"),
+        ({"model": "m", "plain": {"vocab_size": 9, "disabled_ids": [], "pad_id": 0, "position_mode": 1}}, "be a name"),
+    ],
+)
+def test_tuned_rows_are_of_a_model_and_of_sizes_that_can_be(tmp_path, rows, told):
+    with pytest.raises(DataError, match=rf"pack\.npz: .*{told}"):
+        load_pack(said(tmp_path / "pack.npz", tuned=True, rows=rows))
+
+
+def test_a_version_is_a_number(tmp_path):
+    with pytest.raises(DataError, match="a pack of version True"):
+        load_pack(said(tmp_path / "pack.npz", version=True))

@@ -217,7 +217,8 @@ def _check_tokenizer(pack: Any, tokenizer: Any, name: str) -> None:
 
 def _tell(args: argparse.Namespace, path: Path, pack: Any, texts: list[str] | None = None) -> None:
     """What a pack is: one JSON object, or a few lines, with its first entries when there are texts of them."""
-    uses = pack.about.get("uses", [])
+    uses = pack.about.get("uses")
+    uses = uses if isinstance(uses, list) else []
     about = {key: value for key, value in pack.about.items() if key != "uses"}
     told = {"file": str(path), "entries": len(pack.entries), "longest": pack.merge_size, "tokenizer": pack.tokenizer,
             "fingerprint": pack.fingerprint, "rows_of": pack.rows and pack.rows.model, **about}  # fmt: skip
@@ -228,17 +229,22 @@ def _tell(args: argparse.Namespace, path: Path, pack: Any, texts: list[str] | No
         print(json.dumps(told, ensure_ascii=False))
         return
     print(f"{path}: {len(pack.entries):,} entries of 2 to {pack.merge_size} base ids, {pack.fingerprint[:12]}")
-    if {"base_ids", "ids", "ids_without"} <= about.keys():
+    if _tells(about, "base_ids", "ids", "ids_without"):
         base, ids, without = about["base_ids"], about["ids"], about["ids_without"]
         print(f"learned from {base:,} base ids in windows of {about.get('window')}: {base / ids:.3f} base ids per id, "
               f"{base / without:.3f} without it")  # fmt: skip
-    if {"head_cost", "steps_cost", "ids_without"} <= about.keys():
+    if _tells(about, "head_cost", "steps_cost", "ids_without"):
         cost, total = about["head_cost"], about["steps_cost"]
         print(f"a row costs {cost:.2e} of a step: {about['ids_without'] / total:.3f} times as fast as without it")
     if pack.rows is not None:
         print(f"rows tuned for model {pack.rows.model[:12]}: {pack.rows.output.dtype} {list(pack.rows.output.shape)}")
     for row in told.get("best", []):
-        print(f"{row['uses'] if row['uses'] is not None else '':>8} {row['text']!r}")
+        print(f"{'' if row['uses'] is None else str(row['uses']):>8.8} {row['text']!r}")
+
+
+def _tells(about: dict[str, Any], *names: str) -> bool:
+    """Whether a pack, which may be made by anything, says these numbers."""
+    return all(type(about.get(name)) in (int, float) and about[name] > 0 for name in names)
 
 
 ACTIONS = {
