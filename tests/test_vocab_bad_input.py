@@ -162,3 +162,102 @@ def test_tuned_rows_are_of_a_model_and_of_sizes_that_can_be(tmp_path, rows, told
 def test_a_version_is_a_number(tmp_path):
     with pytest.raises(DataError, match="a pack of version True"):
         load_pack(said(tmp_path / "pack.npz", version=True))
+
+
+# ---- what is read is not written over
+
+
+@pytest.mark.parametrize(
+    ("words", "flag"),
+    [
+        (["multitok", "train", "--data", "TEXT", "--out", "TEXT"], "--out"),
+        (["multitok", "train", "--data", "TEXT", "--out", "o.mtok", "--encoded", "TEXT"], "--encoded"),
+        (["multitok", "train", "--data", "TEXT", "--out", "o.mtok", "--encoded", "o.mtok"], "--encoded"),
+        (["multitok", "encode", "o.mtok", "--data", "TEXT", "--out", "TEXT"], "--out"),
+        (["multitok", "encode", "o.mtok", "--data", "TEXT", "--out", "o.mtok"], "--out"),
+        (["adapt", "learn", "--tokenizer", "x.bpe", "--merges", "0", "--data", "TEXT", "--out", "TEXT"], "--out"),
+        (["adapt", "learn", "--tokenizer", "x.bpe", "--merges", "0", "--data", "TEXT", "--out", "x.bpe"], "--out"),
+        (
+            ["adapt", "learn", "--tokenizer", "x.bpe", "--merges", "0", "--data", "TEXT", "--out", "a.json",
+             "--tokenizer-json", "a.json"],
+            "--tokenizer-json",
+        ),
+    ],
+)  # fmt: skip
+def test_a_file_that_a_command_reads_is_not_written_over(tmp_path, monkeypatch, vocab, words, flag):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text(TEXT)
+    (tmp_path / "x.bpe").write_text("t o\n")
+    (tmp_path / "link.txt").symlink_to("text.txt")
+    before = sorted(os.listdir())
+    names = iter(["text.txt", "link.txt"])
+    status, _, err = vocab(*(next(names) if word == "TEXT" else word for word in words))
+    assert status == 2
+    assert err.startswith(f"error: {flag} ")
+    assert "reads or writes that file" in err
+    assert sorted(os.listdir()) == before
+    assert (tmp_path / "text.txt").read_text() == TEXT
+
+
+# ---- adapted vocabularies
+
+
+@pytest.fixture
+def adapted_record(tmp_path):
+    """An adapted vocabulary as its file has it, and what writes it back with a checksum that is right."""
+    (tmp_path / "x.bpe").write_text("t o\no r\nto r\nn o\n")
+    (tmp_path / "text.txt").write_text(TEXT)
+    path = tmp_path / "a.json"
+    base = read_base(tmp_path / "x.bpe")
+    adapted(base, words_of(base.front, [TEXT]), 2).save(path)
+    record = json.loads(path.read_text())
+
+    def write():
+        del record["sha256"]
+        path.write_text(json.dumps(record | {"sha256": _digest(record)}))
+        return path
+
+    return record, write
+
+
+def test_a_rank_beyond_the_base_is_no_index(adapted_record, tmp_path, vocab):
+    record, write = adapted_record
+    for rank in (len(record["merges"]) + 9, (1 << 32) - 100):
+        record["ranks"][0], record["sha256"] = rank, ""
+        status, _, err = vocab("adapt", "show", write(), "--tokenizer", tmp_path / "x.bpe")
+        assert status == 2
+        assert "whose ids differ" in err
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "told"),
+    [
+        ("front", {"pieces": "tokenizers", "pre_tokenizer": None}, "pieces 'tokenizers' needs a pre_tokenizer"),
+        ("method", "zzz", "method 'zzz' is none of"),
+        ("base", {"ids": -5}, "base.ids is -5"),
+    ],
+)
+def test_what_an_adapted_vocabulary_cannot_be_is_told_when_it_is_read(adapted_record, part, value, told):
+    record, write = adapted_record
+    record[part] = record[part] | value if isinstance(value, dict) else value
+    with pytest.raises(DataError, match=told):
+        read_adapted(write())
+
+
+@pytest.mark.parametrize(
+    ("method", "flags"),
+    [
+        ("top-k", ["--rule", "replay"]), ("top-k", ["--margin", "0"]), ("first-k", ["--max-swaps", "3"]),
+        ("first-k", ["--tie", "low"]), ("first-k", ["--counting", "firing"]),
+    ],
+)  # fmt: skip
+def test_a_flag_that_the_method_has_no_use_for_is_refused(tmp_path, vocab, method, flags):
+    (tmp_path / "x.bpe").write_text("t o\n")
+    (tmp_path / "text.txt").write_text(TEXT)
+    status, _, err = vocab(
+        "adapt", "learn", "--tokenizer", tmp_path / "x.bpe", "--data", tmp_path / "text.txt", "--merges", "1",
+        "--out", tmp_path / "a.json", "--method", method, *flags,
+    )  # fmt: skip
+    assert status == 2
+    assert f"{flags[0]} " in err
+    assert not (tmp_path / "a.json").exists()
