@@ -10,14 +10,16 @@ import numpy as np
 import pytest
 from command_line import runner
 
+from mlx_zip import CodecParams
 from mlx_zip.codec.pack import read_pack
 from mlx_zip.errors import DataError
 from mlx_zip.vocab.adaptbpe.adapted import _digest, adapted, read_adapted, words_of
 from mlx_zip.vocab.adaptbpe.base import read_base
 from mlx_zip.vocab.first_stage import open_tokenizer
 from mlx_zip.vocab.hbpe_table import PatchTable
+from mlx_zip.vocab.learner import learn
 from mlx_zip.vocab.multitok import Dictionary
-from mlx_zip.vocab.packs import Pack, load_pack, save_pack
+from mlx_zip.vocab.packs import Pack, load_pack, merge_packs, save_pack
 
 ENTRIES = ((5, 6), (7, 8, 9))
 TEXT = "to be or not to be\n"
@@ -261,3 +263,18 @@ def test_a_flag_that_the_method_has_no_use_for_is_refused(tmp_path, vocab, metho
     assert status == 2
     assert f"{flags[0]} " in err
     assert not (tmp_path / "a.json").exists()
+
+
+# ---- functions
+
+
+@pytest.mark.parametrize(("packs", "size"), [(0, None), (1, 0), (1, -1)])
+def test_a_merge_of_nothing_or_into_nothing_is_refused(packs, size):
+    with pytest.raises(DataError, match="packs to merge and room for an entry"):
+        merge_packs([Pack(ENTRIES)] * packs, size)
+
+
+@pytest.mark.parametrize("window", [0, -1])
+def test_a_pack_is_not_learned_from_windows_without_ids(window):
+    with pytest.raises(DataError, match="a window must have at least 1 base id"):
+        learn(CodecParams(16, 4, 3), [[1, 2, 1, 2]], 2, window=window)

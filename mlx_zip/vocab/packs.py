@@ -132,9 +132,11 @@ def merge_packs(packs: Sequence[Pack], size: int | None = None, drop_rows: bool 
     """One pack of several: the best of each in turn, none twice, `size` at most.
 
     Its tokenizer is theirs, or not known if one's is not. Rows follow their entries where all are tuned for the same
-    model; drop_rows leaves them behind. Raises `DataError` when the packs are of different tokenizers, or some are
-    tuned and others are not, or for another model.
+    model; drop_rows leaves them behind. Raises `DataError` without packs, for a size below 1, when the packs are of
+    different tokenizers, or some are tuned and others are not, or for another model.
     """
+    if not packs or (size is not None and size < 1):
+        raise DataError(f"there must be packs to merge and room for an entry, got {len(packs)} packs, size {size}")
     known = {pack.tokenizer for pack in packs if pack.tokenizer is not None}
     if len(known) > 1:
         names = ", ".join(sorted(name[:12] for name in known))
