@@ -103,7 +103,8 @@ def sync(path: Path) -> None:
 
 
 def check_out(path: Path, what: str = "", suffix: str = "") -> None:
-    """Raises `DataError` where no file can be written: another suffix than `what` has, no such folder, a folder there.
+    """Raises `DataError` where no file can be written: another suffix than `what` has, no such folder, one that is
+    not ours to write to, a folder there.
 
     It writes nothing; for a look before long work.
     """
@@ -111,6 +112,8 @@ def check_out(path: Path, what: str = "", suffix: str = "") -> None:
         raise DataError(f"{path}: {what} is a {suffix} file")
     if not path.absolute().parent.is_dir():
         raise DataError(f"{path}: no such folder")
+    if not os.access(path.absolute().parent, os.W_OK | os.X_OK):
+        raise DataError(f"{path}: its folder cannot be written to")
     if path.exists() and not path.is_file():
         raise DataError(f"{path}: is a folder or device, not a file")
 

@@ -161,6 +161,23 @@ def test_tuned_rows_are_of_a_model_and_of_sizes_that_can_be(tmp_path, rows, told
         load_pack(said(tmp_path / "pack.npz", tuned=True, rows=rows))
 
 
+def test_what_a_pack_says_of_itself_is_not_told_in_place_of_what_it_is(tmp_path, vocab):
+    path = said(tmp_path / "pack.npz", entries=999, rows_of="x", best=3, longest=7, window=256)
+    status, out, err = vocab("pack", "show", path, "--json")
+    assert (status, err) == (0, "")
+    told = json.loads(out)
+    assert (told["entries"], told["rows_of"], told["longest"], told["window"]) == (2, None, 2, 256)
+    assert vocab("pack", "show", path)[0] == 0
+
+
+def test_what_a_pack_says_cannot_steer_the_terminal(tmp_path, vocab):
+    rows = {"model": "\x1b[2J", "plain": None}
+    status, out, _ = vocab("pack", "show", said(tmp_path / "pack.npz", tuned=True, rows=rows, window="\x1b[31m"))
+    assert status == 0
+    assert "rows tuned for model" in out
+    assert "\x1b" not in out
+
+
 def test_a_version_is_a_number(tmp_path):
     with pytest.raises(DataError, match="a pack of version True"):
         load_pack(said(tmp_path / "pack.npz", version=True))
@@ -263,6 +280,14 @@ def test_a_flag_that_the_method_has_no_use_for_is_refused(tmp_path, vocab, metho
     assert status == 2
     assert f"{flags[0]} " in err
     assert not (tmp_path / "a.json").exists()
+
+
+def test_the_name_of_an_adapted_vocabulary_cannot_steer_the_terminal(adapted_record, vocab):
+    record, write = adapted_record
+    record["base"]["name"] = "\x1b[2J"
+    status, out, _ = vocab("adapt", "show", write())
+    assert status == 0
+    assert "\x1b" not in out
 
 
 # ---- functions

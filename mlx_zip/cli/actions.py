@@ -84,6 +84,11 @@ def writable(
     return path
 
 
+def printable(text: str) -> str:
+    """A text that a file brought along, for a line of ours: it cannot steer the terminal."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def progress(task: str, unit: str, total: int | None = None, **options: Any) -> Any:
     """A bar on standard error, where that is a terminal; it leaves nothing behind."""
     from tqdm import tqdm

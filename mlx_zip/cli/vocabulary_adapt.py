@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Any
 
 from mlx_zip.bundled import here_or_bundled
-from mlx_zip.cli.actions import FIRST_STAGE, add_actions, add_by_place, add_json, progress, settle, writable
+from mlx_zip.cli.actions import FIRST_STAGE, add_actions, add_by_place, add_json, printable, progress, settle, writable
 from mlx_zip.errors import DataError, GenerationError
 
 _EXAMPLE = """examples:
@@ -238,14 +238,15 @@ def _print(args: argparse.Namespace, record: dict[str, Any]) -> None:
         print(json.dumps(record, ensure_ascii=False))
         return
     letters = f"{record['letters']} characters of several bytes, " if record["letters"] else ""
-    print(f"{record['ids']} ids of the {record['base_ids']} of {record['base']}: {record['merges']} merges, 256 bytes, "
+    base = printable(record["base"])
+    print(f"{record['ids']} ids of the {record['base_ids']} of {base}: {record['merges']} merges, 256 bytes, "
           f"{letters}{record['added_tokens']} added tokens")  # fmt: skip
     print(f"{record['promoted']} merges promoted, {record['virtual']} virtual; method {record['method']}, "
           f"rule {record['rule']}")  # fmt: skip
     if "bytes" in record:
         print(f"{record['bytes']} bytes are {record['tokens']} tokens: {record['utility']:.4f} of them saved")
     if "base_tokens" in record:
-        print(f"with all of {record['base']}: {record['base_tokens']} tokens, {record['base_utility']:.4f} saved")
+        print(f"with all of {base}: {record['base_tokens']} tokens, {record['base_utility']:.4f} saved")
     if "seconds" in record:
         print(f"adapted in {record['seconds']} s; written to {record['file']}")
 

@@ -114,7 +114,7 @@ def save_pack(path: str | Path, pack: Pack) -> None:
     padded = np.zeros((len(entries), pack.merge_size), np.uint32)
     for row, entry in zip(padded, entries, strict=True):
         row[: len(entry)] = entry
-    told = {"version": VERSION, "tokenizer": pack.tokenizer, "fingerprint": pack.fingerprint, **pack.about}
+    told = {**pack.about, "version": VERSION, "tokenizer": pack.tokenizer, "fingerprint": pack.fingerprint}
     rows: dict[str, Any] = {}
     if pack.rows is not None:
         rows, told["rows"] = rows_to_arrays(pack.rows)
