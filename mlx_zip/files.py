@@ -120,8 +120,9 @@ def check_out(path: Path, what: str = "", suffix: str = "") -> None:
 
 def check_in(path: Path) -> None:
     """Raises `DataError` for a folder, a device or a pipe, which could be read for ever; a file may be missing."""
-    if path.exists() and not path.is_file():
-        raise DataError(f"{path}: is a folder or device, not a file")
+    with contextlib.suppress(OSError):  # of a name that is too long, say: reading tells
+        if path.exists() and not path.is_file():
+            raise DataError(f"{path}: is a folder or device, not a file")
 
 
 def write_json(path: Path, data: Any) -> None:
