@@ -102,7 +102,9 @@ def _checked(args: argparse.Namespace) -> list[Setting]:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise MlxZipError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
-    if not args.learning_rate > 0:
+    if low := [seed for seed in args.seeds if seed < 0]:
+        raise MlxZipError(f"--seeds must be at least 0, got {low[0]}")
+    if not 0 < args.learning_rate < float("inf"):
         raise MlxZipError(f"--learning-rate must be above 0, got {args.learning_rate}")
     return [Setting.parse(text) for text in args.settings]
 
@@ -120,11 +122,14 @@ def _units(tokenizer: str | None, texts: Sequence[str]) -> tuple[str, Words | To
 
 
 def read_lines(path: Path) -> list[Line]:
-    """The lines of a record. Raises `DataError` naming it."""
+    """The lines of a record, an object each. Raises `DataError` naming it."""
     try:
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    except (OSError, ValueError) as error:
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path} cannot be read as a record: {error}") from error
+    if wrong := [number for number, line in enumerate(lines, 1) if not isinstance(line, dict)]:
+        raise DataError(f"{path} cannot be read as a record: line {wrong[0]} is no JSON object")
+    return lines
 
 
 def keep(path: Path | None, lines: Sequence[Line]) -> None:

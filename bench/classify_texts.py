@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,7 @@ def read_labelled(path: Path) -> Labelled:
     try:
         data = gzip.decompress(path.read_bytes()) if path.name.endswith(".gz") else path.read_bytes()
         lines = data.decode("utf-8").split("\n")  # a text may hold other ends of lines
-    except (OSError, EOFError, ValueError) as error:
+    except (OSError, EOFError, ValueError, zlib.error) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
     read = [_labelled(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not read:
@@ -90,7 +91,7 @@ def _labelled(path: Path, number: int, line: str) -> tuple[str, int]:
             record = json.loads(line)
             text, label = record["text"], record["label"]
         return str(text), int(label)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise DataError(f"{path}, line {number}: not a text and a label") from error
 
 

@@ -103,7 +103,8 @@ def sync(path: Path) -> None:
 
 
 def check_out(path: Path, what: str = "", suffix: str = "") -> None:
-    """Raises `DataError` where no file can be written: another suffix than `what` has, no such folder, a folder there.
+    """Raises `DataError` where no file can be written: another suffix than `what` has, no such folder, one that is
+    not ours to write to, a folder there.
 
     It writes nothing; for a look before long work.
     """
@@ -111,8 +112,17 @@ def check_out(path: Path, what: str = "", suffix: str = "") -> None:
         raise DataError(f"{path}: {what} is a {suffix} file")
     if not path.absolute().parent.is_dir():
         raise DataError(f"{path}: no such folder")
+    if not os.access(path.absolute().parent, os.W_OK | os.X_OK):
+        raise DataError(f"{path}: its folder cannot be written to")
     if path.exists() and not path.is_file():
         raise DataError(f"{path}: is a folder or device, not a file")
+
+
+def check_in(path: Path) -> None:
+    """Raises `DataError` for a folder, a device or a pipe, which could be read for ever; a file may be missing."""
+    with contextlib.suppress(OSError):  # of a name that is too long, say: reading tells
+        if path.exists() and not path.is_file():
+            raise DataError(f"{path}: is a folder or device, not a file")
 
 
 def write_json(path: Path, data: Any) -> None:

@@ -8,6 +8,7 @@ and else the patch as it was written.
 from __future__ import annotations
 
 import codecs
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,8 +39,10 @@ def generate_patches(
             f"the model reads patches of {config.patch_size} out of {config.symbols} symbols; "
             f"these merges make patches of {merges.patch_size} out of {merges.symbols}"
         )
-    if max_patches < 1 or temperature < 0:
-        raise GenerationError("max_patches must be at least 1 and temperature at least 0")
+    if max_patches < 1 or not 0 <= temperature < math.inf:
+        raise GenerationError("max_patches must be at least 1, temperature a finite number of 0 or more")
+    if not 0 <= seed < 1 << 64:
+        raise GenerationError(f"seed must be an integer from 0 to 2^64-1, got {seed}")
     rows = [filled(patch, config.patch_size) for patch in prompt]
     if wrong := [symbol for row in rows for symbol in row if not 0 <= symbol < config.symbols]:
         raise GenerationError(f"symbol {wrong[0]} of the prompt is not below {config.symbols}")

@@ -163,6 +163,20 @@ def test_a_line_without_a_label_is_named(data):
         classify_texts.read_labelled(data / "none.tsv")
 
 
+@pytest.mark.parametrize("line", ['{"text": "a", "label": 1e400}', "[" * 100_000, "[1]"])
+def test_a_line_that_can_be_no_label_is_named(data, line):
+    (data / "wrong.jsonl").write_text(line)
+    with pytest.raises(DataError, match=r"wrong\.jsonl, line 1"):
+        classify_texts.read_labelled(data / "wrong.jsonl")
+
+
+@pytest.mark.parametrize("line", ["[1]", "3", "[" * 100_000])
+def test_a_record_of_no_lines_of_a_run_is_refused(data, line):
+    (data / "record.jsonl").write_text(f"{{}}\n{line}\n")
+    with pytest.raises(DataError, match=r"record\.jsonl cannot be read as a record"):
+        classify.read_lines(data / "record.jsonl")
+
+
 def test_the_paper_s_sizes_are_the_defaults():
     parser = argparse.ArgumentParser()
     classify.add_arguments(parser)
@@ -183,6 +197,8 @@ def test_a_text_may_hold_other_ends_of_lines(data):
         (("--words", 0), "--words"),
         (("--samples", 0), "--samples"),
         (("--learning-rate", 0), "--learning-rate"),
+        (("--learning-rate", "inf"), "--learning-rate"),
+        (("--seeds", -1), "--seeds"),
         (("--out", "nowhere/record.jsonl"), "nowhere"),
         (("--test", "none.tsv"), "none.tsv"),
     ],

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mlx_zip.files import whole_folder, write_json
+from mlx_zip.errors import DataError
+from mlx_zip.files import check_out, whole_folder, write_json
 
 
 def write(folder: Path, text: str) -> None:
@@ -61,3 +62,9 @@ def test_when_the_new_folder_cannot_take_its_place_the_old_one_comes_back(end, t
         write(tmp_path / "out", "new")
     assert (tmp_path / "out" / "file").read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_folder_that_is_not_ours_to_write_to_is_told_before_long_work(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere
+    with pytest.raises(DataError, match="its folder cannot be written to"):
+        check_out(tmp_path / "out")

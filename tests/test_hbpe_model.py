@@ -178,6 +178,10 @@ def test_what_was_written_is_read_back_as_its_bytes_would_be():
         ({"prompt": [[97, 999]]}, "symbol 999"),
         ({"max_patches": 0}, "max_patches"),
         ({"temperature": -1.0}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": float("inf")}, "temperature"),
+        ({"seed": -1}, "seed"),
+        ({"seed": 1 << 64}, "seed"),
     ],
 )
 def test_a_wrong_request_is_refused_before_anything_runs(model, arguments, message):

@@ -98,7 +98,7 @@ def test_a_damaged_saved_state_is_refused():
         ZipState.from_state((version + 1, params, ids, lengths, padding, offset, long))
     with pytest.raises(ModelError, match="log"):
         ZipState.from_state((version, params, ids, lengths, padding, offset + 1, long))
-    for damaged in ("{", "{}", params.replace("vocab_size", "size"), params.replace(str(VOCAB), '"x"')):
+    for damaged in ("{", "[" * 100_000, "{}", params.replace("vocab_size", "size"), params.replace(str(VOCAB), '"x"')):
         with pytest.raises(ModelError, match="codec parameters"):
             ZipState.from_state((version, damaged, ids, lengths, padding, offset, long))
 

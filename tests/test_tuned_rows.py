@@ -251,7 +251,7 @@ def test_a_batchs_saved_state_keeps_which_sequence_has_which_rows():
     assert back.tuned[0] is TUNED
 
 
-@pytest.mark.parametrize("marks", ["no json", "[1]", '["ab", "cd"]', "{}"])
+@pytest.mark.parametrize("marks", ["no json", "[" * 100_000, "[1]", '["ab", "cd"]', "{}"])
 def test_damaged_marks_are_an_error(marks):
     cache = MODEL.make_cache(start=TUNED)
     with pytest.raises(ModelError, match=r"marks of its packs|no marks of the packs"):

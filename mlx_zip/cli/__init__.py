@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 
 import mlx_zip
+from mlx_zip.cli.actions import printable
 from mlx_zip.errors import MlxZipError, explained_imports
 
 # name: (module with add_arguments(parser) and run(args) -> int | None, or main(argv) for bench and vocab; what it does)
@@ -101,6 +102,5 @@ def _guarded(command: Callable[[], int | None]) -> int:
 def _failed(error: Exception) -> int:
     """One line, short enough to read; what a file brought along cannot steer the terminal."""
     line = " ".join(str(error).split())
-    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line[:1000])
-    print(f"error: {shown}", file=sys.stderr)
+    print(f"error: {printable(line[:1000])}", file=sys.stderr)
     return 2

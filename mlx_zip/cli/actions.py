@@ -7,8 +7,9 @@ tokenizer, --data texts, --json asks for one JSON object.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +64,13 @@ def settle(args: argparse.Namespace, **flags: str) -> None:
         raise GenerationError(f"{args.action} needs {' and '.join(missing)}")
 
 
-def writable(flag: str, name: str | Path, what: str = "", suffix: str = "") -> Path:
-    """The path of a file to write. Raises `DataError` naming the flag where it cannot be (see `files.check_out`)."""
+def writable(
+    flag: str, name: str | Path, what: str = "", suffix: str = "", read: Iterable[str | Path | None] = ()
+) -> Path:
+    """The path of a file to write; read: files that the command reads, or writes besides, and must not replace.
+
+    Raises `DataError` naming the flag where it cannot be written (see `files.check_out`), or is one of those.
+    """
     from mlx_zip.files import check_out
 
     path = Path(name).expanduser()
@@ -72,7 +78,15 @@ def writable(flag: str, name: str | Path, what: str = "", suffix: str = "") -> P
         check_out(path, what, suffix)
     except DataError as error:
         raise DataError(f"{flag} {error}") from error
+    for other in read:
+        if other is not None and os.path.realpath(Path(other).expanduser()) == os.path.realpath(path):
+            raise DataError(f"{flag} {path}: the same command reads or writes that file; name another one")
     return path
+
+
+def printable(text: str) -> str:
+    """A text that a file brought along, for a line of ours: it cannot steer the terminal."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def progress(task: str, unit: str, total: int | None = None, **options: Any) -> Any:

@@ -285,7 +285,7 @@ def _read_cache(args: argparse.Namespace) -> tuple[list[Any], dict[str, Any]]:
         json.loads(metadata.get("tokenizer_config", "{}"))
     except MlxZipError:
         raise
-    except (OSError, RuntimeError, ValueError, KeyError, IndexError, TypeError) as error:
+    except (OSError, RuntimeError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         raise GenerationError(f"--prompt-cache-file {file} is not a saved prompt cache: {error}") from error
     known = metadata.get("model")
     if not args.model and known is None:

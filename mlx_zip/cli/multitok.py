@@ -102,9 +102,10 @@ def _train(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
         raise GenerationError("--prune-mode goes with --prune K")
     if args.words_of and args.tokenizer:
         raise GenerationError("--words-of goes with words, not with a tokenizer, whose ids are all units")
-    out = writable("--out", args.out)
+    read = [*args.data, *(args.words_of or ()), args.tokenizer]
+    out = writable("--out", args.out, read=read)
     if args.encoded is not None:
-        args.encoded = writable("--encoded", args.encoded)
+        args.encoded = writable("--encoded", args.encoded, read=[*read, out])
     fraction, samples = 100.0 if args.fraction is None else args.fraction, 0
     leading(0, fraction)
     pruning = Pruning(args.prune or 0, args.prune_mode or "reencode")
@@ -205,7 +206,7 @@ def _encode(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
 
     settle(args, data="many")
     if args.encoded is not None:
-        args.encoded = writable("--out", args.encoded)
+        args.encoded = writable("--out", args.encoded, read=[*args.data, args.dictionary, args.tokenizer])
     dictionary = Dictionary.load(args.dictionary)
     if args.unk_id is not None:
         dictionary = dictionary.with_unk_id(args.unk_id)

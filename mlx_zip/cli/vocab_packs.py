@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.cli import pack_tuning
-from mlx_zip.cli.actions import TOKENIZER, add_actions, add_json, progress, writable
+from mlx_zip.cli.actions import TOKENIZER, add_actions, add_json, printable, progress, writable
 from mlx_zip.cli.preparation import add_codec_flags, add_source_flags, disabled_ids, sources
 from mlx_zip.errors import DataError
 
@@ -217,10 +217,12 @@ def _check_tokenizer(pack: Any, tokenizer: Any, name: str) -> None:
 
 def _tell(args: argparse.Namespace, path: Path, pack: Any, texts: list[str] | None = None) -> None:
     """What a pack is: one JSON object, or a few lines, with its first entries when there are texts of them."""
-    uses = pack.about.get("uses", [])
+    uses = pack.about.get("uses")
+    uses = uses if isinstance(uses, list) else []
     about = {key: value for key, value in pack.about.items() if key != "uses"}
-    told = {"file": str(path), "entries": len(pack.entries), "longest": pack.merge_size, "tokenizer": pack.tokenizer,
-            "fingerprint": pack.fingerprint, "rows_of": pack.rows and pack.rows.model, **about}  # fmt: skip
+    told = {**about, "file": str(path), "entries": len(pack.entries), "longest": pack.merge_size,
+            "tokenizer": pack.tokenizer, "fingerprint": pack.fingerprint,
+            "rows_of": pack.rows and pack.rows.model}  # fmt: skip
     if texts is not None:
         rows = zip(texts, pack.entries, [*uses, *[None] * len(texts)], strict=False)
         told["best"] = [{"text": text, "base_ids": entry, "uses": n} for text, entry, n in rows]
@@ -228,17 +230,23 @@ def _tell(args: argparse.Namespace, path: Path, pack: Any, texts: list[str] | No
         print(json.dumps(told, ensure_ascii=False))
         return
     print(f"{path}: {len(pack.entries):,} entries of 2 to {pack.merge_size} base ids, {pack.fingerprint[:12]}")
-    if {"base_ids", "ids", "ids_without"} <= about.keys():
+    if _tells(about, "base_ids", "ids", "ids_without", "window"):
         base, ids, without = about["base_ids"], about["ids"], about["ids_without"]
-        print(f"learned from {base:,} base ids in windows of {about.get('window')}: {base / ids:.3f} base ids per id, "
+        print(f"learned from {base:,} base ids in windows of {about['window']}: {base / ids:.3f} base ids per id, "
               f"{base / without:.3f} without it")  # fmt: skip
-    if {"head_cost", "steps_cost", "ids_without"} <= about.keys():
+    if _tells(about, "head_cost", "steps_cost", "ids_without"):
         cost, total = about["head_cost"], about["steps_cost"]
         print(f"a row costs {cost:.2e} of a step: {about['ids_without'] / total:.3f} times as fast as without it")
     if pack.rows is not None:
-        print(f"rows tuned for model {pack.rows.model[:12]}: {pack.rows.output.dtype} {list(pack.rows.output.shape)}")
-    for row in told.get("best", []):
-        print(f"{row['uses'] if row['uses'] is not None else '':>8} {row['text']!r}")
+        shape, model = list(pack.rows.output.shape), printable(pack.rows.model[:12])
+        print(f"rows tuned for model {model}: {pack.rows.output.dtype} {shape}")
+    for row in told["best"] if texts is not None else []:
+        print(f"{'' if row['uses'] is None else str(row['uses']):>8.8} {row['text']!r}")
+
+
+def _tells(about: dict[str, Any], *names: str) -> bool:
+    """Whether a pack, which may be made by anything, says these numbers."""
+    return all(type(about.get(name)) in (int, float) and about[name] > 0 for name in names)
 
 
 ACTIONS = {

@@ -11,8 +11,8 @@ from importlib import import_module
 from typing import Any
 
 from mlx_zip.bundled import here_or_bundled
-from mlx_zip.cli.actions import FIRST_STAGE, add_actions, add_by_place, add_json, progress, settle, writable
-from mlx_zip.errors import DataError
+from mlx_zip.cli.actions import FIRST_STAGE, add_actions, add_by_place, add_json, printable, progress, settle, writable
+from mlx_zip.errors import DataError, GenerationError
 
 _EXAMPLE = """examples:
   mlx_zip vocab adapt learn --tokenizer model-folder --data notes.txt papers.jsonl --merges 15000 --out adapted.json
@@ -21,7 +21,7 @@ _EXAMPLE = """examples:
   mlx_zip vocab adapt encode adapted.json --data ids.txt --decode
   mlx_zip vocab adapt convert adapted.json --model model-folder --out smaller-model
 """
-_SWAP_OPTIONS = ("margin", "max_swaps", "tie", "counting")
+_SWAPS = {"margin": 0, "max_swaps": None, "tie": "high", "counting": "overlapping"}  # settings, and what they are
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,13 +40,13 @@ def _learn_arguments(parser: argparse.ArgumentParser) -> None:
     add("--method", choices=("adapt", "first-k", "top-k"), default="adapt",
         help="adapt: swap merges for more useful ones; first-k: the first N; top-k: the N most frequent "
              "(default: adapt)")  # fmt: skip
-    add("--rule", choices=("replay", "final"), default="replay",
+    add("--rule", choices=("replay", "final"),
         help="how new texts are encoded: the swaps again, in order, or virtual tokens split once at the end "
              "(default: replay; top-k: final)")  # fmt: skip
-    add("--margin", type=int, default=0, metavar="N", help="a swap must gain more than this (default: 0)")
+    add("--margin", type=int, metavar="N", help="a swap must gain more than this (default: 0)")
     add("--max-swaps", type=int, metavar="N", help="swaps at most (default: as many as pay)")
-    add("--tie", choices=("high", "low"), default="high", help="rank that goes first of equally rare (default: high)")
-    add("--counting", choices=("overlapping", "firing"), default="overlapping",
+    add("--tie", choices=("high", "low"), help="rank that goes first of equally rare (default: high)")
+    add("--counting", choices=("overlapping", "firing"),
         help="pairs where they stand, or as many as would merge (default: overlapping)")  # fmt: skip
     add("--pieces", choices=("gpt2", "cl100k", "digits", "whole"),
         help="how text is cut before merging, where the tokenizer does not say (default: by its name, or "
@@ -103,16 +103,18 @@ def _learn(args: argparse.Namespace) -> int:
     from mlx_zip.vocab.adaptbpe.plain import tokenizer_json
 
     settle(args, tokenizer="one")
-    out = writable("--out", args.out)
-    plain = None if args.tokenizer_json is None else writable("--tokenizer-json", args.tokenizer_json)
+    settings = _settings(args)
+    read = [*args.data, args.tokenizer]
+    out, plain = writable("--out", args.out, read=read), None
+    if args.tokenizer_json is not None:
+        plain = writable("--tokenizer-json", args.tokenizer_json, read=[*read, out])
     base = read_base(args.tokenizer, args.pieces)
     texts = _texts(args)
     begun = time.perf_counter()
     words = words_of(base.front, _counted("Counting", texts))
-    settings = {name: getattr(args, name) for name in _SWAP_OPTIONS} if args.method == "adapt" else {}
     with progress("Adapting", "swap") as bar:
         vocabulary = adapted(
-            base, words, args.merges, method=args.method, rule=args.rule, progress=lambda swap: bar.update(), **settings
+            base, words, args.merges, method=args.method, progress=lambda swap: bar.update(), **settings
         )
     took_s = time.perf_counter() - begun
     exact = None if plain is None else tokenizer_json(vocabulary, base.source)
@@ -123,6 +125,16 @@ def _learn(args: argparse.Namespace) -> int:
     record |= {"seconds": round(took_s, 3), "file": str(out)}
     _print(args, record)
     return 0
+
+
+def _settings(args: argparse.Namespace) -> dict[str, Any]:
+    """What is chosen of the method's settings. Raises `GenerationError` for a flag that it has no use for."""
+    chosen = {name: value for name in (*_SWAPS, "rule") if (value := getattr(args, name)) is not None}
+    if args.method != "adapt" and (lost := [name for name in chosen if name in _SWAPS]):
+        raise GenerationError(f"--{lost[0].replace('_', '-')} goes with --method adapt, which swaps merges")
+    if args.method == "top-k" and args.rule == "replay":
+        raise GenerationError("--rule replay has no swaps to replay with --method top-k, whose rule is final")
+    return _SWAPS | chosen if args.method == "adapt" else chosen
 
 
 def _show(args: argparse.Namespace) -> int:
@@ -228,7 +240,8 @@ def _print(args: argparse.Namespace, record: dict[str, Any]) -> None:
         print(json.dumps(record, ensure_ascii=False))
         return
     letters = f"{record['letters']} characters of several bytes, " if record["letters"] else ""
-    print(f"{record['ids']} ids of the {record['base_ids']} of {record['base']}: {record['merges']} merges, 256 bytes, "
+    base = printable(record["base"])
+    print(f"{record['ids']} ids of the {record['base_ids']} of {base}: {record['merges']} merges, 256 bytes, "
           f"{letters}{record['added_tokens']} added tokens")  # fmt: skip
     print(f"{record['promoted']} merges promoted, {record['virtual']} virtual; method {record['method']}, "
           f"rule {record['rule']}")  # fmt: skip
@@ -239,7 +252,7 @@ def _print(args: argparse.Namespace, record: dict[str, Any]) -> None:
     if "bytes" in record:
         print(f"{record['bytes']} bytes are {record['tokens']} tokens: {record['utility']:.4f} of them saved")
     if "base_tokens" in record:
-        print(f"with all of {record['base']}: {record['base_tokens']} tokens, {record['base_utility']:.4f} saved")
+        print(f"with all of {base}: {record['base_tokens']} tokens, {record['base_utility']:.4f} saved")
     if "seconds" in record:
         print(f"adapted in {record['seconds']} s; written to {record['file']}")
 

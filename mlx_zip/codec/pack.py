@@ -12,22 +12,22 @@ A pack knows no tokenizer and no model; `CodecParams` checks it against a codec 
 from __future__ import annotations
 
 import json
-import zipfile
-import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from tokenize import TokenError
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mlx_zip.codec.arrays import read_npy, read_npz
 from mlx_zip.errors import DataError
-from mlx_zip.files import whole_file
+from mlx_zip.files import check_in, whole_file
 
 Start = tuple[tuple[int, ...], ...]
 SUFFIXES = (".json", ".npz", ".npy")
 MAX_ID = (1 << 32) - 1
+NAMES = ("entries", "lengths")  # arrays of the .npz form
+_WHAT = "a starting codebook"
 
 
 def read_pack(path: str | Path) -> Start:
@@ -39,13 +39,7 @@ def read_pack(path: str | Path) -> Start:
     path = Path(path)
     if path.suffix not in SUFFIXES:
         raise DataError(f"{path}: a starting codebook is a {', '.join(SUFFIXES)} file")
-    try:
-        entries = _read_json(path) if path.suffix == ".json" else _read_arrays(path)
-    except DataError:
-        raise
-    except (OSError, ValueError, EOFError, RecursionError, zipfile.BadZipFile, zlib.error, TokenError) as error:
-        raise DataError(f"{path} cannot be read as a starting codebook: {error}") from error
-    return checked_entries(path, entries)
+    return checked_entries(path, _read_json(path) if path.suffix == ".json" else _read_arrays(path))
 
 
 def write_pack(path: str | Path, entries: Iterable[Sequence[int]], merge_size: int, pad_id: int | None = None) -> None:
@@ -81,7 +75,14 @@ def lengths_file(path: Path) -> Path:
 
 
 def _read_json(path: Path) -> list[tuple[Any, ...]]:
-    data = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        check_in(path)
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except DataError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
+        told = getattr(error, "strerror", None) or error
+        raise DataError(f"{path} cannot be read as {_WHAT}: {told}") from error
     if not isinstance(data, list):
         raise DataError(f"{path} must hold a list of entries, got {type(data).__name__}")
     for at, entry in enumerate(data):
@@ -91,14 +92,15 @@ def _read_json(path: Path) -> list[tuple[Any, ...]]:
 
 
 def _read_arrays(path: Path) -> list[tuple[int, ...]]:
-    loaded = np.load(path, allow_pickle=False)
-    if isinstance(loaded, np.ndarray):
-        entries, lengths = loaded, np.load(lengths_file(path), allow_pickle=False)
-    else:
-        with loaded:
-            if missing := {"entries", "lengths"} - set(loaded.files):
-                raise DataError(f"{path} has no array {' and no '.join(sorted(missing))}")
-            entries, lengths = loaded["entries"], loaded["lengths"]
+    if path.suffix == ".npy":
+        return _entries_of(path, read_npy(path, _WHAT), read_npy(lengths_file(path), _WHAT))
+    arrays = read_npz(path, _WHAT, NAMES)
+    if missing := set(NAMES) - arrays.keys():
+        raise DataError(f"{path} has no array {' and no '.join(sorted(missing))}")
+    return _entries_of(path, *(arrays[name] for name in NAMES))
+
+
+def _entries_of(path: Path, entries: NDArray[Any], lengths: NDArray[Any]) -> list[tuple[int, ...]]:
     _check_arrays(path, entries, lengths)
     return [tuple(row[:n]) for row, n in zip(entries.tolist(), lengths.tolist(), strict=True)]
 

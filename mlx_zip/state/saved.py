@@ -25,7 +25,7 @@ def params_from_json(text: str) -> CodecParams | list[CodecParams]:
     try:
         found = json.loads(text)
         return [_codec(fields) for fields in found] if isinstance(found, list) else _codec(found)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ModelError(f"saved cache: its codec parameters cannot be read: {error}") from error
 
 
@@ -54,7 +54,7 @@ def tuned_from_json(text: str, batch: int) -> list[str | None]:
     """The way back. Raises `ModelError`."""
     try:
         found = json.loads(text)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise ModelError(f"saved cache: the marks of its packs cannot be read: {error}") from error
     if not isinstance(found, list) or len(found) != batch or not all(isinstance(x, str | None) for x in found):
         raise ModelError(f"saved cache: {found!r:.80} are no marks of the packs of {batch} sequence(s)")

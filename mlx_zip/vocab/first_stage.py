@@ -32,6 +32,7 @@ from typing import Any
 
 from mlx_zip.bundled import here_or_bundled
 from mlx_zip.errors import DataError, bare_exceptions_as_value_errors
+from mlx_zip.files import check_in
 
 KINDS = (
     "a folder with tokenizer.json, tokenizer.json, vocab.bpe or merges.txt, NAME.tiktoken, or a .json list of tokens "
@@ -258,6 +259,7 @@ def open_tokenizer(name: str | Path) -> TokenizerFile:
 
 def read_stored(path: Path) -> bytes:
     """The bytes of a file; of one whose name ends with .gz, what it holds. Raises `DataError` naming it."""
+    check_in(path)
     try:
         stored = path.read_bytes()
         return gzip.decompress(stored) if path.name.endswith(".gz") else stored

@@ -13,18 +13,16 @@ A table file is a .npz archive without pickle; `version` is checked first, `chec
 
 from __future__ import annotations
 
-import zipfile
-import zlib
 from collections.abc import Sequence
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
-from tokenize import TokenError
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mlx_zip.codec.arrays import read_npz
 from mlx_zip.codec.ids import as_ids
 from mlx_zip.errors import CodecError, DataError
 from mlx_zip.files import whole_file
@@ -149,19 +147,12 @@ def _named(path: str | Path) -> Path:
 
 
 def _read(path: Path) -> dict[str, NDArray[Any]]:
-    try:
-        with np.load(path, allow_pickle=False) as archive:
-            names = set(archive.files)
-            version = archive["version"].tolist() if "version" in names else None
-            if version != VERSION:
-                raise DataError(f"{path} has no version {VERSION} of a table of patches, but {version}")
-            if names != set(FIELDS):
-                raise DataError(f"{path} must hold {', '.join(FIELDS)}; it holds {', '.join(sorted(names))}")
-            fields = {name: archive[name] for name in FIELDS}
-    except DataError:
-        raise
-    except (OSError, ValueError, EOFError, AttributeError, zipfile.BadZipFile, zlib.error, TokenError) as error:
-        raise DataError(f"{path} cannot be read as a table of patches: {error}") from error
+    fields = read_npz(path, "a table of patches")
+    version = fields["version"].tolist() if "version" in fields else None
+    if version != VERSION:
+        raise DataError(f"{path} has no version {VERSION} of a table of patches, but {version!r:.40}")
+    if fields.keys() != set(FIELDS):
+        raise DataError(f"{path} must hold {', '.join(FIELDS)}; it holds {', '.join(sorted(fields))}")
     if str(fields.pop("checksum")) != _checksum(fields):
         raise DataError(f"{path} is damaged: its checksum is not that of its content; make it again")
     return fields

@@ -63,8 +63,10 @@ def learn(
     most. head_cost: what a row more of the head costs, as a fraction of a step (`mlx_zip.models.step_bytes`); the pack
     then ends where an entry more would cost more than it saves. progress(stage, entries, ids of the corpus). Fewer
     entries come where the corpus has no more runs that recur. Raises `DataError` for an empty corpus, a size beyond the
-    codebook and a negative cost, `CodecError` for ids that are no base ids.
+    codebook, an empty window and a negative cost, `CodecError` for ids that are no base ids.
     """
+    if window < 1:
+        raise DataError(f"a window must have at least 1 base id, got {window}")
     if not 1 <= size <= params.codebook_size:
         raise DataError(f"a pack of {size} entries does not fit a codebook of {params.codebook_size}")
     if not 0 <= head_cost < float("inf"):

@@ -8,8 +8,6 @@ and how well they served there. A tuned pack also holds rows of its entries for 
 from __future__ import annotations
 
 import json
-import zipfile
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_zip import files
+from mlx_zip.codec.arrays import read_npz
 from mlx_zip.codec.pack import checked_entries, read_pack
 from mlx_zip.errors import DataError
 from mlx_zip.vocab.tuned import AnyStart, TunedRows, TunedStart, rows_from_arrays, rows_to_arrays
@@ -77,7 +76,7 @@ def load_pack(path: str | Path) -> Pack:
         return Pack(entries)
     about, arrays = _read_beside(path)
     version = about.pop("version", VERSION)
-    if version != VERSION:
+    if type(version) is not int or version != VERSION:
         raise DataError(f"{path}: a pack of version {version!r}; this mlx_zip reads version {VERSION}")
     tokenizer, made = about.pop("tokenizer", None), about.pop("fingerprint", None)
     if not isinstance(tokenizer, str | None):
@@ -93,16 +92,15 @@ def load_pack(path: str | Path) -> Pack:
 
 def _read_beside(path: Path) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
     """What a file says about itself, and its rows by name."""
+    arrays = read_npz(path, "a pack", ("about", *ROWS))
+    text = arrays.pop("about").tobytes() if "about" in arrays else b"{}"
     try:
-        with np.load(path, allow_pickle=False) as arrays:
-            text = arrays["about"].tobytes() if "about" in arrays.files else b"{}"
-            rows = {name: arrays[name] for name in ROWS if name in arrays.files}
         about = json.loads(text)
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path} cannot be read as a pack: {error}") from error
     if not isinstance(about, dict):
         raise DataError(f"{path}: what it says about itself is no JSON object")
-    return about, rows
+    return about, arrays
 
 
 def save_pack(path: str | Path, pack: Pack) -> None:
@@ -116,7 +114,7 @@ def save_pack(path: str | Path, pack: Pack) -> None:
     padded = np.zeros((len(entries), pack.merge_size), np.uint32)
     for row, entry in zip(padded, entries, strict=True):
         row[: len(entry)] = entry
-    told = {"version": VERSION, "tokenizer": pack.tokenizer, "fingerprint": pack.fingerprint, **pack.about}
+    told = {**pack.about, "version": VERSION, "tokenizer": pack.tokenizer, "fingerprint": pack.fingerprint}
     rows: dict[str, Any] = {}
     if pack.rows is not None:
         rows, told["rows"] = rows_to_arrays(pack.rows)
@@ -134,9 +132,11 @@ def merge_packs(packs: Sequence[Pack], size: int | None = None, drop_rows: bool 
     """One pack of several: the best of each in turn, none twice, `size` at most.
 
     Its tokenizer is theirs, or not known if one's is not. Rows follow their entries where all are tuned for the same
-    model; drop_rows leaves them behind. Raises `DataError` when the packs are of different tokenizers, or some are
-    tuned and others are not, or for another model.
+    model; drop_rows leaves them behind. Raises `DataError` without packs, for a size below 1, when the packs are of
+    different tokenizers, or some are tuned and others are not, or for another model.
     """
+    if not packs or (size is not None and size < 1):
+        raise DataError(f"there must be packs to merge and room for an entry, got {len(packs)} packs, size {size}")
     known = {pack.tokenizer for pack in packs if pack.tokenizer is not None}
     if len(known) > 1:
         names = ", ".join(sorted(name[:12] for name in known))

@@ -25,12 +25,22 @@ DTYPES = ("float16", "float32")
 
 @dataclass(frozen=True)
 class PlainCodec:
-    """What a model that is no zip2zip one needs besides a pack's entries: names as in `ZipConfig`."""
+    """What a model that is no zip2zip one needs besides a pack's entries: names as in `ZipConfig`.
+
+    Raises `DataError` for fields of other types.
+    """
 
     vocab_size: int
     disabled_ids: tuple[int, ...]
     pad_id: int
     position_mode: str = "compressed"
+
+    def __post_init__(self) -> None:
+        numbers = (self.vocab_size, self.pad_id, *self.disabled_ids)
+        if not all(type(number) is int and number >= 0 for number in numbers):
+            raise DataError(f"vocab_size, pad_id and disabled_ids must be integers from 0, got {numbers!r:.60}")
+        if not isinstance(self.position_mode, str):
+            raise DataError(f"position_mode must be a name, got {self.position_mode!r:.40}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,8 +132,10 @@ def rows_from_arrays(path: Any, arrays: Mapping[str, NDArray[Any]], about: Any) 
         plain = about["plain"]
         if plain is not None:
             plain = PlainCodec(**{**plain, "disabled_ids": tuple(plain["disabled_ids"])})
+        if not isinstance(about["model"], str):
+            raise DataError(f"the model of its rows is {about['model']!r:.40}, not a fingerprint")
         output = arrays["output_rows"]
-        return TunedRows(arrays.get("input_rows", output), output, str(about["model"]), plain)
+        return TunedRows(arrays.get("input_rows", output), output, about["model"], plain)
     except DataError as error:
         raise DataError(f"{path}: {error}") from error
     except (KeyError, TypeError) as error:

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 
 from mlx_zip.codec.ids import Uint32s, as_ids
 from mlx_zip.errors import DataError
-from mlx_zip.files import write_json
+from mlx_zip.files import check_in, write_json
 from mlx_zip.vocab.adaptbpe.base import BaseVocabulary, encoded
 from mlx_zip.vocab.adaptbpe.encoder import PIECES, Encoder
 from mlx_zip.vocab.adaptbpe.learn import Swap, adapt, top_k
@@ -77,6 +77,8 @@ class AdaptedVocabulary:
 
     def __post_init__(self) -> None:
         n = len(self.merges)
+        if self.method not in METHODS:
+            raise DataError(f"method {self.method!r:.40} is none of {', '.join(METHODS)}")
         if self.rule not in RULES:
             raise DataError(f"rule {self.rule!r} is none of {', '.join(RULES)}")
         if type(self.first) is not int or not self.merges.letters <= self.first <= n:
@@ -205,10 +207,9 @@ class AdaptedVocabulary:
         """Raises `DataError` where this was not adapted from that tokenizer."""
         if base.merges.fingerprint != self.fingerprint:
             raise DataError(f"adapted from {self.name}, whose merges differ from those of {base.name}: adapt that anew")
-        mine = self.token_ids[BYTES:]
-        if not np.array_equal(base.ids[BYTES + self.ranks], mine) or not np.array_equal(
-            base.ids[:BYTES], self.token_ids[:BYTES]
-        ):
+        known = not len(self.ranks) or int(self.ranks.max()) < len(base.merges)
+        places = [*range(BYTES), *(BYTES + rank for rank in self.ranks.tolist())]
+        if not known or not np.array_equal(base.ids[places], self.token_ids):
             raise DataError(f"adapted from {self.name}, whose ids differ from those of {base.name}: adapt that anew")
 
 
@@ -263,6 +264,7 @@ def _selected(merges: MergeList, ranks: Sequence[int]) -> MergeList:
 def read_adapted(path: str | Path) -> AdaptedVocabulary:
     """Reads a file of `AdaptedVocabulary.save`. Raises `DataError` naming the file and what is wrong with it."""
     path = Path(path).expanduser()
+    check_in(path)
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         return _of_record(record)
@@ -284,6 +286,8 @@ def _of_record(record: Any) -> AdaptedVocabulary:
     record.setdefault("letters", 0)  # a file from before there were any
     _check_types(record, _TYPES)
     _check_types(base := record["base"], _BASE_TYPES, "base.")
+    if low := [name for name in ("merges", "ids") if base[name] < 0]:
+        raise DataError(f"base.{low[0]} is {base[low[0]]}, below 0")
     vocabulary = AdaptedVocabulary(
         base["name"], base["fingerprint"], base["merges"], base["ids"],
         MergeList.of_bytes(pairs_of(record["merges"]), record["letters"]),

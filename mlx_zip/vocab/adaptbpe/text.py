@@ -42,6 +42,8 @@ class Front:
     def __post_init__(self) -> None:
         if self.pieces not in (*PIECES, "tokenizers", CHARACTERS):
             raise DataError(f"pieces {self.pieces!r} is none of {', '.join(PIECES)}, tokenizers, {CHARACTERS}")
+        if self.pieces == "tokenizers" and not self.pre_tokenizer:
+            raise DataError("pieces 'tokenizers' needs a pre_tokenizer")
 
     @property
     def encoder_pieces(self) -> str:

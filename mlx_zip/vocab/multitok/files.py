@@ -22,7 +22,7 @@ import numpy as np
 
 from mlx_zip.codec.ids import Uint32s
 from mlx_zip.errors import CodecError, DataError
-from mlx_zip.files import whole_file
+from mlx_zip.files import check_in, whole_file
 from mlx_zip.vocab.multitok.dictionary import Dictionary
 from mlx_zip.vocab.multitok.settings import Pruning, Settings, Totals
 from mlx_zip.vocab.multitok.units import Tokens, units_from_dict
@@ -55,6 +55,7 @@ def write_dictionary(path: str | Path, dictionary: Dictionary) -> None:
 
 def read_dictionary(path: str | Path) -> Dictionary:
     """Reads the file. Raises `DataError` naming it, and what is missing, damaged or of another version."""
+    check_in(Path(path))
     try:
         line, newline, body = Path(path).read_bytes().partition(b"\n")
         header = json.loads(line) if newline else None

@@ -1,0 +1,61 @@
+"""Arrays of .npy and .npz files, which may hold anything: whatever is wrong is one `DataError`. No pickle is read."""
+
+from __future__ import annotations
+
+import lzma
+import struct
+import zipfile
+import zlib
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tokenize import TokenError
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mlx_zip.errors import DataError
+from mlx_zip.files import check_in
+
+_DAMAGE = (  # RuntimeError: an archive that is encrypted, or packed in a way that is not known; MemoryError: a shape
+    OSError, ValueError, EOFError, OverflowError, RuntimeError, MemoryError, TypeError, TokenError, SyntaxError,
+    struct.error, zipfile.BadZipFile, zlib.error, lzma.LZMAError,
+)  # fmt: skip
+
+
+def read_npz(path: Path, what: str, names: Collection[str] | None = None) -> dict[str, NDArray[Any]]:
+    """The arrays of an archive by name, those of `names` that it has, or all.
+
+    what: which a file of this kind is, for the message. Raises `DataError` naming the file.
+    """
+    with _explained(path, what):
+        archive = np.load(path, allow_pickle=False)
+        if not isinstance(archive, np.lib.npyio.NpzFile):
+            raise DataError(f"{path} cannot be read as {what}: it is no archive of arrays")
+        with archive:
+            found = {name: archive[name] for name in archive.files if names is None or name in names}
+    if other := [name for name, array in found.items() if not isinstance(array, np.ndarray)]:
+        raise DataError(f"{path} cannot be read as {what}: {other[0]!r:.40} in it is no array")
+    return found
+
+
+def read_npy(path: Path, what: str) -> NDArray[Any]:
+    """The array of a file. Parameters and errors as of `read_npz`."""
+    with _explained(path, what):
+        array = np.load(path, allow_pickle=False)
+    if not isinstance(array, np.ndarray):
+        array.close()
+        raise DataError(f"{path} cannot be read as {what}: it is an archive of arrays, whose name ends with .npz")
+    return array
+
+
+@contextmanager
+def _explained(path: Path, what: str) -> Iterator[None]:
+    try:
+        check_in(path)
+        yield
+    except DataError:
+        raise
+    except _DAMAGE as error:
+        raise DataError(f"{path} cannot be read as {what}: {getattr(error, 'strerror', None) or error}") from error
