@@ -10,7 +10,6 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,12 +60,14 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
     named = [_split(word) for word in args.pack]
     packs = [(curve, Path(file).name, load_pack(file)) for curve, file in named]
-    (model, tokenizer), (base, _) = load(args.model), load(args.base)
+    (model, tokenizer), (base, base_tokenizer) = load(args.model), load(args.base)
     for _, file, pack in packs:
         pack.check_tokenizer(tokenizer_fingerprint(tokenizer), file)
-        replace(model.config.codec_params, start=pack.entries)
+        model.make_cache(start=pack.start)  # refuses what does not fit
     corpus = read_corpus(args.data, args.separator, args.limit_bytes)
     windows = cut_windows(tokenizer, corpus.documents, CONTEXT)
+    if not windows.same_as(cut_windows(base_tokenizer, corpus.documents, CONTEXT)):
+        raise MlxZipError(f"{args.base} has another tokenizer than {args.model}: their windows are not the same text")
     control = measure_bits(base, windows, args.batch_size)
     empty = measure_bits(model, windows, args.batch_size, start=())
     fixed = {
@@ -75,7 +76,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         "base": args.base_name or Path(args.base).name, "base_bits_per_byte": control.bits_per_byte,
     }  # fmt: skip
     for curve, file, pack in [("empty", None, None), *packs]:
-        bits = empty if pack is None else measure_bits(model, windows, args.batch_size, start=pack.entries)
+        bits = empty if pack is None else measure_bits(model, windows, args.batch_size, start=pack.start)
         record = bits.record()
         found = {name: record[name] for name in ("bits_per_byte", "bits_per_byte_standard_error", "base_ids_per_id")}
         over = {"over_base": compare_bits(bits, control), "over_empty": compare_bits(bits, empty)}
@@ -95,9 +96,12 @@ def _split(word: str) -> tuple[str, str]:
 
 def _read(path: Path) -> list[dict[str, Any]]:
     try:
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
     except (OSError, ValueError) as error:
         raise MlxZipError(f"{path} cannot be read as a record: {error}") from error
+    if not lines:
+        raise MlxZipError(f"{path} is empty: there is nothing to draw")
+    return lines
 
 
 def draw(path: Path, lines: Sequence[dict[str, Any]]) -> None:

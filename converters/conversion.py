@@ -79,8 +79,8 @@ def convert(
     the source decoder's. keep_adapter: leave a PEFT LoRA unmerged, in `adapters/` inside the output. lora_only:
     `hf_path` is a plain PEFT LoRA, and the output an mlx-lm adapter folder. encoder_bits: quantize the hyper-encoders
     too (4 or 8). canonical: what the config is to say of it (`mlx_zip.canonical`), None leaves it. codebook: packs
-    whose entries, merged, every request of the model begins with; None leaves what it had. A folder that is converted
-    already can be quantized, dequantized or cast again.
+    whose entries, merged, every request of the model begins with, none of them tuned; None leaves what it had. A folder
+    that is converted already can be quantized, dequantized or cast again.
 
     Raises `ConversionError` or `ConfigError`, `DataError` for a pack that cannot be read or does not fit, each a line
     that names the file, tensor or key at fault; then nothing has been written.
@@ -124,6 +124,11 @@ def _begin_with(prepared: Prepared, files: Sequence[str | Path], trust_remote_co
     mark = tokenizer_fingerprint(load_tokenizer(prepared.tokenizer, trust_remote_code))
     for name, pack in packs.items():
         pack.check_tokenizer(mark, name)
+        if pack.rows is not None:
+            raise ConversionError(
+                f"--codebook {name} has tuned rows, for which a model folder has no place: give it to generate or "
+                "load, or leave its rows behind first (mlx_zip vocab pack merge --drop-rows)"
+            )
     config: Any = prepared.model.config
     try:
         params = replace(config.codec_params, start=merge_packs(list(packs.values())).entries)

@@ -21,6 +21,7 @@ from mlx_zip.hyper import RowStore
 from mlx_zip.models.packed import packed_config
 from mlx_zip.register import MODEL_TYPE
 from mlx_zip.vocab.adaptbpe.plain import follow_folder
+from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 from mlx_zip.vocab.packs import Pack
 from mlx_zip.vocab.tuned import TunedStart
 
@@ -50,8 +51,9 @@ def load(
     rows were tuned for it. codebook_size: slots, in place of as many as a zip2zip model's config says.
 
     Returns (model, mlx-lm's `TokenizerWrapper`). Raises `ModelError` for a folder that is missing, incomplete or not
-    converted, and for a pack of another model; `ConfigError` when tokenizer and codebook boundary contradict each
-    other, the codebook cannot be so large, or the pack's entries do not fit.
+    converted, and for a pack of another model; `DataError` for a pack of another tokenizer; `ConfigError` when
+    tokenizer and codebook boundary contradict each other, the codebook cannot be so large, or the pack's entries do
+    not fit.
     """
     folder = model_folder(path_or_hf_repo, revision)
     config = read_config(folder)
@@ -72,6 +74,8 @@ def load(
         raise ModelError(f"cannot load {folder}: {first_line(error)}") from error
     model: Any = loaded[0]
     follow_folder(getattr(loaded[1], "backend_tokenizer", None), folder)
+    if pack is not None and pack.tokenizer is not None:
+        pack.check_tokenizer(tokenizer_fingerprint(loaded[1]), "the pack (--codebook)")
     if hasattr(model, "layout"):
         model.layout.check_tokenizer(len(loaded[1]))
         if canonical is not None:

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import tiny_bench
 import tiny_text
@@ -12,6 +13,7 @@ from mlx_zip.evaluation.documents import read_corpus
 from mlx_zip.evaluation.windows import cut_windows
 from mlx_zip.generate import load
 from mlx_zip.vocab.packs import Pack, save_pack
+from mlx_zip.vocab.tuned import TunedRows, TunedStart
 
 NAME = "llama_transformer_tied_lora"
 TEXT = "the cat sat on the mat\n<end>\nthe dog sat on the cat, and the cat on the dog\n"
@@ -46,6 +48,27 @@ def test_a_line_per_start_holds_what_scoring_gives(flags, tmp_path, capsys):
         assert line["over_empty"] == pytest.approx(bits.bits_per_byte / empty - 1, abs=1e-6)
 
 
+def test_a_tuned_pack_is_measured_with_its_rows(flags, tmp_path, capsys):
+    (model, tokenizer), entries = load(str(flags[1])), ((FIRST, FIRST + 1), (FIRST, FIRST + 2))
+    output = np.random.default_rng(0).normal(0, 1, (2, model.config.encoder.model_size)).astype(np.float32)
+    tuned = TunedRows(output if model.sides_are_one else output[::-1], output, model.fingerprint)
+    save_pack(tmp_path / "tuned.npz", Pack(entries, rows=tuned))
+    assert tiny_bench.run("pack_quality", *flags, "--pack", f"own={tmp_path / 'tuned.npz'}") == 0
+    line = json.loads(capsys.readouterr().out.splitlines()[1])
+    windows = cut_windows(tokenizer, read_corpus([str(tmp_path / "text.txt")], "<end>", None).documents, 1024)
+    starts = TunedStart(entries, tuned), entries
+    found, untuned = (measure_bits(model, windows, start=start).bits_per_byte for start in starts)
+    assert line["bits_per_byte"] == pytest.approx(found, rel=1e-6)
+    assert line["bits_per_byte"] != pytest.approx(untuned, rel=1e-3)
+
+
+def test_a_base_of_another_tokenizer_is_refused(flags, capsys):
+    flags[3] = tiny_text.GOLDEN / "llama_transformer_untied_pos" / "base"
+    with pytest.raises(MlxZipError, match="another tokenizer"):
+        tiny_bench.run("pack_quality", *flags)
+    assert capsys.readouterr().out == ""
+
+
 @pytest.mark.parametrize(
     ("entries", "mark", "error", "told"),
     [
@@ -61,7 +84,12 @@ def test_a_pack_that_does_not_fit_is_told_before_scoring(entries, mark, error, t
 
 
 @pytest.mark.parametrize(
-    ("change", "told"), [(["--pack", "two.npz"], "NAME=FILE"), (["--draw", "none.jsonl", "x.png"], "none.jsonl")]
+    ("change", "told"),
+    [
+        (["--pack", "two.npz"], "NAME=FILE"),
+        (["--draw", "none.jsonl", "x.png"], "none.jsonl"),
+        (["--draw", "/dev/null", "x.png"], "nothing to draw"),
+    ],
 )
 def test_flags_that_make_no_sense_are_told(change, told, flags):
     with pytest.raises(MlxZipError, match=told):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from test_convert import GOLDEN, config_of, convert
 
@@ -12,6 +13,7 @@ from mlx_zip.errors import ConversionError, DataError
 from mlx_zip.generate import load
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 from mlx_zip.vocab.packs import Pack, save_pack
+from mlx_zip.vocab.tuned import TunedRows
 
 CHECKPOINT = GOLDEN / "llama_transformer_untied_pos"
 ENTRIES = ((10, 11), (11, 12, 13))
@@ -69,6 +71,14 @@ def test_a_pack_that_does_not_fit_is_refused(entries: Any, message: str, packed:
 def test_a_pack_of_another_tokenizer_is_refused(packed: Any, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"0\.npz was learned with another tokenizer"):
         packed(ENTRIES, tokenizer="0" * 64)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_tuned_pack_is_refused_for_its_rows_would_be_lost(converted: Path, tmp_path: Path) -> None:
+    rows = np.ones((len(ENTRIES), 4), np.float32)
+    save_pack(tmp_path / "tuned.npz", Pack(ENTRIES, rows=TunedRows(rows, rows, "some model")))
+    with pytest.raises(ConversionError, match=r"tuned\.npz has tuned rows.*--drop-rows"):
+        convert(converted, tmp_path / "out", codebook=[tmp_path / "tuned.npz"])
     assert not (tmp_path / "out").exists()
 
 

@@ -66,7 +66,8 @@ def random_rows(model, seed=0):
 
 
 def sums_of(trainee, data):
-    batch = trainee.prepared(make_batch([data[i] for i in range(len(data))], data.params, range(len(data))))
+    canonical = trainee.model.config.canonical
+    batch = trainee.prepared(make_batch(data.samples, data.params, range(len(data)), canonical=canonical))
     return {name: float(value) for name, value in trainee.losses(to_device(batch)).items()}
 
 
@@ -83,12 +84,12 @@ def test_with_the_encoders_rows_the_loss_is_that_of_training_the_model(family, t
 
 
 @pytest.mark.parametrize("codebook_size", [24, len(WORDS)])
-@pytest.mark.parametrize(("family", "tied"), [("llama", False), ("gemma", True)])
-def test_the_loss_is_what_generation_gives_the_ids_with_these_rows(family, tied, codebook_size):
+@pytest.mark.parametrize(("family", "tied", "canonical"), [("llama", False, False), ("gemma", True, True)])
+def test_the_loss_is_what_generation_gives_the_ids_with_these_rows(family, tied, canonical, codebook_size):
     params = replace(CODEC, codebook_size=codebook_size)
     sizes = {"initial_vocab_size": VOCAB, "max_codebook_size": codebook_size, "max_subtokens": MERGE,
              "disabled_ids": [0, 1, PAD]}  # fmt: skip
-    model = tiny_model(family, compression=sizes, tie_encoders=tied)
+    model = tiny_model(family, compression=sizes, tie_encoders=tied, canonical=canonical)
     rows, data = random_rows(model), texts(params, samples=6)
     got = sums_of(PackTrainee(model, *rows), data)
     output = np.array(rows[1])
@@ -296,7 +297,8 @@ def test_what_cannot_be_tuned_is_an_error_and_nothing_is_written(run):
     command = learned(run, model, "--model", model, "--size", 8)
     for flags, told in (
         (("--codebook-size", 2), "2"), (("--context", 1), "context"), (("--valid-ids", 0), "--valid-ids"),
-        (("--iters", 0), "iters"), (("--most-ids", 5), "--valid"),
+        (("--iters", 0), "iters"), (("--most-ids", 5), "--valid"), (("--position-mode", "compressed"), "plain models"),
+        (("--out", "no/x.npz"), "--out no/x.npz"),
         (("--valid", "nowhere.txt"), "nowhere.txt"),
     ):  # fmt: skip
         status, _, err = run(*command, *flags)

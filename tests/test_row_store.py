@@ -240,6 +240,16 @@ def test_a_copy_of_a_model_shares_its_store():
     np.testing.assert_allclose(run(twin, ids), run(plain, ids), atol=1e-5, rtol=0)
 
 
+def test_a_shallow_copy_of_a_model_makes_rows_of_its_own_matrices():
+    model, plain = zip_model(RowStore()), zip_model()
+    ids = compressed(model)
+    before = run(model, ids)
+    twin = copy.copy(model)
+    twin.lm_head = plain.lm_head = nn.Linear(*reversed(model.lm_head.weight.shape), bias=False)
+    np.testing.assert_allclose(run(twin, ids), run(plain, ids), atol=1e-5, rtol=0)
+    np.testing.assert_array_equal(run(model, ids), before)
+
+
 # ---- the store itself
 
 

@@ -147,6 +147,14 @@ def test_rows_of_another_model_are_one_clear_error(change):
         assert cache[-1].offset == 0
 
 
+def test_rows_of_a_model_whose_sides_are_one_are_held_once():
+    model = tiny_model("gemma", tie_encoders=True)
+    cache = model.make_cache(start=tuned(model))
+    model(mx.array([[5, VOCAB + 3]]), cache=cache)
+    assert cache[-1].outputs.rows is not None
+    assert cache[-1].inputs.rows is None
+
+
 def test_scores_are_those_of_the_model_with_the_rows():
     row = compress_row(MODEL, np.array([1], np.uint32), np.array(TEXT, np.uint32), start=TUNED)
     plain = compress_row(MODEL, np.array([1], np.uint32), np.array(TEXT, np.uint32), start=START)

@@ -10,6 +10,8 @@ from prepared import tokenizer_folder
 from safetensors.numpy import load_file
 
 from mlx_zip.codec.pack import write_pack
+from mlx_zip.errors import DataError
+from mlx_zip.generate import load
 from mlx_zip.vocab.packs import Pack, load_pack, save_pack
 from mlx_zip.vocab.tuned import TunedRows
 
@@ -155,6 +157,11 @@ def test_a_pack_of_another_tokenizer_is_refused_by_every_command(command, run, t
     status, _, err = run(*flags)
     assert status == 2
     assert "other.npz was learned with another tokenizer" in err
+
+
+def test_a_model_is_not_loaded_with_a_pack_of_another_tokenizer():
+    with pytest.raises(DataError, match=r"the pack \(--codebook\) was learned with another tokenizer"):
+        load(tiny_text.converted(MODEL), pack=Pack(((40, 41), (41, 42)), "ab" * 32))
 
 
 @pytest.mark.parametrize(

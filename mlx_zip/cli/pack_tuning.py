@@ -9,8 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from mlx_zip.cli.actions import add_json, writable
+from mlx_zip.cli.packs import is_plain
 from mlx_zip.cli.preparation import add_text_flags, sources
-from mlx_zip.cli.training import STOPPED
+from mlx_zip.cli.training import STOPPED, add_settings
 from mlx_zip.errors import DataError
 
 EXAMPLE = """example:
@@ -18,19 +20,11 @@ EXAMPLE = """example:
   mlx_zip generate --model stories --codebook tuned.npz --prompt "..."
 """
 HELD_OUT = 20  # of so many windows one is held out where no other texts are named
-_SETTINGS = {  # name: (type, default, help)
-    "iters": (int, 300, "optimizer steps"),
-    "batch_size": (int, 8, "windows per step"),
-    "learning_rate": (float, 2e-3, "peak of the cosine schedule"),
-    "min_learning_rate": (float, 1e-4, "its end"),
-    "warmup": (int, 0, "steps to the peak"),
-    "max_grad_norm": (float, 1.0, "clip gradients to this norm; 0 does not"),
-    "seed": (int, 0, "of the order of the windows"),
-    "steps_per_report": (int, 10, "steps between lines of metrics.jsonl"),
-    "steps_per_eval": (int, 100, "steps between validations"),
-    "save_every": (int, 50, "steps between checkpoints"),
-    "keep": (int, 2, "checkpoints kept"),
-}
+_DEFAULTS = {
+    "iters": 300, "batch_size": 8, "learning_rate": 2e-3, "min_learning_rate": 1e-4, "warmup": 0, "max_grad_norm": 1.0,
+    "seed": 0, "steps_per_report": 10, "steps_per_eval": 100, "save_every": 50, "keep": 2,
+}  # fmt: skip
+_PURPOSES = {"batch_size": "windows per step", "seed": "of the order of the windows"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog, parser.formatter_class = EXAMPLE, argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
     add("file", metavar="FILE", help="a pack")
-    add("--model", required=True, help="model folder or hub id, zip2zip or plain")
+    add("--model", required=True, help="model folder, bundled model or hub id, zip2zip or plain")
     add_text_flags(parser)
     add("--out", required=True, type=Path, help="the tuned pack to write, a .npz file")
     add("--run", type=Path, metavar="DIR",
@@ -50,38 +44,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--valid-ids", type=int, default=32768, metavar="N", help="base ids held out at most (default: 32768)")
     add("--context", type=int, default=512, help="base ids of a window at most (default: 512)")
     add("--codebook-size", type=int, help="hypertokens at most: the pack's and those that grow (default: the model's)")
-    add("--position-mode", choices=("compressed", "base_token_end"), default="compressed",
+    add("--position-mode", choices=("compressed", "base_token_end"),
         help="where a plain model's hypertokens stand (default: compressed)")  # fmt: skip
     add("--dtype", choices=("float32", "bfloat16"), default="float32",
         help="what the forward pass computes in (default: float32)")  # fmt: skip
     add("--save-dtype", choices=("float32", "float16"), default="float32", help="of the rows (default: float32)")
-    for name, (kind, default, text) in _SETTINGS.items():
-        add(f"--{name.replace('_', '-')}", type=kind, default=default, help=f"{text} (default: {default})")
+    add_settings(add, _DEFAULTS, _PURPOSES)
     add("--plot", action="store_true", help="draw curves.png in the run's folder (needs matplotlib)")
-    add("--json", action="store_true", help="print one JSON object")
+    add_json(add)
 
 
 def run(args: argparse.Namespace) -> int:
     """Tunes; 0, or 130/143 when a signal ended the run early, its last step saved. Raises `MlxZipError`."""
     from mlx_zip.training.settings import TrainSettings
     from mlx_zip.training.tuning import load_frozen, tune
-    from mlx_zip.vocab.packs import check_out, load_pack
+    from mlx_zip.vocab.packs import SUFFIX, load_pack
 
     for name in ("most_ids", "valid_ids"):
         if getattr(args, name) < 1:
             raise DataError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
-    check_out(args.out)
+    args.out = writable("--out", args.out, "a pack", SUFFIX)
     if args.plot:
         from mlx_zip.training.curves import drawing
 
         drawing()  # rather now than when the run is over
-    chosen = {name: getattr(args, name) for name in _SETTINGS}
+    chosen = {name: getattr(args, name) for name in _DEFAULTS}
     settings = TrainSettings(optimizer="adam", weight_decay=0.0, val_batches=0, dtype=args.dtype, **chosen)
     pack = load_pack(args.file)
     plan, tokenizer, plain = _plan(args, pack)
     data, valid = _texts(args, plan, tokenizer)
     place = args.run or args.out.with_suffix("")
-    model = load_frozen(args.model, plan.params, args.position_mode)
+    model = load_frozen(args.model, plan.params, args.position_mode or "compressed", args.trust_remote_code)
     found = tune(pack, model, data, valid, settings, place, plain=plain, save_dtype=args.save_dtype)
     if args.plot:
         from mlx_zip.training.metrics import plot
@@ -96,15 +89,16 @@ def run(args: argparse.Namespace) -> int:
 
 def _plan(args: argparse.Namespace, pack: Any) -> tuple[Any, Any, bool]:
     """The codec and tokenizer that the pack meets, and whether the model is plain. Raises `DataError`."""
-    from mlx_zip.loading import model_folder, read_config
-    from mlx_zip.training.planning import make_plan, own_codec
+    from mlx_zip.training.planning import make_plan
     from mlx_zip.training.prepare import PrepareOptions
 
     if not pack.entries:
         raise DataError(f"{args.file}: a pack without entries has no rows to tune")
-    plain = own_codec(read_config(model_folder(args.model))) is None
+    plain = is_plain(args.model)
     if plain and args.codebook_size is not None:
         raise DataError("--codebook-size: a plain model's codebook is the pack, and nothing grows")
+    if not plain and args.position_mode is not None:
+        raise DataError("--position-mode is for plain models: a zip2zip model's config says where hypertokens stand")
     sizes = (len(pack.entries), pack.merge_size) if plain else (args.codebook_size, None)
     options = PrepareOptions(
         sources=sources(args), out=args.out, model=args.model, context=args.context, codebook_size=sizes[0],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             add(flag, action="store_true", default=None, help=text)
         else:
             add(flag, type=_TYPES[kind], choices=_CHOICES.get(name), help=text + shown)
+
+
+def add_settings(add: Any, defaults: Mapping[str, Any], purposes: Mapping[str, str]) -> None:
+    """Declares some settings with defaults of their own; purposes: what they are for, where that is another thing."""
+    for name, default in defaults.items():
+        kind, _, text = _SETTINGS[name]
+        flag = f"--{name.replace('_', '-')}"
+        add(flag, type=_TYPES[kind], default=default, help=f"{purposes.get(name, text)} (default: {default})")
 
 
 def run(args: argparse.Namespace) -> int:

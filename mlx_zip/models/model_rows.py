@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import numpy as np
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 class ModelRows:
-    """Fills the row tables of requests of one model. recorded: the fingerprints in its config, if it has any.
+    """Fills the row tables of requests of one model.
 
     In a step of generation there is one entry, whose rows come out of memory without an array in between.
     """
 
-    def __init__(self, model: Model, recorded: Any) -> None:
+    def __init__(self, model: Model) -> None:
         self._model = model
-        self._kinds = RowKinds(recorded, model.config.merge_size)
+        self._kinds = RowKinds(model.args.config["zip2zip"].get("fingerprint"), model.config.merge_size)
         self._name = ModelName()
 
     def forget_kinds(self) -> None:
@@ -68,9 +68,8 @@ class ModelRows:
         for b, start in found:
             slots, limit = np.arange(len(start)), self._model.config.codebook_size
             sequence = np.full(len(start), b)
-            for side, table, rows in (
-                ("output", state.outputs, start.rows.output), ("input", state.inputs, start.rows.input),
-            ):  # fmt: skip
+            sides = [("output", state.outputs, start.rows.output), ("input", state.inputs, start.rows.input)]
+            for side, table, rows in sides[:1] if self._model.sides_are_one else sides:
                 table.put(sequence, slots, mx.array(rows).astype(self._kind(side).dtype), limit)
         state.have_tuned_rows()
 

@@ -56,9 +56,18 @@ class Model(Ahead):
         self.input_encoder = make_encoder(self.config.encoder, self.config.merge_size)
         self.row_store: RowStore | None = None
         self.pack: TunedStart | None = None
-        self._rows = ModelRows(self, args.config["zip2zip"].get("fingerprint"))
+        self._rows = ModelRows(self)
         if not self.config.encoder.tie_encoders:
             self.output_encoder = make_encoder(self.config.encoder, self.config.merge_size)
+
+    def __copy__(self) -> Model:
+        """Another model of the same modules, whose rows are made of its own when one is exchanged."""
+        twin = type(self).__new__(type(self))
+        twin.__dict__.update(self.__dict__)
+        dict.update(twin, self)
+        twin._rows = ModelRows(twin)
+        twin._rows.forget_kinds()
+        return twin
 
     def __call__(self, ids: mx.array, cache: Sequence[Any] | None = None, *, causal: bool = False) -> mx.array:
         """Ids [B, L] integers -> logits [B, L, W] in the model's dtype, W = `layout.width`.
@@ -360,5 +369,3 @@ class Model(Ahead):
     def quant_predicate(self, path: str, module: nn.Module) -> bool:
         """What mlx-lm's quantizer may quantize: decoder, embedding and head, but not the encoders."""
         return not path.startswith(("input_encoder", "output_encoder"))
-
-

@@ -8,6 +8,7 @@ taken from the pack, at the next model call.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -341,7 +342,8 @@ class ZipState:
         twin.tuned, twin.tuned_bound = list(self.tuned), self.tuned_bound
         return twin
 
-    __copy__ = None  # a shallow copy would share codebooks; use copy.deepcopy
+    def __copy__(self) -> ZipState:
+        return copy.deepcopy(self)  # a shallow one would share codebooks
 
 
 def find_state(cache: Sequence[Any]) -> ZipState | None:

@@ -198,7 +198,7 @@ def batch_order(
 
     Samples are shuffled, sorted within runs of batches by `starts` and by length, cut, and the batches shuffled again.
     Samples of fewer than two ids predict nothing and are left out, as are those that do not fill a batch. starts: of
-    every sample, entries of its starting codebook; those of one batch are then of a size, and nothing is padded.
+    every sample, entries of its starting codebook; those of a batch are then of a size, but where two sizes meet.
     """
     rng = np.random.default_rng([seed, epoch])
     order = rng.permutation(np.flatnonzero(lengths >= 2))

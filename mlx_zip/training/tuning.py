@@ -44,11 +44,14 @@ class Tuned:
     after: float | None
 
 
-def load_frozen(name: str, params: CodecParams, position_mode: str) -> Model:
-    """The model that a pack is tuned for, under a codec: a zip2zip one, or a plain one given a codebook for it."""
+def load_frozen(name: str, params: CodecParams, position_mode: str, trust_remote_code: bool = False) -> Model:
+    """The model that a pack is tuned for, under a codec: a zip2zip one, or a plain one given a codebook for it.
+
+    position_mode: of the latter; the former has its own. trust_remote_code: as in `load`.
+    """
     folder = model_folder(name)
     if read_config(folder)["model_type"] == MODEL_TYPE:
-        model = load(folder, codebook_size=params.codebook_size)[0]
+        model = load(folder, codebook_size=params.codebook_size, trust_remote_code=trust_remote_code)[0]
         model.take_pack(params.start or ())
     else:
         encoder = EncoderOptions("averaging", tie_encoders=True, position_mode=position_mode)

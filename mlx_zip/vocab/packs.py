@@ -106,10 +106,10 @@ def _read_beside(path: Path) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
 def save_pack(path: str | Path, pack: Pack) -> None:
     """Writes a pack, whole or not at all.
 
-    Raises `DataError` as `check_out` does and for entries that cannot be, `OSError` when the disk refuses.
+    Raises `DataError` as `files.check_out` does and for entries that cannot be, `OSError` when the disk refuses.
     """
     path = Path(path)
-    check_out(path)
+    files.check_out(path, "a pack", SUFFIX)
     entries = checked_entries(path, pack.entries)
     padded = np.zeros((len(entries), pack.merge_size), np.uint32)
     for row, entry in zip(padded, entries, strict=True):
@@ -121,11 +121,6 @@ def save_pack(path: str | Path, pack: Pack) -> None:
     about = np.frombuffer(json.dumps(told).encode(), np.uint8)
     with files.whole_file(path) as partial, open(partial, "wb") as file:
         np.savez(file, entries=padded, lengths=np.array([len(e) for e in entries], np.int64), about=about, **rows)
-
-
-def check_out(path: Path) -> None:
-    """Raises `DataError` where no pack can be written: another suffix, no such folder."""
-    files.check_out(path, "a pack", SUFFIX)
 
 
 def merge_packs(packs: Sequence[Pack], size: int | None = None, drop_rows: bool = False) -> Pack:
