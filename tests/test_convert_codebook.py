@@ -73,5 +73,5 @@ def test_a_pack_of_another_tokenizer_is_refused(packed: Any, tmp_path: Path) -> 
 
 
 def test_an_adapter_alone_takes_no_codebook(tmp_path: Path) -> None:
-    with pytest.raises(ConversionError, match="no --canonical and no --codebook"):
+    with pytest.raises(ConversionError, match="no --canonical, no --codebook and no --policy"):
         convert(CHECKPOINT, tmp_path / "out", lora_only=True, codebook=["x.npz"])
