@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="documents of the other kind, as `mlx_zip evaluate --data`: the first half is learned from")  # fmt: skip
     add("--separator", help="what parts the documents of text files")
     add("--limit-bytes", type=int, metavar="N", help="so much of the held-out text is scored, whole documents")
-    add("--sizes", type=int, nargs="+", default=list(SIZES), metavar="N", help=f"entries of a pack (default: {SIZES})")
+    add("--sizes", type=int, nargs="+", default=list(SIZES), metavar="N", help="entries of a pack (default: 256 1024)")
     add("--window", type=int, default=WINDOW, help=f"base ids compressed on their own in learning (default: {WINDOW})")
     add("--pack", nargs="+", default=[], metavar="NAME=FILE",
         help="packs of other texts, those of the training say, to try at the same sizes")  # fmt: skip

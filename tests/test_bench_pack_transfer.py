@@ -11,7 +11,7 @@ from mlx_zip.bench.pack_transfer import halves
 from mlx_zip.codec import Codebook, compress
 from mlx_zip.errors import CodecError, DataError, MlxZipError
 from mlx_zip.evaluation.bits import measure_bits
-from mlx_zip.evaluation.documents import Document
+from mlx_zip.evaluation.documents import Document, read_corpus
 from mlx_zip.evaluation.windows import cut_windows
 from mlx_zip.generate import load, stream_generate
 from mlx_zip.tokenizer import encode_prompt
@@ -19,8 +19,9 @@ from mlx_zip.vocab.learner import learn
 from mlx_zip.vocab.packs import Pack, save_pack
 
 NAME = "llama_transformer_tied_lora"
-TEXTS = ["the cat sat on the mat and the cat sat", "the dog sat on the cat, and the cat", "a cat and a dog sat on the mat",
-         "the mat on the cat and the dog on it"]  # fmt: skip
+PHRASES = ["a cat and a dog sat on the mat", "the dog sat on the cat, and the cat", "the cat sat on the mat and the cat sat",
+           "the mat on the cat and the dog on it"]  # fmt: skip
+TEXTS = [f"{phrase} and {phrase} and {phrase}" for phrase in PHRASES]
 FIRST, SIZE, OPENING, TOKENS = 40, 3, 6, 10
 
 
@@ -51,7 +52,8 @@ def test_a_line_per_start_holds_what_the_library_measures(flags, tmp_path, capsy
     assert tiny_bench.run("pack_transfer", *flags, "--pack", f"own={tmp_path / 'own.npz'}") == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     (model, tokenizer), (base, _) = load(str(flags[1])), load(str(flags[3]))
-    known, held_out = halves([Document(text + "\n" * (n < 3), "") for n, text in enumerate(TEXTS)])
+    known, held_out = halves(read_corpus([tmp_path / "text.txt"], "<end>").documents)
+    assert (len(known), len(held_out)) == (2, 2)
     ids = [np.array(tokenizer.encode(one.text, add_special_tokens=False), np.uint32) for one in known]
     learned = learn(model.config.codec_params, ids, SIZE).entries
     own = tuple((FIRST, FIRST + n) for n in range(1, SIZE + 1))
