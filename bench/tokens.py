@@ -145,7 +145,8 @@ def measure(
     """Base ids of a corpus, and a row of `COLUMNS` per setting.
 
     settings: (window or None, merge size, codebook size). entries: installed ones, of all windows; entries_used: those
-    emitted at least once, one that comes again counted once. upstream: the module zip2zip_compression; raises `MlxZipError` where its ids differ.
+    emitted at least once, one that comes again counted once. upstream: the module zip2zip_compression; raises
+    `MlxZipError` where its ids differ. policy: of full codebooks.
     """
     documents = [np.array(vocabulary.encode(document.text), np.uint32) for document in corpus.documents]
     stream = np.concatenate(documents)

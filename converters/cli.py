@@ -43,8 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add(
         "--policy", choices=["freeze", "lru", "use-count"],
-        help="What a full codebook does: nothing any more, or a new entry takes the place of the one used longest ago, or "
-             "least often. Training and canonical decoding need freeze. Default: as it was, upstream freeze.",
+        help="What a full codebook does: nothing any more, or a new entry takes the place of the one used longest ago, "
+             "or least often. Training and canonical decoding need freeze. Default: as it was, upstream freeze.",
     )  # fmt: skip
     add("--encoder-bits", type=int, choices=[4, 8], help="Quantize the hyper-encoders too.")
 

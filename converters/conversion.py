@@ -81,8 +81,9 @@ def convert(
     the source decoder's. keep_adapter: leave a PEFT LoRA unmerged, in `adapters/` inside the output. lora_only:
     `hf_path` is a plain PEFT LoRA, and the output an mlx-lm adapter folder. encoder_bits: quantize the hyper-encoders
     too (4 or 8). canonical: what the config is to say of it (`mlx_zip.canonical`), None leaves it. codebook: packs
-    whose entries, merged, every request of the model begins with; None leaves what it had. policy: what a full codebook
-    does (`CodecParams`), None leaves it. A folder that is converted already can be quantized, dequantized or cast again.
+    whose entries, merged, every request of the model begins with; None leaves what it had. policy: what a full
+    codebook does (`CodecParams`), None leaves it. A folder that is converted already can be quantized, dequantized or
+    cast again.
 
     Raises `ConversionError` or `ConfigError`, `DataError` for a pack that cannot be read or does not fit, each a line
     that names the file, tensor or key at fault; then nothing has been written.

@@ -1,4 +1,4 @@
-"""`bench pack_transfer`: its halves, its lines beside what the library measures, and the shares of the possible gain."""
+"""`bench pack_transfer`: its halves, its lines beside what the library measures, shares of the possible gain."""
 
 import json
 
@@ -19,7 +19,8 @@ from mlx_zip.vocab.learner import learn
 from mlx_zip.vocab.packs import Pack, save_pack
 
 NAME = "llama_transformer_tied_lora"
-PHRASES = ["a cat and a dog sat on the mat", "the dog sat on the cat, and the cat", "the cat sat on the mat and the cat sat",
+PHRASES = ["a cat and a dog sat on the mat", "the dog sat on the cat, and the cat",
+           "the cat sat on the mat and the cat sat",
            "the mat on the cat and the dog on it"]  # fmt: skip
 TEXTS = [f"{phrase} and {phrase} and {phrase}" for phrase in PHRASES]
 FIRST, SIZE, OPENING, TOKENS = 40, 3, 6, 10
