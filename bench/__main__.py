@@ -22,6 +22,7 @@ BENCHES = {
     "rows": "the row store: opening it, looking rows up, its memory and its size on disk",
     "packs": "what codebook packs bring: base ids per id of held-out text, by pack size",
     "pack_quality": "what codebook packs cost: strict bits per byte against base ids per id, beside the base",
+    "pack_transfer": "packs for text that training never saw: what they bring, read and written, and cost",
     "multitok": "phrases of MultiTok: learning and encoding beside plain Python, memory, how far a corpus shrinks",
     "classify": "MultiTok's own experiment at small scale: a classifier of texts in words and in phrases",
     "memory": "memory over a long generation",

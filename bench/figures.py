@@ -380,10 +380,38 @@ def _pack_quality(records: Records) -> str:
     return table(heads, rows, "markdown")
 
 
+def _pack_transfer(records: Records) -> str:
+    rows = []
+    for line in records.lines("pack_transfer"):
+        rows.append([*_start(line), f"{line['base_ids_per_id']:.3f}", f"{line['bits_per_byte']:.3f}",
+                     f"{line['over_base']:+.1%}", f"{line['over_empty']:+.1%}"])  # fmt: skip
+    heads = ["pack", "entries", "base ids per id", "bits per byte", "to the base", "to no pack"]
+    return table(heads, rows, "markdown")
+
+
+def _pack_transfer_written(records: Records) -> str:
+    rows = []
+    for line in records.lines("pack_transfer"):
+        row = [*_start(line), f"{line['own_base_tokens_per_step']:.3f}"]
+        for told in (line["greedy"], line["sampled"]):
+            shares = (told["of_gain"], told["of_own_gain"])
+            row += [f"{told['base_tokens_per_step']:.3f}", *("-" if x is None else f"{x:.0%}" for x in shares)]
+        rows.append(row)
+    told = ["of the gain", "of the authors'"]
+    return table(["pack", "entries", "theirs", "greedy", *told, "at 0.7", *told], rows, "markdown")
+
+
+def _start(line: Record) -> list[str]:
+    """A pack as `bench pack_transfer` names it, and its size."""
+    kinds = {"empty": "none", "learned": "of the new text", "own": "of the training"}
+    return [kinds.get(line["curve"], line["curve"]), f"{line['entries']:,}"]
+
+
 TABLES: dict[str, Callable[[Records], str]] = {
     "codec": _codec, "speed": _speed, "steps": _steps, "requests": _requests, "stories": _stories,
     "published": _published, "parts": _parts, "targets": _targets, "records": _machines, "packs": _packs,
-    "pack-quality": _pack_quality,
+    "pack-quality": _pack_quality, "pack-transfer": _pack_transfer,
+    "pack-transfer-written": _pack_transfer_written,
     **adapt_page.TABLES,
     **hbpe_page.TABLES,
 }  # fmt: skip

@@ -14,7 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.errors import MlxZipError
+from mlx_zip.evaluation.bits import Bits, compare_bits, measure_bits
+from mlx_zip.evaluation.documents import read_corpus
+from mlx_zip.evaluation.windows import cut_windows
 from mlx_zip.files import whole_file
+from mlx_zip.vocab.first_stage import tokenizer_fingerprint
+from mlx_zip.vocab.packs import Pack, load_pack
 
 from .codec_figure import new_figure
 from .record import surroundings
@@ -51,19 +56,11 @@ def run(args: argparse.Namespace) -> int:
 
 def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A line for the empty start, then one per pack, in the order given."""
-    from mlx_zip.evaluation.bits import compare_bits, measure_bits
-    from mlx_zip.evaluation.documents import read_corpus
-    from mlx_zip.evaluation.windows import cut_windows
     from mlx_zip.generate import load
-    from mlx_zip.vocab.first_stage import tokenizer_fingerprint
-    from mlx_zip.vocab.packs import load_pack
 
-    named = [_split(word) for word in args.pack]
-    packs = [(curve, Path(file).name, load_pack(file)) for curve, file in named]
+    packs = read_packs(args.pack)
     (model, tokenizer), (base, base_tokenizer) = load(args.model), load(args.base)
-    for _, file, pack in packs:
-        pack.check_tokenizer(tokenizer_fingerprint(tokenizer), file)
-        model.make_cache(start=pack.start)  # refuses what does not fit
+    check_packs(packs, model, tokenizer)
     corpus = read_corpus(args.data, args.separator, args.limit_bytes)
     windows = cut_windows(tokenizer, corpus.documents, CONTEXT)
     if not windows.same_as(cut_windows(base_tokenizer, corpus.documents, CONTEXT)):
@@ -77,14 +74,28 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     }  # fmt: skip
     for curve, file, pack in [("empty", None, None), *packs]:
         bits = empty if pack is None else measure_bits(model, windows, args.batch_size, start=pack.start)
-        record = bits.record()
-        found = {name: record[name] for name in ("bits_per_byte", "bits_per_byte_standard_error", "base_ids_per_id")}
-        over = {"over_base": compare_bits(bits, control), "over_empty": compare_bits(bits, empty)}
-        relative = {name: compared["bits_per_byte_relative"] for name, compared in over.items()}
         entries = 0 if pack is None else len(pack.entries)
-        print(f"{curve} {entries}: {found['bits_per_byte']:.4f} bits/byte", file=sys.stderr)
-        yield {**fixed, "curve": curve, "pack": file, "entries": entries, "bytes": record["bytes"], **found, **relative,
+        print(f"{curve} {entries}: {bits.bits_per_byte:.4f} bits/byte", file=sys.stderr)
+        yield {**fixed, "curve": curve, "pack": file, "entries": entries, **scored(bits, control, empty),
                **surroundings("mlx")}  # fmt: skip
+
+
+def scored(bits: Bits, control: Bits, empty: Bits) -> dict[str, Any]:
+    """What a record says of the bits with a pack, beside the base's and those of an empty start."""
+    record = bits.record()
+    names = ("bytes", "bits_per_byte", "bits_per_byte_standard_error", "base_ids_per_id")
+    over = {"over_base": compare_bits(bits, control), "over_empty": compare_bits(bits, empty)}
+    relative = {name: compared["bits_per_byte_relative"] for name, compared in over.items()}
+    return {**{name: record[name] for name in names}, **relative}
+
+
+Named = tuple[str, str, Pack]  # the name of its curve, its file's, and a pack
+
+
+def read_packs(words: Sequence[str]) -> list[Named]:
+    """The packs of --pack. Raises `MlxZipError`."""
+    named = [_split(word) for word in words]
+    return [(curve, Path(file).name, load_pack(file)) for curve, file in named]
 
 
 def _split(word: str) -> tuple[str, str]:
@@ -92,6 +103,13 @@ def _split(word: str) -> tuple[str, str]:
     if not (name and is_there and file):
         raise MlxZipError(f"--pack takes NAME=FILE, not {word!r}")
     return name, file
+
+
+def check_packs(packs: Sequence[Named], model: Any, tokenizer: Any) -> None:
+    """Raises `DataError` or `CodecError` for a pack of another tokenizer, and for one that the model cannot take."""
+    for _, file, pack in packs:
+        pack.check_tokenizer(tokenizer_fingerprint(tokenizer), file)
+        model.make_cache(start=pack.start)  # refuses what does not fit
 
 
 def _read(path: Path) -> list[dict[str, Any]]:

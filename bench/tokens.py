@@ -18,8 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from mlx_zip.codec import CodecParams, compress
+from mlx_zip.codec import Codebook, CodecParams, compress
 from mlx_zip.codec.ids import Uint32s
+from mlx_zip.codec.params import POLICIES
 from mlx_zip.errors import DataError, InstallationError, MlxZipError
 from mlx_zip.evaluation.documents import Corpus, read_corpus
 
@@ -46,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="hypertokens of a window at most; of sizes that no window can fill one is measured "
              "(default: 2048)")  # fmt: skip
     add("--disabled", choices=("none", "digits"), default="none", help="ids that never merge (default: none)")
+    add("--policy", choices=POLICIES, default="freeze", help="what a full codebook does (default: freeze, as upstream)")
     add("--check", action="store_true", help="hold every window's ids against zip2zip-compression's")
     add("--write-docs", type=Path, metavar="PAGE", help="write the page from --records, and measure nothing")
     add("--records", type=Path, nargs="+", metavar="FILE", help="lines for the page (default: the recorded ones)")
@@ -66,8 +68,8 @@ def run(args: argparse.Namespace) -> int:
         disabled = vocabulary.digit_ids() if args.disabled == "digits" else []
         for domain, corpus in corpora.items():
             settings = list(_settings(windows, args.merge_sizes, args.codebook_sizes))
-            line = measure(vocabulary, corpus, settings, disabled, upstream)
-            line = {"bench": "tokens", "domain": domain, **line, "disabled": args.disabled}
+            line = measure(vocabulary, corpus, settings, disabled, upstream, args.policy)
+            line = {"bench": "tokens", "domain": domain, **line, "disabled": args.disabled, "policy": args.policy}
             print(json.dumps({**line, **surroundings("zip2zip_compression", vocabulary.library)}), flush=True)
             print(f"{vocabulary.name}, {domain}: {len(settings)} settings", file=sys.stderr)
     return 0
@@ -78,6 +80,8 @@ def _checked(args: argparse.Namespace) -> list[int | None]:
     for name in ("tokenizers", "text"):
         if not getattr(args, name):
             raise MlxZipError(f"--{name} is missing; or give --write-docs to write the page from recorded lines")
+    if args.check and args.policy != "freeze":
+        raise MlxZipError(f"--check: zip2zip-compression knows no policy {args.policy}, only freeze")
     for name in ("merge_sizes", "codebook_sizes"):
         if low := [n for n in getattr(args, name) if n < 1]:
             raise MlxZipError(f"--{name.replace('_', '-')} must be at least 1, got {low[0]}")
@@ -135,12 +139,14 @@ def _columns(argument: str, fields: str) -> dict[str, str]:
 
 
 def measure(
-    vocabulary: Vocabulary, corpus: Corpus, settings: Sequence[Any], disabled: Sequence[int], upstream: Any = None
+    vocabulary: Vocabulary, corpus: Corpus, settings: Sequence[Any], disabled: Sequence[int], upstream: Any = None,
+    policy: str = "freeze",
 ) -> dict[str, Any]:
     """Base ids of a corpus, and a row of `COLUMNS` per setting.
 
     settings: (window or None, merge size, codebook size). entries: installed ones, of all windows; entries_used: those
-    emitted at least once. upstream: the module zip2zip_compression; raises `MlxZipError` where its ids differ.
+    emitted at least once, one that comes again counted once. upstream: the module zip2zip_compression; raises
+    `MlxZipError` where its ids differ. policy: of full codebooks.
     """
     documents = [np.array(vocabulary.encode(document.text), np.uint32) for document in corpus.documents]
     stream = np.concatenate(documents)
@@ -150,7 +156,7 @@ def measure(
     for window, merge_size, codebook_size in settings:
         pieces = documents if window is None else [stream[i : i + window] for i in range(0, len(stream), window)]
         # one id more than there are: a pad id that no text has
-        params = CodecParams(vocabulary.size + 1, codebook_size, merge_size, disabled, pad_id=vocabulary.size)
+        params = CodecParams(vocabulary.size + 1, codebook_size, merge_size, disabled, vocabulary.size, policy=policy)
         counted = count(params, pieces)
         counts.append([window or WHOLE, merge_size, codebook_size, *counted])
         if upstream is not None:
@@ -171,9 +177,19 @@ def count(params: CodecParams, pieces: Sequence[Uint32s]) -> tuple[int, int, int
     for piece in pieces:
         emitted, installed = compress(params, piece)
         ids += len(emitted)
-        entries += len(installed)
-        used += len(np.unique(emitted[emitted >= params.vocab_size]))
+        came, emitted_once = len(installed), len(np.unique(emitted[emitted >= params.vocab_size]))
+        if params.policy != "freeze":
+            came, emitted_once = _in_turn(params, emitted)
+        entries, used = entries + came, used + emitted_once
     return ids, entries, used
+
+
+def _in_turn(params: CodecParams, emitted: Uint32s) -> tuple[int, int]:
+    """Where an id stands for one entry here and for another there: entries that came, and different ones emitted."""
+    book = Codebook(params)
+    came = len(book.push(emitted))
+    rows, lengths = book.logged()
+    return came, len(np.unique(rows[lengths > 1], axis=0))
 
 
 def check(params: CodecParams, pieces: Sequence[Uint32s], upstream: Any) -> None:

@@ -1,4 +1,4 @@
-"""`mlx_zip convert`: the flags of `mlx_lm.convert`, and five of ours."""
+"""`mlx_zip convert`: the flags of `mlx_lm.convert`, and some of ours."""
 
 from __future__ import annotations
 
@@ -41,6 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Pack of entries that every request of the model is to begin with; several are merged. "
              "Default: as it was.",
     )  # fmt: skip
+    add(
+        "--policy", choices=["freeze", "lru", "use-count"],
+        help="What a full codebook does: nothing any more, or a new entry takes the place of the one used longest ago, "
+             "or least often. Training and canonical decoding need freeze. Default: as it was, upstream freeze.",
+    )  # fmt: skip
     add("--encoder-bits", type=int, choices=[4, 8], help="Quantize the hyper-encoders too.")
 
 
@@ -51,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     flags = (
         "hf_path", "mlx_path", "quantize", "q_group_size", "q_bits", "q_mode", "quant_predicate", "dtype",
         "dequantize", "revision", "upload_repo", "trust_remote_code", "keep_adapter", "lora_only", "encoder_bits",
-        "canonical", "codebook",
+        "canonical", "codebook", "policy",
     )  # fmt: skip
     with warnings_on_stderr():
         print(convert(**{flag: getattr(args, flag) for flag in flags}))

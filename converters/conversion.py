@@ -28,6 +28,7 @@ from mlx_zip.errors import CodecError, ConversionError
 from mlx_zip.hyper import Fingerprints
 from mlx_zip.layout import Layout
 from mlx_zip.models import Model, ModelArgs, check_config
+from mlx_zip.models.parts import RECORD_KEYS
 from mlx_zip.register import MODEL_TYPE
 from mlx_zip.training.encoding import load_tokenizer
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
@@ -69,6 +70,7 @@ def convert(
     encoder_bits: int | None = None,
     canonical: bool | None = None,
     codebook: Sequence[str | Path] | None = None,
+    policy: str | None = None,
     trust_remote_code: bool = False,
     progress: bool = True,
 ) -> Path:
@@ -79,8 +81,9 @@ def convert(
     the source decoder's. keep_adapter: leave a PEFT LoRA unmerged, in `adapters/` inside the output. lora_only:
     `hf_path` is a plain PEFT LoRA, and the output an mlx-lm adapter folder. encoder_bits: quantize the hyper-encoders
     too (4 or 8). canonical: what the config is to say of it (`mlx_zip.canonical`), None leaves it. codebook: packs
-    whose entries, merged, every request of the model begins with, none of them tuned; None leaves what it had. A folder
-    that is converted already can be quantized, dequantized or cast again.
+    whose entries, merged, every request of the model begins with, none of them tuned; None leaves what it had. policy:
+    what a full codebook does (`CodecParams`), None leaves it. A folder that is converted already can be quantized,
+    dequantized or cast again.
 
     Raises `ConversionError` or `ConfigError`, `DataError` for a pack that cannot be read or does not fit, each a line
     that names the file, tensor or key at fault; then nothing has been written.
@@ -96,12 +99,12 @@ def convert(
     recipe = Recipe(quantize, q_group_size, q_bits, q_mode, quant_predicate, encoder_bits, dequantize)
     place = source.locate(hf_path, revision)
     if lora_only:
-        _refuse_with_lora_only(recipe, keep_adapter or canonical is not None or codebook is not None)
+        others = any(option is not None for option in (canonical, codebook, policy))
+        _refuse_with_lora_only(recipe, keep_adapter or others)
         _write_adapter(out, source.complete(place), dtype, progress)
     else:
         prepared = _prepare(place, dtype, keep_adapter, trust_remote_code)
-        if canonical is not None:
-            prepared.config["zip2zip"]["canonical"] = canonical
+        _decide(prepared.config["zip2zip"], canonical, policy)
         if codebook is not None:
             _begin_with(prepared, codebook, trust_remote_code)
         _quantize(prepared, recipe)
@@ -114,9 +117,19 @@ def convert(
 def _refuse_with_lora_only(recipe: Recipe, others: bool) -> None:
     if recipe != Recipe() or others:
         raise ConversionError(
-            "--lora-only writes an adapter alone; it takes no quantization, no --keep-adapter, no --canonical "
-            "and no --codebook"
+            "--lora-only writes an adapter alone; it takes no quantization, no --keep-adapter, no --canonical, "
+            "no --codebook and no --policy"
         )
+
+
+def _decide(section: dict[str, Any], canonical: bool | None, policy: str | None) -> None:
+    """Writes what of these is given into a config's section. Raises `ConfigError` where the two do not go together."""
+    if canonical is not None:
+        section["canonical"] = canonical
+    if policy is not None:
+        section["compression"]["policy"] = policy
+    settled = ZipConfig.from_dict({name: section[name] for name in section if name not in RECORD_KEYS})
+    section["compression"] = settled.to_dict()["compression"]
 
 
 def _begin_with(prepared: Prepared, files: Sequence[str | Path], trust_remote_code: bool) -> None:

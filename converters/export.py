@@ -121,7 +121,7 @@ def _check(model: Any, facts: TokenizerFacts, drop_start: bool, adapted: bool) -
     if config.policy != "freeze":
         raise ConversionError(
             f"the model's codebook has the policy {config.policy!r}, but zip2zip's keeps what a full table holds: "
-            "nothing to export (take \"policy\" out of config.json's compression section to give it up)"
+            "nothing to export (`mlx_zip convert --policy freeze` gives it up)"
         )
     if config.start is not None and not drop_start:
         raise ConversionError(

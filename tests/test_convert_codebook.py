@@ -83,5 +83,5 @@ def test_a_tuned_pack_is_refused_for_its_rows_would_be_lost(converted: Path, tmp
 
 
 def test_an_adapter_alone_takes_no_codebook(tmp_path: Path) -> None:
-    with pytest.raises(ConversionError, match="no --canonical and no --codebook"):
+    with pytest.raises(ConversionError, match="no --canonical, no --codebook and no --policy"):
         convert(CHECKPOINT, tmp_path / "out", lora_only=True, codebook=["x.npz"])

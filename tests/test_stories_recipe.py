@@ -10,7 +10,7 @@ import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
+from itertools import chain, takewhile
 
 import pytest
 from stories_toy import corpus
@@ -118,7 +118,8 @@ def test_training_runs_on_training_windows_alone(made):
     trained = [folder for call in calls if call[0] == "train" for folder in values(call, "--data")]
     assert {text for folder in trained for text in texts[folder]} == {
         "texts/train.jsonl", "texts/asked.jsonl", "texts/conversations.jsonl",
-        *(f"pack-texts/{more}{name}.jsonl" for more in ("", "more-") for name in ("empty", "own", "drawn-0", "drawn-1")),
+        *(f"pack-texts/{prefix}{name}.jsonl" for prefix in ("", "more-")
+          for name in ("empty", "own", "drawn-0", "drawn-1")),
     }  # fmt: skip
 
 
@@ -386,7 +387,8 @@ def test_sigterm_is_passed_on_and_the_command_may_save_first(tmp_path):
 def test_the_settings_fit_each_other(settings):
     assert settings.model["vocab_size"] == settings.vocab_size
     assert settings.short <= settings.long <= settings.model["max_position_embeddings"]
-    assert set(settings.bundled.values()) <= {"base", "zip", "control", *sum(packs.runs(settings.packs).values(), [])}
+    runs = packs.runs(settings.packs).values()
+    assert set(settings.bundled.values()) <= {"base", "zip", "control", *chain.from_iterable(runs)}
     figures = 3 + len(settings.packs.unseen) + 2 * len(settings.temperatures)
     assert len({name for name, _ in measures(settings)}) == figures
     assert max(settings.packs.size, *settings.packs.sizes) <= settings.packs.codec["codebook_size"]

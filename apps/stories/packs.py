@@ -1,8 +1,9 @@
 """The recipe's last part: the zip2zip model goes on with codebook packs, and its control with the same text.
 
-There are several rounds of that, each with texts of its own; each goes on where the one before it ended. Windows begin with the model's own pack, with one of several others, of which every sample draws its entries, or with
-none. Packs are learned from other parts of the training text than they are trained with, so that training sees how well
-a pack serves new text; a story that the text repeats may stand in both.
+There are several rounds of that, each with texts of its own; each goes on where the one before it ended. Windows begin
+with the model's own pack, with one of several others, of which every sample draws its entries, or with none. Packs are
+learned from other parts of the training text than they are trained with, so that training sees how well a pack serves
+new text; a story that the text repeats may stand in both.
 """
 
 from __future__ import annotations
@@ -100,8 +101,7 @@ def pool(packs: PackSettings, size: int) -> int:
 
 
 def make_windows(recipe: Recipe) -> None:
-    """Per round prepared/packed-NAME of every part, prepared/PREFIXplain of all of them, not compressed; and both of
-    the stories to validate on."""
+    """prepared/packed-NAME of every part; prepared/PREFIXplain of all parts of a round, not compressed; to validate."""
     settings, packs = recipe.settings, recipe.settings.packs
     fixed = {"context": settings.long, "shard_samples": settings.shard_samples, "workers": settings.workers,
              "no_pack": True}  # fmt: skip

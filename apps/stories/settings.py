@@ -100,8 +100,8 @@ _FURTHER = {
     "warmup": 20, "steps_per_eval": 100, "val_batches": 4, "save_every": 25,
 }  # fmt: skip
 _MORE = {
-    **_FURTHER, "iters": 400, "muon_learning_rate": 7e-3, "learning_rate": 1e-3, "min_learning_rate": 2e-5, "warmup": 10,
-    "save_every": 30,
+    **_FURTHER, "iters": 400, "muon_learning_rate": 7e-3, "learning_rate": 1e-3, "min_learning_rate": 2e-5,
+    "warmup": 10, "save_every": 30,
 }  # fmt: skip
 _WHOLE = {"batch_size": 32}
 _PARTS = {"batch_size": 8, "grad_accumulation_steps": 4}  # uncompressed windows are longer

@@ -15,7 +15,7 @@ from mlx_zip.bundled import here_or_bundled
 from mlx_zip.errors import GenerationError, bare_exceptions_as_value_errors
 
 _NEVER_MERGED = ("specials", "digits")
-_DEFAULTS = {"merge_size": 3, "codebook_size": 2048}
+_DEFAULTS = {"merge_size": 3, "codebook_size": 2048, "policy": "freeze"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,6 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="model folder, tokenizer.json, bundled model or hub id; a converted model brings its codec")  # fmt: skip
     add("--merge-size", type=int, help="base tokens per hypertoken at most (default: 3, or the converted model's)")
     add("--codebook-size", type=int, help="hypertokens at most (default: 2048, or the converted model's)")
+    add("--policy", choices=["freeze", "lru", "use-count"],
+        help="what a full codebook does: nothing any more, or a new entry takes the place of the one used longest ago, "
+             "or least often (default: freeze, or the converted model's)")  # fmt: skip
     add("--window", type=int, help="compress every N base tokens on their own (default: the text as a whole)")
     add("--disabled", nargs="*", choices=_NEVER_MERGED, help="tokens that never merge (default: specials)")
     add("--show", type=int, default=20, metavar="N", help="hypertokens to list, the most saving first (default: 20)")
@@ -146,18 +149,18 @@ def codec_params(vocabulary: Vocabulary, args: argparse.Namespace) -> Any:
     from mlx_zip.codec import CodecParams
 
     own = vocabulary.codec
-    size = {
+    chosen = {
         name: getattr(args, name) if getattr(args, name) is not None else getattr(own, name, default)
         for name, default in _DEFAULTS.items()
     }
     if own is not None and args.disabled is None:
-        return replace(own, **size)
+        return replace(own, **chosen)
     disabled = set(vocabulary.special_ids) if args.disabled is None or "specials" in args.disabled else set()
     if "digits" in (args.disabled or ()):
         disabled |= {i for i in range(vocabulary.size) if vocabulary.decode([i]).strip().isdigit()}
     if own is not None:
-        return replace(own, **size, disabled_ids=tuple(sorted(disabled)), pad_id=None)
-    return CodecParams(vocabulary.size, size["codebook_size"], size["merge_size"], tuple(sorted(disabled)))
+        return replace(own, **chosen, disabled_ids=tuple(sorted(disabled)), pad_id=None)
+    return CodecParams(vocabulary.size, disabled_ids=tuple(sorted(disabled)), **chosen)
 
 
 def compress_windows(params: Any, ids: Sequence[int], window: int) -> Tally:
@@ -190,6 +193,7 @@ def _record(params: Any, tally: Tally, text_bytes: int) -> dict[str, Any]:
         "entries": tally.entries,
         "merge_size": params.merge_size,
         "codebook_size": params.codebook_size,
+        "policy": params.policy,
     }
 
 
@@ -204,7 +208,8 @@ def _table(record: dict[str, Any], top: Sequence[dict[str, Any]]) -> str:
         f"{record['hyper_share']:.1%} of them hypertokens",
         f"{record['text_bytes']} bytes: {record['bytes_per_token_before']:.3f} per base token, "
         f"{record['bytes_per_token_after']:.3f} per id",
-        f"{record['entries']} entries made (merge size {record['merge_size']}, codebook {record['codebook_size']})",
+        f"{record['entries']} entries made (merge size {record['merge_size']}, codebook {record['codebook_size']}, "
+        f"{record['policy']})",
     ]
     if top:
         lines += ["", f"{'saved':>7} {'uses':>7} {'length':>7}  text"]

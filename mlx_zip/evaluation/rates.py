@@ -177,8 +177,7 @@ def _measure(model: Any, turn: _Turn, start: AnyStart | None) -> Story:
     canonical, invalid, hypertokens = None, 0, 0
     if is_zip(model):
         book = Codebook(codec(model, start)) if turn.context is None else turn.context
-        book.push(_prompt_ids(book, turn.prompt))
-        canonical = len(book.compress(np.array(turn.base_ids, np.uint32)))
+        canonical = canonical_steps(book, turn.prompt, turn.base_ids)
         invalid = count_invalid(book, turn.tokens)
         hypertokens = sum(model.layout.is_hyper(token) for token in turn.tokens)
     return Story(
@@ -193,6 +192,12 @@ def _measure(model: Any, turn: _Turn, start: AnyStart | None) -> Story:
         repeated=repeated,
         finish_reason=turn.finish_reason,
     )
+
+
+def canonical_steps(book: Codebook, prompt: Sequence[int], base_ids: Sequence[int]) -> int:
+    """Ids that canonical compression makes of base ids behind a prompt, which `book` reads here as a request does."""
+    book.push(_prompt_ids(book, prompt))
+    return len(book.compress(np.array(base_ids, np.uint32)))
 
 
 def _prompt_ids(book: Codebook, prompt: Sequence[int]) -> Uint32s:

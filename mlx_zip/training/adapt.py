@@ -71,8 +71,8 @@ def start_model(
     folder: a model folder, zip2zip or plain; else `scratch`, a config.json's content, gives random weights. A plain
     model becomes a zip2zip one with new encoders when the codec has a codebook. A zip2zip model takes over the data's
     codebook size, and longer entries too. canonical: whether it decodes canonically from here on, None for what its
-    config says. Raises `TrainingError` when it has another codec in any other way,
-    and for a plain model that is to be canonical, `ConfigError` for a model type that is not supported.
+    config says. Raises `TrainingError` when it has another codec in any other way, or a policy other than freeze, and
+    for a plain model that is to be canonical, `ConfigError` for a model type that is not supported.
     """
     config = dict(scratch or {}) if folder is None else read_config(folder)
     if not isinstance(config.get("model_type"), str):
@@ -122,6 +122,11 @@ def _with_codec(config: dict[str, Any], params: CodecParams) -> dict[str, Any]:
     """config.json of a zip2zip model with the codebook size and the merge size of `params`."""
     found = ModelArgs.from_dict(config).zip_config
     theirs = found.codec_params
+    if theirs.policy != "freeze":
+        raise TrainingError(
+            f"the model's codebook has the policy {theirs.policy!r}, and training follows freeze only: "
+            "`mlx_zip convert --policy freeze` makes a model to train"
+        )
     sizes = {"codebook_size": params.codebook_size, "merge_size": params.merge_size}
     if replace(theirs, start=None, **sizes) != replace(params, start=None) or params.merge_size < theirs.merge_size:
         raise TrainingError(f"the data were prepared for another codec ({params}) than the model's ({theirs})")
