@@ -6,6 +6,7 @@ import gzip
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from mlx_zip.vocab.hbpe_tokens import encoder_of, learn_tokenizer, read_tokens, 
 from .hbpe import first_stage
 
 BYTE_END = 256
-ENTROPY_SAMPLE = 1 << 17  # bytes that the threshold is chosen by
+ENTROPY_SAMPLE = 1 << 17  # bytes of documents that the threshold is chosen by, at least
 
 Documents = list[bytes]
 Material = tuple[Corpus, Corpus, PatchTable | None]  # to train on, to test on, the patches of both
@@ -83,9 +84,11 @@ class Data:
         if model is None:
             raise MlxZipError("--models entropy needs bytes too: its model tells where to cut")
         length = round(self.context * self.bytes_per_token)
-        some = byte_entropies(model, b"".join(self.train)[:ENTROPY_SAMPLE], length)
+        foreseen = cache(lambda document: byte_entropies(model, document, length))
+        enough = int(np.searchsorted(np.cumsum([len(document) for document in self.train]), ENTROPY_SAMPLE)) + 1
+        some = np.concatenate([foreseen(document) for document in self.train[:enough]])
         threshold = float(np.quantile(some, 1 - 1 / self.bytes_per_token))
-        return lambda document: entropy_patches(document, byte_entropies(model, document, length), threshold)
+        return lambda document: entropy_patches(document, foreseen(document), threshold)
 
     def _first_stage(self) -> tuple[list[bytes], Callable[[str], Sequence[int]]]:
         if self.tokenizer is not None:

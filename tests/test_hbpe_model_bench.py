@@ -3,9 +3,11 @@
 import argparse
 import json
 
+import numpy as np
 import pytest
 from tiny_vocabularies import write_folder
 
+from mlx_zip.bench import hbpe_data
 from mlx_zip.bench import hbpe_model as bench
 from mlx_zip.bench.__main__ import main
 from mlx_zip.bench.hbpe_data import Data, read_documents
@@ -64,6 +66,19 @@ def test_both_parts_of_a_text_keep_their_bytes(texts):
         assert corpora[0].n_bytes <= sum(map(len, data.train))
         assert corpora[0].n_bytes > 0.8 * sum(map(len, data.train))
     assert data.of("space", 8)[1].n_bytes > 0
+
+
+def test_the_entropies_that_give_the_threshold_are_those_that_cut(texts, monkeypatch):
+    data, foreseen = data_of(parse(texts)), []
+
+    def byte_entropies(model, document, window):
+        foreseen.append(document)
+        return np.frombuffer(document, np.uint8).astype(np.float32)
+
+    monkeypatch.setattr(hbpe_data, "byte_entropies", byte_entropies)
+    data.byte_model = object()
+    data.of("entropy", 8)
+    assert sorted(foreseen) == sorted({*data.train, *data.test})
 
 
 def test_a_first_stage_that_is_named_makes_the_ids(texts, tmp_path):
