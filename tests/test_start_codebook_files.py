@@ -170,5 +170,5 @@ def test_the_command_compress_keeps_the_models_start_entries() -> None:
     own = ModelArgs({"zip2zip": section(start=ENTRIES)}).zip_config.codec_params
     vocabulary = Vocabulary(list, str, 40, frozenset({0}), own)
     for disabled in (None, ["specials"]):
-        flags = SimpleNamespace(merge_size=None, codebook_size=None, disabled=disabled)
+        flags = SimpleNamespace(merge_size=None, codebook_size=None, disabled=disabled, policy=None)
         assert codec_params(vocabulary, flags).start == ENTRIES

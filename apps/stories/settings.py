@@ -178,7 +178,7 @@ TINY = replace(
     vocab_size=320,
     model={**FULL.model, "hidden_size": 64, "num_hidden_layers": 1, "intermediate_size": 64, "head_dim": 16,
            "vocab_size": 320, "max_position_embeddings": 256},
-    short=32, long=96, asked=8, conversations=12, requests=4, test_turns=2, validation=4, shard_samples=16, workers=1,
+    short=32, long=96, asked=8, conversations=16, requests=4, test_turns=2, validation=4, shard_samples=16, workers=1,
     codec={"merge_size": 3, "codebook_size": 64},
     base={**FULL.base, **_FEW},
     chat={**FULL.chat, **_FEW},
