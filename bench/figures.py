@@ -404,7 +404,8 @@ def _pack_transfer_written(records: Records) -> str:
 def _start(line: Record) -> list[str]:
     """A pack as `bench pack_transfer` names it, and its size."""
     kinds = {"empty": "none", "learned": "of the new text", "own": "of the training"}
-    return [kinds.get(line["curve"], line["curve"]), f"{line['entries']:,}"]
+    curve: str = line["curve"]
+    return [kinds.get(curve, curve), f"{line['entries']:,}"]
 
 
 TABLES: dict[str, Callable[[Records], str]] = {

@@ -171,8 +171,9 @@ def _check_place(path: str, name: str, value: Any) -> None:
     kind: Any = bool if name in _SWITCHES else str
     several = value if name in ("data", "valid") and isinstance(value, list) else [value]
     if value is not None and not all(isinstance(one, kind) for one in several):
-        wanted = dict.fromkeys(_SWITCHES, "true or false") | dict.fromkeys(("data", "valid"), "names of folders")
-        raise TrainingError(f"--config {path}: {name} must be {wanted.get(name, 'text')}, got {value!r}")
+        folders = "names of folders" if name in ("data", "valid") else "text"
+        wanted = "true or false" if name in _SWITCHES else folders
+        raise TrainingError(f"--config {path}: {name} must be {wanted}, got {value!r}")
 
 
 def _as_flag(path: str, name: str, value: Any) -> Any:
