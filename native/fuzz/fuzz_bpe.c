@@ -38,7 +38,7 @@ static size_t lay_out(const list *l, uint32_t token, uint8_t *dst) {
   return n + lay_out(l, l->parts[2 * (token - 256) + 1], dst + n);
 }
 
-static void require_text(const list *l, const uint32_t *ids, size_t n_ids, const uint8_t *text, size_t n) {
+static void require_tokens_of(const list *l, const uint32_t *ids, size_t n_ids, const uint8_t *text, size_t n) {
   uint8_t token[MLXZIP_BPE_LONGEST];
   size_t at = 0;
   for (size_t i = 0; i < n_ids; i++) {
@@ -66,7 +66,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
   for (size_t i = 0; i < n; i++) text[i] = (uint8_t)(letters ? 'a' + b.at[i] % 3 : b.at[i]);
   for (int kind = MLXZIP_PIECE_WHOLE; kind <= MLXZIP_PIECE_DIGITS; kind++) {
     REQUIRE(mlxzip_bpe_encode(bpe, kind, text, n, ids, &n_ids) == MLXZIP_OK && n_ids <= n);
-    require_text(&l, ids, n_ids, text, n);
+    require_tokens_of(&l, ids, n_ids, text, n);
     size_t k = mlxzip_pieces(kind, text, n, ends);
     REQUIRE(k <= n && (n == 0 || ends[k - 1] == n));
     REQUIRE(mlxzip_bpe_encode_pieces(bpe, text, ends, k, again, id_ends) == MLXZIP_OK);
