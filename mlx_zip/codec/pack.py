@@ -93,7 +93,7 @@ def _read_json(path: Path) -> list[tuple[Any, ...]]:
 
 def _read_arrays(path: Path) -> list[tuple[int, ...]]:
     if path.suffix == ".npy":
-        return _entries_of(path, read_npy(path, _WHAT), read_npy(lengths_file(path), f"the lengths of {path}"))
+        return _entries_of(path, read_npy(path, _WHAT), read_npy(lengths_file(path), f"the lengths of {path.name}"))
     arrays = read_npz(path, _WHAT, NAMES)
     if missing := set(NAMES) - arrays.keys():
         raise DataError(f"{path} has no array {' and no '.join(sorted(missing))}")
