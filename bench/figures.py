@@ -374,17 +374,21 @@ def _pack_quality(records: Records) -> str:
     rows = []
     for line in records.lines("pack_quality"):
         kind = {"empty": "none", "own": "its own"}.get(line["curve"], line["curve"])
-        rows.append([kind, f"{line['entries']:,}", f"{line['base_ids_per_id']:.3f}", f"{line['bits_per_byte']:.3f}",
-                     f"{line['over_base']:+.1%}", f"{line['over_empty']:+.1%}"])  # fmt: skip
+        rows.append([kind, f"{line['entries']:,}", *_scored(line)])
     heads = ["pack", "entries", "base ids per id", "bits per byte", "to the control", "to no pack"]
     return table(heads, rows, "markdown")
+
+
+def _scored(line: Record) -> list[str]:
+    """What `bench.pack_quality.scored` tells of a pack."""
+    return [f"{line['base_ids_per_id']:.3f}", f"{line['bits_per_byte']:.3f}",
+            f"{line['over_base']:+.1%}", f"{line['over_empty']:+.1%}"]  # fmt: skip
 
 
 def _pack_transfer(records: Records) -> str:
     rows = []
     for line in records.lines("pack_transfer"):
-        rows.append([*_start(line), f"{line['base_ids_per_id']:.3f}", f"{line['bits_per_byte']:.3f}",
-                     f"{line['over_base']:+.1%}", f"{line['over_empty']:+.1%}"])  # fmt: skip
+        rows.append([*_start(line), *_scored(line)])
     heads = ["pack", "entries", "base ids per id", "bits per byte", "to the base", "to no pack"]
     return table(heads, rows, "markdown")
 

@@ -96,7 +96,8 @@ def test_one_array_is_no_archive_and_an_archive_no_array(tmp_path):
     np.save(tmp_path / "other.npy", np.array([[1, 2]]))
     with open(tmp_path / "other.lengths.npy", "wb") as file:
         np.savez(file, lengths=np.array([2]))
-    with pytest.raises(DataError, match=r"other\.lengths\.npy cannot be read as the lengths of other\.npy: it is an archive"):
+    told = r"other\.lengths\.npy cannot be read as the lengths of other\.npy: it is an archive"
+    with pytest.raises(DataError, match=told):
         read_pack(tmp_path / "other.npy")
 
 
