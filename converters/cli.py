@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--codebook", action="append", metavar="FILE",
         help="Pack of entries that every request of the model is to begin with; several are merged. "
-             "Default: as it was.",
+             "Rows that were tuned for the weights as written go along. Default: as it was.",
     )  # fmt: skip
     add(
         "--policy", choices=["freeze", "lru", "use-count"],

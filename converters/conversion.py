@@ -25,14 +25,14 @@ from mlx_zip.converters.quantization import QuantPredicate, Recipe, quantize_enc
 from mlx_zip.converters.tensors import FLOATS, load, read_model_files
 from mlx_zip.converters.tokenizer_files import TokenizerFacts, copy_tokenizer, read_tokenizer
 from mlx_zip.errors import CodecError, ConversionError
-from mlx_zip.hyper import Fingerprints
+from mlx_zip.hyper import Fingerprints, model_fingerprint
 from mlx_zip.layout import Layout
 from mlx_zip.models import Model, ModelArgs, check_config
 from mlx_zip.models.parts import RECORD_KEYS
 from mlx_zip.register import MODEL_TYPE
 from mlx_zip.training.encoding import load_tokenizer
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
-from mlx_zip.vocab.packs import load_pack, merge_packs
+from mlx_zip.vocab.packs import IN_FOLDER, Pack, load_pack, merge_packs, save_pack
 
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 ADAPTERS = "adapters"  # the folder of a kept adapter inside the output
@@ -43,6 +43,7 @@ class Prepared:
     """A model with lazy weights, everything checked, nothing written.
 
     config: config.json to be, without the fingerprint. tokenizer: the folder it comes from, and how it loads there.
+    pack: the one with tuned rows that the folder is to bring along, if any.
     """
 
     model: nn.Module
@@ -51,6 +52,7 @@ class Prepared:
     facts: TokenizerFacts
     card: str
     kept: Lora | None = None
+    pack: Pack | None = None
 
 
 def convert(
@@ -81,9 +83,9 @@ def convert(
     the source decoder's. keep_adapter: leave a PEFT LoRA unmerged, in `adapters/` inside the output. lora_only:
     `hf_path` is a plain PEFT LoRA, and the output an mlx-lm adapter folder. encoder_bits: quantize the hyper-encoders
     too (4 or 8). canonical: what the config is to say of it (`mlx_zip.canonical`), None leaves it. codebook: packs
-    whose entries, merged, every request of the model begins with, none of them tuned; None leaves what it had. policy:
-    what a full codebook does (`CodecParams`), None leaves it. A folder that is converted already can be quantized,
-    dequantized or cast again.
+    whose entries, merged, every request of the model begins with; None leaves what it had. Where they were tuned, for
+    the weights that are written, their rows go along as `pack.npz`. policy: what a full codebook does (`CodecParams`),
+    None leaves it. A folder that is converted already can be quantized, dequantized or cast again.
 
     Raises `ConversionError` or `ConfigError`, `DataError` for a pack that cannot be read or does not fit, each a line
     that names the file, tensor or key at fault; then nothing has been written.
@@ -108,6 +110,7 @@ def convert(
         if codebook is not None:
             _begin_with(prepared, codebook, trust_remote_code)
         _quantize(prepared, recipe)
+        _check_rows(prepared, codebook)
         _write(out, prepared, trust_remote_code, progress)
     if upload_repo is not None:
         hub.upload(out, upload_repo)
@@ -135,19 +138,31 @@ def _decide(section: dict[str, Any], canonical: bool | None, policy: str | None)
 def _begin_with(prepared: Prepared, files: Sequence[str | Path], trust_remote_code: bool) -> None:
     packs = {str(file): load_pack(file) for file in files}
     mark = tokenizer_fingerprint(load_tokenizer(prepared.tokenizer, trust_remote_code))
-    for name, pack in packs.items():
-        pack.check_tokenizer(mark, name)
-        if pack.rows is not None:
-            raise ConversionError(
-                f"--codebook {name} has tuned rows, for which a model folder has no place: give it to generate or "
-                "load, or leave its rows behind first (mlx_zip vocab pack merge --drop-rows)"
-            )
+    for name, one in packs.items():
+        one.check_tokenizer(mark, name)
+    pack = merge_packs(list(packs.values())) if len(packs) > 1 else next(iter(packs.values()))
     config: Any = prepared.model.config
     try:
-        params = replace(config.codec_params, start=merge_packs(list(packs.values())).entries)
+        params = replace(config.codec_params, start=pack.entries)
     except CodecError as error:
         raise ConversionError(f"--codebook {' '.join(packs)} does not fit the model: {error}") from error
     prepared.config["zip2zip"]["start"] = [list(entry) for entry in params.start or ()]
+    prepared.pack = None if pack.rows is None else pack
+
+
+def _check_rows(prepared: Prepared, files: Sequence[str | Path] | None) -> None:
+    """Tuned rows are good for the weights that they were tuned for: those asked for must be, others are left behind."""
+    rows = None if prepared.pack is None else prepared.pack.rows
+    if rows is None or rows.model == model_fingerprint(prepared.model):
+        return
+    if files is not None:
+        raise ConversionError(
+            f"--codebook {' '.join(map(str, files))}: its rows were tuned for other weights than those to be written; "
+            "convert first, tune the pack for the new folder, then convert that one with it, or leave its rows behind "
+            "(mlx_zip vocab pack merge --drop-rows)"
+        )
+    warnings.warn(f"the tuned rows in {IN_FOLDER} are left behind: they are not for the new weights", stacklevel=2)
+    prepared.pack = None
 
 
 # ---- reading
@@ -301,7 +316,9 @@ def _prepare_converted(place: Place, dtype: str | None, trust_remote_code: bool)
         config["torch_dtype"] = record["dtype"] = dtype
     record["mlx_zip"] = mlx_zip.__version__
     facts = read_tokenizer(place.folder, trust_remote_code)
-    return Prepared(model, config, place.folder, facts, hub.model_card(place, place, mlx_zip.__version__))
+    card = hub.model_card(place, place, mlx_zip.__version__)
+    beside = place.folder / IN_FOLDER
+    return Prepared(model, config, place.folder, facts, card, pack=load_pack(beside) if beside.exists() else None)
 
 
 def load_converted(place: Place) -> tuple[Any, dict[str, Any]]:
@@ -344,6 +361,8 @@ def _write(out: Path, prepared: Prepared, trust_remote_code: bool, progress: boo
         output.write_json(folder / "config.json", config)
         copy_tokenizer(prepared.tokenizer, folder, prepared.facts, trust_remote_code)
         (folder / "README.md").write_text(prepared.card, encoding="utf-8")
+        if prepared.pack is not None:
+            save_pack(folder / IN_FOLDER, prepared.pack)
         if prepared.kept is not None:
             (folder / ADAPTERS).mkdir()
             _write_lora(folder / ADAPTERS, prepared.kept, None)

@@ -9,13 +9,14 @@ from pathlib import Path
 
 from mlx_zip.bundled import here_or_bundled
 from mlx_zip.errors import ConversionError
+from mlx_zip.vocab.packs import IN_FOLDER
 
 CONFIGS = ["zip2zip_config.json", "config.json", "adapter_config.json"]
 TOKENIZER = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py"]
 BASE = [*TOKENIZER, "model*.safetensors"]
 CHECKPOINT = [
     *BASE, "zip2zip_encoders.safetensors", "encoders.safetensors", "adapter_model.safetensors", "meta.pt",
-    "*/model*.safetensors",
+    "*/model*.safetensors", IN_FOLDER,
 ]  # fmt: skip
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+|[\w.-]+")
 

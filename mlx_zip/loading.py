@@ -22,11 +22,13 @@ from mlx_zip.models.packed import packed_config
 from mlx_zip.register import MODEL_TYPE
 from mlx_zip.vocab.adaptbpe.plain import follow_folder
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
-from mlx_zip.vocab.packs import Pack
+from mlx_zip.vocab.packs import IN_FOLDER, Pack, load_pack
 from mlx_zip.vocab.tuned import TunedStart
 
 UPSTREAM_CONFIG = "zip2zip_config.json"
-_WEIGHTS_AND_CODE = ["model*.safetensors", "*.py", "tokenizer.model", "*.tiktoken", "*.txt", "*.jsonl", "*.jinja"]
+_WEIGHTS_AND_CODE = [
+    "model*.safetensors", IN_FOLDER, "*.py", "tokenizer.model", "*.tiktoken", "*.txt", "*.jsonl", "*.jinja",
+]  # fmt: skip
 
 
 def load(
@@ -48,7 +50,8 @@ def load(
     model decodes canonically (`mlx_zip.canonical`), None for what its config says; no matter to a plain model.
     row_store: keeps rows of hypertokens from one request to the next; models may share one. Default: one of its own, in
     memory. pack: a codebook pack that requests begin with unless they name another start; a plain model takes one whose
-    rows were tuned for it. codebook_size: slots, in place of as many as a zip2zip model's config says.
+    rows were tuned for it. Default: the tuned one in a converted model's folder, if it brings one along and no adapter
+    is put over it. codebook_size: slots, in place of as many as a zip2zip model's config says.
 
     Returns (model, mlx-lm's `TokenizerWrapper`). Raises `ModelError` for a folder that is missing, incomplete or not
     converted, and for a pack of another model; `DataError` for a pack of another tokenizer; `ConfigError` when
@@ -81,9 +84,27 @@ def load(
         if canonical is not None:
             model.config = replace(model.config, canonical=canonical)
         model.row_store = RowStore() if row_store is None else row_store
+        if pack is None and adapter_path is None:
+            pack = _pack_of(folder, model)
         if pack is not None:
             model.take_pack(pack.start)
     return model, loaded[1]
+
+
+def _pack_of(folder: Path, model: Any) -> Pack | None:
+    """The pack that a folder brings along: the entries that its config names, with their rows.
+
+    Raises `ModelError` for one of other entries, `DataError` for one that cannot be read.
+    """
+    if not (folder / IN_FOLDER).exists():
+        return None
+    pack = load_pack(folder / IN_FOLDER)
+    if pack.entries != (model.config.start or ()):
+        raise ModelError(
+            f"{folder / IN_FOLDER} is not the pack that config.json says the model begins with; delete it to begin "
+            "without tuned rows"
+        )
+    return pack
 
 
 def codebook_changes(config: Mapping[str, Any], size: int | None, start: Sequence[Any] | None) -> dict[str, Any]:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import pytest
 from test_convert import GOLDEN, config_of, convert
 
-from mlx_zip.errors import ConversionError, DataError
+from mlx_zip.errors import ConversionError, DataError, ModelError
 from mlx_zip.generate import load
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
-from mlx_zip.vocab.packs import Pack, save_pack
+from mlx_zip.vocab.packs import Pack, load_pack, save_pack
 from mlx_zip.vocab.tuned import TunedRows
 
 CHECKPOINT = GOLDEN / "llama_transformer_untied_pos"
@@ -74,12 +76,64 @@ def test_a_pack_of_another_tokenizer_is_refused(packed: Any, tmp_path: Path) -> 
     assert not (tmp_path / "out").exists()
 
 
-def test_a_tuned_pack_is_refused_for_its_rows_would_be_lost(converted: Path, tmp_path: Path) -> None:
-    rows = np.ones((len(ENTRIES), 4), np.float32)
-    save_pack(tmp_path / "tuned.npz", Pack(ENTRIES, rows=TunedRows(rows, rows, "some model")))
-    with pytest.raises(ConversionError, match=r"tuned\.npz has tuned rows.*--drop-rows"):
-        convert(converted, tmp_path / "out", codebook=[tmp_path / "tuned.npz"])
-    assert not (tmp_path / "out").exists()
+def tuned_for(model: Any) -> Pack:
+    """The entries with rows for a model, unlike any that an encoder would make."""
+    rows = np.random.default_rng(0).normal(size=(2, len(ENTRIES), model.args.config["hidden_size"])).astype(np.float32)
+    return Pack(ENTRIES, about={"note": "kept"}, rows=TunedRows(*rows, model.fingerprint))
+
+
+@pytest.fixture(scope="module")
+def tuned(converted: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tuned pack in it, quantized before."""
+    place = tmp_path_factory.mktemp("tuned")
+    first = convert(converted, place / "quantized", quantize=True, q_group_size=32)
+    save_pack(place / "tuned.npz", tuned_for(load(str(first))[0]))
+    return convert(first, place / "model", codebook=[place / "tuned.npz"])
+
+
+def test_tuned_rows_go_along_and_are_used(tuned: Path) -> None:
+    pack = load_pack(tuned / "pack.npz")
+    assert (pack.entries, pack.about["note"]) == (ENTRIES, "kept")
+    model = load(str(tuned))[0]
+    assert model.pack.rows.fingerprint == pack.rows.fingerprint
+    assert model.config.start == ENTRIES
+    given = load(str(tuned.parent / "quantized"), pack=load_pack(tuned.parent / "tuned.npz"))[0]
+    ids = mx.array([[10, 11, 12]])
+    same, other = (one(ids, cache=one.make_cache()) for one in (model, given))
+    assert mx.array_equal(same, other)
+    assert not mx.array_equal(same, model(ids, cache=model.make_cache(start=ENTRIES)))
+
+
+def test_other_commands_do_without_the_rows(tuned: Path, tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"tuned rows in pack\.npz are left behind"):
+        other = convert(tuned, tmp_path / "other", dequantize=True)
+    assert not (other / "pack.npz").exists()
+    assert load(str(other))[0].config.start == ENTRIES
+    same = convert(tuned, tmp_path / "same", canonical=True)  # the same weights
+    assert load(str(same))[0].pack.rows.fingerprint == load(str(tuned))[0].pack.rows.fingerprint
+    save_pack(tmp_path / "plain.npz", Pack(((30, 31),)))
+    plain = convert(tuned, tmp_path / "plain", codebook=[tmp_path / "plain.npz"])
+    assert load(str(plain))[0].pack is None
+
+
+def test_a_pack_that_is_not_the_configs_is_an_error(tuned: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tuned, folder)
+    save_pack(folder / "pack.npz", Pack(((30, 31),)))
+    with pytest.raises(ModelError, match=r"pack\.npz is not the pack that config\.json says"):
+        load(str(folder))
+    (folder / "pack.npz").write_bytes(b"no pack")
+    with pytest.raises(DataError, match=r"pack\.npz"):
+        load(str(folder))
+    (folder / "pack.npz").unlink()
+    assert load(str(folder))[0].config.start == ENTRIES
+
+
+def test_rows_that_were_tuned_for_other_weights_are_refused(converted: Path, tuned: Path, tmp_path: Path) -> None:
+    for options in ({}, {"quantize": True, "q_group_size": 32, "q_bits": 8}):
+        with pytest.raises(ConversionError, match=r"tuned\.npz: its rows were tuned for other weights.*--drop-rows"):
+            convert(converted, tmp_path / "out", codebook=[tuned.parent / "tuned.npz"], **options)
+        assert not (tmp_path / "out").exists()
 
 
 def test_an_adapter_alone_takes_no_codebook(tmp_path: Path) -> None:

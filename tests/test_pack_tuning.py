@@ -253,6 +253,22 @@ def test_a_zip2zip_model_is_run_with_a_pack_tuned_for_it_and_another_refuses_it(
     assert "was tuned for a zip2zip model" in err
 
 
+def test_a_quantized_model_is_tuned_for_with_floats_and_takes_the_rows_into_its_folder(run):
+    convert = ("convert", "--encoder-bits", 8, "--quantize", "--q-bits", 8, "--q-group-size", 32)
+    assert run(*convert, "--hf-path", tiny_text.converted(ZIP_MODEL), "--mlx-path", "small")[0] == 0
+    command = learned(run, "small", "--model", "small", "--size", 8)
+    told = {}
+    for flags in (("--run", "exact"), ("--run", "quick", "--dequantize")):
+        status, out, err = run(*command, "--learning-rate", 0.02, *flags)
+        assert status == 0, err
+        told[flags[1]] = json.loads(out)
+    assert load_pack("tuned.npz").rows.model == load("small")[0].fingerprint
+    for name in ("bits_per_byte_before", "bits_per_byte"):
+        assert told["quick"][name] == pytest.approx(told["exact"][name], rel=1e-3)
+    assert run("convert", "--hf-path", "small", "--codebook", "tuned.npz", "--mlx-path", "whole")[0] == 0
+    assert answer(run, "whole") == answer(run, "small", "--codebook", "tuned.npz")
+
+
 @pytest.mark.parametrize("mode", ["compressed", "base_token_end"])
 def test_a_plain_model_runs_with_a_pack_tuned_for_it(run, mode):
     model = plain_folder(Path("plain"))

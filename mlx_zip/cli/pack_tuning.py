@@ -48,6 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="where a plain model's hypertokens stand (default: compressed)")  # fmt: skip
     add("--dtype", choices=("float32", "bfloat16"), default="float32",
         help="what the forward pass computes in (default: float32)")  # fmt: skip
+    add("--dequantize", action="store_true",
+        help="compute with a quantized model's weights as floats: the same function, quicker, in more memory")  # fmt: skip
     add("--save-dtype", choices=("float32", "float16"), default="float32", help="of the rows (default: float32)")
     add_settings(add, _DEFAULTS, _PURPOSES)
     add("--plot", action="store_true", help="draw curves.png in the run's folder (needs matplotlib)")
@@ -57,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Tunes; 0, or 130/143 when a signal ended the run early, its last step saved. Raises `MlxZipError`."""
     from mlx_zip.training.settings import TrainSettings
-    from mlx_zip.training.tuning import load_frozen, tune
+    from mlx_zip.training.tuning import dequantized, load_frozen, tune
     from mlx_zip.vocab.packs import SUFFIX, load_pack
 
     for name in ("most_ids", "valid_ids"):
@@ -75,7 +77,10 @@ def run(args: argparse.Namespace) -> int:
     data, valid = _texts(args, plan, tokenizer)
     place = args.run or args.out.with_suffix("")
     model = load_frozen(args.model, plan.params, args.position_mode or "compressed", args.trust_remote_code)
-    found = tune(pack, model, data, valid, settings, place, plain=plain, save_dtype=args.save_dtype)
+    name = model.fingerprint
+    if args.dequantize:
+        model = dequantized(model)
+    found = tune(pack, model, data, valid, settings, place, plain=plain, name=name, save_dtype=args.save_dtype)
     if args.plot:
         from mlx_zip.training.metrics import plot
 

@@ -59,19 +59,27 @@ def load_frozen(name: str, params: CodecParams, position_mode: str, trust_remote
     return model
 
 
+def dequantized(model: Model) -> Model:
+    """The same model with weights that are no longer quantized, also in its encoders; a model without any is itself."""
+    from mlx_lm.utils import dequantize_model
+
+    return dequantize_model(model)
+
+
 def tune(
     pack: Pack, model: Model, data: Texts, valid: Texts, settings: TrainSettings, run: Path, *,
-    plain: bool = False, save_dtype: str = "float32", quiet: bool = False,
+    plain: bool = False, name: str | None = None, save_dtype: str = "float32", quiet: bool = False,
 ) -> Tuned:  # fmt: skip
     """Tunes, or goes on tuning, the rows of a pack; the model, which is changed by it, stays frozen.
 
     data, valid: samples that begin with the pack's entries. run: folder of checkpoints and metrics. plain: whether the
-    model is plain on its own. save_dtype: one of `DTYPES`, of the rows. Begins with the rows that the pack has for this
+    model is plain on its own. name: fingerprint of the model that the rows are for, where `model` is a dequantized one.
+    save_dtype: one of `DTYPES`, of the rows. Begins with the rows that the pack has for this
     model, else with those of the model's encoder (of a plain model the mean of the parts' rows). Of the settings
     those that choose what is trained have no part. Raises `TrainingError`, `DataError`.
     """
     _check_context(model, data, valid)
-    name, params = model.fingerprint, data.params
+    name, params = name or model.fingerprint, data.params
     rows = _first_rows(pack, model, name, params)
     if settings.dtype == "float32":
         model.set_dtype(mx.float32)

@@ -27,6 +27,7 @@ from mlx_zip.vocab.tuned import AnyStart, TunedRows, TunedStart, rows_from_array
 
 VERSION = 1
 SUFFIX = ".npz"
+IN_FOLDER = "pack.npz"  # in a model's folder: the pack that it begins with, tuned for it
 ROWS = ("input_rows", "output_rows")
 Entry = tuple[int, ...]
 
