@@ -27,7 +27,6 @@ from mlx_zip.apps.stories.recipe import (
     card,
     in_process_of_its_own,
     install,
-    make_bundle,
     measures,
 )
 from mlx_zip.apps.stories.settings import FULL, TINY
@@ -36,6 +35,8 @@ from mlx_zip.config import ZipConfig
 from mlx_zip.errors import DataError, TrainingError
 from mlx_zip.generate import generate, load
 from mlx_zip.vocab.packs import load_pack
+
+LEARN = ["vocab", "pack", "learn"]
 
 
 @dataclass
@@ -118,14 +119,14 @@ def test_training_runs_on_training_windows_alone(made):
     trained = [folder for call in calls if call[0] == "train" for folder in values(call, "--data")]
     assert {text for folder in trained for text in texts[folder]} == {
         "texts/train.jsonl", "texts/asked.jsonl", "texts/conversations.jsonl",
-        *(f"pack-texts/{prefix}{name}.jsonl" for prefix in ("", "more-")
+        *(f"pack-texts/{prefix}{name}.jsonl" for prefix in ("", "more-", "asked-")
           for name in ("empty", "own", "drawn-0", "drawn-1")),
     }  # fmt: skip
 
 
 def test_texts_of_the_packs_are_training_texts_each_in_one_part_alone(made):
     out = made[0].out
-    sources = (out / f"texts/{name}.jsonl" for name in ("train", "conversations"))
+    sources = (out / f"texts/{name}.jsonl" for name in ("train", "conversations", "asked"))
     known = Counter(line for source in sources for line in canonical_lines(source))
     cut = Counter(line for file in (out / "pack-texts").iterdir() for line in canonical_lines(file))
     assert sum(cut.values()) == sum(map(sum, (counts for _, counts in packs.parts(TINY.packs))))
@@ -134,7 +135,7 @@ def test_texts_of_the_packs_are_training_texts_each_in_one_part_alone(made):
 
 def test_every_pack_is_learned_from_a_part_of_its_own_and_trained_with_another(made):
     calls = made[0].call.calls
-    learned = {values(call, "--out")[0]: values(call, "--data")[0] for call in calls if call[0] == "vocab"}
+    learned = {values(call, "--out")[0]: values(call, "--data")[0] for call in calls if call[:3] == LEARN}
     prepared = [call for call in calls if call[0] == "prepare" and "--start" in call]
     rounds = len(TINY.packs.rounds)
     assert len(prepared) == rounds * (len(TINY.packs.sizes) + 1) + 1  # the bundled one, also for validation
@@ -143,16 +144,14 @@ def test_every_pack_is_learned_from_a_part_of_its_own_and_trained_with_another(m
     assert not {"packs/unseen-8.npz"} & {values(call, "--start")[0] for call in prepared}
 
 
-def test_the_model_with_packs_can_be_bundled_and_then_begins_with_its_own(again):
-    recipe, ran = again
-    shutil.rmtree(recipe.out / "bundle")
-    chosen = replace(TINY, bundled={"stories": "more-packed", "stories-base": "more-packed-control"})
-    make_bundle(replace(recipe, settings=chosen))
-    bundled, trained = (load(recipe.out / name)[0].config for name in ("bundle/stories", "runs/more-packed/model"))
-    assert ran == ["convert", "mlx_lm convert"]
-    assert bundled.start == load_pack(recipe.out / "packs/own.npz").entries
-    assert trained.start is None
-    assert bundled.merge_size == trained.merge_size == 4
+def test_the_bundled_model_begins_with_its_own_pack_and_brings_tuned_rows_of_it(made):
+    out = made[0].out
+    (bundled, _), (trained, _) = (load(out / name) for name in ("bundle/stories", "runs/asked-packed/model"))
+    own = load_pack(out / "packs/own.npz")
+    assert bundled.config.start == own.entries
+    assert trained.config.start is None
+    assert bundled.config.merge_size == trained.config.merge_size == 4
+    assert bundled.pack.rows.fingerprint == load_pack(out / "packs/own-tuned.npz").rows.fingerprint
 
 
 def test_a_file_is_read_as_often_as_the_settings_say(made):

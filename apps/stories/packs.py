@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,13 +40,13 @@ def unseen(packs: PackSettings) -> dict[str, int]:
 
 
 def parts(packs: PackSettings) -> Iterator[tuple[str, Texts]]:
-    """The parts that the texts are cut into, in order: name, and how many stories and conversations."""
+    """The parts that the texts are cut into, in order, and how much of each kind of text is in them."""
     first, *others = packs.rounds
     yield from windows_of(packs, first)
     yield f"learn-{OWN}", packs.learn_own
     for name, size in zip(drawn(packs), packs.sizes, strict=True):
         times = 2 if size >= packs.large else 1
-        yield f"learn-{name}", (times * packs.learn[0], times * packs.learn[1])
+        yield f"learn-{name}", Texts(*(times * count for count in packs.learn))
     for one in others:
         yield from windows_of(packs, one)
     yield "learn-unseen", packs.learn_unseen
@@ -60,12 +60,12 @@ def windows_of(packs: PackSettings, one: Round) -> Iterator[tuple[str, Texts]]:
 
 
 def make_texts(recipe: Recipe) -> None:
-    """pack-texts/: the parts, each a run of the training stories and one of the conversations, shuffled together."""
-    stories, talks = (_lines(recipe.out / f"texts/{name}.jsonl") for name in ("train", "conversations"))
+    """pack-texts/: the parts, each a run of the training texts of every kind, shuffled together."""
+    sources = [_lines(recipe.out / f"texts/{name}.jsonl") for name in ("train", "conversations", "asked")]
     with whole_folder(recipe.out / TEXTS) as folder:
-        for seed, (name, (n_stories, n_talks)) in enumerate(parts(recipe.settings.packs)):
-            part = [*islice(stories, n_stories), *islice(talks, n_talks)]
-            if missing := n_stories + n_talks - len(part):
+        for seed, (name, counts) in enumerate(parts(recipe.settings.packs)):
+            part = [line for source, count in zip(sources, counts, strict=True) for line in islice(source, count)]
+            if missing := sum(counts) - len(part):
                 raise DataError(f"there are too few texts for {TEXTS}/{name}: {missing} are missing")
             random.Random(seed).shuffle(part)
             write_jsonl(folder / f"{name}.jsonl", part)
@@ -135,24 +135,29 @@ def runs(packs: PackSettings) -> dict[str, list[str]]:
 
 def train_packed(recipe: Recipe) -> None:
     """The zip2zip model, trained with packs."""
-    packs, start = recipe.settings.packs, "zip"
-    for number, (one, run) in enumerate(zip(packs.rounds, runs(packs)[PACKED], strict=True)):
+    packs = recipe.settings.packs
+
+    def flags(one: Round) -> Flags:
         data = [f"{WINDOWS}/packed-{name}" for name, _ in windows_of(packs, one)]
-        _train(recipe, number, run, start, {"data": data, "valid": f"{WINDOWS}/packed-valid", **one.packed})
-        start = run
+        return {"data": data, "valid": f"{WINDOWS}/packed-valid", **one.packed}
+
+    _train(recipe, PACKED, "zip", flags)
 
 
 def train_control(recipe: Recipe) -> None:
     """The control, trained as long on the same texts, not compressed."""
-    packs, start = recipe.settings.packs, "control"
-    for number, (one, run) in enumerate(zip(packs.rounds, runs(packs)[CONTROL], strict=True)):
-        data = {"data": f"{WINDOWS}/{one.prefix}plain", "valid": f"{WINDOWS}/plain-valid"}
-        _train(recipe, number, run, start, {**data, **one.control})
+
+    def flags(one: Round) -> Flags:
+        return {"data": f"{WINDOWS}/{one.prefix}plain", "valid": f"{WINDOWS}/plain-valid", **one.control}
+
+    _train(recipe, CONTROL, "control", flags)
+
+
+def _train(recipe: Recipe, name: str, start: str, flags: Callable[[Round], Flags]) -> None:
+    """A run for each round, which goes on with the model of the run before; finished ones are passed over."""
+    packs = recipe.settings.packs
+    for number, (one, run) in enumerate(zip(packs.rounds, runs(packs)[name], strict=True)):
+        if not (recipe.out / f"runs/{run}/model/config.json").exists():
+            fixed = {"model": f"runs/{start}/model", "out": f"runs/{run}", "seed": recipe.settings.seed + number}
+            recipe.command("train", {**fixed, **flags(one)})
         start = run
-
-
-def _train(recipe: Recipe, number: int, run: str, start: str, flags: Flags) -> None:
-    """runs/RUN of a round, which goes on with the model of another run; a finished one is passed over."""
-    if not (recipe.out / f"runs/{run}/model/config.json").exists():
-        fixed = {"model": f"runs/{start}/model", "out": f"runs/{run}", "seed": recipe.settings.seed + number}
-        recipe.command("train", {**fixed, **flags})

@@ -7,9 +7,10 @@
     compressed  the same windows and conversations, compressed  zip          the base with hyper-encoders, on these
                                                                 control      the base on what `long` made, as long
     packs       codebook packs, learned from the stories        packed       zip, on windows that begin with packs, in
-                                                                             rounds, the last one canonical
+                                                                             rounds, the last ones canonical
                                                                 packed-control   control, on the same text
-    bundle      both models quantized                           measure      bits per byte and rates of all of them
+    quantized   both models, with fewer bits per weight         tuned        rows of the pack that is bundled
+    bundle      both models and the pack                        measure      bits per byte and rates of all of them
 
 A stage whose output is there is passed over, so the same call goes on where the last one stopped.
 """
@@ -44,6 +45,7 @@ from .texts import SOURCES, read_stories
 from .tokenizer import train_tokenizer
 
 RECORD = "recipe.json"
+QUANTIZED, TUNED = "quantized", f"{packs.PACKS}/{packs.OWN}-tuned.npz"
 STOPPED = (130, 143, -signal.SIGINT, -signal.SIGTERM)  # exit statuses of a command that was told to stop
 
 
@@ -268,19 +270,36 @@ def train_control(recipe: Recipe) -> None:
 # ---- bundle and figures
 
 
-def make_bundle(recipe: Recipe) -> None:
-    """bundle/: the models that the package brings along, quantized."""
+def quantize(recipe: Recipe) -> None:
+    """quantized/: the models that are to be bundled, as they are to be stored; the one with packs begins with none."""
     bits = recipe.settings.bits
-    with whole_folder(recipe.out / "bundle") as folder:
+    with whole_folder(recipe.out / QUANTIZED) as folder:
         for name, run in recipe.settings.bundled.items():
             flags = {"hf_path": model(run), "mlx_path": f"{folder.name}/{name}", "quantize": True, "q_bits": bits,
                      "q_group_size": 64, "dtype": "float32"}  # fmt: skip
-            packed = packs.runs(recipe.settings.packs)[packs.PACKED]
-            if run in ("zip", *packed):
-                own = f"{packs.PACKS}/{packs.OWN}.npz" if run in packed else None
-                recipe.command("convert", {**flags, "encoder_bits": bits, "canonical": True, "codebook": own})
+            if name == bundled.DEFAULT:
+                recipe.command("convert", {**flags, "encoder_bits": bits, "canonical": True})
             else:
                 recipe.execute("mlx_lm convert", as_words(flags))
+
+
+def tune(recipe: Recipe) -> None:
+    """packs/own-tuned.npz: the model's own pack, its rows tuned for the weights as they are stored."""
+    settings = recipe.settings
+    fixed = {"model": f"{QUANTIZED}/{bundled.DEFAULT}", "dequantize": True, "out": TUNED, "seed": settings.seed}
+    data = {"data": f"{packs.TEXTS}/learn-{packs.OWN}.jsonl", "run": "runs/tuned"}
+    recipe.command(f"vocab pack tune {packs.PACKS}/{packs.OWN}.npz", {**fixed, **data, **settings.packs.tune})
+
+
+def make_bundle(recipe: Recipe) -> None:
+    """bundle/: the models that the package brings along; the one with packs brings its own, tuned."""
+    with whole_folder(recipe.out / "bundle") as folder:
+        for name in recipe.settings.bundled:
+            if name == bundled.DEFAULT:
+                flags = {"hf_path": f"{QUANTIZED}/{name}", "mlx_path": f"{folder.name}/{name}", "codebook": TUNED}
+                recipe.command("convert", flags)
+            else:
+                shutil.copytree(recipe.out / QUANTIZED / name, folder / name)
             for beside in ("README.md", "model.safetensors.index.json"):
                 (folder / name / beside).unlink(missing_ok=True)
         (folder / "README.md").write_text(card(recipe.settings, recipe.check), encoding="utf-8")
@@ -386,6 +405,8 @@ STAGES: dict[str, Stage] = {
     "windows": Stage(packs.make_windows, lambda recipe: packs.windows(recipe.settings.packs)),
     "packed": Stage(packs.train_packed, _rounds(packs.PACKED)),
     "packed-control": Stage(packs.train_control, _rounds(packs.CONTROL)),
+    "quantized": Stage(quantize, lambda recipe: [f"{QUANTIZED}/{name}" for name in recipe.settings.bundled]),
+    "tuned": Stage(tune, lambda _: [TUNED]),
     "bundle": Stage(make_bundle, lambda _: [f"bundle/{RECORD}"]),
     "measure": Stage(measure, lambda recipe: [f"figures/{name}.json" for name, _ in measures(recipe.settings)]),
 }

@@ -6,10 +6,17 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 Flags = Mapping[str, Any]  # flags of a command, without dashes
-Texts = tuple[int, int]  # so many stories and so many conversations
+
+
+class Texts(NamedTuple):
+    """So many stories, conversations of several turns, and requests with their story."""
+
+    stories: int
+    conversations: int
+    asked: int = 0
 
 
 @dataclass(frozen=True)
@@ -35,7 +42,7 @@ class PackSettings:
     codec: of the model from here on. size: entries of the model's own pack. sizes: so many each sample draws from
     one of the other packs. unseen: sizes of packs to measure with, which nothing is trained with. window: base ids
     that packs are learned for. learn_own, learn, learn_unseen: what packs are learned from, twice `learn` from size
-    `large` on. rounds: of training, each with texts of its own.
+    `large` on. rounds: of training, each with texts of its own. tune: settings of `mlx_zip vocab pack tune`.
     """
 
     codec: Flags
@@ -48,6 +55,7 @@ class PackSettings:
     learn: Texts
     learn_unseen: Texts
     rounds: tuple[Round, ...]
+    tune: Flags
 
 
 @dataclass(frozen=True)
@@ -61,7 +69,7 @@ class Settings:
     first. base, chat, extra: settings of `mlx_zip train` for the base's first stage, its second, and the one that both
     the zip2zip model and its control get; encoder: the hyper-encoder of the former. packs: how the two go on. bits: of
     the bundled weights. validation: bits per byte while training are measured on so many stories. measure: of `mlx_zip
-    evaluate`. workers: processes of `mlx_zip prepare`, None for its default.
+    evaluate`. workers: processes of `mlx_zip prepare`, None for its default. bundled: the run of each bundled model.
     """
 
     vocab_size: int
@@ -87,7 +95,9 @@ class Settings:
     shard_samples: int = 2048
     workers: int | None = None
     temperatures: tuple[float, ...] = (0.0, 0.7)
-    bundled: Mapping[str, str] = field(default_factory=lambda: {"stories": "zip", "stories-base": "control"})
+    bundled: Mapping[str, str] = field(
+        default_factory=lambda: {"stories": "asked-packed", "stories-base": "asked-packed-control"}
+    )
 
     def fingerprint(self) -> str:
         """A digest of all settings: runs of different ones do not share a folder."""
@@ -103,6 +113,7 @@ _MORE = {
     **_FURTHER, "iters": 400, "muon_learning_rate": 7e-3, "learning_rate": 1e-3, "min_learning_rate": 2e-5,
     "warmup": 10, "save_every": 30,
 }  # fmt: skip
+_LAST = {**_MORE, "iters": 490, "save_every": 50}
 _WHOLE = {"batch_size": 32}
 _PARTS = {"batch_size": 8, "grad_accumulation_steps": 4}  # uncompressed windows are longer
 
@@ -153,19 +164,27 @@ FULL = Settings(
         unseen=(256, 1024, 4096),
         window=256,
         large=2048,
-        learn_own=(6000, 600),
-        learn=(1000, 100),
-        learn_unseen=(3000, 300),
+        learn_own=Texts(6000, 600),
+        learn=Texts(1000, 100),
+        learn_unseen=Texts(3000, 300),
         rounds=(
             Round(
-                prefix="", empty=(3072, 768), own=(4916, 1229), drawn=(358, 90),
+                prefix="", empty=Texts(3072, 768), own=Texts(4916, 1229), drawn=Texts(358, 90),
                 packed={**_FURTHER, **_WHOLE}, control={**_FURTHER, **_PARTS},
             ),
             Round(
-                prefix="more-", empty=(2600, 1240), own=(5880, 2760), drawn=(390, 170),
+                prefix="more-", empty=Texts(2600, 1240), own=Texts(5880, 2760), drawn=Texts(390, 170),
                 packed={**_MORE, **_WHOLE, "canonical": True}, control={**_MORE, **_PARTS},
             ),
+            Round(
+                prefix="asked-", empty=Texts(1100, 0, 1800), own=Texts(2650, 383, 5600), drawn=Texts(146, 0, 217),
+                packed={**_LAST, **_WHOLE, "canonical": True}, control={**_LAST, **_PARTS},
+            ),
         ),
+        tune={
+            "iters": 400, "batch_size": 16, "learning_rate": 1e-3, "min_learning_rate": 5e-5, "warmup": 10,
+            "context": 1024, "save_dtype": "float16",
+        },
     ),
     bits=8,
     validation=200,
@@ -173,6 +192,12 @@ FULL = Settings(
 )  # fmt: skip
 
 _FEW = {"iters": 4, "batch_size": 4, "warmup": 1, "steps_per_report": 2, "steps_per_eval": 4, "val_batches": 1}
+
+
+def _few(texts: Texts) -> Texts:
+    return Texts(4, min(texts.conversations, 1), min(texts.asked, 1))
+
+
 TINY = replace(
     FULL,
     vocab_size=320,
@@ -186,12 +211,13 @@ TINY = replace(
     encoder={**FULL.encoder, "encoder_size": 32, "encoder_layers": 1},
     packs=PackSettings(
         codec={"merge_size": 4, "codebook_size": 96}, size=24, sizes=(8, 16), unseen=(8,), window=64, large=16,
-        learn_own=(6, 1), learn=(4, 1), learn_unseen=(4, 1),
+        learn_own=Texts(6, 1), learn=Texts(4, 1), learn_unseen=Texts(4, 1),
         rounds=tuple(
-            replace(found, empty=(4, 1), own=(4, 1), drawn=(4, 1), packed={**found.packed, **_FEW},
-                    control={**found.control, **_FEW, "grad_accumulation_steps": 1})
+            replace(found, empty=_few(found.empty), own=_few(found.own), drawn=_few(found.drawn),
+                    packed={**found.packed, **_FEW}, control={**found.control, **_FEW, "grad_accumulation_steps": 1})
             for found in FULL.packs.rounds
         ),
+        tune={**FULL.packs.tune, "iters": 4, "batch_size": 2, "warmup": 1, "context": 96},
     ),
     measure={"batch_size": 4, "max_tokens": 12},
 )  # fmt: skip
