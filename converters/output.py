@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -19,6 +20,7 @@ from mlx_zip.hyper import host_bytes
 
 MAX_SHARD_BYTES = 5 << 30  # as mlx-lm
 _DTYPES = {mx.float32: "F32", mx.float16: "F16", mx.bfloat16: "BF16", mx.uint32: "U32", mx.uint8: "U8"}
+_INTEGERS = re.compile(r"(?<=\[)\n[\s\d,-]+\n\s*(?=\])")  # no string holds a newline
 OnTensor = Callable[[str, mx.array, memoryview], None]
 
 
@@ -59,9 +61,9 @@ def new_folder(path: Path, flag: str = "--mlx-path") -> Iterator[Path]:
 
 
 def write_json(path: Path, data: Any) -> None:
-    """Sorted, indented, one newline at the end."""
+    """Sorted, indented, one newline at the end; a list of integers stands on one line, for a codebook has thousands."""
     text = json.dumps(data, indent=4, sort_keys=True, ensure_ascii=False, allow_nan=False)
-    path.write_text(text + "\n", encoding="utf-8")
+    path.write_text(_INTEGERS.sub(lambda found: " ".join(found[0].split()), text) + "\n", encoding="utf-8")
 
 
 def write_model(

@@ -12,7 +12,7 @@ NAMES = {
     "stories-base": "the same base after as much training, without hypertokens",
 }
 DEFAULT = "stories"
-PROMPT = "Tell me a story about a dog and a red ball."  # of a call that names neither a model nor a prompt
+PROMPT = "Tell me a story about a boy and his boat."  # of a call that names neither a model nor a prompt
 MAX_TOKENS = 400  # base tokens; a story has about 200
 
 

@@ -48,6 +48,11 @@ def test_the_model_begins_with_the_packs_merged(packed: Any, converted: Path) ->
     assert load(str(converted))[0].config.start is None
 
 
+def test_an_entry_stands_on_a_line_of_its_own_in_config_json(packed: Any) -> None:
+    lines = (packed(ENTRIES) / "config.json").read_text().splitlines()
+    assert [line.strip() for line in lines if line.strip().startswith("[1")] == ["[10, 11],", "[11, 12, 13]"]
+
+
 def test_another_pack_takes_the_place_of_the_first_and_none_leaves_it(packed: Any, tmp_path: Path) -> None:
     first = packed(ENTRIES)
     save_pack(tmp_path / "other.npz", Pack(((30, 31),)))

@@ -13,6 +13,10 @@ from mlx_zip.loading import model_folder
 
 REPO = Path(__file__).resolve().parents[1]
 MOST_BYTES = 12_000_000
+ASKED = (
+    ("cat", "ball"), ("frog", "pond"), ("girl", "kite"), ("bird", "tree"), ("boy", "boat"), ("bear", "cake"),
+    ("dog", "bone"), ("fish", "river"), ("rabbit", "carrot"), ("duck", "pond"), ("dragon", "castle"), ("mouse", "cheese"),
+)  # fmt: skip
 there = pytest.mark.skipif(not bundled.FOLDER.is_dir(), reason="the bundled models are not in this tree (make model)")
 
 
@@ -105,7 +109,9 @@ def test_the_wheel_takes_the_bundle_along():
 
 @there
 def test_a_bundled_model_is_exported_by_its_name(tmp_path):
-    assert cli.main(["export", "--model", "stories", "--save-path", str(tmp_path / "out")]) == 0
+    command = ["export", "--model", "stories", "--save-path", str(tmp_path / "out")]
+    assert cli.main(command) == 2  # the format has no place for its pack
+    assert cli.main([*command, "--drop-start"]) == 0
     assert (tmp_path / "out/zip2zip_config.json").is_file()
 
 
@@ -127,8 +133,25 @@ def test_a_bundled_model_ends_its_story_by_itself(name):
 def test_the_bundled_models_story_is_about_what_was_asked_for(capsys):
     assert cli.main(["generate", "--verbose", "False"]) == 0
     told = capsys.readouterr().out.lower()
-    assert "dog" in told
-    assert "ball" in told
+    assert "boy" in told
+    assert "boat" in told
+
+
+@there
+def test_most_of_what_is_asked_for_stands_in_the_stories():
+    model, tokenizer = load("stories")
+    found = []
+    for first, second in ASKED:
+        request = [{"role": "user", "content": f"Tell me a story about a {first} and a {second}."}]
+        told = "".join(step.text for step in stream_generate(model, tokenizer, request, max_tokens=320)).lower()
+        found += [first in told, second in told]
+    assert sum(found) > len(found) / 2, dict(zip(ASKED, zip(found[::2], found[1::2], strict=True), strict=True))
+
+
+@there
+def test_the_bundled_model_begins_with_its_pack_whose_rows_are_at_hand():
+    model = load("stories")[0]
+    assert len(model.make_cache()[-1].books[0]) == len(model.pack.rows.output) == 1536
 
 
 @there
@@ -139,4 +162,4 @@ def test_the_bundled_model_uses_hypertokens():
         steps = list(stream_generate(model, tokenizer, turns, max_tokens=700))
         turns += [{"role": "assistant", "content": "".join(step.text for step in steps)},
                   {"role": "user", "content": "Another one, please."}]  # fmt: skip
-    assert steps[-1].base_tokens_per_step > 1.1
+        assert steps[-1].base_tokens_per_step > 1.6
