@@ -63,7 +63,8 @@ def dequantized(model: Model) -> Model:
     """The same model with weights that are no longer quantized, also in its encoders; a model without any is itself."""
     from mlx_lm.utils import dequantize_model
 
-    return dequantize_model(model)
+    made: Any = dequantize_model(model)
+    return made
 
 
 def tune(
