@@ -219,7 +219,7 @@ def test_control_and_zip_model_see_the_same_text(made):
     assert seen[packed] == pytest.approx(seen[control], rel=0.2)  # as many windows, in another order
 
 
-def test_a_round_goes_on_where_the_one_before_it_ended_and_the_last_ones_are_canonical(made):
+def test_a_round_goes_on_where_the_one_before_it_ended_and_the_last_two_are_canonical(made):
     trained = {values(call, "--out")[0]: call for call in made[0].call.calls if call[0] == "train"}
     for name, first in ((packs.PACKED, "zip"), (packs.CONTROL, "control")):
         runs = packs.runs(TINY.packs)[name]
@@ -250,7 +250,7 @@ def test_one_stage_can_be_asked_for(again):
     shutil.rmtree(recipe.out / "figures")
     shutil.rmtree(recipe.out / "bundle")
     recipe.run(["bundle"])
-    assert ran == ["convert"]
+    assert ran == ["convert"]  # with its pack; the control is copied
 
 
 def test_an_unknown_stage_is_named(again):
