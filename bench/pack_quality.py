@@ -30,16 +30,27 @@ CONTEXT = 1024
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `bench pack_quality`."""
     add = parser.add_argument
-    add("--model", help="zip2zip model that takes the packs")
-    add("--base", help="plain model of the same tokenizer that it is compared with")
-    add("--model-name", help="what the record calls it (default: its folder)")
-    add("--base-name", help="what the record calls it (default: its folder)")
+    add_models(add)
     add("--data", nargs="+", metavar="FILE", help="held-out documents, as `mlx_zip evaluate --data`")
     add("--separator", help="what parts the documents of text files")
     add("--limit-bytes", type=int, metavar="N", help="so much text, the first documents")
     add("--pack", nargs="+", default=[], metavar="NAME=FILE", help="packs to try, each with the name of its curve")
     add("--batch-size", type=int, default=8, help="rows scored at a time (default: 8)")
     add("--draw", nargs=2, type=Path, metavar=("RECORD", "PNG"), help="only draw a record")
+
+
+def add_models(add: Any, required: bool = False) -> None:
+    """Declares the flags of a model, of its base, and of what a record calls them."""
+    add("--model", required=required, help="zip2zip model that takes the packs")
+    add("--base", required=required, help="plain model of the same tokenizer that it is compared with")
+    add("--model-name", help="what the record calls it (default: its folder)")
+    add("--base-name", help="what the record calls it (default: its folder)")
+
+
+def names_of(args: argparse.Namespace) -> dict[str, str]:
+    """What a record calls the texts and the models."""
+    names = {name: getattr(args, f"{name}_name") or Path(getattr(args, name)).name for name in ("model", "base")}
+    return {"data": " ".join(Path(name).name for name in args.data), **names}
 
 
 def run(args: argparse.Namespace) -> int:
@@ -68,9 +79,8 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     control = measure_bits(base, windows, args.batch_size)
     empty = measure_bits(model, windows, args.batch_size, start=())
     fixed = {
-        "bench": "pack_quality", "data": " ".join(Path(name).name for name in args.data),
-        "documents": len(corpus.documents), "model": args.model_name or Path(args.model).name,
-        "base": args.base_name or Path(args.base).name, "base_bits_per_byte": control.bits_per_byte,
+        "bench": "pack_quality", **names_of(args), "documents": len(corpus.documents),
+        "base_bits_per_byte": control.bits_per_byte,
     }  # fmt: skip
     for curve, file, pack in [("empty", None, None), *packs]:
         bits = empty if pack is None else measure_bits(model, windows, args.batch_size, start=pack.start)

@@ -12,7 +12,6 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 from mlx_zip.codec import Codebook
@@ -29,7 +28,7 @@ from mlx_zip.vocab.learner import WINDOW, learn
 from mlx_zip.vocab.packs import Pack, merge_packs
 from mlx_zip.vocab.tuned import AnyStart
 
-from .pack_quality import CONTEXT, Named, check_packs, read_packs, scored
+from .pack_quality import CONTEXT, Named, add_models, check_packs, names_of, read_packs, scored
 from .record import surroundings
 
 SIZES, OPENING, TOKENS, STORIES = (256, 1024), 32, 128, 24
@@ -39,10 +38,7 @@ TEMPERATURES = {"greedy": 0.0, "sampled": 0.7}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `bench pack_transfer`."""
     add = parser.add_argument
-    add("--model", required=True, help="zip2zip model that takes the packs")
-    add("--base", required=True, help="plain model of the same tokenizer that it is compared with")
-    add("--model-name", help="what the record calls it (default: its folder)")
-    add("--base-name", help="what the record calls it (default: its folder)")
+    add_models(add, required=True)
     add("--codebook-size", type=int, metavar="N", help="hypertokens at most (default: as the model's config says)")
     add("--data", nargs="+", required=True, metavar="FILE",
         help="documents of the other kind, as `mlx_zip evaluate --data`: the first half is learned from")  # fmt: skip
@@ -85,10 +81,9 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     control = measure_bits(base, windows, args.batch_size)
     empty = measure_bits(model, windows, args.batch_size, start=())
     fixed = {
-        "bench": "pack_transfer", "data": " ".join(Path(name).name for name in args.data),
-        "learned_documents": len(known), "learned_bytes": sum(document.n_bytes for document in known),
-        "documents": len(read), "model": args.model_name or Path(args.model).name,
-        "base": args.base_name or Path(args.base).name, "codebook_size": model.config.codec_params.codebook_size,
+        "bench": "pack_transfer", **names_of(args), "learned_documents": len(known),
+        "learned_bytes": sum(document.n_bytes for document in known), "documents": len(read),
+        "codebook_size": model.config.codec_params.codebook_size,
         "window": args.window, "stories": args.stories, "opening": args.opening, "tokens": args.tokens,
         "base_bits_per_byte": control.bits_per_byte,
     }  # fmt: skip

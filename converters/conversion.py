@@ -32,7 +32,7 @@ from mlx_zip.models.parts import RECORD_KEYS
 from mlx_zip.register import MODEL_TYPE
 from mlx_zip.training.encoding import load_tokenizer
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
-from mlx_zip.vocab.packs import IN_FOLDER, Pack, load_pack, merge_packs, save_pack
+from mlx_zip.vocab.packs import IN_FOLDER, Pack, load_pack, merge_packs, pack_in, save_pack
 
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 ADAPTERS = "adapters"  # the folder of a kept adapter inside the output
@@ -87,8 +87,9 @@ def convert(
     the weights that are written, their rows go along as `pack.npz`. policy: what a full codebook does (`CodecParams`),
     None leaves it. A folder that is converted already can be quantized, dequantized or cast again.
 
-    Raises `ConversionError` or `ConfigError`, `DataError` for a pack that cannot be read or does not fit, each a line
-    that names the file, tensor or key at fault; then nothing has been written.
+    Raises `ConversionError` or `ConfigError`, `DataError` for a pack that cannot be read or does not fit, `ModelError`
+    for a folder with a `pack.npz` that its config does not name, each a line that names the file, tensor or key at
+    fault; then nothing has been written.
     """
     if quantize and dequantize:
         raise ConversionError("choose either quantize or dequantize, not both")
@@ -317,8 +318,7 @@ def _prepare_converted(place: Place, dtype: str | None, trust_remote_code: bool)
     record["mlx_zip"] = mlx_zip.__version__
     facts = read_tokenizer(place.folder, trust_remote_code)
     card = hub.model_card(place, place, mlx_zip.__version__)
-    beside = place.folder / IN_FOLDER
-    return Prepared(model, config, place.folder, facts, card, pack=load_pack(beside) if beside.exists() else None)
+    return Prepared(model, config, place.folder, facts, card, pack=pack_in(place.folder, model.config.start or ()))
 
 
 def load_converted(place: Place) -> tuple[Any, dict[str, Any]]:

@@ -22,7 +22,7 @@ from mlx_zip.models.packed import packed_config
 from mlx_zip.register import MODEL_TYPE
 from mlx_zip.vocab.adaptbpe.plain import follow_folder
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
-from mlx_zip.vocab.packs import IN_FOLDER, Pack, load_pack
+from mlx_zip.vocab.packs import IN_FOLDER, Pack, pack_in
 from mlx_zip.vocab.tuned import TunedStart
 
 UPSTREAM_CONFIG = "zip2zip_config.json"
@@ -54,9 +54,9 @@ def load(
     is put over it. codebook_size: slots, in place of as many as a zip2zip model's config says.
 
     Returns (model, mlx-lm's `TokenizerWrapper`). Raises `ModelError` for a folder that is missing, incomplete or not
-    converted, and for a pack of another model; `DataError` for a pack of another tokenizer; `ConfigError` when
-    tokenizer and codebook boundary contradict each other, the codebook cannot be so large, or the pack's entries do
-    not fit.
+    converted, and for a pack of another model; `DataError` for a pack of another tokenizer, or one in the folder that
+    cannot be read; `ConfigError` when tokenizer and codebook boundary contradict each other, the codebook cannot be so
+    large, or the pack's entries do not fit.
     """
     folder = model_folder(path_or_hf_repo, revision)
     config = read_config(folder)
@@ -85,24 +85,19 @@ def load(
             model.config = replace(model.config, canonical=canonical)
         model.row_store = RowStore() if row_store is None else row_store
         if pack is None and adapter_path is None:
-            pack = _pack_of(folder, model)
+            pack = _own_pack(folder, model)
         if pack is not None:
             model.take_pack(pack.start)
     return model, loaded[1]
 
 
-def _pack_of(folder: Path, model: Any) -> Pack | None:
-    """The pack that a folder brings along: the entries that its config names, with their rows.
-
-    Raises `ModelError` for one of other entries, `DataError` for one that cannot be read.
-    """
-    if not (folder / IN_FOLDER).exists():
-        return None
-    pack = load_pack(folder / IN_FOLDER)
-    if pack.entries != (model.config.start or ()):
+def _own_pack(folder: Path, model: Any) -> Pack | None:
+    """The pack that a folder brings along. Raises `ModelError` for rows of other weights, and as `pack_in` does."""
+    pack = pack_in(folder, model.config.start or ())
+    if pack is not None and pack.rows is not None and pack.rows.model != model.fingerprint:
         raise ModelError(
-            f"{folder / IN_FOLDER} is not the pack that config.json says the model begins with; delete it to begin "
-            "without tuned rows"
+            f"the rows in {folder / IN_FOLDER} were tuned for other weights than those beside it; delete it to begin "
+            "without tuned rows, or tune the pack for these (mlx_zip vocab pack tune)"
         )
     return pack
 

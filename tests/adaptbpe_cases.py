@@ -6,6 +6,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
@@ -20,11 +21,26 @@ SHARED = Path(__file__).resolve().parents[2] / "shared"
 GPT2 = SHARED / "golden" / "gpt2_vocab.bpe"
 needs_gpt2 = pytest.mark.skipif(not GPT2.is_file(), reason="GPT-2's merge list is not beside the checkout")
 
+settings.register_profile("untimed", deadline=None)  # a busy machine is no failure
+settings.load_profile("untimed")
+
 
 def write_head(folder):
     """The first merges of GPT-2's list, as the file that such lists come in."""
     path = folder / "vocab.bpe"
     path.write_text("#version: 0.2\n" + "\n".join(HEAD["merges"]) + "\n")
+    return path
+
+
+def read_fixture():
+    """A byte-level tokenizer.json, to be altered."""
+    return json.loads(FIXTURE.read_text())
+
+
+def write_tokenizer(folder, data, name="tokenizer.json"):
+    """A file of text, or of what becomes JSON -> its path."""
+    path = folder / name
+    path.write_text(data if isinstance(data, str) else json.dumps(data))
     return path
 
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import mlx.core as mx
 import numpy as np
 
-from mlx_zip.hyper.row_files import RowSet
+from mlx_zip import RowStore
+from mlx_zip.hyper.row_files import RowSet, files_in
 from mlx_zip.hyper.store import RowKind
 
 WORDS, WIDTH = 3, 16
+N = 200  # entries that a test stores
 
 
 def kind(name: int = 1, width: int = WIDTH, dtype: mx.Dtype = mx.float32, durable: bool = True) -> RowKind:
@@ -39,3 +44,32 @@ class Encoder:
     def __call__(self, base_ids: np.ndarray, lengths: np.ndarray) -> mx.array:
         self.calls.append(len(base_ids))
         return mx.array(true_rows(base_ids, lengths, self.width)).astype(self.dtype)
+
+
+def fill(folder: Path, n: int = N, seed: int = 0, folder_bytes: int = 1 << 20) -> None:
+    """Stores n entries."""
+    with RowStore(folder, folder_bytes=folder_bytes) as store:
+        ids, lengths = entries(n, seed)
+        store.rows(kind(), ids, lengths, Encoder())
+
+
+def check(
+    folder: Path, n: int = N, seed: int = 0, which: RowKind | None = None, folder_bytes: int = 1 << 20
+) -> int:
+    """Reads n entries, all of which must be right, and puts back what was missing; how many were missing."""
+    encoder, (ids, lengths) = Encoder(), entries(n, seed)
+    with RowStore(folder, folder_bytes=folder_bytes) as store:
+        rows = store.rows(which or kind(), ids, lengths, encoder)
+        np.testing.assert_array_equal(np.array(rows), true_rows(ids, lengths))
+    return sum(encoder.calls)
+
+
+def file_of(folder: Path) -> Path:
+    """The only file of rows in a folder."""
+    (path,) = files_in(folder)
+    return path
+
+
+def warnings(caplog: Any) -> list[str]:
+    """What the store has told."""
+    return [record.getMessage() for record in caplog.records if record.name == "mlx_zip"]

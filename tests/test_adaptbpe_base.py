@@ -3,10 +3,21 @@
 import base64
 import gzip
 import json
+from functools import partial
 
 import pytest
-from adaptbpe_cases import FIXTURE, GOLDEN, HEAD, MODELS, TEXT, library_ids, write_head
-from hypothesis import given, settings
+from adaptbpe_cases import (
+    FIXTURE,
+    GOLDEN,
+    HEAD,
+    MODELS,
+    TEXT,
+    library_ids,
+    read_fixture,
+    write_head,
+    write_tokenizer,
+)
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
@@ -15,24 +26,15 @@ from mlx_zip.vocab.adaptbpe.base import read_base
 from mlx_zip.vocab.adaptbpe.text import PATTERNS
 from mlx_zip.vocab.first_stage import to_text
 
-settings.register_profile("untimed", deadline=None)
-settings.load_profile("untimed")
-
 
 @pytest.fixture
 def source():
-    """A byte-level tokenizer.json, to be altered."""
-    return json.loads(FIXTURE.read_text())
+    return read_fixture()
 
 
 @pytest.fixture
 def write(tmp_path):
-    def file(data, name="tokenizer.json"):
-        path = tmp_path / name
-        path.write_text(data if isinstance(data, str) else json.dumps(data))
-        return path
-
-    return file
+    return partial(write_tokenizer, tmp_path)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from itertools import combinations
 import mlx.core as mx
 import pytest
 from adaptbpe_cases import seeds
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
@@ -21,9 +21,6 @@ from mlx_zip.vocab.adaptbpe.encoder import Encoder
 from mlx_zip.vocab.adaptbpe.learn import adapt, top_k
 from mlx_zip.vocab.adaptbpe.merges import MergeList, Schedule
 from mlx_zip.vocab.adaptbpe.plain import lawful_json, make_exact, tokenizer_json
-
-settings.register_profile("untimed", deadline=None)
-settings.load_profile("untimed")
 
 FILE = bundled_model("stories-base") / "tokenizer.json"
 STORY = "Tom’s cat sat — on the café’s red mat. “Hi,” said the cat, “I am 12 years old!”\n\nThe dog… ran away.<s>日本 ò"

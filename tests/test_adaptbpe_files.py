@@ -1,12 +1,13 @@
 """The adapted tokenizer and its own file; a tokenizer.json where it can say the same."""
 
 import json
+from functools import partial
 from hashlib import sha256
 
 import numpy as np
 import pytest
-from adaptbpe_cases import FIXTURE, GOLDEN, TEXT, library, library_ids, write_head
-from hypothesis import given, settings
+from adaptbpe_cases import FIXTURE, GOLDEN, TEXT, library, library_ids, read_fixture, write_head, write_tokenizer
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_zip.errors import DataError
@@ -16,24 +17,15 @@ from mlx_zip.vocab.adaptbpe.plain import lawful_json, tokenizer_json
 from mlx_zip.vocab.adaptbpe.text import Front
 from mlx_zip.vocab.first_stage import AddedToken, to_bytes
 
-settings.register_profile("untimed", deadline=None)
-settings.load_profile("untimed")
-
 
 @pytest.fixture
 def source():
-    """A byte-level tokenizer.json, to be altered."""
-    return json.loads(FIXTURE.read_text())
+    return read_fixture()
 
 
 @pytest.fixture
 def write(tmp_path):
-    def file(data, name="tokenizer.json"):
-        path = tmp_path / name
-        path.write_text(data if isinstance(data, str) else json.dumps(data))
-        return path
-
-    return file
+    return partial(write_tokenizer, tmp_path)
 
 
 @pytest.fixture(scope="module")

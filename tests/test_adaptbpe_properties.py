@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 from adaptbpe_cases import lists_and_corpora, lists_and_swaps, merge_lists, words
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_zip.errors import DataError
@@ -13,9 +13,6 @@ from mlx_zip.vocab.adaptbpe import twin
 from mlx_zip.vocab.adaptbpe.encoder import PIECES, Encoder, cut
 from mlx_zip.vocab.adaptbpe.learn import adapt, top_k
 from mlx_zip.vocab.adaptbpe.merges import NEVER, MergeList, Schedule
-
-settings.register_profile("untimed", deadline=None)  # a busy machine is no failure
-settings.load_profile("untimed")
 
 share = st.floats(0, 0.6)
 swap_settings = st.fixed_dictionaries({

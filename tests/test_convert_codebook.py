@@ -125,13 +125,24 @@ def test_a_pack_that_is_not_the_configs_is_an_error(tuned: Path, tmp_path: Path)
     folder = tmp_path / "model"
     shutil.copytree(tuned, folder)
     save_pack(folder / "pack.npz", Pack(((30, 31),)))
-    with pytest.raises(ModelError, match=r"pack\.npz is not the pack that config\.json says"):
-        load(str(folder))
+    for use in (lambda: load(str(folder)), lambda: convert(folder, tmp_path / "out")):
+        with pytest.raises(ModelError, match=r"pack\.npz is not the pack that config\.json says"):
+            use()
+    assert not (tmp_path / "out").exists()
     (folder / "pack.npz").write_bytes(b"no pack")
     with pytest.raises(DataError, match=r"pack\.npz"):
         load(str(folder))
     (folder / "pack.npz").unlink()
     assert load(str(folder))[0].config.start == ENTRIES
+
+
+def test_rows_beside_other_weights_than_theirs_are_an_error_that_names_the_file(tuned: Path, tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="left behind"):
+        other = convert(tuned, tmp_path / "other", dequantize=True)
+    shutil.copy(tuned / "pack.npz", other)
+    with pytest.raises(ModelError, match=r"rows in .*other/pack\.npz were tuned for other weights .* delete it"):
+        load(str(other))
+    assert load(str(other), pack=Pack(ENTRIES))[0].pack is None
 
 
 def test_rows_that_were_tuned_for_other_weights_are_refused(converted: Path, tuned: Path, tmp_path: Path) -> None:

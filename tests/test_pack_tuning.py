@@ -22,6 +22,8 @@ from mlx_zip import CodecParams, ConfigError, DataError, ModelError, TrainingErr
 from mlx_zip.evaluation.scoring import Compressed, score
 from mlx_zip.generate import generate
 from mlx_zip.training.batches import make_batch
+from mlx_zip.training.checkpoint import checkpoints
+from mlx_zip.training.metrics import FILE, read_metrics
 from mlx_zip.training.objective import LossWeights, Trainee
 from mlx_zip.training.pack_rows import PackTrainee
 from mlx_zip.training.stepping import to_device
@@ -153,6 +155,23 @@ def test_a_tuning_goes_on_as_if_it_had_never_stopped_and_depends_on_its_seed_alo
     assert run_tuning(tmp_path / "other", seed=1).rows.fingerprint != whole.rows.fingerprint
 
 
+@pytest.mark.parametrize("log", ["lost", "damaged"])
+def test_a_resumed_tuning_without_its_log_still_tells_what_was_before_its_first_step(log, tmp_path, monkeypatch):
+    whole = run_tuning(tmp_path / "whole")
+    with monkeypatch.context() as patched:
+        crash_after(patched, 7)
+        with pytest.raises(RuntimeError, match="crashed"):
+            run_tuning(tmp_path / "cut")
+    assert checkpoints(tmp_path / "cut")
+    if log == "lost":
+        (tmp_path / "cut" / FILE).unlink()
+    else:
+        (tmp_path / "cut" / FILE).write_text('{"step": 0, "val_bits_per_byte": ')
+    resumed = run_tuning(tmp_path / "cut")
+    assert (resumed.before, resumed.rows.fingerprint) == (whole.before, whole.rows.fingerprint)
+    assert read_metrics(tmp_path / "cut")[0] == read_metrics(tmp_path / "whole")[0]
+
+
 def test_windows_longer_than_the_models_context_are_refused(tmp_path):
     model = model_of()
     model.args.config["max_position_embeddings"] = 24
@@ -266,7 +285,9 @@ def test_a_quantized_model_is_tuned_for_with_floats_and_takes_the_rows_into_its_
     for name in ("bits_per_byte_before", "bits_per_byte"):
         assert told["quick"][name] == pytest.approx(told["exact"][name], rel=1e-3)
     assert run("convert", "--hf-path", "small", "--codebook", "tuned.npz", "--mlx-path", "whole")[0] == 0
-    assert answer(run, "whole") == answer(run, "small", "--codebook", "tuned.npz")
+    whole, named = (answer(run, *words) for words in (("whole",), ("small", "--codebook", "tuned.npz")))
+    for name in ("text", "prompt_ids", "steps", "rows_encoded"):
+        assert whole[name] == named[name]
 
 
 @pytest.mark.parametrize("mode", ["compressed", "base_token_end"])

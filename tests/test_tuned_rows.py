@@ -147,6 +147,17 @@ def test_rows_of_another_model_are_one_clear_error(change):
         assert cache[-1].offset == 0
 
 
+@pytest.mark.parametrize(("family", "wanted"), [("llama", "two arrays"), ("gemma", "one array")])
+def test_rows_are_one_array_where_the_models_sides_are_one_and_nowhere_else(family, wanted):
+    model = tiny_model(family, tie_encoders=family == "gemma")
+    good = tuned(model)
+    rows = good.rows.output
+    other = TunedRows(rows, rows.copy() if good.rows.one else rows, model.fingerprint)
+    with pytest.raises(ModelError, match=f"must be {wanted} for this model"):
+        model.make_cache(start=TunedStart(START, other))
+    model.make_cache(start=good)
+
+
 def test_rows_of_a_model_whose_sides_are_one_are_held_once():
     model = tiny_model("gemma", tie_encoders=True)
     cache = model.make_cache(start=tuned(model))

@@ -49,7 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=("float32", "bfloat16"), default="float32",
         help="what the forward pass computes in (default: float32)")  # fmt: skip
     add("--dequantize", action="store_true",
-        help="compute with a quantized model's weights as floats: the same function, quicker, in more memory")  # fmt: skip
+        help="compute with a quantized model's weights as floats: the same function, quicker, in more "
+             "memory")  # fmt: skip
     add("--save-dtype", choices=("float32", "float16"), default="float32", help="of the rows (default: float32)")
     add_settings(add, _DEFAULTS, _PURPOSES)
     add("--plot", action="store_true", help="draw curves.png in the run's folder (needs matplotlib)")

@@ -48,11 +48,14 @@ class ModelRows:
     def check_tuned(self, start: TunedStart) -> None:
         """Raises `ModelError` unless the rows of a starting codebook were tuned for this model as it is now."""
         rows, name = start.rows, self.name
-        if rows.model != name or rows.one != self._model.sides_are_one:
+        if rows.model != name:
             raise ModelError(
                 f"the pack's rows were tuned for another model ({rows.model[:12]}) than this one ({name[:12]}): use it "
                 "with that one, or tune the pack for this one (mlx_zip vocab pack tune)"
             )
+        if rows.one != self._model.sides_are_one:
+            wanted = "one array" if self._model.sides_are_one else "two arrays"
+            raise ModelError(f"the pack's input and output rows must be {wanted} for this model: tune the pack again")
 
     def bind_tuned(self, state: ZipState) -> None:
         """Puts tuned rows into a request's tables, where they are found as encoded ones are; the store has no part.

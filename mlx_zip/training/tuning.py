@@ -63,7 +63,8 @@ def dequantized(model: Model) -> Model:
     """The same model with weights that are no longer quantized, also in its encoders; a model without any is itself."""
     from mlx_lm.utils import dequantize_model
 
-    return dequantize_model(model)
+    made: Any = dequantize_model(model)
+    return made
 
 
 def tune(
@@ -74,9 +75,9 @@ def tune(
 
     data, valid: samples that begin with the pack's entries. run: folder of checkpoints and metrics. plain: whether the
     model is plain on its own. name: fingerprint of the model that the rows are for, where `model` is a dequantized one.
-    save_dtype: one of `DTYPES`, of the rows. Begins with the rows that the pack has for this
-    model, else with those of the model's encoder (of a plain model the mean of the parts' rows). Of the settings
-    those that choose what is trained have no part. Raises `TrainingError`, `DataError`.
+    save_dtype: one of `DTYPES`, of the rows. Begins with the rows that the pack has for this model, else with those of
+    the model's encoder (of a plain model the mean of the parts' rows). Of the settings those that choose what is
+    trained have no part. Raises `TrainingError`, `DataError`.
     """
     _check_context(model, data, valid)
     name, params = name or model.fingerprint, data.params
@@ -91,7 +92,7 @@ def tune(
             raise TrainingError(f"another process tunes in {run}; wait for it, or choose another --run")
         trainee = PackTrainee(model, *rows)
         trainer = Trainer(trainee, data, settings, run, mark, valid, quiet)
-        before = _first_bits(trainer, run)
+        before = _first_bits(trainer, trainee, rows, run)
         outcome = trainer.train()
         if outcome.progress.step < settings.iters:
             return Tuned(None, outcome, before, None)
@@ -130,14 +131,16 @@ def _kept(rows: mx.array, dtype: str) -> NDArray[Any]:
     return np.array(rows).astype(DTYPES[dtype])
 
 
-def _first_bits(trainer: Trainer, run: Path) -> float:
-    """Held-out bits per byte before the first step, from the run's log where it is resumed."""
+def _first_bits(trainer: Trainer, trainee: PackTrainee, rows: Sequence[mx.array], run: Path) -> float:
+    """Held-out bits per byte with the first rows, from the run's log where it has them."""
     for line in read_metrics(run):
-        if line["step"] == 0 and "val_bits_per_byte" in line:
+        if line["step"] == 0 and isinstance(line.get("val_bits_per_byte"), float):
             return line["val_bits_per_byte"]
+    reached = trainee.trainable_parameters()
+    trainee.take(*rows)
     found = trainer.validation()
-    if trainer.progress.step == 0:
-        Metrics(run, 0).add(step=0, **found)
+    trainee.update(reached)
+    Metrics(run, trainer.progress.step).add(step=0, **found)
     return found["val_bits_per_byte"]
 
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from mlx_zip import files
 from mlx_zip.codec.arrays import read_npz
 from mlx_zip.codec.pack import checked_entries, read_pack
-from mlx_zip.errors import DataError
+from mlx_zip.errors import DataError, ModelError
 from mlx_zip.vocab.tuned import AnyStart, TunedRows, TunedStart, rows_from_arrays, rows_to_arrays
 
 VERSION = 1
@@ -88,6 +88,22 @@ def load_pack(path: str | Path) -> Pack:
     pack = Pack(entries, tokenizer, about, rows)
     if made is not None and made != pack.fingerprint:
         raise DataError(f"{path} is damaged: its entries or rows are not those it was written with")
+    return pack
+
+
+def pack_in(folder: Path, start: Sequence[Entry]) -> Pack | None:
+    """The pack that a model's folder brings along, if any. start: the entries that its config.json names.
+
+    Raises `DataError` for one that cannot be read, `ModelError` for one of other entries.
+    """
+    path = folder / IN_FOLDER
+    if not path.exists():
+        return None
+    pack = load_pack(path)
+    if pack.entries != tuple(start):
+        raise ModelError(
+            f"{path} is not the pack that config.json says the model begins with; delete it to begin without tuned rows"
+        )
     return pack
 
 

@@ -66,7 +66,7 @@ class TunedRows:
 
     @property
     def one(self) -> bool:
-        """Whether input and output rows are the same."""
+        """Whether input and output rows are one array; two with equal values are two."""
         return self.input is self.output
 
     @cached_property

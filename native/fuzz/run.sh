@@ -9,8 +9,8 @@ seconds=${1:-20}
 [ $# -gt 0 ] || set -- compress push bytes rows phrases bpe patches
 mkdir -p bin
 flags="-std=c11 -O1 -g -fno-omit-frame-pointer -fno-sanitize-recover=all"
-library="../params.c ../compress.c ../turns.c ../codebook.c ../read.c ../bytes.c ../rows.c ../phrases.c ../pieces.c"
-library="$library ../bpe.c ../patches.c"
+library="../params.c ../compress.c ../turns.c ../codebook.c ../read.c ../bytes.c ../rows.c"
+library="$library ../phrases.c ../phrases_encode.c ../pieces.c ../bpe.c ../patches.c"
 fuzzer=${FUZZ_CC:-clang}
 printf '#include "fuzz.h"\nint LLVMFuzzerTestOneInput(const uint8_t *d, size_t n) { return d && n ? 0 : 0; }\n' > bin/probe.c
 for target in "$@"; do
