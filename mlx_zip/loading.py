@@ -22,7 +22,7 @@ from mlx_zip.models.packed import packed_config
 from mlx_zip.register import MODEL_TYPE
 from mlx_zip.vocab.adaptbpe.plain import follow_folder
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
-from mlx_zip.vocab.packs import IN_FOLDER, Pack, load_pack
+from mlx_zip.vocab.packs import IN_FOLDER, Pack, pack_in_folder
 from mlx_zip.vocab.tuned import TunedStart
 
 UPSTREAM_CONFIG = "zip2zip_config.json"
@@ -84,27 +84,28 @@ def load(
         if canonical is not None:
             model.config = replace(model.config, canonical=canonical)
         model.row_store = RowStore() if row_store is None else row_store
-        if pack is None and adapter_path is None:
-            pack = _pack_of(folder, model)
         if pack is not None:
             model.take_pack(pack.start)
+        elif adapter_path is None:
+            _take_own_pack(folder, model, loaded[1])
     return model, loaded[1]
 
 
-def _pack_of(folder: Path, model: Any) -> Pack | None:
-    """The pack that a folder brings along: the entries that its config names, with their rows.
+def _take_own_pack(folder: Path, model: Any, tokenizer: Any) -> None:
+    """The model begins with the pack that its folder brings along, if any: its config's entries, with their rows.
 
-    Raises `ModelError` for one of other entries, `DataError` for one that cannot be read.
+    Raises `ModelError` for one of other entries or another model, `DataError` for one that cannot be read or is of
+    another tokenizer.
     """
-    if not (folder / IN_FOLDER).exists():
-        return None
-    pack = load_pack(folder / IN_FOLDER)
-    if pack.entries != (model.config.start or ()):
-        raise ModelError(
-            f"{folder / IN_FOLDER} is not the pack that config.json says the model begins with; delete it to begin "
-            "without tuned rows"
-        )
-    return pack
+    pack, path = pack_in_folder(folder, model.config.start), folder / IN_FOLDER
+    if pack is None:
+        return
+    if pack.tokenizer is not None:
+        pack.check_tokenizer(tokenizer_fingerprint(tokenizer), str(path))
+    try:
+        model.take_pack(pack.start)
+    except ModelError as error:
+        raise ModelError(f"{path}: {error}, or delete it to begin without tuned rows") from error
 
 
 def codebook_changes(config: Mapping[str, Any], size: int | None, start: Sequence[Any] | None) -> dict[str, Any]:
@@ -117,7 +118,8 @@ def codebook_changes(config: Mapping[str, Any], size: int | None, start: Sequenc
         sizes = section.get("compression") if isinstance(section, Mapping) else None
         if size is None or not isinstance(section, Mapping) or not isinstance(sizes, Mapping):
             return {}
-        return {"zip2zip": {**section, "compression": {**sizes, "max_codebook_size": size}}}
+        own = {key: value for key, value in section.items() if key != "start" or start is None}
+        return {"zip2zip": {**own, "compression": {**sizes, "max_codebook_size": size}}}
     if size is not None:
         raise ModelError("codebook_size (--codebook-size): a plain model has no codebook of its own")
     if start is None:

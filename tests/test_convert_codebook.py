@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 from test_convert import GOLDEN, config_of, convert
 
-from mlx_zip.errors import ConversionError, DataError, ModelError
+from mlx_zip.errors import ConversionError, DataError, MlxZipError, ModelError
 from mlx_zip.generate import load
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 from mlx_zip.vocab.packs import Pack, load_pack, save_pack
@@ -127,6 +129,53 @@ def test_a_pack_that_is_not_the_configs_is_an_error(tuned: Path, tmp_path: Path)
         load(str(folder))
     (folder / "pack.npz").unlink()
     assert load(str(folder))[0].config.start == ENTRIES
+
+
+def changed(folder: Path, **changes: Any) -> None:
+    """Writes another pack into a folder."""
+    save_pack(folder / "pack.npz", replace(load_pack(folder / "pack.npz"), **changes))
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "tokenizer", "entries", "width"])
+def test_a_folder_with_a_wrong_pack_is_neither_run_nor_converted(kind: str, tuned: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tuned, folder)
+    path, rows = folder / "pack.npz", load_pack(tuned / "pack.npz").rows
+    narrow = replace(rows, input=rows.input[:, 1:], output=rows.output[:, 1:])
+    told = {
+        "link": lambda: (path.unlink(), path.symlink_to("nowhere"), "pack.npz cannot be read.*delete it"),
+        "pipe": lambda: (path.unlink(), os.mkfifo(path), "pack.npz: is a folder or device.*delete it"),
+        "tokenizer": lambda: (changed(folder, tokenizer="0" * 64), "pack.npz was learned with another tokenizer"),
+        "entries": lambda: (changed(folder, entries=ENTRIES[::-1]), "pack.npz is not the pack that config.json says"),
+        "width": lambda: (changed(folder, rows=narrow), "rows have 63 values, the model's have 64: tune"),
+    }[kind]()[-1]
+    for command in (lambda: load(str(folder)), lambda: convert(folder, tmp_path / "out")):
+        with pytest.raises(MlxZipError, match=told):
+            command()
+        assert not (tmp_path / "out").exists()
+    save_pack(tmp_path / "other.npz", Pack(((30, 31),)))  # in its place
+    other = convert(folder, tmp_path / "other", codebook=[tmp_path / "other.npz"])
+    assert load(str(other))[0].config.start == ((30, 31),)
+
+
+def test_a_folder_whose_weights_were_exchanged_names_its_pack(tuned: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tuned, folder)
+    weights: Any = mx.load(str(folder / "model.safetensors"))
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), {name: -value if "norm" in name else value
+                                                              for name, value in weights.items()})  # fmt: skip
+    shutil.move(tmp_path / "model.safetensors", folder / "model.safetensors")
+    with pytest.raises(ModelError, match=r"pack\.npz: .*tuned for another model.*or delete it"):
+        load(str(folder))
+
+
+def test_a_pack_that_says_it_is_for_the_weights_and_cannot_be_is_refused(tuned: Path, tmp_path: Path) -> None:
+    pack = load_pack(tuned / "pack.npz")
+    narrow = replace(pack.rows, input=pack.rows.input[:, 1:], output=pack.rows.output[:, 1:])
+    save_pack(tmp_path / "narrow.npz", replace(pack, rows=narrow))
+    with pytest.raises(ModelError, match="rows have 63 values"):
+        convert(tuned, tmp_path / "out", codebook=[tmp_path / "narrow.npz"])
+    assert not (tmp_path / "out").exists()
 
 
 def test_rows_that_were_tuned_for_other_weights_are_refused(converted: Path, tuned: Path, tmp_path: Path) -> None:

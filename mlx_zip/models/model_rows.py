@@ -46,13 +46,15 @@ class ModelRows:
         return self._name.of(self._model)
 
     def check_tuned(self, start: TunedStart) -> None:
-        """Raises `ModelError` unless the rows of a starting codebook were tuned for this model as it is now."""
+        """Raises `ModelError` unless the rows of a starting codebook are such as were tuned for this model as it is."""
         rows, name = start.rows, self.name
         if rows.model != name or rows.one != self._model.sides_are_one:
             raise ModelError(
                 f"the pack's rows were tuned for another model ({rows.model[:12]}) than this one ({name[:12]}): use it "
                 "with that one, or tune the pack for this one (mlx_zip vocab pack tune)"
             )
+        if (width := rows.output.shape[1]) != (own := self._model.config.encoder.model_size):
+            raise ModelError(f"the pack's rows have {width} values, the model's have {own}: tune the pack again")
 
     def bind_tuned(self, state: ZipState) -> None:
         """Puts tuned rows into a request's tables, where they are found as encoded ones are; the store has no part.
