@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from test_convert import GOLDEN, config_of, convert
 
+from mlx_zip.bench.shapes import from_folders
 from mlx_zip.errors import ConversionError, DataError, MlxZipError, ModelError
 from mlx_zip.generate import load
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
@@ -176,6 +177,13 @@ def test_a_pack_that_says_it_is_for_the_weights_and_cannot_be_is_refused(tuned: 
     with pytest.raises(ModelError, match="rows have 63 values"):
         convert(tuned, tmp_path / "out", codebook=[tmp_path / "narrow.npz"])
     assert not (tmp_path / "out").exists()
+
+
+def test_the_bench_runs_a_model_with_the_pack_in_its_folder(tuned: Path) -> None:
+    ids = mx.array([[10, 11, 12]])
+    made, loaded = from_folders(str(tuned), None).zipped(), load(str(tuned))[0]
+    assert mx.array_equal(made(ids, cache=made.make_cache()), loaded(ids, cache=loaded.make_cache()))
+    assert made.pack is loaded.pack or made.pack.fingerprint == loaded.pack.fingerprint
 
 
 def test_rows_that_were_tuned_for_other_weights_are_refused(converted: Path, tuned: Path, tmp_path: Path) -> None:
