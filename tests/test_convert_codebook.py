@@ -14,6 +14,7 @@ import pytest
 from test_convert import GOLDEN, config_of, convert
 
 from mlx_zip.bench.shapes import from_folders
+from mlx_zip.cli import main
 from mlx_zip.errors import ConversionError, DataError, MlxZipError, ModelError
 from mlx_zip.generate import load
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
@@ -184,6 +185,19 @@ def test_the_bench_runs_a_model_with_the_pack_in_its_folder(tuned: Path) -> None
     made, loaded = from_folders(str(tuned), None).zipped(), load(str(tuned))[0]
     assert mx.array_equal(made(ids, cache=made.make_cache()), loaded(ids, cache=loaded.make_cache()))
     assert made.pack is loaded.pack or made.pack.fingerprint == loaded.pack.fingerprint
+
+
+def test_adapting_says_that_the_rows_are_left_behind(tuned: Path, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "text.txt").write_text("the cat sat on the mat\n")
+    learn = ("vocab", "adapt", "learn", "--tokenizer", tuned, "--data", tmp_path / "text.txt", "--merges", 0)
+    assert main([*map(str, learn), "--out", str(tmp_path / "adapted.json")]) == 0
+    command = ("vocab", "adapt", "convert", tmp_path / "adapted.json", "--model", tuned, "--out", tmp_path / "small")
+    assert main([*map(str, command)]) == 0
+    told = [line for line in capsys.readouterr().err.splitlines() if "warn" in line.lower()]
+    assert [line.startswith("warning: ") for line in told] == [True] * len(told)
+    assert any("tuned rows in pack.npz are left behind" in line for line in told)
+    assert not (tmp_path / "small" / "pack.npz").exists()
+    load(str(tmp_path / "small"))
 
 
 def test_rows_that_were_tuned_for_other_weights_are_refused(converted: Path, tuned: Path, tmp_path: Path) -> None:
