@@ -49,7 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=("float32", "bfloat16"), default="float32",
         help="what the forward pass computes in (default: float32)")  # fmt: skip
     add("--dequantize", action="store_true",
-        help="compute with a quantized model's weights as floats: the same function, quicker, in more memory")  # fmt: skip
+        help="compute with a quantized model's weights as floats: the same function, quicker, in more "
+             "memory")  # fmt: skip
     add("--save-dtype", choices=("float32", "float16"), default="float32", help="of the rows (default: float32)")
     add_settings(add, _DEFAULTS, _PURPOSES)
     add("--plot", action="store_true", help="draw curves.png in the run's folder (needs matplotlib)")
@@ -65,7 +66,10 @@ def run(args: argparse.Namespace) -> int:
     for name in ("most_ids", "valid_ids"):
         if getattr(args, name) < 1:
             raise DataError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
-    args.out = writable("--out", args.out, "a pack", SUFFIX)
+    args.out = writable("--out", args.out, "a pack", SUFFIX, read=[args.file])
+    place = args.run or args.out.with_suffix("")
+    if args.out.resolve() in (place.resolve(), *place.resolve().parents):
+        raise DataError(f"--run {place}: the tuned pack is to be a file at {args.out}; choose another --run")
     if args.plot:
         from mlx_zip.training.curves import drawing
 
@@ -75,7 +79,6 @@ def run(args: argparse.Namespace) -> int:
     pack = load_pack(args.file)
     plan, tokenizer, plain = _plan(args, pack)
     data, valid = _texts(args, plan, tokenizer)
-    place = args.run or args.out.with_suffix("")
     model = load_frozen(args.model, plan.params, args.position_mode or "compressed", args.trust_remote_code)
     name = model.fingerprint
     if args.dequantize:
