@@ -16,7 +16,8 @@ from mlx_lm.utils import _get_classes
 from mlx_lm.utils import load as mlx_load
 
 from mlx_zip.bundled import NAMES, here_or_bundled
-from mlx_zip.errors import MlxZipError, ModelError, bare_exceptions_as_value_errors
+from mlx_zip.errors import DataError, MlxZipError, ModelError, bare_exceptions_as_value_errors
+from mlx_zip.files import check_in
 from mlx_zip.hyper import RowStore
 from mlx_zip.models.packed import packed_config
 from mlx_zip.register import MODEL_TYPE
@@ -197,8 +198,9 @@ def no_talk_of_model_types() -> Iterator[None]:
 def read_config(folder: Path) -> dict[str, Any]:
     """config.json as a dictionary. Raises `ModelError`."""
     try:
+        check_in(folder / "config.json")
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError, DataError) as error:
         raise ModelError(f"{folder / 'config.json'} cannot be read: {first_line(error)}") from error
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ModelError(f"{folder / 'config.json'} names no model_type")
