@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     model = load_frozen(args.model, plan.params, args.position_mode or "compressed", args.trust_remote_code)
     name = model.fingerprint
     if args.dequantize:
-        model = dequantized(model)
+        model = dequantized(model, args.dtype)
     found = tune(pack, model, data, valid, settings, place, plain=plain, name=name, save_dtype=args.save_dtype)
     if args.plot:
         from mlx_zip.training.metrics import plot

@@ -59,10 +59,15 @@ def load_frozen(name: str, params: CodecParams, position_mode: str, trust_remote
     return model
 
 
-def dequantized(model: Model) -> Model:
-    """The same model with weights that are no longer quantized, also in its encoders; a model without any is itself."""
+def dequantized(model: Model, dtype: str = "float32") -> Model:
+    """The same model with weights that are no longer quantized, also in its encoders; a model without any is itself.
+
+    dtype: what it is to compute in, "float32" or "bfloat16".
+    """
     from mlx_lm.utils import dequantize_model
 
+    if dtype == "float32":
+        model.set_dtype(mx.float32)  # before: scales of 16 bits would make weights that are rounded to as many
     return dequantize_model(model)
 
 
@@ -81,9 +86,9 @@ def tune(
     _check_context(model, data, valid)
     check_data(data, valid, settings)
     name, params = name or model.fingerprint, data.params
-    rows = _first_rows(pack, model, name, params)
     if settings.dtype == "float32":
         model.set_dtype(mx.float32)
+    rows = _first_rows(pack, model, name, params)
     record = _record(pack, name, data, valid, settings)
     mark = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
     open_run(run, record, mark, "--run")
