@@ -173,11 +173,19 @@ def sliced(models: Models, ids: Any) -> Callable[[], Any]:
 
 
 def _again(loaded: Any, name: Any) -> Callable[[], Any]:
-    """Another object of a loaded model's class over its weights."""
+    """Another object of a loaded model's class over its weights, beginning with the pack that it begins with."""
     from mlx_zip.loading import model_folder, read_config
 
     weights, quantization = dict(tree_flatten(loaded.parameters())), read_config(model_folder(name)).get("quantization")
-    return lambda: _filled(type(loaded)(loaded.args), weights, quantization)
+    pack = getattr(loaded, "pack", None)
+
+    def make() -> Any:
+        model = _filled(type(loaded)(loaded.args), weights, quantization)
+        if pack is not None:
+            model.take_pack(pack)
+        return model
+
+    return make
 
 
 def _decoder_of(zipped: Any) -> Callable[[], Any]:

@@ -31,6 +31,7 @@ from mlx_zip.models.parts import RECORD_KEYS
 from mlx_zip.vocab.adaptbpe.adapted import AdaptedVocabulary, read_adapted
 from mlx_zip.vocab.adaptbpe.base import FILE, read_base
 from mlx_zip.vocab.adaptbpe.plain import lawful_json
+from mlx_zip.vocab.packs import IN_FOLDER
 
 ROWS = ("embed_tokens", "lm_head")  # modules whose tensors have a row per id
 _PAIRS = {"forced_decoder_ids": 1, "sequence_bias": 0}  # lists of pairs, and which side holds ids
@@ -59,6 +60,8 @@ def adapt(model: str | Path, vocabulary: str | Path, mlx_path: str | Path, progr
     config = _config(read_object(place.folder / "config.json"), new)
     weights = _selected(load(read_model_files(place.folder)), kept.ids)
     files = _files(place.folder, kept, base.source, new)
+    if (place.folder / IN_FOLDER).exists():
+        warnings.warn(f"the tuned rows in {IN_FOLDER} are left behind: they are not for the new weights", stacklevel=2)
     with output.new_folder(out) as folder, progress_bar(len(weights), progress) as step:
         prints = Fingerprints()
 

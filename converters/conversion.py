@@ -25,14 +25,14 @@ from mlx_zip.converters.quantization import QuantPredicate, Recipe, quantize_enc
 from mlx_zip.converters.tensors import FLOATS, load, read_model_files
 from mlx_zip.converters.tokenizer_files import TokenizerFacts, copy_tokenizer, read_tokenizer
 from mlx_zip.errors import CodecError, ConversionError
-from mlx_zip.hyper import Fingerprints, model_fingerprint
+from mlx_zip.hyper import Fingerprints
 from mlx_zip.layout import Layout
 from mlx_zip.models import Model, ModelArgs, check_config
 from mlx_zip.models.parts import RECORD_KEYS
 from mlx_zip.register import MODEL_TYPE
 from mlx_zip.training.encoding import load_tokenizer
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
-from mlx_zip.vocab.packs import IN_FOLDER, Pack, load_pack, merge_packs, pack_in, save_pack
+from mlx_zip.vocab.packs import IN_FOLDER, Pack, load_pack, merge_packs, pack_in_folder, save_pack
 
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 ADAPTERS = "adapters"  # the folder of a kept adapter inside the output
@@ -110,6 +110,8 @@ def convert(
         _decide(prepared.config["zip2zip"], canonical, policy)
         if codebook is not None:
             _begin_with(prepared, codebook, trust_remote_code)
+        elif source.is_converted(place):
+            _keep_pack(prepared, trust_remote_code)
         _quantize(prepared, recipe)
         _check_rows(prepared, codebook)
         _write(out, prepared, trust_remote_code, progress)
@@ -151,10 +153,23 @@ def _begin_with(prepared: Prepared, files: Sequence[str | Path], trust_remote_co
     prepared.pack = None if pack.rows is None else pack
 
 
+def _keep_pack(prepared: Prepared, trust_remote_code: bool) -> None:
+    """A folder that brings a pack along hands it on. Raises `ModelError` or `DataError` for one that is not its own."""
+    model: Any = prepared.model
+    prepared.pack = pack = pack_in_folder(prepared.tokenizer, model.config.start)
+    if pack is not None and pack.tokenizer is not None:
+        mark = tokenizer_fingerprint(load_tokenizer(prepared.tokenizer, trust_remote_code))
+        pack.check_tokenizer(mark, str(prepared.tokenizer / IN_FOLDER))
+
+
 def _check_rows(prepared: Prepared, files: Sequence[str | Path] | None) -> None:
     """Tuned rows are good for the weights that they were tuned for: those asked for must be, others are left behind."""
     rows = None if prepared.pack is None else prepared.pack.rows
-    if rows is None or rows.model == model_fingerprint(prepared.model):
+    model: Any = prepared.model
+    if rows is None or prepared.pack is None:
+        return
+    if rows.model == model.fingerprint:
+        model.take_pack(prepared.pack.start)  # refuses rows that are not as wide as its own
         return
     if files is not None:
         raise ConversionError(
@@ -318,7 +333,7 @@ def _prepare_converted(place: Place, dtype: str | None, trust_remote_code: bool)
     record["mlx_zip"] = mlx_zip.__version__
     facts = read_tokenizer(place.folder, trust_remote_code)
     card = hub.model_card(place, place, mlx_zip.__version__)
-    return Prepared(model, config, place.folder, facts, card, pack=pack_in(place.folder, model.config.start or ()))
+    return Prepared(model, config, place.folder, facts, card)
 
 
 def load_converted(place: Place) -> tuple[Any, dict[str, Any]]:

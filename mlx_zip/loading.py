@@ -16,13 +16,14 @@ from mlx_lm.utils import _get_classes
 from mlx_lm.utils import load as mlx_load
 
 from mlx_zip.bundled import NAMES, here_or_bundled
-from mlx_zip.errors import MlxZipError, ModelError, bare_exceptions_as_value_errors
+from mlx_zip.errors import DataError, MlxZipError, ModelError, bare_exceptions_as_value_errors
+from mlx_zip.files import check_in
 from mlx_zip.hyper import RowStore
 from mlx_zip.models.packed import packed_config
 from mlx_zip.register import MODEL_TYPE
 from mlx_zip.vocab.adaptbpe.plain import follow_folder
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
-from mlx_zip.vocab.packs import IN_FOLDER, Pack, pack_in
+from mlx_zip.vocab.packs import IN_FOLDER, Pack, pack_in_folder
 from mlx_zip.vocab.tuned import TunedStart
 
 UPSTREAM_CONFIG = "zip2zip_config.json"
@@ -84,22 +85,28 @@ def load(
         if canonical is not None:
             model.config = replace(model.config, canonical=canonical)
         model.row_store = RowStore() if row_store is None else row_store
-        if pack is None and adapter_path is None:
-            pack = _own_pack(folder, model)
         if pack is not None:
             model.take_pack(pack.start)
+        elif adapter_path is None:
+            _take_own_pack(folder, model, loaded[1])
     return model, loaded[1]
 
 
-def _own_pack(folder: Path, model: Any) -> Pack | None:
-    """The pack that a folder brings along. Raises `ModelError` for rows of other weights, and as `pack_in` does."""
-    pack = pack_in(folder, model.config.start or ())
-    if pack is not None and pack.rows is not None and pack.rows.model != model.fingerprint:
-        raise ModelError(
-            f"the rows in {folder / IN_FOLDER} were tuned for other weights than those beside it; delete it to begin "
-            "without tuned rows, or tune the pack for these (mlx_zip vocab pack tune)"
-        )
-    return pack
+def _take_own_pack(folder: Path, model: Any, tokenizer: Any) -> None:
+    """The model begins with the pack that its folder brings along, if any: its config's entries, with their rows.
+
+    Raises `ModelError` for one of other entries or another model, `DataError` for one that cannot be read or is of
+    another tokenizer.
+    """
+    pack, path = pack_in_folder(folder, model.config.start), folder / IN_FOLDER
+    if pack is None:
+        return
+    if pack.tokenizer is not None:
+        pack.check_tokenizer(tokenizer_fingerprint(tokenizer), str(path))
+    try:
+        model.take_pack(pack.start)
+    except ModelError as error:
+        raise ModelError(f"{path}: {error}, or delete it to begin without tuned rows") from error
 
 
 def codebook_changes(config: Mapping[str, Any], size: int | None, start: Sequence[Any] | None) -> dict[str, Any]:
@@ -112,7 +119,8 @@ def codebook_changes(config: Mapping[str, Any], size: int | None, start: Sequenc
         sizes = section.get("compression") if isinstance(section, Mapping) else None
         if size is None or not isinstance(section, Mapping) or not isinstance(sizes, Mapping):
             return {}
-        return {"zip2zip": {**section, "compression": {**sizes, "max_codebook_size": size}}}
+        own = {key: value for key, value in section.items() if key != "start" or start is None}
+        return {"zip2zip": {**own, "compression": {**sizes, "max_codebook_size": size}}}
     if size is not None:
         raise ModelError("codebook_size (--codebook-size): a plain model has no codebook of its own")
     if start is None:
@@ -190,8 +198,9 @@ def no_talk_of_model_types() -> Iterator[None]:
 def read_config(folder: Path) -> dict[str, Any]:
     """config.json as a dictionary. Raises `ModelError`."""
     try:
+        check_in(folder / "config.json")
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError, DataError) as error:
         raise ModelError(f"{folder / 'config.json'} cannot be read: {first_line(error)}") from error
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ModelError(f"{folder / 'config.json'} names no model_type")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,9 @@ import numpy as np
 import pytest
 from test_convert import GOLDEN, config_of, convert
 
-from mlx_zip.errors import ConversionError, DataError, ModelError
+from mlx_zip.bench.shapes import from_folders
+from mlx_zip.cli import main
+from mlx_zip.errors import ConversionError, DataError, MlxZipError, ModelError
 from mlx_zip.generate import load
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 from mlx_zip.vocab.packs import Pack, load_pack, save_pack
@@ -136,13 +140,71 @@ def test_a_pack_that_is_not_the_configs_is_an_error(tuned: Path, tmp_path: Path)
     assert load(str(folder))[0].config.start == ENTRIES
 
 
-def test_rows_beside_other_weights_than_theirs_are_an_error_that_names_the_file(tuned: Path, tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="left behind"):
-        other = convert(tuned, tmp_path / "other", dequantize=True)
-    shutil.copy(tuned / "pack.npz", other)
-    with pytest.raises(ModelError, match=r"rows in .*other/pack\.npz were tuned for other weights .* delete it"):
-        load(str(other))
-    assert load(str(other), pack=Pack(ENTRIES))[0].pack is None
+def changed(folder: Path, **changes: Any) -> None:
+    """Writes another pack into a folder."""
+    save_pack(folder / "pack.npz", replace(load_pack(folder / "pack.npz"), **changes))
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "tokenizer", "entries", "width"])
+def test_a_folder_with_a_wrong_pack_is_neither_run_nor_converted(kind: str, tuned: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tuned, folder)
+    path, rows = folder / "pack.npz", load_pack(tuned / "pack.npz").rows
+    narrow = replace(rows, input=rows.input[:, 1:], output=rows.output[:, 1:])
+    told = {
+        "link": lambda: (path.unlink(), path.symlink_to("nowhere"), "pack.npz cannot be read.*delete it"),
+        "pipe": lambda: (path.unlink(), os.mkfifo(path), "pack.npz: is a folder or device.*delete it"),
+        "tokenizer": lambda: (changed(folder, tokenizer="0" * 64), "pack.npz was learned with another tokenizer"),
+        "entries": lambda: (changed(folder, entries=ENTRIES[::-1]), "pack.npz is not the pack that config.json says"),
+        "width": lambda: (changed(folder, rows=narrow), "rows have 63 values, the model's have 64: tune"),
+    }[kind]()[-1]
+    for command in (lambda: load(str(folder)), lambda: convert(folder, tmp_path / "out")):
+        with pytest.raises(MlxZipError, match=told):
+            command()
+        assert not (tmp_path / "out").exists()
+    save_pack(tmp_path / "other.npz", Pack(((30, 31),)))  # in its place
+    other = convert(folder, tmp_path / "other", codebook=[tmp_path / "other.npz"])
+    assert load(str(other))[0].config.start == ((30, 31),)
+
+
+def test_a_folder_whose_weights_were_exchanged_names_its_pack(tuned: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tuned, folder)
+    weights: Any = mx.load(str(folder / "model.safetensors"))
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), {name: -value if "norm" in name else value
+                                                              for name, value in weights.items()})  # fmt: skip
+    shutil.move(tmp_path / "model.safetensors", folder / "model.safetensors")
+    with pytest.raises(ModelError, match=r"pack\.npz: .*tuned for another model.*or delete it"):
+        load(str(folder))
+
+
+def test_a_pack_that_says_it_is_for_the_weights_and_cannot_be_is_refused(tuned: Path, tmp_path: Path) -> None:
+    pack = load_pack(tuned / "pack.npz")
+    narrow = replace(pack.rows, input=pack.rows.input[:, 1:], output=pack.rows.output[:, 1:])
+    save_pack(tmp_path / "narrow.npz", replace(pack, rows=narrow))
+    with pytest.raises(ModelError, match="rows have 63 values"):
+        convert(tuned, tmp_path / "out", codebook=[tmp_path / "narrow.npz"])
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_bench_runs_a_model_with_the_pack_in_its_folder(tuned: Path) -> None:
+    ids = mx.array([[10, 11, 12]])
+    made, loaded = from_folders(str(tuned), None).zipped(), load(str(tuned))[0]
+    assert mx.array_equal(made(ids, cache=made.make_cache()), loaded(ids, cache=loaded.make_cache()))
+    assert made.pack is loaded.pack or made.pack.fingerprint == loaded.pack.fingerprint
+
+
+def test_adapting_says_that_the_rows_are_left_behind(tuned: Path, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "text.txt").write_text("the cat sat on the mat\n")
+    learn = ("vocab", "adapt", "learn", "--tokenizer", tuned, "--data", tmp_path / "text.txt", "--merges", 0)
+    assert main([*map(str, learn), "--out", str(tmp_path / "adapted.json")]) == 0
+    command = ("vocab", "adapt", "convert", tmp_path / "adapted.json", "--model", tuned, "--out", tmp_path / "small")
+    assert main([*map(str, command)]) == 0
+    told = [line for line in capsys.readouterr().err.splitlines() if "warn" in line.lower()]
+    assert [line.startswith("warning: ") for line in told] == [True] * len(told)
+    assert any("tuned rows in pack.npz are left behind" in line for line in told)
+    assert not (tmp_path / "small" / "pack.npz").exists()
+    load(str(tmp_path / "small"))
 
 
 def test_rows_that_were_tuned_for_other_weights_are_refused(converted: Path, tuned: Path, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """`load`: what it opens, and how it refuses the rest."""
 
 import json
+import os
 import shutil
 
 import pytest
@@ -89,6 +90,12 @@ def test_a_checkpoint_as_published_is_to_be_converted_first():
 def test_a_self_contained_checkpoint_as_published_is_to_be_converted_first():
     with pytest.raises(ModelError, match="convert it first"):
         load(tiny_text.GOLDEN / "phi3_reslatent_mean_untied_v2")
+
+
+def test_a_pipe_in_place_of_the_config_is_named_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(ModelError, match=r"config\.json cannot be read.*not a file"):
+        load(str(tmp_path))
 
 
 def test_a_config_that_is_not_json_is_named(model):

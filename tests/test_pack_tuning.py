@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -198,6 +199,31 @@ def test_tuning_a_tuned_pack_goes_on_from_its_rows(tmp_path):
     assert anew.before == first.before
 
 
+@pytest.mark.parametrize("log", [None, "", '{"step": 0, "val_bits_per_byte": "x"}'])
+def test_what_the_rows_were_worth_before_is_right_also_where_the_log_is_lost(tmp_path, log):
+    first = run_tuning(tmp_path / "run", iters=2)
+    path = tmp_path / "run" / "metrics.jsonl"
+    path.unlink() if log is None else path.write_text(log)
+    again = run_tuning(tmp_path / "run", iters=2)
+    assert again.before == pytest.approx(first.before, abs=1e-9)
+    assert (again.after, again.rows.fingerprint) == (first.after, first.rows.fingerprint)
+
+
+@pytest.mark.parametrize(("name", "error"), [("train.json", TrainingError), ("metrics.jsonl", DataError)])
+def test_a_pipe_in_a_runs_folder_is_an_error_and_not_waited_for(tmp_path, name, error):
+    run_tuning(tmp_path / "run", iters=1)
+    (tmp_path / "run" / name).unlink()
+    os.mkfifo(tmp_path / "run" / name)
+    with pytest.raises(error, match=name):
+        run_tuning(tmp_path / "run", iters=1)
+
+
+def test_a_batch_that_cannot_be_filled_is_told_before_there_is_a_run(tmp_path):
+    with pytest.raises(TrainingError, match="24 usable samples do not fill a batch of 25"):
+        run_tuning(tmp_path / "run", batch_size=25)
+    assert not (tmp_path / "run").exists()
+
+
 # ---- the command
 
 
@@ -273,7 +299,7 @@ def test_a_zip2zip_model_is_run_with_a_pack_tuned_for_it_and_another_refuses_it(
 
 
 def test_a_quantized_model_is_tuned_for_with_floats_and_takes_the_rows_into_its_folder(run):
-    convert = ("convert", "--encoder-bits", 8, "--quantize", "--q-bits", 8, "--q-group-size", 32)
+    convert = ("convert", "--dtype", "bfloat16", "--encoder-bits", 8, "-q", "--q-bits", 4, "--q-group-size", 32)
     assert run(*convert, "--hf-path", tiny_text.converted(ZIP_MODEL), "--mlx-path", "small")[0] == 0
     command = learned(run, "small", "--model", "small", "--size", 8)
     told = {}
@@ -282,12 +308,13 @@ def test_a_quantized_model_is_tuned_for_with_floats_and_takes_the_rows_into_its_
         assert status == 0, err
         told[flags[1]] = json.loads(out)
     assert load_pack("tuned.npz").rows.model == load("small")[0].fingerprint
-    for name in ("bits_per_byte_before", "bits_per_byte"):
-        assert told["quick"][name] == pytest.approx(told["exact"][name], rel=1e-3)
+    for name, tolerance in (("bits_per_byte_before", 1e-5), ("bits_per_byte", 1e-3)):
+        assert told["quick"][name] == pytest.approx(told["exact"][name], rel=tolerance)
     assert run("convert", "--hf-path", "small", "--codebook", "tuned.npz", "--mlx-path", "whole")[0] == 0
-    whole, named = (answer(run, *words) for words in (("whole",), ("small", "--codebook", "tuned.npz")))
-    for name in ("text", "prompt_ids", "steps", "rows_encoded"):
-        assert whole[name] == named[name]
+    whole, small = answer(run, "whole"), answer(run, "small", "--codebook", "tuned.npz")
+    for name in ("text", "steps", "hypertokens", "prompt_ids", "codebook_size", "codebook_fingerprint", "rows_encoded"):
+        assert whole[name] == small[name]
+    assert whole["codebook_fingerprint"] == load_pack("whole/pack.npz").fingerprint == told["quick"]["fingerprint"]
 
 
 @pytest.mark.parametrize("mode", ["compressed", "base_token_end"])
@@ -336,12 +363,37 @@ def test_what_cannot_be_tuned_is_an_error_and_nothing_is_written(run):
         (("--codebook-size", 2), "2"), (("--context", 1), "context"), (("--valid-ids", 0), "--valid-ids"),
         (("--iters", 0), "iters"), (("--most-ids", 5), "--valid"), (("--position-mode", "compressed"), "plain models"),
         (("--out", "no/x.npz"), "--out no/x.npz"),
-        (("--valid", "nowhere.txt"), "nowhere.txt"),
+        (("--valid", "nowhere.txt"), "nowhere.txt"), (("--out", "a.npz"), "the same command reads"),
+        (("--run", "tuned.npz"), "--run tuned.npz"), (("--run", "tuned.npz/run"), "choose another --run"),
+        (("--run", model), "choose another --run"),
     ):  # fmt: skip
         status, _, err = run(*command, *flags)
         assert (status, err.count("\n")) == (2, 1), (flags, err)
         assert told in err
     assert not Path("tuned.npz").exists()
+
+
+def test_a_pack_in_the_models_folder_does_not_stand_in_anothers_way(run):
+    model = tiny_text.converted(ZIP_MODEL)
+    command = learned(run, model, "--model", model, "--size", 8)
+    assert run(*command)[0] == 0
+    assert run("convert", "--hf-path", model, "--codebook", "tuned.npz", "--mlx-path", "whole")[0] == 0
+    for file, new in (("tuned.npz", "small.npz"), ("a.npz", "bare.npz")):
+        assert run("vocab", "pack", "merge", file, "--size", 2, "--out", new)[0] == 0
+    Path("whole/pack.npz").write_bytes(b"no pack any more")
+    for file in ("small.npz", "bare.npz"):
+        for size in ((), ("--codebook-size", 4)):  # fewer than the folder's own pack has entries
+            flags = ("--codebook", file, *size)
+            got, want = answer(run, "whole", *flags), answer(run, model, *flags)
+            assert [got[name] for name in ("text", "steps", "prompt_ids")] == [
+                want[name] for name in ("text", "steps", "prompt_ids")
+            ]
+    status, _, err = run(*command, "--model", "whole", "--out", "anew.npz", "--iters", 1)
+    assert status == 0, err
+    status, _, err = run("generate", "--model", "whole", "--prompt", "a")
+    assert (status, err.count("\n")) == (2, 1)
+    assert "whole/pack.npz cannot be read" in err
+    assert "delete it" in err
 
 
 def test_a_model_runs_with_more_or_fewer_slots_than_its_config_says():

@@ -369,3 +369,12 @@ def test_table_rows_beside_the_packs_are_the_encoders():
     assert n > len(START)
     got, want = (np.array(table.rows)[0, len(START) : n] for table in tables)
     assert_close(got, want)
+
+
+def test_rows_that_are_none_or_of_another_width_are_refused():
+    none = np.zeros((0, WIDTH), np.float32)
+    with pytest.raises(DataError, match=r"\[P, D\]"):
+        TunedRows(none, none, MODEL.fingerprint)
+    rows = np.zeros((len(START), WIDTH - 1), np.float32)
+    with pytest.raises(ModelError, match="rows have 63 values, the model's have 64"):
+        MODEL.make_cache(start=TunedStart(START, TunedRows(rows, rows.copy(), MODEL.fingerprint)))

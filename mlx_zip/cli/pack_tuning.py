@@ -66,7 +66,10 @@ def run(args: argparse.Namespace) -> int:
     for name in ("most_ids", "valid_ids"):
         if getattr(args, name) < 1:
             raise DataError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
-    args.out = writable("--out", args.out, "a pack", SUFFIX)
+    args.out = writable("--out", args.out, "a pack", SUFFIX, read=[args.file])
+    place = args.run or args.out.with_suffix("")
+    if args.out.resolve() in (place.resolve(), *place.resolve().parents):
+        raise DataError(f"--run {place}: the tuned pack is to be a file at {args.out}; choose another --run")
     if args.plot:
         from mlx_zip.training.curves import drawing
 
@@ -76,11 +79,10 @@ def run(args: argparse.Namespace) -> int:
     pack = load_pack(args.file)
     plan, tokenizer, plain = _plan(args, pack)
     data, valid = _texts(args, plan, tokenizer)
-    place = args.run or args.out.with_suffix("")
     model = load_frozen(args.model, plan.params, args.position_mode or "compressed", args.trust_remote_code)
     name = model.fingerprint
     if args.dequantize:
-        model = dequantized(model)
+        model = dequantized(model, args.dtype)
     found = tune(pack, model, data, valid, settings, place, plain=plain, name=name, save_dtype=args.save_dtype)
     if args.plot:
         from mlx_zip.training.metrics import plot

@@ -41,8 +41,15 @@ def read(args: argparse.Namespace) -> Packs | None:
 
 
 def load_options(args: argparse.Namespace, packs: Packs | None, plain: bool) -> dict[str, Any]:
-    """What `load` needs to know of them: a pack with rows, and a size. plain: whether the model is no zip2zip one."""
-    pack = None if packs is None or packs.merged.rows is None else packs.merged
+    """What `load` needs to know of them: a pack with rows, and a size. plain: whether the model is no zip2zip one.
+
+    Without rows the requests bring the pack; then a zip2zip model's own entries are out of its way.
+    """
+    from mlx_zip.vocab.packs import Pack
+
+    pack = None if packs is None else packs.merged
+    if pack is not None and pack.rows is None:
+        pack = None if plain else Pack(())
     return {"pack": pack, "codebook_size": None if plain else args.codebook_size}
 
 
@@ -55,10 +62,12 @@ def is_plain(name: str, revision: str | None = None) -> bool:
 
 
 def record(packs: Packs | None, model: Any) -> dict[str, Any]:
-    """What a record says of a zip2zip model's codebook: its slots, and the pack in them."""
+    """What a record says of a zip2zip model's codebook: its slots, and the pack in them, the flag's or a tuned one of
+    the model's own.
+    """
     if not hasattr(model, "layout"):
         return {}
-    mark = None if packs is None else packs.merged.fingerprint
+    mark = model.pack and model.pack.pack if packs is None else packs.merged.fingerprint
     return {"codebook_size": model.layout.codebook_size, "codebook_fingerprint": mark}
 
 

@@ -180,7 +180,8 @@ def _convert(args: argparse.Namespace) -> int:
         args.by_place, args.model, args.file = args.by_place[1:], args.file, args.by_place[0]
     settle(args, model="none")
     converters: Any = import_module("mlx_zip.converters.adapt")
-    print(converters.adapt(str(here_or_bundled(args.model)), args.file, args.out))
+    with import_module("mlx_zip.converters.cli").warnings_on_stderr():
+        print(converters.adapt(str(here_or_bundled(args.model)), args.file, args.out))
     return 0
 
 

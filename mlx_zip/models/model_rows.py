@@ -46,7 +46,7 @@ class ModelRows:
         return self._name.of(self._model)
 
     def check_tuned(self, start: TunedStart) -> None:
-        """Raises `ModelError` unless the rows of a starting codebook were tuned for this model as it is now."""
+        """Raises `ModelError` unless the rows of a starting codebook are such as were tuned for this model as it is."""
         rows, name = start.rows, self.name
         if rows.model != name:
             raise ModelError(
@@ -56,6 +56,8 @@ class ModelRows:
         if rows.one != self._model.sides_are_one:
             wanted = "one array" if self._model.sides_are_one else "two arrays"
             raise ModelError(f"the pack's input and output rows must be {wanted} for this model: tune the pack again")
+        if (width := rows.output.shape[1]) != (own := self._model.config.encoder.model_size):
+            raise ModelError(f"the pack's rows have {width} values, the model's have {own}: tune the pack again")
 
     def bind_tuned(self, state: ZipState) -> None:
         """Puts tuned rows into a request's tables, where they are found as encoded ones are; the store has no part.

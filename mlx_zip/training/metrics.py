@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.errors import TrainingError
-from mlx_zip.files import whole_file
+from mlx_zip.files import check_in, whole_file
 
 FILE = "metrics.jsonl"
 
@@ -36,10 +36,14 @@ class Metrics:
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """The lines of a run's log; a last line cut short by a crash is left out, as is all behind what is no line."""
+    """The lines of a run's log; a last line cut short by a crash is left out, as is all behind what is no line.
+
+    Raises `DataError` for a folder or a pipe of its name.
+    """
     path = run / FILE
     if not path.exists():
         return []
+    check_in(path)
     lines = []
     for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:

@@ -23,12 +23,8 @@ class PackTrainee(Trainee):
     def __init__(self, model: Model, input_rows: mx.array, output_rows: mx.array) -> None:
         super().__init__(model, LossWeights())
         model.freeze()
-        self.take(input_rows, output_rows)
-
-    def take(self, input_rows: mx.array, output_rows: mx.array) -> None:
-        """Goes on from these rows."""
         self.output_rows = output_rows
-        if not self.model.sides_are_one:
+        if not model.sides_are_one:
             self.input_rows = input_rows
 
     @property

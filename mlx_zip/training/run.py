@@ -14,7 +14,7 @@ import mlx.core as mx
 
 import mlx_zip
 from mlx_zip.errors import DataError, TrainingError
-from mlx_zip.files import sole_user, write_json
+from mlx_zip.files import check_in, sole_user, write_json
 from mlx_zip.loading import model_folder
 from mlx_zip.training.adapt import EncoderOptions, fingerprint, freeze, start_model
 from mlx_zip.training.adapter import check_savable, save_adapter
@@ -25,7 +25,7 @@ from mlx_zip.training.recompute import recompute_activations
 from mlx_zip.training.saving import DTYPES, save_trained
 from mlx_zip.training.settings import TrainSettings
 from mlx_zip.training.shards import Joined, Shards
-from mlx_zip.training.trainer import Outcome, Trainer
+from mlx_zip.training.trainer import Outcome, Trainer, check_data
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 
 RECORD, MODEL, ADAPTER = "train.json", "model", "adapter"
@@ -134,6 +134,7 @@ def _start(options: RunOptions, settings: TrainSettings, first: bool) -> _Start:
     if options.save == ADAPTER:
         check_savable(model, config, settings, from_scratch=folder is None)
     freeze(model, settings)
+    check_data(data, valid, settings)
     record = _record(options, settings, data)
     mark = fingerprint(model, config, record["fixed"])
     if first:
@@ -162,8 +163,9 @@ def _save(options: RunOptions, settings: TrainSettings, start: _Start, outcome: 
 def _read_object(path: Path, hint: str = "") -> dict[str, Any]:
     """A JSON object from a file. Raises `TrainingError`, its message ending in `hint`."""
     try:
+        check_in(path)
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError, DataError) as error:
         raise TrainingError(f"{path} cannot be read: {error}{hint}") from error
     if not isinstance(found, dict):
         raise TrainingError(f"{path} holds no JSON object{hint}")
@@ -204,17 +206,17 @@ def _data_record(part: Shards) -> dict[str, Any]:
     return {**record, "settings": {**settings, "sources": digests}}
 
 
-def open_run(out: Path, record: dict[str, Any], mark: str) -> None:
-    """Makes the run's folder, or checks that it is this run's."""
+def open_run(out: Path, record: dict[str, Any], mark: str, flag: str = "--out") -> None:
+    """Makes the run's folder, or checks that it is this run's. flag: what the user named it with."""
     path = out / RECORD
     if path.exists():
-        before = _read_object(path, "; choose another --out")
+        before = _read_object(path, f"; choose another {flag}")
         same_data = before.get("data") == json.loads(json.dumps(record["data"]))
         if before.get("fingerprint") != mark or not same_data:
-            raise TrainingError(f"{out} holds another run ({_difference(before, record)}); choose another --out")
+            raise TrainingError(f"{out} holds another run ({_difference(before, record)}); choose another {flag}")
         return
     if out.is_dir() and any(not path.name.startswith(".") for path in out.iterdir()):
-        raise TrainingError(f"{out} is not empty and holds no run; choose another --out")
+        raise TrainingError(f"{out} is not empty and holds no run; choose another {flag}")
     try:
         out.mkdir(parents=True, exist_ok=True)
         write_json(path, {**record, "fingerprint": mark})

@@ -49,6 +49,20 @@ class Outcome:
     stopped_by: int | None = None
 
 
+def check_data(data: Joined | Texts, valid: Joined | Texts | None, settings: TrainSettings) -> None:
+    """Raises `TrainingError` or `DataError` where there is no batch to train on, or no sample to validate on.
+
+    A run asks before it makes its folder, which would then be taken.
+    """
+    size = mx.distributed.init().size()
+    if settings.batch_size % size:
+        raise TrainingError(f"batch_size {settings.batch_size} must be divisible by the {size} machines")
+    if (usable := int((data.lengths >= 2).sum())) < settings.batch_size:
+        raise TrainingError(f"{data}: {usable} usable samples do not fill a batch of {settings.batch_size}")
+    if valid is not None and not (valid.lengths >= 2).any():
+        raise DataError(f"{valid}: no sample to validate on")
+
+
 class Trainer:
     """One run in one folder. Raises `TrainingError`, `DataError`.
 
@@ -64,16 +78,9 @@ class Trainer:
         self.fingerprint = fingerprint
         self.group = mx.distributed.init()
         self.quiet = quiet or self.group.rank() > 0
-        size = self.group.size()
-        if settings.batch_size % size:
-            raise TrainingError(f"batch_size {settings.batch_size} must be divisible by the {size} machines")
+        check_data(data, valid, settings)
         self._lengths, self._starts = data.lengths, data.starts
         self._orders: dict[int, list[np.ndarray]] = {}
-        if not self._order(0):
-            usable = int((self._lengths >= 2).sum())
-            raise TrainingError(f"{data}: {usable} usable samples do not fill a batch of {settings.batch_size}")
-        if valid is not None and not (valid.lengths >= 2).any():
-            raise DataError(f"{valid}: no sample to validate on")
         self.optimizer = make_optimizer(settings)
         self.optimizer.init(trainee.trainable_parameters())
         self.progress = self._resumed()

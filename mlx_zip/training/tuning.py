@@ -27,7 +27,7 @@ from mlx_zip.training.pack_rows import PackTrainee
 from mlx_zip.training.run import TELLING, open_run
 from mlx_zip.training.settings import TrainSettings
 from mlx_zip.training.texts import Texts
-from mlx_zip.training.trainer import Outcome, Trainer
+from mlx_zip.training.trainer import Outcome, Trainer, check_data
 from mlx_zip.vocab.packs import Pack
 from mlx_zip.vocab.tuned import TunedRows
 
@@ -51,18 +51,23 @@ def load_frozen(name: str, params: CodecParams, position_mode: str, trust_remote
     """
     folder = model_folder(name)
     if read_config(folder)["model_type"] == MODEL_TYPE:
-        model = load(folder, codebook_size=params.codebook_size, trust_remote_code=trust_remote_code)[0]
-        model.take_pack(params.start or ())
+        pack = Pack(params.start or ())
+        model = load(folder, pack=pack, codebook_size=params.codebook_size, trust_remote_code=trust_remote_code)[0]
     else:
         encoder = EncoderOptions("averaging", tie_encoders=True, position_mode=position_mode)
         model: Any = start_model(folder, None, params, encoder)[0]
     return model
 
 
-def dequantized(model: Model) -> Model:
-    """The same model with weights that are no longer quantized, also in its encoders; a model without any is itself."""
+def dequantized(model: Model, dtype: str = "float32") -> Model:
+    """The same model with weights that are no longer quantized, also in its encoders; a model without any is itself.
+
+    dtype: what it is to compute in, "float32" or "bfloat16".
+    """
     from mlx_lm.utils import dequantize_model
 
+    if dtype == "float32":
+        model.set_dtype(mx.float32)  # before: scales of 16 bits would make weights that are rounded to as many
     made: Any = dequantize_model(model)
     return made
 
@@ -80,19 +85,21 @@ def tune(
     trained have no part. Raises `TrainingError`, `DataError`.
     """
     _check_context(model, data, valid)
+    check_data(data, valid, settings)
     name, params = name or model.fingerprint, data.params
-    rows = _first_rows(pack, model, name, params)
     if settings.dtype == "float32":
         model.set_dtype(mx.float32)
+    rows = _first_rows(pack, model, name, params)
     record = _record(pack, name, data, valid, settings)
     mark = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
-    open_run(run, record, mark)
+    open_run(run, record, mark, "--run")
     with sole_user(run) as alone:
         if not alone:
             raise TrainingError(f"another process tunes in {run}; wait for it, or choose another --run")
         trainee = PackTrainee(model, *rows)
+        first = trainee.trainable_parameters()
         trainer = Trainer(trainee, data, settings, run, mark, valid, quiet)
-        before = _first_bits(trainer, trainee, rows, run)
+        before = _first_bits(trainer, first, run)
         outcome = trainer.train()
         if outcome.progress.step < settings.iters:
             return Tuned(None, outcome, before, None)
@@ -131,15 +138,15 @@ def _kept(rows: mx.array, dtype: str) -> NDArray[Any]:
     return np.array(rows).astype(DTYPES[dtype])
 
 
-def _first_bits(trainer: Trainer, trainee: PackTrainee, rows: Sequence[mx.array], run: Path) -> float:
-    """Held-out bits per byte with the first rows, from the run's log where it has them."""
+def _first_bits(trainer: Trainer, first: Any, run: Path) -> float:
+    """Held-out bits per byte before the first step, with the rows `first`; of a resumed run its log tells."""
     for line in read_metrics(run):
         if line["step"] == 0 and isinstance(line.get("val_bits_per_byte"), float):
             return line["val_bits_per_byte"]
-    reached = trainee.trainable_parameters()
-    trainee.take(*rows)
+    now = trainer.trainee.trainable_parameters()
+    trainer.trainee.update(first)
     found = trainer.validation()
-    trainee.update(reached)
+    trainer.trainee.update(now)
     Metrics(run, trainer.progress.step).add(step=0, **found)
     return found["val_bits_per_byte"]
 

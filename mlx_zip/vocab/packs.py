@@ -8,6 +8,7 @@ and how well they served there. A tuned pack also holds rows of its entries for 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -53,7 +54,7 @@ class Pack:
     @cached_property
     def start(self) -> AnyStart:
         """What a model begins with: the entries, with their rows if there are any."""
-        return self.entries if self.rows is None else TunedStart(self.entries, self.rows)
+        return self.entries if self.rows is None else TunedStart(self.entries, self.rows, self.fingerprint)
 
     @property
     def merge_size(self) -> int:
@@ -91,16 +92,19 @@ def load_pack(path: str | Path) -> Pack:
     return pack
 
 
-def pack_in(folder: Path, start: Sequence[Entry]) -> Pack | None:
-    """The pack that a model's folder brings along, if any. start: the entries that its config.json names.
+def pack_in_folder(folder: Path, start: Sequence[Entry] | None) -> Pack | None:
+    """The pack that a model's folder brings along, if any. start: the entries that its config names.
 
     Raises `DataError` for one that cannot be read, `ModelError` for one of other entries.
     """
     path = folder / IN_FOLDER
-    if not path.exists():
+    if not os.path.lexists(path):  # a link that leads nowhere is no pack that is not there
         return None
-    pack = load_pack(path)
-    if pack.entries != tuple(start):
+    try:
+        pack = load_pack(path)
+    except DataError as error:
+        raise DataError(f"{error}; delete it to begin without tuned rows") from error
+    if pack.entries != (start or ()):
         raise ModelError(
             f"{path} is not the pack that config.json says the model begins with; delete it to begin without tuned rows"
         )

@@ -59,7 +59,7 @@ class TunedRows:
 
     def __post_init__(self) -> None:
         for name, rows in (("input", self.input), ("output", self.output)):
-            if rows.ndim != 2 or rows.dtype.name not in DTYPES or rows.shape != self.output.shape:
+            if rows.ndim != 2 or not rows.size or rows.dtype.name not in DTYPES or rows.shape != self.output.shape:
                 raise DataError(f"{name} rows must be [P, D] of {' or '.join(DTYPES)}, not {rows.dtype} {rows.shape}")
             if not np.isfinite(rows).all():
                 raise DataError(f"{name} rows hold values that are no numbers")
@@ -91,13 +91,14 @@ class TunedRows:
 class TunedStart(Sequence[tuple[int, ...]]):
     """A starting codebook whose entries bring their rows; wherever entries may be given, this may. It never changes.
 
-    Two are equal only if they are one: as keys they need no look at thousands of entries.
+    pack: fingerprint of the pack that they are of, None when not known. Two are equal only if they are one: as keys
+    they need no look at thousands of entries.
     """
 
-    def __init__(self, entries: Start, rows: TunedRows) -> None:
+    def __init__(self, entries: Start, rows: TunedRows, pack: str | None = None) -> None:
         if len(entries) != len(rows.output):
             raise DataError(f"there are {len(rows.output)} tuned rows for {len(entries)} entries")
-        self.entries, self.rows = entries, rows
+        self.entries, self.rows, self.pack = entries, rows, pack
 
     @cached_property
     def fingerprint(self) -> str:
