@@ -94,7 +94,7 @@ def load_checkpoint(path: Path, trainee: nn.Module, optimizer: optim.Optimizer, 
     except (OSError, ValueError, RuntimeError, TypeError, AttributeError, KeyError) as error:
         raise TrainingError(f"{path} cannot be read: {error}; delete it to go on from the one before") from error
     if mark != fingerprint:
-        raise TrainingError(f"{path} belongs to another model, codec, data or settings; choose another --out")
+        raise TrainingError(f"{path} belongs to another model, codec, data or settings; choose another folder")
     optimizer.init(trainee.trainable_parameters())
     key = saved.pop(f"{_RANDOM}0", mx.array([]))
     _check(path / "trained.safetensors", trained, trainee.trainable_parameters())

@@ -204,17 +204,17 @@ def _data_record(part: Shards) -> dict[str, Any]:
     return {**record, "settings": {**settings, "sources": digests}}
 
 
-def open_run(out: Path, record: dict[str, Any], mark: str) -> None:
-    """Makes the run's folder, or checks that it is this run's."""
-    path = out / RECORD
+def open_run(out: Path, record: dict[str, Any], mark: str, flag: str = "--out") -> None:
+    """Makes the run's folder, or checks that it is this run's. flag: what names the folder."""
+    path, advice = out / RECORD, f"choose another {flag}"
     if path.exists():
-        before = _read_object(path, "; choose another --out")
+        before = _read_object(path, f"; {advice}")
         same_data = before.get("data") == json.loads(json.dumps(record["data"]))
         if before.get("fingerprint") != mark or not same_data:
-            raise TrainingError(f"{out} holds another run ({_difference(before, record)}); choose another --out")
+            raise TrainingError(f"{out} holds another run ({_difference(before, record)}); {advice}")
         return
     if out.is_dir() and any(not path.name.startswith(".") for path in out.iterdir()):
-        raise TrainingError(f"{out} is not empty and holds no run; choose another --out")
+        raise TrainingError(f"{out} is not empty and holds no run; {advice}")
     try:
         out.mkdir(parents=True, exist_ok=True)
         write_json(path, {**record, "fingerprint": mark})

@@ -85,7 +85,7 @@ def tune(
         model.set_dtype(mx.float32)
     record = _record(pack, name, data, valid, settings)
     mark = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
-    open_run(run, record, mark)
+    open_run(run, record, mark, "--run")
     with sole_user(run) as alone:
         if not alone:
             raise TrainingError(f"another process tunes in {run}; wait for it, or choose another --run")
