@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
 import pytest
 
 from mlx_zip.errors import DataError
-from mlx_zip.files import check_out, whole_folder, write_json
+from mlx_zip.files import check_out, whole_file, whole_folder, write_json
 
 
 def write(folder: Path, text: str) -> None:
@@ -30,6 +31,13 @@ def test_what_is_no_file_is_not_replaced(tmp_path):
         write_json(tmp_path / "pipe", 1)
     assert (tmp_path / "pipe").is_fifo()
     assert [file.name for file in tmp_path.iterdir()] == ["pipe"]
+
+
+def test_a_disk_that_is_full_is_told_with_the_file(tmp_path):
+    with pytest.raises(OSError, match=r"File too large: '.*/file'"), whole_file(tmp_path / "file") as partial:
+        partial.touch()
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_new_folder_takes_the_place_of_an_old_one_and_leaves_nothing_beside(tmp_path):
