@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mlx_zip.errors import DataError
-from mlx_zip.files import check_out, whole_file, whole_folder, write_json
+from mlx_zip.files import check_out, whole_folder, write_json
 
 
 def write(folder: Path, text: str) -> None:
@@ -33,10 +33,14 @@ def test_what_is_no_file_is_not_replaced(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["pipe"]
 
 
-def test_a_disk_that_is_full_is_told_with_the_file(tmp_path):
-    with pytest.raises(OSError, match=r"File too large: '.*/file'"), whole_file(tmp_path / "file") as partial:
-        partial.touch()
+def test_a_disk_that_is_full_is_told_with_the_file(tmp_path, monkeypatch):
+    def write_text(path: Path, *_: object, **__: object) -> None:
+        path.touch()
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+
+    monkeypatch.setattr(Path, "write_text", write_text)
+    with pytest.raises(OSError, match=r"File too large: '.*/file'"):
+        write_json(tmp_path / "file", 1)
     assert list(tmp_path.iterdir()) == []
 
 

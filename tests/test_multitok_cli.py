@@ -243,12 +243,13 @@ def test_what_is_no_codebook_is_not_exported(run, tmp_path):
 # ---- texts that are no longer the same, and signals
 
 
+@pytest.mark.parametrize("more", ["the dog and the cat", "the zebra"])
 @pytest.mark.parametrize("flags", [("--fraction", 50), ("--prune", 1), ("--prune", 1, "--prune-mode", "parent")])
-def test_a_text_that_changes_between_two_readings_is_told_and_nothing_is_written(run, tmp_path, monkeypatch, flags):
+def test_a_text_that_changes_between_two_readings_is_told(run, tmp_path, monkeypatch, flags, more):
     def read(texts):
         yield from whole(texts)
         with open("some.jsonl", "a") as file:
-            file.write(json.dumps({"text": "the dog and the cat"}) + "\n")
+            file.write(json.dumps({"text": more}) + "\n")
 
     whole = Texts._documents
     monkeypatch.setattr(Texts, "_documents", read)

@@ -66,8 +66,12 @@ class Texts:
                     yield text, not record.continues
                 bar.update(reader.stored - bar.n)
         if self._seen not in (b"", digest.digest()):
-            raise DataError(f"{', '.join(self.files)}: changed while the command read it; run it again")
+            raise self.changed()
         self._seen = digest.digest()
+
+    def changed(self) -> DataError:
+        """What to raise where another reading gave something else."""
+        return DataError(f"{', '.join(self.files)}: changed while the command read it; run it again")
 
     def batches(self) -> Iterator[list[Sequence[Any]]]:
         """Samples by the batch."""
