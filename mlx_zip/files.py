@@ -22,7 +22,7 @@ def whole_file(path: Path) -> Iterator[Path]:
     """Gives a path beside `path` to write to; on success that file is flushed and takes the name `path`.
 
     A link stays, what it leads to is replaced. On any error the file beside is removed and what was at `path` stays.
-    Raises what writing raises (`OSError`), and that for what is no file, a device, say.
+    Raises what writing raises (`OSError`, which names a file), and that for what is no file, a device, say.
     """
     path = Path(os.path.realpath(path))
     if path.exists() and not path.is_file():
@@ -33,6 +33,9 @@ def whole_file(path: Path) -> Iterator[Path]:
         sync(partial)
         partial.replace(path)
         sync(path.parent)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # a full disk names none
+        raise
     finally:
         partial.unlink(missing_ok=True)
 
@@ -59,6 +62,15 @@ def whole_folder(path: Path) -> Iterator[Path]:
             old.rename(path)
         shutil.rmtree(partial, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
+
+
+def remove_partials(folder: Path) -> None:
+    """Removes what killed processes left half-written in a folder, which nobody else uses: see `sole_user`."""
+    for left in (*folder.glob(".*.partial-*"), *folder.glob(".*.old-*")):
+        if left.is_dir():
+            shutil.rmtree(left, ignore_errors=True)
+        else:
+            left.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

@@ -18,7 +18,10 @@ import mlx.core as mx
 from mlx_zip.errors import GenerationError
 from mlx_zip.models.hbpe import PatchModel
 from mlx_zip.models.hbpe_folder import SavedPatchModel
+from mlx_zip.tokenizer import check_unicode
 from mlx_zip.vocab.hbpe import MARK, Merges, check_mode
+
+COLDEST = 1e-30  # what is below it takes the likeliest symbol too, and logits over it would leave float32
 
 
 def generate_patches(
@@ -67,8 +70,9 @@ def generate_text(
     """Text patch by patch, behind a prompt or from the beginning of a document: `generate_patches` with a model folder.
 
     Bytes of a character that is not complete are held back; what stays incomplete at the end is the character U+FFFD.
-    Raises `GenerationError` for a number out of range.
+    Raises `GenerationError` for a number out of range, and for a prompt that is not valid Unicode.
     """
+    check_unicode("the prompt", prompt)
     table = saved.text.table
     patches = generate_patches(
         saved.model, table.merges, saved.text.patches(prompt), max_patches, temperature, seed, table.mode
@@ -123,7 +127,7 @@ def _write(model: PatchModel, h: mx.array, temperature: float, key: mx.array) ->
         logits = model.head(model.decoder(x, "causal", cache))[0, -1]
         if temperature:
             key, own = mx.random.split(key)
-            chosen: Any = mx.random.categorical(logits / temperature, key=own).item()
+            chosen: Any = mx.random.categorical(logits / max(temperature, COLDEST), key=own).item()
         else:
             chosen = logits.argmax().item()
         patch.append(chosen)

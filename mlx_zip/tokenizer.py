@@ -45,11 +45,12 @@ def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options
     except (TemplateError, ValueError, TypeError, ArithmeticError, LookupError, AttributeError) as error:
         # no template, or what its code raises for options that it cannot take
         raise GenerationError(f"the chat template cannot render the messages: {error}") from error
-    _check_unicode("what the chat template makes of the messages", text)
+    check_unicode("what the chat template makes of the messages", text)
     return text
 
 
-def _check_unicode(what: str, text: str) -> None:
+def check_unicode(what: str, text: str) -> None:
+    """Raises `GenerationError` for half of a surrogate pair, as the command line has for a byte that is no UTF-8."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -57,7 +58,7 @@ def _check_unicode(what: str, text: str) -> None:
 
 
 def _encode_text(tokenizer: Any, text: str, continues: bool) -> list[int]:
-    _check_unicode("the prompt", text)
+    check_unicode("the prompt", text)
     if not text:
         return []
     bos = tokenizer.bos_token

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -30,6 +31,17 @@ def test_what_is_no_file_is_not_replaced(tmp_path):
         write_json(tmp_path / "pipe", 1)
     assert (tmp_path / "pipe").is_fifo()
     assert [file.name for file in tmp_path.iterdir()] == ["pipe"]
+
+
+def test_a_disk_that_is_full_is_told_with_the_file(tmp_path, monkeypatch):
+    def write_text(path: Path, *_: object, **__: object) -> None:
+        path.touch()
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+
+    monkeypatch.setattr(Path, "write_text", write_text)
+    with pytest.raises(OSError, match=r"File too large: '.*/file'"):
+        write_json(tmp_path / "file", 1)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_new_folder_takes_the_place_of_an_old_one_and_leaves_nothing_beside(tmp_path):

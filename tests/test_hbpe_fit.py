@@ -1,7 +1,10 @@
 """Models over patches from text files to a folder and back to text: what is saved, what is refused, the commands."""
 
 import json
+import os
 import shutil
+import signal
+from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
@@ -15,8 +18,10 @@ from mlx_zip.models.hbpe import PatchConfig, PatchModel
 from mlx_zip.models.hbpe_folder import SavedPatchModel, load_patch_model
 from mlx_zip.patches import generate_patches, generate_text
 from mlx_zip.training import hbpe_fit
+from mlx_zip.training.checkpoint import checkpoints
 from mlx_zip.training.hbpe import Corpus, evaluate, train, windows
 from mlx_zip.training.hbpe_fit import FitOptions, evaluate_texts, fit
+from mlx_zip.training.metrics import Metrics, read_metrics
 from mlx_zip.training.settings import TrainSettings
 from mlx_zip.vocab.hbpe_measures import Tower, hierarchical_flops
 from mlx_zip.vocab.hbpe_text import END, PatchText
@@ -51,6 +56,10 @@ def test_a_learned_first_stage_spells_every_text():
         assert b"".join(tokens[i] for i in tokenizer.encode(text).ids) == text.encode()
     with pytest.raises(DataError, match="256 tokens or more, got 255"):
         learn_tokenizer(TEXTS, 255)
+
+
+def test_no_memory_is_taken_for_tokens_that_a_text_cannot_give():
+    assert tokens_of(learn_tokenizer(TEXTS, 1 << 60)) == tokens_of(learn_tokenizer(TEXTS, 4096))
 
 
 def test_a_first_stage_without_a_token_for_the_end_gets_one_that_texts_do_not_use(tmp_path):
@@ -98,10 +107,33 @@ def test_a_run_that_was_stopped_goes_on_and_leaves_the_same_model(run, tmp_path,
     assert weights[0] == weights[1]
 
 
-def test_a_run_of_other_texts_or_sizes_is_not_gone_on_with(run):
-    for texts, options in ((TEXTS[:-1], OPTIONS), (TEXTS, FitOptions(None, 270, 4, context=8))):
-        with pytest.raises(TrainingError, match="belongs to another"):
-            fit(texts, options, SETTINGS, run)
+@pytest.mark.parametrize(
+    ("texts", "options", "settings", "culprits"),
+    [
+        (TEXTS[:-1], {}, {}, "data"), (TEXTS, {"context": 4, "mode": "full"}, {}, "context, mode"),
+        (TEXTS, {"latent": Tower(1, 32, 24, 2)}, {}, "latent"), (TEXTS, {}, {"iters": 5, "seed": 1}, "iters, seed"),
+    ],
+)  # fmt: skip
+def test_a_run_of_other_texts_or_settings_is_not_gone_on_with(run, texts, options, settings, culprits):
+    with pytest.raises(TrainingError, match=rf"holds another run \({culprits}\); choose another RUN"):
+        fit(texts, replace(OPTIONS, **options), replace(SETTINGS, **settings), run)
+
+
+def test_what_a_folder_holds_that_is_no_run_stays(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "weights").write_text("of another kind")
+    with pytest.raises(TrainingError, match="is not empty and holds no run; choose another RUN"):
+        fit(TEXTS, OPTIONS, SETTINGS, tmp_path)
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == ["model", "model/weights"]
+
+
+def test_what_killed_processes_left_half_written_is_removed(run, tmp_path):
+    again = shutil.copytree(run, tmp_path / "run")
+    for name in (".model.partial-1", ".model.old-1"):
+        shutil.copytree(again / "model", again / name)
+    (again / ".metrics.jsonl.partial-1").write_text("{")
+    fit(TEXTS, OPTIONS, SETTINGS, again)
+    assert sorted(os.listdir(again)) == sorted(os.listdir(run))
 
 
 def changed(name, change):
@@ -134,13 +166,15 @@ def flipped(name, at):
         (flipped("table.npz", 300), "table.npz"),
         (changed("config.json", lambda c: c.update(model_type="llama")), "its model_type is 'llama', not 'hbpe'"),
         (changed("config.json", lambda c: c.update(version=2)), "has version 2"),
+        (changed("config.json", lambda c: c.update(version=True)), "has version True"),
+        (changed("config.json", lambda c: c.update(context=True)), "context missing or of another type"),
         (changed("config.json", lambda c: c.pop("context")), "context missing"),
         (changed("config.json", lambda c: c.update(context=0)), "context must be at least 1"),
         (changed("config.json", lambda c: c["sizes"].update(symbols=0)), "symbols must be an integer from 257"),
         (changed("config.json", lambda c: c["sizes"].update(patch_size=5)), "patches of 5 out of"),
         (changed("config.json", lambda c: c["sizes"]["latent"].update(width=32)), "does not hold the weights"),
         (lambda folder: PatchText.learn(learn_tokenizer(TEXTS, 262), 4).tokenizer.save(str(folder / "tokenizer.json")),
-         "another tokenizer"),
+         "model: the table was made for another tokenizer"),
     ],
 )  # fmt: skip
 def test_a_damaged_or_foreign_folder_is_one_line(folder, capsys, damage, message):
@@ -197,6 +231,17 @@ def test_generated_text_is_the_bytes_of_the_patches_in_whole_characters(run):
         assert "".join(part.text for part in written) == data.decode("utf-8", "replace")
 
 
+def test_hardly_any_temperature_is_none(run):
+    saved = load_patch_model(run / "model")
+    greedy = list(generate_text(saved, "the ", max_patches=4))
+    assert list(generate_text(saved, "the ", max_patches=4, temperature=1e-40)) == greedy
+
+
+def test_a_prompt_of_bytes_that_are_no_text_is_one_line(run, capsys):
+    assert cli.main(["vocab", "hbpe", "generate", str(run / "model"), "--prompt", "a\udcff"]) == 2
+    assert capsys.readouterr() == ("", "error: the prompt is not valid Unicode at character 1\n")
+
+
 # ---- commands
 
 
@@ -238,6 +283,27 @@ def test_a_model_is_fitted_measured_and_writes(command, tmp_path, data):
     assert record["prompt_patches"] == len(load_patch_model(model).text.patches("the "))
 
 
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_saves_the_last_step_and_the_command_goes_on(command, tmp_path, monkeypatch, data, number, status):
+    def add(log, **values):
+        if values["step"] == 2:
+            signal.raise_signal(number)
+        whole(log, **values)
+
+    whole, flags = Metrics.add, (*data, *SMALL, "--steps-per-report", 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Metrics, "add", add)
+        told = command("fit", tmp_path / "run", *flags)
+    assert told == (status, "", "stopped after step 3; the same command goes on from there\n")
+    assert [step for step, _ in checkpoints(tmp_path / "run")] == [3]
+    assert not (tmp_path / "run" / "model").exists()
+    for name in ("run", "whole"):
+        assert command("fit", tmp_path / name, *flags)[0] == 0
+    assert [line["step"] for line in read_metrics(tmp_path / "run")] == [1, 2, 3, 4]
+    weights = [(tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("run", "whole")]
+    assert weights[0] == weights[1]
+
+
 def test_a_named_first_stage_is_saved_with_the_model(command, tmp_path, data):
     write_pair(tmp_path)
     status, out, _ = command("fit", tmp_path / "run", *data, *SMALL, "--tokenizer", tmp_path / "vocab.bpe", "--json")
@@ -254,6 +320,8 @@ def test_a_named_first_stage_is_saved_with_the_model(command, tmp_path, data):
         (("fit", "run", "--data", "texts.txt", "--context", "0"), "context must be at least 1"),
         (("fit", "run", "--data", "texts.txt", "--context", "9999"), "does not fill one window"),
         (("fit", "run", "--data", "texts.txt", "--iters", "0"), "iters"),
+        (("fit", "run", "--data", "texts.txt", "--context", "4", "--batch-size", "999"), "do not fill a batch of 999"),
+        (("fit", "texts.txt", "--data", "texts.txt", "--context", "4"), "cannot write texts.txt: "),
         (("fit", "run", "--data", "texts.txt", "--patch-size", "1"), "from 2 to 256"),
         (("fit", "run", "--data", "texts.txt", "--vocab-size", "9"), "256 tokens or more"),
         (("fit", "run", "--data", "texts.txt", "--context", "4", "--latent", "1,7,8,2"), "latent: width 7"),

@@ -157,6 +157,7 @@ def test_a_right_checksum_over_wrong_content_does_not_help(tmp_path, table):
         ({"rows": np.full((6, 4), 97, np.uint16)}, "no mark"),
         ({"merges": np.array([[97, 300]], np.uint16)}, "merge 0"),
         ({"merges": np.array([1, 2], np.uint16)}, "no table"),
+        ({"merges": np.array([[97.5, 98]])}, "merges must be uint16, got float64"),
         ({"rows": table.rows[::-1].copy()}, "fingerprint"),
     ):
         table.save(path)
@@ -222,7 +223,10 @@ def test_added_tokens_that_are_not_special_are_text(tmp_path):
         ("a.tiktoken", b"YQ== 1\n", "not 0, 1, 2"),
         ("vocab.bpe", b"#version: 0.2\na b\nab\n", "merge 1 "),
         ("vocab.bpe", "a b\nab €\n".encode(), "merge 1 "),
+        ("vocab.bpe", b"", "is empty"),
         ("merges.txt.gz", b"not zipped", "cannot be read"),
+        ("tokens.json", b"[]", "has no token that stands for a byte"),
+        ("tokens.json", b'[""]', "has no token that stands for a byte"),
         ("tokens.json", b'["61", "6"]', "hex"),
         ("tokens.json", b"[61]", "hex"),
         ("tokenizer.json", b'{"model": {"vocab": {"a": 0}}}', "no byte-level"),

@@ -1,12 +1,14 @@
 """`mlx_zip vocab multitok`: what it prints and writes, and what it refuses."""
 
 import json
+import signal
 
 import pytest
 import tiny_text
 from command_line import runner
 from tiny_vocabularies import write_folder
 
+from mlx_zip.cli.multitok_texts import Texts
 from mlx_zip.vocab.multitok import Dictionary, Settings, Words, prune, rewrite
 from mlx_zip.vocab.packs import load_pack
 
@@ -236,3 +238,39 @@ def test_what_is_no_codebook_is_not_exported(run, tmp_path):
         assert (status, out, err.count("\n")) == (2, "", 1)
         assert told in err
         assert not (tmp_path / "a.npz").exists()
+
+
+# ---- texts that are no longer the same, and signals
+
+
+@pytest.mark.parametrize("more", ["the dog and the cat", "the zebra"])
+@pytest.mark.parametrize("flags", [("--fraction", 50), ("--prune", 1), ("--prune", 1, "--prune-mode", "parent")])
+def test_a_text_that_changes_between_two_readings_is_told(run, tmp_path, monkeypatch, flags, more):
+    def read(texts):
+        yield from whole(texts)
+        with open("some.jsonl", "a") as file:
+            file.write(json.dumps({"text": more}) + "\n")
+
+    whole = Texts._documents
+    monkeypatch.setattr(Texts, "_documents", read)
+    status, out, err = run("train", "--data", "some.jsonl", *flags, "--out", "a.mtok", "--encoded", "ids.jsonl")
+    assert (status, out) == (2, "")
+    assert err == "error: some.jsonl: changed while the command read it; run it again\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["some.jsonl"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_leaves_nothing_half_written(run, tmp_path, monkeypatch, number):
+    def read(texts):
+        for item in whole(texts):
+            yield item
+            signal.raise_signal(number)
+
+    whole, before = Texts._documents, signal.getsignal(number)
+    run("train", "--data", "some.jsonl", "--out", "a.mtok")
+    monkeypatch.setattr(Texts, "_documents", read)
+    with pytest.raises(SystemExit) as ended:
+        run("encode", "a.mtok", "--data", "some.jsonl", "--out", "ids.jsonl")
+    assert ended.value.code == 128 + number
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.mtok", "some.jsonl"]
+    assert signal.getsignal(number) == before

@@ -1,6 +1,7 @@
 """Records from files and data sets: what is read, and what is said of what cannot be."""
 
 import gzip
+import os
 
 import pytest
 from huggingface_hub.errors import HfHubHTTPError
@@ -179,6 +180,17 @@ def test_a_folder_that_is_no_data_set_is_an_error_that_names_it(tmp_path, datase
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"empty cannot be read"):
         records(tmp_path / "empty")
+
+
+def test_a_pipe_in_a_folder_is_told_and_not_waited_for(tmp_path, datasets):
+    folder = tmp_path / "texts"
+    (folder / "more").mkdir(parents=True)
+    (folder / "a.txt").write_text("one")
+    os.mkfifo(folder / ".hidden.txt")  # which the library leaves out
+    assert read_texts(folder) == ["one"]
+    os.mkfifo(folder / "more" / "b.txt")
+    with pytest.raises(DataError, match=r"more/b\.txt: is a folder or device, not a file"):
+        records(folder)
 
 
 def test_subsets_are_read_in_turn(monkeypatch, datasets):

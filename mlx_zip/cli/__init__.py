@@ -1,15 +1,20 @@
 """`mlx_zip COMMAND ...`: parse, call, print. A command's module is named as a string and imported when it is asked for.
 
-Exit status: 0 done, 1 a check failed, 2 a bad request or input (one line on stderr), 130 stopped by Ctrl-C.
+Exit status: 0 done, 1 a check failed, 2 a bad request or input (one line on stderr), 130 stopped by Ctrl-C, 143 by
+SIGTERM, 129 by a terminal that was closed.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
+from typing import Any
 
 import mlx_zip
 from mlx_zip.cli.actions import printable
@@ -86,7 +91,7 @@ def _guarded(command: Callable[[], int | None]) -> int:
     if sys.stdout is None:  # closed by the caller, who wants no output
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (until exit)
     try:
-        with explained_imports():
+        with _unwound(), explained_imports():
             return command() or 0
     except MlxZipError as error:
         return _failed(error)
@@ -97,6 +102,26 @@ def _guarded(command: Callable[[], int | None]) -> int:
         return 1
     except (OSError, UnicodeEncodeError) as error:  # of our own output: a full disk, a terminal without these letters
         return _failed(error)
+
+
+@contextmanager
+def _unwound() -> Iterator[None]:
+    """SIGTERM and a closed terminal end a command as Ctrl-C does, so that what is half-written goes; unless somebody
+    else has seen to them.
+    """
+
+    def end(number: int, _: Any) -> None:
+        raise SystemExit(128 + number)
+
+    main = threading.current_thread() is threading.main_thread()
+    ends = [n for n in (signal.SIGTERM, signal.SIGHUP) if main and signal.getsignal(n) == signal.SIG_DFL]
+    for number in ends:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in ends:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _failed(error: Exception) -> int:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlx_zip.cli.generation import read_prompt
+from mlx_zip.cli.training import stopped
 from mlx_zip.vocab.hbpe_measures import FIT_LATENT, FIT_LOCAL, read_tower
 
 if TYPE_CHECKING:
@@ -76,10 +77,11 @@ def _data(add: Any, purpose: str) -> None:
 
 
 def fit(args: argparse.Namespace) -> int:
-    """Trains and writes the model folder; 0. Raises `MlxZipError`."""
+    """Trains and writes the model folder; 0, or 130/143 when a signal ended the run early. Raises `MlxZipError`."""
     from mlx_zip.training.hbpe_fit import MODEL, FitOptions, evaluate_texts
     from mlx_zip.training.hbpe_fit import fit as train
     from mlx_zip.training.settings import TrainSettings
+    from mlx_zip.training.stopping import Stopped
 
     settings = {name: getattr(args, name) for name in _SETTINGS}
     settings = TrainSettings(**settings, min_learning_rate=args.learning_rate / 20)
@@ -87,7 +89,10 @@ def fit(args: argparse.Namespace) -> int:
     texts = _texts(args.data, args.separator, args.limit_bytes)
     valid = _texts(args.valid, args.separator, None) if args.valid else []
     out = Path(args.out).expanduser()
-    saved = train(texts, options, settings, out, quiet=args.json)
+    try:
+        saved = train(texts, options, settings, out, quiet=args.json)
+    except Stopped as early:
+        return stopped(early.progress.step, early.number)
     record = {"model": str(out / MODEL), **saved.source["progress"]}
     if valid:
         record["valid"] = evaluate_texts(saved, valid)

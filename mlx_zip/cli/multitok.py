@@ -10,7 +10,7 @@ from typing import Any
 from mlx_zip.cli.actions import TOKENIZER, add_actions, add_by_place, add_json, settle, writable
 from mlx_zip.cli.multitok_export import export, export_flags
 from mlx_zip.cli.multitok_texts import Texts, same_units, tokens_of, written
-from mlx_zip.errors import DataError, GenerationError
+from mlx_zip.errors import CodecError, DataError, GenerationError
 
 EXAMPLES = """\
 examples:
@@ -162,7 +162,10 @@ def _teach(dictionary: Any, texts: Texts, learn: int | None) -> Iterator[tuple[A
     """Feeds the corpus; gives the ids of the first `learn` samples (None: all), learnt from, and of the others."""
     for batch in texts.batches():
         left = len(batch) if learn is None else max(0, min(len(batch), learn - dictionary.totals.samples))
-        first, rest = dictionary.number(batch).cut(left)
+        try:
+            first, rest = dictionary.number(batch).cut(left)
+        except CodecError as error:  # a word that was not there when words were numbered
+            raise texts.changed() from error
         yield dictionary.train(first), dictionary.pass_by(rest)
 
 

@@ -7,6 +7,7 @@ import contextlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ BATCH = 1 << 18  # units in memory, and what completes their last sample
 
 @dataclass
 class Texts:
-    """Samples of files as sequences of words, or of a tokenizer's ids; they can be read several times.
+    """Samples of files as sequences of words, or of a tokenizer's ids; they can be read several times, and must be the
+    same each time.
 
     separator: a line that ends a sample within a .txt file. lines: whether each line is one.
     """
@@ -26,9 +28,10 @@ class Texts:
     separator: str | None
     lines: bool
     tokenizer: Any = None
+    _seen: bytes = b""  # digest of what was read the first time
 
     def __iter__(self) -> Iterator[Sequence[Any]]:
-        """Every sample, in order. Raises `DataError` naming file and line."""
+        """Every sample, in order. Raises `DataError` naming file and line, or files that are not what they were."""
         split: Callable[[str], Sequence[Any]] = ids_of(self.tokenizer) if self.tokenizer else str.split
         held: list[str] = []
         for text, over in self._documents():
@@ -48,7 +51,7 @@ class Texts:
         source = Source(tuple(self.files), separator=self.separator)
         local = all(kind_of(name) != "data set" for name in self.files)
         total = sum(Path(name).stat().st_size for name in self.files) if local else None
-        reader = Reader(source)
+        reader, digest = Reader(source), sha256()
         with progress("Reading", "B", total, unit_scale=True) as bar:
             for item in reader:
                 record = parse(item)
@@ -58,8 +61,17 @@ class Texts:
                 elif record.text is None:
                     raise DataError(f"{record.where}: a conversation has no text of its own")
                 else:
-                    yield (record.prompt or "") + record.text, not record.continues
+                    text = (record.prompt or "") + record.text
+                    digest.update(b"%d " % len(text) + text.encode("utf-8"))
+                    yield text, not record.continues
                 bar.update(reader.stored - bar.n)
+        if self._seen not in (b"", digest.digest()):
+            raise self.changed()
+        self._seen = digest.digest()
+
+    def changed(self) -> DataError:
+        """What to raise where another reading gave something else."""
+        return DataError(f"{', '.join(self.files)}: changed while the command read it; run it again")
 
     def batches(self) -> Iterator[list[Sequence[Any]]]:
         """Samples by the batch."""

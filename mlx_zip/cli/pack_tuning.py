@@ -12,7 +12,7 @@ from typing import Any
 from mlx_zip.cli.actions import add_json, writable
 from mlx_zip.cli.packs import is_plain
 from mlx_zip.cli.preparation import add_text_flags, sources
-from mlx_zip.cli.training import STOPPED, add_settings
+from mlx_zip.cli.training import add_settings, stopped
 from mlx_zip.errors import DataError
 
 EXAMPLE = """example:
@@ -89,8 +89,7 @@ def run(args: argparse.Namespace) -> int:
 
         plot(place)
     if found.rows is None:
-        print(f"stopped after step {found.outcome.progress.step}; the same command goes on from there", file=sys.stderr)
-        return STOPPED[signal.Signals(found.outcome.stopped_by or signal.SIGTERM)]
+        return stopped(found.outcome.progress.step, found.outcome.stopped_by or signal.SIGTERM)
     _write(args, pack, found, (data, valid), tokenizer)
     return 0
 

@@ -141,11 +141,16 @@ def run(args: argparse.Namespace) -> int:
 
         plot(options.out)
     if outcome.stopped_by is not None:
-        print(f"stopped after step {outcome.progress.step}; the same command goes on from there", file=sys.stderr)
-        return STOPPED[signal.Signals(outcome.stopped_by)]
+        return stopped(outcome.progress.step, outcome.stopped_by)
     if first:
         print(options.out / options.save)
     return 0
+
+
+def stopped(step: int, number: int) -> int:
+    """Tells that a signal ended a run early; the exit status."""
+    print(f"stopped after step {step}; the same command goes on from there", file=sys.stderr)
+    return STOPPED[signal.Signals(number)]
 
 
 def _read_yaml(path: str | None) -> dict[str, Any]:

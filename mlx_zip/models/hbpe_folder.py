@@ -22,7 +22,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 import mlx_zip
-from mlx_zip.errors import ConfigError, ModelError
+from mlx_zip.errors import ConfigError, DataError, ModelError
 from mlx_zip.files import whole_folder, write_json
 from mlx_zip.models.hbpe import PatchConfig, PatchModel
 from mlx_zip.vocab.hbpe_table import PatchTable
@@ -71,7 +71,11 @@ def load_patch_model(folder: str | Path) -> SavedPatchModel:
         sizes = PatchConfig.from_dict(config["sizes"])
     except ConfigError as error:
         raise ConfigError(f"{folder / CONFIG}: {error}") from error
-    text = PatchText(read_tokenizer(folder / TOKENIZER), PatchTable.load(folder / TABLE))
+    tokenizer, table = read_tokenizer(folder / TOKENIZER), PatchTable.load(folder / TABLE)
+    try:
+        text = PatchText(tokenizer, table)
+    except DataError as error:
+        raise DataError(f"{folder}: {error}") from error
     merges = text.table.merges
     if (merges.symbols, merges.patch_size) != (sizes.symbols, sizes.patch_size):
         raise ConfigError(
@@ -91,10 +95,10 @@ def _config(path: Path) -> dict[str, Any]:
     kind = config.get("model_type") if isinstance(config, dict) else None
     if kind != MODEL_TYPE:
         raise ConfigError(f"{path} is not that of a model over patches: its model_type is {kind!r}, not {MODEL_TYPE!r}")
-    if config.get("version") != VERSION:
-        raise ConfigError(f"{path} has version {config.get('version')!r}, this mlx_zip reads {VERSION}")
+    if (version := config.get("version")) != VERSION or isinstance(version, bool):
+        raise ConfigError(f"{path} has version {version!r}, this mlx_zip reads {VERSION}")
     kinds = {"sizes": dict, "context": int, "weights_sha256": str, "source": dict}
-    if wrong := [name for name, kind in kinds.items() if not isinstance(config.get(name), kind)]:
+    if wrong := [name for name, kind in kinds.items() if type(config.get(name)) is not kind]:
         raise ConfigError(f"{path}: {', '.join(wrong)} missing or of another type")
     if config["context"] < 1:
         raise ConfigError(f"{path}: context must be at least 1, got {config['context']}")

@@ -28,6 +28,7 @@ from mlx_zip.training.checkpoint import Progress, checkpoints, load_checkpoint, 
 from mlx_zip.training.metrics import Metrics
 from mlx_zip.training.optimizer import clip, learning_rate, make_optimizer
 from mlx_zip.training.settings import TrainSettings
+from mlx_zip.training.stopping import Asked, Stopped
 from mlx_zip.vocab.hbpe import MARK
 from mlx_zip.vocab.hbpe_measures import bits_per_byte
 
@@ -114,6 +115,13 @@ def check_fit(model: PatchModel | PlainModel, corpus: Corpus) -> None:
         raise DataError(f"the text has {units} different ids or symbols, the model knows {known}")
 
 
+def check_run(model: PatchModel | PlainModel, corpus: Corpus, settings: TrainSettings) -> None:
+    """Raises `DataError` as `check_fit`, and `TrainingError` when the text does not fill a batch."""
+    check_fit(model, corpus)
+    if len(corpus.ids) < settings.batch_size:
+        raise TrainingError(f"{len(corpus.ids)} windows do not fill a batch of {settings.batch_size}")
+
+
 def evaluate(model: PatchModel | PlainModel, corpus: Corpus, batch_size: int = 16) -> dict[str, Any]:
     """Bits per byte of all windows, each read on its own; nats, bytes, units (patches or ids). `DataError` if the model
     cannot read the text.
@@ -142,18 +150,17 @@ def byte_entropies(model: PlainModel, data: bytes, window: int, batch_size: int 
 
 def train(
     model: PatchModel | PlainModel, corpus: Corpus, settings: TrainSettings, run: Path, quiet: bool = True,
-    until: int | None = None,
+    until: int | None = None, asked: Asked = lambda: None,
 ) -> Progress:  # fmt: skip
     """Trains until `settings.iters` steps are done, on from the run's last checkpoint, and saves the last step.
 
-    until: stop behind this step already; the same run goes on later, as if it had never stopped.
+    until: stop behind this step already; the same run goes on later, as if it had never stopped. asked: of
+    `stop_signals`, by which the run stops behind any step.
     Of the settings these count: iters, batch_size (windows), the optimizer's, seed, steps_per_report, save_every, keep.
-    Raises `DataError` when the model cannot read the text, `TrainingError` when the text does not fill a batch, the
-    loss is not a number, or a checkpoint is not of this run.
+    Raises as `check_run`, `TrainingError` when the loss is not a number or a checkpoint is not of this run, `Stopped`
+    when a signal asked for it and the last step is saved.
     """
-    check_fit(model, corpus)
-    if len(corpus.ids) < settings.batch_size:
-        raise TrainingError(f"{len(corpus.ids)} windows do not fill a batch of {settings.batch_size}")
+    check_run(model, corpus, settings)
     optimizer = make_optimizer(settings)
     optimizer.init(model.trainable_parameters())
     mark = _fingerprint(model, corpus, settings)
@@ -172,20 +179,23 @@ def train(
             optimizer.update(model, gradients)
             mx.eval(loss, norm, model.parameters(), optimizer.state)
             progress = _after(progress, corpus, ids, time.perf_counter() - began)
-            step = progress.step
+            step, stop = progress.step, asked()
+            saves = step == last or stop is not None
             if not np.isfinite([loss.item(), norm.item()]).all():
                 raise TrainingError(
                     f"step {step}: the loss or its gradient is not a number; the last checkpoint is good: lower the "
                     "learning rate"
                 )
-            if step % settings.steps_per_report == 0 or step == last:
+            if step % settings.steps_per_report == 0 or saves:
                 bits = bits_per_byte(loss.item() * ids.size, int(corpus.unit_bytes[ids].sum()))
                 rate = learning_rate(optimizer)
                 metrics.add(loss=loss.item(), bits_per_byte=bits, learning_rate=rate, **vars(progress))
                 bar.set_postfix_str(f"{bits:.3f} bits/byte")
-            if step % settings.save_every == 0 or step == last:
+            if step % settings.save_every == 0 or saves:
                 save_checkpoint(run, model, optimizer, progress, mark, settings.keep)
             bar.update(1)
+            if stop is not None:
+                raise Stopped(progress, stop)
     return progress
 
 

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
+import mlx_zip
 from mlx_zip.errors import DataError, TrainingError
-from mlx_zip.files import sole_user
+from mlx_zip.files import remove_partials, sole_user
 from mlx_zip.models.hbpe import PatchConfig, PatchModel, parameters_of
 from mlx_zip.models.hbpe_folder import SavedPatchModel, save_patch_model
-from mlx_zip.training.hbpe import Corpus, evaluate, train, windows
+from mlx_zip.training.hbpe import Corpus, check_run, evaluate, train, windows
+from mlx_zip.training.run import TELLING, open_run
 from mlx_zip.training.settings import TrainSettings
+from mlx_zip.training.stopping import stop_signals
 from mlx_zip.vocab.hbpe_measures import (
     FIT_LATENT,
     FIT_LOCAL,
@@ -55,8 +60,9 @@ def fit(
 ) -> SavedPatchModel:
     """Trains in the folder `out`, on from its last checkpoint, and leaves `out/model`.
 
-    texts: the documents. Raises `DataError`, `ConfigError`, and `TrainingError` as `hbpe.train` does, or when another
-    process trains there.
+    texts: the documents. The first Ctrl-C or SIGTERM ends it behind the next step, whose checkpoint is saved: raises
+    `Stopped`. Raises `DataError`, `ConfigError`, and `TrainingError` as `hbpe.train` does, when the folder holds
+    something else, or when another process trains there.
     """
     text = _first_stage(texts, options)
     ids = windows([text.ids(one) for one in texts], text.end, options.context)
@@ -64,12 +70,16 @@ def fit(
     mx.random.seed(settings.seed)
     merges = text.table.merges
     model = PatchModel(PatchConfig(merges.symbols, merges.patch_size, options.latent, options.local))
+    check_run(model, corpus, settings)
+    record = _record(texts, text, options, settings)
+    open_run(out, record, sha256(json.dumps(record["fixed"], sort_keys=True).encode()).hexdigest(), "RUN")
     try:
-        out.mkdir(parents=True, exist_ok=True)
         with sole_user(out) as alone:
             if not alone:
-                raise TrainingError(f"another process trains in {out}; wait for it, or choose another --out")
-            done = train(model, corpus, settings, out, quiet)
+                raise TrainingError(f"another process trains in {out}; wait for it, or choose another RUN")
+            remove_partials(out)
+            with stop_signals() as asked:
+                done = train(model, corpus, settings, out, quiet, asked=asked)
             source = {"progress": vars(done), "settings": settings.to_dict(), "train_bytes": corpus.n_bytes}
             saved = SavedPatchModel(model, text, options.context, source)
             save_patch_model(out / MODEL, saved)
@@ -110,3 +120,18 @@ def _first_stage(texts: Sequence[str], options: FitOptions) -> PatchText:
     else:
         tokenizer = read_tokenizer(options.tokenizer)
     return PatchText.learn(tokenizer, options.patch_size, options.mode)
+
+
+def _record(texts: Sequence[str], text: PatchText, options: FitOptions, settings: TrainSettings) -> dict[str, Any]:
+    """What makes a run this run, as `open_run` takes it."""
+    digest = sha256()
+    for one in texts:
+        digest.update(one.encode("utf-8") + b"\0")
+    fixed = {name: value for name, value in settings.to_dict().items() if name not in TELLING}
+    tokenizer = None if options.tokenizer is None else text.table.fingerprint
+    return {
+        "fixed": {"settings": {**fixed, **asdict(options), "tokenizer": tokenizer}},
+        "data": digest.hexdigest(),
+        "encoder": None,
+        "mlx_zip": mlx_zip.__version__,
+    }

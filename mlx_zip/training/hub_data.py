@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from mlx_zip.errors import DataError, InstallationError
+from mlx_zip.files import check_in
 
 PARQUET = ".parquet"
 _FAILURES = (OSError, ValueError, TypeError, LookupError, AttributeError, NotImplementedError)
@@ -36,6 +38,7 @@ def rows(
 
 def _open(library: ModuleType, name: str, subset: str | None, split: str, revision: str | None) -> Any:
     folder = Path(name)
+    _check_files(folder)
     if folder.is_dir() and ((folder / "state.json").exists() or (folder / "dataset_dict.json").exists()):
         saved = library.load_from_disk(name)
         if not isinstance(saved, dict):
@@ -46,6 +49,15 @@ def _open(library: ModuleType, name: str, subset: str | None, split: str, revisi
     if name.endswith(PARQUET):
         return library.load_dataset("parquet", data_files=name, split="train", streaming=True)
     return library.load_dataset(name, subset, split=split, revision=revision, streaming=True)
+
+
+def _check_files(folder: Path) -> None:
+    """Raises `DataError` for a device or pipe in a folder, whose end the library would wait for."""
+    for root, folders, files in os.walk(folder):
+        folders[:] = [one for one in folders if not one.startswith((".", "__"))]  # which the library leaves out
+        for one in files:
+            if not one.startswith("."):
+                check_in(Path(root, one))
 
 
 def _library() -> ModuleType:

@@ -207,16 +207,16 @@ def _data_record(part: Shards) -> dict[str, Any]:
 
 
 def open_run(out: Path, record: dict[str, Any], mark: str, flag: str = "--out") -> None:
-    """Makes the run's folder, or checks that it is this run's. flag: what the user named it with."""
-    path = out / RECORD
+    """Makes the run's folder, or checks that it is this run's. flag: what names the folder."""
+    path, advice = out / RECORD, f"choose another {flag}"
     if path.exists():
-        before = _read_object(path, f"; choose another {flag}")
+        before = _read_object(path, f"; {advice}")
         same_data = before.get("data") == json.loads(json.dumps(record["data"]))
         if before.get("fingerprint") != mark or not same_data:
-            raise TrainingError(f"{out} holds another run ({_difference(before, record)}); choose another {flag}")
+            raise TrainingError(f"{out} holds another run ({_difference(before, record)}); {advice}")
         return
     if out.is_dir() and any(not path.name.startswith(".") for path in out.iterdir()):
-        raise TrainingError(f"{out} is not empty and holds no run; choose another {flag}")
+        raise TrainingError(f"{out} is not empty and holds no run; {advice}")
     try:
         out.mkdir(parents=True, exist_ok=True)
         write_json(path, {**record, "fingerprint": mark})

@@ -6,9 +6,7 @@ import math
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -36,9 +34,8 @@ from mlx_zip.training.optimizer import learning_rate, make_optimizer
 from mlx_zip.training.settings import TrainSettings
 from mlx_zip.training.shards import Joined, Sample
 from mlx_zip.training.stepping import Stepper
+from mlx_zip.training.stopping import Asked, stop_signals
 from mlx_zip.training.texts import Texts
-
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass(frozen=True)
@@ -85,7 +82,7 @@ class Trainer:
         self.optimizer.init(trainee.trainable_parameters())
         self.progress = self._resumed()
         self.stepper = Stepper(trainee, self.optimizer, settings, self.group)
-        self._stop: int | None = None  # the signal that reached this machine
+        self._asked: Asked = lambda: None  # the signal that reached this machine
         self._stopping = False  # whether all machines know of one
 
     def _resumed(self) -> Progress:
@@ -111,11 +108,11 @@ class Trainer:
     # ---- the loop
 
     def train(self) -> Outcome:
-        """Trains until `iters` steps are done or a signal asks to stop; either way the last step is saved."""
+        """Trains until `iters` steps are done or a signal asks to stop, on all machines; the last step is saved."""
         settings, metrics = self.settings, together(self.group, self._metrics)
         self.trainee.train()
         window = _Window(self.progress)
-        with self._signals(), self._bar() as bar, ThreadPoolExecutor(1) as pool:
+        with stop_signals() as self._asked, self._bar() as bar, ThreadPoolExecutor(1) as pool:
             upcoming = pool.submit(self._batches, self.progress.step)
             while self.progress.step < settings.iters and not self._stopping:
                 began = time.perf_counter()  # waiting for data is part of the step
@@ -133,10 +130,10 @@ class Trainer:
                     self._save()
                 bar.update(1)
             self._save()
-        return Outcome(self.progress, (self._stop or signal.SIGTERM) if self._stopping else None)
+        return Outcome(self.progress, (self._asked() or signal.SIGTERM) if self._stopping else None)
 
     def _step(self, batches: list[Batch], window: _Window, began: float) -> None:
-        sums = self.stepper.step(batches, [self.is_long(b) for b in batches], stop=self._stop is not None)
+        sums = self.stepper.step(batches, [self.is_long(b) for b in batches], stop=self._asked() is not None)
         self._stopping = sums["stop"] > 0
         if not all(map(math.isfinite, sums.values())):
             step, which = self.progress.step + 1, sorted({i for batch in batches for i in batch.samples})
@@ -257,22 +254,6 @@ class Trainer:
             total=self.settings.iters, initial=self.progress.step, disable=self.quiet or None, unit="step",
             file=sys.stderr, dynamic_ncols=True,
         )  # fmt: skip
-
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        """The first Ctrl-C or SIGTERM ends the run after the next step, on all machines; a second one at once."""
-
-        def ask(number: int, _: Any) -> None:
-            if self._stop is not None:
-                raise KeyboardInterrupt
-            self._stop = number
-
-        before = {number: signal.signal(number, ask) for number in STOP_SIGNALS}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
 
 class _Window:

@@ -95,12 +95,17 @@ class AddedToken:
 class TokenizerFile:
     """A tokenizer's file, read and not yet looked into. kind: see the module; data: its bytes, no longer compressed.
 
-    What is wrong with the content is a `DataError` of the method that meets it, and names the file.
+    What is wrong with the content is a `DataError` of the method that meets it, and names the file; that there is none
+    is told at once.
     """
 
     path: Path
     kind: str
     data: bytes
+
+    def __post_init__(self) -> None:
+        if not self.data:
+            raise DataError(f"{self.path}: is empty")
 
     @property
     def name(self) -> str:
@@ -173,9 +178,12 @@ class TokenizerFile:
 
         A merge list is read on its own, whatever lies beside it.
         """
-        return {
+        found = {
             "tokenizer": self._spelled, "merges": self._merged, "ranks": self._ranked, "hex": self._listed,
         }[self.kind]()  # fmt: skip
+        if not any(found):
+            raise DataError(f"{self.path}: has no token that stands for a byte")
+        return found
 
     def _spelled(self) -> list[bytes]:
         if not _byte_level(self.json):

@@ -130,6 +130,8 @@ class PatchTable:
         path = _named(path)
         fields = _read(path)
         try:
+            if fields["merges"].dtype != np.uint16:
+                raise CodecError(f"merges must be uint16, got {fields['merges'].dtype}")
             pairs = tuple(map(tuple, fields["merges"].tolist()))
             table = cls(Merges(int(fields["patch_size"]), pairs), fields["rows"], str(fields["mode"]))
         except (CodecError, TypeError, ValueError) as error:

@@ -50,6 +50,8 @@ def learn_tokenizer(texts: Iterable[str], size: int) -> Any:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+    texts = list(texts)
+    size = min(size, len(BYTE_OF) + sum(len(text.encode("utf-8")) for text in texts))  # memory is taken for so many
     trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=list(BYTE_OF), show_progress=False)
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
