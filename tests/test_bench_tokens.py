@@ -145,7 +145,7 @@ def test_a_name_that_is_no_vocabularys_file_goes_to_transformers(tmp_path):
         ("mine.tiktoken", b"", "how its text is split is unknown"),
         ("llama3.tiktoken", b"dGhl 0\nno\n", "line 2 is not a token in base64 and its rank"),
         ("llama3.tiktoken", b"dGhl 0\ndGg= 2\n", "the ranks are not 0, 1, 2"),
-        ("llama3.tiktoken", b"", "the ranks are not 0, 1, 2"),
+        ("llama3.tiktoken", b"", "is empty"),
         ("llama3.tiktoken.gz", b"no gzip", "cannot be read"),
         ("some.model", b"no model", "no SentencePiece model"),
         ("encoder.json", b"[1]", "cannot be read"),
