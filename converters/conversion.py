@@ -88,8 +88,9 @@ def convert(
     None leaves it. A folder that is converted already can be quantized, dequantized or cast again.
 
     Raises `ConversionError` or `ConfigError`, `DataError` for a pack that cannot be read or does not fit, `ModelError`
-    for a folder with a `pack.npz` that its config does not name, each a line that names the file, tensor or key at
-    fault; then nothing has been written.
+    for a folder with a `pack.npz` that its config does not name and for rows of another shape than the model's, each a
+    line that names the file, tensor or key at fault; then nothing has been written. A tuned pack is checked against the
+    weights, which are all read for that.
     """
     if quantize and dequantize:
         raise ConversionError("choose either quantize or dequantize, not both")
@@ -143,7 +144,8 @@ def _begin_with(prepared: Prepared, files: Sequence[str | Path], trust_remote_co
     mark = tokenizer_fingerprint(load_tokenizer(prepared.tokenizer, trust_remote_code))
     for name, one in packs.items():
         one.check_tokenizer(mark, name)
-    pack = merge_packs(list(packs.values())) if len(packs) > 1 else next(iter(packs.values()))
+    found = list(packs.values())
+    pack = found[0] if len(found) == 1 else merge_packs(found)
     config: Any = prepared.model.config
     try:
         params = replace(config.codec_params, start=pack.entries)

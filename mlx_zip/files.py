@@ -34,6 +34,8 @@ def whole_file(path: Path) -> Iterator[Path]:
         partial.replace(path)
         sync(path.parent)
     except OSError as error:
+        if error.errno is None:  # NumPy's of a full disk is a message alone, which a name beside it would hide
+            raise OSError(errno.EIO, str(error), str(path)) from error
         error.filename = error.filename or str(path)  # a full disk names none
         raise
     finally:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mlx_zip.errors import DataError
-from mlx_zip.files import check_out, whole_folder, write_json
+from mlx_zip.files import check_out, whole_file, whole_folder, write_json
 
 
 def write(folder: Path, text: str) -> None:
@@ -23,6 +23,13 @@ def test_a_link_stays_and_what_it_leads_to_is_replaced(tmp_path):
     write_json(tmp_path / "link", 1)
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "real").read_text() == "1\n"
+
+
+def test_a_full_disk_is_told_with_its_reason_and_the_file(tmp_path):
+    for error in (OSError("8 requested and 2 written"), OSError(errno.ENOSPC, "No space left")):
+        with pytest.raises(OSError, match=f"{error.args[-1]}.*{tmp_path / 'file'}"), whole_file(tmp_path / "file"):
+            raise error
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_is_no_file_is_not_replaced(tmp_path):

@@ -1,5 +1,6 @@
 """The bundled models: found by name, the default of `mlx_zip generate`, small, and able to tell a story."""
 
+import json
 import tomllib
 from pathlib import Path
 
@@ -153,6 +154,19 @@ def test_most_of_what_is_asked_for_stands_in_the_stories():
 def test_the_bundled_model_begins_with_its_pack_whose_rows_are_at_hand():
     model = load("stories")[0]
     assert len(model.make_cache()[-1].books[0]) == len(model.pack.rows.output) == 1536
+
+
+@there
+def test_its_pack_is_not_in_the_way_of_others_nor_of_data_without(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("the cat sat on the mat and the dog sat on the cat\n" * 40)
+    model = ["--model", "stories", "--data", str(text)]
+    learn = ["vocab", "pack", "learn", *model, "--merge-size", "3", "--codebook-size", "64", "--size", "8"]
+    assert cli.main([*learn, "--out", str(tmp_path / "a.npz")]) == 0
+    prepare = ["prepare", *model, "--workers", "1", "--no-start"]
+    assert cli.main([*prepare, "--out", str(tmp_path / "data")]) == 0
+    assert json.loads((tmp_path / "data/index.json").read_text())["codec"].get("start") is None
+    assert cli.main([*prepare, "--start", str(tmp_path / "a.npz"), "--out", str(tmp_path / "other")]) == 2
 
 
 @there

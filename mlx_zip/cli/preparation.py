@@ -11,8 +11,8 @@ from mlx_zip.errors import DataError
 
 _MOST_WORKERS = 8
 _OF_DATA = ("separator", "columns", "subset", "split")  # flags that a mixture sets per source
-_SAME_NAME = ("model", "tokenizer", "context", "merge_size", "codebook_size", "start_draw", "pack", "train_on",
-              "shard_samples", "seed", "limit", "max_skipped", "trust_remote_code")  # fmt: skip
+_SAME_NAME = ("model", "tokenizer", "context", "merge_size", "codebook_size", "own_start", "start_draw", "pack",
+              "train_on", "shard_samples", "seed", "limit", "max_skipped", "trust_remote_code")  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,6 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--out", required=True, help="folder to write; one left by an interrupted run is completed")
     add("--context", type=int, default=1024, help="base ids of a sample at most (default: 1024)")
     add("--start", metavar="FILE", help="starting codebook: a pack of entries that exist before the first id")
+    add("--no-start", dest="own_start", action="store_false",
+        help="begin without entries where the model begins with some")  # fmt: skip
     add("--start-draw", type=int, metavar="K", help="draw K entries of --start anew for each sample")
     add("--pack", action=argparse.BooleanOptionalAction, default=None,
         help="fill samples with several records (default: documents, not conversations)")  # fmt: skip

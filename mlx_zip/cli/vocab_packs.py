@@ -66,7 +66,7 @@ def _learn(args: argparse.Namespace) -> int:
     options = PrepareOptions(
         sources=sources(args), out=args.out, model=args.model, tokenizer=args.tokenizer, merge_size=args.merge_size,
         codebook_size=args.codebook_size, disable=disabled_ids(args), protect=tuple(args.protect), train_on="all",
-        trust_remote_code=args.trust_remote_code,
+        own_start=False, trust_remote_code=args.trust_remote_code,
     )  # fmt: skip
     plan, tokenizer, _ = make_plan(options)
     texts = []
