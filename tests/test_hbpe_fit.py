@@ -304,6 +304,20 @@ def test_a_signal_saves_the_last_step_and_the_command_goes_on(command, tmp_path,
     assert weights[0] == weights[1]
 
 
+def test_a_signal_in_the_last_step_leaves_the_model_all_the_same(command, tmp_path, monkeypatch, data):
+    def add(log, **values):
+        if values["step"] == 3:
+            signal.raise_signal(signal.SIGTERM)
+        whole(log, **values)
+
+    whole = Metrics.add
+    with monkeypatch.context() as patch:
+        patch.setattr(Metrics, "add", add)
+        assert command("fit", tmp_path / "run", *data, *SMALL, "--steps-per-report", 1)[0] == 0
+    assert [step for step, _ in checkpoints(tmp_path / "run")][-1] == 4
+    assert (tmp_path / "run" / "model").exists()
+
+
 def test_a_named_first_stage_is_saved_with_the_model(command, tmp_path, data):
     write_pair(tmp_path)
     status, out, _ = command("fit", tmp_path / "run", *data, *SMALL, "--tokenizer", tmp_path / "vocab.bpe", "--json")

@@ -194,7 +194,7 @@ def train(
             if step % settings.save_every == 0 or saves:
                 save_checkpoint(run, model, optimizer, progress, mark, settings.keep)
             bar.update(1)
-            if stop is not None:
+            if stop is not None and step < settings.iters:
                 raise Stopped(progress, stop)
     return progress
 

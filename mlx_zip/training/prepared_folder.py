@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_zip.errors import DataError
-from mlx_zip.files import sole_user, write_json
+from mlx_zip.files import remove_partials, sole_user, write_json
 from mlx_zip.training.sharding import record_file
 from mlx_zip.training.shards import INDEX, PARTS, Shards, ShardWriter, part_file, read_array, write_index
 
@@ -61,7 +61,7 @@ class PreparedFolder:
         self.folder.mkdir(parents=True, exist_ok=True)
         if not self._held.enter_context(sole_user(self.folder)):
             raise DataError(f"another process prepares data in {self.folder}; wait for it, or choose another (--out)")
-        self._remove_partial()
+        remove_partials(self.folder)
         index = self._read(self.folder / INDEX)
         begun = self._read(self.folder / STATE) if index is None else index.get("settings")
         if begun is None:
@@ -157,10 +157,6 @@ class PreparedFolder:
             ours = path.name.startswith("shard-") or path.name in {STATE, *_POOL_FILES}
             if ours and path.name not in pool and (path.suffix == ".json" or path.name.split(".")[0] not in named):
                 path.unlink()
-
-    def _remove_partial(self) -> None:
-        for path in self.folder.glob(".*.partial-*"):
-            path.unlink(missing_ok=True)
 
 
 def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
