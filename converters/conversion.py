@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -166,12 +166,11 @@ def _keep_pack(prepared: Prepared, trust_remote_code: bool) -> None:
 
 def _check_rows(prepared: Prepared, files: Sequence[str | Path] | None) -> None:
     """Tuned rows are good for the weights that they were tuned for: those asked for must be, others are left behind."""
-    rows = None if prepared.pack is None else prepared.pack.rows
-    model: Any = prepared.model
-    if rows is None or prepared.pack is None:
+    pack, model = prepared.pack, cast(Any, prepared.model)
+    if pack is None or pack.rows is None:
         return
-    if rows.model == model.fingerprint:
-        model.take_pack(prepared.pack.start)  # refuses rows that are not as wide as its own
+    if pack.rows.model == model.fingerprint:
+        model.take_pack(pack.start)  # refuses rows that are not as wide as its own
         return
     if files is not None:
         raise ConversionError(
