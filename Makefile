@@ -39,6 +39,7 @@ model: $(VENV)/.ready
 	@$(BIN)/python -m mlx_zip.apps.stories --data "$(DATA)" --out "$(OUT)" $(MODEL_ARGS)
 
 lint: $(VENV)/.lint
+	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	@rm -rf build/types && mkdir -p build/types && cp -R mlx_zip build/types && cp -R $(LEAVES) build/types/mlx_zip
 	$(BIN)/pyright --pythonpath $(BIN)/python   # of the tree as it is installed, which is how modules import each other

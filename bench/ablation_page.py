@@ -57,17 +57,37 @@ def table8(results: Results) -> str:
 
 def all_figures(results: Results) -> str:
     """A row per line and text."""
-    rows = [["setting", "seed", "text", "bits/byte", "standard error", "byte-perplexity", "compression rate",
-             "hypertokens among ids", "text read, MB", "training, s"]]  # fmt: skip
+    rows = [
+        [
+            "setting",
+            "seed",
+            "text",
+            "bits/byte",
+            "standard error",
+            "byte-perplexity",
+            "compression rate",
+            "hypertokens among ids",
+            "text read, MB",
+            "training, s",
+        ]
+    ]
     for line in results.lines:
         for name, text in line["texts"].items():
             error = text["bits_per_byte_standard_error"]
-            rows.append([
-                setting_label(line), str(line["setting"]["seed"]), name, f"{text['bits_per_byte']:.4f}",
-                "-" if error is None else f"{error:.4f}", f"{text['byte_perplexity']:.4f}",
-                f"{text['compression_rate']:.1%}", f"{text['hyper_share']:.1%}",
-                f"{line['training']['bytes'] / 1e6:.2f}", f"{line['training']['seconds']:,.0f}",
-            ])  # fmt: skip
+            rows.append(
+                [
+                    setting_label(line),
+                    str(line["setting"]["seed"]),
+                    name,
+                    f"{text['bits_per_byte']:.4f}",
+                    "-" if error is None else f"{error:.4f}",
+                    f"{text['byte_perplexity']:.4f}",
+                    f"{text['compression_rate']:.1%}",
+                    f"{text['hyper_share']:.1%}",
+                    f"{line['training']['bytes'] / 1e6:.2f}",
+                    f"{line['training']['seconds']:,.0f}",
+                ]
+            )
     return markdown(rows)
 
 
@@ -200,6 +220,7 @@ def _setup(results: Results) -> str:
         f"{c['codebook_size']} hypertokens a window.",
         f"Seeds: {', '.join(map(str, results.seeds))}" + (" (mean, least to greatest)." if results.seeds[1:] else "."),
         f"Machine: {line['machine']}; "
-        + ", ".join(f"{name} {number}" for name, number in line["versions"].items() if number) + ".",
-    ]  # fmt: skip
+        + ", ".join(f"{name} {number}" for name, number in line["versions"].items() if number)
+        + ".",
+    ]
     return "\n".join(f"- {fact}" for fact in facts)

@@ -29,8 +29,16 @@ from .record import surroundings
 
 LINES = "ablations.jsonl"
 POINTS = 100  # of a training curve, at most
-_TRAINING = ("iters", "batch_size", "optimizer", "learning_rate", "muon_learning_rate", "fine_tune_type", "lora_rank",
-             "dtype")  # fmt: skip
+_TRAINING = (
+    "iters",
+    "batch_size",
+    "optimizer",
+    "learning_rate",
+    "muon_learning_rate",
+    "fine_tune_type",
+    "lora_rank",
+    "dtype",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,8 +50,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--out", metavar="DIR", help=f"prepared data, runs, {LINES} and the figures; goes on with what is there")
     add("--write-docs", metavar="PAGE", help="write the page from the lines of --out, or without it the recorded ones")
     setting = parser.add_argument_group("settings").add_argument
-    setting("--merge-sizes", type=int, nargs="+", default=[1, 2, 3, 4, 5], metavar="M",
-            help="sizes to compare (default: 1 2 3 4 5)")  # fmt: skip
+    setting(
+        "--merge-sizes",
+        type=int,
+        nargs="+",
+        default=[1, 2, 3, 4, 5],
+        metavar="M",
+        help="sizes to compare (default: 1 2 3 4 5)",
+    )
     setting("--encoder", choices=ENCODERS, default="transformer-2", help="their encoder (default: transformer-2)")
     setting("--encoders", nargs="+", choices=ENCODERS, default=list(ENCODERS), help="encoders compared (default: all)")
     setting("--merge-size", type=int, default=3, metavar="M", help="their merge size (default: 3)")
@@ -134,8 +148,15 @@ def measure_all(args: argparse.Namespace, path: Path) -> None:
             continue
         print(f"{i} of {len(wanted)}: {setting.name}", file=sys.stderr, flush=True)
         measured = laboratory.measure(setting)
-        lines.append({"bench": "ablations", "setting": vars(setting), "conditions": now, **measured,
-                      **surroundings("mlx", "mlx-lm")})  # fmt: skip
+        lines.append(
+            {
+                "bench": "ablations",
+                "setting": vars(setting),
+                "conditions": now,
+                **measured,
+                **surroundings("mlx", "mlx-lm"),
+            }
+        )
         with whole_file(path) as partial:
             partial.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
@@ -197,10 +218,15 @@ class Laboratory:
         args, out = self.args, self.out / "data" / f"m{merge_size}"
         read = args.iters * args.batch_size
         options = PrepareOptions(
-            sources=(Source(tuple(args.data), separator=args.separator),), out=out, model=args.model,
-            context=args.context, merge_size=merge_size, codebook_size=args.codebook_size, pack=True,
+            sources=(Source(tuple(args.data), separator=args.separator),),
+            out=out,
+            model=args.model,
+            context=args.context,
+            merge_size=merge_size,
+            codebook_size=args.codebook_size,
+            pack=True,
             limit=read if args.limit is None else min(args.limit, read),
-        )  # fmt: skip
+        )
         index = prepare(options, progress=True)
         windows = index["totals"]["samples"]
         if windows % args.batch_size or read % windows:
@@ -224,8 +250,10 @@ class Laboratory:
         chosen = TrainSettings(
             **{name: getattr(args, name) for name in _TRAINING},
             warmup=args.iters // 20 if args.warmup is None else args.warmup,
-            steps_per_report=max(1, args.iters // POINTS), seed=setting.seed, keep=1,
-        )  # fmt: skip
+            steps_per_report=max(1, args.iters // POINTS),
+            seed=setting.seed,
+            keep=1,
+        )
         outcome = train(options, chosen)
         if outcome.stopped_by is not None:
             print("stopped; the same command goes on from there", file=sys.stderr)

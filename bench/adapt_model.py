@@ -49,8 +49,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--train", nargs="+", default=[], metavar="NAME=FILE", help="texts to adapt to, as `bench tokens --text`")
     add("--test", nargs="+", default=[], metavar="NAME=FILE", help="texts of the same names to score")
     add("--separator", help="line that ends a document of a .txt file (default: each file is one document)")
-    add("--shares", nargs="+", type=float, default=[0.25, 0.5, 0.75], metavar="SHARE",
-        help="of the merges to keep (default: 0.25 0.5 0.75)")  # fmt: skip
+    add(
+        "--shares",
+        nargs="+",
+        type=float,
+        default=[0.25, 0.5, 0.75],
+        metavar="SHARE",
+        help="of the merges to keep (default: 0.25 0.5 0.75)",
+    )
     add("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="default: all")
     add("--limit-bytes", type=int, metavar="N", help="bytes of each test text at most")
     add("--limit-train-bytes", type=int, metavar="N", help="bytes of each training text at most")
@@ -140,26 +146,37 @@ class Bench:
         n_bytes = np.array([window.n_bytes for window in windows.windows])
         apart = not is_zip(model) and len(windows.windows) == len(documents)
         return Result(
-            float(bits.sum() / n_bytes.sum()), ratio_error(bits, n_bytes), sum(len(row.ids) - 1 for row in rows),
-            sum(len(window.base_ids) for window in windows.windows), int(n_bytes.sum()),
-            sum(file.stat().st_size for file in folder.glob("*.safetensors")), weight_bytes(model),
+            float(bits.sum() / n_bytes.sum()),
+            ratio_error(bits, n_bytes),
+            sum(len(row.ids) - 1 for row in rows),
+            sum(len(window.base_ids) for window in windows.windows),
+            int(n_bytes.sum()),
+            sum(file.stat().st_size for file in folder.glob("*.safetensors")),
+            weight_bytes(model),
             model.layout.vocab_size if is_zip(model) else model.args.vocab_size,
             tuple(_spans(tokenizer, document.text) for document in documents) if apart else (),
             tuple(-row.logprobs / math.log(2) for row in scored) if apart else (),
-        )  # fmt: skip
+        )
 
     def line(self, found: Result, whole: Result, kept: AdaptedVocabulary | None = None) -> dict[str, Any]:
         """What a record says of a model beside the whole one."""
         return {
-            "share": 1, "merges": self.base.n_merges, "method": "whole list", "vocab_size": found.vocab_size,
+            "share": 1,
+            "merges": self.base.n_merges,
+            "method": "whole list",
+            "vocab_size": found.vocab_size,
             "virtual": len(kept.virtual) if kept is not None and kept.method == "adapt" else 0,
             "bits_per_byte": round(found.bits_per_byte, 5),
             "standard_error": None if found.standard_error is None else round(found.standard_error, 5),
-            "change": round(found.bits_per_byte / whole.bits_per_byte - 1, 5), "target": TARGET,
-            "utility": round(1 - found.tokens / found.n_bytes, 5), "tokens": found.tokens, "ids": found.ids,
-            "file_bytes": found.file_bytes, "step_weight_bytes": found.weight_bytes,
+            "change": round(found.bits_per_byte / whole.bits_per_byte - 1, 5),
+            "target": TARGET,
+            "utility": round(1 - found.tokens / found.n_bytes, 5),
+            "tokens": found.tokens,
+            "ids": found.ids,
+            "file_bytes": found.file_bytes,
+            "step_weight_bytes": found.weight_bytes,
             "where": where(found, whole) if found.bits and whole.bits else None,
-        }  # fmt: skip
+        }
 
     def say(self, name: str, line: dict[str, Any]) -> None:
         """Prints a line."""
@@ -195,7 +212,9 @@ def where(found: Result, whole: Result) -> dict[str, Any]:
         split_bytes += sum(end - begin for begin, end in whole.spans[document] if (begin, end) not in same)
     per_byte = np.round(spent / whole.n_bytes, 5).tolist()
     return {
-        "split_bytes": split_bytes, "tokens_before": others[0], "tokens_after": others[1],
+        "split_bytes": split_bytes,
+        "tokens_before": others[0],
+        "tokens_after": others[1],
         "bits_per_byte_before": {"same": per_byte[0][0], "split": per_byte[0][1]},
         "bits_per_byte_after": {"same": per_byte[1][0], "split": per_byte[1][1]},
-    }  # fmt: skip
+    }

@@ -105,16 +105,25 @@ def _where(records: Any) -> str:
             line = methods.get("adapt")
             if line is not None and line["where"]:
                 rows.append([TEXTS.get(text, text), f"{share:.0%}", *_told(line)])
-    header = ["text", "merges kept", "text in split tokens", "their tokens", "bits per byte on them",
-              "on all the others"]  # fmt: skip
+    header = [
+        "text",
+        "merges kept",
+        "text in split tokens",
+        "their tokens",
+        "bits per byte on them",
+        "on all the others",
+    ]
     return table(header, rows, "markdown")
 
 
 def _told(line: Line) -> list[str]:
     where, n_bytes = line["where"], line["test"]["bytes"]
     before, after = where["bits_per_byte_before"], where["bits_per_byte_after"]
-    return [f"{where['split_bytes'] / n_bytes:.1%}", f"{where['tokens_before']:,} to {where['tokens_after']:,}",
-            *(f"{before[side]:.3f} to {after[side]:.3f}" for side in ("split", "same"))]  # fmt: skip
+    return [
+        f"{where['split_bytes'] / n_bytes:.1%}",
+        f"{where['tokens_before']:,} to {where['tokens_after']:,}",
+        *(f"{before[side]:.3f} to {after[side]:.3f}" for side in ("split", "same")),
+    ]
 
 
 def _steps(records: Any) -> str:
@@ -123,13 +132,22 @@ def _steps(records: Any) -> str:
         model = f"`{line['model']['name']}`, {PRECISIONS.get(line['model']['precision'], line['model']['precision'])}"
         ratios = [_spread(line["ratio"][clock], 3) for clock in CLOCKS]
         of_bound = [f"{line['of_bound'][clock]:.2f}" for clock in CLOCKS]
-        rows.append([f"{model}, {line['vocab_size']:,} to {line['kept']:,}", f"{line['bound']:.1%}",
-                     *(cell for pair in zip(ratios, of_bound, strict=True) for cell in pair)])  # fmt: skip
+        rows.append(
+            [
+                f"{model}, {line['vocab_size']:,} to {line['kept']:,}",
+                f"{line['bound']:.1%}",
+                *(cell for pair in zip(ratios, of_bound, strict=True) for cell in pair),
+            ]
+        )
     header = ["model, ids", "bytes of a step that go"]
     return table([*header, *(cell for clock in CLOCKS.values() for cell in (clock, "of the bound"))], rows, "markdown")
 
 
 TABLES: dict[str, Callable[[Any], str]] = {
-    "adapt-utility": _utility, "adapt-speed": _speed, "adapt-bits": _bits, "adapt-saved": _saved,
-    "adapt-where": _where, "adapt-steps": _steps,
-}  # fmt: skip
+    "adapt-utility": _utility,
+    "adapt-speed": _speed,
+    "adapt-bits": _bits,
+    "adapt-saved": _saved,
+    "adapt-where": _where,
+    "adapt-steps": _steps,
+}

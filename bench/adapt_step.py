@@ -83,13 +83,17 @@ def measure(models: Models, share: float, tokens: int, trials: int) -> dict[str,
     gains = {clock: 1 - median(found) for clock, found in ratios.items()}
     return {
         "model": {"name": models.name, "precision": models.precision, "weights": models.weights},
-        "vocab_size": vocab_size, "kept": len(kept), "tokens": tokens, "trials": trials,
-        "bytes": {"read_per_step": read, "removed": removed}, "bound": round(removed / read, 4),
+        "vocab_size": vocab_size,
+        "kept": len(kept),
+        "tokens": tokens,
+        "trials": trials,
+        "bytes": {"read_per_step": read, "removed": removed},
+        "bound": round(removed / read, 4),
         **{clock: {name: summary(samples) for name, samples in of.items()} for clock, of in times.items()},
         "ratio": {clock: summary(found) for clock, found in ratios.items()},
         "of_bound": {clock: round(gain * read / removed, 3) for clock, gain in gains.items()} if removed else None,
         "target_of_bound": TARGET,
-    }  # fmt: skip
+    }
 
 
 def _step_ms(engine: MlxLm, forced: list[int]) -> tuple[float, float]:

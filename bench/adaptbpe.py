@@ -33,8 +33,14 @@ from .tokens import read_domains
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `bench adaptbpe`."""
     add = parser.add_argument
-    add("--tokenizer", "--base", dest="base", required=True, metavar="FILE",
-        help="tokenizer to adapt, as `mlx_zip vocab adapt learn` takes it")  # fmt: skip
+    add(
+        "--tokenizer",
+        "--base",
+        dest="base",
+        required=True,
+        metavar="FILE",
+        help="tokenizer to adapt, as `mlx_zip vocab adapt learn` takes it",
+    )
     add("--train", nargs="+", required=True, metavar="NAME=FILE", help="texts to adapt to, as `bench tokens --text`")
     add("--test", nargs="+", required=True, metavar="NAME=FILE", help="texts of the same names to count tokens in")
     add("--merges", type=int, nargs="+", default=[2000, 5000, 15000], metavar="N", help="default: 2000 5000 15000")
@@ -80,12 +86,16 @@ def utility(base: BaseVocabulary, train: str, test: str, n: int, margin: int, tr
     n_bytes = len(test.encode("utf-8"))
     saved = lambda tokens: round(1 - tokens / n_bytes, 4)
     return {
-        "what": "utility", "merges": n, "margin": margin, "swaps": len(swaps),
-        "train_bytes": len(train.encode("utf-8")), "test_bytes": n_bytes,
+        "what": "utility",
+        "merges": n,
+        "margin": margin,
+        "swaps": len(swaps),
+        "train_bytes": len(train.encode("utf-8")),
+        "test_bytes": n_bytes,
         "utility": {name: saved(len(vocabulary.encode(test))) for name, vocabulary in cut.items()}
         | {"whole_list": saved(len(base.encode(test)))},
         "adapting_s": summary(seconds),
-    }  # fmt: skip
+    }
 
 
 def encoding(base: BaseVocabulary, text: str, n: int, trials: int) -> dict[str, Any]:
@@ -109,8 +119,15 @@ def encoding(base: BaseVocabulary, text: str, n: int, trials: int) -> dict[str, 
             took = way()
             if trial:  # the first is a warm-up
                 speeds[name].append(len(data) / took / 1e6)
-    return {"what": "encoding", "merges": n, "bytes": len(data), "unit": "MB/s", "ids": len(theirs), "same_ids": same,
-            **{name: summary(samples) for name, samples in speeds.items()}}  # fmt: skip
+    return {
+        "what": "encoding",
+        "merges": n,
+        "bytes": len(data),
+        "unit": "MB/s",
+        "ids": len(theirs),
+        "same_ids": same,
+        **{name: summary(samples) for name, samples in speeds.items()},
+    }
 
 
 def _fresh(encoder: Encoder, data: bytes) -> float:

@@ -85,13 +85,20 @@ def learn(
     flat: Any = tree_flatten(model.parameters())
     body = sum(array.size for name, array in flat if name != "table")
     return {
-        "accuracy": scores[-1][0], "auc": scores[-1][1], "rows": encoded.rows, "rows_trained": encoded.trained,
-        "parameters": encoded.rows * WIDTH + body, "tokens": [int(part.sum()) for part in sizes],
-        "longest": [int(part.max()) for part in sizes], "loss": [round(loss, 5) for loss in losses],
-        "accuracies": [s[0] for s in scores], "aucs": [s[1] for s in scores],
-        "seconds": [round(s, 3) for s in walls], "processor_s": [round(s, 3) for s in processors],
+        "accuracy": scores[-1][0],
+        "auc": scores[-1][1],
+        "rows": encoded.rows,
+        "rows_trained": encoded.trained,
+        "parameters": encoded.rows * WIDTH + body,
+        "tokens": [int(part.sum()) for part in sizes],
+        "longest": [int(part.max()) for part in sizes],
+        "loss": [round(loss, 5) for loss in losses],
+        "accuracies": [s[0] for s in scores],
+        "aucs": [s[1] for s in scores],
+        "seconds": [round(s, 3) for s in walls],
+        "processor_s": [round(s, 3) for s in processors],
         **training_times(losses, walls, processors),
-    }  # fmt: skip
+    }
 
 
 def training_times(losses: Sequence[float], walls: Sequence[float], processors: Sequence[float]) -> dict[str, Any]:

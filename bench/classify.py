@@ -40,13 +40,22 @@ _SAME = ("setting", "seed", "words", "epochs", "batch_size", "learning_rate", "d
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `bench classify`."""
     add = parser.add_argument
-    add("--train", type=Path, metavar="FILE",
-        help="labelled texts: .jsonl with text and label, or .tsv of both, also with .gz")  # fmt: skip
+    add(
+        "--train",
+        type=Path,
+        metavar="FILE",
+        help="labelled texts: .jsonl with text and label, or .tsv of both, also with .gz",
+    )
     add("--test", type=Path, metavar="FILE", help="others, to judge")
     add("--tokenizer", help="units are its ids: a vocabulary's file, as `bench tokens` (default: words)")
-    add("--settings", nargs="+", default=[PLAIN, "100,Max-Max", "100,2-2", "50,2-1"], metavar="S",
+    add(
+        "--settings",
+        nargs="+",
+        default=[PLAIN, "100,Max-Max", "100,2-2", "50,2-1"],
+        metavar="S",
         help="plain, or PERCENT,WINDOW-WINDOW[,>=USES] as in the paper's table I (default: plain 100,Max-Max 100,2-2 "
-             "50,2-1)")  # fmt: skip
+        "50,2-1)",
+    )
     add("--seeds", type=int, nargs="+", default=[0, 1, 2], help="a run each (default: 0 1 2)")
     add("--samples", type=int, metavar="N", help="texts to learn from at most (default: all)")
     add("--test-samples", type=int, metavar="N", help="texts to judge at most (default: all)")
@@ -55,8 +64,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--batch-size", type=int, default=1000, help="default: 1000")
     add("--learning-rate", type=float, default=RATE, help=f"of Adam (default: {RATE})")
     add("--out", type=Path, metavar="RECORD", help="add the lines to this file, but for runs that it holds already")
-    add("--figure", type=Path, metavar="FILE.svg",
-        help="draw the loss by epochs and seconds from --out or the record, and train nothing")  # fmt: skip
+    add(
+        "--figure",
+        type=Path,
+        metavar="FILE.svg",
+        help="draw the loss by epochs and seconds from --out or the record, and train nothing",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -74,21 +87,34 @@ def run(args: argparse.Namespace) -> int:
     pieces = [[split(text) for text in part.texts] for part in (train, test)]
     classes = sorted({*train.labels, *test.labels})
     answers = [np.array([classes.index(label) for label in part.labels]) for part in (train, test)]
-    data = {"train": args.train.name, "test": args.test.name, "samples": [len(train.texts), len(test.texts)],
-            "units_are": name}  # fmt: skip
+    data = {
+        "train": args.train.name,
+        "test": args.test.name,
+        "samples": [len(train.texts), len(test.texts)],
+        "units_are": name,
+    }
     for text, setting in zip(args.settings, settings, strict=True):
         begun = time.process_time()
         encoded = encode(setting, units, *pieces)
         took = time.process_time() - begun
         for seed in args.seeds:
-            line: Line = {"bench": "classify", "setting": text, "seed": seed, "data": data,
-                          **{name: getattr(args, name) for name in _SAME if hasattr(args, name)}}  # fmt: skip
+            line: Line = {
+                "bench": "classify",
+                "setting": text,
+                "seed": seed,
+                "data": data,
+                **{name: getattr(args, name) for name in _SAME if hasattr(args, name)},
+            }
             if any(all(line[name] == other.get(name) for name in _SAME) for other in done):
                 continue
-            line |= {"ratio": round(encoded.ratio, 4), "per_word": round(len(encoded.train.ids) / train.words, 4),
-                     "encode_processor_s": round(took, 2),
-                     **learn(encoded, answers, len(classes), seed, args),
-                     "load_average": round(os.getloadavg()[0], 1), **surroundings("mlx")}  # fmt: skip
+            line |= {
+                "ratio": round(encoded.ratio, 4),
+                "per_word": round(len(encoded.train.ids) / train.words, 4),
+                "encode_processor_s": round(took, 2),
+                **learn(encoded, answers, len(classes), seed, args),
+                "load_average": round(os.getloadavg()[0], 1),
+                **surroundings("mlx"),
+            }
             done.append(line)
             keep(args.out, done)
             print(f"{args.train.name}, {name}, {text}, seed {seed}: accuracy {line['accuracy']}", file=sys.stderr)

@@ -43,10 +43,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--length", type=int, default=500_000, help="base ids of the long sequence (default: 500000)")
     parser.add_argument("--windows", type=int, default=60, help=f"windows of {WINDOW} ids (default: 60)")
     parser.add_argument("--trials", type=int, default=9, help="trials per measurement (default: 9)")
-    parser.add_argument("--policies", action="store_true",
-                        help="only pushes onto a full table of 2048 entries, by policy")  # fmt: skip
-    parser.add_argument("--figure4", type=Path, metavar="PNG",
-                        help="only the paper's figure 4, latency by bytes of --text; drawn here")  # fmt: skip
+    parser.add_argument(
+        "--policies", action="store_true", help="only pushes onto a full table of 2048 entries, by policy"
+    )
+    parser.add_argument(
+        "--figure4", type=Path, metavar="PNG", help="only the paper's figure 4, latency by bytes of --text; drawn here"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -64,12 +64,15 @@ def latency(vocabulary: Vocabulary, text: str, trials: int) -> dict[str, Any]:
     if not theirs:
         samples["with_upstream"] = []
     return {
-        "what": "figure4", "unit": "us per text", "bytes": len(text.encode("utf-8")), "base_ids": len(ids),
+        "what": "figure4",
+        "unit": "us per text",
+        "bytes": len(text.encode("utf-8")),
+        "base_ids": len(ids),
         "ids": len(compress(params, ids)[0]),
         **{name: summary(values) if values else None for name, values in samples.items()},
         "setting": {"codebook_size": WINDOW, "merge_size": MERGE_SIZE, "library": vocabulary.library},
         "load_average": round(os.getloadavg()[0], 1),
-    }  # fmt: skip
+    }
 
 
 def draw_figure(path: Path, lines: Sequence[dict[str, Any]]) -> None:

@@ -35,8 +35,14 @@ def measure_policies(params: CodecParams, base_ids: Uint32s, trials: int) -> Ite
                 samples[policy] += [taken] * (trial > 0)  # the first is a warm-up
         for policy, (_, ids) in full.items():
             over = median(samples[policy]) / median(samples["freeze"])
-            yield {"what": f"{what}, table full", "policy": policy, "unit": "processor ns per id", "ids": len(ids),
-                   "ours": summary(samples[policy]), "of_freeze": round(over, 3)}  # fmt: skip
+            yield {
+                "what": f"{what}, table full",
+                "policy": policy,
+                "unit": "processor ns per id",
+                "ids": len(ids),
+                "ours": summary(samples[policy]),
+                "of_freeze": round(over, 3),
+            }
 
 
 def _full(params: CodecParams, base_ids: Uint32s) -> tuple[Codebook, Uint32s]:

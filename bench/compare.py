@@ -53,8 +53,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("a", metavar="A", help="records to compare with: a file that `bench generate` printed")
     add("b", metavar="B", help="records to judge; may be the same file, with --engines")
     add("--engines", nargs=2, metavar=("A", "B"), help="hold engine B of the second file against engine A of the first")
-    add("--measures", nargs="+", choices=MEASURES, default=list(DEFAULT), metavar="NAME",
-        help=f"figures to compare (default: {' '.join(DEFAULT)})")  # fmt: skip
+    add(
+        "--measures",
+        nargs="+",
+        choices=MEASURES,
+        default=list(DEFAULT),
+        metavar="NAME",
+        help=f"figures to compare (default: {' '.join(DEFAULT)})",
+    )
     add("--bound", type=float, default=0.05, help="how much worse is still good: 0.05 for 5 %% (default: 0.05)")
     add("--format", choices=FORMATS, default="markdown", help="of the table (default: markdown)")
     add("--seed", type=int, default=0, help="of the bootstrap (default: 0)")
@@ -122,9 +128,12 @@ def _table(ratios: Sequence[Ratio], bound: float, kind: str) -> str:
             r.a["model"]["name"],
             f"{r.a['workload']['domain']} {r.a['workload']['prompt_tokens']}+{r.a['workload']['tokens']}",
             r.a["engine"] if r.a["engine"] == r.b["engine"] else f"{r.b['engine']} over {r.a['engine']}",
-            r.name, *(f"{record['figures'][r.name]['median']:.5g}" for record in (r.a, r.b)),
-            f"{r.value:.3f}", f"{r.low:.3f} to {r.high:.3f}", "worse" if r.regresses(bound) else "",
+            r.name,
+            *(f"{record['figures'][r.name]['median']:.5g}" for record in (r.a, r.b)),
+            f"{r.value:.3f}",
+            f"{r.low:.3f} to {r.high:.3f}",
+            "worse" if r.regresses(bound) else "",
         ]
         for r in ratios
-    ]  # fmt: skip
+    ]
     return table(["model", "text", "engine", "measure", "A", "B", "B / A", "95 % interval", ""], rows, kind)

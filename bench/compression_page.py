@@ -101,8 +101,10 @@ def _answers(counts: Counts) -> Iterator[str]:
         if paper is None or gain is None:
             continue
         low, high = paper.bounds("code")
-        yield (f"{paper.name}: the paper has {gain:+.0%}; its numbers have one decimal, which leaves {low:+.1%} to "
-               f"{high:+.1%} open.")  # fmt: skip
+        yield (
+            f"{paper.name}: the paper has {gain:+.0%}; its numbers have one decimal, which leaves {low:+.1%} to "
+            f"{high:+.1%} open."
+        )
         texts = [text for text in counts.texts if domain_of(text) == "code"]
         if len(texts) > 1:
             rates = {window: counts.of_domain(tokenizer, "code", window) for window in counts.windows}
@@ -172,10 +174,17 @@ def _table9(lines: Sequence[Line]) -> str:
 def _flops(line: Line) -> list[str]:
     paper = line["paper_overhead"]
     return [
-        line["model"], str(line["layers"]), str(line["merge_size"]), str(line["encoder_layers"]),
-        f"{line['overhead']:.4f}", "-" if paper is None else f"{paper:.2f}", f"{line['relative_flops']:.3f}",
-        f"{line['rows_per_id']:.2f}", f"{line['counted_overhead']:.4f}", f"{line['counted_relative_flops']:.3f}",
-    ]  # fmt: skip
+        line["model"],
+        str(line["layers"]),
+        str(line["merge_size"]),
+        str(line["encoder_layers"]),
+        f"{line['overhead']:.4f}",
+        "-" if paper is None else f"{paper:.2f}",
+        f"{line['relative_flops']:.3f}",
+        f"{line['rows_per_id']:.2f}",
+        f"{line['counted_overhead']:.4f}",
+        f"{line['counted_relative_flops']:.3f}",
+    ]
 
 
 def _our_flops(counts: Counts) -> Iterator[str]:
@@ -184,14 +193,26 @@ def _our_flops(counts: Counts) -> Iterator[str]:
     rate, entries, used = (value or 0.0 for value in found)
     if not rate:
         return
-    yield (f"With our mixture of table 7, ρ = {rate:.4f}. Per id {entries / rate:.2f} entries are installed, whose "
-           f"output rows are encoded, and {used / rate:.2f} are read, whose input rows are encoded.")  # fmt: skip
+    yield (
+        f"With our mixture of table 7, ρ = {rate:.4f}. Per id {entries / rate:.2f} entries are installed, whose "
+        f"output rows are encoded, and {used / rate:.2f} are read, whose input rows are encoded."
+    )
     yield markdown([_FLOPS_HEAD, *(_flops(record(shape, rate, (entries + used) / rate)) for shape in TRAINED)])
 
 
 def _figure4(lines: Sequence[Line]) -> str:
-    rows = [["tokenizer", "library", "bytes", "tokenizer alone, ms", "with mlx_zip, ms", "with zip2zip-compression, ms",
-             "added by mlx_zip", "added by zip2zip-compression"]]  # fmt: skip
+    rows = [
+        [
+            "tokenizer",
+            "library",
+            "bytes",
+            "tokenizer alone, ms",
+            "with mlx_zip, ms",
+            "with zip2zip-compression, ms",
+            "added by mlx_zip",
+            "added by zip2zip-compression",
+        ]
+    ]
     for line in lines:
         names = ("with_ours", "with_upstream")
         more = [f"{median(added(line, name)):+.1f}%" if line[name] else "-" for name in names]

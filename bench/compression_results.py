@@ -60,11 +60,33 @@ def printed_of(tokenizer: str) -> Printed | None:
 
 _NEEDED = {
     "tokens": {"domain", "tokenizer", "text", "disabled", "base_ids", "bytes_per_base_id", "columns", "counts"},
-    "flops": {"model", "layers", "merge_size", "encoder_layers", "overhead", "paper_overhead", "rate",
-              "relative_flops", "rows_per_id", "counted_overhead", "counted_relative_flops"},
-    "codec": {"what", "bytes", "base_ids", "ids", "data", "setting", "machine", "load_average", "tokenizer",
-              "with_ours", "with_upstream"},
-}  # fmt: skip
+    "flops": {
+        "model",
+        "layers",
+        "merge_size",
+        "encoder_layers",
+        "overhead",
+        "paper_overhead",
+        "rate",
+        "relative_flops",
+        "rows_per_id",
+        "counted_overhead",
+        "counted_relative_flops",
+    },
+    "codec": {
+        "what",
+        "bytes",
+        "base_ids",
+        "ids",
+        "data",
+        "setting",
+        "machine",
+        "load_average",
+        "tokenizer",
+        "with_ours",
+        "with_upstream",
+    },
+}
 
 
 def read_lines(path: Path) -> list[Line]:

@@ -180,8 +180,11 @@ def detokenizing(record: Record) -> float:
 
 # ---- the tables
 
-PROFILES = {"rows warm": "profile-warm", "rows cold": "profile-cold-transformer",
-            "rows cold, `res_latent_attn`": "profile-cold-latent"}  # fmt: skip
+PROFILES = {
+    "rows warm": "profile-warm",
+    "rows cold": "profile-cold-transformer",
+    "rows cold, `res_latent_attn`": "profile-cold-latent",
+}
 REQUESTS = {"code": "generate-code-1024", "chat": "generate-chat-1024"}
 STORIES = {"float32": "chat-stories-float", "8 bit": "chat-stories"}
 PUBLISHED = {"float32": "zip2zip-float", "8 bit": "zip2zip"}
@@ -246,9 +249,7 @@ def _codec(records: Records) -> str:
         ("expand", "windows"): "expand ids, windows",
     }
     found = {(line["what"], line["setting"]["of"]): line for line in records.lines("codec-linux-x86_64")}
-    rows = [
-        [name, f"{found[key]['ours']['median']:.1f}", f"{found[key]['ratio']:.0f}"] for key, name in wanted.items()
-    ]
+    rows = [[name, f"{found[key]['ours']['median']:.1f}", f"{found[key]['ratio']:.0f}"] for key, name in wanted.items()]
     return table(["2 cores, x86-64", "ours, ns per id", "times the published codec's speed"], rows, "markdown")
 
 
@@ -321,27 +322,40 @@ TARGETS = (
     Target("code, 1,024 + 256, warm: base tokens/s over compression x mlx-lm's", 0.95, _rate_over_compression, False),
     Target("the same: time to first id over mlx-lm's x compressed length", 1.1, _first_id_over_length),
     *(
-        Target(f"bundled model, warm, bytes/s over its base's: {TURNS[turn]} story, {name}", bound, _bytes(name, turn),
-               most=False)
-        for name in STORIES for turn, bound in ((0, 1.35), (2, 1.35))
+        Target(
+            f"bundled model, warm, bytes/s over its base's: {TURNS[turn]} story, {name}",
+            bound,
+            _bytes(name, turn),
+            most=False,
+        )
+        for name in STORIES
+        for turn, bound in ((0, 1.35), (2, 1.35))
     ),
     *(
         Target(f"bundled model, steps/s over the published package's, {name}", 3, _beside_published(name), most=False)
         for name in PUBLISHED
     ),
     *(
-        Target(f"host work of mlx_zip per step, processor time, {name}", 150,
-               lambda r, file=file: r.one(file)["ours_cpu_us"]["median"], unit=" us")
+        Target(
+            f"host work of mlx_zip per step, processor time, {name}",
+            150,
+            lambda r, file=file: r.one(file)["ours_cpu_us"]["median"],
+            unit=" us",
+        )
         for name, file in (("`small-125m`", "profile-warm"), ("bundled model", "profile-stories"))
     ),
     *(
         Target(f"detokenizing a base token, {name}", 20, lambda r, file=file: detokenizing(r.one(file)), unit=" us")
         for name, file in (("`small-125m`", "profile-warm"), ("bundled model", "profile-stories"))
     ),
-    Target("a lookup among 1 M stored rows of width 256", 2,
-           lambda r: r.one("rows")["lookup_first_us_per_row"]["median"], unit=" us"),
+    Target(
+        "a lookup among 1 M stored rows of width 256",
+        2,
+        lambda r: r.one("rows")["lookup_first_us_per_row"]["median"],
+        unit=" us",
+    ),
     Target("opening them", 200, lambda r: r.one("rows")["open_ms"]["median"], unit=" ms"),
-)  # fmt: skip
+)
 
 
 def _targets(records: Records) -> str:
@@ -365,8 +379,14 @@ def _packs(records: Records) -> str:
     for line in lines:
         files = ", ".join(name.split(".")[0] for name in line["test"]["files"])
         found = {pack["size"]: pack["rate"] for pack in line["packs"]}
-        rows.append([f"{line['domain']} ({files})", f"{line['train_ids']:,}", f"{line['empty']:.3f}",
-                     *(f"{found[size]:.3f}" for size in sizes)])  # fmt: skip
+        rows.append(
+            [
+                f"{line['domain']} ({files})",
+                f"{line['train_ids']:,}",
+                f"{line['empty']:.3f}",
+                *(f"{found[size]:.3f}" for size in sizes),
+            ]
+        )
     return table(["text", "base ids learned from", "growth alone", *(f"{size:,}" for size in sizes)], rows, "markdown")
 
 
@@ -381,8 +401,12 @@ def _pack_quality(records: Records) -> str:
 
 def _scored(line: Record) -> list[str]:
     """What `bench.pack_quality.scored` tells of a pack."""
-    return [f"{line['base_ids_per_id']:.3f}", f"{line['bits_per_byte']:.3f}",
-            f"{line['over_base']:+.1%}", f"{line['over_empty']:+.1%}"]  # fmt: skip
+    return [
+        f"{line['base_ids_per_id']:.3f}",
+        f"{line['bits_per_byte']:.3f}",
+        f"{line['over_base']:+.1%}",
+        f"{line['over_empty']:+.1%}",
+    ]
 
 
 def _pack_transfer(records: Records) -> str:
@@ -413,11 +437,20 @@ def _start(line: Record) -> list[str]:
 
 
 TABLES: dict[str, Callable[[Records], str]] = {
-    "codec": _codec, "speed": _speed, "steps": _steps, "requests": _requests, "stories": _stories,
-    "published": _published, "parts": _parts, "targets": _targets, "records": _machines, "packs": _packs,
-    "pack-quality": _pack_quality, "pack-transfer": _pack_transfer,
+    "codec": _codec,
+    "speed": _speed,
+    "steps": _steps,
+    "requests": _requests,
+    "stories": _stories,
+    "published": _published,
+    "parts": _parts,
+    "targets": _targets,
+    "records": _machines,
+    "packs": _packs,
+    "pack-quality": _pack_quality,
+    "pack-transfer": _pack_transfer,
     "pack-transfer-written": _pack_transfer_written,
     **adapt_page.TABLES,
     **hbpe_page.TABLES,
-}  # fmt: skip
+}
 PICTURES: dict[str, Callable[[Records], str]] = {**hbpe_page.PICTURES}

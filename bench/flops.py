@@ -80,10 +80,15 @@ def agrees(shape: Shape) -> bool:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `bench flops`."""
-    parser.add_argument("--rate", type=float, default=PAPER_RATE,
-                        help=f"compression rate, ids over base ids (default: {PAPER_RATE}, the paper's)")  # fmt: skip
-    parser.add_argument("--rows-per-id", type=float, default=2.0,
-                        help="encoder rows per id, input and output together (default: 2)")  # fmt: skip
+    parser.add_argument(
+        "--rate",
+        type=float,
+        default=PAPER_RATE,
+        help=f"compression rate, ids over base ids (default: {PAPER_RATE}, the paper's)",
+    )
+    parser.add_argument(
+        "--rows-per-id", type=float, default=2.0, help="encoder rows per id, input and output together (default: 2)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -102,9 +107,17 @@ def record(shape: Shape, rate: float, rows_per_id: float) -> dict[str, Any]:
     sizes = shape.encoder_layers, shape.merge_size, shape.layers
     alpha, counted = hyper_overhead(*sizes), counted_overhead(*sizes, rows_per_id)
     return {
-        "bench": "flops", "model": shape.name, "layers": shape.layers, "merge_size": shape.merge_size,
-        "encoder_layers": shape.encoder_layers, "overhead": alpha, "paper_overhead": shape.paper_alpha,
+        "bench": "flops",
+        "model": shape.name,
+        "layers": shape.layers,
+        "merge_size": shape.merge_size,
+        "encoder_layers": shape.encoder_layers,
+        "overhead": alpha,
+        "paper_overhead": shape.paper_alpha,
         "agrees": None if shape.paper_alpha is None else agrees(shape),
-        "rate": rate, "relative_flops": relative_flops(rate, alpha), "rows_per_id": rows_per_id,
-        "counted_overhead": counted, "counted_relative_flops": relative_flops(rate, counted),
-    }  # fmt: skip
+        "rate": rate,
+        "relative_flops": relative_flops(rate, alpha),
+        "rows_per_id": rows_per_id,
+        "counted_overhead": counted,
+        "counted_relative_flops": relative_flops(rate, counted),
+    }

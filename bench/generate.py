@@ -51,21 +51,41 @@ def add_text_arguments(parser: argparse.ArgumentParser, sizes: Sequence[str]) ->
     add("--data", type=Path, metavar="DIR", help="texts, DIR/DOMAIN/* (default: a made-up text)")
     add("--domains", nargs="+", default=list(DOMAINS), help=f"folders of --data (default: {' '.join(DOMAINS)})")
     add("--text", nargs="+", default=[], metavar="DOMAIN=FILE", help="texts, .txt or .jsonl, in place of --data")
-    add("--sizes", nargs="+", default=list(sizes), metavar="P+G",
-        help=f"base tokens to read and to write (default: {' '.join(sizes)})")  # fmt: skip
+    add(
+        "--sizes",
+        nargs="+",
+        default=list(sizes),
+        metavar="P+G",
+        help=f"base tokens to read and to write (default: {' '.join(sizes)})",
+    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `bench generate`."""
     add = parser.add_argument
-    add("--engines", nargs="+", default=["mlx-lm", "mlx-zip"], metavar="ENGINE",
-        help=f"of {', '.join(ENGINES)} (default: mlx-lm mlx-zip)")  # fmt: skip
-    add("--mode", choices=MODES, default="replay", help="replay: the text's own continuation is forced; free: greedy "
-        "decoding; chat: a conversation (default: replay)")  # fmt: skip
+    add(
+        "--engines",
+        nargs="+",
+        default=["mlx-lm", "mlx-zip"],
+        metavar="ENGINE",
+        help=f"of {', '.join(ENGINES)} (default: mlx-lm mlx-zip)",
+    )
+    add(
+        "--mode",
+        choices=MODES,
+        default="replay",
+        help="replay: the text's own continuation is forced; free: greedy "
+        "decoding; chat: a conversation (default: replay)",
+    )
     add("--trials", type=int, default=5, help="trials of every engine (default: 5)")
     add("--warmup", type=int, default=1, help="runs before them that do not count (default: 1)")
-    add("--rows", choices=("warm", "cold"), default="warm", help="warm: a run may find hyper rows that earlier ones "
-        "left behind; cold: each has a model that has read nothing (default: warm)")  # fmt: skip
+    add(
+        "--rows",
+        choices=("warm", "cold"),
+        default="warm",
+        help="warm: a run may find hyper rows that earlier ones "
+        "left behind; cold: each has a model that has read nothing (default: warm)",
+    )
     add("--draft", type=int, default=DRAFT, help=f"ids that prompt lookup proposes at most (default: {DRAFT})")
     add("--published", metavar="DIR", help="checkpoint for the engine zip2zip, as `mlx_zip export` writes it")
     add_model_arguments(parser)
@@ -201,19 +221,30 @@ class Bench:
         asked, args = workload.turns[turn], self.args
         top = ceiling(self.bytes_per_s[engine.name], engine.weight_bytes, engine.kv_bytes, runs[0])
         return {
-            "bench": "generate", "schema": SCHEMA, "run": self.run_id,
+            "bench": "generate",
+            "schema": SCHEMA,
+            "run": self.run_id,
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
-            "engine": engine.name, "mode": workload.mode, "model": self._model(),
+            "engine": engine.name,
+            "mode": workload.mode,
+            "model": self._model(),
             "workload": {
-                "domain": workload.domain, "data": workload.data, "window": workload.window, "turn": turn,
-                "turns": len(workload.turns), "prompt_tokens": len(asked.prompt), "tokens": asked.tokens,
+                "domain": workload.domain,
+                "data": workload.data,
+                "window": workload.window,
+                "turn": turn,
+                "turns": len(workload.turns),
+                "prompt_tokens": len(asked.prompt),
+                "tokens": asked.tokens,
             },
             "setting": {name: getattr(args, name) for name in ("trials", "warmup", "rows", "draft")},
             "counts": counts(len(asked.prompt), runs[0]),
             "figures": figures(len(asked.prompt), runs, joules, top),
-            "ceiling": ceiling_record(top), "energy_source": self.meter.source,
-            "device": self.devices[engine.name], **surroundings(*PACKAGES),
-        }  # fmt: skip
+            "ceiling": ceiling_record(top),
+            "energy_source": self.meter.source,
+            "device": self.devices[engine.name],
+            **surroundings(*PACKAGES),
+        }
 
     def _model(self) -> dict[str, Any]:
         """Of a shape, its hypertokens too."""

@@ -31,11 +31,25 @@ FIGURES = {  # name: (unit, what it is); one sample per trial
     "ceiling_percent": ("%", "steps_per_s over the ceiling's"),
 }
 SECTIONS: dict[str, tuple[type, ...]] = {  # of a record, with their types
-    "bench": (str,), "schema": (int,), "run": (str,), "time": (str,), "engine": (str,), "mode": (str,),
-    "model": (dict,), "workload": (dict,), "setting": (dict,), "counts": (dict,), "figures": (dict,),
-    "ceiling": (dict,), "energy_source": (str, type(None)), "device": (dict,), "machine": (str,),
-    "python": (str,), "versions": (dict,), "commit": (str, type(None)),
-}  # fmt: skip
+    "bench": (str,),
+    "schema": (int,),
+    "run": (str,),
+    "time": (str,),
+    "engine": (str,),
+    "mode": (str,),
+    "model": (dict,),
+    "workload": (dict,),
+    "setting": (dict,),
+    "counts": (dict,),
+    "figures": (dict,),
+    "ceiling": (dict,),
+    "energy_source": (str, type(None)),
+    "device": (dict,),
+    "machine": (str,),
+    "python": (str,),
+    "versions": (dict,),
+    "commit": (str, type(None)),
+}
 KEY = ("model", "workload")  # with engine, mode and rows: what makes two records measurements of one thing
 
 
@@ -100,9 +114,14 @@ def _spread(unit: str, samples: Sequence[float | None]) -> dict[str, Any] | None
 def counts(prompt_tokens: int, run: Run) -> dict[str, int]:
     """What a trial read and wrote."""
     return {
-        "prompt_tokens": prompt_tokens, "prompt_ids": run.prompt_ids, "base_tokens": len(run.base_ids),
-        "emitted_ids": sum(map(len, run.ids)), "steps": len(run.times), "bytes": run.text_bytes, "kv_ids": run.kv_ids,
-    }  # fmt: skip
+        "prompt_tokens": prompt_tokens,
+        "prompt_ids": run.prompt_ids,
+        "base_tokens": len(run.base_ids),
+        "emitted_ids": sum(map(len, run.ids)),
+        "steps": len(run.times),
+        "bytes": run.text_bytes,
+        "kv_ids": run.kv_ids,
+    }
 
 
 def ceiling_record(top: Ceiling) -> dict[str, float]:

@@ -38,8 +38,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `bench hbpe`."""
     parser.add_argument("--tokenizer", required=True, help="first stage, as `vocab hbpe` takes it: vocab.bpe, say")
     parser.add_argument("--text", help="UTF-8 text to encode too")
-    parser.add_argument("--sizes", nargs="+", type=int, default=list(SIZES), metavar="S",
-                        help=f"patch sizes (default: {' '.join(map(str, SIZES))})")  # fmt: skip
+    parser.add_argument(
+        "--sizes",
+        nargs="+",
+        type=int,
+        default=list(SIZES),
+        metavar="S",
+        help=f"patch sizes (default: {' '.join(map(str, SIZES))})",
+    )
     parser.add_argument("--trials", type=int, default=5, help="trials per measurement (default: 5)")
 
 
@@ -66,10 +72,15 @@ def measure(tokens: list[bytes], size: int, trials: int) -> dict[str, Any]:
     table = PatchTable.build(merges, tokens)
     learn_ms = _ms(trials, lambda: learn(tokens, size))
     line = {
-        "patch_size": size, "tokens": len(tokens), "too_long": len(too_long(tokens, size)),
-        "merges": len(merges.pairs), "table_bytes": table.rows.nbytes, "longest_token_bytes": max(map(len, tokens)),
-        "learn_ms": learn_ms, "build_ms": _ms(trials, lambda: PatchTable.build(merges, tokens)),
-    }  # fmt: skip
+        "patch_size": size,
+        "tokens": len(tokens),
+        "too_long": len(too_long(tokens, size)),
+        "merges": len(merges.pairs),
+        "table_bytes": table.rows.nbytes,
+        "longest_token_bytes": max(map(len, tokens)),
+        "learn_ms": learn_ms,
+        "build_ms": _ms(trials, lambda: PatchTable.build(merges, tokens)),
+    }
     if fingerprint(tokens) == GPT2_FINGERPRINT:
         line |= {"expected_merges": GPT2.get(size), "target_ms": TARGETS_MS.get(size)}
         if size in TARGETS_MS:
@@ -84,16 +95,19 @@ def measure_text(tokens: list[bytes], size: int, text: str, ids: Any, trials: in
     rate, symbols = n_bytes / len(ids), float(stop.lengths[ids].mean())
     sizes = (CONTEXT_BYTES, rate, SMALL)
     return {
-        "text_bytes": n_bytes, "patches": len(ids), "bytes_per_patch": rate,
+        "text_bytes": n_bytes,
+        "patches": len(ids),
+        "bytes_per_patch": rate,
         "bytes_per_patch_space": n_bytes / len(space_patches(text.encode("utf-8"))),
         "fertility": fertility(len(ids), words_of(text)),
-        "symbols_per_patch_stop": symbols, "symbols_per_patch_full": float(full.lengths[ids].mean()),
+        "symbols_per_patch_stop": symbols,
+        "symbols_per_patch_full": float(full.lengths[ids].mean()),
         "encode_ns_per_patch": summary([1e9 * s / len(ids) for s in _samples(trials, lambda: stop.encode(ids))]),
         "flops_plain": plain_flops(*sizes, len(tokens)),
         "flops_patches_paper": hierarchical_flops(*sizes, LOCAL, len(merges.pairs)),
         "flops_patches_counted": hierarchical_flops(*sizes, LOCAL, merges.symbols, symbols),
         "flops_patches_padded": hierarchical_flops(*sizes, LOCAL, merges.symbols, size),
-    }  # fmt: skip
+    }
 
 
 def first_stage(path: str) -> Callable[[str], Sequence[int]]:

@@ -49,8 +49,9 @@ class Data:
     def __post_init__(self) -> None:
         tokens, encode = self._first_stage()
         self.tokens = [*tokens, b""]  # the last stands for the end of a document
-        self.ids = self._windows([[encode(document.decode()) for document in part] for part in self._parts()],
-                                 len(tokens), self.context)  # fmt: skip
+        self.ids = self._windows(
+            [[encode(document.decode()) for document in part] for part in self._parts()], len(tokens), self.context
+        )
 
     @property
     def bytes_per_token(self) -> float:

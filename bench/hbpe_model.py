@@ -59,27 +59,56 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--train", required=True, metavar="FILE", help="UTF-8 text to learn from, also .gz")
     add("--test", required=True, metavar="FILE", help="held-out text")
     add("--separator", help="line that ends a document (default: a file is one document)")
-    add("--recipe", choices=RECIPES, action=_Recipe,
+    add(
+        "--recipe",
+        choices=RECIPES,
+        action=_Recipe,
         help="flags for one of the paper's comparisons; those behind it go before it: table2: all kinds; table3: kinds "
-             "of patches, for a text without blanks; figure7: patch sizes")  # fmt: skip
+        "of patches, for a text without blanks; figure7: patch sizes",
+    )
     add("--models", nargs="+", choices=KINDS, default=list(KINDS), help="which (default: all)")
     add("--seconds", type=float, default=90, help="of training, each model (default: 90)")
     add("--steps", type=int, help="of training, each model, in place of --seconds")
     add("--clock", choices=CLOCKS, default="wall", help="what they are seconds of (default: wall)")
-    add("--tokenizer", metavar="FILE",
+    add(
+        "--tokenizer",
+        metavar="FILE",
         help="first stage: tokenizer.json or a folder with one, vocab.bpe, merges.txt or NAME.tiktoken (default: "
-             "learned from the training text)")  # fmt: skip
+        "learned from the training text)",
+    )
     add("--vocab-size", type=int, default=4096, help="tokens of a first stage that is learned (default: 4096)")
-    add("--patch-size", type=int, nargs="+", default=[8], metavar="S",
-        help="symbols of a patch at most; patches and equal are trained with each (default: 8)")  # fmt: skip
+    add(
+        "--patch-size",
+        type=int,
+        nargs="+",
+        default=[8],
+        metavar="S",
+        help="symbols of a patch at most; patches and equal are trained with each (default: 8)",
+    )
     add("--context", type=int, default=64, help="first-stage tokens of a window (default: 64)")
     add("--batch-size", type=int, default=16, help="windows per step (default: 16)")
-    add("--latent", type=read_tower, default=Tower(2, 96, 256, 4), metavar="LAYERS,WIDTH,FFN,HEADS",
-        help="transformer of plain, patches, bytes, space and entropy (default: 2,96,256,4)")  # fmt: skip
-    add("--local", type=read_tower, default=Tower(2, 48, 96, 4), metavar="LAYERS,WIDTH,FFN,HEADS",
-        help="local encoder and decoder, each (default: 2,48,96,4)")  # fmt: skip
-    add("--learning-rate", type=_rate, nargs="+", default=[], metavar="RATE",
-        help="peak, of all kinds or, as KIND=RATE, of one (default: 0.003)")  # fmt: skip
+    add(
+        "--latent",
+        type=read_tower,
+        default=Tower(2, 96, 256, 4),
+        metavar="LAYERS,WIDTH,FFN,HEADS",
+        help="transformer of plain, patches, bytes, space and entropy (default: 2,96,256,4)",
+    )
+    add(
+        "--local",
+        type=read_tower,
+        default=Tower(2, 48, 96, 4),
+        metavar="LAYERS,WIDTH,FFN,HEADS",
+        help="local encoder and decoder, each (default: 2,48,96,4)",
+    )
+    add(
+        "--learning-rate",
+        type=_rate,
+        nargs="+",
+        default=[],
+        metavar="RATE",
+        help="peak, of all kinds or, as KIND=RATE, of one (default: 0.003)",
+    )
     add("--seeds", nargs="+", type=int, default=[0], help="a run each; several show what is chance (default: 0)")
     add("--marks", type=int, default=1, help="how often a run is measured, its end counted (default: 1)")
     add("--limit-bytes", type=int, metavar="N", help="of the test text at most")
@@ -134,18 +163,32 @@ def measure(one: Run, data: Data, args: argparse.Namespace) -> dict[str, Any]:
     text = b"".join(data.test).decode("utf-8", "replace")
     rate = last["test_bytes"] / last["units"]
     return {
-        "model": one.kind, "seed": one.seed, "bits_per_byte": last["bits_per_byte"], "test_bytes": last["test_bytes"],
-        "parameters": parameters_of(model), "steps": last["step"], "clock": args.clock,
-        "wall_s": last["wall_s"], "processor_s": last["processor_s"],
-        "train_bytes_seen": last["train_bytes"], "passes": round(last["train_bytes"] / train_on.n_bytes, 2),
-        "train_bytes": train_on.n_bytes, "prepare_s": round(prepared_s, 1), "bytes_per_unit": round(rate, 3),
+        "model": one.kind,
+        "seed": one.seed,
+        "bits_per_byte": last["bits_per_byte"],
+        "test_bytes": last["test_bytes"],
+        "parameters": parameters_of(model),
+        "steps": last["step"],
+        "clock": args.clock,
+        "wall_s": last["wall_s"],
+        "processor_s": last["processor_s"],
+        "train_bytes_seen": last["train_bytes"],
+        "passes": round(last["train_bytes"] / train_on.n_bytes, 2),
+        "train_bytes": train_on.n_bytes,
+        "prepare_s": round(prepared_s, 1),
+        "bytes_per_unit": round(rate, 3),
         "symbols_per_unit": None if table is None else round(float(test_on.lengths[test_on.ids].mean()), 3),
-        "context": train_on.ids.shape[1], "fertility": round(fertility(len(text.encode()) / rate, words_of(text)), 3),
-        "forward_flops_per_byte": round(flops(model, test_on)), "curve": points, "config": model.config.to_dict(),
-        "learning_rate": _learning_rate(args, one.kind), "batch_size": args.batch_size,
-        "vocab_size": len(data.tokens) - 1, "tokenizer": args.tokenizer and Path(args.tokenizer).name,
+        "context": train_on.ids.shape[1],
+        "fertility": round(fertility(len(text.encode()) / rate, words_of(text)), 3),
+        "forward_flops_per_byte": round(flops(model, test_on)),
+        "curve": points,
+        "config": model.config.to_dict(),
+        "learning_rate": _learning_rate(args, one.kind),
+        "batch_size": args.batch_size,
+        "vocab_size": len(data.tokens) - 1,
+        "tokenizer": args.tokenizer and Path(args.tokenizer).name,
         "text": Path(args.train).name,
-    }  # fmt: skip
+    }
 
 
 def _trained(
@@ -163,10 +206,16 @@ def _trained(
         used = _kept(folder / f"used-{until}.json", lambda found={**used, "bytes": done.seen_bytes}: found)
         spent = {name: spent[name] + used[name] for name in CLOCKS}
         told = _kept(folder / f"told-{until}.json", lambda: evaluate(model, material[1]))
-        points.append({
-            "step": until, "train_bytes": used["bytes"], **{f"{name}_s": round(spent[name], 1) for name in spent},
-            "bits_per_byte": round(told["bits_per_byte"], 4), "test_bytes": told["bytes"], "units": told["units"],
-        })  # fmt: skip
+        points.append(
+            {
+                "step": until,
+                "train_bytes": used["bytes"],
+                **{f"{name}_s": round(spent[name], 1) for name in spent},
+                "bits_per_byte": round(told["bits_per_byte"], 4),
+                "test_bytes": told["bytes"],
+                "units": told["units"],
+            }
+        )
     return points
 
 
@@ -213,9 +262,15 @@ def _seeded(one: Run, material: Material, data: Data, args: argparse.Namespace) 
 def _settings(args: argparse.Namespace, iters: int, one: Run) -> TrainSettings:
     rate = _learning_rate(args, one.kind)
     return TrainSettings(
-        iters=iters, batch_size=args.batch_size, learning_rate=rate, warmup=iters // 20,
-        min_learning_rate=rate / 20, seed=one.seed, steps_per_report=max(1, iters // 50), save_every=iters,
-    )  # fmt: skip
+        iters=iters,
+        batch_size=args.batch_size,
+        learning_rate=rate,
+        warmup=iters // 20,
+        min_learning_rate=rate / 20,
+        seed=one.seed,
+        steps_per_report=max(1, iters // 50),
+        save_every=iters,
+    )
 
 
 def _fitting(make: Any, corpus: Corpus, args: argparse.Namespace, one: Run) -> int:

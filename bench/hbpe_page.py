@@ -44,11 +44,17 @@ def _codec(records: Any) -> str:
         if line["tokenizer"] != GPT2:
             continue
         ms = line["learn_ms"]
-        rows.append([
-            str(line["patch_size"]), f"{line['merges']:,}", f"{line['too_long']:,}",
-            f"{ms['median']:.0f} ({ms['min']:.0f} to {ms['max']:.0f})", f"{line['table_bytes'] / 1e6:.2f} MB",
-            f"{line['symbols_per_patch_stop']:.2f}", f"{line['symbols_per_patch_full']:.2f}",
-        ])  # fmt: skip
+        rows.append(
+            [
+                str(line["patch_size"]),
+                f"{line['merges']:,}",
+                f"{line['too_long']:,}",
+                f"{ms['median']:.0f} ({ms['min']:.0f} to {ms['max']:.0f})",
+                f"{line['table_bytes'] / 1e6:.2f} MB",
+                f"{line['symbols_per_patch_stop']:.2f}",
+                f"{line['symbols_per_patch_full']:.2f}",
+            ]
+        )
     header = ["S", "V'", "tokens too long", "learning, ms", "table", "symbols per patch, `stop`", "`full`"]
     return table(header, rows, "markdown")
 
@@ -56,24 +62,50 @@ def _codec(records: Any) -> str:
 def _cuts(records: Any) -> str:
     """Bytes per patch of texts in other tokenizers' tokens, FLOPs by the paper's formula with the symbols that are."""
     rows = [
-        [line["text"], line["tokenizer"].split(".")[0], str(line["patch_size"]), f"{line['merges']:,}",
-         f"{line['bytes_per_patch']:.2f}", f"{line['bytes_per_patch_space']:.2f}",
-         f"{line['symbols_per_patch_stop']:.2f}", f"{line['flops_plain'] / 1e9:.0f}",
-         f"{line['flops_patches_paper'] / 1e9:.0f}", f"{line['flops_patches_counted'] / 1e9:.0f}"]
-        for line in records.lines(CODEC) if "bytes_per_patch_space" in line
-    ]  # fmt: skip
-    header = ["text", "first stage", "S", "V'", "bytes per patch", "cut at blanks", "symbols per patch",
-              "GFLOPs, plain", "patches, paper's", "patches, counted"]  # fmt: skip
+        [
+            line["text"],
+            line["tokenizer"].split(".")[0],
+            str(line["patch_size"]),
+            f"{line['merges']:,}",
+            f"{line['bytes_per_patch']:.2f}",
+            f"{line['bytes_per_patch_space']:.2f}",
+            f"{line['symbols_per_patch_stop']:.2f}",
+            f"{line['flops_plain'] / 1e9:.0f}",
+            f"{line['flops_patches_paper'] / 1e9:.0f}",
+            f"{line['flops_patches_counted'] / 1e9:.0f}",
+        ]
+        for line in records.lines(CODEC)
+        if "bytes_per_patch_space" in line
+    ]
+    header = [
+        "text",
+        "first stage",
+        "S",
+        "V'",
+        "bytes per patch",
+        "cut at blanks",
+        "symbols per patch",
+        "GFLOPs, plain",
+        "patches, paper's",
+        "patches, counted",
+    ]
     return table(header, rows, "markdown")
 
 
 def _kinds(records: Any) -> str:
     rows = [
-        [_name(line), *_spent(line), f"{line['fertility']:.2f}", TABLE2_FERTILITY.get(line["model"], ""),
-         f"{line['forward_flops_per_byte'] / 1e3:.0f}", TABLE2_FLOPS.get(line["model"], ""), _bits(line),
-         TABLE2.get(line["model"], "")]
+        [
+            _name(line),
+            *_spent(line),
+            f"{line['fertility']:.2f}",
+            TABLE2_FERTILITY.get(line["model"], ""),
+            f"{line['forward_flops_per_byte'] / 1e3:.0f}",
+            TABLE2_FLOPS.get(line["model"], ""),
+            _bits(line),
+            TABLE2.get(line["model"], ""),
+        ]
         for line in _models(records, "table2")
-    ]  # fmt: skip
+    ]
     flops = ["kFLOPs per byte", "paper, GFLOPs per 8,192 bytes"]
     header = ["model", *SPENT, "fertility", "paper", *flops, "bits per byte", "paper"]
     return _tabled(header, rows, "table2")
@@ -81,20 +113,33 @@ def _kinds(records: Any) -> str:
 
 def _chinese(records: Any) -> str:
     rows = [
-        [_name(line), *_spent(line), f"{line['bytes_per_unit']:.2f}", TABLE3.get(line["model"], ("", ""))[0],
-         f"{line['forward_flops_per_byte'] / 1e3:.0f}", _bits(line), TABLE3.get(line["model"], ("", ""))[1]]
+        [
+            _name(line),
+            *_spent(line),
+            f"{line['bytes_per_unit']:.2f}",
+            TABLE3.get(line["model"], ("", ""))[0],
+            f"{line['forward_flops_per_byte'] / 1e3:.0f}",
+            _bits(line),
+            TABLE3.get(line["model"], ("", ""))[1],
+        ]
         for line in _models(records, "table3")
-    ]  # fmt: skip
+    ]
     header = ["model", *SPENT, "bytes per patch", "paper", "kFLOPs per byte", "bits per byte", "paper"]
     return _tabled(header, rows, "table3")
 
 
 def _sizes(records: Any) -> str:
     rows = [
-        [str(line["config"]["patch_size"]), f"{line['config']['symbols'] - 257:,}", f"{line['symbols_per_unit']:.2f}",
-         *_spent(line), f"{line['forward_flops_per_byte'] / 1e3:.0f}", _bits(line)]
+        [
+            str(line["config"]["patch_size"]),
+            f"{line['config']['symbols'] - 257:,}",
+            f"{line['symbols_per_unit']:.2f}",
+            *_spent(line),
+            f"{line['forward_flops_per_byte'] / 1e3:.0f}",
+            _bits(line),
+        ]
         for line in _models(records, "figure7")
-    ]  # fmt: skip
+    ]
     header = ["S", "V'", "symbols per patch", *SPENT, "kFLOPs per byte", "bits per byte"]
     return _tabled(header, rows, "figure7")
 
@@ -106,8 +151,12 @@ def _name(line: Line) -> str:
 
 
 def _spent(line: Line) -> list[str]:
-    return [f"{line['parameters']:,}", f"{line['processor_s']:.0f}", f"{line['steps']:,}",
-            f"{line['train_bytes_seen'] / 1e3:,.0f}"]  # fmt: skip
+    return [
+        f"{line['parameters']:,}",
+        f"{line['processor_s']:.0f}",
+        f"{line['steps']:,}",
+        f"{line['train_bytes_seen'] / 1e3:,.0f}",
+    ]
 
 
 def _bits(line: Line) -> str:
@@ -126,10 +175,7 @@ def picture(records: Any) -> str:
 
 
 def _curves(lines: Sequence[Line], x: Callable[[Line, Line], float]) -> list[Curve]:
-    return [
-        Curve(_name(line), [(x(line, point), point["bits_per_byte"]) for point in line["curve"]])
-        for line in lines
-    ]
+    return [Curve(_name(line), [(x(line, point), point["bits_per_byte"]) for point in line["curve"]]) for line in lines]
 
 
 def _training_flops(line: Line, point: Line) -> float:
@@ -138,7 +184,10 @@ def _training_flops(line: Line, point: Line) -> float:
 
 
 TABLES = {
-    "hbpe-codec": _codec, "hbpe-kinds": _kinds, "hbpe-chinese": _chinese, "hbpe-sizes": _sizes,
+    "hbpe-codec": _codec,
+    "hbpe-kinds": _kinds,
+    "hbpe-chinese": _chinese,
+    "hbpe-sizes": _sizes,
     "hbpe-cuts": _cuts,
-}  # fmt: skip
+}
 PICTURES = {"docs/hbpe.svg": picture}

@@ -102,7 +102,10 @@ def _zip_model() -> Any:
         "encoder_type": "res_latent_attn",
         "encoder": {"hidden_size": 64, "num_heads": 4, "num_hidden_layers": 1},
         "compression": {
-            "initial_vocab_size": VOCAB, "max_codebook_size": SLOTS, "max_subtokens": 4, "disabled_ids": [0],
+            "initial_vocab_size": VOCAB,
+            "max_codebook_size": SLOTS,
+            "max_subtokens": 4,
+            "disabled_ids": [0],
         },
         "pad_token_id": 0,
     }

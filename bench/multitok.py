@@ -34,7 +34,7 @@ from mlx_zip.vocab.multitok import (
     leading,
     prune,
     rewrite,
-)  # fmt: skip
+)
 
 from .record import summary, surroundings
 from .vocabularies import named_vocabulary
@@ -98,8 +98,14 @@ class Corpus:
             self.name, self.libraries = vocabulary.name, (vocabulary.library,)
         number = lambda samples: Samples.of([self.units.numbers(split(sample)) for sample in samples])
         self.learned, self.held_out = number(texts), number(others) if others else None
-        self.record = {"files": [*args.text, *(args.held_out or [])], "units_are": self.name, "units": self.units.size,
-                       "samples": len(texts), "corpus_units": len(self.learned.ids), "words": self.words}  # fmt: skip
+        self.record = {
+            "files": [*args.text, *(args.held_out or [])],
+            "units_are": self.name,
+            "units": self.units.size,
+            "samples": len(texts),
+            "corpus_units": len(self.learned.ids),
+            "words": self.words,
+        }
         self.record["files"] = [name.rsplit("/", 1)[-1] for name in self.record["files"]]
 
     def dictionary(self, window: int, percent: float = 100) -> tuple[Dictionary, Samples]:
@@ -123,8 +129,13 @@ def _speeds(corpus: Corpus, trials: int) -> Iterator[dict[str, Any]]:
         learn = lambda window=window: Dictionary(Settings(corpus.units, window)).train(samples)
         slow = lambda window=window: plain_train(tuples, corpus.units.size, window)
         bytes_per_phrase = (dictionary.nbytes - 4 * corpus.units.size) / len(dictionary)
-        yield {"what": "train", "setting": setting, **_beside(len(samples.ids), trials, learn, slow),
-               "phrases": len(dictionary), "bytes_per_phrase": round(bytes_per_phrase, 2)}  # fmt: skip
+        yield {
+            "what": "train",
+            "setting": setting,
+            **_beside(len(samples.ids), trials, learn, slow),
+            "phrases": len(dictionary),
+            "bytes_per_phrase": round(bytes_per_phrase, 2),
+        }
         use = lambda dictionary=dictionary: dictionary.encode_all(samples)
         slow = lambda known=known: [plain_encode(known, sample) for sample in tuples]
         if slow() != use().lists():
@@ -133,8 +144,11 @@ def _speeds(corpus: Corpus, trials: int) -> Iterator[dict[str, Any]]:
         pruned = prune(dictionary, 1)
         for matching in ("longest", "walk"):
             use = lambda pruned=pruned, matching=matching: pruned.encode_all(samples, matching=matching)
-            yield {"what": "encode", "setting": {**setting, "pruned": 1, "matching": matching},
-                   **_beside(len(samples.ids), trials, use, None)}  # fmt: skip
+            yield {
+                "what": "encode",
+                "setting": {**setting, "pruned": 1, "matching": matching},
+                **_beside(len(samples.ids), trials, use, None),
+            }
 
 
 def plain_train(
@@ -204,9 +218,16 @@ def _ratios(corpus: Corpus) -> Iterator[dict[str, Any]]:
         setting = {"percent": percent, "window": window}
         stats = dictionary.stats()
         kept = ("phrases", "never_used", "used_once", "longest", "phrases_by_length", "memory_bytes")
-        yield {"what": "ratio", "setting": setting, "ratio": round(stats["ratio"], 4), "tokens": len(ids.ids),
-               "per_word": round(len(ids.ids) / corpus.words, 4), "paper": paper.get((percent, window)),
-               **{name: stats[name] for name in kept}, **_of_others(corpus, dictionary)}  # fmt: skip
+        yield {
+            "what": "ratio",
+            "setting": setting,
+            "ratio": round(stats["ratio"], 4),
+            "tokens": len(ids.ids),
+            "per_word": round(len(ids.ids) / corpus.words, 4),
+            "paper": paper.get((percent, window)),
+            **{name: stats[name] for name in kept},
+            **_of_others(corpus, dictionary),
+        }
         if percent == 100:
             yield from _prunings(corpus, dictionary, ids, setting)
 
@@ -221,11 +242,18 @@ def _prunings(
             pruned = prune(dictionary, at_most, mode)
             again = rewrite(dictionary, pruned, ids)
             as_paper = mode == "published" and at_most == 1 and isinstance(corpus.units, Words)
-            yield {"what": "pruned", "setting": {**setting, "at_most": at_most, "mode": mode},
-                   "ratio": round(len(again.ids) / len(corpus.learned.ids), 4), "phrases": len(pruned),
-                   "memory_bytes": pruned.nbytes, "paper": PAPER_PRUNED.get(window) if as_paper else None,
-                   "growth": round(len(again.ids) / len(ids.ids), 4), "lemma_printed": round(bound.printed, 4),
-                   "lemma_corrected": round(bound.corrected, 4), **_of_others(corpus, pruned)}  # fmt: skip
+            yield {
+                "what": "pruned",
+                "setting": {**setting, "at_most": at_most, "mode": mode},
+                "ratio": round(len(again.ids) / len(corpus.learned.ids), 4),
+                "phrases": len(pruned),
+                "memory_bytes": pruned.nbytes,
+                "paper": PAPER_PRUNED.get(window) if as_paper else None,
+                "growth": round(len(again.ids) / len(ids.ids), 4),
+                "lemma_printed": round(bound.printed, 4),
+                "lemma_corrected": round(bound.corrected, 4),
+                **_of_others(corpus, pruned),
+            }
 
 
 def _of_others(corpus: Corpus, dictionary: Dictionary) -> dict[str, Any]:

@@ -44,10 +44,17 @@ def written(text: str, lines: Sequence[Line]) -> str:
 
 def _speed(lines: Sequence[Line]) -> str:
     rows = [
-        [_doing(line), _window(line), _spread(line["ours"]), _spread(line.get("plain_python")),
-         f"{line['ratio']}x" if "ratio" in line else "", str(line.get("bytes_per_phrase", ""))]
-        for line in lines if line.get("what") in ("train", "encode")
-    ]  # fmt: skip
+        [
+            _doing(line),
+            _window(line),
+            _spread(line["ours"]),
+            _spread(line.get("plain_python")),
+            f"{line['ratio']}x" if "ratio" in line else "",
+            str(line.get("bytes_per_phrase", "")),
+        ]
+        for line in lines
+        if line.get("what") in ("train", "encode")
+    ]
     return table(["", "window", "M units/s", "plain Python", "ratio", "bytes per phrase"], rows, "markdown")
 
 
@@ -58,43 +65,88 @@ def _doing(line: Line) -> str:
 
 def _ratios(lines: Sequence[Line]) -> str:
     rows = [
-        [f"{line['setting']['percent']} %", _window(line), f"{line['ratio']:.3f}", _paper(line), f"{line['phrases']:,}",
-         f"{line['never_used'] / line['phrases']:.0%}", *_others(line)]
-        for line in lines if line.get("what") == "ratio" and line["data"]["units_are"] == "words"
-    ]  # fmt: skip
+        [
+            f"{line['setting']['percent']} %",
+            _window(line),
+            f"{line['ratio']:.3f}",
+            _paper(line),
+            f"{line['phrases']:,}",
+            f"{line['never_used'] / line['phrases']:.0%}",
+            *_others(line),
+        ]
+        for line in lines
+        if line.get("what") == "ratio" and line["data"]["units_are"] == "words"
+    ]
     header = ["learn from", "window", "r", "paper's r", "phrases", "never used", "r held out", "by pairs at most"]
     return table(header, rows, "markdown")
 
 
 def _pruned(lines: Sequence[Line]) -> str:
     rows = [
-        [_window(line), str(line["setting"]["at_most"]), line["setting"]["mode"], f"{line['ratio']:.3f}", _paper(line),
-         f"{line['phrases']:,}", f"{line['growth']:.3f}", f"{line['lemma_printed']:.3f}",
-         f"{line['lemma_corrected']:.3f}", *_others(line)[:1]]
-        for line in lines if line.get("what") == "pruned" and line["data"]["units_are"] == "words"
-    ]  # fmt: skip
+        [
+            _window(line),
+            str(line["setting"]["at_most"]),
+            line["setting"]["mode"],
+            f"{line['ratio']:.3f}",
+            _paper(line),
+            f"{line['phrases']:,}",
+            f"{line['growth']:.3f}",
+            f"{line['lemma_printed']:.3f}",
+            f"{line['lemma_corrected']:.3f}",
+            *_others(line)[:1],
+        ]
+        for line in lines
+        if line.get("what") == "pruned" and line["data"]["units_are"] == "words"
+    ]
     header = ["window", "K", "mode", "r", "paper's r", "phrases", "growth", "printed bound", "corrected", "r held out"]
     return table(header, rows, "markdown")
 
 
 def _cascade(lines: Sequence[Line]) -> str:
     rows = [
-        [line["data"]["units_are"], f"{line['setting']['percent']} %", _window(line), f"{line['ratio']:.3f}",
-         _paper(line), f"{line['per_word']:.3f}", f"{line['phrases']:,}", *_others(line)[:1]]
-        for line in lines if line.get("what") == "ratio" and line["data"]["units_are"] != "words"
-    ]  # fmt: skip
+        [
+            line["data"]["units_are"],
+            f"{line['setting']['percent']} %",
+            _window(line),
+            f"{line['ratio']:.3f}",
+            _paper(line),
+            f"{line['per_word']:.3f}",
+            f"{line['phrases']:,}",
+            *_others(line)[:1],
+        ]
+        for line in lines
+        if line.get("what") == "ratio" and line["data"]["units_are"] != "words"
+    ]
     header = ["units", "learn from", "window", "r", "paper's r", "tokens per word", "phrases", "r held out"]
     return table(header, rows, "markdown")
 
 
 def _packs(lines: Sequence[Line]) -> str:
     rows = [
-        [line["domain"], f"{line['train_ids']:,}", f"{pack['size']:,}", f"{line['empty']:.3f}", f"{pack['rate']:.3f}",
-         f"{pack['multitok']['rate']:.3f}", f"{pack['learned_s']:.1f}", f"{pack['multitok']['learned_s']:.1f}"]
-        for line in lines if line["bench"] == "packs" for pack in line["packs"]
-    ]  # fmt: skip
-    header = ["text", "base ids learned from", "entries", "growth alone", "vocab pack learn", "multitok export",
-              "s to learn", "s to learn (multitok)"]  # fmt: skip
+        [
+            line["domain"],
+            f"{line['train_ids']:,}",
+            f"{pack['size']:,}",
+            f"{line['empty']:.3f}",
+            f"{pack['rate']:.3f}",
+            f"{pack['multitok']['rate']:.3f}",
+            f"{pack['learned_s']:.1f}",
+            f"{pack['multitok']['learned_s']:.1f}",
+        ]
+        for line in lines
+        if line["bench"] == "packs"
+        for pack in line["packs"]
+    ]
+    header = [
+        "text",
+        "base ids learned from",
+        "entries",
+        "growth alone",
+        "vocab pack learn",
+        "multitok export",
+        "s to learn",
+        "s to learn (multitok)",
+    ]
     return table(header, rows, "markdown")
 
 
@@ -116,7 +168,11 @@ def _spread(figure: dict[str, Any] | None) -> str:
 
 
 TABLES = {
-    "speed": _speed, "ratios": _ratios, "pruned": _pruned, "cascade": _cascade, "packs": _packs,
+    "speed": _speed,
+    "ratios": _ratios,
+    "pruned": _pruned,
+    "cascade": _cascade,
+    "packs": _packs,
     "classifier": lambda lines: classified(lines, of_paper=True),
     "classifier_others": lambda lines: classified(lines, of_paper=False),
-}  # fmt: skip
+}

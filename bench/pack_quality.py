@@ -79,15 +79,23 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     control = measure_bits(base, windows, args.batch_size)
     empty = measure_bits(model, windows, args.batch_size, start=())
     fixed = {
-        "bench": "pack_quality", **names_of(args), "documents": len(corpus.documents),
+        "bench": "pack_quality",
+        **names_of(args),
+        "documents": len(corpus.documents),
         "base_bits_per_byte": control.bits_per_byte,
-    }  # fmt: skip
+    }
     for curve, file, pack in [("empty", None, None), *packs]:
         bits = empty if pack is None else measure_bits(model, windows, args.batch_size, start=pack.start)
         entries = 0 if pack is None else len(pack.entries)
         print(f"{curve} {entries}: {bits.bits_per_byte:.4f} bits/byte", file=sys.stderr)
-        yield {**fixed, "curve": curve, "pack": file, "entries": entries, **scored(bits, control, empty),
-               **surroundings("mlx")}  # fmt: skip
+        yield {
+            **fixed,
+            "curve": curve,
+            "pack": file,
+            "entries": entries,
+            **scored(bits, control, empty),
+            **surroundings("mlx"),
+        }
 
 
 def scored(bits: Bits, control: Bits, empty: Bits) -> dict[str, Any]:

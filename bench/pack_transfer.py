@@ -40,14 +40,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_models(add, required=True)
     add("--codebook-size", type=int, metavar="N", help="hypertokens at most (default: as the model's config says)")
-    add("--data", nargs="+", required=True, metavar="FILE",
-        help="documents of the other kind, as `mlx_zip evaluate --data`: the first half is learned from")  # fmt: skip
+    add(
+        "--data",
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="documents of the other kind, as `mlx_zip evaluate --data`: the first half is learned from",
+    )
     add("--separator", help="what parts the documents of text files")
     add("--limit-bytes", type=int, metavar="N", help="so much of the held-out text is scored, whole documents")
     add("--sizes", type=int, nargs="+", default=list(SIZES), metavar="N", help="entries of a pack (default: 256 1024)")
     add("--window", type=int, default=WINDOW, help=f"base ids compressed on their own in learning (default: {WINDOW})")
-    add("--pack", nargs="+", default=[], metavar="NAME=FILE",
-        help="packs of other texts, those of the training say, to try at the same sizes")  # fmt: skip
+    add(
+        "--pack",
+        nargs="+",
+        default=[],
+        metavar="NAME=FILE",
+        help="packs of other texts, those of the training say, to try at the same sizes",
+    )
     add("--stories", type=int, default=STORIES, metavar="N", help=f"documents to go on with (default: {STORIES})")
     add("--opening", type=int, default=OPENING, metavar="N", help=f"base ids given of each (default: {OPENING})")
     add("--tokens", type=int, default=TOKENS, metavar="N", help=f"base ids to write behind them (default: {TOKENS})")
@@ -56,8 +66,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints one JSON line per start. Raises `MlxZipError` before anything long."""
-    for name, values in (("sizes", args.sizes), ("window", [args.window]), ("stories", [args.stories]),
-                         ("opening", [args.opening]), ("tokens", [args.tokens])):  # fmt: skip
+    for name, values in (
+        ("sizes", args.sizes),
+        ("window", [args.window]),
+        ("stories", [args.stories]),
+        ("opening", [args.opening]),
+        ("tokens", [args.tokens]),
+    ):
         if low := [n for n in values if n < 1]:
             raise MlxZipError(f"--{name} must be at least 1, got {low[0]}")
     for line in measure(args):
@@ -81,12 +96,18 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     control = measure_bits(base, windows, args.batch_size)
     empty = measure_bits(model, windows, args.batch_size, start=())
     fixed = {
-        "bench": "pack_transfer", **names_of(args), "learned_documents": len(known),
-        "learned_bytes": sum(document.n_bytes for document in known), "documents": len(read),
+        "bench": "pack_transfer",
+        **names_of(args),
+        "learned_documents": len(known),
+        "learned_bytes": sum(document.n_bytes for document in known),
+        "documents": len(read),
         "codebook_size": model.config.codec_params.codebook_size,
-        "window": args.window, "stories": args.stories, "opening": args.opening, "tokens": args.tokens,
+        "window": args.window,
+        "stories": args.stories,
+        "opening": args.opening,
+        "tokens": args.tokens,
         "base_bits_per_byte": control.bits_per_byte,
-    }  # fmt: skip
+    }
     for curve, file, pack in [("empty", None, Pack(())), *packs]:
         bits = measure_bits(model, windows, args.batch_size, start=pack.start) if pack.entries else empty
         line = {"curve": curve, "pack": file or None, "entries": len(pack.entries), **scored(bits, control, empty)}
@@ -157,12 +178,24 @@ def writing(
     for name, temp in TEMPERATURES.items():
         settings = Settings(max_tokens=args.tokens, temp=temp, batch_size=args.batch_size, start=start)
         record = measure_rates(model, tokenizer, [[prompt] for prompt, _ in told], settings).record()
-        kept = ("stories", "base_tokens", "steps", "base_tokens_per_step", "canonical_base_tokens_per_step",
-                "hyper_share", "invalid_ids", "repeated_4grams", "ended")  # fmt: skip
+        kept = (
+            "stories",
+            "base_tokens",
+            "steps",
+            "base_tokens_per_step",
+            "canonical_base_tokens_per_step",
+            "hyper_share",
+            "invalid_ids",
+            "repeated_4grams",
+            "ended",
+        )
         found = {key: record[key] for key in kept}
         rate = found["base_tokens_per_step"]
-        line[name] = {**found, "of_gain": _share(rate, found["canonical_base_tokens_per_step"]),
-                      "of_own_gain": _share(rate, own_rate)}  # fmt: skip
+        line[name] = {
+            **found,
+            "of_gain": _share(rate, found["canonical_base_tokens_per_step"]),
+            "of_own_gain": _share(rate, own_rate),
+        }
     return line
 
 

@@ -37,8 +37,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `bench packs`."""
     add = parser.add_argument
     add("--tokenizer", type=Path, required=True, metavar="FILE", help=f"a vocabulary: {KINDS}; also with .gz")
-    add("--train", nargs="+", required=True, metavar="DOMAIN=FILE",
-        help="texts to learn from, as --text of bench tokens")  # fmt: skip
+    add(
+        "--train",
+        nargs="+",
+        required=True,
+        metavar="DOMAIN=FILE",
+        help="texts to learn from, as --text of bench tokens",
+    )
     add("--test", nargs="+", required=True, metavar="DOMAIN=FILE", help="texts of the same domains to try packs on")
     add("--sizes", type=int, nargs="+", default=list(SIZES), metavar="N", help=f"entries of a pack (default: {SIZES})")
     add("--merge-size", type=int, default=4, help="base ids per entry at most (default: 4)")
@@ -60,11 +65,20 @@ def run(args: argparse.Namespace) -> int:
     for domain, corpus in train.items():
         texts, held_out = _ids(vocabulary, corpus), _windows(_ids(vocabulary, test[domain]), args.window)
         line = {
-            "bench": "packs", "domain": domain, "tokenizer": vocabulary.name, "merge_size": args.merge_size,
-            "window": args.window, "growth": GROWTH, "disabled": args.disabled, "train": _named(corpus),
-            "test": _named(test[domain]), "train_ids": sum(map(len, texts)), "test_ids": sum(map(len, held_out)),
-            "empty": rate(params, held_out), "packs": [],
-        }  # fmt: skip
+            "bench": "packs",
+            "domain": domain,
+            "tokenizer": vocabulary.name,
+            "merge_size": args.merge_size,
+            "window": args.window,
+            "growth": GROWTH,
+            "disabled": args.disabled,
+            "train": _named(corpus),
+            "test": _named(test[domain]),
+            "train_ids": sum(map(len, texts)),
+            "test_ids": sum(map(len, held_out)),
+            "empty": rate(params, held_out),
+            "packs": [],
+        }
         for size in sorted(args.sizes):
             learner = lambda size=size, texts=texts: learn(params, texts, size, window=args.window).entries
             other = lambda size=size, texts=texts: multitok(params, texts, size)

@@ -38,11 +38,20 @@ CLOCKS = ("host_us", "cpu_us", "apart_us")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `bench profile`."""
     add = parser.add_argument
-    add("--mode", choices=("replay", "free"), default="replay", help="replay: the text's own continuation is forced; "
-        "free: greedy decoding (default: replay)")  # fmt: skip
+    add(
+        "--mode",
+        choices=("replay", "free"),
+        default="replay",
+        help="replay: the text's own continuation is forced; free: greedy decoding (default: replay)",
+    )
     add("--trials", type=int, default=5, help="trials of each way to run (default: 5)")
-    add("--rows", choices=("warm", "cold"), default="warm", help="warm: a run may find hyper rows that earlier ones "
-        "left behind; cold: each has a model that has read nothing (default: warm)")  # fmt: skip
+    add(
+        "--rows",
+        choices=("warm", "cold"),
+        default="warm",
+        help="warm: a run may find hyper rows that earlier ones "
+        "left behind; cold: each has a model that has read nothing (default: warm)",
+    )
     add_model_arguments(parser)
     add_text_arguments(parser, SIZES)
 
@@ -132,23 +141,41 @@ class Bench:
         models, args = self.models, self.args
         shape = ("encoder", "encoder_layers", "merge_size", "codebook_size") if args.shape else ()
         return {
-            "bench": "profile", "schema": SCHEMA, "time": datetime.now(UTC).isoformat(timespec="seconds"),
-            "model": {"name": models.name, "precision": models.precision, "weights": models.weights,
-                      **{name: getattr(args, name) for name in shape}},
+            "bench": "profile",
+            "schema": SCHEMA,
+            "time": datetime.now(UTC).isoformat(timespec="seconds"),
+            "model": {
+                "name": models.name,
+                "precision": models.precision,
+                "weights": models.weights,
+                **{name: getattr(args, name) for name in shape},
+            },
             "mode": workload.mode,
-            "workload": {"domain": workload.domain, "data": workload.data, "prompt_tokens": len(turn.prompt),
-                         "tokens": turn.tokens},
+            "workload": {
+                "domain": workload.domain,
+                "data": workload.data,
+                "prompt_tokens": len(turn.prompt),
+                "tokens": turn.tokens,
+            },
             "setting": {"trials": args.trials, "rows": args.rows},
             "counts": {"prompt_ids": whole.prompt_ids, "steps": len(whole.times), "base_tokens": len(whole.base_ids)},
             "unit": "us per step",
             "steps": {name: _figure(way.whole, way.medians) for name, way in ways.items()},
             "ratio": {"median": _round(float(np.median(ratios))), "samples": [_round(r) for r in ratios.tolist()]},
-            "parts": {part: {"host_us": _figure(host.parts[part]), "cpu_us": _figure(host.parts[part + CPU]),
-                             "apart_us": _figure(apart.parts[part])} for part in PARTS},
-            "ours_us": _figure(ours.tolist()), "ours_cpu_us": _figure(ours_cpu.tolist()),
+            "parts": {
+                part: {
+                    "host_us": _figure(host.parts[part]),
+                    "cpu_us": _figure(host.parts[part + CPU]),
+                    "apart_us": _figure(apart.parts[part]),
+                }
+                for part in PARTS
+            },
+            "ours_us": _figure(ours.tolist()),
+            "ours_cpu_us": _figure(ours_cpu.tolist()),
             "plain_parts": {part: _figure(ways["mlx-lm traced"].parts[part]) for part in ("blocks", "enqueue", "loop")},
-            "device": self.zipped.device, **surroundings(*PACKAGES),
-        }  # fmt: skip
+            "device": self.zipped.device,
+            **surroundings(*PACKAGES),
+        }
 
 
 def _traced(engine: Any, tracer: Tracer | None, *request: Any) -> tuple[Run, Sequence[Seconds]]:

@@ -23,12 +23,16 @@ from .tables import FORMATS, table
 BASE = "mlx-lm"  # what the others are held against; on a machine without it, transformers
 BASES = (BASE, "hf-compiled", "hf")
 COLUMNS = {  # heading: (figure, divisor)
-    "first id, ms": ("ttft_ms", 1), "prefill, base tokens/s": ("prefill_tokens_per_s", 1),
+    "first id, ms": ("ttft_ms", 1),
+    "prefill, base tokens/s": ("prefill_tokens_per_s", 1),
     "steps/s": ("steps_per_s", 1),
-    "base tokens/s": ("base_tokens_per_s", 1), "bytes/s": ("bytes_per_s", 1),
-    "base tokens per step": ("base_tokens_per_step", 1), "% of ceiling": ("ceiling_percent", 1),
-    "peak, MB": ("peak_bytes", 1e6), "J per base token": ("joules_per_token", 1),
-}  # fmt: skip
+    "base tokens/s": ("base_tokens_per_s", 1),
+    "bytes/s": ("bytes_per_s", 1),
+    "base tokens per step": ("base_tokens_per_step", 1),
+    "% of ceiling": ("ceiling_percent", 1),
+    "peak, MB": ("peak_bytes", 1e6),
+    "J per base token": ("joules_per_token", 1),
+}
 PAPER = {  # arXiv 2506.01084, table 6: setting -> method -> prefill and decoding at 256, 512, 1024 and 2048 + 256
     "Apple M1, Phi-3-4B (paper)": {
         "base": (165.0, 7.3, 211.3, 7.5, 200.9, 7.1, 196.6, 6.8),
@@ -78,10 +82,16 @@ def all_records(records: Records, kind: str) -> str:
     """A row per record: median, with least and greatest of the trials in brackets."""
     header = ["machine", "model", "text", "mode", "engine", *COLUMNS]
     rows = [
-        [setting(record), model_name(record), _text(record), _mode(record), record["engine"],
-         *(_cell(record["figures"][name], divisor) for name, divisor in COLUMNS.values())]
+        [
+            setting(record),
+            model_name(record),
+            _text(record),
+            _mode(record),
+            record["engine"],
+            *(_cell(record["figures"][name], divisor) for name, divisor in COLUMNS.values()),
+        ]
         for record in records
-    ]  # fmt: skip
+    ]
     return table(header, rows, kind)
 
 

@@ -79,8 +79,10 @@ def _panel(panel: Panel, colours: dict[str, str]) -> list[str]:
     for curve in panel.curves:
         path = "L".join(f"{at_x(x):.1f} {at_y(y):.1f}" for x, y in curve.points)
         parts.append(f'<path d="M{path}" fill="none" stroke="{colours[curve.name]}" stroke-width="2"/>')
-        parts += [f'<circle cx="{at_x(x):.1f}" cy="{at_y(y):.1f}" r="2.5" fill="{colours[curve.name]}"/>'
-                  for x, y in curve.points]  # fmt: skip
+        parts += [
+            f'<circle cx="{at_x(x):.1f}" cy="{at_y(y):.1f}" r="2.5" fill="{colours[curve.name]}"/>'
+            for x, y in curve.points
+        ]
     return parts
 
 

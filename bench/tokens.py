@@ -35,17 +35,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `bench tokens`."""
     add = parser.add_argument
     add("--tokenizers", type=Path, nargs="+", default=[], metavar="FILE", help=f"vocabularies: {KINDS}; also with .gz")
-    add("--text", nargs="+", default=[], metavar="DOMAIN=FILE",
+    add(
+        "--text",
+        nargs="+",
+        default=[],
+        metavar="DOMAIN=FILE",
         help="a domain's texts, several times the same adds up: .txt or .jsonl, also with .gz; the text of a line is "
-             "its field text, or those named after the file, as in math=FILE:question+answer; the page sets code/ANY "
-             "beside the paper's code")  # fmt: skip
+        "its field text, or those named after the file, as in math=FILE:question+answer; the page sets code/ANY "
+        "beside the paper's code",
+    )
     add("--limit-bytes", type=int, metavar="N", help="bytes of each domain at most")
     add("--merge-sizes", type=int, nargs="+", default=[2, 3, 4, 5], metavar="M", help="default: 2 3 4 5")
-    add("--windows", nargs="+", default=["1024", "2048", "4096", "8192", WHOLE], metavar="N",
-        help=f"base ids of a window, or {WHOLE} (default: 1024 2048 4096 8192 {WHOLE})")  # fmt: skip
-    add("--codebook-sizes", type=int, nargs="+", default=[2048], metavar="N",
-        help="hypertokens of a window at most; of sizes that no window can fill one is measured "
-             "(default: 2048)")  # fmt: skip
+    add(
+        "--windows",
+        nargs="+",
+        default=["1024", "2048", "4096", "8192", WHOLE],
+        metavar="N",
+        help=f"base ids of a window, or {WHOLE} (default: 1024 2048 4096 8192 {WHOLE})",
+    )
+    add(
+        "--codebook-sizes",
+        type=int,
+        nargs="+",
+        default=[2048],
+        metavar="N",
+        help="hypertokens of a window at most; of sizes that no window can fill one is measured (default: 2048)",
+    )
     add("--disabled", choices=("none", "digits"), default="none", help="ids that never merge (default: none)")
     add("--policy", choices=POLICIES, default="freeze", help="what a full codebook does (default: freeze, as upstream)")
     add("--check", action="store_true", help="hold every window's ids against zip2zip-compression's")
@@ -139,7 +154,11 @@ def _columns(argument: str, fields: str) -> dict[str, str]:
 
 
 def measure(
-    vocabulary: Vocabulary, corpus: Corpus, settings: Sequence[Any], disabled: Sequence[int], upstream: Any = None,
+    vocabulary: Vocabulary,
+    corpus: Corpus,
+    settings: Sequence[Any],
+    disabled: Sequence[int],
+    upstream: Any = None,
     policy: str = "freeze",
 ) -> dict[str, Any]:
     """Base ids of a corpus, and a row of `COLUMNS` per setting.
@@ -165,10 +184,13 @@ def measure(
     return {
         "tokenizer": {"name": vocabulary.name, "size": vocabulary.size, "library": vocabulary.library},
         "text": {**corpus.record(), "files": [Path(name).name for name in corpus.files]},
-        "disabled_ids": len(disabled), "base_ids": base, "bytes_per_base_id": round(corpus.n_bytes / base, 4),
-        "columns": COLUMNS, "counts": counts,
+        "disabled_ids": len(disabled),
+        "base_ids": base,
+        "bytes_per_base_id": round(corpus.n_bytes / base, 4),
+        "columns": COLUMNS,
+        "counts": counts,
         "checked_against": f"zip2zip_compression {version('zip2zip_compression')}" if upstream is not None else None,
-    }  # fmt: skip
+    }
 
 
 def count(params: CodecParams, pieces: Sequence[Uint32s]) -> tuple[int, int, int]:

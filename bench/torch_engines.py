@@ -75,11 +75,17 @@ class _TorchEngine(Engine):
         watch.run, watch.begun, watch.read = run, begun, len(ids)
         with torch.inference_mode():
             self.model.generate(
-                input_ids=inputs, attention_mask=torch.ones_like(inputs), do_sample=False, max_new_tokens=steps,
-                eos_token_id=sorted(self.tokenizer.eos_token_ids) or None, pad_token_id=0,
-                streamer=watch, stopping_criteria=StoppingCriteriaList([watch.full]),
-                logits_processor=LogitsProcessorList([watch.force] if watch.forced is not None else []), **options,
-            )  # fmt: skip
+                input_ids=inputs,
+                attention_mask=torch.ones_like(inputs),
+                do_sample=False,
+                max_new_tokens=steps,
+                eos_token_id=sorted(self.tokenizer.eos_token_ids) or None,
+                pad_token_id=0,
+                streamer=watch,
+                stopping_criteria=StoppingCriteriaList([watch.full]),
+                logits_processor=LogitsProcessorList([watch.force] if watch.forced is not None else []),
+                **options,
+            )
         run.text_bytes = len(watch.text().encode())
         run.kv_ids = len(ids) + len(run.ids) - 1
         if self.torch_device.type == "cuda":
@@ -191,9 +197,12 @@ class Published(_TorchEngine):
         super().__init__(models, model, model.base_model)
         manager, sizes = model.codebook_manager, model.zip2zip_config.compression
         self.params = CodecParams(
-            sizes.initial_vocab_size, sizes.max_codebook_size, sizes.max_subtokens, tuple(sizes.disabled_ids),
+            sizes.initial_vocab_size,
+            sizes.max_codebook_size,
+            sizes.max_subtokens,
+            tuple(sizes.disabled_ids),
             manager.pad_token_id,
-        )  # fmt: skip
+        )
         end, width = self.params.vocab_size + self.params.codebook_size, model.base_model.config.vocab_size
         self.barred = list(range(end, width + self.params.codebook_size))  # ids that the package cannot read back
 

@@ -32,10 +32,18 @@ TRAINERS = ("mlx_zip", "mlx-lm", "mlx-lm same ids")
 VOCAB, SLOTS = 2048, 2048
 DOCUMENT = 200  # base ids of a made-up document
 SMALL = {
-    "model_type": "llama", "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1 << 16, "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0, "vocab_size": VOCAB, "tie_word_embeddings": True,
-}  # fmt: skip
+    "model_type": "llama",
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1 << 16,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "vocab_size": VOCAB,
+    "tie_word_embeddings": True,
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,8 +63,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--lora-rank", type=int, default=8, help="rank of adapters (default: 8)")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the forward pass (default: float32)")
     add("--compile", choices=("auto", "on", "off"), default="auto", help="as `mlx_zip train` (default: auto)")
-    add("--encoder", choices=("attention", "transformer", "res_latent_attn"), default="res_latent_attn",
-        help="kind of hyper-encoder (default: res_latent_attn)")  # fmt: skip
+    add(
+        "--encoder",
+        choices=("attention", "transformer", "res_latent_attn"),
+        default="res_latent_attn",
+        help="kind of hyper-encoder (default: res_latent_attn)",
+    )
     add("--encoder-layers", type=int, default=2, help="its layers (default: 2)")
     add("--memory-of", choices=TRAINERS, help="run this trainer alone, in this process, and print its peak memory")
 
@@ -171,15 +183,24 @@ class Bench:
     @property
     def setting(self) -> dict[str, Any]:
         """What a record says of how it was measured."""
-        names = ("batch_size", "batches", "fine_tune_type", "lora_rank", "dtype", "compile", "encoder",
-                 "encoder_layers")  # fmt: skip
+        names = (
+            "batch_size",
+            "batches",
+            "fine_tune_type",
+            "lora_rank",
+            "dtype",
+            "compile",
+            "encoder",
+            "encoder_layers",
+        )
         params, model = self.shards.params, self.args.model
         return {
             "model": Path(model).name if model else "small random Llama",
-            "context": self.shards.context, "merge_size": params.merge_size,
+            "context": self.shards.context,
+            "merge_size": params.merge_size,
             "codebook_size": params.codebook_size,
             **{name: getattr(self.args, name) for name in names},
-        }  # fmt: skip
+        }
 
     # ---- a step and its parts
 
@@ -209,9 +230,14 @@ class Bench:
 
         args = self.args
         return TrainSettings(
-            iters=args.memory_steps, batch_size=args.batch_size, optimizer="adam", fine_tune_type=fine_tune_type,
-            lora_rank=args.lora_rank, dtype=args.dtype, compile=args.compile,
-        )  # fmt: skip
+            iters=args.memory_steps,
+            batch_size=args.batch_size,
+            optimizer="adam",
+            fine_tune_type=fine_tune_type,
+            lora_rank=args.lora_rank,
+            dtype=args.dtype,
+            compile=args.compile,
+        )
 
     # ---- preparation
 
@@ -228,8 +254,13 @@ class Bench:
                 rates.append(n / sum(seconds.values()) / 1e6)
                 stages.append({name: 1e9 * value / n for name, value in seconds.items()})
         ns = {name: summary([stage[name] for stage in stages]) for name in stages[0]}
-        return {"unit": "million base ids/s, one core, after tokenization", "base_ids": n, "rate": summary(rates),
-                "target": 1.0, "ns_per_base_id": ns}  # fmt: skip
+        return {
+            "unit": "million base ids/s, one core, after tokenization",
+            "base_ids": n,
+            "rate": summary(rates),
+            "target": 1.0,
+            "ns_per_base_id": ns,
+        }
 
     # ---- memory
 
@@ -240,14 +271,30 @@ class Bench:
         """
         peaks = {trainer: self._in_a_process(trainer) for trainer in TRAINERS}
         ours, same_text, same_ids = (peaks[trainer]["peak_bytes"] for trainer in TRAINERS)
-        return {"unit": "bytes", "peaks": peaks, "ratio": round(ours / same_text, 3), "target": 1.3,
-                "ratio_same_ids": round(ours / same_ids, 3)}  # fmt: skip
+        return {
+            "unit": "bytes",
+            "peaks": peaks,
+            "ratio": round(ours / same_text, 3),
+            "target": 1.3,
+            "ratio_same_ids": round(ours / same_ids, 3),
+        }
 
     def _in_a_process(self, trainer: str) -> dict[str, Any]:
         args = self.args
         flags = ["--memory-of", trainer]
-        for name in ("model", "context", "merge_size", "batch_size", "batches", "memory_steps", "lora_rank", "dtype",
-                     "compile", "encoder", "encoder_layers"):  # fmt: skip
+        for name in (
+            "model",
+            "context",
+            "merge_size",
+            "batch_size",
+            "batches",
+            "memory_steps",
+            "lora_rank",
+            "dtype",
+            "compile",
+            "encoder",
+            "encoder_layers",
+        ):
             if (value := getattr(args, name)) is not None:
                 flags += [f"--{name.replace('_', '-')}", str(value)]
         flags += ["--data", str(self.data)] if args.data else []
@@ -264,8 +311,10 @@ class Bench:
 
         mx.random.seed(0)
         train: Callable[[], int] = {
-            "mlx_zip": self._ours, "mlx-lm": self._mlx_lm, "mlx-lm same ids": lambda: self._mlx_lm(same_ids=True),
-        }[trainer]  # fmt: skip
+            "mlx_zip": self._ours,
+            "mlx-lm": self._mlx_lm,
+            "mlx-lm same ids": lambda: self._mlx_lm(same_ids=True),
+        }[trainer]
         with contextlib.redirect_stdout(sys.stderr):
             longest = train()
         return {"peak_bytes": mx.get_peak_memory(), "longest_ids": longest}
@@ -295,8 +344,10 @@ class Bench:
             ids = [row[:n] for row, n in zip(ids, self.shards.lengths.tolist(), strict=True)]
         longest = max(map(len, ids))
         arguments = TrainingArgs(
-            batch_size=self.args.batch_size, iters=self.args.memory_steps, max_seq_length=longest,
+            batch_size=self.args.batch_size,
+            iters=self.args.memory_steps,
+            max_seq_length=longest,
             adapter_file=str(self.folder / "adapters.safetensors"),
-        )  # fmt: skip
+        )
         train(model, optim.Adam(learning_rate=3e-4), [(row.tolist(), 0) for row in ids], None, arguments)
         return longest

@@ -49,17 +49,28 @@ class Measured:
         distinct, installed = (sum(getattr(b, name) for b in self.batches) for name in ("distinct", "installed"))
         ids, base_ids = (sum(getattr(b, name) for b in self.batches) for name in ("ids", "base_ids"))
         return {
-            "unit": "ms", "parts": told, "ratio": summary(ratios.tolist()), "target": 1.3,
-            "ids": ids, "base_ids": base_ids, "distinct_entries": distinct, "installed_entries": installed,
+            "unit": "ms",
+            "parts": told,
+            "ratio": summary(ratios.tolist()),
+            "target": 1.3,
+            "ids": ids,
+            "base_ids": base_ids,
+            "distinct_entries": distinct,
+            "installed_entries": installed,
             "distinct_of_installed": round(distinct / installed, 3) if installed else None,
-            "installed_per_id": round(installed / ids, 3), "entries_read": sum(map(_reads, self.batches)),
-        }  # fmt: skip
+            "installed_per_id": round(installed / ids, 3),
+            "entries_read": sum(map(_reads, self.batches)),
+        }
 
 
 def measure_steps(
-    zip_model: nn.Module, plain_model: nn.Module, samples: list[list[Sample]], params: CodecParams,
-    settings: TrainSettings, trials: int,
-) -> Measured:  # fmt: skip
+    zip_model: nn.Module,
+    plain_model: nn.Module,
+    samples: list[list[Sample]],
+    params: CodecParams,
+    settings: TrainSettings,
+    trials: int,
+) -> Measured:
     """Times every part `trials` times, the batches in turn; each batch goes once through all parts before that."""
     batches = [make_batch(some, params) for some in samples]
     whole, plain = Whole(zip_model, settings), Whole(plain_model, settings)
@@ -189,8 +200,9 @@ class Parts:
         tied = model.traits.tied
         part: Any = Part(
             matrix=model.model.embed_tokens if tied else model.lm_head,
-            h=self._normal(*self.samples.inputs.shape, width), rows=self._normal(len(self.samples.entries), width),
-        )  # fmt: skip
+            h=self._normal(*self.samples.inputs.shape, width),
+            rows=self._normal(len(self.samples.entries), width),
+        )
 
         def loss() -> mx.array:
             base = model.cap(part.matrix.as_linear(part.h) if tied else part.matrix(part.h))

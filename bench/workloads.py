@@ -27,10 +27,14 @@ FIELDS = (("text", "code"), ("question", "answer"), ("prompt", "canonical_soluti
 REQUESTS = tuple(
     f"Tell me a story about {who} and {what}."
     for who, what in (
-        ("a dog", "a red ball"), ("a cat", "a small boat"), ("a girl", "a big tree"), ("a boy", "a blue hat"),
-        ("a bird", "the rain"), ("a bear", "a jar of honey"),
+        ("a dog", "a red ball"),
+        ("a cat", "a small boat"),
+        ("a girl", "a big tree"),
+        ("a boy", "a blue hat"),
+        ("a bird", "the rain"),
+        ("a bear", "a jar of honey"),
     )
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)

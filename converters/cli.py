@@ -32,20 +32,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--keep-adapter", action="store_true", help="Keep a LoRA unmerged, in adapters/ inside the output.")
     add("--lora-only", action="store_true", help="The checkpoint is a plain PEFT LoRA; write an mlx-lm adapter folder.")
     add(
-        "--canonical", action=argparse.BooleanOptionalAction, default=None,
+        "--canonical",
+        action=argparse.BooleanOptionalAction,
+        default=None,
         help="Whether ids that the compressor would not have written get no probability, unless they hold most of it. "
-             "Default: as it was, upstream no.",
-    )  # fmt: skip
+        "Default: as it was, upstream no.",
+    )
     add(
-        "--codebook", action="append", metavar="FILE",
+        "--codebook",
+        action="append",
+        metavar="FILE",
         help="Pack of entries that every request of the model is to begin with; several are merged. "
-             "Rows that were tuned for the weights as written go along. Default: as it was.",
-    )  # fmt: skip
+        "Rows that were tuned for the weights as written go along. Default: as it was.",
+    )
     add(
-        "--policy", choices=["freeze", "lru", "use-count"],
+        "--policy",
+        choices=["freeze", "lru", "use-count"],
         help="What a full codebook does: nothing any more, or a new entry takes the place of the one used longest ago, "
-             "or least often. Training and canonical decoding need freeze. Default: as it was, upstream freeze.",
-    )  # fmt: skip
+        "or least often. Training and canonical decoding need freeze. Default: as it was, upstream freeze.",
+    )
     add("--encoder-bits", type=int, choices=[4, 8], help="Quantize the hyper-encoders too.")
 
 
@@ -54,10 +59,25 @@ def run(args: argparse.Namespace) -> int:
     from mlx_zip.converters import convert
 
     flags = (
-        "hf_path", "mlx_path", "quantize", "q_group_size", "q_bits", "q_mode", "quant_predicate", "dtype",
-        "dequantize", "revision", "upload_repo", "trust_remote_code", "keep_adapter", "lora_only", "encoder_bits",
-        "canonical", "codebook", "policy",
-    )  # fmt: skip
+        "hf_path",
+        "mlx_path",
+        "quantize",
+        "q_group_size",
+        "q_bits",
+        "q_mode",
+        "quant_predicate",
+        "dtype",
+        "dequantize",
+        "revision",
+        "upload_repo",
+        "trust_remote_code",
+        "keep_adapter",
+        "lora_only",
+        "encoder_bits",
+        "canonical",
+        "codebook",
+        "policy",
+    )
     with warnings_on_stderr():
         print(convert(**{flag: getattr(args, flag) for flag in flags}))
     return 0

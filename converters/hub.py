@@ -15,9 +15,14 @@ CONFIGS = ["zip2zip_config.json", "config.json", "adapter_config.json"]
 TOKENIZER = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py"]
 BASE = [*TOKENIZER, "model*.safetensors"]
 CHECKPOINT = [
-    *BASE, "zip2zip_encoders.safetensors", "encoders.safetensors", "adapter_model.safetensors", "meta.pt",
-    "*/model*.safetensors", IN_FOLDER,
-]  # fmt: skip
+    *BASE,
+    "zip2zip_encoders.safetensors",
+    "encoders.safetensors",
+    "adapter_model.safetensors",
+    "meta.pt",
+    "*/model*.safetensors",
+    IN_FOLDER,
+]
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+|[\w.-]+")
 
 
@@ -104,6 +109,6 @@ def model_card(source: Place, base: Place, version: str) -> str:
         "A zip2zip model: while it reads and writes, recurring token runs become hypertokens, so the same text takes\n"
         "fewer steps. This folder was made by `mlx_zip convert` "
         f"{version}; what it was made from is recorded in the `zip2zip`\nsection of `config.json`.\n\n"
-        "```bash\npip install mlx_zip\nmlx_zip generate --model <this folder or repository> --prompt \"Hello\"\n```\n\n"
+        '```bash\npip install mlx_zip\nmlx_zip generate --model <this folder or repository> --prompt "Hello"\n```\n\n'
         "Plain `mlx_lm` loads it too, once `import mlx_zip` has run. The licence is that of the models above.\n"
     )

@@ -23,10 +23,23 @@ _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])(\.de
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _READ = {"r", "lora_alpha", "lora_dropout", "use_rslora", "rank_pattern", "alpha_pattern", "peft_type"}
 _HARMLESS = {  # they say what was trained, or how it began; the tensors say what came out
-    "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "task_type", "inference_mode",
-    "base_model_name_or_path", "revision", "auto_mapping", "peft_version", "megatron_core", "init_lora_weights",
-    "qalora_group_size", "ensure_weight_tying", "eva_config", "runtime_config",
-}  # fmt: skip
+    "target_modules",
+    "exclude_modules",
+    "layers_to_transform",
+    "layers_pattern",
+    "task_type",
+    "inference_mode",
+    "base_model_name_or_path",
+    "revision",
+    "auto_mapping",
+    "peft_version",
+    "megatron_core",
+    "init_lora_weights",
+    "qalora_group_size",
+    "ensure_weight_tying",
+    "eva_config",
+    "runtime_config",
+}
 _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")  # the others also change the base's weights
 
 

@@ -185,14 +185,37 @@ def _key(key: Any) -> Any:
 
 
 _LITERALS = {
-    "INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT",
-    "STRING", "BINSTRING", "SHORT_BINSTRING", "UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8",
-    "BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8",
-}  # fmt: skip
+    "INT",
+    "BININT",
+    "BININT1",
+    "BININT2",
+    "LONG",
+    "LONG1",
+    "LONG4",
+    "FLOAT",
+    "BINFLOAT",
+    "STRING",
+    "BINSTRING",
+    "SHORT_BINSTRING",
+    "UNICODE",
+    "BINUNICODE",
+    "SHORT_BINUNICODE",
+    "BINUNICODE8",
+    "BINBYTES",
+    "SHORT_BINBYTES",
+    "BINBYTES8",
+    "BYTEARRAY8",
+}
 _CONSTANTS: dict[str, Callable[[], Any]] = {
-    "NONE": lambda: None, "NEWTRUE": lambda: True, "NEWFALSE": lambda: False, "MARK": lambda: _MARK,
-    "EMPTY_LIST": list, "EMPTY_TUPLE": tuple, "EMPTY_DICT": dict, "EMPTY_SET": list,
-}  # fmt: skip
+    "NONE": lambda: None,
+    "NEWTRUE": lambda: True,
+    "NEWFALSE": lambda: False,
+    "MARK": lambda: _MARK,
+    "EMPTY_LIST": list,
+    "EMPTY_TUPLE": tuple,
+    "EMPTY_DICT": dict,
+    "EMPTY_SET": list,
+}
 _IGNORED = {"PROTO", "FRAME"}
 _Handler = Callable[[_Machine, Any], object]
 
@@ -220,8 +243,12 @@ _HANDLERS: dict[str, _Handler] = {
     "POP": lambda m, _: m.pop(1),
     "POP_MARK": lambda m, _: m.pop_mark(),
     "DUP": lambda m, _: m.stack.append(m.stack[-1]),
-    "GET": _get, "BINGET": _get, "LONG_BINGET": _get,
-    "PUT": _put, "BINPUT": _put, "LONG_BINPUT": _put,
+    "GET": _get,
+    "BINGET": _get,
+    "LONG_BINGET": _get,
+    "PUT": _put,
+    "BINPUT": _put,
+    "LONG_BINPUT": _put,
     "MEMOIZE": lambda m, _: _put(m, len(m.memo)),
     "APPEND": lambda m, _: m.extend(m.pop(1)),
     "APPENDS": lambda m, _: m.extend(m.pop_mark()),
@@ -245,7 +272,7 @@ _HANDLERS: dict[str, _Handler] = {
     "BUILD": lambda m, _: m.build(),
     "PERSID": lambda m, _: m.stack.append(Opaque("storage")),
     "BINPERSID": lambda m, _: m.opaque(m.pop(1)),
-}  # fmt: skip
+}
 
 
 def _handler(name: str) -> _Handler:

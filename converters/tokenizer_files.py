@@ -17,10 +17,20 @@ from mlx_zip.vocab.adaptbpe.base import FILE as ADAPTED
 
 CONFIG = "tokenizer_config.json"
 FILES = (
-    "tokenizer.json", CONFIG, "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt",
-    "*.model", "*.tiktoken", "chat_template.json", "chat_template.jinja", "generation_config.json",
+    "tokenizer.json",
+    CONFIG,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "chat_template.json",
+    "chat_template.jinja",
+    "generation_config.json",
     ADAPTED,
-)  # fmt: skip
+)
 TEMPLATES = "additional_chat_templates"
 _PROBE = "Hello, wörld!  def f(x):\n\treturn 12345 # \u4f60\u597d \U0001f600"
 

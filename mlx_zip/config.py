@@ -27,7 +27,12 @@ ENCODER_FIELDS = {
     "res_latent_attn": _COMMON | _BLOCK | {"model_hidden_size", "causal", "residual"},
 }
 _TOP = {
-    "format_version", "base_model_name_or_path", "position_mode", "encoder_type", "encoder", "compression",
+    "format_version",
+    "base_model_name_or_path",
+    "position_mode",
+    "encoder_type",
+    "encoder",
+    "compression",
 }
 _COMPRESSION = {"initial_vocab_size", "max_codebook_size", "max_subtokens", "disabled_ids", "policy"}
 
@@ -133,9 +138,14 @@ class ZipConfig:
             )
         try:
             params = CodecParams(
-                self.vocab_size, self.codebook_size, self.merge_size, self.disabled_ids, self.pad_id, self.start,
+                self.vocab_size,
+                self.codebook_size,
+                self.merge_size,
+                self.disabled_ids,
+                self.pad_id,
+                self.start,
                 self.policy,
-            )  # fmt: skip
+            )
         except CodecError as error:
             raise ConfigError(f"zip2zip config: {error}") from error
         _flag("zip2zip config", vars(self), "canonical")

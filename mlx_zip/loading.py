@@ -28,8 +28,15 @@ from mlx_zip.vocab.tuned import TunedStart
 
 UPSTREAM_CONFIG = "zip2zip_config.json"
 _WEIGHTS_AND_CODE = [
-    "model*.safetensors", IN_FOLDER, "*.py", "tokenizer.model", "*.tiktoken", "*.txt", "*.jsonl", "*.jinja",
-]  # fmt: skip
+    "model*.safetensors",
+    IN_FOLDER,
+    "*.py",
+    "tokenizer.model",
+    "*.tiktoken",
+    "*.txt",
+    "*.jsonl",
+    "*.jinja",
+]
 
 
 def load(

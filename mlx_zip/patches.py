@@ -25,9 +25,14 @@ COLDEST = 1e-30  # what is below it takes the likeliest symbol too, and logits o
 
 
 def generate_patches(
-    model: PatchModel, merges: Merges, prompt: Iterable[Sequence[int]] = (), max_patches: int = 100,
-    temperature: float = 0.0, seed: int = 0, mode: str = "stop",
-) -> Iterator[list[int]]:  # fmt: skip
+    model: PatchModel,
+    merges: Merges,
+    prompt: Iterable[Sequence[int]] = (),
+    max_patches: int = 100,
+    temperature: float = 0.0,
+    seed: int = 0,
+    mode: str = "stop",
+) -> Iterator[list[int]]:
     """Patches as the decoder writes them, one after the other; `merges.decode` gives their bytes.
 
     prompt: patches to begin with, as a table or `merges.encode` makes them. Ends after `max_patches`, or behind a patch
@@ -102,9 +107,14 @@ def filled(patch: Sequence[int], size: int) -> list[int]:
 
 
 def _generate(
-    model: PatchModel, merges: Merges, rows: list[list[int]], max_patches: int, temperature: float, key: mx.array,
+    model: PatchModel,
+    merges: Merges,
+    rows: list[list[int]],
+    max_patches: int,
+    temperature: float,
+    key: mx.array,
     mode: str,
-) -> Iterator[list[int]]:  # fmt: skip
+) -> Iterator[list[int]]:
     cache = model.latent.make_cache()
     x = model.begin(1)
     if rows:

@@ -9,9 +9,19 @@ from cffi import FFI
 
 HERE = Path(__file__).resolve().parent
 SOURCES = [
-    "params.c", "compress.c", "turns.c", "codebook.c", "read.c", "bytes.c",  # the codec
-    "rows.c", "phrases.c", "phrases_encode.c", "pieces.c", "bpe.c", "patches.c",
-]  # fmt: skip
+    "params.c",
+    "compress.c",
+    "turns.c",
+    "codebook.c",
+    "read.c",
+    "bytes.c",  # the codec
+    "rows.c",
+    "phrases.c",
+    "phrases_encode.c",
+    "pieces.c",
+    "bpe.c",
+    "patches.c",
+]
 HEADERS = ["mlxzip.h", "rows.h", "phrases.h", "bpe.h", "patches.h"]
 
 

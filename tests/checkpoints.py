@@ -16,16 +16,41 @@ VOCAB, WIDTH, INNER, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 96, 32, 48, 2, 4, 2, 8
 Arrays = dict[str, np.ndarray]
 
 BASE = {
-    "model_type": "llama", "hidden_size": WIDTH, "intermediate_size": INNER, "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM, "vocab_size": VOCAB,
-    "rms_norm_eps": 1e-5, "max_position_embeddings": 256, "rope_theta": 10000.0, "hidden_act": "silu",
-    "tie_word_embeddings": False, "eos_token_id": 1, "bos_token_id": 0,
-}  # fmt: skip
-TRANSFORMER = {"hidden_size": WIDTH, "num_hidden_layers": 1, "num_heads": 4, "intermediate_size": None,
-               "position_encoding": None, "tie_encoders": False}  # fmt: skip
-LATENT = {"hidden_size": WIDTH, "model_hidden_size": None, "num_hidden_layers": 1, "num_heads": 4,
-          "intermediate_size": 40, "position_encoding": None, "tie_encoders": False, "causal": False,
-          "residual": True}  # fmt: skip
+    "model_type": "llama",
+    "hidden_size": WIDTH,
+    "intermediate_size": INNER,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "head_dim": HEAD_DIM,
+    "vocab_size": VOCAB,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 256,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "eos_token_id": 1,
+    "bos_token_id": 0,
+}
+TRANSFORMER = {
+    "hidden_size": WIDTH,
+    "num_hidden_layers": 1,
+    "num_heads": 4,
+    "intermediate_size": None,
+    "position_encoding": None,
+    "tie_encoders": False,
+}
+LATENT = {
+    "hidden_size": WIDTH,
+    "model_hidden_size": None,
+    "num_hidden_layers": 1,
+    "num_heads": 4,
+    "intermediate_size": 40,
+    "position_encoding": None,
+    "tie_encoders": False,
+    "causal": False,
+    "residual": True,
+}
 ATTENTION = {"hidden_size": WIDTH, "num_heads": 4, "position_encoding": None, "tie_encoders": False}
 AVERAGING = {"hidden_size": WIDTH, "position_encoding": None, "tie_encoders": False}
 ENCODERS = {"transformer": TRANSFORMER, "res_latent_attn": LATENT, "attention": ATTENTION, "averaging": AVERAGING}
@@ -111,14 +136,31 @@ def write_tokenizer(folder: Path, size: int = VOCAB, **special: Any) -> None:
     names = ["<bos>", "<eos>", "<pad>", "<unk>"]
     vocab = {**{name: i for i, name in enumerate(names)}, **{f"w{i}": i for i in range(4, size)}}
     added = [
-        {"id": i, "content": name, "special": True, "single_word": False, "lstrip": False, "rstrip": False,
-         "normalized": False} for i, name in enumerate(names)
-    ]  # fmt: skip
-    write_json(folder / "tokenizer.json", {
-        "version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": None,
-        "pre_tokenizer": {"type": "Whitespace"}, "post_processor": None, "decoder": None,
-        "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "<unk>"},
-    })  # fmt: skip
+        {
+            "id": i,
+            "content": name,
+            "special": True,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+        }
+        for i, name in enumerate(names)
+    ]
+    write_json(
+        folder / "tokenizer.json",
+        {
+            "version": "1.0",
+            "truncation": None,
+            "padding": None,
+            "added_tokens": added,
+            "normalizer": None,
+            "pre_tokenizer": {"type": "Whitespace"},
+            "post_processor": None,
+            "decoder": None,
+            "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "<unk>"},
+        },
+    )
     special = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", **special}
     config = {"tokenizer_class": "PreTrainedTokenizerFast", **special}
     write_json(folder / "tokenizer_config.json", {k: v for k, v in config.items() if v is not None})
@@ -167,15 +209,22 @@ def write_checkpoint(
     """
     folder.mkdir(parents=True)
     options = {**ENCODERS[kind], **(encoder or {})}
-    write_json(folder / "zip2zip_config.json", {
-        "format_version": 2 if self_contained else 1,
-        "base_model_name_or_path": "." if self_contained else "base",
-        "position_mode": "compressed",
-        "encoder_type": kind,
-        "encoder": options,
-        "compression": {"initial_vocab_size": boundary, "max_codebook_size": 16, "max_subtokens": merge_size,
-                        "disabled_ids": [0, 1, 2, 3]},
-    })  # fmt: skip
+    write_json(
+        folder / "zip2zip_config.json",
+        {
+            "format_version": 2 if self_contained else 1,
+            "base_model_name_or_path": "." if self_contained else "base",
+            "position_mode": "compressed",
+            "encoder_type": kind,
+            "encoder": options,
+            "compression": {
+                "initial_vocab_size": boundary,
+                "max_codebook_size": 16,
+                "max_subtokens": merge_size,
+                "disabled_ids": [0, 1, 2, 3],
+            },
+        },
+    )
     arrays = write_base(folder if self_contained else folder / "base", shards, **base)
     if kind == "averaging":
         return arrays
@@ -187,8 +236,16 @@ def write_adapter(folder: Path, modules: Mapping[str, tuple[int, int, int]], see
     """A PEFT LoRA: modules maps a path to (in, out, rank); returns {module.A, module.B}."""
     folder.mkdir(parents=True, exist_ok=True)
     rank = next(iter(modules.values()))[2]
-    defaults = {"peft_type": "LORA", "r": rank, "lora_alpha": 8, "bias": "none", "use_dora": False,
-                "lora_dropout": 0.0, "target_modules": ["q_proj"], "base_model_name_or_path": "base"}  # fmt: skip
+    defaults = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": 8,
+        "bias": "none",
+        "use_dora": False,
+        "lora_dropout": 0.0,
+        "target_modules": ["q_proj"],
+        "base_model_name_or_path": "base",
+    }
     write_json(folder / "adapter_config.json", {**defaults, **config})
     shapes = {f"{m}.A": (r, i) for m, (i, _, r) in modules.items()}
     shapes |= {f"{m}.B": (o, r) for m, (_, o, r) in modules.items()}

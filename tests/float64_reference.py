@@ -127,9 +127,14 @@ class Reference:
     """
 
     def __init__(
-        self, config: Mapping[str, Any], samples: Sequence[Sample], codec: Any, availability: str,
-        reconstruction: float, token_type: float,
-    ) -> None:  # fmt: skip
+        self,
+        config: Mapping[str, Any],
+        samples: Sequence[Sample],
+        codec: Any,
+        availability: str,
+        reconstruction: float,
+        token_type: float,
+    ) -> None:
         self.config, self.codec, self.availability = config, codec, availability
         self.reconstruction, self.token_type = reconstruction, token_type
         self.tied = bool(config["tie_word_embeddings"])

@@ -53,9 +53,7 @@ def fill(folder: Path, n: int = N, seed: int = 0, folder_bytes: int = 1 << 20) -
         store.rows(kind(), ids, lengths, Encoder())
 
 
-def check(
-    folder: Path, n: int = N, seed: int = 0, which: RowKind | None = None, folder_bytes: int = 1 << 20
-) -> int:
+def check(folder: Path, n: int = N, seed: int = 0, which: RowKind | None = None, folder_bytes: int = 1 << 20) -> int:
     """Reads n entries, all of which must be right, and puts back what was missing; how many were missing."""
     encoder, (ids, lengths) = Encoder(), entries(n, seed)
     with RowStore(folder, folder_bytes=folder_bytes) as store:

@@ -35,15 +35,17 @@ def made_lines(sizes=PAPER_SIZES, encoders=PAPER_ENCODERS, seed=0):
     found += [(3, name, row) for name, row in encoders.items() if name != "transformer-2"]
     return [
         {
-            "setting": {"merge_size": m, "encoder": encoder, "seed": seed}, "conditions": conditions,
-            "parameters": {"encoders": 7}, "training": {"compression_rate": 1 - m / 10},
+            "setting": {"merge_size": m, "encoder": encoder, "seed": seed},
+            "conditions": conditions,
+            "parameters": {"encoders": 7},
+            "training": {"compression_rate": 1 - m / 10},
             "texts": {
                 text: {"byte_perplexity": p, "bits_per_byte": math.log2(p)}
                 for text, p in zip(PAPER_TEXTS, row, strict=True)
             },
         }
         for m, encoder, row in found
-    ]  # fmt: skip
+    ]
 
 
 def test_tables_have_a_row_per_setting_and_a_column_per_text():

@@ -32,12 +32,36 @@ from mlx_zip.generate import load
 from mlx_zip.training.encoding import load_tokenizer
 
 SMALL = {
-    "model_type": "llama", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
-    "rope_theta": 10000.0, "max_position_embeddings": 64,
-}  # fmt: skip
-FLAGS = ["--iters", "2", "--batch-size", "2", "--context", "32", "--codebook-size", "32", "--encoder-heads", "2",
-         "--merge-sizes", "1", "2", "3", "--encoders", "averaging", "transformer-2"]  # fmt: skip
+    "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 64,
+}
+FLAGS = [
+    "--iters",
+    "2",
+    "--batch-size",
+    "2",
+    "--context",
+    "32",
+    "--codebook-size",
+    "32",
+    "--encoder-heads",
+    "2",
+    "--merge-sizes",
+    "1",
+    "2",
+    "3",
+    "--encoders",
+    "averaging",
+    "transformer-2",
+]
 
 
 def parse(*flags: str) -> argparse.Namespace:
@@ -94,8 +118,11 @@ def test_sizes_share_one_encoder_encoders_one_size_and_what_both_have_is_run_onc
 def test_each_setting_has_a_line_with_every_text_and_a_curve(done):
     lines = read_lines(done / LINES)
     assert [Setting(**line["setting"]).name for line in lines] == [
-        "m1-seed0", "m2-transformer-2-seed0", "m3-transformer-2-seed0", "m3-averaging-seed0"
-    ]  # fmt: skip
+        "m1-seed0",
+        "m2-transformer-2-seed0",
+        "m3-transformer-2-seed0",
+        "m3-averaging-seed0",
+    ]
     for line in lines:
         assert list(line["texts"]) == ["near.jsonl", "far.jsonl"]
         assert [point[0] for point in line["training"]["curve"]][-1] == line["training"]["bytes"]

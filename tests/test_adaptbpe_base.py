@@ -101,9 +101,11 @@ def test_of_several_merges_that_make_one_token_the_one_that_fires_is_kept(source
     known = [token for token in vocabulary if len(token) == 1] + tokens
     rank = {token: i for i, token in enumerate(known)}
     ways = [
-        [token[:i], token[i:]] for token in tokens for i in range(1, len(token))
+        [token[:i], token[i:]]
+        for token in tokens
+        for i in range(1, len(token))
         if rank.get(token[:i], len(rank)) < rank[token] and rank.get(token[i:], len(rank)) < rank[token]
-    ]  # fmt: skip
+    ]
     assert len(ways) > len(tokens)
     model["merges"] = ways
     base = read_base(write(source))

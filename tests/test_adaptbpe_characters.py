@@ -140,8 +140,9 @@ def test_without_the_bases_tokenizer_json_none_can_be_written(vocabulary):
 
 def random_letters(random):
     """(merges, corpus) over characters of one to three bytes, some of which begin alike and are no letters."""
-    letters = {data[: n + 1]: (data[:n], data[n : n + 1])
-               for data in map(str.encode, "é日本月") for n in range(1, len(data))}  # fmt: skip
+    letters = {
+        data[: n + 1]: (data[:n], data[n : n + 1]) for data in map(str.encode, "é日本月") for n in range(1, len(data))
+    }
     tokens = [char.encode() for char in "aé日本月"]
     pairs = []
     for _ in range(random.randint(0, 25)):

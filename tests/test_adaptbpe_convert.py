@@ -162,8 +162,14 @@ def specials_last(tmp_path):
         data["post_processor"]["single"] = [bos, *data["post_processor"]["single"]]
         own = {"id": "<|bos|>", "ids": [FINAL["bos"]], "tokens": ["<|bos|>"]}
         data["post_processor"]["special_tokens"] = {"<|bos|>": own}
-        data["padding"] = {"strategy": "BatchLongest", "direction": "Right", "pad_to_multiple_of": None,
-                           "pad_id": FINAL["pad"], "pad_type_id": 0, "pad_token": "<|pad|>"}  # fmt: skip
+        data["padding"] = {
+            "strategy": "BatchLongest",
+            "direction": "Right",
+            "pad_to_multiple_of": None,
+            "pad_id": FINAL["pad"],
+            "pad_type_id": 0,
+            "pad_token": "<|pad|>",
+        }
         return data
 
     def config(data):
@@ -174,14 +180,33 @@ def specials_last(tmp_path):
 
     change("tokenizer.json", tokenizer)
     change("config.json", config)
-    change("generation_config.json", lambda data: data | {
-        **{f"{name}_token_id": i for name, i in FINAL.items()}, "eos_token_id": [474, 479],
-        "bad_words_ids": [[473], [475, 479]], "suppress_tokens": [476], "forced_decoder_ids": [[1, 477], [2, None]],
-        "sequence_bias": [[[474, 478], 2.0]], "image_token_index": 479, "top_k": 474,
-    })  # fmt: skip
-    change("tokenizer_config.json", lambda data: data | {"added_tokens_decoder": {
-        str(i): {"content": name, "special": True} for name, i in (("<|bos|>", 473), ("<|end|>", 479))
-    }})  # fmt: skip
+    change(
+        "generation_config.json",
+        lambda data: (
+            data
+            | {
+                **{f"{name}_token_id": i for name, i in FINAL.items()},
+                "eos_token_id": [474, 479],
+                "bad_words_ids": [[473], [475, 479]],
+                "suppress_tokens": [476],
+                "forced_decoder_ids": [[1, 477], [2, None]],
+                "sequence_bias": [[[474, 478], 2.0]],
+                "image_token_index": 479,
+                "top_k": 474,
+            }
+        ),
+    )
+    change(
+        "tokenizer_config.json",
+        lambda data: (
+            data
+            | {
+                "added_tokens_decoder": {
+                    str(i): {"content": name, "special": True} for name, i in (("<|bos|>", 473), ("<|end|>", 479))
+                }
+            }
+        ),
+    )
     change("added_tokens.json", lambda _: {"<|eos|>": 474, "<|end|>": 479})
     weights = load_tensors(read_model_files(folder))
     order = mx.array(np.argsort([moved(i) for i in range(512)]))
@@ -204,11 +229,16 @@ def test_added_tokens_that_are_the_last_ids_are_renumbered_wherever_they_are_nam
     assert sorted(codec["compression"]["disabled_ids"]) == [new[i] for i in range(END - FIRST, END)]
     assert codec["compression"]["initial_vocab_size"] == len(kept)
     expected = {
-        "bos_token_id": new[473], "eos_token_id": [new[474], new[479]], "pad_token_id": new[475],
-        "bad_words_ids": [[new[473]], [new[475], new[479]]], "suppress_tokens": [new[476]],
-        "forced_decoder_ids": [[1, new[477]], [2, None]], "sequence_bias": [[[new[474], new[478]], 2.0]],
-        "image_token_index": new[479], "top_k": 474,
-    }  # fmt: skip
+        "bos_token_id": new[473],
+        "eos_token_id": [new[474], new[479]],
+        "pad_token_id": new[475],
+        "bad_words_ids": [[new[473]], [new[475], new[479]]],
+        "suppress_tokens": [new[476]],
+        "forced_decoder_ids": [[1, new[477]], [2, None]],
+        "sequence_bias": [[[new[474], new[478]], 2.0]],
+        "image_token_index": new[479],
+        "top_k": 474,
+    }
     assert {key: generation[key] for key in expected} == expected
     assert tokenizer["post_processor"]["special_tokens"]["<|bos|>"]["ids"] == [new[473]]
     assert tokenizer["padding"]["pad_id"] == new[475]

@@ -63,8 +63,11 @@ def test_a_saved_one_reads_to_an_equal_one(vocabulary, tmp_path, head):
     read, text = read_adapted(tmp_path / "adapted.json"), GOLDEN["gpt2"]["test_text"]
     assert read.encode(text).tolist() == vocabulary.encode(text).tolist()
     assert (read.rule, read.method, read.settings, read.virtual) == (
-        vocabulary.rule, vocabulary.method, vocabulary.settings, vocabulary.virtual,
-    )  # fmt: skip
+        vocabulary.rule,
+        vocabulary.method,
+        vocabulary.settings,
+        vocabulary.virtual,
+    )
     read.save(tmp_path / "again.json")
     assert (tmp_path / "again.json").read_bytes() == (tmp_path / "adapted.json").read_bytes()
     read.check_base(read_base(head))
@@ -119,10 +122,11 @@ def test_a_tokenizer_json_without_virtual_merges_gives_the_same_ids(file, head):
 def test_the_special_tokens_that_a_tokenizer_json_adds_have_their_new_ids(source, write):
     bos = {"SpecialToken": {"id": "<|pad|>", "type_id": 0}}
     source["post_processor"] = {
-        "type": "TemplateProcessing", "single": [bos, {"Sequence": {"id": "A", "type_id": 0}}],
+        "type": "TemplateProcessing",
+        "single": [bos, {"Sequence": {"id": "A", "type_id": 0}}],
         "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
         "special_tokens": {"<|pad|>": {"id": "<|pad|>", "ids": [511], "tokens": ["<|pad|>"]}},
-    }  # fmt: skip
+    }
     source["added_tokens"][2]["id"] = 511
     merged = next(token for token, i in source["model"]["vocab"].items() if i == 511)
     source["model"]["vocab"] |= {"<|pad|>": 511, merged: 2}

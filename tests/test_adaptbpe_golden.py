@@ -57,8 +57,16 @@ def trace_of(case):
     for swap in adapted(case).swaps:
         gone.add(256 + swap.p)
         parts = [merges.tokens[t].decode("latin-1") for t in twin.split([256 + swap.p], merges, 256 + swap.p, gone)]
-        trace.append({"p": swap.p, "freq_p": swap.p_count, "parts": parts, "q": swap.q, "freq_q": swap.q_count,
-                      "size": swap.n_tokens})  # fmt: skip
+        trace.append(
+            {
+                "p": swap.p,
+                "freq_p": swap.p_count,
+                "parts": parts,
+                "q": swap.q,
+                "freq_q": swap.q_count,
+                "size": swap.n_tokens,
+            }
+        )
     return trace
 
 
@@ -134,8 +142,10 @@ def test_gpt2s_list_is_adapted_to_python_source_as_recorded(row):
     assert (digest(found.promoted), digest(found.virtual)) == (row["promoted_sha256"], row["virtual_sha256"])
     head = [[rank, merges.tokens[256 + rank].decode("latin-1")] for rank in found.promoted]
     assert head[: len(row["promoted_head"])] == row["promoted_head"]
-    rules = {("adapt_" + name if name != "first_k" else name): encoder
-             for name, encoder in encoders(merges, row["N"], found.virtual, found.promoted).items()}  # fmt: skip
+    rules = {
+        ("adapt_" + name if name != "first_k" else name): encoder
+        for name, encoder in encoders(merges, row["N"], found.virtual, found.promoted).items()
+    }
     kept = Schedule.kept(len(merges), top_k(merges, train, row["N"]))
     rules |= {"top_k": Encoder(merges, kept, "whole"), "full_vocabulary": Encoder(merges, None, "whole")}
     for name, corpus in (("train", train), ("test", test)):

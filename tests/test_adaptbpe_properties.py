@@ -15,10 +15,14 @@ from mlx_zip.vocab.adaptbpe.learn import adapt, top_k
 from mlx_zip.vocab.adaptbpe.merges import NEVER, MergeList, Schedule
 
 share = st.floats(0, 0.6)
-swap_settings = st.fixed_dictionaries({
-    "margin": st.integers(0, 3), "max_swaps": st.none() | st.integers(0, 4),
-    "tie": st.sampled_from(["high", "low"]), "counting": st.sampled_from(["overlapping", "firing"]),
-})  # fmt: skip
+swap_settings = st.fixed_dictionaries(
+    {
+        "margin": st.integers(0, 3),
+        "max_swaps": st.none() | st.integers(0, 4),
+        "tie": st.sampled_from(["high", "low"]),
+        "counting": st.sampled_from(["overlapping", "firing"]),
+    }
+)
 
 
 def part_of(merges, fraction):
@@ -170,10 +174,15 @@ def test_times_that_contradict_each_other_are_refused(apply_at, split_at):
 
 @pytest.mark.parametrize(
     ("n", "chosen", "told"),
-    [(3, {}, "3 merges to keep are not 0..2"), (-1, {}, "-1 merges"), (1, {"margin": -1}, "at least 0"),
-     (1, {"max_swaps": -1}, "at least 0"), (1, {"tie": "x"}, "'x' is none of high, low"),
-     (1, {"counting": "x"}, "none of overlapping, firing")],
-)  # fmt: skip
+    [
+        (3, {}, "3 merges to keep are not 0..2"),
+        (-1, {}, "-1 merges"),
+        (1, {"margin": -1}, "at least 0"),
+        (1, {"max_swaps": -1}, "at least 0"),
+        (1, {"tie": "x"}, "'x' is none of high, low"),
+        (1, {"counting": "x"}, "none of overlapping, firing"),
+    ],
+)
 def test_settings_out_of_range_are_refused(n, chosen, told):
     merges = MergeList.of_bytes([(b"a", b"b"), (b"b", b"c")])
     with pytest.raises(DataError, match=told):

@@ -40,8 +40,13 @@ def test_every_method_rule_and_the_library_are_measured(lines, tmp_path):
 def test_utility_is_that_of_the_golden_counts(lines):
     row = next(row for row in GOLDEN["gpt2"]["rows"] if (row["N"], row["tie"]) == (500, "high"))
     utility = lines(GPT2, "--merges", "500")[0]["utility"]
-    names = {"first_k": "first_k", "top_k": "top_k", "replay": "adapt_replay", "final": "adapt_final_rule",
-             "whole_list": "full_vocabulary"}  # fmt: skip
+    names = {
+        "first_k": "first_k",
+        "top_k": "top_k",
+        "replay": "adapt_replay",
+        "final": "adapt_final_rule",
+        "whole_list": "full_vocabulary",
+    }
     assert utility == {name: round(1 - row["test"][key] / row["test"]["bytes"], 4) for name, key in names.items()}
 
 

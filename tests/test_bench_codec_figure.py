@@ -44,8 +44,9 @@ def test_a_line_per_size_up_to_the_texts_and_a_picture(capsys, tmp_path, text):
     captured = capsys.readouterr()
     found = [json.loads(line) for line in captured.out.splitlines()]
     assert [(line["bench"], line["what"], line["bytes"]) for line in found] == [
-        ("codec", "figure4", 1000), ("codec", "figure4", 10_000),
-    ]  # fmt: skip
+        ("codec", "figure4", 1000),
+        ("codec", "figure4", 10_000),
+    ]
     assert "sizes up to 10,000 are measured" in captured.err
     assert found[0]["data"] == f"some.txt; {tmp_path.name}"
     assert found[0]["versions"]["mlx_zip"]

@@ -27,20 +27,35 @@ def counted(tokenizer: str = "llama3", text: str = "code/some", rate: float = 0.
         for window, m, size in [(1024, 3, 1024), *((2048, m, 2048) for m in (2, 3, 4, 5)), ("document", 3, 2048)]
     ]
     return {
-        "bench": "tokens", "domain": text, "tokenizer": {"name": tokenizer, "size": 300, "library": "none"},
+        "bench": "tokens",
+        "domain": text,
+        "tokenizer": {"name": tokenizer, "size": 300, "library": "none"},
         "text": {"files": ["a.txt"], "documents": 2, "bytes": 4000, "cut_by_limit": False, "sha256": text},
-        "disabled": "none", "base_ids": 1000, "bytes_per_base_id": 4.0, "columns": COLUMNS, "counts": rows,
+        "disabled": "none",
+        "base_ids": 1000,
+        "bytes_per_base_id": 4.0,
+        "columns": COLUMNS,
+        "counts": rows,
         "checked_against": "zip2zip_compression 0.3.4",
-    }  # fmt: skip
+    }
 
 
 def timed(n_bytes: int = 1000, theirs: bool = True) -> dict:
     times = lambda us: {"median": us, "min": us - 10, "max": us + 10, "samples": [us - 10, us, us + 10]}
     return {
-        "bench": "codec", "what": "figure4", "bytes": n_bytes, "base_ids": 250, "ids": 200, "data": "a.txt; mini",
-        "setting": {"library": "tokenizers"}, "tokenizer": times(1000.0), "with_ours": times(1010.0),
-        "with_upstream": times(1500.0) if theirs else None, "machine": "some machine", "load_average": 0.5,
-    }  # fmt: skip
+        "bench": "codec",
+        "what": "figure4",
+        "bytes": n_bytes,
+        "base_ids": 250,
+        "ids": 200,
+        "data": "a.txt; mini",
+        "setting": {"library": "tokenizers"},
+        "tokenizer": times(1000.0),
+        "with_ours": times(1010.0),
+        "with_upstream": times(1500.0) if theirs else None,
+        "machine": "some machine",
+        "load_average": 0.5,
+    }
 
 
 # ---- the paper's numbers

@@ -32,8 +32,11 @@ def lines(capsys, *flags: object) -> list[dict]:
 
 def test_every_row_of_table_9_is_the_equations():
     assert [(s.layers, s.merge_size, s.encoder_layers, s.paper_alpha) for s in TABLE_9] == [
-        (14, 2, 1, 0.14), (32, 2, 2, 0.13), (80, 3, 3, 0.11), (128, 3, 4, 0.09),
-    ]  # fmt: skip
+        (14, 2, 1, 0.14),
+        (32, 2, 2, 0.13),
+        (80, 3, 3, 0.11),
+        (128, 3, 4, 0.09),
+    ]
     assert all(agrees(shape) for shape in TABLE_9)
 
 
@@ -71,9 +74,15 @@ def test_rate_and_rows_are_taken_from_the_flags(capsys):
 
 @pytest.mark.parametrize(
     ("flag", "value"),
-    [("--rate", 0), ("--rate", 1.01), ("--rate", "nan"), ("--rows-per-id", -1), ("--rows-per-id", "inf"),
-     ("--rows-per-id", "nan")],
-)  # fmt: skip
+    [
+        ("--rate", 0),
+        ("--rate", 1.01),
+        ("--rate", "nan"),
+        ("--rows-per-id", -1),
+        ("--rows-per-id", "inf"),
+        ("--rows-per-id", "nan"),
+    ],
+)
 def test_a_number_out_of_range_is_refused(capsys, flag, value):
     with pytest.raises(MlxZipError, match=f"{flag} must be"):
         lines(capsys, flag, value)

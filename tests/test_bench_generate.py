@@ -113,11 +113,21 @@ def test_figures_are_those_of_the_steps():
     assert top.step_bytes == 1000 + 10 * (11 - 5 / 2)
     found = figures(8, [run, run], [3.0, 4.0], top)
     expected = {
-        "ttft_ms": 500, "prefill_tokens_per_s": 16, "steps_per_s": 10, "step_ms": 100, "base_tokens_per_s": 20,
-        "base_tokens_per_step": 2, "end_to_end_tokens_per_s": 10 / 0.9, "bytes_per_s": 20 / 0.9, "bytes_per_token": 2,
-        "total_s": 0.9, "peak_bytes": 1000, "joules": 3.5, "joules_per_token": 0.35,
+        "ttft_ms": 500,
+        "prefill_tokens_per_s": 16,
+        "steps_per_s": 10,
+        "step_ms": 100,
+        "base_tokens_per_s": 20,
+        "base_tokens_per_step": 2,
+        "end_to_end_tokens_per_s": 10 / 0.9,
+        "bytes_per_s": 20 / 0.9,
+        "bytes_per_token": 2,
+        "total_s": 0.9,
+        "peak_bytes": 1000,
+        "joules": 3.5,
+        "joules_per_token": 0.35,
         "ceiling_percent": 100 * 10 / (1e6 / 1085),
-    }  # fmt: skip
+    }
     assert {name: figure["median"] for name, figure in found.items()} == pytest.approx(expected, rel=1e-5)
     assert found["joules"]["samples"] == [3, 4]
 

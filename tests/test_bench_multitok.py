@@ -28,8 +28,19 @@ def texts(tmp_path_factory):
 
 
 def bench(texts, *flags):
-    command = [sys.executable, "-m", "mlx_zip.bench", "multitok", "--text", texts / "some.jsonl",
-               "--held-out", texts / "others.jsonl", "--trials", "2", *flags]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "mlx_zip.bench",
+        "multitok",
+        "--text",
+        texts / "some.jsonl",
+        "--held-out",
+        texts / "others.jsonl",
+        "--trials",
+        "2",
+        *flags,
+    ]
     done = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=True)
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -42,8 +53,11 @@ def records(texts):
 def test_speed_is_told_beside_plain_python_with_all_samples(records):
     timed = [line for line in records if line["what"] in ("train", "encode")]
     assert [(line["what"], line["setting"]["window"]) for line in timed if "plain_python" in line] == [
-        ("train", 0), ("encode", 0), ("train", 2), ("encode", 2),
-    ]  # fmt: skip
+        ("train", 0),
+        ("encode", 0),
+        ("train", 2),
+        ("encode", 2),
+    ]
     for line in timed:
         assert len(line["ours"]["samples"]) == 2
         assert line["unit"] == "million units per s"

@@ -33,8 +33,9 @@ def test_a_line_per_start_holds_what_scoring_gives(flags, tmp_path, capsys):
     assert tiny_bench.run("pack_quality", *flags, "--pack", f"own={tmp_path / 'two.npz'}") == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(line["curve"], line["pack"], line["entries"]) for line in lines] == [
-        ("empty", None, 0), ("own", "two.npz", 2),
-    ]  # fmt: skip
+        ("empty", None, 0),
+        ("own", "two.npz", 2),
+    ]
     (model, tokenizer), (base, _) = load(str(flags[1])), load(str(flags[3]))
     windows = cut_windows(tokenizer, read_corpus([str(tmp_path / "text.txt")], "<end>", None).documents, 1024)
     control = measure_bits(base, windows).bits_per_byte
@@ -104,10 +105,19 @@ def test_without_models_it_says_what_is_missing(tmp_path):
 def test_a_record_is_drawn(tmp_path):
     pytest.importorskip("matplotlib")
     lines = [
-        {"curve": curve, "entries": n, "base_ids_per_id": 1 + n / 500, "bits_per_byte": 0.7 + n / 9000,
-         "bits_per_byte_standard_error": 0.01, "base_bits_per_byte": 0.68, "base": "base", "model": "m", "data": "d"}
+        {
+            "curve": curve,
+            "entries": n,
+            "base_ids_per_id": 1 + n / 500,
+            "bits_per_byte": 0.7 + n / 9000,
+            "bits_per_byte_standard_error": 0.01,
+            "base_bits_per_byte": 0.68,
+            "base": "base",
+            "model": "m",
+            "data": "d",
+        }
         for curve, n in (("empty", 0), ("own", 256), ("own", 512))
-    ]  # fmt: skip
+    ]
     (tmp_path / "r.jsonl").write_text("\n".join(map(json.dumps, lines)))
     assert tiny_bench.run("pack_quality", "--draw", tmp_path / "r.jsonl", tmp_path / "r.png") == 0
     assert (tmp_path / "r.png").read_bytes()[:4] == b"\x89PNG"

@@ -19,9 +19,12 @@ from mlx_zip.vocab.learner import learn
 from mlx_zip.vocab.packs import Pack, save_pack
 
 NAME = "llama_transformer_tied_lora"
-PHRASES = ["a cat and a dog sat on the mat", "the dog sat on the cat, and the cat",
-           "the cat sat on the mat and the cat sat",
-           "the mat on the cat and the dog on it"]  # fmt: skip
+PHRASES = [
+    "a cat and a dog sat on the mat",
+    "the dog sat on the cat, and the cat",
+    "the cat sat on the mat and the cat sat",
+    "the mat on the cat and the dog on it",
+]
 TEXTS = [f"{phrase} and {phrase} and {phrase}" for phrase in PHRASES]
 FIRST, SIZE, OPENING, TOKENS = 40, 3, 6, 10
 
@@ -59,8 +62,10 @@ def test_a_line_per_start_holds_what_the_library_measures(flags, tmp_path, capsy
     learned = learn(model.config.codec_params, ids, SIZE).entries
     own = tuple((FIRST, FIRST + n) for n in range(1, SIZE + 1))
     assert [(line["curve"], line["pack"], line["entries"]) for line in lines] == [
-        ("empty", None, 0), ("learned", None, len(learned)), ("own", "own.npz", SIZE),
-    ]  # fmt: skip
+        ("empty", None, 0),
+        ("learned", None, len(learned)),
+        ("own", "own.npz", SIZE),
+    ]
     assert learned
     windows = cut_windows(tokenizer, held_out, 1024)
     control = measure_bits(base, windows).bits_per_byte

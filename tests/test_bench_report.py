@@ -15,8 +15,10 @@ from mlx_zip.errors import MlxZipError
 
 H100 = {
     "device": {"device": "cuda", "chip": "NVIDIA H100", "load_average": 0.1, "preloaded": [], "threads": {}},
-    "time": "2026-03-09T10:00:00+00:00", "run": "b", "machine": "Linux, a server, 64 cores",
-}  # fmt: skip
+    "time": "2026-03-09T10:00:00+00:00",
+    "run": "b",
+    "machine": "Linux, a server, 64 cores",
+}
 
 
 def written(tmp_path, *records, name="records.jsonl"):

@@ -246,8 +246,11 @@ def test_a_line_per_tokenizer_and_domain_says_what_was_measured(capsys, text, tm
     flags = ["--tokenizers", write_pair(tmp_path), write_folder(tmp_path / "mini"), "--text", f"web={plain}"]
     found = lines(capsys, *flags, f"chat={text}", f"web={plain}", "--windows", 8, "--merge-sizes", 1, 3)
     assert [(line["tokenizer"]["name"], line["domain"]) for line in found] == [
-        (tmp_path.name, "web"), (tmp_path.name, "chat"), ("mini", "web"), ("mini", "chat"),
-    ]  # fmt: skip
+        (tmp_path.name, "web"),
+        (tmp_path.name, "chat"),
+        ("mini", "web"),
+        ("mini", "chat"),
+    ]
     assert found[0]["text"]["files"] == ["plain.txt", "plain.txt"]
     assert found[0]["text"]["bytes"] == 2 * len(TEXT)
     assert counts_of(found[0], 8, 1, 2048)["ids"] == found[0]["base_ids"]
@@ -264,8 +267,9 @@ def test_of_codebooks_that_no_window_can_fill_one_is_measured():
 def test_the_limit_cuts_each_domain_by_bytes(text):
     corpora = read_domains([f"web={text}", f"chat={text}"], 100)
     assert {domain: (corpus.n_bytes, corpus.cut) for domain, corpus in corpora.items()} == {
-        "web": (100, True), "chat": (100, True),
-    }  # fmt: skip
+        "web": (100, True),
+        "chat": (100, True),
+    }
 
 
 def test_texts_may_be_zipped_and_have_fields_of_other_names(text, tmp_path):

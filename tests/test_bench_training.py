@@ -21,8 +21,22 @@ from mlx_zip.training.batches import make_batch
 from mlx_zip.training.settings import TrainSettings
 from mlx_zip.training.shards import Shards
 
-TINY = ["--context", "24", "--batch-size", "2", "--batches", "1", "--trials", "2", "--prepare-ids", "600",
-        "--memory-steps", "2", "--encoder-layers", "1"]  # fmt: skip
+TINY = [
+    "--context",
+    "24",
+    "--batch-size",
+    "2",
+    "--batches",
+    "1",
+    "--trials",
+    "2",
+    "--prepare-ids",
+    "600",
+    "--memory-steps",
+    "2",
+    "--encoder-layers",
+    "1",
+]
 
 
 def parse(*flags: object) -> argparse.Namespace:

@@ -198,9 +198,12 @@ def test_in_mlx_lms_own_loop_it_is_a_logits_processor():
     cache = model.make_cache()
     prompt = Codebook(model.config.codec_params).compress(tiny.base_ids(50))
     steps = generate_step(
-        mx.array(prompt.astype(np.int32)), model, max_tokens=60, prompt_cache=cache,
+        mx.array(prompt.astype(np.int32)),
+        model,
+        max_tokens=60,
+        prompt_cache=cache,
         logits_processors=[CanonicalDecoding(cache[-1].books[0])],
-    )  # fmt: skip
+    )
     found = [token for token, _ in steps]
     assert ids(run(model, max_tokens=500))[:60] == found
     assert ids(run(tiny.tiny_model(), max_tokens=500))[:60] != found
@@ -278,8 +281,10 @@ def test_the_config_says_so_and_reads_it_back():
 def test_loading_may_choose_otherwise_than_the_config():
     folder = tiny_text.converted("llama_transformer_tied_lora")
     assert [load(str(folder), canonical=chosen)[0].config.canonical for chosen in (None, True, False)] == [
-        False, True, False,
-    ]  # fmt: skip
+        False,
+        True,
+        False,
+    ]
 
 
 def test_a_converted_model_keeps_what_its_config_says_until_it_is_converted_otherwise(tmp_path):
@@ -328,5 +333,6 @@ def test_an_evaluation_says_whether_other_ids_had_probability(tmp_path, capsys):
         bits[flag] = model["text"]["bits_per_byte"]
     assert bits["--canonical"] < bits["--no-canonical"]
     assert [line.split()[-1] for line in capsys.readouterr().out.splitlines() if "canonical dec" in line] == [
-        "yes", "no",
-    ]  # fmt: skip
+        "yes",
+        "no",
+    ]

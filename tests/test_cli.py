@@ -151,13 +151,16 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize(("choice", "out", "no_color", "coloured"), [
-    ("auto", Terminal(), "", True),
-    ("auto", Terminal(), "1", False),
-    ("auto", io.StringIO(), "", False),
-    ("always", io.StringIO(), "1", True),
-    ("never", Terminal(), "", False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("choice", "out", "no_color", "coloured"),
+    [
+        ("auto", Terminal(), "", True),
+        ("auto", Terminal(), "1", False),
+        ("auto", io.StringIO(), "", False),
+        ("always", io.StringIO(), "1", True),
+        ("never", Terminal(), "", False),
+    ],
+)
 def test_colour_is_for_terminals_and_yields_to_no_color(choice, out, no_color, coloured, monkeypatch):
     monkeypatch.setenv("NO_COLOR", no_color)
     assert generation._coloured(choice, out) is coloured
@@ -226,38 +229,41 @@ def test_a_bench_that_cannot_run_is_one_line(flags, capsys):
     assert capsys.readouterr().err.startswith(f"error: {flags[0]} ")
 
 
-@pytest.mark.parametrize(("flags", "named"), [
-    (["--max-kv-size", 512], "--max-kv-size cannot be used"),
-    (["--max-kv-size", 0], "--max-kv-size cannot be used"),
-    (["--prompt", "a\udcff"], "not valid Unicode"),
-    (["--logit-bias", '{"²": 1}'], "--logit-bias"),
-    (["--extra-eos-token", "①"], "--extra-eos-token"),
-    (["--draft-model", "x"], "--draft-model cannot be used"),
-    (["--num-draft-tokens", 3], "--num-draft-tokens cannot be used"),
-    (["--image", "a.png"], "--image cannot be used"),
-    (["-qa"], "--quantize-activations cannot be used"),
-    (["--prompt", ""], "the prompt is empty"),
-    (["--max-tokens", 0], "--max-tokens"),
-    (["--top-k", 100_000], "--top-k"),
-    (["--temp", -1], "--temp"),
-    (["--stop", ""], "--stop"),
-    (["--kv-bits", 9], "--kv-bits"),
-    (["--logit-bias", "{"], "--logit-bias is not valid JSON"),
-    (["--logit-bias", "[1]"], "--logit-bias must be a JSON map"),
-    (["--logit-bias", '{"a": 1}'], "--logit-bias"),
-    (["--logit-bias", '{"1": 1' + "0" * 400 + "}"], "--logit-bias: a number is too long"),
-    (["--logit-bias", "[" * 100_000], "--logit-bias is not valid JSON"),
-    (["--chat-template-config", '{"messages": 1}'], "--chat-template-config: messages cannot be set"),
-    (["--chat-template-config", '{"tools": 5}'], "the chat template cannot render"),
-    (["--repetition-penalty", 2, "--repetition-context-size", 10**23], "--repetition-context-size"),
-    (["--extra-eos-token", "9" * 5000], "--extra-eos-token"),
-    (["--revision", "main"], "revision (--revision) main does not apply"),
-    (["--chat-template-config", "nope"], "--chat-template-config is not valid JSON"),
-    (["--extra-eos-token", "<|nonesuch|>"], "--extra-eos-token"),
-    (["--ignore-chat-template", "--system-prompt", "a"], "--system-prompt needs a chat template"),
-    (["--prompt-cache-file", "/no/such"], "--prompt-cache-file /no/such: no such file"),
-    (["--prompt", "word " * 3000], "context has 1024"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--max-kv-size", 512], "--max-kv-size cannot be used"),
+        (["--max-kv-size", 0], "--max-kv-size cannot be used"),
+        (["--prompt", "a\udcff"], "not valid Unicode"),
+        (["--logit-bias", '{"²": 1}'], "--logit-bias"),
+        (["--extra-eos-token", "①"], "--extra-eos-token"),
+        (["--draft-model", "x"], "--draft-model cannot be used"),
+        (["--num-draft-tokens", 3], "--num-draft-tokens cannot be used"),
+        (["--image", "a.png"], "--image cannot be used"),
+        (["-qa"], "--quantize-activations cannot be used"),
+        (["--prompt", ""], "the prompt is empty"),
+        (["--max-tokens", 0], "--max-tokens"),
+        (["--top-k", 100_000], "--top-k"),
+        (["--temp", -1], "--temp"),
+        (["--stop", ""], "--stop"),
+        (["--kv-bits", 9], "--kv-bits"),
+        (["--logit-bias", "{"], "--logit-bias is not valid JSON"),
+        (["--logit-bias", "[1]"], "--logit-bias must be a JSON map"),
+        (["--logit-bias", '{"a": 1}'], "--logit-bias"),
+        (["--logit-bias", '{"1": 1' + "0" * 400 + "}"], "--logit-bias: a number is too long"),
+        (["--logit-bias", "[" * 100_000], "--logit-bias is not valid JSON"),
+        (["--chat-template-config", '{"messages": 1}'], "--chat-template-config: messages cannot be set"),
+        (["--chat-template-config", '{"tools": 5}'], "the chat template cannot render"),
+        (["--repetition-penalty", 2, "--repetition-context-size", 10**23], "--repetition-context-size"),
+        (["--extra-eos-token", "9" * 5000], "--extra-eos-token"),
+        (["--revision", "main"], "revision (--revision) main does not apply"),
+        (["--chat-template-config", "nope"], "--chat-template-config is not valid JSON"),
+        (["--extra-eos-token", "<|nonesuch|>"], "--extra-eos-token"),
+        (["--ignore-chat-template", "--system-prompt", "a"], "--system-prompt needs a chat template"),
+        (["--prompt-cache-file", "/no/such"], "--prompt-cache-file /no/such: no such file"),
+        (["--prompt", "word " * 3000], "context has 1024"),
+    ],
+)
 def test_a_bad_request_is_one_line_that_names_the_flag(run, flags, named):
     status, _, err = run(*flags)
     assert (status, err.count("\n"), err.startswith("error: "), named in err) == (2, 1, True, True)

@@ -81,15 +81,18 @@ def test_compress_prints_a_table(run, text_file, model):
     assert len(out.splitlines()) == 3 + 2 + 3
 
 
-@pytest.mark.parametrize(("flags", "named"), [
-    (["/no/such", "--tokenizer", "MODEL"], "/no/such: No such file"),
-    (["BAD", "--tokenizer", "MODEL"], "is not valid UTF-8 at byte 0"),
-    (["EMPTY", "--tokenizer", "MODEL"], "is empty"),
-    (["TEXT", "--tokenizer", "BAD"], "--tokenizer"),
-    (["TEXT", "--tokenizer", "nobody/nothing"], "--tokenizer nobody/nothing"),
-    (["TEXT", "--tokenizer", "MODEL", "--window", "0"], "--window"),
-    (["TEXT", "--tokenizer", "MODEL", "--merge-size", "99"], "merge"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["/no/such", "--tokenizer", "MODEL"], "/no/such: No such file"),
+        (["BAD", "--tokenizer", "MODEL"], "is not valid UTF-8 at byte 0"),
+        (["EMPTY", "--tokenizer", "MODEL"], "is empty"),
+        (["TEXT", "--tokenizer", "BAD"], "--tokenizer"),
+        (["TEXT", "--tokenizer", "nobody/nothing"], "--tokenizer nobody/nothing"),
+        (["TEXT", "--tokenizer", "MODEL", "--window", "0"], "--window"),
+        (["TEXT", "--tokenizer", "MODEL", "--merge-size", "99"], "merge"),
+    ],
+)
 def test_what_cannot_be_compressed_is_one_line(run, flags, named, tmp_path, text_file, model):
     (tmp_path / "bad").write_bytes(b"\xff\xfe")
     (tmp_path / "empty").write_bytes(b"")

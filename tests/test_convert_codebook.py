@@ -171,8 +171,10 @@ def test_a_folder_whose_weights_were_exchanged_names_its_pack(tuned: Path, tmp_p
     folder = tmp_path / "model"
     shutil.copytree(tuned, folder)
     weights: Any = mx.load(str(folder / "model.safetensors"))
-    mx.save_safetensors(str(tmp_path / "model.safetensors"), {name: -value if "norm" in name else value
-                                                              for name, value in weights.items()})  # fmt: skip
+    mx.save_safetensors(
+        str(tmp_path / "model.safetensors"),
+        {name: -value if "norm" in name else value for name, value in weights.items()},
+    )
     shutil.move(tmp_path / "model.safetensors", folder / "model.safetensors")
     with pytest.raises(ModelError, match=r"pack\.npz: .*tuned for another model.*or delete it"):
         load(str(folder))

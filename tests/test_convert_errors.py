@@ -36,6 +36,7 @@ def assert_refused(tmp_path: Path, culprit: str, **options: Any) -> None:
 
 # ---- tensors
 
+
 def ones(*shape: Any) -> np.ndarray:
     return np.ones(*shape, np.float32)
 

@@ -206,8 +206,11 @@ def test_requests_with_other_options_are_answered_in_their_own_order():
     whole = "".join(r.text for r in stream_generate(MODEL, TOKENIZER, encoded(CONTEXT), max_tokens=30))
     stop = whole[5:7]
     cut = whole[: whole.index(stop)]
-    arguments = [(CONTEXT, {"until": [stop], "max_gen_toks": 30}), (CONTEXT, {"max_gen_toks": 30}),
-                 (CONTEXT, {"until": stop, "max_gen_toks": 30})]  # fmt: skip
+    arguments = [
+        (CONTEXT, {"until": [stop], "max_gen_toks": 30}),
+        (CONTEXT, {"max_gen_toks": 30}),
+        (CONTEXT, {"until": stop, "max_gen_toks": 30}),
+    ]
     assert generated(lm, *arguments) == [cut, whole, cut]
 
 

@@ -114,22 +114,39 @@ def test_a_large_decoder_is_split_into_shards_with_an_index(tmp_path: Path, monk
 def test_the_folder_holds_what_the_package_reads_and_nothing_of_ours(tmp_path: Path) -> None:
     out = export(converted(tmp_path), tmp_path / "out")
     assert {path.name for path in out.iterdir()} == {
-        "README.md", "config.json", "model.safetensors", "model.safetensors.index.json", "tokenizer.json",
-        "tokenizer_config.json", "zip2zip_config.json", "zip2zip_encoders.safetensors",
-    }  # fmt: skip
+        "README.md",
+        "config.json",
+        "model.safetensors",
+        "model.safetensors.index.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "zip2zip_config.json",
+        "zip2zip_encoders.safetensors",
+    }
     made = json.loads((out / "zip2zip_config.json").read_text())
     assert (made["format_version"], made["base_model_name_or_path"]) == (2, ".")
     assert made.keys() == {
-        "format_version", "base_model_name_or_path", "position_mode", "encoder_type", "encoder", "compression",
-    }  # fmt: skip
+        "format_version",
+        "base_model_name_or_path",
+        "position_mode",
+        "encoder_type",
+        "encoder",
+        "compression",
+    }
     original = json.loads((tmp_path / "src" / "zip2zip_config.json").read_text())
     assert made["compression"] == original["compression"]
     assert ZipConfig.from_dict(made, pad_id=2).encoder == ZipConfig.from_dict(original, pad_id=2).encoder
 
 
 def test_the_decoders_config_is_the_base_models_own(tmp_path: Path) -> None:
-    rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 64}  # fmt: skip
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 5e5,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
     model = converted(tmp_path, rope_theta=None, rope_parameters=rope, architectures=["LlamaForCausalLM"])
     found = config_of(export(model, tmp_path / "out"))
     expected = json.loads((tmp_path / "src" / "base" / "config.json").read_text())

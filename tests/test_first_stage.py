@@ -32,8 +32,12 @@ def files(tmp_path, folder):
     """A file of each kind, plain and compressed -> (kind, path) pairs."""
     listed = tmp_path / "tokens.json"
     listed.write_text(json.dumps([token.hex() for token in tokens()]))
-    plain = {"tokenizer": folder / "tokenizer.json", "merges": write_pair(tmp_path).with_name("vocab.bpe"),
-             "ranks": write_ranks(tmp_path), "hex": listed}  # fmt: skip
+    plain = {
+        "tokenizer": folder / "tokenizer.json",
+        "merges": write_pair(tmp_path).with_name("vocab.bpe"),
+        "ranks": write_ranks(tmp_path),
+        "hex": listed,
+    }
     for path in list(plain.values()):
         (tmp_path / f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes()))
     return [*plain.items(), *((kind, tmp_path / f"{path.name}.gz") for kind, path in plain.items())]

@@ -218,21 +218,24 @@ def test_a_cache_of_another_kind_of_model_is_refused():
 # ---- requests that cannot be met
 
 
-@pytest.mark.parametrize(("options", "named"), [
-    ({"prompt": []}, "empty"),
-    ({"prompt": ""}, "empty"),
-    ({"prompt": [3, V]}, f"prompt id {V} at index 1"),
-    ({"prompt": [-1]}, "prompt id -1"),
-    ({"prompt": [3] * 10_000}, "the model's context has 512"),
-    ({"max_tokens": 0}, "--max-tokens"),
-    ({"max_tokens": -2}, "--max-tokens"),
-    ({"prefill_step_size": 0}, "--prefill-step-size"),
-    ({"kv_bits": 7}, "--kv-bits"),
-    ({"kv_bits": 4, "kv_group_size": 48}, "--kv-group-size"),
-    ({"kv_bits": 4, "kv_group_size": 64}, "does not divide the head width 16"),
-    ({"top_k": 10_000}, "--top-k"),
-    ({"stop": [""]}, "--stop"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"prompt": []}, "empty"),
+        ({"prompt": ""}, "empty"),
+        ({"prompt": [3, V]}, f"prompt id {V} at index 1"),
+        ({"prompt": [-1]}, "prompt id -1"),
+        ({"prompt": [3] * 10_000}, "the model's context has 512"),
+        ({"max_tokens": 0}, "--max-tokens"),
+        ({"max_tokens": -2}, "--max-tokens"),
+        ({"prefill_step_size": 0}, "--prefill-step-size"),
+        ({"kv_bits": 7}, "--kv-bits"),
+        ({"kv_bits": 4, "kv_group_size": 48}, "--kv-group-size"),
+        ({"kv_bits": 4, "kv_group_size": 64}, "does not divide the head width 16"),
+        ({"top_k": 10_000}, "--top-k"),
+        ({"stop": [""]}, "--stop"),
+    ],
+)
 def test_a_bad_request_is_refused_before_anything_runs(options, named):
     cache = MODEL.make_cache()
     with pytest.raises(GenerationError, match=named):

@@ -58,11 +58,14 @@ def test_a_name_too_long_for_a_file_is_no_model():
         load("x" * 5000)
 
 
-@pytest.mark.parametrize(("file", "text"), [
-    ("config.json", "[" * 100_000),
-    ("tokenizer_config.json", "[]"),
-    ("generation_config.json", "null"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("config.json", "[" * 100_000),
+        ("tokenizer_config.json", "[]"),
+        ("generation_config.json", "null"),
+    ],
+)
 def test_a_file_that_holds_something_else_is_refused(file, text, model):
     (model / file).write_text(text)
     with pytest.raises(ModelError, match="cannot"):
@@ -157,8 +160,14 @@ def test_scaling_is_taken_out_of_rope_parameters():
 
 
 def test_longrope_and_its_original_context_are_taken_out_of_rope_parameters():
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0], "long_factor": [2.0],
-            "original_max_position_embeddings": 4096, "partial_rotary_factor": 0.75}  # fmt: skip
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0],
+        "long_factor": [2.0],
+        "original_max_position_embeddings": 4096,
+        "partial_rotary_factor": 0.75,
+    }
     filled = rope_settings({"model_type": "phi3", "rope_parameters": rope})
     assert (filled["original_max_position_embeddings"], filled["partial_rotary_factor"]) == (4096, 0.75)
 
@@ -191,11 +200,14 @@ def test_the_text_part_of_a_larger_model_is_filled_too():
     assert filled == {"text_config": {**text, "rope_theta": 5e5}}
 
 
-@pytest.mark.parametrize(("kind", "rope"), [
-    ("llama", {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}),
-    ("gemma", {"rope_theta": 1e4, **LLAMA3}),
-    ("llama", {"full_attention": {"rope_theta": 1e4}}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "rope"),
+    [
+        ("llama", {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}),
+        ("gemma", {"rope_theta": 1e4, **LLAMA3}),
+        ("llama", {"full_attention": {"rope_theta": 1e4}}),
+    ],
+)
 def test_rope_parameters_that_a_class_cannot_take_are_refused(kind, rope):
     with pytest.raises(ModelError, match="rope_parameters"):
         rope_settings({"model_type": kind, "rope_parameters": rope})

@@ -138,12 +138,27 @@ def test_the_largest_bias_fits_the_narrowest_logits():
 
 
 OUT_OF_RANGE = [
-    ("temp", -0.1), ("temp", float("nan")), ("temp", float("inf")), ("top_p", 1.1), ("top_p", -0.1), ("min_p", 2),
-    ("min_tokens_to_keep", 0), ("top_k", -1), ("top_k", 1.5), ("xtc_probability", 1.2), ("xtc_threshold", 0.6),
-    ("repetition_penalty", 0), ("repetition_penalty", -1.0), ("repetition_context_size", 0),
-    ("presence_penalty", float("nan")), ("frequency_context_size", -3), ("seed", -1), ("logit_bias", {3: float("nan")}),
-    ("logit_bias", {3: float("inf")}), ("logit_bias", {3: 1e4}),
-]  # fmt: skip
+    ("temp", -0.1),
+    ("temp", float("nan")),
+    ("temp", float("inf")),
+    ("top_p", 1.1),
+    ("top_p", -0.1),
+    ("min_p", 2),
+    ("min_tokens_to_keep", 0),
+    ("top_k", -1),
+    ("top_k", 1.5),
+    ("xtc_probability", 1.2),
+    ("xtc_threshold", 0.6),
+    ("repetition_penalty", 0),
+    ("repetition_penalty", -1.0),
+    ("repetition_context_size", 0),
+    ("presence_penalty", float("nan")),
+    ("frequency_context_size", -3),
+    ("seed", -1),
+    ("logit_bias", {3: float("nan")}),
+    ("logit_bias", {3: float("inf")}),
+    ("logit_bias", {3: 1e4}),
+]
 
 
 @pytest.mark.parametrize(("name", "value"), OUT_OF_RANGE)
@@ -158,9 +173,16 @@ def test_a_count_as_wide_as_the_logits_is_refused(name):
         Sampling(temp=1.0, **{name: WIDTH}).make_sampler(WIDTH, [])
 
 
-@pytest.mark.parametrize("options", [
-    {"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}, {"min_p": 0.5, "min_tokens_to_keep": 3}, {"xtc_probability": 1.0},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"top_k": 5},
+        {"top_p": 0.9},
+        {"min_p": 0.1},
+        {"min_p": 0.5, "min_tokens_to_keep": 3},
+        {"xtc_probability": 1.0},
+    ],
+)
 def test_no_sampler_chooses_a_closed_column(options):
     state = read(tiny.base_ids(60))
     logits = mx.array(np.repeat(some_logits(state), 200, axis=0))

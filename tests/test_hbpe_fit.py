@@ -110,10 +110,12 @@ def test_a_run_that_was_stopped_goes_on_and_leaves_the_same_model(run, tmp_path,
 @pytest.mark.parametrize(
     ("texts", "options", "settings", "culprits"),
     [
-        (TEXTS[:-1], {}, {}, "data"), (TEXTS, {"context": 4, "mode": "full"}, {}, "context, mode"),
-        (TEXTS, {"latent": Tower(1, 32, 24, 2)}, {}, "latent"), (TEXTS, {}, {"iters": 5, "seed": 1}, "iters, seed"),
+        (TEXTS[:-1], {}, {}, "data"),
+        (TEXTS, {"context": 4, "mode": "full"}, {}, "context, mode"),
+        (TEXTS, {"latent": Tower(1, 32, 24, 2)}, {}, "latent"),
+        (TEXTS, {}, {"iters": 5, "seed": 1}, "iters, seed"),
     ],
-)  # fmt: skip
+)
 def test_a_run_of_other_texts_or_settings_is_not_gone_on_with(run, texts, options, settings, culprits):
     with pytest.raises(TrainingError, match=rf"holds another run \({culprits}\); choose another RUN"):
         fit(texts, replace(OPTIONS, **options), replace(SETTINGS, **settings), run)
@@ -173,10 +175,14 @@ def flipped(name, at):
         (changed("config.json", lambda c: c["sizes"].update(symbols=0)), "symbols must be an integer from 257"),
         (changed("config.json", lambda c: c["sizes"].update(patch_size=5)), "patches of 5 out of"),
         (changed("config.json", lambda c: c["sizes"]["latent"].update(width=32)), "does not hold the weights"),
-        (lambda folder: PatchText.learn(learn_tokenizer(TEXTS, 262), 4).tokenizer.save(str(folder / "tokenizer.json")),
-         "model: the table was made for another tokenizer"),
+        (
+            lambda folder: PatchText.learn(learn_tokenizer(TEXTS, 262), 4).tokenizer.save(
+                str(folder / "tokenizer.json")
+            ),
+            "model: the table was made for another tokenizer",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_damaged_or_foreign_folder_is_one_line(folder, capsys, damage, message):
     damage(folder)
     with pytest.raises(MlxZipError, match=message):
@@ -203,8 +209,9 @@ def test_bits_per_byte_count_every_byte_of_every_text(run):
     assert told["bits_per_byte"] == pytest.approx(nats / np.log(2) / n_bytes, rel=1e-5)
     assert told["fertility"] == pytest.approx(len(ids) / sum(len(text.split()) for text in TEXTS[:3]))
     config, rate = saved.model.config, n_bytes / len(ids)
-    whole = hierarchical_flops(saved.context * rate, rate, config.latent, config.local, config.symbols,
-                               told["symbols_per_patch"])  # fmt: skip
+    whole = hierarchical_flops(
+        saved.context * rate, rate, config.latent, config.local, config.symbols, told["symbols_per_patch"]
+    )
     assert told["forward_flops_per_byte"] == pytest.approx(whole / (saved.context * rate))
 
 
@@ -253,8 +260,22 @@ def command(capsys):
     return vocab
 
 
-SMALL = ("--vocab-size", 270, "--patch-size", 4, "--context", 8, "--latent", "1,16,24,2", "--local", "1,8,12,2",
-         "--iters", 4, "--batch-size", 2)  # fmt: skip
+SMALL = (
+    "--vocab-size",
+    270,
+    "--patch-size",
+    4,
+    "--context",
+    8,
+    "--latent",
+    "1,16,24,2",
+    "--local",
+    "1,8,12,2",
+    "--iters",
+    4,
+    "--batch-size",
+    2,
+)
 
 
 @pytest.fixture

@@ -136,10 +136,14 @@ def test_greedy_generation_is_what_the_full_forward_would_choose(model, prompt):
 
 def test_the_large_model_runs_once_per_patch(model, monkeypatch):
     lengths, latent = [], model.latent
-    model.latent = type("Counted", (), {
-        "make_cache": lambda self: latent.make_cache(),
-        "__call__": lambda self, x, mask, cache: lengths.append(x.shape[1]) or latent(x, mask, cache),
-    })()  # fmt: skip
+    model.latent = type(
+        "Counted",
+        (),
+        {
+            "make_cache": lambda self: latent.make_cache(),
+            "__call__": lambda self, x, mask, cache: lengths.append(x.shape[1]) or latent(x, mask, cache),
+        },
+    )()
     patches = list(generate_patches(model, TABLE.merges, [[97, MARK]] * 3, max_patches=5))
     assert lengths == [4] + [1] * (len(patches) - 1)
 

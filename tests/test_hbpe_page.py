@@ -10,12 +10,24 @@ from mlx_zip.bench import hbpe_page
 from mlx_zip.bench.svg import Curve, Panel, drawn, ticks
 
 LINE = {
-    "recipe": "table2", "model": "plain", "parameters": 615072, "processor_s": 60.2, "steps": 900,
-    "train_bytes_seen": 936000, "fertility": 1.26, "forward_flops_per_byte": 291271, "bits_per_byte": 1.0567,
-    "bytes_per_unit": 4.05, "symbols_per_unit": None, "vocab_size": 4096, "config": {"vocab_size": 4097},
-    "curve": [{"train_bytes": 500000, "processor_s": 30.0, "bits_per_byte": 1.5},
-              {"train_bytes": 936000, "processor_s": 60.2, "bits_per_byte": 1.0567}],
-}  # fmt: skip
+    "recipe": "table2",
+    "model": "plain",
+    "parameters": 615072,
+    "processor_s": 60.2,
+    "steps": 900,
+    "train_bytes_seen": 936000,
+    "fertility": 1.26,
+    "forward_flops_per_byte": 291271,
+    "bits_per_byte": 1.0567,
+    "bytes_per_unit": 4.05,
+    "symbols_per_unit": None,
+    "vocab_size": 4096,
+    "config": {"vocab_size": 4097},
+    "curve": [
+        {"train_bytes": 500000, "processor_s": 30.0, "bits_per_byte": 1.5},
+        {"train_bytes": 936000, "processor_s": 60.2, "bits_per_byte": 1.0567},
+    ],
+}
 CONFIG = {"patch_size": 8, "symbols": 331, "local": {"layers": 2, "width": 48}}
 SIZED = {**LINE, "model": "patches", "symbols_per_unit": 4.97, "config": CONFIG}
 

@@ -134,8 +134,10 @@ def test_another_run_does_not_go_on_from_its_checkpoints(tmp_path, corpus, plain
     other = TrainSettings(**{**SETTINGS.to_dict(), "learning_rate": 0.02})
     shorter = Corpus(corpus.ids[:-1], BYTES, TABLE.rows)
     for model, data, settings in (
-        (patch_model(), corpus, other), (patch_model(), shorter, SETTINGS), (plain_model(), plain_corpus, SETTINGS),
-    ):  # fmt: skip
+        (patch_model(), corpus, other),
+        (patch_model(), shorter, SETTINGS),
+        (plain_model(), plain_corpus, SETTINGS),
+    ):
         with pytest.raises(TrainingError, match="belongs to another"):
             train(model, data, settings, tmp_path)
 

@@ -37,9 +37,15 @@ HEAVY = {  # where a library that is large or optional may be imported; the decl
     "mlx": {"hyper", "state", "models", *LOOPS, "converters", "bench", *DOORS},
     "mlx_lm": {"tokenizer", "models", *LOOPS, "converters", "bench", *DOORS},
 }
-DISTRIBUTIONS = {"mlx_lm": "mlx-lm", "zip2zip": None, "zip2zip_compression": None,
-                 "tokenizers": "mlx-lm", "transformers": "mlx-lm",
-                 "jinja2": "mlx-lm", "yaml": "mlx-lm"}  # fmt: skip
+DISTRIBUTIONS = {
+    "mlx_lm": "mlx-lm",
+    "zip2zip": None,
+    "zip2zip_compression": None,
+    "tokenizers": "mlx-lm",
+    "transformers": "mlx-lm",
+    "jinja2": "mlx-lm",
+    "yaml": "mlx-lm",
+}
 
 
 @cache

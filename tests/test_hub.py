@@ -264,9 +264,7 @@ def test_a_plain_model_is_refused_before_its_weights_are_downloaded(server: Stan
 def test_what_the_hub_does_not_have_is_one_line(flags: tuple[str, ...], server: StandIn, tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "src", self_contained=True)
     server.add("lab/zip", tmp_path / "src")
-    error = refused(
-        tmp_path / "home", "--mlx-path", str(tmp_path / "out"), "--hf-path", *flags, HF_ENDPOINT=server.url
-    )
+    error = refused(tmp_path / "home", "--mlx-path", str(tmp_path / "out"), "--hf-path", *flags, HF_ENDPOINT=server.url)
     assert f"{flags[0]} is not a folder, and the hub did not give it" in error
 
 

@@ -120,11 +120,35 @@ GOOD = pickled_args(encoder_causal=True)
 
 @pytest.mark.parametrize(
     "code",
-    [b"", b".", GOOD[:-1], GOOD[: len(GOOD) // 2], b"\x80\x02}X\x05\x00\x00\x00ab.", b"\x80\x02u.", b"\x80\x02(K\x01u.",
-     b"\x80\x02K\x01K\x02a.", b"\x80\x02K\x01}b.", b"h\x05.", b"\x82\x01.", b"\x80\x02" + b"(" * 9 + b"e."],
-    ids=["empty", "nothing", "no stop", "half", "short string", "no mark", "not a dict", "append to int",
-         "state of dict", "memo", "extension", "marks"],
-)  # fmt: skip
+    [
+        b"",
+        b".",
+        GOOD[:-1],
+        GOOD[: len(GOOD) // 2],
+        b"\x80\x02}X\x05\x00\x00\x00ab.",
+        b"\x80\x02u.",
+        b"\x80\x02(K\x01u.",
+        b"\x80\x02K\x01K\x02a.",
+        b"\x80\x02K\x01}b.",
+        b"h\x05.",
+        b"\x82\x01.",
+        b"\x80\x02" + b"(" * 9 + b"e.",
+    ],
+    ids=[
+        "empty",
+        "nothing",
+        "no stop",
+        "half",
+        "short string",
+        "no mark",
+        "not a dict",
+        "append to int",
+        "state of dict",
+        "memo",
+        "extension",
+        "marks",
+    ],
+)
 def test_a_malformed_pickle_is_an_error(code: bytes, tmp_path: Path) -> None:
     write_meta(tmp_path / "meta.pt", code)
     with pytest.raises(ConversionError, match=r"meta\.pt is malformed"):

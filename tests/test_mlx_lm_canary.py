@@ -16,10 +16,20 @@ from mlx_zip.state import ZipState
 
 GOLDEN = Path(__file__).parent / "golden"
 SIZES = {
-    "model_type": "any", "hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 24, "head_dim": 8,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "rms_norm_eps": 1e-6, "vocab_size": 32, "rope_theta": 1e4,
-    "max_position_embeddings": 64, "tie_word_embeddings": True, "query_pre_attn_scalar": 8,
-}  # fmt: skip
+    "model_type": "any",
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "intermediate_size": 24,
+    "head_dim": 8,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 32,
+    "rope_theta": 1e4,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 8,
+}
 MODULES = sorted({family.module for family in FAMILIES.values()})
 
 
@@ -140,9 +150,16 @@ def test_generate_step_takes_what_we_pass():
     from mlx_lm.generate import generate_step
 
     assert {
-        "max_tokens", "sampler", "logits_processors", "prompt_cache", "prefill_step_size", "kv_bits", "kv_group_size",
-        "quantized_kv_start", "prompt_progress_callback",
-    } <= parameters(generate_step)  # fmt: skip
+        "max_tokens",
+        "sampler",
+        "logits_processors",
+        "prompt_cache",
+        "prefill_step_size",
+        "kv_bits",
+        "kv_group_size",
+        "quantized_kv_start",
+        "prompt_progress_callback",
+    } <= parameters(generate_step)
 
 
 def test_generation_runs_on_a_stream_and_under_a_wired_limit_of_mlx_lm():
@@ -168,18 +185,29 @@ def test_samplers_take_what_we_pass_in_this_order():
     from mlx_lm.sample_utils import make_sampler
 
     assert list(inspect.signature(make_sampler).parameters)[:8] == [
-        "temp", "top_p", "min_p", "min_tokens_to_keep", "top_k", "xtc_probability", "xtc_threshold",
+        "temp",
+        "top_p",
+        "min_p",
+        "min_tokens_to_keep",
+        "top_k",
+        "xtc_probability",
+        "xtc_threshold",
         "xtc_special_tokens",
-    ]  # fmt: skip
+    ]
 
 
 def test_logits_processors_take_what_we_pass_in_this_order():
     from mlx_lm.sample_utils import make_logits_processors
 
     assert list(inspect.signature(make_logits_processors).parameters)[:7] == [
-        "logit_bias", "repetition_penalty", "repetition_context_size", "presence_penalty", "presence_context_size",
-        "frequency_penalty", "frequency_context_size",
-    ]  # fmt: skip
+        "logit_bias",
+        "repetition_penalty",
+        "repetition_context_size",
+        "presence_penalty",
+        "presence_context_size",
+        "frequency_penalty",
+        "frequency_context_size",
+    ]
 
 
 def test_each_detokenizer_asked_for_is_a_new_one():

@@ -171,9 +171,7 @@ def test_a_step_ahead_of_the_host_emits_the_same_ids(policy, family, changes):
     for ahead in (False, True):
         mx.random.seed(3)
         sampler, cache = make_sampler(temp=4.0), model.make_cache()
-        emitted = decode_steps(
-            model, prompt, cache, max_steps=60, sampler=sampler, prefill_step_size=8, ahead=ahead
-        )
+        emitted = decode_steps(model, prompt, cache, max_steps=60, sampler=sampler, prefill_step_size=8, ahead=ahead)
         made.append([token for token, _ in emitted])
     assert made[0] == made[1]
     assert sum(one >= VOCAB for one in made[0]) > 5

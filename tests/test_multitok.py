@@ -21,7 +21,7 @@ from mlx_zip.vocab.multitok import (
     renumbered,
     rewrite,
     twin,
-)  # fmt: skip
+)
 from mlx_zip.vocab.multitok.settings import NO_ID
 
 settings.register_profile("untimed", deadline=None)  # a busy machine is no failure

@@ -98,8 +98,13 @@ def test_encode_prints_a_list_of_ids_for_each_sample(run, encoded):
     assert (status, err) == (0, "")
     assert [json.loads(line) for line in out.splitlines()] == expected
     record = json.loads(run("encode", "a.mtok", "some.jsonl", "--window", 2, "--json")[1])
-    assert record == {"samples": 4, "units": 23, "tokens": sum(map(len, expected)),
-                      "ratio": sum(map(len, expected)) / 23, "ids": expected}  # fmt: skip
+    assert record == {
+        "samples": 4,
+        "units": 23,
+        "tokens": sum(map(len, expected)),
+        "ratio": sum(map(len, expected)) / 23,
+        "ids": expected,
+    }
     assert "4 samples" in run("encode", "a.mtok", "some.jsonl", "--window", 2, "--encoded", "ids.jsonl")[1]
     assert encoded("ids.jsonl") == expected
 

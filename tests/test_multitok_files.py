@@ -24,8 +24,10 @@ def test_a_saved_dictionary_loads_to_an_equal_one(tmp_path_factory, corpus, mode
     loaded = Dictionary.load(path)
     assert state(loaded) == state(dictionary)
     assert (loaded.settings, loaded.totals, loaded.pruning) == (
-        dictionary.settings, dictionary.totals, dictionary.pruning,
-    )  # fmt: skip
+        dictionary.settings,
+        dictionary.totals,
+        dictionary.pruning,
+    )
 
 
 @given(corpora(), DRAWS)
@@ -78,10 +80,18 @@ def test_a_file_whose_checksum_is_right_but_whose_content_is_not_is_refused(save
     from mlx_zip.vocab.multitok.files import _digest
 
     line, _, body = saved.read_bytes().partition(b"\n")
-    changes = [{"runs": 1000}, {"runs": True}, {"units": {"kind": "words", "words": ["a", "a", "b"]}}, {"units": 5},
-               {"units": {"kind": "tokens", "size": 0, "fingerprint": ""}}, {"settings": {}}, {"totals": {}},
-               {"pruning": {"at_most": 1, "mode": "other"}}, {"pruning": {"at_most": 1}, "units": None},
-               {"settings": {"window": "3", "first_id": 0, "limit": 50, "unk_id": None}}]  # fmt: skip
+    changes = [
+        {"runs": 1000},
+        {"runs": True},
+        {"units": {"kind": "words", "words": ["a", "a", "b"]}},
+        {"units": 5},
+        {"units": {"kind": "tokens", "size": 0, "fingerprint": ""}},
+        {"settings": {}},
+        {"totals": {}},
+        {"pruning": {"at_most": 1, "mode": "other"}},
+        {"pruning": {"at_most": 1}, "units": None},
+        {"settings": {"window": "3", "first_id": 0, "limit": 50, "unk_id": None}},
+    ]
     for change in changes:
         header = {**json.loads(line), **change}
         header.pop("sha256")

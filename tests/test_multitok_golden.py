@@ -24,15 +24,18 @@ from mlx_zip.vocab.multitok import (
     renumbered,
     rewrite,
     twin,
-)  # fmt: skip
+)
 from mlx_zip.vocab.multitok.settings import NO_ID
 
 HERE = Path(__file__).resolve().parent
 GOLDEN = json.loads((HERE / "golden" / "multitok.json").read_text())
 WHOLE = HERE.parents[1] / "shared" / "golden" / "multitok.json"
 SHIPPED = [case["name"] for case in GOLDEN["cases"]]
-LARGE = ["python source difflib, window 2", "python source difflib, window Max",
-         "cascade: units are ids of another tokenizer"]  # fmt: skip
+LARGE = [
+    "python source difflib, window 2",
+    "python source difflib, window Max",
+    "cascade: units are ids of another tokenizer",
+]
 needs_whole = pytest.mark.skipif(not WHOLE.exists(), reason="needs the larger shared data (golden/multitok.json)")
 
 
@@ -208,9 +211,16 @@ def test_figure_1_of_the_paper():
     ids = dictionary.train(dictionary.number([FIGURE_1]))
     assert ids.lists() == [[2, 1, 5, 7, 4, 6, 3, 10, 12, 8]]
     assert [(id, dictionary.settings.units.shown(run)) for id, run in dictionary.phrases] == [
-        (9, "Alice goes"), (10, "goes to"), (11, "to the"), (12, "the Wonderland"), (13, "Wonderland and"),
-        (14, "and Bob"), (15, "Bob goes"), (16, "goes to the"), (17, "the Wonderland Zoo"),
-    ]  # fmt: skip
+        (9, "Alice goes"),
+        (10, "goes to"),
+        (11, "to the"),
+        (12, "the Wonderland"),
+        (13, "Wonderland and"),
+        (14, "and Bob"),
+        (15, "Bob goes"),
+        (16, "goes to the"),
+        (17, "the Wonderland Zoo"),
+    ]
 
 
 def test_figure_1_needs_phrases_of_three_words():

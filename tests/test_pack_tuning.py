@@ -90,8 +90,12 @@ def test_with_the_encoders_rows_the_loss_is_that_of_training_the_model(family, t
 @pytest.mark.parametrize(("family", "tied", "canonical"), [("llama", False, False), ("gemma", True, True)])
 def test_the_loss_is_what_generation_gives_the_ids_with_these_rows(family, tied, canonical, codebook_size):
     params = replace(CODEC, codebook_size=codebook_size)
-    sizes = {"initial_vocab_size": VOCAB, "max_codebook_size": codebook_size, "max_subtokens": MERGE,
-             "disabled_ids": [0, 1, PAD]}  # fmt: skip
+    sizes = {
+        "initial_vocab_size": VOCAB,
+        "max_codebook_size": codebook_size,
+        "max_subtokens": MERGE,
+        "disabled_ids": [0, 1, PAD],
+    }
     model = tiny_model(family, compression=sizes, tie_encoders=tied, canonical=canonical)
     rows, data = random_rows(model), texts(params, samples=6)
     got = sums_of(PackTrainee(model, *rows), data)
@@ -184,8 +188,11 @@ def test_windows_longer_than_the_models_context_are_refused(tmp_path):
 @pytest.mark.parametrize("change", ["model", "pack", "settings"])
 def test_anothers_run_is_refused(change, tmp_path):
     run_tuning(tmp_path / "run", iters=2)
-    options = {"model": {"model": tiny_model(seed=1)}, "pack": {"pack": Pack(WORDS, "ab" * 32)},
-               "settings": {"learning_rate": 1e-3}}[change]  # fmt: skip
+    options = {
+        "model": {"model": tiny_model(seed=1)},
+        "pack": {"pack": Pack(WORDS, "ab" * 32)},
+        "settings": {"learning_rate": 1e-3},
+    }[change]
     with pytest.raises(TrainingError, match="holds another run"):
         run_tuning(tmp_path / "run", **{"iters": 2, **options})
 
@@ -262,8 +269,24 @@ def learned(run, model, *flags):
     text.write_text("<end>\n".join(TEXT + f"{'on and on ' * (i % 4)}\n" for i in range(60)))
     data = ("--data", text, "--separator", "<end>")
     assert run("vocab", "pack", "learn", *data, "--out", "a.npz", *flags)[0] == 0
-    return ("vocab", "pack", "tune", "a.npz", "--model", model, *data, "--out", "tuned.npz", "--iters", 6,
-            "--batch-size", 4, "--context", 64, "--json")  # fmt: skip
+    return (
+        "vocab",
+        "pack",
+        "tune",
+        "a.npz",
+        "--model",
+        model,
+        *data,
+        "--out",
+        "tuned.npz",
+        "--iters",
+        6,
+        "--batch-size",
+        4,
+        "--context",
+        64,
+        "--json",
+    )
 
 
 def answer(run, model, *flags):
@@ -287,8 +310,19 @@ def test_a_zip2zip_model_is_run_with_a_pack_tuned_for_it_and_another_refuses_it(
     assert tuned["codebook_fingerprint"] == pack.fingerprint
     found = {}
     for file in ("a.npz", "tuned.npz"):
-        status, _, err = run("evaluate", "--model", model, "--data", "text.txt", "--separator", "<end>", "--codebook",
-                             file, "--json", "e.json")  # fmt: skip
+        status, _, err = run(
+            "evaluate",
+            "--model",
+            model,
+            "--data",
+            "text.txt",
+            "--separator",
+            "<end>",
+            "--codebook",
+            file,
+            "--json",
+            "e.json",
+        )
         assert status == 0, err
         found[file] = json.loads(Path("e.json").read_text())["models"][0]["text"]["bits_per_byte"]
     assert found["tuned.npz"] < found["a.npz"]
@@ -328,8 +362,19 @@ def test_a_plain_model_runs_with_a_pack_tuned_for_it(run, mode):
     assert tuned["prompt_ids"] < alone["prompt_ids"]
     assert "codebook_size" not in alone
     assert tuned["codebook_size"] == len(load_pack("tuned.npz").entries)
-    status, out, err = run("evaluate", "--model", plain_folder(Path("other"), seed=1), "--model", model, "--data",
-                           "text.txt", "--codebook", "tuned.npz", "--json", "e.json")  # fmt: skip
+    status, out, err = run(
+        "evaluate",
+        "--model",
+        plain_folder(Path("other"), seed=1),
+        "--model",
+        model,
+        "--data",
+        "text.txt",
+        "--codebook",
+        "tuned.npz",
+        "--json",
+        "e.json",
+    )
     assert status == 0, err
     kinds = [one["kind"] for one in json.loads(Path("e.json").read_text())["models"]]
     assert kinds == ["plain", "plain with a pack"]
@@ -360,13 +405,19 @@ def test_what_cannot_be_tuned_is_an_error_and_nothing_is_written(run):
     model = tiny_text.converted(ZIP_MODEL)
     command = learned(run, model, "--model", model, "--size", 8)
     for flags, told in (
-        (("--codebook-size", 2), "2"), (("--context", 1), "context"), (("--valid-ids", 0), "--valid-ids"),
-        (("--iters", 0), "iters"), (("--most-ids", 5), "--valid"), (("--position-mode", "compressed"), "plain models"),
+        (("--codebook-size", 2), "2"),
+        (("--context", 1), "context"),
+        (("--valid-ids", 0), "--valid-ids"),
+        (("--iters", 0), "iters"),
+        (("--most-ids", 5), "--valid"),
+        (("--position-mode", "compressed"), "plain models"),
         (("--out", "no/x.npz"), "--out no/x.npz"),
-        (("--valid", "nowhere.txt"), "nowhere.txt"), (("--out", "a.npz"), "the same command reads"),
-        (("--run", "tuned.npz"), "--run tuned.npz"), (("--run", "tuned.npz/run"), "choose another --run"),
+        (("--valid", "nowhere.txt"), "nowhere.txt"),
+        (("--out", "a.npz"), "the same command reads"),
+        (("--run", "tuned.npz"), "--run tuned.npz"),
+        (("--run", "tuned.npz/run"), "choose another --run"),
         (("--run", model), "choose another --run"),
-    ):  # fmt: skip
+    ):
         status, _, err = run(*command, *flags)
         assert (status, err.count("\n")) == (2, 1), (flags, err)
         assert told in err

@@ -16,8 +16,20 @@ import pytest
 import mlx_zip
 
 REPO = Path(__file__).resolve().parents[1]
-LEFT_OUT = [".git", ".venv", "build", "dist", "bin", "corpus", "*.egg-info", ".*_cache", "__pycache__", "*.so", "*.o",
-            "_native.c"]  # fmt: skip
+LEFT_OUT = [
+    ".git",
+    ".venv",
+    "build",
+    "dist",
+    "bin",
+    "corpus",
+    "*.egg-info",
+    ".*_cache",
+    "__pycache__",
+    "*.so",
+    "*.o",
+    "_native.c",
+]
 COMPILED = ("mlx_zip/codec/_native.abi3.so", "mlx_zip/codec/_native.c", "native/params.o")  # what a build leaves behind
 
 

@@ -109,8 +109,21 @@ def test_generate_goes_on_past_a_full_codebook(turning: Path, tmp_path: Path, ca
 def test_evaluate_scores_and_generates_with_it(turning: Path, tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "text.txt").write_text(TEXT)
     model = small(turning, tmp_path / "small")
-    words = ["evaluate", "--model", model, "--data", tmp_path / "text.txt", "--generate", 1, "--opening", 8,
-             "--max-tokens", 8, "--json", tmp_path / "report.json"]  # fmt: skip
+    words = [
+        "evaluate",
+        "--model",
+        model,
+        "--data",
+        tmp_path / "text.txt",
+        "--generate",
+        1,
+        "--opening",
+        8,
+        "--max-tokens",
+        8,
+        "--json",
+        tmp_path / "report.json",
+    ]
     assert run(capsys, *words)[0] == 0
     (row,) = json.loads((tmp_path / "report.json").read_text())["models"]
     assert row["text"]["ids"] < row["text"]["base_ids"]

@@ -371,8 +371,10 @@ def test_wrong_records_that_are_too_many_to_name_are_counted(tmp_path, monkeypat
     lines: list[str] = []
     prepared(tmp_path / "out", data, report=lines.append)
     assert [line.split(": ")[0] for line in lines] == [
-        f"skipped {data}:1", f"skipped {data}:3", "skipped 2 more wrong records behind these",
-    ]  # fmt: skip
+        f"skipped {data}:1",
+        f"skipped {data}:3",
+        "skipped 2 more wrong records behind these",
+    ]
 
 
 def test_more_wrong_records_than_allowed_are_an_error_that_names_the_first(tmp_path):

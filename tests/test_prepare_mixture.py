@@ -98,8 +98,12 @@ def test_a_mixture_that_is_not_there_is_answered_with_the_ready_ones():
 def test_the_papers_mixture_is_ready():
     sources = load_mixture("zip2zip")
     assert [s.data[0].split("/")[1] for s in sources] == [
-        "fineweb-edu", "the-stack-llm-annotations-v2", "NuminaMath-1.5", "ultrachat_200k", "fineweb-2",
-    ]  # fmt: skip
+        "fineweb-edu",
+        "the-stack-llm-annotations-v2",
+        "NuminaMath-1.5",
+        "ultrachat_200k",
+        "fineweb-2",
+    ]
     assert [s.share for s in sources] == [20, 25, 20, 20, 15]
     assert len(sources[-1].subsets) == 9
 
@@ -113,8 +117,24 @@ def run(*flags):
 
 def test_the_command_prepares_and_says_what_it_did(tmp_path, capsys):
     data = texts(tmp_path / "d.jsonl", [*stories(20), " "])
-    status = run("--tokenizer", tokenizer_folder(), "--data", data, "--out", tmp_path / "out", "--workers", 1,
-                 "--context", 64, "--codebook-size", 64, "--protect", "digits", "--protect", "5,6")  # fmt: skip
+    status = run(
+        "--tokenizer",
+        tokenizer_folder(),
+        "--data",
+        data,
+        "--out",
+        tmp_path / "out",
+        "--workers",
+        1,
+        "--context",
+        64,
+        "--codebook-size",
+        64,
+        "--protect",
+        "digits",
+        "--protect",
+        "5,6",
+    )
     out, err = capsys.readouterr()
     assert (status, err) == (0, "")  # no bar where there is no terminal
     shards = Shards(tmp_path / "out")

@@ -132,9 +132,16 @@ def test_a_file_of_another_kind_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     "options",
-    [{"share": 0}, {"share": True}, {"separator": ""}, {"separator": "a\nb"}, {"separator": 5}, {"columns": {"x": "y"}},
-     {"columns": {"text": 5}}],
-)  # fmt: skip
+    [
+        {"share": 0},
+        {"share": True},
+        {"separator": ""},
+        {"separator": "a\nb"},
+        {"separator": 5},
+        {"columns": {"x": "y"}},
+        {"columns": {"text": 5}},
+    ],
+)
 def test_a_source_out_of_range_is_refused(options):
     with pytest.raises(DataError):
         Source(("a.txt",), **options)

@@ -74,7 +74,10 @@ CASES = {
         "phi3", kind="res_latent_attn", encoder={**NARROW, "causal": True, "residual": False, "tie_encoders": True}
     ),
     "res_latent, causal, residual, projected, S=5, qwen2, base token positions": Checkpoint(
-        "qwen2", kind="res_latent_attn", encoder={**NARROW, "causal": True}, merge_size=5,
+        "qwen2",
+        kind="res_latent_attn",
+        encoder={**NARROW, "causal": True},
+        merge_size=5,
         position_mode="base_token_end",
     ),
     "res_latent, bidirectional, no residual, one layer, S=2, mistral": Checkpoint(
@@ -101,13 +104,19 @@ CASES = {
     ),
     "partial override, tied words": Checkpoint(
         base={"tie_word_embeddings": True},
-        override=("model.embed_tokens.weight", "model.norm.weight", "model.layers.1.self_attn.q_proj.weight"), seed=3,
+        override=("model.embed_tokens.weight", "model.norm.weight", "model.layers.1.self_attn.q_proj.weight"),
+        seed=3,
     ),
     "partial override, untied words, phi3": Checkpoint(
         "phi3", override=("lm_head.weight", "model.layers.0.mlp.gate_up_proj.weight")
     ),
     "self-contained in shards, phi3 with LongRoPE, base token positions": Checkpoint(
-        "phi3", LONGROPE, kind="res_latent_attn", self_contained=True, position_mode="base_token_end", merge_size=4,
+        "phi3",
+        LONGROPE,
+        kind="res_latent_attn",
+        self_contained=True,
+        position_mode="base_token_end",
+        merge_size=4,
         seed=1,
     ),
     "self-contained in shards, mistral": Checkpoint("mistral", {"sliding_window": None}, self_contained=True),
@@ -117,7 +126,9 @@ CASES = {
     "rank-stabilised adapter on every projection, phi3": Checkpoint(
         "phi3",
         lora={
-            "r": 4, "lora_alpha": 6, "use_rslora": True,
+            "r": 4,
+            "lora_alpha": 6,
+            "use_rslora": True,
             "target_modules": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
         },
     ),
@@ -127,7 +138,7 @@ CASES = {
     "adapter, base token positions": Checkpoint(
         lora={"r": 2, "lora_alpha": 8, "target_modules": ALL_LINEAR}, position_mode="base_token_end"
     ),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, repr=False)

@@ -34,9 +34,17 @@ def generate(run):
 
     def command(*flags):
         status, out, err = run(
-            "generate", "--model", tiny_text.converted(MODEL), "--prompt", PROMPT, "--ignore-chat-template",
-            "--max-tokens", 20, "--json", *flags,
-        )  # fmt: skip
+            "generate",
+            "--model",
+            tiny_text.converted(MODEL),
+            "--prompt",
+            PROMPT,
+            "--ignore-chat-template",
+            "--max-tokens",
+            20,
+            "--json",
+            *flags,
+        )
         assert (status, err) == (0, "")
         return json.loads(out)
 
@@ -65,9 +73,17 @@ def test_nothing_is_kept_unless_it_is_asked_for(generate, tmp_path, monkeypatch)
 def test_a_folder_that_cannot_be_used_is_one_warning_and_the_text_all_the_same(run, tmp_path, caplog):
     (tmp_path / "rows").write_text("")
     status, out, _ = run(
-        "generate", "--model", tiny_text.converted(MODEL), "--prompt", PROMPT, "--ignore-chat-template",
-        "--verbose", "False", "--row-cache", tmp_path / "rows",
-    )  # fmt: skip
+        "generate",
+        "--model",
+        tiny_text.converted(MODEL),
+        "--prompt",
+        PROMPT,
+        "--ignore-chat-template",
+        "--verbose",
+        "False",
+        "--row-cache",
+        tmp_path / "rows",
+    )
     assert status == 0
     assert out
     assert len([record for record in caplog.records if record.name == "mlx_zip"]) == 1

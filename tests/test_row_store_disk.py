@@ -114,8 +114,15 @@ def cut_at(path, place):
         return place
     size = path.stat().st_size
     cells = size - N * STRIDE
-    names = {"cells-1": cells - 1, "cells": cells, "cells+1": cells + 1, "record": cells + STRIDE,
-             "record+7": cells + STRIDE + 7, "half": cells + N // 2 * STRIDE, "end-1": size - 1}  # fmt: skip
+    names = {
+        "cells-1": cells - 1,
+        "cells": cells,
+        "cells+1": cells + 1,
+        "record": cells + STRIDE,
+        "record+7": cells + STRIDE + 7,
+        "half": cells + N // 2 * STRIDE,
+        "end-1": size - 1,
+    }
     return names[place]
 
 

@@ -77,8 +77,9 @@ def test_a_full_disk_costs_one_warning_and_keeps_what_was_there(left, tmp_path, 
 
 def test_a_limit_on_file_sizes_is_like_a_full_disk(tmp_path):
     code = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n" + WRITER
-    done = subprocess.run([sys.executable, "-c", code, str(HERE), str(tmp_path), "0", "40"], capture_output=True,
-                          text=True, timeout=300)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(HERE), str(tmp_path), "0", "40"], capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("row store") == 1
     assert "File too large" in done.stderr

@@ -56,9 +56,7 @@ def test_slots_given_anew_after_a_trim_get_new_rows():
     model(mx.array([[5, 6, 7, 8, VOCAB, VOCAB + 1]]), cache=cache)
     trim_prompt_cache(cache, 6)
     ids = [9, 10, 11, 12, VOCAB, VOCAB + 1]
-    np.testing.assert_allclose(
-        last_logits(model, ids, cache), last_logits(model, ids, model.make_cache()), atol=1e-6
-    )
+    np.testing.assert_allclose(last_logits(model, ids, cache), last_logits(model, ids, model.make_cache()), atol=1e-6)
 
 
 def test_a_saved_cache_goes_on_where_it_was(tmp_path, mode):

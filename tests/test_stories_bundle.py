@@ -15,10 +15,19 @@ from mlx_zip.loading import model_folder
 REPO = Path(__file__).resolve().parents[1]
 MOST_BYTES = 12_000_000
 ASKED = (
-    ("cat", "ball"), ("frog", "pond"), ("girl", "kite"), ("bird", "tree"), ("boy", "boat"), ("bear", "cake"),
-    ("dog", "bone"), ("fish", "river"), ("rabbit", "carrot"), ("duck", "pond"), ("dragon", "castle"),
+    ("cat", "ball"),
+    ("frog", "pond"),
+    ("girl", "kite"),
+    ("bird", "tree"),
+    ("boy", "boat"),
+    ("bear", "cake"),
+    ("dog", "bone"),
+    ("fish", "river"),
+    ("rabbit", "carrot"),
+    ("duck", "pond"),
+    ("dragon", "castle"),
     ("mouse", "cheese"),
-)  # fmt: skip
+)
 there = pytest.mark.skipif(not bundled.FOLDER.is_dir(), reason="the bundled models are not in this tree (make model)")
 
 
@@ -175,6 +184,8 @@ def test_the_bundled_model_uses_hypertokens():
     turns = [{"role": "user", "content": bundled.PROMPT}]
     for _ in range(2):
         steps = list(stream_generate(model, tokenizer, turns, max_tokens=700))
-        turns += [{"role": "assistant", "content": "".join(step.text for step in steps)},
-                  {"role": "user", "content": "Another one, please."}]  # fmt: skip
+        turns += [
+            {"role": "assistant", "content": "".join(step.text for step in steps)},
+            {"role": "user", "content": "Another one, please."},
+        ]
         assert steps[-1].base_tokens_per_step > 1.6

@@ -107,10 +107,15 @@ def test_training_runs_on_training_windows_alone(made):
     texts = {values(call, "--out")[0]: values(call, "--data") for call in calls if call[0] == "prepare"}
     trained = [folder for call in calls if call[0] == "train" for folder in values(call, "--data")]
     assert {text for folder in trained for text in texts[folder]} == {
-        "texts/train.jsonl", "texts/asked.jsonl", "texts/conversations.jsonl",
-        *(f"pack-texts/{prefix}{name}.jsonl" for prefix in ("", "more-", "asked-")
-          for name in ("empty", "own", "drawn-0", "drawn-1")),
-    }  # fmt: skip
+        "texts/train.jsonl",
+        "texts/asked.jsonl",
+        "texts/conversations.jsonl",
+        *(
+            f"pack-texts/{prefix}{name}.jsonl"
+            for prefix in ("", "more-", "asked-")
+            for name in ("empty", "own", "drawn-0", "drawn-1")
+        ),
+    }
 
 
 def test_texts_of_the_packs_are_training_texts_each_in_one_part_alone(made):

@@ -13,8 +13,14 @@ from mlx_zip.errors import DataError
 
 STORIES = list(dict.fromkeys(story(random.Random(seed)) for seed in range(120)))
 LEXICON = learn(STORIES)
-PHRASINGS = (*requests.ABOUT, *requests.ABOUT_AGAIN, *requests.USING, *requests.USING_AGAIN, *requests.ANY,
-             *requests.ANY_AGAIN)  # fmt: skip
+PHRASINGS = (
+    *requests.ABOUT,
+    *requests.ABOUT_AGAIN,
+    *requests.USING,
+    *requests.USING_AGAIN,
+    *requests.ANY,
+    *requests.ANY_AGAIN,
+)
 OWN = {word for phrasing in PHRASINGS for word in words(phrasing.lower())} | {"a", "an", "the", "some", "and", "named"}
 
 
@@ -45,11 +51,14 @@ def test_names_are_found_behind_named():
     assert set(NAMES) == LEXICON.names
 
 
-@pytest.mark.parametrize(("noun", "text"), [
-    ("a", "He saw a zebra. She had a zebra. A zebra ran."),
-    ("the", "He went to the zebra. She saw the zebra. Then the zebra was gone."),
-    ("some", "He had some zebras. She saw her zebras. A zebra ran."),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("noun", "text"),
+    [
+        ("a", "He saw a zebra. She had a zebra. A zebra ran."),
+        ("the", "He went to the zebra. She saw the zebra. Then the zebra was gone."),
+        ("some", "He had some zebras. She saw her zebras. A zebra ran."),
+    ],
+)
 def test_a_noun_goes_with_the_article_of_the_stories(noun, text):
     lexicon = learn([text], rare=1)
     assert lexicon.nouns["zebras" if noun == "some" else "zebra"] == noun
@@ -78,10 +87,15 @@ def test_every_word_of_a_request_is_the_storys_or_the_phrasings():
         assert set(words(request.lower())) <= OWN | set(words(one.lower())), request
 
 
-@pytest.mark.parametrize(("topics", "text"), [
-    (["a dog"], "a dog"), (["a dog", "a hat"], "a dog and a hat"),
-    (["Tom and his mom", "a hat"], "Tom, his mom and a hat"), (["a", "b", "c"], "a, b and c"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("topics", "text"),
+    [
+        (["a dog"], "a dog"),
+        (["a dog", "a hat"], "a dog and a hat"),
+        (["Tom and his mom", "a hat"], "Tom, his mom and a hat"),
+        (["a", "b", "c"], "a, b and c"),
+    ],
+)
 def test_topics_are_listed_as_people_do(topics, text):
     assert listed(topics) == text
 

@@ -28,8 +28,12 @@ def test_in_a_real_file_one_newline_parts_stories_and_two_part_paragraphs():
 def test_every_source_is_read(folder):
     stories = read_stories(folder, check=False)
     assert {name: len(found) for name, found in stories.items()} == {
-        "t1.train": 30, "t1.test": 6, "mixed.train": 30, "real.train": 30, "real.test": 6,
-    }  # fmt: skip
+        "t1.train": 30,
+        "t1.test": 6,
+        "mixed.train": 30,
+        "real.train": 30,
+        "real.test": 6,
+    }
 
 
 def test_another_file_than_the_recorded_one_is_refused_by_name(folder):

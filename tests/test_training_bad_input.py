@@ -142,9 +142,17 @@ def test_ends_that_begin_below_zero_do_not_fit(copied):
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("context", "64"), ("context", 0), ("context", float("inf")), ("tokenizer", "x"), ("samples", "24"),
-     ("samples", -24), ("samples", 24.0), ("samples", True)],
-)  # fmt: skip
+    [
+        ("context", "64"),
+        ("context", 0),
+        ("context", float("inf")),
+        ("tokenizer", "x"),
+        ("samples", "24"),
+        ("samples", -24),
+        ("samples", 24.0),
+        ("samples", True),
+    ],
+)
 def test_an_index_with_counts_that_cannot_be_is_named(key, value, copied):
     path = copied / "data" / "index.json"
     index = json.loads(path.read_text())
@@ -234,10 +242,21 @@ def edit_state(path: Path, **changes: Any) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"step": "4"}, {"step": 4.5}, {"step": -1}, {"step": 2}, {"step": True}, {"step": None}, {"step": 10**30},
-     {"seen_ids": "x"}, {"seen_bytes": -5}, {"seconds": "x"}, {"seconds": float("nan")}],
+    [
+        {"step": "4"},
+        {"step": 4.5},
+        {"step": -1},
+        {"step": 2},
+        {"step": True},
+        {"step": None},
+        {"step": 10**30},
+        {"seen_ids": "x"},
+        {"seen_bytes": -5},
+        {"seconds": "x"},
+        {"seconds": float("nan")},
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_checkpoint_whose_counts_cannot_be_is_named(changes, copied):
     edit_state(copied / "run" / "checkpoints" / "step-000004" / "state.json", **changes)
     with pytest.raises(TrainingError, match=r"step-000004 cannot be read.*delete it"):

@@ -113,13 +113,25 @@ def test_what_is_missing_is_named(tmp_path, capsys):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"iters": 0}, {"batch_size": 0}, {"learning_rate": -1.0}, {"learning_rate": math.nan}, {"lora_layers": 0},
-        {"lora_layers": -2}, {"lora_dropout": 1.0}, {"seed": -1}, {"warmup": 6}, {"optimizer": "magic"},
-        {"iters": True}, {"learning_rate": "1e-3"}, {"steps_per_eval": 0}, {"val_batches": -1},
-        {"grad_checkpoint": True, "lora_dropout": 0.1}, {"dtype": "float16"},
+        {"iters": 0},
+        {"batch_size": 0},
+        {"learning_rate": -1.0},
+        {"learning_rate": math.nan},
+        {"lora_layers": 0},
+        {"lora_layers": -2},
+        {"lora_dropout": 1.0},
+        {"seed": -1},
+        {"warmup": 6},
+        {"optimizer": "magic"},
+        {"iters": True},
+        {"learning_rate": "1e-3"},
+        {"steps_per_eval": 0},
+        {"val_batches": -1},
+        {"grad_checkpoint": True, "lora_dropout": 0.1},
+        {"dtype": "float16"},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_setting_that_cannot_be_is_refused_by_name(changes):
     with pytest.raises(TrainingError, match=next(iter(changes))):
         settings(**changes)

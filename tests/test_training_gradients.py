@@ -20,11 +20,21 @@ from mlx_zip.training.stepping import to_device
 VOCAB, ROWS, PAD = 12, 14, 1
 WEIGHTS = LossWeights(reconstruction=0.3, token_type=0.2)
 ENCODERS = {
-    "transformer": {"hidden_size": 8, "num_hidden_layers": 1, "num_heads": 2, "intermediate_size": 10,
-                    "position_encoding": "learnable"},
-    "res_latent_attn": {"hidden_size": 6, "model_hidden_size": 8, "num_hidden_layers": 1, "num_heads": 2,
-                        "intermediate_size": 7},
-}  # fmt: skip
+    "transformer": {
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_heads": 2,
+        "intermediate_size": 10,
+        "position_encoding": "learnable",
+    },
+    "res_latent_attn": {
+        "hidden_size": 6,
+        "model_hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_heads": 2,
+        "intermediate_size": 7,
+    },
+}
 CASES = [  # encoder, encoders tied, embeddings tied, availability
     ("transformer", False, False, "causal"),
     ("transformer", True, True, "legacy"),
@@ -35,16 +45,31 @@ CASES = [  # encoder, encoders tied, embeddings tied, availability
 
 def toy(encoder: str, tie_encoders: bool, tie_embeddings: bool) -> Trainee:
     config = {
-        "model_type": "zip2zip", "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1,
-        "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": ROWS, "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 64, "rope_theta": 10000.0, "tie_word_embeddings": tie_embeddings,
+        "model_type": "zip2zip",
+        "hidden_size": 8,
+        "intermediate_size": 12,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "vocab_size": ROWS,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 64,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": tie_embeddings,
         "zip2zip": {
-            "base_model_type": "llama", "position_mode": "compressed", "encoder_type": encoder,
-            "encoder": {**ENCODERS[encoder], "tie_encoders": tie_encoders}, "pad_token_id": PAD,
-            "compression": {"initial_vocab_size": VOCAB, "max_codebook_size": 20, "max_subtokens": 3,
-                            "disabled_ids": [0, PAD]},
+            "base_model_type": "llama",
+            "position_mode": "compressed",
+            "encoder_type": encoder,
+            "encoder": {**ENCODERS[encoder], "tie_encoders": tie_encoders},
+            "pad_token_id": PAD,
+            "compression": {
+                "initial_vocab_size": VOCAB,
+                "max_codebook_size": 20,
+                "max_subtokens": 3,
+                "disabled_ids": [0, PAD],
+            },
         },
-    }  # fmt: skip
+    }
     mx.random.seed(0)
     return Trainee(random_model(config), WEIGHTS)
 

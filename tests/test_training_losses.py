@@ -164,8 +164,17 @@ def test_padding_changes_nothing():
     model = tiny_model()
     batch = make_batch(samples_for(model), model.config.codec_params)
     arrays = dict(batch.arrays)
-    tail = {"entries": 7, "lengths": 7, "read": 5, "slots": 9, "available": 6, "inputs": 6, "targets": 6, "weights": 6,
-            "input_rows": 6}  # fmt: skip
+    tail = {
+        "entries": 7,
+        "lengths": 7,
+        "read": 5,
+        "slots": 9,
+        "available": 6,
+        "inputs": 6,
+        "targets": 6,
+        "weights": 6,
+        "input_rows": 6,
+    }
     filler = {"lengths": 1, "input_rows": -1}
     for name, more in tail.items():
         axis = 0 if name in ("entries", "lengths", "read") else 1
@@ -235,8 +244,9 @@ def test_the_loop_chooses_longrope_factors_as_generation_does_for_the_whole_samp
 def test_a_canonical_model_is_trained_on_the_probabilities_it_is_scored_with(start, most, monkeypatch):
     monkeypatch.setattr("mlx_zip.canonical.MOST", most)
     base = random_model(tiny_config("llama", "res_latent_attn"))
-    model = random_model({**(config := tiny_config("llama", "res_latent_attn")),
-                          "zip2zip": {**config["zip2zip"], "canonical": True}})  # fmt: skip
+    model = random_model(
+        {**(config := tiny_config("llama", "res_latent_attn")), "zip2zip": {**config["zip2zip"], "canonical": True}}
+    )
     samples = [make_sample(model.config.codec_params, base_ids(n, seed=i), start) for i, n in enumerate((60, 41, 50))]
     batch = make_batch(samples, model.config.codec_params, canonical=True)
     found = Trainee(model, LossWeights()).losses(to_device(batch))

@@ -23,8 +23,18 @@ from mlx_zip.training.run import train
 
 LIMIT_S = 240
 CHANGES = {"iters": 5, "batch_size": 4, "grad_accumulation_steps": 2, "token_type": 0.05}
-FLAGS = {"batch-size": 4, "learning-rate": 0.01, "lora-rank": 2, "steps-per-report": 1, "save-every": 2, "keep": 3,
-         "encoder": ENCODER.kind, "encoder-layers": 1, "encoder-heads": 2, "encoder-intermediate-size": 16}  # fmt: skip
+FLAGS = {
+    "batch-size": 4,
+    "learning-rate": 0.01,
+    "lora-rank": 2,
+    "steps-per-report": 1,
+    "save-every": 2,
+    "keep": 3,
+    "encoder": ENCODER.kind,
+    "encoder-layers": 1,
+    "encoder-heads": 2,
+    "encoder-intermediate-size": 16,
+}
 
 
 def free_ports(n: int) -> list[int]:
@@ -50,9 +60,12 @@ def start(home: Path, outs: list[Path], **flags: Any) -> list[subprocess.Popen[s
         processes.append(
             subprocess.Popen(
                 [sys.executable, "-m", "mlx_zip", "train", *values],
-                env={**os.environ, **machine}, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
+                env={**os.environ, **machine},
+                stderr=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                text=True,
             )
-        )  # fmt: skip
+        )
     return processes
 
 

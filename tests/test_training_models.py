@@ -50,8 +50,13 @@ from mlx_zip.training.shards import Shards, codec_record
 from mlx_zip.training.stepping import Stepper, to_device
 
 IDS = [int(i) for i in Codebook(CODEC).compress(np.array(text_ids(40, 77), np.uint32))]
-QUANTIZABLE = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
-               "head_dim": 16}  # fmt: skip
+QUANTIZABLE = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
 WIDE = EncoderOptions(kind="res_latent_attn", num_hidden_layers=1, num_heads=2, size=16, intermediate_size=16)
 
 
@@ -163,8 +168,14 @@ def scratch(home: Path, **changes: Any) -> RunOptions:
     (home / "tokenizer").mkdir()
     write_tokenizer(home / "tokenizer", TOKENS)
     write_shards(home / "data", changes.pop("codec", CODEC))
-    return RunOptions(data=[home / "data"], out=home / "run", scratch=home / "new.json", tokenizer=home / "tokenizer",
-                      encoder=ENCODER, **changes)  # fmt: skip
+    return RunOptions(
+        data=[home / "data"],
+        out=home / "run",
+        scratch=home / "new.json",
+        tokenizer=home / "tokenizer",
+        encoder=ENCODER,
+        **changes,
+    )
 
 
 def test_a_zip_model_from_scratch_learns_and_loads(tmp_path, in_memory):
@@ -186,8 +197,14 @@ def test_a_plain_model_from_scratch_learns_and_loads(tmp_path, in_memory):
 
 def test_a_new_plain_model_has_the_rope_settings_of_its_config_as_when_it_is_loaded(tmp_path, in_memory):
     run = scratch(tmp_path, codec=PLAIN)
-    rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8}  # fmt: skip
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 5e5,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8,
+    }
     edit_json(tmp_path / "new.json", rope_theta=None, rope_parameters=rope)
     train(run, settings(fine_tune_type="full", iters=1), quiet=True)
     ids = mx.array([text_ids(40, 1)])
@@ -366,8 +383,11 @@ def test_the_rows_of_a_new_transformer_have_the_scale_of_the_matrix_they_are_mad
 # ---- adapter and encoders
 
 
-@pytest.mark.parametrize("changes", [{}, {"lora_layers": 1, "lora_scale": 1.7}, {"fine_tune_type": "encoders"}],
-                         ids=["lora", "one block", "encoders"])  # fmt: skip
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"lora_layers": 1, "lora_scale": 1.7}, {"fine_tune_type": "encoders"}],
+    ids=["lora", "one block", "encoders"],
+)
 def test_an_adapter_folder_is_read_back_onto_its_base(changes, tmp_path, in_memory):
     run = options(tmp_path / "run", save="adapter")
     train(run, settings(**changes), quiet=True)

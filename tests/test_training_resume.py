@@ -132,10 +132,23 @@ def test_a_finished_run_is_not_trained_again(tmp_path):
 
 
 def command(out: Path) -> list[str]:
-    values = {"model": out.parent / "plain", "data": out.parent / "data", "out": out, "iters": MANY, "batch-size": 2,
-              "learning-rate": 0.01, "lora-rank": 2, "lora-dropout": 0.1, "steps-per-report": 1, "save-every": 5,
-              "keep": 3, "encoder": ENCODER.kind, "encoder-layers": 1, "encoder-heads": 2,
-              "encoder-intermediate-size": 16}  # fmt: skip
+    values = {
+        "model": out.parent / "plain",
+        "data": out.parent / "data",
+        "out": out,
+        "iters": MANY,
+        "batch-size": 2,
+        "learning-rate": 0.01,
+        "lora-rank": 2,
+        "lora-dropout": 0.1,
+        "steps-per-report": 1,
+        "save-every": 5,
+        "keep": 3,
+        "encoder": ENCODER.kind,
+        "encoder-layers": 1,
+        "encoder-heads": 2,
+        "encoder-intermediate-size": 16,
+    }
     return [sys.executable, "-m", "mlx_zip", "train", *(str(x) for k, v in values.items() for x in (f"--{k}", v))]
 
 
@@ -395,8 +408,9 @@ def test_a_folder_that_cannot_be_written_is_one_clear_error(tmp_path):
     (tmp_path / "file").write_text("not a folder")
     for name in ("plain", "data"):
         {"plain": write_plain, "data": write_shards}[name](tmp_path / name)
-    run = options(tmp_path / "file" / "run", made=("plain", "data"), model=str(tmp_path / "plain"),
-                  data=[tmp_path / "data"])  # fmt: skip
+    run = options(
+        tmp_path / "file" / "run", made=("plain", "data"), model=str(tmp_path / "plain"), data=[tmp_path / "data"]
+    )
     with pytest.raises(TrainingError, match="cannot write"):
         train(run, settings(), quiet=True)
 

@@ -34,8 +34,11 @@ LONG = {
 }
 LONG_PHI3 = {"rope_parameters": LONG, "original_max_position_embeddings": 64}
 YARN = {
-    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64,
-}  # fmt: skip
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+}
 DEFAULT = {"rope_type": "default", "rope_theta": 10000.0}
 
 
@@ -54,8 +57,12 @@ CASES = {
         "llama",
         {
             "rope_parameters": {
-                "rope_type": "llama3", "rope_theta": 50000.0, "factor": 8.0, "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+                "rope_type": "llama3",
+                "rope_theta": 50000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
             }
         },
     ),
@@ -65,7 +72,12 @@ CASES = {
         "llama",
         {
             "rope_parameters": {
-                **YARN, "beta_fast": 16.0, "beta_slow": 2.0, "mscale": 0.7, "mscale_all_dim": 0.4, "truncate": False,
+                **YARN,
+                "beta_fast": 16.0,
+                "beta_slow": 2.0,
+                "mscale": 0.7,
+                "mscale_all_dim": 0.4,
+                "truncate": False,
             }
         },
     ),
@@ -89,14 +101,20 @@ CASES = {
     "gemma2": Case(
         "gemma2",
         {
-            "head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 16, "attn_logit_softcapping": 2.0,
+            "head_dim": 16,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 16,
+            "attn_logit_softcapping": 2.0,
             "final_logit_softcapping": 3.0,
         },
     ),
     "gemma2-no-final-cap-no-groups": Case(
         "gemma2",
         {
-            "head_dim": 16, "final_logit_softcapping": None, "num_key_value_heads": 4, "sliding_window": 16,
+            "head_dim": 16,
+            "final_logit_softcapping": None,
+            "num_key_value_heads": 4,
+            "sliding_window": 16,
             "layer_types": ["full_attention", "sliding_attention"],
         },
         {"layer_types": ["full_attention", "sliding_attention"]},
@@ -104,7 +122,10 @@ CASES = {
     "gemma3": Case(
         "gemma3_text",
         {
-            "head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 16, "num_hidden_layers": 3,
+            "head_dim": 16,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 16,
+            "num_hidden_layers": 3,
             "sliding_window_pattern": 3,
         },
         {"rope_theta": 1e6, "rope_local_base_freq": 10000.0, "sliding_window_pattern": 3},
@@ -112,18 +133,22 @@ CASES = {
     "gemma3-linear-rope": Case(
         "gemma3_text",
         {
-            "head_dim": 16, "sliding_window": 16, "sliding_window_pattern": 2,
+            "head_dim": 16,
+            "sliding_window": 16,
+            "sliding_window_pattern": 2,
             "rope_parameters": {
                 "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
                 "sliding_attention": DEFAULT,
             },
         },
         {
-            "rope_theta": 1e6, "rope_local_base_freq": 10000.0, "sliding_window_pattern": 2,
+            "rope_theta": 1e6,
+            "rope_local_base_freq": 10000.0,
+            "sliding_window_pattern": 2,
             "rope_scaling": {"rope_type": "linear", "factor": 8.0},
         },
     ),
-}  # fmt: skip
+}
 
 
 def old_style(config: dict[str, Any], case: Case) -> dict[str, Any]:
@@ -148,11 +173,13 @@ def zip_model(decoder: Any, config: dict[str, Any], codebook_size: int = 8, mode
         "encoder_type": "averaging",
         "encoder": {"hidden_size": config["hidden_size"], "tie_encoders": True},
         "compression": {
-            "initial_vocab_size": VOCAB, "max_codebook_size": codebook_size, "max_subtokens": 3,
+            "initial_vocab_size": VOCAB,
+            "max_codebook_size": codebook_size,
+            "max_subtokens": 3,
             "disabled_ids": [upstream.BOS, upstream.EOS, upstream.PAD],
         },
         "pad_token_id": upstream.PAD,
-    }  # fmt: skip
+    }
     model = Model(ModelArgs.from_dict({**config, "model_type": "zip2zip", "zip2zip": section}))
     weights = {name: mx.array(value.numpy()) for name, value in decoder.state_dict().items()}
     model.load_weights(list(model.sanitize(weights).items()))
@@ -238,14 +265,17 @@ LONG_CASES = {
         "phi3",
         {
             "rope_parameters": {
-                "rope_type": "longrope", "partial_rotary_factor": 0.5, "attention_factor": 1.3,
-                "short_factor": LONG["short_factor"][::2], "long_factor": LONG["long_factor"][::2],
+                "rope_type": "longrope",
+                "partial_rotary_factor": 0.5,
+                "attention_factor": 1.3,
+                "short_factor": LONG["short_factor"][::2],
+                "long_factor": LONG["long_factor"][::2],
             },
             "original_max_position_embeddings": CONTEXT,
         },
     ),
     "llama": Case("llama", {"rope_parameters": {**LONG, "factor": 4.0, "original_max_position_embeddings": CONTEXT}}),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module", params=LONG_CASES)
@@ -359,8 +389,10 @@ def zipped_forward(decoder: Any, ids: np.ndarray, entries: list[tuple[int, ...]]
     positions = spans.cumsum(-1) - 1 if mode == "base_token_end" else torch.arange(ids.shape[1])[None]
     hidden = decoder.model(
         inputs_embeds=scale * with_entries(decoder.get_input_embeddings().weight)[torch.from_numpy(ids)],
-        attention_mask=torch.ones(ids.shape, dtype=torch.long), position_ids=positions, use_cache=False,
-    ).last_hidden_state  # fmt: skip
+        attention_mask=torch.ones(ids.shape, dtype=torch.long),
+        position_ids=positions,
+        use_cache=False,
+    ).last_hidden_state
     logits = hidden @ with_entries(decoder.get_output_embeddings().weight).T
     cap = getattr(decoder.config, "final_logit_softcapping", None)
     return (logits if cap is None else cap * torch.tanh(logits / cap)).numpy()

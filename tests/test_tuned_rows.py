@@ -345,8 +345,11 @@ def test_rows_follow_their_entries_when_packs_are_merged():
 
 def test_packs_of_different_models_or_without_rows_are_merged_without_rows_or_not_at_all():
     other = tuned(tiny_model(seed=1), OTHER)
-    for packs in ([pack_of(TUNED), pack_of(other)], [pack_of(TUNED), Pack(OTHER, "ab" * 32)],
-                  [Pack(OTHER, "ab" * 32), pack_of(TUNED)]):  # fmt: skip
+    for packs in (
+        [pack_of(TUNED), pack_of(other)],
+        [pack_of(TUNED), Pack(OTHER, "ab" * 32)],
+        [Pack(OTHER, "ab" * 32), pack_of(TUNED)],
+    ):
         with pytest.raises(DataError, match="not all tuned for the same model"):
             merge_packs(packs)
         merged = merge_packs(packs, drop_rows=True)

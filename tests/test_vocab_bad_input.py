@@ -136,11 +136,15 @@ def said(path, tuned=False, **about):
 @pytest.mark.parametrize(
     "about",
     [
-        {"uses": 3}, {"uses": {"a": 1}}, {"uses": [None, [1] * 999]}, {"base_ids": "x", "ids": 1, "ids_without": 1},
-        {"base_ids": 3, "ids": 0, "ids_without": 0}, {"base_ids": 3, "ids": None, "ids_without": 1},
+        {"uses": 3},
+        {"uses": {"a": 1}},
+        {"uses": [None, [1] * 999]},
+        {"base_ids": "x", "ids": 1, "ids_without": 1},
+        {"base_ids": 3, "ids": 0, "ids_without": 0},
+        {"base_ids": 3, "ids": None, "ids_without": 1},
         {"head_cost": [], "steps_cost": 0, "ids_without": 2},
     ],
-)  # fmt: skip
+)
 def test_show_survives_what_a_pack_says(tmp_path, vocab, about):
     status, out, err = vocab("pack", "show", said(tmp_path / "pack.npz", **about))
     assert (status, err) == (0, "")
@@ -198,12 +202,24 @@ def test_a_version_is_a_number(tmp_path):
         (["adapt", "learn", "--tokenizer", "x.bpe", "--merges", "0", "--data", "TEXT", "--out", "TEXT"], "--out"),
         (["adapt", "learn", "--tokenizer", "x.bpe", "--merges", "0", "--data", "TEXT", "--out", "x.bpe"], "--out"),
         (
-            ["adapt", "learn", "--tokenizer", "x.bpe", "--merges", "0", "--data", "TEXT", "--out", "a.json",
-             "--tokenizer-json", "a.json"],
+            [
+                "adapt",
+                "learn",
+                "--tokenizer",
+                "x.bpe",
+                "--merges",
+                "0",
+                "--data",
+                "TEXT",
+                "--out",
+                "a.json",
+                "--tokenizer-json",
+                "a.json",
+            ],
             "--tokenizer-json",
         ),
     ],
-)  # fmt: skip
+)
 def test_a_file_that_a_command_reads_is_not_written_over(tmp_path, monkeypatch, vocab, words, flag):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text(TEXT)
@@ -267,17 +283,31 @@ def test_what_an_adapted_vocabulary_cannot_be_is_told_when_it_is_read(adapted_re
 @pytest.mark.parametrize(
     ("method", "flags"),
     [
-        ("top-k", ["--rule", "replay"]), ("top-k", ["--margin", "0"]), ("first-k", ["--max-swaps", "3"]),
-        ("first-k", ["--tie", "low"]), ("first-k", ["--counting", "firing"]),
+        ("top-k", ["--rule", "replay"]),
+        ("top-k", ["--margin", "0"]),
+        ("first-k", ["--max-swaps", "3"]),
+        ("first-k", ["--tie", "low"]),
+        ("first-k", ["--counting", "firing"]),
     ],
-)  # fmt: skip
+)
 def test_a_flag_that_the_method_has_no_use_for_is_refused(tmp_path, vocab, method, flags):
     (tmp_path / "x.bpe").write_text("t o\n")
     (tmp_path / "text.txt").write_text(TEXT)
     status, _, err = vocab(
-        "adapt", "learn", "--tokenizer", tmp_path / "x.bpe", "--data", tmp_path / "text.txt", "--merges", "1",
-        "--out", tmp_path / "a.json", "--method", method, *flags,
-    )  # fmt: skip
+        "adapt",
+        "learn",
+        "--tokenizer",
+        tmp_path / "x.bpe",
+        "--data",
+        tmp_path / "text.txt",
+        "--merges",
+        "1",
+        "--out",
+        tmp_path / "a.json",
+        "--method",
+        method,
+        *flags,
+    )
     assert status == 2
     assert f"{flags[0]} " in err
     assert not (tmp_path / "a.json").exists()

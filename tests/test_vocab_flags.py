@@ -138,18 +138,38 @@ def test_stats_can_be_called_show(run):
 def test_calls_as_they_once_were_give_the_same(run, folder):
     pairs = [
         (("multitok", "train", "a.mtok", "some.txt", "--tokenizer", "mini"), ("multitok", *LEARNED["multitok"][0])),
-        (("multitok", "encode", "a.mtok", "some.txt", "--tokenizer", "mini"),
-         ("multitok", "encode", "a.mtok", "--data", "some.txt", "--tokenizer", "mini")),
+        (
+            ("multitok", "encode", "a.mtok", "some.txt", "--tokenizer", "mini"),
+            ("multitok", "encode", "a.mtok", "--data", "some.txt", "--tokenizer", "mini"),
+        ),
         (("hbpe", "train", "a.npz", "--tokenizer", "mini", "--patch-size", 3), ("hbpe", *LEARNED["hbpe"][0])),
-        (("hbpe", "encode", "a.npz", "some.txt", "--tokenizer", "mini"),
-         ("hbpe", "encode", "a.npz", "--data", "some.txt", "--tokenizer", "mini")),
-        (("adapt", "learn", "mini", "--text", "some.txt", "--merges", 3, "--out", "b.json", "--max-swaps", 0),
-         ("adapt", "learn", "--tokenizer", "mini", "--data", "some.txt", "--merges", 3, "--out", "b.json",
-          "--max-swaps", 0)),
-        (("adapt", "show", "b.json", "--base", "mini", "--text", "some.txt"),
-         ("adapt", "show", "b.json", "--tokenizer", "mini", "--data", "some.txt")),
+        (
+            ("hbpe", "encode", "a.npz", "some.txt", "--tokenizer", "mini"),
+            ("hbpe", "encode", "a.npz", "--data", "some.txt", "--tokenizer", "mini"),
+        ),
+        (
+            ("adapt", "learn", "mini", "--text", "some.txt", "--merges", 3, "--out", "b.json", "--max-swaps", 0),
+            (
+                "adapt",
+                "learn",
+                "--tokenizer",
+                "mini",
+                "--data",
+                "some.txt",
+                "--merges",
+                3,
+                "--out",
+                "b.json",
+                "--max-swaps",
+                0,
+            ),
+        ),
+        (
+            ("adapt", "show", "b.json", "--base", "mini", "--text", "some.txt"),
+            ("adapt", "show", "b.json", "--tokenizer", "mini", "--data", "some.txt"),
+        ),
         (("adapt", "encode", "b.json", "some.txt"), ("adapt", "encode", "b.json", "--data", "some.txt")),
-    ]  # fmt: skip
+    ]
     for old, new in pairs:
         before, after = run(*old), run(*new)
         assert before[0] == after[0] == 0

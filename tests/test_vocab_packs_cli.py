@@ -97,8 +97,11 @@ def test_a_pack_ends_where_a_row_of_the_head_costs_more_than_it_saves(run, learn
 
 def test_tuned_packs_are_merged_with_their_rows_or_without(run):
     rows = [np.full((2, 4), x, np.float32) for x in (1, 2, 3)]
-    packs = {"a.npz": (((5, 6), (6, 7)), rows[0], "m"), "b.npz": (((7, 8), (5, 6)), rows[1], "m"),
-             "c.npz": (((8, 9), (9, 9)), rows[2], "n")}  # fmt: skip
+    packs = {
+        "a.npz": (((5, 6), (6, 7)), rows[0], "m"),
+        "b.npz": (((7, 8), (5, 6)), rows[1], "m"),
+        "c.npz": (((8, 9), (9, 9)), rows[2], "n"),
+    }
     for file, (entries, output, model) in packs.items():
         save_pack(file, Pack(entries, None, {}, TunedRows(output, output, model)))
     assert run("vocab", "pack", "merge", "a.npz", "b.npz", "--out", "ab.npz")[0] == 0
@@ -148,11 +151,31 @@ def test_a_pack_of_another_tokenizer_is_refused_by_every_command(command, run, t
         "evaluate": ("evaluate", "--model", model, "--data", text, "--codebook", "other.npz"),
         "check": ("vocab", "pack", "check", "other.npz", "--model", model),
         "prepare": ("prepare", "--model", model, "--data", text, "--out", "data", "--start", "other.npz"),
-        "prepare, drawn": ("prepare", "--model", model, "--data", text, "--out", "data", "--start", "other.npz",
-                           "--start-draw", 1),
-        "several": ("generate", "--model", model, "--prompt", "the", "--codebook", "any.json",
-                    "--codebook", "other.npz"),
-    }[command]  # fmt: skip
+        "prepare, drawn": (
+            "prepare",
+            "--model",
+            model,
+            "--data",
+            text,
+            "--out",
+            "data",
+            "--start",
+            "other.npz",
+            "--start-draw",
+            1,
+        ),
+        "several": (
+            "generate",
+            "--model",
+            model,
+            "--prompt",
+            "the",
+            "--codebook",
+            "any.json",
+            "--codebook",
+            "other.npz",
+        ),
+    }[command]
     write_pack("any.json", [(5, 7)], merge_size=4)
     status, _, err = run(*flags)
     assert status == 2

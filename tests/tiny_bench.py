@@ -16,10 +16,18 @@ from mlx_zip.bench.generate_record import SCHEMA, ceiling, ceiling_record, count
 from mlx_zip.bench.shapes import Models
 
 SHAPE = {
-    "model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 4160, "tie_word_embeddings": True,
-    "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
-}  # fmt: skip
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 4160,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+}
 ON = ["--shape", "tiny", "--encoder-layers", "1", "--codebook-size", "64"]
 
 
@@ -27,9 +35,14 @@ def models(seed: int = 0, **changes: Any) -> Models:
     """Both forms of a tiny random model, whose choices are clear, with a tokenizer of bytes."""
     zipped = tiny.tiny_model("llama", seed=seed, **changes)
     return Models(
-        name="tiny", precision="as stored", weights="random", base_config=zipped.args.decoder_config,
-        tokenizer=tiny_text.byte_level(), plain=shapes._decoder_of(zipped), zipped=lambda: zipped,
-    )  # fmt: skip
+        name="tiny",
+        precision="as stored",
+        weights="random",
+        base_config=zipped.args.decoder_config,
+        tokenizer=tiny_text.byte_level(),
+        plain=shapes._decoder_of(zipped),
+        zipped=lambda: zipped,
+    )
 
 
 def parse(bench: str, *flags: object) -> tuple[ModuleType, argparse.Namespace]:
@@ -69,12 +82,23 @@ def record(engine: str = "mlx-lm", steps_s: tuple[float, ...] = (0.1, 0.11, 0.12
     workload = {"domain": "code", "data": "a.txt", "window": 0, "turn": 0, "turns": 1, "prompt_tokens": 8, "tokens": 4}
     workload |= {name: changes.pop(name) for name in list(changes) if name in workload}
     return {
-        "bench": "generate", "schema": SCHEMA, "run": "a", "time": "2026-01-02T03:04:05+00:00", "engine": engine,
-        "mode": "replay", "model": {"name": "tiny", "precision": "float32", "weights": "random"}, "workload": workload,
+        "bench": "generate",
+        "schema": SCHEMA,
+        "run": "a",
+        "time": "2026-01-02T03:04:05+00:00",
+        "engine": engine,
+        "mode": "replay",
+        "model": {"name": "tiny", "precision": "float32", "weights": "random"},
+        "workload": workload,
         "setting": {"trials": len(runs), "warmup": 1, "rows": "warm", "draft": 10},
-        "counts": counts(8, runs[0]), "figures": figures(8, runs, [None] * len(runs), top),
-        "ceiling": ceiling_record(top), "energy_source": None,
+        "counts": counts(8, runs[0]),
+        "figures": figures(8, runs, [None] * len(runs), top),
+        "ceiling": ceiling_record(top),
+        "energy_source": None,
         "device": {"device": "Device(cpu, 0)", "chip": "a chip", "load_average": 0.1, "preloaded": [], "threads": {}},
-        "machine": "Linux, a chip, 2 cores", "python": "3.11.7", "versions": {"mlx": "0.32.4"}, "commit": "abc",
+        "machine": "Linux, a chip, 2 cores",
+        "python": "3.11.7",
+        "versions": {"mlx": "0.32.4"},
+        "commit": "abc",
         **changes,
-    }  # fmt: skip
+    }

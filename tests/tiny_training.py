@@ -106,8 +106,15 @@ def options(out: Path, **changes: Any) -> RunOptions:
 
 def settings(**changes: Any) -> TrainSettings:
     """Few short steps, each of them reported."""
-    values = {"iters": 6, "batch_size": 4, "learning_rate": 1e-2, "lora_rank": 2, "steps_per_report": 1,
-              "save_every": 2, "keep": 3}  # fmt: skip
+    values = {
+        "iters": 6,
+        "batch_size": 4,
+        "learning_rate": 1e-2,
+        "lora_rank": 2,
+        "steps_per_report": 1,
+        "save_every": 2,
+        "keep": 3,
+    }
     return TrainSettings(**{**values, **changes})
 
 
@@ -118,8 +125,10 @@ def losses(out: Path) -> list[tuple[int, float, float]]:
 
 def arrays_of(module: Any) -> dict[str, np.ndarray]:
     """A module's parameters by name."""
-    return {name: np.array(value.astype(mx.float32)) if mx.issubdtype(value.dtype, mx.floating) else np.array(value)
-            for name, value in tree_flatten(module.parameters())}  # fmt: skip
+    return {
+        name: np.array(value.astype(mx.float32)) if mx.issubdtype(value.dtype, mx.floating) else np.array(value)
+        for name, value in tree_flatten(module.parameters())
+    }
 
 
 def saved_config(folder: Path) -> dict[str, Any]:

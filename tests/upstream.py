@@ -22,10 +22,17 @@ BOS, EOS, PAD = range(3)
 TOKENIZER_TEXT = "the more it has read, the fewer steps a model takes to say the same thing once more; so say it again"
 
 _SIZES = {
-    "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
-    "bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD,
-}  # fmt: skip
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": BOS,
+    "eos_token_id": EOS,
+    "pad_token_id": PAD,
+}
 _ENCODER = {"hidden_size": 64, "num_heads": 4, "num_hidden_layers": 2, "intermediate_size": 96}
 
 
@@ -202,9 +209,12 @@ class Published:
         self._check_encoders(folder / made.encoder_file)
         sizes = made.config["compression"]
         self._lzw = LZWCompressor(
-            sizes["initial_vocab_size"], sizes["max_codebook_size"], sizes["max_subtokens"], made.pad_id,
+            sizes["initial_vocab_size"],
+            sizes["max_codebook_size"],
+            sizes["max_subtokens"],
+            made.pad_id,
             sizes["disabled_ids"],
-        )  # fmt: skip
+        )
 
     def _check_encoders(self, path: Path) -> None:
         """Format 1 goes on with random encoders when loading fails; here that must not pass unseen."""
@@ -245,10 +255,16 @@ class Published:
 
         ids, mask = self._padded(rows)
         out = self.model.generate(
-            input_ids=ids, attention_mask=mask, do_sample=False, max_new_tokens=steps, eos_token_id=None,
-            pad_token_id=self.made.pad_id, return_dict_in_generate=True, output_scores=True,
+            input_ids=ids,
+            attention_mask=mask,
+            do_sample=False,
+            max_new_tokens=steps,
+            eos_token_id=None,
+            pad_token_id=self.made.pad_id,
+            return_dict_in_generate=True,
+            output_scores=True,
             logits_processor=LogitsProcessorList([self._bar]),
-        )  # fmt: skip
+        )
         best = torch.stack(out.scores, dim=1).topk(2).values  # [B, steps, 2]
         return out.sequences[:, ids.shape[1] :].numpy(), float((best[..., 0] - best[..., 1]).min())
 

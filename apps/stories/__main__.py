@@ -46,9 +46,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     """The flags."""
     made = argparse.ArgumentParser(
-        prog="python -m mlx_zip.apps.stories", description="Makes the stories models from a folder of stories.",
+        prog="python -m mlx_zip.apps.stories",
+        description="Makes the stories models from a folder of stories.",
         epilog=needs(),
-    )  # fmt: skip
+    )
     add = made.add_argument
     add("--data", required=True, help="folder of the stories' files")
     add("--out", required=True, help="folder of all that is made; the same call goes on with it")

@@ -103,8 +103,12 @@ def pool(packs: PackSettings, size: int) -> int:
 def make_windows(recipe: Recipe) -> None:
     """prepared/packed-NAME of every part; prepared/PREFIXplain of all parts of a round, not compressed; to validate."""
     settings, packs = recipe.settings, recipe.settings.packs
-    fixed = {"context": settings.long, "shard_samples": settings.shard_samples, "workers": settings.workers,
-             "no_pack": True}  # fmt: skip
+    fixed = {
+        "context": settings.long,
+        "shard_samples": settings.shard_samples,
+        "workers": settings.workers,
+        "no_pack": True,
+    }
     compressed = {**fixed, "model": "runs/zip/model", **packs.codec}
     plain = {**fixed, "model": "runs/control/model", "codebook_size": 0, "merge_size": 1, "protect": settings.protect}
     sizes = {OWN: packs.size, **dict(zip(drawn(packs), packs.sizes, strict=True))}

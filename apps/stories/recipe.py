@@ -185,8 +185,11 @@ def make_texts(recipe: Recipe) -> None:
     train = sampled + often["real.train"]
     rng.shuffle(train)
     with whole_folder(recipe.out / "texts") as folder:
-        tests = {"valid": stories["t1.test"][: settings.validation], "t1.test": stories["t1.test"],
-                 "real.test": stories["real.test"]}  # fmt: skip
+        tests = {
+            "valid": stories["t1.test"][: settings.validation],
+            "t1.test": stories["t1.test"],
+            "real.test": stories["real.test"],
+        }
         for name, texts in {"train": train, **tests}.items():
             write_jsonl(folder / f"{name}.jsonl", ({"text": text} for text in texts))
         for name, turns, limit in (("asked", 1, settings.asked), ("conversations", None, settings.conversations)):
@@ -224,8 +227,14 @@ def make_windows(recipe: Recipe, kind: str) -> None:
     settings = recipe.settings
     codec = settings.codec if kind == "compressed" else PLAIN
     context = settings.short if kind == "short" else settings.long
-    fixed = {"tokenizer": "tokenizer", "context": context, "shard_samples": settings.shard_samples,
-             "protect": settings.protect, "workers": settings.workers, "pack": kind == "short"}  # fmt: skip
+    fixed = {
+        "tokenizer": "tokenizer",
+        "context": context,
+        "shard_samples": settings.shard_samples,
+        "protect": settings.protect,
+        "workers": settings.workers,
+        "pack": kind == "short",
+    }
     for folder, text in prepared(kind).items():
         recipe.command("prepare", {**fixed, "data": text, "out": folder, **codec})
 
@@ -275,8 +284,14 @@ def quantize(recipe: Recipe) -> None:
     bits = recipe.settings.bits
     with whole_folder(recipe.out / QUANTIZED) as folder:
         for name, run in recipe.settings.bundled.items():
-            flags = {"hf_path": model(run), "mlx_path": f"{folder.name}/{name}", "quantize": True, "q_bits": bits,
-                     "q_group_size": 64, "dtype": "float32"}  # fmt: skip
+            flags = {
+                "hf_path": model(run),
+                "mlx_path": f"{folder.name}/{name}",
+                "quantize": True,
+                "q_bits": bits,
+                "q_group_size": 64,
+                "dtype": "float32",
+            }
             if name == bundled.DEFAULT:
                 recipe.command("convert", {**flags, "encoder_bits": bits, "canonical": True})
             else:

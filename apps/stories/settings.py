@@ -105,14 +105,26 @@ class Settings:
 
 
 _FURTHER = {
-    "iters": 320, "fine_tune_type": "full",
-    "optimizer": "muon", "muon_learning_rate": 0.01, "learning_rate": 1.5e-3, "min_learning_rate": 3e-5,
-    "warmup": 20, "steps_per_eval": 100, "val_batches": 4, "save_every": 25,
-}  # fmt: skip
+    "iters": 320,
+    "fine_tune_type": "full",
+    "optimizer": "muon",
+    "muon_learning_rate": 0.01,
+    "learning_rate": 1.5e-3,
+    "min_learning_rate": 3e-5,
+    "warmup": 20,
+    "steps_per_eval": 100,
+    "val_batches": 4,
+    "save_every": 25,
+}
 _MORE = {
-    **_FURTHER, "iters": 400, "muon_learning_rate": 7e-3, "learning_rate": 1e-3, "min_learning_rate": 2e-5,
-    "warmup": 10, "save_every": 30,
-}  # fmt: skip
+    **_FURTHER,
+    "iters": 400,
+    "muon_learning_rate": 7e-3,
+    "learning_rate": 1e-3,
+    "min_learning_rate": 2e-5,
+    "warmup": 10,
+    "save_every": 30,
+}
 _LAST = {**_MORE, "iters": 490, "save_every": 50}
 _WHOLE = {"batch_size": 32}
 _PARTS = {"batch_size": 8, "grad_accumulation_steps": 4}  # uncompressed windows are longer
@@ -142,19 +154,43 @@ FULL = Settings(
     test_turns=3,
     codec={"merge_size": 3, "codebook_size": 2048},
     base={
-        "iters": 1100, "batch_size": 32, "fine_tune_type": "full",
-        "optimizer": "muon", "muon_learning_rate": 0.02, "learning_rate": 3e-3, "min_learning_rate": 1.5e-4,
-        "warmup": 50, "steps_per_eval": 100, "val_batches": 4, "save_every": 50,
+        "iters": 1100,
+        "batch_size": 32,
+        "fine_tune_type": "full",
+        "optimizer": "muon",
+        "muon_learning_rate": 0.02,
+        "learning_rate": 3e-3,
+        "min_learning_rate": 1.5e-4,
+        "warmup": 50,
+        "steps_per_eval": 100,
+        "val_batches": 4,
+        "save_every": 50,
     },
     chat={
-        "iters": 350, "batch_size": 8, "fine_tune_type": "full",
-        "optimizer": "muon", "muon_learning_rate": 0.014, "learning_rate": 2e-3, "min_learning_rate": 4e-5,
-        "warmup": 10, "steps_per_eval": 100, "val_batches": 8, "save_every": 50,
+        "iters": 350,
+        "batch_size": 8,
+        "fine_tune_type": "full",
+        "optimizer": "muon",
+        "muon_learning_rate": 0.014,
+        "learning_rate": 2e-3,
+        "min_learning_rate": 4e-5,
+        "warmup": 10,
+        "steps_per_eval": 100,
+        "val_batches": 8,
+        "save_every": 50,
     },
     extra={
-        "iters": 600, "batch_size": 8, "fine_tune_type": "full",
-        "optimizer": "muon", "muon_learning_rate": 0.01, "learning_rate": 1.8e-3, "min_learning_rate": 3.6e-5,
-        "warmup": 10, "steps_per_eval": 100, "val_batches": 8, "save_every": 50,
+        "iters": 600,
+        "batch_size": 8,
+        "fine_tune_type": "full",
+        "optimizer": "muon",
+        "muon_learning_rate": 0.01,
+        "learning_rate": 1.8e-3,
+        "min_learning_rate": 3.6e-5,
+        "warmup": 10,
+        "steps_per_eval": 100,
+        "val_batches": 8,
+        "save_every": 50,
     },
     encoder={"encoder": "res_latent_attn", "encoder_size": 128, "encoder_layers": 2, "encoder_heads": 4},
     packs=PackSettings(
@@ -169,27 +205,44 @@ FULL = Settings(
         learn_unseen=Texts(3000, 300),
         rounds=(
             Round(
-                prefix="", empty=Texts(3072, 768), own=Texts(4916, 1229), drawn=Texts(358, 90),
-                packed={**_FURTHER, **_WHOLE}, control={**_FURTHER, **_PARTS},
+                prefix="",
+                empty=Texts(3072, 768),
+                own=Texts(4916, 1229),
+                drawn=Texts(358, 90),
+                packed={**_FURTHER, **_WHOLE},
+                control={**_FURTHER, **_PARTS},
             ),
             Round(
-                prefix="more-", empty=Texts(2600, 1240), own=Texts(5880, 2760), drawn=Texts(390, 170),
-                packed={**_MORE, **_WHOLE, "canonical": True}, control={**_MORE, **_PARTS},
+                prefix="more-",
+                empty=Texts(2600, 1240),
+                own=Texts(5880, 2760),
+                drawn=Texts(390, 170),
+                packed={**_MORE, **_WHOLE, "canonical": True},
+                control={**_MORE, **_PARTS},
             ),
             Round(
-                prefix="asked-", empty=Texts(1100, 0, 1800), own=Texts(2650, 383, 5600), drawn=Texts(146, 0, 217),
-                packed={**_LAST, **_WHOLE, "canonical": True}, control={**_LAST, **_PARTS},
+                prefix="asked-",
+                empty=Texts(1100, 0, 1800),
+                own=Texts(2650, 383, 5600),
+                drawn=Texts(146, 0, 217),
+                packed={**_LAST, **_WHOLE, "canonical": True},
+                control={**_LAST, **_PARTS},
             ),
         ),
         tune={
-            "iters": 400, "batch_size": 16, "learning_rate": 1e-3, "min_learning_rate": 5e-5, "warmup": 10,
-            "context": 1024, "save_dtype": "float16",
+            "iters": 400,
+            "batch_size": 16,
+            "learning_rate": 1e-3,
+            "min_learning_rate": 5e-5,
+            "warmup": 10,
+            "context": 1024,
+            "save_dtype": "float16",
         },
     ),
     bits=8,
     validation=200,
     measure={"batch_size": 16, "max_tokens": 320},
-)  # fmt: skip
+)
 
 _FEW = {"iters": 4, "batch_size": 4, "warmup": 1, "steps_per_report": 2, "steps_per_eval": 4, "val_batches": 1}
 
@@ -201,25 +254,53 @@ def _few(texts: Texts) -> Texts:
 TINY = replace(
     FULL,
     vocab_size=320,
-    model={**FULL.model, "hidden_size": 64, "num_hidden_layers": 1, "intermediate_size": 64, "head_dim": 16,
-           "vocab_size": 320, "max_position_embeddings": 256},
-    short=32, long=96, asked=8, conversations=16, requests=4, test_turns=2, validation=4, shard_samples=16, workers=1,
+    model={
+        **FULL.model,
+        "hidden_size": 64,
+        "num_hidden_layers": 1,
+        "intermediate_size": 64,
+        "head_dim": 16,
+        "vocab_size": 320,
+        "max_position_embeddings": 256,
+    },
+    short=32,
+    long=96,
+    asked=8,
+    conversations=16,
+    requests=4,
+    test_turns=2,
+    validation=4,
+    shard_samples=16,
+    workers=1,
     codec={"merge_size": 3, "codebook_size": 64},
     base={**FULL.base, **_FEW},
     chat={**FULL.chat, **_FEW},
     extra={**FULL.extra, **_FEW},
     encoder={**FULL.encoder, "encoder_size": 32, "encoder_layers": 1},
     packs=PackSettings(
-        codec={"merge_size": 4, "codebook_size": 96}, size=24, sizes=(8, 16), unseen=(8,), window=64, large=16,
-        learn_own=Texts(6, 1), learn=Texts(4, 1), learn_unseen=Texts(4, 1),
+        codec={"merge_size": 4, "codebook_size": 96},
+        size=24,
+        sizes=(8, 16),
+        unseen=(8,),
+        window=64,
+        large=16,
+        learn_own=Texts(6, 1),
+        learn=Texts(4, 1),
+        learn_unseen=Texts(4, 1),
         rounds=tuple(
-            replace(found, empty=_few(found.empty), own=_few(found.own), drawn=_few(found.drawn),
-                    packed={**found.packed, **_FEW}, control={**found.control, **_FEW, "grad_accumulation_steps": 1})
+            replace(
+                found,
+                empty=_few(found.empty),
+                own=_few(found.own),
+                drawn=_few(found.drawn),
+                packed={**found.packed, **_FEW},
+                control={**found.control, **_FEW, "grad_accumulation_steps": 1},
+            )
             for found in FULL.packs.rounds
         ),
         tune={**FULL.packs.tune, "iters": 4, "batch_size": 2, "warmup": 1, "context": 96},
     ),
     measure={"batch_size": 4, "max_tokens": 12},
-)  # fmt: skip
+)
 
 SCALES = {"full": FULL, "tiny": TINY}

@@ -43,10 +43,14 @@ def train_tokenizer(texts: Iterable[str], folder: Path, vocab_size: int, context
     folder.mkdir(parents=True, exist_ok=True)
     fast = PreTrainedTokenizerFast(
         tokenizer_object=_without_special_bytes(tokenizer),
-        unk_token=UNK, bos_token=BOS, eos_token=EOS, pad_token=PAD,
+        unk_token=UNK,
+        bos_token=BOS,
+        eos_token=EOS,
+        pad_token=PAD,
         additional_special_tokens=[USER, ASSISTANT],
-        clean_up_tokenization_spaces=False, model_max_length=context,
-    )  # fmt: skip
+        clean_up_tokenization_spaces=False,
+        model_max_length=context,
+    )
     fast.chat_template = CHAT_TEMPLATE
     fast.save_pretrained(folder)
 
@@ -62,7 +66,9 @@ def _without_special_bytes(tokenizer: Any) -> Any:
     bos = {"SpecialToken": {"id": BOS, "type_id": 0}}
     sequence = {"Sequence": {"id": "A", "type_id": 0}}
     state["post_processor"] = {
-        "type": "TemplateProcessing", "single": [bos, sequence], "pair": [bos, sequence, sequence],
+        "type": "TemplateProcessing",
+        "single": [bos, sequence],
+        "pair": [bos, sequence, sequence],
         "special_tokens": {BOS: {"id": BOS, "ids": [SPECIALS.index(BOS)], "tokens": [BOS]}},
-    }  # fmt: skip
+    }
     return Tokenizer.from_str(json.dumps(state))

@@ -21,17 +21,23 @@ FIRST_STAGE = "model folder, tokenizer.json, vocab.bpe or merges.txt, or NAME.ti
 
 
 def add_actions(
-    parser: argparse.ArgumentParser, actions: Mapping[str, Action], examples: str,
+    parser: argparse.ArgumentParser,
+    actions: Mapping[str, Action],
+    examples: str,
     aliases: Mapping[str, Sequence[str]] = {},
-) -> None:  # fmt: skip
+) -> None:
     """Declares actions: by name, what declares flags, what it is for, and what does it, which `args.do` then is."""
     parser.epilog, parser.formatter_class = examples, argparse.RawDescriptionHelpFormatter
     found = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     for name, (declare, purpose, do) in actions.items():
         action = found.add_parser(
-            name, aliases=aliases.get(name, ()), help=purpose, description=purpose[0].upper() + purpose[1:] + ".",
-            epilog=examples, formatter_class=argparse.RawDescriptionHelpFormatter,
-        )  # fmt: skip
+            name,
+            aliases=aliases.get(name, ()),
+            help=purpose,
+            description=purpose[0].upper() + purpose[1:] + ".",
+            epilog=examples,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
         declare(action)
         action.set_defaults(do=do, action=name)
 

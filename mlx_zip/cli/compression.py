@@ -22,13 +22,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags."""
     add = parser.add_argument
     add("file", metavar="FILE", help="UTF-8 text; - reads standard input")
-    add("--tokenizer", required=True,
-        help="model folder, tokenizer.json, bundled model or hub id; a converted model brings its codec")  # fmt: skip
+    add(
+        "--tokenizer",
+        required=True,
+        help="model folder, tokenizer.json, bundled model or hub id; a converted model brings its codec",
+    )
     add("--merge-size", type=int, help="base tokens per hypertoken at most (default: 3, or the converted model's)")
     add("--codebook-size", type=int, help="hypertokens at most (default: 2048, or the converted model's)")
-    add("--policy", choices=["freeze", "lru", "use-count"],
+    add(
+        "--policy",
+        choices=["freeze", "lru", "use-count"],
         help="what a full codebook does: nothing any more, or a new entry takes the place of the one used longest ago, "
-             "or least often (default: freeze, or the converted model's)")  # fmt: skip
+        "or least often (default: freeze, or the converted model's)",
+    )
     add("--window", type=int, help="compress every N base tokens on their own (default: the text as a whole)")
     add("--disabled", nargs="*", choices=_NEVER_MERGED, help="tokens that never merge (default: specials)")
     add("--show", type=int, default=20, metavar="N", help="hypertokens to list, the most saving first (default: 20)")

@@ -14,10 +14,30 @@ from mlx_zip.errors import DataError
 CONTEXT = 1024
 AVAILABILITY = ("causal", "legacy")
 _SETTINGS = (
-    "codebook", "codebook_size", "separator", "pack", "limit_bytes", "batch_size", "availability", "generate",
-    "prompts", "opening", "turns", "keep_cache", "max_tokens", "temp", "top_p", "stop", "seed", "tasks", "include_path",
-    "num_shots", "limit", "border", "apply_chat_template",
-)  # fmt: skip
+    "codebook",
+    "codebook_size",
+    "separator",
+    "pack",
+    "limit_bytes",
+    "batch_size",
+    "availability",
+    "generate",
+    "prompts",
+    "opening",
+    "turns",
+    "keep_cache",
+    "max_tokens",
+    "temp",
+    "top_p",
+    "stop",
+    "seed",
+    "tasks",
+    "include_path",
+    "num_shots",
+    "limit",
+    "border",
+    "apply_chat_template",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,9 +45,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", action="append", required=True, help="folder or hub id; repeat to compare, the baseline first")
     add("--trust-remote-code", action="store_true", help="let the tokenizer run code of its own")
-    add("--canonical", action=argparse.BooleanOptionalAction, default=None,
+    add(
+        "--canonical",
+        action=argparse.BooleanOptionalAction,
+        default=None,
         help="zip2zip models give ids that the compressor would not have written no probability, unless they hold most "
-             "of it (default: as each model's config says)")  # fmt: skip
+        "of it (default: as each model's config says)",
+    )
     add("--batch-size", type=int, default=8, help="windows, stories or requests per model call (default: 8)")
     add("--json", metavar="FILE", help="also write all figures, settings and versions to FILE")
     packs.add_flag(add)
@@ -37,8 +61,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text("--data", nargs="+", default=(), metavar="FILE", help=".txt or .jsonl with text, .gz of both, or a data set")
     text("--separator", help="line that ends a document of a .txt file (default: each file is one document)")
     text("--pack", action="store_true", help="fill windows with documents, eos between (default: one document each)")
-    text("--context", type=int, help=f"base ids per window (default: the first model's positions, at most {CONTEXT}) "
-         "and per request of a task (default: all of them)")  # fmt: skip
+    text(
+        "--context",
+        type=int,
+        help=f"base ids per window (default: the first model's positions, at most {CONTEXT}) "
+        "and per request of a task (default: all of them)",
+    )
     text("--limit-bytes", type=int, help="stop after so many bytes of text")
     text("--availability", choices=AVAILABILITY, default="causal", help="legacy is not comparable, see the docs")
     rate = parser.add_argument_group("rates of generation").add_argument
@@ -139,8 +167,11 @@ class Evaluation:
         from mlx_zip.generate import load
         from mlx_zip.hyper import model_fingerprint
 
-        options = {"trust_remote_code": self.args.trust_remote_code, "canonical": self.args.canonical,
-                   "row_store": self.store}  # fmt: skip
+        options = {
+            "trust_remote_code": self.args.trust_remote_code,
+            "canonical": self.args.canonical,
+            "row_store": self.store,
+        }
         plain = packs.is_plain(name)
         chosen = packs.load_options(self.args, self.packs, plain)
         if not plain:

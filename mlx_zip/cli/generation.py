@@ -51,8 +51,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--system-prompt", help="system message for the chat template")
     add("--prompt", "-p", default="hello", action=_Given, help="the message; - reads standard input as UTF-8")
     add("--prefill-response", help="how the answer begins, for the chat template")
-    add("--max-tokens", "-m", type=int, default=100, action=_Given,
-        help="base tokens to generate at most (default: 100, without --model 400)")  # fmt: skip
+    add(
+        "--max-tokens",
+        "-m",
+        type=int,
+        default=100,
+        action=_Given,
+        help="base tokens to generate at most (default: 100, without --model 400)",
+    )
     add("--stop", nargs="+", default=(), help="strings that end the text; they are not printed")
     for name, (kind, default, text) in _NUMBERS.items():
         shown = f" (default: {default:g})" if default is not None else ""
@@ -64,9 +70,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--verbose", type=_flag, default=True, metavar="BOOL", help="False prints only the text")
     add("--prefill-step-size", type=int, default=2048, help="prompt ids per call (default: 2048)")
     add("--prompt-cache-file", help="cache saved by mlx_lm.cache_prompt's format; the prompt goes on from it")
-    add("--canonical", action=argparse.BooleanOptionalAction, default=None,
+    add(
+        "--canonical",
+        action=argparse.BooleanOptionalAction,
+        default=None,
         help="ids that the compressor would not have written get no probability, unless they hold most of it (default: "
-             "as the model's config says)")  # fmt: skip
+        "as the model's config says)",
+    )
     packs.add_flag(add)
     add("--kv-bits", type=int, help="bits of a quantized KV cache (default: not quantized)")
     add("--kv-group-size", type=int, default=64, help="group size of a quantized KV cache (default: 64)")

@@ -31,11 +31,19 @@ def _learn_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     _tokenizer_flag(add)
     add("--out", metavar="TABLE", help="table of patches to write, a .npz file")
-    add("--patch-size", type=int, default=10, metavar="S",
-        help="symbols of a patch at most, its end mark counted (default: 10)")  # fmt: skip
-    add("--mode", choices=("stop", "full"), default="stop",
-        help="stop: replay merges until the token fits, as they are learned; full: all of them (default: "
-             "stop)")  # fmt: skip
+    add(
+        "--patch-size",
+        type=int,
+        default=10,
+        metavar="S",
+        help="symbols of a patch at most, its end mark counted (default: 10)",
+    )
+    add(
+        "--mode",
+        choices=("stop", "full"),
+        default="stop",
+        help="stop: replay merges until the token fits, as they are learned; full: all of them (default: stop)",
+    )
     _show_flag(add, "merges")
     add_json(add)
     add_by_place(add)
@@ -178,15 +186,21 @@ def _text(token: bytes) -> str:
 
 MODEL_ACTIONS: dict[str, Action] = {
     "fit": (
-        hbpe_models.fit_arguments, "train a model over patches from texts, on from where it stopped", hbpe_models.fit,
+        hbpe_models.fit_arguments,
+        "train a model over patches from texts, on from where it stopped",
+        hbpe_models.fit,
     ),
     "generate": (
-        hbpe_models.generate_arguments, "text that a model over patches writes, as it comes", hbpe_models.generate,
+        hbpe_models.generate_arguments,
+        "text that a model over patches writes, as it comes",
+        hbpe_models.generate,
     ),
     "evaluate": (
-        hbpe_models.evaluate_arguments, "bits per byte of a model over patches on texts", hbpe_models.evaluate,
+        hbpe_models.evaluate_arguments,
+        "bits per byte of a model over patches on texts",
+        hbpe_models.evaluate,
     ),
-}  # fmt: skip
+}
 ACTIONS = {
     "learn": (_learn_flags, "learn merges from a tokenizer's tokens and write the table of their patches", _learn),
     "show": (_show_flags, "show what a table holds", _show),

@@ -24,23 +24,44 @@ _SETTINGS = ("iters", "batch_size", "learning_rate", "warmup", "seed", "steps_pe
 def fit_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `fit`."""
     add = parser.add_argument
-    add("out", metavar="RUN",
-        help="folder of the run: checkpoints, metrics.jsonl, and in the end model/; continues what is "
-             "there")  # fmt: skip
+    add(
+        "out",
+        metavar="RUN",
+        help="folder of the run: checkpoints, metrics.jsonl, and in the end model/; continues what is there",
+    )
     _data(add, "texts to learn from")
     add("--valid", nargs="+", default=[], metavar="FILE", help="texts to measure the finished model on")
-    add("--tokenizer", type=Path, metavar="FILE",
+    add(
+        "--tokenizer",
+        type=Path,
+        metavar="FILE",
         help="first stage: tokenizer.json or a folder with one, vocab.bpe or merges.txt (default: learned from the "
-             "texts)")  # fmt: skip
+        "texts)",
+    )
     add("--vocab-size", type=int, default=4096, help="tokens of a first stage that is learned (default: 4096)")
-    add("--patch-size", type=int, default=10, metavar="S",
-        help="symbols of a patch at most, its end mark counted (default: 10)")  # fmt: skip
+    add(
+        "--patch-size",
+        type=int,
+        default=10,
+        metavar="S",
+        help="symbols of a patch at most, its end mark counted (default: 10)",
+    )
     add("--mode", choices=("stop", "full"), default="stop", help="as of `learn` (default: stop)")
     add("--context", type=int, default=128, help="patches of a window (default: 128)")
-    add("--latent", type=read_tower, default=FIT_LATENT, metavar="LAYERS,WIDTH,FFN,HEADS",
-        help="large transformer, which runs once per patch (default: 4,256,704,4)")  # fmt: skip
-    add("--local", type=read_tower, default=FIT_LOCAL, metavar="LAYERS,WIDTH,FFN,HEADS",
-        help="local encoder and decoder, each (default: 2,128,128,2)")  # fmt: skip
+    add(
+        "--latent",
+        type=read_tower,
+        default=FIT_LATENT,
+        metavar="LAYERS,WIDTH,FFN,HEADS",
+        help="large transformer, which runs once per patch (default: 4,256,704,4)",
+    )
+    add(
+        "--local",
+        type=read_tower,
+        default=FIT_LOCAL,
+        metavar="LAYERS,WIDTH,FFN,HEADS",
+        help="local encoder and decoder, each (default: 2,128,128,2)",
+    )
     add("--iters", type=int, default=1000, help="optimizer steps (default: 1000)")
     add("--batch-size", type=int, default=8, help="windows per step (default: 8)")
     add("--learning-rate", type=float, default=1e-3, help="peak of a cosine that ends at a twentieth (default: 0.001)")
@@ -119,16 +140,25 @@ def generate(args: argparse.Namespace) -> int:
     text, patches = "".join(part.text for part in parts), [part.patch for part in parts if part.patch]
     n_bytes, ended = len(text.encode("utf-8")), patches[-1:] == [[MARK]]
     record = {
-        "model": args.model, "prompt": prompt, "text": text, "prompt_patches": len(saved.text.patches(prompt)),
-        "patches": len(patches), "symbols": sum(map(len, patches)), "text_bytes": n_bytes,
+        "model": args.model,
+        "prompt": prompt,
+        "text": text,
+        "prompt_patches": len(saved.text.patches(prompt)),
+        "patches": len(patches),
+        "symbols": sum(map(len, patches)),
+        "text_bytes": n_bytes,
         "finish_reason": "interrupted" if status else "stop" if ended else "length",
-        "patches_per_s": len(patches) / seconds, "bytes_per_s": n_bytes / seconds,
-    }  # fmt: skip
+        "patches_per_s": len(patches) / seconds,
+        "bytes_per_s": n_bytes / seconds,
+    }
     print(json.dumps(record, ensure_ascii=False) if args.json else "", flush=True)
     if not args.json:
         rates = f"{record['patches_per_s']:.1f} patches/s, {record['bytes_per_s']:.1f} bytes/s"
-        print(f"{len(patches)} patches of {record['symbols']} symbols and {n_bytes} bytes, behind "
-              f"{record['prompt_patches']} patches: {rates}", file=sys.stderr)  # fmt: skip
+        print(
+            f"{len(patches)} patches of {record['symbols']} symbols and {n_bytes} bytes, behind "
+            f"{record['prompt_patches']} patches: {rates}",
+            file=sys.stderr,
+        )
     return status
 
 
@@ -166,8 +196,10 @@ def evaluate(args: argparse.Namespace) -> int:
 def _print(told: dict[str, Any]) -> None:
     words = "" if told["fertility"] is None else f", {told['fertility']:.3f} patches per word"
     print(f"{told['bits_per_byte']:.4f} bits per byte: {told['documents']} documents, {told['bytes']} bytes")
-    print(f"{told['bytes_per_patch']:.3f} bytes and {told['symbols_per_patch']:.3f} symbols per patch{words}; "
-          f"{told['forward_flops_per_byte']:.3g} FLOPs per byte, {told['parameters']} parameters")  # fmt: skip
+    print(
+        f"{told['bytes_per_patch']:.3f} bytes and {told['symbols_per_patch']:.3f} symbols per patch{words}; "
+        f"{told['forward_flops_per_byte']:.3g} FLOPs per byte, {told['parameters']} parameters"
+    )
     if not told["exact"]:
         print("the patches do not spell the texts: the tokenizer changes them before it splits them")
 

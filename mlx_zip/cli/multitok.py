@@ -30,8 +30,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _text_flags(add: Any) -> None:
     """Of `train` and `encode`."""
-    add("--tokenizer", metavar="NAME", help=f"the units are this tokenizer's ids: {TOKENIZER} (default: words "
-        "between blanks)")  # fmt: skip
+    add(
+        "--tokenizer",
+        metavar="NAME",
+        help=f"the units are this tokenizer's ids: {TOKENIZER} (default: words between blanks)",
+    )
     add("--data", nargs="+", metavar="FILE", help=f"texts: {DATA}; a record, or a .txt file, is a sample")
     add("--separator", metavar="LINE", help="a line that ends a sample within a .txt file")
     add("--lines", action="store_true", help="each line of a text is a sample")
@@ -44,16 +47,27 @@ def _train_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     _text_flags(add)
     add("--out", metavar="DICTIONARY", help="file of the dictionary to write")
-    add("--fraction", type=float, metavar="P",
-        help="the first P percent of the samples learn; the others stay as they are (default: 100)")  # fmt: skip
-    add("--words-of", nargs="+", metavar="FILE",
-        help="texts whose words are units too, and from which nothing is learnt")  # fmt: skip
+    add(
+        "--fraction",
+        type=float,
+        metavar="P",
+        help="the first P percent of the samples learn; the others stay as they are (default: 100)",
+    )
+    add(
+        "--words-of",
+        nargs="+",
+        metavar="FILE",
+        help="texts whose words are units too, and from which nothing is learnt",
+    )
     add("--first-id", type=int, metavar="ID", help="id of the first unit (default: 1, which keeps 0 for padding)")
     add("--limit", type=int, metavar="N", help="phrases at most; what comes later is not learnt")
     add("--prune", type=int, metavar="K", help="give up phrases that training used at most K times")
-    add("--prune-mode", choices=("published", "single", "parent", "reencode"),
+    add(
+        "--prune-mode",
+        choices=("published", "single", "parent", "reencode"),
         help="what comes in their place: units (published: but phrases never used stay), the longest phrase left and "
-             "units, or the texts encoded again (default: reencode)")  # fmt: skip
+        "units, or the texts encoded again (default: reencode)",
+    )
     add("--encoded", metavar="FILE", help="also write the ids of the samples, a JSON list a line")
     add_json(add)
 
@@ -62,11 +76,20 @@ def _encode_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("dictionary", metavar="DICTIONARY", help="what `train` wrote")
     _text_flags(add)
-    add("--matching", choices=("longest", "walk"), default="longest",
+    add(
+        "--matching",
+        choices=("longest", "walk"),
+        default="longest",
         help="encode by the longest phrase, or as the published code, which ends where a longer run is none (default: "
-             "longest)")  # fmt: skip
-    add("--out", "--encoded", dest="encoded", metavar="FILE",
-        help="write the ids of the samples, a JSON list a line (default: print them)")  # fmt: skip
+        "longest)",
+    )
+    add(
+        "--out",
+        "--encoded",
+        dest="encoded",
+        metavar="FILE",
+        help="write the ids of the samples, a JSON list a line (default: print them)",
+    )
     add_json(add)
 
 
@@ -247,9 +270,13 @@ def _stats(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
         {"id": id, "uses": uses, "units": (run := dictionary.expand([id]).tolist()), "text": units.shown(run)}
         for id, uses in dictionary.saving(args.show)
     ]
-    made = {"window": dictionary.settings.window, "first_id": dictionary.settings.first_id,
-            "unk_id": dictionary.settings.unk_id, "of": units.to_dict()["kind"],
-            "pruning": pruning and {"at_most": pruning.at_most, "mode": pruning.mode}}  # fmt: skip
+    made = {
+        "window": dictionary.settings.window,
+        "first_id": dictionary.settings.first_id,
+        "unk_id": dictionary.settings.unk_id,
+        "of": units.to_dict()["kind"],
+        "pruning": pruning and {"at_most": pruning.at_most, "mode": pruning.mode},
+    }
     lengths = ", ".join(f"{count} of {n}" for n, count in list(stats["phrases_by_length"].items())[:8])
     lines = [
         f"{stats['units']} {made['of']}, {stats['phrases']} phrases: {stats['never_used']} never used, "

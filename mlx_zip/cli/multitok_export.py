@@ -18,10 +18,19 @@ def export_flags(parser: argparse.ArgumentParser) -> None:
     add("dictionary", metavar="DICTIONARY", help="what `train` wrote, over a tokenizer's ids")
     add("--tokenizer", metavar="NAME", help=f"whose ids they are: {TOKENIZER}")
     add("--out", metavar="PACK", help="pack to write, a .npz file")
-    add("--size", type=int, default=SIZE, metavar="N",
-        help=f"entries of the pack at most, the most used phrases (default: {SIZE})")  # fmt: skip
-    add("--merge-size", type=int, metavar="N",
-        help=f"base ids of an entry at most (default: the model's, or {MERGE_SIZE})")  # fmt: skip
+    add(
+        "--size",
+        type=int,
+        default=SIZE,
+        metavar="N",
+        help=f"entries of the pack at most, the most used phrases (default: {SIZE})",
+    )
+    add(
+        "--merge-size",
+        type=int,
+        metavar="N",
+        help=f"base ids of an entry at most (default: the model's, or {MERGE_SIZE})",
+    )
     add_json(add)
 
 
@@ -54,7 +63,13 @@ def export(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     mark = tokenizer_fingerprint(tokenizer)
     pack = as_pack(dictionary, args.size, merge_size, mark, disabled)
     save_pack(out, pack)
-    record = {"file": str(out), "entries": len(pack.entries), "longest": pack.merge_size, "tokenizer": mark,
-              "fingerprint": pack.fingerprint, "of_phrases": len(dictionary)}  # fmt: skip
+    record = {
+        "file": str(out),
+        "entries": len(pack.entries),
+        "longest": pack.merge_size,
+        "tokenizer": mark,
+        "fingerprint": pack.fingerprint,
+        "of_phrases": len(dictionary),
+    }
     told = f"{len(pack.entries):,} of {len(dictionary):,} phrases as entries of 2 to {pack.merge_size} base ids: {out}"
     return record, [told]

@@ -21,9 +21,18 @@ EXAMPLE = """example:
 """
 HELD_OUT = 20  # of so many windows one is held out where no other texts are named
 _DEFAULTS = {
-    "iters": 300, "batch_size": 8, "learning_rate": 2e-3, "min_learning_rate": 1e-4, "warmup": 0, "max_grad_norm": 1.0,
-    "seed": 0, "steps_per_report": 10, "steps_per_eval": 100, "save_every": 50, "keep": 2,
-}  # fmt: skip
+    "iters": 300,
+    "batch_size": 8,
+    "learning_rate": 2e-3,
+    "min_learning_rate": 1e-4,
+    "warmup": 0,
+    "max_grad_norm": 1.0,
+    "seed": 0,
+    "steps_per_report": 10,
+    "steps_per_eval": 100,
+    "save_every": 50,
+    "keep": 2,
+}
 _PURPOSES = {"batch_size": "windows per step", "seed": "of the order of the windows"}
 
 
@@ -35,22 +44,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", required=True, help="model folder, bundled model or hub id, zip2zip or plain")
     add_text_flags(parser)
     add("--out", required=True, type=Path, help="the tuned pack to write, a .npz file")
-    add("--run", type=Path, metavar="DIR",
-        help="folder of checkpoints and metrics.jsonl; continued if there (default: OUT without .npz)")  # fmt: skip
-    add("--valid", nargs="+", metavar="NAME",
-        help=f"texts to hold out (default: one of {HELD_OUT} windows of --data)")  # fmt: skip
-    add("--most-ids", type=int, default=5_000_000, metavar="N",
-        help="base ids to learn from at most, the first ones (default: 5000000)")  # fmt: skip
+    add(
+        "--run",
+        type=Path,
+        metavar="DIR",
+        help="folder of checkpoints and metrics.jsonl; continued if there (default: OUT without .npz)",
+    )
+    add("--valid", nargs="+", metavar="NAME", help=f"texts to hold out (default: one of {HELD_OUT} windows of --data)")
+    add(
+        "--most-ids",
+        type=int,
+        default=5_000_000,
+        metavar="N",
+        help="base ids to learn from at most, the first ones (default: 5000000)",
+    )
     add("--valid-ids", type=int, default=32768, metavar="N", help="base ids held out at most (default: 32768)")
     add("--context", type=int, default=512, help="base ids of a window at most (default: 512)")
     add("--codebook-size", type=int, help="hypertokens at most: the pack's and those that grow (default: the model's)")
-    add("--position-mode", choices=("compressed", "base_token_end"),
-        help="where a plain model's hypertokens stand (default: compressed)")  # fmt: skip
-    add("--dtype", choices=("float32", "bfloat16"), default="float32",
-        help="what the forward pass computes in (default: float32)")  # fmt: skip
-    add("--dequantize", action="store_true",
-        help="compute with a quantized model's weights as floats: the same function, quicker, in more "
-             "memory")  # fmt: skip
+    add(
+        "--position-mode",
+        choices=("compressed", "base_token_end"),
+        help="where a plain model's hypertokens stand (default: compressed)",
+    )
+    add(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="what the forward pass computes in (default: float32)",
+    )
+    add(
+        "--dequantize",
+        action="store_true",
+        help="compute with a quantized model's weights as floats: the same function, quicker, in more memory",
+    )
     add("--save-dtype", choices=("float32", "float16"), default="float32", help="of the rows (default: float32)")
     add_settings(add, _DEFAULTS, _PURPOSES)
     add("--plot", action="store_true", help="draw curves.png in the run's folder (needs matplotlib)")
@@ -108,9 +134,16 @@ def _plan(args: argparse.Namespace, pack: Any) -> tuple[Any, Any, bool]:
         raise DataError("--position-mode is for plain models: a zip2zip model's config says where hypertokens stand")
     sizes = (len(pack.entries), pack.merge_size) if plain else (args.codebook_size, None)
     options = PrepareOptions(
-        sources=sources(args), out=args.out, model=args.model, context=args.context, codebook_size=sizes[0],
-        merge_size=sizes[1], start=Path(args.file), train_on="all", trust_remote_code=args.trust_remote_code,
-    )  # fmt: skip
+        sources=sources(args),
+        out=args.out,
+        model=args.model,
+        context=args.context,
+        codebook_size=sizes[0],
+        merge_size=sizes[1],
+        start=Path(args.file),
+        train_on="all",
+        trust_remote_code=args.trust_remote_code,
+    )
     return *make_plan(options)[:2], plain
 
 
@@ -155,12 +188,19 @@ def _write(args: argparse.Namespace, pack: Any, found: Any, texts: tuple[Any, An
     data, valid = texts
     progress = found.outcome.progress
     told = {
-        "model": Path(args.model).name, "iters": progress.step, "seen_base_ids": progress.seen_base_ids,
-        "learning_rate": args.learning_rate, "batch_size": args.batch_size, "context": args.context,
-        "seed": args.seed, "windows": len(data), "held_out_windows": len(valid),
+        "model": Path(args.model).name,
+        "iters": progress.step,
+        "seen_base_ids": progress.seen_base_ids,
+        "learning_rate": args.learning_rate,
+        "batch_size": args.batch_size,
+        "context": args.context,
+        "seed": args.seed,
+        "windows": len(data),
+        "held_out_windows": len(valid),
         "held_out_bytes": sum(sample.n_bytes for sample in valid.samples),
-        "bits_per_byte_before": found.before, "bits_per_byte": found.after,
-    }  # fmt: skip
+        "bits_per_byte_before": found.before,
+        "bits_per_byte": found.after,
+    }
     tuned = Pack(pack.entries, tokenizer_fingerprint(tokenizer), {**pack.about, "tuned": told}, found.rows)
     save_pack(args.out, tuned)
     if args.json:

@@ -14,11 +14,21 @@ if TYPE_CHECKING:
 
 def add_flag(add: Any) -> None:
     """Declares --codebook, which may be given several times, and --codebook-size."""
-    add("--codebook", "--start-codebook", dest="codebook", action="append", metavar="FILE",
+    add(
+        "--codebook",
+        "--start-codebook",
+        dest="codebook",
+        action="append",
+        metavar="FILE",
         help="pack (.json, .npz, .npy) of entries that exist from the start, in place of the model's own; several are "
-             "merged; a plain model takes one that was tuned for it")  # fmt: skip
-    add("--codebook-size", type=int, metavar="N",
-        help="hypertokens at most, the pack's and those that grow (default: as the model's config says)")  # fmt: skip
+        "merged; a plain model takes one that was tuned for it",
+    )
+    add(
+        "--codebook-size",
+        type=int,
+        metavar="N",
+        help="hypertokens at most, the pack's and those that grow (default: as the model's config says)",
+    )
 
 
 @dataclass(frozen=True)

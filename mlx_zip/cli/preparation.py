@@ -11,8 +11,22 @@ from mlx_zip.errors import DataError
 
 _MOST_WORKERS = 8
 _OF_DATA = ("separator", "columns", "subset", "split")  # flags that a mixture sets per source
-_SAME_NAME = ("model", "tokenizer", "context", "merge_size", "codebook_size", "own_start", "start_draw", "pack",
-              "train_on", "shard_samples", "seed", "limit", "max_skipped", "trust_remote_code")  # fmt: skip
+_SAME_NAME = (
+    "model",
+    "tokenizer",
+    "context",
+    "merge_size",
+    "codebook_size",
+    "own_start",
+    "start_draw",
+    "pack",
+    "train_on",
+    "shard_samples",
+    "seed",
+    "limit",
+    "max_skipped",
+    "trust_remote_code",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,13 +37,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--out", required=True, help="folder to write; one left by an interrupted run is completed")
     add("--context", type=int, default=1024, help="base ids of a sample at most (default: 1024)")
     add("--start", metavar="FILE", help="starting codebook: a pack of entries that exist before the first id")
-    add("--no-start", dest="own_start", action="store_false",
-        help="begin without entries where the model begins with some")  # fmt: skip
+    add(
+        "--no-start",
+        dest="own_start",
+        action="store_false",
+        help="begin without entries where the model begins with some",
+    )
     add("--start-draw", type=int, metavar="K", help="draw K entries of --start anew for each sample")
-    add("--pack", action=argparse.BooleanOptionalAction, default=None,
-        help="fill samples with several records (default: documents, not conversations)")  # fmt: skip
-    add("--train-on", choices=("answers", "all"), default="answers",
-        help="what the loss counts of conversations and completions (default: answers)")  # fmt: skip
+    add(
+        "--pack",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="fill samples with several records (default: documents, not conversations)",
+    )
+    add(
+        "--train-on",
+        choices=("answers", "all"),
+        default="answers",
+        help="what the loss counts of conversations and completions (default: answers)",
+    )
     add("--limit", type=int, metavar="N", help="samples at most")
     add("--max-skipped", type=int, default=100, metavar="N", help="more wrong records are an error (default: 100)")
     add("--shard-samples", type=int, default=1024, metavar="N", help="about so many samples a shard (default: 1024)")
@@ -49,12 +75,21 @@ def add_text_flags(parser: argparse.ArgumentParser) -> None:
     """Declares the flags that name texts; `sources` reads them."""
     add = parser.add_argument
     add("--trust-remote-code", action="store_true", help="let the tokenizer run code of its own")
-    add("--data", nargs="+", metavar="NAME",
-        help=".txt or .jsonl files (or with .gz), .parquet files, folders or hub names of data sets")  # fmt: skip
+    add(
+        "--data",
+        nargs="+",
+        metavar="NAME",
+        help=".txt or .jsonl files (or with .gz), .parquet files, folders or hub names of data sets",
+    )
     add("--mixture", metavar="FILE", help="instead of --data: a .yaml file of sources with shares, or zip2zip")
     add("--separator", help="a line that ends a document within a .txt file (default: a file is one document)")
-    add("--columns", nargs="+", default=[], metavar="KEY=NAME",
-        help="what records call text, messages, prompt, completion or tools, as text=content")  # fmt: skip
+    add(
+        "--columns",
+        nargs="+",
+        default=[],
+        metavar="KEY=NAME",
+        help="what records call text, messages, prompt, completion or tools, as text=content",
+    )
     add("--subset", nargs="+", default=[], help="subsets of a data set, read in turn")
     add("--split", help="split of a data set (default: train)")
 
@@ -64,8 +99,13 @@ def add_codec_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--merge-size", type=int, help="base ids per hypertoken at most (default: 3, or the model's); 1: no codebook")
     add("--codebook-size", type=int, help="hypertokens at most (default: 2048, or the model's); 0: no codebook")
-    add("--protect", action="append", default=[], metavar="WHAT",
-        help="ids that never merge, beside the others: digits, or a list with commas; may be repeated")  # fmt: skip
+    add(
+        "--protect",
+        action="append",
+        default=[],
+        metavar="WHAT",
+        help="ids that never merge, beside the others: digits, or a list with commas; may be repeated",
+    )
     add("--disable", metavar="IDS", help="ids that never merge, with commas (default: special tokens, or the model's)")
 
 

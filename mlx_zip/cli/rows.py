@@ -18,9 +18,12 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of `mlx_zip rows`."""
-    parser.add_argument("action", metavar="ACTION", choices=("show", "purge"),
-                        help="show: how many files and bytes; purge: remove the rows, and the folder if that was all "
-                             "in it")  # fmt: skip
+    parser.add_argument(
+        "action",
+        metavar="ACTION",
+        choices=("show", "purge"),
+        help="show: how many files and bytes; purge: remove the rows, and the folder if that was all in it",
+    )
     parser.add_argument("folder", metavar="DIR", nargs="?", help=f"folder of rows (default: ${ENVIRONMENT})")
 
 
@@ -50,9 +53,12 @@ def _told(count: int, size: int) -> str:
 
 def add_flags(add: Any) -> None:
     """Declares --row-cache and --row-cache-bytes."""
-    add("--row-cache", metavar="DIR|off",
+    add(
+        "--row-cache",
+        metavar="DIR|off",
         help="folder that keeps the rows of hypertokens from run to run, readable to you alone; it holds pieces of "
-             f"your texts (default: ${ENVIRONMENT}, or off)")  # fmt: skip
+        f"your texts (default: ${ENVIRONMENT}, or off)",
+    )
     add("--row-cache-bytes", type=_size, metavar="N", help="its bound, as 500M or 2G (default: 1 GiB)")
 
 

@@ -72,12 +72,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--valid", nargs="+", default=None, help="prepared folders to validate on")
     add("--out", help="folder of the run: checkpoints, metrics.jsonl, and in the end model/; continues what is there")
     add("-c", "--config", help="YAML file of flags (with underscores); flags given here go before it")
-    add("--save", choices=("model", "adapter"), help="model: a whole folder, out/model (default); adapter: LoRA and "
-        "encoders alone, out/adapter")  # fmt: skip
+    add(
+        "--save",
+        choices=("model", "adapter"),
+        help="model: a whole folder, out/model (default); adapter: LoRA and encoders alone, out/adapter",
+    )
     add("--save-dtype", choices=("float32", "float16", "bfloat16"), help="of what is saved (default: float32)")
-    add("--canonical", action=argparse.BooleanOptionalAction, default=None,
+    add(
+        "--canonical",
+        action=argparse.BooleanOptionalAction,
+        default=None,
         help="train a zip2zip model on the probabilities of canonical decoding, which it then decodes with (default: "
-        "what its config says)")  # fmt: skip
+        "what its config says)",
+    )
     add("--plot", action="store_true", default=None, help="draw curves.png when the run ends (needs matplotlib)")
     for name, (kind, default, text) in {**_SETTINGS, **_ENCODER}.items():
         flag = f"--{name.replace('_', '-')}"

@@ -40,13 +40,24 @@ def _learn_flags(parser: argparse.ArgumentParser) -> None:
     add_codec_flags(parser)
     add("--out", required=True, type=Path, help="the pack to write, a .npz file")
     add("--size", type=int, default=SIZE, help=f"entries at most (default: {SIZE})")
-    add("--head-cost", metavar="COST",
+    add(
+        "--head-cost",
+        metavar="COST",
         help="what a row more of the head costs, as a fraction of a step; model: as much as it costs --model. The pack "
-             "ends where an entry more would cost more than it saves (default: 0)")  # fmt: skip
-    add("--window", type=int,
-        help="base ids compressed on their own: the length of the texts that it is for (default: 256)")  # fmt: skip
-    add("--most-ids", type=int, default=SAMPLE_IDS, metavar="N",
-        help=f"base ids to learn from at most, the first ones (default: {SAMPLE_IDS})")  # fmt: skip
+        "ends where an entry more would cost more than it saves (default: 0)",
+    )
+    add(
+        "--window",
+        type=int,
+        help="base ids compressed on their own: the length of the texts that it is for (default: 256)",
+    )
+    add(
+        "--most-ids",
+        type=int,
+        default=SAMPLE_IDS,
+        metavar="N",
+        help=f"base ids to learn from at most, the first ones (default: {SAMPLE_IDS})",
+    )
     add_json(add)
 
 
@@ -64,10 +75,18 @@ def _learn(args: argparse.Namespace) -> int:
             raise DataError(f"--{name} must be at least 1, got {value}")
     args.out = writable("--out", args.out, "a pack", SUFFIX)
     options = PrepareOptions(
-        sources=sources(args), out=args.out, model=args.model, tokenizer=args.tokenizer, merge_size=args.merge_size,
-        codebook_size=args.codebook_size, disable=disabled_ids(args), protect=tuple(args.protect), train_on="all",
-        own_start=False, trust_remote_code=args.trust_remote_code,
-    )  # fmt: skip
+        sources=sources(args),
+        out=args.out,
+        model=args.model,
+        tokenizer=args.tokenizer,
+        merge_size=args.merge_size,
+        codebook_size=args.codebook_size,
+        disable=disabled_ids(args),
+        protect=tuple(args.protect),
+        train_on="all",
+        own_start=False,
+        trust_remote_code=args.trust_remote_code,
+    )
     plan, tokenizer, _ = make_plan(options)
     texts = []
     with progress("Reading", "id", args.most_ids, unit_scale=True) as bar:
@@ -78,9 +97,13 @@ def _learn(args: argparse.Namespace) -> int:
     found = learn(plan.params, texts, args.size, window=window, head_cost=cost, progress=_progress)
     about: dict[str, Any] = {
         "learned_from": [name for source in options.sources for name in source.data],
-        "window": window, "merge_size": plan.params.merge_size, "base_ids": found.base_ids,
-        "ids_without": found.ids_without, "ids": found.ids, "uses": list(found.uses),
-    }  # fmt: skip
+        "window": window,
+        "merge_size": plan.params.merge_size,
+        "base_ids": found.base_ids,
+        "ids_without": found.ids_without,
+        "ids": found.ids,
+        "uses": list(found.uses),
+    }
     if cost:
         about |= {"head_cost": cost, "steps_cost": found.cost(cost)}
     pack = Pack(found.entries, tokenizer_fingerprint(tokenizer), about)
@@ -119,8 +142,15 @@ def _show_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("file", metavar="FILE", help="a pack")
     add("--tokenizer", metavar="NAME", help=f"show entries as text: {TOKENIZER}")
-    add("--show", "--entries", dest="show", type=int, default=20, metavar="N",
-        help="entries to list, the best first (default: 20)")  # fmt: skip
+    add(
+        "--show",
+        "--entries",
+        dest="show",
+        type=int,
+        default=20,
+        metavar="N",
+        help="entries to list, the best first (default: 20)",
+    )
     add_json(add)
 
 
@@ -143,8 +173,11 @@ def _merge_flags(parser: argparse.ArgumentParser) -> None:
     add("files", nargs="+", metavar="FILE", help="packs of one tokenizer")
     add("--out", required=True, type=Path, help="the pack to write, a .npz file")
     add("--size", type=int, help="entries at most: the best of each in turn (default: all)")
-    add("--drop-rows", action="store_true",
-        help="leave tuned rows behind: then packs that are not all tuned for one model can be merged")  # fmt: skip
+    add(
+        "--drop-rows",
+        action="store_true",
+        help="leave tuned rows behind: then packs that are not all tuned for one model can be merged",
+    )
     add_json(add)
 
 
@@ -220,9 +253,15 @@ def _tell(args: argparse.Namespace, path: Path, pack: Any, texts: list[str] | No
     uses = pack.about.get("uses")
     uses = uses if isinstance(uses, list) else []
     about = {key: value for key, value in pack.about.items() if key != "uses"}
-    told = {**about, "file": str(path), "entries": len(pack.entries), "longest": pack.merge_size,
-            "tokenizer": pack.tokenizer, "fingerprint": pack.fingerprint,
-            "rows_of": pack.rows and pack.rows.model}  # fmt: skip
+    told = {
+        **about,
+        "file": str(path),
+        "entries": len(pack.entries),
+        "longest": pack.merge_size,
+        "tokenizer": pack.tokenizer,
+        "fingerprint": pack.fingerprint,
+        "rows_of": pack.rows and pack.rows.model,
+    }
     if texts is not None:
         rows = zip(texts, pack.entries, [*uses, *[None] * len(texts)], strict=False)
         told["best"] = [{"text": text, "base_ids": entry, "uses": n} for text, entry, n in rows]
@@ -232,8 +271,10 @@ def _tell(args: argparse.Namespace, path: Path, pack: Any, texts: list[str] | No
     print(f"{path}: {len(pack.entries):,} entries of 2 to {pack.merge_size} base ids, {pack.fingerprint[:12]}")
     if _tells(about, "base_ids", "ids", "ids_without", "window"):
         base, ids, without = about["base_ids"], about["ids"], about["ids_without"]
-        print(f"learned from {base:,} base ids in windows of {about['window']}: {base / ids:.3f} base ids per id, "
-              f"{base / without:.3f} without it")  # fmt: skip
+        print(
+            f"learned from {base:,} base ids in windows of {about['window']}: {base / ids:.3f} base ids per id, "
+            f"{base / without:.3f} without it"
+        )
     if _tells(about, "head_cost", "steps_cost", "ids_without"):
         cost, total = about["head_cost"], about["steps_cost"]
         print(f"a row costs {cost:.2e} of a step: {about['ids_without'] / total:.3f} times as fast as without it")

@@ -32,27 +32,54 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _learn_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--tokenizer", metavar="NAME", help=f"what to adapt: {FIRST_STAGE}")
-    add("--data", "--text", dest="data", nargs="+", required=True, metavar="FILE",
-        help="texts to adapt to: .txt or .jsonl, also with .gz")  # fmt: skip
-    add("--merges", type=int, required=True, metavar="N",
-        help="merges that stay in the vocabulary; the 256 bytes and added tokens come on top")  # fmt: skip
+    add(
+        "--data",
+        "--text",
+        dest="data",
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="texts to adapt to: .txt or .jsonl, also with .gz",
+    )
+    add(
+        "--merges",
+        type=int,
+        required=True,
+        metavar="N",
+        help="merges that stay in the vocabulary; the 256 bytes and added tokens come on top",
+    )
     add("--out", required=True, metavar="FILE", help="file to write")
-    add("--method", choices=("adapt", "first-k", "top-k"), default="adapt",
+    add(
+        "--method",
+        choices=("adapt", "first-k", "top-k"),
+        default="adapt",
         help="adapt: swap merges for more useful ones; first-k: the first N; top-k: the N most frequent "
-             "(default: adapt)")  # fmt: skip
-    add("--rule", choices=("replay", "final"),
+        "(default: adapt)",
+    )
+    add(
+        "--rule",
+        choices=("replay", "final"),
         help="how new texts are encoded: the swaps again, in order, or virtual tokens split once at the end "
-             "(default: replay; top-k: final)")  # fmt: skip
+        "(default: replay; top-k: final)",
+    )
     add("--margin", type=int, metavar="N", help="a swap must gain more than this (default: 0)")
     add("--max-swaps", type=int, metavar="N", help="swaps at most (default: as many as pay)")
     add("--tie", choices=("high", "low"), help="rank that goes first of equally rare (default: high)")
-    add("--counting", choices=("overlapping", "firing"),
-        help="pairs where they stand, or as many as would merge (default: overlapping)")  # fmt: skip
-    add("--pieces", choices=("gpt2", "cl100k", "digits", "whole"),
-        help="how text is cut before merging, where the tokenizer does not say (default: by its name, or "
-             "gpt2)")  # fmt: skip
-    add("--tokenizer-json", metavar="FILE",
-        help="also write a tokenizer.json, which is possible when no merge is virtual")  # fmt: skip
+    add(
+        "--counting",
+        choices=("overlapping", "firing"),
+        help="pairs where they stand, or as many as would merge (default: overlapping)",
+    )
+    add(
+        "--pieces",
+        choices=("gpt2", "cl100k", "digits", "whole"),
+        help="how text is cut before merging, where the tokenizer does not say (default: by its name, or gpt2)",
+    )
+    add(
+        "--tokenizer-json",
+        metavar="FILE",
+        help="also write a tokenizer.json, which is possible when no merge is virtual",
+    )
     _common(add)
     add_by_place(add)
 
@@ -61,8 +88,15 @@ def _show_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("file", metavar="FILE", help="what `learn` wrote")
     add("--tokenizer", "--base", dest="tokenizer", metavar="NAME", help="check that it was adapted from this one")
-    add("--data", "--text", dest="data", nargs="+", default=[], metavar="FILE",
-        help="texts to count its tokens in, beside the tokenizer's own")  # fmt: skip
+    add(
+        "--data",
+        "--text",
+        dest="data",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="texts to count its tokens in, beside the tokenizer's own",
+    )
     _common(add)
 
 
@@ -79,8 +113,7 @@ def _encode_arguments(parser: argparse.ArgumentParser) -> None:
 def _convert_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("file", metavar="FILE", help="what `learn` wrote")
-    add("--model", metavar="DIR",
-        help="folder of a plain or a zip2zip model, quantized or not, whose tokenizer it was")  # fmt: skip
+    add("--model", metavar="DIR", help="folder of a plain or a zip2zip model, quantized or not, whose tokenizer it was")
     add("--out", "--mlx-path", dest="out", required=True, metavar="DIR", help="folder to write; it must not exist")
     add_by_place(add)
 
@@ -216,12 +249,20 @@ def _counted(task: str, texts: list[str]) -> Iterator[str]:
 def _record(vocabulary: Any, base: Any) -> dict[str, Any]:
     told = {} if base is None else {"unreachable": base.unreachable, "ignore_merges": base.ignore_merges}
     return {
-        "base": vocabulary.name, "base_ids": vocabulary.base_ids, "ids": len(vocabulary), "method": vocabulary.method,
-        "rule": vocabulary.rule, "merges": vocabulary.actual_merges,
-        "virtual": len(vocabulary.virtual), "promoted": len(vocabulary.merges) - vocabulary.first,
-        "added_tokens": len(vocabulary.front.added), "letters": vocabulary.letters, "settings": vocabulary.settings,
-        "fingerprint": vocabulary.fingerprint, **told,
-    }  # fmt: skip
+        "base": vocabulary.name,
+        "base_ids": vocabulary.base_ids,
+        "ids": len(vocabulary),
+        "method": vocabulary.method,
+        "rule": vocabulary.rule,
+        "merges": vocabulary.actual_merges,
+        "virtual": len(vocabulary.virtual),
+        "promoted": len(vocabulary.merges) - vocabulary.first,
+        "added_tokens": len(vocabulary.front.added),
+        "letters": vocabulary.letters,
+        "settings": vocabulary.settings,
+        "fingerprint": vocabulary.fingerprint,
+        **told,
+    }
 
 
 def _counts(vocabulary: Any, base: Any, texts: list[str]) -> dict[str, Any]:
@@ -242,10 +283,14 @@ def _print(args: argparse.Namespace, record: dict[str, Any]) -> None:
         return
     letters = f"{record['letters']} characters of several bytes, " if record["letters"] else ""
     base = printable(record["base"])
-    print(f"{record['ids']} ids of the {record['base_ids']} of {base}: {record['merges']} merges, 256 bytes, "
-          f"{letters}{record['added_tokens']} added tokens")  # fmt: skip
-    print(f"{record['promoted']} merges promoted, {record['virtual']} virtual; method {record['method']}, "
-          f"rule {record['rule']}")  # fmt: skip
+    print(
+        f"{record['ids']} ids of the {record['base_ids']} of {base}: {record['merges']} merges, 256 bytes, "
+        f"{letters}{record['added_tokens']} added tokens"
+    )
+    print(
+        f"{record['promoted']} merges promoted, {record['virtual']} virtual; method {record['method']}, "
+        f"rule {record['rule']}"
+    )
     if record.get("unreachable"):
         print(f"{record['unreachable']} tokens of {record['base']} are made by no merge and are left out")
     if record.get("ignore_merges"):

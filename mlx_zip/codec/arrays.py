@@ -19,9 +19,20 @@ from mlx_zip.errors import DataError
 from mlx_zip.files import check_in
 
 _DAMAGE = (  # RuntimeError: an archive that is encrypted, or packed in a way that is not known; MemoryError: a shape
-    OSError, ValueError, EOFError, OverflowError, RuntimeError, MemoryError, TypeError, TokenError, SyntaxError,
-    struct.error, zipfile.BadZipFile, zlib.error, lzma.LZMAError,
-)  # fmt: skip
+    OSError,
+    ValueError,
+    EOFError,
+    OverflowError,
+    RuntimeError,
+    MemoryError,
+    TypeError,
+    TokenError,
+    SyntaxError,
+    struct.error,
+    zipfile.BadZipFile,
+    zlib.error,
+    lzma.LZMAError,
+)
 
 
 def read_npz(path: Path, what: str, names: Collection[str] | None = None) -> dict[str, NDArray[Any]]:

@@ -158,8 +158,7 @@ class CodecParams:
         lib.mlxzip_params_spec(native, spec)
         width = spec.merge_size
         start = [
-            tuple(spec.start[slot * width : slot * width + spec.start_lengths[slot]])
-            for slot in range(spec.n_start)
+            tuple(spec.start[slot * width : slot * width + spec.start_lengths[slot]]) for slot in range(spec.n_start)
         ]
         params = cls(
             spec.vocab_size,

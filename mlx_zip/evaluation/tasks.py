@@ -33,8 +33,10 @@ def run_tasks(
     if include_path is not None and not Path(include_path).is_dir():
         raise DataError(f"--include-path {include_path}: no such folder")
     for name, value, low, high in (
-        ("num_shots", num_shots, 0, math.inf), ("limit", limit, 1, math.inf), ("seed", seed, 0, 2**32 - 1),
-    ):  # fmt: skip
+        ("num_shots", num_shots, 0, math.inf),
+        ("limit", limit, 1, math.inf),
+        ("seed", seed, 0, 2**32 - 1),
+    ):
         if value is not None and not low <= value <= high:
             wanted = f"at least {low}" if high == math.inf else f"from {low} to {high}"
             raise DataError(f"{name} (--{name.replace('_', '-')}) of tasks must be {wanted}, got {value}")

@@ -8,6 +8,15 @@ from mlx_zip.hyper.rows import RowTable, encode_entries, matrix_rows
 from mlx_zip.hyper.store import RowKind, RowStore
 
 __all__ = [
-    "Fingerprints", "ModelName", "RowKind", "RowKinds", "RowStore", "RowTable", "encode_entries", "host_bytes",
-    "make_encoder", "matrix_rows", "model_fingerprint",
-]  # fmt: skip
+    "Fingerprints",
+    "ModelName",
+    "RowKind",
+    "RowKinds",
+    "RowStore",
+    "RowTable",
+    "encode_entries",
+    "host_bytes",
+    "make_encoder",
+    "matrix_rows",
+    "model_fingerprint",
+]

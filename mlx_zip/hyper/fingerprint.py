@@ -43,9 +43,7 @@ class Fingerprints:
         }
         return {side: self._one(side, places[side], config, quantization) for side in places}
 
-    def _one(
-        self, side: str, prefixes: tuple[str, str], config: ZipConfig, quantization: Mapping[str, Any]
-    ) -> str:
+    def _one(self, side: str, prefixes: tuple[str, str], config: ZipConfig, quantization: Mapping[str, Any]) -> str:
         def under(names: Iterable[str]) -> list[str]:
             return sorted(name for name in names if f"{name}.".startswith(prefixes))
 

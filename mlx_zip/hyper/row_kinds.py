@@ -82,9 +82,15 @@ class RowKinds:
         recorded = self._recorded.get(side)
         durable = isinstance(recorded, str) and bool(recorded) and not self._changed
         facts = [
-            FORMAT, side, recorded if durable else os.urandom(16).hex(), str(row.dtype), row.shape[-1],
-            str(mx.default_device().type), _facts(encoder), _facts(matrix),
-        ]  # fmt: skip
+            FORMAT,
+            side,
+            recorded if durable else os.urandom(16).hex(),
+            str(row.dtype),
+            row.shape[-1],
+            str(mx.default_device().type),
+            _facts(encoder),
+            _facts(matrix),
+        ]
         digest = hashlib.sha256(json.dumps(facts).encode()).digest()
         return RowKind(RowSet(digest, self._merge_size, row.shape[-1] * row.dtype.size), row.dtype, durable)
 

@@ -57,9 +57,7 @@ class RowStore:
         self._fresh: list[tuple[RowKind, list[bytes], mx.array]] = []
         self.encoded = self.from_memory = self.from_disk = 0
 
-    def rows(
-        self, kind: RowKind, base_ids: NDArray[np.uint32], lengths: NDArray[np.int64], encode: Encode
-    ) -> mx.array:
+    def rows(self, kind: RowKind, base_ids: NDArray[np.uint32], lengths: NDArray[np.int64], encode: Encode) -> mx.array:
         """Rows [N, D] of entries: base_ids [N, words], of which lengths [N] count.
 
         `encode` is called at most once, with those entries that are not kept, each once.

@@ -40,7 +40,9 @@ class SoftCapAttention(nn.Module):
         queries, keys, values = (
             proj(x).reshape(batch, length, heads, self.head_dim).transpose(0, 2, 1, 3)
             for proj, heads in (
-                (self.q_proj, self.n_heads), (self.k_proj, self.n_kv_heads), (self.v_proj, self.n_kv_heads)
+                (self.q_proj, self.n_heads),
+                (self.k_proj, self.n_kv_heads),
+                (self.v_proj, self.n_kv_heads),
             )
         )
         queries, keys = self.rope(queries, cache.offset), self.rope(keys, cache.offset)

@@ -94,9 +94,15 @@ class Layers(nn.Module):
     def __init__(self, tower: Tower) -> None:
         super().__init__()
         args = ModelArgs(
-            model_type="llama", hidden_size=tower.width, num_hidden_layers=tower.layers, intermediate_size=tower.ffn,
-            num_attention_heads=tower.heads, rms_norm_eps=NORM_EPS, vocab_size=1, rope_theta=ROPE_THETA,
-        )  # fmt: skip
+            model_type="llama",
+            hidden_size=tower.width,
+            num_hidden_layers=tower.layers,
+            intermediate_size=tower.ffn,
+            num_attention_heads=tower.heads,
+            rms_norm_eps=NORM_EPS,
+            vocab_size=1,
+            rope_theta=ROPE_THETA,
+        )
         self.layers = [TransformerBlock(args) for _ in range(tower.layers)]
         self.norm = nn.RMSNorm(tower.width, eps=NORM_EPS)
 

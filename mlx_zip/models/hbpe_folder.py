@@ -51,11 +51,18 @@ def save_patch_model(folder: Path, saved: SavedPatchModel) -> None:
             mx.save_safetensors(str(partial / WEIGHTS), dict(named))
             saved.text.table.save(partial / TABLE)
             (partial / TOKENIZER).write_text(saved.text.tokenizer.to_str(), encoding="utf-8")
-            write_json(partial / CONFIG, {
-                "model_type": MODEL_TYPE, "version": VERSION, "sizes": saved.model.config.to_dict(),
-                "context": saved.context, "weights_sha256": _digest(partial / WEIGHTS), "source": saved.source,
-                "mlx_zip": mlx_zip.__version__,
-            })  # fmt: skip
+            write_json(
+                partial / CONFIG,
+                {
+                    "model_type": MODEL_TYPE,
+                    "version": VERSION,
+                    "sizes": saved.model.config.to_dict(),
+                    "context": saved.context,
+                    "weights_sha256": _digest(partial / WEIGHTS),
+                    "source": saved.source,
+                    "mlx_zip": mlx_zip.__version__,
+                },
+            )
     except (OSError, RuntimeError) as error:
         raise ModelError(f"cannot write {folder}: {error}") from error
 

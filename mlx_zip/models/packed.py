@@ -21,11 +21,17 @@ def packed_config(base: Mapping[str, Any], plain: PlainCodec, entries: Sequence[
     if isinstance(width, bool) or not isinstance(width, int) or width < 1:
         raise ConfigError(f"config.json: hidden_size must be a positive integer, got {width!r}")
     config = ZipConfig(
-        vocab_size=plain.vocab_size, codebook_size=len(entries), merge_size=max(map(len, entries)),
-        disabled_ids=plain.disabled_ids, pad_id=plain.pad_id, position_mode=plain.position_mode, format_version=2,
-        encoder=EncoderConfig("averaging", width, tie_encoders=True), base_model=".",
+        vocab_size=plain.vocab_size,
+        codebook_size=len(entries),
+        merge_size=max(map(len, entries)),
+        disabled_ids=plain.disabled_ids,
+        pad_id=plain.pad_id,
+        position_mode=plain.position_mode,
+        format_version=2,
+        encoder=EncoderConfig("averaging", width, tie_encoders=True),
+        base_model=".",
         start=tuple(map(tuple, entries)),
-    )  # fmt: skip
+    )
     section = {**config.to_dict(), "base_model_type": base["model_type"], "plain": True}
     return {"model_type": MODEL_TYPE, "zip2zip": section}
 

@@ -71,9 +71,7 @@ class Rope(nn.Module):
         return made
 
     def _rotate(self, x: mx.array, start: int | mx.array, freqs: mx.array) -> mx.array:
-        return mx.fast.rope(
-            x, self.dims, traditional=False, base=None, scale=1.0, offset=start, freqs=freqs
-        )
+        return mx.fast.rope(x, self.dims, traditional=False, base=None, scale=1.0, offset=start, freqs=freqs)
 
     def _scaled(self, x: mx.array) -> mx.array:
         if self.dims == x.shape[-1]:

@@ -52,9 +52,12 @@ class EncoderOptions:
         if size != width and self.kind != "res_latent_attn":
             raise ConfigError(f"encoder {self.kind} must be as wide as the model ({width}), got {size}")
         fields: dict[str, Any] = {
-            "hidden_size": size, "tie_encoders": self.tie_encoders, "num_hidden_layers": self.num_hidden_layers,
-            "num_heads": self.num_heads, "intermediate_size": self.intermediate_size,
-        }  # fmt: skip
+            "hidden_size": size,
+            "tie_encoders": self.tie_encoders,
+            "num_hidden_layers": self.num_hidden_layers,
+            "num_heads": self.num_heads,
+            "intermediate_size": self.intermediate_size,
+        }
         if self.kind == "transformer":
             fields["position_encoding"] = "learnable"
         if size != width:
@@ -63,9 +66,12 @@ class EncoderOptions:
 
 
 def start_model(
-    folder: Path | None, scratch: Mapping[str, Any] | None, params: CodecParams, encoder: EncoderOptions,
+    folder: Path | None,
+    scratch: Mapping[str, Any] | None,
+    params: CodecParams,
+    encoder: EncoderOptions,
     canonical: bool | None = None,
-) -> tuple[nn.Module, dict[str, Any]]:  # fmt: skip
+) -> tuple[nn.Module, dict[str, Any]]:
     """The model to train on data of codec `params`, and its config.json.
 
     folder: a model folder, zip2zip or plain; else `scratch`, a config.json's content, gives random weights. A plain
@@ -105,10 +111,17 @@ def zip_config(base: Mapping[str, Any], params: CodecParams, encoder: EncoderOpt
     if isinstance(width, bool) or not isinstance(width, int) or width < 1:
         raise ConfigError(f"config.json: hidden_size must be a positive integer, got {width!r}")
     config = ZipConfig(
-        vocab_size=params.vocab_size, codebook_size=params.codebook_size, merge_size=params.merge_size,
-        disabled_ids=params.disabled_ids, pad_id=params.pad_id, encoder=encoder.config(width),
-        position_mode=encoder.position_mode, format_version=2, base_model=".", start=params.start,
-    )  # fmt: skip
+        vocab_size=params.vocab_size,
+        codebook_size=params.codebook_size,
+        merge_size=params.merge_size,
+        disabled_ids=params.disabled_ids,
+        pad_id=params.pad_id,
+        encoder=encoder.config(width),
+        position_mode=encoder.position_mode,
+        format_version=2,
+        base_model=".",
+        start=params.start,
+    )
     section = {**config.to_dict(), "base_model_type": base["model_type"]}
     return {**base, "model_type": MODEL_TYPE, "zip2zip": section}
 

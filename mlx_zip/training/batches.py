@@ -44,9 +44,14 @@ class Batch:
 
 
 def make_batch(
-    samples: Sequence[Sample], params: CodecParams, indices: Sequence[int] = (), *,
-    availability: str = "causal", base_positions: bool = False, canonical: bool = False,
-) -> Batch:  # fmt: skip
+    samples: Sequence[Sample],
+    params: CodecParams,
+    indices: Sequence[int] = (),
+    *,
+    availability: str = "causal",
+    base_positions: bool = False,
+    canonical: bool = False,
+) -> Batch:
     """The arrays of some samples of two ids or more.
 
     availability: "causal" opens an entry from the position that created it, as generation does; "legacy" opens the

@@ -9,8 +9,12 @@ from typing import Any
 from mlx_zip.errors import InstallationError
 
 FILE = "curves.png"
-PANELS = (("bits_per_byte", "bits per byte"), ("loss", "nats per id"), ("learning_rate", "learning rate"),
-          ("bytes_per_s", "bytes/s"))  # fmt: skip
+PANELS = (
+    ("bits_per_byte", "bits per byte"),
+    ("loss", "nats per id"),
+    ("learning_rate", "learning rate"),
+    ("bytes_per_s", "bytes/s"),
+)
 
 
 def drawing() -> tuple[Any, Any]:

@@ -109,8 +109,10 @@ class Encoder:
 
     def _render(self, record: Record) -> tuple[str, list[tuple[int, int]]]:
         """The text of a conversation, and where in it the assistant speaks."""
-        messages = record.messages or ({"role": "user", "content": record.prompt},
-                                       {"role": "assistant", "content": record.text})  # fmt: skip
+        messages = record.messages or (
+            {"role": "user", "content": record.prompt},
+            {"role": "assistant", "content": record.text},
+        )
         tools = {} if record.tools is None else {"tools": record.tools}
         text = render_chat(self.tokenizer, messages, **tools)
         spans: list[tuple[int, int]] = []
@@ -147,9 +149,15 @@ class Encoder:
         return self._piece(record, ids, counted, self._bytes(text, ids), end, lead, conversation=True)
 
     def _piece(
-        self, record: Record, ids: Uint32s, counted: NDArray[np.bool_], n_bytes: NDArray[np.int64],
-        end: Sequence[int], lead: tuple[int, ...], conversation: bool = False,
-    ) -> Piece | Skipped:  # fmt: skip
+        self,
+        record: Record,
+        ids: Uint32s,
+        counted: NDArray[np.bool_],
+        n_bytes: NDArray[np.int64],
+        end: Sequence[int],
+        lead: tuple[int, ...],
+        conversation: bool = False,
+    ) -> Piece | Skipped:
         if not len(ids):
             return Skipped(record.where, "the tokenizer makes no id of it", empty=True)
         begin = len(lead) if ids[: len(lead)].tolist() == list(lead) else 0  # it begins each window anyway

@@ -132,9 +132,11 @@ def evaluate(model: PatchModel | PlainModel, corpus: Corpus, batch_size: int = 1
         some: Any = nats(model, corpus, corpus.ids[at : at + batch_size]).item()
         total += some
     return {
-        "bits_per_byte": bits_per_byte(total, corpus.n_bytes), "nats": total, "bytes": corpus.n_bytes,
+        "bits_per_byte": bits_per_byte(total, corpus.n_bytes),
+        "nats": total,
+        "bytes": corpus.n_bytes,
         "units": corpus.ids.size,
-    }  # fmt: skip
+    }
 
 
 def byte_entropies(model: PlainModel, data: bytes, window: int, batch_size: int = 16) -> NDArray[np.float32]:
@@ -149,9 +151,14 @@ def byte_entropies(model: PlainModel, data: bytes, window: int, batch_size: int 
 
 
 def train(
-    model: PatchModel | PlainModel, corpus: Corpus, settings: TrainSettings, run: Path, quiet: bool = True,
-    until: int | None = None, asked: Asked = lambda: None,
-) -> Progress:  # fmt: skip
+    model: PatchModel | PlainModel,
+    corpus: Corpus,
+    settings: TrainSettings,
+    run: Path,
+    quiet: bool = True,
+    until: int | None = None,
+    asked: Asked = lambda: None,
+) -> Progress:
     """Trains until `settings.iters` steps are done, on from the run's last checkpoint, and saves the last step.
 
     until: stop behind this step already; the same run goes on later, as if it had never stopped. asked: of

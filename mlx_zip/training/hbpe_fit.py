@@ -107,11 +107,16 @@ def evaluate_texts(saved: SavedPatchModel, texts: Sequence[str], batch_size: int
     flops = hierarchical_flops(window, n_bytes / len(ids), config.latent, config.local, config.symbols, symbols)
     return {
         "bits_per_byte": bits_per_byte(sum(one["nats"] for one in told), n_bytes),
-        "bytes": n_bytes, "documents": len(texts), "patches": len(ids), "bytes_per_patch": n_bytes / len(ids),
-        "symbols_per_patch": symbols, "fertility": fertility(len(ids), words) if words else None,
-        "forward_flops_per_byte": flops / window, "parameters": parameters_of(saved.model),
+        "bytes": n_bytes,
+        "documents": len(texts),
+        "patches": len(ids),
+        "bytes_per_patch": n_bytes / len(ids),
+        "symbols_per_patch": symbols,
+        "fertility": fertility(len(ids), words) if words else None,
+        "forward_flops_per_byte": flops / window,
+        "parameters": parameters_of(saved.model),
         "exact": b"".join(spelled[i] for i in ids.tolist()) == "".join(texts).encode("utf-8"),
-    }  # fmt: skip
+    }
 
 
 def _first_stage(texts: Sequence[str], options: FitOptions) -> PatchText:

@@ -85,9 +85,12 @@ class Trainee(nn.Module):
         real = (mx.arange(entries.shape[1]) < lengths[:, None]) & (lengths[:, None] > 1)
         both = [
             self._rebuilt(out.output_rows[chosen], self.model.head_matrix, entries),
-            self._rebuilt(encode(self.model.input_encoder, self.model.model.embed_tokens, entries, lengths),
-                          self.model.model.embed_tokens, entries),
-        ]  # fmt: skip
+            self._rebuilt(
+                encode(self.model.input_encoder, self.model.model.embed_tokens, entries, lengths),
+                self.model.model.embed_tokens,
+                entries,
+            ),
+        ]
         return sum((nats * real).sum() for nats in both) / (2 * mx.maximum(real.sum(), 1))
 
     def _rebuilt(self, rows: mx.array, matrix: nn.Module, entries: mx.array) -> mx.array:

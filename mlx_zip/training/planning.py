@@ -100,8 +100,10 @@ def codec_for(options: PrepareOptions, tokenizer: Any, config: Mapping[str, Any]
         options.merge_size if options.merge_size is not None else own.merge_size if own else MERGE_SIZE,
     )
     if own is not None and own.policy != "freeze":
-        raise DataError(f"the model's codebook has the policy {own.policy!r}; data can be prepared, and packs "
-                        "learned, for freeze only: `mlx_zip convert --policy freeze` makes such a model")  # fmt: skip
+        raise DataError(
+            f"the model's codebook has the policy {own.policy!r}; data can be prepared, and packs "
+            "learned, for freeze only: `mlx_zip convert --policy freeze` makes such a model"
+        )
     start = own.start if own is not None and options.own_start else None
     if options.start is not None:
         start = _pack(options.start, tokenizer) if options.start_draw is None else None

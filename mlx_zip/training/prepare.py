@@ -78,8 +78,13 @@ class PrepareOptions:
         if self.start_draw is not None and self.start is None:
             raise DataError("start_draw draws from a pack: name it with start")
         for name, least in (
-            ("context", 2), ("start_draw", 1), ("shard_samples", 1), ("seed", 0), ("limit", 1), ("max_skipped", 0),
-        ):  # fmt: skip
+            ("context", 2),
+            ("start_draw", 1),
+            ("shard_samples", 1),
+            ("seed", 0),
+            ("limit", 1),
+            ("max_skipped", 0),
+        ):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
                 raise DataError(f"{name} must be an integer of {least} or more, got {value!r}")
@@ -147,9 +152,13 @@ class _Run:
     """One run of `prepare`: readers, what is done, and the bar."""
 
     def __init__(
-        self, options: PrepareOptions, plan: Plan, folder: PreparedFolder, progress: bool,
+        self,
+        options: PrepareOptions,
+        plan: Plan,
+        folder: PreparedFolder,
+        progress: bool,
         report: Callable[[str], object],
-    ) -> None:  # fmt: skip
+    ) -> None:
         from tqdm import tqdm
 
         self.options, self.plan, self.folder, self.report = options, plan, folder, report
@@ -161,8 +170,14 @@ class _Run:
         names = [name for source in options.sources for name in source.data]
         files = [Path(name) for name in names if kind_of(name) != "data set"]
         total = sum(file.stat().st_size for file in files) if len(files) == len(names) else None
-        self.bar = tqdm(total=total, unit="B", unit_scale=True, desc="Preparing", file=sys.stderr,
-                        disable=None if progress else True)  # fmt: skip
+        self.bar = tqdm(
+            total=total,
+            unit="B",
+            unit_scale=True,
+            desc="Preparing",
+            file=sys.stderr,
+            disable=None if progress else True,
+        )
 
     def make_shards(self, make: Make) -> None:
         """Reads and makes shards until a source has ended or there are enough samples."""

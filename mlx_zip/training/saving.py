@@ -38,9 +38,14 @@ def fuse(model: nn.Module) -> None:
 
 
 def save_trained(
-    folder: Path, model: nn.Module, config: Mapping[str, Any], tokenizer: Any, record: Mapping[str, Any],
-    dtype: str = "float32", origin: Path | None = None,
-) -> None:  # fmt: skip
+    folder: Path,
+    model: nn.Module,
+    config: Mapping[str, Any],
+    tokenizer: Any,
+    record: Mapping[str, Any],
+    dtype: str = "float32",
+    origin: Path | None = None,
+) -> None:
     """Writes the model folder, whole or not at all; LoRA layers are folded in first, and the model is cast.
 
     record: what it was trained from, kept in config.json's zip2zip section, or under `mlx_zip` for a plain model.

@@ -15,8 +15,16 @@ OPTIMIZERS = ("adamw", "adam", "muon", "sgd", "adafactor")
 FINE_TUNE_TYPES = ("lora", "full", "encoders")
 DTYPES = ("float32", "bfloat16")
 COMPILE = ("auto", "on", "off")
-POSITIVE = ("iters", "batch_size", "grad_accumulation_steps", "steps_per_report", "steps_per_eval", "save_every",
-            "keep", "lora_rank")  # fmt: skip
+POSITIVE = (
+    "iters",
+    "batch_size",
+    "grad_accumulation_steps",
+    "steps_per_report",
+    "steps_per_eval",
+    "save_every",
+    "keep",
+    "lora_rank",
+)
 NOT_NEGATIVE = ("seed", "warmup", "val_batches")  # beside all floats
 LARGEST = 2**63 - 1  # what MLX counts with
 KINDS = {"int": int, "float": (int, float), "str": str, "bool": bool}
@@ -70,9 +78,12 @@ class TrainSettings:
         for field in fields(self):
             self._check_type(field.name, field.type)
         for name, allowed in (
-            ("optimizer", OPTIMIZERS), ("fine_tune_type", FINE_TUNE_TYPES),
-            ("availability", AVAILABILITY), ("dtype", DTYPES), ("compile", COMPILE),
-        ):  # fmt: skip
+            ("optimizer", OPTIMIZERS),
+            ("fine_tune_type", FINE_TUNE_TYPES),
+            ("availability", AVAILABILITY),
+            ("dtype", DTYPES),
+            ("compile", COMPILE),
+        ):
             if getattr(self, name) not in allowed:
                 raise TrainingError(f"{name} {getattr(self, name)!r} is not one of {', '.join(allowed)}")
         for name in POSITIVE:

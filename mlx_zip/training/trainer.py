@@ -68,9 +68,15 @@ class Trainer:
     """
 
     def __init__(
-        self, trainee: Trainee, data: Joined | Texts, settings: TrainSettings, run: Path, fingerprint: str,
-        valid: Joined | Texts | None = None, quiet: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        trainee: Trainee,
+        data: Joined | Texts,
+        settings: TrainSettings,
+        run: Path,
+        fingerprint: str,
+        valid: Joined | Texts | None = None,
+        quiet: bool = False,
+    ) -> None:
         self.trainee, self.data, self.valid, self.settings, self.run = trainee, data, valid, settings, run
         self.fingerprint = fingerprint
         self.group = mx.distributed.init()
@@ -91,8 +97,12 @@ class Trainer:
         progress = together(self.group, self._load)
         if self.group.size() == 1:
             return progress
-        own = {"weights": self.trainee.trainable_parameters(), "optimizer": self.optimizer.state,
-               "key": random_key(), "steps": steps_of(progress)}  # fmt: skip
+        own = {
+            "weights": self.trainee.trainable_parameters(),
+            "optimizer": self.optimizer.state,
+            "key": random_key(),
+            "steps": steps_of(progress),
+        }
         shared = from_first(self.group, own)
         self.trainee.update(shared["weights"])
         self.optimizer.state = shared["optimizer"]
@@ -188,11 +198,13 @@ class Trainer:
         config = model.config if isinstance(model, Model) else None
         try:
             batch = make_batch(
-                samples, data.params, [int(i) for i in indices],
+                samples,
+                data.params,
+                [int(i) for i in indices],
                 availability=self.settings.availability,
                 base_positions=config is not None and config.position_mode == "base_token_end",
                 canonical=config is not None and config.canonical,
-            )  # fmt: skip
+            )
             return self.trainee.prepared(batch)
         except DataError as error:
             raise DataError(f"{data}: {error}") from error
@@ -251,9 +263,13 @@ class Trainer:
 
     def _bar(self) -> Any:
         return tqdm(
-            total=self.settings.iters, initial=self.progress.step, disable=self.quiet or None, unit="step",
-            file=sys.stderr, dynamic_ncols=True,
-        )  # fmt: skip
+            total=self.settings.iters,
+            initial=self.progress.step,
+            disable=self.quiet or None,
+            unit="step",
+            file=sys.stderr,
+            dynamic_ncols=True,
+        )
 
 
 class _Window:

@@ -73,9 +73,18 @@ def dequantized(model: Model, dtype: str = "float32") -> Model:
 
 
 def tune(
-    pack: Pack, model: Model, data: Texts, valid: Texts, settings: TrainSettings, run: Path, *,
-    plain: bool = False, name: str | None = None, save_dtype: str = "float32", quiet: bool = False,
-) -> Tuned:  # fmt: skip
+    pack: Pack,
+    model: Model,
+    data: Texts,
+    valid: Texts,
+    settings: TrainSettings,
+    run: Path,
+    *,
+    plain: bool = False,
+    name: str | None = None,
+    save_dtype: str = "float32",
+    quiet: bool = False,
+) -> Tuned:
     """Tunes, or goes on tuning, the rows of a pack; the model, which is changed by it, stays frozen.
 
     data, valid: samples that begin with the pack's entries. run: folder of checkpoints and metrics. plain: whether the

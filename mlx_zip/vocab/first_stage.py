@@ -179,8 +179,11 @@ class TokenizerFile:
         A merge list is read on its own, whatever lies beside it.
         """
         found = {
-            "tokenizer": self._spelled, "merges": self._merged, "ranks": self._ranked, "hex": self._listed,
-        }[self.kind]()  # fmt: skip
+            "tokenizer": self._spelled,
+            "merges": self._merged,
+            "ranks": self._ranked,
+            "hex": self._listed,
+        }[self.kind]()
         if not any(found):
             raise DataError(f"{self.path}: has no token that stands for a byte")
         return found

@@ -81,11 +81,19 @@ class Merges:
         data, offsets = _laid_out(tokens)
         out, lengths = np.empty(len(data) + len(tokens), np.uint16), np.empty(len(tokens), np.uint32)
         size, bad = self.patch_size if mode == "stop" else 0, ffi.new("size_t *")
-        _check(lib.mlxzip_patches_encode(
-            ffi.from_buffer("mlxzip_merge[]", self._native), len(self.pairs), size, ffi.from_buffer("uint8_t[]", data),
-            ffi.from_buffer("size_t[]", offsets), len(tokens), ffi.from_buffer("uint16_t[]", out),
-            ffi.from_buffer("uint32_t[]", lengths), bad,
-        ))  # fmt: skip
+        _check(
+            lib.mlxzip_patches_encode(
+                ffi.from_buffer("mlxzip_merge[]", self._native),
+                len(self.pairs),
+                size,
+                ffi.from_buffer("uint8_t[]", data),
+                ffi.from_buffer("size_t[]", offsets),
+                len(tokens),
+                ffi.from_buffer("uint16_t[]", out),
+                ffi.from_buffer("uint32_t[]", lengths),
+                bad,
+            )
+        )
         begins = offsets[:-1] + np.arange(len(tokens), dtype=np.uintp)
         return [out[at : at + n] for at, n in zip(begins.tolist(), lengths.tolist(), strict=True)]
 
@@ -133,11 +141,19 @@ def learn(tokens: Iterable[bytes], patch_size: int) -> Learned:
     room = min(len(data), MAX_MERGES)  # each merging makes the pool shorter
     pairs, counts, left = np.empty((room, 2), np.uint16), np.empty(room, np.uint32), np.empty(room, np.uint32)
     n = ffi.new("size_t *")
-    _check(lib.mlxzip_patches_learn(
-        ffi.from_buffer("uint8_t[]", data), ffi.from_buffer("size_t[]", offsets), len(pool), patch_size,
-        ffi.from_buffer("mlxzip_merge[]", pairs), ffi.from_buffer("uint32_t[]", counts),
-        ffi.from_buffer("uint32_t[]", left), room, n,
-    ))  # fmt: skip
+    _check(
+        lib.mlxzip_patches_learn(
+            ffi.from_buffer("uint8_t[]", data),
+            ffi.from_buffer("size_t[]", offsets),
+            len(pool),
+            patch_size,
+            ffi.from_buffer("mlxzip_merge[]", pairs),
+            ffi.from_buffer("uint32_t[]", counts),
+            ffi.from_buffer("uint32_t[]", left),
+            room,
+            n,
+        )
+    )
     merges = Merges(patch_size, tuple(map(tuple, pairs[: n[0]].tolist())))
     return Learned(merges, counts[: n[0]].astype(np.int64), left[: n[0]].astype(np.int64))
 

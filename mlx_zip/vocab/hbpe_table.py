@@ -117,10 +117,13 @@ class PatchTable:
         """Writes the table, whole or not at all. Raises `DataError` for another suffix, `OSError` from the disk."""
         path = _named(path)
         fields = {
-            "version": np.array(VERSION), "patch_size": np.array(self.patch_size), "mode": np.array(self.mode),
-            "merges": np.array(self.merges.pairs, np.uint16).reshape(-1, 2), "rows": self.rows,
+            "version": np.array(VERSION),
+            "patch_size": np.array(self.patch_size),
+            "mode": np.array(self.mode),
+            "merges": np.array(self.merges.pairs, np.uint16).reshape(-1, 2),
+            "rows": self.rows,
             "fingerprint": np.array(self.fingerprint),
-        }  # fmt: skip
+        }
         with whole_file(path) as partial, open(partial, "wb") as file:
             np.savez_compressed(file, checksum=np.array(_checksum(fields)), **fields)
 

@@ -44,9 +44,19 @@ FORMAT, VERSION = "mlx_zip adapted vocabulary", 1
 METHODS = ("adapt", "first-k", "top-k")
 RULES = ("replay", "final")
 _TYPES = {
-    "base": dict, "method": str, "settings": dict, "rule": str, "front": dict, "merges": list, "ranks": list,
-    "first": int, "virtual": list, "token_ids": list, "letters": int, "ids": list,
-}  # fmt: skip
+    "base": dict,
+    "method": str,
+    "settings": dict,
+    "rule": str,
+    "front": dict,
+    "merges": list,
+    "ranks": list,
+    "first": int,
+    "virtual": list,
+    "token_ids": list,
+    "letters": int,
+    "ids": list,
+}
 _BASE_TYPES = {"name": str, "fingerprint": str, "merges": int, "ids": int}
 
 
@@ -187,8 +197,12 @@ class AdaptedVocabulary:
         record = {
             "format": FORMAT,
             "version": VERSION,
-            "base": {"name": self.name, "fingerprint": self.fingerprint, "merges": self.base_merges,
-                     "ids": self.base_ids},
+            "base": {
+                "name": self.name,
+                "fingerprint": self.fingerprint,
+                "merges": self.base_merges,
+                "ids": self.base_ids,
+            },
             "method": self.method,
             "settings": self.settings,
             "rule": self.rule,
@@ -200,7 +214,7 @@ class AdaptedVocabulary:
             "token_ids": self.token_ids.tolist(),
             "letters": self.merges.letters,
             "ids": self.ids.tolist(),
-        }  # fmt: skip
+        }
         write_json(Path(path), {**record, "sha256": _digest(record)})
 
     def check_base(self, base: BaseVocabulary) -> None:
@@ -214,9 +228,15 @@ class AdaptedVocabulary:
 
 
 def adapted(
-    base: BaseVocabulary, words: Counter[bytes], n: int, *, method: str = "adapt", rule: str = "replay",
-    progress: Callable[[Swap], Any] = lambda swap: None, **settings: Any,
-) -> AdaptedVocabulary:  # fmt: skip
+    base: BaseVocabulary,
+    words: Counter[bytes],
+    n: int,
+    *,
+    method: str = "adapt",
+    rule: str = "replay",
+    progress: Callable[[Swap], Any] = lambda swap: None,
+    **settings: Any,
+) -> AdaptedVocabulary:
     """The tokenizer with n actual merges that a corpus calls for, the corpus given as pieces and counts.
 
     method: "adapt" swaps (with `settings` of `learn.adapt`); "first-k" keeps the first n merges; "top-k" the n whose
@@ -236,11 +256,20 @@ def adapted(
         place = {rank: i for i, rank in enumerate(ranks)}
         virtual = [place[rank] for rank in found.virtual]
     return AdaptedVocabulary(
-        base.name, base.merges.fingerprint, base.n_merges, base.size,
-        _selected(base.merges, ranks), np.array(ranks, np.uint32), first, tuple(virtual), rule,
-        base.ids[[*range(BYTES), *(BYTES + rank for rank in ranks)]], base.front, method,
+        base.name,
+        base.merges.fingerprint,
+        base.n_merges,
+        base.size,
+        _selected(base.merges, ranks),
+        np.array(ranks, np.uint32),
+        first,
+        tuple(virtual),
+        rule,
+        base.ids[[*range(BYTES), *(BYTES + rank for rank in ranks)]],
+        base.front,
+        method,
         {"n": n, **(settings if method == "adapt" else {})},
-    )  # fmt: skip
+    )
 
 
 def words_of(front: Front, texts: Iterable[str]) -> Counter[bytes]:
@@ -289,11 +318,20 @@ def _of_record(record: Any) -> AdaptedVocabulary:
     if low := [name for name in ("merges", "ids") if base[name] < 0]:
         raise DataError(f"base.{low[0]} is {base[low[0]]}, below 0")
     vocabulary = AdaptedVocabulary(
-        base["name"], base["fingerprint"], base["merges"], base["ids"],
+        base["name"],
+        base["fingerprint"],
+        base["merges"],
+        base["ids"],
         MergeList.of_bytes(pairs_of(record["merges"]), record["letters"]),
-        as_ids(record["ranks"]), record["first"], tuple(record["virtual"]), record["rule"],
-        as_ids(record["token_ids"]), Front.from_record(record["front"]), record["method"], record["settings"],
-    )  # fmt: skip
+        as_ids(record["ranks"]),
+        record["first"],
+        tuple(record["virtual"]),
+        record["rule"],
+        as_ids(record["token_ids"]),
+        Front.from_record(record["front"]),
+        record["method"],
+        record["settings"],
+    )
     if vocabulary.ids.tolist() != record["ids"]:
         raise DataError("ids are not those of the bytes, added tokens and actual merges")
     return vocabulary

@@ -32,7 +32,7 @@ from mlx_zip.vocab.first_stage import (
     read_stored,
     to_text,
     vocabulary_of,
-)  # fmt: skip
+)
 
 FILE = "adapted.json"  # the name of an adapted tokenizer's file inside a model folder
 

@@ -59,9 +59,13 @@ class Encoder:
         tokens, id_ends = np.empty(len(text), np.uint32), np.empty(len(pieces), np.uintp)
         with self._lock:
             status = lib.mlxzip_bpe_encode_pieces(
-                self._bpe, text, ffi.from_buffer("size_t[]", ends), len(ends),
-                ffi.from_buffer("uint32_t[]", tokens), ffi.from_buffer("size_t[]", id_ends),
-            )  # fmt: skip
+                self._bpe,
+                text,
+                ffi.from_buffer("size_t[]", ends),
+                len(ends),
+                ffi.from_buffer("uint32_t[]", tokens),
+                ffi.from_buffer("size_t[]", id_ends),
+            )
         _check(status)
         return tokens[: int(id_ends[-1]) if len(pieces) else 0], id_ends.astype(np.int64)
 

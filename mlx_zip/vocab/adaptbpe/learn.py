@@ -64,9 +64,16 @@ def count_pieces(texts: Iterable[bytes], pieces: str = "gpt2") -> Counter[bytes]
 
 
 def adapt(
-    merges: MergeList, words: Mapping[bytes, int], n: int, *, margin: int = 0, max_swaps: int | None = None,
-    tie: str = "high", counting: str = "overlapping", progress: Callable[[Swap], Any] = lambda swap: None,
-) -> Adaptation:  # fmt: skip
+    merges: MergeList,
+    words: Mapping[bytes, int],
+    n: int,
+    *,
+    margin: int = 0,
+    max_swaps: int | None = None,
+    tie: str = "high",
+    counting: str = "overlapping",
+    progress: Callable[[Swap], Any] = lambda swap: None,
+) -> Adaptation:
     """Adapts the first n merges of a list to a corpus, given as pieces and their counts. Its letters are among the n,
     and never leave.
 
@@ -150,13 +157,9 @@ class _Corpus:
     def candidates(self) -> tuple[int, int] | None:
         """(p, q), or None when nothing is actual or nothing left out."""
         rare, frequent = self.rare, self.frequent
-        while rare and (
-            BYTES + (p := self.sign * rare[0][1]) in self.virtual or rare[0][0] != self.counts[BYTES + p]
-        ):
+        while rare and (BYTES + (p := self.sign * rare[0][1]) in self.virtual or rare[0][0] != self.counts[BYTES + p]):
             heappop(rare)
-        while frequent and (
-            self.parts[q := frequent[0][1]] not in self.left_out or -frequent[0][0] != self.pairs[q]
-        ):
+        while frequent and (self.parts[q := frequent[0][1]] not in self.left_out or -frequent[0][0] != self.pairs[q]):
             heappop(frequent)
         return (self.sign * rare[0][1], frequent[0][1]) if rare and frequent else None
 

@@ -95,8 +95,11 @@ def _written(vocabulary: AdaptedVocabulary, source: Mapping[str, Any] | None) ->
     actual = [token for token in range(len(spelled)) if token not in virtual]
     known = {spelled[token]: new[int(vocabulary.token_ids[token])] for token in actual}
     known |= {token.content: new[token.id] for token in vocabulary.front.added}
-    merges = [parts for made, parts in enumerate(vocabulary.merges.parts.tolist(), BYTES)
-              if made >= BYTES + vocabulary.merges.letters and virtual.isdisjoint([made, *parts])]  # fmt: skip
+    merges = [
+        parts
+        for made, parts in enumerate(vocabulary.merges.parts.tolist(), BYTES)
+        if made >= BYTES + vocabulary.merges.letters and virtual.isdisjoint([made, *parts])
+    ]
     own = data["model"]
     own["vocab"] = dict(sorted(known.items(), key=lambda item: item[1]))
     own["merges"] = [[spelled[left], spelled[right]] for left, right in merges]
@@ -135,14 +138,28 @@ def _made_up(vocabulary: AdaptedVocabulary) -> dict[str, Any]:
         split = {"type": "Split", "pattern": {"Regex": PATTERNS[pieces]}, "behavior": "Isolated", "invert": False}
         cutter = {"type": "Sequence", "pretokenizers": [split, byte_level]}
     added = [
-        {"id": token.id, "content": token.content, "single_word": False, "lstrip": token.lstrip,
-         "rstrip": token.rstrip, "normalized": token.normalized, "special": token.special}
+        {
+            "id": token.id,
+            "content": token.content,
+            "single_word": False,
+            "lstrip": token.lstrip,
+            "rstrip": token.rstrip,
+            "normalized": token.normalized,
+            "special": token.special,
+        }
         for token in vocabulary.front.added
-    ]  # fmt: skip
+    ]
     return {
-        "version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": None,
-        "pre_tokenizer": cutter, "post_processor": None, "decoder": byte_level, "model": {"type": "BPE"},
-    }  # fmt: skip
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": added,
+        "normalizer": None,
+        "pre_tokenizer": cutter,
+        "post_processor": None,
+        "decoder": byte_level,
+        "model": {"type": "BPE"},
+    }
 
 
 def _renumbered(processor: Any, new: Mapping[int, int]) -> Any:

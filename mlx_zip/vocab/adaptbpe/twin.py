@@ -75,9 +75,14 @@ def kept(merges: MergeList, word: bytes, ranks: Sequence[int]) -> Word:
 
 
 def adapt(
-    merges: MergeList, words: Sequence[tuple[bytes, int]], n: int, margin: int = 0, max_swaps: int | None = None,
-    tie: str = "high", counting: str = "overlapping",
-) -> list[tuple[int, int, int, int, int]]:  # fmt: skip
+    merges: MergeList,
+    words: Sequence[tuple[bytes, int]],
+    n: int,
+    margin: int = 0,
+    max_swaps: int | None = None,
+    tie: str = "high",
+    counting: str = "overlapping",
+) -> list[tuple[int, int, int, int, int]]:
     """(p, its frequency, q, its frequency, tokens of the corpus after) of each swap; everything counted anew."""
     corpus = [(encode(merges, word, range(n)), count) for word, count in words]
     for rank in merges.unfinished:

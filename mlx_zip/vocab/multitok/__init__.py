@@ -16,6 +16,20 @@ from mlx_zip.vocab.multitok.settings import PRUNINGS, Pruning, Settings, Totals,
 from mlx_zip.vocab.multitok.units import Tokens, Words
 
 __all__ = [
-    "MATCHINGS", "PRUNINGS", "Bound", "Dictionary", "Pruning", "Rewriter", "Samples", "Settings", "Tokens", "Totals",
-    "Words", "growth_bound", "leading", "prune", "renumbered", "rewrite",
-]  # fmt: skip
+    "MATCHINGS",
+    "PRUNINGS",
+    "Bound",
+    "Dictionary",
+    "Pruning",
+    "Rewriter",
+    "Samples",
+    "Settings",
+    "Tokens",
+    "Totals",
+    "Words",
+    "growth_bound",
+    "leading",
+    "prune",
+    "renumbered",
+    "rewrite",
+]

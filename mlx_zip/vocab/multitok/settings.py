@@ -49,10 +49,17 @@ class Settings:
     def native(self) -> Any:
         """For the C library."""
         unk = self.unk_id is not None
-        return ffi.new("mlxzip_phrases_spec *", {
-            "units": self.units.size, "first_id": self.first_id, "window": self.window, "limit": self.limit,
-            "has_unk": unk, "unk_id": self.unk_id if unk else 0,
-        })  # fmt: skip
+        return ffi.new(
+            "mlxzip_phrases_spec *",
+            {
+                "units": self.units.size,
+                "first_id": self.first_id,
+                "window": self.window,
+                "limit": self.limit,
+                "has_unk": unk,
+                "unk_id": self.unk_id if unk else 0,
+            },
+        )
 
 
 @dataclass
