@@ -1,0 +1,296 @@
+"""bench generate: workloads, shapes, what a record holds, what is refused (no timing is judged here)."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from mlx_zip.bench import engines, generate, machine, workloads
+from mlx_zip.bench.engines import MlxZip
+from mlx_zip.bench.generate_record import FIGURES, SECTIONS, ceiling, checked, figures
+from mlx_zip.bench.shapes import ENCODERS, ZipOptions, from_config, from_folders
+from mlx_zip.bench.workloads import Turn, Workload, chat, cut, read_tokenizer, sources
+from mlx_zip.errors import InstallationError, MlxZipError
+from support import tiny_bench, tiny_text
+from support.bench_engines import MLX_ENGINES
+from support.places import DOCS
+from support.tiny_bench import ON, SHAPE, made_run
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch):
+    tiny_bench.small(monkeypatch)
+
+
+# ---- workloads
+
+
+def test_a_text_is_cut_into_prompt_and_continuation(tmp_path):
+    file = tmp_path / "a.txt"
+    file.write_text("once upon a time there was a dog.\n\n" * 40)
+    tokenizer = read_tokenizer("stories")
+    first, second = cut("web", [file], tokenizer, 12, 8, 2, "replay")
+    ids = tokenizer.encode(file.read_text(), add_special_tokens=False)
+    assert [*first.turns[0].prompt, *(first.turns[0].text or ())] == ids[:20]
+    assert [*second.turns[0].prompt, *(second.turns[0].text or ())] == ids[20:40]
+    assert cut("web", [file], tokenizer, 12, 8, 1, "free")[0].turns[0].text is None
+
+
+def test_a_text_that_is_too_short_or_ends_within_is_refused(tmp_path):
+    tokenizer = tiny_text.byte_level()
+    file = tmp_path / "a.txt"
+    file.write_text("short")
+    with pytest.raises(MlxZipError, match="has 7 base ids, 1 window"):
+        cut("web", [file], tokenizer, 12, 8, 1, "replay")
+    file.write_text("so it goes <|eos|> and on and on")
+    with pytest.raises(MlxZipError, match=r"holds the end of a text \(id 1\)"):
+        cut("web", [file], tokenizer, 12, 8, 1, "replay")
+
+
+def test_texts_are_found_by_domain_held_out_ones_first(tmp_path):
+    (tmp_path / "code").mkdir()
+    for name in ("x.train.txt", "x.test.txt"):
+        (tmp_path / "code" / name).write_text("a")
+    assert [path.name for path in sources((), tmp_path, ["code"])["code"]] == ["x.test.txt"]
+    with pytest.raises(MlxZipError, match="no text in web/"):
+        sources((), tmp_path, ["web"])
+    with pytest.raises(MlxZipError, match="expected DOMAIN=FILE"):
+        sources([f"code={tmp_path / 'none'}"], None, ())
+
+
+def test_a_chat_begins_once():
+    tokenizer = read_tokenizer("stories")
+    found = chat(tokenizer, workloads.REQUESTS, 2, 16)
+    assert found.turns[0].prompt[0] == tokenizer.bos_token_id
+    assert tokenizer.bos_token_id not in found.turns[1].prompt
+    assert found.positions == sum(len(turn.prompt) + 17 for turn in found.turns)
+
+
+# ---- shapes
+
+
+@pytest.mark.parametrize("precision", ["16", "8", "4"])
+def test_a_shape_is_kept_in_the_precision_asked_for(precision):
+    wide = {**SHAPE, "hidden_size": 64, "intermediate_size": 64}
+    made = from_config("tiny", wide, precision, read_tokenizer("stories"), ZipOptions(encoder_layers=1))
+    full = from_config("tiny", wide, "float32", read_tokenizer("stories"), ZipOptions(encoder_layers=1))
+    sizes = [engines.weight_bytes(one.plain()) for one in (made, full)]
+    bits = {"16": 16, "8": 9, "4": 5}[precision]  # scales and biases of a group of 64 are a bit each, in float32
+    assert sizes[0] / sizes[1] == pytest.approx(bits / 32, rel=0.02)
+    text = [10, 11, 12, 10, 11, 12, 10, 11]
+    assert MlxZip(made, made.zipped).run(text, 8, text).base_ids == text
+
+
+@pytest.mark.parametrize("encoder", ENCODERS)
+def test_a_shape_can_have_any_encoder(encoder):
+    options = ZipOptions(encoder, 1, codebook_size=64)
+    made = from_config("tiny", SHAPE, "float32", read_tokenizer("stories"), options)
+    text = [10, 11, 12] * 4
+    run = MlxZip(made, made.zipped).run(text, 12, text)
+    assert run.base_ids == text
+    assert len(run.ids) < 12
+
+
+def test_the_bundled_models_belong_together():
+    made = from_folders("stories", "stories-base")
+    assert made.zipped is not None
+    assert hasattr(made.zipped(), "layout")
+    assert not hasattr(made.plain(), "layout")
+    with pytest.raises(MlxZipError, match="--model stories-base has no hypertokens"):
+        from_folders("stories-base", None)
+    with pytest.raises(MlxZipError, match="--base stories has hypertokens"):
+        from_folders(None, "stories")
+
+
+# ---- records
+
+
+def test_figures_are_those_of_the_steps():
+    run = made_run(step_s=0.1, steps=5, first_s=0.5, per_step=2)
+    top = ceiling(1e6, 1000, 10, run)
+    assert top.step_bytes == 1000 + 10 * (11 - 5 / 2)
+    found = figures(8, [run, run], [3.0, 4.0], top)
+    expected = {
+        "ttft_ms": 500,
+        "prefill_tokens_per_s": 16,
+        "steps_per_s": 10,
+        "step_ms": 100,
+        "base_tokens_per_s": 20,
+        "base_tokens_per_step": 2,
+        "end_to_end_tokens_per_s": 10 / 0.9,
+        "bytes_per_s": 20 / 0.9,
+        "bytes_per_token": 2,
+        "total_s": 0.9,
+        "peak_bytes": 1000,
+        "joules": 3.5,
+        "joules_per_token": 0.35,
+        "ceiling_percent": 100 * 10 / (1e6 / 1085),
+    }
+    assert {name: figure["median"] for name, figure in found.items()} == pytest.approx(expected, rel=1e-5)
+    assert found["joules"]["samples"] == [3, 4]
+
+
+def test_what_is_not_known_is_null():
+    run = made_run(steps=1)
+    run.peak_bytes = None
+    found = figures(8, [run], [None], ceiling(1e6, 1000, 10, run))
+    unknown = {"steps_per_s", "step_ms", "base_tokens_per_s", "peak_bytes", "joules", "joules_per_token"}
+    assert {name for name, figure in found.items() if figure is None} == {*unknown, "ceiling_percent"}
+
+
+def lines(capsys, *flags):
+    assert tiny_bench.run("generate", *flags) == 0
+    return [checked(line, "here") for line in capsys.readouterr().out.splitlines()]
+
+
+def test_every_engine_and_size_has_a_record_that_keeps_to_the_schema(capsys):
+    found = lines(capsys, *ON, "--sizes", "24+12", "32+8", "--trials", 3, "--engines", *MLX_ENGINES)
+    assert [(r["engine"], r["workload"]["prompt_tokens"]) for r in found] == [
+        (name, prompt) for prompt in (24, 32) for name in MLX_ENGINES
+    ]
+    for record in found:
+        assert record.keys() == SECTIONS.keys()
+        assert record["figures"].keys() == FIGURES.keys()
+        assert record["counts"]["base_tokens"] == record["workload"]["tokens"]
+        assert len(record["figures"]["total_s"]["samples"]) == 3
+        assert record["mode"] == "replay"
+        assert record["model"]["weights"] == "random"
+    assert len({record["run"] for record in found}) == 1
+
+
+def test_a_chat_has_a_record_per_turn(capsys):
+    flags = ["--model", "stories", "--base", "stories-base", "--mode", "chat", "--turns", 2, "--sizes", "1+6"]
+    found = lines(capsys, *flags, "--trials", 1, "--warmup", 0)
+    assert [(r["engine"], r["workload"]["turn"]) for r in found] == [
+        (n, t) for n in ("mlx-lm", "mlx-zip") for t in (0, 1)
+    ]
+    assert found[1]["counts"]["kv_ids"] > found[0]["counts"]["kv_ids"]
+
+
+class Fake(engines.Engine):
+    """Says which runs it was asked for."""
+
+    def __init__(self, name, told, stop_at=None):
+        self.name, self.told, self.stop_at = name, told, stop_at
+        self.weight_bytes = self.kv_bytes = 100
+
+    def bandwidth(self):
+        return 1e6
+
+    def fresh(self):
+        self.told.append(f"fresh {self.name}")
+
+    def start(self):
+        return self.name
+
+    def run(self, prompt, tokens, replay=None, held=None):
+        self.told.append(self.name)
+        if len(self.told) == self.stop_at:
+            raise KeyboardInterrupt
+        return made_run(steps=tokens)
+
+
+def measure(told, capsys, monkeypatch, *flags, stop_at=None):
+    monkeypatch.setattr(generate, "make_engine", lambda name, *_: Fake(name, told, stop_at))
+    status = tiny_bench.run("generate", *ON, "--sizes", "8+4", *flags)
+    return status, capsys.readouterr().out.splitlines()
+
+
+def test_trials_are_interleaved_and_take_turns_in_going_first(capsys, monkeypatch):
+    told: list[str] = []
+    _, out = measure(told, capsys, monkeypatch, "--trials", 3, "--warmup", 1)
+    a, b = "mlx-lm", "mlx-zip"
+    assert told == [b, a, a, b, b, a, a, b]
+    assert [json.loads(line)["engine"] for line in out] == [a, b]
+
+
+def test_cold_rows_are_those_of_a_fresh_model(capsys, monkeypatch):
+    told: list[str] = []
+    measure(told, capsys, monkeypatch, "--trials", 1, "--warmup", 0, "--rows", "cold")
+    assert told == ["fresh mlx-lm", "mlx-lm", "fresh mlx-zip", "mlx-zip"]
+
+
+def test_an_interrupt_keeps_the_records_that_are_finished(capsys, monkeypatch):
+    told: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        measure(told, capsys, monkeypatch, "--trials", 1, "--warmup", 0, "--sizes", "8+4", "8+6", stop_at=3)
+    assert [json.loads(line)["workload"]["tokens"] for line in capsys.readouterr().out.splitlines()] == [4, 4]
+
+
+def test_the_page_explains_every_field_and_figure():
+    page = (DOCS / "bench.md").read_text()
+    assert all(f"| `{name}` | {unit} | {what} |" in page for name, (unit, what) in FIGURES.items())
+    assert all(f"`{name}`" in page for name in SECTIONS)
+    assert all(f"`{name}`" in page for name in engines.ENGINES)
+
+
+# ---- energy
+
+
+def test_joules_come_from_a_counter_that_may_be_read(tmp_path, monkeypatch):
+    (tmp_path / "intel-rapl:0").mkdir()
+    counter = tmp_path / "intel-rapl:0" / "energy_uj"
+    counter.write_text("2000000\n")
+    monkeypatch.setattr(machine, "RAPL", tmp_path)
+    meter = machine.EnergyMeter()
+    before = meter.read()
+    counter.write_text("5500000\n")
+    assert (meter.source, machine.used(before, meter.read())) == ("package", 3.5)
+    assert machine.used(5.0, 1.0) is None  # it began anew
+
+
+def test_without_a_counter_there_are_no_joules(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "RAPL", tmp_path)
+    monkeypatch.setattr(machine, "_nvidia", lambda: None)
+    meter = machine.EnergyMeter()
+    assert (meter.source, meter.read(), machine.used(None, None)) == (None, None, None)
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--engines", "vllm"], "engine 'vllm' is not one of mlx-lm, mlx-zip"),
+        (["--engines", "mlx-lm", "mlx-lm"], "mlx-lm is named twice"),
+        (["--sizes", "512"], r"--sizes 512: expected P\+G"),
+        (["--sizes", "8+1"], "to write"),
+        (["--sizes", "300+20"], "needs 321 positions, the model's context has 256"),
+        (["--mode", "free"], "random weights"),
+        (["--trials", "0"], "--trials must be at least 1, got 0"),
+        (["--warmup", "-1"], "--warmup must be at least 0"),
+        (["--text", "code=none.txt"], "expected DOMAIN=FILE"),
+        (["--data", "nowhere"], "no text in code/"),
+        (["--tokenizer", "nowhere"], "--tokenizer nowhere cannot be read"),
+        (["--model", "stories"], "name a model"),
+    ],
+)
+def test_bad_requests_are_refused_before_any_weight_is_made(flags, message, monkeypatch):
+    monkeypatch.setattr(generate, "from_shape", lambda *_: pytest.fail("too late"))
+    with pytest.raises(MlxZipError, match=message):
+        tiny_bench.run("generate", *ON, "--sizes", "8+4", *flags)
+
+
+def test_a_missing_library_is_named_before_anything_is_read(monkeypatch):
+    monkeypatch.setattr(engines, "find_spec", lambda name: None)
+    monkeypatch.setattr(generate, "prepare", lambda *_: pytest.fail("too late"))
+    with pytest.raises(InstallationError, match="engine hf needs torch, transformers: pip install torch transformers"):
+        tiny_bench.run("generate", *ON, "--engines", "hf")
+
+
+def test_a_conversation_is_not_for_every_engine():
+    turns = (Turn((1,), 4), Turn((2,), 4))
+    with pytest.raises(MlxZipError, match="zip2zip cannot go on with a conversation"):
+        generate.check_fit(["mlx-lm", "zip2zip"], [Workload("chat", "chat", "requests", turns)])
+
+
+def test_a_plain_model_alone_has_no_hypertokens():
+    with pytest.raises(MlxZipError, match="mlx-zip needs a model with hypertokens"):
+        tiny_bench.run("generate", "--base", "stories-base", "--sizes", "8+4", "--engines", "mlx-zip")
+
+
+def test_too_wide_a_tokenizer_is_refused():
+    with pytest.raises(MlxZipError, match="shape narrow only 64"):
+        from_config("narrow", {**SHAPE, "vocab_size": 64}, "float32", read_tokenizer("stories"), ZipOptions())

@@ -1,0 +1,138 @@
+"""bench profile: parts of a step add up to it, and the clocks leave no trace (no timing is judged here)."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+from mlx_zip.bench import profile_hooks
+from mlx_zip.bench.engines import MlxZip
+from mlx_zip.bench.profile_hooks import CPU, OURS, PARTS, PLAIN_HOOKS, ZIP_HOOKS, Hook, Tracer
+from mlx_zip.errors import MlxZipError
+from support import tiny, tiny_bench
+from support.places import DOCS
+from support.tiny_bench import ON
+
+TEXT = [i for i in tiny.base_ids(60, seed=3) if i > 2][:40]
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch):
+    tiny_bench.small(monkeypatch)
+
+
+def record(capsys, *flags):
+    assert tiny_bench.run("profile", *flags) == 0
+    out, err = capsys.readouterr()
+    return json.loads(out), err
+
+
+def test_a_step_is_split_into_parts_that_add_up(capsys):
+    found, table = record(capsys, *ON, "--sizes", "24+12", "--trials", 2)
+    assert list(found["parts"]) == list(PARTS)
+    assert list(found["steps"]) == ["mlx-lm", "mlx-zip", "mlx-lm traced", "mlx-zip traced", "mlx-zip apart"]
+    for way, kind in (("mlx-zip traced", "host_us"), ("mlx-zip apart", "apart_us")):
+        parts = sum(found["parts"][part][kind]["mean"] for part in PARTS)
+        assert parts == pytest.approx(found["steps"][way]["mean"], rel=1e-3)
+    for part in ("wait", "call", "codec", "embedding", "blocks", "head", "sampling", "enqueue", "text", "response"):
+        assert found["parts"][part]["host_us"]["mean"] > 0
+    assert len(found["steps"]["mlx-zip"]["samples"]) == len(found["ratio"]["samples"]) == 2
+    assert all(f"| {part} |" in table for part in PARTS)
+
+
+def test_mlx_lm_reads_and_emits_as_many_ids(capsys, monkeypatch):
+    seen = {}
+    run = profile_hooks.import_module("mlx_zip.bench.engines").MlxLm.run
+
+    def watched(self, prompt, tokens, replay=None, held=None):
+        seen["prompt"], seen["steps"] = len(prompt), len(replay)
+        return run(self, prompt, tokens, replay, held)
+
+    monkeypatch.setattr("mlx_zip.bench.engines.MlxLm.run", watched)
+    found, _ = record(capsys, *ON, "--sizes", "40+20", "--trials", 1)
+    assert seen == {"prompt": found["counts"]["prompt_ids"], "steps": found["counts"]["steps"]}
+    assert found["counts"]["steps"] < found["counts"]["base_tokens"] == 20
+
+
+def test_a_trained_model_is_split_in_free_generation(capsys):
+    found, _ = record(capsys, "--model", "stories", "--mode", "free", "--sizes", "16+6", "--trials", 1)
+    assert found["parts"]["canonical"]["host_us"]["mean"] > 0
+    assert found["parts"]["replay"]["host_us"]["mean"] == 0
+
+
+@pytest.mark.parametrize("hook", ZIP_HOOKS, ids=lambda hook: hook.name)
+def test_every_clock_is_around_something_that_is_there(hook):
+    assert callable(getattr(hook.home(), hook.name))
+    assert hook.part in PARTS
+
+
+def test_a_clock_around_nothing_is_an_error():
+    before = PLAIN_HOOKS[0].home().logsumexp
+    lost = Hook("codec", "mlx_zip.state:ZipState", "retreat")
+    with pytest.raises(MlxZipError, match="ZipState has no retreat"), Tracer((*PLAIN_HOOKS, lost)):
+        pass
+    assert PLAIN_HOOKS[0].home().logsumexp is before
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_clocks_change_nothing_and_are_taken_away(apart):
+    models = tiny_bench.models()
+    made = MlxZip(models, models.zipped)
+    expected = made.run(TEXT, 20)
+    before = [getattr(hook.home(), hook.name) for hook in ZIP_HOOKS]
+    with Tracer(ZIP_HOOKS, apart) as tracer:
+        found = made.run(TEXT, 20)
+    assert found.ids == expected.ids
+    assert len(tracer.marks) == len(found.ids)
+    assert [getattr(hook.home(), hook.name) for hook in ZIP_HOOKS] == before
+
+
+def test_clocks_are_taken_away_after_an_error():
+    before = PLAIN_HOOKS[0].home().logsumexp
+    with pytest.raises(ZeroDivisionError), Tracer(PLAIN_HOOKS):
+        raise ZeroDivisionError
+    assert PLAIN_HOOKS[0].home().logsumexp is before
+
+
+class Nested:
+    """Two functions, one inside the other."""
+
+    def outer(self):
+        time.sleep(0.002)
+        self.inner()
+
+    def inner(self):
+        time.sleep(0.004)
+
+
+def test_a_functions_time_is_its_own():
+    began = time.perf_counter()
+    with Tracer((Hook("call", Nested, "outer"), Hook("codec", Nested, "inner"))) as tracer:
+        Nested().outer()
+    took = time.perf_counter() - began
+    assert tracer.totals["codec"] >= 0.004
+    assert tracer.totals["call"] >= 0.002
+    assert tracer.totals["codec"] + tracer.totals["call"] <= took  # nothing is counted twice
+    for part in ("codec", "call"):  # asleep, it does not work
+        assert 0 < tracer.totals[part + CPU] < tracer.totals[part] / 2
+
+
+def test_our_parts_are_parts():
+    assert set(OURS) < set(PARTS)
+
+
+def test_the_page_explains_every_part():
+    page = (DOCS / "bench.md").read_text()
+    assert all(f"| `{name}` | {what} |" in page for name, what in PARTS.items())
+
+
+def test_a_plain_model_has_nothing_to_split():
+    with pytest.raises(MlxZipError, match="nothing to split without a model with hypertokens"):
+        tiny_bench.run("profile", "--base", "stories-base", "--sizes", "8+4")
+
+
+def test_trials_are_at_least_one():
+    with pytest.raises(MlxZipError, match="--trials must be at least 1, got 0"):
+        tiny_bench.run("profile", *ON, "--trials", 0)

@@ -1,0 +1,174 @@
+"""bench report: tables and plots of made-up records."""
+
+from __future__ import annotations
+
+import csv
+import json
+
+import pytest
+
+from mlx_zip.bench import report
+from mlx_zip.bench.generate_record import FIGURES, checked, read_records
+from mlx_zip.errors import MlxZipError
+from support import tiny_bench
+from support.tiny_bench import parse, record
+
+H100 = {
+    "device": {"device": "cuda", "chip": "NVIDIA H100", "load_average": 0.1, "preloaded": [], "threads": {}},
+    "time": "2026-03-09T10:00:00+00:00",
+    "run": "b",
+    "machine": "Linux, a server, 64 cores",
+}
+
+
+def written(tmp_path, *records, name="records.jsonl"):
+    path = tmp_path / name
+    path.write_text("".join(json.dumps(one) + "\n" for one in records))
+    return path
+
+
+def two_machines(tmp_path):
+    """Two files, of two machines and days."""
+    mac = [record("mlx-lm"), record("mlx-zip"), record("mlx-lm", prompt_tokens=16)]
+    gpu = [record(engine, (0.02, 0.02, 0.03), **H100) for engine in ("hf", "zip2zip")]
+    return written(tmp_path, *mac, name="mac.jsonl"), written(tmp_path, *gpu, name="gpu.jsonl")
+
+
+def printed(capsys, *flags):
+    assert tiny_bench.run("report", *flags) == 0
+    return capsys.readouterr().out
+
+
+def test_table_6_sets_machines_of_different_days_side_by_side(tmp_path, capsys):
+    rows = printed(capsys, *two_machines(tmp_path), "--table", "6").splitlines()
+    assert rows[0] == "| setting | method | 8+4 prefill | 8+4 decode | 16+4 prefill | 16+4 decode |"
+    mac, gpu = ("Linux, a chip, 2 cores", "NVIDIA H100")
+    of = [f"{place}: tiny, float32, random, replay, rows warm" for place in (mac, gpu)]
+    assert rows[2:] == [
+        f"| {of[0]} | mlx-lm | 16.0 | 9.1 | 16.0 | 9.1 |",
+        f"| {of[0]} | mlx-zip | 16.0 | 18.2 | - | - |",
+        f"| {of[0]} | mlx-zip, against mlx-lm | +0.0% | +100.0% | - | - |",
+        f"| {of[1]} | hf | 16.0 | 50.0 | - | - |",
+        f"| {of[1]} | zip2zip | 16.0 | 100.0 | - | - |",
+        f"| {of[1]} | zip2zip, against hf | +0.0% | +100.0% | - | - |",
+    ]
+
+
+def test_two_days_on_one_machine_are_two_settings(tmp_path, capsys):
+    file = written(tmp_path, record(), record(time="2026-01-05T00:00:00+00:00"))
+    rows = printed(capsys, file, "--table", "6").splitlines()[2:]
+    assert [row.split(" | ")[0][-10:] for row in rows] == ["2026-01-02", "2026-01-05"]
+
+
+def test_the_papers_figures_stand_below_on_request(tmp_path, capsys):
+    rows = printed(capsys, *two_machines(tmp_path), "--table", "6", "--paper").splitlines()
+    assert "2048+256 decode" in rows[0]
+    gain = next(row for row in rows if row.startswith("| H100 80GB, Phi-3.5-4B (paper) | zip2zip, against base"))
+    assert gain.endswith("| +33.6% | +9.3% | +102.1% | +46.7% | +60.9% | +16.5% | +85.4% | +16.6% |")
+
+
+def test_rates_of_several_texts_are_tokens_over_time(tmp_path):
+    fast, slow = record(steps_s=(0.1,)), record(steps_s=(0.3,), domain="math")
+    assert report.rate([fast, slow])[1] == pytest.approx(2 / (1 / 10 + 1 / (10 / 3)))
+
+
+def test_every_record_has_a_row_with_median_and_spread(tmp_path, capsys):
+    rows = printed(capsys, *two_machines(tmp_path)).splitlines()
+    assert len(rows) == 2 + 5
+    assert rows[2].startswith(
+        "| Linux, a chip, 2 cores | tiny, float32, random | code 8+4 | replay, rows warm | mlx-lm |"
+    )
+    assert "| 9.09 (8.33 to 10) |" in rows[2]  # steps/s of steps of 0.1, 0.11 and 0.12 s
+    assert rows[2].endswith(" - |")  # no joules
+
+
+def test_tables_come_as_csv_too(tmp_path, capsys):
+    rows = list(csv.reader(printed(capsys, *two_machines(tmp_path), "--format", "csv").splitlines()))
+    assert len({len(row) for row in rows}) == 1
+    assert [row[4] for row in rows[1:]] == ["mlx-lm", "mlx-zip", "mlx-lm", "hf", "zip2zip"]
+
+
+@pytest.mark.parametrize(("suffix", "begins"), [(".png", b"\x89PNG"), (".svg", b"<?xml")])
+def test_a_plot_is_drawn(tmp_path, capsys, suffix, begins):
+    pytest.importorskip("matplotlib", reason="plots need matplotlib")
+    out = tmp_path / f"plot{suffix}"
+    printed(capsys, *two_machines(tmp_path), "--plot", out)
+    assert out.read_bytes().startswith(begins)
+
+
+def test_ceilings_are_drawn_at_the_base_tokens_that_bandwidth_allows(tmp_path):
+    plain, zipped = record("mlx-lm"), record("mlx-zip")
+    allowed = plain["ceiling"]["steps_per_s"]
+    assert report.ceiling_rate([plain]) == pytest.approx(allowed)
+    assert report.ceiling_rate([zipped]) == pytest.approx(2 * allowed)
+    panel = Panel()
+    report._draw_panel(panel, "a", {"mlx-lm": {(8, 4): [plain]}, "mlx-zip": {(8, 4): [zipped]}})
+    assert panel.lines == pytest.approx([allowed, 2 * allowed])
+    assert panel.bars == pytest.approx([1 / 0.11, 2 / 0.11], rel=1e-4)
+
+
+class Panel:
+    """Says what was drawn."""
+
+    def __init__(self):
+        self.lines, self.bars, self.title = [], [], self
+
+    def hlines(self, y, *_, **__):
+        self.lines.append(y)
+
+    def bar(self, _, heights, *__, **___):
+        self.bars += heights
+
+    def __getattr__(self, name):
+        return lambda *_, **__: None
+
+
+def test_a_plot_of_another_kind_is_refused(tmp_path):
+    with pytest.raises(MlxZipError, match=r"must end in \.png or \.svg"):
+        tiny_bench.run("report", *two_machines(tmp_path), "--plot", tmp_path / "plot.gif")
+
+
+# ---- reading
+
+
+def test_lines_of_other_benches_are_left_out(tmp_path):
+    path = written(tmp_path, {"bench": "codec"}, record())
+    assert [one["engine"] for one in read_records([path])] == ["mlx-lm"]
+
+
+def damaged(change):
+    made = record()
+    change(made)
+    return json.dumps(made)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 1: not JSON"),
+        ("[]", "line 1: not a record of a bench"),
+        (damaged(lambda r: r.update(schema=99)), "schema 99, this version reads 1"),
+        (damaged(lambda r: r.pop("commit")), "commit is missing"),
+        (damaged(lambda r: r.update(counts=[])), "counts is missing or of a wrong kind"),
+        (damaged(lambda r: r["figures"].pop("ttft_ms")), "figure ttft_ms is not a median"),
+        (damaged(lambda r: r["figures"]["ttft_ms"].update(samples=[])), "figure ttft_ms is not a median"),
+        (damaged(lambda r: r["figures"]["ttft_ms"].update(median="1")), "figure ttft_ms is not a median"),
+        ('{"bench": "codec"}', "no record of `bench generate`"),
+    ],
+)
+def test_what_is_no_record_is_named(tmp_path, line, message):
+    path = tmp_path / "records.jsonl"
+    path.write_text(line + "\n")
+    with pytest.raises(MlxZipError, match=message):
+        read_records([path])
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(MlxZipError, match=r"none\.jsonl cannot be read"):
+        read_records([tmp_path / "none.jsonl"])
+
+
+def test_made_up_records_keep_to_the_schema():
+    assert checked(json.dumps(record()), "here")["figures"].keys() == FIGURES.keys()
+    _, args = parse("report", "a")
+    assert args.table == "all"

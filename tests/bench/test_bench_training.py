@@ -1,0 +1,218 @@
+"""The training bench: what its records hold and that each part does what its name says (no timing is judged here)."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from mlx_zip.bench import training
+from mlx_zip.bench.training import Bench, made_up, read_back, write_prepared, write_shard
+from mlx_zip.bench.training_step import Parts, Whole, without_hypertokens
+from mlx_zip.codec import Codebook
+from mlx_zip.errors import MlxZipError
+from mlx_zip.models.whole import encode_rows
+from mlx_zip.training.batches import make_batch
+from mlx_zip.training.settings import TrainSettings
+from mlx_zip.training.shards import Shards
+from support import tiny_training
+
+TINY = [
+    "--context",
+    "24",
+    "--batch-size",
+    "2",
+    "--batches",
+    "1",
+    "--trials",
+    "2",
+    "--prepare-ids",
+    "600",
+    "--memory-steps",
+    "2",
+    "--encoder-layers",
+    "1",
+]
+
+
+def parse(*flags: object) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    training.add_arguments(parser)
+    return parser.parse_args([*TINY, *map(str, flags)])
+
+
+def records(capsys, *flags: object) -> dict[str, dict]:
+    assert training.run(parse(*flags)) == 0
+    return {line["what"]: line for line in map(json.loads, capsys.readouterr().out.splitlines())}
+
+
+# ---- what is printed
+
+
+def test_a_step_is_split_and_held_against_what_it_cannot_do_without(capsys):
+    record = records(capsys, "--only", "step")["step"]
+    names = ["zip step", "plain step", "encoders", "body", "head and loss", "optimizer", "host"]
+    assert list(record["parts"]) == names
+    samples = {name: record["parts"][name]["samples"] for name in names}
+    assert all(len(values) == 2 and min(values) > 0 for values in samples.values())
+    expected = [z / (p + e) for z, p, e in zip(*(samples[name] for name in names[:3]), strict=True)]
+    assert record["ratio"]["samples"] == pytest.approx(expected, abs=2e-3)
+    assert record["machine"]
+    assert record["versions"]["mlx"]
+
+
+@pytest.mark.parametrize("flags", [["--fine-tune-type", "full"], ["--compile", "on"], ["--dtype", "bfloat16"]])
+def test_a_step_is_measured_in_every_way_it_can_be_trained(capsys, flags):
+    assert records(capsys, "--only", "step", "--trials", "1", *flags)["step"]["ratio"]["median"] > 0
+
+
+def test_preparation_is_measured_by_stage(capsys):
+    record = records(capsys, "--only", "prepare")["prepare"]
+    assert (record["base_ids"], len(record["rate"]["samples"])) == (600, 2)
+    assert list(record["ns_per_base_id"]) == ["cut", "compress", "write"]
+
+
+def test_memory_is_that_of_each_trainer_in_a_process_of_its_own(capsys):
+    record = records(capsys, "--only", "memory", "--context", 96)["memory"]
+    ours, theirs, same = (record["peaks"][name] for name in ("mlx_zip", "mlx-lm", "mlx-lm same ids"))
+    assert theirs["longest_ids"] == 96 > ours["longest_ids"] == same["longest_ids"]
+    assert record["ratio"] == round(ours["peak_bytes"] / theirs["peak_bytes"], 3)
+    assert record["ratio_same_ids"] >= record["ratio"]
+
+
+def test_a_model_and_prepared_data_take_the_place_of_what_is_made_up(capsys, tmp_path):
+    model, data = tiny_training.write_plain(tmp_path / "base"), tiny_training.write_shards(tmp_path / "data")
+    found = records(capsys, "--model", model, "--data", data, "--only", "step", "prepare")
+    assert {(line["data"], line["setting"]["model"]) for line in found.values()} == {("data", "base")}
+    assert found["prepare"]["base_ids"] == sum(20 + (i * 17) % 40 for i in range(24))
+
+
+# ---- what is measured
+
+
+@pytest.fixture
+def bench(tmp_path):
+    return Bench(parse(), tmp_path)
+
+
+def samples_of(bench, n=3):
+    return [bench.shards[i] for i in range(n)]
+
+
+def whole(bench, kind="lora"):
+    return Whole(bench._model(bench.shards.params), TrainSettings(iters=1, fine_tune_type=kind, lora_rank=2))
+
+
+def test_the_plain_step_reads_as_many_ids_without_any_hypertoken(bench):
+    batch = make_batch(samples_of(bench), bench.shards.params)
+    plain = without_hypertokens(batch, training.VOCAB)
+    assert (batch.arrays["targets"] >= training.VOCAB).any()
+    assert plain.arrays.keys() == {"inputs", "targets", "weights"}
+    for name, array in plain.arrays.items():
+        assert array.shape == batch.arrays[name].shape
+    assert plain.arrays["targets"].max() < training.VOCAB
+    kept = batch.arrays["targets"] < training.VOCAB
+    np.testing.assert_array_equal(plain.arrays["targets"][kept], batch.arrays["targets"][kept])
+
+
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_parts_differentiate_what_is_trained_of_them_and_nothing_else(bench, kind):
+    parts = Parts(whole(bench, kind), make_batch(samples_of(bench), bench.shards.params))
+    names = {
+        name: {key.split(".")[0] for key, _ in tree_flatten(call()[1])}
+        for name, call in (("encoders", parts.encoders()), ("body", parts.body()), ("head", parts.head()))
+    }
+    assert names == {
+        "encoders": {"input_encoder", "output_encoder"},
+        "body": {"layers", "h"} | ({"norm"} if kind == "full" else set()),
+        "head": {"h", "rows"} | ({"matrix"} if kind == "full" else set()),
+    }
+
+
+def test_the_encoders_part_has_value_and_gradient_of_the_rows_that_a_step_encodes(bench):
+    made = whole(bench)
+    parts = Parts(made, make_batch(samples_of(bench), bench.shards.params))
+    value, gradients = parts.encoders()()
+    rows = encode_rows(made.model, parts.samples)
+    assert value.item() == pytest.approx(sum(r.square().sum().item() for r in rows), rel=1e-5)
+    norms = [float(mx.abs(value).max()) for _, value in tree_flatten(gradients)]
+    assert max(norms) > 0
+
+
+def test_what_a_step_is_held_against_encodes_each_side_once(bench, monkeypatch):
+    """A second forward pass saves memory; it is the step's own cost, not one that it cannot do without."""
+    made, calls = whole(bench), []
+    parts = Parts(made, make_batch(samples_of(bench), bench.shards.params))
+    kind = type(made.model.input_encoder)
+    encode = kind.__call__
+    monkeypatch.setattr(kind, "__call__", lambda self, *args: (calls.append(self), encode(self, *args))[1])
+    mx.eval(parts.encoders()())
+    assert calls == [made.model.output_encoder, made.model.input_encoder]
+
+
+def test_parts_leave_the_models_weights_as_they_were(bench):
+    made = whole(bench, "full")
+    before = dict(tree_flatten(made.model.parameters()))
+    parts = Parts(made, make_batch(samples_of(bench), bench.shards.params))
+    for call in (parts.encoders(), parts.body(), parts.head()):
+        mx.eval(call())
+    after = dict(tree_flatten(made.model.parameters()))
+    assert all(bool((before[name] == after[name]).all()) for name in before)
+
+
+def test_sharing_is_counted_over_the_measured_batches(capsys, bench):
+    record = records(capsys, "--only", "step")["step"]
+    assert 0 < record["distinct_entries"] <= record["installed_entries"] <= record["ids"]
+    assert record["entries_read"] <= record["distinct_entries"]
+    assert record["distinct_of_installed"] == round(record["distinct_entries"] / record["installed_entries"], 3)
+
+
+def test_a_measured_shard_holds_the_documents(tmp_path):
+    documents = made_up(700, 64, 3)
+    assert write_shard(tmp_path, documents).keys() == {"cut", "compress", "write"}
+    shards = Shards(write_prepared(tmp_path, documents))
+    found = []
+    for i in range(len(shards)):
+        book = Codebook(shards.params)
+        book.push(shards[i].ids)
+        found.append(book.expand(shards[i].ids))
+    np.testing.assert_array_equal(np.concatenate(found), np.concatenate(documents.ids))
+    assert len(shards[0].ids) < 64 == shards[0].base_ids
+    np.testing.assert_array_equal(np.concatenate(read_back(tmp_path).ids), np.concatenate(documents.ids))
+
+
+# ---- what is refused
+
+
+def test_a_model_needs_data_of_its_own(tmp_path):
+    with pytest.raises(MlxZipError, match="--model and --data go together"):
+        training.run(parse("--model", tmp_path))
+
+
+def test_data_without_a_codebook_are_refused(tmp_path):
+    data = tiny_training.write_shards(tmp_path / "data", tiny_training.PLAIN)
+    with pytest.raises(MlxZipError, match="without a codebook"):
+        training.run(parse("--model", tiny_training.write_plain(tmp_path / "base"), "--data", data))
+
+
+def test_too_few_samples_are_refused(tmp_path):
+    data = tiny_training.write_shards(tmp_path / "data", samples=1)
+    with pytest.raises(MlxZipError, match="too few samples for 1 batches of 2"):
+        training.run(parse("--model", tiny_training.write_plain(tmp_path / "base"), "--data", data))
+
+
+@pytest.mark.parametrize("name", ["--context", "--trials", "--memory-steps"])
+def test_counts_below_one_are_refused(name):
+    with pytest.raises(MlxZipError, match=f"{name} must be at least 1, got 0"):
+        training.run(parse(name, 0))
+
+
+def test_a_trainer_that_fails_is_named(tmp_path):
+    bench = Bench(parse(), tmp_path)
+    bench.args.encoder_layers = 0
+    with pytest.raises(MlxZipError, match="the trainer mlx_zip failed: error: "):
+        bench.memory()

@@ -1,0 +1,276 @@
+"""The decode loop: the ids, log-probabilities and caches of a loop that waits for every id, whatever runs ahead."""
+
+from functools import partial
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.generate import generate_step, maybe_quantize_kv_cache
+from mlx_lm.models.cache import trim_prompt_cache
+from mlx_lm.sample_utils import make_sampler
+
+from mlx_zip.canonical import CanonicalDecoding
+from mlx_zip.codec import Codebook, compress
+from mlx_zip.decode import decode_steps
+from mlx_zip.errors import CodecError, ModelError
+from mlx_zip.hyper import RowStore
+from mlx_zip.models import Model
+from support import tiny
+
+STEPS = 60
+
+
+def prompt_of(model, length=50):
+    return compress(model.config.codec_params, tiny.base_ids(length))[0]
+
+
+def decode(model, cache=None, prompt=None, max_steps=STEPS, **options):
+    options = {"sampler": make_sampler(0), "prefill_step_size": 2048, "ahead": True, **options}
+    cache = model.make_cache() if cache is None else cache
+    prompt = prompt_of(model) if prompt is None else prompt
+    return decode_steps(model, prompt, cache, max_steps=max_steps, **options)
+
+
+def waiting(model, **options):
+    """mlx-lm's own loop over the same model: it learns each id before it builds the next step."""
+    return generate_step(mx.array(prompt_of(model).astype(np.int32)), model, max_tokens=STEPS, **options)
+
+
+def assert_equal(steps, expected):
+    steps, expected = list(steps), list(expected)
+    assert [token for token, _ in steps] == [token for token, _ in expected]
+    for (_, logprobs), (_, wanted) in zip(steps, expected, strict=True):
+        np.testing.assert_allclose(np.array(logprobs), np.array(wanted), atol=1e-5)
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """How often a body ran ahead, and how often again with the right rows."""
+    seen = {"ahead": 0, "waited": 0, "again": 0}
+    run_ahead, hidden = Model.run_ahead, Model._hidden
+
+    def counting_ahead(self, *args):
+        h = run_ahead(self, *args)
+        seen["waited" if h is None else "ahead"] += 1
+        return h
+
+    def counting_hidden(self, kv, state, ids):
+        seen["again"] += isinstance(ids, int)
+        return hidden(self, kv, state, ids)
+
+    monkeypatch.setattr(Model, "run_ahead", counting_ahead)
+    monkeypatch.setattr(Model, "_hidden", counting_hidden)
+    return seen
+
+
+# ---- the same as a loop that waits
+
+
+@pytest.mark.parametrize("mode", ["compressed", "base_token_end"])
+@pytest.mark.parametrize(
+    ("encoder", "temp"), [("transformer", 0.0), ("transformer", 1.0), ("res_latent_attn", 0.0), ("averaging", 1.0)]
+)
+def test_ids_are_those_of_a_loop_that_waits(encoder, mode, temp, counted):
+    model = tiny.tiny_model("llama", encoder, position_mode=mode)
+    mx.random.seed(3)
+    expected = list(waiting(model, sampler=make_sampler(temp)))
+    counted.update(ahead=0, waited=0, again=0)
+    mx.random.seed(3)
+    assert_equal(decode(model, sampler=make_sampler(temp)), expected)
+    assert max(token for token, _ in expected) >= tiny.VOCAB
+    assert counted["ahead"] == STEPS
+    assert 0 < counted["again"] - 1 < STEPS  # the prompt's last id is one of them
+    assert counted["waited"] == 0
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("family", sorted(tiny.FAMILIES))
+def test_every_family_decodes(family, ahead, counted):
+    model = tiny.tiny_model(family)
+    assert_equal(decode(model, ahead=ahead), waiting(model))
+    assert (counted["ahead"] > 0) == ahead
+
+
+def test_where_input_rows_are_output_rows_no_body_runs_again(counted):
+    model = tiny.tiny_model("gemma", tie_encoders=True)
+    assert model.sides_are_one
+    expected = list(waiting(model))
+    counted.update(ahead=0, again=0)
+    assert_equal(decode(model), expected)
+    assert max(token for token, _ in expected) >= tiny.VOCAB
+    assert counted["again"] == 1  # the prompt's last id
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_rows_from_a_store_change_nothing(ahead):
+    model = tiny.tiny_model()
+    expected = list(waiting(model))
+    model.eval()
+    model.row_store = RowStore()
+    assert_equal(decode(model, ahead=ahead), expected)
+    encoded = model.row_store.encoded
+    assert_equal(decode(model, ahead=ahead), expected)
+    assert model.row_store.encoded == encoded > 0
+
+
+@pytest.mark.parametrize("mode", ["compressed", "base_token_end"])
+def test_where_longrope_changes_its_factors_the_loop_waits(mode, counted):
+    model = tiny.tiny_model("phi3", position_mode=mode)
+    model.traits = type(model.traits)(**{**vars(model.traits), "long_context": 70})
+    assert_equal(decode(model), waiting(model))
+    assert counted["waited"] > 0
+    assert counted["ahead"] > counted["waited"]
+
+
+def test_processors_see_the_ids_and_the_codebook_as_they_do_in_mlx_lms_loop():
+    def chain(cache, seen):
+        return [lambda tokens, logits: seen.append(tokens.tolist()) or logits, CanonicalDecoding(cache[-1].books[0])]
+
+    model, read, wanted = tiny.tiny_model(), [], []
+    caches = [model.make_cache(), model.make_cache()]
+    expected = list(waiting(model, prompt_cache=caches[0], logits_processors=chain(caches[0], wanted)))
+    assert_equal(decode(model, caches[1], processors=chain(caches[1], read)), expected)
+    assert read == wanted[: len(read)]
+    assert len(read) == STEPS + 1
+
+
+def test_kv_caches_are_quantized_on_the_way():
+    model = tiny.tiny_model(hidden=128)
+    kv = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 45}
+    expected = waiting(model, **kv)
+    assert_equal(decode(model, after_call=partial(maybe_quantize_kv_cache, **kv)), expected)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 30, 31])
+def test_the_prompt_may_be_read_in_chunks_and_progress_is_told(chunk):
+    model, told = tiny.tiny_model(), []
+    n = len(prompt_of(model))
+    assert_equal(decode(model, prefill_step_size=chunk, progress=lambda *at: told.append(at)), waiting(model))
+    assert told == [(0, n), *((min(done, n - 1), n) for done in range(chunk, n - 1 + chunk, chunk)), (n, n)]
+
+
+# ---- what is left behind
+
+
+def test_when_an_id_is_yielded_the_cache_holds_it_and_nothing_more():
+    model = tiny.tiny_model()
+    cache, prompt = model.make_cache(), prompt_of(model).tolist()
+    for n, (token, _) in enumerate(decode(model, cache), start=1):
+        prompt.append(token)
+        assert cache[-1].books[0].ids.tolist() == prompt
+        assert {entry.offset for entry in cache} == {len(prompt)}
+        if n == 20:
+            break
+    twin = model.make_cache()
+    model(mx.array([prompt]), cache=twin)
+    np.testing.assert_allclose(tiny.last_logits(model, [5], cache), tiny.last_logits(model, [5], twin), atol=1e-4)
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("where", ["run_layers", "_head"])
+def test_an_interrupt_leaves_the_cache_at_the_last_id_that_was_yielded(where, ahead, monkeypatch):
+    model = tiny.tiny_model()
+    cache, found = model.make_cache(), []
+    steps = decode(model, cache, ahead=ahead)
+    found += [next(steps)[0] for _ in range(5)]
+    monkeypatch.setattr(Model, where, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        next(steps)
+    assert cache[-1].books[0].ids.tolist() == [*prompt_of(model).tolist(), *found]
+    assert {entry.offset for entry in cache} == {len(prompt_of(model)) + 5}
+
+
+def interrupted(*args, **kwargs):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("where", ["sampler", "processor", "second block", "id"])
+def test_whatever_raises_the_cache_is_even_and_holds_what_was_yielded(where, ahead, monkeypatch):
+    model = tiny.tiny_model()
+    cache, found, calls = model.make_cache(), [], iter([False] * 6 + [True] * 9)
+
+    def sampler(logprobs):
+        if where == "sampler" and next(calls):
+            raise KeyboardInterrupt
+        return mx.argmax(logprobs, axis=-1)
+
+    def processor(tokens, logits):
+        if where == "processor" and next(calls):
+            raise KeyboardInterrupt
+        return logits
+
+    steps = decode(model, cache, ahead=ahead, sampler=sampler, processors=[processor])
+    found += [next(steps)[0] for _ in range(5)]
+    if where == "second block":
+        model.model.layers[1] = interrupted
+    if where == "id":
+        monkeypatch.setattr(Model, "follow" if ahead else "_head", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        next(steps)
+    assert cache[-1].books[0].ids.tolist() == [*prompt_of(model).tolist(), *found]
+    assert {entry.offset for entry in cache} == {len(prompt_of(model)) + 5}
+
+
+@pytest.mark.parametrize("mode", ["compressed", "base_token_end"])
+@pytest.mark.parametrize("family", ["llama", "gemma"])
+def test_an_id_that_installs_itself_is_read_with_its_own_row(family, mode):
+    model = tiny.tiny_model(family, position_mode=mode, tie_encoders=family == "gemma")
+    assert model.sides_are_one == (family == "gemma")
+    prompt, found = [*prompt_of(model).tolist(), 10], []
+    book = Codebook(model.config.codec_params)
+    book.push([*prompt, 11])
+    for ahead in (True, False):
+        forced = iter([11, tiny.VOCAB + len(book), 5, 6, 7])
+        sampler = lambda logprobs, forced=forced: mx.array([next(forced)])
+        steps = decode(model, prompt=np.array(prompt, np.uint32), sampler=sampler, ahead=ahead, max_steps=4)
+        found.append(list(steps))
+    assert_equal(*found)
+
+
+def test_behind_a_trim_below_longropes_border_the_short_factors_are_back():
+    model = tiny.tiny_model("phi3", position_mode="base_token_end")
+    model.traits = type(model.traits)(**{**vars(model.traits), "long_context": 40})
+    ids, caches = tiny.base_ids(50), [model.make_cache(), model.make_cache()]
+    for cache in caches:
+        for one in ids:
+            model(mx.array([[one]]), cache=cache)
+        trim_prompt_cache(cache, 12)
+    assert caches[0][-1].long_rope
+    h = model.run_ahead(mx.array([[5]]), caches[0])
+    assert h is None
+    expected = tiny.last_logits(model, [5], caches[1])
+    np.testing.assert_allclose(tiny.last_logits(model, [5], caches[0]), expected, atol=1e-5)
+    assert not caches[0][-1].long_rope
+
+
+@pytest.mark.parametrize("dtype", [mx.uint8, mx.int32, mx.uint32, mx.int64, mx.uint64])
+def test_a_sampler_may_give_ids_of_any_integer_type(dtype):
+    model = tiny.tiny_model()
+    sampler = lambda logprobs: mx.argmax(logprobs, axis=-1).astype(dtype)
+    assert_equal(decode(model, sampler=sampler), decode(model, sampler=sampler, ahead=False))
+
+
+@pytest.mark.parametrize("wrong", [tiny.VOCAB + tiny.SLOTS - 1, tiny.VOCAB + tiny.SLOTS, -1, -(10**9), 10**6])
+def test_an_id_that_does_not_exist_is_an_error_and_changes_nothing(wrong):
+    model = tiny.tiny_model()
+    cache, left = model.make_cache(), iter([5, 6, wrong, 5])
+    steps = decode(model, cache, sampler=lambda logprobs: mx.array([next(left)]))
+    assert [next(steps)[0] for _ in range(2)] == [5, 6]
+    assert len(cache[-1].books[0]) < tiny.SLOTS
+    with pytest.raises((CodecError, ModelError)):
+        next(steps)
+    assert {entry.offset for entry in cache} == {len(prompt_of(model)) + 2}
+
+
+def test_a_row_that_exists_is_not_encoded_again(monkeypatch):
+    """Output rows: one per installed entry. Input rows: one per hypertoken that is read."""
+    import mlx_zip.models.model_rows as module
+
+    model, encoded = tiny.tiny_model(), []
+    encode = module.encode_entries
+    monkeypatch.setattr(module, "encode_entries", lambda e, m, ids, n: encoded.append(len(n)) or encode(e, m, ids, n))
+    cache = model.make_cache()
+    list(decode(model, cache))
+    book = cache[-1].books[0]
+    assert sum(encoded) == len(book) + len({i for i in book.ids.tolist() if i >= tiny.VOCAB})

@@ -1,0 +1,191 @@
+"""Sampling options, and penalties in base-token space."""
+
+import math
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.sample_utils import make_logits_processors
+
+from mlx_zip.codec import compress
+from mlx_zip.errors import GenerationError
+from mlx_zip.sampling import MOST_BIAS, Sampling
+from mlx_zip.state import ZipState
+from support import tiny
+
+MODEL = tiny.tiny_model()
+PARAMS = MODEL.config.codec_params
+WIDTH = MODEL.layout.width
+
+
+def read(base_ids):
+    """The state after a compressed prompt."""
+    state = ZipState(PARAMS)
+    state.books[0].push(compress(PARAMS, base_ids)[0])
+    return state
+
+
+def some_logits(state):
+    """Both signs everywhere; columns of entries that are not installed and of the tail are -inf."""
+    logits = np.random.default_rng(5).normal(0, 3, (1, WIDTH)).astype(np.float32)
+    logits[:, PARAMS.vocab_size + len(state.books[0]) :] = -np.inf
+    return logits
+
+
+def processed(options, state, logits):
+    (processor,) = options.make_processors(PARAMS.vocab_size, state)
+    return np.array(processor(mx.array([0]), mx.array(logits)))
+
+
+def by_the_rules(options, base_ids, entries, logits):
+    """The docstring of `BasePenalties`, column by column."""
+
+    def last(kind):
+        return base_ids[-getattr(options, f"{kind}_context_size") :]
+
+    out = logits.copy()
+    columns = {**{b: (b,) for b in range(PARAMS.vocab_size)}, **{i: tuple(entry) for i, entry in entries}}
+    for column, parts in columns.items():
+        value = out[0, column] + sum((options.logit_bias or {}).get(b, 0) for b in parts)
+        for _ in range(sum(b in last("repetition") for b in parts) if options.repetition_penalty else 0):
+            value = value * options.repetition_penalty if value < 0 else value / options.repetition_penalty
+        value -= sum((options.presence_penalty or 0) * (b in last("presence")) for b in parts)
+        value -= sum((options.frequency_penalty or 0) * last("frequency").count(b) for b in parts)
+        out[0, column] = value
+    return out
+
+
+ONE_BY_ONE = {
+    "bias": {"logit_bias": {5: -2.5, 11: 4.0}},
+    "repetition": {"repetition_penalty": 1.3},
+    "presence": {"presence_penalty": 0.7, "presence_context_size": 9},
+    "frequency": {"frequency_penalty": 0.4, "frequency_context_size": 33},
+    "negative presence": {"presence_penalty": -0.5},
+    "bias on the pad id, which fills short entries": {"logit_bias": {tiny.PAD: 3.0}},
+}
+ONE_BY_ONE["all"] = {key: value for kind in ONE_BY_ONE.values() for key, value in kind.items()}
+
+
+@pytest.mark.parametrize("name", ONE_BY_ONE)
+def test_a_hypertoken_answers_for_each_of_its_constituents(name):
+    base_ids = tiny.base_ids(60)
+    state, options = read(base_ids), Sampling(**ONE_BY_ONE[name])
+    logits = some_logits(state)
+    expected = by_the_rules(options, base_ids, state.books[0].entries, logits)
+    np.testing.assert_allclose(processed(options, state, logits), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ONE_BY_ONE)
+def test_without_hypertokens_penalties_are_those_of_mlx_lm(name):
+    base_ids = [*range(3, 30), 29, 28]
+    state, options = ZipState(PARAMS), Sampling(**ONE_BY_ONE[name])
+    for base_id in base_ids:  # a disabled id between them, so that nothing merges
+        state.books[0].push([1, base_id])
+    spaced = [i for base_id in base_ids for i in (1, base_id)]
+    expected = mx.array(some_logits(state))
+    for processor in make_logits_processors(**ONE_BY_ONE[name]):
+        expected = processor(mx.array(spaced), expected)
+    np.testing.assert_allclose(processed(options, state, some_logits(state)), np.array(expected), rtol=1e-5)
+
+
+def test_columns_that_are_closed_stay_closed():
+    state = read(tiny.base_ids(60))
+    logits = some_logits(state)
+    out = processed(Sampling(**ONE_BY_ONE["all"]), state, logits)
+    assert np.array_equal(np.isneginf(out), np.isneginf(logits))
+
+
+def test_the_logits_keep_their_dtype():
+    state = read(tiny.base_ids(60))
+    (processor,) = Sampling(presence_penalty=1.0).make_processors(PARAMS.vocab_size, state)
+    assert processor(mx.array([0]), mx.array(some_logits(state)).astype(mx.bfloat16)).dtype == mx.bfloat16
+
+
+def test_a_rewound_codebook_takes_its_tokens_out_of_the_context():
+    state = read(tiny.base_ids(40))
+    logits, options = some_logits(state), Sampling(repetition_penalty=2.0)
+    before, mark = processed(options, state, logits), state.books[0].mark()
+    state.books[0].push([7, 8, 9])
+    state.books[0].rewind(mark)
+    assert np.array_equal(before, processed(options, state, logits))
+
+
+def test_without_penalties_there_is_nothing_to_process():
+    assert Sampling().make_processors(PARAMS.vocab_size, ZipState(PARAMS)) == []
+
+
+@pytest.mark.parametrize("base_id", [-1, PARAMS.vocab_size, "3"])
+def test_a_bias_on_what_is_no_base_id_is_refused(base_id):
+    with pytest.raises(GenerationError, match="--logit-bias"):
+        Sampling(logit_bias={base_id: 1.0}).make_processors(PARAMS.vocab_size, ZipState(PARAMS))
+
+
+def test_biases_that_rule_out_every_base_id_are_refused():
+    biases = dict.fromkeys(range(PARAMS.vocab_size), float("-inf"))
+    with pytest.raises(GenerationError, match="rules out every base id"):
+        Sampling(logit_bias=biases).make_processors(PARAMS.vocab_size, ZipState(PARAMS))
+    del biases[5]
+    assert Sampling(logit_bias=biases).make_processors(PARAMS.vocab_size, ZipState(PARAMS))
+
+
+def test_the_largest_bias_fits_the_narrowest_logits():
+    state, merge_size = read(tiny.base_ids(60)), 16
+    options = Sampling(logit_bias=dict.fromkeys(range(PARAMS.vocab_size), MOST_BIAS))
+    logits = mx.array(some_logits(state)).astype(mx.float16)
+    (processor,) = options.make_processors(PARAMS.vocab_size, state)
+    assert float(mx.max(processor(mx.array([0]), logits)).item()) < math.inf
+    assert merge_size * MOST_BIAS < 65504
+
+
+OUT_OF_RANGE = [
+    ("temp", -0.1),
+    ("temp", float("nan")),
+    ("temp", float("inf")),
+    ("top_p", 1.1),
+    ("top_p", -0.1),
+    ("min_p", 2),
+    ("min_tokens_to_keep", 0),
+    ("top_k", -1),
+    ("top_k", 1.5),
+    ("xtc_probability", 1.2),
+    ("xtc_threshold", 0.6),
+    ("repetition_penalty", 0),
+    ("repetition_penalty", -1.0),
+    ("repetition_context_size", 0),
+    ("presence_penalty", float("nan")),
+    ("frequency_context_size", -3),
+    ("seed", -1),
+    ("logit_bias", {3: float("nan")}),
+    ("logit_bias", {3: float("inf")}),
+    ("logit_bias", {3: 1e4}),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), OUT_OF_RANGE)
+def test_a_value_out_of_range_is_refused_by_the_flags_name(name, value):
+    with pytest.raises(GenerationError, match=f"--{name.replace('_', '-')}"):
+        Sampling(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["top_k", "min_tokens_to_keep"])
+def test_a_count_as_wide_as_the_logits_is_refused(name):
+    with pytest.raises(GenerationError, match=f"--{name.replace('_', '-')}.*{WIDTH}"):
+        Sampling(temp=1.0, **{name: WIDTH}).make_sampler(WIDTH, [])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"top_k": 5},
+        {"top_p": 0.9},
+        {"min_p": 0.1},
+        {"min_p": 0.5, "min_tokens_to_keep": 3},
+        {"xtc_probability": 1.0},
+    ],
+)
+def test_no_sampler_chooses_a_closed_column(options):
+    state = read(tiny.base_ids(60))
+    logits = mx.array(np.repeat(some_logits(state), 200, axis=0))
+    sampler = Sampling(temp=2.0, **options).make_sampler(WIDTH, [0])
+    chosen = np.array(sampler(logits - mx.logsumexp(logits, axis=-1, keepdims=True)))
+    assert chosen.max() < PARAMS.vocab_size + len(state.books[0])

@@ -1,0 +1,177 @@
+"""Keeps the picture of the house (docs/decisions.md) true: imports point down, leaves stand alone."""
+
+import ast
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import mlx_zip
+from support.places import REPO
+
+FLOORS = [  # from the ground up; a room is the first name below `mlx_zip`
+    {"errors", "files", "register", "bundled"},
+    {"layout", "config", "codec"},
+    {"vocab"},
+    {"hyper", "state", "tokenizer"},
+    {"models", "cuda"},
+    {"canonical", "decode", "generate", "loading", "patches", "request", "sampling", "training", "evaluation"},
+]
+LOOPS = FLOORS[-1]
+LEAVES = {"apps", "bench", "converters", "server", "golden"}
+ROOT = ""  # `mlx_zip` itself: names and a version
+DOORS = {"__main__", "cli", "selftest"}  # they reach the rooms on demand, leaves by name only; nothing imports them
+HEAVY = {  # where a library that is large or optional may be imported; the declared ones not named here, anywhere
+    "torch": {"cuda", "bench"},
+    "triton": {"cuda"},
+    "starlette": {"server", "apps"},
+    "matplotlib": {"bench", "training"},
+    "lm_eval": {"evaluation"},
+    "zip2zip": {"bench"},
+    "zip2zip_compression": {"bench"},
+    "transformers": {"tokenizer", "converters", "bench", "apps", *DOORS},
+    "mlx": {"hyper", "state", "models", *LOOPS, "converters", "bench", *DOORS},
+    "mlx_lm": {"tokenizer", "models", *LOOPS, "converters", "bench", *DOORS},
+}
+DISTRIBUTIONS = {
+    "mlx_lm": "mlx-lm",
+    "zip2zip": None,
+    "zip2zip_compression": None,
+    "tokenizers": "mlx-lm",
+    "transformers": "mlx-lm",
+    "jinja2": "mlx-lm",
+    "yaml": "mlx-lm",
+}
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Installed module name -> source file, for everything that is packaged."""
+    setuptools = tomllib.loads((REPO / "pyproject.toml").read_text())["tool"]["setuptools"]
+    folders = setuptools["package-dir"]
+    found = {}
+    for package in setuptools["packages"]:
+        folder = REPO / folders.get(package, package.replace(".", "/"))
+        for file in sorted(folder.glob("*.py")):
+            found[package if file.stem == "__init__" else f"{package}.{file.stem}"] = file
+    return found
+
+
+def room(module: str) -> str:
+    return module.removeprefix("mlx_zip").lstrip(".").split(".")[0]
+
+
+def imports(module: str) -> Iterator[str]:
+    """Absolute names of all that a module imports, inside functions and type checks too."""
+    file = modules()[module]
+    package = module.split(".") if file.stem == "__init__" else module.split(".")[:-1]
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parents = package[: len(package) - node.level + 1] if node.level else []
+            origin = ".".join([*parents, *([node.module] if node.module else [])])
+            yield from (_home(origin, alias.name) for alias in node.names)
+
+
+def _home(origin: str, name: str) -> str:
+    """`from mlx_zip import load` means the room that `load` lives in."""
+    return mlx_zip._HOMES.get(name, f"mlx_zip.{name}") if origin == "mlx_zip" else origin
+
+
+def inner_edges() -> set[tuple[str, str]]:
+    """(importing room, imported room), for different rooms of mlx_zip."""
+    return {
+        (room(module), room(name))
+        for module in modules()
+        for name in imports(module)
+        if name.split(".")[0] == "mlx_zip" and room(name) != room(module)
+    }
+
+
+def floor(name: str) -> int:
+    return next((i for i, rooms in enumerate(FLOORS) if name in rooms), len(FLOORS))
+
+
+def test_every_module_belongs_to_a_room_of_the_picture():
+    assert {room(m) for m in modules()} <= set.union({ROOT}, LEAVES, DOORS, *FLOORS)
+
+
+def test_every_source_folder_is_packaged():
+    folders = {f.parent for top in ("mlx_zip", "converters", "bench", "apps") for f in (REPO / top).rglob("*.py")}
+    assert folders <= {file.parent for file in modules().values()}
+
+
+def test_imports_never_point_up():
+    assert [(a, b) for a, b in sorted(inner_edges()) if b != ROOT and floor(b) > floor(a)] == []
+
+
+def test_rooms_on_one_floor_do_not_import_each_other_in_circles():
+    edges = {(a, b) for a, b in inner_edges() if floor(a) == floor(b)}
+    while leaving := {a for a, _ in edges} - {b for _, b in edges}:
+        edges = {(a, b) for a, b in edges if a not in leaving}
+    assert edges == set()
+
+
+def test_nothing_imports_a_leaf_and_leaves_do_not_import_each_other():
+    assert [(a, b) for a, b in sorted(inner_edges()) if b in LEAVES - {"golden"}] == []
+
+
+def test_nothing_imports_a_door():
+    assert [(a, b) for a, b in sorted(inner_edges()) if b in DOORS and a not in DOORS] == []
+
+
+@pytest.mark.parametrize("library", HEAVY)
+def test_heavy_libraries_are_imported_only_where_they_are_used(library):
+    users = {room(module) for module in modules() for name in imports(module) if name.split(".")[0] == library}
+    assert users <= HEAVY[library]
+
+
+def test_every_library_that_is_imported_is_declared():
+    project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
+    lines = [*project["dependencies"], *(line for extra in project["optional-dependencies"].values() for line in extra)]
+    declared = {line.split(";")[0].split("[")[0].rstrip("0123456789.,<>=! ").replace("_", "-") for line in lines}
+    used = {name.split(".")[0] for module in modules() for name in imports(module)}
+    foreign = used - set(sys.stdlib_module_names) - {"mlx_zip", "__future__"}
+    named = {DISTRIBUTIONS.get(name, name) for name in foreign}
+    assert {name.replace("_", "-") for name in named if name} <= declared
+
+
+@cache
+def loaded_after(code: str) -> set[str]:
+    """Modules in a fresh interpreter after `code`, which must not print on stdout."""
+    report = "\nimport sys\nsys.stdout.write('\\0' + ' '.join(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code + report], capture_output=True, text=True, check=True)
+    return set(done.stdout.split("\0")[1].split())
+
+
+@pytest.mark.parametrize("library", ["mlx", "mlx_lm", "transformers", "torch", "numpy"])
+def test_importing_mlx_zip_loads_no_heavy_library(library):
+    assert library not in loaded_after("import mlx_zip")
+
+
+@pytest.mark.parametrize("library", ["mlx", "mlx_lm", "transformers", "torch"])
+def test_help_loads_no_heavy_library(library):
+    code = "import mlx_zip.cli\ntry:\n    mlx_zip.cli.main(['--help'])\nexcept SystemExit:\n    pass"
+    assert library not in loaded_after(code)
+
+
+@pytest.mark.parametrize("leaf", ["apps", "bench", "converters"])
+def test_the_command_line_loads_leaves_only_on_demand(leaf):
+    assert f"mlx_zip.{leaf}" not in loaded_after("import mlx_zip.cli")
+
+
+def test_without_mlx_a_public_name_says_what_to_install():
+    code = "import sys\nsys.modules['mlx'] = None\nfrom mlx_zip import InstallationError\n"
+    code += "try:\n    from mlx_zip import load\nexcept InstallationError as error:\n    print(error)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("MLX is not installed here: pip install 'mlx_zip[cpu]'")
+
+
+def test_every_public_name_can_be_loaded():
+    missing = [name for name in mlx_zip.__all__ if not hasattr(mlx_zip, name)]
+    assert missing == []

@@ -1,0 +1,159 @@
+"""sdist and wheel, built offline from a copy of the tree and used outside it."""
+
+import json
+import re
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+from shutil import copytree, ignore_patterns
+
+import pytest
+
+import mlx_zip
+from support.places import REPO
+
+LEFT_OUT = [
+    ".git",
+    ".venv",
+    "build",
+    "dist",
+    "bin",
+    "corpus",
+    "*.egg-info",
+    ".*_cache",
+    "__pycache__",
+    "*.so",
+    "*.o",
+    "_native.c",
+]
+COMPILED = ("mlx_zip/codec/_native.abi3.so", "mlx_zip/codec/_native.c", "native/params.o")  # what a build leaves behind
+
+
+def run(*command: object, cwd: Path) -> str:
+    """Runs a command that must succeed; its output is in the failure message."""
+    done = subprocess.run(
+        [str(part) for part in command], cwd=cwd, stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def build_wheel(source: Path, out: Path) -> Path:
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "-q", "--no-index", "--no-deps"]
+    run(*pip, "--no-build-isolation", "-w", out, source, cwd=out)
+    (wheel,) = out.glob("*.whl")
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory) -> Path:
+    return Path(copytree(REPO, tmp_path_factory.mktemp("tree") / "source", ignore=ignore_patterns(*LEFT_OUT)))
+
+
+@pytest.fixture(scope="module")
+def sdist(tree, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("sdist")
+    for name in COMPILED:
+        (tree / name).touch()
+    run(sys.executable, "-c", f"import setuptools.build_meta as b; b.build_sdist({str(out)!r})", cwd=tree)
+    (archive,) = out.glob("*.tar.gz")
+    return archive
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist, tmp_path_factory) -> Path:
+    """The wheel as a user of the sdist gets it."""
+    unpacked = tmp_path_factory.mktemp("unpacked")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(unpacked, filter="data")
+    (source,) = unpacked.iterdir()
+    return build_wheel(source, tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def python(wheel, tmp_path_factory) -> Path:
+    """A new environment with the wheel in it; its dependencies are lent by the running one.
+
+    They are lent as a plain path: the .pth files there, and so an editable install of mlx_zip, have no effect here.
+    """
+    home = tmp_path_factory.mktemp("clean") / "env"
+    venv.create(home)
+    python = home / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python, "install", "-q"]
+    run(*pip, "--no-index", "--no-deps", wheel, cwd=home)
+    packages = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=home).strip()
+    lent = dict.fromkeys([sysconfig.get_path("purelib"), sysconfig.get_path("platlib")])
+    (Path(packages) / "lent.pth").write_text("\n".join(lent) + "\n")
+    return python
+
+
+def contents(wheel: Path) -> set[str]:
+    return set(zipfile.ZipFile(wheel).namelist())
+
+
+def test_the_sdist_carries_the_native_sources_the_tests_and_the_golden_data(sdist):
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    sources = {str(p.relative_to(REPO)) for p in (REPO / "native").glob("*.[ch]")}
+    golden = {str(p.relative_to(REPO)) for p in (REPO / "tests/golden").rglob("*.json")}
+    assert sources | golden | {"setup.py", "native/build.py", "tests/test_packaging.py", "LICENSE"} <= names
+
+
+def test_the_sdist_carries_nothing_that_was_compiled(sdist):
+    with tarfile.open(sdist) as archive:
+        assert [name for name in archive.getnames() if name.endswith(COMPILED)] == []
+
+
+def test_a_wheel_from_the_sdist_has_the_same_files_as_one_from_the_tree(tree, wheel, tmp_path):
+    assert contents(build_wheel(tree, tmp_path)) == contents(wheel)
+
+
+def test_the_wheel_installs_one_package(wheel):
+    tops = {name.split("/")[0] for name in contents(wheel)}
+    assert tops == {"mlx_zip", f"mlx_zip-{mlx_zip.__version__}.dist-info"}
+
+
+def test_one_wheel_serves_every_supported_python(wheel):
+    assert re.fullmatch(rf"mlx_zip-{re.escape(mlx_zip.__version__)}-cp311-abi3-\w+\.whl", wheel.name)
+
+
+def test_the_wheel_is_typed_and_carries_the_golden_data(wheel):
+    golden = REPO / "tests/golden"
+    models = {f"mlx_zip/golden/{p.relative_to(golden)}" for p in (golden / "models").rglob("*") if p.is_file()}
+    assert models | {"mlx_zip/py.typed", "mlx_zip/golden/lzw_public.json"} <= contents(wheel)
+
+
+def test_every_part_of_the_package_comes_from_the_wheel(python, tmp_path):
+    code = """
+        import importlib, json
+        names = ["mlx_zip", "mlx_zip.codec", "mlx_zip.converters", "mlx_zip.bench", "mlx_zip.apps", "mlx_zip.golden"]
+        print(json.dumps([importlib.import_module(name).__file__ for name in names]))
+    """
+    files = json.loads(run(python, "-c", _dedent(code), cwd=tmp_path))
+    assert [f for f in files if not f.startswith(str(python.parents[1]))] == []
+
+
+def test_the_installed_codec_compresses_and_expands(python, tmp_path):
+    code = """
+        from mlx_zip import Codebook, CodecParams, compress
+        params = CodecParams(vocab_size=16, codebook_size=8, merge_size=3)
+        text = [1, 2, 3] * 6
+        ids, _ = compress(params, text)
+        book = Codebook(params)
+        book.push(ids)
+        print(len(ids) < len(text), book.expand(ids).tolist() == text)
+    """
+    assert run(python, "-c", _dedent(code), cwd=tmp_path).split() == ["True", "True"]
+
+
+def test_the_installed_command_says_what_it_can_do(python, tmp_path):
+    help_text = run(python.with_name("mlx_zip"), "--help", cwd=tmp_path)
+    assert {"generate", "convert", "compress", "selftest", "bench"} <= set(re.findall(r"\w+", help_text))
+
+
+def _dedent(code: str) -> str:
+    return "\n".join(line[8:] for line in code.splitlines())

@@ -1,0 +1,42 @@
+"""README: its example runs and its tree is the tree."""
+
+import re
+import subprocess
+import sys
+
+from support.places import REPO
+
+README = (REPO / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_example_generates_text(tmp_path):
+    (tmp_path / "tests").symlink_to(REPO / "tests")
+    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, check=True, timeout=300)
+    assert done.stdout.strip()
+
+
+def tree() -> set[str]:
+    """Paths named in the annotated tree, relative to the repository."""
+    section = README.split("## The tree")[1].split("\n## ")[0]
+    paths, folder = set(), ""
+    for indent, name in re.findall(r"^    ( *)([\w./]+)", section, re.MULTILINE):
+        folder = folder if indent else name
+        paths.add(folder + name if indent else name)
+    return paths
+
+
+def test_everything_in_the_tree_exists():
+    assert [path for path in sorted(tree()) if not (REPO / path).exists()] == []
+
+
+def test_every_room_of_the_package_is_in_the_tree():
+    rooms = [p for p in (REPO / "mlx_zip").iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()]
+    minor = {"__init__.py", "__main__.py", "errors.py"}
+    named = {f"mlx_zip/{p.name}" + "/" * p.is_dir() for p in rooms if p.name not in minor}
+    assert named - tree() == set()
+
+
+def test_every_make_target_in_the_text_exists():
+    targets = set(re.findall(r"^(\w+):", (REPO / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"^make (\w+)", README, re.MULTILINE)) <= targets

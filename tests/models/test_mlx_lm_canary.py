@@ -1,0 +1,237 @@
+"""What we use of mlx-lm beyond its documented interface, one test per name: a new release fails here first, by name."""
+
+import inspect
+from dataclasses import is_dataclass
+from importlib import import_module
+from types import SimpleNamespace
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+
+import mlx_zip  # registers the model type and the cache class, before mlx_lm is imported  # noqa: F401
+from mlx_zip.models.architectures import FAMILIES
+from mlx_zip.state import ZipState
+from support.places import GOLDEN
+
+SIZES = {
+    "model_type": "any",
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "intermediate_size": 24,
+    "head_dim": 8,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 32,
+    "rope_theta": 1e4,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 8,
+}
+MODULES = sorted({family.module for family in FAMILIES.values()})
+
+
+def parameters(function) -> set[str]:
+    return set(inspect.signature(function).parameters)
+
+
+def block(name: str):
+    module = import_module(f"mlx_lm.models.{name}")
+    args = module.ModelArgs.from_dict(SIZES)
+    made = module.TransformerBlock(args, 0) if name == "gemma3_text" else module.TransformerBlock(args)
+    made.self_attn.rope = lambda x, offset: x
+    return made
+
+
+class Cache:
+    """The least a block may ask of a cache."""
+
+    offset = SimpleNamespace(name="where the ids stand")
+
+    def update_and_fetch(self, keys, values):
+        return keys, values
+
+
+# ---- the blocks our decoders are made of
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_attention_rotates_queries_and_keys_with_the_cache_s_own_offset(name):
+    offsets, layer = [], block(name)
+    layer.self_attn.rope = lambda x, offset: offsets.append(offset) or x
+    layer(mx.ones((1, 1, 16)), None, Cache())
+    assert [offset is Cache.offset for offset in offsets] == [True, True]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_block_asks_no_more_of_a_cache_than_offset_and_update_and_fetch(name):
+    assert block(name)(mx.ones((1, 1, 16)), None, Cache()).shape == (1, 1, 16)
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name != "gemma2"])
+def test_a_block_takes_the_causal_mask_by_name(name):
+    assert block(name)(mx.ones((1, 3, 16)), "causal", Cache()).shape == (1, 3, 16)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_block_takes_a_boolean_mask(name):
+    mask = mx.tril(mx.ones((3, 3), mx.bool_))
+    assert block(name)(mx.ones((1, 3, 16)), mask, Cache()).shape == (1, 3, 16)
+
+
+def test_attention_sees_that_a_cache_is_quantized_by_its_bits_and_group_size():
+    from mlx_lm.models.base import scaled_dot_product_attention
+
+    source = inspect.getsource(scaled_dot_product_attention)
+    assert [part for part in ('hasattr(cache, "bits")', "cache.group_size", "cache.bits") if part not in source] == []
+
+
+# ---- caches
+
+
+@pytest.mark.parametrize("name", ["KVCache", "QuantizedKVCache", "BatchKVCache"])
+def test_every_cache_makes_masks_for_a_window(name):
+    from mlx_lm.models import cache
+
+    made = cache.BatchKVCache([0]) if name == "BatchKVCache" else getattr(cache, name)()
+    mask = made.make_mask(3, window_size=2, return_array=True)
+    assert mask.squeeze().tolist() == [[True, False, False], [True, True, False], [False, True, True]]
+
+
+def test_a_kv_cache_counts_its_ids_in_offset_and_forgets_the_last_ones():
+    from mlx_lm.models.cache import KVCache
+
+    cache = KVCache()
+    cache.update_and_fetch(mx.ones((1, 1, 5, 8)), mx.ones((1, 1, 5, 8)))
+    assert (cache.offset, cache.trim(2), cache.offset) == (5, 2, 3)
+
+
+def test_a_batch_cache_counts_its_columns_in_idx():
+    from mlx_lm.models.cache import BatchKVCache
+
+    cache = BatchKVCache([0, 2])
+    cache.update_and_fetch(mx.ones((2, 1, 5, 8)), mx.ones((2, 1, 5, 8)))
+    assert cache._idx == 5
+
+
+def test_saved_caches_are_rebuilt_by_class_name_in_the_cache_module():
+    from mlx_lm.models import cache
+
+    assert cache.ZipState is ZipState
+
+
+def test_the_prompt_cache_is_the_model_s_own():
+    from mlx_lm.models.cache import make_prompt_cache
+
+    assert make_prompt_cache(SimpleNamespace(make_cache=lambda: "ours")) == "ours"
+
+
+def test_kv_quantization_passes_over_entries_without_to_quantized():
+    from mlx_lm.generate import maybe_quantize_kv_cache
+
+    entries = [object()]
+    kept = entries[0]
+    maybe_quantize_kv_cache(entries, quantized_kv_start=0, kv_group_size=64, kv_bits=4)
+    assert entries[0] is kept
+
+
+# ---- loading and generating
+
+
+def test_the_loader_looks_our_model_up_by_its_type():
+    from mlx_lm.utils import _get_classes
+
+    assert _get_classes({"model_type": "zip2zip"})[0] is import_module("mlx_zip.models").Model
+
+
+def test_generate_step_takes_what_we_pass():
+    from mlx_lm.generate import generate_step
+
+    assert {
+        "max_tokens",
+        "sampler",
+        "logits_processors",
+        "prompt_cache",
+        "prefill_step_size",
+        "kv_bits",
+        "kv_group_size",
+        "quantized_kv_start",
+        "prompt_progress_callback",
+    } <= parameters(generate_step)
+
+
+def test_generation_runs_on_a_stream_and_under_a_wired_limit_of_mlx_lm():
+    from mlx_lm.generate import generation_stream, wired_limit
+
+    with wired_limit(nn.Module(), [generation_stream]):
+        assert mx.ones(1, stream=generation_stream).item() == 1
+
+
+def test_load_takes_what_we_pass():
+    from mlx_lm.utils import load
+
+    assert {"adapter_path", "tokenizer_config", "model_config", "lazy", "trust_remote_code"} <= parameters(load)
+
+
+def test_the_arguments_of_a_plain_model_are_a_dataclass():
+    from mlx_lm.utils import _get_classes
+
+    assert is_dataclass(_get_classes({"model_type": "llama"})[1])
+
+
+def test_samplers_take_what_we_pass_in_this_order():
+    from mlx_lm.sample_utils import make_sampler
+
+    assert list(inspect.signature(make_sampler).parameters)[:8] == [
+        "temp",
+        "top_p",
+        "min_p",
+        "min_tokens_to_keep",
+        "top_k",
+        "xtc_probability",
+        "xtc_threshold",
+        "xtc_special_tokens",
+    ]
+
+
+def test_logits_processors_take_what_we_pass_in_this_order():
+    from mlx_lm.sample_utils import make_logits_processors
+
+    assert list(inspect.signature(make_logits_processors).parameters)[:7] == [
+        "logit_bias",
+        "repetition_penalty",
+        "repetition_context_size",
+        "presence_penalty",
+        "presence_context_size",
+        "frequency_penalty",
+        "frequency_context_size",
+    ]
+
+
+def test_each_detokenizer_asked_for_is_a_new_one():
+    from mlx_lm.utils import load_tokenizer
+
+    tokenizer = load_tokenizer(GOLDEN / "models/phi3_reslatent_mean_untied_v2")
+    first = tokenizer.detokenizer
+    first.add_token(71)
+    first.finalize()
+    assert (first.text, tokenizer.detokenizer.text) == ("a", "")
+
+
+# ---- converting
+
+
+def test_the_quantizer_takes_a_predicate_and_a_mode():
+    from mlx_lm.utils import quantize_model
+
+    assert {"mode", "quant_predicate"} <= parameters(quantize_model)
+
+
+def test_the_mixed_recipes_are_those_we_offer():
+    from mlx_lm.convert import QUANT_RECIPES, mixed_quant_predicate_builder
+
+    from mlx_zip.converters.quantization import RECIPES
+
+    assert tuple(sorted(QUANT_RECIPES)) == tuple(sorted(RECIPES))
+    assert list(inspect.signature(mixed_quant_predicate_builder).parameters)[:3] == ["recipe", "model", "group_size"]

@@ -1,0 +1,347 @@
+"""The ablations: every setting is measured once and on the same text; figures and page come from the lines."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shutil
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models import llama
+from mlx_lm.utils import save_config, save_model
+
+from mlx_zip.bench import ablations
+from mlx_zip.bench.ablation_page import page
+from mlx_zip.bench.ablation_results import (
+    Results,
+    read_lines,
+    read_remarks,
+)
+from mlx_zip.bench.ablations import LINES, Setting, settings
+from mlx_zip.errors import MlxZipError
+from mlx_zip.evaluation.bits import measure_bits
+from mlx_zip.evaluation.documents import read_corpus
+from mlx_zip.evaluation.windows import cut_windows
+from mlx_zip.generate import load
+from mlx_zip.training.encoding import load_tokenizer
+from support import prepared
+
+SMALL = {
+    "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 64,
+}
+FLAGS = [
+    "--iters",
+    "2",
+    "--batch-size",
+    "2",
+    "--context",
+    "32",
+    "--codebook-size",
+    "32",
+    "--encoder-heads",
+    "2",
+    "--merge-sizes",
+    "1",
+    "2",
+    "3",
+    "--encoders",
+    "averaging",
+    "transformer-2",
+]
+
+
+def parse(*flags: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    ablations.add_arguments(parser)
+    return parser.parse_args([str(flag) for flag in flags])
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A base model, texts to train on and to evaluate on."""
+    home = tmp_path_factory.mktemp("ablations")
+    base = shutil.copytree(prepared.tokenizer_folder(), home / "base")
+    config = {**SMALL, "vocab_size": len(load_tokenizer(base))}
+    mx.random.seed(0)
+    save_model(base, llama.Model(llama.ModelArgs.from_dict(config)))
+    save_config(config, base / "config.json")
+    texts = prepared.stories(20)
+    prepared.texts(home / "train.jsonl", texts[:14])
+    prepared.texts(home / "near.jsonl", texts[14:])
+    prepared.texts(home / "far.jsonl", ["a boat, a boat, a boat on the sea.", "the sea, the sea."])
+    return home
+
+
+def flags(home: Path, out: Path, *more: str) -> argparse.Namespace:
+    valid = [home / "near.jsonl", home / "far.jsonl"]
+    return parse(
+        "--model", home / "base", "--data", home / "train.jsonl", "--valid", *valid, "--out", out, *FLAGS, *more
+    )
+
+
+@pytest.fixture(scope="module")
+def done(home):
+    """The folder of a finished run with its page."""
+    out = home / "out"
+    assert ablations.run(flags(home, out, "--write-docs", str(home / "page.md"))) == 0
+    return out
+
+
+# ---- what is measured
+
+
+def test_sizes_share_one_encoder_encoders_one_size_and_what_both_have_is_run_once():
+    wanted = settings(parse("--merge-sizes", 1, 2, 3, "--encoders", "averaging", "transformer-2", "--seed", 4, 5))
+    first = [
+        Setting(1, None, 4),
+        Setting(2, "transformer-2", 4),
+        Setting(3, "transformer-2", 4),
+        Setting(3, "averaging", 4),
+    ]
+    assert wanted == [*first, *(Setting(s.merge_size, s.encoder, 5) for s in first)]
+
+
+def test_each_setting_has_a_line_with_every_text_and_a_curve(done):
+    lines = read_lines(done / LINES)
+    assert [Setting(**line["setting"]).name for line in lines] == [
+        "m1-seed0",
+        "m2-transformer-2-seed0",
+        "m3-transformer-2-seed0",
+        "m3-averaging-seed0",
+    ]
+    for line in lines:
+        assert list(line["texts"]) == ["near.jsonl", "far.jsonl"]
+        assert [point[0] for point in line["training"]["curve"]][-1] == line["training"]["bytes"]
+        assert line["machine"]
+        assert line["versions"]["mlx"]
+
+
+def test_all_settings_are_measured_on_the_same_bytes_and_trained_on_the_same_windows(done):
+    lines = read_lines(done / LINES)
+    for name in ("near.jsonl", "far.jsonl"):
+        assert len({(line["texts"][name]["bytes"], line["texts"][name]["base_ids"]) for line in lines}) == 1
+    trained = [line["training"] for line in lines]
+    assert len({(told["samples"], told["base_ids"], told["bytes"]) for told in trained}) == 1
+    assert all(told["bytes"] == told["prepared_bytes"] for told in trained)
+
+
+def test_entries_count_only_from_the_id_on_that_made_them(done):
+    found = {line["setting"]["merge_size"]: line["texts"]["near.jsonl"] for line in read_lines(done / LINES)}
+    assert [found[m]["availability"] for m in (1, 2, 3)] == [None, "causal", "causal"]
+    assert found[1]["hyper_share"] == 0 < found[3]["hyper_share"]
+
+
+def test_a_lines_figures_are_those_of_the_model_it_left(home, done):
+    model, tokenizer = load(str(done / "runs" / "m3-averaging-seed0" / "model"))
+    documents = read_corpus([home / "far.jsonl"]).documents
+    expected = measure_bits(model, cut_windows(tokenizer, documents, 32, pack=True)).bits_per_byte
+    line = read_lines(done / LINES)[-1]
+    assert line["texts"]["far.jsonl"]["bits_per_byte"] == pytest.approx(expected, abs=1e-6)
+
+
+def test_without_compression_nothing_is_compressed_and_larger_merges_compress_more(done):
+    rates = [line["training"]["compression_rate"] for line in read_lines(done / LINES)]
+    assert rates[0] == 1 > rates[1] > rates[2] == rates[3]
+
+
+def test_averaging_has_no_parameters_and_the_decoder_is_the_same_for_all(done):
+    lines = read_lines(done / LINES)
+    assert [line["parameters"]["encoders"] > 0 for line in lines] == [False, True, True, False]
+    assert len({line["parameters"]["decoder"] for line in lines}) == 1
+
+
+# ---- going on
+
+
+def test_what_is_done_is_not_run_again_and_new_settings_are_added(home, done, tmp_path, monkeypatch):
+    out = shutil.copytree(done, tmp_path / "out")
+    before, ran = (out / LINES).read_text(), []
+    measure = ablations.Laboratory.measure
+    monkeypatch.setattr(ablations.Laboratory, "measure", lambda self, s: (ran.append(s.name), measure(self, s))[1])
+    ablations.run(flags(home, out))
+    assert (ran, (out / LINES).read_text()) == ([], before)
+    ablations.run(flags(home, out, "--encoders", "attention"))
+    assert ran == ["m3-attention-seed0"]
+    assert (out / LINES).read_text().startswith(before)
+
+
+def test_a_folder_of_other_conditions_is_refused_by_name(home, done):
+    with pytest.raises(MlxZipError, match=r"other conditions \(iters, learning_rate, warmup\)"):
+        ablations.run(flags(home, done, "--iters", "40", "--learning-rate", "0.01"))
+
+
+def test_another_base_of_the_same_name_is_another_condition(home, done, tmp_path):
+    base = shutil.copytree(home / "base", tmp_path / "base")
+    (base / "config.json").write_text((base / "config.json").read_text() + "\n")
+    with pytest.raises(MlxZipError, match=r"other conditions \(model\)"):
+        ablations.run(flags(home, done, "--model", str(base)))
+
+
+def test_a_signal_ends_the_run_with_its_status_and_leaves_no_line(home, tmp_path, monkeypatch):
+    stopped = SimpleNamespace(stopped_by=signal.SIGTERM)
+    monkeypatch.setattr("mlx_zip.training.run.train", lambda *args: stopped)
+    with pytest.raises(SystemExit) as ended:
+        ablations.run(flags(home, tmp_path / "out"))
+    assert ended.value.code == 143
+    assert not (tmp_path / "out" / LINES).exists()
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--merge-sizes", "0"], "merge size must be 1 or more"),
+        (["--merge-size", "1"], "--merge-size, that of the encoders, must be 2 or more"),
+        (["--valid"], "--valid is missing"),
+    ],
+)
+def test_flags_that_make_no_sense_are_refused(home, tmp_path, given, message):
+    args = flags(home, tmp_path / "out", *(given if given != ["--valid"] else []))
+    if given == ["--valid"]:
+        args.valid = None
+    with pytest.raises(MlxZipError, match=message):
+        ablations.run(args)
+
+
+@pytest.mark.parametrize("given", [["--limit", "3"], ["--limit", "4", "--iters", "3"]])
+def test_windows_that_would_not_be_read_equally_often_are_refused(home, tmp_path, given):
+    with pytest.raises(MlxZipError, match=r"--data gives \d windows, \d are read .* read equally often"):
+        ablations.run(flags(home, tmp_path / "out", *given))
+    assert list((tmp_path / "out" / "data").iterdir()) == []
+
+
+def test_two_texts_of_one_name_are_refused(home, tmp_path):
+    twin = shutil.copy(home / "near.jsonl", tmp_path)
+    with pytest.raises(MlxZipError, match=r"two texts are called near\.jsonl"):
+        ablations.run(flags(home, tmp_path / "out", "--valid", str(home / "near.jsonl"), str(twin)))
+
+
+def test_a_zip2zip_model_is_no_base(home, done, tmp_path):
+    model = done / "runs" / "m3-averaging-seed0" / "model"
+    with pytest.raises(MlxZipError, match="is a zip2zip model"):
+        ablations.run(flags(home, tmp_path / "out", "--model", str(model)))
+
+
+def test_without_a_model_and_a_page_there_is_nothing_to_do():
+    with pytest.raises(MlxZipError, match="--model is missing"):
+        ablations.run(parse())
+
+
+NOT_A_SETTING = json.dumps(
+    {"setting": {"merge_size": "3"}, **{key: {} for key in ("conditions", "training", "texts", "parameters")}}
+    | {"machine": "", "versions": {}}
+)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"bench": "codec"}', NOT_A_SETTING])
+def test_a_damaged_line_is_named(done, tmp_path, text):
+    path = tmp_path / LINES
+    path.write_text((done / LINES).read_text() + text + "\n")
+    with pytest.raises(MlxZipError, match=rf"{LINES}, line 5: "):
+        read_lines(path)
+
+
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [
+        ("training", {"compression_rate": 1.0}),
+        ("training", {"curve": "abc", "compression_rate": 1.0}),
+        ("training", {"curve": [[1]], "compression_rate": 1.0}),
+        ("training", {"curve": [[1, 2.0, 1.0]]}),
+        ("conditions", {"valid": [["near.jsonl"]]}),
+        ("conditions", {"valid": [[[], 1]]}),
+        ("setting", {"merge_size": 3, "encoder": [], "seed": 0}),
+        ("texts", {}),
+        ("texts", {"near.jsonl": {"bits_per_byte": math.nan, "byte_perplexity": 2.0}}),
+        ("texts", {"near.jsonl": {"bits_per_byte": 1.0, "byte_perplexity": "2"}, "far.jsonl": {}}),
+        ("setting", {"merge_size": 0, "encoder": None, "seed": 0}),
+        ("setting", {"merge_size": 3, "encoder": None, "seed": 0}),
+        ("setting", {"merge_size": 1, "encoder": "averaging", "seed": 0}),
+        ("setting", {"merge_size": 3, "encoder": "averaging", "seed": -1}),
+    ],
+)
+def test_a_line_without_its_figures_is_named(done, tmp_path, part, value):
+    line = json.loads((done / LINES).read_text().splitlines()[0])
+    (tmp_path / LINES).write_text(json.dumps({**line, part: value}) + "\n")
+    with pytest.raises(MlxZipError, match=f"{LINES}, line 1: no result of"):
+        read_lines(tmp_path / LINES)
+
+
+def test_a_page_is_not_overwritten_from_a_folder_without_results(tmp_path):
+    (tmp_path / "page.md").write_text("measured")
+    with pytest.raises(MlxZipError, match="holds no results"):
+        ablations.run(parse("--out", tmp_path / "typo", "--write-docs", tmp_path / "page.md"))
+    assert (tmp_path / "page.md").read_text() == "measured"
+
+
+def test_lines_of_two_conditions_do_not_compare(done):
+    lines = read_lines(done / LINES)
+    lines[1]["conditions"] = {**lines[1]["conditions"], "iters": 3}
+    with pytest.raises(MlxZipError, match="different conditions"):
+        Results(lines)
+
+
+# ---- figures, tables, page
+
+
+def test_both_figures_are_drawn_with_the_run_and_beside_the_page(home, done):
+    for path in (done / "figure5.png", done / "figure6.png", home / "ablations-figure5.png"):
+        assert path.read_bytes().startswith(b"\x89PNG")
+    assert "![Training loss](ablations-figure5.png)" in (home / "page.md").read_text()
+
+
+def test_the_page_is_a_function_of_the_lines(home, done):
+    expected = page(Results(read_lines(done / LINES)), ["ablations-figure5.png", "ablations-figure6.png"])
+    assert (home / "page.md").read_text() == expected
+    assert "- Base: base, " in expected
+
+
+def test_remarks_beside_the_lines_are_the_pages_section_why(done, tmp_path):
+    lines = Path(shutil.copy(done / LINES, tmp_path))
+    (tmp_path / "ablations.md").write_text("Because so few steps were run.\n")
+    assert ablations.run(parse("--out", tmp_path, "--write-docs", tmp_path / "page.md")) == 0
+    text = (tmp_path / "page.md").read_text()
+    assert "## Why\n\nBecause so few steps were run.\n\n## All figures" in text
+    pictures = ["ablations-figure5.png", "ablations-figure6.png"]
+    assert text == page(Results(read_lines(lines)), pictures, read_remarks(lines))
+
+
+def test_a_page_without_lines_says_so_and_holds_the_papers_numbers(tmp_path, monkeypatch):
+    monkeypatch.setattr(ablations, "RECORDS", tmp_path / "none.jsonl")
+    assert ablations.run(parse("--write-docs", tmp_path / "page.md")) == 0
+    text = (tmp_path / "page.md").read_text()
+    assert "No run is recorded yet" in text
+    assert "| 2 | 1.96 | 2.21 | 2.55 | 2.22 | 75.30 |" in text
+    assert "Where we differ" not in text
+
+
+def test_lines_are_written_whole_after_every_setting(home, tmp_path, monkeypatch):
+    def fail_at_second(self, setting, calls=[]):  # noqa: B006
+        calls.append(setting)
+        if len(calls) == 2:
+            raise MlxZipError("no power")
+        return {"training": {}, "texts": {}, "parameters": {}}
+
+    monkeypatch.setattr(ablations.Laboratory, "measure", fail_at_second)
+    (tmp_path / "out").mkdir()
+    with pytest.raises(MlxZipError, match="no power"):
+        ablations.run(flags(home, tmp_path / "out"))
+    assert [
+        json.loads(text)["setting"]["merge_size"] for text in (tmp_path / "out" / LINES).read_text().splitlines()
+    ] == [1]

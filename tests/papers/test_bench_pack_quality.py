@@ -1,0 +1,122 @@
+"""`bench pack_quality`: its lines beside `measure_bits` itself, and the picture of a record."""
+
+import json
+
+import numpy as np
+import pytest
+
+from mlx_zip.errors import CodecError, DataError, MlxZipError
+from mlx_zip.evaluation.bits import measure_bits
+from mlx_zip.evaluation.documents import read_corpus
+from mlx_zip.evaluation.windows import cut_windows
+from mlx_zip.generate import load
+from mlx_zip.vocab.packs import Pack, save_pack
+from mlx_zip.vocab.tuned import TunedRows, TunedStart
+from support import tiny_bench, tiny_text
+
+NAME = "llama_transformer_tied_lora"
+TEXT = "the cat sat on the mat\n<end>\nthe dog sat on the cat, and the cat on the dog\n"
+FIRST = 40  # an id that may merge
+
+
+@pytest.fixture
+def flags(tmp_path):
+    (tmp_path / "text.txt").write_text(TEXT)
+    save_pack(tmp_path / "two.npz", Pack(((FIRST, FIRST + 1), (FIRST, FIRST + 2))))
+    models = {"--model": tiny_text.converted(NAME), "--base": tiny_text.GOLDEN / NAME / "base"}
+    text = ["--data", tmp_path / "text.txt", "--separator", "<end>"]
+    return [*(word for pair in models.items() for word in pair), *text]
+
+
+def test_a_line_per_start_holds_what_scoring_gives(flags, tmp_path, capsys):
+    assert tiny_bench.run("pack_quality", *flags, "--pack", f"own={tmp_path / 'two.npz'}") == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(line["curve"], line["pack"], line["entries"]) for line in lines] == [
+        ("empty", None, 0),
+        ("own", "two.npz", 2),
+    ]
+    (model, tokenizer), (base, _) = load(str(flags[1])), load(str(flags[3]))
+    windows = cut_windows(tokenizer, read_corpus([str(tmp_path / "text.txt")], "<end>", None).documents, 1024)
+    control = measure_bits(base, windows).bits_per_byte
+    empty = measure_bits(model, windows, start=()).bits_per_byte
+    for line, start in zip(lines, ((), ((FIRST, FIRST + 1), (FIRST, FIRST + 2))), strict=True):
+        bits = measure_bits(model, windows, start=start)
+        assert line["documents"] == 2
+        assert line["bits_per_byte"] == pytest.approx(bits.bits_per_byte, rel=1e-6)
+        assert line["base_ids_per_id"] == bits.base_ids / bits.ids
+        assert line["over_base"] == pytest.approx(bits.bits_per_byte / control - 1, abs=1e-6)
+        assert line["over_empty"] == pytest.approx(bits.bits_per_byte / empty - 1, abs=1e-6)
+
+
+def test_a_tuned_pack_is_measured_with_its_rows(flags, tmp_path, capsys):
+    (model, tokenizer), entries = load(str(flags[1])), ((FIRST, FIRST + 1), (FIRST, FIRST + 2))
+    output = np.random.default_rng(0).normal(0, 1, (2, model.config.encoder.model_size)).astype(np.float32)
+    tuned = TunedRows(output if model.sides_are_one else output[::-1], output, model.fingerprint)
+    save_pack(tmp_path / "tuned.npz", Pack(entries, rows=tuned))
+    assert tiny_bench.run("pack_quality", *flags, "--pack", f"own={tmp_path / 'tuned.npz'}") == 0
+    line = json.loads(capsys.readouterr().out.splitlines()[1])
+    windows = cut_windows(tokenizer, read_corpus([str(tmp_path / "text.txt")], "<end>", None).documents, 1024)
+    starts = TunedStart(entries, tuned), entries
+    found, untuned = (measure_bits(model, windows, start=start).bits_per_byte for start in starts)
+    assert line["bits_per_byte"] == pytest.approx(found, rel=1e-6)
+    assert line["bits_per_byte"] != pytest.approx(untuned, rel=1e-3)
+
+
+def test_a_base_of_another_tokenizer_is_refused(flags, capsys):
+    flags[3] = tiny_text.GOLDEN / "llama_transformer_untied_pos" / "base"
+    with pytest.raises(MlxZipError, match="another tokenizer"):
+        tiny_bench.run("pack_quality", *flags)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("entries", "mark", "error", "told"),
+    [
+        (((FIRST, FIRST + 1),), "0" * 64, DataError, "two.npz was learned with another tokenizer"),
+        (tuple((FIRST, n) for n in range(10, 400)), None, CodecError, "do not fit in codebook_size"),
+    ],
+)
+def test_a_pack_that_does_not_fit_is_told_before_scoring(entries, mark, error, told, flags, tmp_path, capsys):
+    save_pack(tmp_path / "two.npz", Pack(entries, mark))
+    with pytest.raises(error, match=told):
+        tiny_bench.run("pack_quality", *flags, "--pack", f"own={tmp_path / 'two.npz'}")
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (["--pack", "two.npz"], "NAME=FILE"),
+        (["--draw", "none.jsonl", "x.png"], "none.jsonl"),
+        (["--draw", "/dev/null", "x.png"], "nothing to draw"),
+    ],
+)
+def test_flags_that_make_no_sense_are_told(change, told, flags):
+    with pytest.raises(MlxZipError, match=told):
+        tiny_bench.run("pack_quality", *flags, *change)
+
+
+def test_without_models_it_says_what_is_missing(tmp_path):
+    with pytest.raises(MlxZipError, match="--model is missing"):
+        tiny_bench.run("pack_quality")
+
+
+def test_a_record_is_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    lines = [
+        {
+            "curve": curve,
+            "entries": n,
+            "base_ids_per_id": 1 + n / 500,
+            "bits_per_byte": 0.7 + n / 9000,
+            "bits_per_byte_standard_error": 0.01,
+            "base_bits_per_byte": 0.68,
+            "base": "base",
+            "model": "m",
+            "data": "d",
+        }
+        for curve, n in (("empty", 0), ("own", 256), ("own", 512))
+    ]
+    (tmp_path / "r.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    assert tiny_bench.run("pack_quality", "--draw", tmp_path / "r.jsonl", tmp_path / "r.png") == 0
+    assert (tmp_path / "r.png").read_bytes()[:4] == b"\x89PNG"

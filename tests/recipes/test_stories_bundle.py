@@ -1,0 +1,191 @@
+"""The bundled models: found by name, the default of `mlx_zip generate`, small, and able to tell a story."""
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from mlx_zip import bundled, cli
+from mlx_zip.bundled import bundled_model
+from mlx_zip.errors import ModelError
+from mlx_zip.generate import load, stream_generate
+from mlx_zip.loading import model_folder
+from support.places import REPO
+
+MOST_BYTES = 12_000_000
+ASKED = (
+    ("cat", "ball"),
+    ("frog", "pond"),
+    ("girl", "kite"),
+    ("bird", "tree"),
+    ("boy", "boat"),
+    ("bear", "cake"),
+    ("dog", "bone"),
+    ("fish", "river"),
+    ("rabbit", "carrot"),
+    ("duck", "pond"),
+    ("dragon", "castle"),
+    ("mouse", "cheese"),
+)
+there = pytest.mark.skipif(not bundled.FOLDER.is_dir(), reason="the bundled models are not in this tree (make model)")
+
+
+@pytest.fixture
+def empty(monkeypatch, tmp_path):
+    """An installation without the bundle."""
+    (tmp_path / "bundle").mkdir()
+    monkeypatch.setattr(bundled, "FOLDER", tmp_path / "bundle")
+    return tmp_path / "bundle"
+
+
+@pytest.fixture
+def stories(empty):
+    """One bundled model, as far as a look at its config.json goes -> its folder."""
+    (empty / "stories").mkdir()
+    (empty / "stories/config.json").write_text('{"model_type": "llama"}')
+    return empty / "stories"
+
+
+@pytest.fixture
+def parsed(monkeypatch):
+    """What `mlx_zip generate` asks for -> (model, prompt, max_tokens); nothing is loaded."""
+
+    def parse(*flags):
+        from mlx_zip.cli import generation
+
+        seen = []
+
+        def read(prompt):
+            seen.append(prompt)
+            raise ModelError("far enough")
+
+        monkeypatch.setattr(generation, "read_prompt", read)
+        args = cli.command_parser("generate", "x").parse_args(list(flags))
+        with pytest.raises(ModelError):
+            generation.run(args)
+        return args.model, seen[0], args.max_tokens
+
+    return parse
+
+
+def test_a_missing_bundle_is_a_clear_error(empty):
+    with pytest.raises(ModelError, match="the bundled model stories is not in this installation; name a model"):
+        bundled_model("stories")
+
+
+def test_an_unknown_name_is_no_bundled_model(empty):
+    with pytest.raises(ModelError, match="tales is no bundled model: they are stories, stories-base"):
+        bundled_model("tales")
+
+
+def test_a_model_is_found_by_its_bundled_name(stories):
+    assert model_folder("stories") == stories
+
+
+def test_a_model_of_that_name_in_this_folder_goes_before_the_bundled_one(stories, monkeypatch, tmp_path):
+    (tmp_path / "here/stories").mkdir(parents=True)
+    (tmp_path / "here/stories/config.json").write_text('{"model_type": "llama"}')
+    monkeypatch.chdir(tmp_path / "here")
+    assert model_folder("stories") == Path("stories")
+
+
+def test_a_folder_of_that_name_without_a_model_is_passed_over(stories, monkeypatch, tmp_path):
+    (tmp_path / "here/stories").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    assert model_folder("stories") == stories
+
+
+def test_a_bundled_model_has_no_revision(stories):
+    with pytest.raises(ModelError, match="stories is a folder, so revision"):
+        model_folder("stories", "main")
+
+
+def test_without_flags_the_bundled_model_tells_a_whole_story(parsed, stories):
+    assert parsed() == (str(stories), bundled.PROMPT, bundled.MAX_TOKENS)
+
+
+def test_flags_go_before_the_bundled_models_own(parsed, stories):
+    assert parsed("--prompt", "hello", "-m", "100") == (str(stories), "hello", 100)
+
+
+def test_another_model_keeps_mlx_lms_defaults(parsed):
+    assert parsed("--model", "other") == ("other", "hello", 100)
+
+
+def test_the_wheel_takes_the_bundle_along():
+    data = tomllib.loads((REPO / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["mlx_zip"]
+    assert {"bundle/*", "bundle/*/*"} <= set(data)
+
+
+@there
+def test_a_bundled_model_is_exported_by_its_name(tmp_path):
+    command = ["export", "--model", "stories", "--save-path", str(tmp_path / "out")]
+    assert cli.main(command) == 2  # the format has no place for its pack
+    assert cli.main([*command, "--drop-start"]) == 0
+    assert (tmp_path / "out/zip2zip_config.json").is_file()
+
+
+@there
+def test_the_bundle_is_small():
+    assert sum(file.stat().st_size for file in bundled.FOLDER.rglob("*") if file.is_file()) <= MOST_BYTES
+
+
+@there
+@pytest.mark.parametrize("name", bundled.NAMES)
+def test_a_bundled_model_ends_its_story_by_itself(name):
+    model, tokenizer = load(name)
+    last = list(stream_generate(model, tokenizer, [{"role": "user", "content": bundled.PROMPT}], max_tokens=700))[-1]
+    assert last.finish_reason == "stop"
+    assert last.generation_tokens > 50
+
+
+@there
+def test_the_bundled_models_story_is_about_what_was_asked_for(capsys):
+    assert cli.main(["generate", "--verbose", "False"]) == 0
+    told = capsys.readouterr().out.lower()
+    assert "boy" in told
+    assert "boat" in told
+
+
+@there
+def test_most_of_what_is_asked_for_stands_in_the_stories():
+    model, tokenizer = load("stories")
+    found = []
+    for first, second in ASKED:
+        request = [{"role": "user", "content": f"Tell me a story about a {first} and a {second}."}]
+        told = "".join(step.text for step in stream_generate(model, tokenizer, request, max_tokens=320)).lower()
+        found += [first in told, second in told]
+    assert sum(found) > len(found) / 2, dict(zip(ASKED, zip(found[::2], found[1::2], strict=True), strict=True))
+
+
+@there
+def test_the_bundled_model_begins_with_its_pack_whose_rows_are_at_hand():
+    model = load("stories")[0]
+    assert len(model.make_cache()[-1].books[0]) == len(model.pack.rows.output) == 1536
+
+
+@there
+def test_its_pack_is_not_in_the_way_of_others_nor_of_data_without(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("the cat sat on the mat and the dog sat on the cat\n" * 40)
+    model = ["--model", "stories", "--data", str(text)]
+    learn = ["vocab", "pack", "learn", *model, "--merge-size", "3", "--codebook-size", "64", "--size", "8"]
+    assert cli.main([*learn, "--out", str(tmp_path / "a.npz")]) == 0
+    prepare = ["prepare", *model, "--workers", "1", "--no-start"]
+    assert cli.main([*prepare, "--out", str(tmp_path / "data")]) == 0
+    assert json.loads((tmp_path / "data/index.json").read_text())["codec"].get("start") is None
+    assert cli.main([*prepare, "--start", str(tmp_path / "a.npz"), "--out", str(tmp_path / "other")]) == 2
+
+
+@there
+def test_the_bundled_model_uses_hypertokens():
+    model, tokenizer = load("stories")
+    turns = [{"role": "user", "content": bundled.PROMPT}]
+    for _ in range(2):
+        steps = list(stream_generate(model, tokenizer, turns, max_tokens=700))
+        turns += [
+            {"role": "assistant", "content": "".join(step.text for step in steps)},
+            {"role": "user", "content": "Another one, please."},
+        ]
+        assert steps[-1].base_tokens_per_step > 1.6

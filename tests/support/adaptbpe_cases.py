@@ -1,0 +1,106 @@
+"""Merge lists for the tests of AdaptBPE: the golden cases, small random ones, GPT-2's if it is there."""
+
+import json
+from functools import cache
+from random import Random
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from mlx_zip.vocab.adaptbpe.merges import MergeList
+from support.places import GOLDEN, GOLDEN_MODELS, SHARED
+
+ADAPTBPE = json.loads((GOLDEN / "adaptbpe.json").read_text())
+HEAD = json.loads((GOLDEN / "adaptbpe_gpt2_head.json").read_text())
+FIXTURE = GOLDEN_MODELS / "llama_transformer_tied_lora" / "base" / "tokenizer.json"
+TEXT = "<|user|>the cat sat on the mat, the cat<|end|><|bos|> it's 12345 café 日本 \n\n x"
+GPT2 = SHARED / "golden" / "gpt2_vocab.bpe"
+needs_gpt2 = pytest.mark.skipif(not GPT2.is_file(), reason="GPT-2's merge list is not beside the checkout")
+
+settings.register_profile("untimed", deadline=None)  # a busy machine is no failure
+settings.load_profile("untimed")
+
+
+def write_head(folder):
+    """The first merges of GPT-2's list, as the file that such lists come in."""
+    path = folder / "vocab.bpe"
+    path.write_text("#version: 0.2\n" + "\n".join(HEAD["merges"]) + "\n")
+    return path
+
+
+def read_fixture():
+    """A byte-level tokenizer.json, to be altered."""
+    return json.loads(FIXTURE.read_text())
+
+
+def write_tokenizer(folder, data, name="tokenizer.json"):
+    """A file of text, or of what becomes JSON -> its path."""
+    path = folder / name
+    path.write_text(data if isinstance(data, str) else json.dumps(data))
+    return path
+
+
+def library(data):
+    return Tokenizer.from_str(json.dumps(data))
+
+
+def library_ids(data, text):
+    return library(data).encode(text, add_special_tokens=False).ids
+
+
+def symbols(word):
+    """A golden word as bytes: its characters are base symbols."""
+    return word.encode("latin-1")
+
+
+@cache
+def golden_merges(name):
+    (case,) = [case for case in ADAPTBPE["cases"] if case["name"] == name]
+    return MergeList.of_bytes([tuple(map(symbols, pair)) for pair in case["merges"]])
+
+
+def corpus_of(case):
+    return {symbols(word): count for word, count in case["corpus"]}
+
+
+def random_list(random):
+    """A proper list over a few letters, in which tokens recur; and words of a few of its tokens, so that it is worth
+    while to swap.
+    """
+    tokens, pairs = [bytes([letter]) for letter in b"abc"[: random.randint(1, 3)]], []
+    for _ in range(random.randint(0, 30)):
+        left, right = random.choice(tokens), random.choice(tokens)
+        if left + right not in tokens and len(left + right) < 12:
+            tokens.append(left + right)
+            pairs.append((left, right))
+    used = random.choices(tokens, k=random.randint(1, 6))
+    words = [b"".join(random.choices(used, k=random.randint(1, 6))) for _ in range(random.randint(1, 10))]
+    return MergeList.of_bytes(pairs), words
+
+
+def random_corpus(random):
+    """(merges, corpus)"""
+    merges, words = random_list(random)
+    return merges, {word: random.randint(1, 6) for word in words}
+
+
+def random_swaps(random):
+    """(merges, n, virtual, promoted, words): any lawful swaps, worth while or not."""
+    merges, words = random_list(random)
+    n = random.randint(0, len(merges))
+    actual, left_out, virtual, promoted = list(range(n)), list(range(n, len(merges))), [], []
+    while actual and left_out and random.random() < 0.95:
+        virtual.append(actual.pop(random.randrange(len(actual))))
+        promoted.append(left_out.pop(random.randrange(min(3, len(left_out)))))
+        actual.append(promoted[-1])
+    return merges, n, virtual, promoted, words
+
+
+# Drawn by a seed: so that long lists and words are as likely as short ones, and merges do meet.
+seeds = st.integers(0, 2**32 - 1).map(Random)
+merge_lists = seeds.map(lambda random: random_list(random)[0])
+lists_and_corpora = seeds.map(random_corpus)
+lists_and_swaps = seeds.map(random_swaps)
+words = seeds.map(lambda random: bytes(random.choices(b"abc"[: random.randint(1, 3)], k=random.randint(1, 30))))

@@ -1,0 +1,16 @@
+"""Small models whose tokenizer AdaptBPE changes."""
+
+import mlx.core as mx
+import numpy as np
+
+
+def quantized(folder, out):
+    """The plain model in a folder, quantized by mlx-lm."""
+    from mlx_lm.convert import convert as mlx_convert
+
+    mlx_convert(str(folder), str(out), quantize=True, q_group_size=32, q_bits=4)
+    return out
+
+
+def logits_of(model, ids):
+    return np.array(model(mx.array(ids)[None], cache=model.make_cache() if hasattr(model, "layout") else None))[0]

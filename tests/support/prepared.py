@@ -1,0 +1,101 @@
+"""Helpers for tests of prepared data: tokenizer folders, data files, and samples read back to base ids."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+from tokenizers.processors import TemplateProcessing
+
+from mlx_zip.codec import Codebook
+from mlx_zip.training.prepare import PrepareOptions, prepare
+from mlx_zip.training.shards import Shards
+from mlx_zip.training.sources import Source
+from support import tiny_text
+
+BOS, EOS, PAD = 0, 1, 2
+LETTERS = " \nabcdefghijklmnopqrstuvwxyz.,!?<>|0123456789"
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+FORGETFUL = (
+    "{% for m in messages %}{% if loop.last or m.role == 'user' %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}"
+)
+
+
+@cache
+def tokenizer_folder(kind: str = "byte level", bos: bool = True, template: str | None = TEMPLATE) -> Path:
+    """A tokenizer's folder. bos: whether it puts its bos token in front of a text."""
+    wrapped = {
+        "byte level": lambda: tiny_text.byte_level(LETTERS),
+        "sentencepiece": tiny_text.sentencepiece,
+        "sentencepiece, space kept": lambda: tiny_text.sentencepiece(trim=False),
+    }[kind]()
+    tokenizer = wrapped._tokenizer
+    if bos:
+        first = tiny_text.SPECIALS[0]
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single=f"{first} $A", special_tokens=[(first, BOS)]
+        )
+    tokenizer.chat_template = template
+    folder = Path(mkdtemp(prefix="mlx_zip-tests-"))
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def write_lines(path: Path, records: Iterable[Any]) -> str:
+    """JSON lines; strings and bytes are written as they are."""
+    lines = [r if isinstance(r, bytes) else (r if isinstance(r, str) else json.dumps(r)).encode() for r in records]
+    content = b"\n".join(lines) + b"\n"
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    return str(path)
+
+
+def texts(path: Path, documents: Iterable[str]) -> str:
+    """Documents as JSON lines."""
+    return write_lines(path, [{"text": text} for text in documents])
+
+
+def prepared(out: Path, *data: str, workers: int = 1, report: Any = None, **options: Any) -> Shards:
+    """Prepares with a small context and the byte level tokenizer unless told otherwise."""
+    of_source = {key: options.pop(key) for key in ("separator", "columns", "subsets", "split") if key in options}
+    options = {"context": 32, "codebook_size": 64, **options}
+    if "model" not in options:
+        options.setdefault("tokenizer", str(tokenizer_folder()))
+    if "sources" not in options:
+        options["sources"] = (Source(data, **of_source),)
+    prepare(PrepareOptions(out=out, **options), workers=workers, report=report or (lambda line: None))
+    return Shards(out)
+
+
+def expanded(shards: Shards) -> list[list[int]]:
+    """The base ids of every sample, as a model's codebook reads them."""
+    found = []
+    for i in range(len(shards)):
+        book = Codebook(shards[i].params(shards.params))
+        book.push(shards[i].ids)
+        found.append(book.expand(shards[i].ids).tolist())
+    return found
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    """Every file of a folder."""
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def ids_of(text: str, folder: Path | None = None) -> list[int]:
+    """A text's base ids without specials."""
+    from mlx_zip.training.encoding import load_tokenizer
+
+    return load_tokenizer(folder or tokenizer_folder()).encode(text, add_special_tokens=False)
+
+
+def stories(n: int, words: int = 30) -> list[str]:
+    """Texts that repeat themselves, all different."""
+    return [f"story {i}. " + "the cat and the dog sat on the mat. " * (1 + (i * 7) % words // 6) for i in range(n)]

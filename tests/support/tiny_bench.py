@@ -1,0 +1,102 @@
+"""What the tests of bench generate, report, compare and profile share: tiny models in both forms, made-up records."""
+
+from __future__ import annotations
+
+import argparse
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+from mlx_zip.bench import machine, shapes
+from mlx_zip.bench.engines import Run
+from mlx_zip.bench.generate_record import SCHEMA, ceiling, ceiling_record, counts, figures
+from mlx_zip.bench.shapes import Models
+from support import tiny, tiny_text
+
+SHAPE = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 4160,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+}
+ON = ["--shape", "tiny", "--encoder-layers", "1", "--codebook-size", "64"]
+
+
+def models(seed: int = 0, **changes: Any) -> Models:
+    """Both forms of a tiny random model, whose choices are clear, with a tokenizer of bytes."""
+    zipped = tiny.tiny_model("llama", seed=seed, **changes)
+    return Models(
+        name="tiny",
+        precision="as stored",
+        weights="random",
+        base_config=zipped.args.decoder_config,
+        tokenizer=tiny_text.byte_level(),
+        plain=shapes._decoder_of(zipped),
+        zipped=lambda: zipped,
+    )
+
+
+def parse(bench: str, *flags: object) -> tuple[ModuleType, argparse.Namespace]:
+    """A bench's module, and its flags parsed."""
+    module, parser = import_module(f"mlx_zip.bench.{bench}"), argparse.ArgumentParser()
+    module.add_arguments(parser)
+    return module, parser.parse_args([*map(str, flags)])
+
+
+def run(bench: str, *flags: object) -> int:
+    """Runs a bench on these flags."""
+    module, args = parse(bench, *flags)
+    return module.run(args)
+
+
+def small(monkeypatch: Any) -> None:
+    """A shape named `tiny`, and a small matrix to measure the bandwidth with."""
+    monkeypatch.setitem(shapes.SHAPES, "tiny", SHAPE)
+    monkeypatch.setattr(machine, "BANDWIDTH_SIDE", 64)
+
+
+def made_run(step_s: float = 0.1, steps: int = 4, first_s: float = 0.5, per_step: int = 1) -> Run:
+    """A run of even steps: first_s to the first id, then step_s each; per_step base tokens of 2 bytes a step."""
+    made = Run(prompt_ids=6, text_bytes=2 * steps * per_step, kv_ids=6 + steps, peak_bytes=1000)
+    for i in range(steps):
+        made.step(first_s + i * step_s, [i], range(per_step))
+    return made
+
+
+def record(engine: str = "mlx-lm", steps_s: tuple[float, ...] = (0.1, 0.11, 0.12), **changes: Any) -> dict[str, Any]:
+    """A record as `bench generate` prints it, of a trial per time in steps_s. changes: its sections, or fields of the
+    workload.
+    """
+    per_step = 2 if "zip" in engine else 1
+    runs = [made_run(step, per_step=per_step) for step in steps_s]
+    top = ceiling(1e6, 1000, 10, runs[0])
+    workload = {"domain": "code", "data": "a.txt", "window": 0, "turn": 0, "turns": 1, "prompt_tokens": 8, "tokens": 4}
+    workload |= {name: changes.pop(name) for name in list(changes) if name in workload}
+    return {
+        "bench": "generate",
+        "schema": SCHEMA,
+        "run": "a",
+        "time": "2026-01-02T03:04:05+00:00",
+        "engine": engine,
+        "mode": "replay",
+        "model": {"name": "tiny", "precision": "float32", "weights": "random"},
+        "workload": workload,
+        "setting": {"trials": len(runs), "warmup": 1, "rows": "warm", "draft": 10},
+        "counts": counts(8, runs[0]),
+        "figures": figures(8, runs, [None] * len(runs), top),
+        "ceiling": ceiling_record(top),
+        "energy_source": None,
+        "device": {"device": "Device(cpu, 0)", "chip": "a chip", "load_average": 0.1, "preloaded": [], "threads": {}},
+        "machine": "Linux, a chip, 2 cores",
+        "python": "3.11.7",
+        "versions": {"mlx": "0.32.4"},
+        "commit": "abc",
+        **changes,
+    }

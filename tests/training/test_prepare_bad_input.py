@@ -1,0 +1,152 @@
+"""What `prepare` is given and cannot use: one line that names the culprit, and nothing left behind or lost."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mlx_zip.cli import main
+from mlx_zip.errors import DataError
+from mlx_zip.files import sole_user
+from mlx_zip.training.mixture import load_mixture
+from mlx_zip.training.sharding import ShardMaker
+from support.prepared import prepared, stories, texts, tokenizer_folder, tree, write_lines
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> str:
+    return texts(tmp_path / "a.jsonl", stories(20))
+
+
+def crash(self: ShardMaker, *args: Any) -> Any:
+    raise RuntimeError("crashed")
+
+
+@pytest.fixture
+def begun(tmp_path: Path, data: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a finished shard, whose run crashed at the second."""
+    whole = ShardMaker.make
+    with monkeypatch.context() as patch:
+        patch.setattr(ShardMaker, "make", lambda self, chunk: (crash if chunk.number else whole)(self, chunk))
+        with pytest.raises(RuntimeError, match="crashed"):
+            prepared(tmp_path / "out", data, shard_samples=8)
+    return tmp_path / "out"
+
+
+# ---- records and sources
+
+
+@pytest.mark.parametrize("field", ["role", "name"])
+def test_half_a_surrogate_pair_anywhere_in_a_conversation_is_a_wrong_record(field, tmp_path):
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.name }}{{ m.content }}{{ eos_token }}{% endfor %}"
+    talk = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c d"}]
+    wrong = [{**talk[0], field: "x\ud800"}, talk[1]]
+    file, notes = write_lines(tmp_path / "a.jsonl", [{"messages": wrong}, {"messages": talk}]), []
+    found = prepared(tmp_path / "out", file, tokenizer=str(tokenizer_folder(template=template)), report=notes.append)
+    assert len(found) == 1
+    assert [note.partition(": ")[0] for note in notes] == [f"skipped {file}:1"]
+    assert "not valid Unicode" in notes[0]
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("split: 5", "source 1: split must be a name, got 5"),
+        ("revision: [a]", "source 1: revision must be a name"),
+        ("columns: {5: text}", "source 1: columns: 5 is none of"),
+        ("share: 1" + "0" * 400, "source 1: .*share must be a number above 0"),
+        ("data: ['']", "source 1: data must be a name"),
+        ("separator: 2020-13-45", "cannot be read"),
+        ("separator: " + "9" * 5000, "cannot be read"),
+        ("separator: " + "[" * 2000, "cannot be read"),
+    ],
+    ids=lambda text: text[:20],
+)
+def test_a_mixture_with_a_value_of_a_wrong_type_is_named(source, words, data, tmp_path):
+    lines = [f"data: {data}", "share: 1"]
+    lines = [line for line in lines if line.split(":")[0] != source.split(":")[0]]
+    (tmp_path / "m.yaml").write_text("sources:\n- " + "\n  ".join([*lines, source]) + "\n")
+    with pytest.raises(DataError, match=words):
+        load_mixture(tmp_path / "m.yaml")
+
+
+def test_a_share_too_small_for_one_sample_is_the_sources_own_fault(data, tmp_path, capsys):
+    other = texts(tmp_path / "b.jsonl", stories(5))
+    (tmp_path / "m.yaml").write_text(f"sources:\n- {{data: {data}, share: 1.0e-300}}\n- {{data: {other}, share: 1}}\n")
+    argv = ["prepare", "--tokenizer", str(tokenizer_folder()), "--mixture", str(tmp_path / "m.yaml")]
+    assert main([*argv, "--out", str(tmp_path / "out"), "--workers", "1"]) == 2
+    assert f"{data}: its share beside the others' is too small" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_saved_data_set_without_its_parts_is_named_and_leaves_no_folder(tmp_path):
+    pytest.importorskip("datasets")
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "dataset_dict.json").write_text("{}")
+    with pytest.raises(DataError, match="set cannot be read"):
+        prepared(tmp_path / "out", str(tmp_path / "set"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_error_of_the_data_keeps_the_shards_that_are_finished(begun, data, monkeypatch):
+    before = tree(begun)
+
+    def fail(self: ShardMaker, chunk: Any) -> Any:
+        raise DataError("no sense in it")
+
+    monkeypatch.setattr(ShardMaker, "make", fail)
+    with pytest.raises(DataError, match="no sense in it"):
+        prepared(begun, data, shard_samples=8)
+    assert tree(begun) == before
+
+
+# ---- the folder
+
+
+def test_a_folder_in_which_another_process_prepares_is_left_alone(begun, data, capsys):
+    before = tree(begun)
+    with sole_user(begun) as alone:
+        assert alone
+        with pytest.raises(DataError, match="another process prepares data in"):
+            prepared(begun, data, shard_samples=8)
+    assert tree(begun) == before
+    assert len(prepared(begun, data, shard_samples=8)) > 8
+
+
+def test_a_finished_folder_that_lost_an_array_is_not_taken_for_finished(tmp_path, data):
+    prepared(tmp_path / "out", data)
+    (tmp_path / "out" / "shard-00000.ids.npy").unlink()
+    with pytest.raises(DataError, match=r"shard-00000\.ids\.npy cannot be read.*delete the folder and prepare"):
+        prepared(tmp_path / "out", data)
+
+
+def test_a_finished_folder_whose_index_lacks_its_counts_is_named(tmp_path, data):
+    prepared(tmp_path / "out", data)
+    path = tmp_path / "out" / "index.json"
+    index = json.loads(path.read_text())
+    del index["totals"]
+    path.write_text(json.dumps(index))
+    with pytest.raises(DataError, match=r"index\.json is damaged; delete the folder"):
+        prepared(tmp_path / "out", data)
+
+
+@pytest.mark.parametrize("text", ["{}", '{"name": "shard-00000"}', "[1]", "{", "[" * 100_000], ids=lambda t: t[:12])
+def test_a_damaged_record_of_a_shard_is_named(text, begun, data):
+    (begun / "shard-00000.json").write_text(text)
+    with pytest.raises(DataError, match=r"shard-00000\.json .*delete the folder and prepare again"):
+        prepared(begun, data, shard_samples=8)
+
+
+def test_a_finished_shard_that_does_not_fit_its_record_is_named(begun, data):
+    path = begun / "shard-00000.base.npy"
+    whole = np.load(path)
+    np.save(path, whole[:-1])
+    with pytest.raises(DataError, match=r"shard-00000\.base\.npy is not what its record says"):
+        prepared(begun, data, shard_samples=8)
+    path.write_bytes(b"")
+    with pytest.raises(DataError, match=r"shard-00000\.base\.npy cannot be read"):
+        prepared(begun, data, shard_samples=8)

@@ -1,0 +1,146 @@
+"""Two processes on MLX's ring, over loopback: the same losses as one, one folder, and nobody left waiting."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlx_zip.training.checkpoint import checkpoints
+from mlx_zip.training.metrics import read_metrics
+from mlx_zip.training.run import train
+from support.tiny_training import ENCODER, losses, options, settings, write_plain, write_shards
+
+LIMIT_S = 240
+CHANGES = {"iters": 5, "batch_size": 4, "grad_accumulation_steps": 2, "token_type": 0.05}
+FLAGS = {
+    "batch-size": 4,
+    "learning-rate": 0.01,
+    "lora-rank": 2,
+    "steps-per-report": 1,
+    "save-every": 2,
+    "keep": 3,
+    "encoder": ENCODER.kind,
+    "encoder-layers": 1,
+    "encoder-heads": 2,
+    "encoder-intermediate-size": 16,
+}
+
+
+def free_ports(n: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(n)]
+    for one in sockets:
+        one.bind(("127.0.0.1", 0))
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+def start(home: Path, outs: list[Path], **flags: Any) -> list[subprocess.Popen[str]]:
+    """One process per folder in `outs`, each a machine of one run."""
+    hosts = home / "hosts.json"
+    hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(len(outs))]))
+    processes = []
+    for rank, out in enumerate(outs):
+        places = {"model": home / "plain", "data": home / "data", "out": out}
+        values = [str(x) for k, v in {**places, **FLAGS, **flags}.items() for x in (f"--{k.replace('_', '-')}", v)]
+        values += ["--plot"] if find_spec("matplotlib") else []
+        machine = {"MLX_RANK": str(rank), "MLX_HOSTFILE": str(hosts), "OPENBLAS_NUM_THREADS": "1"}
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "mlx_zip", "train", *values],
+                env={**os.environ, **machine},
+                stderr=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                text=True,
+            )
+        )
+    return processes
+
+
+def ended(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
+    """(exit status, stderr) of each; all are killed when one takes too long."""
+    deadline = time.monotonic() + LIMIT_S
+    try:
+        told = [process.communicate(timeout=max(1.0, deadline - time.monotonic()))[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return [(process.returncode, text) for process, text in zip(processes, told, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, data, and `one`, the run of a single process."""
+    folder = tmp_path_factory.mktemp("machines")
+    train(options(folder / "one"), settings(**CHANGES), quiet=True)
+    return folder
+
+
+def test_two_machines_give_the_losses_of_one_with_the_whole_batch_and_resume_from_the_first_ones_disk(home):
+    outs = [home / "first", home / "second"]
+    flags = {"iters": 5, "grad_accumulation_steps": 2, "token_type": 0.05}
+    assert [status for status, _ in ended(start(home, outs, **flags))] == [0, 0]
+    assert not outs[1].exists()
+    assert_equal_lines(outs[0], home / "one")
+    for later in ("step-000004", "step-000005"):  # back to step 2, and once more
+        shutil.rmtree(outs[0] / "checkpoints" / later)
+    shutil.rmtree(outs[0] / "model")
+    before = losses(outs[0])
+    assert [status for status, _ in ended(start(home, outs, **flags))] == [0, 0]
+    assert losses(outs[0]) == before
+    assert (outs[0] / "model" / "config.json").exists()
+
+
+def assert_equal_lines(found: Path, expected: Path) -> None:
+    ours, theirs = read_metrics(found), read_metrics(expected)
+    assert [line["step"] for line in ours] == [line["step"] for line in theirs] == [1, 2, 3, 4, 5]
+    for one, other in zip(ours, theirs, strict=True):
+        for name in ("loss", "bits_per_byte", "token_type", "grad_norm"):
+            assert one[name] == pytest.approx(other[name], rel=1e-4), name
+        for name in ("seen_samples", "seen_ids", "seen_base_ids", "seen_bytes"):
+            assert one[name] == other[name], name
+
+
+def test_a_signal_to_one_machine_stops_both_after_the_same_step(home):
+    outs = [home / "stopped", home / "stopped-too"]
+    processes = start(home, outs, iters=100_000)
+    deadline = time.monotonic() + LIMIT_S
+    while len(read_metrics(outs[0])) < 2 and time.monotonic() < deadline and processes[0].poll() is None:
+        time.sleep(0.01)
+    processes[1].send_signal(signal.SIGTERM)
+    assert [status for status, _ in ended(processes)] == [143, 143]
+    assert checkpoints(outs[0])[-1][0] == losses(outs[0])[-1][0]
+
+
+def test_when_the_first_machine_cannot_save_the_other_ends_with_a_word(home):
+    outs = [home / "full", home / "full-too"]
+    shutil.copytree(home / "one", outs[0])
+    shutil.rmtree(outs[0] / "checkpoints")
+    (outs[0] / "checkpoints").write_text("in the way")
+    (first, told), (second, reason) = ended(start(home, outs, iters=5, grad_accumulation_steps=2, token_type=0.05))
+    assert (first, second) == (2, 2)
+    assert "cannot write" in told
+    assert "another machine" in reason
+
+
+def test_when_one_machine_cannot_begin_the_other_does_not_wait_for_it(home, tmp_path):
+    write_plain(tmp_path / "plain")
+    write_shards(tmp_path / "data")
+    (tmp_path / "first").write_text("no folder")
+    (first, told), (second, reason) = ended(start(tmp_path, [tmp_path / "first", tmp_path / "second"], iters=2))
+    assert (first, second) == (2, 2)
+    assert "cannot write" in told
+    assert "another machine" in reason

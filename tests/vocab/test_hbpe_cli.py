@@ -1,0 +1,129 @@
+"""`mlx_zip vocab hbpe` and `mlx_zip bench hbpe`, in process."""
+
+import json
+
+import pytest
+
+from mlx_zip.bench.__main__ import main as bench
+from mlx_zip.vocab.hbpe import learn
+from mlx_zip.vocab.hbpe_table import PatchTable
+from mlx_zip.vocab.hbpe_tokens import read_tokens
+from support.command_line import runner
+from support.tiny_vocabularies import SIZE, TEXT, write_folder, write_pair, write_ranks
+
+
+@pytest.fixture
+def tokenizer(tmp_path):
+    return write_folder(tmp_path / "mini")
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT)
+    return path
+
+
+@pytest.fixture
+def run(capsys):
+    return runner(capsys, "vocab", "hbpe")
+
+
+def test_a_table_is_learned_shown_and_used(run, tmp_path, tokenizer, text):
+    table = tmp_path / "t.npz"
+    status, out, _ = run("train", table, "--tokenizer", tokenizer, "--patch-size", 3)
+    assert status == 0
+    assert "merges were learned from 3 tokens that did not fit" in out  # "the", " the" and "123"
+    status, out, _ = run("show", table)
+    assert status == 0
+    assert out.startswith(f"{SIZE + 1} tokens, the longest of 4 bytes, in patches of at most 3 symbols (stop)\n")
+    status, out, _ = run("encode", table, text, "--tokenizer", tokenizer, "--show", 1)
+    assert status == 0
+    assert out.splitlines()[0].startswith(f"{len(TEXT)} bytes -> ")
+    assert out.splitlines()[2].split()[-1] == "256"
+
+
+def test_json_holds_what_the_library_gives(run, tmp_path, tokenizer, text):
+    path, tokens = tmp_path / "t.npz", read_tokens(tokenizer)
+    _, out, _ = run("train", path, "--tokenizer", tokenizer, "--patch-size", 3, "--mode", "full", "--json")
+    trained, table = json.loads(out), PatchTable.load(path)
+    learned = learn(tokens, 3)
+    assert trained["merges"] == [list(pair) for pair in learned.merges.pairs]
+    assert trained["counts"] == learned.counts.tolist()
+    assert (trained["mode"], trained["fingerprint"], trained["tokens_too_long"]) == ("full", table.fingerprint, 3)
+    assert sum(trained["patch_lengths"].values()) == trained["tokens"] == len(tokens)
+    _, out, _ = run("encode", path, text, "--tokenizer", tokenizer, "--json")
+    used = json.loads(out)
+    assert used["exact"] is True
+    assert b"".join(table.merges.decode(patch) for patch in used["patch_symbols"]) == TEXT.encode()
+    assert used["symbols"] == sum(map(len, used["patch_symbols"]))
+    assert used["fertility"] == used["patches"] / len(TEXT.split())
+    _, out, _ = run("show", path, "--json")
+    assert json.loads(out) == {k: v for k, v in trained.items() if k not in ("counts", "tokens_too_long")}
+
+
+def test_a_table_of_another_tokenizer_is_refused(run, tmp_path, tokenizer, text):
+    table = tmp_path / "t.npz"
+    run("train", table, "--tokenizer", tokenizer)
+    status, out, err = run("encode", table, text, "--tokenizer", write_pair(tmp_path).with_name("vocab.bpe"))
+    assert (status, out) == (2, "")
+    assert "another tokenizer" in err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("learn", "--out", "t.npz"), "learn needs --tokenizer"),
+        (("learn", "--tokenizer", "mini"), "learn needs --out"),
+        (("train", "t.npz", "text.txt", "--tokenizer", "mini"), "no use for text.txt"),
+        (("encode", "t.npz", "--tokenizer", "mini"), "encode needs --data"),
+        (("encode", "t.npz", "text.txt"), "encode needs --tokenizer"),
+        (("show", "t.npz", "--show", "-1"), "--show"),
+        (("show", "none.npz"), "none.npz"),
+        (("train", "t.npz", "--tokenizer", "mini", "--patch-size", "1"), "from 2 to 256, got 1"),
+        (("train", "t.bin", "--tokenizer", "mini"), "t.bin"),
+        (("train", "none/t.npz", "--tokenizer", "mini"), "--out none/t.npz: no such folder"),
+        (("train", "t.npz", "--tokenizer", "text.txt"), "text.txt: merge 0"),
+    ],
+)
+def test_a_wrong_request_is_one_line_and_writes_nothing(run, tmp_path, monkeypatch, tokenizer, text, flags, message):
+    monkeypatch.chdir(tmp_path)
+    status, out, err = run(*flags)
+    assert (status, out) == (2, "")
+    assert err.count("\n") == 1
+    assert message in err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mini", "text.txt"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("show", "t.npz", "--tokenizer", "mini"), "--tokenizer"),
+        (("show", "t.npz", "--patch-size", "4"), "--patch-size"),
+        (("fit", "run"), "--data"),
+        (("fit", "run", "--data", "text.txt", "--latent", "1,2,3"), "LAYERS,WIDTH,FFN,HEADS"),
+    ],
+)
+def test_each_action_takes_its_own_flags_alone(run, capsys, flags, message):
+    with pytest.raises(SystemExit) as stopped:
+        run(*flags)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_the_bench_tells_merges_lengths_and_times(capsys, tmp_path, text):
+    path = write_pair(tmp_path).with_name("vocab.bpe")
+    flags = ["--tokenizer", path, "--text", text, "--sizes", 3, 4, "--trials", 2]
+    assert bench(["hbpe", *map(str, flags)]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    tokens = read_tokens(path)
+    assert [line["merges"] for line in lines] == [len(learn(tokens, size).merges.pairs) for size in (3, 4)]
+    assert all(len(line["learn_ms"]["samples"]) == 2 for line in lines)
+    assert all(line["symbols_per_patch_full"] <= line["symbols_per_patch_stop"] <= line["patch_size"] for line in lines)
+    assert all(line["flops_patches_padded"] >= line["flops_patches_counted"] for line in lines)
+    assert "expected_merges" not in lines[0]
+
+
+def test_the_bench_refuses_what_it_cannot_read(capsys, tmp_path):
+    assert bench(["hbpe", "--tokenizer", str(write_ranks(tmp_path)), "--text", str(tmp_path / "none.txt")]) == 2
+    assert "none.txt" in capsys.readouterr().err

@@ -1,0 +1,281 @@
+"""`mlx_zip vocab multitok`: what it prints and writes, and what it refuses."""
+
+import json
+import signal
+
+import pytest
+
+from mlx_zip.cli.multitok_texts import Texts
+from mlx_zip.vocab.multitok import Dictionary, Settings, Words, prune, rewrite
+from mlx_zip.vocab.packs import load_pack
+from support import tiny_text
+from support.command_line import runner
+from support.tiny_vocabularies import write_folder
+
+SAMPLES = ["the cat and the dog and the cat and the dog", "the cat and the dog", "", "the dog and the cat", "a cat"]
+TRAINED = [sample.split() for sample in SAMPLES if sample]
+
+
+@pytest.fixture
+def run(capsys, tmp_path, monkeypatch):
+    """Runs the command in an empty folder with `some.jsonl` -> (status, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "some.jsonl").write_text("".join(json.dumps({"text": sample}) + "\n" for sample in SAMPLES))
+    return runner(capsys, "vocab", "multitok")
+
+
+@pytest.fixture
+def encoded(tmp_path):
+    return lambda name: [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
+
+
+def by_hand(window=0, **fields):
+    dictionary = Dictionary(Settings(Words.in_order(TRAINED), window, **fields))
+    return dictionary, dictionary.train(dictionary.number(TRAINED))
+
+
+@pytest.mark.parametrize("window", [0, 2])
+def test_train_learns_what_the_library_does(run, encoded, window):
+    status, out, err = run("train", "a.mtok", "some.jsonl", "--window", window, "--encoded", "ids.jsonl")
+    dictionary, ids = by_hand(window)
+    assert (status, err) == (0, "")
+    assert Dictionary.load("a.mtok").phrases == dictionary.phrases
+    assert encoded("ids.jsonl") == ids.lists()
+    assert f"4 samples: 23 units -> {len(ids.ids)} tokens" in out
+
+
+@pytest.mark.parametrize("mode", ["published", "single", "parent", "reencode"])
+def test_train_prunes_and_rewrites_as_the_library_does(run, encoded, mode):
+    flags = ("--prune", 1, "--prune-mode", mode, "--encoded", "ids.jsonl", "--json")
+    status, out, _ = run("train", "a.mtok", "some.jsonl", *flags)
+    dictionary, ids = by_hand()
+    pruned = prune(dictionary, 1, mode)
+    again = rewrite(dictionary, pruned, ids)
+    record = json.loads(out)
+    assert status == 0
+    assert encoded("ids.jsonl") == again.lists()
+    assert Dictionary.load("a.mtok").phrases == pruned.phrases
+    assert record["trained"]["corpus_tokens"] == len(ids.ids)
+    assert record["pruned"]["corpus_tokens"] == Dictionary.load("a.mtok").totals.tokens == len(again.ids)
+
+
+def test_batches_change_nothing(run, encoded, monkeypatch):
+    monkeypatch.setattr("mlx_zip.cli.multitok_texts.BATCH", 6)
+    flags = ("--prune", 1, "--fraction", 80, "--encoded")
+    run("train", "a.mtok", "some.jsonl", *flags, "small.jsonl")
+    monkeypatch.setattr("mlx_zip.cli.multitok_texts.BATCH", 600)
+    run("train", "b.mtok", "some.jsonl", *flags, "large.jsonl")
+    assert encoded("small.jsonl") == encoded("large.jsonl")
+    assert Dictionary.load("a.mtok").phrases == Dictionary.load("b.mtok").phrases
+
+
+def test_a_fraction_learns_from_the_first_samples_alone(run, encoded):
+    run("train", "a.mtok", "some.jsonl", "--fraction", 50, "--encoded", "ids.jsonl")
+    dictionary = Dictionary(Settings(Words.in_order(TRAINED)))
+    learned = dictionary.train(dictionary.number(TRAINED[:2])).lists()
+    singles = [(1 + words).tolist() for words in dictionary.number(TRAINED[2:])]
+    assert encoded("ids.jsonl") == learned + singles
+    assert Dictionary.load("a.mtok").phrases == dictionary.phrases
+
+
+@pytest.mark.parametrize("mode", ["published", "single", "parent", "reencode"])
+def test_what_a_fraction_leaves_out_stays_in_units_when_phrases_are_pruned(run, encoded, mode):
+    flags = ("--fraction", 50, "--prune", 1, "--prune-mode", mode, "--encoded", "ids.jsonl", "--json")
+    record = json.loads(run("train", "a.mtok", "some.jsonl", *flags)[1])
+    dictionary = Dictionary(Settings(Words.in_order(TRAINED)))
+    ids = dictionary.train(dictionary.number(TRAINED[:2]))
+    learned = rewrite(dictionary, prune(dictionary, 1, mode), ids).lists()
+    singles = [(1 + words).tolist() for words in dictionary.number(TRAINED[2:])]
+    assert encoded("ids.jsonl") == learned + singles
+    assert record["pruned"]["corpus_tokens"] == sum(map(len, learned + singles))
+
+
+def test_encode_prints_a_list_of_ids_for_each_sample(run, encoded):
+    run("train", "a.mtok", "some.jsonl")
+    status, out, err = run("encode", "a.mtok", "some.jsonl", "--window", 2)
+    dictionary, _ = by_hand()
+    expected = [dictionary.encode(sample, 2).tolist() for sample in dictionary.number(TRAINED)]
+    assert (status, err) == (0, "")
+    assert [json.loads(line) for line in out.splitlines()] == expected
+    record = json.loads(run("encode", "a.mtok", "some.jsonl", "--window", 2, "--json")[1])
+    assert record == {
+        "samples": 4,
+        "units": 23,
+        "tokens": sum(map(len, expected)),
+        "ratio": sum(map(len, expected)) / 23,
+        "ids": expected,
+    }
+    assert "4 samples" in run("encode", "a.mtok", "some.jsonl", "--window", 2, "--encoded", "ids.jsonl")[1]
+    assert encoded("ids.jsonl") == expected
+
+
+def test_unknown_words_are_an_error_or_get_the_id_that_is_given(run, tmp_path):
+    (tmp_path / "more.txt").write_text("the zebra and the cat")
+    run("train", "a.mtok", "some.jsonl")
+    status, out, err = run("encode", "a.mtok", "more.txt")
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert "'zebra'" in err
+    ids = json.loads(run("encode", "a.mtok", "more.txt", "--unk-id", 0)[1])
+    assert ids[1] == 0
+    run("train", "b.mtok", "some.jsonl", "--words-of", "more.txt")
+    assert "zebra" in Dictionary.load("b.mtok").settings.units.words
+    assert run("encode", "b.mtok", "more.txt")[0] == 0
+
+
+def test_stats_lists_the_phrases_that_saved_most(run):
+    run("train", "a.mtok", "some.jsonl")
+    dictionary, _ = by_hand()
+    record = json.loads(run("stats", "a.mtok", "--show", 3, "--json")[1])
+    assert record["phrases"] == len(dictionary)
+    assert [line["id"] for line in record["shown"]] == [id for id, _ in dictionary.saving(3)]
+    assert record["shown"][0]["text"] in " ".join(TRAINED[0])
+    table = run("stats", "a.mtok", "--show", 3)[1]
+    assert repr(record["shown"][0]["text"]) in table
+
+
+def test_lines_and_separators_cut_a_text_into_samples(run, tmp_path):
+    (tmp_path / "some.txt").write_text("a b\na b\n---\na b c\n")
+    for flags, samples in (((), 1), (("--separator=---",), 2), (("--lines", "--separator=---"), 3)):
+        record = json.loads(run("train", "a.mtok", "some.txt", *flags, "--json")[1])
+        assert record["trained"]["samples"] == samples
+
+
+def test_the_ids_of_a_tokenizer_can_be_the_units(run, tmp_path):
+    folder = write_folder(tmp_path / "tokenizer")
+    record = json.loads(run("train", "a.mtok", "some.jsonl", "--tokenizer", folder, "--json")[1])
+    assert record["trained"]["units"] == Dictionary.load("a.mtok").settings.units.size == 262
+    out = run("encode", "a.mtok", "some.jsonl", "--tokenizer", folder)[1]
+    assert len(out.splitlines()) == 4
+    other = json.loads((folder / "tokenizer.json").read_text())
+    other["added_tokens"][0]["content"] = "<stop>"
+    (tmp_path / "tokenizer.json").write_text(json.dumps(other))
+    for flags in ((), ("--tokenizer", tmp_path / "tokenizer.json")):
+        status, out, err = run("encode", "a.mtok", "some.jsonl", *flags)
+        assert (status, out, err.count("\n")) == (2, "", 1)
+        assert "a.mtok" in err
+
+
+@pytest.mark.parametrize(
+    ("flags", "culprit"),
+    [
+        (("train", "a.mtok"), "train needs --data"),
+        (("train", "--data", "some.jsonl"), "train needs --out"),
+        (("encode", "a.mtok"), "encode needs --data"),
+        (("stats", "a.mtok", "--show", -1), "--show must be 0 or more"),
+        (("train", "a.mtok", "some.jsonl", "--prune-mode", "single"), "--prune K"),
+        (("train", "a.mtok", "some.jsonl", "--prune", -1), "at_most"),
+        (("train", "a.mtok", "some.jsonl", "--fraction", 101), "percent"),
+        (("train", "a.mtok", "some.jsonl", "--fraction", "nan"), "percent"),
+        (("train", "a.mtok", "some.jsonl", "--window", -1), "--window"),
+        (("train", "a.mtok", "some.jsonl", "--words-of", "some.jsonl", "--tokenizer", "x"), "--words-of"),
+        (("train", "a.mtok", "none.jsonl"), "none.jsonl"),
+        (("train", "a.mtok", "empty.jsonl"), "empty.jsonl"),
+        (("train", "a.mtok", "wrong.jsonl"), "wrong.jsonl:2"),
+        (("train", "nowhere/a.mtok", "none.jsonl", "--encoded", "ids.jsonl"), "nowhere"),
+        (("train", "a.mtok", "none.jsonl", "--encoded", "nowhere/ids.jsonl"), "nowhere"),
+        (("train", "a.mtok", "none.jsonl", "--prune", 1, "--encoded", "nowhere/ids.jsonl"), "nowhere"),
+        (("train", ".", "none.jsonl"), "is a folder"),
+        (("encode", "none.mtok", "some.jsonl", "--encoded", "nowhere/ids.jsonl"), "nowhere"),
+        (("export", "none.mtok"), "--out"),
+        (("export", "none.mtok", "--out", "a.json"), ".npz"),
+        (("export", "none.mtok", "--out", "nowhere/a.npz"), "nowhere"),
+        (("export", "none.mtok", "--out", "a.npz", "--size", 0), "--size"),
+        (("export", "none.mtok", "--out", "a.npz", "--merge-size", 1), "--merge-size"),
+        (("export", "none.mtok", "--out", "a.npz"), "none.mtok"),
+        (("encode", "none.mtok", "some.jsonl"), "none.mtok"),
+        (("stats", "some.jsonl"), "some.jsonl"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line_and_nothing_is_written(run, tmp_path, flags, culprit):
+    (tmp_path / "empty.jsonl").write_text('{"text": " "}\n')
+    (tmp_path / "wrong.jsonl").write_text('{"text": "a b"}\n{"words": 5}\n')
+    before = sorted(path.name for path in tmp_path.iterdir())
+    status, out, err = run(*flags)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert culprit in err
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+MODEL = "llama_transformer_tied_lora"
+TEXT = "the cat sat on the mat. the dog sat on the cat.\n" * 30
+
+
+def test_a_dictionary_of_a_models_ids_becomes_a_pack_that_it_begins_with(run, tmp_path, capsys):
+    model = tiny_text.converted(MODEL)
+    (tmp_path / "text.txt").write_text(TEXT)
+    assert run("train", "ids.mtok", "text.txt", "--lines", "--tokenizer", model)[0] == 0
+    status, out, _ = run("export", "ids.mtok", "--tokenizer", model, "--size", 8, "--out", "a.npz", "--json")
+    pack, record = load_pack("a.npz"), json.loads(out)
+    assert (status, record["entries"], record["tokenizer"]) == (0, 8, pack.tokenizer)
+    uses = {run: uses for (_, run), uses in zip(*phrases("ids.mtok"), strict=True)}
+    assert [uses[entry] for entry in pack.entries] == pack.about["uses"]
+    allowed = [n for entry, n in uses.items() if len(entry) <= pack.about["merge_size"]]
+    assert pack.about["uses"] == sorted(allowed, reverse=True)[:8]
+    assert runner(capsys)("vocab", "pack", "check", "a.npz", "--model", model)[0] == 0
+    prompt = ["generate", "--model", model, "--prompt", TEXT[:48], "--max-tokens", 4, "--json"]
+    prompt.append("--ignore-chat-template")
+    lengths = []
+    for flags in ([], ["--codebook", "a.npz"]):
+        status, out, _ = runner(capsys)(*prompt, *flags)
+        lengths.append(json.loads(out)["prompt_ids"])
+        assert status == 0
+    assert lengths[1] < lengths[0]
+
+
+def phrases(path):
+    dictionary = Dictionary.load(path)
+    return dictionary.phrases, dictionary.uses[dictionary.settings.units.size :].tolist()
+
+
+def test_what_is_no_codebook_is_not_exported(run, tmp_path):
+    folder = write_folder(tmp_path / "tokenizer")
+    run("train", "words.mtok", "some.jsonl")
+    run("train", "ids.mtok", "some.jsonl", "--tokenizer", folder)
+    run("train", "empty.mtok", "some.jsonl", "--tokenizer", folder, "--limit", 0)
+    for name, flags, told in [
+        ("words.mtok", (), "words"),
+        ("words.mtok", ("--tokenizer", folder), "words"),
+        ("ids.mtok", (), "--tokenizer"),
+        ("ids.mtok", ("--tokenizer", tiny_text.converted(MODEL)), "another tokenizer"),
+        ("empty.mtok", ("--tokenizer", folder), "no phrase"),
+    ]:
+        status, out, err = run("export", name, "--out", "a.npz", *flags)
+        assert (status, out, err.count("\n")) == (2, "", 1)
+        assert told in err
+        assert not (tmp_path / "a.npz").exists()
+
+
+# ---- texts that are no longer the same, and signals
+
+
+@pytest.mark.parametrize("more", ["the dog and the cat", "the zebra"])
+@pytest.mark.parametrize("flags", [("--fraction", 50), ("--prune", 1), ("--prune", 1, "--prune-mode", "parent")])
+def test_a_text_that_changes_between_two_readings_is_told(run, tmp_path, monkeypatch, flags, more):
+    def read(texts):
+        yield from whole(texts)
+        with open("some.jsonl", "a") as file:
+            file.write(json.dumps({"text": more}) + "\n")
+
+    whole = Texts._documents
+    monkeypatch.setattr(Texts, "_documents", read)
+    status, out, err = run("train", "--data", "some.jsonl", *flags, "--out", "a.mtok", "--encoded", "ids.jsonl")
+    assert (status, out) == (2, "")
+    assert err == "error: some.jsonl: changed while the command read it; run it again\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["some.jsonl"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_leaves_nothing_half_written(run, tmp_path, monkeypatch, number):
+    def read(texts):
+        for item in whole(texts):
+            yield item
+            signal.raise_signal(number)
+
+    whole, before = Texts._documents, signal.getsignal(number)
+    run("train", "--data", "some.jsonl", "--out", "a.mtok")
+    monkeypatch.setattr(Texts, "_documents", read)
+    with pytest.raises(SystemExit) as ended:
+        run("encode", "a.mtok", "--data", "some.jsonl", "--out", "ids.jsonl")
+    assert ended.value.code == 128 + number
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.mtok", "some.jsonl"]
+    assert signal.getsignal(number) == before

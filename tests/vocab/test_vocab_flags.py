@@ -1,0 +1,236 @@
+"""The methods of `mlx_zip vocab` speak one language: one name for one thing, outputs are checked before work."""
+
+import argparse
+import json
+
+import pytest
+
+from mlx_zip import bundled
+from mlx_zip.cli.vocabulary import METHODS, method_parser
+from mlx_zip.vocab.adaptbpe.adapted import read_adapted
+from mlx_zip.vocab.hbpe_table import PatchTable
+from mlx_zip.vocab.multitok import Dictionary, Tokens
+from mlx_zip.vocab.multitok.files import _digest
+from mlx_zip.vocab.packs import load_pack
+from support.command_line import runner, stay_home
+from support.tiny_vocabularies import write_folder
+
+TEXT = "the cat and the dog and the cat: 123 the 12, the cat and the dog.\n" * 20
+LEARNED = {  # method: how it learns from a tokenizer, what reads the file
+    "pack": (("learn", "--size", 4, "--data", "some.txt", "--tokenizer", "mini", "--out", "a.npz"), load_pack),
+    "multitok": (("train", "--data", "some.txt", "--tokenizer", "mini", "--out", "a.mtok"), Dictionary.load),
+    "adapt": (("learn", "--merges", 3, "--data", "some.txt", "--tokenizer", "mini", "--out", "a.json"), read_adapted),
+    "hbpe": (("learn", "--patch-size", 3, "--tokenizer", "mini", "--out", "a.npz"), PatchTable.load),
+}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """Where some.txt and the tokenizer mini lie: the working folder."""
+    stay_home(monkeypatch, tmp_path)
+    (tmp_path / "some.txt").write_text(TEXT)
+    named = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>"}
+    (write_folder(tmp_path / "mini") / "tokenizer_config.json").write_text(json.dumps(named))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def run(capsys):
+    """Runs `mlx_zip vocab` -> (status, stdout, stderr)."""
+    return runner(capsys, "vocab")
+
+
+def actions():
+    """(method, action, parser), without other names of actions."""
+    for method in METHODS:
+        subparsers = next(a for a in method_parser(method)._actions if isinstance(a, argparse._SubParsersAction))
+        for choice in subparsers._choices_actions:
+            yield method, choice.dest, subparsers.choices[choice.dest]
+
+
+def shown(parser):
+    return [a for a in parser._actions if a.help != argparse.SUPPRESS and not isinstance(a, argparse._HelpAction)]
+
+
+def replaced(words, flag, value):
+    at = words.index(flag) + 1
+    return (*words[:at], value, *words[at + 1 :])
+
+
+@pytest.mark.parametrize(("method", "action", "parser"), list(actions()))
+def test_an_action_takes_the_file_it_works_on_first_and_all_else_by_flags(method, action, parser):
+    placed = [a.dest for a in shown(parser) if not a.option_strings]
+    assert len(placed) == (action not in ("learn", "train"))
+    assert parser.epilog.startswith("example")
+
+
+@pytest.mark.parametrize(("method", "action", "parser"), list(actions()))
+def test_what_one_method_calls_a_thing_the_others_do(method, action, parser):
+    first_names = {a.option_strings[0] for a in shown(parser) if a.option_strings}
+    assert not first_names & {"--text", "--file", "--base", "--output", "--mlx-path", "--entries"}
+    if action in ("learn", "train"):
+        assert {"--tokenizer", "--out", "--json"} <= first_names
+    if action == "encode":
+        assert {"--data", "--json"} <= first_names
+    if action in ("show", "stats"):
+        assert {"--json"} <= first_names
+
+
+@pytest.mark.parametrize("method", LEARNED)
+def test_every_method_learns_by_the_same_flags(run, method):
+    words, read = LEARNED[method]
+    status, out, err = run(method, *words, "--json")
+    assert (status, err) == (0, "")
+    assert json.loads(out)
+    assert read(words[words.index("--out") + 1])
+
+
+@pytest.mark.parametrize("method", LEARNED)
+def test_a_bundled_models_name_is_taken_for_its_folder(run, method, folder, monkeypatch):
+    (folder / "bundle").mkdir()
+    (folder / "mini").rename(folder / "bundle" / "stories")
+    (folder / "bundle" / "stories" / "config.json").write_text('{"model_type": "llama"}')
+    monkeypatch.setattr(bundled, "FOLDER", folder / "bundle")
+    status, _, err = run(method, *replaced(LEARNED[method][0], "--tokenizer", "stories"))
+    assert (status, err) == (0, "")
+
+
+@pytest.mark.parametrize("method", LEARNED)
+@pytest.mark.parametrize(("out", "told"), [("none/a", "no such folder"), ("folder", "is a folder or device")])
+def test_what_cannot_be_written_is_told_before_anything_is_read(run, method, folder, out, told):
+    words = LEARNED[method][0]
+    suffix = words[-1].partition(".")[2]
+    (folder / f"folder.{suffix}").mkdir()
+    words = replaced(replaced(words, "--out", f"{out}.{suffix}"), "--tokenizer", "nowhere")
+    status, printed, err = run(method, *words)
+    assert (status, printed, err.count("\n")) == (2, "", 1)
+    assert f"--out {out}.{suffix}: {told}" in err
+
+
+@pytest.mark.parametrize("method", ["pack", "hbpe"])
+def test_another_suffix_is_told_before_anything_is_read(run, method):
+    words = replaced(replaced(LEARNED[method][0], "--out", "a.bin"), "--tokenizer", "nowhere")
+    status, _, err = run(method, *words)
+    assert status == 2
+    assert "--out a.bin: a" in err
+    assert "is a .npz file" in err
+
+
+@pytest.mark.parametrize(("method", "name", "other"), [("multitok", "train", "learn"), ("hbpe", "learn", "train")])
+def test_an_action_with_two_names_is_one(run, folder, method, name, other):
+    words, _ = LEARNED[method]
+    out = folder / words[words.index("--out") + 1]
+    written = []
+    for action in (name, other):
+        assert run(method, action, *words[1:])[0] == 0
+        written.append(out.read_bytes())
+    assert written[0] == written[1]
+
+
+def test_stats_can_be_called_show(run):
+    run("multitok", *LEARNED["multitok"][0])
+    status, out, err = run("multitok", "show", "a.mtok")
+    assert (status, err) == (0, "")
+    assert out == run("multitok", "stats", "a.mtok")[1] != ""
+
+
+def test_calls_as_they_once_were_give_the_same(run, folder):
+    pairs = [
+        (("multitok", "train", "a.mtok", "some.txt", "--tokenizer", "mini"), ("multitok", *LEARNED["multitok"][0])),
+        (
+            ("multitok", "encode", "a.mtok", "some.txt", "--tokenizer", "mini"),
+            ("multitok", "encode", "a.mtok", "--data", "some.txt", "--tokenizer", "mini"),
+        ),
+        (("hbpe", "train", "a.npz", "--tokenizer", "mini", "--patch-size", 3), ("hbpe", *LEARNED["hbpe"][0])),
+        (
+            ("hbpe", "encode", "a.npz", "some.txt", "--tokenizer", "mini"),
+            ("hbpe", "encode", "a.npz", "--data", "some.txt", "--tokenizer", "mini"),
+        ),
+        (
+            ("adapt", "learn", "mini", "--text", "some.txt", "--merges", 3, "--out", "b.json", "--max-swaps", 0),
+            (
+                "adapt",
+                "learn",
+                "--tokenizer",
+                "mini",
+                "--data",
+                "some.txt",
+                "--merges",
+                3,
+                "--out",
+                "b.json",
+                "--max-swaps",
+                0,
+            ),
+        ),
+        (
+            ("adapt", "show", "b.json", "--base", "mini", "--text", "some.txt"),
+            ("adapt", "show", "b.json", "--tokenizer", "mini", "--data", "some.txt"),
+        ),
+        (("adapt", "encode", "b.json", "some.txt"), ("adapt", "encode", "b.json", "--data", "some.txt")),
+    ]
+    for old, new in pairs:
+        before, after = run(*old), run(*new)
+        assert before[0] == after[0] == 0
+        without_times = [out.partition("adapted in")[0] for _, out, _ in (before, after)]
+        assert without_times[0] == without_times[1]
+
+
+def test_a_flag_and_a_place_for_the_same_is_refused(run):
+    status, _, err = run("hbpe", "learn", "a.npz", "--out", "b.npz", "--tokenizer", "mini")
+    assert status == 2
+    assert "learn has no use for a.npz" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "stray"),
+    [
+        (("multitok", "stats", "a.mtok"), "--window=2"),
+        (("multitok", "stats", "a.mtok"), "some.txt"),
+        (("multitok", "encode", "a.mtok", "--data", "some.txt"), "--fraction=1"),
+        (("multitok", "train", "--data", "some.txt", "--out", "a.mtok"), "--matching=walk"),
+        (("multitok", "export", "a.mtok", "--out", "a.npz"), "--window=2"),
+        (("multitok", "export", "a.mtok", "--out", "a.npz"), "some.txt"),
+        (("multitok", "train", "--data", "some.txt", "--out", "a.mtok"), "--size=2"),
+        (("hbpe", "show", "a.npz"), "--tokenizer=mini"),
+        (("hbpe", "encode", "a.npz", "--data", "some.txt", "--tokenizer", "mini"), "--patch-size=4"),
+    ],
+)
+def test_a_flag_of_another_action_is_refused_by_name(run, words, stray, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        run(*words, stray)
+    assert stopped.value.code == 2
+    assert f"unrecognized arguments: {stray}" in capsys.readouterr().err
+
+
+# ---- whose ids a dictionary is of
+
+
+def test_packs_and_dictionaries_know_a_tokenizer_by_one_fingerprint(run):
+    for method in ("pack", "multitok"):
+        assert run(method, *LEARNED[method][0])[0] == 0
+    units = Dictionary.load("a.mtok").settings.units
+    assert units.fingerprint == load_pack("a.npz").tokenizer
+
+
+def test_a_dictionary_of_ids_of_version_1_is_known_by_its_size_alone(run, folder):
+    run("multitok", *LEARNED["multitok"][0])
+    file = folder / "a.mtok"
+    line, _, body = file.read_bytes().partition(b"\n")
+    header = json.loads(line)
+    assert header["version"] == 2
+    header["version"], header["units"]["fingerprint"] = 1, "5" * 64
+    header.pop("sha256")
+    header["sha256"] = _digest(header, body)
+    file.write_bytes(json.dumps(header).encode() + b"\n" + body)
+    assert Dictionary.load(file).settings.units == Tokens(262)
+    encode = ("multitok", "encode", "a.mtok", "--data", "some.txt", "--tokenizer")
+    assert run(*encode, "mini")[0] == 0
+    state = json.loads((folder / "mini" / "tokenizer.json").read_text())
+    state["added_tokens"].append({**state["added_tokens"][0], "content": "<more>", "id": 262})
+    (folder / "larger").mkdir()
+    (folder / "larger" / "tokenizer.json").write_text(json.dumps(state))
+    status, _, err = run(*encode, "larger")
+    assert status == 2
+    assert "another tokenizer than larger" in err
