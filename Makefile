@@ -36,12 +36,12 @@ test: $(VENV)/.ready
 
 model: $(VENV)/.ready
 	@test -n "$(DATA)" || { echo "name the folder of the stories: make model DATA=DIR (docs/stories.md)" >&2; exit 1; }
-	@$(BIN)/python -m mlx_zip.apps.stories --data "$(DATA)" --out "$(OUT)" $(MODEL_ARGS)
+	@$(BIN)/python -m recipes.stories --data "$(DATA)" --out "$(OUT)" $(MODEL_ARGS)
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	@rm -rf build/types && mkdir -p build/types && cp -R mlx_zip build/types && cp -R $(LEAVES) build/types/mlx_zip
+	@rm -rf build/types && mkdir -p build/types && cp -R mlx_zip build/types && cp -R recipes build/types && cp -R $(LEAVES) build/types/mlx_zip
 	$(BIN)/pyright --pythonpath $(BIN)/python   # of the tree as it is installed, which is how modules import each other
 
 fuzz:

@@ -1,48 +1,70 @@
-"""`python -m mlx_zip.bench NAME [flags]`: runs one bench and prints its JSON lines."""
+"""`mlx_zip bench NAME [flags]`: runs one bench and prints its JSON lines."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping, Sequence
 from importlib import import_module
+from importlib.util import find_spec
 
 from mlx_zip.errors import MlxZipError
 
 BENCHES = {
-    "codec": "compression, reading and single steps of the codec, beside zip2zip-compression",
-    "tokens": "bytes per token with and without compression (tables 2 and 7 of the paper), by tokenizer and text",
-    "flops": "the paper's estimate of training FLOPs (appendix B, table 9), beside a count of what is encoded",
-    "generate": "engines side by side: time to first token, decoding, memory, energy, share of the memory bandwidth",
-    "report": "tables and plots of records of `bench generate`, of any machines and days",
-    "compare": "ratios of two sets of those records, with intervals; status 1 where something got slower",
-    "figures": "the tables of README.md and of pages in docs/, written from the records in bench/records",
-    "profile": "a decode step of mlx_zip, split: codec, rows, graph building, device, sampling, detokenizing",
-    "hbpe": "patches of hierarchical BPE: learning merges, their number by patch size, a text in patches, FLOPs",
-    "hbpe_model": "models over patches beside plain BPE and bytes, trained from scratch at equal time",
-    "rows": "the row store: opening it, looking rows up, its memory and its size on disk",
-    "packs": "what codebook packs bring: base ids per id of held-out text, by pack size",
-    "pack_quality": "what codebook packs cost: strict bits per byte against base ids per id, beside the base",
-    "pack_transfer": "packs for text that training never saw: what they bring, read and written, and cost",
-    "multitok": "phrases of MultiTok: learning and encoding beside plain Python, memory, how far a corpus shrinks",
-    "classify": "MultiTok's own experiment at small scale: a classifier of texts in words and in phrases",
-    "memory": "memory over a long generation",
-    "adaptbpe": "AdaptBPE: what a cut and adapted merge list saves of texts; seconds of adapting, speed of encoding",
-    "adapt_model": "AdaptBPE: bits per byte, utility and bytes of a model adapted to texts, beside first-k and top-k",
-    "adapt_step": "AdaptBPE: time of a decoding step with a part of the vocabulary's rows, beside what bytes allow",
-    "training": "a training step and its parts, preparation of data, memory beside mlx-lm's trainer",
-    "ablations": "the paper's ablations at small scale: train, evaluate, draw and tabulate every setting",
+    "codec": ("mlx_zip.bench.codec", "compression, reading and single steps of the codec, beside zip2zip-compression"),
+    "tokens": (
+        "mlx_zip.bench.tokens",
+        "bytes per token with and without compression (tables 2 and 7 of the paper), by tokenizer and text",
+    ),
+    "flops": (
+        "mlx_zip.bench.flops",
+        "the paper's estimate of training FLOPs (appendix B, table 9), beside a count of what is encoded",
+    ),
+    "generate": (
+        "mlx_zip.bench.generate",
+        "engines side by side: time to first token, decoding, memory, energy, share of the memory bandwidth",
+    ),
+    "report": ("mlx_zip.bench.report", "tables and plots of records of `bench generate`, of any machines and days"),
+    "compare": (
+        "mlx_zip.bench.compare",
+        "ratios of two sets of those records, with intervals; status 1 where something got slower",
+    ),
+    "figures": (
+        "mlx_zip.bench.figures",
+        "the tables of README.md and of pages in docs/, written from the records in bench/records",
+    ),
+    "profile": (
+        "mlx_zip.bench.profile",
+        "a decode step of mlx_zip, split: codec, rows, graph building, device, sampling, detokenizing",
+    ),
+    "rows": ("mlx_zip.bench.rows", "the row store: opening it, looking rows up, its memory and its size on disk"),
+    "memory": ("mlx_zip.bench.memory", "memory over a long generation"),
+    "training": (
+        "mlx_zip.bench.training",
+        "a training step and its parts, preparation of data, memory beside mlx-lm's trainer",
+    ),
 }
+PAPERS = "mlx_zip.bench.papers.__main__"  # in a checkout only
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Parses, runs the bench that is named, and returns the exit status. Only its module is imported."""
-    argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(prog="python -m mlx_zip.bench", description=__doc__)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the bench named by argv[0] and returns the exit status; experiments of papers too, in a checkout."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    if argv and argv[0] not in BENCHES and find_spec("mlx_zip.bench.papers"):
+        experiments = import_module(PAPERS)
+        if argv[0] in experiments.EXPERIMENTS:
+            return experiments.main(argv)
+    return run_named(BENCHES, "mlx_zip bench", __doc__, argv)
+
+
+def run_named(choices: Mapping[str, tuple[str, str]], prog: str, description: str | None, argv: Sequence[str]) -> int:
+    """Imports and runs the module that argv[0] names; choices: name -> (module, help text). Returns the exit status."""
+    parser = argparse.ArgumentParser(prog=prog, description=description)
     commands = parser.add_subparsers(dest="bench", required=True)
-    for name, summary in BENCHES.items():
+    for name, (home, summary) in choices.items():
         command = commands.add_parser(name, help=summary, description=summary)
         if argv and argv[0] == name:
-            module = import_module(f"mlx_zip.bench.{name}")
+            module = import_module(home)
             module.add_arguments(command)
             command.set_defaults(run=module.run)
     args = parser.parse_args(argv)

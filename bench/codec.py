@@ -85,7 +85,7 @@ def _policies(args: argparse.Namespace, ids: Uint32s, data: str) -> int:
 
 
 def _figure4(args: argparse.Namespace) -> int:
-    from .codec_figure import draw_figure, measure_figure
+    from mlx_zip.bench.papers.zip2zip.codec_figure import draw_figure, measure_figure
 
     lines = []
     for line in measure_figure(args):

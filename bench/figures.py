@@ -18,10 +18,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from mlx_zip.bench.papers.adaptbpe import adapt_page
+from mlx_zip.bench.papers.hbpe import hbpe_page
 from mlx_zip.errors import MlxZipError
 from mlx_zip.files import whole_file
 
-from . import adapt_page, hbpe_page
 from .tables import table
 
 PAGES = ("README.md", "docs/adaptbpe.md", "docs/hbpe.md", "docs/packs.md", "docs/performance.md")

@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints one JSON line per tokenizer and domain, or writes the page. Raises `MlxZipError` before anything long."""
     if args.write_docs is not None:
-        from .compression_page import write_page
+        from mlx_zip.bench.papers.zip2zip.compression_page import write_page
 
         write_page(args.write_docs, args.records)
         return 0

@@ -17,6 +17,7 @@ from mlx_zip.codec import Codebook
 from mlx_zip.generate import stream_generate
 from support import tiny, tiny_bench, tiny_text
 from support.bench_engines import MLX_ENGINES
+from support.places import GOLDEN_MODELS
 from support.tiny_bench import SHAPE, parse
 
 PROMPT = tiny.base_ids(60, seed=3)
@@ -156,7 +157,7 @@ def test_a_run_knows_what_came_with_its_first_step():
 def test_transformers_replays_and_chooses_as_mlx_lm_does():
     pytest.importorskip("torch", reason="the engine hf needs torch")
     _, args = parse("generate")
-    found = from_folders(None, str(tiny_text.GOLDEN / "llama_transformer_untied_pos" / "base"))
+    found = from_folders(None, str(GOLDEN_MODELS / "llama_transformer_untied_pos" / "base"))
     plain, hf = (make_engine(name, found, args) for name in ("mlx-lm", "hf"))
     prompt, text = list(range(10, 40)) * 2, list(range(20, 50))
     replayed, expected = hf.run(prompt, 30, text), plain.run(prompt, 30, text)
@@ -169,7 +170,7 @@ def test_transformers_replays_and_chooses_as_mlx_lm_does():
 def test_transformers_goes_on_with_a_conversation_as_mlx_lm_does():
     pytest.importorskip("torch", reason="the engine hf needs torch")
     _, args = parse("generate")
-    found = from_folders(None, str(tiny_text.GOLDEN / "llama_transformer_untied_pos" / "base"))
+    found = from_folders(None, str(GOLDEN_MODELS / "llama_transformer_untied_pos" / "base"))
     said = []
     for made in (make_engine(name, found, args) for name in ("mlx-lm", "hf")):
         held = made.start()
@@ -181,7 +182,7 @@ def test_the_published_package_replays_and_chooses_as_we_do():
     for library in ("torch", "peft", "zip2zip"):
         pytest.importorskip(library, reason=f"the engine zip2zip needs {library}")
     name = "phi3_reslatent_mean_untied_v2"  # self-contained
-    _, args = parse("generate", "--published", tiny_text.GOLDEN / name)
+    _, args = parse("generate", "--published", GOLDEN_MODELS / name)
     found = from_folders(str(tiny_text.converted(name)), None)
     ours, theirs = (make_engine(name, found, args) for name in ("mlx-zip", "zip2zip"))
     prompt = list(range(10, 30)) * 3

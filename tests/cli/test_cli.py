@@ -17,6 +17,7 @@ from mlx_zip.generate import GenerationResponse, load, stream_generate
 from support import tiny_text
 from support.cli_cases import MODEL, PROMPT
 from support.command_line import stay_home
+from support.places import GOLDEN_MODELS
 
 FOOTER = re.compile(
     r"Prompt: \d+ tokens, [\d.]+ tokens-per-sec\n"
@@ -93,7 +94,7 @@ def test_json_prints_one_object_with_the_text_and_the_counts(run, model):
 
 
 def test_a_plain_model_works_in_the_same_command(run):
-    record = json.loads(run(*raw("--json"), name=str(tiny_text.GOLDEN / MODEL / "base"))[1])
+    record = json.loads(run(*raw("--json"), name=str(GOLDEN_MODELS / MODEL / "base"))[1])
     assert (record["hypertokens"], record["steps"]) == (0, 30)
 
 
@@ -357,7 +358,7 @@ def test_generating_does_not_change_the_cache_file(run, cache_file):
 
 
 def test_another_model_than_the_caches_is_refused(run, cache_file):
-    base = str(tiny_text.GOLDEN / MODEL / "base")
+    base = str(GOLDEN_MODELS / MODEL / "base")
     assert "is not the model that made the prompt cache" in run("--prompt-cache-file", cache_file, name=base)[2]
 
 

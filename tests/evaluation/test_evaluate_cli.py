@@ -14,6 +14,7 @@ from mlx_zip.evaluation.windows import cut_windows
 from mlx_zip.generate import load
 from support import checkpoints, tiny_text
 from support.command_line import stay_home
+from support.places import GOLDEN_MODELS
 
 NAME = "llama_transformer_tied_lora"
 TEXT = (
@@ -34,7 +35,7 @@ def zipped():
 
 @pytest.fixture
 def base():
-    return str(tiny_text.GOLDEN / NAME / "base")
+    return str(GOLDEN_MODELS / NAME / "base")
 
 
 @pytest.fixture

@@ -5,8 +5,7 @@ import shutil
 
 import pytest
 
-from support import tiny_text
-from support.places import DOCS
+from support.places import DOCS, GOLDEN_MODELS
 
 PAGE = DOCS / "api.md"
 EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
@@ -15,7 +14,7 @@ EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     home = tmp_path_factory.mktemp("api")
-    shutil.copytree(tiny_text.GOLDEN / "llama_transformer_tied_lora", home / "checkpoint")
+    shutil.copytree(GOLDEN_MODELS / "llama_transformer_tied_lora", home / "checkpoint")
     return home
 
 

@@ -10,6 +10,7 @@ from mlx_zip.errors import ConfigError, ModelError
 from mlx_zip.generate import load
 from mlx_zip.loading import rope_settings
 from support import tiny_text
+from support.places import GOLDEN_MODELS
 
 ZIP = "llama_transformer_tied_lora"
 
@@ -31,7 +32,7 @@ def test_a_converted_folder_gives_a_zip_model_and_its_tokenizer(model):
 
 
 def test_a_plain_mlx_lm_model_is_loaded_as_it_is():
-    loaded, _ = load(tiny_text.GOLDEN / ZIP / "base")
+    loaded, _ = load(GOLDEN_MODELS / ZIP / "base")
     assert type(loaded).__module__ == "mlx_lm.models.llama"
 
 
@@ -74,7 +75,7 @@ def test_a_file_that_holds_something_else_is_refused(file, text, model):
 
 @pytest.mark.parametrize("value", [{"head_dim": ""}, {"hidden_size": 0}, {"vocab_size": -1}])
 def test_a_plain_models_config_value_that_cannot_be_is_refused(value, tmp_path):
-    folder = shutil.copytree(tiny_text.GOLDEN / ZIP / "base", tmp_path / "plain")
+    folder = shutil.copytree(GOLDEN_MODELS / ZIP / "base", tmp_path / "plain")
     change(folder, **value)
     with pytest.raises(ModelError, match="cannot load"):
         load(folder)
@@ -87,12 +88,12 @@ def test_a_folder_without_config_is_no_model_folder(tmp_path):
 
 def test_a_checkpoint_as_published_is_to_be_converted_first():
     with pytest.raises(ModelError, match="convert it first: mlx_zip convert --hf-path"):
-        load(tiny_text.GOLDEN / ZIP)
+        load(GOLDEN_MODELS / ZIP)
 
 
 def test_a_self_contained_checkpoint_as_published_is_to_be_converted_first():
     with pytest.raises(ModelError, match="convert it first"):
-        load(tiny_text.GOLDEN / "phi3_reslatent_mean_untied_v2")
+        load(GOLDEN_MODELS / "phi3_reslatent_mean_untied_v2")
 
 
 def test_a_pipe_in_place_of_the_config_is_named_and_not_waited_for(tmp_path):
@@ -214,7 +215,7 @@ def test_rope_parameters_that_a_class_cannot_take_are_refused(kind, rope):
 
 
 def test_a_plain_models_theta_reaches_its_rope(tmp_path):
-    folder = shutil.copytree(tiny_text.GOLDEN / ZIP / "base", tmp_path / "base")
+    folder = shutil.copytree(GOLDEN_MODELS / ZIP / "base", tmp_path / "base")
     config = json.loads((folder / "config.json").read_text())
     config.pop("rope_theta", None)
     config.pop("rope_scaling", None)

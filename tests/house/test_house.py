@@ -22,7 +22,8 @@ FLOORS = [  # from the ground up; a room is the first name below `mlx_zip`
     {"canonical", "decode", "generate", "loading", "patches", "request", "sampling", "training", "evaluation"},
 ]
 LOOPS = FLOORS[-1]
-LEAVES = {"apps", "bench", "converters", "server", "golden"}
+LEAVES = {"apps", "bench", "converters", "server", "golden", "recipes"}
+NOT_INSTALLED = {"mlx_zip.bench.papers": "bench/papers", "recipes": "recipes"}  # package: folder, in a checkout only
 ROOT = ""  # `mlx_zip` itself: names and a version
 DOORS = {"__main__", "cli", "selftest"}  # they reach the rooms on demand, leaves by name only; nothing imports them
 HEAVY = {  # where a library that is large or optional may be imported; the declared ones not named here, anywhere
@@ -33,7 +34,7 @@ HEAVY = {  # where a library that is large or optional may be imported; the decl
     "lm_eval": {"evaluation"},
     "zip2zip": {"bench"},
     "zip2zip_compression": {"bench"},
-    "transformers": {"tokenizer", "converters", "bench", "apps", *DOORS},
+    "transformers": {"tokenizer", "converters", "bench", "recipes", *DOORS},
     "mlx": {"hyper", "state", "models", *LOOPS, "converters", "bench", *DOORS},
     "mlx_lm": {"tokenizer", "models", *LOOPS, "converters", "bench", *DOORS},
 }
@@ -50,15 +51,17 @@ DISTRIBUTIONS = {
 
 @cache
 def modules() -> dict[str, Path]:
-    """Installed module name -> source file, for everything that is packaged."""
+    """Module name -> source file, for everything that is packaged or `NOT_INSTALLED`."""
     setuptools = tomllib.loads((REPO / "pyproject.toml").read_text())["tool"]["setuptools"]
-    folders = setuptools["package-dir"]
-    found = {}
-    for package in setuptools["packages"]:
-        folder = REPO / folders.get(package, package.replace(".", "/"))
-        for file in sorted(folder.glob("*.py")):
-            found[package if file.stem == "__init__" else f"{package}.{file.stem}"] = file
-    return found
+    folders = {name: setuptools["package-dir"].get(name, name.replace(".", "/")) for name in setuptools["packages"]}
+    for top, place in NOT_INSTALLED.items():
+        inner = {file.parent.relative_to(REPO / place).as_posix() for file in (REPO / place).rglob("*.py")}
+        folders |= {f"{top}.{name.replace('/', '.')}" if name != "." else top: f"{place}/{name}" for name in inner}
+    return {
+        package if file.stem == "__init__" else f"{package}.{file.stem}": file
+        for package, folder in folders.items()
+        for file in sorted((REPO / folder).glob("*.py"))
+    }
 
 
 def room(module: str) -> str:
@@ -89,8 +92,61 @@ def inner_edges() -> set[tuple[str, str]]:
         (room(module), room(name))
         for module in modules()
         for name in imports(module)
-        if name.split(".")[0] == "mlx_zip" and room(name) != room(module)
+        if name.split(".")[0] in ("mlx_zip", "recipes") and room(name) != room(module)
     }
+
+
+def file_edges() -> dict[str, set[str]]:
+    """Module -> the modules of the project that it imports when it is loaded or called, type checks apart."""
+    known = modules()
+    return {module: {n for n in _runtime_imports(module) if n in known and n != module} for module in known}
+
+
+def _runtime_imports(module: str) -> Iterator[str]:
+    file, known = modules()[module], modules()
+    package = module if file.stem == "__init__" else module.rpartition(".")[0]
+    tree = ast.parse(file.read_text())
+    typing_only = {id(inner) for node in ast.walk(tree) if _checks_types(node) for inner in ast.walk(node)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and id(node) not in typing_only:
+            parents = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            origin = ".".join([*parents, *([node.module] if node.module else [])])
+            for alias in node.names:  # a name is a module of that package, or lives in it
+                inner = _home(origin, alias.name) if origin == "mlx_zip" else f"{origin}.{alias.name}"
+                yield inner if inner in known else origin
+        elif isinstance(node, ast.Import) and id(node) not in typing_only:
+            yield from (alias.name for alias in node.names)
+
+
+def _checks_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+
+
+def cycles(edges: dict[str, set[str]]) -> list[list[str]]:
+    """Groups of modules that import each other in a circle, each sorted (Tarjan's strongly connected components)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(node: str) -> None:
+        index[node] = low[node] = len(index)
+        stack.append(node)
+        for other in sorted(edges[node]):
+            if other not in index:
+                visit(other)
+            if other in stack:
+                low[node] = min(low[node], low[other])
+        if low[node] == index[node]:
+            at = stack.index(node)
+            group, stack[at:] = stack[at:], []
+            if len(group) > 1:
+                found.append(sorted(group))
+
+    for node in sorted(edges):
+        if node not in index:
+            visit(node)
+    return found
 
 
 def floor(name: str) -> int:
@@ -101,8 +157,10 @@ def test_every_module_belongs_to_a_room_of_the_picture():
     assert {room(m) for m in modules()} <= set.union({ROOT}, LEAVES, DOORS, *FLOORS)
 
 
-def test_every_source_folder_is_packaged():
-    folders = {f.parent for top in ("mlx_zip", "converters", "bench", "apps") for f in (REPO / top).rglob("*.py")}
+def test_every_source_folder_is_packaged_or_known_not_to_be():
+    folders = {
+        f.parent for top in ("mlx_zip", "converters", "bench", "apps", "recipes") for f in (REPO / top).rglob("*.py")
+    }
     assert folders <= {file.parent for file in modules().values()}
 
 
@@ -115,6 +173,10 @@ def test_rooms_on_one_floor_do_not_import_each_other_in_circles():
     while leaving := {a for a, _ in edges} - {b for _, b in edges}:
         edges = {(a, b) for a, b in edges if a not in leaving}
     assert edges == set()
+
+
+def test_no_files_import_each_other_in_circles():
+    assert cycles(file_edges()) == []
 
 
 def test_nothing_imports_a_leaf_and_leaves_do_not_import_each_other():
@@ -136,7 +198,7 @@ def test_every_library_that_is_imported_is_declared():
     lines = [*project["dependencies"], *(line for extra in project["optional-dependencies"].values() for line in extra)]
     declared = {line.split(";")[0].split("[")[0].rstrip("0123456789.,<>=! ").replace("_", "-") for line in lines}
     used = {name.split(".")[0] for module in modules() for name in imports(module)}
-    foreign = used - set(sys.stdlib_module_names) - {"mlx_zip", "__future__"}
+    foreign = used - set(sys.stdlib_module_names) - {"mlx_zip", "recipes", "__future__"}
     named = {DISTRIBUTIONS.get(name, name) for name in foreign}
     assert {name.replace("_", "-") for name in named if name} <= declared
 

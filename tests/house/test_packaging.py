@@ -100,7 +100,7 @@ def test_the_sdist_carries_the_native_sources_the_tests_and_the_golden_data(sdis
         names = {name.partition("/")[2] for name in archive.getnames()}
     sources = {str(p.relative_to(REPO)) for p in (REPO / "native").glob("*.[ch]")}
     golden = {str(p.relative_to(REPO)) for p in (REPO / "tests/golden").rglob("*.json")}
-    assert sources | golden | {"setup.py", "native/build.py", "tests/test_packaging.py", "LICENSE"} <= names
+    assert sources | golden | {"setup.py", "native/build.py", "tests/house/test_packaging.py", "LICENSE"} <= names
 
 
 def test_the_sdist_carries_nothing_that_was_compiled(sdist):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import math
 
-from mlx_zip.bench.ablation_page import differences, page, table7, table8, tables
-from mlx_zip.bench.ablation_results import (
+from mlx_zip.bench.papers.zip2zip.ablation_page import differences, page, table7, table8, tables
+from mlx_zip.bench.papers.zip2zip.ablation_results import (
     ENCODERS,
     PAPER_ENCODERS,
     PAPER_SIZES,

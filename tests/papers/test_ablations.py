@@ -15,14 +15,14 @@ import pytest
 from mlx_lm.models import llama
 from mlx_lm.utils import save_config, save_model
 
-from mlx_zip.bench import ablations
-from mlx_zip.bench.ablation_page import page
-from mlx_zip.bench.ablation_results import (
+from mlx_zip.bench.papers.zip2zip import ablations
+from mlx_zip.bench.papers.zip2zip.ablation_page import page
+from mlx_zip.bench.papers.zip2zip.ablation_results import (
     Results,
     read_lines,
     read_remarks,
 )
-from mlx_zip.bench.ablations import LINES, Setting, settings
+from mlx_zip.bench.papers.zip2zip.ablations import LINES, Setting, settings
 from mlx_zip.errors import MlxZipError
 from mlx_zip.evaluation.bits import measure_bits
 from mlx_zip.evaluation.documents import read_corpus

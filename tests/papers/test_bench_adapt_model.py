@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from mlx_zip.bench import __main__ as bench
-from mlx_zip.bench.adapt_figure import draw
-from mlx_zip.bench.adapt_page import TABLES, groups
 from mlx_zip.bench.figures import Records
+from mlx_zip.bench.papers.adaptbpe.adapt_figure import draw
+from mlx_zip.bench.papers.adaptbpe.adapt_page import TABLES, groups
 from mlx_zip.bench.shapes import from_folders, sliced
 from mlx_zip.errors import MlxZipError
 from support import tiny_bench

@@ -7,9 +7,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_zip.bench import classifier, classify, classify_page, classify_texts
 from mlx_zip.bench.__main__ import main
-from mlx_zip.bench.classify_texts import Setting
+from mlx_zip.bench.papers.multitok import classifier, classify, classify_page, classify_texts
+from mlx_zip.bench.papers.multitok.classify_texts import Setting
 from mlx_zip.errors import DataError, MlxZipError
 from mlx_zip.vocab.multitok import Samples, Words
 

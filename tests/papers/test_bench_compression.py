@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from mlx_zip.bench import tokens as bench
-from mlx_zip.bench.compression_page import PICTURE, page
-from mlx_zip.bench.compression_results import DOMAINS, RECORDS, SHARES, TABLE_2, Counts, read_lines
 from mlx_zip.bench.flops import TABLE_9, TRAINED, record
+from mlx_zip.bench.papers.zip2zip.compression_page import PICTURE, page
+from mlx_zip.bench.papers.zip2zip.compression_results import DOMAINS, RECORDS, SHARES, TABLE_2, Counts, read_lines
 from mlx_zip.bench.tokens import COLUMNS
 from mlx_zip.errors import MlxZipError
 from support.places import DOCS

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from mlx_zip.bench import multitok
-from mlx_zip.bench.multitok_page import RECORDS, read_lines, write_page, written
+from mlx_zip.bench.papers.multitok import multitok
+from mlx_zip.bench.papers.multitok.multitok_page import RECORDS, read_lines, write_page, written
 from mlx_zip.errors import DataError
 from mlx_zip.vocab.multitok import Dictionary, Samples, Settings, Tokens
 from support.places import DOCS

@@ -13,6 +13,7 @@ from mlx_zip.generate import load
 from mlx_zip.vocab.packs import Pack, save_pack
 from mlx_zip.vocab.tuned import TunedRows, TunedStart
 from support import tiny_bench, tiny_text
+from support.places import GOLDEN_MODELS
 
 NAME = "llama_transformer_tied_lora"
 TEXT = "the cat sat on the mat\n<end>\nthe dog sat on the cat, and the cat on the dog\n"
@@ -23,7 +24,7 @@ FIRST = 40  # an id that may merge
 def flags(tmp_path):
     (tmp_path / "text.txt").write_text(TEXT)
     save_pack(tmp_path / "two.npz", Pack(((FIRST, FIRST + 1), (FIRST, FIRST + 2))))
-    models = {"--model": tiny_text.converted(NAME), "--base": tiny_text.GOLDEN / NAME / "base"}
+    models = {"--model": tiny_text.converted(NAME), "--base": GOLDEN_MODELS / NAME / "base"}
     text = ["--data", tmp_path / "text.txt", "--separator", "<end>"]
     return [*(word for pair in models.items() for word in pair), *text]
 
@@ -63,7 +64,7 @@ def test_a_tuned_pack_is_measured_with_its_rows(flags, tmp_path, capsys):
 
 
 def test_a_base_of_another_tokenizer_is_refused(flags, capsys):
-    flags[3] = tiny_text.GOLDEN / "llama_transformer_untied_pos" / "base"
+    flags[3] = GOLDEN_MODELS / "llama_transformer_untied_pos" / "base"
     with pytest.raises(MlxZipError, match="another tokenizer"):
         tiny_bench.run("pack_quality", *flags)
     assert capsys.readouterr().out == ""

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from mlx_zip.bench.pack_transfer import halves
+from mlx_zip.bench.papers.packs.pack_transfer import halves
 from mlx_zip.codec import Codebook, compress
 from mlx_zip.errors import CodecError, DataError, MlxZipError
 from mlx_zip.evaluation.bits import measure_bits
@@ -16,6 +16,7 @@ from mlx_zip.tokenizer import encode_prompt
 from mlx_zip.vocab.learner import learn
 from mlx_zip.vocab.packs import Pack, save_pack
 from support import tiny_bench, tiny_text
+from support.places import GOLDEN_MODELS
 
 NAME = "llama_transformer_tied_lora"
 PHRASES = [
@@ -32,7 +33,7 @@ FIRST, SIZE, OPENING, TOKENS = 40, 3, 6, 10
 def flags(tmp_path):
     (tmp_path / "text.txt").write_text("\n<end>\n".join(TEXTS))
     save_pack(tmp_path / "own.npz", Pack(tuple((FIRST, FIRST + n) for n in range(1, 8))))
-    models = {"--model": tiny_text.converted(NAME), "--base": tiny_text.GOLDEN / NAME / "base"}
+    models = {"--model": tiny_text.converted(NAME), "--base": GOLDEN_MODELS / NAME / "base"}
     sizes = ["--sizes", SIZE, "--stories", 2, "--opening", OPENING, "--tokens", TOKENS]
     text = ["--data", tmp_path / "text.txt", "--separator", "<end>"]
     return [*(word for pair in models.items() for word in pair), *text, *sizes]

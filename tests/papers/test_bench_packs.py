@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from mlx_zip.bench import packs
+from mlx_zip.bench.papers.packs import packs
 from mlx_zip.bench.vocabularies import read_vocabulary
 from mlx_zip.codec import CodecParams, compress
 from mlx_zip.errors import MlxZipError

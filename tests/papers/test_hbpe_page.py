@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from mlx_zip.bench import hbpe_page
+from mlx_zip.bench.papers.hbpe import hbpe_page
 from mlx_zip.bench.svg import Curve, Panel, drawn, ticks
 
 LINE = {

@@ -9,10 +9,10 @@ from itertools import chain
 
 import pytest
 
-from mlx_zip.apps.stories import __main__ as main
-from mlx_zip.apps.stories import packs
-from mlx_zip.apps.stories.recipe import as_words, in_process_of_its_own, measures
-from mlx_zip.apps.stories.settings import FULL, TINY
+from recipes.stories import __main__ as main
+from recipes.stories import packs
+from recipes.stories.recipe import as_words, in_process_of_its_own, measures
+from recipes.stories.settings import FULL, TINY
 
 
 def test_flags_become_words():
@@ -26,7 +26,7 @@ signal.signal(signal.SIGTERM, lambda *_: (print('saved', flush=True), sys.exit(1
 print('up', flush=True)
 time.sleep(60)
 """
-PARENT = "import sys; from pathlib import Path; from mlx_zip.apps.stories.recipe import in_process_of_its_own as run; "
+PARENT = "import sys; from pathlib import Path; from recipes.stories.recipe import in_process_of_its_own as run; "
 
 
 def test_a_command_runs_in_the_folder_and_gives_its_status(tmp_path):

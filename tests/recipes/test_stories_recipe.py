@@ -13,16 +13,16 @@ from itertools import takewhile
 import pytest
 
 from mlx_zip import cli
-from mlx_zip.apps.stories import __main__ as main
-from mlx_zip.apps.stories import packs
-from mlx_zip.apps.stories import recipe as recipes
-from mlx_zip.apps.stories.recipe import STAGES, TRAIN_SETS, Recipe, card, install
-from mlx_zip.apps.stories.settings import TINY
-from mlx_zip.apps.stories.texts import SOURCES
 from mlx_zip.config import ZipConfig
 from mlx_zip.errors import DataError, TrainingError
 from mlx_zip.generate import generate, load
 from mlx_zip.vocab.packs import load_pack
+from recipes.stories import __main__ as main
+from recipes.stories import packs
+from recipes.stories import recipe as recipes
+from recipes.stories.recipe import STAGES, TRAIN_SETS, Recipe, card, install
+from recipes.stories.settings import TINY
+from recipes.stories.texts import SOURCES
 from support.stories_toy import corpus
 
 LEARN = ["vocab", "pack", "learn"]

@@ -5,10 +5,10 @@ import re
 
 import pytest
 
-from mlx_zip.apps.stories import requests
-from mlx_zip.apps.stories.lexicon import ends_noun, learn, words
-from mlx_zip.apps.stories.requests import ask, conversations, listed, things, write_jsonl
 from mlx_zip.errors import DataError
+from recipes.stories import requests
+from recipes.stories.lexicon import ends_noun, learn, words
+from recipes.stories.requests import ask, conversations, listed, things, write_jsonl
 from support.stories_toy import ANIMALS, COLOURS, NAMES, OBJECTS, PLACES, story
 
 STORIES = list(dict.fromkeys(story(random.Random(seed)) for seed in range(120)))

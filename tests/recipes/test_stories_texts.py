@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from mlx_zip.apps.stories.texts import SOURCES, read_stories, require, split_real, split_synthetic
 from mlx_zip.errors import DataError
+from recipes.stories.texts import SOURCES, read_stories, require, split_real, split_synthetic
 from support.stories_toy import corpus
 
 

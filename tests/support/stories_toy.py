@@ -6,7 +6,7 @@ import gzip
 import random
 from pathlib import Path
 
-from mlx_zip.apps.stories.texts import SEPARATOR, SOURCES
+from recipes.stories.texts import SEPARATOR, SOURCES
 
 NAMES, ANIMALS = ("Lily", "Tom", "Sue"), ("dog", "cat", "bird", "frog")
 OBJECTS, COLOURS, PLACES = ("ball", "hat", "box", "cake"), ("red", "big", "shiny"), ("park", "garden", "forest")

@@ -8,8 +8,10 @@ from types import ModuleType
 from typing import Any
 
 from mlx_zip.bench import machine, shapes
+from mlx_zip.bench.__main__ import BENCHES
 from mlx_zip.bench.engines import Run
 from mlx_zip.bench.generate_record import SCHEMA, ceiling, ceiling_record, counts, figures
+from mlx_zip.bench.papers.__main__ import EXPERIMENTS
 from mlx_zip.bench.shapes import Models
 from support import tiny, tiny_text
 
@@ -45,7 +47,7 @@ def models(seed: int = 0, **changes: Any) -> Models:
 
 def parse(bench: str, *flags: object) -> tuple[ModuleType, argparse.Namespace]:
     """A bench's module, and its flags parsed."""
-    module, parser = import_module(f"mlx_zip.bench.{bench}"), argparse.ArgumentParser()
+    module, parser = import_module((BENCHES | EXPERIMENTS)[bench][0]), argparse.ArgumentParser()
     module.add_arguments(parser)
     return module, parser.parse_args([*map(str, flags)])
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from mlx_zip.codec import Codebook, CodecParams
 from mlx_zip.errors import DataError
 from mlx_zip.training.windows import Window, compress_window
-from support import tiny_text
 from support.checkpoints import edit_json
+from support.places import GOLDEN_MODELS
 from support.prepared import BOS, EOS, FORGETFUL, expanded, ids_of, prepared, tokenizer_folder, write_lines
 
 TALK = [
@@ -161,7 +161,7 @@ def test_of_a_prompt_and_its_completion_the_completion_is_learnt(tmp_path, templ
 @pytest.mark.parametrize("trimmed", [False, True])
 def test_a_token_that_begins_in_the_prompt_is_not_learnt(tmp_path, prompt, trimmed):
     folder = tmp_path / "tokenizer"
-    shutil.copytree(tiny_text.GOLDEN / "llama_transformer_tied_lora" / "base", folder)
+    shutil.copytree(GOLDEN_MODELS / "llama_transformer_tied_lora" / "base", folder)
     (folder / "chat_template.jinja").unlink()
     if trimmed:  # as GPT-2's: the space of a token is no part of its place
         trim = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}

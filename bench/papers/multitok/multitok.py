@@ -21,6 +21,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from mlx_zip.bench.record import summary, surroundings
+from mlx_zip.bench.vocabularies import named_vocabulary
 from mlx_zip.errors import MlxZipError
 from mlx_zip.evaluation.documents import read_corpus
 from mlx_zip.vocab.multitok import (
@@ -35,9 +37,6 @@ from mlx_zip.vocab.multitok import (
     prune,
     rewrite,
 )
-
-from .record import summary, surroundings
-from .vocabularies import named_vocabulary
 
 # (percent of samples, window) -> r of the paper's table I on 25,000 reviews; 0: Max
 PAPER_WORDS = {(100, 0): 0.57, (100, 2): 0.60, (50, 0): 0.80, (50, 2): 0.83, (25, 2): 0.93}

@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from mlx_zip.bench.tables import table
 from mlx_zip.errors import DataError, InstallationError
 from mlx_zip.files import whole_file
-
-from .tables import table
 
 Line = dict[str, Any]
 SAMPLED = {"imdb": "IMDB", "agnews": "AG-News", "sst2": "SST-2"}

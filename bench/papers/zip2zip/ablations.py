@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mlx_zip.bench.record import surroundings
 from mlx_zip.errors import MlxZipError
 from mlx_zip.files import whole_file
 
 from .ablation_page import tables, write_page
 from .ablation_results import ENCODERS, FIGURES, RECORDS, Results, read_lines, read_remarks
-from .record import surroundings
 
 LINES = "ablations.jsonl"
 POINTS = 100  # of a training curve, at most

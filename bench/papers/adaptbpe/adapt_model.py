@@ -26,6 +26,9 @@ from typing import Any
 
 import numpy as np
 
+from mlx_zip.bench.engines import weight_bytes
+from mlx_zip.bench.record import surroundings
+from mlx_zip.bench.tokens import read_domains
 from mlx_zip.errors import DataError, MlxZipError
 from mlx_zip.evaluation.bits import ratio_error, window_bits
 from mlx_zip.evaluation.documents import Document
@@ -33,10 +36,6 @@ from mlx_zip.evaluation.scoring import compress_row, context_limit, is_zip, scor
 from mlx_zip.evaluation.windows import cut_windows, encode_with_bytes
 from mlx_zip.vocab.adaptbpe.adapted import METHODS, AdaptedVocabulary, adapted, words_of
 from mlx_zip.vocab.adaptbpe.base import BaseVocabulary, read_base
-
-from .engines import weight_bytes
-from .record import surroundings
-from .tokens import read_domains
 
 CONTEXT = 1024
 TARGET = 0.01  # bits per byte more than the whole model's, at half of the merges, on the model's own kind of text

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from mlx_zip.bench.tables import table
 from mlx_zip.errors import DataError
 from mlx_zip.files import whole_file
 
 from .classify_page import classified
-from .tables import table
 
 NAMES = ("multitok", "classify", "packs-multitok")
-RECORDS = tuple(Path(__file__).resolve().parent / "records" / f"{name}.jsonl" for name in NAMES)
+RECORDS = tuple(Path(__file__).resolve().parents[2] / "records" / f"{name}.jsonl" for name in NAMES)
 SECTION = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.S)
 Line = dict[str, Any]
 

@@ -28,6 +28,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_zip.bench.machine import device
+from mlx_zip.bench.record import surroundings
 from mlx_zip.errors import MlxZipError
 from mlx_zip.files import write_json
 from mlx_zip.models.hbpe import PatchConfig, PatchModel, PlainConfig, PlainModel, parameters_of
@@ -37,8 +39,6 @@ from mlx_zip.vocab.hbpe_measures import Tower, fertility, hierarchical_flops, pl
 from mlx_zip.vocab.hbpe_table import PatchTable
 
 from .hbpe_data import Data, Material, read_documents
-from .machine import device
-from .record import surroundings
 
 KINDS = ("plain", "patches", "equal", "bytes", "space", "entropy")
 SIZED = ("patches", "equal")  # kinds that --patch-size is for

@@ -11,7 +11,7 @@ from typing import Any, TypeGuard
 
 from mlx_zip.errors import MlxZipError
 
-RECORDS = Path(__file__).resolve().parent / "records" / "ablations.jsonl"
+RECORDS = Path(__file__).resolve().parents[2] / "records" / "ablations.jsonl"
 ENCODERS = {  # name: (kind, layers, label)
     "averaging": ("averaging", 1, "averaging"),
     "attention": ("attention", 1, "1 attention layer"),

@@ -10,7 +10,7 @@ from typing import Any
 
 from mlx_zip.errors import MlxZipError
 
-_FOLDER = Path(__file__).resolve().parent / "records"
+_FOLDER = Path(__file__).resolve().parents[2] / "records"
 RECORDS = tuple(_FOLDER / name for name in ("tokens.jsonl", "flops.jsonl", "codec-figure4.jsonl"))
 MERGE_SIZE, CODEBOOK_SIZE, RATE_WINDOW = 3, 2048, 2048  # the paper's (§3.1, table 7), but for the codebook's
 Line = dict[str, Any]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .svg import Curve, Panel, drawn
-from .tables import table
+from mlx_zip.bench.svg import Curve, Panel, drawn
+from mlx_zip.bench.tables import table
 
 CODEC, MODELS = "hbpe", "hbpe_model"  # records
 GPT2 = "gpt2_vocab.bpe"

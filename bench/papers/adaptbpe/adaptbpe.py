@@ -19,15 +19,14 @@ from typing import Any
 
 import numpy as np
 
+from mlx_zip.bench.record import summary, surroundings
+from mlx_zip.bench.tokens import read_domains
 from mlx_zip.errors import DataError, MlxZipError
 from mlx_zip.vocab.adaptbpe.adapted import RULES, AdaptedVocabulary, adapted, words_of
 from mlx_zip.vocab.adaptbpe.base import BaseVocabulary, read_base
 from mlx_zip.vocab.adaptbpe.encoder import PIECES, Encoder
 from mlx_zip.vocab.adaptbpe.learn import Swap, adapt
 from mlx_zip.vocab.adaptbpe.plain import tokenizer_json
-
-from .record import summary, surroundings
-from .tokens import read_domains
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -17,13 +17,12 @@ from typing import Any
 
 import numpy as np
 
+from mlx_zip.bench.engines import MlxLm
+from mlx_zip.bench.machine import device
+from mlx_zip.bench.record import summary, surroundings
+from mlx_zip.bench.shapes import PRECISIONS, SHAPES, Models, ZipOptions, from_folders, from_shape, sliced
+from mlx_zip.bench.workloads import read_tokenizer
 from mlx_zip.errors import MlxZipError
-
-from .engines import MlxLm
-from .machine import device
-from .record import summary, surroundings
-from .shapes import PRECISIONS, SHAPES, Models, ZipOptions, from_folders, from_shape, sliced
-from .workloads import read_tokenizer
 
 CLOCKS = ("wall_ms", "processor_ms")
 TARGET = 0.8  # of the bound

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
+from mlx_zip.bench.record import surroundings
 from mlx_zip.codec import Codebook
 from mlx_zip.errors import MlxZipError
 from mlx_zip.evaluation.bits import measure_bits
@@ -29,7 +30,6 @@ from mlx_zip.vocab.packs import Pack, merge_packs
 from mlx_zip.vocab.tuned import AnyStart
 
 from .pack_quality import CONTEXT, Named, add_models, check_packs, names_of, read_packs, scored
-from .record import surroundings
 
 SIZES, OPENING, TOKENS, STORIES = (256, 1024), 32, 128, 24
 TEMPERATURES = {"greedy": 0.0, "sampled": 0.7}

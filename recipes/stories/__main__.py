@@ -1,4 +1,4 @@
-"""`python -m mlx_zip.apps.stories --data DIR --out DIR`: makes the stories models; `make model` calls it."""
+"""`python -m recipes.stories --data DIR --out DIR`: makes the stories models; `make model` calls it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     """The flags."""
     made = argparse.ArgumentParser(
-        prog="python -m mlx_zip.apps.stories",
+        prog="python -m recipes.stories",
         description="Makes the stories models from a folder of stories.",
         epilog=needs(),
     )

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from mlx_zip.bench.figures import Records
 from mlx_zip.errors import InstallationError, MlxZipError
 from mlx_zip.files import whole_file
 
 from .adapt_page import METHODS, TEXTS, groups
-from .figures import Records
 
-RECORDS = Path(__file__).resolve().parent / "records"
+RECORDS = Path(__file__).resolve().parents[2] / "records"
 PANELS = ("compression utility", "bits per byte")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .tables import table
+from mlx_zip.bench.tables import table
 
 Line = dict[str, Any]
 TEXTS = {"pubmedqa": "PubMedQA", "mbpp": "MBPP code", "ud_fr": "UD French", "ud_oc": "UD Occitan", "stories": "stories"}

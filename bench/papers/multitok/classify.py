@@ -22,16 +22,16 @@ from typing import Any
 
 import numpy as np
 
+from mlx_zip.bench.record import surroundings
+from mlx_zip.bench.vocabularies import named_vocabulary
 from mlx_zip.errors import DataError, MlxZipError
 from mlx_zip.files import whole_file
 from mlx_zip.vocab.multitok import Tokens, Words
 
 from .classifier import RATE, learn
 from .classify_texts import PLAIN, Labelled, Setting, encode, read_labelled
-from .record import surroundings
-from .vocabularies import named_vocabulary
 
-RECORD = Path(__file__).resolve().parent / "records" / "classify.jsonl"
+RECORD = Path(__file__).resolve().parents[2] / "records" / "classify.jsonl"
 Line = dict[str, Any]
 _COUNTS = ("samples", "test_samples", "words", "epochs", "batch_size")
 _SAME = ("setting", "seed", "words", "epochs", "batch_size", "learning_rate", "data")  # one run, if all are equal

@@ -15,14 +15,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from mlx_zip.bench.codec import MERGE_SIZE, WINDOW, seconds, upstream
+from mlx_zip.bench.record import summary
+from mlx_zip.bench.tokens import read_domains
+from mlx_zip.bench.vocabularies import Vocabulary, named_vocabulary
 from mlx_zip.codec import CodecParams, compress
 from mlx_zip.errors import InstallationError, MlxZipError
 from mlx_zip.files import whole_file
-
-from .codec import MERGE_SIZE, WINDOW, seconds, upstream
-from .record import summary
-from .tokens import read_domains
-from .vocabularies import Vocabulary, named_vocabulary
 
 SIZES = tuple(10**n for n in range(3, 8))  # bytes
 CURVES = {"tokenizer": "tokenizer alone", "with_ours": "with mlx_zip", "with_upstream": "with zip2zip-compression"}

@@ -18,16 +18,15 @@ from typing import Any
 
 import numpy as np
 
+from mlx_zip.bench.record import surroundings
+from mlx_zip.bench.tokens import read_domains
+from mlx_zip.bench.vocabularies import KINDS, Vocabulary, read_vocabulary
 from mlx_zip.codec import CodecParams, compress
 from mlx_zip.codec.ids import Uint32s, as_ids
 from mlx_zip.errors import MlxZipError
 from mlx_zip.vocab.learner import learn
 from mlx_zip.vocab.multitok import Dictionary, Samples, Settings, Tokens
 from mlx_zip.vocab.multitok.export import as_pack
-
-from .record import surroundings
-from .tokens import read_domains
-from .vocabularies import KINDS, Vocabulary, read_vocabulary
 
 SIZES, GROWTH = (256, 1024, 4096), 2048
 Entries = Sequence[tuple[int, ...]]

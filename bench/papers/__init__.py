@@ -1,0 +1,1 @@
+"""Experiments that repeat papers: run from a checkout, not installed."""

@@ -1,0 +1,1 @@
+"""What the AdaptBPE paper measures, repeated, and what an adapted vocabulary costs a model."""

@@ -1,0 +1,1 @@
+"""What the hierarchical BPE paper measures, repeated: patches and models over them."""

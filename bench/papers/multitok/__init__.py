@@ -1,0 +1,1 @@
+"""What the MultiTok paper measures, repeated: compression of corpora and classifiers."""
