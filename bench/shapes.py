@@ -18,6 +18,7 @@ from mlx.utils import tree_flatten
 
 from mlx_zip.config import SIDES
 from mlx_zip.errors import MlxZipError
+from mlx_zip.layout import is_zip
 
 GROUP_SIZE = 64
 PRECISIONS = ("float32", "16", "8", "4")
@@ -158,10 +159,10 @@ def from_folders(model: str | None, base: str | None) -> Models:
         raise MlxZipError("name a model with --model or --base, or a shape with --shape")
     nothing: tuple[Any, Any] = (None, None)
     zipped, tokenizer = load(model) if model else nothing
-    if zipped is not None and not hasattr(zipped, "layout"):
+    if zipped is not None and not is_zip(zipped):
         raise MlxZipError(f"--model {model} has no hypertokens; a plain model is named with --base")
     plain, base_tokenizer = load(base) if base else nothing
-    if hasattr(plain, "layout"):
+    if is_zip(plain):
         raise MlxZipError(f"--base {base} has hypertokens; name a plain model")
     if len({len(one) for one in (tokenizer, base_tokenizer) if one is not None}) > 1:
         raise MlxZipError(f"--base {base} and --model {model} have tokenizers of different sizes")

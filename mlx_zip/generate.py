@@ -18,6 +18,7 @@ from mlx_lm.sample_utils import LogitsProcessor, Sampler
 
 from mlx_zip.decode import decode_steps
 from mlx_zip.errors import GenerationError
+from mlx_zip.layout import is_zip
 from mlx_zip.loading import load
 from mlx_zip.request import GenerationResponse, Request, base_config
 from mlx_zip.sampling import Sampling
@@ -70,14 +71,14 @@ def stream_generate(
         if len(prompt_cache) != len(cache) or (find_state(prompt_cache) is None) != (find_state(cache) is None):
             raise GenerationError("the prompt cache was not made for this model")
         cache = prompt_cache
-        if hasattr(model, "layout"):
+        if is_zip(model):
             model.check_cache(cache)[1].begun_with([start])
     _check_kv(model, cache, kv_bits, kv_group_size, prefill_step_size)
     request = Request(model, tokenizer, prompt, cache, max_tokens=max_tokens, stop=stop)
     sampler = _make_sampler(options, sampler, model, tokenizer)
     processors = request.processors(options, logits_processors or ())
     kv = {"kv_bits": kv_bits, "kv_group_size": kv_group_size, "quantized_kv_start": quantized_kv_start}
-    if hasattr(model, "layout"):
+    if is_zip(model):
         steps = decode_steps(
             model,
             request.prompt_ids,
@@ -261,7 +262,7 @@ def _new_cache(model: Any, start: Sequence[Any] | None) -> list[Any]:
     """The cache of one request. Raises `GenerationError` for a start codebook that the model cannot use."""
     if start is None:
         return make_prompt_cache(model)
-    if not hasattr(model, "layout"):
+    if not is_zip(model):
         raise GenerationError(
             "start (--codebook): this model has no hypertokens, so nothing could use it; load it with a pack that was "
             "tuned for it (mlx_zip vocab pack tune)"
@@ -270,7 +271,7 @@ def _new_cache(model: Any, start: Sequence[Any] | None) -> list[Any]:
 
 
 def _batch_cache(model: Any, left_padding: list[int], starts: Sequence[Any]) -> list[Any]:
-    if hasattr(model, "layout"):
+    if is_zip(model):
         return model.make_cache(left_padding=left_padding, start=starts)
     if any(type(entry) is not KVCache for entry in make_prompt_cache(model)):
         raise GenerationError("this model's caches do not batch; generate the prompts one by one")
@@ -278,7 +279,7 @@ def _batch_cache(model: Any, left_padding: list[int], starts: Sequence[Any]) -> 
 
 
 def _pad_id(model: Any, tokenizer: Any) -> int:
-    if hasattr(model, "layout"):
+    if is_zip(model):
         return model.config.pad_id
     return next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
 
@@ -293,7 +294,7 @@ def _make_sampler(options: Sampling, sampler: Sampler | None, model: Any, tokeni
         if ignored := options.sampler_options():
             raise GenerationError(f"{', '.join(ignored)}: give either a sampler or options for one")
         return sampler
-    width = model.layout.width if hasattr(model, "layout") else base_config(model).get("vocab_size")
+    width = model.layout.width if is_zip(model) else base_config(model).get("vocab_size")
     never_excluded = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids] if options.xtc_probability else ()
     return options.make_sampler(width, never_excluded)
 

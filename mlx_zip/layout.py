@@ -64,3 +64,8 @@ class Layout:
                 f"the tokenizer has {token_ids} ids but hypertokens begin at {self.vocab_size} "
                 "(initial_vocab_size); the checkpoint and the tokenizer do not belong together"
             )
+
+
+def is_zip(model: Any) -> bool:
+    """Whether a model has hypertokens: every engine's model that does carries its `Layout` as `layout`."""
+    return isinstance(getattr(model, "layout", None), Layout)

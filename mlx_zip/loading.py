@@ -19,6 +19,7 @@ from mlx_zip.bundled import NAMES, here_or_bundled
 from mlx_zip.errors import DataError, MlxZipError, ModelError, bare_exceptions_as_value_errors
 from mlx_zip.files import check_in
 from mlx_zip.hyper import RowStore
+from mlx_zip.layout import is_zip
 from mlx_zip.models.packed import packed_config
 from mlx_zip.register import MODEL_TYPE
 from mlx_zip.vocab.adaptbpe.plain import follow_folder
@@ -87,7 +88,7 @@ def load(
     follow_folder(getattr(loaded[1], "backend_tokenizer", None), folder)
     if pack is not None and pack.tokenizer is not None:
         pack.check_tokenizer(tokenizer_fingerprint(loaded[1]), "the pack (--codebook)")
-    if hasattr(model, "layout"):
+    if is_zip(model):
         model.layout.check_tokenizer(len(loaded[1]))
         if canonical is not None:
             model.config = replace(model.config, canonical=canonical)

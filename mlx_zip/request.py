@@ -15,6 +15,7 @@ from mlx_lm.sample_utils import LogitsProcessor
 from mlx_zip.canonical import CanonicalDecoding
 from mlx_zip.codec import compress
 from mlx_zip.errors import GenerationError
+from mlx_zip.layout import is_zip
 from mlx_zip.sampling import Sampling
 from mlx_zip.state import ZipState, find_state
 from mlx_zip.tokenizer import TextStream, encode_prompt
@@ -148,14 +149,14 @@ class Request:
 
 def _base_id_limit(model: Any, tokenizer: Any) -> int:
     """One past the last base id a prompt may hold."""
-    if hasattr(model, "layout"):
+    if is_zip(model):
         return model.layout.vocab_size
     return base_config(model).get("vocab_size", len(tokenizer))
 
 
 def base_config(model: Any) -> Mapping[str, Any]:
     """The decoder's config: config.json for our models, the arguments mlx-lm read from it for plain ones."""
-    return model.args.config if hasattr(model, "layout") else vars(model.args)
+    return model.args.config if is_zip(model) else vars(model.args)
 
 
 def _room(model: Any, used: int) -> float:

@@ -142,7 +142,8 @@ class Evaluation:
 
     def add(self, name: str) -> None:
         """Loads a model, measures all that was asked for, and lets go of it."""
-        from mlx_zip.evaluation.scoring import context_limit, is_zip
+        from mlx_zip.evaluation.scoring import context_limit
+        from mlx_zip.layout import is_zip
 
         model, tokenizer = self._load(name)
         if self.packs is not None and is_zip(model):

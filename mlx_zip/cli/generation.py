@@ -12,6 +12,7 @@ from typing import Any, TextIO
 from mlx_zip import bundled
 from mlx_zip.cli import packs, rows
 from mlx_zip.errors import GenerationError, MlxZipError
+from mlx_zip.layout import is_zip
 
 REFUSED = {  # flags of mlx_lm.generate that cannot work here, and why
     "max_kv_size": "a rotating KV cache forgets ids that the codebook still knows",
@@ -140,7 +141,7 @@ def run(args: argparse.Namespace) -> int:
             quantized_kv_start=args.quantized_kv_start,
             **options,
         )
-        zips = hasattr(model, "layout")
+        zips = is_zip(model)
         return show(responses, args, sys.stdout, store if zips else None, packs.record(chosen, model))
 
 

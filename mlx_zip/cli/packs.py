@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from mlx_zip.errors import CodecError, GenerationError
+from mlx_zip.layout import is_zip
 
 if TYPE_CHECKING:
     from mlx_zip.vocab.packs import Pack
@@ -75,7 +76,7 @@ def record(packs: Packs | None, model: Any) -> dict[str, Any]:
     """What a record says of a zip2zip model's codebook: its slots, and the pack in them, the flag's or a tuned one of
     the model's own.
     """
-    if not hasattr(model, "layout"):
+    if not is_zip(model):
         return {}
     mark = model.pack and model.pack.pack if packs is None else packs.merged.fingerprint
     return {"codebook_size": model.layout.codebook_size, "codebook_fingerprint": mark}
@@ -85,7 +86,7 @@ def check(packs: Packs, model: Any, tokenizer: Any) -> None:
     """Raises `GenerationError` or `DataError` naming the packs when they do not fit the model or its tokenizer."""
     name, entries = f"--codebook {' '.join(packs.files)}", packs.merged.entries
     _check_tokenizers(packs, tokenizer)
-    if not hasattr(model, "layout"):
+    if not is_zip(model):
         return
     if len(entries) > (room := model.config.codebook_size):
         raise GenerationError(

@@ -22,8 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_zip.errors import DataError
-from mlx_zip.evaluation.scoring import Compressed, Scored, compress_row, context_limit, is_zip, score
+from mlx_zip.evaluation.scoring import Compressed, Scored, compress_row, context_limit, score
 from mlx_zip.evaluation.windows import Window, Windows
+from mlx_zip.layout import is_zip
 from mlx_zip.vocab.tuned import AnyStart
 
 

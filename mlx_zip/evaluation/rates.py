@@ -15,8 +15,9 @@ from mlx_zip.codec import Codebook, compress
 from mlx_zip.codec.ids import Uint32s
 from mlx_zip.errors import DataError
 from mlx_zip.evaluation.prompts import Conversation, Prompt
-from mlx_zip.evaluation.scoring import codec, is_zip
+from mlx_zip.evaluation.scoring import codec
 from mlx_zip.generate import stream_batch, stream_generate
+from mlx_zip.layout import is_zip
 from mlx_zip.state import find_state
 from mlx_zip.vocab.tuned import AnyStart
 

@@ -20,6 +20,7 @@ from mlx_zip.canonical import excluded_behind, unless_most
 from mlx_zip.codec import Codebook, CodecParams
 from mlx_zip.codec.ids import Uint32s
 from mlx_zip.errors import CodecError, DataError, ModelError
+from mlx_zip.layout import is_zip
 from mlx_zip.request import base_config
 from mlx_zip.vocab.tuned import AnyStart
 
@@ -57,11 +58,6 @@ class Scored:
     logprobs: NDArray[np.float64]
     greedy: NDArray[np.bool_]
     hyper_mass: NDArray[np.float64]
-
-
-def is_zip(model: Any) -> bool:
-    """Whether it is a zip2zip model, not a plain mlx-lm one."""
-    return hasattr(model, "layout")
 
 
 def context_limit(model: Any) -> int | None:

@@ -7,10 +7,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from . import compression_words as words
 from mlx_zip.bench.flops import TRAINED, record
 from mlx_zip.files import whole_file
 
+from . import compression_words as words
 from .ablation_page import markdown
 from .ablation_results import PAPER_RATES
 from .codec_figure import added
