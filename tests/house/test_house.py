@@ -97,29 +97,24 @@ def inner_edges() -> set[tuple[str, str]]:
 
 
 def file_edges() -> dict[str, set[str]]:
-    """Module -> the modules of the project that it imports when it is loaded or called, type checks apart."""
+    """Module -> the modules of the project that it imports, inside functions and type checks too."""
     known = modules()
-    return {module: {n for n in _runtime_imports(module) if n in known and n != module} for module in known}
+    return {module: {n for n in _imported_names(module) if n in known and n != module} for module in known}
 
 
-def _runtime_imports(module: str) -> Iterator[str]:
+def _imported_names(module: str) -> Iterator[str]:
     file, known = modules()[module], modules()
     package = module if file.stem == "__init__" else module.rpartition(".")[0]
     tree = ast.parse(file.read_text())
-    typing_only = {id(inner) for node in ast.walk(tree) if _checks_types(node) for inner in ast.walk(node)}
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and id(node) not in typing_only:
+        if isinstance(node, ast.ImportFrom):
             parents = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
             origin = ".".join([*parents, *([node.module] if node.module else [])])
             for alias in node.names:  # a name is a module of that package, or lives in it
                 inner = _home(origin, alias.name) if origin == "mlx_zip" else f"{origin}.{alias.name}"
                 yield inner if inner in known else origin
-        elif isinstance(node, ast.Import) and id(node) not in typing_only:
+        elif isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
-
-
-def _checks_types(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
 def cycles(edges: dict[str, set[str]]) -> list[list[str]]:
