@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from hashlib import file_digest, sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mlx_zip.bundled import here_or_bundled
 from mlx_zip.codec import CodecParams
@@ -14,14 +14,12 @@ from mlx_zip.codec.pack import Start
 from mlx_zip.errors import CodecError, DataError
 from mlx_zip.loading import first_line, read_config
 from mlx_zip.training.encoding import digit_ids, lead_ids, load_tokenizer, special_ids
+from mlx_zip.training.prepare_options import PrepareOptions
 from mlx_zip.training.sharding import Plan
 from mlx_zip.training.shards import codec_record
 from mlx_zip.training.sources import Source, kind_of
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 from mlx_zip.vocab.packs import load_pack
-
-if TYPE_CHECKING:
-    from mlx_zip.training.prepare import PrepareOptions
 
 MERGE_SIZE, CODEBOOK_SIZE = 3, 2048
 _TOKENIZER_FILES = ["*.json", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken"]
