@@ -226,7 +226,8 @@ def test_without_mlx_a_public_name_says_what_to_install():
     code = "import sys\nsys.modules['mlx'] = None\nfrom mlx_zip import InstallationError\n"
     code += "try:\n    from mlx_zip import load\nexcept InstallationError as error:\n    print(error)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("MLX is not installed here: ") and "pip install" in done.stdout
+    assert done.stdout.startswith("MLX is not installed here: ")
+    assert "pip install" in done.stdout
 
 
 def test_every_public_name_can_be_loaded():
