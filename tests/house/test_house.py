@@ -17,7 +17,8 @@ FLOORS = [  # from the ground up; a room is the first name below `mlx_zip`
     {"errors", "files", "register", "bundled"},
     {"layout", "config", "codec"},
     {"vocab"},
-    {"hyper", "state", "tokenizer"},
+    {"text"},
+    {"hyper", "state"},
     {"models", "cuda"},
     {"canonical", "decode", "generate", "loading", "patches", "request", "sampling", "training", "evaluation"},
 ]
@@ -34,9 +35,9 @@ HEAVY = {  # where a library that is large or optional may be imported; the decl
     "lm_eval": {"evaluation"},
     "zip2zip": {"bench"},
     "zip2zip_compression": {"bench"},
-    "transformers": {"tokenizer", "converters", "bench", "recipes", *DOORS},
+    "transformers": {"text", "converters", "bench", "recipes", *DOORS},
     "mlx": {"hyper", "state", "models", *LOOPS, "converters", "bench", *DOORS},
-    "mlx_lm": {"tokenizer", "models", *LOOPS, "converters", "bench", *DOORS},
+    "mlx_lm": {"models", *LOOPS, "converters", "bench", *DOORS},
 }
 DISTRIBUTIONS = {
     "mlx_lm": "mlx-lm",
@@ -214,6 +215,12 @@ def loaded_after(code: str) -> set[str]:
 @pytest.mark.parametrize("library", ["mlx", "mlx_lm", "transformers", "torch", "numpy"])
 def test_importing_mlx_zip_loads_no_heavy_library(library):
     assert library not in loaded_after("import mlx_zip")
+
+
+@pytest.mark.parametrize("library", ["mlx", "mlx_lm", "torch"])
+def test_the_text_room_loads_no_engine(library):
+    inside = [module for module in sorted(modules()) if room(module) == "text"]
+    assert library not in loaded_after("import " + ", ".join(inside))
 
 
 @pytest.mark.parametrize("library", ["mlx", "mlx_lm", "transformers", "torch"])
