@@ -77,16 +77,13 @@ class Import:
 
     origin: str  # absolute
     name: str
-    typing_only: bool  # under `if TYPE_CHECKING:`
 
     @property
     def home(self) -> str:
         """The module or package that is imported; `from mlx_zip import load` means the room that `load` lives in."""
-        return (
-            mlx_zip._HOMES.get(self.name, f"mlx_zip.{self.name}")
-            if self.origin == "mlx_zip" and self.name
-            else self.origin
-        )
+        if self.origin != "mlx_zip" or not self.name:
+            return self.origin
+        return mlx_zip._HOMES.get(self.name, f"mlx_zip.{self.name}")
 
 
 @cache
@@ -94,19 +91,18 @@ def imports_of(module: str) -> tuple[Import, ...]:
     """All imports of a module, inside functions and type checks too. Each file is parsed once."""
     file = modules()[module]
     package = module if file.stem == "__init__" else module.rpartition(".")[0]
-    nodes = list(ast.walk(ast.parse(file.read_text())))
-    typing_only = {id(inner) for node in nodes if _checks_types(node) for inner in ast.walk(node)}
-    return tuple(found for node in nodes for found in _imports_in(node, package, id(node) in typing_only))
+    nodes = ast.walk(ast.parse(file.read_text()))
+    return tuple(found for node in nodes for found in _imports_in(node, package))
 
 
-def _imports_in(node: ast.AST, package: str, typing_only: bool) -> Iterator[Import]:
+def _imports_in(node: ast.AST, package: str) -> Iterator[Import]:
     if isinstance(node, ast.Import):
-        yield from (Import(alias.name, "", typing_only) for alias in node.names)
+        yield from (Import(alias.name, "") for alias in node.names)
     elif isinstance(node, ast.ImportFrom):
         folders = package.split(".")
         parents = folders[: len(folders) - node.level + 1] if node.level else []
         origin = ".".join([*parents, *([node.module] if node.module else [])])
-        yield from (Import(origin, alias.name, typing_only) for alias in node.names)
+        yield from (Import(origin, alias.name) for alias in node.names)
 
 
 def imports(module: str) -> set[str]:
@@ -126,22 +122,15 @@ def inner_edges() -> set[tuple[str, str]]:
 
 
 def file_edges() -> dict[str, set[str]]:
-    """Module -> the modules of the project that it imports when it is loaded or called, type checks apart."""
+    """Module -> the modules of the project that it imports, inside functions and type checks too."""
     known = modules()
-    return {
-        module: {_module(found) for found in imports_of(module) if not found.typing_only} & known.keys() - {module}
-        for module in known
-    }
+    return {module: {_module(found) for found in imports_of(module)} & known.keys() - {module} for module in known}
 
 
 def _module(found: Import) -> str:
     """The module that an import loads: `from package import name` may name a module of that package."""
     inner = found.home if found.origin == "mlx_zip" else f"{found.origin}.{found.name}"
     return inner if inner in modules() else found.origin
-
-
-def _checks_types(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
 def cycles(edges: dict[str, set[str]]) -> list[list[str]]:
