@@ -15,7 +15,7 @@ import mlx_zip
 from support.places import REPO
 
 FLOORS = [  # from the ground up; a room is the first name below `mlx_zip`; some of these rooms are still to be built
-    {"errors", "files", "register", "bundled"},
+    {"errors", "files", "register", "bundled", "arguments"},
     {"layout", "config", "codec"},
     {"vocab"},
     {"text", "tokenizer"},
@@ -242,7 +242,8 @@ def test_without_mlx_a_public_name_says_what_to_install():
     code = "import sys\nsys.modules['mlx'] = None\nfrom mlx_zip import InstallationError\n"
     code += "try:\n    from mlx_zip import load\nexcept InstallationError as error:\n    print(error)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("MLX is not installed here: pip install 'mlx_zip[cpu]'")
+    assert done.stdout.startswith("MLX is not installed here: ")
+    assert "pip install" in done.stdout
 
 
 def test_every_public_name_can_be_loaded():
