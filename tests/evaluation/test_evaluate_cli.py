@@ -217,4 +217,4 @@ def test_without_the_harness_tasks_say_what_to_install(run, zipped, monkeypatch)
         monkeypatch.setitem(sys.modules, name, None)
     status, _, err, _ = run("--model", zipped, "--tasks", "arc_easy,hellaswag")
     assert status == 2
-    assert "pip install 'mlx_zip[eval]'" in err
+    assert "pip install -e '.[eval]'" in err
