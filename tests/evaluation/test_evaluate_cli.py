@@ -9,9 +9,9 @@ import pytest
 from mlx_zip import cli
 from mlx_zip.evaluation import report
 from mlx_zip.evaluation.bits import measure_bits
-from mlx_zip.evaluation.documents import read_corpus
 from mlx_zip.evaluation.windows import cut_windows
 from mlx_zip.generate import load
+from mlx_zip.text.documents import read_corpus
 from support import checkpoints, tiny_text
 from support.command_line import stay_home
 from support.places import GOLDEN_MODELS
