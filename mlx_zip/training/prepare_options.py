@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlx_zip.errors import DataError
+from mlx_zip.text.sources import Source
 from mlx_zip.training.encoding import TRAIN_ON
-from mlx_zip.training.sources import Source
 
 
 @dataclass(frozen=True)
