@@ -14,7 +14,7 @@ import mlx_zip
 from support.places import REPO
 
 FLOORS = [  # from the ground up; a room is the first name below `mlx_zip`
-    {"errors", "files", "register", "bundled"},
+    {"errors", "files", "flags", "register", "bundled"},
     {"layout", "config", "codec"},
     {"vocab"},
     {"hyper", "state", "tokenizer"},
