@@ -30,7 +30,7 @@ from mlx_zip.layout import Layout
 from mlx_zip.models import Model, ModelArgs, check_config
 from mlx_zip.models.parts import RECORD_KEYS
 from mlx_zip.register import MODEL_TYPE
-from mlx_zip.training.encoding import load_tokenizer
+from mlx_zip.text.tokenizers import load_tokenizer
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 from mlx_zip.vocab.packs import IN_FOLDER, Pack, load_pack, merge_packs, pack_in_folder, save_pack
 

@@ -97,7 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measures model after model and prints the table; 0. Raises `MlxZipError`."""
     from mlx_zip.evaluation import report
-    from mlx_zip.evaluation.documents import read_corpus
+    from mlx_zip.text.documents import read_corpus
 
     args.tasks = [name for part in args.tasks for name in part.split(",") if name]
     _check(args)
@@ -207,8 +207,8 @@ class Evaluation:
         return bits.record() | compared
 
     def _generation(self, model: Any, tokenizer: Any) -> dict[str, Any]:
-        from mlx_zip.evaluation.prompts import make_conversations, openings, read_prompts
         from mlx_zip.evaluation.rates import Settings, measure_rates
+        from mlx_zip.text.conversations import make_conversations, openings, read_prompts
 
         args = self.args
         names = ("max_tokens", "temp", "top_p", "seed", "batch_size", "keep_cache")

@@ -240,7 +240,7 @@ def read_prompt(prompt: str) -> str:
 
 def prompt_ids(tokenizer: Any, prompt: str, args: argparse.Namespace, continues: bool) -> list[int]:
     """The prompt in base ids, through the chat template when there is one."""
-    from mlx_zip.tokenizer import encode_prompt
+    from mlx_zip.text.prompts import encode_prompt
 
     if not tokenizer.has_chat_template or args.ignore_chat_template:
         _refuse_chat_flags(args)
@@ -257,7 +257,7 @@ def prompt_ids(tokenizer: Any, prompt: str, args: argparse.Namespace, continues:
 
 
 def _render(tokenizer: Any, messages: list[dict[str, str]], args: argparse.Namespace) -> str:
-    from mlx_zip.tokenizer import render_chat
+    from mlx_zip.text.prompts import render_chat
 
     given = _json_map("--chat-template-config", args.chat_template_config)
     if taken := sorted(given.keys() & _TEMPLATE_ARGUMENTS):

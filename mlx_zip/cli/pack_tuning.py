@@ -149,7 +149,7 @@ def _plan(args: argparse.Namespace, pack: Any) -> tuple[Any, Any, bool]:
 
 def _texts(args: argparse.Namespace, plan: Any, tokenizer: Any) -> tuple[Any, Any]:
     """The windows to train on and those held out, under the codec. Raises `DataError`."""
-    from mlx_zip.training.sources import Source
+    from mlx_zip.text.sources import Source
     from mlx_zip.training.texts import compress_windows, cut_pieces, read_pieces
 
     def windows(some: Any, most: int) -> list[Any]:

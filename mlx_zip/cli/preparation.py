@@ -140,8 +140,8 @@ def _one_pack(files: list[str] | None) -> Path | None:
 
 def sources(args: argparse.Namespace) -> tuple[Any, ...]:
     """The sources that the flags name. Raises `DataError`."""
+    from mlx_zip.text.sources import Source
     from mlx_zip.training.mixture import load_mixture
-    from mlx_zip.training.sources import Source
 
     if (args.data is None) == (args.mixture is None):
         raise DataError("name either --data or --mixture")

@@ -9,9 +9,9 @@ import pytest
 from mlx_zip import cli
 from mlx_zip.evaluation import report
 from mlx_zip.evaluation.bits import measure_bits
-from mlx_zip.evaluation.documents import read_corpus
 from mlx_zip.evaluation.windows import cut_windows
 from mlx_zip.generate import load
+from mlx_zip.text.documents import read_corpus
 from support import checkpoints, tiny_text
 from support.command_line import stay_home
 from support.places import GOLDEN_MODELS
@@ -217,4 +217,4 @@ def test_without_the_harness_tasks_say_what_to_install(run, zipped, monkeypatch)
         monkeypatch.setitem(sys.modules, name, None)
     status, _, err, _ = run("--model", zipped, "--tasks", "arc_easy,hellaswag")
     assert status == 2
-    assert "pip install 'mlx_zip[eval]'" in err
+    assert "pip install -e '.[eval]'" in err

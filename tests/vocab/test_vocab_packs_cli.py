@@ -122,7 +122,7 @@ def test_protected_ids_are_in_no_entry(learn, text):
 
 
 def spell(entry):
-    from mlx_zip.training.encoding import load_tokenizer
+    from mlx_zip.text.tokenizers import load_tokenizer
 
     return load_tokenizer(tokenizer_folder()).decode(list(entry))
 
