@@ -25,6 +25,7 @@ from mlx_zip.converters.quantization import QuantPredicate, Recipe, quantize_enc
 from mlx_zip.converters.tensors import FLOATS, load, read_model_files
 from mlx_zip.converters.tokenizer_files import TokenizerFacts, copy_tokenizer, read_tokenizer
 from mlx_zip.errors import CodecError, ConversionError
+from mlx_zip.files import write_json
 from mlx_zip.hyper import Fingerprints
 from mlx_zip.layout import Layout
 from mlx_zip.models import Model, ModelArgs, check_config
@@ -374,7 +375,7 @@ def _write(out: Path, prepared: Prepared, trust_remote_code: bool, progress: boo
         output.write_model(folder, weights, parameters, stored)
         section = config["zip2zip"]
         section["fingerprint"] = prints.sides(ModelArgs.from_dict(config).zip_config, config.get("quantization", {}))
-        output.write_json(folder / "config.json", config)
+        write_json(folder / "config.json", config)
         copy_tokenizer(prepared.tokenizer, folder, prepared.facts, trust_remote_code)
         (folder / "README.md").write_text(prepared.card, encoding="utf-8")
         if prepared.pack is not None:
@@ -401,4 +402,4 @@ def _write_adapter(out: Path, place: Place, dtype: str | None, progress: bool) -
 def _write_lora(folder: Path, lora: Lora, dtype: mx.Dtype | None) -> None:
     weights, config = mlx_adapter(lora, dtype)
     output.write_tensors(folder / "adapters.safetensors", weights)
-    output.write_json(folder / "adapter_config.json", config)
+    write_json(folder / "adapter_config.json", config)

@@ -120,7 +120,7 @@ def test_the_wheel_takes_the_bundle_along():
 
 @there
 def test_a_bundled_model_is_exported_by_its_name(tmp_path):
-    command = ["export", "--model", "stories", "--save-path", str(tmp_path / "out")]
+    command = ["export", "--model", "stories", "--out", str(tmp_path / "out")]
     assert cli.main(command) == 2  # the format has no place for its pack
     assert cli.main([*command, "--drop-start"]) == 0
     assert (tmp_path / "out/zip2zip_config.json").is_file()
