@@ -22,7 +22,7 @@ from mlx_zip.codec import Codebook, CodecParams, compress
 from mlx_zip.codec.ids import Uint32s
 from mlx_zip.codec.params import POLICIES
 from mlx_zip.errors import DataError, MlxZipError, missing_library
-from mlx_zip.evaluation.documents import Corpus, read_corpus
+from mlx_zip.text.documents import Corpus, read_corpus
 
 from .record import surroundings
 from .vocabularies import KINDS, Vocabulary, read_vocabulary

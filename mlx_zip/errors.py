@@ -55,6 +55,14 @@ def bare_exceptions_as_value_errors() -> Iterator[None]:
         raise ValueError(str(error)) from error
 
 
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an error's message, or its class when it has none."""
+    if isinstance(error, KeyError):
+        return f"key {error} is missing"
+    lines = str(error).strip().splitlines()
+    return lines[0].strip() if lines else type(error).__name__
+
+
 def missing_library(purpose: str, *libraries: str, extra: str = "") -> InstallationError:
     """Returns the error for libraries that are not installed, with the command that installs them.
 

@@ -15,11 +15,11 @@ from mlx_zip.canonical import CanonicalDecoding
 from mlx_zip.codec import Codebook
 from mlx_zip.errors import DataError, InstallationError
 from mlx_zip.evaluation.bits import measure_bits
-from mlx_zip.evaluation.documents import Document
 from mlx_zip.evaluation.scoring import compress_row
 from mlx_zip.evaluation.tasks import figures, run_tasks
 from mlx_zip.evaluation.windows import cut_windows
 from mlx_zip.generate import stream_generate
+from mlx_zip.text.documents import Document
 from support import tiny, tiny_text
 
 pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness (pip install -e '.[eval]')")

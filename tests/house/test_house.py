@@ -15,10 +15,10 @@ import mlx_zip
 from support.places import REPO
 
 FLOORS = [  # from the ground up; a room is the first name below `mlx_zip`; some of these rooms are still to be built
-    {"errors", "files", "register", "bundled", "arguments"},
+    {"errors", "files", "flags", "register", "bundled", "arguments"},
     {"layout", "config", "codec"},
     {"vocab"},
-    {"text", "tokenizer"},
+    {"text"},
     {"hyper", "state"},
     {"models", "cuda", "vllm"},
     {"canonical", "decode", "generate", "loading", "patches", "request", "sampling", "session", "sessions"},
@@ -37,9 +37,9 @@ HEAVY = {  # where a library that is large or optional may be imported; the decl
     "lm_eval": {"evaluation"},
     "zip2zip": {"bench"},
     "zip2zip_compression": {"bench"},
-    "transformers": {"text", "tokenizer", "converters", "bench", "recipes", *DOORS},
+    "transformers": {"text", "converters", "bench", "recipes", *DOORS},
     "mlx": {"hyper", "state", "models", *LOOPS, "converters", "bench", *DOORS},
-    "mlx_lm": {"tokenizer", "models", *LOOPS, "converters", "bench", *DOORS},
+    "mlx_lm": {"models", *LOOPS, "converters", "bench", *DOORS},
 }
 DISTRIBUTIONS = {
     "mlx_lm": "mlx-lm",
@@ -225,6 +225,12 @@ def loaded_after(code: str) -> set[str]:
 @pytest.mark.parametrize("library", ["mlx", "mlx_lm", "transformers", "torch", "numpy"])
 def test_importing_mlx_zip_loads_no_heavy_library(library):
     assert library not in loaded_after("import mlx_zip")
+
+
+@pytest.mark.parametrize("library", ["mlx", "mlx_lm", "torch"])
+def test_the_text_room_loads_no_engine(library):
+    inside = [module for module in sorted(modules()) if room(module) == "text"]
+    assert library not in loaded_after("import " + ", ".join(inside))
 
 
 @pytest.mark.parametrize("library", ["mlx", "mlx_lm", "transformers", "torch"])
