@@ -126,7 +126,7 @@ def _refuse_with_lora_only(recipe: Recipe, others: bool) -> None:
     if recipe != Recipe() or others:
         raise ConversionError(
             "--lora-only writes an adapter alone; it takes no quantization, no --keep-adapter, no --canonical, "
-            "no --codebook and no --policy"
+            "no --pack and no --policy"
         )
 
 
@@ -151,7 +151,7 @@ def _begin_with(prepared: Prepared, files: Sequence[str | Path], trust_remote_co
     try:
         params = replace(config.codec_params, start=pack.entries)
     except CodecError as error:
-        raise ConversionError(f"--codebook {' '.join(packs)} does not fit the model: {error}") from error
+        raise ConversionError(f"--pack {' '.join(packs)} does not fit the model: {error}") from error
     prepared.config["zip2zip"]["start"] = [list(entry) for entry in params.start or ()]
     prepared.pack = None if pack.rows is None else pack
 
@@ -175,7 +175,7 @@ def _check_rows(prepared: Prepared, files: Sequence[str | Path] | None) -> None:
         return
     if files is not None:
         raise ConversionError(
-            f"--codebook {' '.join(map(str, files))}: its rows were tuned for other weights than those to be written; "
+            f"--pack {' '.join(map(str, files))}: its rows were tuned for other weights than those to be written; "
             "convert first, tune the pack for the new folder, then convert that one with it, or leave its rows behind "
             "(mlx_zip vocab pack merge --drop-rows)"
         )

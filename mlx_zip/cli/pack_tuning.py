@@ -18,7 +18,7 @@ from mlx_zip.errors import DataError
 
 EXAMPLE = """example:
   mlx_zip vocab pack tune my.npz --model stories --data train.txt --separator '<|endofstory|>' --out tuned.npz
-  mlx_zip generate --model stories --codebook tuned.npz --prompt "..."
+  mlx_zip generate --model stories --pack tuned.npz --prompt "..."
 """
 HELD_OUT = 20  # of so many windows one is held out where no other texts are named
 _DEFAULTS = {

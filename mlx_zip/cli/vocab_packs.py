@@ -16,7 +16,7 @@ from mlx_zip.errors import DataError
 
 EXAMPLE = """example:
   mlx_zip vocab pack learn --model stories --data train.txt --separator '<|endofstory|>' --size 1024 --out my.npz
-  mlx_zip generate --model stories --codebook my.npz --prompt "..."
+  mlx_zip generate --model stories --pack my.npz --prompt "..."
 """
 SIZE, SAMPLE_IDS = 1024, 5_000_000
 
