@@ -8,7 +8,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mlx_zip.errors import InstallationError, MlxZipError
+from mlx_zip.errors import MlxZipError, missing_library
 from mlx_zip.files import whole_file
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def new_figure(width: float = 10, height: float = 4) -> Figure:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise InstallationError("pictures need matplotlib: pip install 'mlx_zip[bench]'") from error
+        raise missing_library("a picture", "matplotlib", extra="bench") from error
     return Figure(figsize=(width, height), layout="constrained")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mlx_zip.bench.tables import table
-from mlx_zip.errors import DataError, InstallationError
+from mlx_zip.errors import DataError, missing_library
 from mlx_zip.files import whole_file
 
 Line = dict[str, Any]
@@ -110,7 +110,7 @@ def draw(path: Path, lines: Sequence[Line]) -> None:
         from matplotlib import rc_context
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise InstallationError("the figure needs matplotlib: pip install 'mlx_zip[bench]'") from error
+        raise missing_library("the figure", "matplotlib", extra="bench") from error
     names = list(dict.fromkeys(_texts(group[0]) for group in groups))
     encodings = list(dict.fromkeys(encoding(group[0]) for group in groups))
     figure = Figure(figsize=(10, 3.4 * len(names)), layout="constrained")
