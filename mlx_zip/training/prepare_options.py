@@ -14,14 +14,15 @@ from mlx_zip.training.encoding import TRAIN_ON
 class PrepareOptions:
     """What is to be prepared.
 
-    sources: one, or a mixture. out: the folder to write. model: folder or hub id of a model, whose tokenizer and codec
-    are used; or tokenizer: a tokenizer alone. context: base ids of a window at most. merge_size, codebook_size: None
-    for the model's, else 3 and 2048; merge size 1 or no codebook leaves the base ids as they are. disable: ids that
-    never merge, None for the special ones; protect: more of them, "digits" or ids with commas. pack: file of a pack
-    that codebooks begin with, None for the model's own; empty_start: begin without entries instead. start_draw: how many
-    entries of the pack are drawn anew for each sample, None for no drawing. fill_windows: put several records into one window; None
-    does so for documents, not for conversations. train_on: see `Encoder`. shard_samples:
-    about so many samples per shard. limit: samples at most. max_skipped: more wrong records than this are an error.
+    sources: one, or a mixture. out: the folder to write. model: folder or hub id of a model whose tokenizer and codec
+    are used; or tokenizer: a tokenizer alone. context: maximum base ids of a window. merge_size, codebook_size: None
+    for the model's, else 3 and 2048; merge size 1 or codebook size 0 leaves the base ids as they are. disable: ids that
+    never merge, None for the special ones. protect: more of them, "digits" or ids with commas.
+    pack: file of a pack that codebooks begin with, None for the model's own. empty_start: begin without entries.
+    start_draw: how many entries of the pack are drawn anew for each sample, None for no drawing.
+    fill_windows: put several records into one window; None does so for documents, not for conversations.
+    train_on: see `Encoder`. shard_samples: approximate samples per shard. limit: maximum number of samples.
+    max_skipped: maximum number of wrong records. Raises `DataError` naming an option that cannot be.
     """
 
     sources: tuple[Source, ...]

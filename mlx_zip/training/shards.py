@@ -243,7 +243,7 @@ def _read_index(folder: Path) -> dict[str, Any]:
     try:
         index = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
-        raise DataError(f"{folder} is not prepared data, or not finished: `mlx_zip prepare` makes it") from None
+        raise DataError(f"{folder} is not prepared data, or unfinished: `mlx_zip prepare` makes it") from None
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path} cannot be read: {error}; {_AGAIN}") from error
     if not isinstance(index, dict) or index.get("version") != VERSION:

@@ -344,7 +344,7 @@ def test_a_context_that_the_ids_before_every_text_would_fill_is_refused(tmp_path
     tokenizer["post_processor"]["single"].insert(0, bos)
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     assert expanded(prepared(tmp_path / "out", data, tokenizer=str(folder), context=3))[0][:2] == [BOS, BOS]
-    with pytest.raises(DataError, match="context 2 leaves no room behind the 2 ids"):
+    with pytest.raises(DataError, match="context 2 leaves no room after the 2 ids"):
         prepared(tmp_path / "none", data, tokenizer=str(folder), context=2)
     assert not (tmp_path / "none").exists()
 
