@@ -78,7 +78,8 @@ def record(packs: Packs | None, model: Any) -> dict[str, Any]:
     """
     if not is_zip(model):
         return {}
-    mark = model.pack and model.pack.pack if packs is None else packs.merged.fingerprint
+    own = model.session.pack
+    mark = own and own.pack if packs is None else packs.merged.fingerprint
     return {"codebook_size": model.layout.codebook_size, "codebook_fingerprint": mark}
 
 
