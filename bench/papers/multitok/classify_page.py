@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mlx_zip.bench.tables import table
-from mlx_zip.errors import DataError, InstallationError
+from mlx_zip.errors import DataError, missing_library
 from mlx_zip.files import whole_file
 
 Line = dict[str, Any]
@@ -42,7 +42,7 @@ def classified(lines: Sequence[Line], of_paper: bool) -> str:
     rows = [_row(group, of_paper) for group in grouped(runs)]
     quality = ["r", "paper's r", "accuracy", "paper's", "AUC", "paper's"] if of_paper else ["r", "accuracy", "AUC"]
     cost = ["epochs to 0.01", "processor s to 0.01", "processor s per epoch", "rows", "of them trained"]
-    return table(["texts", "encoding", "seeds", *quality, *cost], rows, "markdown")
+    return table(["texts", "encoding", "seeds", *quality, *cost], rows)
 
 
 def grouped(runs: Sequence[Line]) -> list[list[Line]]:
@@ -110,7 +110,7 @@ def draw(path: Path, lines: Sequence[Line]) -> None:
         from matplotlib import rc_context
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise InstallationError("the figure needs matplotlib: pip install 'mlx_zip[bench]'") from error
+        raise missing_library("the figure", "matplotlib", extra="bench") from error
     names = list(dict.fromkeys(_texts(group[0]) for group in groups))
     encodings = list(dict.fromkeys(encoding(group[0]) for group in groups))
     figure = Figure(figsize=(10, 3.4 * len(names)), layout="constrained")

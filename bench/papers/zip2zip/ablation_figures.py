@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mlx_zip.errors import InstallationError
+from mlx_zip.errors import missing_library
 from mlx_zip.files import whole_file
 
 from .ablation_results import Sweep
@@ -22,7 +22,7 @@ def draw(path: Path, sweep: Sweep) -> None:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise InstallationError("the figures need matplotlib: pip install 'mlx_zip[bench]'") from error
+        raise missing_library("the figure", "matplotlib", extra="bench") from error
     figure = Figure(figsize=(10, 4), layout="constrained")
     FigureCanvasAgg(figure)
     for panel, (column, label) in zip(figure.subplots(1, 2), PANELS, strict=True):
