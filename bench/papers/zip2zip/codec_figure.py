@@ -18,10 +18,10 @@ from typing import Any
 from mlx_zip.bench.codec import MERGE_SIZE, WINDOW, seconds, upstream
 from mlx_zip.bench.record import summary
 from mlx_zip.bench.tokens import read_domains
-from mlx_zip.bench.vocabularies import Vocabulary, named_vocabulary
 from mlx_zip.codec import CodecParams, compress
 from mlx_zip.errors import MlxZipError, missing_library
 from mlx_zip.files import whole_file
+from mlx_zip.text.vocabularies import Vocabulary, read_vocabulary
 
 SIZES = tuple(10**n for n in range(3, 8))  # bytes
 CURVES = {"tokenizer": "tokenizer alone", "with_ours": "with mlx_zip", "with_upstream": "with zip2zip-compression"}
@@ -39,7 +39,7 @@ def measure_figure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         raise MlxZipError(f"--text holds {len(text)} bytes; the smallest size is {SIZES[0]}")
     if len(sizes) < len(SIZES):
         print(f"--text holds {len(text):,} bytes: sizes up to {sizes[-1]:,} are measured", file=sys.stderr)
-    vocabulary = named_vocabulary(args.tokenizer)
+    vocabulary = read_vocabulary(args.tokenizer)
     names = ", ".join(Path(name).name for name in corpus.files)
     for size in sizes:
         line = latency(vocabulary, text[:size].decode("utf-8", "ignore"), args.trials)
