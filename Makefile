@@ -22,7 +22,7 @@ CHECKED := tests/house/test_house.py tests/house/test_files.py tests/codec tests
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 PIP_INSTALL := CC="$(CC)" $(BIN)/python -m pip --disable-pip-version-check install -q
 
-.PHONY: help venv demo check test docs model lint fuzz clean
+.PHONY: help venv demo check test docs picture model lint fuzz clean
 
 help:
 	@echo "make demo    convert a checkpoint, compare with the published package, tell a story"
@@ -30,6 +30,7 @@ help:
 	@echo "make test    run all tests, in two processes"
 	@echo "make lint    ruff and pyright"
 	@echo "make docs    write the tables and pictures in the docs anew from the records"
+	@echo "make picture draw the answer in README.md anew: docs/pictures/answer.svg"
 	@echo "make model   train the bundled models anew: make model DATA=folder-of-stories"
 	@echo "make fuzz    fuzz the C code for a short while under sanitizers"
 	@echo "make clean   remove .venv and everything built"
@@ -49,6 +50,9 @@ test: $(VENV)/.ready
 
 docs: $(VENV)/.ready
 	$(BIN)/python -m mlx_zip.bench.pages
+
+picture: $(VENV)/.ready
+	$(BIN)/python -m mlx_zip.apps.picture --out docs/pictures/answer.svg
 
 model: $(VENV)/.ready
 	@test -n "$(DATA)" || { echo "name the folder of the stories: make model DATA=DIR (docs/stories.md)" >&2; exit 1; }

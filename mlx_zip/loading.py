@@ -77,7 +77,7 @@ def load(
     model: Any = loaded[0]
     follow_folder(getattr(loaded[1], "backend_tokenizer", None), folder)
     if pack is not None and pack.tokenizer is not None:
-        pack.check_tokenizer(tokenizer_fingerprint(loaded[1]), "the pack (--codebook)")
+        pack.check_tokenizer(tokenizer_fingerprint(loaded[1]), "the pack (--pack)")
     if is_zip(model):
         model.layout.check_tokenizer(len(loaded[1]))
         if canonical is not None:
@@ -126,7 +126,7 @@ def codebook_changes(config: Mapping[str, Any], size: int | None, start: Sequenc
     if not isinstance(start, TunedStart) or start.rows.plain is None:
         kind = "has no rows" if not isinstance(start, TunedStart) else "was tuned for a zip2zip model"
         raise ModelError(
-            f"the pack (--codebook) {kind}, and a plain model has no hyper-encoder to make some: tune the pack for it "
+            f"the pack (--pack) {kind}, and a plain model has no hyper-encoder to make some: tune the pack for it "
             "(mlx_zip vocab pack tune)"
         )
     return packed_config(config, start.rows.plain, start.entries)

@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="ids that the compressor would not have written get no probability, unless they hold most of it (default: "
         "as the model's config says)",
     )
-    packs.add_flag(add)
+    packs.add_flags(add)
     add("--kv-bits", type=int, help="bits of a quantized KV cache (default: not quantized)")
     add("--kv-group-size", type=int, default=64, help="group size of a quantized KV cache (default: 64)")
     add("--quantized-kv-start", type=int, default=5000, help="ids before the KV cache is quantized (default: 5000)")

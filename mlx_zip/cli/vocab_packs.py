@@ -16,7 +16,7 @@ from mlx_zip.errors import DataError
 
 EXAMPLE = """example:
   mlx_zip vocab pack learn --model stories --data train.txt --separator '<|endofstory|>' --size 1024 --out my.npz
-  mlx_zip generate --model stories --codebook my.npz --prompt "..."
+  mlx_zip generate --model stories --pack my.npz --prompt "..."
 """
 SIZE, SAMPLE_IDS = 1024, 5_000_000
 
@@ -63,7 +63,7 @@ def _learn_flags(parser: argparse.ArgumentParser) -> None:
 
 def _learn(args: argparse.Namespace) -> int:
     from mlx_zip.training.planning import make_plan
-    from mlx_zip.training.prepare import PrepareOptions
+    from mlx_zip.training.prepare_options import PrepareOptions
     from mlx_zip.training.texts import read_pieces
     from mlx_zip.vocab.first_stage import tokenizer_fingerprint
     from mlx_zip.vocab.learner import WINDOW, learn

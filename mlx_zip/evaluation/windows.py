@@ -84,7 +84,7 @@ def _encoded(tokenizer: Any, document: Document) -> Stream:
 def _packed(tokenizer: Any, streams: Sequence[Stream]) -> Stream:
     """All documents as one stream, an eos between two."""
     if tokenizer.eos_token_id is None:
-        raise DataError("the tokenizer has no eos token to stand between packed documents (--pack)")
+        raise DataError("the tokenizer has no eos token to stand between packed documents (--fill-windows)")
     eos = np.array([tokenizer.eos_token_id], np.uint32), np.zeros(1, np.bool_), np.zeros(1, np.int64)
     ids, scored, n_bytes = zip(*[part for stream in streams for part in (eos, stream)][1:], strict=True)
     return np.concatenate(ids), np.concatenate(scored), np.concatenate(n_bytes)

@@ -82,7 +82,7 @@ def test_base_and_zip_model_stand_beside_one_another_on_the_same_bytes(run, base
 
 
 def test_the_record_is_what_the_library_measures(run, zipped, text):
-    record = run("--model", zipped, "--data", text, "--context", 20, "--batch-size", 3, "--pack")[3]
+    record = run("--model", zipped, "--data", text, "--context", 20, "--batch-size", 3, "--fill-windows")[3]
     model, tokenizer = load(zipped)
     windows = cut_windows(tokenizer, read_corpus([text]).documents, 20, pack=True)
     expected = measure_bits(model, windows).record()
@@ -158,7 +158,7 @@ def test_a_starting_codebook_is_read_from_a_file(run, zipped, text, tmp_path):
     (tmp_path / "pack.json").write_text(json.dumps([entry]))
     without, given = (
         run("--model", zipped, "--data", text, *flags)[3]["models"][0]["text"]
-        for flags in ((), ("--start-codebook", tmp_path / "pack.json"))
+        for flags in ((), ("--pack", tmp_path / "pack.json"))
     )
     assert given["ids"] <= without["ids"]
     assert given["bits_per_byte"] != without["bits_per_byte"]

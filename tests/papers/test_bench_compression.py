@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 from pathlib import Path
 
 import pytest
 
-from mlx_zip.bench import tokens as bench
 from mlx_zip.bench.flops import TABLE_9, TRAINED, record
-from mlx_zip.bench.papers.zip2zip.compression_page import PICTURE, page
+from mlx_zip.bench.papers.zip2zip.compression_page import PICTURE, page, write_page
 from mlx_zip.bench.papers.zip2zip.compression_results import DOMAINS, RECORDS, SHARES, TABLE_2, Counts, read_lines
 from mlx_zip.bench.tokens import COLUMNS
 from mlx_zip.errors import MlxZipError
@@ -151,16 +149,10 @@ def write(path: Path, *lines: object) -> Path:
     return path
 
 
-def run(*flags: object) -> int:
-    parser = argparse.ArgumentParser()
-    bench.add_arguments(parser)
-    return bench.run(parser.parse_args(list(map(str, flags))))
-
-
 def test_the_page_is_written_from_the_records_that_are_named(tmp_path):
     lines = [counted(), *FLOPS]
     files = write(tmp_path / "a.jsonl", lines[0]), write(tmp_path / "b.jsonl", *lines[1:])
-    assert run("--write-docs", tmp_path / "page.md", "--records", *files) == 0
+    write_page(tmp_path / "page.md", files)
     assert (tmp_path / "page.md").read_text() == page(lines, picture=False)
 
 
@@ -169,13 +161,13 @@ def test_a_line_that_is_no_record_is_named(tmp_path, line):
     path = write(tmp_path / "a.jsonl", counted(), line)
     (tmp_path / "page.md").write_text("as it was")
     with pytest.raises(MlxZipError, match=r"a\.jsonl, line 2: "):
-        run("--write-docs", tmp_path / "page.md", "--records", path)
+        write_page(tmp_path / "page.md", [path])
     assert (tmp_path / "page.md").read_text() == "as it was"
 
 
 def test_a_file_of_records_that_is_not_there_is_named(tmp_path):
     with pytest.raises(MlxZipError, match=r"none\.jsonl cannot be read"):
-        run("--write-docs", tmp_path / "page.md", "--records", tmp_path / "none.jsonl")
+        write_page(tmp_path / "page.md", [tmp_path / "none.jsonl"])
 
 
 def test_what_was_measured_twice_is_refused():

@@ -42,7 +42,7 @@ def classified(lines: Sequence[Line], of_paper: bool) -> str:
     rows = [_row(group, of_paper) for group in grouped(runs)]
     quality = ["r", "paper's r", "accuracy", "paper's", "AUC", "paper's"] if of_paper else ["r", "accuracy", "AUC"]
     cost = ["epochs to 0.01", "processor s to 0.01", "processor s per epoch", "rows", "of them trained"]
-    return table(["texts", "encoding", "seeds", *quality, *cost], rows, "markdown")
+    return table(["texts", "encoding", "seeds", *quality, *cost], rows)
 
 
 def grouped(runs: Sequence[Line]) -> list[list[Line]]:

@@ -16,7 +16,7 @@ from .classify_page import classified
 
 NAMES = ("multitok", "classify", "packs-multitok")
 RECORDS = tuple(Path(__file__).resolve().parents[2] / "records" / f"{name}.jsonl" for name in NAMES)
-SECTION = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.S)
+SECTION = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.S)
 Line = dict[str, Any]
 
 
@@ -39,7 +39,7 @@ def read_lines(records: Sequence[Path]) -> list[Line]:
 
 def written(text: str, lines: Sequence[Line]) -> str:
     """A page with its tables made from these lines."""
-    return SECTION.sub(lambda found: f"{found[1]}{TABLES[found[2]](lines)}\n{found[3]}", text)
+    return SECTION.sub(lambda found: f"{found[1]}\n{TABLES[found[2]](lines)}\n\n{found[3]}", text)
 
 
 def _speed(lines: Sequence[Line]) -> str:
@@ -55,7 +55,7 @@ def _speed(lines: Sequence[Line]) -> str:
         for line in lines
         if line.get("what") in ("train", "encode")
     ]
-    return table(["", "window", "M units/s", "plain Python", "ratio", "bytes per phrase"], rows, "markdown")
+    return table(["", "window", "M units/s", "plain Python", "ratio", "bytes per phrase"], rows)
 
 
 def _doing(line: Line) -> str:
@@ -78,7 +78,7 @@ def _ratios(lines: Sequence[Line]) -> str:
         if line.get("what") == "ratio" and line["data"]["units_are"] == "words"
     ]
     header = ["learn from", "window", "r", "paper's r", "phrases", "never used", "r held out", "by pairs at most"]
-    return table(header, rows, "markdown")
+    return table(header, rows)
 
 
 def _pruned(lines: Sequence[Line]) -> str:
@@ -99,7 +99,7 @@ def _pruned(lines: Sequence[Line]) -> str:
         if line.get("what") == "pruned" and line["data"]["units_are"] == "words"
     ]
     header = ["window", "K", "mode", "r", "paper's r", "phrases", "growth", "printed bound", "corrected", "r held out"]
-    return table(header, rows, "markdown")
+    return table(header, rows)
 
 
 def _cascade(lines: Sequence[Line]) -> str:
@@ -118,7 +118,7 @@ def _cascade(lines: Sequence[Line]) -> str:
         if line.get("what") == "ratio" and line["data"]["units_are"] != "words"
     ]
     header = ["units", "learn from", "window", "r", "paper's r", "tokens per word", "phrases", "r held out"]
-    return table(header, rows, "markdown")
+    return table(header, rows)
 
 
 def _packs(lines: Sequence[Line]) -> str:
@@ -147,7 +147,7 @@ def _packs(lines: Sequence[Line]) -> str:
         "s to learn",
         "s to learn (multitok)",
     ]
-    return table(header, rows, "markdown")
+    return table(header, rows)
 
 
 def _window(line: Line) -> str:
@@ -168,11 +168,11 @@ def _spread(figure: dict[str, Any] | None) -> str:
 
 
 TABLES = {
-    "speed": _speed,
-    "ratios": _ratios,
-    "pruned": _pruned,
-    "cascade": _cascade,
-    "packs": _packs,
-    "classifier": lambda lines: classified(lines, of_paper=True),
-    "classifier_others": lambda lines: classified(lines, of_paper=False),
+    "multitok-speed": _speed,
+    "multitok-ratios": _ratios,
+    "multitok-pruned": _pruned,
+    "multitok-cascade": _cascade,
+    "multitok-packs": _packs,
+    "multitok-classifier": lambda lines: classified(lines, of_paper=True),
+    "multitok-classifier-others": lambda lines: classified(lines, of_paper=False),
 }
