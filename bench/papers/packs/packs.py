@@ -20,10 +20,11 @@ import numpy as np
 
 from mlx_zip.bench.record import surroundings
 from mlx_zip.bench.tokens import read_domains
-from mlx_zip.bench.vocabularies import KINDS, Vocabulary, read_vocabulary
 from mlx_zip.codec import CodecParams, compress
 from mlx_zip.codec.ids import Uint32s, as_ids
 from mlx_zip.errors import MlxZipError
+from mlx_zip.text.formats import KINDS
+from mlx_zip.text.vocabularies import Vocabulary, read_vocabulary
 from mlx_zip.vocab.learner import learn
 from mlx_zip.vocab.multitok import Dictionary, Samples, Settings, Tokens
 from mlx_zip.vocab.multitok.export import as_pack
@@ -35,7 +36,7 @@ Entries = Sequence[tuple[int, ...]]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `bench packs`."""
     add = parser.add_argument
-    add("--tokenizer", type=Path, required=True, metavar="FILE", help=f"a vocabulary: {KINDS}; also with .gz")
+    add("--tokenizer", type=Path, required=True, metavar="FILE", help=f"a vocabulary: {KINDS}")
     add(
         "--train",
         nargs="+",
