@@ -115,7 +115,7 @@ def _options(args: argparse.Namespace) -> Any:
         disable=disabled_ids(args),
         protect=tuple(args.protect),
         train_on="all",
-        own_start=False,
+        empty_start=True,
         trust_remote_code=args.trust_remote_code,
     )
 
