@@ -77,6 +77,7 @@ def stream_generate(
     request = Request(model, tokenizer, prompt, cache, max_tokens=max_tokens, stop=stop)
     sampler = _make_sampler(options, sampler, model, tokenizer)
     processors = request.processors(options, logits_processors or ())
+    request.take_cache()
     kv = {"kv_bits": kv_bits, "kv_group_size": kv_group_size, "quantized_kv_start": quantized_kv_start}
     if is_zip(model):
         steps = decode_steps(
@@ -102,17 +103,24 @@ def stream_generate(
             prompt_progress_callback=prompt_progress_callback,
             **kv,
         )
-    return _wired(model, _responses(request, steps, options.seed))
+    return _wired(model, _responses(request, tokenizer, steps, options.seed))
 
 
-def _responses(request: Request, steps: Iterator[Any], seed: int | None) -> Iterator[GenerationResponse]:
+def _responses(
+    request: Request, tokenizer: Any, steps: Iterator[Any], seed: int | None
+) -> Iterator[GenerationResponse]:
     _seed(seed)
     request.start()
-    for token, logprobs in steps:
-        response = request.emit(token, logprobs)
-        yield response
-        if response.finish_reason is not None:
-            return
+    finish_reason = None
+    try:
+        for token, logprobs in steps:
+            response = request.emit(token, logprobs)
+            finish_reason = response.finish_reason
+            yield response
+            if finish_reason is not None:
+                return
+    finally:
+        request.note(tokenizer, finish_reason)
 
 
 def _wired(model: Any, responses: Iterator[T]) -> Iterator[T]:
