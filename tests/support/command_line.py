@@ -18,6 +18,19 @@ def runner(capsys: Any, *first: str) -> Callable[..., tuple[int, str, str]]:
     return command
 
 
+def outcome(capsys: Any, *first: str) -> Callable[..., tuple[int, str, str]]:
+    """Like `runner`, but an error of the parser is a status too, not an exit."""
+
+    def command(*words: Any) -> tuple[int, str, str]:
+        try:
+            status = cli.main([*first, *map(str, words)])
+        except SystemExit as stopped:
+            status = int(stopped.code or 0)
+        return (status, *capsys.readouterr())
+
+    return command
+
+
 def stay_home(monkeypatch: Any, folder: Path) -> None:
     """Moves the hub cache into `folder` and cuts off the network."""
     monkeypatch.setenv("HF_HOME", str(folder / "home"))
