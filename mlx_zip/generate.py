@@ -22,7 +22,7 @@ from mlx_zip.layout import is_zip
 from mlx_zip.loading import load
 from mlx_zip.request import GenerationResponse, Request, base_config
 from mlx_zip.sampling import Sampling
-from mlx_zip.state import find_state, split_start
+from mlx_zip.state import find_state, split_packs
 
 __all__ = ["GenerationResponse", "batch_generate", "generate", "load", "stream_generate"]
 
@@ -191,7 +191,7 @@ def stream_batch(
         raise GenerationError("no prompts: give a list of at least one")
     options = Sampling(**sampling)
     _check_kv(model, (), None, KV_GROUP_SIZES[0], prefill_step_size)
-    starts = split_start(start, len(prompts))
+    starts = split_packs(start, len(prompts))
     requests = [
         Request(model, tokenizer, prompt, _new_cache(model, own), max_tokens=max_tokens, stop=stop)
         for prompt, own in zip(prompts, starts, strict=True)
@@ -275,12 +275,12 @@ def _new_cache(model: Any, start: Sequence[Any] | None) -> list[Any]:
             "the pack (--pack): this model has no hypertokens, so nothing could use it; load it with a pack that was "
             "tuned for it (mlx_zip vocab pack tune)"
         )
-    return model.make_cache(start=start)
+    return model.make_cache(pack=start)
 
 
 def _batch_cache(model: Any, left_padding: list[int], starts: Sequence[Any]) -> list[Any]:
     if is_zip(model):
-        return model.make_cache(left_padding=left_padding, start=starts)
+        return model.make_cache(left_padding=left_padding, pack=starts)
     if any(type(entry) is not KVCache for entry in make_prompt_cache(model)):
         raise GenerationError("this model's caches do not batch; generate the prompts one by one")
     return [BatchKVCache(left_padding) for _ in model.layers]
