@@ -17,19 +17,19 @@ EXPERIMENTS = {
         "models over patches beside plain BPE and bytes, trained from scratch at equal time",
     ),
     "packs": (
-        "mlx_zip.bench.papers.packs.packs",
+        "mlx_zip.bench.papers.packs.compression",
         "what codebook packs bring: base ids per id of held-out text, by pack size",
     ),
     "pack_quality": (
-        "mlx_zip.bench.papers.packs.pack_quality",
+        "mlx_zip.bench.papers.packs.quality",
         "what codebook packs cost: strict bits per byte against base ids per id, beside the base",
     ),
     "pack_transfer": (
-        "mlx_zip.bench.papers.packs.pack_transfer",
+        "mlx_zip.bench.papers.packs.transfer",
         "packs for text that training never saw: what they bring, read and written, and cost",
     ),
     "multitok": (
-        "mlx_zip.bench.papers.multitok.multitok",
+        "mlx_zip.bench.papers.multitok.phrases",
         "phrases of MultiTok: learning and encoding beside plain Python, memory, how far a corpus shrinks",
     ),
     "classify": (

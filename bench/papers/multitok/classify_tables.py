@@ -1,19 +1,21 @@
-"""What `bench classify` measured, for docs/multitok.md: tables beside the paper's, and the loss as a figure."""
+"""What `classify` measured: tables with the paper's figures, and training loss as a figure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mlx_zip.bench.plots import new_figure
+from mlx_zip.bench.records import Record
 from mlx_zip.bench.tables import table
-from mlx_zip.errors import DataError, InstallationError
-from mlx_zip.files import whole_file
+from mlx_zip.errors import DataError
 
-Line = dict[str, Any]
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 SAMPLED = {"imdb": "IMDB", "agnews": "AG-News", "sst2": "SST-2"}
 # (units, setting) -> r, accuracy, AUC of the paper's table I, which is of IMDB; r of plain tokens is per word
 PAPER = {
@@ -36,35 +38,35 @@ PAPER = {
 EPSILON = "0.01"
 
 
-def classified(lines: Sequence[Line], of_paper: bool) -> str:
+def classified(lines: Sequence[Record], of_paper: bool) -> str:
     """A row per texts, units and setting: those of IMDB beside the paper's, or the others."""
     runs = [line for line in lines if line["bench"] == "classify" and (_texts(line) == "IMDB") == of_paper]
     rows = [_row(group, of_paper) for group in grouped(runs)]
     quality = ["r", "paper's r", "accuracy", "paper's", "AUC", "paper's"] if of_paper else ["r", "accuracy", "AUC"]
     cost = ["epochs to 0.01", "processor s to 0.01", "processor s per epoch", "rows", "of them trained"]
-    return table(["texts", "encoding", "seeds", *quality, *cost], rows, "markdown")
+    return table(["texts", "encoding", "seeds", *quality, *cost], rows)
 
 
-def grouped(runs: Sequence[Line]) -> list[list[Line]]:
+def grouped(runs: Sequence[Record]) -> list[list[Record]]:
     """Runs that differ in their seed alone."""
-    groups: dict[tuple[str, str, str], list[Line]] = {}
+    groups: dict[tuple[str, str, str], list[Record]] = {}
     for line in runs:
         groups.setdefault((_texts(line), line["data"]["units_are"], line["setting"]), []).append(line)
     return list(groups.values())
 
 
-def _texts(line: Line) -> str:
+def _texts(line: Record) -> str:
     name: str = line["data"]["train"].split(".")[0]
     return SAMPLED.get(name, name)
 
 
-def encoding(line: Line) -> str:
-    """As the tables name it: the setting, behind the units that are no words."""
+def encoding(line: Record) -> str:
+    """The name of a line's encoding in the tables: the setting, after the units if these are not words."""
     units, setting = line["data"]["units_are"], line["setting"]
     return setting if units == "words" else units if setting == "plain" else f"{units}, {setting}"
 
 
-def _row(runs: Sequence[Line], of_paper: bool) -> list[str]:
+def _row(runs: Sequence[Record], of_paper: bool) -> list[str]:
     line = runs[0]
     units, setting = line["data"]["units_are"], line["setting"]
     ratio = line["per_word"] if setting == "plain" else line["ratio"]
@@ -97,23 +99,29 @@ def _over(figures: Sequence[float | None], places: int = 3) -> str:
     return told if len(there) == len(figures) else f"{told}, {len(there)} of {len(figures)}"
 
 
-def draw(path: Path, lines: Sequence[Line]) -> None:
-    """Training loss as SVG, by epochs and by seconds of the processor: a row per texts, a line per encoding.
+def accuracy_spread(lines: Sequence[Record]) -> str:
+    """Accuracy by seed of every setting that has several seeds, and the points between the least and the greatest."""
+    rows = []
+    for runs in grouped([line for line in lines if line["bench"] == "classify"]):
+        found = [run["accuracy"] for run in runs]
+        if len(found) > 1:
+            listed = ", ".join(f"{accuracy:.3f}" for accuracy in found)
+            rows.append([_texts(runs[0]), encoding(runs[0]), listed, f"{100 * (max(found) - min(found)):.1f}"])
+    return table(["texts", "encoding", "accuracy by seed", "points apart"], rows)
 
-    Lines are means over seeds, bands least and greatest. The same record gives the same file, whole or not at all.
-    Raises `DataError` for a record without runs, `InstallationError` without matplotlib.
+
+def losses(lines: Sequence[Record]) -> Figure:
+    """Training loss by epochs and by processor seconds: a row per texts, a line per encoding.
+
+    Lines are means over seeds, bands least and greatest. Raises `DataError` for a record without runs,
+    `InstallationError` without matplotlib.
     """
     groups = grouped([line for line in lines if line.get("bench") == "classify"])
     if not groups:
-        raise DataError("the record holds no line of `bench classify`")
-    try:
-        from matplotlib import rc_context
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise InstallationError("the figure needs matplotlib: pip install 'mlx_zip[bench]'") from error
+        raise DataError("the record holds no line of `classify`")
     names = list(dict.fromkeys(_texts(group[0]) for group in groups))
     encodings = list(dict.fromkeys(encoding(group[0]) for group in groups))
-    figure = Figure(figsize=(10, 3.4 * len(names)), layout="constrained")
+    figure = new_figure(10, 3.4 * len(names))
     panels = figure.subplots(len(names), 2, squeeze=False, sharey="row")
     for group in groups:
         row, color = panels[names.index(_texts(group[0]))], f"C{encodings.index(encoding(group[0])) % 10}"
@@ -124,12 +132,8 @@ def draw(path: Path, lines: Sequence[Line]) -> None:
             panel.fill_between(at, losses.min(axis=0), losses.max(axis=0), color=color, alpha=0.12, linewidth=0)
     for name, (left, right) in zip(names, panels, strict=True):
         left.set(yscale="log", xlabel="epochs", ylabel="training loss", title=name)
-        right.set(yscale="log", xlabel="seconds of the processor", title=name)
+        right.set(yscale="log", xlabel="processor seconds", title=name)
         right.legend(fontsize="small")
         for panel in (left, right):
             panel.grid(alpha=0.3)
-    try:
-        with whole_file(path) as partial, rc_context({"svg.hashsalt": "mlx_zip", "svg.fonttype": "none"}):
-            figure.savefig(partial, format="svg", metadata={"Date": None})
-    except OSError as error:
-        raise DataError(f"--figure {path} cannot be written: {error.strerror or error}") from error
+    return figure

@@ -17,7 +17,6 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -55,18 +54,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tokenizer", help="units are its ids, and only ratios are told: a vocabulary's file, as `bench tokens`")
     add("--only", choices=("speed", "ratios"), help="measure these alone (default: both, for a tokenizer ratios)")
     add("--trials", type=int, default=9, help="trials per measurement (default: 9)")
-    add("--write-docs", type=Path, metavar="PAGE", help="write the page's tables from the record, and measure nothing")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints one JSON line per result, or writes the page. Raises `MlxZipError` before anything long."""
-    if args.write_docs is not None:
-        from .multitok_page import write_page
-
-        write_page(args.write_docs)
-        return 0
+    """Prints one JSON line per result. Raises `MlxZipError` before anything long."""
     if not args.text:
-        raise MlxZipError("--text is missing; or give --write-docs to write the page from the record")
+        raise MlxZipError("--text is missing")
     if args.trials < 1:
         raise MlxZipError(f"--trials must be at least 1, got {args.trials}")
     if args.tokenizer and args.only == "speed":

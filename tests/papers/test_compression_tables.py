@@ -1,21 +1,30 @@
-"""docs/compression.md is made of the recorded lines and of the paper's numbers, and says where the two differ."""
+"""The tables of the compression report are made of recorded lines and of the paper's numbers."""
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
-from pathlib import Path
 
 import pytest
 
-from mlx_zip.bench import tokens as bench
 from mlx_zip.bench.flops import TABLE_9, TRAINED, record
-from mlx_zip.bench.papers.zip2zip.compression_page import PICTURE, page
-from mlx_zip.bench.papers.zip2zip.compression_results import DOMAINS, RECORDS, SHARES, TABLE_2, Counts, read_lines
+from mlx_zip.bench.papers.zip2zip.compression_results import DOMAINS, SHARES, TABLE_2, Counts
+from mlx_zip.bench.papers.zip2zip.compression_tables import (
+    TABLES,
+    by_codebook_size,
+    bytes_per_token,
+    flops,
+    flops_of_our_mixture,
+    gains_for_code,
+    latency,
+    mixture,
+    only_in_the_paper,
+    rates_by_merge_size,
+    texts,
+)
+from mlx_zip.bench.records import Records
 from mlx_zip.bench.tokens import COLUMNS
 from mlx_zip.errors import MlxZipError
-from support.places import DOCS
+from support.places import REPO
 
 FLOPS = [record(shape, 0.5, 2.0) for shape in (*TABLE_9, *TRAINED)]
 
@@ -77,47 +86,73 @@ def test_the_shares_of_the_domains_are_a_whole():
     assert sum(SHARES.values()) == pytest.approx(1)
 
 
-# ---- the page
+# ---- the tables
 
 
-def test_the_repositorys_page_is_written_from_its_recorded_lines():
-    lines = [line for path in RECORDS for line in read_lines(path)]
-    assert (DOCS / "compression.md").read_text() == page(lines, picture=(DOCS / PICTURE).exists())
+def test_every_table_is_made_of_the_kept_records_and_every_counted_tokenizer_has_one():
+    records = Records(REPO)
+    made = {name: make(records) for name, make in TABLES.items()}
+    assert {f"tokens-{name}" for name in Counts(records.lines("tokens")).tokenizers} <= made.keys()
+    assert all(len(text.splitlines()) > 2 for text in made.values())
 
 
-def test_a_gain_stands_beside_the_papers_and_is_held_against_it():
-    text = page([counted(), *FLOPS], picture=False)
-    assert "### llama3: 300 base ids (Llama-3-128K in the paper)" in text
-    assert "| code/some | 4.00 | 6.15 (+53.8%) | 6.15 (+53.8%) | 5.97 (+49.3%) | 4.1 | 6.3 (+54%) |" in text
-    within = "- llama3 on code/some: within 3 points of it: windows of 1,024 (+53.8%), windows of 2,048 (+53.8%)."
-    assert within in text
+def test_a_gain_stands_next_to_the_papers():
+    told = bytes_per_token(Counts([counted()]), "llama3")
+    assert "| code/some | 4.00 | 6.15 (+53.8%) | 6.15 (+53.8%) | 5.97 (+49.3%) | 4.1 | 6.3 (+54%) |" in told
 
 
-def test_a_text_whose_gain_is_another_is_said_to_be_so():
-    text = page([counted(rate=0.8), *FLOPS], picture=False)
-    assert "within 3 points of it: none; windows of 1,024 come nearest, -28.7 points." in text
+def test_windows_whose_gain_is_the_papers_are_named():
+    (row,) = gains_for_code(Counts([counted()])).splitlines()[2:]
+    assert "| windows of 1,024 (+53.8%), windows of 2,048 (+53.8%) |" in row
+    assert "| +54% | +50.6% to +56.8% |" in row
 
 
-def test_texts_of_code_are_held_against_the_paper_together_too():
-    text = page([counted(rate=0.60), counted(text="code/other", rate=0.70), *FLOPS], picture=False)
-    alike = "- llama3 on all of them, each counting alike: within 3 points of it: windows of 1,024 (+53.8%), "
-    assert alike in text
-    assert "- llama3 on code/other: within 3 points of it: none;" in text
+def test_a_text_whose_gain_is_another_has_no_such_window():
+    (row,) = gains_for_code(Counts([counted(rate=0.8)])).splitlines()[2:]
+    assert row.endswith("| none | windows of 1,024, -28.7 points |")
+
+
+def test_texts_of_code_are_compared_with_the_paper_together_too():
+    lines = [counted(rate=0.60), counted(text="code/other", rate=0.70)]
+    alike, _, other = gains_for_code(Counts(lines)).splitlines()[2:]
+    assert alike.startswith("| llama3, all of code, each text counting alike |")
+    assert "| windows of 1,024 (+53.8%), " in alike
+    assert "| none | " in other
 
 
 def test_a_tokenizer_that_the_paper_has_not_stands_alone():
-    text = page([counted("gpt2", "stories"), *FLOPS], picture=False)
-    assert "### gpt2: 300 base ids\n" in text
-    assert "| stories | 4.00 | 6.15 (+53.8%) | 6.15 (+53.8%) | 5.97 (+49.3%) |\n" in text
-    assert "The paper's gains for code" not in text
+    counts = Counts([counted("gpt2", "stories")])
+    assert "| stories | 4.00 | 6.15 (+53.8%) | 6.15 (+53.8%) | 5.97 (+49.3%) |" in bytes_per_token(counts, "gpt2")
+    assert gains_for_code(counts).splitlines()[2:] == []
+    assert "Llama-3-128K" in only_in_the_paper(counts)
+
+
+def test_gains_are_shown_by_codebook_size():
+    line = counted()
+    line["counts"].append([2048, 3, 1024, 800, 90, 30])
+    head, _, row = by_codebook_size(Counts([line]), "llama3").splitlines()
+    assert head.startswith("| text | windows of 2,048, 1,024 slots | windows of 2,048, 2,048 slots | whole documents, ")
+    assert row.startswith("| code/some | +25.0% | +53.8% |")
+
+
+def test_a_texts_files_and_checks_are_shown():
+    assert "| code/some | a.txt | 2 | 4,000 | zip2zip_compression 0.3.4 |" in texts(Counts([counted()]))
 
 
 def test_rates_are_weighed_as_the_papers_text_is():
     rates = dict(zip(DOMAINS, (0.6, 0.7, 0.8, 0.9, 0.75), strict=True))
     lines = [counted("llama2", f"{domain}/some", rate) for domain, rate in rates.items()]
     assert Counts(lines).mixed("llama2", 2048, "ids") == pytest.approx(sum(SHARES[d] * rates[d] for d in DOMAINS))
-    assert "| 3 | 60.00 | 70.00 | 80.00 | 90.00 | 75.00 | 73.50 | 71.21 |" in page([*lines, *FLOPS], picture=False)
+    assert "| 3 | 60.00 | 70.00 | 80.00 | 90.00 | 75.00 | 73.50 | 71.21 |" in rates_by_merge_size(Counts(lines))
     assert Counts(lines[1:]).mixed("llama2", 2048, "ids") is None
+
+
+def test_the_mixtures_flops_need_every_domain():
+    lines = [counted("llama2", f"{domain}/some", 0.6) for domain in DOMAINS]
+    assert "| 0.6000 | 0.15 | 0.05 |" in mixture(Counts(lines))
+    assert "| Phi-3.5-mini (4B) | 32 | 3 | 2 | 0.1875 | - | 0.713 | 0.20 |" in flops_of_our_mixture(Counts(lines))
+    with pytest.raises(ValueError, match="not every domain"):
+        mixture(Counts(lines[1:]))
 
 
 def test_texts_of_a_domain_count_alike_in_the_mixture():
@@ -133,49 +168,16 @@ def test_a_codebook_that_no_window_fills_stands_for_larger_ones():
 
 
 def test_latencies_are_shown_with_what_the_codecs_add():
-    text = page([timed(), timed(10_000, theirs=False), *FLOPS], picture=True)
-    assert "| 1,000 | 1.00 (0.99 to 1.01) | 1.01 (1.00 to 1.02) | 1.50 (1.49 to 1.51) | +1.0% | +50.0% |" in text
-    assert "| mini | tokenizers | 10,000 | 1.00 (0.99 to 1.01) | 1.01 (1.00 to 1.02) | - | +1.0% | - |" in text
-    assert f"]({PICTURE})" in text
+    told = latency([timed(), timed(10_000, theirs=False)])
+    assert "| 1,000 | 1.00 (0.99 to 1.01) | 1.01 (1.00 to 1.02) | 1.50 (1.49 to 1.51) | +1.0% | +50.0% | 0.5 |" in told
+    assert "| mini | tokenizers | 10,000 | 1.00 (0.99 to 1.01) | 1.01 (1.00 to 1.02) | - | +1.0% | - | 0.5 |" in told
 
 
 def test_table_9_is_shown_with_the_papers_numbers():
-    assert "| LLM-4B | 14 | 2 | 1 | 0.1429 | 0.14 | 0.571 | 2.00 | 0.2857 | 0.643 |" in page(FLOPS, picture=False)
+    assert "| LLM-4B | 14 | 2 | 1 | 0.1429 | 0.14 | 0.571 | 2.00 | 0.2857 | 0.643 |" in flops(FLOPS)
 
 
 # ---- records that cannot be used
-
-
-def write(path: Path, *lines: object) -> Path:
-    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
-    return path
-
-
-def run(*flags: object) -> int:
-    parser = argparse.ArgumentParser()
-    bench.add_arguments(parser)
-    return bench.run(parser.parse_args(list(map(str, flags))))
-
-
-def test_the_page_is_written_from_the_records_that_are_named(tmp_path):
-    lines = [counted(), *FLOPS]
-    files = write(tmp_path / "a.jsonl", lines[0]), write(tmp_path / "b.jsonl", *lines[1:])
-    assert run("--write-docs", tmp_path / "page.md", "--records", *files) == 0
-    assert (tmp_path / "page.md").read_text() == page(lines, picture=False)
-
-
-@pytest.mark.parametrize("line", ["{", "[]", "{}", {"bench": "tokens"}, {**timed(), "what": "compress"}])
-def test_a_line_that_is_no_record_is_named(tmp_path, line):
-    path = write(tmp_path / "a.jsonl", counted(), line)
-    (tmp_path / "page.md").write_text("as it was")
-    with pytest.raises(MlxZipError, match=r"a\.jsonl, line 2: "):
-        run("--write-docs", tmp_path / "page.md", "--records", path)
-    assert (tmp_path / "page.md").read_text() == "as it was"
-
-
-def test_a_file_of_records_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(MlxZipError, match=r"none\.jsonl cannot be read"):
-        run("--write-docs", tmp_path / "page.md", "--records", tmp_path / "none.jsonl")
 
 
 def test_what_was_measured_twice_is_refused():

@@ -29,7 +29,7 @@ from mlx_zip.vocab.learner import WINDOW, learn
 from mlx_zip.vocab.packs import Pack, merge_packs
 from mlx_zip.vocab.tuned import AnyStart
 
-from .pack_quality import CONTEXT, Named, add_models, check_packs, names_of, read_packs, scored
+from .quality import CONTEXT, Named, add_models, check_packs, names_of, read_packs, scored
 
 SIZES, OPENING, TOKENS, STORIES = (256, 1024), 32, 128, 24
 TEMPERATURES = {"greedy": 0.0, "sampled": 0.7}

@@ -1,29 +1,22 @@
-"""The page of the ablations: tables, orderings beside the paper's, and the page that is kept."""
+"""The tables of the ablations: our figures next to the paper's, and which setting is best and worst."""
 
 from __future__ import annotations
 
 import copy
 import math
 
-from mlx_zip.bench.papers.zip2zip.ablation_page import differences, page, table7, table8, tables
 from mlx_zip.bench.papers.zip2zip.ablation_results import (
     ENCODERS,
     PAPER_ENCODERS,
     PAPER_SIZES,
     PAPER_TEXTS,
-    RECORDS,
     Results,
     read_lines,
-    read_remarks,
 )
+from mlx_zip.bench.papers.zip2zip.ablation_tables import longer, orders, setup, table7, table8, tables
 from support.places import REPO
 
-
-def test_the_repositorys_page_is_written_from_its_recorded_lines():
-    results = Results(read_lines(RECORDS))
-    drawn = ["ablations-figure5.png", "ablations-figure6.png"] if results.lines else []
-    assert (REPO / "docs" / "ablations.md").read_text() == page(results, drawn, read_remarks(RECORDS))
-    assert all((REPO / "docs" / name).exists() for name in drawn)
+RECORDS = REPO / "bench" / "papers" / "zip2zip" / "records"
 
 
 def made_lines(sizes=PAPER_SIZES, encoders=PAPER_ENCODERS, seed=0):
@@ -64,32 +57,48 @@ def test_several_seeds_are_shown_as_mean_and_range():
 
 
 def test_the_papers_own_numbers_do_not_differ_from_the_paper():
-    told = differences(Results(made_lines()))
-    assert "- No measured ordering differs from the paper's." in told
+    told = orders(Results(made_lines()))
     assert "| worst encoder | averaging (4 of 4 texts) | averaging | averaging | averaging | averaging |" in told
     assert "| 7.1 to 14.9 | 12.4 | 14.9 | 10.4 | 7.1 |" in told
 
 
-def test_an_ordering_that_differs_is_told_with_the_text():
+def test_an_ordering_that_differs_is_in_the_column_of_its_text():
     sizes = copy.deepcopy(PAPER_SIZES)
     sizes[5] = (3.0, *PAPER_SIZES[5][1:])
     encoders = {**PAPER_ENCODERS, "attention": (1.73, 1.86, 2.16, 2.5)}
-    told = differences(Results(made_lines(sizes, encoders))).splitlines()
-    worst = "Worst merge size that compresses: the paper has M = 2 (4 of 4 texts); on Wiki it is M = 5 here."
-    assert [line for line in told if line.startswith("- Worst")] == [
-        f"- {worst}",
-        "- Worst encoder: the paper has averaging (4 of 4 texts); on dC4 it is 1 attention layer here.",
+    told = orders(Results(made_lines(sizes, encoders))).splitlines()
+    assert [line for line in told if line.startswith("| worst")] == [
+        "| worst merge size that compresses | M = 2 (4 of 4 texts) | M = 5 | M = 2 | M = 2 | M = 2 |",
+        "| worst encoder | averaging (4 of 4 texts) | averaging | averaging | averaging | 1 attention layer |",
     ]
 
 
 def test_seeds_that_disagree_are_counted():
     swapped = {**PAPER_SIZES, 2: PAPER_SIZES[5], 5: PAPER_SIZES[2]}
-    told = differences(Results([*made_lines(), *made_lines(seed=1), *made_lines(swapped, seed=2)]))
+    told = orders(Results([*made_lines(), *made_lines(seed=1), *made_lines(swapped, seed=2)]))
     assert "M = 2 (2 of 3 seeds), M = 5 (1 of 3 seeds)" in told
-    assert "One seed" not in told
 
 
 def test_a_question_is_open_until_every_setting_of_the_paper_is_measured():
     sizes = {m: row for m, row in PAPER_SIZES.items() if m != 4}
-    told = differences(Results(made_lines(sizes)))
+    told = orders(Results(made_lines(sizes)))
     assert told.count("not measured") == 3 * len(PAPER_TEXTS)
+
+
+def test_every_kept_line_is_a_result_and_the_setup_says_how_they_were_made():
+    for name in ("ablations", "ablations-longer"):
+        assert read_lines(RECORDS / f"{name}.jsonl")
+    told = setup(Results(read_lines(RECORDS / "ablations.jsonl")))
+    assert "| steps | 128, of 4 windows of 1024 base ids |" in told
+    assert "| seeds | 0 |" in told
+
+
+def test_longer_runs_stand_next_to_the_short_ones_of_their_setting():
+    short = Results(read_lines(RECORDS / "ablations.jsonl"))
+    long = read_lines(RECORDS / "ablations-longer.jsonl")
+    rows = longer(short, long).splitlines()
+    assert rows[0].startswith("| bits per byte | 128 steps, t1.test.jsonl | 128 steps, real.test.jsonl | 384 steps, t1")
+    for row, line in zip(rows[2:], long, strict=True):
+        found = next(other for other in short.lines if other["setting"] == line["setting"])
+        bits = [run["texts"][text]["bits_per_byte"] for run in (found, line) for text in short.texts]
+        assert row.split(" | ")[1:] == [f"{x:.3f}" for x in bits[:-1]] + [f"{bits[-1]:.3f} |"]
