@@ -1,9 +1,11 @@
 # Needs Python >= 3.11 and a C compiler; everything else is fetched into .venv. Works with GNU make 3.81 and newer.
 #   make PYTHON=python3.12 demo     chooses the Python        make test PYTEST_ARGS="-k codec -x"     chooses the tests
+#   make test JOBS=1                runs the tests in one process instead of two
 #   make model DATA=DIR [OUT=DIR]   trains the bundled models anew from the stories in DATA (docs/stories.md)
 
 PYTHON ?= python3
 PYTEST_ARGS ?=
+JOBS ?= 2
 DATA ?=
 OUT ?= stories-model
 MODEL_ARGS ?= --install
@@ -14,15 +16,22 @@ BIN := $(VENV)/bin
 EXTRAS := $(if $(filter Linux,$(shell uname -s)),[cpu$(COMMA)test],[test])
 LEAVES := converters bench apps
 NATIVE := $(wildcard setup.py native/*.c native/*.h native/*.py)
+# What `make check` runs: the house, the codec, golden cases, text, state and the documented flags. No training, no PyTorch.
+CHECKED := tests/house/test_house.py tests/house/test_files.py tests/codec tests/text tests/state tests/cli/test_cli_docs.py \
+  tests/models/test_golden_models.py tests/vocab/test_multitok_golden.py tests/vocab/test_adaptbpe_golden.py tests/vocab/test_hbpe.py
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 PIP_INSTALL := CC="$(CC)" $(BIN)/python -m pip --disable-pip-version-check install -q
 
-.PHONY: help venv demo test model lint fuzz clean
+.PHONY: help venv demo check test docs picture model lint fuzz clean
 
 help:
 	@echo "make demo    convert a checkpoint, compare with the published package, tell a story"
-	@echo "make test    run the tests"
-	@echo "make model   train the bundled models anew: make model DATA=folder-of-stories"
+	@echo "make check   the fast part of the tests, under a minute: layout, lint, codec, golden cases"
+	@echo "make test    run all tests, in two processes"
 	@echo "make lint    ruff and pyright"
+	@echo "make docs    write the tables and pictures in the docs anew from the records"
+	@echo "make picture draw the answer in README.md anew: docs/pictures/answer.svg"
+	@echo "make model   train the bundled models anew: make model DATA=folder-of-stories"
 	@echo "make fuzz    fuzz the C code for a short while under sanitizers"
 	@echo "make clean   remove .venv and everything built"
 
@@ -31,8 +40,19 @@ venv: $(VENV)/.ready
 demo: $(VENV)/.ready
 	@$(BIN)/python -m mlx_zip.apps.demo
 
+check: $(VENV)/.lint
+	$(BIN)/ruff format --check -q .
+	$(BIN)/ruff check -q .
+	$(PYTEST) -q $(CHECKED) $(PYTEST_ARGS)
+
 test: $(VENV)/.ready
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(PYTEST) $(PYTEST_ARGS)
+
+docs: $(VENV)/.ready
+	$(BIN)/python -m mlx_zip.bench.pages
+
+picture: $(VENV)/.ready
+	$(BIN)/python -m mlx_zip.apps.picture --out docs/pictures/answer.svg
 
 model: $(VENV)/.ready
 	@test -n "$(DATA)" || { echo "name the folder of the stories: make model DATA=DIR (docs/stories.md)" >&2; exit 1; }

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 
+from mlx_zip.arguments import Parser
 from mlx_zip.errors import MlxZipError
 
 BENCHES = {
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run_named(choices: Mapping[str, tuple[str, str]], prog: str, description: str | None, argv: Sequence[str]) -> int:
     """Imports and runs the module that argv[0] names; choices: name -> (module, help text). Returns the exit status."""
-    parser = argparse.ArgumentParser(prog=prog, description=description)
+    parser = Parser(prog=prog, description=description)
     commands = parser.add_subparsers(dest="bench", required=True)
     for name, (home, summary) in choices.items():
         command = commands.add_parser(name, help=summary, description=summary)

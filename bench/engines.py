@@ -17,7 +17,7 @@ import numpy as np
 
 from mlx_zip.codec import Codebook, compress
 from mlx_zip.config import SIDES
-from mlx_zip.errors import InstallationError, MlxZipError
+from mlx_zip.errors import MlxZipError, missing_library
 
 from . import machine
 from .shapes import Models
@@ -267,7 +267,7 @@ def check_engines(names: Sequence[str]) -> None:
             raise MlxZipError(f"engine {name} is named twice")
         missing = [library for library in LIBRARIES.get(name, ()) if find_spec(library) is None]
         if missing:
-            raise InstallationError(f"engine {name} needs {', '.join(missing)}: pip install {' '.join(missing)}")
+            raise missing_library(f"engine {name}", *missing)
 
 
 def make_engine(name: str, models: Models, options: Any) -> Engine:

@@ -90,7 +90,7 @@ ZIP_HOOKS = (
     Hook("blocks", MODEL, "run_layers", _result),
     Hook("head", MODEL, "_head", _result),
     Hook("canonical", "mlx_zip.canonical:CanonicalDecoding", "__call__", _result),
-    Hook("text", "mlx_zip.tokenizer:TextStream", "feed"),
+    Hook("text", "mlx_zip.text.stream:TextStream", "feed"),
     Hook("response", REQUEST, "emit"),
     Hook("codec", REQUEST, "_expand"),
     *(Hook("codec", STATE, name) for name in ("advance", "missing_outputs", "missing_inputs", "entries")),

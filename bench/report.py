@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.errors import InstallationError, MlxZipError
+from mlx_zip.errors import MlxZipError, missing_library
 from mlx_zip.files import whole_file
 
 from .engines import ENGINES
@@ -225,7 +225,7 @@ def draw(path: Path, records: Records) -> None:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise InstallationError("--plot needs matplotlib: pip install 'mlx_zip[bench]'") from error
+        raise missing_library("--plot", "matplotlib", extra="bench") from error
     found = by_setting(records)
     figure = Figure(figsize=(7, 3.2 * len(found)), layout="constrained")
     FigureCanvasAgg(figure)

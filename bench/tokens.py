@@ -21,8 +21,8 @@ import numpy as np
 from mlx_zip.codec import Codebook, CodecParams, compress
 from mlx_zip.codec.ids import Uint32s
 from mlx_zip.codec.params import POLICIES
-from mlx_zip.errors import DataError, InstallationError, MlxZipError
-from mlx_zip.evaluation.documents import Corpus, read_corpus
+from mlx_zip.errors import DataError, MlxZipError, missing_library
+from mlx_zip.text.documents import Corpus, read_corpus
 
 from .record import surroundings
 from .vocabularies import KINDS, Vocabulary, read_vocabulary
@@ -227,5 +227,5 @@ def _upstream() -> Any:
     try:
         import zip2zip_compression
     except ImportError as error:
-        raise InstallationError("--check needs zip2zip-compression: pip install zip2zip-compression") from error
+        raise missing_library("--check", "zip2zip-compression") from error
     return zip2zip_compression

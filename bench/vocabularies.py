@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.bundled import here_or_bundled
-from mlx_zip.errors import DataError, InstallationError
+from mlx_zip.errors import DataError, InstallationError, missing_library
 from mlx_zip.vocab.adaptbpe import text
 from mlx_zip.vocab.first_stage import BESIDE, open_tokenizer, read_stored, vocabulary_of
 
@@ -155,4 +155,4 @@ def _of_tokenizer(name: str, tokenizer: Any) -> Vocabulary:
 
 
 def _missing(path: Path, library: str) -> InstallationError:
-    return InstallationError(f"{path.name} needs {library}: pip install 'mlx_zip[bench]'")
+    return missing_library(path.name, library, extra="bench")

@@ -71,14 +71,15 @@ def read_tokenizer(where: str | Path) -> Any:
 
     from mlx_zip.bundled import NAMES, bundled_model
     from mlx_zip.errors import bare_exceptions_as_value_errors
-    from mlx_zip.loading import load_failures, no_talk_of_model_types
+    from mlx_zip.loading import load_failures
+    from mlx_zip.text.tokenizers import quiet_transformers
 
     folder = bundled_model(str(where)) if where in NAMES else Path(where).expanduser()
     with tempfile.TemporaryDirectory(prefix="mlx_zip-bench-") as made:
         if folder.is_dir() and (files := _gpt2_files(folder)):
             folder = _write_gpt2(Path(made), *files)
         try:
-            with no_talk_of_model_types(), bare_exceptions_as_value_errors():
+            with quiet_transformers(), bare_exceptions_as_value_errors():
                 return load_tokenizer(folder if folder.is_dir() else str(where))
         except load_failures() as error:
             raise MlxZipError(f"--tokenizer {where} cannot be read: {' '.join(str(error).split())[:300]}") from error
@@ -148,7 +149,7 @@ def cut(
 
 def chat(tokenizer: Any, requests: Sequence[str], turns: int, tokens: int) -> Workload:
     """A conversation: one request per turn, each answered freely. Raises `MlxZipError` for too few requests."""
-    from mlx_zip.tokenizer import encode_prompt
+    from mlx_zip.text.prompts import encode_prompt
 
     if not 1 <= turns <= len(requests):
         raise MlxZipError(f"--turns must be from 1 to the number of requests, {len(requests)}; got {turns}")

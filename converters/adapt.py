@@ -25,6 +25,7 @@ from mlx_zip.converters.conversion import ADAPTERS, progress_bar
 from mlx_zip.converters.tensors import load, read_model_files, read_object
 from mlx_zip.converters.tokenizer_files import CONFIG, TEMPLATES, read_tokenizer
 from mlx_zip.errors import ConversionError
+from mlx_zip.files import write_json
 from mlx_zip.hyper import Fingerprints
 from mlx_zip.models import ModelArgs
 from mlx_zip.models.parts import RECORD_KEYS
@@ -74,9 +75,9 @@ def adapt(model: str | Path, vocabulary: str | Path, mlx_path: str | Path, progr
             made = ModelArgs.from_dict(config).zip_config
             config["zip2zip"]["fingerprint"] = prints.sides(made, config.get("quantization", {}))
         config["adapted"] = {"from": place.name, "vocabulary": kept.fingerprint, "mlx_zip": mlx_zip.__version__}
-        output.write_json(folder / "config.json", config)
+        write_json(folder / "config.json", config)
         for name, data in files.items():
-            output.write_json(folder / name, data)
+            write_json(folder / name, data)
         kept.save(folder / FILE)
         for name in _COPIED:
             if (place.folder / name).is_file():

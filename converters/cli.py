@@ -9,6 +9,8 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+from mlx_zip.flags import add_pack
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags; imports nothing heavy."""
@@ -38,12 +40,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Whether ids that the compressor would not have written get no probability, unless they hold most of it. "
         "Default: as it was, upstream no.",
     )
-    add(
-        "--codebook",
-        action="append",
-        metavar="FILE",
-        help="Pack of entries that every request of the model is to begin with; several are merged. "
-        "Rows that were tuned for the weights as written go along. Default: as it was.",
+    add_pack(
+        add,
+        "Pack (.json, .npz or .npy) that every request of the written model begins with; several packs are merged. "
+        "Rows that were tuned for the written weights are kept. Default: the source's pack, if it has one.",
+        aliases=["--codebook"],
     )
     add(
         "--policy",
@@ -75,11 +76,10 @@ def run(args: argparse.Namespace) -> int:
         "lora_only",
         "encoder_bits",
         "canonical",
-        "codebook",
         "policy",
     )
     with warnings_on_stderr():
-        print(convert(**{flag: getattr(args, flag) for flag in flags}))
+        print(convert(codebook=args.pack, **{flag: getattr(args, flag) for flag in flags}))
     return 0
 
 

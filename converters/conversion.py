@@ -25,12 +25,13 @@ from mlx_zip.converters.quantization import QuantPredicate, Recipe, quantize_enc
 from mlx_zip.converters.tensors import FLOATS, load, read_model_files
 from mlx_zip.converters.tokenizer_files import TokenizerFacts, copy_tokenizer, read_tokenizer
 from mlx_zip.errors import CodecError, ConversionError
+from mlx_zip.files import write_json
 from mlx_zip.hyper import Fingerprints
 from mlx_zip.layout import Layout
 from mlx_zip.models import Model, ModelArgs, check_config
 from mlx_zip.models.parts import RECORD_KEYS
 from mlx_zip.register import MODEL_TYPE
-from mlx_zip.training.encoding import load_tokenizer
+from mlx_zip.text.tokenizers import load_tokenizer
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 from mlx_zip.vocab.packs import IN_FOLDER, Pack, load_pack, merge_packs, pack_in_folder, save_pack
 
@@ -125,7 +126,7 @@ def _refuse_with_lora_only(recipe: Recipe, others: bool) -> None:
     if recipe != Recipe() or others:
         raise ConversionError(
             "--lora-only writes an adapter alone; it takes no quantization, no --keep-adapter, no --canonical, "
-            "no --codebook and no --policy"
+            "no --pack and no --policy"
         )
 
 
@@ -150,7 +151,7 @@ def _begin_with(prepared: Prepared, files: Sequence[str | Path], trust_remote_co
     try:
         params = replace(config.codec_params, start=pack.entries)
     except CodecError as error:
-        raise ConversionError(f"--codebook {' '.join(packs)} does not fit the model: {error}") from error
+        raise ConversionError(f"--pack {' '.join(packs)} does not fit the model: {error}") from error
     prepared.config["zip2zip"]["start"] = [list(entry) for entry in params.start or ()]
     prepared.pack = None if pack.rows is None else pack
 
@@ -174,7 +175,7 @@ def _check_rows(prepared: Prepared, files: Sequence[str | Path] | None) -> None:
         return
     if files is not None:
         raise ConversionError(
-            f"--codebook {' '.join(map(str, files))}: its rows were tuned for other weights than those to be written; "
+            f"--pack {' '.join(map(str, files))}: its rows were tuned for other weights than those to be written; "
             "convert first, tune the pack for the new folder, then convert that one with it, or leave its rows behind "
             "(mlx_zip vocab pack merge --drop-rows)"
         )
@@ -374,7 +375,7 @@ def _write(out: Path, prepared: Prepared, trust_remote_code: bool, progress: boo
         output.write_model(folder, weights, parameters, stored)
         section = config["zip2zip"]
         section["fingerprint"] = prints.sides(ModelArgs.from_dict(config).zip_config, config.get("quantization", {}))
-        output.write_json(folder / "config.json", config)
+        write_json(folder / "config.json", config)
         copy_tokenizer(prepared.tokenizer, folder, prepared.facts, trust_remote_code)
         (folder / "README.md").write_text(prepared.card, encoding="utf-8")
         if prepared.pack is not None:
@@ -401,4 +402,4 @@ def _write_adapter(out: Path, place: Place, dtype: str | None, progress: bool) -
 def _write_lora(folder: Path, lora: Lora, dtype: mx.Dtype | None) -> None:
     weights, config = mlx_adapter(lora, dtype)
     output.write_tensors(folder / "adapters.safetensors", weights)
-    output.write_json(folder / "adapter_config.json", config)
+    write_json(folder / "adapter_config.json", config)

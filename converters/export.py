@@ -29,8 +29,9 @@ from mlx_zip.converters.hub import Place
 from mlx_zip.converters.tensors import read_object
 from mlx_zip.converters.tokenizer_files import ADAPTED, TokenizerFacts, copy_tokenizer, read_tokenizer
 from mlx_zip.errors import ConversionError
+from mlx_zip.files import write_json
 
-FLAG = "--save-path"
+FLAG = "--out"
 ENCODERS = source.ENCODER_FILES[0]
 ARCHITECTURES = {  # what transformers calls the decoders that config.json names by model_type
     "llama": "LlamaForCausalLM",
@@ -210,8 +211,8 @@ def _write(out: Path, place: Place, made: _Export, trust_remote_code: bool, prog
 
         output.write_model(folder, weights, parameters, stored, framework="pt")
         output.write_tensors(folder / ENCODERS, encoders, stored, framework="pt")
-        output.write_json(folder / "config.json", made.config)
-        output.write_json(folder / source.CONFIG, made.zip_config)
+        write_json(folder / "config.json", made.config)
+        write_json(folder / source.CONFIG, made.zip_config)
         copy_tokenizer(place.folder, folder, made.facts, trust_remote_code)
         (folder / "README.md").write_text(_card(place), encoding="utf-8")
 

@@ -1,12 +1,10 @@
-"""Writing beside, then renaming: an output folder appears whole or not at all, with the same bytes every time."""
+"""Writes model folders, whole or not at all; the same tensors give the same bytes every time."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
-import re
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,17 +13,16 @@ import mlx.core as mx
 
 from mlx_zip.converters.tensors import INDEX
 from mlx_zip.errors import ConversionError
-from mlx_zip.files import sync, sync_tree
+from mlx_zip.files import whole_folder, write_json
 from mlx_zip.hyper import host_bytes
 
 MAX_SHARD_BYTES = 5 << 30  # as mlx-lm
 _DTYPES = {mx.float32: "F32", mx.float16: "F16", mx.bfloat16: "BF16", mx.uint32: "U32", mx.uint8: "U8"}
-_INTEGERS = re.compile(r"(?<=\[)\n[\s\d,-]+\n\s*(?=\])")  # no string holds a newline
 OnTensor = Callable[[str, mx.array, memoryview], None]
 
 
 def refuse_existing(path: Path, flag: str = "--mlx-path") -> None:
-    """Raises `ConversionError` when something lies at `path` already. flag: what the user gave it with."""
+    """Raises `ConversionError` if something exists at `path`. flag: the flag that gave it, for the message."""
     if "\0" in str(path):
         raise ConversionError(f"{flag} {str(path)!r} is not a file name")
     if os.path.lexists(path):
@@ -34,45 +31,28 @@ def refuse_existing(path: Path, flag: str = "--mlx-path") -> None:
 
 @contextlib.contextmanager
 def new_folder(path: Path, flag: str = "--mlx-path") -> Iterator[Path]:
-    """Gives a folder beside `path` to write in; on success it is flushed to disk and renamed to `path`.
+    """Gives a temporary folder to fill, which becomes `path` on success (see `files.whole_folder`).
 
-    On any error it is removed, with the parents made for it, and `path` stays absent. A process that is killed leaves
-    a folder `<path>.mlxzip-partial-<pid>`, which nothing reads and no later run minds. Raises `ConversionError` when
-    the disk is full or the place cannot be written.
+    Raises `ConversionError` if something lies at `path`, the disk is full or the place cannot be written.
     """
     refuse_existing(path, flag)
-    partial = path.with_name(f"{path.name}.mlxzip-partial-{os.getpid()}")
-    new_parents = [parent for parent in path.absolute().parents if not os.path.lexists(parent)]
     try:
-        shutil.rmtree(partial, ignore_errors=True)  # left by a killed process that had our id
-        partial.mkdir(parents=True)
-        yield partial
-        sync_tree(partial)
+        with whole_folder(path, replace=False) as partial:
+            yield partial
+    except FileExistsError:
         refuse_existing(path, flag)
-        partial.rename(path)
-        sync(path.parent)
+        raise
     except OSError as error:
         raise ConversionError(f"cannot write {path}: {error.strerror or error}; nothing was kept") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-        for parent in new_parents:
-            with contextlib.suppress(OSError):  # it holds the output
-                parent.rmdir()
-
-
-def write_json(path: Path, data: Any) -> None:
-    """Sorted, indented, one newline at the end; a list of integers stands on one line, for a codebook has thousands."""
-    text = json.dumps(data, indent=4, sort_keys=True, ensure_ascii=False, allow_nan=False)
-    path.write_text(_INTEGERS.sub(lambda found: " ".join(found[0].split()), text) + "\n", encoding="utf-8")
 
 
 def write_model(
     folder: Path, weights: dict[str, mx.array], parameters: int, on_tensor: OnTensor, framework: str = "mlx"
 ) -> None:
-    """Writes `model*.safetensors` and its index; `weights` is emptied on the way, tensor by tensor.
+    """Writes `model*.safetensors` and its index, and empties `weights` tensor by tensor to save memory.
 
-    on_tensor(name, array, bytes) is called for each as it is stored. framework: whose file it says it is, "mlx" or
-    "pt". Peak memory is one tensor beyond what is shared.
+    parameters: their number, for the index. on_tensor(name, array, bytes) is called for each stored tensor. framework:
+    "mlx" or "pt", the format named in the files' metadata.
     """
     shards = _shards(weights)
     total = sum(array.nbytes for array in weights.values())
@@ -102,7 +82,7 @@ def _shards(weights: Mapping[str, mx.array]) -> list[list[str]]:
 def write_tensors(
     path: Path, arrays: dict[str, mx.array], on_tensor: OnTensor | None = None, framework: str = "mlx"
 ) -> None:
-    """One safetensors file, names sorted within item size (so that all stay aligned). Empties `arrays`."""
+    """Writes one safetensors file, tensors ordered by item size (for alignment) and name. Empties `arrays`."""
     order = sorted(arrays, key=lambda name: (-arrays[name].itemsize, name))
     header: dict[str, Any] = {"__metadata__": {"format": framework}}
     end = 0

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.converters.output import write_json
 from mlx_zip.converters.tensors import read_object
 from mlx_zip.errors import ConversionError, bare_exceptions_as_value_errors
+from mlx_zip.files import write_json
 from mlx_zip.vocab.adaptbpe.base import FILE as ADAPTED
 
 CONFIG = "tokenizer_config.json"

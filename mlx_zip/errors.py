@@ -1,5 +1,6 @@
-"""The one exception family. Each message is one line that names the culprit and says what to do."""
+"""The exceptions of mlx_zip. Each message is one line that names what is at fault and says what to do."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -9,11 +10,11 @@ class MlxZipError(Exception):
 
 
 class CodecError(MlxZipError, ValueError):
-    """Ids that are neither base ids nor hypertokens known at that point, or codec parameters out of range."""
+    """Raised for ids that are neither base ids nor known hypertokens, and for codec parameters out of range."""
 
 
 class ConfigError(MlxZipError, ValueError):
-    """A configuration that is unknown, incomplete or contradicts the model or tokenizer beside it."""
+    """A configuration that is unknown, incomplete, or contradicts its model or tokenizer."""
 
 
 class ModelError(MlxZipError, ValueError):
@@ -29,20 +30,23 @@ class GenerationError(MlxZipError, ValueError):
 
 
 class DataError(MlxZipError, ValueError):
-    """Training or evaluation data that cannot be read, are empty, or do not fit the model beside them."""
+    """Training or evaluation data that cannot be read, are empty, or do not fit the model."""
 
 
 class TrainingError(MlxZipError):
-    """A training run that cannot start, go on or be resumed; what was saved before stays good."""
+    """A training run that cannot start, continue or be resumed; checkpoints saved earlier remain valid."""
 
 
 class InstallationError(MlxZipError, ImportError):
-    """A library that this installation lacks."""
+    """A library that is not installed, or that cannot be loaded."""
 
 
 @contextmanager
 def bare_exceptions_as_value_errors() -> Iterator[None]:
-    """The `tokenizers` library raises the bare class `Exception` for a tokenizer.json that it cannot make sense of."""
+    """Turns an exception of exactly the class `Exception` into a `ValueError`.
+
+    The `tokenizers` library raises that class for a tokenizer.json that it cannot read.
+    """
     try:
         yield
     except Exception as error:
@@ -51,14 +55,51 @@ def bare_exceptions_as_value_errors() -> Iterator[None]:
         raise ValueError(str(error)) from error
 
 
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an error's message, or its class when it has none."""
+    if isinstance(error, KeyError):
+        return f"key {error} is missing"
+    lines = str(error).strip().splitlines()
+    return lines[0].strip() if lines else type(error).__name__
+
+
+def missing_library(purpose: str, *libraries: str, extra: str = "") -> InstallationError:
+    """Returns the error for libraries that are not installed, with the command that installs them.
+
+    purpose: what needs them, a flag for example. extra: the extra of mlx_zip that brings them, "" if there is none.
+    """
+    verb = "is" if len(libraries) == 1 else "are"
+    return InstallationError(
+        f"{purpose} needs {', '.join(libraries)}, which {verb} not installed: {install_hint(*libraries, extra=extra)}"
+    )
+
+
+def install_hint(*libraries: str, extra: str = "") -> str:
+    """Returns the command that installs libraries, or an extra of mlx_zip from the folder of its source."""
+    if extra:
+        return f"in the folder of mlx_zip's source run pip install -e '.[{extra}]'"
+    return f"run pip install {' '.join(libraries)}"
+
+
 @contextmanager
 def explained_imports() -> Iterator[None]:
-    """Turns a failed import of MLX into an `InstallationError`: on Linux its flavour is chosen by an extra."""
+    """Turns a failed import of MLX into an `InstallationError` that says what to install on this system."""
     try:
         yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "mlx":
+            raise
+        raise InstallationError(f"MLX is not installed here: {_install_mlx()}") from error
     except ImportError as error:
         if (error.name or "").partition(".")[0] != "mlx":
             raise
         raise InstallationError(
-            "MLX is not installed here: pip install 'mlx_zip[cpu]' or 'mlx_zip[mlx-cuda]' (on macOS: pip install mlx)"
+            f"MLX is installed but cannot be loaded ({error}); if this machine has no GPU driver, install MLX for the "
+            f"CPU: {_install_mlx()}"
         ) from error
+
+
+def _install_mlx() -> str:
+    if sys.platform == "darwin":
+        return install_hint("mlx")
+    return f"{install_hint(extra='cpu')} (with an NVIDIA GPU: '.[mlx-cuda]')"

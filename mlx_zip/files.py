@@ -1,4 +1,4 @@
-"""Files and folders that appear whole or not at all: written beside, flushed to disk, renamed."""
+"""Files and folders that appear whole or not at all: written under a temporary name, flushed to disk, renamed."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,60 +15,72 @@ from typing import Any
 
 from mlx_zip.errors import DataError
 
-_NO_LOCKS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK, errno.EBADF)  # the last: NFS, of a folder
+_INTEGERS = re.compile(r"(?<=\[)\n[\s\d,-]+\n\s*(?=\])")  # no string holds a newline
+_NO_LOCKS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK, errno.EBADF)  # the last: a folder on NFS
 
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Gives a path beside `path` to write to; on success that file is flushed and takes the name `path`.
+    """Gives a temporary path next to `path` to write to; on success it is flushed to disk and renamed to `path`.
 
-    A link stays, what it leads to is replaced. On any error the file beside is removed and what was at `path` stays.
-    Raises what writing raises (`OSError`, which names a file), and that for what is no file, a device, say.
+    If `path` is a symbolic link, the file that it points to is replaced. On any error the temporary file is removed
+    and what was at `path` stays. Raises `OSError`, which names the file, also if `path` is a device or a folder.
     """
     path = Path(os.path.realpath(path))
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "is not a file that could be replaced", str(path))
-    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    partial = _partial(path)
     try:
         yield partial
         sync(partial)
         partial.replace(path)
         sync(path.parent)
     except OSError as error:
-        if error.errno is None:  # NumPy's of a full disk is a message alone, which a name beside it would hide
+        if error.errno is None:  # NumPy reports a full disk by a message alone, which a file name would hide
             raise OSError(errno.EIO, str(error), str(path)) from error
-        error.filename = error.filename or str(path)  # a full disk names none
+        error.filename = error.filename or str(path)  # the system names no file when the disk is full
         raise
     finally:
         partial.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
-def whole_folder(path: Path) -> Iterator[Path]:
-    """Gives a folder beside `path` to fill; on success it is flushed and takes the place of `path`, old content too.
+def whole_folder(path: Path, replace: bool = True) -> Iterator[Path]:
+    """Gives a temporary folder next to `path` to fill; on success it is flushed to disk and renamed to `path`.
 
-    On any error it is removed and what was at `path` stays. Raises what writing raises (`OSError`).
+    replace: whether an existing folder at `path` is replaced; if not, `FileExistsError` is raised. On any error the
+    temporary folder is removed, with the parents made for it, and what was at `path` stays. Raises `OSError`.
     """
-    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    partial = _partial(path)
     old = path.with_name(f".{path.name}.old-{os.getpid()}")
+    new_parents = [parent for parent in path.absolute().parents if not os.path.lexists(parent)]
     try:
         shutil.rmtree(partial, ignore_errors=True)  # left by a killed process that had our id
         partial.mkdir(parents=True)
         yield partial
         sync_tree(partial)
-        if path.exists():
+        if os.path.lexists(path):
+            if not replace:
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
             path.rename(old)
         partial.rename(path)
         sync(path.parent)
     finally:
-        if old.exists() and not path.exists():  # nothing took its place
+        if old.exists() and not path.exists():  # the new folder could not take its place
             old.rename(path)
         shutil.rmtree(partial, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
+        for parent in new_parents:
+            with contextlib.suppress(OSError):  # not empty: it holds the folder that was written
+                parent.rmdir()
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(f".{path.name}.partial-{os.getpid()}")
 
 
 def remove_partials(folder: Path) -> None:
-    """Removes what killed processes left half-written in a folder, which nobody else uses: see `sole_user`."""
+    """Removes unfinished files that killed processes left in a folder; only for the folder's `sole_user`."""
     for left in (*folder.glob(".*.partial-*"), *folder.glob(".*.old-*")):
         if left.is_dir():
             shutil.rmtree(left, ignore_errors=True)
@@ -77,9 +90,9 @@ def remove_partials(folder: Path) -> None:
 
 @contextlib.contextmanager
 def sole_user(folder: Path) -> Iterator[bool]:
-    """Holds a folder until the block ends, or the process does; gives False when another process holds it.
+    """Locks a folder until the block or the process ends; gives False if another process has locked it.
 
-    Nothing is written. On a file system that knows no locks everyone gets True. Raises `OSError`.
+    Nothing is written. On a file system without locks the result is always True. Raises `OSError`.
     """
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -100,7 +113,7 @@ def _locked(handle: int) -> bool:
 
 
 def sync_tree(folder: Path) -> None:
-    """Flushes a folder and all in it to disk."""
+    """Flushes a folder and everything in it to disk."""
     for root, _, files in os.walk(folder):
         for name in files:
             sync(Path(root, name))
@@ -117,10 +130,9 @@ def sync(path: Path) -> None:
 
 
 def check_out(path: Path, what: str = "", suffix: str = "") -> None:
-    """Raises `DataError` where no file can be written: another suffix than `what` has, no such folder, one that is
-    not ours to write to, a folder there.
+    """Raises `DataError` if no file can be written at `path`; writes nothing, so it can be called before long work.
 
-    It writes nothing; for a look before long work.
+    what, suffix: the kind of file, for the message, and the only suffix that it may have ("" for any).
     """
     if suffix and path.suffix != suffix:
         raise DataError(f"{path}: {what} is a {suffix} file")
@@ -133,14 +145,17 @@ def check_out(path: Path, what: str = "", suffix: str = "") -> None:
 
 
 def check_in(path: Path) -> None:
-    """Raises `DataError` for a folder, a device or a pipe, which could be read for ever; a file may be missing."""
-    with contextlib.suppress(OSError):  # of a name that is too long, say: reading tells
+    """Raises `DataError` for a folder, a device or a pipe, whose reading may never end; a missing file is no error."""
+    with contextlib.suppress(OSError):  # for example of a name that is too long: reading will report it
         if path.exists() and not path.is_file():
             raise DataError(f"{path}: is a folder or device, not a file")
 
 
 def write_json(path: Path, data: Any) -> None:
-    """Sorted, indented, one newline at the end; whole or not at all."""
+    """Writes JSON with sorted keys and an indent of two, whole or not at all; the same data give the same bytes.
+
+    A list of integers stands on one line. Raises `OSError`, and `ValueError` for NaN and infinity.
+    """
     text = json.dumps(data, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False)
     with whole_file(path) as partial:
-        partial.write_text(text + "\n", encoding="utf-8")
+        partial.write_text(_INTEGERS.sub(lambda found: " ".join(found[0].split()), text) + "\n", encoding="utf-8")

@@ -264,7 +264,7 @@ def _new_cache(model: Any, start: Sequence[Any] | None) -> list[Any]:
         return make_prompt_cache(model)
     if not is_zip(model):
         raise GenerationError(
-            "start (--codebook): this model has no hypertokens, so nothing could use it; load it with a pack that was "
+            "the pack (--pack): this model has no hypertokens, so nothing could use it; load it with a pack that was "
             "tuned for it (mlx_zip vocab pack tune)"
         )
     return model.make_cache(start=start)

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,28 +13,21 @@ from mlx_lm.utils import _get_classes
 from mlx_lm.utils import load as mlx_load
 
 from mlx_zip.bundled import NAMES, here_or_bundled
-from mlx_zip.errors import DataError, MlxZipError, ModelError, bare_exceptions_as_value_errors
+from mlx_zip.errors import DataError, MlxZipError, ModelError, bare_exceptions_as_value_errors, first_line
 from mlx_zip.files import check_in
 from mlx_zip.hyper import RowStore
 from mlx_zip.layout import is_zip
 from mlx_zip.models.packed import packed_config
 from mlx_zip.register import MODEL_TYPE
+from mlx_zip.text import hub
+from mlx_zip.text.tokenizers import quiet_transformers
 from mlx_zip.vocab.adaptbpe.plain import follow_folder
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 from mlx_zip.vocab.packs import IN_FOLDER, Pack, pack_in_folder
 from mlx_zip.vocab.tuned import TunedStart
 
 UPSTREAM_CONFIG = "zip2zip_config.json"
-_WEIGHTS_AND_CODE = [
-    "model*.safetensors",
-    IN_FOLDER,
-    "*.py",
-    "tokenizer.model",
-    "*.tiktoken",
-    "*.txt",
-    "*.jsonl",
-    "*.jinja",
-]
+_MODEL_FILES = (*hub.TOKENIZER, *hub.CODE, *hub.WEIGHTS, IN_FOLDER, "*.jsonl")
 
 
 def load(
@@ -71,7 +61,7 @@ def load(
     config = read_config(folder)
     changes = codebook_changes(config, codebook_size, None if pack is None else pack.start)
     try:
-        with no_talk_of_model_types(), bare_exceptions_as_value_errors():
+        with quiet_transformers(), bare_exceptions_as_value_errors():
             loaded = mlx_load(
                 str(folder),
                 adapter_path=adapter_path,
@@ -87,7 +77,7 @@ def load(
     model: Any = loaded[0]
     follow_folder(getattr(loaded[1], "backend_tokenizer", None), folder)
     if pack is not None and pack.tokenizer is not None:
-        pack.check_tokenizer(tokenizer_fingerprint(loaded[1]), "the pack (--codebook)")
+        pack.check_tokenizer(tokenizer_fingerprint(loaded[1]), "the pack (--pack)")
     if is_zip(model):
         model.layout.check_tokenizer(len(loaded[1]))
         if canonical is not None:
@@ -136,7 +126,7 @@ def codebook_changes(config: Mapping[str, Any], size: int | None, start: Sequenc
     if not isinstance(start, TunedStart) or start.rows.plain is None:
         kind = "has no rows" if not isinstance(start, TunedStart) else "was tuned for a zip2zip model"
         raise ModelError(
-            f"the pack (--codebook) {kind}, and a plain model has no hyper-encoder to make some: tune the pack for it "
+            f"the pack (--pack) {kind}, and a plain model has no hyper-encoder to make some: tune the pack for it "
             "(mlx_zip vocab pack tune)"
         )
     return packed_config(config, start.rows.plain, start.entries)
@@ -160,10 +150,10 @@ def model_folder(path_or_hf_repo: str | Path, revision: str | None = None) -> Pa
         if revision is not None:
             raise ModelError(f"{path_or_hf_repo} is a folder, so revision (--revision) {revision} does not apply")
         return _checked(path)
-    if os.path.exists(path) or name.count("/") != 1 or name.startswith((".", "/", "~")):
+    if os.path.exists(path) or not hub.is_hub_id(name):
         raise ModelError(f"{name}: no such model folder, nor bundled ({', '.join(NAMES)}), nor a hub id owner/name")
-    _checked(_download(name, revision, ["*.json"]))  # tells a wrong kind of model before gigabytes arrive
-    return _download(name, revision, ["*.json", *_WEIGHTS_AND_CODE])
+    _checked(hub.download(name, ["*.json"], revision))  # refuses a wrong kind of model before gigabytes arrive
+    return hub.download(name, _MODEL_FILES, revision)
 
 
 def _checked(folder: Path) -> Path:
@@ -177,30 +167,6 @@ def _checked(folder: Path) -> Path:
     if not config.exists():
         raise ModelError(f"{folder} is not a model folder: it has no config.json")
     return folder
-
-
-def _download(repo: str, revision: str | None, patterns: list[str]) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(repo, revision=revision, allow_patterns=patterns))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise ModelError(f"{repo}: not a local folder, and not to be had from the hub: {first_line(error)}") from error
-
-
-@contextmanager
-def no_talk_of_model_types() -> Iterator[None]:
-    """transformers, loading a tokenizer, warns that it does not know our model type and how it would spell its rope."""
-    logger = logging.getLogger("transformers.configuration_utils")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
-            yield
-    finally:
-        logger.setLevel(level)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -270,11 +236,3 @@ def _per_layer_kind(rope: Mapping[str, Any]) -> dict[str, Any]:
     if sliding is None or full is None or len(rope) != 2 or sliding.get("rope_type", "default") != "default":
         raise ModelError(f"config.json: rope_parameters for {', '.join(map(str, rope))} are not supported")
     return {**_flat(full), "rope_local_base_freq": sliding.get("rope_theta")}
-
-
-def first_line(error: BaseException) -> str:
-    """An error's message on one line, or its class when it has none."""
-    if isinstance(error, KeyError):
-        return f"key {error} is missing"
-    text = str(error).strip()
-    return text.split(os.linesep)[0].strip() if text else type(error).__name__

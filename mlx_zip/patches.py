@@ -18,7 +18,7 @@ import mlx.core as mx
 from mlx_zip.errors import GenerationError
 from mlx_zip.models.hbpe import PatchModel
 from mlx_zip.models.hbpe_folder import SavedPatchModel
-from mlx_zip.tokenizer import check_unicode
+from mlx_zip.text.prompts import check_unicode
 from mlx_zip.vocab.hbpe import MARK, Merges, check_mode
 
 COLDEST = 1e-30  # what is below it takes the likeliest symbol too, and logits over it would leave float32

@@ -18,7 +18,8 @@ from mlx_zip.errors import GenerationError
 from mlx_zip.layout import is_zip
 from mlx_zip.sampling import Sampling
 from mlx_zip.state import ZipState, find_state
-from mlx_zip.tokenizer import TextStream, encode_prompt
+from mlx_zip.text.prompts import encode_prompt
+from mlx_zip.text.stream import TextStream
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""`mlx_zip selftest`: the recorded cases of the published packages and a short speed check, on the user's own machine.
+"""`mlx_zip selftest`: checks recorded cases of the published packages and measures speed on the user's machine.
 
-Writes a one-page Markdown report, made to be sent to the developers as it is: it names the machine, versions and
-figures, and holds nothing of the user's.
+Writes a one-page Markdown report to send to the developers. It names the machine, versions and figures, and holds no
+text or file name of the user.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from mlx_zip.cli.actions import writable
 from mlx_zip.errors import CodecError, MlxZipError
+from mlx_zip.files import whole_file
 
 ROWS_TOLERANCE, LOGITS_TOLERANCE = 2e-5, 2e-4
 PLAIN = "llama_transformer_tied_lora"  # its base folder is a plain mlx-lm model of the same size
@@ -38,23 +40,24 @@ class Check:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags."""
-    parser.add_argument("--output", default="mlx_zip_selftest.md", help="report to write (default: %(default)s)")
+    add = parser.add_argument
+    add("--out", default="mlx_zip_selftest.md", help="Markdown report to write (default: %(default)s)")
+    add("--output", dest="out", default=argparse.SUPPRESS, help=argparse.SUPPRESS)  # its old name
 
 
 def run(args: argparse.Namespace) -> int:
     """Checks, measures, writes the report and prints its path; 0 when every check passed, else 1."""
+    out = writable("--out", args.out)
     golden = Path(str(files("mlx_zip.golden")))
     with tempfile.TemporaryDirectory() as folder:
         checks = [*check_codec(golden), *check_models(golden, Path(folder)), *measure(golden, Path(folder))]
     failed = [check for check in checks if check.passed is False]
-    try:
-        Path(args.output).write_text(report(checks), encoding="utf-8")
-    except OSError as error:
-        raise MlxZipError(f"--output {args.output} cannot be written: {error.strerror}") from error
+    with whole_file(out) as partial:
+        partial.write_text(report(checks), encoding="utf-8")
     for check in checks:
         print(f"{_MARKS[check.passed]:>8}  {check.name}: {check.figure}")
     passed = sum(check.passed is True for check in checks)
-    print(f"{passed} checks passed, {len(failed)} failed; report: {args.output}")
+    print(f"{passed} checks passed, {len(failed)} failed; report: {args.out}")
     return 1 if failed else 0
 
 

@@ -1,38 +1,42 @@
-"""`mlx_zip COMMAND ...`: parse, call, print. A command's module is named as a string and imported when it is asked for.
+"""`mlx_zip COMMAND ...`: parse, call, print. Each command's module is imported only when the command is run.
 
-Exit status: 0 done, 1 a check failed, 2 a bad request or input (one line on stderr), 130 stopped by Ctrl-C, 143 by
-SIGTERM, 129 by a terminal that was closed.
+Exit status: 0 done, 1 a check failed, 2 a bad request or input (one line on stderr), 129 terminal closed, 130 Ctrl-C,
+143 SIGTERM.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
 import mlx_zip
+from mlx_zip.arguments import Parser
 from mlx_zip.cli.actions import printable
 from mlx_zip.errors import MlxZipError, explained_imports
 
 # name: (module with add_arguments(parser) and run(args) -> int | None, or main(argv) for bench and vocab; what it does)
 COMMANDS = {
     "generate": ("mlx_zip.cli.generation", "generate text with a zip2zip or a plain mlx-lm model"),
-    "convert": ("mlx_zip.converters.cli", "make an mlx-lm model folder from a zip2zip checkpoint"),
+    "convert": ("mlx_zip.converters.cli", "make an MLX model folder from a zip2zip checkpoint for PyTorch"),
     "export": ("mlx_zip.converters.export_cli", "write an mlx_zip model as a zip2zip checkpoint for PyTorch"),
-    "evaluate": ("mlx_zip.cli.evaluation", "measure models side by side: bits per byte, generation, benchmark tasks"),
+    "evaluate": ("mlx_zip.cli.evaluation", "compare models: bits per byte, base tokens per step, benchmark tasks"),
     "prepare": ("mlx_zip.cli.preparation", "turn text, conversations and data sets into shards to train on"),
     "compress": ("mlx_zip.cli.compression", "show the hypertokens of a text, without a model"),
-    "train": ("mlx_zip.cli.training", "train a model on prepared data, to use hypertokens or not"),
-    "vocab": ("mlx_zip.cli.vocabulary", "learn vocabularies: codebook packs, phrases, adapted tokenizers, patches"),
-    "rows": ("mlx_zip.cli.rows", "show or remove the rows of hypertokens that --row-cache keeps"),
+    "train": ("mlx_zip.cli.training", "train a model on prepared data, with or without hypertokens"),
+    "vocab": (
+        "mlx_zip.cli.vocabulary",
+        "learn vocabularies: packs, phrases (MultiTok), adapted tokenizers (AdaptBPE), patches (H-BPE)",
+    ),
+    "rows": ("mlx_zip.cli.rows", "show or delete the hypertoken rows that --row-cache keeps on disk"),
     "selftest": ("mlx_zip.selftest", "check this installation and measure its speed; writes a one-page report"),
-    "bench": ("mlx_zip.bench.__main__", "measure, one JSON line per result"),
+    "bench": ("mlx_zip.bench.__main__", "measure speed, memory and energy on this machine; one JSON line per result"),
 }
 INTERRUPTED = 130
 
@@ -44,6 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _guarded(lambda: import_module(COMMANDS[argv[0]][0]).main(argv[1:]))
     if argv and argv[0] in COMMANDS:
         return _run(argv[0], f"mlx_zip {argv[0]}", argv[1:])
+    if not argv:
+        top_parser().print_help()
+        return 0
     top_parser().parse_args(argv)
     return 2
 
@@ -58,11 +65,9 @@ def convert(argv: Sequence[str] | None = None) -> int:
     return _run("convert", "mlx_zip.convert", argv)
 
 
-def top_parser() -> argparse.ArgumentParser:
-    """The parser of `mlx_zip` itself: it only knows the names of the commands."""
-    parser = argparse.ArgumentParser(
-        prog="mlx_zip", description="Language models whose vocabulary grows while they run, on MLX."
-    )
+def top_parser() -> Parser:
+    """Returns the parser of `mlx_zip` itself, which only knows the names of the commands."""
+    parser = Parser(prog="mlx_zip", description="Language models whose vocabulary grows while they run, on MLX.")
     parser.add_argument("--version", action="version", version=f"mlx_zip {mlx_zip.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, help="mlx_zip COMMAND --help shows its flags")
     for name, (_, purpose) in COMMANDS.items():
@@ -70,28 +75,26 @@ def top_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def command_parser(name: str, prog: str) -> argparse.ArgumentParser:
-    """The full parser of one command."""
+def command_parser(name: str, prog: str) -> Parser:
+    """Returns the full parser of one command."""
     module, purpose = COMMANDS[name]
-    parser = argparse.ArgumentParser(prog=prog, description=purpose[0].upper() + purpose[1:] + ".")
+    parser = Parser(prog=prog, description=purpose[0].upper() + purpose[1:] + ".")
     import_module(module).add_arguments(parser)
     return parser
 
 
 def _run(name: str, prog: str, argv: Sequence[str] | None) -> int:
-    parser = command_parser(name, prog)
-    args = parser.parse_args(argv)
-    words = sys.argv[1:] if argv is None else argv
-    if lost := [word for word in words if word[:1] == "-" and word.partition("=")[2] == "--"]:
-        parser.error(f"{lost[0]}: -- cannot be a flag's value")  # argparse would drop it without a word
+    args = command_parser(name, prog).parse_args(argv)
     return _guarded(lambda: import_module(COMMANDS[name][0]).run(args))
 
 
 def _guarded(command: Callable[[], int | None]) -> int:
+    """Runs a command and returns its exit status; prints an error of ours, or of our output, as one line."""
     if sys.stdout is None:  # closed by the caller, who wants no output
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (until exit)
+    quiet_libraries()
     try:
-        with _unwound(), explained_imports():
+        with _signals_as_exit(), explained_imports():
             return command() or 0
     except MlxZipError as error:
         return _failed(error)
@@ -104,28 +107,45 @@ def _guarded(command: Callable[[], int | None]) -> int:
         return _failed(error)
 
 
+def quiet_libraries() -> None:
+    """Silences warnings of the Hugging Face libraries, and their progress bars unless stderr is a terminal.
+
+    Only commands call this. A variable that the user has set stays. The libraries read these when they are imported.
+    """
+    for name in ("TRANSFORMERS_VERBOSITY", "HF_HUB_VERBOSITY", "DATASETS_VERBOSITY"):
+        os.environ.setdefault(name, "error")
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    if sys.stderr is None or not sys.stderr.isatty():
+        for name in ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"):
+            os.environ.setdefault(name, "1")
+    if not sys.warnoptions:  # python -W shows them again
+        for library in ("transformers", "huggingface_hub", "mlx_lm", "datasets"):
+            warnings.filterwarnings("ignore", module=library)
+
+
 @contextmanager
-def _unwound() -> Iterator[None]:
-    """SIGTERM and a closed terminal end a command as Ctrl-C does, so that what is half-written goes; unless somebody
-    else has seen to them.
+def _signals_as_exit() -> Iterator[None]:
+    """Makes SIGTERM and SIGHUP raise `SystemExit`, so that unfinished files are cleaned up as on Ctrl-C.
+
+    Leaves a signal alone if a handler is already installed for it.
     """
 
     def end(number: int, _: Any) -> None:
         raise SystemExit(128 + number)
 
     main = threading.current_thread() is threading.main_thread()
-    ends = [n for n in (signal.SIGTERM, signal.SIGHUP) if main and signal.getsignal(n) == signal.SIG_DFL]
-    for number in ends:
+    ours = [n for n in (signal.SIGTERM, signal.SIGHUP) if main and signal.getsignal(n) == signal.SIG_DFL]
+    for number in ours:
         signal.signal(number, end)
     try:
         yield
     finally:
-        for number in ends:
+        for number in ours:
             signal.signal(number, signal.SIG_DFL)
 
 
 def _failed(error: Exception) -> int:
-    """One line, short enough to read; what a file brought along cannot steer the terminal."""
+    """Prints an error as one line of at most 1000 characters; control characters are escaped. Returns 2."""
     line = " ".join(str(error).split())
     print(f"error: {printable(line[:1000])}", file=sys.stderr)
     return 2

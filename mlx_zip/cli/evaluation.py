@@ -14,10 +14,10 @@ from mlx_zip.errors import DataError
 CONTEXT = 1024
 AVAILABILITY = ("causal", "legacy")
 _SETTINGS = (
-    "codebook",
+    "pack",
     "codebook_size",
     "separator",
-    "pack",
+    "fill_windows",
     "limit_bytes",
     "batch_size",
     "availability",
@@ -54,13 +54,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--batch-size", type=int, default=8, help="windows, stories or requests per model call (default: 8)")
     add("--json", metavar="FILE", help="also write all figures, settings and versions to FILE")
-    packs.add_flag(add)
+    packs.add_flags(add, filled_windows=True)
     rows.add_flags(add)
     add("--seed", type=int, default=0, help="seed of sampling and of few-shot examples (default: 0)")
     text = parser.add_argument_group("bits per byte").add_argument
     text("--data", nargs="+", default=(), metavar="FILE", help=".txt or .jsonl with text, .gz of both, or a data set")
     text("--separator", help="line that ends a document of a .txt file (default: each file is one document)")
-    text("--pack", action="store_true", help="fill windows with documents, eos between (default: one document each)")
+    text(
+        "--fill-windows",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="fill windows with several documents, an eos after each (default: one document each)",
+    )
     text(
         "--context",
         type=int,
@@ -92,7 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measures model after model and prints the table; 0. Raises `MlxZipError`."""
     from mlx_zip.evaluation import report
-    from mlx_zip.evaluation.documents import read_corpus
+    from mlx_zip.text.documents import read_corpus
 
     args.tasks = [name for part in args.tasks for name in part.split(",") if name]
     _check(args)
@@ -188,7 +193,7 @@ class Evaluation:
         from mlx_zip.evaluation.windows import cut_windows
 
         args = self.args
-        windows = cut_windows(tokenizer, self.corpus.documents, args.context, args.pack)
+        windows = cut_windows(tokenizer, self.corpus.documents, args.context, args.fill_windows)
         if self._windows is not None and not windows.same_as(self._windows):
             raise DataError(
                 f"{name} has another tokenizer than {args.model[0]}, so their windows are not the same text; "
@@ -202,8 +207,8 @@ class Evaluation:
         return bits.record() | compared
 
     def _generation(self, model: Any, tokenizer: Any) -> dict[str, Any]:
-        from mlx_zip.evaluation.prompts import make_conversations, openings, read_prompts
         from mlx_zip.evaluation.rates import Settings, measure_rates
+        from mlx_zip.text.conversations import make_conversations, openings, read_prompts
 
         args = self.args
         names = ("max_tokens", "temp", "top_p", "seed", "batch_size", "keep_cache")

@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="ids that the compressor would not have written get no probability, unless they hold most of it (default: "
         "as the model's config says)",
     )
-    packs.add_flag(add)
+    packs.add_flags(add)
     add("--kv-bits", type=int, help="bits of a quantized KV cache (default: not quantized)")
     add("--kv-group-size", type=int, default=64, help="group size of a quantized KV cache (default: 64)")
     add("--quantized-kv-start", type=int, default=5000, help="ids before the KV cache is quantized (default: 5000)")
@@ -240,7 +240,7 @@ def read_prompt(prompt: str) -> str:
 
 def prompt_ids(tokenizer: Any, prompt: str, args: argparse.Namespace, continues: bool) -> list[int]:
     """The prompt in base ids, through the chat template when there is one."""
-    from mlx_zip.tokenizer import encode_prompt
+    from mlx_zip.text.prompts import encode_prompt
 
     if not tokenizer.has_chat_template or args.ignore_chat_template:
         _refuse_chat_flags(args)
@@ -257,7 +257,7 @@ def prompt_ids(tokenizer: Any, prompt: str, args: argparse.Namespace, continues:
 
 
 def _render(tokenizer: Any, messages: list[dict[str, str]], args: argparse.Namespace) -> str:
-    from mlx_zip.tokenizer import render_chat
+    from mlx_zip.text.prompts import render_chat
 
     given = _json_map("--chat-template-config", args.chat_template_config)
     if taken := sorted(given.keys() & _TEMPLATE_ARGUMENTS):

@@ -205,6 +205,6 @@ def _print(told: dict[str, Any]) -> None:
 
 
 def _texts(files: list[str], separator: str | None, limit_bytes: int | None) -> list[str]:
-    from mlx_zip.evaluation.documents import read_corpus
+    from mlx_zip.text.documents import read_corpus
 
     return [document.text for document in read_corpus(files, separator, limit_bytes).documents]

@@ -37,8 +37,9 @@ def export_flags(parser: argparse.ArgumentParser) -> None:
 def export(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     """Writes the pack; a record and lines of it. Raises `MlxZipError`, before anything is read where it can be."""
     from mlx_zip.loading import read_config
-    from mlx_zip.training.encoding import special_ids
-    from mlx_zip.training.planning import own_codec, tokenizer_folder
+    from mlx_zip.text.token_facts import special_ids
+    from mlx_zip.text.tokenizers import tokenizer_folder
+    from mlx_zip.training.planning import own_codec
     from mlx_zip.vocab.first_stage import tokenizer_fingerprint
     from mlx_zip.vocab.multitok import Dictionary, Words
     from mlx_zip.vocab.multitok.export import as_pack

@@ -46,7 +46,7 @@ class Texts:
     def _documents(self) -> Iterator[tuple[str, bool]]:
         """Texts, and whether each ends there; one bar per reading."""
         from mlx_zip.cli.actions import progress
-        from mlx_zip.training.sources import Reader, Skipped, Source, kind_of, parse
+        from mlx_zip.text.sources import Reader, Skipped, Source, kind_of, parse
 
         source = Source(tuple(self.files), separator=self.separator)
         local = all(kind_of(name) != "data set" for name in self.files)
@@ -90,8 +90,7 @@ def tokens_of(name: str | None) -> tuple[Any, Any]:
     """The tokenizer and its `Tokens`, or None twice."""
     if name is None:
         return None, None
-    from mlx_zip.training.encoding import load_tokenizer
-    from mlx_zip.training.planning import tokenizer_folder
+    from mlx_zip.text.tokenizers import load_tokenizer, tokenizer_folder
     from mlx_zip.vocab.first_stage import tokenizer_fingerprint
     from mlx_zip.vocab.multitok import Tokens
 

@@ -17,7 +17,7 @@ from mlx_zip.errors import DataError
 
 EXAMPLE = """example:
   mlx_zip vocab pack tune my.npz --model stories --data train.txt --separator '<|endofstory|>' --out tuned.npz
-  mlx_zip generate --model stories --codebook tuned.npz --prompt "..."
+  mlx_zip generate --model stories --pack tuned.npz --prompt "..."
 """
 HELD_OUT = 20  # of so many windows one is held out where no other texts are named
 _DEFAULTS = {
@@ -149,7 +149,7 @@ def _plan(args: argparse.Namespace, pack: Any) -> tuple[Any, Any, bool]:
 
 def _texts(args: argparse.Namespace, plan: Any, tokenizer: Any) -> tuple[Any, Any]:
     """The windows to train on and those held out, under the codec. Raises `DataError`."""
-    from mlx_zip.training.sources import Source
+    from mlx_zip.text.sources import Source
     from mlx_zip.training.texts import compress_windows, cut_pieces, read_pieces
 
     def windows(some: Any, most: int) -> list[Any]:

@@ -1,4 +1,4 @@
-"""The flags --codebook and --codebook-size of the commands that run models: packs, and how much may grow beside."""
+"""The flags --pack and --codebook-size of the commands that run models, and what follows from them."""
 
 from __future__ import annotations
 
@@ -7,54 +7,48 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from mlx_zip.errors import CodecError, GenerationError
+from mlx_zip.flags import PACK, add_pack
 from mlx_zip.layout import is_zip
 
 if TYPE_CHECKING:
     from mlx_zip.vocab.packs import Pack
 
 
-def add_flag(add: Any) -> None:
-    """Declares --codebook, which may be given several times, and --codebook-size."""
-    add(
-        "--codebook",
-        "--start-codebook",
-        dest="codebook",
-        action="append",
-        metavar="FILE",
-        help="pack (.json, .npz, .npy) of entries that exist from the start, in place of the model's own; several are "
-        "merged; a plain model takes one that was tuned for it",
-    )
+def add_flags(add: Any, filled_windows: bool = False) -> None:
+    """Declares --pack (see `mlx_zip.flags.add_pack`) and --codebook-size."""
+    add_pack(add, f"{PACK}; a plain model takes a pack that was tuned for it", filled_windows=filled_windows)
     add(
         "--codebook-size",
         type=int,
         metavar="N",
-        help="hypertokens at most, the pack's and those that grow (default: as the model's config says)",
+        help="maximum number of hypertokens: the pack's entries and those that grow (default: the model's)",
     )
 
 
 @dataclass(frozen=True)
 class Packs:
-    """The packs of the flag, by file name, and what they are merged into."""
+    """The packs of --pack by file name, and the one pack that they are merged into."""
 
     files: dict[str, Pack]
     merged: Pack
 
 
 def read(args: argparse.Namespace) -> Packs | None:
-    """The packs of the flag, None without any. Raises `DataError`."""
-    if args.codebook is None:
+    """Returns the packs of --pack, None without the flag. Raises `DataError` naming a file that is no pack."""
+    if args.pack is None:
         return None
     from mlx_zip.vocab.packs import load_pack, merge_packs
 
-    files = {file: load_pack(file) for file in args.codebook}
+    files = {file: load_pack(file) for file in args.pack}
     found = list(files.values())
     return Packs(files, merge_packs(found) if len(found) > 1 else found[0])
 
 
 def load_options(args: argparse.Namespace, packs: Packs | None, plain: bool) -> dict[str, Any]:
-    """What `load` needs to know of them: a pack with rows, and a size. plain: whether the model is no zip2zip one.
+    """Returns `load`'s arguments `pack` and `codebook_size`. plain: whether the model has no hypertokens of its own.
 
-    Without rows the requests bring the pack; then a zip2zip model's own entries are out of its way.
+    A pack with tuned rows is loaded with the model. A pack without rows is given to each request instead, and an empty
+    pack takes the place of a zip2zip model's own.
     """
     from mlx_zip.vocab.packs import Pack
 
@@ -65,7 +59,7 @@ def load_options(args: argparse.Namespace, packs: Packs | None, plain: bool) -> 
 
 
 def is_plain(name: str, revision: str | None = None) -> bool:
-    """Whether a model is no zip2zip one, by its config. Raises `ModelError`."""
+    """Returns whether a model's config says that it has no hypertokens. Raises `ModelError`."""
     from mlx_zip.loading import model_folder, read_config
     from mlx_zip.register import MODEL_TYPE
 
@@ -73,8 +67,9 @@ def is_plain(name: str, revision: str | None = None) -> bool:
 
 
 def record(packs: Packs | None, model: Any) -> dict[str, Any]:
-    """What a record says of a zip2zip model's codebook: its slots, and the pack in them, the flag's or a tuned one of
-    the model's own.
+    """Returns a record's fields on a zip2zip model's codebook: its slots, and the fingerprint of the pack in them.
+
+    That pack is the one of --pack, or else the tuned pack in the model's folder.
     """
     if not is_zip(model):
         return {}
@@ -83,15 +78,15 @@ def record(packs: Packs | None, model: Any) -> dict[str, Any]:
 
 
 def check(packs: Packs, model: Any, tokenizer: Any) -> None:
-    """Raises `GenerationError` or `DataError` naming the packs when they do not fit the model or its tokenizer."""
-    name, entries = f"--codebook {' '.join(packs.files)}", packs.merged.entries
+    """Raises `GenerationError` or `DataError` naming the packs if they do not fit the model or its tokenizer."""
+    name, entries = f"--pack {' '.join(packs.files)}", packs.merged.entries
     _check_tokenizers(packs, tokenizer)
     if not is_zip(model):
         return
     if len(entries) > (room := model.config.codebook_size):
         raise GenerationError(
-            f"{name}: {len(entries)} entries, the model's codebook has {room} slots; give it more (--codebook-size), "
-            "or make a smaller pack with `mlx_zip vocab pack merge --size`"
+            f"{name}: {len(entries)} entries, but the model's codebook has {room} slots; give it more "
+            "(--codebook-size), or make a smaller pack with `mlx_zip vocab pack merge --size`"
         )
     try:
         replace(model.config.codec_params, start=entries)
@@ -100,7 +95,7 @@ def check(packs: Packs, model: Any, tokenizer: Any) -> None:
 
 
 def _check_tokenizers(packs: Packs, tokenizer: Any) -> None:
-    """Each pack on its own: merged with one of an unknown tokenizer, another's would no longer be told."""
+    """Checks each pack by itself, because a merged pack does not know the tokenizer if one of its parts does not."""
     from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 
     if any(pack.tokenizer is not None for pack in packs.files.values()):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.errors import DataError
+from mlx_zip.flags import add_pack
 
 _MOST_WORKERS = 8
 _OF_DATA = ("separator", "columns", "subset", "split")  # flags that a mixture sets per source
@@ -19,7 +20,6 @@ _SAME_NAME = (
     "codebook_size",
     "own_start",
     "start_draw",
-    "pack",
     "train_on",
     "shard_samples",
     "seed",
@@ -36,19 +36,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--out", required=True, help="folder to write; one left by an interrupted run is completed")
     add("--context", type=int, default=1024, help="base ids of a sample at most (default: 1024)")
-    add("--start", metavar="FILE", help="starting codebook: a pack of entries that exist before the first id")
+    add_pack(
+        add,
+        "pack (.json, .npz or .npy) whose entries the codebook begins with (default: the model's pack, if any)",
+        aliases=["--start"],
+        filled_windows=True,
+    )
     add(
         "--no-start",
         dest="own_start",
         action="store_false",
         help="begin without entries where the model begins with some",
     )
-    add("--start-draw", type=int, metavar="K", help="draw K entries of --start anew for each sample")
+    add("--start-draw", type=int, metavar="K", help="draw K entries of --pack anew for each sample")
     add(
-        "--pack",
+        "--fill-windows",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="fill samples with several records (default: documents, not conversations)",
+        help="fill samples with several records (default: yes for documents, no for conversations)",
     )
     add(
         "--train-on",
@@ -118,7 +123,8 @@ def run(args: argparse.Namespace) -> int:
         out=Path(args.out),
         disable=disabled_ids(args),
         protect=tuple(args.protect),
-        start=None if args.start is None else Path(args.start),
+        start=_one_pack(args.pack),
+        pack=args.fill_windows,
         **{name: getattr(args, name) for name in _SAME_NAME},
     )
     workers = args.workers if args.workers is not None else min(_MOST_WORKERS, os.cpu_count() or 1)
@@ -126,10 +132,16 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _one_pack(files: list[str] | None) -> Path | None:
+    if files is not None and len(files) > 1:
+        raise DataError("prepare takes one --pack: merge several first with `mlx_zip vocab pack merge`")
+    return None if files is None else Path(files[0])
+
+
 def sources(args: argparse.Namespace) -> tuple[Any, ...]:
     """The sources that the flags name. Raises `DataError`."""
+    from mlx_zip.text.sources import Source
     from mlx_zip.training.mixture import load_mixture
-    from mlx_zip.training.sources import Source
 
     if (args.data is None) == (args.mixture is None):
         raise DataError("name either --data or --mixture")

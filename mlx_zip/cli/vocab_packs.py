@@ -16,7 +16,7 @@ from mlx_zip.errors import DataError
 
 EXAMPLE = """example:
   mlx_zip vocab pack learn --model stories --data train.txt --separator '<|endofstory|>' --size 1024 --out my.npz
-  mlx_zip generate --model stories --codebook my.npz --prompt "..."
+  mlx_zip generate --model stories --pack my.npz --prompt "..."
 """
 SIZE, SAMPLE_IDS = 1024, 5_000_000
 
@@ -205,7 +205,8 @@ def _check(args: argparse.Namespace) -> int:
 
     from mlx_zip.errors import CodecError
     from mlx_zip.loading import read_config
-    from mlx_zip.training.planning import own_codec, tokenizer_folder
+    from mlx_zip.text.tokenizers import tokenizer_folder
+    from mlx_zip.training.planning import own_codec
     from mlx_zip.vocab.packs import load_pack
 
     pack, folder = load_pack(args.file), tokenizer_folder(args.model)
@@ -236,8 +237,7 @@ def _check_rows(args: argparse.Namespace, pack: Any) -> None:
 
 
 def _tokenizer(name: str) -> Any:
-    from mlx_zip.training.encoding import load_tokenizer
-    from mlx_zip.training.planning import tokenizer_folder
+    from mlx_zip.text.tokenizers import load_tokenizer, tokenizer_folder
 
     return load_tokenizer(tokenizer_folder(name))
 

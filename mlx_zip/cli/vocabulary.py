@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from importlib import import_module
+
+from mlx_zip.arguments import Parser
 
 METHODS: dict[str, tuple[str, str]] = {  # name: (module with add_arguments(parser) and run(args), what it does)
     "pack": ("mlx_zip.cli.vocab_packs", "learn the entries that a codebook begins with"),
@@ -14,10 +15,10 @@ METHODS: dict[str, tuple[str, str]] = {  # name: (module with add_arguments(pars
 }
 
 
-def method_parser(method: str) -> argparse.ArgumentParser:
+def method_parser(method: str) -> Parser:
     """The full parser of one method."""
     module, purpose = METHODS[method]
-    parser = argparse.ArgumentParser(prog=f"mlx_zip vocab {method}", description=purpose[0].upper() + purpose[1:] + ".")
+    parser = Parser(prog=f"mlx_zip vocab {method}", description=purpose[0].upper() + purpose[1:] + ".")
     import_module(module).add_arguments(parser)
     return parser
 
@@ -26,7 +27,7 @@ def main(argv: Sequence[str]) -> int | None:
     """Parses and runs one method; the exit status. Raises what the method raises."""
     if argv and argv[0] in METHODS:
         return import_module(METHODS[argv[0]][0]).run(method_parser(argv[0]).parse_args(argv[1:]))
-    parser = argparse.ArgumentParser(prog="mlx_zip vocab", description="Learned vocabularies.")
+    parser = Parser(prog="mlx_zip vocab", description="Learned vocabularies.")
     methods = parser.add_subparsers(metavar="METHOD", required=True, help="mlx_zip vocab METHOD --help shows its flags")
     for name, (_, purpose) in METHODS.items():
         methods.add_parser(name, help=purpose, add_help=False)

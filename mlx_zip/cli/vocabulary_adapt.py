@@ -232,7 +232,7 @@ def _own_pieces(vocabulary: Any) -> str | None:
 
 
 def _texts(args: argparse.Namespace) -> list[str]:
-    from mlx_zip.evaluation.documents import read_corpus
+    from mlx_zip.text.documents import read_corpus
 
     columns = dict(word.partition("=")[::2] for word in args.columns)
     return [document.text for document in read_corpus(args.data, None, args.limit_bytes, columns).documents]

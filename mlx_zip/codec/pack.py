@@ -27,7 +27,7 @@ Start = tuple[tuple[int, ...], ...]
 SUFFIXES = (".json", ".npz", ".npy")
 MAX_ID = (1 << 32) - 1
 NAMES = ("entries", "lengths")  # arrays of the .npz form
-_WHAT = "a starting codebook"
+_WHAT = "a pack"
 
 
 def read_pack(path: str | Path) -> Start:
@@ -38,7 +38,7 @@ def read_pack(path: str | Path) -> Start:
     """
     path = Path(path)
     if path.suffix not in SUFFIXES:
-        raise DataError(f"{path}: a starting codebook is a {', '.join(SUFFIXES)} file")
+        raise DataError(f"{path}: a pack is a {', '.join(SUFFIXES)} file")
     return checked_entries(path, _read_json(path) if path.suffix == ".json" else _read_arrays(path))
 
 
@@ -50,7 +50,7 @@ def write_pack(path: str | Path, entries: Iterable[Sequence[int]], merge_size: i
     """
     path = Path(path)
     if path.suffix not in SUFFIXES:
-        raise DataError(f"{path}: a starting codebook is a {', '.join(SUFFIXES)} file")
+        raise DataError(f"{path}: a pack is a {', '.join(SUFFIXES)} file")
     start = checked_entries(path, [tuple(entry) for entry in entries], merge_size)
     if path.suffix == ".json":
         with whole_file(path) as partial:

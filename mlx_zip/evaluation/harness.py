@@ -23,13 +23,13 @@ from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports
 
 from mlx_zip.errors import DataError
 from mlx_zip.evaluation.bits import measure_bits
-from mlx_zip.evaluation.documents import Document
 from mlx_zip.evaluation.rates import can_batch
 from mlx_zip.evaluation.scoring import Compressed, compress_row, context_limit, score
 from mlx_zip.evaluation.windows import cut_windows, prefix_id
 from mlx_zip.generate import stream_batch, stream_generate
 from mlx_zip.layout import is_zip
-from mlx_zip.tokenizer import render_chat
+from mlx_zip.text.documents import Document
+from mlx_zip.text.prompts import render_chat
 from mlx_zip.vocab.tuned import AnyStart
 
 BORDERS = ("whole", "split")

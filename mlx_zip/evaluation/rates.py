@@ -14,11 +14,11 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache, trim_prompt_cache
 from mlx_zip.codec import Codebook, compress
 from mlx_zip.codec.ids import Uint32s
 from mlx_zip.errors import DataError
-from mlx_zip.evaluation.prompts import Conversation, Prompt
 from mlx_zip.evaluation.scoring import codec
 from mlx_zip.generate import stream_batch, stream_generate
 from mlx_zip.layout import is_zip
 from mlx_zip.state import find_state
+from mlx_zip.text.conversations import Conversation, Prompt
 from mlx_zip.vocab.tuned import AnyStart
 
 GRAM = 4

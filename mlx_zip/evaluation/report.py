@@ -144,7 +144,8 @@ def _notes(record: Mapping[str, Any]) -> list[str]:
             "bits are those of the ids, the bytes those of the text."
         )
     if texts and record["settings"].get("context"):
-        packed = "packed documents" if record["settings"].get("pack") else "documents"
+        settings = record["settings"]  # "pack" was once the name of "fill_windows"
+        packed = "packed documents" if settings.get("fill_windows", settings.get("pack")) is True else "documents"
         notes.append(
             f"{texts[0]['windows']} windows of {packed}, at most {record['settings']['context']} base ids each; "
             "standard errors over windows."

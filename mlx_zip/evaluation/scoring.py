@@ -97,7 +97,7 @@ def _with_start(params: CodecParams, start: AnyStart) -> CodecParams:
     try:
         return replace(params, start=start)
     except CodecError as error:
-        raise DataError(f"the starting codebook (--codebook) does not fit the model: {error}") from error
+        raise DataError(f"the pack (--pack) does not fit the model: {error}") from error
 
 
 def _check_ids(ids: Uint32s, limit: int | None) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.errors import DataError, InstallationError
+from mlx_zip.errors import DataError, missing_library
 
 
 def run_tasks(
@@ -84,9 +84,7 @@ def _import() -> Any:
     except ImportError as error:
         if (error.name or "").partition(".")[0] != "lm_eval":
             raise
-        raise InstallationError(
-            "lm-evaluation-harness is not installed here (--tasks): pip install 'mlx_zip[eval]'"
-        ) from error
+        raise missing_library("--tasks", "lm-evaluation-harness", extra="eval") from error
     return harness
 
 

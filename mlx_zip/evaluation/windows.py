@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from mlx_zip.codec.ids import Uint32s
 from mlx_zip.errors import DataError
-from mlx_zip.evaluation.documents import Document
+from mlx_zip.text.documents import Document
+from mlx_zip.text.token_facts import encode_with_bytes
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ def _encoded(tokenizer: Any, document: Document) -> Stream:
 def _packed(tokenizer: Any, streams: Sequence[Stream]) -> Stream:
     """All documents as one stream, an eos between two."""
     if tokenizer.eos_token_id is None:
-        raise DataError("the tokenizer has no eos token to stand between packed documents (--pack)")
+        raise DataError("the tokenizer has no eos token to stand between packed documents (--fill-windows)")
     eos = np.array([tokenizer.eos_token_id], np.uint32), np.zeros(1, np.bool_), np.zeros(1, np.int64)
     ids, scored, n_bytes = zip(*[part for stream in streams for part in (eos, stream)][1:], strict=True)
     return np.concatenate(ids), np.concatenate(scored), np.concatenate(n_bytes)
@@ -93,26 +94,6 @@ def _cut(ids: Uint32s, scored: NDArray[np.bool_], n_bytes: NDArray[np.int64], co
     for begin in range(0, len(ids), context):
         part = slice(begin, begin + context)
         yield Window(ids[part], scored[part], int(n_bytes[part].sum()))
-
-
-def encode_with_bytes(tokenizer: Any, text: str) -> tuple[Uint32s, NDArray[np.int64]]:
-    """Text -> base ids uint32 [n], no special tokens added, and the UTF-8 bytes from each id's first character on.
-
-    Of ids that begin at one character the last has its bytes. A tokenizer that knows no offsets gets the bytes
-    spread evenly; the sum is the text's in every case.
-    """
-    inner = getattr(tokenizer, "_tokenizer", tokenizer)
-    encoded = inner(text, add_special_tokens=False, return_offsets_mapping=inner.is_fast, verbose=False)
-    ids = np.array(encoded["input_ids"], dtype=np.int64).astype(np.uint32)
-    characters = np.frombuffer(text.encode("utf-32-le"), np.uint32)
-    widths = 1 + (characters >= 0x80).astype(np.int64) + (characters >= 0x800) + (characters >= 0x10000)
-    before = np.concatenate([[0], np.cumsum(widths)])
-    if not inner.is_fast:
-        return ids, np.diff(np.linspace(0, before[-1], len(ids) + 1).round().astype(np.int64))
-    starts = np.maximum.accumulate(np.array([start for start, _ in encoded["offset_mapping"]], np.int64))
-    if len(starts):
-        starts[0] = 0
-    return ids, np.diff(before[starts], append=before[-1])
 
 
 def _decoded(tokenizer: Any, ids: Uint32s) -> str:

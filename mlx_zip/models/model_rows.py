@@ -83,7 +83,7 @@ class ModelRows:
         if pack is None or pack.fingerprint != mark:
             raise ModelError(
                 f"the cache was begun with a pack of tuned rows ({mark[:12]}) that is not here: give that pack again "
-                "(--codebook, or load's pack), or make a new cache"
+                "(--pack, or load's pack), or make a new cache"
             )
         return pack
 

@@ -17,9 +17,9 @@ from mlx_lm.utils import _get_classes, load_model
 
 from mlx_zip.codec import CodecParams
 from mlx_zip.config import ENCODER_FIELDS, SIDES, EncoderConfig, ZipConfig
-from mlx_zip.errors import ConfigError, TrainingError
+from mlx_zip.errors import ConfigError, TrainingError, first_line
 from mlx_zip.hyper import matrix_rows
-from mlx_zip.loading import first_line, load_failures, read_config, rope_settings
+from mlx_zip.loading import load_failures, read_config, rope_settings
 from mlx_zip.models import Model, ModelArgs
 from mlx_zip.models.parts import RECORD_KEYS
 from mlx_zip.register import MODEL_TYPE

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.errors import InstallationError
+from mlx_zip.errors import missing_library
 
 FILE = "curves.png"
 PANELS = (
@@ -23,7 +23,7 @@ def drawing() -> tuple[Any, Any]:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise InstallationError("--plot needs matplotlib: pip install 'mlx_zip[bench]'") from error
+        raise missing_library("--plot", "matplotlib", extra="bench") from error
     return Figure, FigureCanvasAgg
 
 

@@ -6,16 +6,16 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mlx_zip.codec.ids import Uint32s
-from mlx_zip.errors import DataError, GenerationError, bare_exceptions_as_value_errors
-from mlx_zip.tokenizer import render_chat
-from mlx_zip.training.sources import Record, Skipped
+from mlx_zip.errors import DataError, GenerationError
+from mlx_zip.text.prompts import render_chat
+from mlx_zip.text.sources import Record, Skipped
+from mlx_zip.text.token_facts import lead_ids, special_ids
 
 TRAIN_ON = ("answers", "all")
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
@@ -34,36 +34,6 @@ class Piece:
     n_bytes: NDArray[np.int64]
     lead: tuple[int, ...]
     conversation: bool = False
-
-
-def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
-    """The tokenizer in a folder, as mlx-lm loads it. Raises `DataError`."""
-    from mlx_lm.utils import load_tokenizer as load
-
-    from mlx_zip.loading import no_talk_of_model_types
-    from mlx_zip.vocab.adaptbpe.plain import follow_folder
-
-    try:
-        with no_talk_of_model_types(), bare_exceptions_as_value_errors():
-            tokenizer: Any = load(str(folder), {"trust_remote_code": trust_remote_code})
-            follow_folder(getattr(tokenizer, "backend_tokenizer", None), folder)
-            return tokenizer
-    except (OSError, ValueError, TypeError, LookupError, AttributeError, ImportError) as error:
-        first = " ".join(str(error).split())[:300]
-        raise DataError(f"the tokenizer in {folder} cannot be loaded: {first}") from error
-
-
-def special_ids(tokenizer: Any) -> set[int]:
-    """Ids of tokens that mark something and are no text."""
-    added = tokenizer.added_tokens_decoder
-    return {*tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}
-
-
-def digit_ids(tokenizer: Any) -> set[int]:
-    """Ids of all tokens whose text has a digit in it."""
-    ids = sorted(set(tokenizer.get_vocab().values()))
-    texts = tokenizer.batch_decode([[i] for i in ids], skip_special_tokens=False)
-    return {i for i, text in zip(ids, texts, strict=True) if any(map(str.isdigit, text))}
 
 
 class Encoder:
@@ -224,9 +194,3 @@ def _is_byte_level(tokens: set[str]) -> bool:
     from tokenizers.pre_tokenizers import ByteLevel
 
     return set("".join(tokens)) <= set(ByteLevel.alphabet())
-
-
-def lead_ids(tokenizer: Any) -> tuple[int, ...]:
-    """The ids that the tokenizer puts in front of a text by itself, as a prompt gets them."""
-    bare, whole = tokenizer.encode("a", add_special_tokens=False), tokenizer.encode("a")
-    return next((tuple(whole[:i]) for i in range(len(whole)) if whole[i : i + len(bare)] == bare), ())

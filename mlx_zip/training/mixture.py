@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_zip.errors import DataError
-from mlx_zip.training.sources import Source
+from mlx_zip.text.sources import Source
 
 READY = Path(__file__).parent / "mixtures"  # NAME.yaml, chosen by name
 _LISTS = ("data", "subsets")

@@ -8,15 +8,15 @@ from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlx_zip.bundled import here_or_bundled
 from mlx_zip.codec import CodecParams
 from mlx_zip.codec.pack import Start
 from mlx_zip.errors import CodecError, DataError
-from mlx_zip.loading import first_line, read_config
-from mlx_zip.training.encoding import digit_ids, lead_ids, load_tokenizer, special_ids
+from mlx_zip.loading import read_config
+from mlx_zip.text.sources import Source, kind_of
+from mlx_zip.text.token_facts import digit_ids, lead_ids, special_ids
+from mlx_zip.text.tokenizers import load_tokenizer, tokenizer_folder
 from mlx_zip.training.sharding import Plan
 from mlx_zip.training.shards import codec_record
-from mlx_zip.training.sources import Source, kind_of
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 from mlx_zip.vocab.packs import load_pack
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from mlx_zip.training.prepare import PrepareOptions
 
 MERGE_SIZE, CODEBOOK_SIZE = 3, 2048
-_TOKENIZER_FILES = ["*.json", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken"]
 
 
 def make_plan(options: PrepareOptions) -> tuple[Plan, Any, dict[str, Any]]:
@@ -54,28 +53,6 @@ def make_plan(options: PrepareOptions) -> tuple[Plan, Any, dict[str, Any]]:
         trust_remote_code=options.trust_remote_code,
     )
     return plan, tokenizer, _settings(options, plan, tokenizer)
-
-
-def tokenizer_folder(name: str, trust_remote_code: bool = False) -> Path:
-    """The folder of a model or tokenizer, or of a tokenizer.json; of a hub id, the tokenizer's files alone are fetched.
-
-    A bundled model goes by its name, as in `load`. Raises `DataError`.
-    """
-    path = here_or_bundled(name)
-    if path.name == "tokenizer.json" and path.is_file():
-        return path.parent
-    if path.is_dir():
-        return path
-    if path.exists() or name.count("/") != 1 or name.startswith((".", "/", "~")):
-        raise DataError(f"{name}: no folder with a tokenizer, no tokenizer.json, and no hub id of the form owner/name")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
-    patterns = [*_TOKENIZER_FILES, *(["*.py"] if trust_remote_code else [])]
-    try:
-        return Path(snapshot_download(name, allow_patterns=patterns))
-    except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
-        raise DataError(f"{name}: not a local folder, and not to be had from the hub: {first_line(error)}") from error
 
 
 def codec_for(options: PrepareOptions, tokenizer: Any, config: Mapping[str, Any]) -> CodecParams:

@@ -21,12 +21,12 @@ from numpy.typing import NDArray
 import mlx_zip
 from mlx_zip.codec.pack import write_pack
 from mlx_zip.errors import DataError
+from mlx_zip.text.sources import Reader, Source, kind_of
 from mlx_zip.training.encoding import TRAIN_ON
 from mlx_zip.training.mixture import kept_samples, next_sources
 from mlx_zip.training.prepared_folder import POOL, PreparedFolder
 from mlx_zip.training.sharding import Chunk, Plan, ShardMaker, cut_chunks, make_in_worker, start_worker
 from mlx_zip.training.shards import codec_record
-from mlx_zip.training.sources import Reader, Source, kind_of
 
 ROUND = 16  # shards between two looks at how a mixture stands
 Records = list[list[dict[str, Any]]]  # per source, of each shard in order

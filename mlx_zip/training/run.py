@@ -16,9 +16,9 @@ import mlx_zip
 from mlx_zip.errors import DataError, TrainingError
 from mlx_zip.files import check_in, sole_user, write_json
 from mlx_zip.loading import model_folder
+from mlx_zip.text.tokenizers import load_tokenizer
 from mlx_zip.training.adapt import EncoderOptions, fingerprint, freeze, start_model
 from mlx_zip.training.adapter import check_savable, save_adapter
-from mlx_zip.training.encoding import load_tokenizer
 from mlx_zip.training.machines import check_equal, together
 from mlx_zip.training.objective import LossWeights, Trainee
 from mlx_zip.training.recompute import recompute_activations

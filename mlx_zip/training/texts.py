@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from mlx_zip.codec import CodecParams
 from mlx_zip.errors import DataError
+from mlx_zip.text.sources import Reader, Skipped, Source, parse
 from mlx_zip.training.encoding import Encoder, Piece
 from mlx_zip.training.shards import Sample
-from mlx_zip.training.sources import Reader, Skipped, Source, parse
 from mlx_zip.training.windows import Window, compress_window, cut
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
 from itertools import chain, zip_longest
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +34,26 @@ ROWS = ("input_rows", "output_rows")
 Entry = tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Pack:
-    """Entries, best first. tokenizer: its fingerprint, None when not known. about: what else the file tells.
+    """Learned entries of base ids, best first; slot i of a codebook that begins with the pack holds entry i.
 
-    rows: of the entries, in their order, where they were tuned for a model.
+    tokenizer: fingerprint of the tokenizer whose ids the entries are, None if unknown. about: what else the file says,
+    such as the texts the pack was learned from. rows: tuned rows of the entries in the same order, None without any.
+    name: the file that the pack was read from, for messages; packs that differ only in it are equal.
     """
 
     entries: tuple[Entry, ...]
     tokenizer: str | None = None
     about: Mapping[str, Any] = field(default_factory=dict)
     rows: TunedRows | None = None
+    name: str | None = field(default=None, compare=False)
+
+    def __repr__(self) -> str:
+        named = "" if self.name is None else f"{self.name}: "
+        tokenizer = "unknown" if self.tokenizer is None else self.tokenizer[:12]
+        tuned = "" if self.rows is None else ", tuned rows"
+        return f"<Pack {named}{len(self.entries)} entries, merge size {self.merge_size}, tokenizer {tokenizer}{tuned}>"
 
     @cached_property
     def fingerprint(self) -> str:
@@ -71,11 +81,11 @@ class Pack:
 
 
 def load_pack(path: str | Path) -> Pack:
-    """A pack; of a file that holds entries only, what is known. Raises `DataError` naming the file."""
+    """Reads a pack from a .npz, .json or .npy file. Raises `DataError` naming a file that is missing or no pack."""
     path = Path(path)
     entries = read_pack(path)
     if path.suffix != SUFFIX:
-        return Pack(entries)
+        return Pack(entries, name=str(path))
     about, arrays = _read_beside(path)
     version = about.pop("version", VERSION)
     if type(version) is not int or version != VERSION:
@@ -86,10 +96,22 @@ def load_pack(path: str | Path) -> Pack:
     rows = rows_from_arrays(path, arrays, about.pop("rows", None)) if arrays or "rows" in about else None
     if rows is not None and len(rows.output) != len(entries):
         raise DataError(f"{path} is damaged: {len(rows.output)} rows for {len(entries)} entries")
-    pack = Pack(entries, tokenizer, about, rows)
+    pack = Pack(entries, tokenizer, about, rows, str(path))
     if made is not None and made != pack.fingerprint:
         raise DataError(f"{path} is damaged: its entries or rows are not those it was written with")
     return pack
+
+
+def as_pack(pack: Pack | str | PathLike[str]) -> Pack:
+    """Returns a `Pack` as it is and reads one from a path: what every argument `pack=` accepts.
+
+    Raises `DataError` naming the file, or the type of a value that is neither.
+    """
+    if isinstance(pack, Pack):
+        return pack
+    if isinstance(pack, str | PathLike):
+        return load_pack(Path(pack).expanduser())
+    raise DataError(f"pack must be the path of a pack file or a Pack (mlx_zip.load_pack), not {type(pack).__name__}")
 
 
 def pack_in_folder(folder: Path, start: Sequence[Entry] | None) -> Pack | None:

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from mlx_zip import bundled
+from mlx_zip.arguments import Parser
 from mlx_zip.errors import MlxZipError
 
 from .recipe import STAGES, Recipe, in_process_of_its_own, install
@@ -45,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The flags."""
-    made = argparse.ArgumentParser(
+    made = Parser(
         prog="python -m recipes.stories",
         description="Makes the stories models from a folder of stories.",
         epilog=needs(),

@@ -107,12 +107,12 @@ def make_windows(recipe: Recipe) -> None:
         "context": settings.long,
         "shard_samples": settings.shard_samples,
         "workers": settings.workers,
-        "no_pack": True,
+        "no_fill_windows": True,
     }
     compressed = {**fixed, "model": "runs/zip/model", **packs.codec}
     plain = {**fixed, "model": "runs/control/model", "codebook_size": 0, "merge_size": 1, "protect": settings.protect}
     sizes = {OWN: packs.size, **dict(zip(drawn(packs), packs.sizes, strict=True))}
-    starts = {name: {"start": f"{PACKS}/{name}.npz", "start_draw": size} for name, size in sizes.items()}
+    starts = {name: {"pack": f"{PACKS}/{name}.npz", "start_draw": size} for name, size in sizes.items()}
     for one in packs.rounds:
         texts = {name: f"{TEXTS}/{name}.jsonl" for name, _ in windows_of(packs, one)}
         for name, text in texts.items():

@@ -233,7 +233,7 @@ def make_windows(recipe: Recipe, kind: str) -> None:
         "shard_samples": settings.shard_samples,
         "protect": settings.protect,
         "workers": settings.workers,
-        "pack": kind == "short",
+        "fill_windows": kind == "short",
     }
     for folder, text in prepared(kind).items():
         recipe.command("prepare", {**fixed, "data": text, "out": folder, **codec})
@@ -311,7 +311,7 @@ def make_bundle(recipe: Recipe) -> None:
     with whole_folder(recipe.out / "bundle") as folder:
         for name in recipe.settings.bundled:
             if name == bundled.DEFAULT:
-                flags = {"hf_path": f"{QUANTIZED}/{name}", "mlx_path": f"{folder.name}/{name}", "codebook": TUNED}
+                flags = {"hf_path": f"{QUANTIZED}/{name}", "mlx_path": f"{folder.name}/{name}", "pack": TUNED}
                 recipe.command("convert", flags)
             else:
                 shutil.copytree(recipe.out / QUANTIZED / name, folder / name)
@@ -351,10 +351,10 @@ def measures(settings: Settings) -> Iterator[tuple[str, dict[str, Any]]]:
     every = [model(run) for run in ("control", "base", "zip")] + bundled
     for text, pack in (("t1.test", False), ("t1.test", True), ("real.test", False)):
         name = f"bits-{text}{'-packed' * pack}"
-        yield name, {"data": f"texts/{text}.jsonl", "pack": pack, **size, "model": every}
+        yield name, {"data": f"texts/{text}.jsonl", "fill_windows": pack, **size, "model": every}
     last = [model(runs[-1]) for runs in packs.runs(settings.packs).values()]
     for pack in packs.unseen(settings.packs):
-        flags = {"data": "texts/t1.test.jsonl", **size, "codebook": f"{packs.PACKS}/{pack}.npz"}
+        flags = {"data": "texts/t1.test.jsonl", **size, "pack": f"{packs.PACKS}/{pack}.npz"}
         yield f"bits-{pack}", {**flags, "model": last[::-1]}
     asked = {"prompts": "texts/requests.jsonl", "generate": settings.requests, **size, **settings.measure}
     for temp in settings.temperatures:

@@ -276,7 +276,10 @@ def test_bad_requests_are_refused_before_any_weight_is_made(flags, message, monk
 def test_a_missing_library_is_named_before_anything_is_read(monkeypatch):
     monkeypatch.setattr(engines, "find_spec", lambda name: None)
     monkeypatch.setattr(generate, "prepare", lambda *_: pytest.fail("too late"))
-    with pytest.raises(InstallationError, match="engine hf needs torch, transformers: pip install torch transformers"):
+    with pytest.raises(
+        InstallationError,
+        match="engine hf needs torch, transformers, which are not installed: run pip install torch transformers",
+    ):
         tiny_bench.run("generate", *ON, "--engines", "hf")
 
 

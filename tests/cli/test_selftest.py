@@ -13,7 +13,7 @@ FAILED = selftest.Check("codec", False, "3 of 4 equal")
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
     file = tmp_path_factory.mktemp("selftest") / "report.md"
-    assert main(["selftest", "--output", str(file)]) == 0
+    assert main(["selftest", "--out", str(file)]) == 0
     return file.read_text()
 
 
@@ -51,7 +51,7 @@ def test_the_report_says_first_that_a_check_failed():
 
 def test_a_failed_check_gives_exit_status_1(monkeypatch, tmp_path):
     only(monkeypatch, FAILED)
-    assert main(["selftest", "--output", str(tmp_path / "report.md")]) == 1
+    assert main(["selftest", "--out", str(tmp_path / "report.md")]) == 1
 
 
 def test_an_error_in_a_check_is_a_failure_with_its_message():
@@ -72,4 +72,16 @@ def test_a_wrong_recorded_case_is_named():
 
 def test_a_report_that_cannot_be_written_is_an_error(monkeypatch, tmp_path):
     only(monkeypatch)
-    assert main(["selftest", "--output", str(tmp_path / "no" / "report.md")]) == 2
+    assert main(["selftest", "--out", str(tmp_path / "no" / "report.md")]) == 2
+
+
+def test_a_report_that_cannot_be_written_is_refused_before_the_checks(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(selftest, "check_codec", None)
+    assert main(["selftest", "--out", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"error: --out {tmp_path}: is a folder or device, not a file\n"
+
+
+def test_the_old_name_of_out_still_works(monkeypatch, tmp_path):
+    only(monkeypatch)
+    assert main(["selftest", "--output", str(tmp_path / "report.md")]) == 0
+    assert (tmp_path / "report.md").is_file()

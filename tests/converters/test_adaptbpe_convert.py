@@ -13,7 +13,7 @@ from mlx_zip.converters.adapt import adapt
 from mlx_zip.converters.export import export
 from mlx_zip.converters.tensors import load as load_tensors
 from mlx_zip.converters.tensors import read_model_files
-from mlx_zip.training.encoding import load_tokenizer
+from mlx_zip.text.tokenizers import load_tokenizer
 from mlx_zip.vocab.adaptbpe.adapted import adapted, read_adapted, words_of
 from mlx_zip.vocab.adaptbpe.base import read_base
 from support import tiny_text

@@ -1,4 +1,4 @@
-"""`convert --codebook`: a model that begins every request with the entries of a pack."""
+"""`convert --pack`: a model that begins every request with the entries of a pack."""
 
 from __future__ import annotations
 
@@ -218,5 +218,5 @@ def test_rows_that_were_tuned_for_other_weights_are_refused(converted: Path, tun
 
 
 def test_an_adapter_alone_takes_no_codebook(tmp_path: Path) -> None:
-    with pytest.raises(ConversionError, match="no --canonical, no --codebook and no --policy"):
+    with pytest.raises(ConversionError, match="no --canonical, no --pack and no --policy"):
         convert(CHECKPOINT, tmp_path / "out", lora_only=True, codebook=["x.npz"])

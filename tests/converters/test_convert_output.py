@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from mlx_zip import files
 from mlx_zip.converters import output
 from mlx_zip.errors import MlxZipError
 from support.checkpoints import WIDTH, write_adapter, write_checkpoint
@@ -28,7 +29,7 @@ def test_an_existing_output_is_refused_and_untouched(make: Callable[[Path], None
 
 def test_an_output_that_appears_meanwhile_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_checkpoint(tmp_path / "src")
-    monkeypatch.setattr(output, "sync_tree", lambda _: (tmp_path / "out").mkdir())
+    monkeypatch.setattr(files, "sync_tree", lambda _: (tmp_path / "out").mkdir())
     with pytest.raises(MlxZipError, match="already exists"):
         convert(tmp_path / "src", tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "src"]
@@ -97,8 +98,8 @@ def test_a_killed_conversion_leaves_no_output_and_does_not_block_the_next(tmp_pa
     )
     arguments = [sys.executable, "-c", code, str(tmp_path / "src"), str(tmp_path / "out")]
     assert subprocess.run(arguments, capture_output=True).returncode == -signal.SIGKILL
-    left = sorted(path.name.partition("-partial-")[0] for path in tmp_path.iterdir())
-    assert left == ["out.mlxzip", "src"]
+    left = sorted(path.name.partition("partial-")[0] for path in tmp_path.iterdir())
+    assert left == [".out.", "src"]
     loaded(convert(tmp_path / "src", tmp_path / "out"))
 
 

@@ -306,7 +306,7 @@ def test_what_is_no_mlx_zip_model_is_refused(tmp_path: Path) -> None:
 
 def test_an_existing_folder_is_never_overwritten(tmp_path: Path) -> None:
     model = converted(tmp_path)
-    with pytest.raises(ConversionError, match=r"already exists.*--save-path"):
+    with pytest.raises(ConversionError, match=r"already exists.*--out"):
         export(model, model)
     with pytest.raises(ConversionError, match="dtype 'int8'"):
         export(model, tmp_path / "out", dtype="int8")
@@ -332,9 +332,15 @@ def test_the_command_prints_the_folder_and_its_warnings_on_stderr(
     model = convert(tmp_path / "src", tmp_path / "q", quantize=True, q_group_size=32)
     capsys.readouterr()
     out = tmp_path / "out"
-    assert cli.main(["export", "--model", str(model), "--save-path", str(out), "--dtype", "float32"]) == 0
+    assert cli.main(["export", "--model", str(model), "--out", str(out), "--dtype", "float32"]) == 0
     captured = capsys.readouterr()
     assert captured.out == f"{out}\n"
     assert "warning: q is quantized" in captured.err
-    assert cli.main(["export", "--model", str(model), "--save-path", str(out)]) == 2
-    assert capsys.readouterr().err == f"error: {out} already exists; delete it or choose another --save-path\n"
+    assert cli.main(["export", "--model", str(model), "--out", str(out)]) == 2
+    assert capsys.readouterr().err == f"error: {out} already exists; delete it or choose another --out\n"
+
+
+def test_the_old_name_of_out_still_works() -> None:
+    parser = cli.command_parser("export", "x")
+    assert parser.parse_args(["--model", "m", "--save-path", "there"]).out == "there"
+    assert parser.parse_args(["--model", "m"]).out == "zip2zip_model"

@@ -24,7 +24,7 @@ def test_a_pipe_in_place_of_the_json_file_is_refused_before_anything_is_measured
 
 
 @pytest.mark.parametrize(
-    ("flag", "told"), [("--json", "--json ''"), ("--start-codebook", "codebook is"), ("--prompts", "--generate")]
+    ("flag", "told"), [("--json", "--json ''"), ("--pack", "pack is"), ("--prompts", "--generate")]
 )
 def test_an_empty_path_is_not_passed_over(flag, told, tmp_path, capsys):
     (tmp_path / "a.txt").write_text("text")

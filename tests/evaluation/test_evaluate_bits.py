@@ -93,7 +93,7 @@ def test_a_starting_codebook_can_be_given_in_place_of_the_models_own():
 
 
 def test_a_starting_codebook_that_does_not_fit_is_an_error():
-    with pytest.raises(DataError, match=r"--codebook.*entry 0"):
+    with pytest.raises(DataError, match=r"--pack.*entry 0"):
         measure_bits(LLAMA, windows(5), start=((5, 99),))
 
 

@@ -9,9 +9,9 @@ import pytest
 from mlx_zip import cli
 from mlx_zip.evaluation import report
 from mlx_zip.evaluation.bits import measure_bits
-from mlx_zip.evaluation.documents import read_corpus
 from mlx_zip.evaluation.windows import cut_windows
 from mlx_zip.generate import load
+from mlx_zip.text.documents import read_corpus
 from support import checkpoints, tiny_text
 from support.command_line import stay_home
 from support.places import GOLDEN_MODELS
@@ -82,7 +82,7 @@ def test_base_and_zip_model_stand_beside_one_another_on_the_same_bytes(run, base
 
 
 def test_the_record_is_what_the_library_measures(run, zipped, text):
-    record = run("--model", zipped, "--data", text, "--context", 20, "--batch-size", 3, "--pack")[3]
+    record = run("--model", zipped, "--data", text, "--context", 20, "--batch-size", 3, "--fill-windows")[3]
     model, tokenizer = load(zipped)
     windows = cut_windows(tokenizer, read_corpus([text]).documents, 20, pack=True)
     expected = measure_bits(model, windows).record()
@@ -158,7 +158,7 @@ def test_a_starting_codebook_is_read_from_a_file(run, zipped, text, tmp_path):
     (tmp_path / "pack.json").write_text(json.dumps([entry]))
     without, given = (
         run("--model", zipped, "--data", text, *flags)[3]["models"][0]["text"]
-        for flags in ((), ("--start-codebook", tmp_path / "pack.json"))
+        for flags in ((), ("--pack", tmp_path / "pack.json"))
     )
     assert given["ids"] <= without["ids"]
     assert given["bits_per_byte"] != without["bits_per_byte"]
@@ -217,4 +217,4 @@ def test_without_the_harness_tasks_say_what_to_install(run, zipped, monkeypatch)
         monkeypatch.setitem(sys.modules, name, None)
     status, _, err, _ = run("--model", zipped, "--tasks", "arc_easy,hellaswag")
     assert status == 2
-    assert "pip install 'mlx_zip[eval]'" in err
+    assert "pip install -e '.[eval]'" in err

@@ -11,8 +11,6 @@ from mlx_lm.models.cache import trim_prompt_cache
 
 from mlx_zip.codec import Codebook
 from mlx_zip.errors import DataError
-from mlx_zip.evaluation.documents import Document
-from mlx_zip.evaluation.prompts import Conversation, Prompt, make_conversations, openings, read_prompts
 from mlx_zip.evaluation.rates import (
     Settings,
     Story,
@@ -24,6 +22,8 @@ from mlx_zip.evaluation.rates import (
     summary,
 )
 from mlx_zip.generate import stream_generate
+from mlx_zip.text.conversations import Conversation, Prompt, make_conversations, openings, read_prompts
+from mlx_zip.text.documents import Document
 from support import tiny, tiny_text
 
 TOKENIZER = tiny_text.byte_level()

@@ -15,14 +15,14 @@ from mlx_zip.canonical import CanonicalDecoding
 from mlx_zip.codec import Codebook
 from mlx_zip.errors import DataError, InstallationError
 from mlx_zip.evaluation.bits import measure_bits
-from mlx_zip.evaluation.documents import Document
 from mlx_zip.evaluation.scoring import compress_row
 from mlx_zip.evaluation.tasks import figures, run_tasks
 from mlx_zip.evaluation.windows import cut_windows
 from mlx_zip.generate import stream_generate
+from mlx_zip.text.documents import Document
 from support import tiny, tiny_text
 
-pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness (pip install 'mlx_zip[eval]')")
+pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness (pip install -e '.[eval]')")
 
 from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
@@ -321,5 +321,5 @@ def test_without_the_harness_the_error_says_what_to_install(monkeypatch):
     monkeypatch.delattr("mlx_zip.evaluation.harness")
     for name in [name for name in sys.modules if name.partition(".")[0] == "lm_eval"]:
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(InstallationError, match=r"pip install 'mlx_zip\[eval\]'"):
+    with pytest.raises(InstallationError, match=r"pip install -e '\.\[eval\]'"):
         run_tasks(MODEL, TOKENIZER, ["choose"])

@@ -50,7 +50,7 @@ def test_a_path_that_does_not_exist_is_named(name):
 def test_a_hub_id_that_cannot_be_reached_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(ModelError, match="nobody/nothing: not a local folder"):
+    with pytest.raises(ModelError, match="nobody/nothing is not a local folder"):
         load("nobody/nothing")
 
 

@@ -87,3 +87,16 @@ def test_a_folder_that_is_not_ours_to_write_to_is_told_before_long_work(tmp_path
     monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere
     with pytest.raises(DataError, match="its folder cannot be written to"):
         check_out(tmp_path / "out")
+
+
+def test_a_folder_that_must_be_new_is_not_replaced(tmp_path):
+    write(tmp_path / "out", "old")
+    with pytest.raises(FileExistsError), whole_folder(tmp_path / "out", replace=False):
+        pass
+    assert (tmp_path / "out" / "file").read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_list_of_integers_stands_on_one_line(tmp_path):
+    write_json(tmp_path / "file", {"ids": [1, -2, 3], "names": ["1,\n2"]})
+    assert (tmp_path / "file").read_text() == '{\n  "ids": [1, -2, 3],\n  "names": [\n    "1,\\n2"\n  ]\n}\n'

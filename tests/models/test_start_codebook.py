@@ -266,7 +266,7 @@ def test_a_start_beside_a_prompt_cache_or_for_a_plain_model_is_refused():
 def command(capsys, pack, *flags):
     model = str(tiny_text.converted("llama_transformer_tied_lora"))
     base = ("--prompt", "The cat sat on the mat.", "--ignore-chat-template", "-m", "5", "--json")
-    status = cli.main(["generate", "--model", model, *base, "--start-codebook", str(pack), *flags])
+    status = cli.main(["generate", "--model", model, *base, "--pack", str(pack), *flags])
     return (status, *capsys.readouterr())
 
 

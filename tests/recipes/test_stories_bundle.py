@@ -120,7 +120,7 @@ def test_the_wheel_takes_the_bundle_along():
 
 @there
 def test_a_bundled_model_is_exported_by_its_name(tmp_path):
-    command = ["export", "--model", "stories", "--save-path", str(tmp_path / "out")]
+    command = ["export", "--model", "stories", "--out", str(tmp_path / "out")]
     assert cli.main(command) == 2  # the format has no place for its pack
     assert cli.main([*command, "--drop-start"]) == 0
     assert (tmp_path / "out/zip2zip_config.json").is_file()
@@ -175,7 +175,7 @@ def test_its_pack_is_not_in_the_way_of_others_nor_of_data_without(tmp_path):
     prepare = ["prepare", *model, "--workers", "1", "--no-start"]
     assert cli.main([*prepare, "--out", str(tmp_path / "data")]) == 0
     assert json.loads((tmp_path / "data/index.json").read_text())["codec"].get("start") is None
-    assert cli.main([*prepare, "--start", str(tmp_path / "a.npz"), "--out", str(tmp_path / "other")]) == 2
+    assert cli.main([*prepare, "--pack", str(tmp_path / "a.npz"), "--out", str(tmp_path / "other")]) == 2
 
 
 @there

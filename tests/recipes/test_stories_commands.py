@@ -16,8 +16,8 @@ from recipes.stories.settings import FULL, TINY
 
 
 def test_flags_become_words():
-    flags = {"batch_size": 4, "data": ["a", "b"], "pack": True, "plot": False, "limit": None, "temp": 0.0}
-    assert as_words(flags) == ["--batch-size", "4", "--data", "a", "b", "--pack", "--temp", "0.0"]
+    flags = {"batch_size": 4, "data": ["a", "b"], "fill_windows": True, "plot": False, "limit": None, "temp": 0.0}
+    assert as_words(flags) == ["--batch-size", "4", "--data", "a", "b", "--fill-windows", "--temp", "0.0"]
 
 
 CHILD = """

@@ -130,12 +130,12 @@ def test_texts_of_the_packs_are_training_texts_each_in_one_part_alone(made):
 def test_every_pack_is_learned_from_a_part_of_its_own_and_trained_with_another(made):
     calls = made[0].call.calls
     learned = {values(call, "--out")[0]: values(call, "--data")[0] for call in calls if call[:3] == LEARN}
-    prepared = [call for call in calls if call[0] == "prepare" and "--start" in call]
+    prepared = [call for call in calls if call[0] == "prepare" and "--pack" in call]
     rounds = len(TINY.packs.rounds)
     assert len(prepared) == rounds * (len(TINY.packs.sizes) + 1) + 1  # the bundled one, also for validation
     for call in prepared:
-        assert learned[values(call, "--start")[0]] not in values(call, "--data")
-    assert not {"packs/unseen-8.npz"} & {values(call, "--start")[0] for call in prepared}
+        assert learned[values(call, "--pack")[0]] not in values(call, "--data")
+    assert not {"packs/unseen-8.npz"} & {values(call, "--pack")[0] for call in prepared}
 
 
 def test_the_bundled_model_begins_with_its_own_pack_and_brings_tuned_rows_of_it(made):

@@ -13,9 +13,9 @@ from typing import Any
 from tokenizers.processors import TemplateProcessing
 
 from mlx_zip.codec import Codebook
+from mlx_zip.text.sources import Source
 from mlx_zip.training.prepare import PrepareOptions, prepare
 from mlx_zip.training.shards import Shards
-from mlx_zip.training.sources import Source
 from support import tiny_text
 
 BOS, EOS, PAD = 0, 1, 2
@@ -91,7 +91,7 @@ def tree(folder: Path) -> dict[str, bytes]:
 
 def ids_of(text: str, folder: Path | None = None) -> list[int]:
     """A text's base ids without specials."""
-    from mlx_zip.training.encoding import load_tokenizer
+    from mlx_zip.text.tokenizers import load_tokenizer
 
     return load_tokenizer(folder or tokenizer_folder()).encode(text, add_special_tokens=False)
 

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_zip.errors import GenerationError
-from mlx_zip.tokenizer import StopMatcher, TextStream, encode_prompt
+from mlx_zip.text.prompts import encode_prompt
+from mlx_zip.text.stream import StopMatcher, TextStream
 from support import tiny_text
 
 BYTES = tiny_text.byte_level()

@@ -305,7 +305,7 @@ def test_a_zip2zip_model_is_run_with_a_pack_tuned_for_it_and_another_refuses_it(
     assert (told["fingerprint"], told["entries"]) == (pack.fingerprint, len(pack.entries))
     assert pack.about["tuned"]["bits_per_byte"] == told["bits_per_byte"]
     assert pack.about["learned_from"]
-    tuned, untuned = answer(run, model, "--codebook", "tuned.npz"), answer(run, model, "--codebook", "a.npz")
+    tuned, untuned = answer(run, model, "--pack", "tuned.npz"), answer(run, model, "--pack", "a.npz")
     assert tuned["prompt_ids"] == untuned["prompt_ids"]
     assert tuned["codebook_fingerprint"] == pack.fingerprint
     found = {}
@@ -318,7 +318,7 @@ def test_a_zip2zip_model_is_run_with_a_pack_tuned_for_it_and_another_refuses_it(
             "text.txt",
             "--separator",
             "<end>",
-            "--codebook",
+            "--pack",
             file,
             "--json",
             "e.json",
@@ -327,7 +327,7 @@ def test_a_zip2zip_model_is_run_with_a_pack_tuned_for_it_and_another_refuses_it(
         found[file] = json.loads(Path("e.json").read_text())["models"][0]["text"]["bits_per_byte"]
     assert found["tuned.npz"] < found["a.npz"]
     plain_folder(Path("plain"))
-    status, _, err = run("generate", "--model", "plain", "--prompt", "the", "--codebook", "tuned.npz")
+    status, _, err = run("generate", "--model", "plain", "--prompt", "the", "--pack", "tuned.npz")
     assert (status, err.count("\n")) == (2, 1)
     assert "was tuned for a zip2zip model" in err
 
@@ -344,8 +344,8 @@ def test_a_quantized_model_is_tuned_for_with_floats_and_takes_the_rows_into_its_
     assert load_pack("tuned.npz").rows.model == load("small")[0].fingerprint
     for name, tolerance in (("bits_per_byte_before", 1e-5), ("bits_per_byte", 1e-3)):
         assert told["quick"][name] == pytest.approx(told["exact"][name], rel=tolerance)
-    assert run("convert", "--hf-path", "small", "--codebook", "tuned.npz", "--mlx-path", "whole")[0] == 0
-    whole, small = answer(run, "whole"), answer(run, "small", "--codebook", "tuned.npz")
+    assert run("convert", "--hf-path", "small", "--pack", "tuned.npz", "--mlx-path", "whole")[0] == 0
+    whole, small = answer(run, "whole"), answer(run, "small", "--pack", "tuned.npz")
     for name in ("text", "steps", "hypertokens", "prompt_ids", "codebook_size", "codebook_fingerprint", "rows_encoded"):
         assert whole[name] == small[name]
     assert whole["codebook_fingerprint"] == load_pack("whole/pack.npz").fingerprint == told["quick"]["fingerprint"]
@@ -358,7 +358,7 @@ def test_a_plain_model_runs_with_a_pack_tuned_for_it(run, mode):
     status, out, err = run(*command, "--learning-rate", 0.02, "--position-mode", mode)
     assert status == 0, err
     assert json.loads(out)["bits_per_byte"] < json.loads(out)["bits_per_byte_before"]
-    tuned, alone = answer(run, model, "--codebook", "tuned.npz"), answer(run, model)
+    tuned, alone = answer(run, model, "--pack", "tuned.npz"), answer(run, model)
     assert tuned["prompt_ids"] < alone["prompt_ids"]
     assert "codebook_size" not in alone
     assert tuned["codebook_size"] == len(load_pack("tuned.npz").entries)
@@ -370,7 +370,7 @@ def test_a_plain_model_runs_with_a_pack_tuned_for_it(run, mode):
         model,
         "--data",
         "text.txt",
-        "--codebook",
+        "--pack",
         "tuned.npz",
         "--json",
         "e.json",
@@ -378,10 +378,10 @@ def test_a_plain_model_runs_with_a_pack_tuned_for_it(run, mode):
     assert status == 0, err
     kinds = [one["kind"] for one in json.loads(Path("e.json").read_text())["models"]]
     assert kinds == ["plain", "plain with a pack"]
-    status, _, err = run("generate", "--model", "other", "--prompt", "the", "--codebook", "tuned.npz")
+    status, _, err = run("generate", "--model", "other", "--prompt", "the", "--pack", "tuned.npz")
     assert status == 2
     assert "tuned for another model" in err
-    assert run("generate", "--model", model, "--prompt", "the", "--codebook", "a.npz")[0] == 2
+    assert run("generate", "--model", model, "--prompt", "the", "--pack", "a.npz")[0] == 2
 
 
 def test_a_plain_model_with_its_pack_is_the_same_model_where_no_entry_is_used(run):
@@ -428,13 +428,13 @@ def test_a_pack_in_the_models_folder_does_not_stand_in_anothers_way(run):
     model = tiny_text.converted(ZIP_MODEL)
     command = learned(run, model, "--model", model, "--size", 8)
     assert run(*command)[0] == 0
-    assert run("convert", "--hf-path", model, "--codebook", "tuned.npz", "--mlx-path", "whole")[0] == 0
+    assert run("convert", "--hf-path", model, "--pack", "tuned.npz", "--mlx-path", "whole")[0] == 0
     for file, new in (("tuned.npz", "small.npz"), ("a.npz", "bare.npz")):
         assert run("vocab", "pack", "merge", file, "--size", 2, "--out", new)[0] == 0
     Path("whole/pack.npz").write_bytes(b"no pack any more")
     for file in ("small.npz", "bare.npz"):
         for size in ((), ("--codebook-size", 4)):  # fewer than the folder's own pack has entries
-            flags = ("--codebook", file, *size)
+            flags = ("--pack", file, *size)
             got, want = answer(run, "whole", *flags), answer(run, model, *flags)
             assert [got[name] for name in ("text", "steps", "prompt_ids")] == [
                 want[name] for name in ("text", "steps", "prompt_ids")
@@ -471,10 +471,10 @@ def test_the_number_of_slots_is_chosen_per_run_and_told(run):
     model = tiny_text.converted(ZIP_MODEL)
     learned(run, model, "--model", model, "--size", 8)
     entries = len(load_pack("a.npz").entries)
-    told = answer(run, model, "--codebook", "a.npz", "--codebook-size", entries)
+    told = answer(run, model, "--pack", "a.npz", "--codebook-size", entries)
     assert told["codebook_size"] == entries
     assert answer(run, model)["codebook_size"] == load(model)[0].config.codebook_size
-    status, _, err = run("generate", "--model", model, "--prompt", "a", "--codebook", "a.npz", "--codebook-size", 1)
+    status, _, err = run("generate", "--model", model, "--prompt", "a", "--pack", "a.npz", "--codebook-size", 1)
     assert (status, err.count("\n")) == (2, 1)
     assert "--codebook-size" in err
     status, _, err = run("generate", "--model", plain_folder(Path("plain")), "--prompt", "a", "--codebook-size", 5)

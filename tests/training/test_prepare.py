@@ -10,10 +10,11 @@ import pytest
 from mlx_zip.codec import Codebook
 from mlx_zip.codec.pack import write_pack
 from mlx_zip.errors import DataError
-from mlx_zip.training import sharding, sources
+from mlx_zip.text import sources
+from mlx_zip.text.sources import Source
+from mlx_zip.training import sharding
 from mlx_zip.training.prepare import PrepareOptions, prepare
 from mlx_zip.training.shards import Shards
-from mlx_zip.training.sources import Source
 from support import tiny_text
 from support.prepared import (
     BOS,

@@ -5,9 +5,9 @@ import pytest
 
 from mlx_zip import cli
 from mlx_zip.errors import DataError
+from mlx_zip.text.sources import Source
 from mlx_zip.training.mixture import kept_samples, load_mixture, next_sources
 from mlx_zip.training.shards import Shards
-from mlx_zip.training.sources import Source
 from support.prepared import expanded, prepared, stories, texts, tokenizer_folder, tree
 
 

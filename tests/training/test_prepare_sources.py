@@ -7,7 +7,7 @@ import pytest
 from huggingface_hub.errors import HfHubHTTPError
 
 from mlx_zip.errors import DataError
-from mlx_zip.training.sources import Reader, Record, Skipped, Source, parse
+from mlx_zip.text.sources import Reader, Record, Skipped, Source, parse
 from support.prepared import ids_of, prepared, texts, write_lines
 
 

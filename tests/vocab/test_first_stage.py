@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from mlx_zip import bundled
 from mlx_zip.bench.vocabularies import named_vocabulary
 from mlx_zip.errors import DataError
-from mlx_zip.training.encoding import load_tokenizer
+from mlx_zip.text.tokenizers import load_tokenizer
 from mlx_zip.vocab.adaptbpe.base import read_base
 from mlx_zip.vocab.first_stage import fingerprint, open_tokenizer, tokenizer_fingerprint
 from mlx_zip.vocab.hbpe_tokens import read_tokens, text_encoder

@@ -80,7 +80,7 @@ def test_an_archive_that_is_encrypted_or_packed_in_no_known_way_is_one_line(tmp_
 )
 def test_an_array_that_is_none_or_too_large_to_be_is_one_line(tmp_path, entries):
     path = archive(tmp_path / "pack.npz", entries_npy=entries, lengths_npy=lengths())
-    with pytest.raises(DataError, match=r"pack\.npz cannot be read as a starting codebook"):
+    with pytest.raises(DataError, match=r"pack\.npz cannot be read as a pack"):
         load_pack(path)
 
 

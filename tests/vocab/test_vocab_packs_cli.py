@@ -1,4 +1,4 @@
-"""`mlx_zip vocab pack` and --codebook: from a text to a pack to a generation that begins with it."""
+"""`mlx_zip vocab pack` and --pack: from a text to a pack to a generation that begins with it."""
 
 import json
 
@@ -122,7 +122,7 @@ def test_protected_ids_are_in_no_entry(learn, text):
 
 
 def spell(entry):
-    from mlx_zip.training.encoding import load_tokenizer
+    from mlx_zip.text.tokenizers import load_tokenizer
 
     return load_tokenizer(tokenizer_folder()).decode(list(entry))
 
@@ -133,12 +133,12 @@ def test_a_model_takes_a_pack_of_its_tokenizer_and_begins_with_it(run, learn, tm
     assert run("vocab", "pack", "check", "a.npz", "--model", model)[0] == 0
     prompt = ("generate", "--model", model, "--prompt", TEXT[:48], "--ignore-chat-template", "--json")
     prompt = (*prompt, "--max-tokens", 8)
-    plain, packed = (json.loads(run(*prompt, *flags)[1]) for flags in ((), ("--codebook", "a.npz")))
+    plain, packed = (json.loads(run(*prompt, *flags)[1]) for flags in ((), ("--pack", "a.npz")))
     assert packed["prompt_ids"] < plain["prompt_ids"]
     entries = load_pack("a.npz").entries
     write_pack("one.json", entries[:4], merge_size=4)
     write_pack("two.json", entries[4:], merge_size=4)
-    both = json.loads(run(*prompt, "--codebook", "one.json", "--start-codebook", "two.json")[1])
+    both = json.loads(run(*prompt, "--pack", "one.json", "--pack", "two.json")[1])
     assert both["prompt_ids"] == packed["prompt_ids"]
 
 
@@ -147,10 +147,10 @@ def test_a_pack_of_another_tokenizer_is_refused_by_every_command(command, run, t
     model = tiny_text.converted(MODEL)
     save_pack("other.npz", Pack(((5, 6), (6, 7)), "ab" * 32))
     flags = {
-        "generate": ("generate", "--model", model, "--prompt", "the", "--codebook", "other.npz"),
-        "evaluate": ("evaluate", "--model", model, "--data", text, "--codebook", "other.npz"),
+        "generate": ("generate", "--model", model, "--prompt", "the", "--pack", "other.npz"),
+        "evaluate": ("evaluate", "--model", model, "--data", text, "--pack", "other.npz"),
         "check": ("vocab", "pack", "check", "other.npz", "--model", model),
-        "prepare": ("prepare", "--model", model, "--data", text, "--out", "data", "--start", "other.npz"),
+        "prepare": ("prepare", "--model", model, "--data", text, "--out", "data", "--pack", "other.npz"),
         "prepare, drawn": (
             "prepare",
             "--model",
@@ -159,7 +159,7 @@ def test_a_pack_of_another_tokenizer_is_refused_by_every_command(command, run, t
             text,
             "--out",
             "data",
-            "--start",
+            "--pack",
             "other.npz",
             "--start-draw",
             1,
@@ -170,9 +170,9 @@ def test_a_pack_of_another_tokenizer_is_refused_by_every_command(command, run, t
             model,
             "--prompt",
             "the",
-            "--codebook",
+            "--pack",
             "any.json",
-            "--codebook",
+            "--pack",
             "other.npz",
         ),
     }[command]
@@ -183,7 +183,7 @@ def test_a_pack_of_another_tokenizer_is_refused_by_every_command(command, run, t
 
 
 def test_a_model_is_not_loaded_with_a_pack_of_another_tokenizer():
-    with pytest.raises(DataError, match=r"the pack \(--codebook\) was learned with another tokenizer"):
+    with pytest.raises(DataError, match=r"the pack \(--pack\) was learned with another tokenizer"):
         load(tiny_text.converted(MODEL), pack=Pack(((40, 41), (41, 42)), "ab" * 32))
 
 
@@ -223,7 +223,7 @@ def test_a_pack_with_more_entries_than_slots_is_refused_with_the_cure(run):
     pairs = [(a, b) for a in range(5, 60) for b in range(5, 60)]
     assert slots < len(pairs)
     save_pack("many.npz", Pack(tuple(pairs)))
-    status, _, err = run("generate", "--model", model, "--prompt", "the", "--codebook", "many.npz")
+    status, _, err = run("generate", "--model", model, "--prompt", "the", "--pack", "many.npz")
     assert status == 2
     assert f"the model's codebook has {slots} slots; give it more (--codebook-size)" in err
     assert "make a smaller pack" in err

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.bench.figures import Records
-from mlx_zip.errors import InstallationError, MlxZipError
+from mlx_zip.errors import MlxZipError, missing_library
 from mlx_zip.files import whole_file
 
 from .adapt_page import METHODS, TEXTS, groups
@@ -25,7 +25,7 @@ def draw(path: Path, folder: Path = RECORDS) -> None:
         from matplotlib.backends.backend_svg import FigureCanvasSVG
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise InstallationError("the figure needs matplotlib: pip install 'mlx_zip[bench]'") from error
+        raise missing_library("the figure", "matplotlib", extra="bench") from error
     found = groups(Records(folder).lines("adapt_model"))
     if not found:
         raise MlxZipError(f"{folder}/adapt_model.jsonl has no line to draw")

@@ -23,7 +23,7 @@ from typing import Any
 from mlx_zip.bench.record import summary, surroundings
 from mlx_zip.bench.vocabularies import named_vocabulary
 from mlx_zip.errors import MlxZipError
-from mlx_zip.evaluation.documents import read_corpus
+from mlx_zip.text.documents import read_corpus
 from mlx_zip.vocab.multitok import (
     PRUNINGS,
     Dictionary,

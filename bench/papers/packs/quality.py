@@ -17,9 +17,9 @@ from mlx_zip.bench.papers.zip2zip.codec_figure import new_figure
 from mlx_zip.bench.record import surroundings
 from mlx_zip.errors import MlxZipError
 from mlx_zip.evaluation.bits import Bits, compare_bits, measure_bits
-from mlx_zip.evaluation.documents import read_corpus
 from mlx_zip.evaluation.windows import cut_windows
 from mlx_zip.files import whole_file
+from mlx_zip.text.documents import read_corpus
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 from mlx_zip.vocab.packs import Pack, load_pack
 

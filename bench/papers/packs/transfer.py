@@ -18,12 +18,13 @@ from mlx_zip.bench.record import surroundings
 from mlx_zip.codec import Codebook
 from mlx_zip.errors import MlxZipError
 from mlx_zip.evaluation.bits import measure_bits
-from mlx_zip.evaluation.documents import Document, read_corpus
-from mlx_zip.evaluation.prompts import Prompt, openings
 from mlx_zip.evaluation.rates import Settings, canonical_steps, measure_rates
 from mlx_zip.evaluation.scoring import codec
-from mlx_zip.evaluation.windows import cut_windows, encode_with_bytes
-from mlx_zip.tokenizer import encode_prompt
+from mlx_zip.evaluation.windows import cut_windows
+from mlx_zip.text.conversations import Prompt, openings
+from mlx_zip.text.documents import Document, read_corpus
+from mlx_zip.text.prompts import encode_prompt
+from mlx_zip.text.token_facts import encode_with_bytes
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 from mlx_zip.vocab.learner import WINDOW, learn
 from mlx_zip.vocab.packs import Pack, merge_packs

@@ -203,8 +203,8 @@ class Laboratory:
         return {"training": self._training(run_folder, index), **self._evaluate(run_folder)}
 
     def _prepare(self, merge_size: int) -> tuple[Path, dict[str, Any]]:
+        from mlx_zip.text.sources import Source
         from mlx_zip.training.prepare import PrepareOptions, prepare
-        from mlx_zip.training.sources import Source
 
         args, out = self.args, self.out / "data" / f"m{merge_size}"
         read = args.iters * args.batch_size
@@ -279,8 +279,8 @@ class Laboratory:
 
     def _text(self, path: str, tokenizer: Any) -> Any:
         """A text's windows, the same for every setting: the base's tokenizer cuts them."""
-        from mlx_zip.evaluation.documents import read_corpus
         from mlx_zip.evaluation.windows import cut_windows
+        from mlx_zip.text.documents import read_corpus
 
         if path not in self._windows:
             corpus = read_corpus([path], self.args.separator, self.args.limit_bytes)

@@ -20,7 +20,7 @@ from mlx_zip.bench.record import summary
 from mlx_zip.bench.tokens import read_domains
 from mlx_zip.bench.vocabularies import Vocabulary, named_vocabulary
 from mlx_zip.codec import CodecParams, compress
-from mlx_zip.errors import InstallationError, MlxZipError
+from mlx_zip.errors import MlxZipError, missing_library
 from mlx_zip.files import whole_file
 
 SIZES = tuple(10**n for n in range(3, 8))  # bytes
@@ -118,7 +118,7 @@ def new_figure() -> Any:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise InstallationError("the figure needs matplotlib: pip install 'mlx_zip[bench]'") from error
+        raise missing_library("the figure", "matplotlib", extra="bench") from error
     figure = Figure(figsize=(10, 4), layout="constrained")
     FigureCanvasAgg(figure)
     return figure

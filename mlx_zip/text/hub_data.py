@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from mlx_zip.errors import DataError, InstallationError
+from mlx_zip.errors import DataError, missing_library
 from mlx_zip.files import check_in
 
 PARQUET = ".parquet"
@@ -64,7 +64,7 @@ def _library() -> ModuleType:
     try:
         import datasets
     except ImportError as error:
-        raise InstallationError("data sets need the `datasets` library: pip install 'mlx_zip[data]'") from error
+        raise missing_library("a data set", "datasets", extra="data") from error
     return datasets
 
 

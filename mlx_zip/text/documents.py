@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.errors import DataError
-from mlx_zip.training.sources import Reader, Record, Skipped, Source, parse
+from mlx_zip.text.sources import Reader, Record, Skipped, Source, parse
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def read_corpus(
     limit_bytes: int | None = None,
     columns: Mapping[str, str] | None = None,
 ) -> Corpus:
-    """The documents of text files, JSON lines and data sets; see `mlx_zip.training.sources.Source`.
+    """The documents of text files, JSON lines and data sets; see `mlx_zip.text.sources.Source`.
 
     A record with a prompt and a completion is one text. separator: a line that ends a document of a text file.
     limit_bytes: stop after so many bytes of text; the last document is cut before the character that would exceed it.

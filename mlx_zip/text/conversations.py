@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.errors import DataError
-from mlx_zip.evaluation.documents import Document
-from mlx_zip.evaluation.windows import encode_with_bytes
-from mlx_zip.tokenizer import encode_prompt
-from mlx_zip.training.sources import Reader, Source, kind_of
+from mlx_zip.text.documents import Document
+from mlx_zip.text.prompts import encode_prompt
+from mlx_zip.text.sources import Reader, Source, kind_of
+from mlx_zip.text.token_facts import encode_with_bytes
 
 Messages = list[dict[str, str]]
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from mlx_zip.errors import DataError
-from mlx_zip.training import hub_data
+from mlx_zip.text import hub_data
 
 TEXT, JSONL = (".txt", ".text", ".md"), (".jsonl", ".ndjson")
 KEYS = ("text", "messages", "prompt", "completion", "tools")

@@ -1,0 +1,94 @@
+"""The parser of every command: argparse's, with errors of one line that name the word at fault and a better one."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+_KINDS = {"int": "a whole number", "float": "a number"}
+_NUMBERS = {"one argument": "a value", "at least one argument": "at least one value"}
+_WRONG_TYPE = re.compile(r"invalid (\w+) value: (.*)", re.S)
+
+
+class Parser(argparse.ArgumentParser):
+    """An `ArgumentParser` whose errors are one line on stderr and exit status 2; its sub-parsers are alike."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._words: list[str] = []
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parses, and ends with an error for any word that no flag or argument takes."""
+        self._words = list(sys.argv[1:] if args is None else args)
+        if lost := [word for word in self._words if word[:1] == "-" and word.partition("=")[2] == "--"]:
+            self.error(f"{lost[0]}: -- cannot be a flag's value")  # argparse would drop it silently
+        found, extra = super().parse_known_args(self._words, namespace)
+        if extra:
+            self.error(self._unknown(extra))
+        return found, extra
+
+    def error(self, message: str) -> NoReturn:
+        """Prints one line on stderr and exits with status 2."""
+        line = " ".join(self._reworded(message).split())
+        self.exit(2, f"error: {line}\n")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is None or value in action.choices:
+            return
+        choices = [str(choice) for choice in action.choices]
+        if isinstance(action, argparse._SubParsersAction):
+            choices = [choice.dest for choice in action._choices_actions]  # without hidden aliases
+            hint = _nearest(str(value), choices) or f"choose from {', '.join(choices)}"
+            raise argparse.ArgumentError(None, f"{self.prog} has no {_name(action).lower()} {value!r}; {hint}")
+        message = f"{str(value)!r} is not one of {', '.join(choices)}"
+        raise argparse.ArgumentError(action, message)
+
+    def _reworded(self, message: str) -> str:
+        """argparse's message without its "argument " and in plainer words."""
+        if message.startswith("the following arguments are required: "):
+            needed = message.partition(": ")[2]
+            unknown = [word for word in self._words if self._is_unknown(word)]
+            typo = f"; {self._unknown(unknown)}" if unknown else f" ({self.prog} --help shows how)"
+            return f"{self.prog} needs {self._with_choices(needed)}{typo}"
+        message = message.removeprefix("argument ")
+        for theirs, ours in _NUMBERS.items():
+            message = message.replace(f": expected {theirs}", f" needs {ours}")
+        return _WRONG_TYPE.sub(lambda m: f"{m[2]} is not {_KINDS.get(m[1], f'a valid {m[1]}')}", message)
+
+    def _with_choices(self, needed: str) -> str:
+        """Adds the names to choose from if what is needed is a command, method or action."""
+        commands = [action for action in self._actions if isinstance(action, argparse._SubParsersAction)]
+        choices = [choice.dest for action in commands for choice in action._choices_actions]
+        return f"{needed}: {', '.join(choices)}" if choices and needed == _name(commands[0]) else needed
+
+    def _is_unknown(self, word: str) -> bool:
+        flag = word.partition("=")[0]
+        return flag[:2] == "--" and flag != "--" and not any(known.startswith(flag) for known in self._visible(True))
+
+    def _unknown(self, words: Sequence[str]) -> str:
+        """What to say of words that nothing takes: the first flag among them, or the first value."""
+        word = next((word for word in words if word[:1] == "-"), words[0])
+        flag = word.partition("=")[0]
+        if flag[:1] != "-":
+            return f"{word!r} belongs to no flag ({self.prog} --help lists the flags)"
+        hint = _nearest(flag, self._visible()) or f"{self.prog} --help lists all flags"
+        return f"unknown flag {flag}; {hint}"
+
+    def _visible(self, hidden: bool = False) -> list[str]:
+        actions = [action for action in self._actions if hidden or action.help != argparse.SUPPRESS]
+        return [flag for action in actions for flag in action.option_strings]
+
+
+def _name(action: argparse.Action) -> str:
+    return str(action.metavar or action.dest)
+
+
+def _nearest(word: str, choices: Iterable[str]) -> str:
+    """Returns a question that proposes the one or two choices most like the word, or "" if none is like it."""
+    known = list(choices)
+    close = difflib.get_close_matches(word, known, 2, 0.85) or difflib.get_close_matches(word, known, 1, 0.6)
+    return f"did you mean {' or '.join(close)}?" if close else ""

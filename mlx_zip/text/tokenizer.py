@@ -1,0 +1,67 @@
+"""A tokenizer as every engine needs it: one of transformers, with its chat template, ends of text and streamed text.
+
+It has the names of mlx-lm's `TokenizerWrapper`, so code that is given either works with both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from mlx_zip.text.detokenizer import Detokenizer
+
+_THINKING = ("<think>", "</think>"), ("<longcat_think>", "</longcat_think>"), ("<|channel>", "<channel|>")
+
+
+class Tokenizer:
+    """Wraps a tokenizer of the transformers library; every other attribute is that tokenizer's.
+
+    eos_token_ids: ids that end a text, the tokenizer's own eos included.
+    """
+
+    def __init__(self, tokenizer: Any, eos_token_ids: Iterable[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        own = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+        self.eos_token_ids = {*eos_token_ids, *own}
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether chat messages can be rendered."""
+        return self._tokenizer.chat_template is not None
+
+    @property
+    def has_thinking(self) -> bool:
+        """Whether the vocabulary has tokens that frame thinking."""
+        vocabulary = self._tokenizer.get_vocab()
+        return any(begin in vocabulary and end in vocabulary for begin, end in _THINKING)
+
+    @property
+    def detokenizer(self) -> Detokenizer:
+        """A new streaming detokenizer."""
+        return Detokenizer(self._tokenizer)
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], tokenize: bool = True, **options: Any) -> Any:
+        """Renders chat messages to text, or to ids with `tokenize`; `options` go to the template.
+
+        As in mlx-lm the template gets `enable_thinking` unless it is given: whether the tokenizer can mark thinking.
+        """
+        options = {"enable_thinking": self.has_thinking, "return_dict": False} | options
+        return self._tokenizer.apply_chat_template(list(messages), tokenize=tokenize, **options)
+
+    def add_eos_token(self, token: str) -> None:
+        """Adds a token, or an id in digits, to `eos_token_ids`."""
+        token_id = int(token) if token.isdecimal() else self._tokenizer.convert_tokens_to_ids(token)
+        if token_id is None:
+            raise ValueError(f"{token!r} is not a token of this tokenizer")
+        self.eos_token_ids.add(token_id)
+
+    def __len__(self) -> int:
+        return len(self._tokenizer)
+
+    def __repr__(self) -> str:
+        return f"Tokenizer({self._tokenizer.name_or_path or type(self._tokenizer).__name__}, {len(self)} tokens)"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._tokenizer, name)

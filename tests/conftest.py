@@ -1,0 +1,42 @@
+"""Fixtures that tests of many folders use, and what every run of the tests begins with."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from support.places import SHARED
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # before any library that counts cores is imported
+    for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"):
+        os.environ.setdefault(variable, "1")
+
+
+def pytest_report_header() -> str:
+    """Says at the top of a run whether the larger shared data are there; tests that need them are skipped if not."""
+    found = (
+        "found" if SHARED.is_dir() else "not found: the tests that need them are skipped, each with the missing file"
+    )
+    return f"shared data: {SHARED} {found}"
+
+
+@pytest.fixture
+def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Gives the test an empty hub cache, no network and no folder of stored rows; returns the test's own folder."""
+    from support.command_line import stay_home
+
+    stay_home(monkeypatch, tmp_path)
+    monkeypatch.delenv("MLX_ZIP_ROW_CACHE", raising=False)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    return tmp_path
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Returns a function that runs `mlx_zip WORDS...` in this process and returns (status, stdout, stderr)."""
+    from support.command_line import runner
+
+    return runner(capsys)

@@ -1,0 +1,64 @@
+"""The flag --pack, declared once for all commands, and what every argument `pack=` accepts."""
+
+import argparse
+
+import numpy as np
+import pytest
+
+from mlx_zip.errors import DataError
+from mlx_zip.flags import add_pack
+from mlx_zip.vocab.packs import Pack, as_pack, load_pack, save_pack
+from mlx_zip.vocab.tuned import TunedRows
+
+
+def packs(*words, **options):
+    parser = argparse.ArgumentParser()
+    add_pack(parser.add_argument, **options)
+    return parser.parse_args(words).pack
+
+
+@pytest.mark.parametrize("filled_windows", [False, True])
+def test_packs_are_listed_in_the_order_given_under_new_names_and_old(filled_windows):
+    words = ("--codebook", "a.npz", "--pack", "b.npz", "--start-codebook", "c.npz")
+    assert packs(*words, filled_windows=filled_windows) == ["a.npz", "b.npz", "c.npz"]
+    assert packs(filled_windows=filled_windows) is None
+
+
+def test_help_shows_one_name():
+    parser = argparse.ArgumentParser()
+    add_pack(parser.add_argument, filled_windows=True)
+    told = parser.format_help()
+    assert "--pack [FILE]" in told or "--pack FILE" in told
+    assert "--codebook" not in told
+    assert "--no-pack" not in told
+
+
+@pytest.mark.parametrize("words", [["--pack"], ["--no-pack"], ["--pack", "a.npz", "--no-pack"]])
+def test_where_pack_meant_filled_windows_it_names_that_flag(words, capsys):
+    with pytest.raises(SystemExit):
+        packs(*words, filled_windows=True)
+    assert "--fill-windows" in capsys.readouterr().err
+
+
+def test_an_argument_takes_a_pack_or_its_file(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    pack = Pack(((5, 6), (6, 7)), "ab" * 32)
+    save_pack(tmp_path / "p.npz", pack)
+    assert as_pack(pack) is pack
+    assert as_pack(tmp_path / "p.npz") == as_pack(str(tmp_path / "p.npz")) == as_pack("~/p.npz") == pack
+
+
+@pytest.mark.parametrize(("given", "told"), [("none.npz", "none.npz"), ("x.txt", "x.txt"), (((5, 6),), "not tuple")])
+def test_an_argument_that_is_no_pack_is_named(given, told, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=told):
+        as_pack(given)
+
+
+def test_a_pack_is_shown_in_a_line_without_its_entries(tmp_path):
+    rows = np.ones((300, 64), np.float32)
+    entries = tuple((i, i + 1, i + 2) for i in range(300))
+    save_pack(tmp_path / "p.npz", Pack(entries, "ab" * 32, {}, TunedRows(rows, rows, "m")))
+    shown = repr(load_pack(tmp_path / "p.npz"))
+    assert shown == f"<Pack {tmp_path / 'p.npz'}: 300 entries, merge size 3, tokenizer abababababab, tuned rows>"
+    assert repr(Pack(((1, 2),))) == "<Pack 1 entries, merge size 2, tokenizer unknown>"
