@@ -29,10 +29,6 @@ BENCHES = {
         "mlx_zip.bench.compare",
         "ratios of two sets of those records, with intervals; status 1 where something got slower",
     ),
-    "figures": (
-        "mlx_zip.bench.figures",
-        "the tables of README.md and of pages in docs/, written from the records in bench/records",
-    ),
     "profile": (
         "mlx_zip.bench.profile",
         "a decode step of mlx_zip, split: codec, rows, graph building, device, sampling, detokenizing",

@@ -46,9 +46,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--policies", action="store_true", help="only pushes onto a full table of 2048 entries, by policy"
     )
-    parser.add_argument(
-        "--figure4", type=Path, metavar="PNG", help="only the paper's figure 4, latency by bytes of --text; drawn here"
-    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -56,8 +53,6 @@ def run(args: argparse.Namespace) -> int:
     for name in ("length", "windows", "trials"):
         if getattr(args, name) < 1:
             raise MlxZipError(f"--{name} must be at least 1, got {getattr(args, name)}")
-    if args.figure4 is not None:
-        return _figure4(args)
     ids, data = _load(args)
     ids = np.ascontiguousarray(ids[: args.length], np.uint32)
     if args.policies:
@@ -81,17 +76,6 @@ def _policies(args: argparse.Namespace, ids: Uint32s, data: str) -> int:
     params = CodecParams(args.vocab_size, WINDOW, MERGE_SIZE, _disabled(args.vocab_size))
     for record in measure_policies(params, ids, args.trials):
         _print(record, {"of": "sequence", "ids_each": len(ids), "codebook_size": WINDOW}, data)
-    return 0
-
-
-def _figure4(args: argparse.Namespace) -> int:
-    from mlx_zip.bench.papers.zip2zip.codec_figure import draw_figure, measure_figure
-
-    lines = []
-    for line in measure_figure(args):
-        lines.append(line)
-        print(json.dumps({"bench": "codec", **line, **surroundings("zip2zip_compression")}), flush=True)
-    draw_figure(args.figure4, lines)
     return 0
 
 

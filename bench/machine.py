@@ -1,4 +1,4 @@
-"""What the machine gives while an engine runs: memory bandwidth measured on the spot, and energy where it is told."""
+"""What the machine gives while an engine runs: memory bandwidth, measured now, and energy where a counter says."""
 
 from __future__ import annotations
 
@@ -38,16 +38,10 @@ def _seconds(call: Callable[[], Any]) -> float:
 
 
 def device() -> dict[str, Any]:
-    """What MLX runs on, threads asked for, and the libraries loaded before all others (a BLAS, say), by name.
-
-    load_average: how busy the machine is besides.
-    """
-    preloaded = os.environ.get("LD_PRELOAD", os.environ.get("DYLD_INSERT_LIBRARIES", ""))
+    """What MLX runs on, and the numbers of threads that the environment asks for."""
     return {
         "device": str(mx.default_device()),
         "chip": str(mx.device_info(mx.default_device()).get("device_name", "unknown")),
-        "load_average": round(os.getloadavg()[0], 1),
-        "preloaded": [Path(name).name for name in preloaded.replace(":", " ").split()],
         "threads": {n: os.environ[n] for n in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS") if n in os.environ},
     }
 

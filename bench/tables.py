@@ -9,8 +9,8 @@ from collections.abc import Sequence
 FORMATS = ("markdown", "csv")
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]], kind: str) -> str:
-    """One of `FORMATS`; every row as long as the header."""
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "markdown") -> str:
+    """Header and rows as Markdown or CSV (`FORMATS`); every row has as many cells as the header."""
     return _csv([header, *rows]) if kind == "csv" else _markdown(header, rows)
 
 
@@ -22,4 +22,8 @@ def _csv(rows: Sequence[Sequence[str]]) -> str:
 
 def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
+    return "\n".join(f"| {' | '.join(_escaped(cell) for cell in line)} |" for line in lines)
+
+
+def _escaped(cell: str) -> str:
+    return cell.replace("|", "\\|")

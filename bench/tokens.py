@@ -64,17 +64,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--disabled", choices=("none", "digits"), default="none", help="ids that never merge (default: none)")
     add("--policy", choices=POLICIES, default="freeze", help="what a full codebook does (default: freeze, as upstream)")
     add("--check", action="store_true", help="hold every window's ids against zip2zip-compression's")
-    add("--write-docs", type=Path, metavar="PAGE", help="write the page from --records, and measure nothing")
-    add("--records", type=Path, nargs="+", metavar="FILE", help="lines for the page (default: the recorded ones)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints one JSON line per tokenizer and domain, or writes the page. Raises `MlxZipError` before anything long."""
-    if args.write_docs is not None:
-        from mlx_zip.bench.papers.zip2zip.compression_page import write_page
-
-        write_page(args.write_docs, args.records)
-        return 0
+    """Prints one JSON line per tokenizer and domain. Raises `MlxZipError` before anything long."""
     windows = _checked(args)
     upstream = _upstream() if args.check else None
     corpora = read_domains(args.text, args.limit_bytes)
@@ -94,7 +87,7 @@ def _checked(args: argparse.Namespace) -> list[int | None]:
     """The windows, None for whole documents."""
     for name in ("tokenizers", "text"):
         if not getattr(args, name):
-            raise MlxZipError(f"--{name} is missing; or give --write-docs to write the page from recorded lines")
+            raise MlxZipError(f"--{name} is missing")
     if args.check and args.policy != "freeze":
         raise MlxZipError(f"--check: zip2zip-compression knows no policy {args.policy}, only freeze")
     for name in ("merge_sizes", "codebook_sizes"):

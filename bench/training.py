@@ -220,7 +220,8 @@ class Bench:
         return replace(self.shards.params, codebook_size=0, start=None)
 
     def _model(self, params: CodecParams) -> Any:
-        from mlx_zip.training.adapt import EncoderOptions, start_model
+        from mlx_zip.training.settings import EncoderOptions
+        from mlx_zip.training.starting_model import start_model
 
         encoder = EncoderOptions(kind=self.args.encoder, num_hidden_layers=self.args.encoder_layers)
         return start_model(self.base, None if self.base else SMALL, params, encoder)[0]
@@ -320,9 +321,9 @@ class Bench:
         return {"peak_bytes": mx.get_peak_memory(), "longest_ids": longest}
 
     def _ours(self) -> int:
-        from mlx_zip.training.adapt import freeze
         from mlx_zip.training.objective import LossWeights, Trainee
         from mlx_zip.training.shards import Joined
+        from mlx_zip.training.starting_model import freeze
         from mlx_zip.training.trainer import Trainer
 
         settings, model = self._settings("lora"), self._model(self.shards.params)
@@ -335,7 +336,7 @@ class Bench:
         import mlx.optimizers as optim
         from mlx_lm.tuner.trainer import TrainingArgs, train
 
-        from mlx_zip.training.adapt import freeze
+        from mlx_zip.training.starting_model import freeze
 
         model = self._model(self._plain())
         freeze(model, self._settings("lora"))

@@ -23,12 +23,12 @@ from mlx_zip.codec import CodecParams
 from mlx_zip.hyper import matrix_rows
 from mlx_zip.models.rope import Positions
 from mlx_zip.models.whole import NoCache, Samples
-from mlx_zip.training.adapt import freeze
 from mlx_zip.training.batches import Batch, make_batch
 from mlx_zip.training.objective import LossWeights, Trainee, joint_nats, samples_of
 from mlx_zip.training.optimizer import clip, make_optimizer
 from mlx_zip.training.settings import TrainSettings
 from mlx_zip.training.shards import Sample
+from mlx_zip.training.starting_model import freeze
 from mlx_zip.training.stepping import LOW, Stepper, to_device
 
 from .record import summary

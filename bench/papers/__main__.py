@@ -48,6 +48,10 @@ EXPERIMENTS = {
         "mlx_zip.bench.papers.adaptbpe.adapt_step",
         "AdaptBPE: time of a decoding step with a part of the vocabulary's rows, beside what bytes allow",
     ),
+    "codec_latency": (
+        "mlx_zip.bench.papers.zip2zip.codec_figure",
+        "the paper's figure 4: latency of a tokenizer alone and with either codec, by bytes of text",
+    ),
     "ablations": (
         "mlx_zip.bench.papers.zip2zip.ablations",
         "the paper's ablations at small scale: train, evaluate, draw and tabulate every setting",

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlx_zip.cli.generation import read_prompt
+from mlx_zip.cli.settings_flags import add_some
 from mlx_zip.cli.training import stopped
 from mlx_zip.vocab.hbpe_measures import FIT_LATENT, FIT_LOCAL, read_tower
 
@@ -18,7 +19,20 @@ if TYPE_CHECKING:
     from mlx_zip.patches import Written
 
 _SIZES = ("vocab_size", "patch_size", "mode", "context", "latent", "local")
-_SETTINGS = ("iters", "batch_size", "learning_rate", "warmup", "seed", "steps_per_report", "save_every")
+_SETTINGS = {
+    "iters": 1000,
+    "batch_size": 8,
+    "learning_rate": 1e-3,
+    "warmup": 0,
+    "seed": 0,
+    "steps_per_report": 10,
+    "save_every": 100,
+}
+_PURPOSES = {
+    "batch_size": "windows per step",
+    "learning_rate": "peak learning rate of a cosine schedule that ends at a twentieth of it",
+    "seed": "seed of new weights and of the order of the windows",
+}
 
 
 def fit_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,13 +76,7 @@ def fit_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="LAYERS,WIDTH,FFN,HEADS",
         help="local encoder and decoder, each (default: 2,128,128,2)",
     )
-    add("--iters", type=int, default=1000, help="optimizer steps (default: 1000)")
-    add("--batch-size", type=int, default=8, help="windows per step (default: 8)")
-    add("--learning-rate", type=float, default=1e-3, help="peak of a cosine that ends at a twentieth (default: 0.001)")
-    add("--warmup", type=int, default=0, help="steps to the peak (default: 0)")
-    add("--seed", type=int, default=0, help="of order and new weights (default: 0)")
-    add("--steps-per-report", type=int, default=10, help="steps between lines of metrics.jsonl (default: 10)")
-    add("--save-every", type=int, default=100, help="steps between checkpoints (default: 100)")
+    add_some(add, _SETTINGS, _PURPOSES)
     add("--json", action="store_true", help="print one JSON object, no progress")
 
 

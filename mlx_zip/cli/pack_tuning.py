@@ -12,7 +12,8 @@ from typing import Any
 from mlx_zip.cli.actions import add_json, writable
 from mlx_zip.cli.packs import is_plain
 from mlx_zip.cli.preparation import add_text_flags, sources
-from mlx_zip.cli.training import add_settings, stopped
+from mlx_zip.cli.settings_flags import add_some
+from mlx_zip.cli.training import stopped
 from mlx_zip.errors import DataError
 
 EXAMPLE = """example:
@@ -33,7 +34,7 @@ _DEFAULTS = {
     "save_every": 50,
     "keep": 2,
 }
-_PURPOSES = {"batch_size": "windows per step", "seed": "of the order of the windows"}
+_PURPOSES = {"batch_size": "windows per step", "seed": "seed of the order of the windows"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="compute with a quantized model's weights as floats: the same function, quicker, in more memory",
     )
     add("--save-dtype", choices=("float32", "float16"), default="float32", help="of the rows (default: float32)")
-    add_settings(add, _DEFAULTS, _PURPOSES)
+    add_some(add, _DEFAULTS, _PURPOSES)
     add("--plot", action="store_true", help="draw curves.png in the run's folder (needs matplotlib)")
     add_json(add)
 
@@ -123,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
 def _plan(args: argparse.Namespace, pack: Any) -> tuple[Any, Any, bool]:
     """The codec and tokenizer that the pack meets, and whether the model is plain. Raises `DataError`."""
     from mlx_zip.training.planning import make_plan
-    from mlx_zip.training.prepare import PrepareOptions
+    from mlx_zip.training.prepare_options import PrepareOptions
 
     if not pack.entries:
         raise DataError(f"{args.file}: a pack without entries has no rows to tune")

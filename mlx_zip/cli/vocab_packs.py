@@ -63,7 +63,7 @@ def _learn_flags(parser: argparse.ArgumentParser) -> None:
 
 def _learn(args: argparse.Namespace) -> int:
     from mlx_zip.training.planning import make_plan
-    from mlx_zip.training.prepare import PrepareOptions
+    from mlx_zip.training.prepare_options import PrepareOptions
     from mlx_zip.training.texts import read_pieces
     from mlx_zip.vocab.first_stage import tokenizer_fingerprint
     from mlx_zip.vocab.learner import WINDOW, learn

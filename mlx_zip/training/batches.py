@@ -18,7 +18,6 @@ from mlx_zip.errors import CodecError, DataError
 from mlx_zip.training.shards import Sample, grows
 
 BUCKETS_PER_OCTAVE = 8  # padded sizes: at most 12.5 % too long, and few enough for compiled steps to recur
-AVAILABILITY = ("causal", "legacy")
 SORTED_TOGETHER = 32  # batches whose samples are sorted by length before they are cut, so that little is padding
 
 

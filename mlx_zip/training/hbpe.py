@@ -27,7 +27,7 @@ from mlx_zip.models.hbpe import PatchModel, PlainModel
 from mlx_zip.training.checkpoint import Progress, checkpoints, load_checkpoint, save_checkpoint
 from mlx_zip.training.metrics import Metrics
 from mlx_zip.training.optimizer import clip, learning_rate, make_optimizer
-from mlx_zip.training.settings import TrainSettings
+from mlx_zip.training.settings import ADDED_LATER, TrainSettings
 from mlx_zip.training.stopping import Asked, Stopped
 from mlx_zip.vocab.hbpe import MARK
 from mlx_zip.vocab.hbpe_measures import bits_per_byte
@@ -229,7 +229,7 @@ def _batches(corpus: Corpus, settings: TrainSettings, step: int) -> Iterator[Uin
 
 
 def _fingerprint(model: PatchModel | PlainModel, corpus: Corpus, settings: TrainSettings) -> str:
-    told = {"steps_per_report", "save_every", "keep"}
-    chosen = sorted((name, value) for name, value in settings.to_dict().items() if name not in told)
+    left_out = {"steps_per_report", "save_every", "keep", *ADDED_LATER}
+    chosen = sorted((name, value) for name, value in settings.to_dict().items() if name not in left_out)
     facts = type(model).__name__, model.config.to_dict(), chosen, corpus.fingerprint()
     return sha256(repr(facts).encode()).hexdigest()

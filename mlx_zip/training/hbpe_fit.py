@@ -17,7 +17,7 @@ from mlx_zip.files import remove_partials, sole_user
 from mlx_zip.models.hbpe import PatchConfig, PatchModel, parameters_of
 from mlx_zip.models.hbpe_folder import SavedPatchModel, save_patch_model
 from mlx_zip.training.hbpe import Corpus, check_run, evaluate, train, windows
-from mlx_zip.training.run import TELLING, open_run
+from mlx_zip.training.run_folder import open_run
 from mlx_zip.training.settings import TrainSettings
 from mlx_zip.training.stopping import stop_signals
 from mlx_zip.vocab.hbpe_measures import (
@@ -132,7 +132,7 @@ def _record(texts: Sequence[str], text: PatchText, options: FitOptions, settings
     digest = sha256()
     for one in texts:
         digest.update(one.encode("utf-8") + b"\0")
-    fixed = {name: value for name, value in settings.to_dict().items() if name not in TELLING}
+    fixed = settings.deciding()
     tokenizer = None if options.tokenizer is None else text.table.fingerprint
     return {
         "fixed": {"settings": {**fixed, **asdict(options), "tokenizer": tokenizer}},

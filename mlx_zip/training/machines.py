@@ -58,3 +58,8 @@ def check_equal(group: mx.distributed.Group, digest: str, what: str) -> None:
     differs = not mx.array_equal(from_first(group, {"digest": own})["digest"], own).item()
     if summed(group, int(differs))[0]:
         raise TrainingError(f"the machines of this run differ in {what}; give all the same")
+
+
+def is_first() -> bool:
+    """Whether this process is the machine that writes: the first of a run, or the only one."""
+    return mx.distributed.init().rank() == 0

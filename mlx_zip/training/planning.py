@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from hashlib import file_digest, sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mlx_zip.codec import CodecParams
 from mlx_zip.codec.pack import Start
@@ -15,13 +15,11 @@ from mlx_zip.loading import read_config
 from mlx_zip.text.sources import Source, kind_of
 from mlx_zip.text.token_facts import digit_ids, lead_ids, special_ids
 from mlx_zip.text.tokenizers import load_tokenizer, tokenizer_folder
+from mlx_zip.training.prepare_options import PrepareOptions
 from mlx_zip.training.sharding import Plan
 from mlx_zip.training.shards import codec_record
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 from mlx_zip.vocab.packs import load_pack
-
-if TYPE_CHECKING:
-    from mlx_zip.training.prepare import PrepareOptions
 
 MERGE_SIZE, CODEBOOK_SIZE = 3, 2048
 

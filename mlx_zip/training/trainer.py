@@ -121,19 +121,19 @@ class Trainer:
         """Trains until `iters` steps are done or a signal asks to stop, on all machines; the last step is saved."""
         settings, metrics = self.settings, together(self.group, self._metrics)
         self.trainee.train()
-        window = _Window(self.progress)
+        since = _SinceReport(self.progress)
         with stop_signals() as self._asked, self._bar() as bar, ThreadPoolExecutor(1) as pool:
             upcoming = pool.submit(self._batches, self.progress.step)
             while self.progress.step < settings.iters and not self._stopping:
                 began = time.perf_counter()  # waiting for data is part of the step
                 batches = upcoming.result()
                 upcoming = pool.submit(self._batches, self.progress.step + 1)
-                self._step(batches, window, began)
+                self._step(batches, since, began)
                 step = self.progress.step
                 last = self._stopping or step == settings.iters
                 if step % settings.steps_per_report == 0 or last:
-                    self._report(metrics, bar, window)
-                    window = _Window(self.progress)
+                    self._report(metrics, bar, since)
+                    since = _SinceReport(self.progress)
                 if self.valid is not None and (step % settings.steps_per_eval == 0 or step == settings.iters):
                     self._validate(metrics, bar)
                 if step % settings.save_every == 0:
@@ -142,7 +142,7 @@ class Trainer:
             self._save()
         return Outcome(self.progress, (self._asked() or signal.SIGTERM) if self._stopping else None)
 
-    def _step(self, batches: list[Batch], window: _Window, began: float) -> None:
+    def _step(self, batches: list[Batch], since: _SinceReport, began: float) -> None:
         sums = self.stepper.step(batches, [self.is_long(b) for b in batches], stop=self._asked() is not None)
         self._stopping = sums["stop"] > 0
         if not all(map(math.isfinite, sums.values())):
@@ -151,7 +151,7 @@ class Trainer:
                 f"step {step}: the loss or its gradient is not a number ({sums['nats']}); samples {which} of "
                 f"{self.data}. The last checkpoint is good: lower the learning rate or remove the samples"
             )
-        window.add(sums)
+        since.add(sums)
         done = self.progress
         self.progress = replace(
             done,
@@ -223,8 +223,8 @@ class Trainer:
     def _metrics(self) -> Metrics | None:
         return Metrics(self.run, self.progress.step) if self.group.rank() == 0 else None
 
-    def _report(self, metrics: Metrics | None, bar: Any, window: _Window) -> None:
-        line = window.line(self.progress)
+    def _report(self, metrics: Metrics | None, bar: Any, since: _SinceReport) -> None:
+        line = since.line(self.progress)
         line |= {"learning_rate": learning_rate(self.optimizer), "peak_rss_bytes": peak_rss_bytes()}
         line["peak_mlx_bytes"] = mx.get_peak_memory()
         self._write(metrics, line)
@@ -272,8 +272,8 @@ class Trainer:
         )
 
 
-class _Window:
-    """Sums between two reports."""
+class _SinceReport:
+    """Sums of the steps since the last report."""
 
     def __init__(self, since: Progress) -> None:
         self.since, self.sums, self.steps = since, dict[str, float](), 0

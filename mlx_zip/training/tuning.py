@@ -21,11 +21,11 @@ from mlx_zip.loading import load, model_folder, read_config
 from mlx_zip.models import Model
 from mlx_zip.models.packed import plain_codec
 from mlx_zip.register import MODEL_TYPE
-from mlx_zip.training.adapt import EncoderOptions, start_model
 from mlx_zip.training.metrics import Metrics, read_metrics
 from mlx_zip.training.pack_rows import PackTrainee
-from mlx_zip.training.run import TELLING, open_run
-from mlx_zip.training.settings import TrainSettings
+from mlx_zip.training.run_folder import open_run
+from mlx_zip.training.settings import EncoderOptions, TrainSettings
+from mlx_zip.training.starting_model import start_model
 from mlx_zip.training.texts import Texts
 from mlx_zip.training.trainer import Outcome, Trainer, check_data
 from mlx_zip.vocab.packs import Pack
@@ -161,7 +161,7 @@ def _first_bits(trainer: Trainer, first: Any, run: Path) -> float:
 
 
 def _record(pack: Pack, name: str, data: Texts, valid: Texts, settings: TrainSettings) -> dict[str, Any]:
-    fixed = {key: value for key, value in settings.to_dict().items() if key not in TELLING}
+    fixed = settings.deciding()
     return {
         "fixed": {"model": name, "settings": fixed},
         "data": [pack.fingerprint, data.fingerprint, valid.fingerprint],

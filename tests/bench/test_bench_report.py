@@ -14,7 +14,7 @@ from support import tiny_bench
 from support.tiny_bench import parse, record
 
 H100 = {
-    "device": {"device": "cuda", "chip": "NVIDIA H100", "load_average": 0.1, "preloaded": [], "threads": {}},
+    "device": {"device": "cuda", "chip": "NVIDIA H100", "threads": {}},
     "time": "2026-03-09T10:00:00+00:00",
     "run": "b",
     "machine": "Linux, a server, 64 cores",

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from mlx_zip.bench import __main__ as bench
-from mlx_zip.bench.figures import Records
 from mlx_zip.bench.papers.adaptbpe.adapt_figure import draw
-from mlx_zip.bench.papers.adaptbpe.adapt_page import TABLES, groups
+from mlx_zip.bench.papers.adaptbpe.tables import TABLES, groups
+from mlx_zip.bench.records import Records
 from mlx_zip.bench.shapes import from_folders, sliced
 from mlx_zip.errors import MlxZipError
 from support import tiny_bench
@@ -19,7 +19,6 @@ from support.adapting import logits_of, quantized
 from support.places import GOLDEN_MODELS, REPO
 
 PLAIN = GOLDEN_MODELS / "llama_transformer_untied_pos" / "base"
-RECORDS = REPO / "bench" / "records"
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +121,8 @@ def test_the_figure_is_drawn_from_the_record_the_same_each_time(tmp_path):
 
 def test_nothing_is_drawn_of_an_empty_record_or_to_a_place_that_is_not_there(tmp_path):
     pytest.importorskip("matplotlib")
-    (tmp_path / "adapt_model.jsonl").write_text("")
+    (tmp_path / "bench/records").mkdir(parents=True)
+    (tmp_path / "bench/records/adapt_model.jsonl").write_text("")
     with pytest.raises(MlxZipError, match="has no line to draw"):
         draw(tmp_path / "a.svg", tmp_path)
     with pytest.raises(MlxZipError, match="cannot be written"):
@@ -130,11 +130,13 @@ def test_nothing_is_drawn_of_an_empty_record_or_to_a_place_that_is_not_there(tmp
 
 
 def test_the_tables_hold_every_line_of_the_record(lines, tmp_path):
+    folder = tmp_path / "bench/records"
+    folder.mkdir(parents=True)
     for name in ("adaptbpe", "adapt_step"):
-        shutil.copy(RECORDS / f"{name}.jsonl", tmp_path)
-    (tmp_path / "adapt_model.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        shutil.copy(Records(REPO).files[name], folder)
+    (folder / "adapt_model.jsonl").write_text("\n".join(map(json.dumps, lines)))
     made = {name: of(Records(tmp_path)) for name, of in TABLES.items()}
     assert f"{lines[1]['bits_per_byte']:.3f} ({lines[1]['change']:+.1%})" in made["adapt-bits"]
     assert f"{lines[1]['utility']:.4f}" in made["adapt-saved"]
-    assert len(made["adapt-steps"].splitlines()) == 2 + len((tmp_path / "adapt_step.jsonl").read_text().splitlines())
+    assert len(made["adapt-steps"].splitlines()) == 2 + len((folder / "adapt_step.jsonl").read_text().splitlines())
     assert list(groups(lines)) == [("py", lines[0]["file_bytes"])]

@@ -1,4 +1,4 @@
-"""`bench codec --figure4`: what its lines hold and that it is drawn (no timing is judged here)."""
+"""`bench codec_latency`: what its lines hold and that it is drawn (no timing is judged here)."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from mlx_zip.bench import codec
+from mlx_zip.bench import codec, record
 from mlx_zip.bench.papers.zip2zip import codec_figure
-from mlx_zip.bench.papers.zip2zip.codec_figure import draw_figure, latency
+from mlx_zip.bench.papers.zip2zip.codec_figure import drawn_figure, latency
 from mlx_zip.bench.vocabularies import read_vocabulary
 from mlx_zip.codec import CodecParams, compress
 from mlx_zip.errors import InstallationError, MlxZipError
@@ -20,6 +20,7 @@ from support.tiny_vocabularies import SIZE, TEXT, write_pair
 @pytest.fixture(autouse=True)
 def short_trials(monkeypatch):
     monkeypatch.setattr(codec, "TRIAL_S", 0.0)
+    monkeypatch.setattr(record, "IDLE_S", 0.0)
 
 
 @pytest.fixture
@@ -31,17 +32,17 @@ def text(tmp_path):
 
 def parse(*flags: object) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    codec.add_arguments(parser)
+    codec_figure.add_arguments(parser)
     return parser.parse_args(list(map(str, flags)))
 
 
 def flags(tmp_path, text) -> list[object]:
-    return ["--figure4", tmp_path / "figure.png", "--text", text, "--tokenizer", write_pair(tmp_path), "--trials", 2]
+    return ["--plot", tmp_path / "figure.png", "--text", text, "--tokenizer", write_pair(tmp_path), "--trials", 2]
 
 
 def test_a_line_per_size_up_to_the_texts_and_a_picture(capsys, tmp_path, text):
     pytest.importorskip("matplotlib")
-    assert codec.run(parse(*flags(tmp_path, text))) == 0
+    assert codec_figure.run(parse(*flags(tmp_path, text))) == 0
     captured = capsys.readouterr()
     found = [json.loads(line) for line in captured.out.splitlines()]
     assert [(line["bench"], line["what"], line["bytes"]) for line in found] == [
@@ -73,13 +74,16 @@ def test_without_the_published_codec_its_times_are_null_and_not_drawn(tmp_path, 
     monkeypatch.setattr(codec_figure, "upstream", None)
     line = latency(read_vocabulary(write_pair(tmp_path)), TEXT, 1)
     assert line["with_upstream"] is None
-    draw_figure(tmp_path / "figure.png", [{**line, "data": "some.txt; mini"}])
-    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+    figure = drawn_figure([{**line, "data": "some.txt; mini"}])
+    assert len(figure.axes[0].containers) == 2
 
 
 def test_ids_of_a_text_are_measured_with_a_vocabularys_file(capsys, tmp_path, text):
     few = ["--windows", 1, "--trials", 1, "--length", 300, "--vocab-size", SIZE + 256]
-    assert codec.run(parse("--text", text, "--tokenizer", write_pair(tmp_path), *few)) == 0
+    parser = argparse.ArgumentParser()
+    codec.add_arguments(parser)
+    given = ["--text", text, "--tokenizer", write_pair(tmp_path), *few]
+    assert codec.run(parser.parse_args(list(map(str, given)))) == 0
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert {line["data"] for line in found} == {f"some.txt; {tmp_path.name}"}
     assert found[0]["ids"] == 300
@@ -90,8 +94,8 @@ def test_text_and_tokenizer_are_needed(tmp_path, text, missing):
     pytest.importorskip("matplotlib")
     given = flags(tmp_path, text)
     at = given.index(missing)
-    with pytest.raises(MlxZipError, match="--figure4 needs --text and --tokenizer"):
-        codec.run(parse(*given[:at], *given[at + 2 :]))
+    with pytest.raises(MlxZipError, match="codec_latency needs --text and --tokenizer"):
+        codec_figure.run(parse(*given[:at], *given[at + 2 :]))
 
 
 def test_a_text_that_is_too_short_is_refused(tmp_path):
@@ -99,11 +103,11 @@ def test_a_text_that_is_too_short_is_refused(tmp_path):
     short = tmp_path / "short.txt"
     short.write_text(TEXT)
     with pytest.raises(MlxZipError, match=f"--text holds {len(TEXT)} bytes; the smallest size is 1000"):
-        codec.run(parse(*flags(tmp_path, short)))
+        codec_figure.run(parse(*flags(tmp_path, short)))
 
 
 def test_without_matplotlib_nothing_is_measured(tmp_path, text, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.setattr(codec_figure, "latency", None)
-    with pytest.raises(InstallationError, match=r"mlx_zip\[bench\]"):
-        codec.run(parse(*flags(tmp_path, text)))
+    with pytest.raises(InstallationError, match=r"pip install -e .*bench"):
+        codec_figure.run(parse(*flags(tmp_path, text)))

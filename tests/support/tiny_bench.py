@@ -95,7 +95,7 @@ def record(engine: str = "mlx-lm", steps_s: tuple[float, ...] = (0.1, 0.11, 0.12
         "figures": figures(8, runs, [None] * len(runs), top),
         "ceiling": ceiling_record(top),
         "energy_source": None,
-        "device": {"device": "Device(cpu, 0)", "chip": "a chip", "load_average": 0.1, "preloaded": [], "threads": {}},
+        "device": {"device": "Device(cpu, 0)", "chip": "a chip", "threads": {}},
         "machine": "Linux, a chip, 2 cores",
         "python": "3.11.7",
         "versions": {"mlx": "0.32.4"},

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -13,18 +15,17 @@ import numpy as np
 import pytest
 
 from mlx_zip import load
-from mlx_zip.cli import main
-from mlx_zip.cli import training as command
+from mlx_zip.cli import command_parser, main
+from mlx_zip.cli.settings_flags import ENCODER_FLAGS
 from mlx_zip.codec import CodecParams
 from mlx_zip.errors import TrainingError
 from mlx_zip.training import trainer
-from mlx_zip.training.adapt import EncoderOptions
 from mlx_zip.training.batches import make_batch
 from mlx_zip.training.metrics import Metrics, plot, read_metrics
 from mlx_zip.training.objective import LossWeights, Trainee
 from mlx_zip.training.optimizer import learning_rate, make_optimizer
-from mlx_zip.training.run import SAVES, train
-from mlx_zip.training.settings import COMPILE, DTYPES, FINE_TUNE_TYPES, OPTIMIZERS, TrainSettings
+from mlx_zip.training.run import train
+from mlx_zip.training.settings import OPTIMIZERS, SAVES, EncoderOptions, TrainSettings, help_of
 from mlx_zip.training.shards import Joined, Shards
 from mlx_zip.training.stepping import to_device
 from support.tiny_training import options, settings, write_shards
@@ -38,12 +39,21 @@ def flags(out: Path, *more: str) -> list[str]:
     return ["train", *places, "--iters", "3", "--batch-size", "4", *TINY, *more]
 
 
-def test_the_commands_defaults_and_choices_are_the_settings_own():
-    assert command.defaults() == TrainSettings().to_dict()
-    kinds = {name: kind for name, (kind, *_) in command._SETTINGS.items()}
-    assert kinds == {field.name: field.type for field in fields(TrainSettings)}
-    own = {"optimizer": OPTIMIZERS, "fine_tune_type": FINE_TUNE_TYPES, "dtype": DTYPES, "compile": COMPILE}
-    assert {name: command._CHOICES[name] for name in own} == own
+def test_every_setting_is_a_flag_with_its_choices_its_help_and_its_default():
+    actions = {action.dest: action for action in command_parser("train", "train")._actions}
+    named = {one.name: one for one in fields(TrainSettings)}
+    named |= {ENCODER_FLAGS[one.name]: one for one in fields(EncoderOptions)}
+    for name, one in named.items():
+        assert actions[name].option_strings[0] == f"--{name.replace('_', '-')}"
+        assert actions[name].choices == one.metadata["choices"]
+        assert actions[name].help == help_of(one)
+        assert "(default: " in help_of(one)
+        assert actions[name].default is None, "a flag that is not given leaves the YAML file's value"
+
+
+def test_the_settings_are_read_without_mlx():
+    program = "import sys, mlx_zip.cli.training; sys.exit('mlx.core' in sys.modules or 'mlx_lm' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
 def test_a_run_prints_the_folder_it_leaves_and_nothing_else(tmp_path, capsys):

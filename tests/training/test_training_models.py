@@ -21,14 +21,14 @@ from mlx_zip.models.rope import Positions
 from mlx_zip.models.whole import NoCache
 from mlx_zip.training import run as run_module
 from mlx_zip.training import trainer
-from mlx_zip.training.adapt import EncoderOptions, start_model
 from mlx_zip.training.adapter import save_adapter
 from mlx_zip.training.batches import make_batch
 from mlx_zip.training.objective import LossWeights, Trainee
 from mlx_zip.training.optimizer import make_optimizer
 from mlx_zip.training.run import RunOptions, train
-from mlx_zip.training.settings import TrainSettings
+from mlx_zip.training.settings import EncoderOptions, TrainSettings
 from mlx_zip.training.shards import Shards, codec_record
+from mlx_zip.training.starting_model import start_model
 from mlx_zip.training.stepping import Stepper, to_device
 from support.checkpoints import BASE, edit_json, write_json, write_tokenizer
 from support.converting import convert

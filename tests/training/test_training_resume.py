@@ -20,11 +20,11 @@ import pytest
 
 from mlx_zip import MlxZipError
 from mlx_zip.errors import DataError, TrainingError
-from mlx_zip.training.adapt import EncoderOptions
 from mlx_zip.training.batches import batch_order
 from mlx_zip.training.checkpoint import checkpoints
 from mlx_zip.training.metrics import FILE, Metrics, read_metrics
 from mlx_zip.training.run import train
+from mlx_zip.training.settings import EncoderOptions
 from mlx_zip.training.trainer import Trainer
 from support.crashing import crash_after
 from support.tiny_training import (

@@ -5,17 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.bench.figures import Records
+from mlx_zip.bench.records import Records
 from mlx_zip.errors import MlxZipError, missing_library
 from mlx_zip.files import whole_file
 
-from .adapt_page import METHODS, TEXTS, groups
+from .tables import METHODS, TEXTS, groups
 
-RECORDS = Path(__file__).resolve().parents[2] / "records"
+ROOT = Path(__file__).resolve().parents[3]
 PANELS = ("compression utility", "bits per byte")
 
 
-def draw(path: Path, folder: Path = RECORDS) -> None:
+def draw(path: Path, root: Path = ROOT) -> None:
     """Writes the SVG of the record's first text and model, whole or not at all.
 
     Raises `InstallationError` without matplotlib, `MlxZipError` for a record or a path that cannot be used.
@@ -26,9 +26,9 @@ def draw(path: Path, folder: Path = RECORDS) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise missing_library("the figure", "matplotlib", extra="bench") from error
-    found = groups(Records(folder).lines("adapt_model"))
+    found = groups(Records(root).lines("adapt_model"))
     if not found:
-        raise MlxZipError(f"{folder}/adapt_model.jsonl has no line to draw")
+        raise MlxZipError("adapt_model.jsonl has no line to draw")
     (text, _), shares = next(iter(found.items()))
     with matplotlib.rc_context({"svg.hashsalt": "mlx_zip", "svg.fonttype": "none"}):
         figure = Figure(figsize=(8, 3), layout="constrained")

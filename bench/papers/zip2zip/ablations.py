@@ -230,9 +230,8 @@ class Laboratory:
         return out, index
 
     def _train(self, setting: Setting, data: Path) -> Path:
-        from mlx_zip.training.adapt import EncoderOptions
         from mlx_zip.training.run import RunOptions, train
-        from mlx_zip.training.settings import TrainSettings
+        from mlx_zip.training.settings import EncoderOptions, TrainSettings
 
         args, out = self.args, self.out / "runs" / setting.name
         kind, layers, _ = ENCODERS[setting.encoder or "averaging"]

@@ -8,30 +8,57 @@ no numbers in print.
 from __future__ import annotations
 
 import argparse
-import os
+import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlx_zip.bench.codec import MERGE_SIZE, WINDOW, seconds, upstream
-from mlx_zip.bench.record import summary
+from mlx_zip.bench.plots import new_figure, save
+from mlx_zip.bench.record import load_before, summary, surroundings
 from mlx_zip.bench.tokens import read_domains
 from mlx_zip.bench.vocabularies import Vocabulary, named_vocabulary
 from mlx_zip.codec import CodecParams, compress
-from mlx_zip.errors import MlxZipError, missing_library
-from mlx_zip.files import whole_file
+from mlx_zip.errors import MlxZipError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 SIZES = tuple(10**n for n in range(3, 8))  # bytes
 CURVES = {"tokenizer": "tokenizer alone", "with_ours": "with mlx_zip", "with_upstream": "with zip2zip-compression"}
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of `bench codec_latency`."""
+    add = parser.add_argument
+    add("--text", nargs="+", metavar="FILE", help="texts, .txt or .jsonl, tokenized with --tokenizer")
+    add("--tokenizer", help="tokenizer folder, hub id or vocabulary file")
+    add("--trials", type=int, default=9, help="trials per size (default: 9)")
+    add("--plot", type=Path, metavar="FILE", help="picture to draw of what was measured; FILE ends in .png or .svg")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints one JSON line per size of text, and draws them with --plot. Raises `MlxZipError`."""
+    if args.trials < 1:
+        raise MlxZipError(f"--trials must be at least 1, got {args.trials}")
+    load_before()
+    found = []
+    for line in measure_figure(args):
+        found.append(line)
+        print(json.dumps({"bench": "codec", **line, **surroundings("zip2zip_compression")}), flush=True)
+    if args.plot is not None:
+        save(drawn_figure(found), args.plot)
+    return 0
+
+
 def measure_figure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A line per size up to the text's. Raises `MlxZipError` before any measurement."""
-    new_figure()  # matplotlib is missed now rather than at the end
+    if args.plot is not None:
+        new_figure()  # a missing matplotlib is reported before anything is measured
     if args.text is None or args.tokenizer is None:
-        raise MlxZipError("--figure4 needs --text and --tokenizer")
+        raise MlxZipError("codec_latency needs --text and --tokenizer")
     corpus = read_domains([f"text={name}" for name in args.text])["text"]
     text = "\n".join(document.text for document in corpus.documents).encode("utf-8")
     sizes = [size for size in SIZES if size <= len(text)]
@@ -69,13 +96,17 @@ def latency(vocabulary: Vocabulary, text: str, trials: int) -> dict[str, Any]:
         "base_ids": len(ids),
         "ids": len(compress(params, ids)[0]),
         **{name: summary(values) if values else None for name, values in samples.items()},
-        "setting": {"codebook_size": WINDOW, "merge_size": MERGE_SIZE, "library": vocabulary.library},
-        "load_average": round(os.getloadavg()[0], 1),
+        "setting": {
+            "codebook_size": WINDOW,
+            "merge_size": MERGE_SIZE,
+            "library": vocabulary.library,
+            "trials": trials,
+        },
     }
 
 
-def draw_figure(path: Path, lines: Sequence[dict[str, Any]]) -> None:
-    """The lines of one tokenizer as PNG, at `path` whole or not at all: latency, and what each codec adds to it.
+def drawn_figure(lines: Sequence[dict[str, Any]]) -> Figure:
+    """The lines of one tokenizer as a picture: latency, and what each codec adds to it.
 
     Points are medians, bars least and greatest.
     """
@@ -95,8 +126,7 @@ def draw_figure(path: Path, lines: Sequence[dict[str, Any]]) -> None:
         panel.grid(alpha=0.3)
         panel.legend()
     figure.suptitle(lines[0]["data"].split("; ")[-1])
-    with whole_file(path) as partial:
-        figure.savefig(partial, dpi=120, format="png")
+    return figure
 
 
 def added(line: dict[str, Any], name: str) -> list[float]:
@@ -110,15 +140,3 @@ def _points(panel: Any, sizes: Sequence[int], samples: Sequence[Sequence[float]]
     low = [m - min(values) for m, values in zip(middle, samples, strict=True)]
     high = [max(values) - m for m, values in zip(middle, samples, strict=True)]
     panel.errorbar(sizes, middle, [low, high], color=f"C{color}", marker="o", capsize=3, label=label)
-
-
-def new_figure() -> Any:
-    """A figure without a window. Raises `InstallationError` without matplotlib."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise missing_library("the figure", "matplotlib", extra="bench") from error
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure

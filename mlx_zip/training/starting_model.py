@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,53 +16,17 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import _get_classes, load_model
 
 from mlx_zip.codec import CodecParams
-from mlx_zip.config import ENCODER_FIELDS, SIDES, EncoderConfig, ZipConfig
+from mlx_zip.config import SIDES, ZipConfig
 from mlx_zip.errors import ConfigError, TrainingError, first_line
 from mlx_zip.hyper import matrix_rows
 from mlx_zip.loading import load_failures, read_config, rope_settings
 from mlx_zip.models import Model, ModelArgs
 from mlx_zip.models.parts import RECORD_KEYS
 from mlx_zip.register import MODEL_TYPE
-from mlx_zip.training.settings import TrainSettings
+from mlx_zip.training.settings import EncoderOptions, TrainSettings
 from mlx_zip.training.shards import grows
 
 SAMPLED_ROWS = 1024  # rows of a matrix that its scale is estimated from
-
-
-@dataclass(frozen=True)
-class EncoderOptions:
-    """The hyper-encoder a plain model gets. Names as in zip2zip 0.2.0's encoder config.
-
-    kind: one of `ENCODER_FIELDS`. size: its own width (None: the model's; `res_latent_attn` alone may differ).
-    """
-
-    kind: str = "res_latent_attn"
-    num_hidden_layers: int = 2
-    num_heads: int = 4
-    size: int | None = None
-    intermediate_size: int | None = None
-    tie_encoders: bool = False
-    position_mode: str = "compressed"
-
-    def config(self, width: int) -> EncoderConfig:
-        """For a model of width D. Raises `ConfigError`."""
-        if not isinstance(self.kind, str) or self.kind not in ENCODER_FIELDS:
-            raise ConfigError(f"encoder {self.kind!r} is not one of {', '.join(sorted(ENCODER_FIELDS))}")
-        size = width if self.size is None else self.size
-        if size != width and self.kind != "res_latent_attn":
-            raise ConfigError(f"encoder {self.kind} must be as wide as the model ({width}), got {size}")
-        fields: dict[str, Any] = {
-            "hidden_size": size,
-            "tie_encoders": self.tie_encoders,
-            "num_hidden_layers": self.num_hidden_layers,
-            "num_heads": self.num_heads,
-            "intermediate_size": self.intermediate_size,
-        }
-        if self.kind == "transformer":
-            fields["position_encoding"] = "learnable"
-        if size != width:
-            fields["model_hidden_size"] = width
-        return EncoderConfig.from_dict(self.kind, {k: v for k, v in fields.items() if k in ENCODER_FIELDS[self.kind]})
 
 
 def start_model(
@@ -233,6 +197,8 @@ def freeze(model: nn.Module, settings: TrainSettings) -> None:
         blocks: Any = model.layers
         layers = len(blocks) if settings.lora_layers < 0 else settings.lora_layers
         lora = {"rank": settings.lora_rank, "scale": settings.lora_scale, "dropout": settings.lora_dropout}
+        if settings.lora_keys:
+            lora["keys"] = _lora_keys(settings.lora_keys, blocks)
         linear_to_lora_layers(model, layers, lora)
     if isinstance(model, Model):
         for encoder in (model.input_encoder, model.row_encoder):
@@ -240,6 +206,15 @@ def freeze(model: nn.Module, settings: TrainSettings) -> None:
             encoder.set_dtype(mx.float32)
     if not tree_flatten(model.trainable_parameters()):
         raise TrainingError(f"--fine-tune-type {settings.fine_tune_type} leaves nothing to train in this model")
+
+
+def _lora_keys(names: str, blocks: Sequence[nn.Module]) -> list[str]:
+    """The layers named in lora_keys. Raises `TrainingError` for one that no block has."""
+    keys = [name.strip() for name in names.split(",") if name.strip()]
+    found = {name for block in blocks for name, _ in block.named_modules() if name}
+    if unknown := [name for name in keys if name not in found]:
+        raise TrainingError(f"lora_keys: no block has a layer {', '.join(unknown)}")
+    return keys
 
 
 def fingerprint(model: nn.Module, config: Mapping[str, Any], facts: Mapping[str, Any]) -> str:

@@ -23,7 +23,7 @@ def _utility(records: Any) -> str:
         found = _best([line["utility"][name] for name in COLUMNS])
         name = f"{TEXTS[shown]} ({line['train_bytes']:,} bytes)" if first else ""
         rows.append([name, str(line["merges"]), *found, f"{line['utility']['whole_list']:.4f}" if first else ""])
-    return table(["text (adapted to)", "N", *COLUMNS.values(), "whole list"], rows, "markdown")
+    return table(["text (adapted to)", "N", *COLUMNS.values(), "whole list"], rows)
 
 
 def _best(values: Sequence[float]) -> list[str]:
@@ -39,7 +39,7 @@ def _speed(records: Any) -> str:
     rows = [[f"{TEXTS[line['text']]} ({line['bytes']:,})", *(_spread(line[way]) for way in ways)] for line in lines]
     merges = lines[0]["merges"]
     header = ["text (bytes)", "`tokenizers`", "whole list", "*fresh*", f"adapted, N = {merges}", "*fresh*"]
-    return table(header, rows, "markdown")
+    return table(header, rows)
 
 
 def _of(records: Any, name: str, what: str) -> list[Line]:
@@ -74,7 +74,7 @@ def _bits(records: Any) -> str:
             told = [_bit(methods.get(method)) for method in METHODS]
             rows.append([name, f"{share:.0%}", size, *told, f"{whole['bits_per_byte']:.3f}"])
             name = ""
-    return table(["text, model", "merges kept", "", *METHODS.values(), "whole list"], rows, "markdown")
+    return table(["text, model", "merges kept", "", *METHODS.values(), "whole list"], rows)
 
 
 def _cut(shares: dict[float, dict[str, Line]]) -> list[tuple[float, dict[str, Line]]]:
@@ -95,7 +95,7 @@ def _saved(records: Any) -> str:
             told = [f"{methods[method]['utility']:.4f}" if method in methods else "" for method in METHODS]
             rows.append([name, f"{share:.0%}", *told, f"{whole['utility']:.4f}"])
             name = ""
-    return table(["text, model", "merges kept", *METHODS.values(), "whole list"], rows, "markdown")
+    return table(["text, model", "merges kept", *METHODS.values(), "whole list"], rows)
 
 
 def _where(records: Any) -> str:
@@ -113,7 +113,7 @@ def _where(records: Any) -> str:
         "bits per byte on them",
         "on all the others",
     ]
-    return table(header, rows, "markdown")
+    return table(header, rows)
 
 
 def _told(line: Line) -> list[str]:
@@ -140,7 +140,7 @@ def _steps(records: Any) -> str:
             ]
         )
     header = ["model, ids", "bytes of a step that go"]
-    return table([*header, *(cell for clock in CLOCKS.values() for cell in (clock, "of the bound"))], rows, "markdown")
+    return table([*header, *(cell for clock in CLOCKS.values() for cell in (clock, "of the bound"))], rows)
 
 
 TABLES: dict[str, Callable[[Any], str]] = {
@@ -151,3 +151,4 @@ TABLES: dict[str, Callable[[Any], str]] = {
     "adapt-where": _where,
     "adapt-steps": _steps,
 }
+PICTURES = {}

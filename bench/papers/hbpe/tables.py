@@ -1,12 +1,15 @@
-"""Tables and picture of docs/hbpe.md for `bench figures`, from the records of `bench hbpe` and `bench hbpe_model`."""
+"""Tables and picture of docs/hbpe.md, from the records of `bench hbpe` and `bench hbpe_model`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mlx_zip.bench.svg import Curve, Panel, drawn
+from mlx_zip.bench.plots import Curve, Panel, lines
 from mlx_zip.bench.tables import table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 CODEC, MODELS = "hbpe", "hbpe_model"  # records
 GPT2 = "gpt2_vocab.bpe"
@@ -35,7 +38,7 @@ def _tabled(header: Sequence[str], rows: Sequence[Sequence[str]], recipe: str) -
     """A table, or what would make its record where there is none."""
     if not rows:
         return f"There is no record yet: `mlx_zip bench hbpe_model --recipe {recipe}` makes one."
-    return table(header, rows, "markdown")
+    return table(header, rows)
 
 
 def _codec(records: Any) -> str:
@@ -56,7 +59,7 @@ def _codec(records: Any) -> str:
             ]
         )
     header = ["S", "V'", "tokens too long", "learning, ms", "table", "symbols per patch, `stop`", "`full`"]
-    return table(header, rows, "markdown")
+    return table(header, rows)
 
 
 def _cuts(records: Any) -> str:
@@ -89,7 +92,7 @@ def _cuts(records: Any) -> str:
         "patches, paper's",
         "patches, counted",
     ]
-    return table(header, rows, "markdown")
+    return table(header, rows)
 
 
 def _kinds(records: Any) -> str:
@@ -163,15 +166,15 @@ def _bits(line: Line) -> str:
     return f"{line['bits_per_byte']:.3f}"
 
 
-def picture(records: Any) -> str:
-    """Bits per byte of held-out text over the text read and over the FLOPs of training, a curve per kind, as SVG."""
-    lines = _models(records, "table2")
+def picture(records: Any) -> Figure:
+    """Bits per byte of held-out text over the text read and over the FLOPs of training, a curve per kind."""
+    found = _models(records, "table2")
     over = {
         "text read, MB": lambda line, point: point["train_bytes"] / 1e6,
         "FLOPs of training, 10^12": lambda line, point: _training_flops(line, point) / 1e12,
         "processor seconds": lambda line, point: point["processor_s"],
     }
-    return drawn([Panel(label, "bits per byte", _curves(lines, x)) for label, x in over.items()])
+    return lines([Panel(label, "bits per byte", _curves(found, x)) for label, x in over.items()])
 
 
 def _curves(lines: Sequence[Line], x: Callable[[Line, Line], float]) -> list[Curve]:

@@ -1,0 +1,156 @@
+"""Writes every generated table and picture of the documentation: `python -m mlx_zip.bench.pages [--check]`.
+
+A page is Markdown with tables between `<!-- table: NAME -->` and `<!-- end -->`; only what is between these two is
+written. Tables come from the records (`records.py`) and from the command line's own parsers (`flag_tables.py`).
+A paper registers its tables and pictures in `bench/papers/PAPER/tables.py`, which is found by its name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mlx_zip.errors import MlxZipError
+
+from . import flag_tables, performance_tables
+from .plots import rendered, write_bytes
+from .records import Records
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+PAGES = ("README.md", "CONTRIBUTING.md", "docs/**/*.md", "bench/**/*.md", "recipes/**/*.md")  # of a checkout
+DIFFERS = 1  # exit status
+_MARK = re.compile(r"<!-- (?:table: ([^\n]+?)|end) -->")  # a table's beginning, or its end
+_VERSION = re.compile(rb"Matplotlib v[\d.]+")  # in an SVG's metadata
+
+Tables = dict[str, Callable[[Records], str]]
+Pictures = dict[str, "Callable[[Records], Figure]"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Writes the pages and pictures, or with --check only reports which differ; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m mlx_zip.bench.pages", description=__doc__.splitlines()[0])
+    here = Path(__file__).resolve().parents[1]
+    parser.add_argument("--root", type=Path, default=here, metavar="DIR", help="checkout to write (default: this one)")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit status 1 where something would change"
+    )
+    args = parser.parse_args(argv)
+    try:
+        changed = [path for path, data in rendering(args.root) if _differs(path, data, args.check)]
+    except MlxZipError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return DIFFERS if args.check and changed else 0
+
+
+def _differs(path: Path, data: bytes, only_check: bool) -> bool:
+    old = path.read_bytes() if path.exists() else b""
+    if old == data:
+        return False
+    if path.suffix == ".svg" and only_check and _VERSION.findall(old) != _VERSION.findall(data):
+        print(f"{path}: drawn by another version of matplotlib, not compared", file=sys.stderr)
+        return False
+    if not only_check:
+        write_bytes(path, data)
+    print(f"{path}: {'would change' if only_check else 'written'}", file=sys.stderr)
+    return True
+
+
+def rendering(root: Path) -> list[tuple[Path, bytes]]:
+    """Every page and picture of a checkout with the bytes that it should have; nothing is written.
+
+    Raises `MlxZipError` for a page, marker or record that cannot be used, and for a table that no page shows.
+    """
+    records, (tables, pictures) = Records(root), registered()
+    pages = {path: _read(path) for path in pages_of(root)}
+    shown = {name for text in pages.values() for name in names(text)}
+    found = [(path, page(path, text, tables, records).encode()) for path, text in pages.items()]
+    if missing := tables.keys() - shown:
+        raise MlxZipError(f"no page shows the tables {', '.join(sorted(missing))}")
+    return found + [
+        (root / name, rendered(_made(name, make, records), Path(name).suffix)) for name, make in pictures.items()
+    ]
+
+
+def pages_of(root: Path) -> list[Path]:
+    """The Markdown files of a checkout that may hold tables."""
+    return sorted({path for pattern in PAGES for path in root.glob(pattern)})
+
+
+def names(text: str) -> list[str]:
+    """Names of the tables that a page shows."""
+    return [name for name in _MARK.findall(text) if name]
+
+
+def registered() -> tuple[Tables, Pictures]:
+    """All tables and pictures, the papers' too where this is a checkout. Raises `MlxZipError` for a name used twice."""
+    tables: Tables = {}
+    pictures: Pictures = {}
+    for module in (performance_tables, *_of_papers()):
+        for known, new in ((tables, module.TABLES), (pictures, module.PICTURES)):
+            if twice := known.keys() & new.keys():
+                raise MlxZipError(f"{module.__name__}: the name {min(twice)} is registered twice")
+            known |= new
+    return tables, pictures
+
+
+def _of_papers() -> Iterator[Any]:
+    for file in sorted((Path(__file__).parent / "papers").glob("*/tables.py")):
+        yield import_module(f"mlx_zip.bench.papers.{file.parent.name}.tables")
+
+
+def page(path: Path, text: str, tables: Tables, records: Records) -> str:
+    """A page's text with every table made anew. Raises `MlxZipError` for an unknown name or an unpaired marker."""
+    out, at, opened = [], 0, None
+    for mark in _MARK.finditer(text):
+        if (mark[1] is None) == (opened is None):
+            raise _unpaired(path)
+        if opened is None:
+            out.append(text[at : mark.end()])
+            at, opened = mark.end(), mark[1]
+        else:
+            made = f"\n\n{_table(path, opened, tables, records)}\n\n"
+            out.append(made.replace("\n", "\r\n") if "\r\n" in text else made)
+            at, opened = mark.start(), None
+    if opened is not None:
+        raise _unpaired(path)
+    return "".join([*out, text[at:]])
+
+
+def _unpaired(path: Path) -> MlxZipError:
+    return MlxZipError(f"{path}: not every '<!-- table: NAME -->' has its '<!-- end -->'")
+
+
+def _table(path: Path, name: str, tables: Tables, records: Records) -> str:
+    if name in tables:
+        return _made(name, tables[name], records)
+    if (made := flag_tables.made(name)) is not None:
+        return made
+    raise MlxZipError(f"{path}: there is no table named {name!r}; known: {', '.join(tables)}, {flag_tables.KNOWN}")
+
+
+def _made(name: str, make: Callable[[Records], Any], records: Records) -> Any:
+    try:
+        return make(records)
+    except KeyError as missing:
+        raise MlxZipError(f"{name}: its records have no {missing}") from missing
+    except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+        raise MlxZipError(f"{name}: its records do not hold what they should: {error}") from error
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise MlxZipError(f"{path} is not valid UTF-8 at byte {error.start}") from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

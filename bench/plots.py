@@ -1,0 +1,90 @@
+"""Pictures by matplotlib; equal figures give equal bytes, so that `pages --check` sees an outdated picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mlx_zip.errors import MlxZipError, missing_library
+from mlx_zip.files import whole_file
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+FORMATS = (".svg", ".png")
+STABLE = {"svg.hashsalt": "mlx_zip", "svg.fonttype": "none"}  # ids from the content; text stays text
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Points (x, y) from left to right."""
+
+    name: str
+    points: Sequence[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One chart: the names of its axes, and its curves."""
+
+    x: str
+    y: str
+    curves: Sequence[Curve]
+
+
+def new_figure(width: float = 10, height: float = 4) -> Figure:
+    """An empty figure of `width` x `height` inches, without a window. Raises `InstallationError` without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise missing_library("a picture", "matplotlib", extra="bench") from error
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def lines(panels: Sequence[Panel], title: str | None = None) -> Figure:
+    """Line charts side by side. Curves of one name have one colour and appear once in the legend, below."""
+    figure = new_figure(3.6 * len(panels), 3.8)
+    colours: dict[str, str] = {}
+    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        for curve in panel.curves:
+            label = curve.name if curve.name not in colours else None
+            colour = colours.setdefault(curve.name, f"C{len(colours)}")
+            x, y = zip(*curve.points, strict=True)
+            axes.plot(x, y, color=colour, marker="o", markersize=3, linewidth=1.5, label=label)
+        axes.set(xlabel=panel.x, ylabel=panel.y)
+        axes.set_xlim(left=0)
+        axes.grid(alpha=0.3)
+    figure.legend(loc="outside lower center", ncols=min(len(colours), 2 * len(panels)), fontsize=9)
+    if title:
+        figure.suptitle(title)
+    return figure
+
+
+def rendered(figure: Figure, suffix: str) -> bytes:
+    """The figure as the bytes of an .svg or .png file; the same figure gives the same bytes."""
+    import matplotlib
+
+    out = BytesIO()
+    metadata = {"Date": None} if suffix == ".svg" else {"Software": None}
+    with matplotlib.rc_context(STABLE):
+        figure.savefig(out, format=suffix[1:], dpi=120, metadata=metadata)
+    return out.getvalue()
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Writes the figure as .svg or .png, whole or not at all. Raises `MlxZipError` for another ending or a bad path."""
+    if path.suffix not in FORMATS:
+        raise MlxZipError(f"{path}: a picture's name ends in {' or '.join(FORMATS)}")
+    write_bytes(path, rendered(figure, path.suffix))
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Writes a file whole or not at all. Raises `MlxZipError`."""
+    try:
+        with whole_file(path) as partial:
+            partial.write_bytes(data)
+    except OSError as error:
+        raise MlxZipError(f"{path} cannot be written: {error.strerror or error}") from error

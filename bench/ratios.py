@@ -1,0 +1,48 @@
+"""Ratios of two engines' trials that ran in turns, with a 95 % interval."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+DRAWS = 10_000
+QUANTILES = (0.025, 0.975)
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """The median of paired ratios and its 95 % interval. n: pairs."""
+
+    value: float
+    low: float
+    high: float
+    n: int
+
+    def __str__(self) -> str:
+        return f"{self.value:.2f} ({self.low:.2f} to {self.high:.2f})"
+
+    def over(self, divisor: float) -> Ratio:
+        """Value and interval divided by a number."""
+        return Ratio(self.value / divisor, self.low / divisor, self.high / divisor, self.n)
+
+
+def paired_ratio(a: Sequence[float], b: Sequence[float], groups: int | None = None, seed: int = 0) -> Ratio:
+    """Median of b / a, pair by pair, a [n] and b [n] measured in turns.
+
+    groups: how many equal groups of neighbouring pairs belong together, such as the trials of one conversation; a
+    group counts once, by its median, because its trials repeat one text. None: every pair is a group of its own.
+    """
+    pairs = np.divide(b, a).reshape(groups or len(a), -1)
+    return of_samples(np.median(pairs, axis=1).tolist(), seed)
+
+
+def of_samples(ratios: Sequence[float], seed: int = 0) -> Ratio:
+    """Median of ratios [n] and its 95 % interval by bootstrap: `DRAWS` times n of them are drawn with replacement."""
+    samples = np.asarray(ratios, float)
+    if not len(samples):
+        raise ValueError("no trials")
+    drawn = samples[np.random.default_rng(seed).integers(0, len(samples), (DRAWS, len(samples)))]
+    low, high = np.quantile(np.median(drawn, axis=1), QUANTILES)
+    return Ratio(float(np.median(samples)), float(low), float(high), len(samples))

@@ -1,0 +1,100 @@
+"""Speed targets of docs/performance.md, each with its bound and what the records say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .ratios import Ratio
+from .records import Records
+from .speeds import PUBLISHED, REQUESTS, STORIES, TURNS, detokenizing, per_step, ratio, shortening, step_ratio
+from .tables import table
+
+
+@dataclass(frozen=True)
+class Target:
+    """A figure and its bound. most: whether the bound is the most it may be, else the least."""
+
+    name: str
+    bound: float
+    measured: Callable[[Records], Ratio | float]
+    most: bool = True
+    unit: str = ""
+
+    def row(self, records: Records) -> list[str]:
+        """Name, bound, what was measured, and whether the median and its whole interval are within the bound."""
+        found = self.measured(records)
+        value = found.value if isinstance(found, Ratio) else found
+        worst = value if not isinstance(found, Ratio) else found.high if self.most else found.low
+        shown = str(found) if isinstance(found, Ratio) else f"{value:,.3g}" if value < 1000 else f"{value:,.0f}"
+        bound = f"{'at most' if self.most else 'at least'} {self.bound:g}{self.unit}"
+        return [self.name, bound, f"{shown}{self.unit}", self._judged(value, worst)]
+
+    def _judged(self, value: float, worst: float) -> str:
+        is_met, surely = ((x <= self.bound if self.most else x >= self.bound) for x in (value, worst))
+        return "missed" if not is_met else "met" if surely else "met; the interval reaches past it"
+
+
+def _rate_over_compression(records: Records) -> Ratio:
+    pair = records.pair(REQUESTS["code"])
+    return ratio(pair, "base_tokens_per_s").over(per_step(pair))
+
+
+def _first_id_over_length(records: Records) -> Ratio:
+    pair = records.pair(REQUESTS["code"])
+    return ratio(pair, "ttft_ms").over(shortening(pair))
+
+
+def _bytes(precision: str, turn: int) -> Callable[[Records], Ratio]:
+    return lambda records: ratio(records.pair(STORIES[precision], turn=turn), "bytes_per_s")
+
+
+def _beside_published(precision: str) -> Callable[[Records], Ratio]:
+    return lambda records: ratio(records.pair(PUBLISHED[precision], "zip2zip"), "steps_per_s")
+
+
+TARGETS = (
+    Target("zip step over mlx-lm's at equal KV length, rows warm", 1.04, lambda r: step_ratio(r.one("profile-warm"))),
+    Target("the same, cold, two transformer layers", 1.25, lambda r: step_ratio(r.one("profile-cold-transformer"))),
+    Target("the same, cold, `res_latent_attn`", 1.15, lambda r: step_ratio(r.one("profile-cold-latent"))),
+    Target("code, 1,024 + 256, warm: base tokens/s over compression x mlx-lm's", 0.95, _rate_over_compression, False),
+    Target("the same: time to first id over mlx-lm's x compressed length", 1.1, _first_id_over_length),
+    *(
+        Target(
+            f"bundled model, warm, bytes/s over its base's: {TURNS[turn]} story, {name}",
+            bound,
+            _bytes(name, turn),
+            most=False,
+        )
+        for name in STORIES
+        for turn, bound in ((0, 1.35), (2, 1.35))
+    ),
+    *(
+        Target(f"bundled model, steps/s over the published package's, {name}", 3, _beside_published(name), most=False)
+        for name in PUBLISHED
+    ),
+    *(
+        Target(
+            f"host work of mlx_zip per step, processor time, {name}",
+            150,
+            lambda r, file=file: r.one(file)["ours_cpu_us"]["median"],
+            unit=" us",
+        )
+        for name, file in (("`small-125m`", "profile-warm"), ("bundled model", "profile-stories"))
+    ),
+    *(
+        Target(f"detokenizing a base token, {name}", 20, lambda r, file=file: detokenizing(r.one(file)), unit=" us")
+        for name, file in (("`small-125m`", "profile-warm"), ("bundled model", "profile-stories"))
+    ),
+    Target(
+        "a lookup among 1 M stored rows of width 256",
+        2,
+        lambda r: r.one("rows")["lookup_first_us_per_row"]["median"],
+        unit=" us",
+    ),
+    Target("opening them", 200, lambda r: r.one("rows")["open_ms"]["median"], unit=" ms"),
+)
+
+
+def all_targets(records: Records) -> str:
+    return table(["", "wanted", "measured", ""], [target.row(records) for target in TARGETS])

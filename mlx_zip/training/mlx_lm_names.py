@@ -1,0 +1,160 @@
+"""mlx-lm's names for training settings: each is translated to ours, or refused by name with the reason.
+
+Source: mlx-lm 0.32, `mlx_lm.lora` (flags and `CONFIG_DEFAULTS`) and its `lora_config.yaml`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mlx_zip.errors import TrainingError
+
+Values = dict[str, Any]
+
+_HARMLESS: dict[str, tuple[Any, ...]] = {  # what asks for nothing, as mlx-lm's own defaults do
+    "resume_adapter_file": ("",),
+    "test": (False,),
+    "train": (True,),
+    "clear_cache_threshold": (0, "0"),
+    "trust_remote_code": (False,),
+}
+_REFUSED = {
+    "train": "this command always trains; `mlx_zip evaluate` measures a model",
+    "test": "measure the finished model with `mlx_zip evaluate --model OUT/model --data TEXT`",
+    "resume_adapter_file": (
+        "a run goes on from the last checkpoint in its own --out; to begin with an adapter of mlx-lm, fuse it first "
+        "(`mlx_lm.fuse --model MODEL --adapter-path DIR --save-path FUSED`) and train --model FUSED"
+    ),
+    "clear_cache_threshold": "there is no such limit; --grad-checkpoint or a smaller --batch-size saves memory",
+    "trust_remote_code": "a model's own code is not run in training; `mlx_zip prepare --trust-remote-code` reads texts",
+    "hf_dataset": "prepare the data set first: `mlx_zip prepare --model MODEL --data OWNER/NAME --out FOLDER`",
+}
+_OF_TEXTS = (
+    "prompt_feature",
+    "text_feature",
+    "completion_feature",
+    "chat_feature",
+    "messages_feature",
+    "tools_feature",
+)
+_REFUSED |= dict.fromkeys(_OF_TEXTS, "columns are named when data are prepared: `mlx_zip prepare --columns KEY=NAME`")
+_OPTIMIZER_OPTIONS = {  # what our optimizers do, which an optimizer_config may say too
+    "adamw": {"betas": [0.9, 0.95], "eps": 1e-8, "bias_correction": True},
+    "adam": {"betas": [0.9, 0.999], "eps": 1e-8, "bias_correction": True},
+    "sgd": {"momentum": 0.0, "weight_decay": 0.0, "dampening": 0.0, "nesterov": False},
+    "muon": {"momentum": 0.95, "weight_decay": 0.0, "nesterov": True, "ns_steps": 5},
+}
+_LORA = {"rank": "lora_rank", "scale": "lora_scale", "dropout": "lora_dropout", "keys": "lora_keys"}
+_SCHEDULE = {"name", "warmup", "warmup_init", "arguments"}
+
+
+def translate(values: Mapping[str, Any], iters: int = 1000) -> Values:
+    """The values by our names; names that are not mlx-lm's stay as they are, and None counts as not given.
+
+    iters: steps of a run that `values` gives none. Raises `TrainingError` naming what has no counterpart here and
+    what to use instead, or two names of one setting.
+    """
+    found = {name: value for name, value in values.items() if value is not None}
+    for name, reason in _REFUSED.items():
+        if name in found and not any(found[name] is h or found[name] == h for h in _HARMLESS.get(name, ())):
+            raise TrainingError(f"{name} of mlx-lm: {reason}")
+        found.pop(name, None)
+    found.pop("test_batches", None)  # speaks of `test`, which is refused where it is asked for
+    if found.get("fine_tune_type") == "dora":
+        raise TrainingError("fine_tune_type dora of mlx-lm: DoRA is not supported; use lora")
+    if found.get("val_batches") == -1:
+        found["val_batches"] = 0
+    for name, rule in _RULES.items():
+        if name in found:
+            _add(found, name, rule(found.pop(name), found, iters))
+    return found
+
+
+def _add(found: Values, name: str, ours: Values) -> None:
+    if twice := [one for one in ours if one in found]:
+        raise TrainingError(f"{name} of mlx-lm and {twice[0]} name one setting; give one of them")
+    found.update(ours)
+
+
+def _num_layers(value: Any, found: Values, iters: int) -> Values:
+    if found.get("fine_tune_type") == "full" and value != -1:
+        raise TrainingError("num_layers of mlx-lm: fine_tune_type full trains all blocks; leave it out")
+    return {"lora_layers": value}
+
+
+def _adapter_path(value: Any, found: Values, iters: int) -> Values:
+    if "save" in found:
+        return {"out": value}
+    return {"out": value, "save": "model" if found.get("fine_tune_type") == "full" else "adapter"}
+
+
+def _lora_parameters(value: Any, found: Values, iters: int) -> Values:
+    given = _mapping("lora_parameters", value, set(_LORA))
+    if isinstance(given.get("keys"), list | tuple):
+        given["keys"] = ",".join(map(str, given["keys"]))
+    return {_LORA[name]: _number(one) if name in ("scale", "dropout") else one for name, one in given.items() if one}
+
+
+def _optimizer_config(value: Any, found: Values, iters: int) -> Values:
+    if not isinstance(value, Mapping):
+        raise TrainingError(f"optimizer_config of mlx-lm must map optimizers to their options, got {value!r}")
+    chosen = found.get("optimizer", "adamw")
+    given = dict(value.get(chosen) or {})
+    ours = {"weight_decay": _number(given.pop("weight_decay"))} if chosen == "adamw" and "weight_decay" in given else {}
+    fixed = _OPTIMIZER_OPTIONS.get(chosen, {})
+    for name, one in given.items():
+        if name not in fixed or (list(one) if isinstance(one, list | tuple) else _number(one)) != fixed[name]:
+            does = f" (it is {fixed[name]})" if name in fixed else ""
+            raise TrainingError(
+                f"optimizer_config of mlx-lm: {name} of {chosen} cannot be set here{does}; leave it out"
+            )
+    return ours
+
+
+def _lr_schedule(value: Any, found: Values, iters: int) -> Values:
+    given = _mapping("lr_schedule", value, _SCHEDULE)
+    arguments = given.get("arguments")
+    if given.get("name") != "cosine_decay" or not isinstance(arguments, list) or len(arguments) not in (2, 3):
+        raise TrainingError(
+            "lr_schedule of mlx-lm: only cosine_decay with its peak, steps and end is done here; for another one use "
+            "--learning-rate, --min-learning-rate and --warmup"
+        )
+    if given.get("warmup_init"):
+        raise TrainingError("lr_schedule of mlx-lm: warmup_init is always 0 here; leave it out")
+    warmup, total = given.get("warmup") or 0, found.get("iters", iters)
+    if arguments[1] != total - warmup:
+        raise TrainingError(
+            f"lr_schedule of mlx-lm: its {arguments[1]} steps are not iters minus warmup ({total} - {warmup}); the "
+            "cosine ends here where the run does"
+        )
+    found.pop("learning_rate", None)  # which mlx-lm too leaves aside then
+    end = arguments[2] if len(arguments) > 2 else 0.0
+    rates = {"learning_rate": _number(arguments[0]), "min_learning_rate": _number(end)}
+    return {**rates, **({"warmup": warmup} if warmup else {})}
+
+
+def _number(value: Any) -> Any:
+    """YAML reads 1e-5, without a point, as text."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+def _mapping(name: str, value: Any, known: set[str]) -> Values:
+    if not isinstance(value, Mapping):
+        raise TrainingError(f"{name} of mlx-lm must be a mapping, got {value!r}")
+    if unknown := sorted(map(str, value.keys() - known)):
+        raise TrainingError(f"{name} of mlx-lm: unknown {', '.join(unknown)}")
+    return dict(value)
+
+
+_RULES: dict[str, Callable[[Any, Values, int], Values]] = {
+    "num_layers": _num_layers,
+    "adapter_path": _adapter_path,
+    "lora_parameters": _lora_parameters,
+    "optimizer_config": _optimizer_config,
+    "lr_schedule": _lr_schedule,
+}
+NAMES = frozenset({*_RULES, *_REFUSED, "test_batches", "val_batches"})

@@ -1,0 +1,68 @@
+"""What `prepare` is asked to do: one frozen record, checked when it is made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlx_zip.errors import DataError
+from mlx_zip.text.sources import Source
+from mlx_zip.training.encoding import TRAIN_ON
+
+
+@dataclass(frozen=True)
+class PrepareOptions:
+    """What is to be prepared.
+
+    sources: one, or a mixture. out: the folder to write. model: folder or hub id of a model, whose tokenizer and codec
+    are used; or tokenizer: a tokenizer alone. context: base ids of a window at most. merge_size, codebook_size: None
+    for the model's, else 3 and 2048; merge size 1 or no codebook leaves the base ids as they are. disable: ids that
+    never merge, None for the special ones; protect: more of them, "digits" or ids with commas. start: a pack of
+    entries that exist before the first id, in place of the model's own; own_start: whether the model's own count where
+    none is named; start_draw: so many entries of start, drawn anew for each sample. pack: fill windows with several
+    records; None does so for documents, not for conversations. train_on: see `Encoder`. shard_samples:
+    about so many samples per shard. limit: samples at most. max_skipped: more wrong records than this are an error.
+    """
+
+    sources: tuple[Source, ...]
+    out: Path
+    model: str | None = None
+    tokenizer: str | None = None
+    context: int = 1024
+    merge_size: int | None = None
+    codebook_size: int | None = None
+    disable: tuple[int, ...] | None = None
+    protect: tuple[str, ...] = ()
+    start: Path | None = None
+    own_start: bool = True
+    start_draw: int | None = None
+    pack: bool | None = None
+    train_on: str = "answers"
+    shard_samples: int = 1024
+    seed: int = 0
+    limit: int | None = None
+    max_skipped: int = 100
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.sources:
+            raise DataError("no data: name files or data sets")
+        if (self.model is None) == (self.tokenizer is None):
+            raise DataError("name either a model or a tokenizer")
+        if self.train_on not in TRAIN_ON:
+            raise DataError(f"train_on {self.train_on!r} is not one of {', '.join(TRAIN_ON)}")
+        if self.start is not None and not self.own_start:
+            raise DataError("start names a pack to begin with, and own_start (--no-start) wants none")
+        if self.start_draw is not None and self.start is None:
+            raise DataError("start_draw draws from a pack: name it with start")
+        for name, least in (
+            ("context", 2),
+            ("start_draw", 1),
+            ("shard_samples", 1),
+            ("seed", 0),
+            ("limit", 1),
+            ("max_skipped", 0),
+        ):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+                raise DataError(f"{name} must be an integer of {least} or more, got {value!r}")

@@ -1,0 +1,53 @@
+"""The folder of a run: the record of what it trains, which the same command must meet again to go on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mlx_zip.errors import DataError, TrainingError
+from mlx_zip.files import check_in, write_json
+
+RECORD = "train.json"
+
+
+def open_run(out: Path, record: dict[str, Any], mark: str, flag: str = "--out") -> None:
+    """Makes the run's folder, or checks that it is this run's. flag: what names the folder."""
+    path, advice = out / RECORD, f"choose another {flag}"
+    if path.exists():
+        before = read_object(path, f"; {advice}")
+        same_data = before.get("data") == json.loads(json.dumps(record["data"]))
+        if before.get("fingerprint") != mark or not same_data:
+            raise TrainingError(f"{out} holds another run ({_difference(before, record)}); {advice}")
+        return
+    if out.is_dir() and any(not path.name.startswith(".") for path in out.iterdir()):
+        raise TrainingError(f"{out} is not empty and holds no run; {advice}")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        write_json(path, {**record, "fingerprint": mark})
+    except OSError as error:
+        raise TrainingError(f"cannot write {out}: {error}") from error
+
+
+def _difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Which of the recorded facts differ, by name."""
+    fixed, new = before.get("fixed"), now["fixed"]["settings"]
+    old = fixed.get("settings") if isinstance(fixed, dict) else None
+    old = old if isinstance(old, dict) else {}
+    names = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
+    parts = [name for name in ("data", "encoder") if before.get(name) != json.loads(json.dumps(now[name]))]
+    return ", ".join([*names, *parts]) or "another model"
+
+
+def read_object(path: Path, hint: str = "") -> dict[str, Any]:
+    """A JSON object from a file. Raises `TrainingError`, its message ending in `hint`."""
+    try:
+        check_in(path)
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError, DataError) as error:
+        raise TrainingError(f"{path} cannot be read: {error}{hint}") from error
+    if not isinstance(found, dict):
+        raise TrainingError(f"{path} holds no JSON object{hint}")
+    return found
