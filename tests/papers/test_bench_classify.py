@@ -113,8 +113,7 @@ def test_rows_without_a_gradient_may_as_well_not_be_trained():
     ids = Samples.of([[1, 2], [2, 1, 1], [1], [2, 2]])
     judged, answers = Samples.of([[1, 3], [4, 2]]), [np.array([0, 1, 0, 1]), np.array([0, 1])]
     told = [
-        classifier.learn(labelled.Encoded(ids, judged, trained, 5, 5, 1.0), answers, 2, 0, args)
-        for trained in (2, 4)
+        classifier.learn(labelled.Encoded(ids, judged, trained, 5, 5, 1.0), answers, 2, 0, args) for trained in (2, 4)
     ]
     for name in ("loss", "accuracies", "aucs"):
         assert told[0][name] == told[1][name]

@@ -1,19 +1,19 @@
 """What codebook packs bring: base ids per id of held-out text, for texts like those learned from and for others.
 
-A pack is learned from the training texts of one domain and tried on the held-out texts of every domain, which are cut
+A pack is learned from the training texts of one domain and tried on the held-out texts of every domain. These are cut
 into windows that are compressed one by one. The codebook of a window begins with the pack and grows by at most `GROWTH`
-entries of its own; `static` is the rate of a codebook that begins with the pack and does not grow. Three ways to make a
-pack are compared: `learn` (`mlx_zip vocab pack learn`), `multitok` (`mlx_zip vocab multitok export`) and `bpe` (plain
-byte pair encoding over base ids). `retokenized` is no pack: it is the rate of as many merges of plain byte pair encoding,
-of any length, applied by themselves, as a larger tokenizer would apply them. Rates depend on text, tokenizer and codec
-alone; only the seconds of learning depend on the machine.
+entries of its own; `static` is the rate of a codebook that begins with the pack and does not grow.
+
+Three ways to make a pack are compared: `learn` (`mlx_zip vocab pack learn`), `multitok` (`mlx_zip vocab multitok
+export`) and `bpe` (plain byte pair encoding over base ids). `retokenized` is no pack: it is the rate of as many merges
+of plain byte pair encoding, of any length, applied by themselves, as a larger tokenizer would apply them. Rates depend
+on text, tokenizer and codec alone; only the seconds of learning depend on the machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from mlx_zip.bench.record import surroundings
+from mlx_zip.bench.record import load_before, surroundings
 from mlx_zip.bench.tokens import read_domains
 from mlx_zip.bench.vocabularies import KINDS, Vocabulary, read_vocabulary
 from mlx_zip.codec import CodecParams, compress
@@ -57,6 +57,7 @@ def run(args: argparse.Namespace) -> int:
     for name, values in (("sizes", args.sizes), ("window", [args.window])):
         if low := [n for n in values if n < 1]:
             raise MlxZipError(f"--{name} must be at least 1, got {low[0]}")
+    load_before()
     CodecParams(1, GROWTH + max(args.sizes), args.merge_size)  # refuses a size out of range before texts are read
     vocabulary, train, test = read_vocabulary(args.tokenizer), read_domains(args.train), read_domains(args.test)
     if untested := train.keys() - test.keys():
@@ -79,9 +80,9 @@ def run(args: argparse.Namespace) -> int:
         sizes = sorted(args.sizes)
         line["packs"] = list(packs(params, texts, held_out, sizes, args.window))
         line["retokenized"] = [retokenized(params, texts, held_out, size, args.window) for size in sizes]
-        load = {"time": datetime.now(UTC).isoformat(timespec="seconds"), "load_average": round(os.getloadavg()[0], 1)}
-        print(json.dumps({**line, **load, **surroundings(vocabulary.library, "tokenizers")}), flush=True)
-        print(f"{domain}: {line['packs'][-1]['rates']}", file=sys.stderr)
+        line["time"] = datetime.now(UTC).isoformat(timespec="seconds")
+        print(json.dumps({**line, **surroundings(vocabulary.library, "tokenizers")}), flush=True)
+        print(f"{domain}: {len(line['packs'])} packs", file=sys.stderr)
     return 0
 
 

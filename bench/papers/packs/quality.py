@@ -13,15 +13,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.bench.plots import new_figure
+from mlx_zip.bench.plots import save
 from mlx_zip.bench.record import surroundings
 from mlx_zip.errors import MlxZipError
 from mlx_zip.evaluation.bits import Bits, compare_bits, measure_bits
 from mlx_zip.evaluation.windows import cut_windows
-from mlx_zip.files import whole_file
 from mlx_zip.text.documents import read_corpus
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 from mlx_zip.vocab.packs import Pack, load_pack
+
+from .figure import picture
 
 CONTEXT = 1024
 
@@ -55,7 +56,7 @@ def names_of(args: argparse.Namespace) -> dict[str, str]:
 def run(args: argparse.Namespace) -> int:
     """Prints one JSON line per start, or draws a record. Raises `MlxZipError` before anything long."""
     if args.draw:
-        draw(args.draw[1], _read(args.draw[0]))
+        save(picture(_read(args.draw[0])), args.draw[1])
         return 0
     if missing := [name for name in ("model", "base", "data") if getattr(args, name) is None]:
         raise MlxZipError(f"--{missing[0]} is missing")
@@ -137,27 +138,3 @@ def _read(path: Path) -> list[dict[str, Any]]:
     if not lines:
         raise MlxZipError(f"{path} is empty: there is nothing to draw")
     return lines
-
-
-def draw(path: Path, lines: Sequence[dict[str, Any]]) -> None:
-    """Bits per byte against base ids per id as PNG, whole or not at all; each curve begins at the empty start.
-
-    The dotted line is the base. Bars are standard errors over documents.
-    """
-    figure = new_figure()
-    panel = figure.subplots()
-    empty = [line for line in lines if line["curve"] == "empty"]
-    curves = dict.fromkeys(line["curve"] for line in lines if line["curve"] != "empty")
-    for n, curve in enumerate(curves):
-        points = sorted([*empty, *(line for line in lines if line["curve"] == curve)], key=lambda line: line["entries"])
-        x, y = ([line[name] for line in points] for name in ("base_ids_per_id", "bits_per_byte"))
-        errors = [line["bits_per_byte_standard_error"] or 0 for line in points]
-        panel.errorbar(x, y, errors, color=f"C{n}", marker="o", capsize=3, label=f"packs {curve}")
-        for line, at in zip(points, zip(x, y, strict=True), strict=True):
-            panel.annotate(f"{line['entries']:,}", at, textcoords="offset points", xytext=(6, -12))
-    panel.axhline(lines[0]["base_bits_per_byte"], color="black", linestyle=":", label=lines[0]["base"])
-    panel.set(xlabel="base ids per id", ylabel="bits per byte", title=f"{lines[0]['model']}, {lines[0]['data']}")
-    panel.grid(alpha=0.3)
-    panel.legend()
-    with whole_file(path) as partial:
-        figure.savefig(partial, dpi=120, format="png")

@@ -19,8 +19,8 @@ PANELS = ((1, "nats per id"), (2, "bits per byte"))  # where in a point of a cur
 def curves(sweep: Sweep) -> Figure:
     """Returns the figure of one sweep; several seeds of a setting are several lines of one colour.
 
-    Nats per id are what the paper draws. An id of a compressed text stands for more of it, so only bits per byte compare
-    settings. Raises `InstallationError` without matplotlib.
+    Nats per id are what the paper draws. An id of a compressed text stands for more of it, so only bits per byte
+    compare settings. Raises `InstallationError` without matplotlib.
     """
     figure = new_figure()
     for panel, (column, label) in zip(figure.subplots(1, 2), PANELS, strict=True):

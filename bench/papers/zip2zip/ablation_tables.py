@@ -160,8 +160,6 @@ TABLES: dict[str, Callable[[Records], str]] = {
     "ablations-merge-sizes": _of(table7),
     "ablations-encoders": _of(table8),
     "ablations-orders": _of(orders),
-    "ablations-longer": lambda records: longer(
-        Results(records.lines("ablations")), records.lines("ablations-longer")
-    ),
+    "ablations-longer": lambda records: longer(Results(records.lines("ablations")), records.lines("ablations-longer")),
     "ablations-all": _of(all_figures),
 }

@@ -168,7 +168,9 @@ def mixture(counts: Counts) -> str:
     """Our mixture of table 7: its rate, and the entries installed and read per id."""
     rate, entries, used = _mixture(counts)
     row = [f"{rate:.4f}", f"{entries / rate:.2f}", f"{used / rate:.2f}"]
-    return table(["ρ of our mixture", "entries installed per id (output rows)", "entries read per id (input rows)"], [row])
+    return table(
+        ["ρ of our mixture", "entries installed per id (output rows)", "entries read per id (input rows)"], [row]
+    )
 
 
 def _mixture(counts: Counts) -> tuple[float, float, float]:
@@ -188,7 +190,9 @@ def latency(lines: Sequence[Line]) -> str:
         more = [f"{median(added(line, name)):+.1f}%" if line[name] else "-" for name in names]
         times = [_ms(line[name]) for name in ("tokenizer", *names)]
         load = f"{line['load_average']}"
-        rows.append([line["data"].split("; ")[-1], line["setting"]["library"], f"{line['bytes']:,}", *times, *more, load])
+        rows.append(
+            [line["data"].split("; ")[-1], line["setting"]["library"], f"{line['bytes']:,}", *times, *more, load]
+        )
     head = ["tokenizer", "library", "bytes", "tokenizer alone, ms", "with mlx_zip, ms", "with zip2zip-compression, ms"]
     return table([*head, "added by mlx_zip", "added by zip2zip-compression", "load average"], rows)
 

@@ -19,7 +19,7 @@ from mlx_zip.vocab.hbpe_patching import entropy_patches, number, space_patches
 from mlx_zip.vocab.hbpe_table import PatchTable
 from mlx_zip.vocab.hbpe_tokens import encoder_of, learn_tokenizer, read_tokens, tokens_of
 
-from .hbpe import first_stage
+from .patches import first_stage
 
 BYTE_END = 256
 ENTROPY_SAMPLE = 1 << 17  # bytes of documents that the threshold is chosen by, at least

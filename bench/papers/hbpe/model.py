@@ -38,7 +38,7 @@ from mlx_zip.training.settings import TrainSettings
 from mlx_zip.vocab.hbpe_measures import Tower, fertility, hierarchical_flops, plain_flops, read_tower, words_of
 from mlx_zip.vocab.hbpe_table import PatchTable
 
-from .hbpe_data import Data, Material, read_documents
+from .data import Data, Material, read_documents
 
 KINDS = ("plain", "patches", "equal", "bytes", "space", "entropy")
 SIZED = ("patches", "equal")  # kinds that --patch-size is for

@@ -27,7 +27,9 @@ from typing import Any
 import numpy as np
 
 from mlx_zip.bench.engines import weight_bytes
+from mlx_zip.bench.plots import save
 from mlx_zip.bench.record import surroundings
+from mlx_zip.bench.records import Records
 from mlx_zip.bench.tokens import read_domains
 from mlx_zip.errors import DataError, MlxZipError
 from mlx_zip.evaluation.bits import ratio_error, window_bits
@@ -38,6 +40,10 @@ from mlx_zip.text.documents import Document
 from mlx_zip.text.token_facts import encode_with_bytes
 from mlx_zip.vocab.adaptbpe.adapted import METHODS, AdaptedVocabulary, adapted, words_of
 from mlx_zip.vocab.adaptbpe.base import BaseVocabulary, read_base
+
+from .figure import picture
+
+ROOT = Path(__file__).resolve().parents[3]  # of the checkout
 
 CONTEXT = 1024
 TARGET = 0.01  # bits per byte more than the whole model's, at half of the merges, on the model's own kind of text
@@ -68,9 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints one JSON line per text, share and method, or draws the recorded ones. Raises `MlxZipError`."""
     if args.plot is not None:
-        from .adapt_figure import draw
-
-        draw(args.plot)
+        save(picture(Records(ROOT)), args.plot)
         return 0
     if not args.train:
         raise MlxZipError("--train is missing; or give --plot to draw the record")
