@@ -89,11 +89,12 @@ def _load(args: argparse.Namespace) -> tuple[Any, str]:
         return synthetic_ids(args.length, args.vocab_size), "synthetic: Zipf ids with repeated phrases, not a real text"
     if args.tokenizer is None:
         raise MlxZipError("--text needs --tokenizer")
+    from mlx_zip.text.vocabularies import read_vocabulary
+
     from .tokens import read_domains
-    from .vocabularies import named_vocabulary
 
     corpus = read_domains([f"text={name}" for name in args.text])["text"]
-    vocabulary = named_vocabulary(args.tokenizer)
+    vocabulary = read_vocabulary(args.tokenizer)
     ids = [i for document in corpus.documents for i in vocabulary.encode(document.text)]
     return ids, f"{', '.join(Path(name).name for name in corpus.files)}; {vocabulary.name}"
 

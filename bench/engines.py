@@ -198,7 +198,7 @@ def _with_store(model: Any) -> Any:
     """A model as `mlx_zip.load` gives it: with a row store of its own."""
     from mlx_zip.hyper import RowStore
 
-    model.row_store = model.row_store or RowStore()
+    model.session.store = model.session.store or RowStore()
     return model
 
 

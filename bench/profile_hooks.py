@@ -48,7 +48,7 @@ def _result(args: tuple[Any, ...], result: Any) -> Any:
 
 
 def _table(args: tuple[Any, ...], result: Any) -> Any:
-    return args[2].rows  # of `ModelRows._encode(self, state, table, ...)`
+    return args[2].rows  # of `Session._fill(self, state, table, ...)`
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Hook:
         return home
 
 
-MODEL, ROWS = "mlx_zip.models.zip_model:Model", "mlx_zip.models.model_rows:ModelRows"
+MODEL, ROWS = "mlx_zip.models.zip_model:Model", "mlx_zip.models.session:Session"
 STATE, REQUEST = "mlx_zip.state:ZipState", "mlx_zip.request:Request"
 PLAIN_HOOKS = (
     Hook("sampling", mx, "logsumexp", _result),
@@ -85,10 +85,10 @@ ZIP_HOOKS = (
     *(Hook("wait", f"mlx_zip.models.{room}", "read_ids") for room in ("zip_model", "ahead")),
     Hook("call", MODEL, "__call__"),
     Hook("embedding", MODEL, "_embed", _result),
-    *(Hook("rows", ROWS, name, _table) for name in ("_encode", "_encode_one")),
+    *(Hook("rows", ROWS, name, _table) for name in ("_fill", "_fill_one")),
     Hook("rows", ROWS, "settle"),
     Hook("blocks", MODEL, "run_layers", _result),
-    Hook("head", MODEL, "_head", _result),
+    Hook("head", MODEL, "joint_head", _result),
     Hook("canonical", "mlx_zip.canonical:CanonicalDecoding", "__call__", _result),
     Hook("text", "mlx_zip.text.stream:TextStream", "feed"),
     Hook("response", REQUEST, "emit"),

@@ -209,7 +209,7 @@ def _again(loaded: Any, name: Any) -> Callable[[], Any]:
     from mlx_zip.loading import model_folder, read_config
 
     weights, quantization = dict(tree_flatten(loaded.parameters())), read_config(model_folder(name)).get("quantization")
-    pack = getattr(loaded, "pack", None)
+    pack = loaded.session.pack if is_zip(loaded) else None
 
     def make() -> Any:
         model = _filled(type(loaded)(loaded.args), weights, quantization)

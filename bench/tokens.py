@@ -23,9 +23,10 @@ from mlx_zip.codec.ids import Uint32s
 from mlx_zip.codec.params import POLICIES
 from mlx_zip.errors import DataError, MlxZipError, missing_library
 from mlx_zip.text.documents import Corpus, read_corpus
+from mlx_zip.text.formats import KINDS
+from mlx_zip.text.vocabularies import Vocabulary, read_vocabulary
 
 from .record import surroundings
-from .vocabularies import KINDS, Vocabulary, read_vocabulary
 
 WHOLE = "document"
 COLUMNS = ["window", "merge_size", "codebook_size", "ids", "entries", "entries_used"]
@@ -34,7 +35,7 @@ COLUMNS = ["window", "merge_size", "codebook_size", "ids", "entries", "entries_u
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `bench tokens`."""
     add = parser.add_argument
-    add("--tokenizers", type=Path, nargs="+", default=[], metavar="FILE", help=f"vocabularies: {KINDS}; also with .gz")
+    add("--tokenizers", type=Path, nargs="+", default=[], metavar="FILE", help=f"vocabularies: {KINDS}")
     add(
         "--text",
         nargs="+",

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import gzip
 import json
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 
 from mlx_zip.errors import MlxZipError
+from mlx_zip.text.tokenizers import load_tokenizer
 
 DOMAINS = ("code", "math", "chat", "multilingual", "web")
 SYNTHETIC = "synthetic"
-GPT2 = ("gpt2.encoder.json", "gpt2.vocab.bpe")
 CHARACTERS_PER_ID = 16  # more than any tokenizer here reads into one, so that a text is not tokenized to its end
 FIELDS = (("text", "code"), ("question", "answer"), ("prompt", "canonical_solution"), ("text",))  # of a JSON line
 REQUESTS = tuple(
@@ -63,41 +63,26 @@ class Workload:
 
 
 def read_tokenizer(where: str | Path) -> Any:
-    """mlx-lm's wrapper of a tokenizer: a model or tokenizer folder, a hub id, or a folder with GPT-2's two files.
-
-    Raises `MlxZipError` when there is none.
+    """Returns mlx-lm's wrapper of a tokenizer of any kind that is read here, with the streaming detokenizer that mlx-lm
+    takes for it, so that mlx-lm's own loop is timed as it runs. Raises `DataError`.
     """
-    from mlx_lm.utils import load_tokenizer
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-    from mlx_zip.bundled import NAMES, bundled_model
-    from mlx_zip.errors import bare_exceptions_as_value_errors
-    from mlx_zip.loading import load_failures
-    from mlx_zip.text.tokenizers import quiet_transformers
-
-    folder = bundled_model(str(where)) if where in NAMES else Path(where).expanduser()
-    with tempfile.TemporaryDirectory(prefix="mlx_zip-bench-") as made:
-        if folder.is_dir() and (files := _gpt2_files(folder)):
-            folder = _write_gpt2(Path(made), *files)
-        try:
-            with quiet_transformers(), bare_exceptions_as_value_errors():
-                return load_tokenizer(folder if folder.is_dir() else str(where))
-        except load_failures() as error:
-            raise MlxZipError(f"--tokenizer {where} cannot be read: {' '.join(str(error).split())[:300]}") from error
+    tokenizer: Any = load_tokenizer(where)
+    return TokenizerWrapper(tokenizer._tokenizer, _mlx_lm_detokenizer(tokenizer))
 
 
-def _gpt2_files(folder: Path) -> list[Path]:
-    found = [path for name in GPT2 for path in (folder / name, folder / f"{name}.gz") if path.exists()]
-    return found if len(found) == len(GPT2) else []
+def _mlx_lm_detokenizer(tokenizer: Any) -> Any:
+    """The class that mlx-lm chooses when it finds this decoder in a tokenizer.json."""
+    from mlx_lm import tokenizer_utils as utils
 
-
-def _write_gpt2(folder: Path, encoder: Path, merges: Path) -> Path:
-    from transformers import GPT2TokenizerFast  # type: ignore[attr-defined]
-
-    (folder / "vocab.json").write_text(_read(encoder), encoding="utf-8")
-    (folder / "merges.txt").write_text(_read(merges), encoding="utf-8")
-    made = GPT2TokenizerFast(str(folder / "vocab.json"), str(folder / "merges.txt"))
-    made.save_pretrained(folder)
-    return folder
+    decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+    state = None if decoder is None else json.loads(decoder.__getstate__())
+    if utils._is_spm_decoder(state):
+        return utils.SPMStreamingDetokenizer
+    if utils._is_spm_decoder_no_space(state):
+        return partial(utils.SPMStreamingDetokenizer, trim_space=False)
+    return utils.BPEStreamingDetokenizer if utils._is_bpe_decoder(state) else utils.NaiveStreamingDetokenizer
 
 
 # ---- texts

@@ -28,7 +28,7 @@ from mlx_zip.errors import ConversionError
 from mlx_zip.files import write_json
 from mlx_zip.hyper import Fingerprints
 from mlx_zip.models import ModelArgs
-from mlx_zip.models.parts import RECORD_KEYS
+from mlx_zip.models.zip_model import RECORD_KEYS
 from mlx_zip.vocab.adaptbpe.adapted import AdaptedVocabulary, read_adapted
 from mlx_zip.vocab.adaptbpe.base import FILE, read_base
 from mlx_zip.vocab.adaptbpe.plain import lawful_json

@@ -29,7 +29,7 @@ from mlx_zip.files import write_json
 from mlx_zip.hyper import Fingerprints
 from mlx_zip.layout import Layout
 from mlx_zip.models import Model, ModelArgs, check_config
-from mlx_zip.models.parts import RECORD_KEYS
+from mlx_zip.models.zip_model import RECORD_KEYS
 from mlx_zip.register import MODEL_TYPE
 from mlx_zip.text.tokenizers import load_tokenizer
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
@@ -171,7 +171,7 @@ def _check_rows(prepared: Prepared, files: Sequence[str | Path] | None) -> None:
     if pack is None or pack.rows is None:
         return
     if pack.rows.model == model.fingerprint:
-        model.take_pack(pack.start)  # refuses rows that are not as wide as its own
+        model.check_pack(pack.start)
         return
     if files is not None:
         raise ConversionError(

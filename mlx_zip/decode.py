@@ -17,6 +17,8 @@ import numpy as np
 from mlx_lm.generate import generation_stream
 from mlx_lm.sample_utils import LogitsProcessor, Sampler
 
+from mlx_zip.models.ahead import Ahead
+
 CLEAR_EVERY = 256  # steps between two releases of unused buffers, as in mlx-lm
 Step = tuple[int, mx.array]  # an emitted id, and the log-probabilities [W] that it was chosen from
 
@@ -67,7 +69,8 @@ class _Steps:
         after_call: Callable[[list[Any]], None],
         ahead: bool,
     ) -> None:
-        self.model, self.cache, self.after_call, self.ahead = model, cache, after_call, ahead
+        self.model, self.cache, self.after_call = model, cache, after_call
+        self.ahead = Ahead(model, cache) if ahead else None
         self.sampler, self.processors = sampler, processors
         self.tokens = mx.zeros(0, mx.int32)
 
@@ -111,11 +114,11 @@ class _Steps:
             raise
 
     def _logits(self, ids: mx.array) -> mx.array:
-        h = self.model.run_ahead(ids, self.cache) if self.ahead else None
-        if h is None:
+        h = None if self.ahead is None else self.ahead.run(ids)
+        if self.ahead is None or h is None:
             return self.model(ids, cache=self.cache)
         mx.async_eval(h)
-        return self.model.follow(h, ids, self.cache)
+        return self.ahead.follow(h, ids)
 
     def _choose(self, logits: mx.array) -> tuple[mx.array, mx.array]:
         for processor in self.processors:
@@ -123,5 +126,5 @@ class _Steps:
         self.after_call(self.cache)
         logprobs = logits - mx.logsumexp(logits, keepdims=True)
         y = self.sampler(logprobs)
-        mx.async_eval(y, logprobs, *self.model.pending_rows())
+        mx.async_eval(y, logprobs, *self.model.session.pending_rows())
         return y, logprobs[0]

@@ -81,8 +81,8 @@ def load(
     if is_zip(model):
         model.layout.check_tokenizer(len(loaded[1]))
         if canonical is not None:
-            model.config = replace(model.config, canonical=canonical)
-        model.row_store = RowStore() if row_store is None else row_store
+            model.session.config = replace(model.config, canonical=canonical)
+        model.session.store = RowStore() if row_store is None else row_store
         if pack is not None:
             model.take_pack(pack.start)
         elif adapter_path is None:

@@ -6,13 +6,16 @@ import argparse
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlx_zip.bundled import here_or_bundled
-from mlx_zip.errors import GenerationError, bare_exceptions_as_value_errors
+from mlx_zip.errors import DataError, GenerationError
+
+if TYPE_CHECKING:
+    from mlx_zip.text.vocabularies import Vocabulary
 
 _NEVER_MERGED = ("specials", "digits")
 _DEFAULTS = {"merge_size": 3, "codebook_size": 2048, "policy": "freeze"}
@@ -41,17 +44,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print one JSON object")
 
 
-@dataclass(frozen=True)
-class Vocabulary:
-    """A tokenizer as far as compression needs it. codec: parameters of the converted model it lies in, or None."""
-
-    encode: Callable[[str], Sequence[int]]
-    decode: Callable[[Sequence[int]], str]
-    size: int
-    special_ids: frozenset[int]
-    codec: Any = None
-
-
 @dataclass
 class Tally:
     """Totals over all windows. uses: entry (base ids) -> times emitted."""
@@ -70,9 +62,14 @@ def run(args: argparse.Namespace) -> int:
     """Compresses and prints; 0. Raises `MlxZipError`."""
     if args.show < 0 or (args.window is not None and args.window < 1):
         raise GenerationError("--show must be at least 0 and --window at least 1")
+    from mlx_zip.text.vocabularies import read_vocabulary
+
     text = read_text(args.file)
-    vocabulary = read_vocabulary(args.tokenizer)
-    params = codec_params(vocabulary, args)
+    try:
+        vocabulary = read_vocabulary(args.tokenizer)
+    except DataError as error:
+        raise GenerationError(f"--tokenizer {error}") from error
+    params = codec_params(vocabulary, own_codec(args.tokenizer), args)
     ids = vocabulary.encode(text)
     tally = compress_windows(params, ids, args.window or len(ids))
     best = sorted(tally.uses, key=lambda entry: (-tally.saved(entry), entry))[: args.show]
@@ -98,46 +95,9 @@ def read_text(file: str) -> str:
     return text
 
 
-def read_vocabulary(name: str) -> Vocabulary:
-    """A tokenizer.json, the one in a folder, or a hub id's (or a folder's without that file) through transformers."""
-    path = here_or_bundled(name)
-    file = path / "tokenizer.json" if path.is_dir() else path
-    codec = _codec_of(path) if path.is_dir() else None
-    if file.is_file():
-        return _from_file(file, codec)
-    if path.exists() and not path.is_dir():
-        raise GenerationError(f"--tokenizer {name} is neither a folder nor a tokenizer.json")
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise GenerationError(f"--tokenizer {name}: {str(error).splitlines()[0]}") from error
-    encode = lambda text: tokenizer.encode(text, add_special_tokens=False)
-    return Vocabulary(encode, tokenizer.decode, len(tokenizer), frozenset(tokenizer.all_special_ids), codec)
-
-
-def _from_file(file: Path, codec: Any) -> Vocabulary:
-    from tokenizers import Tokenizer
-
-    from mlx_zip.vocab.adaptbpe.plain import follow_folder
-
-    try:
-        with bare_exceptions_as_value_errors():
-            tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8"))
-            follow_folder(tokenizer, file.parent)
-    except (OSError, UnicodeDecodeError) as error:
-        raise GenerationError(f"--tokenizer {file}: {error}") from error
-    except ValueError as error:
-        raise GenerationError(f"--tokenizer {file} is no tokenizer.json: {error}") from error
-    special = frozenset(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)
-    size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
-    encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids
-    decode = lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
-    return Vocabulary(encode, decode, size, special, codec)
-
-
-def _codec_of(folder: Path) -> Any:
+def own_codec(name: str) -> Any:
+    """The codec parameters of the converted model in a folder or bundled, None for any other tokenizer."""
+    folder = here_or_bundled(name)
     file = folder / "config.json"
     try:
         config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
@@ -150,11 +110,10 @@ def _codec_of(folder: Path) -> Any:
     return ModelArgs(config).zip_config.codec_params
 
 
-def codec_params(vocabulary: Vocabulary, args: argparse.Namespace) -> Any:
-    """The codec: the flags' values, else the converted model's, else the defaults."""
+def codec_params(vocabulary: Vocabulary, own: Any, args: argparse.Namespace) -> Any:
+    """The codec: the flags' values, else the converted model's `own`, else the defaults."""
     from mlx_zip.codec import CodecParams
 
-    own = vocabulary.codec
     chosen = {
         name: getattr(args, name) if getattr(args, name) is not None else getattr(own, name, default)
         for name, default in _DEFAULTS.items()

@@ -46,11 +46,11 @@ class Texts:
     def _documents(self) -> Iterator[tuple[str, bool]]:
         """Texts, and whether each ends there; one bar per reading."""
         from mlx_zip.cli.actions import progress
-        from mlx_zip.text.sources import Reader, Skipped, Source, kind_of, parse
+        from mlx_zip.text.sources import Reader, Skipped, Source, files_of, is_local, parse
 
         source = Source(tuple(self.files), separator=self.separator)
-        local = all(kind_of(name) != "data set" for name in self.files)
-        total = sum(Path(name).stat().st_size for name in self.files) if local else None
+        local = all(map(is_local, self.files))
+        total = sum(Path(file).stat().st_size for name in self.files for file in files_of(name)) if local else None
         reader, digest = Reader(source), sha256()
         with progress("Reading", "B", total, unit_scale=True) as bar:
             for item in reader:

@@ -141,7 +141,7 @@ def _plan(args: argparse.Namespace, pack: Any) -> tuple[Any, Any, bool]:
         context=args.context,
         codebook_size=sizes[0],
         merge_size=sizes[1],
-        start=Path(args.file),
+        pack=Path(args.file),
         train_on="all",
         trust_remote_code=args.trust_remote_code,
     )

@@ -1,17 +1,15 @@
-"""The flags --pack and --codebook-size of the commands that run models, and what follows from them."""
+"""The flags --pack and --codebook-size of the commands that run models."""
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from mlx_zip.errors import CodecError, GenerationError
+from mlx_zip import chosen_packs
+from mlx_zip.chosen_packs import Packs, check, is_plain, record
 from mlx_zip.flags import PACK, add_pack
-from mlx_zip.layout import is_zip
 
-if TYPE_CHECKING:
-    from mlx_zip.vocab.packs import Pack
+__all__ = ["Packs", "add_flags", "check", "is_plain", "load_options", "read", "record"]
 
 
 def add_flags(add: Any, filled_windows: bool = False) -> None:
@@ -25,80 +23,11 @@ def add_flags(add: Any, filled_windows: bool = False) -> None:
     )
 
 
-@dataclass(frozen=True)
-class Packs:
-    """The packs of --pack by file name, and the one pack that they are merged into."""
-
-    files: dict[str, Pack]
-    merged: Pack
-
-
 def read(args: argparse.Namespace) -> Packs | None:
     """Returns the packs of --pack, None without the flag. Raises `DataError` naming a file that is no pack."""
-    if args.pack is None:
-        return None
-    from mlx_zip.vocab.packs import load_pack, merge_packs
-
-    files = {file: load_pack(file) for file in args.pack}
-    found = list(files.values())
-    return Packs(files, merge_packs(found) if len(found) > 1 else found[0])
+    return chosen_packs.read_packs(args.pack)
 
 
 def load_options(args: argparse.Namespace, packs: Packs | None, plain: bool) -> dict[str, Any]:
-    """Returns `load`'s arguments `pack` and `codebook_size`. plain: whether the model has no hypertokens of its own.
-
-    A pack with tuned rows is loaded with the model. A pack without rows is given to each request instead, and an empty
-    pack takes the place of a zip2zip model's own.
-    """
-    from mlx_zip.vocab.packs import Pack
-
-    pack = None if packs is None else packs.merged
-    if pack is not None and pack.rows is None:
-        pack = None if plain else Pack(())
-    return {"pack": pack, "codebook_size": None if plain else args.codebook_size}
-
-
-def is_plain(name: str, revision: str | None = None) -> bool:
-    """Returns whether a model's config says that it has no hypertokens. Raises `ModelError`."""
-    from mlx_zip.loading import model_folder, read_config
-    from mlx_zip.register import MODEL_TYPE
-
-    return read_config(model_folder(name, revision))["model_type"] != MODEL_TYPE
-
-
-def record(packs: Packs | None, model: Any) -> dict[str, Any]:
-    """Returns a record's fields on a zip2zip model's codebook: its slots, and the fingerprint of the pack in them.
-
-    That pack is the one of --pack, or else the tuned pack in the model's folder.
-    """
-    if not is_zip(model):
-        return {}
-    mark = model.pack and model.pack.pack if packs is None else packs.merged.fingerprint
-    return {"codebook_size": model.layout.codebook_size, "codebook_fingerprint": mark}
-
-
-def check(packs: Packs, model: Any, tokenizer: Any) -> None:
-    """Raises `GenerationError` or `DataError` naming the packs if they do not fit the model or its tokenizer."""
-    name, entries = f"--pack {' '.join(packs.files)}", packs.merged.entries
-    _check_tokenizers(packs, tokenizer)
-    if not is_zip(model):
-        return
-    if len(entries) > (room := model.config.codebook_size):
-        raise GenerationError(
-            f"{name}: {len(entries)} entries, but the model's codebook has {room} slots; give it more "
-            "(--codebook-size), or make a smaller pack with `mlx_zip vocab pack merge --size`"
-        )
-    try:
-        replace(model.config.codec_params, start=entries)
-    except CodecError as error:
-        raise GenerationError(f"{name} does not fit the model: {error}") from error
-
-
-def _check_tokenizers(packs: Packs, tokenizer: Any) -> None:
-    """Checks each pack by itself, because a merged pack does not know the tokenizer if one of its parts does not."""
-    from mlx_zip.vocab.first_stage import tokenizer_fingerprint
-
-    if any(pack.tokenizer is not None for pack in packs.files.values()):
-        mark = tokenizer_fingerprint(tokenizer)
-        for file, pack in packs.files.items():
-            pack.check_tokenizer(mark, file)
+    """Returns `load`'s arguments `pack` and `codebook_size`; see `chosen_packs.load_options`."""
+    return chosen_packs.load_options(packs, args.codebook_size, plain)

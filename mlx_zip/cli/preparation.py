@@ -18,7 +18,8 @@ _SAME_NAME = (
     "context",
     "merge_size",
     "codebook_size",
-    "own_start",
+    "empty_start",
+    "fill_windows",
     "start_draw",
     "train_on",
     "shard_samples",
@@ -34,8 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_source_flags(parser)
     add_codec_flags(parser)
     add = parser.add_argument
-    add("--out", required=True, help="folder to write; one left by an interrupted run is completed")
-    add("--context", type=int, default=1024, help="base ids of a sample at most (default: 1024)")
+    add("--out", required=True, help="folder to write; a folder that the same command left unfinished is completed")
+    add("--context", type=int, default=1024, help="maximum length of a sample in base ids (default: 1024)")
     add_pack(
         add,
         "pack (.json, .npz or .npy) whose entries the codebook begins with (default: the model's pack, if any)",
@@ -43,12 +44,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         filled_windows=True,
     )
     add(
-        "--no-start",
-        dest="own_start",
-        action="store_false",
-        help="begin without entries where the model begins with some",
+        "--empty-start",
+        action="store_true",
+        help="begin codebooks without entries although the model has a pack of its own (default: off)",
     )
-    add("--start-draw", type=int, metavar="K", help="draw K entries of --pack anew for each sample")
+    add("--no-start", dest="empty_start", action="store_true", help=argparse.SUPPRESS)
+    add(
+        "--start-draw",
+        type=int,
+        metavar="K",
+        help="number of entries of --pack that are drawn anew for each sample (default: all entries, no drawing)",
+    )
     add(
         "--fill-windows",
         action=argparse.BooleanOptionalAction,
@@ -59,59 +65,91 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--train-on",
         choices=("answers", "all"),
         default="answers",
-        help="what the loss counts of conversations and completions (default: answers)",
+        help="what the loss counts; answers: assistant turns and completions, all: everything (default: answers)",
     )
-    add("--limit", type=int, metavar="N", help="samples at most")
-    add("--max-skipped", type=int, default=100, metavar="N", help="more wrong records are an error (default: 100)")
-    add("--shard-samples", type=int, default=1024, metavar="N", help="about so many samples a shard (default: 1024)")
-    add("--seed", type=int, default=0, help="seed of --start-draw (default: 0)")
-    add("--workers", type=int, help=f"processes (default: one per core, at most {_MOST_WORKERS})")
+    add("--limit", type=int, metavar="N", help="maximum number of samples (default: no limit)")
+    add(
+        "--max-skipped",
+        type=int,
+        default=100,
+        metavar="N",
+        help="maximum number of wrong records that are skipped (default: 100)",
+    )
+    add(
+        "--shard-samples",
+        type=int,
+        default=1024,
+        metavar="N",
+        help="approximate number of samples per shard (default: 1024)",
+    )
+    add("--seed", type=int, default=0, help="seed of the entries that --start-draw draws (default: 0)")
+    add("--workers", type=int, help=f"number of processes (default: one per core, at most {_MOST_WORKERS})")
 
 
 def add_source_flags(parser: argparse.ArgumentParser) -> None:
     """Declares the flags that name a tokenizer and texts; `sources` reads the latter."""
     add = parser.add_argument
-    add("--model", help="model folder, bundled model or hub id: its tokenizer, and its codec if it is a zip2zip model")
-    add("--tokenizer", help="instead of --model: folder, tokenizer.json, bundled model or hub id")
+    add(
+        "--model",
+        help="model folder, bundled model or hub id, whose tokenizer is used and, of a zip2zip model, its codec",
+    )
+    add("--tokenizer", help="tokenizer in place of a --model: folder, tokenizer.json, bundled model or hub id")
     add_text_flags(parser)
 
 
 def add_text_flags(parser: argparse.ArgumentParser) -> None:
     """Declares the flags that name texts; `sources` reads them."""
     add = parser.add_argument
-    add("--trust-remote-code", action="store_true", help="let the tokenizer run code of its own")
+    add("--trust-remote-code", action="store_true", help="let the tokenizer run code of its own (default: off)")
     add(
         "--data",
         nargs="+",
         metavar="NAME",
-        help=".txt or .jsonl files (or with .gz), .parquet files, folders or hub names of data sets",
+        help="texts: .txt, .jsonl and source files such as .py (all also .gz), .parquet files, folders of source "
+        "files, and folders or hub names of data sets",
     )
-    add("--mixture", metavar="FILE", help="instead of --data: a .yaml file of sources with shares, or zip2zip")
+    add(
+        "--mixture",
+        metavar="FILE",
+        help="texts in place of --data: a .yaml file of sources with shares, or zip2zip for the paper's",
+    )
     add("--separator", help="a line that ends a document within a .txt file (default: a file is one document)")
     add(
         "--columns",
         nargs="+",
         default=[],
         metavar="KEY=NAME",
-        help="what records call text, messages, prompt, completion or tools, as text=content",
+        help="names of the records' columns where they are not text, messages, prompt, completion and tools, for "
+        "example text=content",
     )
-    add("--subset", nargs="+", default=[], help="subsets of a data set, read in turn")
+    add(
+        "--subset",
+        nargs="+",
+        default=[],
+        help="subsets of a data set, of which rows are read in turn (default: its default subset)",
+    )
     add("--split", help="split of a data set (default: train)")
 
 
 def add_codec_flags(parser: argparse.ArgumentParser) -> None:
     """Declares the flags that set the codec where a model does not."""
     add = parser.add_argument
-    add("--merge-size", type=int, help="base ids per hypertoken at most (default: 3, or the model's); 1: no codebook")
-    add("--codebook-size", type=int, help="hypertokens at most (default: 2048, or the model's); 0: no codebook")
+    add(
+        "--merge-size", type=int, help="maximum base ids per hypertoken; 1: no hypertokens (default: the model's, or 3)"
+    )
+    add("--codebook-size", type=int, help="maximum number of hypertokens; 0: none (default: the model's, or 2048)")
     add(
         "--protect",
         action="append",
         default=[],
         metavar="WHAT",
-        help="ids that never merge, beside the others: digits, or a list with commas; may be repeated",
+        help="more ids that never merge: digits, or ids separated by commas; may be repeated (default: none)",
     )
-    add("--disable", metavar="IDS", help="ids that never merge, with commas (default: special tokens, or the model's)")
+    add(
+        "--disable",
+        metavar="IDS",
+        help="ids that never merge, separated by commas (default: the model's, or the special tokens)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -123,8 +161,7 @@ def run(args: argparse.Namespace) -> int:
         out=Path(args.out),
         disable=disabled_ids(args),
         protect=tuple(args.protect),
-        start=_one_pack(args.pack),
-        pack=args.fill_windows,
+        pack=_one_pack(args.pack),
         **{name: getattr(args, name) for name in _SAME_NAME},
     )
     workers = args.workers if args.workers is not None else min(_MOST_WORKERS, os.cpu_count() or 1)

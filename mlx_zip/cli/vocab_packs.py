@@ -84,7 +84,7 @@ def _learn(args: argparse.Namespace) -> int:
         disable=disabled_ids(args),
         protect=tuple(args.protect),
         train_on="all",
-        own_start=False,
+        empty_start=True,
         trust_remote_code=args.trust_remote_code,
     )
     plan, tokenizer, _ = make_plan(options)

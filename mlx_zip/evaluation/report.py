@@ -1,4 +1,4 @@
-"""An evaluation as one JSON object and as a table: a column per model, the first is the baseline."""
+"""An evaluation as one JSON object, and as a table with a column per model, the baseline first."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _BITS: list[tuple[str, str, Format]] = [
     ("bytes", "bytes", _COUNT),
     ("base ids", "base_ids", _COUNT),
     ("ids", "ids", _COUNT),
-    ("compression rate in", "compression_rate", _PERCENT),
+    ("compression rate", "compression_rate", _PERCENT),
     ("base ids per id", "base_ids_per_id", _number(3)),
     ("hypertokens among ids", "hyper_share", _PERCENT),
     ("probability of hypertokens", "hyper_mass", _PERCENT),
@@ -48,10 +48,29 @@ _RATES: list[tuple[str, str, Format]] = [
     ("ended by themselves", "ended", _PERCENT),
     ("base tokens/s", "base_tokens_per_s", _COUNT),
 ]
+_MEANINGS = {  # part of a model's record: what its rows mean, a line each
+    "text": (
+        "bits per byte: what the text costs the model, lower is better; + means worse than the first model",
+        "byte-perplexity: 2 to the power of bits per byte",
+        "base ids, ids: length of the text for the tokenizer, and for the model after compression",
+        "compression rate: ids / base ids, lower is better; base ids per id is its inverse",
+        "probability of hypertokens: mean probability that the model gives to all hypertokens together",
+        "bytes/s, ids/s: speed of compression and scoring, without loading",
+    ),
+    "generation": (
+        "base tokens per step: base tokens of the generated text per pass of the model; 1 without hypertokens",
+        "canonical: base tokens per step if the compressor had written the same text; of canonical: their ratio",
+        "invalid ids: generated ids that were neither base ids nor installed hypertokens; anything but 0 is a fault",
+        "repeated 4-grams: share of four base tokens in a row that the same text had before",
+        "ended by themselves: share of texts that ended before the maximum number of base tokens",
+        "base tokens/s: speed of generation, the reading of prompts included",
+    ),
+    "tasks": ("benchmark tasks: the metric of lm-evaluation-harness ± its standard error",),
+}
 
 
 def environment() -> dict[str, Any]:
-    """Time, machine and versions that a record needs to be read later."""
+    """Returns the time, the machine and the versions of the libraries in use."""
     versions = {}
     for name in _LIBRARIES:
         try:
@@ -68,9 +87,10 @@ def environment() -> dict[str, Any]:
 
 
 def make_record(models: Sequence[Mapping[str, Any]], settings: Mapping[str, Any], data: Any = None) -> dict[str, Any]:
-    """models: for each {"model", "kind"}, a zip2zip one's "canonical", and "text", "generation", "tasks" if measured.
+    """Returns the record of an evaluation: time, machine, versions, settings, data and the models' figures.
 
-    data: `Corpus.record()`.
+    models: for each {"model", "kind"}, a zip2zip model's "canonical", and "text", "generation" and "tasks" if measured.
+    data: `Corpus.record()`, or None if no text was scored.
     """
     return {
         "version": VERSION,
@@ -82,7 +102,7 @@ def make_record(models: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]
 
 
 def table(record: Mapping[str, Any]) -> str:
-    """The record's figures, for people."""
+    """Returns the record's figures as a table in plain text, with notes and a line that explains each row."""
     models = record["models"]
     rows = [["", *_labels([model["model"] for model in models])]]
     rows += _rows(models, [("canonical decoding", "canonical", lambda on: "yes" if on else "no")])
@@ -94,11 +114,11 @@ def table(record: Mapping[str, Any]) -> str:
         "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))]).rstrip()
         for row in rows
     ]
-    return "\n".join([*lines, *_notes(record)])
+    return "\n".join([*lines, *_notes(record), *_legend(models)])
 
 
 def _labels(names: Sequence[str]) -> list[str]:
-    """The last part of each path or hub id; two or three parts where fewer would make two names one."""
+    """Returns the last part of each path or hub id, or two or three parts if fewer would make two names equal."""
     parts = [name.rstrip("/").split("/") for name in names]
     for depth in (1, 2, 3):
         labels = ["/".join(part[-depth:])[-32:] or name for part, name in zip(parts, names, strict=True)]
@@ -108,7 +128,7 @@ def _labels(names: Sequence[str]) -> list[str]:
 
 
 def _rows(parts: Sequence[Mapping[str, Any] | None], lines: Sequence[tuple[str, str, Format]]) -> list[list[str]]:
-    """A line for every figure that some model has."""
+    """Returns a row for every figure that at least one model has."""
     rows = []
     for label, key, shown in lines:
         values = [None if part is None else part.get(key) for part in parts]
@@ -129,8 +149,15 @@ def _with_error(value: float | None, error: float | None) -> str:
     return f"{value:.4f}" if error is None else f"{value:.4f} ± {error:.4f}"
 
 
+def _legend(models: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns a line per row, or few rows, of the table that says what the row means."""
+    shown = [part for part in _MEANINGS if any(model.get(part) for model in models)]
+    lines = [f"- {line}" for part in shown for line in _MEANINGS[part]]
+    return ["", *lines] if lines else []
+
+
 def _notes(record: Mapping[str, Any]) -> list[str]:
-    """What a reader must know before believing the table."""
+    """Returns the warnings that belong to the table's figures."""
     notes, texts = [], [model["text"] for model in record["models"] if model.get("text")]
     if any(text["availability"] == "legacy" for text in texts):
         notes.append(

@@ -1,4 +1,4 @@
-"""Benchmark tasks through lm-evaluation-harness, which is imported only when it is asked for."""
+"""Benchmark tasks by lm-evaluation-harness, which is imported only when tasks are run."""
 
 from __future__ import annotations
 
@@ -8,6 +8,42 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.errors import DataError, missing_library
+
+
+def check_tasks(
+    tasks: Sequence[str],
+    include_path: str | None = None,
+    num_shots: int | None = None,
+    limit: int | None = None,
+    seed: int = 0,
+) -> Any:
+    """Checks the arguments of `run_tasks` without a model; returns the harness's `TaskManager`, None without tasks.
+
+    Raises `InstallationError` without the `eval` extra, and `DataError` for an unknown task, a missing folder and a
+    number out of range.
+    """
+    if not tasks:
+        return None
+    if include_path is not None and not Path(include_path).is_dir():
+        raise DataError(f"--include-path {include_path}: no such folder")
+    for name, value, low, high in (
+        ("num_shots", num_shots, 0, math.inf),
+        ("limit", limit, 1, math.inf),
+        ("seed", seed, 0, 2**32 - 1),
+    ):
+        if value is not None and not low <= value <= high:
+            wanted = f"at least {low}" if high == math.inf else f"from {low} to {high}"
+            raise DataError(f"{name} (--{name.replace('_', '-')}) of tasks must be {wanted}, got {value}")
+    _import()
+    from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
+
+    manager = TaskManager(include_path=include_path)
+    if unknown := [name for name in tasks if not manager.match_tasks([name])]:
+        raise DataError(
+            f"--tasks: lm-evaluation-harness knows no task {', '.join(unknown)}; `lm-eval ls tasks` lists all, and "
+            "--include-path names a folder with task files of your own"
+        )
+    return manager
 
 
 def run_tasks(
@@ -21,32 +57,20 @@ def run_tasks(
     apply_chat_template: bool = False,
     seed: int = 0,
     confirm_run_unsafe_code: bool = False,
+    manager: Any = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """The harness's results by task: {task: {metric: value}}, and its versions and number of shots.
+    """Returns the harness's results {task: {metric: value}}, its versions, and the number of examples per task.
 
-    Beside them "context", the base ids a request may have, and "truncated", the requests that lost their beginning.
-    tasks: its names; include_path: a folder with task files of one's own. num_shots, limit: examples before each
-    question, and questions per task. options: those of `ZipLM`. Raises `InstallationError` without the extra and
-    `DataError` for a task that is not known, a folder that is none, and numbers out of range.
+    Also "context", the base ids a request may have, and "truncated", the requests whose beginning was cut off. tasks:
+    names that the harness knows; include_path: a folder with further task files. num_shots: examples before each
+    question; limit: questions per task. manager: what `check_tasks` returned for the same arguments. options: those of
+    `ZipLM`. Raises what `check_tasks` raises.
     """
-    if include_path is not None and not Path(include_path).is_dir():
-        raise DataError(f"--include-path {include_path}: no such folder")
-    for name, value, low, high in (
-        ("num_shots", num_shots, 0, math.inf),
-        ("limit", limit, 1, math.inf),
-        ("seed", seed, 0, 2**32 - 1),
-    ):
-        if value is not None and not low <= value <= high:
-            wanted = f"at least {low}" if high == math.inf else f"from {low} to {high}"
-            raise DataError(f"{name} (--{name.replace('_', '-')}) of tasks must be {wanted}, got {value}")
+    manager = manager or check_tasks(tasks, include_path, num_shots, limit, seed)
     harness = _import()
     from lm_eval import simple_evaluate  # pyright: ignore[reportMissingImports]
-    from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
 
-    manager = TaskManager(include_path=include_path)
-    if unknown := [name for name in tasks if not manager.match_tasks([name])]:
-        raise DataError(f"tasks (--tasks): lm-evaluation-harness knows no {', '.join(unknown)}")
     evaluate: Any = simple_evaluate  # its decorator hides the signature
     lm = harness.ZipLM(model, tokenizer, seed=seed, **options)
     results = evaluate(
@@ -69,7 +93,7 @@ def run_tasks(
 
 
 def _plain(value: Any) -> Any:
-    """numpy's numbers as Python's, NaN as null, so that JSON holds them."""
+    """Returns numpy's numbers as Python's and NaN as None, so that JSON can hold them."""
     if isinstance(value, Mapping):
         return {str(key): _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -89,7 +113,7 @@ def _import() -> Any:
 
 
 def figures(results: Mapping[str, Any]) -> list[tuple[str, float, float | None]]:
-    """(task metric, value, standard error) of every numeric metric of `run_tasks`."""
+    """Returns (task and metric, value, standard error or None) of every numeric metric of `run_tasks`."""
     rows = []
     for task, metrics in results["results"].items():
         for name, value in metrics.items():

@@ -1,7 +1,7 @@
 """Models with a growing vocabulary: mlx-lm's decoder blocks between a hyper embedding and a joint head."""
 
 from mlx_zip.models.architectures import check_config, supported_types
-from mlx_zip.models.parts import ModelArgs
-from mlx_zip.models.zip_model import Model
+from mlx_zip.models.session import Session
+from mlx_zip.models.zip_model import Model, ModelArgs
 
-__all__ = ["Model", "ModelArgs", "check_config", "supported_types"]
+__all__ = ["Model", "ModelArgs", "Session", "check_config", "supported_types"]

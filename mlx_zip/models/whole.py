@@ -81,11 +81,9 @@ def run_whole(model: Model, samples: Samples, rows: tuple[mx.array, mx.array] | 
     h = model.model.embed_tokens(samples.inputs)
     is_hyper = (samples.input_rows >= 0)[..., None]
     h = mx.where(is_hyper, input_rows[mx.maximum(samples.input_rows, 0)].astype(h.dtype), h)
-    if model.traits.embed_scale != 1.0:
-        h = h * mx.array(model.traits.embed_scale).astype(h.dtype)
     positions = Positions(index=samples.index, long=samples.long)
-    h = model.run_layers(h, [NoCache()] * len(model.layers), positions)
-    base = model.cap(model.model.embed_tokens.as_linear(h) if model.traits.tied else model.lm_head(h))
+    h = model.run_layers(model.scaled(h), [NoCache()] * len(model.layers), positions)
+    base = model.base_logits(h)
     slots = output_rows[samples.slots].astype(h.dtype)  # [B, K, D]
     hyper = model.cap(h @ slots.swapaxes(-1, -2))
     return Outputs(h, base[..., : model.layout.vocab_size], hyper, input_rows, output_rows)

@@ -1,97 +1,137 @@
-"""The model: a decoder whose embedding and head also read the hyper rows of the request's `ZipState`.
+"""The model, top to bottom: arguments, the decoder's weights, the model.
 
-One call: the ids are read on the host and learnt by the codebooks; rows that are missing come from the row store or
-are encoded, in one batch per side; then embedding, decoder body and joint head run as one lazy graph. Source: arXiv
-2506.01084 §2, zip2zip 0.2.0.
+One call: the ids are read on the host and pushed to the request's codebooks; rows that are missing come from the row
+store or are encoded, in one batch per side; then embedding, decoder body and joint head run as one lazy graph. Source:
+arXiv 2506.01084 §2, zip2zip 0.2.0.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from mlx_zip.config import ZipConfig
 from mlx_zip.errors import ConfigError, ModelError
-from mlx_zip.hyper import RowStore, RowTable, encode_entries, make_encoder
+from mlx_zip.hyper import RowTable, encode_entries, make_encoder
 from mlx_zip.layout import Layout
-from mlx_zip.models.ahead import Ahead
 from mlx_zip.models.architectures import make_decoder
-from mlx_zip.models.model_rows import ModelRows
-from mlx_zip.models.parts import Body, ModelArgs, PositionedCache, check_shape, kv_length, length_of, read_ids
+from mlx_zip.models.inputs import PositionedCache, check_shape, kv_length, length_of, read_ids
+from mlx_zip.models.positions import positions_of
 from mlx_zip.models.rope import Positions
+from mlx_zip.models.session import Session, Side, check_tuned
 from mlx_zip.state import Advance, HostIds, Left, ZipState, find_state, split_start, with_starts
 from mlx_zip.vocab.tuned import TunedStart
 
+RECORD_KEYS = ("base_model_type", "source", "fingerprint", "plain")  # of config.json's section, but not ZipConfig's
 
-class Model(Ahead):
+
+@dataclass(frozen=True)
+class ModelArgs:
+    """config.json of a converted model: the base model's keys plus a `zip2zip` section."""
+
+    config: dict[str, Any]
+
+    @classmethod
+    def from_dict(cls, config: dict[str, Any]) -> ModelArgs:
+        """The arguments of a parsed config.json. mlx-lm's loader calls it by this name."""
+        return cls(config)
+
+    @property
+    def zip_config(self) -> ZipConfig:
+        """The `zip2zip` section, checked. Raises `ConfigError`."""
+        section = self.config.get("zip2zip")
+        if not isinstance(section, dict):
+            raise ConfigError("config.json has no zip2zip section; convert the checkpoint with `mlx_zip convert`")
+        return ZipConfig.from_dict({key: v for key, v in section.items() if key not in RECORD_KEYS})
+
+    @property
+    def decoder_config(self) -> dict[str, Any]:
+        """The base model's own config."""
+        return {**self.config, "model_type": self.config["zip2zip"].get("base_model_type")}
+
+
+class Body(nn.Module):
+    """The decoder's weights under their checkpoint names: `embed_tokens`, `layers`, `norm`."""
+
+    def __init__(self, config: dict[str, Any], layers: list[nn.Module], norm: nn.Module) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config["vocab_size"], config["hidden_size"])
+        self.layers = layers
+        self.norm = norm
+
+
+class Model(nn.Module):
     """A causal model whose vocabulary grows: `model(ids, cache=cache) -> logits`.
 
-    Built by mlx-lm's loader from `ModelArgs`. Holds weights only; what changes lives in the cache that `make_cache`
-    makes. row_store: None, or the store in which rows outlive their request, which changes no result; `mlx_zip.load`
-    gives one. Not used in training mode. pack: None, or the pack of tuned rows that requests begin with unless they
-    name another start, set by `take_pack`. Raises `ConfigError` when the config is not supported or contradicts itself.
+    Built by mlx-lm's loader from `ModelArgs`. Holds weights only. What a request changes lives in the cache that
+    `make_cache` makes. What is chosen at load (row store, pack, start entries, canonical decoding) lives in `session`,
+    which is no parameter: mlx's functions for modules do not see it. Raises `ConfigError` when the config is not
+    supported or contradicts itself.
     """
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
         self.args = args
-        self.config = args.zip_config
-        config = args.decoder_config
+        zip_config, config = args.zip_config, args.decoder_config
         layers, norm, self.traits = make_decoder(config)
-        self.layout = Layout(self.config.vocab_size, self.config.codebook_size, config["vocab_size"])
-        if self.config.encoder.model_size != config["hidden_size"]:
+        self.layout = Layout(zip_config.vocab_size, zip_config.codebook_size, config["vocab_size"])
+        if zip_config.encoder.model_size != config["hidden_size"]:
             raise ConfigError(
-                f"the encoder makes rows of width {self.config.encoder.model_size}, "
+                f"the encoder makes rows of width {zip_config.encoder.model_size}, "
                 f"the model's are {config['hidden_size']}"
             )
+        self.sides_are_one = zip_config.encoder.tie_encoders and self.traits.tied  # an entry's two rows are one
+        self.session = Session(zip_config, args.config["zip2zip"].get("fingerprint"))
         self.model_type = args.config.get("model_type")
         self.model = Body(config, layers, norm)
         if not self.traits.tied:
             self.lm_head = nn.Linear(config["hidden_size"], config["vocab_size"], bias=False)
-        self.input_encoder = make_encoder(self.config.encoder, self.config.merge_size)
-        self.row_store: RowStore | None = None
-        self.pack: TunedStart | None = None
-        self._rows = ModelRows(self)
-        if not self.config.encoder.tie_encoders:
-            self.output_encoder = make_encoder(self.config.encoder, self.config.merge_size)
+        self.input_encoder = make_encoder(zip_config.encoder, zip_config.merge_size)
+        if not zip_config.encoder.tie_encoders:
+            self.output_encoder = make_encoder(zip_config.encoder, zip_config.merge_size)
 
     def __copy__(self) -> Model:
-        """Another model of the same modules, whose rows are made of its own when one is exchanged."""
+        """Another model of the same modules. A module exchanged in one of the two leaves the other's rows alone."""
         twin = type(self).__new__(type(self))
         twin.__dict__.update(self.__dict__)
         dict.update(twin, self)
-        twin._rows = ModelRows(twin)
-        twin._rows.forget_kinds()
+        twin.session = self.session.for_copy()
         return twin
 
+    @property
+    def config(self) -> ZipConfig:
+        """The `zip2zip` section of config.json, with the start entries and canonical decoding chosen at load."""
+        return self.session.config
+
     def __call__(self, ids: mx.array, cache: Sequence[Any] | None = None, *, causal: bool = False) -> mx.array:
-        """Ids [B, L] integers -> logits [B, L, W] in the model's dtype, W = `layout.width`.
+        """Logits [B, L, W] in the model's dtype for ids [B, L], integers; W = `layout.width`.
 
         The column is the id. Columns of entries that are not installed and of the base tail are -inf; an entry
         created by an id of this call can be chosen right after it. Within one call the entries of the whole chunk
         are open at every position, as upstream; `causal=True` opens each only from the position that created it.
-        Raises `CodecError` for an illegal id and `ModelError` for a cache that does not fit, before anything
-        changes. Without a cache the call stands alone.
+        Without a cache the call stands alone. Raises `CodecError` for an illegal id and `ModelError` for a cache that
+        does not fit, before anything changes.
         """
         check_shape(ids)
         cache = self.make_cache(left_padding=[0] * len(ids)) if cache is None else cache
         kv, state = self.check_cache(cache)
         host_ids, before = read_ids(ids, state), state.offset
-        self._rows.settle()
-        self._rows.bind_tuned(state)
+        self.session.settle()
+        self.bind_tuned(state)
         advance = state.advance(host_ids)
-        with ExitStack() as on_error:  # an interrupt, say: codebook and KV caches must not part
+        with ExitStack() as on_error:  # after an interrupt, for example, codebook and KV caches must still agree
             on_error.callback(self.forget, cache, before)
-            logits = self._head(self._hidden(kv, state, host_ids), state, advance, causal)
+            logits = self.joint_head(self.hidden(kv, state, host_ids), state, advance, causal)
             on_error.pop_all()
         return logits
 
-    # ---- cache
+    # ---- the cache of a request
 
     def make_cache(self, left_padding: Sequence[int] | None = None, start: Sequence[Any] | None = None) -> list[Any]:
         """KV caches and the `ZipState` of a new request.
@@ -117,28 +157,32 @@ class Model(Ahead):
         return [*(BatchKVCache(padding) for _ in self.layers), state]
 
     def _checked(self, start: Any) -> Any:
-        """A sequence's starting codebook, the model's pack for None. Raises `ModelError` for one it cannot use."""
-        start = self.pack if start is None else start
+        """A sequence's start, the session's pack for None. Raises `ModelError` when the model cannot use it."""
+        start = self.session.pack if start is None else start
         if isinstance(start, TunedStart):
-            self._rows.check_tuned(start)
+            self.check_pack(start)
         elif self.is_plain:
             raise ModelError("this model has no hyper-encoder: it can begin with a pack of rows tuned for it only")
         return start
 
+    def check_pack(self, pack: TunedStart) -> None:
+        """Raises `ModelError` unless the pack's rows were tuned for this model as it is now."""
+        check_tuned(pack, self.fingerprint, self.sides_are_one, self.config.encoder.model_size)
+
     def take_pack(self, start: Sequence[Any]) -> None:
-        """Requests begin with these entries from now on, unless they name others.
+        """Makes requests begin with these entries from now on, unless they name others.
 
         Raises `ConfigError` naming the entry that does not fit, `ModelError` for rows of another model.
         """
         config = replace(self.config, start=tuple(map(tuple, start)))
         if isinstance(start, TunedStart):
-            self._rows.check_tuned(start)
-        self.config, self.pack = config, start if isinstance(start, TunedStart) else None
+            self.check_pack(start)
+        self.session.config, self.session.pack = config, start if isinstance(start, TunedStart) else None
 
     def check_cache(self, cache: Sequence[Any]) -> tuple[Sequence[Any], ZipState]:
-        """The KV caches and the state of a cache; `ModelError` when it is not one of this model's, or uneven.
+        """The KV caches and the state of a cache. Raises `ModelError` for one of another model, or of uneven lengths.
 
-        Its starting codebooks may be any: they belong to the request.
+        Its start entries may be any: they belong to the request.
         """
         state = find_state(cache)
         if state is None or state is not cache[-1] or len(cache) != len(self.layers) + 1:
@@ -151,45 +195,46 @@ class Model(Ahead):
                 raise ModelError(f"a KV cache holds {length} ids, the codebook {state.offset}; trim all together")
         return kv, state
 
-    # ---- one call, room by room
+    def forget(self, cache: Sequence[Any], offset: int) -> None:
+        """Trims codebooks and KV caches to `offset` ids, whichever of them are longer."""
+        cache[-1].trim(cache[-1].offset - offset)
+        for one in cache[:-1]:
+            one.trim(max(0, kv_length(one) - offset))
 
-    def _hidden(self, kv: Sequence[Any], state: ZipState, ids: HostIds) -> mx.array:
-        """The decoder's output [B, L, D] for ids [B, L], which the state has just learnt.
+    def bind_tuned(self, state: ZipState) -> None:
+        """Puts the tuned rows that a request begins with into its tables, once.
+
+        Raises `ModelError`, with nothing done, for rows of another model or a saved state whose pack is not loaded.
+        """
+        if state.tuned_bound:
+            return
+        for pack in self.session.find_packs(state):
+            self.check_pack(pack)
+        sides = [(self.side("output"), state.outputs), (self.side("input"), state.inputs)]
+        self.session.put_tuned(state, sides[:1] if self.sides_are_one else sides)
+
+    # ---- from ids to the body's output
+
+    def hidden(self, kv: Sequence[Any], state: ZipState, ids: HostIds) -> mx.array:
+        """The body's output [B, L, D] for ids [B, L], which the state has just read.
 
         LongRoPE has one factor set for all positions, chosen by the last one. When a call changes the set, keys made
-        with the other are worthless: the KV caches are emptied and filled again from the id log.
+        with the other set are worthless: the KV caches are emptied and filled again from the id log.
         """
-        length = length_of(ids)
-        positions = self._positions(state, ids)
+        length, rule = length_of(ids), (self.config.position_mode, self.traits.long_context)
+        positions = positions_of(state, ids, *rule)
         if positions.long != state.long_rope and state.offset > length:
             ids = state.log(self.config.pad_id)
             for cache in kv:
                 cache.trim(kv_length(cache))
-            positions = self._positions(state, ids)
+            positions = positions_of(state, ids, *rule)
         state.long_rope = positions.long
         return self.run_layers(self._embed(state, ids), kv, positions)[:, -length:]
 
-    def _positions(self, state: ZipState, ids: HostIds) -> Positions:
-        """Where the last L ids stand, ids [B, L]."""
-        context = self.traits.long_context
-        if self.config.position_mode == "compressed":
-            return self._compressed(state, state.offset - length_of(ids), state.offset)
-        if isinstance(ids, int):
-            last = state.books[0].base_length - 1
-            return Positions(start=last, long=context is not None and last >= context)
-        index = state.base_positions(ids)
-        return Positions(index=mx.array(index), long=context is not None and int(index.max()) >= context)
-
-    def _compressed(self, state: ZipState, begin: int, end: int) -> Positions:
-        """Where ids begin to end stand when each counts as one position."""
-        context, padding = self.traits.long_context, state.left_padding
-        start = begin - padding[0] if len(padding) == 1 else mx.array([begin - n for n in padding], mx.int32)
-        return Positions(start=start, long=context is not None and end - min(padding) > context)
-
     def _embed(self, state: ZipState, ids: HostIds) -> mx.array:
-        """Ids [B, L] -> [B, L, D], base rows and hyper rows."""
+        """Embeddings [B, L, D] of ids [B, L]: base ids out of the embedding, hypertokens out of their input rows."""
         if isinstance(ids, int):
-            return self._scaled(self._embed_one(state, ids))
+            return self.scaled(self._embed_one(state, ids))
         hyper = self.layout.is_hyper(ids)
         h = self.model.embed_tokens(mx.array(np.where(hyper, 0, ids)))
         if hyper.any():
@@ -198,61 +243,55 @@ class Model(Ahead):
                 h = self._embed_left(h, state, ids, slots)
             if (slots >= 0).any():
                 h = self._embed_slots(h, state, slots)
-        return self._scaled(h)
+        return self.scaled(h)
 
     def _embed_slots(self, h: mx.array, state: ZipState, slots: np.ndarray) -> mx.array:
         """Puts the rows of slots [B, L] (-1: none) into h [B, L, D]."""
         if self.sides_are_one:
-            self._rows.encode_outputs(state)
+            self._fill_outputs(state)
         else:
-            self._rows.encode_inputs(state, slots)
+            self.session.fill_inputs(state, self.side("input"), slots)
         where = mx.array(slots)
-        rows = self._read_table(state).take(mx.maximum(where, 0))
+        rows = self.read_table(state).take(mx.maximum(where, 0))
         return mx.where((where >= 0)[..., None], rows.astype(h.dtype), h)
 
     def _embed_left(self, h: mx.array, state: ZipState, ids: np.ndarray, slots: np.ndarray) -> mx.array:
-        """Puts the rows of entries that have left since ids [B, L] were read into h, and -1 into slots [B, L] there."""
+        """Puts the rows of entries evicted since ids [B, L] were read into h, and -1 into slots [B, L] there."""
         sequence, column, *entries = state.read_before(ids)
         if len(column):
-            rows = self._rows.of_entries("input", *entries)
+            rows = self.session.rows(self.side("input"), *entries)
             h[mx.array(sequence), mx.array(column)] = rows.astype(h.dtype)
             slots[sequence, column] = -1
         return h
 
     def _embed_one(self, state: ZipState, one: int) -> mx.array:
-        """One id -> [1, 1, D]."""
+        """The embedding [1, 1, D] of one id of a single sequence."""
         hyper = self.layout.is_hyper(one)
         h = self.model.embed_tokens(mx.array([[0 if hyper else one]]))
         if not hyper:
             return h
         slot = self.layout.slot(one)
         if self.sides_are_one:
-            self._rows.encode_outputs(state)
-        else:
-            self._rows.encode_input(state, slot)
-        rows = self._read_table(state).rows
+            self._fill_outputs(state)
+        elif not state.encoded_inputs[0, slot]:
+            self.session.fill_input(state, self.side("input"), slot)
+        rows = self.read_table(state).rows
         assert rows is not None
         return rows[:, slot : slot + 1].astype(h.dtype)  # of `h` only the type is used
 
-    def _scaled(self, h: mx.array) -> mx.array:
-        """Gemma's factor of the embedding."""
-        scale = self.traits.embed_scale
-        return h if scale == 1.0 else h * mx.array(scale).astype(h.dtype)
-
-    def _read_table(self, state: ZipState) -> RowTable:
-        """Where input rows are."""
+    def read_table(self, state: ZipState) -> RowTable:
+        """The table that input rows are read from."""
         return state.outputs if self.sides_are_one else state.inputs
 
-    def pending_rows(self) -> list[mx.array]:
-        """Rows that the store has not taken over yet, for a loop to evaluate along with the id they were needed for."""
-        return [] if self.row_store is None else self.row_store.pending
+    def _fill_outputs(self, state: ZipState) -> None:
+        """Gives every installed entry its output row."""
+        if not state.outputs_encoded():
+            self.session.fill_outputs(state, self.side("output"))
 
-    def weights_changed(self) -> None:
-        """To be called after weights were changed in place (`w *= 2`): rows of the old ones are not used any more.
-
-        Exchanged tensors are seen without it.
-        """
-        self._rows.forget_kinds()
+    def scaled(self, h: mx.array) -> mx.array:
+        """Embeddings times Gemma's factor; other models' unchanged."""
+        scale = self.traits.embed_scale
+        return h if scale == 1.0 else h * mx.array(scale).astype(h.dtype)
 
     def run_layers(self, h: mx.array, kv: Sequence[Any], positions: Positions) -> mx.array:
         """The decoder body: [B, L, D] -> [B, L, D]."""
@@ -267,10 +306,12 @@ class Model(Ahead):
             h = layer(h, masks[window], PositionedCache(cache, positions))
         return self.model.norm(h)
 
-    def _head(self, h: mx.array, state: ZipState, advance: Advance, causal: bool) -> mx.array:
-        """[B, L, D] -> logits [B, L, W] in the order of `Layout`."""
-        self._rows.encode_outputs(state)
-        base = self.cap(self.model.embed_tokens.as_linear(h) if self.traits.tied else self.lm_head(h))
+    # ---- from the body's output to logits
+
+    def joint_head(self, h: mx.array, state: ZipState, advance: Advance, causal: bool) -> mx.array:
+        """Logits [B, L, W] of h [B, L, D], columns in the order of `Layout`."""
+        self._fill_outputs(state)
+        base = self.base_logits(h)
         parts, columns = [base[..., : self.layout.vocab_size]], self.layout.vocab_size
         if state.outputs.rows is not None:
             hyper = (h @ state.outputs.rows.swapaxes(-1, -2)).astype(base.dtype)
@@ -286,60 +327,28 @@ class Model(Ahead):
             parts.append(mx.full((*base.shape[:-1], rest), -mx.inf, base.dtype))
         return mx.concatenate(parts, axis=-1)
 
+    def base_logits(self, h: mx.array) -> mx.array:
+        """Logits of the embedding's rows, [B, L, rows] of h [B, L, D], soft-capped where the model caps."""
+        return self.cap(self.model.embed_tokens.as_linear(h) if self.traits.tied else self.lm_head(h))
+
     def _with_left(self, hyper: mx.array, h: mx.array, left: Sequence[Left]) -> mx.array:
-        """Logits [B, L, slots] of h [B, L, D], those of entries that left within the call in the columns they had."""
+        """Logits `hyper` [B, L, slots] of h [B, L, D], where entries evicted within the call count while installed."""
         base_ids, lengths = np.stack([one.base_ids for one in left]), np.array([one.length for one in left])
-        rows = self._rows.of_entries("output", base_ids, lengths)
+        rows = self.session.rows(self.side("output"), base_ids, lengths)
         number = np.repeat(np.arange(len(left)), [one.end - one.begin for one in left])
         column = np.concatenate([np.arange(one.begin, one.end) for one in left])
         sequence, slot = np.array([one.sequence for one in left])[number], np.array([one.slot for one in left])[number]
         where = mx.array(sequence), mx.array(column)
-        logits = (h @ rows.swapaxes(-1, -2)).astype(hyper.dtype)  # [B, L, entries that left]
+        logits = (h @ rows.swapaxes(-1, -2)).astype(hyper.dtype)  # [B, L, evicted entries]
         hyper[(*where, mx.array(slot))] = logits[(*where, mx.array(number))]
         return hyper
 
     def cap(self, logits: mx.array) -> mx.array:
-        """Gemma 2's soft cap; before the mask, or it would lift -inf to -cap."""
+        """Logits under Gemma 2's soft cap, to be applied before the mask: the cap would lift -inf to -cap."""
         cap = self.traits.soft_cap
         return logits if cap is None else mx.tanh(logits / cap) * cap
 
-    # ---- what mlx-lm's loader and converter ask for
-
-    @property
-    def layers(self) -> list[nn.Module]:
-        """The decoder's blocks."""
-        return self.model.layers
-
-    def side(self, name: str) -> tuple[nn.Module, nn.Module]:
-        """(encoder, the module whose rows it reads) of the rows of side "input" or "output"."""
-        if name == "input":
-            return self.input_encoder, self.model.embed_tokens
-        return self.row_encoder, self.head_matrix
-
-    @property
-    def row_encoder(self) -> nn.Module:
-        """The encoder of output rows."""
-        return self.input_encoder if self.config.encoder.tie_encoders else self.output_encoder
-
-    @property
-    def head_matrix(self) -> nn.Module:
-        """What holds the head's rows: the embedding when it is tied."""
-        return self.model.embed_tokens if self.traits.tied else self.lm_head
-
-    @property
-    def sides_are_one(self) -> bool:
-        """Whether an entry's input row is its output row: encoders and matrices both tied."""
-        return self.config.encoder.tie_encoders and self.traits.tied
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether it is a plain model that was given a codebook for a pack's sake (`mlx_zip.models.packed`)."""
-        return bool(self.args.config["zip2zip"].get("plain"))
-
-    @property
-    def fingerprint(self) -> str:
-        """What tuned rows are bound to: see `mlx_zip.hyper.model_fingerprint`."""
-        return self._rows.name
+    # ---- rows
 
     def rows(self, base_ids: np.ndarray, lengths: np.ndarray) -> tuple[mx.array, mx.array]:
         """Input and output rows [N, D] of entries: base_ids [N, merge_size] padded with the pad id, lengths [N].
@@ -352,13 +361,54 @@ class Model(Ahead):
         real = (base_ids >= 0) & (base_ids < vocab)
         if not real.all() or not ((lengths >= 1) & (lengths <= width)).all():
             raise ModelError(f"entries must hold base ids below {vocab} and be 1 to {width} long")
+        read, written = self.side("input"), self.side("output")
         return (
-            encode_entries(*self.side("input"), base_ids, lengths),
-            encode_entries(*self.side("output"), base_ids, lengths),
+            encode_entries(read.encoder, read.matrix, base_ids, lengths),
+            encode_entries(written.encoder, written.matrix, base_ids, lengths),
         )
 
+    def side(self, name: str) -> Side:
+        """The `Side` called "input" or "output": its encoder, and the module whose rows the encoder reads."""
+        if name == "input":
+            return Side(name, self.input_encoder, self.model.embed_tokens, self.training)
+        return Side(name, self.row_encoder, self.head_matrix, self.training)
+
+    @property
+    def row_encoder(self) -> nn.Module:
+        """The encoder of output rows."""
+        return self.input_encoder if self.config.encoder.tie_encoders else self.output_encoder
+
+    @property
+    def head_matrix(self) -> nn.Module:
+        """The module that holds the head's rows: the embedding when it is tied."""
+        return self.model.embed_tokens if self.traits.tied else self.lm_head
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether this is a plain model with a pack tuned for it (`mlx_zip.models.packed`): it has no hyper-encoder."""
+        return bool(self.args.config["zip2zip"].get("plain"))
+
+    @property
+    def fingerprint(self) -> str:
+        """The fingerprint that tuned rows are bound to (`mlx_zip.hyper.model_fingerprint`)."""
+        return self.session.fingerprint(self)
+
+    def weights_changed(self) -> None:
+        """Stops using rows of the weights as they were; call it after changing weights in place (`w *= 2`).
+
+        A tensor that is replaced by another is noticed without this call.
+        """
+        self.session.weights_changed()
+
+    # ---- what mlx-lm's loader and converter ask for
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The decoder's blocks."""
+        return self.model.layers
+
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-        """Checkpoint names to attribute names: drops rotary buffers and the second copy of a tied matrix."""
+        """Weights by attribute name, without rotary buffers and without a tied head's second copy."""
         weights = {name: w for name, w in weights.items() if "rotary_emb.inv_freq" not in name}
         if self.traits.tied:
             head = weights.pop("lm_head.weight", None)
@@ -367,5 +417,5 @@ class Model(Ahead):
         return weights
 
     def quant_predicate(self, path: str, module: nn.Module) -> bool:
-        """What mlx-lm's quantizer may quantize: decoder, embedding and head, but not the encoders."""
+        """Whether mlx-lm's quantizer may quantize a module: decoder, embedding and head, but not the encoders."""
         return not path.startswith(("input_encoder", "output_encoder"))

@@ -96,7 +96,7 @@ class ZipState:
         """
         self.tuned = [checked_tuned(*one) for one in zip(self.books, self.tuned, starts, strict=True)]
 
-    def have_tuned_rows(self) -> None:
+    def mark_tuned_rows(self) -> None:
         """Says that the tuned rows of all sequences are in the tables."""
         for b, (one, book) in enumerate(zip(self.tuned, self.books, strict=True)):
             if one is not None:
@@ -202,7 +202,7 @@ class ZipState:
         """Whether every installed entry has its output row."""
         return self.encoded_outputs == [len(book) for book in self.books] and not (self.turns and any(self.replaced))
 
-    def have_encoded_outputs(self) -> None:
+    def mark_outputs_encoded(self) -> None:
         """Says that it has."""
         self.encoded_outputs = [len(book) for book in self.books]
         if self.turns:

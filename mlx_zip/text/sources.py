@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import sys
 import zlib
 from collections.abc import Iterator, Mapping
@@ -18,7 +19,12 @@ from typing import Any, BinaryIO
 from mlx_zip.errors import DataError
 from mlx_zip.text import hub_data
 
-TEXT, JSONL = (".txt", ".text", ".md"), (".jsonl", ".ndjson")
+TEXT, JSONL = (".txt", ".text", ".md", ".rst"), (".jsonl", ".ndjson")
+CODE = (
+    *(".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".cxx", ".hpp", ".m", ".mm", ".metal", ".cu", ".cuh", ".rs", ".go"),
+    *(".java", ".kt", ".scala", ".swift", ".js", ".jsx", ".mjs", ".ts", ".tsx", ".rb", ".php", ".pl", ".lua", ".r"),
+    *(".jl", ".hs", ".ml", ".ex", ".exs", ".erl", ".clj", ".cs", ".fs", ".dart", ".zig", ".nim", ".sql", ".sh"),
+)
 KEYS = ("text", "messages", "prompt", "completion", "tools")
 LONGEST = 1 << 22  # bytes of text tokenized at once; what is longer goes on at the next line, as the same document
 _BOM = b"\xef\xbb\xbf"
@@ -28,7 +34,8 @@ _BOM = b"\xef\xbb\xbf"
 class Source:
     """What is read as one stream: files and data sets, in order.
 
-    data: .txt and .jsonl files, either also with .gz, .parquet files, folders and hub names of data sets. share: its
+    data: .txt, .jsonl and source files, each also with .gz, .parquet files, folders of source files, and folders and
+    hub names of data sets. share: its
     part of a mixture. separator: a line that ends a document of a .txt file; without one a file is one document.
     columns: what a record calls our keys ("text", "messages", "prompt", "completion", "tools"). subsets, split,
     revision: of a data set; several subsets are read in turn, a row from each.
@@ -127,7 +134,8 @@ class Reader:
                 lines = enumerate(self._lines(name), start=1)
                 yield from (Item(f"{name}:{n}", "json", line) for n, line in lines if line.strip())
             else:
-                yield from _documents(name, self._lines(name), self.source.separator)
+                for file in files_of(name):
+                    yield from _documents(file, self._lines(file), self.source.separator)
 
     def _lines(self, name: str) -> Iterator[bytes]:
         """Lines with their ends."""
@@ -166,20 +174,55 @@ def _documents(name: str, lines: Iterator[bytes], separator: str | None) -> Iter
 
 
 def kind_of(name: str) -> str:
-    """How a name is read: "text", "json" or "data set". Raises `DataError` for a missing file and another kind."""
+    """How a name is read: "text", "json", "folder" or "data set". Raises `DataError` for any other kind.
+
+    A folder with source files (`CODE`) is read as texts, each file a document, unless it holds a data set's own files.
+    """
     plain = name.removesuffix(".gz")
     path = Path(name)
-    if plain.endswith(TEXT + JSONL):
+    if path.is_dir():
+        return "folder" if _is_source(_files_in(path)) else "data set"
+    if plain.endswith(TEXT + CODE + JSONL):
         if not path.is_file():
             raise DataError(f"{name}: no such file")
-        return "text" if plain.endswith(TEXT) else "json"
-    if path.is_dir() or (path.is_file() and name.endswith(hub_data.PARQUET)):
+        return "json" if plain.endswith(JSONL) else "text"
+    if path.is_file() and name.endswith(hub_data.PARQUET):
         return "data set"
     if path.exists():
-        raise DataError(f"{name}: a data file is named {', '.join(TEXT[:1] + JSONL[:1])} (or with .gz) or .parquet")
+        kinds = ", ".join(TEXT[:1] + JSONL[:1] + CODE[:1])
+        raise DataError(
+            f"{name}: a data file is named {kinds} or another source file's suffix (or with .gz) or .parquet"
+        )
     if name.endswith(hub_data.PARQUET) or name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise DataError(f"{name}: no such file or folder, and no name of a data set of the form owner/name")
     return "data set"
+
+
+def files_of(name: str) -> list[str]:
+    """The files that a name is read from, in order; of a data set only a .parquet file. Raises as `kind_of`."""
+    kind = kind_of(name)
+    if kind == "folder":
+        return [file for file in _files_in(Path(name)) if file.endswith(TEXT + CODE)]
+    return [name] if kind != "data set" or Path(name).is_file() else []
+
+
+def is_local(name: str) -> bool:
+    """Whether a name is read from files that are not a data set's, so that their size says how much there is."""
+    return kind_of(name) != "data set"
+
+
+def _is_source(files: list[str]) -> bool:
+    own = (hub_data.PARQUET, ".arrow", "/dataset_dict.json", "/dataset_info.json")
+    return any(file.endswith(CODE) for file in files) and not any(file.endswith(own) for file in files)
+
+
+def _files_in(folder: Path) -> list[str]:
+    """The files in a folder and those below it, sorted, without hidden ones and folders that begin with __."""
+    found: list[str] = []
+    for root, folders, files in os.walk(folder):
+        folders[:] = [one for one in folders if not one.startswith((".", "__"))]
+        found += [os.path.join(root, one) for one in files if not one.startswith(".")]
+    return sorted(found)
 
 
 def parse(item: Item, columns: Mapping[str, str] | None = None) -> Record | Skipped:

@@ -1,4 +1,4 @@
-"""One loader of tokenizers: a folder, a tokenizer.json, a bundled model's name or a hub id, to a `Tokenizer`."""
+"""One loader of tokenizers: any published format, a model's folder, a bundled model's name or a hub id."""
 
 from __future__ import annotations
 
@@ -7,19 +7,28 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from mlx_zip.bundled import here_or_bundled
+from mlx_zip.bundled import NAMES, here_or_bundled
 from mlx_zip.errors import DataError, bare_exceptions_as_value_errors
 from mlx_zip.text import hub
+from mlx_zip.text.formats import KINDS, is_tokenizer_file, pair_in, read_library, special_names
 from mlx_zip.text.tokenizer import Tokenizer
 from mlx_zip.vocab.adaptbpe.plain import follow_folder
+from mlx_zip.vocab.first_stage import open_tokenizer
+
+_SETTINGS = ("tokenizer.json", "tokenizer_config.json", "config.json")  # what a folder for transformers has one of
 
 
 def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> Tokenizer:
-    """Loads the tokenizer of a name as `tokenizer_folder` finds it; an adapted model's tokenizer gives its exact ids.
+    """Returns the tokenizer of a folder, a tokenizer file (`formats.KINDS`), a bundled model's name or a hub id.
 
-    Raises `DataError`.
+    An adapted model's folder gives the adapted vocabulary's exact ids. A tokenizer.json is read together with the
+    settings and the chat template in its folder. Raises `DataError`.
     """
+    file = _lone_file(here_or_bundled(name))
+    if file is not None:
+        return Tokenizer(_wrapped(read_library(file)))
     from transformers import AutoTokenizer
 
     folder = tokenizer_folder(name, trust_remote_code)
@@ -37,17 +46,51 @@ def tokenizer_folder(name: str | Path, trust_remote_code: bool = False) -> Path:
     """Returns the folder of a tokenizer: `name` itself, the folder of a tokenizer.json, a bundled model's, or the
     downloaded one of a hub id, of which only the tokenizer's files are fetched.
 
-    Raises `DataError`.
+    Raises `DataError`, at once for a name that is no hub id.
     """
     path = here_or_bundled(name)
     if path.name == "tokenizer.json" and path.is_file():
         return path.parent
     if path.is_dir():
         return path
-    if path.exists() or not hub.is_hub_id(str(name)):
-        raise DataError(f"{name}: no folder with a tokenizer, no tokenizer.json, and no hub id of the form owner/name")
+    if path.exists() or names_a_file(str(name)):
+        raise DataError(
+            f"{name}: no folder with a tokenizer, no tokenizer file ({KINDS}), not bundled ({', '.join(NAMES)}), and "
+            "no hub id of the form owner/name"
+        )
     patterns = (*hub.TOKENIZER, *(hub.CODE if trust_remote_code else ()))
     return hub.download(str(name), patterns, error=DataError)
+
+
+def names_a_file(name: str) -> bool:
+    """Whether a name can only be a local path: it is no hub id."""
+    return not hub.is_hub_id(name)
+
+
+def token_bytes(name: str | Path) -> list[bytes]:
+    """Returns the bytes of each id of a byte-level tokenizer; special ids and ids without a token have none.
+
+    name: as of `load_tokenizer`, or a .json list of tokens in hex. Raises `DataError`.
+    """
+    path = here_or_bundled(name)
+    if path.is_dir() or not path.exists():
+        path = tokenizer_folder(name)
+        path = path / "tokenizer.json" if (path / "tokenizer.json").is_file() else pair_in(path) or path
+    return open_tokenizer(path).tokens()
+
+
+def _lone_file(path: Path) -> Path | None:
+    """The file to read without transformers' settings: one that was named, or the pair of files in a folder."""
+    if path.is_dir():
+        return None if any((path / name).is_file() for name in _SETTINGS) else pair_in(path)
+    return path if is_tokenizer_file(path) and path.is_file() and path.name != "tokenizer.json" else None
+
+
+def _wrapped(library: Any) -> Any:
+    """A `tokenizers.Tokenizer` as one of transformers, with the special tokens of its vocabulary."""
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(tokenizer_object=library, **special_names(library))
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from mlx_zip.codec import CodecParams
 from mlx_zip.codec.pack import Start
 from mlx_zip.errors import CodecError, DataError
 from mlx_zip.loading import read_config
-from mlx_zip.text.sources import Source, kind_of
+from mlx_zip.text.sources import Source, files_of
 from mlx_zip.text.token_facts import digit_ids, lead_ids, special_ids
 from mlx_zip.text.tokenizers import load_tokenizer, tokenizer_folder
 from mlx_zip.training.prepare_options import PrepareOptions
@@ -32,7 +32,7 @@ def make_plan(options: PrepareOptions) -> tuple[Plan, Any, dict[str, Any]]:
     tokenizer = load_tokenizer(folder, options.trust_remote_code)
     config = read_config(folder) if options.model is not None else {}
     if options.context <= (lead := len(lead_ids(tokenizer))):
-        raise DataError(f"context {options.context} leaves no room behind the {lead} ids that begin every sample")
+        raise DataError(f"context {options.context} leaves no room after the {lead} ids that begin every sample")
     params = codec_for(options, tokenizer, config)
     pool = None
     if options.start_draw is not None:
@@ -42,7 +42,7 @@ def make_plan(options: PrepareOptions) -> tuple[Plan, Any, dict[str, Any]]:
         tokenizer=folder,
         params=params,
         context=options.context,
-        pack=options.pack,
+        fill_windows=options.fill_windows,
         train_on=options.train_on,
         columns=tuple(dict(source.columns) for source in options.sources),
         seed=options.seed,
@@ -79,13 +79,13 @@ def codec_for(options: PrepareOptions, tokenizer: Any, config: Mapping[str, Any]
             f"the model's codebook has the policy {own.policy!r}; data can be prepared, and packs "
             "learned, for freeze only: `mlx_zip convert --policy freeze` makes such a model"
         )
-    start = own.start if own is not None and options.own_start else None
-    if options.start is not None:
-        start = _pack(options.start, tokenizer) if options.start_draw is None else None
+    start = None if own is None or options.empty_start else own.start
+    if options.pack is not None:
+        start = _pack(options.pack, tokenizer) if options.start_draw is None else None
     try:
         return CodecParams(vocab_size, *sizes, disabled, pad_id, start)
     except CodecError as error:
-        raise DataError(f"{options.start or 'the codec'}: {error}") from error
+        raise DataError(f"{options.pack or 'the codec'}: {error}") from error
 
 
 def own_codec(config: Mapping[str, Any]) -> CodecParams | None:
@@ -136,7 +136,7 @@ def _pack(path: Path, tokenizer: Any) -> Start:
 
 def _pool(options: PrepareOptions, params: CodecParams, tokenizer: Any) -> Start:
     """The pack to draw from, checked against the codec."""
-    path, draw = options.start, options.start_draw or 0
+    path, draw = options.pack, options.start_draw or 0
     assert path is not None
     pool = _pack(path, tokenizer)
     if not draw <= min(len(pool), params.codebook_size):
@@ -163,7 +163,7 @@ def _settings(options: PrepareOptions, plan: Plan, tokenizer: Any) -> dict[str, 
         "context": options.context,
         "start": None if packs is None else _digest(str(packs)),
         "start_draw": options.start_draw,
-        "pack": options.pack,
+        "pack": options.fill_windows,  # the key of folders that exist
         "train_on": options.train_on,
         "shard_samples": options.shard_samples,
         "seed": options.seed,
@@ -172,7 +172,8 @@ def _settings(options: PrepareOptions, plan: Plan, tokenizer: Any) -> dict[str, 
 
 
 def _source_settings(source: Source) -> dict[str, Any]:
-    digests = {name: _file_digest(name) for name in source.data if kind_of(name) != "data set" or Path(name).is_file()}
+    files = [file for name in source.data for file in files_of(name)]
+    digests = {name: _file_digest(name) for name in files}
     return {**asdict(source), "data": list(source.data), "subsets": list(source.subsets), "sha256": digests}
 
 

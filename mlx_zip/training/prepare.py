@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 import mlx_zip
 from mlx_zip.codec.pack import write_pack
 from mlx_zip.errors import DataError
-from mlx_zip.text.sources import Reader, kind_of
+from mlx_zip.text.sources import Reader, files_of, is_local
 from mlx_zip.training.mixture import kept_samples, next_sources
 from mlx_zip.training.planning import make_plan
 from mlx_zip.training.prepare_options import PrepareOptions
@@ -49,7 +49,7 @@ def prepare(
     plan, tokenizer, settings = make_plan(options)
     try:
         with PreparedFolder(options.out) as folder:
-            if (index := folder.open(settings)) is not None:
+            if (index := folder.open(settings, report)) is not None:
                 return index
             try:
                 if plan.pool is not None:
@@ -104,12 +104,14 @@ class _Run:
         self.options, self.plan, self.folder, self.report = options, plan, folder, report
         self.shares = [source.share for source in options.sources]
         self.readers = [Reader(source) for source in options.sources]
-        self.chunks = [cut_chunks(iter(r), options.shard_samples, options.context, options.pack) for r in self.readers]
+        self.chunks = [
+            cut_chunks(iter(r), options.shard_samples, options.context, options.fill_windows) for r in self.readers
+        ]
         self.records: Records = [[] for _ in options.sources]
         self.skipped: Counter[str] = Counter()
         names = [name for source in options.sources for name in source.data]
-        files = [Path(name) for name in names if kind_of(name) != "data set"]
-        total = sum(file.stat().st_size for file in files) if len(files) == len(names) else None
+        local = all(map(is_local, names))
+        total = sum(Path(file).stat().st_size for name in names for file in files_of(name)) if local else None
         self.bar = tqdm(
             total=total,
             unit="B",

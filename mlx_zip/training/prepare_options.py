@@ -14,14 +14,15 @@ from mlx_zip.training.encoding import TRAIN_ON
 class PrepareOptions:
     """What is to be prepared.
 
-    sources: one, or a mixture. out: the folder to write. model: folder or hub id of a model, whose tokenizer and codec
-    are used; or tokenizer: a tokenizer alone. context: base ids of a window at most. merge_size, codebook_size: None
-    for the model's, else 3 and 2048; merge size 1 or no codebook leaves the base ids as they are. disable: ids that
-    never merge, None for the special ones; protect: more of them, "digits" or ids with commas. start: a pack of
-    entries that exist before the first id, in place of the model's own; own_start: whether the model's own count where
-    none is named; start_draw: so many entries of start, drawn anew for each sample. pack: fill windows with several
-    records; None does so for documents, not for conversations. train_on: see `Encoder`. shard_samples:
-    about so many samples per shard. limit: samples at most. max_skipped: more wrong records than this are an error.
+    sources: one, or a mixture. out: the folder to write. model: folder or hub id of a model whose tokenizer and codec
+    are used; or tokenizer: a tokenizer alone. context: maximum base ids of a window. merge_size, codebook_size: None
+    for the model's, else 3 and 2048; merge size 1 or codebook size 0 leaves the base ids as they are. disable: ids that
+    never merge, None for the special ones. protect: more of them, "digits" or ids with commas.
+    pack: file of a pack that codebooks begin with, None for the model's own. empty_start: begin without entries.
+    start_draw: how many entries of the pack are drawn anew for each sample, None for no drawing.
+    fill_windows: put several records into one window; None does so for documents, not for conversations.
+    train_on: see `Encoder`. shard_samples: approximate samples per shard. limit: maximum number of samples.
+    max_skipped: maximum number of wrong records. Raises `DataError` naming an option that cannot be.
     """
 
     sources: tuple[Source, ...]
@@ -33,10 +34,10 @@ class PrepareOptions:
     codebook_size: int | None = None
     disable: tuple[int, ...] | None = None
     protect: tuple[str, ...] = ()
-    start: Path | None = None
-    own_start: bool = True
+    pack: Path | None = None
+    empty_start: bool = False
     start_draw: int | None = None
-    pack: bool | None = None
+    fill_windows: bool | None = None
     train_on: str = "answers"
     shard_samples: int = 1024
     seed: int = 0
@@ -51,10 +52,10 @@ class PrepareOptions:
             raise DataError("name either a model or a tokenizer")
         if self.train_on not in TRAIN_ON:
             raise DataError(f"train_on {self.train_on!r} is not one of {', '.join(TRAIN_ON)}")
-        if self.start is not None and not self.own_start:
-            raise DataError("start names a pack to begin with, and own_start (--no-start) wants none")
-        if self.start_draw is not None and self.start is None:
-            raise DataError("start_draw draws from a pack: name it with start")
+        if self.pack is not None and self.empty_start:
+            raise DataError("pack (--pack) and empty_start (--empty-start) exclude each other")
+        if self.start_draw is not None and self.pack is None:
+            raise DataError("start_draw (--start-draw) draws from a pack: name it with pack (--pack)")
         for name, least in (
             ("context", 2),
             ("start_draw", 1),

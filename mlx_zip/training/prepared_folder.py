@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -48,8 +48,11 @@ class PreparedFolder:
         """Lets another process have the folder."""
         self._held.close()
 
-    def open(self, settings: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Makes the folder, or finds one that the same settings have begun; the index, if they have finished it.
+    def open(self, settings: Mapping[str, Any], report: Callable[[str], object]) -> dict[str, Any] | None:
+        """Makes the folder, or finds one that the same settings have begun; returns the index if it is finished.
+
+        Unfinished data of other settings are removed, which `report` is given a line about: a run that failed is not in
+        the way of the next one.
 
         Raises `DataError` for a folder with other content or other settings, one that another process prepares data
         in, and a finished one that is damaged; and `OSError`.
@@ -69,23 +72,19 @@ class PreparedFolder:
                 raise DataError(f"{self.folder} holds other files; choose another folder for the prepared data (--out)")
             write_json(self.folder / STATE, settings)
             return None
-        self._compare(begun, settings)
+        if (difference := _difference(begun, settings)) and index is not None:
+            raise DataError(f"{self.folder} holds data prepared with {difference}: choose another folder (--out)")
+        if difference:
+            report(f"{self.folder}: removed unfinished data of other settings ({difference})")
+            self._clean({"shards": []})
+            write_json(self.folder / STATE, settings)
+            return None
         if index is not None:
             if not index.keys() >= _INDEX:
                 raise DataError(f"{self.folder / INDEX} is damaged; delete the folder and prepare again")
             Shards(self.folder)
             self._clean(index)
         return index
-
-    def _compare(self, begun: Any, settings: Mapping[str, Any]) -> None:
-        old, new = dict(_flat(begun)), dict(_flat(settings))
-        for key in sorted(old.keys() | new.keys()):
-            if old.get(key) != new.get(key):
-                was, now = (f"{side.get(key)!r:.80}" for side in (old, new))
-                raise DataError(
-                    f"{self.folder} was begun with {key} {was}, which is now {now}: delete the folder, or choose "
-                    "another (--out)"
-                )
 
     def _read(self, path: Path) -> dict[str, Any] | None:
         try:
@@ -157,6 +156,16 @@ class PreparedFolder:
             ours = path.name.startswith("shard-") or path.name in {STATE, *_POOL_FILES}
             if ours and path.name not in pool and (path.suffix == ".json" or path.name.split(".")[0] not in named):
                 path.unlink()
+
+
+def _difference(begun: Any, settings: Mapping[str, Any]) -> str:
+    """The first setting that differs, with both values; "" if none does."""
+    old, new = dict(_flat(begun)), dict(_flat(settings))
+    for key in sorted(old.keys() | new.keys()):
+        if old.get(key) != new.get(key):
+            was, now = (f"{side.get(key)!r:.80}" for side in (old, new))
+            return f"{key} {was}, which is now {now}"
+    return ""
 
 
 def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:

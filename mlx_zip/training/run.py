@@ -27,6 +27,7 @@ from mlx_zip.training.settings import ADAPTER, MODEL, RunOptions, TrainSettings
 from mlx_zip.training.shards import Joined, Shards
 from mlx_zip.training.starting_model import fingerprint, freeze, start_model
 from mlx_zip.training.trainer import Outcome, Trainer, check_data
+from mlx_zip.training.unprepared import check_as_asked, check_prepared
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 
 
@@ -86,7 +87,9 @@ class _Start:
 def _start(options: RunOptions, settings: TrainSettings, first: bool) -> _Start:
     """first: this is the machine that writes."""
     options.check()
+    check_prepared(options)
     data = Joined(options.data)
+    check_as_asked(options, data)
     valid = Joined(options.valid) if options.valid else None
     if valid is not None and valid.params != data.params:
         raise DataError(f"{valid} was prepared for another codec than {data}")

@@ -32,7 +32,7 @@ class Plan:
     tokenizer: Path
     params: CodecParams
     context: int
-    pack: bool | None
+    fill_windows: bool | None
     train_on: str
     columns: tuple[Mapping[str, str], ...]
     seed: int = 0
@@ -75,14 +75,14 @@ class Tally:
             self.notes.append(f"{skipped.where}: {skipped.reason}")
 
 
-def cut_chunks(items: Iterator[Item], samples: int, context: int, pack: bool | None) -> Iterator[tuple[Item, ...]]:
+def cut_chunks(items: Iterator[Item], samples: int, context: int, fill: bool | None) -> Iterator[tuple[Item, ...]]:
     """Items in groups that give about `samples` windows each; a function of the items alone."""
     held: list[Item] = []
     filled = 0.0
     for item in items:
         held.append(item)
         size = item.size / (BYTES_PER_ID * context)
-        filled += size if (_is_document(item) if pack is None else pack) else max(1.0, size)
+        filled += size if (_is_document(item) if fill is None else fill) else max(1.0, size)
         if filled >= samples:
             yield tuple(held)
             held, filled = [], 0.0
@@ -139,7 +139,7 @@ class ShardMaker:
 
     def _add_samples(self, writer: ShardWriter, pieces: list[Piece], number: int, tally: Tally) -> int:
         plan, rng, samples = self.plan, np.random.default_rng([self.plan.seed, number]), 0
-        for window in cut(pieces, plan.context, plan.pack, self.encoder.lead):
+        for window in cut(pieces, plan.context, plan.fill_windows, self.encoder.lead):
             params, rows = plan.params, None
             if plan.pool is not None:
                 rows = rng.choice(len(plan.pool), plan.start_draw, replace=False).astype(np.int32)

@@ -226,12 +226,24 @@ class Joined:
         return ", ".join(str(part.folder) for part in self.parts)
 
 
+def is_prepared(folder: Path) -> bool:
+    """Whether a path is a folder that holds an index of prepared data, be it damaged."""
+    path = folder / INDEX
+    if not path.is_file():
+        return False
+    try:
+        index = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return True
+    return isinstance(index, dict) and bool(index.keys() & {"shards", "codec", "totals"})
+
+
 def _read_index(folder: Path) -> dict[str, Any]:
     path = folder / INDEX
     try:
         index = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise DataError(f"{folder} has no {INDEX}: not a prepared folder, or an unfinished one") from None
+    except (FileNotFoundError, NotADirectoryError):
+        raise DataError(f"{folder} is not prepared data, or unfinished: `mlx_zip prepare` makes it") from None
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path} cannot be read: {error}; {_AGAIN}") from error
     if not isinstance(index, dict) or index.get("version") != VERSION:

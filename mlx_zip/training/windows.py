@@ -24,14 +24,15 @@ class Window:
     n_bytes: int
 
 
-def cut(pieces: Sequence[Piece], context: int, pack: bool | None, lead: tuple[int, ...]) -> Iterator[Window]:
+def cut(pieces: Sequence[Piece], context: int, fill: bool | None, lead: tuple[int, ...]) -> Iterator[Window]:
     """Windows of at most `context` base ids, in order; each begins with its piece's lead, which is not counted.
 
-    pack: pieces follow one another (behind `lead`) and only the last window of a run is shorter; None packs documents
-    and leaves each conversation on its own. The first id of a window has nothing before it and is never counted.
+    fill: put several pieces into one window, after `lead`, so that only the last window of a run is shorter; None does
+    so for documents, and leaves each conversation on its own. The first id of a window has nothing before it and is
+    never counted.
     """
-    for packed, run in groupby(pieces, lambda piece: not piece.conversation if pack is None else pack):
-        if packed:
+    for filled, run in groupby(pieces, lambda piece: not piece.conversation if fill is None else fill):
+        if filled:
             yield from _cut(*_joined(list(run)), context, lead)
         else:
             for piece in run:

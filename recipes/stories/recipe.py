@@ -371,7 +371,7 @@ def measure(recipe: Recipe) -> None:
             continue
         models = [word for one in flags["model"] for word in ("--model", one)]
         rest = as_words({key: value for key, value in flags.items() if key != "model"})
-        recipe.execute("mlx_zip", ["evaluate", *models, *rest, "--json", file])
+        recipe.execute("mlx_zip", ["evaluate", *models, *rest, "--out", file])
 
 
 def install(recipe: Recipe, place: Path) -> None:

@@ -1,4 +1,4 @@
-"""`bench tokens`: vocabularies read text as they should, and counts are those of the codec on the same ids."""
+"""`bench tokens`: counts are those of the codec on the same ids."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import pytest
 
 from mlx_zip.bench import tokens as bench
 from mlx_zip.bench.tokens import COLUMNS, WHOLE, count, measure, read_domains
-from mlx_zip.bench.vocabularies import named_vocabulary, read_vocabulary
 from mlx_zip.codec import Codebook, CodecParams, compress
 from mlx_zip.errors import DataError, InstallationError, MlxZipError
+from mlx_zip.text.vocabularies import read_vocabulary
 from support.places import SHARED
-from support.tiny_vocabularies import SIZE, TEXT, tokens, write_folder, write_pair, write_ranks
+from support.tiny_vocabularies import SIZE, TEXT, write_folder, write_pair
 
 TEXTS = SHARED / "data" / "text"
 needs_shared = pytest.mark.skipif(
@@ -48,125 +48,6 @@ def parse(*flags: object) -> argparse.Namespace:
 def lines(capsys, *flags: object) -> list[dict]:
     assert bench.run(parse(*flags)) == 0
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-
-
-# ---- vocabularies
-
-
-def read_back(vocabulary, text: str = TEXT) -> list[bytes]:
-    pieces = [tokens()[i] for i in vocabulary.encode(text)]
-    assert b"".join(pieces) == text.encode()
-    return pieces
-
-
-def test_ranks_are_read_with_their_pattern(tmp_path):
-    pytest.importorskip("tiktoken")
-    vocabulary = read_vocabulary(write_ranks(tmp_path))
-    assert (vocabulary.name, vocabulary.size, vocabulary.library) == ("mini-llama3", SIZE, "tiktoken")
-    assert read_back(vocabulary, "the the 1234") == [b"the", b" the", b" ", b"123", b"4"]
-
-
-@pytest.mark.parametrize(("name", "digits"), [("llama3", [b"123"]), ("qwen", [b"1", b"2", b"3"])])
-def test_the_name_of_ranks_says_how_text_is_split(tmp_path, name, digits):
-    pytest.importorskip("tiktoken")
-    assert read_back(read_vocabulary(write_ranks(tmp_path, f"{name}.tiktoken")), "123") == digits
-
-
-def test_qwen_composes_characters_first(tmp_path):
-    pytest.importorskip("tiktoken")
-    vocabulary = read_vocabulary(write_ranks(tmp_path, "qwen.tiktoken"))
-    assert list(vocabulary.encode("e\u0301")) == list("\u00e9".encode())
-
-
-def test_a_zipped_file_is_read_as_the_plain_one(tmp_path):
-    pytest.importorskip("tiktoken")
-    plain, zipped = write_ranks(tmp_path), write_ranks(tmp_path, "mini-llama3.tiktoken.gz")
-    assert read_vocabulary(zipped).encode(TEXT) == read_vocabulary(plain).encode(TEXT)
-    assert read_vocabulary(zipped).name == "mini-llama3"
-
-
-@pytest.mark.parametrize("names", [("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt")])
-def test_gpt2s_two_files_are_one_vocabulary(tmp_path, names):
-    vocabulary = read_vocabulary(write_pair(tmp_path, names))
-    assert (vocabulary.name, vocabulary.size, vocabulary.library) == (tmp_path.name, SIZE, "tokenizers")
-    assert read_back(vocabulary)[:2] == [b"the", b" "]
-    assert vocabulary.text_of(SIZE - 1) == "123"
-
-
-def test_a_folder_with_a_tokenizer_is_read_without_added_ids(tmp_path):
-    folder = write_folder(tmp_path / "mini")
-    vocabulary = read_vocabulary(folder)
-    assert (vocabulary.name, vocabulary.size) == ("mini", SIZE + 1)
-    assert read_back(vocabulary) == read_back(read_vocabulary(folder / "tokenizer.json"))
-
-
-def test_a_sentencepiece_model_is_read(tmp_path):
-    sentencepiece = pytest.importorskip("sentencepiece")
-    with open(tmp_path / "mini.model", "wb") as out:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter([TEXT.strip()] * 50), model_writer=out, vocab_size=20, minloglevel=2
-        )
-    vocabulary = read_vocabulary(tmp_path / "mini.model")
-    assert (vocabulary.name, vocabulary.size, vocabulary.library) == ("mini", 20, "sentencepiece")
-    ids = list(vocabulary.encode("the cat"))
-    assert "".join(map(vocabulary.text_of, ids)) == "▁the▁cat"
-
-
-def test_digits_are_the_ids_whose_text_is_digits(pair):
-    assert pair.digit_ids() == [*range(ord("0"), ord("9") + 1), SIZE - 2, SIZE - 1]
-
-
-def test_berts_word_pieces_are_of_lower_case_unless_the_name_says_cased(tmp_path):
-    pieces = ["[UNK]", "the", "The", "cat", "##s", ",", "cafe"]
-    names = ("bert_uncased.vocab.txt", "bert_cased.vocab.txt", "vocab.txt")
-    for name in names:
-        (tmp_path / name).write_text("\n".join(pieces) + "\n")
-    uncased, cased, plain = (named_vocabulary(str(tmp_path / name)) for name in names)
-    assert (uncased.name, uncased.size, plain.name) == ("bert_uncased", len(pieces), tmp_path.name)
-    assert list(uncased.encode("The cats, café dog")) == list(plain.encode("The cats, café dog")) == [1, 3, 4, 5, 6, 0]
-    assert list(cased.encode("The cats")) == [2, 3, 4]
-    for wrong in ("the\nthe\n[UNK]", "the\ncat"):
-        (tmp_path / "vocab.txt").write_text(wrong)
-        with pytest.raises(DataError, match="word pieces"):
-            read_vocabulary(tmp_path / "vocab.txt")
-
-
-def test_a_name_that_is_no_vocabularys_file_goes_to_transformers(tmp_path):
-    with pytest.raises(DataError, match="no tokenizer can be loaded"):
-        named_vocabulary(str(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "told"),
-    [
-        ("none.tiktoken", None, "no such file"),
-        ("strange.bin", b"", "not the name of a vocabulary"),
-        ("mine.tiktoken", b"", "how its text is split is unknown"),
-        ("llama3.tiktoken", b"dGhl 0\nno\n", "line 2 is not a token in base64 and its rank"),
-        ("llama3.tiktoken", b"dGhl 0\ndGg= 2\n", "the ranks are not 0, 1, 2"),
-        ("llama3.tiktoken", b"", "is empty"),
-        ("llama3.tiktoken.gz", b"no gzip", "cannot be read"),
-        ("some.model", b"no model", "no SentencePiece model"),
-        ("encoder.json", b"[1]", "cannot be read"),
-        ("tokenizer.json", b"{}", "no tokenizer.json"),
-    ],
-)
-def test_a_file_that_cannot_be_read_is_named(tmp_path, name, content, told):
-    pytest.importorskip("tiktoken")
-    pytest.importorskip("sentencepiece")
-    if content is not None:
-        (tmp_path / name).write_bytes(content)
-    with pytest.raises(DataError, match=told) as caught:
-        read_vocabulary(tmp_path / name)
-    assert name in str(caught.value)
-
-
-@pytest.mark.parametrize("vocabulary", ['{"a": 0}', "{}"])
-def test_merges_that_do_not_fit_their_vocabulary_are_refused(tmp_path, vocabulary):
-    path = write_pair(tmp_path)
-    path.write_text(vocabulary)
-    with pytest.raises(DataError, match="no byte-level vocabulary"):
-        read_vocabulary(path)
 
 
 # ---- counts
@@ -330,16 +211,9 @@ def test_a_check_without_the_published_codec_says_what_to_install(monkeypatch):
 
 
 @needs_shared
-def test_llama3s_digits_are_all_numbers_of_one_to_three_digits():
-    pytest.importorskip("tiktoken")
-    assert len(read_vocabulary(SHARED / "tokenizers" / "llama3.tiktoken.gz").digit_ids()) == 1110
-
-
-@needs_shared
 @pytest.mark.parametrize(("name", "low", "high"), [("llama3", 0.51, 0.57), ("qwen", 0.52, 0.58)])
 def test_code_gains_what_the_paper_prints_and_as_much_as_the_published_codec(name, low, high):
     """In windows of 8,192 base ids; the paper has 0.54 and 0.55."""
-    pytest.importorskip("tiktoken")
     upstream = pytest.importorskip("zip2zip_compression")
     corpus = read_domains([f"code={TEXTS / 'code' / 'humanevalx.test.jsonl.gz'}"])["code"]
     vocabulary = read_vocabulary(SHARED / "tokenizers" / f"{name}.tiktoken.gz")

@@ -13,18 +13,18 @@ from mlx_zip.evaluation.tasks import run_tasks
 
 
 def test_a_folder_in_place_of_the_json_file_is_refused_before_anything_is_measured(tmp_path, capsys):
-    assert main(["evaluate", "--model", "none", "--data", "none.txt", "--json", str(tmp_path)]) == 2
-    assert f"--json {tmp_path}: is a folder" in capsys.readouterr().err
+    assert main(["evaluate", "--model", "none", "--data", "none.txt", "--out", str(tmp_path)]) == 2
+    assert f"--out {tmp_path}: is a folder" in capsys.readouterr().err
 
 
 def test_a_pipe_in_place_of_the_json_file_is_refused_before_anything_is_measured(tmp_path, capsys):
     os.mkfifo(tmp_path / "pipe")
-    assert main(["evaluate", "--model", "none", "--data", "none.txt", "--json", str(tmp_path / "pipe")]) == 2
+    assert main(["evaluate", "--model", "none", "--data", "none.txt", "--out", str(tmp_path / "pipe")]) == 2
     assert "is a folder or device, not a file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("flag", "told"), [("--json", "--json ''"), ("--pack", "pack is"), ("--prompts", "--generate")]
+    ("flag", "told"), [("--out", "--out .: is a folder"), ("--pack", "pack is"), ("--prompts", "--generate")]
 )
 def test_an_empty_path_is_not_passed_over(flag, told, tmp_path, capsys):
     (tmp_path / "a.txt").write_text("text")
@@ -33,22 +33,14 @@ def test_an_empty_path_is_not_passed_over(flag, told, tmp_path, capsys):
 
 
 def test_the_table_is_printed_although_the_json_file_cannot_be_written(tmp_path, capsys, monkeypatch):
-    class Measured:
-        models: tuple[Any, ...] = ()
-        altered = 0
-
-        def __init__(self, *args: Any) -> None: ...
-
-        def add(self, name: str) -> None: ...
-
     def full(path: Any, record: Any) -> None:
         raise OSError(28, "No space left on device")
 
     (tmp_path / "a.txt").write_text("text")
-    monkeypatch.setattr("mlx_zip.cli.evaluation.Evaluation", Measured)
+    monkeypatch.setattr("mlx_zip.evaluation.evaluate.evaluate", lambda *_, **__: {})
     monkeypatch.setattr("mlx_zip.evaluation.report.table", lambda record: "the table")
     monkeypatch.setattr("mlx_zip.files.write_json", full)
-    argv = ["evaluate", "--model", "m", "--data", str(tmp_path / "a.txt"), "--json", str(tmp_path / "a.json")]
+    argv = ["evaluate", "--model", "m", "--data", str(tmp_path / "a.txt"), "--out", str(tmp_path / "a.json")]
     assert main(argv) == 2
     told = capsys.readouterr()
     assert told.out == "the table\n"

@@ -9,6 +9,7 @@ import pytest
 from mlx_zip import cli
 from mlx_zip.evaluation import report
 from mlx_zip.evaluation.bits import measure_bits
+from mlx_zip.evaluation.evaluate import Evaluation, evaluate
 from mlx_zip.evaluation.windows import cut_windows
 from mlx_zip.generate import load
 from mlx_zip.text.documents import read_corpus
@@ -57,7 +58,7 @@ def run(capsys, tmp_path):
 
     def evaluate(*flags):
         file = tmp_path / "record.json"
-        status = cli.main(["evaluate", "--json", str(file), *map(str, flags)])
+        status = cli.main(["evaluate", "--out", str(file), *map(str, flags)])
         out, err = capsys.readouterr()
         return status, out, err, json.loads(file.read_text()) if file.exists() else None
 
@@ -146,10 +147,43 @@ def test_the_context_is_by_default_the_models_and_can_be_no_longer(run, words, t
     assert (status, "windows of 257 base ids (--context) do not fit the model's 256 positions" in err) == (2, True)
 
 
-def test_models_with_different_tokenizers_are_not_compared(run, zipped, words, text):
+def test_models_with_different_tokenizers_are_refused_before_any_model_is_loaded(run, zipped, words, text, monkeypatch):
+    monkeypatch.setattr("mlx_zip.evaluation.evaluate.load", None)
     status, out, err, record = run("--model", zipped, "--model", words, "--data", text)
     assert (status, out, record) == (2, "", None)
     assert "has another tokenizer than" in err
+
+
+def test_a_missing_second_model_is_named_before_the_first_is_loaded(run, zipped, text, monkeypatch):
+    monkeypatch.setattr("mlx_zip.evaluation.evaluate.load", None)
+    status, _, err, _ = run("--model", zipped, "--model", "/no/such", "--data", text)
+    assert (status, err.startswith("error: /no/such: no such model folder")) == (2, True)
+
+
+def test_a_header_says_on_stderr_what_will_be_measured(run, zipped, base, text):
+    err = run("--model", base, "--model", zipped, "--data", text, "--generate", 1, "--max-tokens", 4)[2]
+    assert err.splitlines()[0] == (
+        f"models: {base}, {zipped} (the first is the baseline); text: 109 bytes in 1 document, 1 window of at most "
+        "1,024 base ids; generation: 1 conversation of 1 turn, at most 4 base tokens per turn"
+    )
+
+
+def test_each_part_of_the_table_is_explained_after_it(run, zipped, text):
+    out = run("--model", zipped, "--data", text)[1]
+    assert "\n- bits per byte: what the text costs the model, lower is better" in out
+    assert "- base tokens per step:" not in out
+
+
+def test_the_library_gives_the_record_that_the_command_writes(run, zipped, text):
+    record = run("--model", zipped, "--data", text, "--fill-windows")[3]
+    ours = evaluate([zipped], Evaluation(data=[text], fill_windows=True))
+    assert ours["settings"] == record["settings"]
+    assert ours["models"][0]["text"]["bits_per_byte"] == record["models"][0]["text"]["bits_per_byte"]
+
+
+def test_the_old_name_of_out_still_works(run, zipped, text, tmp_path):
+    assert run("--model", zipped, "--data", text, "--json", tmp_path / "old.json")[0] == 0
+    assert json.loads((tmp_path / "old.json").read_text())["version"] == report.VERSION
 
 
 def test_a_starting_codebook_is_read_from_a_file(run, zipped, text, tmp_path):
@@ -174,7 +208,7 @@ def test_a_starting_codebook_is_read_from_a_file(run, zipped, text, tmp_path):
         (("--data", "missing.txt"), "missing.txt: no such file"),
         (("--data", "TEXT", "--context", 0), "--context"),
         (("--data", "TEXT", "--generate", 9), "9 continuations"),
-        (("--data", "TEXT", "--json", "/nowhere/at/all.json"), "/nowhere/at/all.json: no such folder"),
+        (("--data", "TEXT", "--out", "/nowhere/at/all.json"), "/nowhere/at/all.json: no such folder"),
     ],
 )
 def test_bad_requests_are_one_line_that_names_the_culprit(run, zipped, text, flags, reason):
@@ -202,6 +236,7 @@ def test_tasks_read_all_positions_of_the_first_model_unless_told_otherwise(
         asked.append(context)
         return results
 
+    monkeypatch.setattr("mlx_zip.evaluation.tasks.check_tasks", lambda *_: None)
     monkeypatch.setattr("mlx_zip.evaluation.tasks.run_tasks", run_tasks)
     given = ("--data", tmp_path / "t.txt", "--tasks", "t", "--include-path", tmp_path, *flags)
     _, out, _, record = run("--model", words, *given)

@@ -312,7 +312,7 @@ def test_the_figures_of_tasks_are_metrics_with_their_errors():
 
 
 def test_an_unknown_task_is_an_error_that_names_it(tasks):
-    with pytest.raises(DataError, match="knows no nonesuch"):
+    with pytest.raises(DataError, match="knows no task nonesuch"):
         run_tasks(MODEL, TOKENIZER, ["choose", "nonesuch"], include_path=str(tasks))
 
 

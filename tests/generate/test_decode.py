@@ -15,6 +15,7 @@ from mlx_zip.decode import decode_steps
 from mlx_zip.errors import CodecError, ModelError
 from mlx_zip.hyper import RowStore
 from mlx_zip.models import Model
+from mlx_zip.models.ahead import Ahead
 from support import tiny
 
 STEPS = 60
@@ -47,10 +48,10 @@ def assert_equal(steps, expected):
 def counted(monkeypatch):
     """How often a body ran ahead, and how often again with the right rows."""
     seen = {"ahead": 0, "waited": 0, "again": 0}
-    run_ahead, hidden = Model.run_ahead, Model._hidden
+    run, hidden = Ahead.run, Model.hidden
 
     def counting_ahead(self, *args):
-        h = run_ahead(self, *args)
+        h = run(self, *args)
         seen["waited" if h is None else "ahead"] += 1
         return h
 
@@ -58,8 +59,8 @@ def counted(monkeypatch):
         seen["again"] += isinstance(ids, int)
         return hidden(self, kv, state, ids)
 
-    monkeypatch.setattr(Model, "run_ahead", counting_ahead)
-    monkeypatch.setattr(Model, "_hidden", counting_hidden)
+    monkeypatch.setattr(Ahead, "run", counting_ahead)
+    monkeypatch.setattr(Model, "hidden", counting_hidden)
     return seen
 
 
@@ -106,11 +107,11 @@ def test_rows_from_a_store_change_nothing(ahead):
     model = tiny.tiny_model()
     expected = list(waiting(model))
     model.eval()
-    model.row_store = RowStore()
+    model.session.store = RowStore()
     assert_equal(decode(model, ahead=ahead), expected)
-    encoded = model.row_store.encoded
+    encoded = model.session.store.encoded
     assert_equal(decode(model, ahead=ahead), expected)
-    assert model.row_store.encoded == encoded > 0
+    assert model.session.store.encoded == encoded > 0
 
 
 @pytest.mark.parametrize("mode", ["compressed", "base_token_end"])
@@ -167,7 +168,7 @@ def test_when_an_id_is_yielded_the_cache_holds_it_and_nothing_more():
 
 
 @pytest.mark.parametrize("ahead", [True, False])
-@pytest.mark.parametrize("where", ["run_layers", "_head"])
+@pytest.mark.parametrize("where", ["run_layers", "joint_head"])
 def test_an_interrupt_leaves_the_cache_at_the_last_id_that_was_yielded(where, ahead, monkeypatch):
     model = tiny.tiny_model()
     cache, found = model.make_cache(), []
@@ -205,7 +206,7 @@ def test_whatever_raises_the_cache_is_even_and_holds_what_was_yielded(where, ahe
     if where == "second block":
         model.model.layers[1] = interrupted
     if where == "id":
-        monkeypatch.setattr(Model, "follow" if ahead else "_head", interrupted)
+        monkeypatch.setattr(Ahead if ahead else Model, "follow" if ahead else "joint_head", interrupted)
     with pytest.raises(KeyboardInterrupt):
         next(steps)
     assert cache[-1].books[0].ids.tolist() == [*prompt_of(model).tolist(), *found]
@@ -237,7 +238,7 @@ def test_behind_a_trim_below_longropes_border_the_short_factors_are_back():
             model(mx.array([[one]]), cache=cache)
         trim_prompt_cache(cache, 12)
     assert caches[0][-1].long_rope
-    h = model.run_ahead(mx.array([[5]]), caches[0])
+    h = Ahead(model, caches[0]).run(mx.array([[5]]))
     assert h is None
     expected = tiny.last_logits(model, [5], caches[1])
     np.testing.assert_allclose(tiny.last_logits(model, [5], caches[0]), expected, atol=1e-5)
@@ -265,7 +266,7 @@ def test_an_id_that_does_not_exist_is_an_error_and_changes_nothing(wrong):
 
 def test_a_row_that_exists_is_not_encoded_again(monkeypatch):
     """Output rows: one per installed entry. Input rows: one per hypertoken that is read."""
-    import mlx_zip.models.model_rows as module
+    import mlx_zip.models.session as module
 
     model, encoded = tiny.tiny_model(), []
     encode = module.encode_entries

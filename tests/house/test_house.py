@@ -21,7 +21,18 @@ FLOORS = [  # from the ground up; a room is the first name below `mlx_zip`; some
     {"text"},
     {"hyper", "state"},
     {"models", "cuda", "vllm"},
-    {"canonical", "decode", "generate", "loading", "patches", "request", "sampling", "session", "sessions"},
+    {
+        "canonical",
+        "chosen_packs",
+        "decode",
+        "generate",
+        "loading",
+        "patches",
+        "request",
+        "sampling",
+        "session",
+        "sessions",
+    },
     {"engine", "training", "evaluation"},
 ]
 LOOPS = FLOORS[-1] | FLOORS[-2]

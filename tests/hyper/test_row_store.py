@@ -20,7 +20,7 @@ def zip_model(store=None, family="llama", encoder="transformer", fingerprint=PRI
     """A model as `load` gives it: in evaluation mode, with a fingerprint and a store."""
     model = tiny_model(family, encoder, fingerprint=fingerprint, **changes)
     model.eval()
-    model.row_store = store
+    model.session.store = store
     return model
 
 
@@ -72,7 +72,7 @@ def test_a_row_is_found_alone_and_among_others_however_it_was_kept():
     run(model, ids, range(1, len(ids)))  # one by one
     assert store.encoded == before
     store = RowStore()
-    model.row_store = store
+    model.session.store = store
     run(model, ids, range(1, len(ids)))
     before = store.encoded
     run(model, ids)
@@ -97,7 +97,7 @@ def test_a_prompt_is_encoded_in_one_pass_per_side_and_call(monkeypatch):
         calls.append(len(ids))
         return encode_entries(encoder, matrix, ids, lengths)
 
-    monkeypatch.setattr("mlx_zip.models.model_rows.encode_entries", counted)
+    monkeypatch.setattr("mlx_zip.models.session.encode_entries", counted)
     model = zip_model(RowStore())
     run(model, compressed(model))
     assert len(calls) == 2
@@ -139,7 +139,7 @@ def test_a_model_with_tied_sides_keeps_one_table_and_encodes_each_entry_once():
     ids = compressed(model)
     cache = model.make_cache()
     logits = last_logits(model, ids, cache)
-    assert model.row_store.encoded == len(cache[-1].books[0])
+    assert model.session.store.encoded == len(cache[-1].books[0])
     assert cache[-1].inputs.rows is None
     inputs, outputs = model.rows(*cache[-1].books[0].rows(0, len(cache[-1].books[0])))
     np.testing.assert_array_equal(np.array(inputs), np.array(outputs))
@@ -187,7 +187,7 @@ def test_a_fingerprint_that_another_tool_left_behind_does_not_give_its_rows(tmp_
     for each in (stale, twin):
         alter(each, "quantized")
     np.testing.assert_allclose(run(stale, ids), run(twin, ids), atol=1e-5, rtol=0)
-    assert stale.row_store.from_disk == store_rows_of_input_side(twin, ids)
+    assert stale.session.store.from_disk == store_rows_of_input_side(twin, ids)
 
 
 @pytest.mark.parametrize("how", ["exchanged", "in place"])
@@ -234,7 +234,7 @@ def test_a_copy_of_a_model_shares_its_store():
     ids = compressed(model)
     run(model, ids)
     twin = copy.deepcopy(model)
-    assert twin.row_store is model.row_store
+    assert twin.session.store is model.session.store
     alter(twin, "encoder")
     alter(plain, "encoder")
     np.testing.assert_allclose(run(twin, ids), run(plain, ids), atol=1e-5, rtol=0)

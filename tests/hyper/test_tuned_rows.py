@@ -104,14 +104,14 @@ def test_rows_of_a_batch_are_each_sequences_own():
 def test_tuned_rows_never_enter_the_row_store_and_encoded_ones_never_take_their_place():
     model, store = tiny_model(), RowStore()
     model.eval()
-    model.row_store = store
+    model.session.store = store
     expected = last_logits(MODEL, IDS, MODEL.make_cache(start=START))
     tuned_logits = last_logits(MODEL, IDS, MODEL.make_cache(start=TUNED))
     for start, want in ((TUNED, tuned_logits), (START, expected), (TUNED, tuned_logits), (START, expected)):
         assert_close(last_logits(model, IDS, model.make_cache(start=start)), want)
     store.settle()
     fresh = RowStore()
-    model.row_store = fresh
+    model.session.store = fresh
     last_logits(model, IDS, model.make_cache(start=TUNED))
     assert 0 < fresh.encoded < store.encoded  # the pack's were never asked for
 
@@ -238,7 +238,7 @@ def test_a_saved_cache_without_its_pack_or_with_another_is_refused_and_unchanged
     cache = MODEL.make_cache(start=TUNED)
     last_logits(MODEL, IDS[:10], cache)
     back = saved(cache, tmp_path / "cache.safetensors")
-    with pytest.raises(ModelError, match=f"pack of tuned rows .{TUNED.fingerprint[:12]}. that is not here"):
+    with pytest.raises(ModelError, match=f"pack of tuned rows .{TUNED.fingerprint[:12]}. that is not loaded"):
         MODEL(mx.array([[5]]), cache=back)
     for other in (START, tuned(seed=1), tuned(entries=OTHER), ()):
         with pytest.raises(ModelError, match="begun with another starting codebook"):

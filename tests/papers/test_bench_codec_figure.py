@@ -11,9 +11,9 @@ import pytest
 from mlx_zip.bench import codec, record
 from mlx_zip.bench.papers.zip2zip import codec_figure
 from mlx_zip.bench.papers.zip2zip.codec_figure import drawn_figure, latency
-from mlx_zip.bench.vocabularies import read_vocabulary
 from mlx_zip.codec import CodecParams, compress
 from mlx_zip.errors import InstallationError, MlxZipError
+from mlx_zip.text.vocabularies import read_vocabulary
 from support.tiny_vocabularies import SIZE, TEXT, write_pair
 
 

@@ -7,9 +7,9 @@ import pytest
 
 from mlx_zip.bench.papers.packs import compression
 from mlx_zip.bench.papers.packs.bpe import Bpe
-from mlx_zip.bench.vocabularies import read_vocabulary
 from mlx_zip.codec import CodecParams, compress
 from mlx_zip.errors import MlxZipError
+from mlx_zip.text.vocabularies import read_vocabulary
 from mlx_zip.vocab.learner import learn
 from support import tiny_bench
 from support.prepared import tokenizer_folder

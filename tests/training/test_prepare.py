@@ -53,7 +53,7 @@ def test_packed_windows_hold_all_documents_in_order_each_ended_by_eos(tmp_path, 
 
 def test_without_packing_each_document_has_samples_of_its_own_and_long_ones_are_counted(tmp_path):
     documents = ["a short one.", "a much longer one, which does not fit into a single window.", "end."]
-    shards = prepared(tmp_path / "out", texts(tmp_path / "d.jsonl", documents), pack=False)
+    shards = prepared(tmp_path / "out", texts(tmp_path / "d.jsonl", documents), fill_windows=False)
     wanted = [[*ids_of(text), EOS] for text in documents]
     windows = [[BOS, *ids[at : at + 31]] for ids in wanted for at in range(0, len(ids), 31)]
     assert expanded(shards) == windows
@@ -165,7 +165,7 @@ PACK = ("the", "cat", "dog", "mat", "on ", "sat", "and", "sto")
 
 def test_a_fixed_starting_codebook_is_there_before_the_first_id(tmp_path, data):
     write_pack(tmp_path / "pack.json", entries_of(*PACK), 3)
-    shards = prepared(tmp_path / "out", data, start=tmp_path / "pack.json")
+    shards = prepared(tmp_path / "out", data, pack=tmp_path / "pack.json")
     assert shards.params.start == entries_of(*PACK)
     assert expanded(shards) == expanded(prepared(tmp_path / "plain", data))
     sto = shards.params.vocab_size + PACK.index("sto")
@@ -174,7 +174,7 @@ def test_a_fixed_starting_codebook_is_there_before_the_first_id(tmp_path, data):
 
 def test_drawn_starting_codebooks_differ_by_sample_and_come_from_the_seed(tmp_path, data):
     write_pack(tmp_path / "pack.json", entries_of(*PACK), 3)
-    options = {"start": tmp_path / "pack.json", "start_draw": 3}
+    options = {"pack": tmp_path / "pack.json", "start_draw": 3}
     shards = prepared(tmp_path / "a", data, **options)
     drawn = [shards[i].start for i in range(len(shards))]
     assert all(len(set(start)) == 3 and set(start) <= set(entries_of(*PACK)) for start in drawn)
@@ -198,7 +198,7 @@ def test_drawn_starting_codebooks_differ_by_sample_and_come_from_the_seed(tmp_pa
 def test_a_pack_that_does_not_fit_is_refused(tmp_path, data, pack, options, words):
     write_pack(tmp_path / "pack.json", pack, 4)
     with pytest.raises(DataError, match=words):
-        prepared(tmp_path / "out", data, start=tmp_path / "pack.json", **options)
+        prepared(tmp_path / "out", data, pack=tmp_path / "pack.json", **options)
 
 
 # ---- the same folder, however it was made
@@ -214,7 +214,7 @@ def test_the_folder_does_not_depend_on_the_number_of_workers(tmp_path, data):
 @pytest.mark.parametrize("stage", ["make", "write_json"])
 def test_a_run_that_was_stopped_anywhere_is_completed_to_the_same_bytes(tmp_path, data, monkeypatch, stage):
     write_pack(tmp_path / "pack.json", entries_of(*PACK), 3)
-    options = {"shard_samples": 4, "limit": 60, "start": tmp_path / "pack.json", "start_draw": 2}
+    options = {"shard_samples": 4, "limit": 60, "pack": tmp_path / "pack.json", "start_draw": 2}
     prepared(tmp_path / "whole", data, **options)
     place = sharding.ShardMaker if stage == "make" else sharding
     real, calls = getattr(place, stage), []
@@ -315,7 +315,7 @@ def test_a_limit_keeps_the_first_samples_exactly(tmp_path, data, limit):
     [
         ({"context": 1}, "context must be an integer of 2 or more"),
         ({"limit": 0}, "limit must be"),
-        ({"start_draw": 2}, "name it with start"),
+        ({"start_draw": 2}, r"name it with pack \(--pack\)"),
         ({"train_on": "questions"}, "train_on"),
         ({"model": "a", "tokenizer": "b"}, "either a model or a tokenizer"),
         ({"protect": ("letters",)}, "protect 'letters'"),
@@ -344,7 +344,7 @@ def test_a_context_that_the_ids_before_every_text_would_fill_is_refused(tmp_path
     tokenizer["post_processor"]["single"].insert(0, bos)
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     assert expanded(prepared(tmp_path / "out", data, tokenizer=str(folder), context=3))[0][:2] == [BOS, BOS]
-    with pytest.raises(DataError, match="context 2 leaves no room behind the 2 ids"):
+    with pytest.raises(DataError, match="context 2 leaves no room after the 2 ids"):
         prepared(tmp_path / "none", data, tokenizer=str(folder), context=2)
     assert not (tmp_path / "none").exists()
 

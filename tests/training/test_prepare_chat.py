@@ -116,7 +116,7 @@ def test_an_eos_is_added_where_the_template_ends_without_one(tmp_path):
 
 def test_packed_conversations_fill_windows(tmp_path):
     data = conversations(tmp_path / "d.jsonl", *[TALK] * 5)
-    shards = prepared(tmp_path / "out", data, pack=True, context=64)
+    shards = prepared(tmp_path / "out", data, fill_windows=True, context=64)
     assert {shards[i].base_ids for i in range(len(shards) - 1)} == {64}
 
 

@@ -39,7 +39,7 @@ def test_shares_hold_under_a_limit_too(tmp_path, mixture):
 def test_a_limit_that_the_shares_cannot_meet_to_the_sample_ends_the_reading_all_the_same(tmp_path):
     same = [texts(tmp_path / f"{name}.jsonl", ["the cat sat on the mat."] * 60) for name in "ab"]
     sources = tuple(Source((name,)) for name in same)  # samples come in pairs, so that three cannot be kept
-    shards = prepared(tmp_path / "out", sources=sources, pack=False, shard_samples=1, limit=3)
+    shards = prepared(tmp_path / "out", sources=sources, fill_windows=False, shard_samples=1, limit=3)
     assert len(shards) == 2
     assert shards.index["records"] < 40
 

@@ -114,7 +114,10 @@ def test_what_is_missing_is_named(tmp_path, capsys):
         (["train", "--model", "m", "--out", "o"], "--data is missing"),
         (["train", "--model", "m", "--data", str(write_shards(tmp_path / "data"))], "--out is missing"),
         (["train", "--data", str(tmp_path / "data"), "--out", str(tmp_path / "o")], "--from-scratch"),
-        (["train", "--model", "m", "--data", str(tmp_path / "none"), "--out", "o"], "not a prepared folder"),
+        (
+            ["train", "--model", "m", "--data", str(tmp_path / "none"), "--out", "o"],
+            "no such file or folder; --data names",
+        ),
     ):
         assert main(argv) == 2
         assert match in capsys.readouterr().err

@@ -66,7 +66,7 @@ def legacy_logits(model: Any, token: int, cache: Any, rows: np.ndarray) -> np.nd
     kv, state = model.check_cache(cache)
     ids = np.array([[token]], np.uint32)
     state.advance(ids)
-    hidden = model._hidden(kv, state, ids)
+    hidden = model.hidden(kv, state, ids)
     base = model.model.embed_tokens.as_linear(hidden) if model.traits.tied else model.lm_head(hidden)
     parts = [model.cap(base)[..., : model.layout.vocab_size]]
     if len(rows):

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_zip import bundled
-from mlx_zip.bench.vocabularies import named_vocabulary
 from mlx_zip.errors import DataError
 from mlx_zip.text.tokenizers import load_tokenizer
+from mlx_zip.text.vocabularies import read_vocabulary
 from mlx_zip.vocab.adaptbpe.base import read_base
 from mlx_zip.vocab.first_stage import fingerprint, open_tokenizer, tokenizer_fingerprint
 from mlx_zip.vocab.hbpe_tokens import read_tokens, text_encoder
@@ -58,7 +58,7 @@ def test_a_file_gives_its_name_or_its_folders(tmp_path, folder, files):
 def test_all_methods_read_the_same_ids_and_bytes_from_a_tokenizer_json(folder, text):
     base, spelled = read_base(folder), read_tokens(folder)
     ids = base.encode(text).tolist()
-    assert ids == list(text_encoder(folder)(text)) == list(named_vocabulary(str(folder)).encode(text))
+    assert ids == list(text_encoder(folder)(text)) == list(read_vocabulary(str(folder)).encode(text))
     assert b"".join(spelled[i] for i in ids) == text.encode()
     assert [spelled[i] for i in base.ids] == base.merges.tokens
 
@@ -77,7 +77,7 @@ def test_a_bundled_models_name_stands_for_its_folder(tmp_path, folder, monkeypat
     monkeypatch.setattr(bundled, "FOLDER", tmp_path)
     assert read_tokens("stories") == read_tokens(folder)
     assert read_base("stories").ids.tolist() == read_base(folder).ids.tolist()
-    assert named_vocabulary("stories").size == SIZE + 1
+    assert read_vocabulary("stories").size == SIZE + 1
 
 
 def test_an_id_of_several_tokens_is_refused_by_all(tmp_path, folder):

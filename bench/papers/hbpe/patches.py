@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from mlx_zip.bench.record import summary, surroundings
-from mlx_zip.bench.vocabularies import named_vocabulary
 from mlx_zip.errors import MlxZipError
+from mlx_zip.text.vocabularies import read_vocabulary
 from mlx_zip.vocab.hbpe import learn, too_long
 from mlx_zip.vocab.hbpe_measures import LOCAL, SMALL, fertility, hierarchical_flops, plain_flops, words_of
 from mlx_zip.vocab.hbpe_patching import space_patches
@@ -112,7 +112,7 @@ def measure_text(tokens: list[bytes], size: int, text: str, ids: Any, trials: in
 def first_stage(path: str) -> Callable[[str], Sequence[int]]:
     """Text to the ids of a tokenizer, nothing added; of ranks too, whose file must be named as `bench tokens` says."""
     if ".tiktoken" in Path(path).name:
-        return named_vocabulary(path).encode
+        return read_vocabulary(path).encode
     return text_encoder(path)
 
 

@@ -24,9 +24,9 @@ import numpy as np
 
 from mlx_zip.bench.plots import save
 from mlx_zip.bench.record import surroundings
-from mlx_zip.bench.vocabularies import named_vocabulary
 from mlx_zip.errors import DataError, MlxZipError
 from mlx_zip.files import whole_file
+from mlx_zip.text.vocabularies import read_vocabulary
 from mlx_zip.vocab.multitok import Tokens, Words
 
 from .classifier import RATE, learn
@@ -143,7 +143,7 @@ def _texts(args: argparse.Namespace) -> tuple[Labelled, Labelled]:
 def _units(tokenizer: str | None, texts: Sequence[str]) -> tuple[str, Words | Tokens, Any]:
     if tokenizer is None:
         return "words", Words.in_order(map(str.split, texts)), str.split
-    vocabulary = named_vocabulary(tokenizer)
+    vocabulary = read_vocabulary(tokenizer)
     return vocabulary.name, Tokens(vocabulary.size), vocabulary.encode
 
 

@@ -21,9 +21,9 @@ from statistics import median
 from typing import Any
 
 from mlx_zip.bench.record import summary, surroundings
-from mlx_zip.bench.vocabularies import named_vocabulary
 from mlx_zip.errors import MlxZipError
 from mlx_zip.text.documents import read_corpus
+from mlx_zip.text.vocabularies import read_vocabulary
 from mlx_zip.vocab.multitok import (
     PRUNINGS,
     Dictionary,
@@ -85,7 +85,7 @@ class Corpus:
             self.units: Words | Tokens = Words.in_order(map(str.split, [*texts, *others]))
             self.name, self.libraries = "words", ()
         else:
-            vocabulary = named_vocabulary(args.tokenizer)
+            vocabulary = read_vocabulary(args.tokenizer)
             split, self.units = vocabulary.encode, Tokens(vocabulary.size)
             self.name, self.libraries = vocabulary.name, (vocabulary.library,)
         number = lambda samples: Samples.of([self.units.numbers(split(sample)) for sample in samples])

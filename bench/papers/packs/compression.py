@@ -25,10 +25,11 @@ import numpy as np
 
 from mlx_zip.bench.record import load_before, surroundings
 from mlx_zip.bench.tokens import read_domains
-from mlx_zip.bench.vocabularies import KINDS, Vocabulary, read_vocabulary
 from mlx_zip.codec import CodecParams, compress
 from mlx_zip.codec.ids import Uint32s, as_ids
 from mlx_zip.errors import MlxZipError
+from mlx_zip.text.formats import KINDS
+from mlx_zip.text.vocabularies import Vocabulary, read_vocabulary
 from mlx_zip.vocab.learner import learn
 from mlx_zip.vocab.multitok import Dictionary, Samples, Settings, Tokens
 from mlx_zip.vocab.multitok.export import as_pack
@@ -43,7 +44,7 @@ Learner = Callable[[CodecParams, Sequence[Uint32s], int, int], Entries]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `packs`."""
     add = parser.add_argument
-    add("--tokenizer", type=Path, required=True, metavar="FILE", help=f"a vocabulary: {KINDS}; also with .gz")
+    add("--tokenizer", type=Path, required=True, metavar="FILE", help=f"a vocabulary: {KINDS}")
     add("--train", nargs="+", required=True, metavar="DOMAIN=FILE", help="texts to learn packs from, one per domain")
     add("--test", nargs="+", required=True, metavar="DOMAIN=FILE", help="held-out texts that every pack is tried on")
     add("--sizes", type=int, nargs="+", default=list(SIZES), metavar="N", help=f"entries of a pack (default: {SIZES})")

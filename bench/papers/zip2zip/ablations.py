@@ -215,7 +215,7 @@ class Laboratory:
             context=args.context,
             merge_size=merge_size,
             codebook_size=args.codebook_size,
-            pack=True,
+            fill_windows=True,
             limit=read if args.limit is None else min(args.limit, read),
         )
         index = prepare(options, progress=True)

@@ -19,9 +19,9 @@ from mlx_zip.bench.codec import MERGE_SIZE, WINDOW, seconds, upstream
 from mlx_zip.bench.plots import new_figure, save
 from mlx_zip.bench.record import load_before, summary, surroundings
 from mlx_zip.bench.tokens import read_domains
-from mlx_zip.bench.vocabularies import Vocabulary, named_vocabulary
 from mlx_zip.codec import CodecParams, compress
 from mlx_zip.errors import MlxZipError
+from mlx_zip.text.vocabularies import Vocabulary, read_vocabulary
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -66,7 +66,7 @@ def measure_figure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         raise MlxZipError(f"--text holds {len(text)} bytes; the smallest size is {SIZES[0]}")
     if len(sizes) < len(SIZES):
         print(f"--text holds {len(text):,} bytes: sizes up to {sizes[-1]:,} are measured", file=sys.stderr)
-    vocabulary = named_vocabulary(args.tokenizer)
+    vocabulary = read_vocabulary(args.tokenizer)
     names = ", ".join(Path(name).name for name in corpus.files)
     for size in sizes:
         line = latency(vocabulary, text[:size].decode("utf-8", "ignore"), args.trials)

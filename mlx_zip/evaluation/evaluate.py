@@ -1,0 +1,294 @@
+"""`evaluate`: measures models in the same way, one after the other, and returns one record of all figures.
+
+All inputs are read and checked before the first model is loaded: packs, texts, prompts, tokenizers, names of tasks.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from mlx_zip import chosen_packs
+from mlx_zip.chosen_packs import Packs
+from mlx_zip.errors import DataError
+from mlx_zip.evaluation import tasks as benchmark
+from mlx_zip.evaluation.bits import Bits, compare_bits, measure_bits
+from mlx_zip.evaluation.rates import Settings, measure_rates
+from mlx_zip.evaluation.report import make_record
+from mlx_zip.evaluation.scoring import context_limit
+from mlx_zip.evaluation.windows import Windows, cut_windows
+from mlx_zip.hyper import RowStore, model_fingerprint
+from mlx_zip.layout import is_zip
+from mlx_zip.loading import load, model_folder, read_config
+from mlx_zip.text.conversations import Prompt, make_conversations, openings, read_prompts
+from mlx_zip.text.documents import Corpus, read_corpus
+from mlx_zip.text.tokenizers import load_tokenizer
+
+CONTEXT = 1024
+_NOT_RECORDED = {
+    "data",
+    "canonical",
+    "trust_remote_code",
+    "confirm_run_unsafe_code",
+}  # stand elsewhere or change nothing
+Progress = Callable[[int, str, str], AbstractContextManager[Callable[[int], None]]]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What to measure of every model. Raises `DataError` for settings that contradict each other.
+
+    data: text files or data sets, for bits per byte; separator, limit_bytes: see `read_corpus`. context: base ids per
+    window and per request of a task; None for what the first model can read, at most 1024 per window. fill_windows:
+    see `cut_windows`. availability: see `score`. generate: conversations to generate, None for none; prompts: a file
+    (None: the first `opening` base ids of each document); turns: requests per conversation; max_tokens to stop: see
+    `rates.Settings`. tasks to confirm_run_unsafe_code: see `run_tasks`. batch_size: windows, conversations or requests
+    per model call. canonical: decode canonically, None for what each model's config says.
+    """
+
+    data: Sequence[str] = ()
+    separator: str | None = None
+    limit_bytes: int | None = None
+    context: int | None = None
+    fill_windows: bool = False
+    availability: str = "causal"
+    generate: int | None = None
+    prompts: str | None = None
+    opening: int = 8
+    turns: int = 1
+    keep_cache: bool = False
+    max_tokens: int = 256
+    temp: float = 0.0
+    top_p: float = 1.0
+    stop: Sequence[str] = ()
+    tasks: Sequence[str] = ()
+    include_path: str | None = None
+    num_shots: int | None = None
+    limit: int | None = None
+    border: str = "whole"
+    apply_chat_template: bool = False
+    confirm_run_unsafe_code: bool = False
+    batch_size: int = 8
+    seed: int = 0
+    canonical: bool | None = None
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        if not (self.data or self.generate is not None or self.tasks):
+            raise DataError("nothing to evaluate: give text (--data), a number of stories (--generate) or --tasks")
+        if self.generate is not None and not self.data and self.prompts is None:
+            raise DataError("--generate needs --prompts, or --data whose openings are continued")
+        if self.prompts is not None and self.generate is None:
+            raise DataError("--prompts needs --generate N")
+
+    def record(self) -> dict[str, Any]:
+        """Returns the settings that a record keeps."""
+        kept = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _NOT_RECORDED}
+        return kept | {"stop": list(self.stop), "tasks": list(self.tasks)}
+
+
+@dataclass
+class _Inputs:
+    """Everything that is read before a model is loaded, and the first model's bits, which others are compared with.
+
+    folders: each model's. context: base ids per window. task_context: base ids per request of a task, None until the
+    first model is loaded.
+    """
+
+    folders: dict[str, Path]
+    packs: Packs | None
+    corpus: Corpus | None
+    context: int
+    task_context: int | None
+    windows: Windows | None = None
+    conversations: Sequence[Sequence[Prompt]] = field(default_factory=list)
+    manager: Any = None
+    baseline: Bits | None = None
+
+
+def no_progress(total: int, unit: str, name: str) -> AbstractContextManager[Callable[[int], None]]:
+    """Shows nothing. total: how many `unit` are to be done for the model `name`; gives a function that counts them."""
+    return nullcontext(lambda done: None)
+
+
+def evaluate(
+    models: Sequence[str],
+    what: Evaluation,
+    *,
+    pack: Any = None,
+    codebook_size: int | None = None,
+    row_store: RowStore | None = None,
+    progress: Progress = no_progress,
+    announce: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
+    """Returns the record of all figures (see `report.make_record`); the first model is the baseline of the others.
+
+    models: folders, hub ids or bundled names. pack: path, or paths of several packs that are merged, with which every
+    codebook begins (`load`); codebook_size: slots in place of a zip2zip model's own. row_store: see `load`. announce is
+    called once before the first model is loaded, with a line that says what will be measured.
+
+    Raises `MlxZipError` for what cannot be read or does not fit together, mostly before any model is loaded.
+    """
+    files = [pack] if isinstance(pack, str | Path) else pack
+    inputs = _prepare(models, what, chosen_packs.read_packs(files))
+    announce(_header(models, what, inputs))
+    records = []
+    for name in models:
+        records.append(_measure(name, what, inputs, codebook_size, row_store, progress))
+        gc.collect()  # the model's memory, before the next one is loaded
+    settings = {**what.record(), "context": inputs.context, "codebook_size": codebook_size}
+    settings |= {"pack": None if files is None else [str(file) for file in files]}
+    settings |= {"codebook_fingerprint": None if inputs.packs is None else inputs.packs.merged.fingerprint}
+    data = None
+    if inputs.corpus is not None and inputs.windows is not None:
+        data = {**inputs.corpus.record(), "altered_documents": inputs.windows.altered}
+    return make_record(records, settings, data)
+
+
+# ---- before the first model is loaded
+
+
+def _prepare(models: Sequence[str], what: Evaluation, packs: Packs | None) -> _Inputs:
+    corpus = read_corpus(what.data, what.separator, what.limit_bytes) if what.data else None
+    prompts = None if what.prompts is None else read_prompts(what.prompts)
+    manager = benchmark.check_tasks(what.tasks, what.include_path, what.num_shots, what.limit, what.seed)
+    folders = {name: model_folder(name) for name in models}
+    context = what.context if what.context is not None else _window_of(read_config(folders[models[0]]))
+    inputs = _Inputs(folders, packs, corpus, context, what.context, manager=manager)
+    for number, name in enumerate(models):
+        tokenizer = load_tokenizer(folders[name], what.trust_remote_code)
+        if packs is not None:
+            chosen_packs.check_tokenizers(packs, tokenizer)
+        if corpus is not None:
+            _check_windows(inputs, corpus, tokenizer, name, models[0], what.fill_windows)
+        if number == 0 and what.generate is not None:
+            if prompts is None and corpus is not None:
+                prompts = openings(tokenizer, corpus.documents, what.opening)
+            inputs.conversations = make_conversations(prompts or [], what.generate, what.turns, repeat=what.temp > 0)
+    return inputs
+
+
+def _window_of(config: Mapping[str, Any]) -> int:
+    """Returns the base ids of a window that a model of this config can read, at most `CONTEXT`."""
+    inner = config.get("text_config")
+    nested = inner.get("max_position_embeddings") if isinstance(inner, Mapping) else None
+    positions = config.get("max_position_embeddings", nested)
+    return min(CONTEXT, positions) if isinstance(positions, int) and positions > 0 else CONTEXT
+
+
+def _check_windows(inputs: _Inputs, corpus: Corpus, tokenizer: Any, name: str, first: str, fill_windows: bool) -> None:
+    """Cuts the windows with the first model's tokenizer; raises `DataError` if another model's gives other windows."""
+    windows = cut_windows(tokenizer, corpus.documents, inputs.context, fill_windows)
+    if inputs.windows is None:
+        inputs.windows = windows
+    elif not windows.same_as(inputs.windows):
+        raise DataError(
+            f"{name} has another tokenizer than {first}, so their windows are not the same text; "
+            "evaluate them one by one: bits per byte of whole documents still compare"
+        )
+
+
+def _header(models: Sequence[str], what: Evaluation, inputs: _Inputs) -> str:
+    parts = [f"models: {', '.join(models)}" + (" (the first is the baseline)" if len(models) > 1 else "")]
+    if inputs.corpus is not None and inputs.windows is not None:
+        parts.append(
+            f"text: {_count(inputs.corpus.n_bytes, 'byte')} in {_count(len(inputs.corpus.documents), 'document')}, "
+            f"{_count(len(inputs.windows.windows), 'window')} of at most {inputs.context:,} base ids"
+        )
+    if what.generate is not None:
+        parts.append(
+            f"generation: {_count(what.generate, 'conversation')} of {_count(what.turns, 'turn')}, at most "
+            f"{what.max_tokens:,} base tokens per turn"
+        )
+    if what.tasks:
+        parts.append(f"tasks: {', '.join(what.tasks)}")
+    return "; ".join(parts)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}" + "s" * (number != 1)
+
+
+# ---- one model
+
+
+def _measure(
+    name: str,
+    what: Evaluation,
+    inputs: _Inputs,
+    codebook_size: int | None,
+    row_store: RowStore | None,
+    progress: Progress,
+) -> dict[str, Any]:
+    """Loads a model, measures all that was asked for, and returns its part of the record."""
+    model, tokenizer = _load(inputs.folders[name], what, inputs.packs, codebook_size, row_store)
+    if inputs.packs is not None and is_zip(model):
+        chosen_packs.check(inputs.packs, model, tokenizer)
+    if inputs.task_context is None:
+        inputs.task_context = context_limit(model) or CONTEXT
+    record: dict[str, Any] = {"model": name, "kind": "plain"}
+    if is_zip(model):
+        record["kind"] = "plain with a pack" if model.is_plain else "zip2zip"
+        record |= {"canonical": model.config.canonical, **chosen_packs.record(inputs.packs, model)}
+    if inputs.windows is not None:
+        record["text"] = _bits(name, model, what, inputs, progress)
+    if what.generate is not None:
+        record["generation"] = _rates(name, model, tokenizer, what, inputs, progress)
+    if what.tasks:
+        record["tasks"] = _tasks(model, tokenizer, what, inputs)
+    return record
+
+
+def _load(
+    folder: Path, what: Evaluation, packs: Packs | None, codebook_size: int | None, row_store: RowStore | None
+) -> tuple[Any, Any]:
+    """Loads a model and its tokenizer; a plain model gets the pack only if that was tuned for it."""
+    options = {
+        "trust_remote_code": what.trust_remote_code,
+        "canonical": what.canonical,
+        "row_store": row_store,
+    }
+    plain = chosen_packs.is_plain(str(folder))
+    chosen = chosen_packs.load_options(packs, codebook_size, plain)
+    if not plain:
+        return load(folder, **options, **chosen)
+    loaded = load(folder, **options)
+    rows = None if chosen["pack"] is None else chosen["pack"].rows
+    if rows is None or rows.plain is None or rows.model != model_fingerprint(loaded[0]):
+        return loaded
+    return load(folder, **options, **chosen)
+
+
+def _start(inputs: _Inputs) -> Any:
+    return None if inputs.packs is None else inputs.packs.merged.start
+
+
+def _bits(name: str, model: Any, what: Evaluation, inputs: _Inputs, progress: Progress) -> dict[str, Any]:
+    assert inputs.windows is not None
+    with progress(len(inputs.windows.windows), "windows", name) as step:
+        bits = measure_bits(model, inputs.windows, what.batch_size, what.availability, _start(inputs), step)
+    if inputs.baseline is None:
+        inputs.baseline = bits
+        return bits.record()
+    return bits.record() | compare_bits(bits, inputs.baseline)
+
+
+def _rates(
+    name: str, model: Any, tokenizer: Any, what: Evaluation, inputs: _Inputs, progress: Progress
+) -> dict[str, Any]:
+    names = ("max_tokens", "temp", "top_p", "seed", "batch_size", "keep_cache")
+    options = {option: getattr(what, option) for option in names}
+    settings = Settings(**options, stop=tuple(what.stop), start=_start(inputs))
+    with progress(len(inputs.conversations) * what.turns, "turns", name) as step:
+        return measure_rates(model, tokenizer, inputs.conversations, settings, step).record()
+
+
+def _tasks(model: Any, tokenizer: Any, what: Evaluation, inputs: _Inputs) -> dict[str, Any]:
+    names = ("include_path", "num_shots", "limit", "apply_chat_template", "seed", "confirm_run_unsafe_code")
+    options = {name: getattr(what, name) for name in (*names, "batch_size", "border")}
+    options |= {"manager": inputs.manager, "start": _start(inputs), "context": inputs.task_context}
+    return benchmark.run_tasks(model, tokenizer, what.tasks, **options)

@@ -1,0 +1,63 @@
+"""What one model call reads: ids on the host, and each layer's view of its KV cache."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_zip.errors import ModelError
+from mlx_zip.models.rope import Positions
+from mlx_zip.state import HostIds, ZipState
+
+
+def check_shape(ids: mx.array) -> None:
+    """Raises `ModelError` unless ids are integers [B, L] with B, L > 0."""
+    if ids.ndim != 2 or 0 in ids.shape or not mx.issubdtype(ids.dtype, mx.integer):
+        raise ModelError(f"ids must be integers [B, L] with B, L > 0, got {ids.dtype} {list(ids.shape)}")
+
+
+def read_ids(ids: mx.array, state: ZipState) -> HostIds:
+    """Ids [B, L] on the host: the one read of a model call. Raises `ModelError` for an id that does not fit 32 bits.
+
+    A step of generation does without numpy: after half a gigabyte of weights numpy's code has left the processor's
+    caches, and its first use costs as much as all other work on the host.
+    """
+    if ids.size == 1 and state.takes_one():
+        one = cast(int, ids.item())
+        _check_range(one, one)
+        return one
+    host = np.array(ids)
+    if host.dtype != np.uint32:
+        _check_range(int(host.min()), int(host.max()))
+    return np.ascontiguousarray(host.astype(np.uint32, copy=False))
+
+
+def length_of(ids: HostIds) -> int:
+    """Ids per sequence, L."""
+    return 1 if isinstance(ids, int) else ids.shape[1]
+
+
+def _check_range(low: int, high: int) -> None:
+    if low < 0 or high > 0xFFFFFFFF:
+        raise ModelError(f"ids from {low} to {high} are not all 32-bit token ids")
+
+
+class PositionedCache:
+    """One layer's KV cache as the layer sees it during one call: the same cache, with our positions as its offset."""
+
+    def __init__(self, cache: Any, offset: Positions) -> None:
+        self.cache, self.offset = cache, offset
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
+        """Adds keys and values to the cache and returns all that it holds."""
+        return self.cache.update_and_fetch(keys, values)
+
+    def __getattr__(self, name: str) -> Any:  # bits and group_size, when the cache is a quantized one
+        return getattr(self.cache, name)
+
+
+def kv_length(cache: Any) -> int:
+    """Ids in a KV cache. A batch cache counts them in `_idx`, because its `offset` is one number per sequence."""
+    return cache._idx if hasattr(cache, "_idx") else cache.offset

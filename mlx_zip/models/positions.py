@@ -1,0 +1,53 @@
+"""Which position each id of a call has, in both position modes, and whether it asks for LongRoPE's long factors.
+
+mode: "compressed" counts an id as one position, "base_token_end" by its base ids. context: calls that end at this
+position or above use the long factors; None for other ropes.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from mlx_zip.layout import Layout
+from mlx_zip.models.inputs import length_of
+from mlx_zip.models.rope import Positions
+from mlx_zip.state import HostIds, ZipState
+
+
+def positions_of(state: ZipState, ids: HostIds, mode: str, context: int | None) -> Positions:
+    """The positions of ids [B, L], the last that the state has read."""
+    if mode == "compressed":
+        return _compressed(state, state.offset - length_of(ids), state.offset, context)
+    if isinstance(ids, int):
+        last = state.books[0].base_length - 1
+        return Positions(start=last, long=_is_long(last, context))
+    index = state.base_positions(ids)
+    return Positions(index=mx.array(index), long=_is_long(int(index.max()), context))
+
+
+def positions_ahead(
+    state: ZipState, ids: mx.array, mode: str, context: int | None, layout: Layout, merge_size: int
+) -> Positions | None:
+    """The positions of ids [B, 1] that the state has not read; None where LongRoPE may change its factors."""
+    if mode == "compressed":
+        positions = _compressed(state, state.offset, state.offset + 1, context)
+        return positions if positions.long == state.long_rope else None
+    done = state.base_lengths()
+    first, last = int(done.max()), int(done.max()) + merge_size - 1  # where the longest sequence's next id may end
+    if _is_long(first, context) != state.long_rope or _is_long(last, context) != state.long_rope:
+        return None
+    column = mx.where(layout.is_hyper(ids), mx.clip(layout.slot(ids), 0, layout.codebook_size - 1) + 1, 0)
+    spans = mx.take_along_axis(mx.array(state.spans()), column, axis=1)
+    return Positions(index=mx.array(done)[:, None] + spans - 1, long=state.long_rope)
+
+
+def _compressed(state: ZipState, begin: int, end: int, context: int | None) -> Positions:
+    """The positions of ids begin to end when each id takes one position."""
+    padding = state.left_padding
+    start = begin - padding[0] if len(padding) == 1 else mx.array([begin - n for n in padding], mx.int32)
+    return Positions(start=start, long=_is_long(end - min(padding) - 1, context))
+
+
+def _is_long(last: int, context: int | None) -> bool:
+    """Whether a call whose last id has this position uses the long factors."""
+    return context is not None and last >= context

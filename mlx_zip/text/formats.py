@@ -1,0 +1,177 @@
+"""Published tokenizer files as `tokenizers.Tokenizer` objects, whatever library each was made for.
+
+    file                                              text is cut             ids
+    tokenizer.json                                    as it says              its own
+    vocab.bpe, merges.txt                             as GPT-2 cuts it        of encoder.json or vocab.json in its
+                                                                              folder, else GPT-2's
+    NAME.tiktoken                                     by NAME (`PATTERNS`)    ranks
+    NAME.model (SentencePiece: BPE or unigram)        by its normalizer       its own
+    NAME.vocab.txt, vocab.txt (BERT's word pieces)    as BERT cuts it         lines
+
+Each may be compressed (.gz).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from mlx_zip.errors import DataError, bare_exceptions_as_value_errors
+from mlx_zip.text.sentencepiece_file import read_pieces
+from mlx_zip.vocab.adaptbpe import text
+from mlx_zip.vocab.first_stage import BESIDE, TokenizerFile, open_tokenizer, read_stored, to_text, vocabulary_of
+
+_LOWER, _UPPER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_O200K = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# How a text is split before ranks apply; no rank file says so. By the name of the vocabulary. Source: its publisher.
+PATTERNS = {name: text.PATTERNS[kind] for name, kind in text.CUT_BY_NAME.items()} | {"o200k": _O200K}
+COMPOSED = "qwen"  # the vocabularies whose tokenizer composes characters (NFC) first
+PIECES, UNKNOWN = "vocab.txt", "[UNK]"
+KINDS = (
+    "tokenizer.json, NAME.tiktoken, NAME.model (SentencePiece), encoder.json with vocab.bpe, vocab.json with "
+    "merges.txt, or NAME.vocab.txt (BERT); each also with .gz"
+)
+
+
+def is_tokenizer_file(path: Path) -> bool:
+    """Whether a file's name is one of `KINDS`."""
+    return _plain(path).endswith(("tokenizer.json", ".tiktoken", ".model", *BESIDE, *BESIDE.values(), PIECES))
+
+
+def name_of(path: Path) -> str:
+    """What to call a tokenizer: its file's name without the part that all such files share, or else its folder's."""
+    plain = _plain(path)
+    for ending in ("tokenizer.json", ".tiktoken", ".model", *BESIDE, *BESIDE.values(), PIECES):
+        plain = plain.removesuffix(ending)
+    return plain.strip(".-_") or path.absolute().parent.name
+
+
+def read_library(path: Path) -> Any:
+    """Returns the `tokenizers.Tokenizer` of a file named as in `KINDS`. Raises `DataError` naming the file."""
+    try:
+        with bare_exceptions_as_value_errors():
+            return _read(path)
+    except DataError:
+        raise
+    except ValueError as error:
+        raise DataError(f"{path} cannot be read as a tokenizer: {error}") from error
+
+
+def _read(path: Path) -> Any:
+    plain = _plain(path)
+    if not is_tokenizer_file(path):
+        raise DataError(f"{path}: not the name of a tokenizer file ({KINDS})")
+    if not path.is_file():
+        raise DataError(f"{path}: no such file")
+    if plain.endswith(".tiktoken"):
+        return _ranks(path)
+    if plain.endswith(".model"):
+        return read_pieces(path).library()
+    if plain.endswith(PIECES):
+        return _word_pieces(path)
+    if plain.endswith(tuple(BESIDE.values())):
+        return _byte_pairs(path, _partner(path, {ids: merges for merges, ids in BESIDE.items()}))
+    if plain.endswith(tuple(BESIDE)):
+        vocabulary = _partner(path, BESIDE)
+        return _byte_pairs(vocabulary, path) if vocabulary.is_file() else open_tokenizer(path).library()
+    file = open_tokenizer(path)
+    if file.kind != "tokenizer":
+        raise DataError(f"{path}: no tokenizer.json but a list of tokens, which does not say how a text is split")
+    return file.library()
+
+
+def pair_in(folder: Path) -> Path | None:
+    """Returns the merge list of a folder that holds one with its vocabulary (GPT-2's two files), None otherwise."""
+    for merges in BESIDE:
+        for path in sorted([*folder.glob(f"*{merges}"), *folder.glob(f"*{merges}.gz")]):
+            if _partner(path, BESIDE).is_file():
+                return path
+    return None
+
+
+def pattern_of(path: Path) -> str:
+    """Returns the pattern that splits a text before a rank file applies. Raises `DataError` for an unknown name."""
+    pattern = next((pattern for known, pattern in PATTERNS.items() if known in name_of(path)), None)
+    if pattern is None:
+        raise DataError(f"{path}: how its text is split is unknown; the name must hold one of {', '.join(PATTERNS)}")
+    return pattern
+
+
+def _plain(path: Path) -> str:
+    return path.name.removesuffix(".gz")
+
+
+def _partner(path: Path, endings: dict[str, str]) -> Path:
+    """The other file of a pair, compressed or not, by the ending that it has in place of this file's."""
+    plain = _plain(path)
+    own = next(ending for ending in endings if plain.endswith(ending))
+    other = path.with_name(plain.removesuffix(own) + endings[own])
+    packed = other.with_name(other.name + ".gz")
+    return packed if packed.is_file() and not other.is_file() else other
+
+
+def _ranks(path: Path) -> Any:
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    pattern = pattern_of(path)
+    ranks = {token: rank for rank, token in enumerate(open_tokenizer(path).tokens())}
+    merges = [
+        (to_text(token[:i]), to_text(token[i:]))
+        for token in ranks
+        for i in range(1, len(token))
+        if token[:i] in ranks and token[i:] in ranks
+    ]
+    vocabulary = {to_text(token): rank for token, rank in ranks.items()}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
+    if COMPOSED in path.name:
+        tokenizer.normalizer = normalizers.NFC()
+    split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _byte_pairs(vocabulary: Path, merges: Path) -> Any:
+    try:
+        file = TokenizerFile(merges, "merges", read_stored(merges))
+        return file.library(vocabulary_of(json.loads(read_stored(vocabulary))))
+    except (ValueError, DataError) as error:
+        raise DataError(f"{vocabulary} and {merges.name} are no byte-level vocabulary: {error}") from error
+
+
+def _word_pieces(path: Path) -> Any:
+    """BERT's word pieces. Text is made lower case unless the name says `cased`, for the list does not say it."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    try:
+        pieces = read_stored(path).decode("utf-8").splitlines()
+    except ValueError as error:
+        raise DataError(f"{path}: no list of word pieces: {error}") from error
+    if len(set(pieces)) < len(pieces) or UNKNOWN not in pieces:
+        raise DataError(f"{path}: no list of word pieces: {UNKNOWN} must be one, and none twice")
+    tokenizer = Tokenizer(models.WordPiece({piece: i for i, piece in enumerate(pieces)}, unk_token=UNKNOWN))
+    name = name_of(path)
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase="uncased" in name or "cased" not in name)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    return tokenizer
+
+
+def special_names(tokenizer: Any) -> dict[str, str]:
+    """Returns the special tokens by which transformers knows them: those of well-known names that a vocabulary has."""
+    known = {
+        "bos_token": ("<s>", "<|endoftext|>", "[CLS]"),
+        "eos_token": ("</s>", "<|endoftext|>", "[SEP]"),
+        "unk_token": ("<unk>", UNKNOWN),
+        "pad_token": ("<pad>", "[PAD]"),
+    }
+    has = lambda token: tokenizer.token_to_id(token) is not None
+    found = {name: next(filter(has, tokens), None) for name, tokens in known.items()}
+    return {name: token for name, token in found.items() if token is not None}

@@ -1,0 +1,151 @@
+"""SentencePiece's model files, read without that library, as `tokenizers.Tokenizer` objects.
+
+Source of the format: sentencepiece_model.proto (ModelProto: pieces 1, trainer_spec 2, normalizer_spec 3).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mlx_zip.errors import DataError
+from mlx_zip.vocab.first_stage import read_stored
+
+UNIGRAM, BPE = 1, 2
+_NORMAL, _UNKNOWN, _CONTROL, _USER, _BYTE = 1, 2, 3, 4, 6
+SPACE = "▁"
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # wire types
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """A model file's content: its pieces as (text, score, kind) by id, the algorithm, and how text is normalized."""
+
+    path: Path
+    pieces: tuple[tuple[str, float, int], ...]
+    algorithm: int
+    charsmap: bytes
+    dummy_prefix: bool
+    single_spaces: bool
+
+    def library(self) -> Any:
+        """Returns the `tokenizers.Tokenizer` with these ids. Raises `DataError` for other algorithms."""
+        from tokenizers import AddedToken, Tokenizer
+
+        if self.algorithm not in (UNIGRAM, BPE):
+            raise DataError(f"{self.path}: a SentencePiece model of words or characters, which is not read here")
+        tokenizer = Tokenizer(self._bpe() if self.algorithm == BPE else self._unigram())
+        tokenizer.normalizer = self._normalizer()
+        tokenizer.decoder = self._decoder()
+        kinds = {_CONTROL: True, _UNKNOWN: True, _USER: False}
+        added = [(text, kinds[kind]) for text, _, kind in self.pieces if kind in kinds]
+        tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text, special in added if special])
+        tokenizer.add_tokens([AddedToken(text, normalized=False) for text, special in added if not special])
+        return tokenizer
+
+    @property
+    def _unknown(self) -> str | None:
+        return next((text for text, _, kind in self.pieces if kind == _UNKNOWN), None)
+
+    @property
+    def _has_bytes(self) -> bool:
+        return any(kind == _BYTE for _, _, kind in self.pieces)
+
+    def _bpe(self) -> Any:
+        """Each piece is merged from any two that make it, the pieces of a higher score first."""
+        from tokenizers import models
+
+        ids = {text: i for i, (text, _, _) in enumerate(self.pieces)}
+        normal = {text: score for text, score, kind in self.pieces if kind == _NORMAL}
+        merges = [
+            (text[:i], text[i:])
+            for text in sorted(normal, key=lambda text: (-normal[text], ids[text]))
+            for i in range(1, len(text))
+            if text[:i] in normal and text[i:] in normal
+        ]
+        return models.BPE(ids, merges, unk_token=self._unknown, fuse_unk=True, byte_fallback=self._has_bytes)
+
+    def _unigram(self) -> Any:
+        from tokenizers import models
+
+        unknown = next((i for i, piece in enumerate(self.pieces) if piece[2] == _UNKNOWN), None)
+        scores = [(text, score) for text, score, _ in self.pieces]
+        return models.Unigram(scores, unknown, self._has_bytes)
+
+    def _normalizer(self) -> Any:
+        from tokenizers import Regex, normalizers
+
+        steps: list[Any] = [normalizers.Precompiled(self.charsmap)] if self.charsmap else []
+        if self.single_spaces:
+            steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+        if self.dummy_prefix:
+            steps.append(normalizers.Prepend(SPACE))
+        return normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
+
+    def _decoder(self) -> Any:
+        from tokenizers import decoders
+
+        steps: list[Any] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+        return decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if self.dummy_prefix else steps)
+
+
+def read_pieces(path: Path) -> Pieces:
+    """Reads a model file. Raises `DataError` naming a file that is no SentencePiece model."""
+    try:
+        fields = list(_fields(read_stored(path)))
+        pieces = tuple(_piece(dict(_fields(value))) for number, value in fields if number == 1)
+        trainer, normalizer = (dict(_fields(dict(fields).get(number, b""))) for number in (2, 3))
+        if not pieces:
+            raise ValueError("it has no pieces")
+        return Pieces(
+            path,
+            pieces,
+            trainer.get(3, UNIGRAM),
+            normalizer.get(2, b""),
+            bool(normalizer.get(3, 1)),
+            bool(normalizer.get(4, 1)),
+        )
+    except (ValueError, IndexError, TypeError, AttributeError, struct.error) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"{path}: no SentencePiece model: {error}") from error
+
+
+def _piece(fields: dict[int, Any]) -> tuple[str, float, int]:
+    return fields[1].decode("utf-8"), struct.unpack("<f", fields.get(2, b"\0\0\0\0"))[0], fields.get(3, _NORMAL)
+
+
+def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
+    """(field number, value) of a protobuf message: an integer, or the bytes of anything else."""
+    at = 0
+    while at < len(data):
+        key, at = _varint(data, at)
+        kind = key & 7
+        if kind == _VARINT:
+            value, at = _varint(data, at)
+        else:
+            if kind == _BYTES:
+                size, at = _varint(data, at)
+            elif kind in (_FIXED64, _FIXED32):
+                size = 8 if kind == _FIXED64 else 4
+            else:
+                raise ValueError(f"byte {at} begins no field")
+            value, at = data[at : at + size], at + size
+        if at > len(data):
+            raise ValueError("it ends within a field")
+        yield key >> 3, value
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = data[at]
+        value |= (byte & 0x7F) << shift
+        at, shift = at + 1, shift + 7
+        if byte < 0x80:
+            return value, at
+        if shift > 63:
+            raise ValueError(f"byte {at} is within a number that is too long")

@@ -1,0 +1,78 @@
+"""Vocabularies for what needs no chat template: text to base ids and back, from any tokenizer file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mlx_zip.bundled import here_or_bundled
+from mlx_zip.text.formats import is_tokenizer_file, name_of, pair_in, read_library
+from mlx_zip.text.tokenizers import load_tokenizer
+from mlx_zip.vocab.adaptbpe.plain import follow_folder
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """encode: text -> base ids, all below `size`, nothing added. decode: ids -> text. text_of: an id's text.
+
+    special_ids: ids that mark something and are no text. library: which library encodes.
+    """
+
+    name: str
+    size: int
+    library: str
+    encode: Callable[[str], Sequence[int]]
+    decode: Callable[[Sequence[int]], str]
+    text_of: Callable[[int], str]
+    special_ids: frozenset[int] = frozenset()
+
+    def __repr__(self) -> str:
+        return f"Vocabulary({self.name!r}, size={self.size})"
+
+    def digit_ids(self) -> list[int]:
+        """Ids whose text, blanks aside, is digits: what zip2zip++ keeps from merging."""
+        texts = ((i, self.text_of(i).strip("▁ ")) for i in range(self.size))
+        return [i for i, text in texts if text.isascii() and text.isdigit()]
+
+
+def read_vocabulary(name: str | Path) -> Vocabulary:
+    """Reads a tokenizer file (`formats.KINDS`), a folder, a bundled model's name or a hub id.
+
+    An adapted model's folder gives its exact ids. Raises `DataError` naming what cannot be read.
+    """
+    path = here_or_bundled(name)
+    file = path
+    if path.is_dir():
+        file = path / "tokenizer.json" if (path / "tokenizer.json").is_file() else pair_in(path) or path
+    if not (file.is_file() or is_tokenizer_file(file)):
+        return _of_transformers(str(name))
+    tokenizer = read_library(file)
+    follow_folder(tokenizer, file.parent)
+    is_sentencepiece = file.name.removesuffix(".gz").endswith(".model")
+    tokenizer.encode_special_tokens = is_sentencepiece  # as that library does: a text's "<s>" is text
+    decode = lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False)
+    return Vocabulary(
+        path.name if path.is_dir() else name_of(file),
+        1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1),
+        "tokenizers",
+        lambda text: tokenizer.encode(text, add_special_tokens=False).ids,
+        decode,
+        tokenizer.id_to_token if is_sentencepiece else lambda i: decode([i]),
+        frozenset(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special),
+    )
+
+
+def _of_transformers(name: str) -> Vocabulary:
+    tokenizer: Any = load_tokenizer(name)
+    decode = lambda ids: tokenizer.decode(list(ids))
+    return Vocabulary(
+        Path(name).name,
+        len(tokenizer),
+        "transformers",
+        lambda text: tokenizer.encode(text, add_special_tokens=False),
+        decode,
+        lambda i: decode([i]),
+        frozenset(tokenizer.all_special_ids),
+    )
