@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 from mlx_zip.bench import machine, shapes
+from mlx_zip.bench import record as record_fields
 from mlx_zip.bench.__main__ import BENCHES
 from mlx_zip.bench.engines import Run
 from mlx_zip.bench.generate_record import SCHEMA, ceiling, ceiling_record, counts, figures
@@ -59,9 +60,10 @@ def run(bench: str, *flags: object) -> int:
 
 
 def small(monkeypatch: Any) -> None:
-    """A shape named `tiny`, and a small matrix to measure the bandwidth with."""
+    """A shape named `tiny`, a small matrix to measure the bandwidth with, and no waiting for the load."""
     monkeypatch.setitem(shapes.SHAPES, "tiny", SHAPE)
     monkeypatch.setattr(machine, "BANDWIDTH_SIDE", 64)
+    monkeypatch.setattr(record_fields, "IDLE_S", 0.01)
 
 
 def made_run(step_s: float = 0.1, steps: int = 4, first_s: float = 0.5, per_step: int = 1) -> Run:
@@ -91,8 +93,8 @@ def record(engine: str = "mlx-lm", steps_s: tuple[float, ...] = (0.1, 0.11, 0.12
         "model": {"name": "tiny", "precision": "float32", "weights": "random"},
         "workload": workload,
         "setting": {"trials": len(runs), "warmup": 1, "rows": "warm", "draft": 10},
-        "counts": counts(8, runs[0]),
-        "figures": figures(8, runs, [None] * len(runs), top),
+        "counts": counts([8], runs[:1]),
+        "figures": figures([8] * len(runs), runs, [None] * len(runs), top),
         "ceiling": ceiling_record(top),
         "energy_source": None,
         "device": {"device": "Device(cpu, 0)", "chip": "a chip", "threads": {}},
@@ -100,5 +102,9 @@ def record(engine: str = "mlx-lm", steps_s: tuple[float, ...] = (0.1, 0.11, 0.12
         "python": "3.11.7",
         "versions": {"mlx": "0.32.4"},
         "commit": "abc",
+        "load_average": 0.1,
+        "idle_share": 0.95,
+        "preloaded": [],
+        "blas": ["libblas.so"],
         **changes,
     }
