@@ -1,4 +1,4 @@
-"""Tables and picture of the H-BPE report: made of the records' own figures; a chart is the same for the same figures."""
+"""Tables and picture of the H-BPE report have the figures of the records; equal figures give equal pictures."""
 
 from xml.etree import ElementTree
 
