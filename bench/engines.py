@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from typing import Any
 
 import mlx.core as mx
@@ -17,7 +16,6 @@ import numpy as np
 
 from mlx_zip.codec import Codebook, compress
 from mlx_zip.config import SIDES
-from mlx_zip.errors import MlxZipError, missing_library
 
 from . import machine
 from .shapes import Models
@@ -31,10 +29,6 @@ ENGINES = {
     "hf-compiled": "the plain model in transformers, compiled, static cache",
     "zip2zip": "the published package (PyTorch)",
 }
-
-
-LIBRARIES = {"hf": ("torch", "transformers"), "hf-compiled": ("torch", "transformers"), "zip2zip": ("torch", "zip2zip")}
-ONE_REQUEST = ("hf-compiled", "zip2zip")  # they cannot go on with a conversation
 
 
 @dataclass
@@ -256,35 +250,3 @@ def settle() -> None:
     mx.synchronize(generation_stream)
     mx.synchronize()
     mx.clear_cache()
-
-
-def check_engines(names: Sequence[str]) -> None:
-    """Raises `MlxZipError` for an unknown engine or one named twice, `InstallationError` for a library it lacks."""
-    for at, name in enumerate(names):
-        if name not in ENGINES:
-            raise MlxZipError(f"engine {name!r} is not one of {', '.join(ENGINES)}")
-        if name in names[:at]:
-            raise MlxZipError(f"engine {name} is named twice")
-        missing = [library for library in LIBRARIES.get(name, ()) if find_spec(library) is None]
-        if missing:
-            raise missing_library(f"engine {name}", *missing)
-
-
-def make_engine(name: str, models: Models, options: Any) -> Engine:
-    """An engine by its name, which `check_engines` has passed. options: `draft`, `published`, as the command's flags.
-
-    Raises `MlxZipError` for a model that the engine cannot have.
-    """
-    if name.startswith("mlx-zip") and models.zipped is None:
-        raise MlxZipError(f"{name} needs a model with hypertokens: --model or --shape")
-    if name == "mlx-lm":
-        return MlxLm(models, models.plain)
-    if name == "mlx-zip":
-        return MlxZip(models, models.zipped)  # type: ignore[arg-type]
-    if name.endswith("+lookup"):
-        from .lookup import PlainLookup, ZipLookup
-
-        return PlainLookup(models, options.draft) if name == "mlx-lm+lookup" else ZipLookup(models, options.draft)
-    from .torch_engines import make_torch_engine
-
-    return make_torch_engine(name, models, options.published)

@@ -11,20 +11,24 @@ import json
 import sys
 import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from mlx_zip.errors import MlxZipError
 
-from .engines import ENGINES, ONE_REQUEST, Engine, Run, check_engines, make_engine
+from .engine_choice import ONE_REQUEST, check_engines, make_engine
+from .engines import ENGINES, Engine, Run
 from .generate_record import SCHEMA, ceiling, ceiling_record, counts, figures
 from .lookup import DRAFT
 from .machine import EnergyMeter, used
-from .record import surroundings
+from .progress import Progress, header
+from .record import load_before, surroundings
+from .report import seen
 from .shapes import ENCODERS, PRECISIONS, SHAPES, Models, ZipOptions, from_folders, from_shape
-from .workloads import DOMAINS, Workload, chat, cut, read_requests, read_tokenizer, sources
+from .workloads import DOMAINS, Workload, chats, cut, read_requests, read_tokenizer, sources
 
 MODES = ("replay", "free", "chat")
 SIZES = ("256+256", "512+256", "1024+256", "2048+256")  # of the paper's table 6
@@ -81,10 +85,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--warmup", type=int, default=1, help="runs before them that do not count (default: 1)")
     add(
         "--rows",
+        nargs="+",
         choices=("warm", "cold"),
-        default="warm",
-        help="warm: a run may find hyper rows that earlier ones "
-        "left behind; cold: each has a model that has read nothing (default: warm)",
+        default=["warm"],
+        help="warm: a run may use hyper rows that earlier runs encoded; cold: every run begins with none; both words "
+        "measure both, in turns (default: warm)",
     )
     add("--draft", type=int, default=DRAFT, help=f"ids that prompt lookup proposes at most (default: {DRAFT})")
     add("--published", metavar="DIR", help="checkpoint for the engine zip2zip, as `mlx_zip export` writes it")
@@ -92,24 +97,50 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_text_arguments(parser, SIZES)
     add("--windows", type=int, default=1, help="stretches of each text (default: 1)")
     add("--requests", type=Path, metavar="FILE", help="of a chat, one a line (default: some for stories)")
-    add("--turns", type=int, default=3, help="of a chat (default: 3)")
+    add("--turns", type=int, default=3, help="requests in each conversation of --mode chat (default: 3)")
+    add(
+        "--conversations",
+        type=int,
+        default=1,
+        metavar="N",
+        help="conversations of --mode chat, each with requests of its own; one record holds them all, a sample per "
+        "conversation and trial (default: 1)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints one JSON line per engine and workload, or turn of one, as soon as it is measured. Raises `MlxZipError`."""
-    for name in ("trials", "windows", "draft", "turns"):
+    args.rows = list(dict.fromkeys(args.rows))
+    for name in ("trials", "windows", "draft", "turns", "conversations"):
         if getattr(args, name) < 1:
             raise MlxZipError(f"--{name} must be at least 1, got {getattr(args, name)}")
     if args.warmup < 0:
         raise MlxZipError(f"--warmup must be at least 0, got {args.warmup}")
     check_engines(args.engines)
+    load_before()
     models, workloads = prepare(args)
     check_fit(args.engines, workloads)
-    bench = Bench(args, [make_engine(name, models, args) for name in args.engines], models)
-    for workload in workloads:
-        for record in bench.measure(workload):
+    engines = [(make_engine(name, models, args), rows) for rows in args.rows for name in args.engines]
+    comparison = EngineComparison(args, engines, models)
+    header("generate", models.name, comparison.devices[args.engines[0]], _plan(args, workloads))
+    for conversations in together(workloads):
+        records = []
+        for record in comparison.measure(conversations):
+            records.append(record)
             print(json.dumps(record), flush=True)
+        print(seen(records), file=sys.stderr)
     return 0
+
+
+def _plan(args: argparse.Namespace, workloads: Sequence[Workload]) -> str:
+    trials = f"{args.trials} trials after {args.warmup} warm-up, rows {' and '.join(args.rows)}"
+    return f"{', '.join(args.engines)}: {len(workloads)} {args.mode} x {trials}"
+
+
+def together(workloads: Sequence[Workload]) -> list[list[Workload]]:
+    """The workloads that one record is about: all conversations of a chat, else each by itself."""
+    chats = [one for one in workloads if one.mode == "chat"]
+    return [[one] for one in workloads if one.mode != "chat"] + ([chats] if chats else [])
 
 
 # ---- what is run
@@ -134,7 +165,7 @@ def workloads_of(args: argparse.Namespace, tokenizer: Any, context: int | None) 
     """What the flags ask for. Raises `MlxZipError`, also where the model's `context` has too few positions."""
     sizes = [parse_size(text) for text in args.sizes]
     if args.mode == "chat":
-        found = [chat(tokenizer, read_requests(args.requests), args.turns, tokens) for _, tokens in sizes[:1]]
+        found = chats(tokenizer, read_requests(args.requests), args.conversations, args.turns, sizes[0][1])
     else:
         files = sources(args.text, args.data, args.domains)
         found = [
@@ -172,74 +203,97 @@ def check_fit(engines: Sequence[str], workloads: Sequence[Workload]) -> None:
 
 @dataclass
 class Trial:
-    """One engine's run of a workload: a `Run` and joules (None where unknown) per turn."""
+    """One engine's run of a conversation: a `Run` and joules (None where unknown) per turn."""
 
     runs: list[Run]
     joules: list[float | None]
 
 
-class Bench:
-    """Engines, and what all records of a command have in common. bytes_per_s: each one's memory bandwidth."""
+@dataclass
+class Entrant:
+    """One engine with warm or cold rows, and its trials: [conversations x trials]."""
 
-    def __init__(self, args: argparse.Namespace, engines: Sequence[Engine], models: Models) -> None:
+    engine: Engine
+    rows: str
+    trials: list[list[Trial]] = field(default_factory=list)
+
+
+class EngineComparison:
+    """Runs engines in turns on the same conversations and makes their records."""
+
+    def __init__(self, args: argparse.Namespace, engines: Sequence[tuple[Engine, str]], models: Models) -> None:
+        """engines: each with "warm" or "cold". The memory bandwidth of every chip is measured here, once."""
         self.args, self.engines, self.models = args, engines, models
         self.meter = EnergyMeter()
-        self.devices = {engine.name: engine.device for engine in engines}
-        chips = {told["chip"]: engine for engine, told in zip(engines, self.devices.values(), strict=True)}
+        self.devices = {engine.name: engine.device for engine, _ in engines}
+        chips = {self.devices[engine.name]["chip"]: engine for engine, _ in engines}
         measured = {chip: engine.bandwidth() for chip, engine in chips.items()}
-        self.bytes_per_s = {name: measured[told["chip"]] for name, told in self.devices.items()}
+        self.bytes_per_s = {name: measured[found["chip"]] for name, found in self.devices.items()}
         self.run_id = uuid.uuid4().hex[:12]
 
-    def measure(self, workload: Workload) -> Iterator[dict[str, Any]]:
-        """Runs warm-up and trials of every engine in turn, then gives the records."""
-        trials: dict[str, list[Trial]] = {engine.name: [] for engine in self.engines}
-        for at in range(-self.args.warmup, self.args.trials):
-            turned = at % len(self.engines)
-            for engine in [*self.engines[turned:], *self.engines[:turned]]:
-                trial = self._trial(engine, workload)
-                if at >= 0:
-                    trials[engine.name].append(trial)
-        for engine in self.engines:
-            for turn in range(len(workload.turns)):
-                record = self._record(engine, workload, turn, trials[engine.name])
-                _tell(record)
-                yield record
+    def measure(self, conversations: Sequence[Workload]) -> Iterator[dict[str, Any]]:
+        """Runs warm-up and trials of every engine on every conversation, then yields a record per engine and turn.
 
-    def _trial(self, engine: Engine, workload: Workload) -> Trial:
-        if self.args.rows == "cold":
+        Engines take turns within a conversation, and in which of them goes first.
+        """
+        entrants = [Entrant(engine, rows, [[] for _ in conversations]) for engine, rows in self.engines]
+        rounds = range(-self.args.warmup, self.args.trials)
+        with Progress("trial", len(rounds) * len(conversations) * len(entrants)) as progress:
+            for trial in rounds:
+                for at, conversation in enumerate(conversations):
+                    first = (trial + at) % len(entrants)
+                    for entrant in [*entrants[first:], *entrants[:first]]:
+                        done = self._trial(entrant, conversation)
+                        if trial >= 0:
+                            entrant.trials[at].append(done)
+                        progress.step()
+        for entrant in entrants:
+            for turn in range(len(conversations[0].turns)):
+                yield self._record(entrant, conversations, turn)
+
+    def _trial(self, entrant: Entrant, conversation: Workload) -> Trial:
+        engine = entrant.engine
+        if entrant.rows == "cold":
             engine.fresh()
-        held = engine.start() if len(workload.turns) > 1 else None
+        held = engine.start() if len(conversation.turns) > 1 else None
         runs, joules = [], []
-        for turn in workload.turns:
+        for turn in conversation.turns:
             before = self.meter.read()
             runs.append(engine.run(turn.prompt, turn.tokens, turn.text, held))
             joules.append(used(before, self.meter.read()))
         return Trial(runs, joules)
 
-    def _record(self, engine: Engine, workload: Workload, turn: int, trials: Sequence[Trial]) -> dict[str, Any]:
+    def _record(self, entrant: Entrant, conversations: Sequence[Workload], turn: int) -> dict[str, Any]:
+        """One record; samples are ordered by conversation, then by trial."""
+        engine, first = entrant.engine, conversations[0]
+        prompts = [len(one.turns[turn].prompt) for one in conversations]
+        trials = [trial for of_one in entrant.trials for trial in of_one]
         runs, joules = [trial.runs[turn] for trial in trials], [trial.joules[turn] for trial in trials]
-        asked, args = workload.turns[turn], self.args
+        read = [prompt for prompt in prompts for _ in range(self.args.trials)]
         top = ceiling(self.bytes_per_s[engine.name], engine.weight_bytes, engine.kv_bytes, runs[0])
+        several = {"conversations": len(conversations)} if len(conversations) > 1 else {}
+        setting = {name: getattr(self.args, name) for name in ("trials", "warmup", "draft")}
         return {
             "bench": "generate",
             "schema": SCHEMA,
             "run": self.run_id,
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
             "engine": engine.name,
-            "mode": workload.mode,
+            "mode": first.mode,
             "model": self._model(),
             "workload": {
-                "domain": workload.domain,
-                "data": workload.data,
-                "window": workload.window,
+                "domain": first.domain,
+                "data": first.data,
+                "window": first.window,
                 "turn": turn,
-                "turns": len(workload.turns),
-                "prompt_tokens": len(asked.prompt),
-                "tokens": asked.tokens,
+                "turns": len(first.turns),
+                "prompt_tokens": round(mean(prompts)),
+                "tokens": first.turns[turn].tokens,
+                **several,
             },
-            "setting": {name: getattr(args, name) for name in ("trials", "warmup", "rows", "draft")},
-            "counts": counts(len(asked.prompt), runs[0]),
-            "figures": figures(len(asked.prompt), runs, joules, top),
+            "setting": {**setting, "rows": entrant.rows},
+            "counts": counts(prompts, [of_one[0].runs[turn] for of_one in entrant.trials]),
+            "figures": figures(read, runs, joules, top),
             "ceiling": ceiling_record(top),
             "energy_source": self.meter.source,
             "device": self.devices[engine.name],
@@ -247,19 +301,8 @@ class Bench:
         }
 
     def _model(self) -> dict[str, Any]:
-        """Of a shape, its hypertokens too."""
+        """The record's section on the model; of random weights, their hypertokens too."""
         models, args = self.models, self.args
-        told = {"name": models.name, "precision": models.precision, "weights": models.weights}
+        found = {"name": models.name, "precision": models.precision, "weights": models.weights}
         names = ("encoder", "encoder_layers", "merge_size", "codebook_size") if args.shape else ()
-        return {**told, **{name: getattr(args, name) for name in names}}
-
-
-def _tell(record: dict[str, Any]) -> None:
-    workload, found = record["workload"], record["figures"]
-    told = ", ".join(
-        f"{found[name]['median']:.4g} {name.replace('_per_', '/').replace('_', ' ')}"
-        for name in ("ttft_ms", "steps_per_s", "base_tokens_per_s")
-        if found[name]
-    )
-    size = f"{workload['prompt_tokens']}+{workload['tokens']}"
-    print(f"{record['engine']}, {record['mode']}, {workload['domain']} {size}: {told}", file=sys.stderr)
+        return {**found, **{name: getattr(args, name) for name in names}}

@@ -50,6 +50,7 @@ SECTIONS: dict[str, tuple[type, ...]] = {  # of a record, with their types
     "versions": (dict,),
     "commit": (str, type(None)),
 }
+SINCE = ("load_average", "idle_share", "preloaded", "blas")  # fields that records made before them do not have
 KEY = ("model", "workload")  # with engine, mode and rows: what makes two records measurements of one thing
 
 
@@ -69,9 +70,14 @@ def ceiling(bandwidth: float, weight_bytes: int, kv_bytes: int, run: Run) -> Cei
     return Ceiling(bandwidth, step, bandwidth / step)
 
 
-def figures(prompt_tokens: int, runs: Sequence[Run], joules: Sequence[float | None], top: Ceiling) -> dict[str, Any]:
-    """`FIGURES` of some trials: unit, median, least, greatest and samples; null where a trial has none."""
-    trials = [_trial(prompt_tokens, run, energy, top) for run, energy in zip(runs, joules, strict=True)]
+def figures(
+    prompts: Sequence[int], runs: Sequence[Run], joules: Sequence[float | None], top: Ceiling
+) -> dict[str, Any]:
+    """`FIGURES` of some trials: unit, median, least, greatest and samples; null where a trial has none.
+
+    prompts: base tokens of each trial's prompt.
+    """
+    trials = [_trial(*one, top) for one in zip(prompts, runs, joules, strict=True)]
     return {name: _spread(unit, [trial[name] for trial in trials]) for name, (unit, _) in FIGURES.items()}
 
 
@@ -111,16 +117,16 @@ def _spread(unit: str, samples: Sequence[float | None]) -> dict[str, Any] | None
     }
 
 
-def counts(prompt_tokens: int, run: Run) -> dict[str, int]:
-    """What a trial read and wrote."""
+def counts(prompts: Sequence[int], runs: Sequence[Run]) -> dict[str, int]:
+    """Sums of what these runs read and wrote; prompts: base tokens of each one's prompt."""
     return {
-        "prompt_tokens": prompt_tokens,
-        "prompt_ids": run.prompt_ids,
-        "base_tokens": len(run.base_ids),
-        "emitted_ids": sum(map(len, run.ids)),
-        "steps": len(run.times),
-        "bytes": run.text_bytes,
-        "kv_ids": run.kv_ids,
+        "prompt_tokens": sum(prompts),
+        "prompt_ids": sum(run.prompt_ids for run in runs),
+        "base_tokens": sum(len(run.base_ids) for run in runs),
+        "emitted_ids": sum(len(ids) for run in runs for ids in run.ids),
+        "steps": sum(len(run.times) for run in runs),
+        "bytes": sum(run.text_bytes for run in runs),
+        "kv_ids": sum(run.kv_ids for run in runs),
     }
 
 

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
 PAGES = ("README.md", "CONTRIBUTING.md", "docs/**/*.md", "bench/**/*.md", "recipes/**/*.md")  # of a checkout
 DIFFERS = 1  # exit status
-_MARK = re.compile(r"<!-- (?:table: ([^\n]+?)|end) -->")  # a table's beginning, or its end
+_MARK = re.compile(
+    r"^<!-- (?:table: ([^\n]+?)|end) -->(?=\r?$)", re.MULTILINE
+)  # begin or end of a table, each on its own line
 _VERSION = re.compile(rb"Matplotlib v[\d.]+")  # in an SVG's metadata
 
 Tables = dict[str, Callable[[Records], str]]

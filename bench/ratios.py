@@ -1,4 +1,4 @@
-"""Ratios of two engines' trials that ran in turns, with a 95 % interval."""
+"""Ratios of two engines' trials with 95 % intervals: paired where the trials ran in turns."""
 
 from __future__ import annotations
 
@@ -46,3 +46,11 @@ def of_samples(ratios: Sequence[float], seed: int = 0) -> Ratio:
     drawn = samples[np.random.default_rng(seed).integers(0, len(samples), (DRAWS, len(samples)))]
     low, high = np.quantile(np.median(drawn, axis=1), QUANTILES)
     return Ratio(float(np.median(samples)), float(low), float(high), len(samples))
+
+
+def unpaired_ratio(a: Sequence[float], b: Sequence[float], seed: int = 0) -> Ratio:
+    """Median of b [m] over median of a [n], of trials that did not run in turns; both are drawn independently."""
+    rng = np.random.default_rng(seed)
+    drawn = [np.median(rng.choice(np.asarray(x, float), (DRAWS, len(x))), axis=1) for x in (a, b)]
+    low, high = np.quantile(drawn[1] / drawn[0], QUANTILES)
+    return Ratio(float(np.median(b) / np.median(a)), float(low), float(high), min(len(a), len(b)))

@@ -80,7 +80,7 @@ def machines(records: Records, names: Sequence[str]) -> str:
                 line.get("commit") or "-",
                 line.get("time", "-")[:10],
                 str(trials(line) or "-"),
-                _busy(line),
+                busy(line),
                 libraries(line),
             ]
         )
@@ -93,7 +93,8 @@ def trials(line: Record) -> int | None:
     return line.get("setting", {}).get("trials", line.get("trials"))
 
 
-def _busy(line: Record) -> str:
+def busy(line: Record) -> str:
+    """Load average and idle share of the processors before the command, as a table shows them."""
     load, idle = stated(line, "load_average"), line.get("idle_share")
     return ", ".join(["-" if load is None else str(load), *([] if idle is None else [f"{idle:.0%} idle"])])
 

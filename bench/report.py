@@ -13,11 +13,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.errors import MlxZipError, missing_library
-from mlx_zip.files import whole_file
+from mlx_zip.errors import MlxZipError
 
 from .engines import ENGINES
-from .generate_record import read_records
+from .generate_record import key, read_records
+from .plots import FORMATS as PICTURES
+from .plots import new_figure, save
+from .records import busy, libraries
+from .speeds import ratio
 from .tables import FORMATS, table
 
 BASE = "mlx-lm"  # what the others are held against; on a machine without it, transformers
@@ -33,6 +36,9 @@ COLUMNS = {  # heading: (figure, divisor)
     "peak, MB": ("peak_bytes", 1e6),
     "J per base token": ("joules_per_token", 1),
 }
+COLUMNS_FELT = ("base tokens per step", "base tokens/s", "bytes/s", "first id, ms")
+RATIOS = {"base tokens/s, to the base": "base_tokens_per_s", "bytes/s, to the base": "bytes_per_s"}
+BUSY = ("load average, idle share", "preloaded; BLAS")
 PAPER = {  # arXiv 2506.01084, table 6: setting -> method -> prefill and decoding at 256, 512, 1024 and 2048 + 256
     "Apple M1, Phi-3-4B (paper)": {
         "base": (165.0, 7.3, 211.3, 7.5, 200.9, 7.1, 196.6, 6.8),
@@ -65,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the table and writes the plot. Raises `MlxZipError` before anything is printed."""
-    if args.plot is not None and args.plot.suffix not in (".png", ".svg"):
+    if args.plot is not None and args.plot.suffix not in PICTURES:
         raise MlxZipError(f"--plot {args.plot}: the name must end in .png or .svg")
     records = read_records(args.records)
     if args.plot is not None:
@@ -79,8 +85,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def all_records(records: Records, kind: str) -> str:
-    """A row per record: median, with least and greatest of the trials in brackets."""
-    header = ["machine", "model", "text", "mode", "engine", *COLUMNS]
+    """A row per record: medians with least and greatest trial, and ratios to the base with their 95 % intervals."""
+    header = ["machine", "model", "text", "mode", "engine", *COLUMNS, *RATIOS, "trials", *BUSY]
     rows = [
         [
             setting(record),
@@ -89,10 +95,42 @@ def all_records(records: Records, kind: str) -> str:
             _mode(record),
             record["engine"],
             *(_cell(record["figures"][name], divisor) for name, divisor in COLUMNS.values()),
+            *against_base(record, records),
+            _samples(record),
+            busy(record),
+            libraries(record),
         ]
         for record in records
     ]
     return table(header, rows, kind)
+
+
+def seen(records: Records) -> str:
+    """The table that `bench generate` shows a person after each text: the figures one feels, and ratios to the base."""
+    heads = ["engine", "rows", *COLUMNS_FELT, *RATIOS]
+    rows = []
+    for record in records:
+        turn = record["workload"]["turn"]
+        name = f"{record['engine']}, turn {turn + 1}" if record["workload"]["turns"] > 1 else record["engine"]
+        felt = [_cell(record["figures"][COLUMNS[column][0]], 1) for column in COLUMNS_FELT]
+        rows.append([name, record["setting"]["rows"], *felt, *against_base(record, records)])
+    return f"{_text(records[0])}, {records[0]['mode']}, {_samples(records[0])}\n\n{table(heads, rows)}\n"
+
+
+def against_base(record: dict[str, Any], records: Records) -> list[str]:
+    """`RATIOS` of a record over the base engine that ran in turns with it; "-" for the base itself or without one."""
+    same = [r for r in records if r["run"] == record["run"] and key(r, engine=False) == key(record, engine=False)]
+    base = next((r for name in BASES for r in same if r["engine"] == name), record)
+    shown = []
+    for name in RATIOS.values():
+        figures = [one["figures"][name] for one in (base, record)]
+        shown.append("-" if base is record or None in figures else str(ratio((base, record), name)))
+    return shown
+
+
+def _samples(record: dict[str, Any]) -> str:
+    conversations, trials = record["workload"].get("conversations", 1), record["setting"]["trials"]
+    return f"{conversations} conversations x {trials}" if conversations > 1 else str(trials)
 
 
 def setting(record: dict[str, Any]) -> str:
@@ -217,23 +255,16 @@ def ceiling_rate(records: Records) -> float:
 
 
 def draw(path: Path, records: Records) -> None:
-    """A panel per machine, model and mode: bars of decoding by size and engine, a line above each at its ceiling.
+    """Writes a panel per machine, model and mode: bars of decoding by size and engine, each one's ceiling as a line.
 
     The file appears whole or not at all. Raises `InstallationError` without matplotlib.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise missing_library("--plot", "matplotlib", extra="bench") from error
     found = by_setting(records)
-    figure = Figure(figsize=(7, 3.2 * len(found)), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(7, 3.2 * len(found))
     panels = figure.subplots(len(found), squeeze=False)[:, 0]
     for panel, (name, engines) in zip(panels, found.items(), strict=True):
         _draw_panel(panel, name, engines)
-    with whole_file(path) as partial:
-        figure.savefig(partial, dpi=120, format=path.suffix[1:])
+    save(figure, path)
 
 
 def _draw_panel(panel: Any, name: str, engines: dict[str, dict[Size, list[dict[str, Any]]]]) -> None:

@@ -24,16 +24,21 @@ DOMAINS = ("code", "math", "chat", "multilingual", "web")
 SYNTHETIC = "synthetic"
 CHARACTERS_PER_ID = 16  # more than any tokenizer here reads into one, so that a text is not tokenized to its end
 FIELDS = (("text", "code"), ("question", "answer"), ("prompt", "canonical_solution"), ("text",))  # of a JSON line
-REQUESTS = tuple(
-    f"Tell me a story about {who} and {what}."
-    for who, what in (
-        ("a dog", "a red ball"),
-        ("a cat", "a small boat"),
-        ("a girl", "a big tree"),
-        ("a boy", "a blue hat"),
-        ("a bird", "the rain"),
-        ("a bear", "a jar of honey"),
-    )
+WHO = ("a dog", "a cat", "a girl", "a boy", "a bird", "a bear", "a fox", "a frog")
+WHAT = (
+    "a red ball",
+    "a small boat",
+    "a big tree",
+    "a blue hat",
+    "the rain",
+    "a jar of honey",
+    "a lost key",
+    "a new friend",
+)
+REQUESTS = tuple(  # WHO[i] with WHAT[i] first, then each with the next thing, and so on: 64 different stories
+    f"Tell me a story about {who} and {WHAT[(i + shift) % len(WHAT)]}."
+    for shift in range(len(WHAT))
+    for i, who in enumerate(WHO)
 )
 
 
@@ -132,20 +137,30 @@ def cut(
     return [Workload(domain, mode, data, (turn,), window) for window, turn in enumerate(made)]
 
 
-def chat(tokenizer: Any, requests: Sequence[str], turns: int, tokens: int) -> Workload:
-    """A conversation: one request per turn, each answered freely. Raises `MlxZipError` for too few requests."""
+def chats(tokenizer: Any, requests: Sequence[str], conversations: int, turns: int, tokens: int) -> list[Workload]:
+    """Conversations of `turns` requests each, in the order of the requests, every request answered freely.
+
+    Raises `MlxZipError` for too few requests.
+    """
+    if turns < 1 or turns * conversations > len(requests):
+        wanted = f"{conversations} conversation(s) of {turns} turn(s)"
+        raise MlxZipError(f"{wanted} need {turns * conversations} requests, there are {len(requests)}: --requests FILE")
+    cuts = [requests[at : at + turns] for at in range(0, turns * conversations, turns)]
+    return [_chat(tokenizer, asked, tokens, window) for window, asked in enumerate(cuts)]
+
+
+def _chat(tokenizer: Any, requests: Sequence[str], tokens: int, window: int) -> Workload:
     from mlx_zip.text.prompts import encode_prompt
 
-    if not 1 <= turns <= len(requests):
-        raise MlxZipError(f"--turns must be from 1 to the number of requests, {len(requests)}; got {turns}")
-    prompts = [encode_prompt(tokenizer, [{"role": "user", "content": text}]) for text in requests[:turns]]
+    prompts = [encode_prompt(tokenizer, [{"role": "user", "content": text}]) for text in requests]
     bos = tokenizer.bos_token_id
-    later = [ids[1:] if ids[0] == bos else ids for ids in prompts[1:]]  # the conversation has begun
-    return Workload("chat", "chat", "requests", tuple(Turn(tuple(ids), tokens) for ids in (prompts[0], *later)))
+    later = [ids[1:] if ids[0] == bos else ids for ids in prompts[1:]]  # only a conversation's first prompt has a bos
+    turns = tuple(Turn(tuple(ids), tokens) for ids in (prompts[0], *later))
+    return Workload("chat", "chat", "requests", turns, window)
 
 
 def read_requests(file: Path | None) -> list[str]:
-    """One request a line; without a file, some for stories."""
+    """The requests of a file, one a line; without a file 64 for stories."""
     if file is None:
         return list(REQUESTS)
     lines = [line.strip() for line in _read(file).splitlines()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,11 +10,13 @@ from typing import Any
 import mlx.nn as nn
 
 from mlx_zip.config import SIDES
+from mlx_zip.converters.tensors import some
 from mlx_zip.errors import ConversionError
 
 MODES = ("affine", "mxfp4", "nvfp4", "mxfp8")
 RECIPES = ("mixed_2_6", "mixed_3_4", "mixed_3_6", "mixed_4_6")  # mlx_lm.convert.QUANT_RECIPES
 ENCODER_BITS = (4, 8)
+GROUP_SIZES = {"affine": 64, "mxfp4": 32, "nvfp4": 16, "mxfp8": 32}  # the defaults of mlx_lm.utils.quantize_model
 _GROUPS = (64, 32)  # group sizes tried for an encoder layer, best first
 
 QuantPredicate = Callable[[str, nn.Module], bool | dict[str, Any]]
@@ -52,13 +55,41 @@ def quantize_model(model: nn.Module, config: dict[str, Any], recipe: Recipe) -> 
     if not recipe.quantize:
         return model, config
     if config.get("quantization"):
-        raise ConversionError("the model is quantized already; dequantize it first")
+        raise ConversionError("the model is quantized already; dequantize it first (mlx_zip convert -d)")
+    _check_widths(model, recipe)
     try:
-        return utils.quantize_model(
+        quantized, config = utils.quantize_model(
             model, config, recipe.group_size, recipe.bits, recipe.mode, quant_predicate=_predicate(model, recipe)
         )
-    except ValueError as error:  # MLX's word on bits, group size and mode
+    except ValueError as error:  # MLX's message on bits, group size and mode
         raise ConversionError(f"cannot quantize as asked: {error}") from error
+    if not any(hasattr(module, "scales") for _, module in quantized.named_modules()):
+        raise ConversionError("-q would quantize nothing: quant_predicate refuses every layer")
+    return quantized, config
+
+
+def _check_widths(model: Any, recipe: Recipe) -> None:
+    """Raises `ConversionError` if the group size divides no layer's width; warns of the layers that it leaves out."""
+    group = recipe.group_size or GROUP_SIZES[recipe.mode]
+    widths = {
+        path: module.weight.shape[-1]
+        for path, module in model.named_modules()
+        if hasattr(module, "to_quantized") and model.quant_predicate(path, module)
+    }
+    left_out = {path: width for path, width in widths.items() if group < 1 or width % group}
+    if len(left_out) == len(widths):
+        sizes = ", ".join(map(str, sorted(set(widths.values()))))
+        fitting = [g for g in (64, 32) if recipe.mode == "affine" and any(w % g == 0 for w in widths.values())]
+        hint = f"choose --q-group-size {fitting[0]}" if fitting else "leave -q out"
+        raise ConversionError(
+            f"-q would quantize nothing: no layer's width ({sizes}) is a multiple of the group size {group}; {hint}"
+        )
+    if left_out:
+        warnings.warn(
+            f"{len(left_out)} of {len(widths)} layers are not quantized, because their width is not a multiple of the "
+            f"group size {group}: {some(left_out, 3)}",
+            stacklevel=2,
+        )
 
 
 def _predicate(model: Any, recipe: Recipe) -> QuantPredicate:

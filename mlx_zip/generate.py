@@ -22,7 +22,7 @@ from mlx_zip.layout import is_zip
 from mlx_zip.loading import load
 from mlx_zip.request import GenerationResponse, Request, base_config
 from mlx_zip.sampling import Sampling
-from mlx_zip.state import find_state, split_start
+from mlx_zip.state import find_state, split_packs
 
 __all__ = ["GenerationResponse", "batch_generate", "generate", "load", "stream_generate"]
 
@@ -77,6 +77,7 @@ def stream_generate(
     request = Request(model, tokenizer, prompt, cache, max_tokens=max_tokens, stop=stop)
     sampler = _make_sampler(options, sampler, model, tokenizer)
     processors = request.processors(options, logits_processors or ())
+    request.take_cache()
     kv = {"kv_bits": kv_bits, "kv_group_size": kv_group_size, "quantized_kv_start": quantized_kv_start}
     if is_zip(model):
         steps = decode_steps(
@@ -102,17 +103,24 @@ def stream_generate(
             prompt_progress_callback=prompt_progress_callback,
             **kv,
         )
-    return _wired(model, _responses(request, steps, options.seed))
+    return _wired(model, _responses(request, tokenizer, steps, options.seed))
 
 
-def _responses(request: Request, steps: Iterator[Any], seed: int | None) -> Iterator[GenerationResponse]:
+def _responses(
+    request: Request, tokenizer: Any, steps: Iterator[Any], seed: int | None
+) -> Iterator[GenerationResponse]:
     _seed(seed)
     request.start()
-    for token, logprobs in steps:
-        response = request.emit(token, logprobs)
-        yield response
-        if response.finish_reason is not None:
-            return
+    finish_reason = None
+    try:
+        for token, logprobs in steps:
+            response = request.emit(token, logprobs)
+            finish_reason = response.finish_reason
+            yield response
+            if finish_reason is not None:
+                return
+    finally:
+        request.note(tokenizer, finish_reason)
 
 
 def _wired(model: Any, responses: Iterator[T]) -> Iterator[T]:
@@ -183,7 +191,7 @@ def stream_batch(
         raise GenerationError("no prompts: give a list of at least one")
     options = Sampling(**sampling)
     _check_kv(model, (), None, KV_GROUP_SIZES[0], prefill_step_size)
-    starts = split_start(start, len(prompts))
+    starts = split_packs(start, len(prompts))
     requests = [
         Request(model, tokenizer, prompt, _new_cache(model, own), max_tokens=max_tokens, stop=stop)
         for prompt, own in zip(prompts, starts, strict=True)
@@ -267,12 +275,12 @@ def _new_cache(model: Any, start: Sequence[Any] | None) -> list[Any]:
             "the pack (--pack): this model has no hypertokens, so nothing could use it; load it with a pack that was "
             "tuned for it (mlx_zip vocab pack tune)"
         )
-    return model.make_cache(start=start)
+    return model.make_cache(pack=start)
 
 
 def _batch_cache(model: Any, left_padding: list[int], starts: Sequence[Any]) -> list[Any]:
     if is_zip(model):
-        return model.make_cache(left_padding=left_padding, start=starts)
+        return model.make_cache(left_padding=left_padding, pack=starts)
     if any(type(entry) is not KVCache for entry in make_prompt_cache(model)):
         raise GenerationError("this model's caches do not batch; generate the prompts one by one")
     return [BatchKVCache(left_padding) for _ in model.layers]

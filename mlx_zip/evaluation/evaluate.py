@@ -127,22 +127,22 @@ def evaluate(
 ) -> dict[str, Any]:
     """Returns the record of all figures (see `report.make_record`); the first model is the baseline of the others.
 
-    models: folders, hub ids or bundled names. pack: path, or paths of several packs that are merged, with which every
-    codebook begins (`load`); codebook_size: slots in place of a zip2zip model's own. row_store: see `load`. announce is
-    called once before the first model is loaded, with a line that says what will be measured.
+    models: folders, hub ids or bundled names. pack: one pack or several that are merged, each a path or a `Pack`, with
+    which every codebook begins; codebook_size: slots in place of a zip2zip model's own; row_store: see `load`.
+    progress: see `no_progress`. announce: called once, before a model is loaded, with what will be measured.
 
     Raises `MlxZipError` for what cannot be read or does not fit together, mostly before any model is loaded.
     """
-    files = [pack] if isinstance(pack, str | Path) else pack
-    inputs = _prepare(models, what, chosen_packs.read_packs(files))
+    packs = chosen_packs.read_packs(pack)
+    inputs = _prepare(models, what, packs)
     announce(_header(models, what, inputs))
     records = []
     for name in models:
         records.append(_measure(name, what, inputs, codebook_size, row_store, progress))
         gc.collect()  # the model's memory, before the next one is loaded
     settings = {**what.record(), "context": inputs.context, "codebook_size": codebook_size}
-    settings |= {"pack": None if files is None else [str(file) for file in files]}
-    settings |= {"codebook_fingerprint": None if inputs.packs is None else inputs.packs.merged.fingerprint}
+    settings |= {"pack": None if packs is None else list(packs.files)}
+    settings |= {"codebook_fingerprint": None if packs is None else packs.merged.fingerprint}
     data = None
     if inputs.corpus is not None and inputs.windows is not None:
         data = {**inputs.corpus.record(), "altered_documents": inputs.windows.altered}

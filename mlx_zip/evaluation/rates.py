@@ -125,7 +125,7 @@ def _run(
     model: Any, tokenizer: Any, rows: Sequence[Conversation], settings: Settings, seed: int, progress: Callable
 ) -> list[list[Story]]:
     """Some conversations together -> [conversation][turn]."""
-    cache = model.make_cache(start=settings.start) if _keeps_cache(model, settings) else None
+    cache = model.make_cache(pack=settings.start) if _keeps_cache(model, settings) else None
     stories: list[list[Story]] = [[] for _ in rows]
     for number in range(len(rows[0].prompts)):
         turns = [_Turn(row.next_prompt()) for row in rows]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import astuple
 
-import numpy as np
 import pytest
 
-from mlx_zip.bench.compare import Ratio, interval, matched, ratio
+from mlx_zip.bench.compare import Comparison, compared, matched
+from mlx_zip.bench.ratios import Ratio, paired_ratio, unpaired_ratio
 from mlx_zip.errors import MlxZipError
 from support import tiny_bench
 from support.tiny_bench import record
@@ -58,9 +59,9 @@ def test_lower_is_better_for_times_and_memory(files):
     assert files(EVEN, SLOW, "--measures", "step_ms") == 1
     assert files(SLOW, EVEN, "--measures", "step_ms") == 0
     a, b = record(), record()
-    assert Ratio("peak_bytes", a, b, 1.2, 1.1, 1.3).regresses(0.05)
-    assert not Ratio("peak_bytes", a, b, 0.8, 0.7, 0.9).regresses(0.05)
-    assert not Ratio("peak_bytes", a, b, 1.2, 0.9, 1.3).regresses(0.05)
+    assert Comparison("peak_bytes", a, b, Ratio(1.2, 1.1, 1.3, 5)).regresses(0.05)
+    assert not Comparison("peak_bytes", a, b, Ratio(0.8, 0.7, 0.9, 5)).regresses(0.05)
+    assert not Comparison("peak_bytes", a, b, Ratio(1.2, 0.9, 1.3, 5)).regresses(0.05)
 
 
 def test_engines_of_one_file_are_held_against_each_other(tmp_path, capsys):
@@ -71,25 +72,34 @@ def test_engines_of_one_file_are_held_against_each_other(tmp_path, capsys):
     assert tiny_bench.run("compare", both, both, "--engines", "mlx-zip", "mlx-lm") == 1
 
 
-def test_trials_of_one_command_are_drawn_in_pairs():
+def test_trials_of_one_command_are_paired():
     """What slows both engines of a trial alike cancels out."""
-    rng = np.random.default_rng(0)
-    noise = np.array([1.0, 2.0, 4.0, 8.0, 16.0])
-    assert interval(noise, 1.1 * noise, True, rng) == pytest.approx((1.1, 1.1))
-    low, high = interval(noise, 1.1 * noise, False, rng)
-    assert low < 0.5 < 2 < high
+    noise = [1.0, 2.0, 4.0, 8.0, 16.0]
+    faster = [1.1 * x for x in noise]
+    assert astuple(paired_ratio(noise, faster)) == pytest.approx((1.1, 1.1, 1.1, 5))
+    found = unpaired_ratio(noise, faster)
+    assert found.value == pytest.approx(1.1)
+    assert found.low < 0.5 < 2 < found.high
+
+
+def test_the_ratio_of_one_command_is_the_median_of_paired_ratios():
+    a, b = record(steps_s=(0.1, 0.2, 0.4)), record(steps_s=(0.2, 0.2, 0.2))
+    found = compared("step_ms", a, b, 0)
+    assert found is not None
+    assert found.ratio.value == pytest.approx(1.0)
+    assert (found.ratio.low, found.ratio.high) == pytest.approx((0.5, 2.0))
 
 
 def test_an_interval_holds_the_ratio_of_medians():
     a, b = record(steps_s=EVEN), record(steps_s=SLOW, run="b")
-    found = ratio("step_ms", a, b, np.random.default_rng(0))
+    found = compared("step_ms", a, b, 0)
     assert found is not None
-    assert found.value == pytest.approx(1.2, rel=1e-4)
-    assert found.low < found.value < found.high
+    assert found.ratio.value == pytest.approx(1.2, rel=1e-4)
+    assert found.ratio.low < found.ratio.value < found.ratio.high
 
 
 def test_what_one_record_lacks_is_not_compared():
-    assert ratio("joules", record(), record(), np.random.default_rng(0)) is None
+    assert compared("joules", record(), record(), 0) is None
 
 
 def test_records_without_a_counterpart_are_counted(capsys):

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from mlx_zip.bench.engines import Forced, MlxZip, Run, make_engine, zip_ids
+from mlx_zip.bench.engine_choice import make_engine
+from mlx_zip.bench.engines import Forced, MlxZip, Run, zip_ids
 from mlx_zip.bench.lookup import Lookup, until_end, verify
 from mlx_zip.bench.shapes import ZipOptions, from_config, from_folders
 from mlx_zip.bench.workloads import read_tokenizer

@@ -6,11 +6,11 @@ import json
 
 import pytest
 
-from mlx_zip.bench import engines, generate, machine, workloads
+from mlx_zip.bench import engine_choice, engines, generate, machine, workloads
 from mlx_zip.bench.engines import MlxZip
-from mlx_zip.bench.generate_record import FIGURES, SECTIONS, ceiling, checked, figures
+from mlx_zip.bench.generate_record import FIGURES, SECTIONS, SINCE, ceiling, checked, figures
 from mlx_zip.bench.shapes import ENCODERS, ZipOptions, from_config, from_folders
-from mlx_zip.bench.workloads import Turn, Workload, chat, cut, read_tokenizer, sources
+from mlx_zip.bench.workloads import Turn, Workload, chats, cut, read_tokenizer, sources
 from mlx_zip.errors import InstallationError, MlxZipError
 from support import tiny_bench, tiny_text
 from support.bench_engines import MLX_ENGINES
@@ -61,7 +61,7 @@ def test_texts_are_found_by_domain_held_out_ones_first(tmp_path):
 
 def test_a_chat_begins_once():
     tokenizer = read_tokenizer("stories")
-    found = chat(tokenizer, workloads.REQUESTS, 2, 16)
+    (found,) = chats(tokenizer, workloads.REQUESTS, 1, 2, 16)
     assert found.turns[0].prompt[0] == tokenizer.bos_token_id
     assert tokenizer.bos_token_id not in found.turns[1].prompt
     assert found.positions == sum(len(turn.prompt) + 17 for turn in found.turns)
@@ -110,7 +110,7 @@ def test_figures_are_those_of_the_steps():
     run = made_run(step_s=0.1, steps=5, first_s=0.5, per_step=2)
     top = ceiling(1e6, 1000, 10, run)
     assert top.step_bytes == 1000 + 10 * (11 - 5 / 2)
-    found = figures(8, [run, run], [3.0, 4.0], top)
+    found = figures([8, 8], [run, run], [3.0, 4.0], top)
     expected = {
         "ttft_ms": 500,
         "prefill_tokens_per_s": 16,
@@ -134,7 +134,7 @@ def test_figures_are_those_of_the_steps():
 def test_what_is_not_known_is_null():
     run = made_run(steps=1)
     run.peak_bytes = None
-    found = figures(8, [run], [None], ceiling(1e6, 1000, 10, run))
+    found = figures([8], [run], [None], ceiling(1e6, 1000, 10, run))
     unknown = {"steps_per_s", "step_ms", "base_tokens_per_s", "peak_bytes", "joules", "joules_per_token"}
     assert {name for name, figure in found.items() if figure is None} == {*unknown, "ceiling_percent"}
 
@@ -150,7 +150,7 @@ def test_every_engine_and_size_has_a_record_that_keeps_to_the_schema(capsys):
         (name, prompt) for prompt in (24, 32) for name in MLX_ENGINES
     ]
     for record in found:
-        assert record.keys() == SECTIONS.keys()
+        assert record.keys() == {*SECTIONS, *SINCE}
         assert record["figures"].keys() == FIGURES.keys()
         assert record["counts"]["base_tokens"] == record["workload"]["tokens"]
         assert len(record["figures"]["total_s"]["samples"]) == 3
@@ -166,6 +166,48 @@ def test_a_chat_has_a_record_per_turn(capsys):
         (n, t) for n in ("mlx-lm", "mlx-zip") for t in (0, 1)
     ]
     assert found[1]["counts"]["kv_ids"] > found[0]["counts"]["kv_ids"]
+
+
+def test_conversations_have_requests_of_their_own():
+    tokenizer = read_tokenizer("stories")
+    found = chats(tokenizer, workloads.REQUESTS, 20, 2, 16)
+    assert len({turn.prompt for conversation in found for turn in conversation.turns}) == 40
+    with pytest.raises(MlxZipError, match=r"33 conversation\(s\) of 2 turn\(s\) need 66 requests, there are 64"):
+        chats(tokenizer, workloads.REQUESTS, 33, 2, 16)
+
+
+def test_the_requests_for_stories_all_differ():
+    assert len(set(workloads.REQUESTS)) == len(workloads.REQUESTS) == 64
+
+
+CHAT = ["--model", "stories", "--base", "stories-base", "--mode", "chat", "--turns", "1", "--sizes", "1+6"]
+
+
+def test_several_conversations_are_one_record_with_a_sample_per_conversation_and_trial(capsys):
+    found = lines(capsys, *CHAT, "--conversations", 3, "--trials", 2, "--warmup", 0, "--rows", "cold", "warm")
+    assert [(r["engine"], r["setting"]["rows"]) for r in found] == [
+        (engine, rows) for rows in ("cold", "warm") for engine in ("mlx-lm", "mlx-zip")
+    ]
+    for record in found:
+        assert record["workload"]["conversations"] == 3
+        assert len(record["figures"]["bytes_per_s"]["samples"]) == 6
+        assert record["counts"]["base_tokens"] == 3 * 6
+        assert record["run"] == found[0]["run"]
+
+
+def test_the_table_of_a_chat_has_cold_and_warm_rows_and_ratios_to_the_base(capsys):
+    assert tiny_bench.run("generate", *CHAT, "--conversations", 2, "--trials", 1, "--rows", "cold", "warm") == 0
+    told = capsys.readouterr().err
+    assert "stories on" in told
+    assert "load average" in told
+    rows = [line.split(" | ") for line in told.splitlines() if line.startswith("| mlx-")]
+    assert [(row[0], row[1]) for row in rows] == [
+        ("| mlx-lm", "cold"),
+        ("| mlx-zip", "cold"),
+        ("| mlx-lm", "warm"),
+        ("| mlx-zip", "warm"),
+    ]
+    assert [" to " in row[-1] for row in rows] == [False, True, False, True]
 
 
 class Fake(engines.Engine):
@@ -211,6 +253,14 @@ def test_cold_rows_are_those_of_a_fresh_model(capsys, monkeypatch):
     assert told == ["fresh mlx-lm", "mlx-lm", "fresh mlx-zip", "mlx-zip"]
 
 
+def test_engines_take_turns_in_going_first_from_conversation_to_conversation(capsys, monkeypatch):
+    told: list[str] = []
+    monkeypatch.setattr(generate, "make_engine", lambda name, *_: Fake(name, told))
+    assert tiny_bench.run("generate", *CHAT, "--conversations", 3, "--trials", 1, "--warmup", 0) == 0
+    a, b = "mlx-lm", "mlx-zip"
+    assert told == [a, b, b, a, a, b]
+
+
 def test_an_interrupt_keeps_the_records_that_are_finished(capsys, monkeypatch):
     told: list[str] = []
     with pytest.raises(KeyboardInterrupt):
@@ -221,7 +271,7 @@ def test_an_interrupt_keeps_the_records_that_are_finished(capsys, monkeypatch):
 def test_the_page_explains_every_field_and_figure():
     page = (DOCS / "bench.md").read_text()
     assert all(f"| `{name}` | {unit} | {what} |" in page for name, (unit, what) in FIGURES.items())
-    assert all(f"`{name}`" in page for name in SECTIONS)
+    assert all(f"`{name}`" in page for name in (*SECTIONS, *SINCE))
     assert all(f"`{name}`" in page for name in engines.ENGINES)
 
 
@@ -274,7 +324,7 @@ def test_bad_requests_are_refused_before_any_weight_is_made(flags, message, monk
 
 
 def test_a_missing_library_is_named_before_anything_is_read(monkeypatch):
-    monkeypatch.setattr(engines, "find_spec", lambda name: None)
+    monkeypatch.setattr(engine_choice, "find_spec", lambda name: None)
     monkeypatch.setattr(generate, "prepare", lambda *_: pytest.fail("too late"))
     with pytest.raises(
         InstallationError,

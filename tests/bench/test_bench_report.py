@@ -79,7 +79,13 @@ def test_every_record_has_a_row_with_median_and_spread(tmp_path, capsys):
         "| Linux, a chip, 2 cores | tiny, float32, random | code 8+4 | replay, rows warm | mlx-lm |"
     )
     assert "| 9.09 (8.33 to 10) |" in rows[2]  # steps/s of steps of 0.1, 0.11 and 0.12 s
-    assert rows[2].endswith(" - |")  # no joules
+    assert " | - | - | - | 3 | 0.1, 95% idle | none; libblas.so |" in rows[2]
+
+
+def test_an_engine_that_ran_in_turns_with_the_base_has_ratios_with_intervals(tmp_path, capsys):
+    row = printed(capsys, *two_machines(tmp_path)).splitlines()[3]
+    assert "| mlx-zip |" in row
+    assert "| 2.00 (2.00 to 2.00) | 2.00 (2.00 to 2.00) | 3 |" in row
 
 
 def test_tables_come_as_csv_too(tmp_path, capsys):

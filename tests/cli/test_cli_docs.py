@@ -1,4 +1,4 @@
-"""docs/cli.md and the other pages list every command and flag as `--help` does. To write them anew: `make docs`."""
+"""Each page lists commands and flags as `--help` does. To write the tables anew: `make docs`."""
 
 import re
 
@@ -10,7 +10,7 @@ from mlx_zip.bench.pages import names, pages_of
 from mlx_zip.cli.vocabulary import METHODS
 from support.places import DOCS, REPO
 
-PAGE = DOCS / "cli.md"
+PAGE = DOCS / "reference" / "cli.md"
 TEXTS = {path: path.read_text(encoding="utf-8") for path in pages_of(REPO)}
 
 

@@ -8,7 +8,7 @@ from mlx_zip.training.trainer import Trainer
 
 
 def crash_after(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
-    """The process dies, so to speak, once so many steps are done and told."""
+    """Ends the run, as a crash would, once `step` steps are done and reported."""
     whole = Trainer.report
 
     def report(self: Trainer) -> str:

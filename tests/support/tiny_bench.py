@@ -1,4 +1,4 @@
-"""What the tests of bench generate, report, compare and profile share: tiny models in both forms, made-up records."""
+"""Shared by the tests of bench generate, report, compare and profile: tiny models in both forms, made-up records."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 from mlx_zip.bench import machine, shapes
+from mlx_zip.bench import record as record_fields
 from mlx_zip.bench.__main__ import BENCHES
 from mlx_zip.bench.engines import Run
 from mlx_zip.bench.generate_record import SCHEMA, ceiling, ceiling_record, counts, figures
@@ -32,7 +33,7 @@ ON = ["--shape", "tiny", "--encoder-layers", "1", "--codebook-size", "64"]
 
 
 def models(seed: int = 0, **changes: Any) -> Models:
-    """Both forms of a tiny random model, whose choices are clear, with a tokenizer of bytes."""
+    """A tiny random model with and without hypertokens, with clearly different logits, and a tokenizer of bytes."""
     zipped = tiny.tiny_model("llama", seed=seed, **changes)
     return Models(
         name="tiny",
@@ -46,7 +47,7 @@ def models(seed: int = 0, **changes: Any) -> Models:
 
 
 def parse(bench: str, *flags: object) -> tuple[ModuleType, argparse.Namespace]:
-    """A bench's module, and its flags parsed."""
+    """Returns a bench's module and its parsed flags."""
     module, parser = import_module((BENCHES | EXPERIMENTS)[bench][0]), argparse.ArgumentParser()
     module.add_arguments(parser)
     return module, parser.parse_args([*map(str, flags)])
@@ -59,13 +60,14 @@ def run(bench: str, *flags: object) -> int:
 
 
 def small(monkeypatch: Any) -> None:
-    """A shape named `tiny`, and a small matrix to measure the bandwidth with."""
+    """Adds a shape named `tiny`, makes the bandwidth measurement small, and skips waiting for the load."""
     monkeypatch.setitem(shapes.SHAPES, "tiny", SHAPE)
     monkeypatch.setattr(machine, "BANDWIDTH_SIDE", 64)
+    monkeypatch.setattr(record_fields, "IDLE_S", 0.01)
 
 
 def made_run(step_s: float = 0.1, steps: int = 4, first_s: float = 0.5, per_step: int = 1) -> Run:
-    """A run of even steps: first_s to the first id, then step_s each; per_step base tokens of 2 bytes a step."""
+    """A made-up run: first_s seconds to the first id, then step_s per step of per_step base tokens (2 bytes each)."""
     made = Run(prompt_ids=6, text_bytes=2 * steps * per_step, kv_ids=6 + steps, peak_bytes=1000)
     for i in range(steps):
         made.step(first_s + i * step_s, [i], range(per_step))
@@ -91,8 +93,8 @@ def record(engine: str = "mlx-lm", steps_s: tuple[float, ...] = (0.1, 0.11, 0.12
         "model": {"name": "tiny", "precision": "float32", "weights": "random"},
         "workload": workload,
         "setting": {"trials": len(runs), "warmup": 1, "rows": "warm", "draft": 10},
-        "counts": counts(8, runs[0]),
-        "figures": figures(8, runs, [None] * len(runs), top),
+        "counts": counts([8], runs[:1]),
+        "figures": figures([8] * len(runs), runs, [None] * len(runs), top),
         "ceiling": ceiling_record(top),
         "energy_source": None,
         "device": {"device": "Device(cpu, 0)", "chip": "a chip", "threads": {}},
@@ -100,5 +102,9 @@ def record(engine: str = "mlx-lm", steps_s: tuple[float, ...] = (0.1, 0.11, 0.12
         "python": "3.11.7",
         "versions": {"mlx": "0.32.4"},
         "commit": "abc",
+        "load_average": 0.1,
+        "idle_share": 0.95,
+        "preloaded": [],
+        "blas": ["libblas.so"],
         **changes,
     }
