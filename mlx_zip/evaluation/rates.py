@@ -15,7 +15,7 @@ from mlx_zip.codec import Codebook, compress
 from mlx_zip.codec.ids import Uint32s
 from mlx_zip.errors import DataError
 from mlx_zip.evaluation.scoring import codec
-from mlx_zip.generate import stream_batch, stream_generate
+from mlx_zip.generate import pack_from, stream_batch, stream_generate
 from mlx_zip.layout import is_zip
 from mlx_zip.state import find_state
 from mlx_zip.text.conversations import Conversation, Prompt
@@ -144,7 +144,7 @@ def _responses(
     options: dict[str, Any] = {name: getattr(settings, name) for name in ("max_tokens", "temp", "top_p", "stop")}
     options["seed"] = seed
     if cache is None and is_zip(model):
-        options["start"] = settings.start
+        options["pack"] = pack_from(settings.start)
     if cache is None and len(turns) > 1:
         yield from stream_batch(model, tokenizer, [turn.prompt for turn in turns], **options)
         return
