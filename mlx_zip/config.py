@@ -115,13 +115,13 @@ class ZipConfig:
     vocab_size: int
     codebook_size: int
     merge_size: int
-    disabled_ids: tuple[int, ...]
+    disabled_ids: tuple[int, ...] = field(repr=False)
     pad_id: int
     encoder: EncoderConfig
     position_mode: str = "compressed"
     format_version: int = 1
     base_model: str | None = None
-    start: tuple[tuple[int, ...], ...] | None = None
+    start: tuple[tuple[int, ...], ...] | None = field(default=None, repr=False)
     canonical: bool = False
     policy: str = "freeze"
     codec_params: CodecParams = field(init=False, repr=False, compare=False)

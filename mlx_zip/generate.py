@@ -25,15 +25,14 @@ from mlx_zip.layout import is_zip
 from mlx_zip.loading import load
 from mlx_zip.request import GenerationResponse, Request, base_config
 from mlx_zip.sampling import Sampling, SamplingOptions
-from mlx_zip.state import find_state, split_start
+from mlx_zip.state import find_state, split_packs
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 from mlx_zip.vocab.packs import Pack, as_pack
-from mlx_zip.vocab.tuned import TunedStart
 
 __all__ = ["GenerationResponse", "batch_generate", "generate", "load", "stream_generate"]
 
 T = TypeVar("T")
-PackLike = Pack | str | PathLike[str]
+PackLike = Pack | str | PathLike
 RULE = "=" * 10
 PREFILL_STEP_SIZE = 2048
 KV_BITS, KV_GROUP_SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)
@@ -71,7 +70,7 @@ def stream_generate(
     sampler: Sampler | None = None,
     logits_processors: Sequence[LogitsProcessor] | None = None,
     prompt_cache: list[Any] | None = None,
-    pack: PackLike | None = None,
+    pack: PackLike | Sequence[Sequence[int]] | None = None,
     start: Sequence[Sequence[int]] | None = None,
     prefill_step_size: int = PREFILL_STEP_SIZE,
     kv_bits: int | None = None,
@@ -87,9 +86,9 @@ def stream_generate(
     mlx-lm's `make_prompt_cache(model)`; it is updated in place. Text and base ids follow what the cache holds; text
     then gets no special tokens. A conversation is always given whole: the cache is trimmed to the common prefix, and
     only the rest is read; an unchanged answer of the model is represented by the ids that were emitted for it.
-    pack: the pack, a path or a `Pack`, that a new cache begins with in place of the model's own; for a given
-    prompt_cache the pack that it was begun with, whose rows a saved cache does not hold. start: former name of `pack`,
-    for entries of base ids. sampling: fields of `Sampling` (temp, top_p, seed, repetition_penalty, logit_bias, ...),
+    pack: the pack (a path, a `Pack`, or entries of base ids) that a new cache begins with in place of the model's own;
+    for a given prompt_cache the pack that it was begun with, whose rows a saved cache does not hold. start: former name
+    of `pack`. sampling: fields of `Sampling` (temp, top_p, seed, repetition_penalty, logit_bias, ...),
     unless a `sampler` is given. logits_processors see the ids as the model does, hypertokens included.
     prompt_progress_callback(ids done, ids in all).
 
@@ -214,7 +213,7 @@ def stream_batch(
     *,
     stop: str | Sequence[str] | None = None,
     sampler: Sampler | None = None,
-    pack: PackLike | Sequence[PackLike | None] | None = None,
+    pack: PackLike | Sequence[Any] | None = None,
     start: Sequence[Any] | None = None,
     prefill_step_size: int = PREFILL_STEP_SIZE,
     **sampling: Unpack[SamplingOptions],
@@ -228,7 +227,7 @@ def stream_batch(
     options = Sampling.of(sampling, signature(stream_batch).parameters)
     start = _start_of(pack, start, tokenizer)
     _check_kv(model, (), None, KV_GROUP_SIZES[0], prefill_step_size)
-    starts = split_start(start, len(prompts))
+    starts = split_packs(start, len(prompts))
     requests = [
         Request(model, tokenizer, prompt, _new_cache(model, own), max_tokens=max_tokens, stop=stop)
         for prompt, own in zip(prompts, starts, strict=True)
@@ -304,25 +303,20 @@ def _processed(
 
 
 def _start_of(pack: Any, start: Sequence[Any] | None, tokenizer: Any) -> Any:
-    """What a new cache begins with: the entries of a pack, of a list of packs, or those given as `start`."""
+    """What a new cache begins with, from `pack` or its former name. Raises `DataError` for another tokenizer's pack."""
     if start is not None:
-        warnings.warn("start= is called pack= and takes a path or a Pack", DeprecationWarning, stacklevel=3)
+        warnings.warn("start= is called pack= now; it takes a path or a Pack too", DeprecationWarning, stacklevel=3)
         if pack is not None:
             raise GenerationError("pack and start: give one of them; start is the former name of pack")
         return start
-    if isinstance(pack, list | tuple):
+    if isinstance(pack, list | tuple) and any(isinstance(one, PackLike) for one in pack):
         return [_start_of(one, None, tokenizer) for one in pack]
-    if pack is None or isinstance(pack, TunedStart):
+    if not isinstance(pack, PackLike):
         return pack
     found = as_pack(pack)
     if found.tokenizer is not None:
         found.check_tokenizer(tokenizer_fingerprint(tokenizer), found.name or "the pack (--pack)")
     return found.start
-
-
-def pack_from(start: Sequence[Sequence[int]] | None) -> Any:
-    """Returns what `pack=` takes for a starting codebook: entries with or without tuned rows, or None."""
-    return start if start is None or isinstance(start, TunedStart) else Pack(tuple(map(tuple, start)))
 
 
 def _new_cache(model: Any, start: Sequence[Any] | None) -> list[Any]:
@@ -334,12 +328,12 @@ def _new_cache(model: Any, start: Sequence[Any] | None) -> list[Any]:
             "the pack (--pack): this model has no hypertokens, so nothing could use it; load it with a pack that was "
             "tuned for it (mlx_zip vocab pack tune)"
         )
-    return model.make_cache(start=start)
+    return model.make_cache(pack=start)
 
 
 def _batch_cache(model: Any, left_padding: list[int], starts: Sequence[Any]) -> list[Any]:
     if is_zip(model):
-        return model.make_cache(left_padding=left_padding, start=starts)
+        return model.make_cache(left_padding=left_padding, pack=starts)
     if any(type(entry) is not KVCache for entry in make_prompt_cache(model)):
         raise GenerationError("this model's caches do not batch; generate the prompts one by one")
     return [BatchKVCache(left_padding) for _ in model.layers]

@@ -26,7 +26,7 @@ from mlx_zip.evaluation.bits import measure_bits
 from mlx_zip.evaluation.rates import can_batch
 from mlx_zip.evaluation.scoring import Compressed, compress_row, context_limit, score
 from mlx_zip.evaluation.windows import cut_windows, prefix_id
-from mlx_zip.generate import pack_from, stream_batch, stream_generate
+from mlx_zip.generate import stream_batch, stream_generate
 from mlx_zip.layout import is_zip
 from mlx_zip.text.documents import Document
 from mlx_zip.text.prompts import render_chat
@@ -200,7 +200,7 @@ class ZipLM(TemplateLM):
         return self._end(self.tok_encode(context) or [self.prefix_token_id], room)
 
     def _generate(self, prompts: Sequence[list[int]], options: Mapping[str, Any], seed: int) -> list[str]:
-        options = {**options, "seed": seed, "pack": pack_from(self.start) if is_zip(self.model) else None}
+        options = {**options, "seed": seed, "pack": self.start if is_zip(self.model) else None}
         texts = [""] * len(prompts)
         if len(prompts) == 1:
             one = stream_generate(self.model, self.tokenizer, prompts[0], **options)

@@ -111,7 +111,7 @@ def test_tuned_rows_go_along_and_are_used(tuned: Path) -> None:
     ids = mx.array([[10, 11, 12]])
     same, other = (one(ids, cache=one.make_cache()) for one in (model, given))
     assert mx.array_equal(same, other)
-    assert not mx.array_equal(same, model(ids, cache=model.make_cache(start=ENTRIES)))
+    assert not mx.array_equal(same, model(ids, cache=model.make_cache(pack=ENTRIES)))
 
 
 def test_other_commands_do_without_the_rows(tuned: Path, tmp_path: Path) -> None:

@@ -22,15 +22,15 @@ def ids(**options):
     return [r.token for r in stream_generate(MODEL, ENDLESS, PROMPT, 20, **options)]
 
 
-@pytest.mark.parametrize("given", ["path", "text", "pack"])
+@pytest.mark.parametrize("given", ["path", "text", "pack", "entries"])
 def test_a_request_begins_with_a_pack_given_as_a_path_or_a_pack(file, given):
-    pack = {"path": file, "text": str(file), "pack": load_pack(file)}[given]
+    pack = {"path": file, "text": str(file), "pack": load_pack(file), "entries": PACK.entries}[given]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         found = ids(pack=pack)
     with pytest.warns(DeprecationWarning, match="pack="):
         assert found == ids(start=PACK.entries)
-    cache = MODEL.make_cache(start=PACK.entries)
+    cache = MODEL.make_cache(pack=PACK.entries)
     assert found == ids(prompt_cache=cache)
     assert [entry for _, entry in find_state(cache).books[0].entries][:2] == list(PACK.entries)
 
@@ -42,7 +42,7 @@ def test_prompts_of_a_batch_may_begin_with_packs_of_their_own(file):
 
 
 def test_a_pack_and_its_former_name_together_are_refused():
-    with pytest.warns(DeprecationWarning), pytest.raises(GenerationError, match="give one of them"):
+    with pytest.warns(DeprecationWarning, match="pack="), pytest.raises(GenerationError, match="give one of them"):
         ids(pack=PACK, start=PACK.entries)
 
 

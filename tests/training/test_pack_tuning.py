@@ -398,7 +398,7 @@ def test_a_plain_model_with_its_pack_is_the_same_model_where_no_entry_is_used(ru
     assert np.isfinite(got[:, vocab : vocab + model.layout.codebook_size]).all()
     assert generate(model, tokenizer, TEXT[:20], max_tokens=5)
     with pytest.raises(ModelError, match="no hyper-encoder"):
-        model.make_cache(start=())
+        model.make_cache(pack=())
 
 
 def test_what_cannot_be_tuned_is_an_error_and_nothing_is_written(run):

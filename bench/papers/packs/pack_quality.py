@@ -126,7 +126,7 @@ def check_packs(packs: Sequence[Named], model: Any, tokenizer: Any) -> None:
     """Raises `DataError` or `CodecError` for a pack of another tokenizer, and for one that the model cannot take."""
     for _, file, pack in packs:
         pack.check_tokenizer(tokenizer_fingerprint(tokenizer), file)
-        model.make_cache(start=pack.start)  # refuses what does not fit
+        model.make_cache(pack=pack)  # refuses what does not fit
 
 
 def _read(path: Path) -> list[dict[str, Any]]:

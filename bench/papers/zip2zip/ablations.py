@@ -245,7 +245,7 @@ class Laboratory:
         args, out = self.args, self.out / "runs" / setting.name
         kind, layers, _ = ENCODERS[setting.encoder or "averaging"]
         encoder = EncoderOptions(kind=kind, num_hidden_layers=layers, num_heads=args.encoder_heads)
-        options = RunOptions(data=[data], out=out, model=args.model, encoder=encoder)
+        options = RunOptions(data=[data], out=out, model=args.model, encoder=encoder, valid_share=0.0)
         chosen = TrainSettings(
             **{name: getattr(args, name) for name in _TRAINING},
             warmup=args.iters // 20 if args.warmup is None else args.warmup,
