@@ -24,6 +24,7 @@ from mlx_zip.evaluation.windows import Windows, cut_windows
 from mlx_zip.hyper import RowStore, model_fingerprint
 from mlx_zip.layout import is_zip
 from mlx_zip.loading import load, model_folder, read_config
+from mlx_zip.sampling import Sampling
 from mlx_zip.text.conversations import Prompt, make_conversations, openings, read_prompts
 from mlx_zip.text.documents import Corpus, read_corpus
 from mlx_zip.text.tokenizers import load_tokenizer
@@ -84,6 +85,11 @@ class Evaluation:
             raise DataError("--generate needs --prompts, or --data whose openings are continued")
         if self.prompts is not None and self.generate is None:
             raise DataError("--prompts needs --generate N")
+        if self.batch_size < 1:
+            raise DataError(f"the batch size (--batch-size) must be at least 1, got {self.batch_size}")
+        if self.max_tokens < 1 and self.max_tokens != -1:
+            raise DataError(f"max_tokens (--max-tokens) must be at least 1, or -1 for no limit, got {self.max_tokens}")
+        Sampling(temp=self.temp, top_p=self.top_p, seed=self.seed)  # raises for values out of range
 
     def record(self) -> dict[str, Any]:
         """Returns the settings that a record keeps."""

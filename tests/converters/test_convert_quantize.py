@@ -168,6 +168,7 @@ def test_a_folder_with_a_kept_adapter_is_not_converted_again(checkpoint: Path, t
         ({"quantize": True, "quant_predicate": "mixed_9_9"}, "mixed_9_9"),
         ({"quantize": True, "quant_predicate": "mixed_3_6", "q_mode": "mxfp4"}, "affine"),
         ({"encoder_bits": 5}, "encoder_bits 5"),
+        ({"q_bits": 8}, "--q-bits has no effect without -q"),
         ({"dtype": "int8"}, "dtype 'int8'"),
     ],
     ids=str,
@@ -202,6 +203,11 @@ def test_quantizing_nothing_is_an_error_that_says_what_to_do(
 def test_layers_that_no_group_fits_are_named_in_a_warning(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="layers are not quantized, because their width is not a multiple of"):
         convert(checkpoint, tmp_path / "out", quantize=True)
+
+
+def test_dequantizing_a_model_that_is_not_quantized_warns(checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="is not quantized: -d"):
+        convert(checkpoint, tmp_path / "out", dequantize=True)
 
 
 def test_a_quantized_base_model_is_refused(tmp_path: Path) -> None:
