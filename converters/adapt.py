@@ -21,9 +21,9 @@ import numpy as np
 import mlx_zip
 from mlx_zip.config import ZipConfig
 from mlx_zip.converters import hub, output
-from mlx_zip.converters.conversion import ADAPTERS, progress_bar
 from mlx_zip.converters.tensors import load, read_model_files, read_object
 from mlx_zip.converters.tokenizer_files import CONFIG, TEMPLATES, read_tokenizer
+from mlx_zip.converters.writing import ADAPTERS, progress_bar
 from mlx_zip.errors import ConversionError
 from mlx_zip.files import write_json
 from mlx_zip.hyper import Fingerprints
@@ -62,7 +62,7 @@ def adapt(model: str | Path, vocabulary: str | Path, mlx_path: str | Path, progr
     weights = _selected(load(read_model_files(place.folder)), kept.ids)
     files = _files(place.folder, kept, base.source, new)
     if (place.folder / IN_FOLDER).exists():
-        warnings.warn(f"the tuned rows in {IN_FOLDER} are left behind: they are not for the new weights", stacklevel=2)
+        warnings.warn(f"the tuned rows in {IN_FOLDER} are left out: they were tuned for other weights", stacklevel=2)
     with output.new_folder(out) as folder, progress_bar(len(weights), progress) as step:
         prints = Fingerprints()
 

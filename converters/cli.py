@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
         "policy",
     )
     with warnings_on_stderr():
-        print(convert(codebook=args.pack, **{flag: getattr(args, flag) for flag in flags}))
+        print(convert(pack=args.pack, **{flag: getattr(args, flag) for flag in flags}))
     return 0
 
 

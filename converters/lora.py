@@ -1,6 +1,6 @@
-"""PEFT LoRA adapters: read strictly, merged into weights, or rewritten as an mlx-lm adapter.
+"""Reads PEFT LoRA adapters strictly, merges them into weights, or rewrites them as mlx-lm adapters.
 
-An option that would change the result and is not handled here is refused by name. Source: peft 0.21 (LoraConfig),
+An option that would change the result and is not supported is an error that names it. Source: peft 0.21 (LoraConfig),
 mlx-lm 0.32.2 (`tuner.utils.load_adapters`).
 """
 
@@ -22,7 +22,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])(\.default)?\.weight")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _READ = {"r", "lora_alpha", "lora_dropout", "use_rslora", "rank_pattern", "alpha_pattern", "peft_type"}
-_HARMLESS = {  # they say what was trained, or how it began; the tensors say what came out
+_HARMLESS = {  # about how the adapter was trained; the tensors alone decide the result
     "target_modules",
     "exclude_modules",
     "layers_to_transform",
@@ -45,7 +45,7 @@ _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")  # the othe
 
 @dataclass(frozen=True)
 class Pair:
-    """One adapted linear layer: W + scale * up @ down, down [r, in], up [out, r]."""
+    """The adapter of one linear layer W, which becomes W + scale * up @ down; down [r, in], up [out, r]."""
 
     down: Tensor
     up: Tensor
@@ -58,7 +58,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Lora:
-    """pairs: module path -> its `Pair`."""
+    """A LoRA adapter. pairs: module path -> its `Pair`. dropout: the rate it was trained with."""
 
     pairs: dict[str, Pair]
     dropout: float
@@ -66,6 +66,8 @@ class Lora:
 
 def read_lora(folder: Path) -> Lora:
     """Reads a PEFT LoRA folder. Raises `ConversionError` naming the option or tensor that is not supported."""
+    if not (folder / CONFIG).is_file():
+        raise ConversionError(f"{folder} is not a PEFT adapter: it has no {CONFIG}")
     config = read_object(folder / CONFIG)
     _refuse_unsupported(config)
     if not (folder / WEIGHTS).is_file():
@@ -116,7 +118,7 @@ def _pair(module: str, half: Mapping[str, Tensor], config: Mapping[str, Any]) ->
 
 
 def _pattern(config: Mapping[str, Any], key: str, module: str, default: Any) -> Any:
-    """The first pattern that ends the module's path decides, as in PEFT."""
+    """Returns the value of the first pattern that matches the end of the module's path, as PEFT does."""
     patterns = config.get(key) or {}
     if not isinstance(patterns, dict):
         raise ConversionError(f"{CONFIG}: {key} must be an object, got {patterns!r}")
@@ -157,9 +159,10 @@ def merge(weights: dict[str, mx.array], lora: Lora) -> None:
 
 
 def mlx_adapter(lora: Lora, dtype: mx.Dtype | None = None) -> tuple[dict[str, mx.array], dict[str, Any]]:
-    """The same adapter as mlx-lm stores it: tensors of `adapters.safetensors` and `adapter_config.json`.
+    """Returns the adapter as mlx-lm stores it: the tensors of `adapters.safetensors`, and `adapter_config.json`.
 
-    mlx-lm has one rank and one scale: lower ranks are filled with zeros, other scales go into `lora_b`.
+    mlx-lm has one rank and one scale for all layers: lower ranks are filled up with zeros, and other scales are
+    multiplied into `lora_b`.
     """
     rank = max(pair.rank for pair in lora.pairs.values())
     scale = next(iter(lora.pairs.values())).scale

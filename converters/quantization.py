@@ -1,7 +1,8 @@
-"""Quantizing as `mlx_lm.convert` does, plus the hyper-encoders on request; each layer's choice is recorded."""
+"""Quantizes as `mlx_lm.convert` does, and the hyper-encoders on request; records the choice of each layer."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,11 +10,13 @@ from typing import Any
 import mlx.nn as nn
 
 from mlx_zip.config import SIDES
+from mlx_zip.converters.tensors import some
 from mlx_zip.errors import ConversionError
 
 MODES = ("affine", "mxfp4", "nvfp4", "mxfp8")
 RECIPES = ("mixed_2_6", "mixed_3_4", "mixed_3_6", "mixed_4_6")  # mlx_lm.convert.QUANT_RECIPES
 ENCODER_BITS = (4, 8)
+GROUP_SIZES = {"affine": 64, "mxfp4": 32, "nvfp4": 16, "mxfp8": 32}  # the defaults of mlx_lm.utils.quantize_model
 _GROUPS = (64, 32)  # group sizes tried for an encoder layer, best first
 
 QuantPredicate = Callable[[str, nn.Module], bool | dict[str, Any]]
@@ -21,7 +24,7 @@ QuantPredicate = Callable[[str, nn.Module], bool | dict[str, Any]]
 
 @dataclass(frozen=True)
 class Recipe:
-    """What to quantize and how; checked when built. Raises `ConversionError`."""
+    """What to quantize and how. Raises `ConversionError` for values that are unknown or contradict each other."""
 
     quantize: bool = False
     group_size: int | None = None
@@ -32,6 +35,9 @@ class Recipe:
     dequantize: bool = False
 
     def __post_init__(self) -> None:
+        asked = {"--q-group-size": self.group_size, "--q-bits": self.bits, "--quant-predicate": self.predicate}
+        if not self.quantize and (given := [flag for flag, value in asked.items() if value is not None]):
+            raise ConversionError(f"{' and '.join(given)} has no effect without -q (quantize)")
         if self.mode not in MODES:
             raise ConversionError(f"q_mode {self.mode!r} is not one of {', '.join(MODES)}")
         if isinstance(self.predicate, str) and self.predicate not in RECIPES:
@@ -43,26 +49,60 @@ class Recipe:
 
 
 def quantize_model(model: nn.Module, config: dict[str, Any], recipe: Recipe) -> tuple[nn.Module, dict[str, Any]]:
-    """Quantizes decoder, embedding and head, or dequantizes all; returns the model and its new config."""
+    """Returns the model and its config with decoder, embedding and head quantized, or with everything dequantized.
+
+    Raises `ConversionError`, also if no layer would be quantized.
+    """
     from mlx_lm import utils
 
     if recipe.dequantize:
+        if not config.get("quantization"):
+            warnings.warn("the model is not quantized: -d (dequantize) changes nothing", stacklevel=2)
         config = {k: v for k, v in config.items() if k not in ("quantization", "quantization_config")}
         return utils.dequantize_model(model), config
     if not recipe.quantize:
         return model, config
     if config.get("quantization"):
-        raise ConversionError("the model is quantized already; dequantize it first")
+        raise ConversionError("the model is quantized already; dequantize it first (mlx_zip convert -d)")
+    left_out = _check_widths(model, recipe)
     try:
-        return utils.quantize_model(
+        quantized, config = utils.quantize_model(
             model, config, recipe.group_size, recipe.bits, recipe.mode, quant_predicate=_predicate(model, recipe)
         )
-    except ValueError as error:  # MLX's word on bits, group size and mode
+    except ValueError as error:  # MLX's message on bits, group size and mode
         raise ConversionError(f"cannot quantize as asked: {error}") from error
+    if not any(hasattr(module, "scales") for _, module in quantized.named_modules()):
+        raise ConversionError("-q would quantize nothing: quant_predicate refuses every layer")
+    if left_out:
+        warnings.warn(
+            f"{len(left_out)} layers are not quantized, because their width is not a multiple of the group size: "
+            f"{some(left_out, 3)}",
+            stacklevel=2,
+        )
+    return quantized, config
+
+
+def _check_widths(model: Any, recipe: Recipe) -> list[str]:
+    """Returns the layers whose width the group size does not divide. Raises `ConversionError` if these are all."""
+    group = recipe.group_size or GROUP_SIZES[recipe.mode]
+    widths = {
+        path: module.weight.shape[-1]
+        for path, module in model.named_modules()
+        if hasattr(module, "to_quantized") and model.quant_predicate(path, module)
+    }
+    left_out = [path for path, width in widths.items() if group < 1 or width % group]
+    if len(left_out) == len(widths):
+        sizes = ", ".join(map(str, sorted(set(widths.values()))))
+        fitting = [g for g in (64, 32) if recipe.mode == "affine" and any(w % g == 0 for w in widths.values())]
+        hint = f"choose --q-group-size {fitting[0]}" if fitting else "leave -q out"
+        raise ConversionError(
+            f"-q would quantize nothing: no layer's width ({sizes}) is a multiple of the group size {group}; {hint}"
+        )
+    return sorted(left_out)
 
 
 def _predicate(model: Any, recipe: Recipe) -> QuantPredicate:
-    """The caller's choice within what the model allows (never the encoders)."""
+    """Returns the caller's predicate, restricted to the layers that the model allows (never the encoders)."""
     chosen: Any = recipe.predicate
     if isinstance(chosen, str):
         from mlx_lm.convert import mixed_quant_predicate_builder
@@ -74,7 +114,7 @@ def _predicate(model: Any, recipe: Recipe) -> QuantPredicate:
 
 
 def quantize_encoders(model: nn.Module, config: dict[str, Any], recipe: Recipe) -> None:
-    """Quantizes the encoders' linear layers whose input width a group size divides; records each in `config`."""
+    """Quantizes the encoders' linear layers whose width is a multiple of a group size; records each in `config`."""
     if recipe.encoder_bits is None:
         return
     chosen: dict[str, dict[str, Any]] = {}

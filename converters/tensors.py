@@ -1,4 +1,4 @@
-"""Safetensors in: headers checked in full before any tensor is read, tensors loaded lazily."""
+"""Reads safetensors files: headers are checked completely before any tensor is read, tensors are loaded lazily."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class Tensor:
-    """Where a tensor lies: its file, its name there, its dtype as safetensors calls it, and its shape."""
+    """A tensor in a file: path, name in the file, dtype as safetensors names it, and shape."""
 
     path: Path
     key: str
@@ -52,16 +52,16 @@ Table = dict[str, Tensor]
 
 
 def read_json(path: Path) -> Any:
-    """Parses a JSON file. Raises `ConversionError` naming the file, also for NaN and for a key given twice."""
+    """Reads a JSON file strictly: NaN and a key given twice are errors. Raises `ConversionError` naming the file."""
     try:
         with open(path, encoding="utf-8") as file:
-            return parse_json(file.read(), path.name)
+            return parse_json(file.read(), str(path))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConversionError(f"cannot read {path}: {error}") from error
+        raise ConversionError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def parse_json(text: str | bytes, where: str) -> Any:
-    """Parses JSON strictly. Raises `ConversionError` naming `where`."""
+    """Parses JSON; NaN and a key given twice are errors. Raises `ConversionError` naming `where`."""
 
     def refuse(constant: str) -> Any:
         raise ValueError(f"{constant} is not JSON")
@@ -79,52 +79,53 @@ def parse_json(text: str | bytes, where: str) -> Any:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """`read_json` for a file that must hold an object."""
+    """Reads a JSON file that must hold an object. Raises `ConversionError` naming the file."""
     data = read_json(path)
     if not isinstance(data, dict):
-        raise ConversionError(f"{path.name} must hold an object, got {type(data).__name__}")
+        raise ConversionError(f"{path} must hold an object, got {type(data).__name__}")
     return data
 
 
 def read_header(path: Path) -> Table:
-    """The tensors of one safetensors file. Raises `ConversionError` for a truncated or corrupt file.
+    """Returns the tensors that a safetensors file contains, without their data.
 
-    Checked: the header's length and JSON, each dtype, each shape against its bytes, and that the tensors fill the
-    file without gap, overlap or rest. Source: the safetensors format description.
+    Checks the header's length and JSON, each dtype, each shape against its bytes, and that the tensors fill the file
+    without a gap, an overlap or a rest. Raises `ConversionError` for a truncated or corrupt file. Source: the
+    safetensors format description.
     """
     try:
         size = os.path.getsize(path)
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
-                raise ConversionError(f"{path.name} is truncated or not a safetensors file ({size} bytes)")
-            header = parse_json(file.read(length), f"the header of {path.name}")
+                raise ConversionError(f"{path} is truncated or not a safetensors file ({size} bytes)")
+            header = parse_json(file.read(length), f"the header of {path}")
     except OSError as error:
         raise ConversionError(f"cannot read {path}: {error.strerror}") from error
     if not isinstance(header, dict):
-        raise ConversionError(f"the header of {path.name} is not an object")
+        raise ConversionError(f"the header of {path} is not an object")
     header.pop("__metadata__", None)
     _check_extents(path, header, size - 8 - length)
     return {key: Tensor(path, key, value["dtype"], tuple(value["shape"])) for key, value in header.items()}
 
 
 def _check_extents(path: Path, header: Mapping[str, Any], data_bytes: int) -> None:
-    """Every entry well-formed; together they cover the data exactly."""
+    """Checks that every header entry is well formed and that the tensors cover the data exactly."""
     extents = []
     for name, entry in header.items():
         dtype, shape, span = _entry_fields(entry)
         if dtype not in ITEM_BYTES or not _sizes(shape) or not _sizes(span) or len(span) != 2:
-            raise ConversionError(f"{path.name}: the header's entry for {name} is malformed")
+            raise ConversionError(f"{path}: the header's entry for {name} is malformed")
         if span[1] - span[0] != ITEM_BYTES[dtype] * prod(shape):
-            raise ConversionError(f"{path.name}: {name} has {span[1] - span[0]} bytes, not {dtype} {shape}")
+            raise ConversionError(f"{path}: {name} has {span[1] - span[0]} bytes, not {dtype} {shape}")
         extents.append((span[0], span[1], name))
     end = 0
     for begin, stop, name in sorted(extents):
         if begin != end:
-            raise ConversionError(f"{path.name}: {name} begins at byte {begin}, expected {end}")
+            raise ConversionError(f"{path}: {name} begins at byte {begin}, expected {end}")
         end = stop
     if end != data_bytes:
-        raise ConversionError(f"{path.name} is truncated or has a tail: {data_bytes} data bytes, header says {end}")
+        raise ConversionError(f"{path} is truncated or has a tail: {data_bytes} data bytes, header says {end}")
 
 
 def _entry_fields(entry: Any) -> tuple[Any, Any, Any]:
@@ -138,7 +139,7 @@ def _sizes(value: Any) -> bool:
 
 
 def read_model_files(folder: Path) -> Table:
-    """The tensors of a Hugging Face model folder: `model.safetensors`, or the shards its index names."""
+    """Returns the tensors of a Hugging Face model folder: of `model.safetensors`, or of the shards in its index."""
     if (folder / INDEX).is_file():
         return _read_shards(folder)
     if (folder / "model.safetensors").is_file():
@@ -154,7 +155,7 @@ def _read_shards(folder: Path) -> Table:
     table: Table = {}
     for shard in sorted(set(map(str, weight_map.values()))):
         if Path(shard).name != shard or not shard.endswith(".safetensors"):
-            raise ConversionError(f"{INDEX} names {shard!r}, which is not a safetensors file beside it")
+            raise ConversionError(f"{INDEX} names {shard!r}, which is not a safetensors file in the same folder")
         if not os.path.isfile(folder / shard):  # unlike Path.is_file, no error for a name that cannot be
             raise ConversionError(f"{INDEX} names {shard}, which is missing from {folder}")
         for name, tensor in read_header(folder / shard).items():
@@ -167,9 +168,9 @@ def _read_shards(folder: Path) -> Table:
 
 
 def load(table: Mapping[str, Tensor]) -> dict[str, mx.array]:
-    """Lazy arrays under the table's names; a tensor's bytes are read when it is first evaluated.
+    """Returns lazy arrays by name; a tensor's data are read when the array is first evaluated.
 
-    Raises `ConversionError` for a header that MLX reads more strictly than `read_header` does.
+    Raises `ConversionError` for a file that MLX refuses although `read_header` accepts it.
     """
     files: dict[Path, Any] = {}
     arrays = {}
@@ -178,13 +179,13 @@ def load(table: Mapping[str, Tensor]) -> dict[str, mx.array]:
             try:
                 files[tensor.path] = mx.load(str(tensor.path))
             except (RuntimeError, ValueError) as error:
-                raise ConversionError(f"{tensor.path.name} cannot be read: {error}") from error
+                raise ConversionError(f"{tensor.path} cannot be read: {error}") from error
         arrays[name] = files[tensor.path][tensor.key]
     return arrays
 
 
 def some(names: Iterable[str], limit: int = 12) -> str:
-    """Names for a one-line message: sorted, and beyond `limit` counted."""
+    """Returns sorted names for a message, at most `limit` of them, and the number of the others."""
     ordered = sorted(names)
     rest = len(ordered) - limit
     return ", ".join(ordered[:limit]) + (f" and {rest} more" if rest > 0 else "")

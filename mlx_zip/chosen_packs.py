@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from mlx_zip.errors import CodecError, GenerationError
@@ -11,6 +12,8 @@ from mlx_zip.layout import is_zip
 
 if TYPE_CHECKING:
     from mlx_zip.vocab.packs import Pack
+
+    PackLike = Pack | str | PathLike[str]
 
 
 @dataclass(frozen=True)
@@ -21,15 +24,19 @@ class Packs:
     merged: Pack
 
 
-def read_packs(files: Sequence[str] | None) -> Packs | None:
-    """Returns the packs of files, None for None. Raises `DataError` naming a file that is no pack."""
-    if files is None:
-        return None
-    from mlx_zip.vocab.packs import load_pack, merge_packs
+def read_packs(packs: PackLike | Sequence[PackLike] | None) -> Packs | None:
+    """Returns one pack or several, each a path or a `Pack`, with their merger; None for None.
 
-    packs = {str(file): load_pack(file) for file in files}
-    found = list(packs.values())
-    return Packs(packs, merge_packs(found) if len(found) > 1 else found[0])
+    Raises `DataError` naming a file that is no pack.
+    """
+    if packs is None:
+        return None
+    from mlx_zip.vocab.packs import Pack, as_pack, merge_packs
+
+    several = [packs] if isinstance(packs, str | PathLike | Pack) else list(packs)
+    found = [as_pack(one) for one in several]
+    names = {one.name or f"pack {number}": one for number, one in enumerate(found, start=1)}
+    return Packs(names, merge_packs(found) if len(found) > 1 else found[0])
 
 
 def load_options(packs: Packs | None, codebook_size: int | None, plain: bool) -> dict[str, Any]:

@@ -12,13 +12,14 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.sample_utils import LogitsProcessor
 
+from mlx_zip import sessions
 from mlx_zip.canonical import CanonicalDecoding
 from mlx_zip.codec import compress
 from mlx_zip.errors import GenerationError
 from mlx_zip.layout import is_zip
 from mlx_zip.sampling import Sampling
 from mlx_zip.state import ZipState, find_state
-from mlx_zip.text.prompts import encode_prompt
+from mlx_zip.text.prompts import as_chat, encode_prompt
 from mlx_zip.text.stream import TextStream
 
 
@@ -30,6 +31,7 @@ class GenerationResponse:
     (cut at an eos, a stop string or the limit). logprobs [W]. prompt_tokens, generation_tokens: base tokens;
     prompt_ids, steps: ids. hypertokens: emitted ids that are hypertokens. *_tps: base tokens per second. bytes:
     UTF-8 bytes of text so far. peak_memory: GB. finish_reason: None, or in the last response "stop" or "length".
+    cached_tokens: base tokens of a conversation that the prompt cache held already; prompt_tokens counts the others.
     """
 
     text: str
@@ -46,6 +48,7 @@ class GenerationResponse:
     bytes: int
     peak_memory: float
     finish_reason: str | None = None
+    cached_tokens: int = 0
 
     @property
     def base_tokens_per_step(self) -> float:
@@ -66,7 +69,7 @@ class Request:
         model: Any,
         tokenizer: Any,
         prompt: Any,
-        cache: Sequence[Any],
+        cache: list[Any],
         *,
         max_tokens: int,
         stop: str | Sequence[str] | None,
@@ -76,12 +79,18 @@ class Request:
         state = find_state(cache)
         self._state, self._row = state, 0
         self._canonical = state is not None and model.config.canonical
+        self._cache, chat = cache, as_chat(prompt)
         used_ids, used_base = _used(cache, state)
-        base_ids = encode_prompt(tokenizer, prompt, continues=used_ids > 0)
+        base_ids = encode_prompt(tokenizer, prompt, used_ids > 0, sessions.answers_in(cache) if chat else None)
+        self.cached_tokens = 0
+        if chat is not None and used_ids:
+            used_ids, used_base = sessions.common_prefix(cache, base_ids)
+            base_ids, self.cached_tokens = base_ids[used_base:], used_base
+        self._kept, self._prefill = used_ids, chat is not None and chat.prefill is not None
         self.base_limit = _base_id_limit(model, tokenizer)
         _check_ids(base_ids, self.base_limit)
         self.prompt_tokens = len(base_ids)
-        self.prompt_ids = self._compress(base_ids, fresh=used_ids == 0)
+        self.prompt_ids = self._compress(base_ids, used_ids)
         by_base = state is not None and model.config.position_mode == "base_token_end"
         used = used_base + len(base_ids) if by_base else used_ids + len(self.prompt_ids)
         room = _room(model, used)
@@ -96,12 +105,22 @@ class Request:
         """From here on the sequence is row `row` of a batch's cache."""
         self._state, self._row = find_state(cache), row
 
-    def _compress(self, base_ids: Sequence[int], fresh: bool) -> np.ndarray:
+    def _compress(self, base_ids: Sequence[int], kept: int) -> np.ndarray:
+        """The ids of base ids that follow the first `kept` ids of the cache."""
         ids = np.asarray(base_ids, dtype=np.uint32)
         if self._state is None:
             return ids
         book = self._state.books[self._row]  # its params, not the model's: a request may bring its own start entries
-        return compress(book.params, ids)[0] if fresh else book.compress(ids)
+        if kept == 0:
+            return compress(book.params, ids)[0]
+        if kept < book.mark():
+            book = book.copy()
+            book.rewind(kept)
+        return book.compress(ids)
+
+    def take_cache(self) -> None:
+        """Trims the cache to what the prompt follows. Raises `GenerationError`, with the cache unchanged."""
+        sessions.trim_to(self._cache, self._kept)
 
     def processors(self, options: Sampling, others: Sequence[LogitsProcessor] = ()) -> list[LogitsProcessor]:
         """The sequence's penalties, others, and at the end what excludes ids that are not canonical."""
@@ -113,6 +132,23 @@ class Request:
     def start(self) -> None:
         """Starts the clock."""
         self._begun, self._first = time.perf_counter(), 0.0
+        self._emitted: list[int] = []
+        self._answer: list[tuple[str, Sequence[int]]] = []
+
+    def note(self, tokenizer: Any, finish_reason: str | None) -> None:
+        """Notes what the cache has read, and the answer that it ends with, for the next turn of the conversation.
+
+        An answer that was cut by a stop string, left early or begun by the prompt has no ids of its own.
+        """
+        if self._emitted:
+            sessions.note_read(self._cache, [*self.prompt_ids.tolist(), *self._emitted])
+        ids = [i for _, base_ids in self._answer for i in base_ids]
+        ended = bool(ids) and ids[-1] in tokenizer.eos_token_ids
+        if self._prefill or not (ended or finish_reason == "length"):
+            return
+        text = "".join(text for text, _ in self._answer)
+        answer = tuple(ids[:-1] if ended else ids)
+        sessions.notes_on(self._cache).answers.update({text: answer, text.strip(): answer})
 
     def emit(self, token: int, logprobs: mx.array) -> GenerationResponse:
         """Takes the next emitted id."""
@@ -122,6 +158,8 @@ class Request:
         self.steps += 1
         self.hypertokens += len(base_ids) > 1
         piece = self._text.feed(base_ids, last=self.steps == self.max_steps)
+        self._emitted.append(token)
+        self._answer.append((piece.text, piece.base_ids))
         self.bytes += len(piece.text.encode("utf-8"))
         return GenerationResponse(
             text=piece.text,
@@ -138,6 +176,7 @@ class Request:
             bytes=self.bytes,
             peak_memory=mx.get_peak_memory() / 1e9,
             finish_reason=piece.finish_reason,
+            cached_tokens=self.cached_tokens,
         )
 
     def _expand(self, token: int) -> Sequence[int]:

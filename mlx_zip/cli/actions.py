@@ -1,7 +1,7 @@
-"""What the methods of `mlx_zip vocab` have in common: actions, flags of one name for one thing, checks, bars.
+"""What the methods of `mlx_zip vocab` share: their actions, flags of one name for one thing, checks, progress bars.
 
-`learn` (MultiTok's paper: `train`) makes a file, --out; the other actions take such a file first. --tokenizer names a
-tokenizer, --data texts, --json asks for one JSON object.
+`learn` (MultiTok's paper: `train`) writes a file, --out; every other action takes such a file as its first argument.
+--tokenizer names a tokenizer, --data and --held-out name texts, --json prints one JSON object.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.errors import DataError, GenerationError
+from mlx_zip.errors import DataError
 
 Action = tuple[Callable[[argparse.ArgumentParser], None], str, Callable[[argparse.Namespace], Any]]
 TOKENIZER = "model folder, tokenizer.json, bundled model or hub id"
-FIRST_STAGE = "model folder, tokenizer.json, vocab.bpe or merges.txt, or NAME.tiktoken; files also with .gz"
+FIRST_STAGE = f"{TOKENIZER}; vocab.bpe or merges.txt, or NAME.tiktoken; files also with .gz"
 
 
 def add_actions(
@@ -26,7 +26,10 @@ def add_actions(
     examples: str,
     aliases: Mapping[str, Sequence[str]] = {},
 ) -> None:
-    """Declares actions: by name, what declares flags, what it is for, and what does it, which `args.do` then is."""
+    """Declares a method's actions: name -> (function that declares its flags, purpose, function that runs it).
+
+    The parsed arguments hold the last of these as `do` and the name as `action`.
+    """
     parser.epilog, parser.formatter_class = examples, argparse.RawDescriptionHelpFormatter
     found = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     for name, (declare, purpose, do) in actions.items():
@@ -47,35 +50,33 @@ def add_json(add: Any) -> None:
     add("--json", action="store_true", help="print one JSON object")
 
 
-def add_by_place(add: Any) -> None:
-    """Takes what has no flag before it, for `settle`: calls were once written without these flags."""
-    add("by_place", nargs="*", help=argparse.SUPPRESS)
+def check_at_least(args: argparse.Namespace, least: int, *names: str) -> None:
+    """Raises `DataError` for the first of these flags whose value is below `least`; None passes."""
+    for name in names:
+        if (value := getattr(args, name)) is not None and value < least:
+            raise DataError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
 
 
-def settle(args: argparse.Namespace, **flags: str) -> None:
-    """Puts what was given by place where its flag would have put it; all of these flags are needed.
+def tokenizer_path(name: str) -> str | Path:
+    """Returns the file or folder of a tokenizer; a bundled model stands for its folder, a hub id is downloaded.
 
-    flags: attribute -> how many places it may take, in their order: "one", "many" (all that are left) or "none".
-    Raises `GenerationError` naming a flag that is missing, or what has no place.
+    Raises `DataError` if the hub has no such tokenizer. A missing file is left to the reader of the path.
     """
-    placed = args.by_place
-    for name, number in flags.items():
-        if placed and number != "none" and getattr(args, name) is None:
-            taken = len(placed) if number == "many" else 1
-            setattr(args, name, placed if number == "many" else placed[0])
-            placed = placed[taken:]
-    if placed:
-        raise GenerationError(f"{args.action} has no use for {' '.join(placed)}")
-    if missing := [f"--{name.replace('_', '-')}" for name in flags if getattr(args, name) is None]:
-        raise GenerationError(f"{args.action} needs {' and '.join(missing)}")
+    from mlx_zip.bundled import here_or_bundled
+    from mlx_zip.text import hub
+    from mlx_zip.text.tokenizers import tokenizer_folder
+
+    path = here_or_bundled(name)
+    is_file_name = path.suffix in (".json", ".bpe", ".txt", ".tiktoken", ".gz")
+    return tokenizer_folder(name) if not path.exists() and not is_file_name and hub.is_hub_id(name) else path
 
 
 def writable(
     flag: str, name: str | Path, what: str = "", suffix: str = "", read: Iterable[str | Path | None] = ()
 ) -> Path:
-    """The path of a file to write; read: files that the command reads, or writes besides, and must not replace.
+    """Returns the path of a file to write. read: files that the same command reads or writes.
 
-    Raises `DataError` naming the flag where it cannot be written (see `files.check_out`), or is one of those.
+    Raises `DataError` naming the flag if the file cannot be written (see `files.check_out`) or is one of `read`.
     """
     from mlx_zip.files import check_out
 
@@ -91,12 +92,12 @@ def writable(
 
 
 def printable(text: str) -> str:
-    """A text that a file brought along, for a line of ours: it cannot steer the terminal."""
+    """Returns the text with unprintable characters escaped, so that text from a file cannot control the terminal."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def progress(task: str, unit: str, total: int | None = None, **options: Any) -> Any:
-    """A bar on standard error, where that is a terminal; it leaves nothing behind."""
+    """Returns a progress bar on stderr that is removed at its end; it is shown on terminals only."""
     from tqdm import tqdm
 
     return tqdm(total=total, desc=task, unit=unit, file=sys.stderr, disable=None, leave=False, **options)

@@ -1,15 +1,17 @@
-"""`mlx_zip vocab hbpe`: tables of patches for any first-stage tokenizer, and models over patches, from text to text."""
+"""`mlx_zip vocab hbpe`: patch tables for any first-stage tokenizer, and models that read and write patches."""
 
 from __future__ import annotations
 
 import argparse
 import json
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 from mlx_zip.cli import hbpe_models
-from mlx_zip.cli.actions import FIRST_STAGE, Action, add_actions, add_by_place, add_json, settle, writable
-from mlx_zip.errors import DataError, GenerationError
+from mlx_zip.cli.actions import FIRST_STAGE, Action, add_actions, add_json, check_at_least, tokenizer_path, writable
+from mlx_zip.cli.vocab_plots import add_plot, draw_bars, plot_file
+from mlx_zip.errors import DataError
 
 EXAMPLES = """\
 examples:
@@ -30,56 +32,60 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _learn_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     _tokenizer_flag(add)
-    add("--out", metavar="TABLE", help="table of patches to write, a .npz file")
+    add("--out", required=True, metavar="TABLE", help="patch table to write, a .npz file")
     add(
         "--patch-size",
         type=int,
         default=10,
         metavar="S",
-        help="symbols of a patch at most, its end mark counted (default: 10)",
+        help="maximum symbols of a patch, its end mark included (default: 10)",
     )
     add(
         "--mode",
         choices=("stop", "full"),
         default="stop",
-        help="stop: replay merges until the token fits, as they are learned; full: all of them (default: stop)",
+        help="merges applied to a token that is too long. stop: only until it fits; full: all of them (default: stop)",
     )
     _show_flag(add, "merges")
+    add_plot(add, "the number of patches by length")
     add_json(add)
-    add_by_place(add)
 
 
 def _show_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("table", metavar="TABLE", help="what `learn` wrote")
+    add("table", metavar="TABLE", help="file that `learn` wrote")
     _show_flag(add, "merges")
+    add_plot(add, "the number of patches by length")
     add_json(add)
 
 
 def _encode_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("table", metavar="TABLE", help="what `learn` wrote")
+    add("table", metavar="TABLE", help="file that `learn` wrote")
     _tokenizer_flag(add)
-    add("--data", metavar="FILE", help="UTF-8 text to encode; - reads standard input")
+    add("--data", required=True, metavar="FILE", help="UTF-8 text to encode; - reads standard input")
     _show_flag(add, "patches")
     add_json(add)
-    add_by_place(add)
 
 
 def _tokenizer_flag(add: Any) -> None:
-    add("--tokenizer", metavar="NAME", help=f"first stage: {FIRST_STAGE}; or a .json list of tokens in hex")
+    add(
+        "--tokenizer",
+        required=True,
+        metavar="NAME",
+        help=f"first-stage tokenizer: {FIRST_STAGE}; or a .json list of tokens in hex",
+    )
 
 
 def _show_flag(add: Any, what: str) -> None:
-    add("--show", type=int, default=10, metavar="N", help=f"{what} to list at most; JSON has all (default: 10)")
+    add("--show", type=int, default=10, metavar="N", help=f"number of {what} to list; --json has all (default: 10)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Does one action; its status. Raises `MlxZipError`."""
+    """Runs one action and returns its exit status. Raises `MlxZipError`."""
     if args.action in MODEL_ACTIONS:
         return args.do(args)
-    if args.show < 0:
-        raise GenerationError(f"--show must be at least 0, got {args.show}")
+    check_at_least(args, 0, "show")
     record, lines = args.do(args)
     print(json.dumps(record, ensure_ascii=False) if args.json else "\n".join(lines))
     return 0
@@ -90,9 +96,9 @@ def _learn(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     from mlx_zip.vocab.hbpe_table import SUFFIX, PatchTable
     from mlx_zip.vocab.hbpe_tokens import read_tokens
 
-    settle(args, out="one", tokenizer="none")
-    out = writable("--out", args.out, "a table of patches", SUFFIX)
-    tokens = read_tokens(args.tokenizer)
+    out = writable("--out", args.out, "a patch table", SUFFIX)
+    plot = plot_file(args.plot, read=[args.tokenizer, out])
+    tokens = read_tokens(tokenizer_path(args.tokenizer))
     learned = learn(tokens, args.patch_size)
     table = PatchTable.build(learned.merges, tokens, args.mode)
     try:
@@ -100,7 +106,8 @@ def _learn(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     except OSError as error:
         raise DataError(f"{out}: {error.strerror or error}") from error
     pool = len(too_long(tokens, args.patch_size))
-    record, lines = _told(table, args.show, learned.counts.tolist())
+    record, lines = _described(table, args.show, learned.counts.tolist())
+    _plot(plot, record)
     record["tokens_too_long"] = pool
     return record, [f"{out} is written; merges were learned from {pool} tokens that did not fit", *lines]
 
@@ -108,10 +115,20 @@ def _learn(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
 def _show(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     from mlx_zip.vocab.hbpe_table import PatchTable
 
-    return _told(PatchTable.load(args.table), args.show)
+    plot = plot_file(args.plot, read=[args.table])
+    record, lines = _described(PatchTable.load(args.table), args.show)
+    _plot(plot, record)
+    return record, lines
 
 
-def _told(table: Any, show: int, counts: list[int] | None = None) -> tuple[dict[str, Any], list[str]]:
+def _plot(path: Path | None, record: dict[str, Any]) -> None:
+    if path is not None:
+        lengths = {str(length): count for length, count in record["patch_lengths"].items()}
+        draw_bars(path, {"patches": lengths}, ("symbols of a patch", "patches"))
+
+
+def _described(table: Any, show: int, counts: list[int] | None = None) -> tuple[dict[str, Any], list[str]]:
+    """Returns a record of a table and its lines. counts: how often each merge's pair occurred when it was learned."""
     spelled = table.merges.spelled
     lengths = Counter(table.lengths.tolist())
     record = {
@@ -144,12 +161,11 @@ def _encode(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     from mlx_zip.vocab.hbpe_table import PatchTable
     from mlx_zip.vocab.hbpe_tokens import read_tokens, text_encoder
 
-    settle(args, data="one", tokenizer="none")
-    text, table = read_text(args.data), PatchTable.load(args.table)
-    table.check_tokens(read_tokens(args.tokenizer))
-    ids = list(text_encoder(args.tokenizer)(text))
+    text, table, tokenizer = read_text(args.data), PatchTable.load(args.table), tokenizer_path(args.tokenizer)
+    table.check_tokens(read_tokens(tokenizer))
+    ids = list(text_encoder(tokenizer)(text))
     if not ids:
-        raise DataError(f"{args.data}: the tokenizer makes no token of this text")
+        raise DataError(f"{args.data}: this text has no token of the tokenizer")
     rows, lengths = table.encode(ids), table.lengths[ids]
     n_bytes, words = len(text.encode("utf-8")), words_of(text)
     patches = [row[:n].tolist() for row, n in zip(rows, lengths, strict=True)]
@@ -164,20 +180,20 @@ def _encode(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
         "ids": ids,
         "patch_symbols": patches,
     }
-    told = "" if words == 0 else f", {record['fertility']:.3f} patches per word"
+    per_word = f", {record['fertility']:.3f} patches per word" if words else ""
     lines = [
-        f"{n_bytes} bytes -> {len(ids)} patches of {record['bytes_per_patch']:.3f} bytes{told}",
-        f"{record['symbols']} symbols, {record['symbols_per_patch']:.3f} per patch with its mark",
+        f"{n_bytes} bytes -> {len(ids)} patches of {record['bytes_per_patch']:.3f} bytes{per_word}",
+        f"{record['symbols']} symbols, {record['symbols_per_patch']:.3f} per patch, end mark included",
     ]
     if not record["exact"]:
-        lines.append("the patches do not spell the text: its tokenizer changes it before it splits it")
+        lines.append("the patches do not spell the text exactly: the tokenizer normalizes the text before it splits it")
     for i, patch in zip(ids[: args.show], patches, strict=False):
         lines.append(f"{i:>8}  {_text(table.tokens[i])}  {' '.join(map(str, patch))}")
     return record, lines
 
 
 def _text(token: bytes) -> str:
-    """A token as one can read it: text in quotes, or bytes where it is no whole characters."""
+    """Returns a token as quoted text, or as bytes if it is not valid UTF-8."""
     try:
         return repr(token.decode("utf-8"))
     except UnicodeDecodeError:
@@ -187,23 +203,23 @@ def _text(token: bytes) -> str:
 MODEL_ACTIONS: dict[str, Action] = {
     "fit": (
         hbpe_models.fit_arguments,
-        "train a model over patches from texts, on from where it stopped",
+        "train a model over patches on texts; an interrupted run is continued",
         hbpe_models.fit,
     ),
     "generate": (
         hbpe_models.generate_arguments,
-        "text that a model over patches writes, as it comes",
+        "print the text that a model over patches generates",
         hbpe_models.generate,
     ),
     "evaluate": (
         hbpe_models.evaluate_arguments,
-        "bits per byte of a model over patches on texts",
+        "measure the bits per byte of a model over patches on texts",
         hbpe_models.evaluate,
     ),
 }
 ACTIONS = {
-    "learn": (_learn_flags, "learn merges from a tokenizer's tokens and write the table of their patches", _learn),
-    "show": (_show_flags, "show what a table holds", _show),
+    "learn": (_learn_flags, "learn merges from a tokenizer's tokens and write a patch table", _learn),
+    "show": (_show_flags, "show the merges and patch lengths of a patch table", _show),
     "encode": (_encode_flags, "show the patches of a text", _encode),
     **MODEL_ACTIONS,
 }

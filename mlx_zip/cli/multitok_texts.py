@@ -1,4 +1,4 @@
-"""What `mlx_zip vocab multitok` reads and writes beside dictionaries: samples of texts, and their ids."""
+"""The texts that `mlx_zip vocab multitok` reads, the ids that it writes, and the rates that it reports."""
 
 from __future__ import annotations
 
@@ -11,17 +11,55 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from mlx_zip.cli.actions import TOKENIZER
 from mlx_zip.errors import DataError
 
-BATCH = 1 << 18  # units in memory, and what completes their last sample
+BATCH = 1 << 18  # a batch ends with the sample that brings it to so many units
+DATA = ".txt, .jsonl or source files (or with .gz), .parquet files, folders or hub names of data sets"
+TRAINED = {"samples": "samples", "units": "corpus_units", "tokens": "corpus_tokens", "ratio": "ratio"}
+
+
+def add_text_flags(add: Any) -> None:
+    """Declares the flags of `train` and `encode` that name texts and say what their units and samples are."""
+    add(
+        "--tokenizer",
+        metavar="NAME",
+        help=f"the units are this tokenizer's ids: {TOKENIZER} (default: words between blanks)",
+    )
+    add(
+        "--data",
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help=f"texts: {DATA}; each record and each .txt file is a sample",
+    )
+    add("--separator", metavar="LINE", help="line that ends a sample within a .txt file")
+    add("--lines", action="store_true", help="each line of a text is a sample")
+    add("--window", type=int, metavar="N", help="maximum number of units in a phrase; 0: no maximum (default: 0)")
+    add("--unk-id", type=int, metavar="ID", help="id of units that the dictionary does not have (default: an error)")
+
+
+def texts_of(args: argparse.Namespace, files: Sequence[str], tokenizer: Any = None) -> Texts:
+    """Returns the samples of files, cut as the flags say."""
+    return Texts(files, args.separator, args.lines, tokenizer)
+
+
+def rate(totals: Any) -> dict[str, Any]:
+    """Returns a record of a `multitok.Totals`; ratio is tokens per unit."""
+    return {"samples": totals.samples, "units": totals.units, "tokens": totals.tokens, "ratio": totals.ratio}
+
+
+def rate_line(record: dict[str, Any]) -> str:
+    """Returns the record of `rate` as text."""
+    counts = f"{record['samples']} samples: {record['units']} units -> {record['tokens']} tokens"
+    return f"{counts} ({record['ratio']:.3f} per unit)"
 
 
 @dataclass
 class Texts:
-    """Samples of files as sequences of words, or of a tokenizer's ids; they can be read several times, and must be the
-    same each time.
+    """Samples of files as sequences of words or of a tokenizer's ids; iterating again reads the files again.
 
-    separator: a line that ends a sample within a .txt file. lines: whether each line is one.
+    separator: line that ends a sample within a .txt file. lines: whether each line is a sample.
     """
 
     files: Sequence[str]
@@ -31,7 +69,7 @@ class Texts:
     _seen: bytes = b""  # digest of what was read the first time
 
     def __iter__(self) -> Iterator[Sequence[Any]]:
-        """Every sample, in order. Raises `DataError` naming file and line, or files that are not what they were."""
+        """Yields every sample, in order. Raises `DataError` naming file and line, or files that have changed since."""
         split: Callable[[str], Sequence[Any]] = ids_of(self.tokenizer) if self.tokenizer else str.split
         held: list[str] = []
         for text, over in self._documents():
@@ -44,7 +82,7 @@ class Texts:
                 held = []
 
     def _documents(self) -> Iterator[tuple[str, bool]]:
-        """Texts, and whether each ends there; one bar per reading."""
+        """Yields parts of texts, and whether a text ends with the part; shows a progress bar."""
         from mlx_zip.cli.actions import progress
         from mlx_zip.text.sources import Reader, Skipped, Source, files_of, is_local, parse
 
@@ -70,11 +108,11 @@ class Texts:
         self._seen = digest.digest()
 
     def changed(self) -> DataError:
-        """What to raise where another reading gave something else."""
+        """Returns the error to raise if a second reading differs from the first."""
         return DataError(f"{', '.join(self.files)}: changed while the command read it; run it again")
 
     def batches(self) -> Iterator[list[Sequence[Any]]]:
-        """Samples by the batch."""
+        """Yields samples in lists of about `BATCH` units."""
         held, size = [], 0
         for sample in self:
             held.append(sample)
@@ -87,19 +125,19 @@ class Texts:
 
 
 def tokens_of(name: str | None) -> tuple[Any, Any]:
-    """The tokenizer and its `Tokens`, or None twice."""
+    """Returns the tokenizer of a name and its `Tokens`; (None, None) for None."""
     if name is None:
         return None, None
-    from mlx_zip.text.tokenizers import load_tokenizer, tokenizer_folder
+    from mlx_zip.text.tokenizers import load_tokenizer
     from mlx_zip.vocab.first_stage import tokenizer_fingerprint
     from mlx_zip.vocab.multitok import Tokens
 
-    tokenizer = load_tokenizer(tokenizer_folder(name))
+    tokenizer = load_tokenizer(name)
     return tokenizer, Tokens(1 + max(tokenizer.get_vocab().values()), tokenizer_fingerprint(tokenizer))
 
 
 def ids_of(tokenizer: Any) -> Callable[[str], Sequence[int]]:
-    """Text to ids, nothing added; quicker of a tokenizer that has the `tokenizers` library's."""
+    """Returns a function from text to ids without special tokens; it uses the `tokenizers` library where it can."""
     if not getattr(tokenizer, "is_fast", False):
         return lambda text: tokenizer.encode(text, add_special_tokens=False)
     library = tokenizer.backend_tokenizer
@@ -109,7 +147,7 @@ def ids_of(tokenizer: Any) -> Callable[[str], Sequence[int]]:
 
 
 def same_units(units: Any, args: argparse.Namespace) -> Any:
-    """The tokenizer whose ids a dictionary is of, None for words. Raises `DataError` for another one."""
+    """Returns --tokenizer, or None for a dictionary of words. Raises `DataError` if the dictionary has other units."""
     from mlx_zip.vocab.multitok import Words
 
     if isinstance(units, Words) != (args.tokenizer is None):
@@ -123,7 +161,10 @@ def same_units(units: Any, args: argparse.Namespace) -> Any:
 
 @contextlib.contextmanager
 def written(path: Path | None) -> Iterator[Callable[[Any], None]]:
-    """A function that writes samples of ids, a list a line, to a file that appears whole; or does nothing."""
+    """Gives a function that writes samples of ids, one list per line, to a file that appears when all is written.
+
+    Without a path the function does nothing.
+    """
     from mlx_zip.files import whole_file
 
     if path is None:

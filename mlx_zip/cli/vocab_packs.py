@@ -1,4 +1,4 @@
-"""`mlx_zip vocab pack`: learns the entries that a codebook begins with, tunes, shows, merges and checks them."""
+"""`mlx_zip vocab pack`: learns, tunes, shows, merges and checks packs, the entries that a codebook begins with."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.cli import pack_tuning
-from mlx_zip.cli.actions import TOKENIZER, add_actions, add_json, printable, progress, writable
+from mlx_zip.cli.actions import TOKENIZER, add_actions, add_json, check_at_least, printable, progress, writable
 from mlx_zip.cli.preparation import add_codec_flags, add_source_flags, disabled_ids, sources
+from mlx_zip.cli.vocab_plots import add_plot, draw_curves, plot_file
 from mlx_zip.errors import DataError
 
 EXAMPLE = """example:
   mlx_zip vocab pack learn --model stories --data train.txt --separator '<|endofstory|>' --size 1024 --out my.npz
+  mlx_zip vocab pack learn --model stories --data src --held-out tests --out code.npz --plot code.svg
   mlx_zip generate --model stories --pack my.npz --prompt "..."
 """
 SIZE, SAMPLE_IDS = 1024, 5_000_000
@@ -27,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs one action; its exit status. Raises `MlxZipError`."""
+    """Runs one action and returns its exit status. Raises `MlxZipError`."""
     return args.do(args)
 
 
@@ -38,43 +40,72 @@ def _learn_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_source_flags(parser)
     add_codec_flags(parser)
-    add("--out", required=True, type=Path, help="the pack to write, a .npz file")
-    add("--size", type=int, default=SIZE, help=f"entries at most (default: {SIZE})")
+    add("--out", required=True, type=Path, help="pack to write, a .npz file")
+    add("--held-out", nargs="+", metavar="NAME", help="texts to measure the finished pack on, not learned from")
+    add("--size", type=int, default=SIZE, help=f"maximum number of entries (default: {SIZE})")
     add(
         "--head-cost",
         metavar="COST",
-        help="what a row more of the head costs, as a fraction of a step; model: as much as it costs --model. The pack "
-        "ends where an entry more would cost more than it saves (default: 0)",
+        help="cost of one more row of the head, as a fraction of a step, or `model` for the cost in --model; entries "
+        "that cost more than they save are left out (default: 0)",
     )
     add(
         "--window",
         type=int,
-        help="base ids compressed on their own: the length of the texts that it is for (default: 256)",
+        help="length in base ids of the texts that the pack is for (default: 256)",
     )
     add(
         "--most-ids",
         type=int,
         default=SAMPLE_IDS,
         metavar="N",
-        help=f"base ids to learn from at most, the first ones (default: {SAMPLE_IDS})",
+        help=f"maximum base ids to learn from, taken from the beginning of the texts (default: {SAMPLE_IDS})",
     )
+    add_plot(add, "base ids per id by number of entries")
     add_json(add)
 
 
 def _learn(args: argparse.Namespace) -> int:
     from mlx_zip.training.planning import make_plan
-    from mlx_zip.training.prepare_options import PrepareOptions
-    from mlx_zip.training.texts import read_pieces
     from mlx_zip.vocab.first_stage import tokenizer_fingerprint
-    from mlx_zip.vocab.learner import WINDOW, learn
+    from mlx_zip.vocab.learner import WINDOW, learn, measured
     from mlx_zip.vocab.packs import SUFFIX, Pack, save_pack
 
-    window = WINDOW if args.window is None else args.window
-    for name, value in (("size", args.size), ("window", window), ("most-ids", args.most_ids)):
-        if value < 1:
-            raise DataError(f"--{name} must be at least 1, got {value}")
+    args.window = WINDOW if args.window is None else args.window
+    check_at_least(args, 1, "size", "window", "most_ids")
     args.out = writable("--out", args.out, "a pack", SUFFIX)
-    options = PrepareOptions(
+    plot, options = plot_file(args.plot, [args.out]), _options(args)
+    held_out_texts = _held_out(args, options.sources[0])
+    plan, tokenizer, _ = make_plan(options)
+    texts = _read(args, options.sources, tokenizer)
+    held_out = _read(args, held_out_texts, tokenizer) if held_out_texts else []
+    cost = _head_cost(args)
+    found = learn(plan.params, texts, args.size, window=args.window, head_cost=cost, progress=_progress)
+    about: dict[str, Any] = {
+        "learned_from": [name for source in options.sources for name in source.data],
+        "window": args.window,
+        "merge_size": plan.params.merge_size,
+        **_rates(found),
+        "uses": list(found.uses),
+        "texts": [tokenizer.decode(list(entry)) for entry in found.entries],
+    }
+    if cost:
+        about |= {"head_cost": cost, "steps_cost": found.cost(cost)}
+    if held_out:
+        held = measured(plan.params, found.entries, held_out, args.window)
+        about["held_out"] = {"texts": args.held_out, **_rates(held)}
+    pack = Pack(found.entries, tokenizer_fingerprint(tokenizer), about)
+    save_pack(args.out, pack)
+    if plot is not None:
+        _plot(plot, found.entries, lambda part, of: measured(plan.params, part, of, args.window), texts, held_out)
+    _print(args, args.out, pack)
+    return 0
+
+
+def _options(args: argparse.Namespace) -> Any:
+    from mlx_zip.training.prepare import PrepareOptions
+
+    return PrepareOptions(
         sources=sources(args),
         out=args.out,
         model=args.model,
@@ -87,38 +118,53 @@ def _learn(args: argparse.Namespace) -> int:
         empty_start=True,
         trust_remote_code=args.trust_remote_code,
     )
-    plan, tokenizer, _ = make_plan(options)
-    texts = []
+
+
+def _held_out(args: argparse.Namespace, like: Any) -> tuple[Any, ...]:
+    """Returns the source of --held-out, read like the first source of --data; () without the flag."""
+    from mlx_zip.text.sources import Source
+
+    if args.held_out is None:
+        return ()
+    source = Source(tuple(args.held_out), 1.0, like.separator, like.columns, like.subsets, like.split)
+    source.check()
+    return (source,)
+
+
+def _read(args: argparse.Namespace, texts: Any, tokenizer: Any) -> list[Any]:
+    """Returns the base ids of each text, --most-ids in all."""
+    from mlx_zip.training.texts import read_pieces
+
+    found = []
     with progress("Reading", "id", args.most_ids, unit_scale=True) as bar:
-        for piece in read_pieces(options.sources, tokenizer, args.most_ids, partial(bar.write, file=sys.stderr)):
-            texts.append(piece.ids)
+        for piece in read_pieces(texts, tokenizer, args.most_ids, partial(bar.write, file=sys.stderr)):
+            found.append(piece.ids)
             bar.update(len(piece.ids))
-    cost = _head_cost(args)
-    found = learn(plan.params, texts, args.size, window=window, head_cost=cost, progress=_progress)
-    about: dict[str, Any] = {
-        "learned_from": [name for source in options.sources for name in source.data],
-        "window": window,
-        "merge_size": plan.params.merge_size,
-        "base_ids": found.base_ids,
-        "ids_without": found.ids_without,
-        "ids": found.ids,
-        "uses": list(found.uses),
-    }
-    if cost:
-        about |= {"head_cost": cost, "steps_cost": found.cost(cost)}
-    pack = Pack(found.entries, tokenizer_fingerprint(tokenizer), about)
-    save_pack(args.out, pack)
-    _tell(args, args.out, pack)
-    return 0
+    return found
+
+
+def _rates(found: Any) -> dict[str, int]:
+    return {"base_ids": found.base_ids, "ids_without": found.ids_without, "ids": found.ids}
+
+
+def _plot(path: Path, entries: Any, measure: Any, texts: list[Any], held_out: list[Any]) -> None:
+    """Draws base ids per id with the first 0, 1/8, 1/4, 1/2 and all of the entries."""
+    sizes = sorted({0, *(len(entries) // part for part in (8, 4, 2, 1))})
+    curves = {}
+    for name, ids in (("texts learned from", texts), ("held-out texts", held_out)):
+        if ids:
+            found = [(size, measure(entries[:size], ids)) for size in sizes]
+            curves[name] = [(size, one.base_ids / one.ids) for size, one in found]
+    draw_curves(path, curves, ("entries of the pack", "base ids per id"))
 
 
 def _head_cost(args: argparse.Namespace) -> float:
-    """What --head-cost says. Raises `DataError` for what is neither a number nor `model` beside --model."""
+    """Returns --head-cost, 0 without the flag. Raises `DataError` unless it is a number, or `model` with --model."""
     if args.head_cost is None:
         return 0.0
     if args.head_cost == "model":
         if args.model is None:
-            raise DataError("--head-cost model needs --model, whose weights tell what a step reads")
+            raise DataError("--head-cost model needs --model: a step reads the model's weights")
         from mlx_zip.loading import model_folder
         from mlx_zip.models.step_bytes import head_cost
 
@@ -131,8 +177,8 @@ def _head_cost(args: argparse.Namespace) -> float:
 
 def _progress(stage: str, entries: int, ids: int) -> None:
     if sys.stderr.isatty():
-        told = f", {ids:,} ids" if ids >= 0 else ""
-        print(f"\r\x1b[K{stage}: {entries:,} entries{told}", end="\n" if ids >= 0 else "", file=sys.stderr, flush=True)
+        count = f", {ids:,} ids" if ids >= 0 else ""
+        print(f"\r\x1b[K{stage}: {entries:,} entries{count}", end="\n" if ids >= 0 else "", file=sys.stderr, flush=True)
 
 
 # ---- show, merge, check
@@ -141,7 +187,7 @@ def _progress(stage: str, entries: int, ids: int) -> None:
 def _show_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("file", metavar="FILE", help="a pack")
-    add("--tokenizer", metavar="NAME", help=f"show entries as text: {TOKENIZER}")
+    add("--tokenizer", metavar="NAME", help=f"show entries as text of this tokenizer: {TOKENIZER}")
     add(
         "--show",
         "--entries",
@@ -149,34 +195,56 @@ def _show_flags(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=20,
         metavar="N",
-        help="entries to list, the best first (default: 20)",
+        help="number of entries to list, the best first (default: 20)",
     )
+    add_plot(add, "the uses of the entries by rank")
     add_json(add)
 
 
 def _show(args: argparse.Namespace) -> int:
     from mlx_zip.vocab.packs import load_pack
 
-    if args.show < 0:
-        raise DataError(f"--show must be at least 0, got {args.show}")
-    pack, texts = load_pack(args.file), None
+    check_at_least(args, 0, "show")
+    plot, pack = plot_file(args.plot, [args.file]), load_pack(args.file)
+    entries = pack.entries[: args.show]
     if args.tokenizer is not None:
         tokenizer = _tokenizer(args.tokenizer)
         _check_tokenizer(pack, tokenizer, args.file)
-        texts = [tokenizer.decode(list(entry)) for entry in pack.entries[: args.show]]
-    _tell(args, Path(args.file), pack, texts)
+        texts = [tokenizer.decode(list(entry)) for entry in entries]
+    else:
+        texts = _own_texts(pack)[: args.show] or [" ".join(map(str, entry)) for entry in entries]
+    if plot is not None:
+        if not (uses := _uses(pack)):
+            raise DataError(f"{args.file} does not say how often its entries were used, so there is nothing to draw")
+        points = [(rank, n) for rank, n in enumerate(sorted(uses, reverse=True), 1) if n]
+        draw_curves(plot, {"uses": points}, ("rank of the entry", "uses in the texts learned from"), "log")
+    _print(args, Path(args.file), pack, texts)
     return 0
+
+
+def _own_texts(pack: Any) -> list[str]:
+    """Returns the entries' texts that the pack's file holds, or [] if it holds none of them."""
+    texts = pack.about.get("texts")
+    fit = isinstance(texts, list) and len(texts) == len(pack.entries) and all(isinstance(one, str) for one in texts)
+    return texts if fit else []
+
+
+def _uses(pack: Any) -> list[int]:
+    """Returns how often each entry was used in the texts learned from, or [] if the pack's file does not say so."""
+    uses = pack.about.get("uses")
+    fit = isinstance(uses, list) and len(uses) == len(pack.entries) and all(type(n) is int and n >= 0 for n in uses)
+    return uses if fit else []
 
 
 def _merge_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("files", nargs="+", metavar="FILE", help="packs of one tokenizer")
-    add("--out", required=True, type=Path, help="the pack to write, a .npz file")
-    add("--size", type=int, help="entries at most: the best of each in turn (default: all)")
+    add("--out", required=True, type=Path, help="pack to write, a .npz file")
+    add("--size", type=int, help="maximum number of entries, the best of each pack in turn (default: all)")
     add(
         "--drop-rows",
         action="store_true",
-        help="leave tuned rows behind: then packs that are not all tuned for one model can be merged",
+        help="drop tuned rows; packs that are not all tuned for the same model can only be merged so",
     )
     add_json(add)
 
@@ -184,19 +252,18 @@ def _merge_flags(parser: argparse.ArgumentParser) -> None:
 def _merge(args: argparse.Namespace) -> int:
     from mlx_zip.vocab.packs import SUFFIX, load_pack, merge_packs, save_pack
 
-    if args.size is not None and args.size < 1:
-        raise DataError(f"--size must be at least 1, got {args.size}")
+    check_at_least(args, 1, "size")
     args.out = writable("--out", args.out, "a pack", SUFFIX)
     pack = merge_packs([load_pack(file) for file in args.files], args.size, args.drop_rows)
     save_pack(args.out, pack)
-    _tell(args, args.out, pack)
+    _print(args, args.out, pack)
     return 0
 
 
 def _check_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("file", metavar="FILE", help="a pack")
-    add("--model", required=True, help="model folder, bundled model or hub id that is to take it")
+    add("--model", required=True, help="model folder, bundled model or hub id to use the pack with")
     add_json(add)
 
 
@@ -212,7 +279,7 @@ def _check(args: argparse.Namespace) -> int:
     pack, folder = load_pack(args.file), tokenizer_folder(args.model)
     codec = own_codec(read_config(folder))
     if codec is None and pack.rows is None:
-        raise DataError(f"{args.model} has no hypertokens, so it can take no pack but one that was tuned for it")
+        raise DataError(f"{args.model} has no hypertokens, so it can only take a pack that was tuned for it")
     _check_tokenizer(pack, _tokenizer(args.model), args.file)
     try:
         if codec is not None:
@@ -221,12 +288,12 @@ def _check(args: argparse.Namespace) -> int:
         raise DataError(f"{args.file} does not fit {args.model}: {error}") from error
     if pack.rows is not None:
         _check_rows(args, pack)
-    _tell(args, Path(args.file), pack)
+    _print(args, Path(args.file), pack)
     return 0
 
 
 def _check_rows(args: argparse.Namespace, pack: Any) -> None:
-    """The model is loaded with the pack. Raises `DataError` when its rows were tuned for another one."""
+    """Loads the model with the pack. Raises `DataError` if the pack's rows were tuned for another model."""
     from mlx_zip.errors import MlxZipError
     from mlx_zip.loading import load
 
@@ -237,9 +304,9 @@ def _check_rows(args: argparse.Namespace, pack: Any) -> None:
 
 
 def _tokenizer(name: str) -> Any:
-    from mlx_zip.text.tokenizers import load_tokenizer, tokenizer_folder
+    from mlx_zip.text.tokenizers import load_tokenizer
 
-    return load_tokenizer(tokenizer_folder(name))
+    return load_tokenizer(name)
 
 
 def _check_tokenizer(pack: Any, tokenizer: Any, name: str) -> None:
@@ -248,12 +315,10 @@ def _check_tokenizer(pack: Any, tokenizer: Any, name: str) -> None:
     pack.check_tokenizer(tokenizer_fingerprint(tokenizer), name)
 
 
-def _tell(args: argparse.Namespace, path: Path, pack: Any, texts: list[str] | None = None) -> None:
-    """What a pack is: one JSON object, or a few lines, with its first entries when there are texts of them."""
-    uses = pack.about.get("uses")
-    uses = uses if isinstance(uses, list) else []
-    about = {key: value for key, value in pack.about.items() if key != "uses"}
-    told = {
+def _print(args: argparse.Namespace, path: Path, pack: Any, texts: list[str] | None = None) -> None:
+    """Prints what a pack holds, as one JSON object or as lines. texts: of its first entries, to list them."""
+    about = {key: value for key, value in pack.about.items() if key not in ("uses", "texts")}
+    record = {
         **about,
         "file": str(path),
         "entries": len(pack.entries),
@@ -263,37 +328,46 @@ def _tell(args: argparse.Namespace, path: Path, pack: Any, texts: list[str] | No
         "rows_of": pack.rows and pack.rows.model,
     }
     if texts is not None:
-        rows = zip(texts, pack.entries, [*uses, *[None] * len(texts)], strict=False)
-        told["best"] = [{"text": text, "base_ids": entry, "uses": n} for text, entry, n in rows]
+        rows = zip(texts, pack.entries, [*_uses(pack), *[None] * len(texts)], strict=False)
+        record["best"] = [{"text": text, "base_ids": entry, "uses": n} for text, entry, n in rows]
     if args.json:
-        print(json.dumps(told, ensure_ascii=False))
-        return
-    print(f"{path}: {len(pack.entries):,} entries of 2 to {pack.merge_size} base ids, {pack.fingerprint[:12]}")
-    if _tells(about, "base_ids", "ids", "ids_without", "window"):
-        base, ids, without = about["base_ids"], about["ids"], about["ids_without"]
-        print(
-            f"learned from {base:,} base ids in windows of {about['window']}: {base / ids:.3f} base ids per id, "
-            f"{base / without:.3f} without it"
-        )
-    if _tells(about, "head_cost", "steps_cost", "ids_without"):
-        cost, total = about["head_cost"], about["steps_cost"]
-        print(f"a row costs {cost:.2e} of a step: {about['ids_without'] / total:.3f} times as fast as without it")
+        print(json.dumps(record, ensure_ascii=False))
+    else:
+        print("\n".join(_lines(path, pack, about, record.get("best", []))))
+
+
+def _lines(path: Path, pack: Any, about: dict[str, Any], best: list[dict[str, Any]]) -> list[str]:
+    lines = [f"{path}: {len(pack.entries):,} entries of 2 to {pack.merge_size} base ids, {pack.fingerprint[:12]}"]
+    if _has_numbers(about, "base_ids", "ids", "ids_without", "window"):
+        lines.append(f"learned from {_rate(about)}, in windows of {about['window']}")
+        held_out = about.get("held_out")
+        if isinstance(held_out, dict) and _has_numbers(held_out, "base_ids", "ids", "ids_without"):
+            lines.append(f"held out: {_rate(held_out)}")
+        else:
+            lines.append("this rate is of the texts learned from: learn with --held-out FILE to measure others")
+    if _has_numbers(about, "head_cost", "steps_cost", "ids_without"):
+        speedup = about["ids_without"] / about["steps_cost"]
+        lines.append(f"a row costs {about['head_cost']:.2e} of a step: {speedup:.3f} times as fast as without the pack")
     if pack.rows is not None:
         shape, model = list(pack.rows.output.shape), printable(pack.rows.model[:12])
-        print(f"rows tuned for model {model}: {pack.rows.output.dtype} {shape}")
-    for row in told["best"] if texts is not None else []:
-        print(f"{'' if row['uses'] is None else str(row['uses']):>8.8} {row['text']!r}")
+        lines.append(f"rows tuned for model {model}: {pack.rows.output.dtype} {shape}")
+    return lines + [f"{'' if row['uses'] is None else str(row['uses']):>8.8} {row['text']!r}" for row in best]
 
 
-def _tells(about: dict[str, Any], *names: str) -> bool:
-    """Whether a pack, which may be made by anything, says these numbers."""
+def _rate(about: dict[str, Any]) -> str:
+    base, ids, without = about["base_ids"], about["ids"], about["ids_without"]
+    return f"{base:,} base ids: {base / ids:.3f} base ids per id, {base / without:.3f} without the pack"
+
+
+def _has_numbers(about: dict[str, Any], *names: str) -> bool:
+    """Whether a pack's file, which anything may have written, holds positive numbers under these names."""
     return all(type(about.get(name)) in (int, float) and about[name] > 0 for name in names)
 
 
 ACTIONS = {
-    "learn": (_learn_flags, "learn the entries that shorten a corpus most", _learn),
+    "learn": (_learn_flags, "learn the entries that shorten texts most", _learn),
     "tune": (pack_tuning.add_arguments, "train the rows of a pack's entries for one model", pack_tuning.run),
-    "show": (_show_flags, "show what a pack holds", _show),
-    "merge": (_merge_flags, "make one pack of several", _merge),
+    "show": (_show_flags, "show the entries of a pack as text, with their uses and rates", _show),
+    "merge": (_merge_flags, "merge several packs into one", _merge),
     "check": (_check_flags, "check that a model can take a pack", _check),
 }

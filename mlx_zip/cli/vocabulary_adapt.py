@@ -1,4 +1,4 @@
-"""`mlx_zip vocab adapt`: a tokenizer's merge list cut down and adapted to texts; what came of it; its ids of a text."""
+"""`mlx_zip vocab adapt` (AdaptBPE): adapts a tokenizer to texts, shows and uses it, and converts a model to it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import sys
 import time
 from collections.abc import Iterator
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from mlx_zip.bundled import here_or_bundled
-from mlx_zip.cli.actions import FIRST_STAGE, add_actions, add_by_place, add_json, printable, progress, settle, writable
+from mlx_zip.cli.actions import FIRST_STAGE, add_actions, add_json, printable, progress, tokenizer_path, writable
+from mlx_zip.cli.vocab_plots import add_plot, draw_bars, plot_file
 from mlx_zip.errors import DataError, GenerationError
 
 _EXAMPLE = """examples:
@@ -21,7 +23,12 @@ _EXAMPLE = """examples:
   mlx_zip vocab adapt encode adapted.json --data ids.txt --decode
   mlx_zip vocab adapt convert adapted.json --model model-folder --out smaller-model
 """
-_SWAPS = {"margin": 0, "max_swaps": None, "tie": "high", "counting": "overlapping"}  # settings, and what they are
+_SWAPS = {
+    "margin": 0,
+    "max_swaps": None,
+    "tie": "high",
+    "counting": "overlapping",
+}  # settings of --method adapt: defaults
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _learn_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--tokenizer", metavar="NAME", help=f"what to adapt: {FIRST_STAGE}")
+    add("--tokenizer", required=True, metavar="NAME", help=f"tokenizer to adapt: {FIRST_STAGE}")
     add(
         "--data",
         "--text",
@@ -41,53 +48,64 @@ def _learn_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="texts to adapt to: .txt or .jsonl, also with .gz",
     )
+    add("--held-out", nargs="+", default=[], metavar="FILE", help="texts to count tokens in that are not adapted to")
     add(
         "--merges",
         type=int,
         required=True,
         metavar="N",
-        help="merges that stay in the vocabulary; the 256 bytes and added tokens come on top",
+        help="number of merges to keep; the vocabulary also has the 256 bytes and the added tokens",
     )
     add("--out", required=True, metavar="FILE", help="file to write")
     add(
         "--method",
         choices=("adapt", "first-k", "top-k"),
         default="adapt",
-        help="adapt: swap merges for more useful ones; first-k: the first N; top-k: the N most frequent "
-        "(default: adapt)",
+        help="which merges are kept. adapt: the first N, then swapped for more useful ones; first-k: the first N; "
+        "top-k: the N most frequent in the texts (default: adapt)",
     )
     add(
         "--rule",
         choices=("replay", "final"),
-        help="how new texts are encoded: the swaps again, in order, or virtual tokens split once at the end "
-        "(default: replay; top-k: final)",
+        help="how new texts are encoded. replay: the swaps are repeated in order; final: virtual tokens are split once "
+        "at the end (default: replay; for top-k final)",
     )
-    add("--margin", type=int, metavar="N", help="a swap must gain more than this (default: 0)")
-    add("--max-swaps", type=int, metavar="N", help="swaps at most (default: as many as pay)")
-    add("--tie", choices=("high", "low"), help="rank that goes first of equally rare (default: high)")
+    add("--margin", type=int, metavar="N", help="a swap must save more tokens than this (default: 0)")
+    add("--max-swaps", type=int, metavar="N", help="maximum number of swaps (default: as many as save tokens)")
+    add(
+        "--tie",
+        choices=("high", "low"),
+        help="which of equally rare merges is removed first, by its rank (default: high)",
+    )
     add(
         "--counting",
         choices=("overlapping", "firing"),
-        help="pairs where they stand, or as many as would merge (default: overlapping)",
+        help="how pairs are counted. overlapping: at every position; firing: only where they would merge "
+        "(default: overlapping)",
     )
     add(
         "--pieces",
         choices=("gpt2", "cl100k", "digits", "whole"),
-        help="how text is cut before merging, where the tokenizer does not say (default: by its name, or gpt2)",
+        help="how text is split before merging, for files that do not say so (default: by the file's name, else gpt2)",
     )
     add(
         "--tokenizer-json",
         metavar="FILE",
-        help="also write a tokenizer.json, which is possible when no merge is virtual",
+        help="also write a tokenizer.json; this works only if no merge is virtual",
     )
     _common(add)
-    add_by_place(add)
 
 
 def _show_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("file", metavar="FILE", help="what `learn` wrote")
-    add("--tokenizer", "--base", dest="tokenizer", metavar="NAME", help="check that it was adapted from this one")
+    add("file", metavar="FILE", help="file that `learn` wrote")
+    add(
+        "--tokenizer",
+        "--base",
+        dest="tokenizer",
+        metavar="NAME",
+        help=f"base to compare with and to check: {FIRST_STAGE}",
+    )
     add(
         "--data",
         "--text",
@@ -95,37 +113,41 @@ def _show_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="FILE",
-        help="texts to count its tokens in, beside the tokenizer's own",
+        help="texts to count tokens in, also those of --tokenizer",
     )
     _common(add)
 
 
 def _encode_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("file", metavar="FILE", help="what `learn` wrote")
-    add("--data", metavar="FILE", help="UTF-8 text, or ids with --decode; - reads standard input")
+    add("file", metavar="FILE", help="file that `learn` wrote")
+    add("--data", required=True, metavar="FILE", help="UTF-8 text, or ids with --decode; - reads standard input")
     add("--decode", action="store_true", help="print the text of ids")
-    add("--base-ids", action="store_true", help="ids of the base vocabulary in place of the adapted one's")
+    add("--base-ids", action="store_true", help="ids of the base vocabulary instead of the adapted vocabulary")
     add_json(add)
-    add_by_place(add)
 
 
 def _convert_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("file", metavar="FILE", help="what `learn` wrote")
-    add("--model", metavar="DIR", help="folder of a plain or a zip2zip model, quantized or not, whose tokenizer it was")
+    add("file", metavar="FILE", help="file that `learn` wrote")
+    add(
+        "--model",
+        required=True,
+        metavar="NAME",
+        help="model whose tokenizer was adapted: folder or bundled model, plain or zip2zip, quantized or not",
+    )
     add("--out", "--mlx-path", dest="out", required=True, metavar="DIR", help="folder to write; it must not exist")
-    add_by_place(add)
 
 
 def _common(add: Any) -> None:
-    add("--columns", nargs="+", default=[], metavar="KEY=NAME", help="what .jsonl records call text, as text=content")
-    add("--limit-bytes", type=int, metavar="N", help="bytes of text at most")
+    add("--columns", nargs="+", default=[], metavar="KEY=NAME", help="name of the text in .jsonl records: text=NAME")
+    add("--limit-bytes", type=int, metavar="N", help="maximum bytes of text to read")
+    add_plot(add, "bytes per token on the texts, adapted and base,")
     add_json(add)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Does one action; 0. Raises `MlxZipError` before anything is written."""
+    """Runs one action; 0. Raises `MlxZipError` before anything is written."""
     return args.do(args)
 
 
@@ -135,14 +157,9 @@ def _learn(args: argparse.Namespace) -> int:
     from mlx_zip.vocab.adaptbpe.base import read_base
     from mlx_zip.vocab.adaptbpe.plain import tokenizer_json
 
-    settle(args, tokenizer="one")
-    settings = _settings(args)
-    read = [*args.data, args.tokenizer]
-    out, plain = writable("--out", args.out, read=read), None
-    if args.tokenizer_json is not None:
-        plain = writable("--tokenizer-json", args.tokenizer_json, read=[*read, out])
-    base = read_base(args.tokenizer, args.pieces)
-    texts = _texts(args)
+    settings, (out, plain, plot) = _settings(args), _outputs(args)
+    base = read_base(tokenizer_path(args.tokenizer), args.pieces)
+    texts, held_out = _texts(args, args.data), _texts(args, args.held_out)
     begun = time.perf_counter()
     words = words_of(base.front, _counted("Counting", texts))
     with progress("Adapting", "swap") as bar:
@@ -155,13 +172,36 @@ def _learn(args: argparse.Namespace) -> int:
     if plain is not None:
         write_json(plain, exact)
     record = _record(vocabulary, base) | _counts(vocabulary, base, texts)
+    if held_out:
+        record["held_out"] = _counts(vocabulary, base, held_out)
+    _plot(plot, record)
     record |= {"seconds": round(took_s, 3), "file": str(out)}
     _print(args, record)
     return 0
 
 
+def _outputs(args: argparse.Namespace) -> tuple[Path, Path | None, Path | None]:
+    """Returns the files of --out, --tokenizer-json and --plot. Raises `DataError` for one that cannot be written."""
+    read = [*args.data, *args.held_out, args.tokenizer]
+    out, plain = writable("--out", args.out, read=read), None
+    if args.tokenizer_json is not None:
+        plain = writable("--tokenizer-json", args.tokenizer_json, read=[*read, out])
+    return out, plain, plot_file(args.plot, read=[*read, out, plain])
+
+
+def _plot(path: Path | None, record: dict[str, Any]) -> None:
+    """Draws bytes per token of the adapted and the base vocabulary, on the texts and on those held out."""
+    if path is None:
+        return
+    texts = {"texts": record} | ({"held-out texts": record["held_out"]} if "held_out" in record else {})
+    bars = {"adapted": {name: counts["bytes"] / counts["tokens"] for name, counts in texts.items()}}
+    if "base_tokens" in record:
+        bars["base"] = {name: counts["bytes"] / counts["base_tokens"] for name, counts in texts.items()}
+    draw_bars(path, bars, ("", "bytes per token"))
+
+
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
-    """What is chosen of the method's settings. Raises `GenerationError` for a flag that it has no use for."""
+    """Returns the method's settings. Raises `GenerationError` for a flag that belongs to another method."""
     chosen = {name: value for name in (*_SWAPS, "rule") if (value := getattr(args, name)) is not None}
     if args.method != "adapt" and (lost := [name for name in chosen if name in _SWAPS]):
         raise GenerationError(f"--{lost[0].replace('_', '-')} goes with --method adapt, which swaps merges")
@@ -174,14 +214,16 @@ def _show(args: argparse.Namespace) -> int:
     from mlx_zip.vocab.adaptbpe.adapted import read_adapted
     from mlx_zip.vocab.adaptbpe.base import read_base
 
-    vocabulary = read_adapted(args.file)
-    base = None
+    if args.plot is not None and not args.data:
+        raise GenerationError("--plot draws the tokens of texts: name some with --data")
+    plot, vocabulary, base = plot_file(args.plot, [*args.data, args.file]), read_adapted(args.file), None
     if args.tokenizer is not None:
-        base = read_base(args.tokenizer, _own_pieces(vocabulary))
+        base = read_base(tokenizer_path(args.tokenizer), _own_pieces(vocabulary))
         vocabulary.check_base(base)
     record = _record(vocabulary, base)
     if args.data:
-        record |= _counts(vocabulary, base, _texts(args))
+        record |= _counts(vocabulary, base, _texts(args, args.data))
+        _plot(plot, record)
     _print(args, record)
     return 0
 
@@ -190,7 +232,6 @@ def _encode(args: argparse.Namespace) -> int:
     from mlx_zip.cli.compression import read_text
     from mlx_zip.vocab.adaptbpe.adapted import read_adapted
 
-    settle(args, data="one")
     vocabulary = read_adapted(args.file)
     text = read_text(args.data)
     if args.decode:
@@ -209,9 +250,6 @@ def _encode(args: argparse.Namespace) -> int:
 
 
 def _convert(args: argparse.Namespace) -> int:
-    if args.by_place and args.model is None:  # the model was once named first
-        args.by_place, args.model, args.file = args.by_place[1:], args.file, args.by_place[0]
-    settle(args, model="none")
     converters: Any = import_module("mlx_zip.converters.adapt")
     with import_module("mlx_zip.converters.cli").warnings_on_stderr():
         print(converters.adapt(str(here_or_bundled(args.model)), args.file, args.out))
@@ -221,7 +259,7 @@ def _convert(args: argparse.Namespace) -> int:
 def _ids(name: str, text: str) -> list[int]:
     words = text.split()
     if wrong := next((word for word in words if not (word.isascii() and word.isdigit() and len(word) < 11)), None):
-        raise DataError(f"{name}: {wrong!r:.40} is no id")
+        raise DataError(f"{name}: {wrong!r:.40} is not an id")
     return [int(word) for word in words]
 
 
@@ -231,15 +269,17 @@ def _own_pieces(vocabulary: Any) -> str | None:
     return vocabulary.front.pieces if vocabulary.front.pieces in PIECES else None
 
 
-def _texts(args: argparse.Namespace) -> list[str]:
+def _texts(args: argparse.Namespace, files: list[str]) -> list[str]:
     from mlx_zip.text.documents import read_corpus
 
+    if not files:
+        return []
     columns = dict(word.partition("=")[::2] for word in args.columns)
-    return [document.text for document in read_corpus(args.data, None, args.limit_bytes, columns).documents]
+    return [document.text for document in read_corpus(files, None, args.limit_bytes, columns).documents]
 
 
 def _counted(task: str, texts: list[str]) -> Iterator[str]:
-    """Texts, with a bar."""
+    """Yields the texts and shows a progress bar."""
     with progress(task, "text", len(texts)) as bar:
         for text in texts:
             yield text
@@ -247,7 +287,7 @@ def _counted(task: str, texts: list[str]) -> Iterator[str]:
 
 
 def _record(vocabulary: Any, base: Any) -> dict[str, Any]:
-    told = {} if base is None else {"unreachable": base.unreachable, "ignore_merges": base.ignore_merges}
+    of_base = {} if base is None else {"unreachable": base.unreachable, "ignore_merges": base.ignore_merges}
     return {
         "base": vocabulary.name,
         "base_ids": vocabulary.base_ids,
@@ -261,12 +301,12 @@ def _record(vocabulary: Any, base: Any) -> dict[str, Any]:
         "letters": vocabulary.letters,
         "settings": vocabulary.settings,
         "fingerprint": vocabulary.fingerprint,
-        **told,
+        **of_base,
     }
 
 
 def _counts(vocabulary: Any, base: Any, texts: list[str]) -> dict[str, Any]:
-    """Bytes and tokens, and compression utility: bytes saved per byte (arXiv 2601.21665)."""
+    """Returns bytes, tokens and utility of texts; utility is 1 - tokens per byte (arXiv 2601.21665)."""
     n_bytes = sum(len(text.encode("utf-8")) for text in texts)
     tokens = sum(len(vocabulary.encode(text)) for text in _counted("Encoding", texts))
     counts = {"bytes": n_bytes, "tokens": tokens, "utility": round(1 - tokens / n_bytes, 4)}
@@ -278,34 +318,47 @@ def _counts(vocabulary: Any, base: Any, texts: list[str]) -> dict[str, Any]:
 
 
 def _print(args: argparse.Namespace, record: dict[str, Any]) -> None:
-    if args.json:
-        print(json.dumps(record, ensure_ascii=False))
-        return
+    print(json.dumps(record, ensure_ascii=False) if args.json else "\n".join(_lines(record)))
+
+
+def _lines(record: dict[str, Any]) -> list[str]:
     letters = f"{record['letters']} characters of several bytes, " if record["letters"] else ""
     base = printable(record["base"])
-    print(
+    lines = [
         f"{record['ids']} ids of the {record['base_ids']} of {base}: {record['merges']} merges, 256 bytes, "
-        f"{letters}{record['added_tokens']} added tokens"
-    )
-    print(
+        f"{letters}{record['added_tokens']} added tokens",
         f"{record['promoted']} merges promoted, {record['virtual']} virtual; method {record['method']}, "
-        f"rule {record['rule']}"
-    )
+        f"rule {record['rule']}",
+    ]
     if record.get("unreachable"):
-        print(f"{record['unreachable']} tokens of {record['base']} are made by no merge and are left out")
+        lines.append(f"{record['unreachable']} tokens of {base} are left out: no merge makes them")
     if record.get("ignore_merges"):
-        print(f"{record['base']} takes a piece that is a token whole, whatever its merges say; here the merges decide")
+        lines.append(
+            f"{base} prefers whole tokens to merges (ignore_merges); the adapted vocabulary goes by its merges"
+        )
     if "bytes" in record:
-        print(f"{record['bytes']} bytes are {record['tokens']} tokens: {record['utility']:.4f} of them saved")
-    if "base_tokens" in record:
-        print(f"with all of {base}: {record['base_tokens']} tokens, {record['base_utility']:.4f} saved")
+        lines += _count_lines("texts", base, record)
+    if "held_out" in record:
+        lines += _count_lines("held-out texts", base, record["held_out"])
+    elif "file" in record:
+        lines.append("these counts are of the texts adapted to: --held-out FILE counts others")
     if "seconds" in record:
-        print(f"adapted in {record['seconds']} s; written to {record['file']}")
+        lines.append(f"adapted in {record['seconds']} s; written to {record['file']}")
+    return lines
+
+
+def _count_lines(texts: str, base: str, counts: dict[str, Any]) -> list[str]:
+    per_token = counts["bytes"] / counts["tokens"]
+    lines = [f"{texts}: {counts['bytes']} bytes are {counts['tokens']} tokens ({per_token:.3f} bytes per token)"]
+    if "base_tokens" in counts:
+        per_token = counts["bytes"] / counts["base_tokens"]
+        lines.append(f"{texts}, with all of {base}: {counts['base_tokens']} tokens ({per_token:.3f} bytes per token)")
+    return lines
 
 
 ACTIONS = {
     "learn": (_learn_arguments, "adapt a tokenizer to texts and write the adapted one", _learn),
-    "show": (_show_arguments, "what an adapted tokenizer keeps, whether it fits a base, what it makes of texts", _show),
-    "encode": (_encode_arguments, "the ids of a text, or the text of ids", _encode),
-    "convert": (_convert_arguments, "a model folder with the rows and ids that an adapted tokenizer keeps", _convert),
+    "show": (_show_arguments, "show what an adapted tokenizer keeps, check its base, count its tokens in texts", _show),
+    "encode": (_encode_arguments, "turn a text into ids, or ids into text", _encode),
+    "convert": (_convert_arguments, "write a model folder that keeps the adapted tokenizer's rows and ids", _convert),
 }

@@ -24,6 +24,7 @@ from mlx_zip.evaluation.windows import Windows, cut_windows
 from mlx_zip.hyper import RowStore, model_fingerprint
 from mlx_zip.layout import is_zip
 from mlx_zip.loading import load, model_folder, read_config
+from mlx_zip.sampling import Sampling
 from mlx_zip.text.conversations import Prompt, make_conversations, openings, read_prompts
 from mlx_zip.text.documents import Corpus, read_corpus
 from mlx_zip.text.tokenizers import load_tokenizer
@@ -84,6 +85,11 @@ class Evaluation:
             raise DataError("--generate needs --prompts, or --data whose openings are continued")
         if self.prompts is not None and self.generate is None:
             raise DataError("--prompts needs --generate N")
+        if self.batch_size < 1:
+            raise DataError(f"the batch size (--batch-size) must be at least 1, got {self.batch_size}")
+        if self.max_tokens < 1 and self.max_tokens != -1:
+            raise DataError(f"max_tokens (--max-tokens) must be at least 1, or -1 for no limit, got {self.max_tokens}")
+        Sampling(temp=self.temp, top_p=self.top_p, seed=self.seed)  # raises for values out of range
 
     def record(self) -> dict[str, Any]:
         """Returns the settings that a record keeps."""
@@ -127,22 +133,22 @@ def evaluate(
 ) -> dict[str, Any]:
     """Returns the record of all figures (see `report.make_record`); the first model is the baseline of the others.
 
-    models: folders, hub ids or bundled names. pack: path, or paths of several packs that are merged, with which every
-    codebook begins (`load`); codebook_size: slots in place of a zip2zip model's own. row_store: see `load`. announce is
-    called once before the first model is loaded, with a line that says what will be measured.
+    models: folders, hub ids or bundled names. pack: one pack or several that are merged, each a path or a `Pack`, with
+    which every codebook begins; codebook_size: slots in place of a zip2zip model's own; row_store: see `load`.
+    progress: see `no_progress`. announce: called once, before a model is loaded, with what will be measured.
 
     Raises `MlxZipError` for what cannot be read or does not fit together, mostly before any model is loaded.
     """
-    files = [pack] if isinstance(pack, str | Path) else pack
-    inputs = _prepare(models, what, chosen_packs.read_packs(files))
+    packs = chosen_packs.read_packs(pack)
+    inputs = _prepare(models, what, packs)
     announce(_header(models, what, inputs))
     records = []
     for name in models:
         records.append(_measure(name, what, inputs, codebook_size, row_store, progress))
         gc.collect()  # the model's memory, before the next one is loaded
     settings = {**what.record(), "context": inputs.context, "codebook_size": codebook_size}
-    settings |= {"pack": None if files is None else [str(file) for file in files]}
-    settings |= {"codebook_fingerprint": None if inputs.packs is None else inputs.packs.merged.fingerprint}
+    settings |= {"pack": None if packs is None else list(packs.files)}
+    settings |= {"codebook_fingerprint": None if packs is None else packs.merged.fingerprint}
     data = None
     if inputs.corpus is not None and inputs.windows is not None:
         data = {**inputs.corpus.record(), "altered_documents": inputs.windows.altered}

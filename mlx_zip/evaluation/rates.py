@@ -125,7 +125,7 @@ def _run(
     model: Any, tokenizer: Any, rows: Sequence[Conversation], settings: Settings, seed: int, progress: Callable
 ) -> list[list[Story]]:
     """Some conversations together -> [conversation][turn]."""
-    cache = model.make_cache(start=settings.start) if _keeps_cache(model, settings) else None
+    cache = model.make_cache(pack=settings.start) if _keeps_cache(model, settings) else None
     stories: list[list[Story]] = [[] for _ in rows]
     for number in range(len(rows[0].prompts)):
         turns = [_Turn(row.next_prompt()) for row in rows]
@@ -144,7 +144,7 @@ def _responses(
     options: dict[str, Any] = {name: getattr(settings, name) for name in ("max_tokens", "temp", "top_p", "stop")}
     options["seed"] = seed
     if cache is None and is_zip(model):
-        options["start"] = settings.start
+        options["pack"] = settings.start
     if cache is None and len(turns) > 1:
         yield from stream_batch(model, tokenizer, [turn.prompt for turn in turns], **options)
         return

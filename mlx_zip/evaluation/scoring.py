@@ -193,7 +193,7 @@ def _excluded(model: Any, rows: Sequence[Compressed]) -> tuple[NDArray[np.int64]
 def _make_cache(model: Any, rows: Sequence[Compressed]) -> list[Any]:
     if not is_zip(model):
         return make_prompt_cache(model)
-    return model.make_cache(left_padding=[0] * len(rows), start=[row.start for row in rows])
+    return model.make_cache(left_padding=[0] * len(rows), pack=[row.start for row in rows])
 
 
 def _calls(model: Any, rows: Sequence[Compressed], shape: tuple[int, ...], availability: str) -> list[tuple[int, int]]:

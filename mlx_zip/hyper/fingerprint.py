@@ -1,6 +1,6 @@
-"""Names of hyper-row sets: two models with the same fingerprint of a side make the same rows for the same entries.
+"""Fingerprints of a model's sides: equal fingerprints mean equal rows for equal entries.
 
-Computed from the tensors as stored, while they are written, so that a row store never hashes anything at start-up.
+They are computed from the tensors while these are written, so that loading a model hashes nothing.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ class Fingerprints:
         self.digests: dict[str, str] = {}
 
     def add(self, name: str, array: mx.array, data: memoryview) -> None:
-        """Takes a tensor as it is written."""
+        """Adds a tensor that is being written; data: its bytes in the file."""
         if name.startswith((*SIDES, _EMBEDDING, _HEAD)):
             head = f"{array.dtype} {list(array.shape)} "
             self.digests[name] = hashlib.sha256(head.encode() + hashlib.sha256(data).digest()).hexdigest()
 
     def sides(self, config: ZipConfig, quantization: Mapping[str, Any]) -> dict[str, str]:
-        """{"input": hex, "output": hex}, each a sha256.
+        """The fingerprints {"input": hex, "output": hex}, each a sha256.
 
-        Over: side, tensors of its encoder and matrix, their quantization, encoder options, merge size, pad id.
+        Each covers the side, the tensors of its encoder and matrix, their quantization, encoder options, merge size and
+        pad id.
         """
         tied_encoders = config.encoder.tie_encoders
         tied_matrices = not any(name.startswith(_HEAD) for name in self.digests)
@@ -60,7 +61,7 @@ class Fingerprints:
 
 
 def _relative(name: str, prefixes: tuple[str, str]) -> str:
-    """encoder.x or matrix.x, so that the name of the side does not matter."""
+    """A tensor's name as encoder.x or matrix.x, so that the side's own names do not matter."""
     encoder, matrix = prefixes
     dotted = f"{name}."
     if dotted.startswith(encoder):
@@ -69,7 +70,7 @@ def _relative(name: str, prefixes: tuple[str, str]) -> str:
 
 
 def host_bytes(array: mx.array) -> memoryview:
-    """The array's bytes, row by row, little endian."""
+    """The array's bytes in row order, little endian."""
     if array.dtype == mx.bfloat16:  # numpy has none
         array = array.view(mx.uint16)
     host = np.ascontiguousarray(np.array(array, copy=False))

@@ -1,7 +1,7 @@
-"""The name of a whole model: what rows that were tuned for it are bound to.
+"""The fingerprint of a whole model, which tuned rows are bound to.
 
-Tuned rows are good for one decoder as it computes, not for a matrix alone, so every tensor counts: its name, type and
-shape, and a few of its values (nothing is hashed whole).
+Tuned rows fit one decoder, not one matrix, so the fingerprint covers every tensor: its name, type and shape, and a few
+of its values (nothing is hashed whole).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mlx_zip.hyper.row_kinds import Place, hold, places, sample
 
 
 def model_fingerprint(model: nn.Module) -> str:
-    """Hex digest over a model as it was loaded; quantized, adapted or cast it is another model."""
+    """Hex digest of a model as it was loaded. Quantizing, adapting or casting the model changes the digest."""
     tensors: list[tuple[str, mx.array]] = sorted(tree_flatten(model.parameters()))  # type: ignore[arg-type]
     some = [sample(value) for _, value in tensors]
     mx.eval(some)
@@ -31,16 +31,16 @@ def model_fingerprint(model: nn.Module) -> str:
 
 
 class ModelName:
-    """A model's fingerprint, made when it is first asked for, and again when a tensor was exchanged for another."""
+    """A model's fingerprint, computed when first asked for, and again after a tensor was replaced."""
 
     def __init__(self) -> None:
         self.forget()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelName:
-        return ModelName()  # a copied model's weights are its own
+        return ModelName()  # a copy of the model has weights of its own
 
     def forget(self) -> None:
-        """The weights have changed."""
+        """Forgets the fingerprint, because weights have changed."""
         self._places: list[Place] = []
         self._found = ""
 

@@ -1,9 +1,8 @@
-"""Which rows a model makes now: its recorded fingerprint, bound to the weights that are really there.
+"""Names for the rows that a model makes now: the fingerprint in its config, and a few values of its weights.
 
-The fingerprint in config.json is what the converter or the trainer wrote. Other tools quantize, fuse or adapt a model
-and leave it as it was, and a program may change weights in memory. So a few values of every tensor that rows depend on,
-their types and their quantization count too (nothing is hashed whole), and the name is made anew when a tensor is
-exchanged for another.
+The fingerprint in config.json was written by the converter or the trainer. Other tools quantize, fuse or adapt a model
+without changing it, and a program may change weights in memory. So a name also covers the type, the quantization and a
+few values of every tensor that rows depend on (nothing is hashed whole), and is made anew when a tensor is replaced.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ from mlx_zip.hyper.row_files import RowSet
 from mlx_zip.hyper.rows import encode_entries
 from mlx_zip.hyper.store import RowKind
 
-FORMAT = 1  # another one when encoders are computed otherwise than before
-SAMPLES = 64  # values of a tensor that count
+FORMAT = 1  # to be raised when encoders compute rows in another way
+SAMPLES = 64  # values of a tensor that its name covers
 _QUANTIZATION = ("bits", "group_size", "mode")
 
-Place = tuple[Any, Any, Any]  # a container, a key in it, and what was there
+Place = tuple[Any, Any, Any]  # a container, a key in it, and the value that was there
 
 
 @dataclass(frozen=True)
 class _Known:
-    """A kind, and the modules it was made of."""
+    """A kind, and the modules that it was made for."""
 
     kind: RowKind
     encoder: nn.Module
@@ -41,12 +40,12 @@ class _Known:
     places: list[Place]
 
     def holds(self) -> bool:
-        """Whether every tensor is still the one it was."""
+        """Whether no tensor has been replaced since."""
         return hold(self.places)
 
 
 class RowKinds:
-    """The kinds of a model's rows, by side. recorded: the fingerprints of its config, without which none is durable."""
+    """The kinds of a model's rows, by side. recorded: the fingerprints in its config; without them none is durable."""
 
     def __init__(self, recorded: Any, merge_size: int) -> None:
         self._recorded: Mapping[str, Any] = recorded if isinstance(recorded, Mapping) else {}
@@ -55,13 +54,13 @@ class RowKinds:
         self._changed = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RowKinds:
-        """Of a copied model, whose weights may be changed before they are looked at: its kinds are its own."""
+        """Kinds of a copied model, never those of the original: its weights may change before they are read."""
         twin = RowKinds(self._recorded, self._merge_size)
         twin.forget()
         return twin
 
     def forget(self) -> None:
-        """Gives both sides other kinds from now on, which only this model has: its weights are no longer those."""
+        """Gives both sides new kinds, which only this model has, because its weights have changed."""
         self._known.clear()
         self._changed = True
 
@@ -70,7 +69,7 @@ class RowKinds:
         known = self._known.get(side)
         if known is not None and known.encoder is encoder and known.matrix is matrix and known.holds():
             return known.kind
-        if known is not None:  # a tensor was exchanged, and perhaps not at the values that are looked at
+        if known is not None:  # a tensor was replaced, perhaps by one with equal samples
             self.forget()
         kind = self._make(side, encoder, matrix)
         self._known[side] = _Known(kind, encoder, matrix, [*places(encoder), *places(matrix)])
@@ -78,7 +77,9 @@ class RowKinds:
 
     def _make(self, side: str, encoder: nn.Module, matrix: nn.Module) -> RowKind:
         some = np.zeros((1, self._merge_size), np.uint32)
-        row = encode_entries(encoder, matrix, some, np.array([self._merge_size]))  # for its shape: never evaluated
+        row = encode_entries(
+            encoder, matrix, some, np.array([self._merge_size])
+        )  # for its shape and type: never evaluated
         recorded = self._recorded.get(side)
         durable = isinstance(recorded, str) and bool(recorded) and not self._changed
         facts = [
@@ -96,7 +97,7 @@ class RowKinds:
 
 
 def hold(places: Sequence[Place]) -> bool:
-    """Whether everything is still what it was; asked at every call, so it must be quick."""
+    """Whether every place still holds the same value. Asked at every call, so it must be quick."""
     for node, key, value in places:  # noqa: SIM110 - twice as quick as all()
         if node[key] is not value:
             return False
@@ -104,7 +105,7 @@ def hold(places: Sequence[Place]) -> bool:
 
 
 def places(node: Any) -> Iterator[Place]:
-    """Every array and module below a module, with where it stands."""
+    """Every array and module below a module, with its place."""
     items = node.items() if isinstance(node, dict) else enumerate(node)
     for key, value in items:
         if isinstance(value, mx.array | dict | list):
@@ -114,7 +115,7 @@ def places(node: Any) -> Iterator[Place]:
 
 
 def _facts(module: nn.Module) -> list[Any]:
-    """Names, types, shapes and some values of a module's tensors, and how they are quantized."""
+    """Names, types, shapes and sampled values of a module's tensors, and their quantization."""
     found = list(places(module))
     tensors = [(key, value, sample(value)) for _, key, value in found if isinstance(value, mx.array)]
     mx.eval([sample for _, _, sample in tensors])
@@ -126,6 +127,6 @@ def _facts(module: nn.Module) -> list[Any]:
 
 
 def sample(array: mx.array) -> mx.array:
-    """Up to `SAMPLES` values, evenly over the tensor."""
+    """Up to `SAMPLES` values, evenly spaced over the tensor."""
     flat = array.reshape(-1)
     return flat[mx.array(np.linspace(0, flat.size - 1, min(SAMPLES, flat.size)).astype(np.int64))]

@@ -1,4 +1,4 @@
-"""Hyper rows: from entries to rows, and the tables in which a request keeps them."""
+"""Encoding entries to hyper rows, and the tables in which a request keeps the rows."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-ENTRIES_PER_PASS = 512  # bounds the encoder's activations when a long prompt installs thousands of entries
+ENTRIES_PER_PASS = 512  # limits the encoder's activations when a long prompt installs thousands of entries
 CAPACITY_STEP = 256  # tables grow by this many slots, so that shapes seldom change
 
 
 def matrix_rows(module: Any, ids: mx.array) -> mx.array:
-    """Rows of an embedding or a linear layer: ids [...] -> [..., D].
+    """Rows [..., D] of an embedding or a linear layer for ids [...].
 
-    Of a quantized layer only the rows asked for are dequantized. Source of the output side: zip2zip 0.2.0 encodes
-    entries from rows of the head matrix, not of the embedding.
+    Of a quantized layer only these rows are dequantized. Source: zip2zip 0.2.0, which encodes output rows from rows of
+    the head matrix, not of the embedding.
     """
     if "scales" not in module:
         return module["weight"][ids]
@@ -32,7 +32,7 @@ def matrix_rows(module: Any, ids: mx.array) -> mx.array:
 
 
 def encode_entries(encoder: nn.Module, matrix: nn.Module, base_ids: np.ndarray, lengths: np.ndarray) -> mx.array:
-    """Hyper rows of N entries: base_ids [N, S] uint32 padded with the pad id, lengths [N] -> [N, D]."""
+    """Hyper rows [N, D] of N entries: base_ids [N, S] uint32 padded with the pad id, lengths [N]."""
     parts = []
     for begin in range(0, len(base_ids), ENTRIES_PER_PASS):
         block = slice(begin, begin + ENTRIES_PER_PASS)
@@ -49,13 +49,13 @@ class RowTable:
         self.rows: mx.array | None = None
 
     def put_one(self, slot: int, row: mx.array, limit: int) -> None:
-        """`put` for one sequence and one row [1, D]: a slice is written faster than a scatter."""
+        """Writes one row [1, D] at a slot of a single sequence: faster than `put`, as a slice and not a scatter."""
         self._reserve(slot + 1, row, limit)
         assert self.rows is not None
         self.rows[:, slot : slot + 1] = row
 
     def put(self, sequence: np.ndarray, slots: np.ndarray, rows: mx.array, limit: int) -> None:
-        """Writes rows [N, D] at (sequence [N], slots [N]); grows up to `limit` slots when needed."""
+        """Writes rows [N, D] at (sequence [N], slots [N]). The table grows when needed, to `limit` slots at most."""
         self._reserve(int(slots.max()) + 1, rows, limit)
         assert self.rows is not None
         self.rows[mx.array(sequence), mx.array(slots)] = rows
@@ -69,9 +69,12 @@ class RowTable:
         self.rows = more if self.rows is None else mx.concatenate([self.rows, more], axis=1)
 
     def take(self, slots: mx.array) -> mx.array:
-        """Slots [B, L] -> [B, L, D]."""
+        """The rows [B, L, D] of slots [B, L]."""
         assert self.rows is not None
         return self.rows[mx.arange(self.batch)[:, None], slots]
+
+    def __repr__(self) -> str:
+        return f"<RowTable of {self.batch} sequence(s): {None if self.rows is None else self.rows.shape}>"
 
     def copy(self) -> RowTable:
         """An independent table (the arrays are shared until one side writes)."""

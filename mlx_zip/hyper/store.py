@@ -1,8 +1,8 @@
-"""`RowStore`: hyper rows that outlive their request, in memory and, if asked, in a folder.
+"""`RowStore`: hyper rows that are kept from one request to the next, in memory and optionally in a folder.
 
-An entry's rows depend on its base ids and on the model alone, so an entry that comes again, in any request, need not be
-encoded again. A row is kept as the bytes that were encoded; the encoders give an entry the same row alone and among
-others within 1e-5 (fp32; bit for bit on most backends), so results do not depend on what a store holds.
+An entry's rows depend on its base ids and on the model alone, so an entry that occurs again, in any request, is not
+encoded again. A row is kept as the bytes that were encoded. An encoder gives an entry the same row alone and in a batch
+within 1e-5 (fp32; bit for bit on most backends), so results do not depend on what a store holds.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from mlx_zip.hyper.row_folder import RowFolder
 
 MEMORY_BYTES = 64 << 20
 FOLDER_BYTES = 1 << 30
-ROW_OVERHEAD = 250  # bytes of Python's own per row in memory
-_NO_ID = 0xFFFFFFFF  # behind an entry's end in a key: no base id, and not the pad id, which differs by model
-_PADDING = bytes({*_NO_ID.to_bytes(4, "little")})  # the one byte that it consists of
+ROW_OVERHEAD = 250  # bytes that Python needs per row in memory
+_NO_ID = 0xFFFFFFFF  # fills a key after the entry's end; no base id, and unlike the pad id equal for all models
+_PADDING = bytes({*_NO_ID.to_bytes(4, "little")})  # the one byte that `_NO_ID` consists of
 
 Encode = Callable[[NDArray[np.uint32], NDArray[np.int64]], mx.array]
 
 
 @dataclass(frozen=True)
 class RowKind:
-    """Which rows are meant, and how they look: rows [D] of `dtype`. durable: whether they may be kept on disk."""
+    """The name and the form of a set of rows: each is [D] of `dtype`. durable: whether rows may be kept on disk."""
 
     rows: RowSet
     dtype: mx.Dtype
@@ -40,12 +40,12 @@ class RowKind:
 
 
 class RowStore:
-    """Hyper rows by model, side and base ids; the least recently used leave first. One thread at a time.
+    """Hyper rows by model, side and base ids; the least recently used are evicted. For one thread at a time.
 
-    folder: where rows are kept on disk too, shared with other processes: mode 0700, its files 0600, for they hold
-    pieces of people's texts as base ids. memory_bytes, folder_bytes: bounds. encoded, from_memory, from_disk: how many
-    rows were come by in which way. A folder that is damaged, full, read-only or in use costs a line in the log
-    "mlx_zip", and never a wrong row.
+    folder: where rows are also kept on disk, shared with other processes. It has mode 0700 and its files 0600, because
+    they hold pieces of people's texts as base ids. memory_bytes, folder_bytes: maximum sizes. encoded, from_memory,
+    from_disk: row counts by origin. A folder that is damaged, full, read-only or in use costs a line in the log
+    "mlx_zip", never a wrong row.
     """
 
     def __init__(
@@ -58,9 +58,9 @@ class RowStore:
         self.encoded = self.from_memory = self.from_disk = 0
 
     def rows(self, kind: RowKind, base_ids: NDArray[np.uint32], lengths: NDArray[np.int64], encode: Encode) -> mx.array:
-        """Rows [N, D] of entries: base_ids [N, words], of which lengths [N] count.
+        """Rows [N, D] of entries; entry i is the first lengths[i] of base_ids[i], [N, words].
 
-        `encode` is called at most once, with those entries that are not kept, each once.
+        `encode` is called at most once, with the entries that the store does not have, each of them once.
         """
         keys = np.where(np.arange(base_ids.shape[1]) < lengths[:, None], base_ids, np.uint32(_NO_ID))
         names = self._names(kind, keys)
@@ -81,9 +81,9 @@ class RowStore:
         return _joined(kind, held, names, [names[i] for i in chosen], fresh)
 
     def row(self, kind: RowKind, words: bytes) -> mx.array | None:
-        """The row [1, D] of one entry, its base ids given as 32-bit words, if it is in memory: with no array between.
+        """The row [1, D] of one entry if it is in memory, else None. words: its base ids as 32-bit words.
 
-        Otherwise None, and `rows` is to be asked.
+        Unlike `rows`, it makes no numpy array on the way.
         """
         row = self._memory.get(self._prefix(kind) + words.ljust(4 * kind.rows.key_words, _PADDING))
         if row is None:
@@ -96,16 +96,16 @@ class RowStore:
 
     @property
     def pending(self) -> list[mx.array]:
-        """The bytes of rows that `settle` will take over, for a loop to evaluate with what else it evaluates."""
+        """The rows that `settle` will keep, as bytes, for a loop to evaluate together with its own arrays."""
         return [rows for _, _, rows in self._fresh]
 
     def settle(self) -> None:
-        """Takes over the rows encoded so far, evaluating those that no result has needed yet.
+        """Keeps the rows encoded so far, and evaluates those that no result has needed yet.
 
-        The model does it at the beginning of a call, when those of the call before are there already.
+        The model calls it at the beginning of a call, when the rows of the previous call exist already.
         """
         for kind, names, rows in self._fresh:
-            data = bytes(host_bytes(rows))  # of bytes already: no operation behind those under way
+            data = bytes(host_bytes(rows))  # bytes already: this adds no operation to those in flight
             self._memory.put(names, _split(data, kind.rows.row_bytes))
             if self._disk is not None and kind.durable:
                 keys = np.frombuffer(b"".join(name[_PREFIX:] for name in names), np.uint32)
@@ -120,7 +120,7 @@ class RowStore:
             self._disk.flush()
 
     def close(self) -> None:
-        """Settles, writes what is new, waiting a little for another process that writes, and closes the files."""
+        """Settles, writes what is new and closes the files; waits up to two seconds for another process that writes."""
         self.settle()
         if self._disk is not None:
             self._disk.close()
@@ -132,11 +132,18 @@ class RowStore:
         self.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RowStore:
-        return self  # copies of a model share it
+        return self  # copies of a model share their store
+
+    def __repr__(self) -> str:
+        folder = "no folder" if self._disk is None else f"folder {self._disk.folder}"
+        return (
+            f"<RowStore: {self.nbytes} bytes in memory, {folder}; rows by origin: {self.encoded} encoded, "
+            f"{self.from_memory} from memory, {self.from_disk} from disk>"
+        )
 
     @property
     def nbytes(self) -> int:
-        """Bytes of rows in memory, with what Python needs to hold them."""
+        """Bytes of rows in memory, Python's overhead included."""
         return self._memory.used
 
     def _prefix(self, kind: RowKind) -> bytes:
@@ -155,7 +162,7 @@ class RowStore:
         held: list[bytes | None],
         absent: list[int],
     ) -> list[int]:
-        """Fills `held` from the folder; returns what is still absent."""
+        """Fills `held` from the folder and returns the indices that are still absent."""
         found, data = disk.find(kind.rows, keys[absent])
         there = [i for i, is_there in zip(absent, found.tolist(), strict=True) if is_there]
         rows = _split(data[found].tobytes(), kind.rows.row_bytes)
@@ -167,7 +174,7 @@ class RowStore:
 
 
 class _Memory:
-    """Rows by name, the least recently used leave first; `used` bytes stay within `limit`."""
+    """Rows by name. The least recently used are evicted, so that `used` bytes stay within `limit`."""
 
     def __init__(self, limit: int) -> None:
         self.limit, self.used = limit, 0
@@ -189,7 +196,7 @@ class _Memory:
             self.used -= _cost(*self._rows.popitem(last=False))
 
 
-_PREFIX = 4  # bytes of a name that tell its kind
+_PREFIX = 4  # bytes of a name that stand for its kind
 
 
 def _split(data: bytes, size: int) -> list[bytes]:
@@ -203,7 +210,7 @@ def _cost(name: bytes, row: bytes) -> int:
 def _joined(
     kind: RowKind, held: Sequence[bytes | None], names: Sequence[bytes], made: Sequence[bytes], fresh: mx.array
 ) -> mx.array:
-    """Rows in the order of `names`: those held, and the others out of `fresh`, whose names are `made`."""
+    """Rows in the order of `names`: `held` where there is one, else the row of `fresh`, whose names are `made`."""
     kept = [row for row in held if row is not None]
     place = {name: len(kept) + i for i, name in enumerate(made)}
     at, order = 0, []
@@ -215,6 +222,6 @@ def _joined(
 
 
 def _to_device(kind: RowKind, rows: Sequence[bytes]) -> mx.array:
-    """[N, D] of the kind's dtype."""
+    """The rows as an array [N, D] of the kind's dtype."""
     data = np.frombuffer(b"".join(rows), np.uint8).reshape(len(rows), kind.rows.row_bytes)
     return mx.array(data).view(kind.dtype)

@@ -52,6 +52,10 @@ class Session:
         """
         return Session(self.config, None, self.store, self.pack)
 
+    def __repr__(self) -> str:
+        pack = "none" if self.pack is None else f"{len(self.pack)} entries"
+        return f"<Session: store {self.store!r}, tuned pack {pack}, canonical {self.config.canonical}>"
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Session:
         return self.for_copy()
 

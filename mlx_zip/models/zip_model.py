@@ -7,6 +7,7 @@ arXiv 2506.01084 §2, zip2zip 0.2.0.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -25,7 +26,7 @@ from mlx_zip.models.inputs import PositionedCache, check_shape, kv_length, lengt
 from mlx_zip.models.positions import positions_of
 from mlx_zip.models.rope import Positions
 from mlx_zip.models.session import Session, Side, check_tuned
-from mlx_zip.state import Advance, HostIds, Left, ZipState, find_state, split_start, with_starts
+from mlx_zip.state import Advance, HostIds, Left, ZipState, find_state, split_packs, start_of, with_starts
 from mlx_zip.vocab.tuned import TunedStart
 
 RECORD_KEYS = ("base_model_type", "source", "fingerprint", "plain")  # of config.json's section, but not ZipConfig's
@@ -133,23 +134,32 @@ class Model(nn.Module):
 
     # ---- the cache of a request
 
-    def make_cache(self, left_padding: Sequence[int] | None = None, start: Sequence[Any] | None = None) -> list[Any]:
+    def make_cache(
+        self, left_padding: Sequence[int] | None = None, pack: Any = None, *, start: Any = None
+    ) -> list[Any]:
         """KV caches and the `ZipState` of a new request.
 
         left_padding [B]: per sequence, how many ids at the start are padding, for batches; None makes a cache for
-        one sequence. start: entries (sequences of base ids) that exist before the first id and take the first slots,
-        in place of the model's own; or a list of B such codebooks, None among them for the model's own. An empty one
-        starts from nothing; a `TunedStart` brings its rows. Every layer gets a full KV cache, also under a sliding
-        window, so that every cache can be trimmed and quantized. Raises `ModelError` for an empty or negative
-        left_padding, for starts that are not one per sequence, and for rows that were tuned for another model,
-        `CodecError` naming the start entry that does not fit the codec.
+        one sequence. pack: what the codebook begins with in place of the model's own entries: the path of a pack, a
+        `Pack`, entries (sequences of base ids), or a list of B of these, None among them for the model's own; `()`
+        begins with nothing. Rows of a tuned pack are used. start: the former name of `pack`.
+
+        Every layer gets a full KV cache, also under a sliding window, so that every cache can be trimmed and
+        quantized. Raises `ModelError` for an empty or negative left_padding, for packs that are not one per sequence,
+        and for rows that were tuned for another model; `CodecError` naming the entry that does not fit the codec;
+        `DataError` for a file that is no pack. The pack's tokenizer is not checked: `stream_generate` does that.
         """
         from mlx_lm.models.cache import BatchKVCache, KVCache  # importing it takes a second, so only when needed
 
+        if start is not None:
+            warnings.warn("make_cache: the argument start is called pack now", DeprecationWarning, stacklevel=2)
+            if pack is not None:
+                raise ModelError("make_cache: start is the former name of pack; give one of the two")
+            pack = start
         padding = [0] if left_padding is None else [int(n) for n in left_padding]
         if not padding or min(padding) < 0:
             raise ModelError(f"left_padding must give a count for each sequence, 0 or more, got {padding}")
-        starts = [self._checked(one) for one in split_start(start, len(padding))]
+        starts = [self._checked(one) for one in split_packs(pack, len(padding))]
         tuned = [one if isinstance(one, TunedStart) else None for one in starts]
         state = ZipState(with_starts(self.config.codec_params, starts), padding, tuned)
         if padding == [0]:
@@ -169,11 +179,12 @@ class Model(nn.Module):
         """Raises `ModelError` unless the pack's rows were tuned for this model as it is now."""
         check_tuned(pack, self.fingerprint, self.sides_are_one, self.config.encoder.model_size)
 
-    def take_pack(self, start: Sequence[Any]) -> None:
-        """Makes requests begin with these entries from now on, unless they name others.
+    def take_pack(self, pack: Any) -> None:
+        """Makes requests begin with this pack from now on, unless they name another; pack as in `make_cache`.
 
         Raises `ConfigError` naming the entry that does not fit, `ModelError` for rows of another model.
         """
+        start = start_of(pack)
         config = replace(self.config, start=tuple(map(tuple, start)))
         if isinstance(start, TunedStart):
             self.check_pack(start)

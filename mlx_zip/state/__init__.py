@@ -1,7 +1,7 @@
-"""What one request owns besides its KV caches, and the starting codebooks that it begins with."""
+"""What one request owns besides its KV caches, and the packs that it begins with."""
 
 from mlx_zip.state.leaving import Left
-from mlx_zip.state.starts import split_start, with_starts
+from mlx_zip.state.starts import split_packs, start_of, with_starts
 from mlx_zip.state.zip_state import Advance, HostIds, ZipState, find_state
 
-__all__ = ["Advance", "HostIds", "Left", "ZipState", "find_state", "split_start", "with_starts"]
+__all__ = ["Advance", "HostIds", "Left", "ZipState", "find_state", "split_packs", "start_of", "with_starts"]

@@ -1,4 +1,4 @@
-"""What a saved state holds, as plain values."""
+"""The parts of a saved state as plain values, and their checks when they are read."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from mlx_zip.state.starts import Tuned
 
 
 def params_to_json(codecs: Sequence[CodecParams]) -> str:
+    """The codecs of all sequences as JSON: one object if they are equal, else a list of one per sequence."""
     fields = [{f.name: getattr(codec, f.name) for f in dataclasses.fields(codec)} for codec in codecs]
     for one in fields:
         if one["policy"] == "freeze":
-            del one["policy"]  # as it was saved when there was no other
+            del one["policy"]  # older versions knew no other and saved none
     shared = all(codec is codecs[0] or codec == codecs[0] for codec in codecs)
     return json.dumps(fields[0] if shared else fields, sort_keys=True)
 
 
 def params_from_json(text: str) -> CodecParams | list[CodecParams]:
+    """The codecs that `params_to_json` wrote. Raises `ModelError`."""
     try:
         found = json.loads(text)
         return [_codec(fields) for fields in found] if isinstance(found, list) else _codec(found)
@@ -35,27 +37,31 @@ def _codec(fields: dict[str, Any]) -> CodecParams:
 
 
 def checked_state(value: Sequence[Any], sizes: Mapping[int, int]) -> Sequence[Any]:
-    """The parts behind the version, which says how many there are. Raises `ModelError`."""
+    """The parts after the version. sizes: how many parts each known version has. Raises `ModelError` for any other."""
     version = value[0]
     if sizes.get(version) != len(value):
         known = " or ".join(map(str, sizes))
-        raise ModelError(f"saved cache: ZipState version {version} is not {known}, or not whole; make the cache anew")
+        raise ModelError(
+            f"saved cache: ZipState version {version} is not {known}, or parts of it are missing; make a new cache"
+        )
     return value[1:]
 
 
 def tuned_to_json(tuned: Sequence[Tuned]) -> str | None:
-    """Fingerprints of tuned rows, one per sequence, null without; None where no sequence has any."""
+    """The fingerprints of tuned packs as JSON, one or null per sequence; None if no sequence has one."""
     if all(one is None for one in tuned):
         return None
     return json.dumps([one if one is None or isinstance(one, str) else one.fingerprint for one in tuned])
 
 
 def tuned_from_json(text: str, batch: int) -> list[str | None]:
-    """The way back. Raises `ModelError`."""
+    """The fingerprints that `tuned_to_json` wrote, for a batch of this size. Raises `ModelError`."""
     try:
         found = json.loads(text)
     except (ValueError, TypeError, RecursionError) as error:
-        raise ModelError(f"saved cache: the marks of its packs cannot be read: {error}") from error
+        raise ModelError(f"saved cache: the fingerprints of its packs cannot be read: {error}") from error
     if not isinstance(found, list) or len(found) != batch or not all(isinstance(x, str | None) for x in found):
-        raise ModelError(f"saved cache: {found!r:.80} are no marks of the packs of {batch} sequence(s)")
+        raise ModelError(
+            f"saved cache: {found!r:.80} is not a list of {batch} fingerprints of packs, one or null per sequence"
+        )
     return found

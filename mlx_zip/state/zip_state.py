@@ -1,9 +1,9 @@
 """What one request owns besides its KV caches: codebooks, hyper rows, positions.
 
 A `ZipState` is the last entry of the prompt cache that `model.make_cache()` returns, and obeys mlx-lm's cache
-protocol, so mlx-lm's own save, load, trim and copy carry it. Codebooks are a function of the ids seen, so a saved
-state holds only the codec's parameters, the id log and the marks of packs with tuned rows; rows are encoded again, or
-taken from the pack, at the next model call.
+protocol, so mlx-lm's own save, load, trim and copy work on it. Codebooks are a function of the ids read, so a saved
+state holds only the codec's parameters, the id log and the fingerprints of packs with tuned rows; rows are encoded
+again, or taken from the pack, at the next model call.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from mlx_zip.errors import CodecError, ModelError
 from mlx_zip.hyper import RowTable
 from mlx_zip.state.leaving import Left, differ, left_by
 from mlx_zip.state.saved import checked_state, params_from_json, params_to_json, tuned_from_json, tuned_to_json
-from mlx_zip.state.starts import Tuned, books_of, checked_tuned, same_but_start
+from mlx_zip.state.starts import Tuned, books_of, checked_tuned, same_but_start, start_of
 
 STATE_VERSION, TUNED_VERSION = 1, 2
 
-HostIds = int | np.ndarray  # what one call reads: ids [B, L] uint32, or the one id of a sequence that is alone
+HostIds = int | np.ndarray  # ids of one call: [B, L] uint32, or the only id of a single sequence as a number
 
 
 @dataclass(frozen=True)
 class Advance:
-    """What one call's ids installed: live [B] entries after it, available [B, L] once each id had been consumed.
+    """How many entries are installed: live [B] after the call, available [B, L] after each of its ids.
 
-    Numbers, where one sequence read one id. left: entries that left in a call of several ids, under a policy other than
-    freeze.
+    Both are plain numbers when one sequence read one id. left: entries evicted within a call of several ids, under a
+    policy other than freeze.
     """
 
     live: np.ndarray | int
@@ -45,11 +45,12 @@ class ZipState:
     """Codebooks and rows of B sequences, one codebook each.
 
     params: the codec of all sequences, or one per sequence; these may differ in their start entries only. books: one
-    `Codebook` per sequence. offset: ids consumed per sequence, left padding included; equals the KV caches' length.
-    long_rope: the factor set the KV caches were built with (LongRoPE only). encoded_inputs [B, codebook_size]: slots
-    with an input row. encoded_outputs: per sequence, how many slots have had an output row; replaced: those among them
-    that hold another entry by now. tuned: per sequence, the start entries whose rows are tuned, or the fingerprint of
-    those that a saved state began with, or None.
+    `Codebook` per sequence. offset: ids read per sequence, left padding included; equals the KV caches' length.
+    long_rope: whether the KV caches were built with LongRoPE's long factors. inputs, outputs: the tables of input and
+    output rows. encoded_inputs [B, codebook_size]: whether a slot has its input row. encoded_outputs: per sequence, how
+    many of the first slots have been given an output row; replaced: the slots among them that hold another entry since.
+    tuned: per sequence, the pack with tuned rows that it began with, the fingerprint of that pack in a state that was
+    saved, or None. tuned_bound: whether tuned rows are in the tables.
     """
 
     def __init__(
@@ -73,15 +74,23 @@ class ZipState:
         """
         first = self.books[0].params
         if any(book.params is not first and book.params != first for book in self.books):
-            raise ModelError("the sequences of this cache have different starting codebooks; ask each book's params")
+            raise ModelError("the sequences of this cache began with different packs: read each book's params")
         return first
 
     def fits(self, params: CodecParams) -> bool:
-        """Whether a model with this codec can go on from here: equal in all but the start entries."""
+        """Whether a model with this codec can continue this state: the codecs differ in their start entries at most."""
         return same_but_start(self.books[0].params, params)
 
+    def __repr__(self) -> str:
+        """Sizes per sequence, never arrays."""
+        sizes = [(book.mark(), len(book), book.base_length) for book in self.books]
+        if len(sizes) == 1:
+            return "<ZipState: {} ids, {} entries, {} base tokens>".format(*sizes[0])
+        ids, entries, base = (list(part) for part in zip(*sizes, strict=True))
+        return f"<ZipState of {len(sizes)} sequences: {ids} ids, {entries} entries, {base} base tokens>"
+
     def _forget_rows(self) -> None:
-        """Rows bind to a model at its next call."""
+        """Empties the row tables. They are filled again at the next model call."""
         batch = len(self.books)
         self.inputs, self.outputs = RowTable(batch), RowTable(batch)
         self.encoded_inputs = np.zeros((batch, self.books[0].params.codebook_size), dtype=bool)
@@ -89,15 +98,16 @@ class ZipState:
         self.replaced: list[set[int]] = [set() for _ in range(batch)]
         self.tuned_bound = all(one is None for one in self.tuned)
 
-    def begun_with(self, starts: Sequence[Any]) -> None:
-        """Takes the starting codebooks, one per sequence, that a saved state was begun with; None says nothing.
+    def begun_with(self, packs: Sequence[Any]) -> None:
+        """Takes tuned rows from the packs that a saved state was begun with, one per sequence, None for unknown.
 
-        Raises `ModelError` for another one.
+        Raises `ModelError` for a pack that a sequence was not begun with, `DataError` for a file that is no pack.
         """
+        starts = [start_of(pack) for pack in packs]
         self.tuned = [checked_tuned(*one) for one in zip(self.books, self.tuned, starts, strict=True)]
 
     def mark_tuned_rows(self) -> None:
-        """Says that the tuned rows of all sequences are in the tables."""
+        """Marks the rows of every sequence's tuned pack as present in the tables."""
         for b, (one, book) in enumerate(zip(self.tuned, self.books, strict=True)):
             if one is not None:
                 n = len(book.params.start or ())
@@ -108,11 +118,11 @@ class ZipState:
     # ---- one model call
 
     def takes_one(self) -> bool:
-        """Whether one id may come as a number: for a sequence that is alone and has no padding left."""
+        """Whether a call's only id may be given as a number: for a single sequence whose padding has been read."""
         return len(self.books) == 1 and self.offset >= self.left_padding[0]
 
     def advance(self, ids: HostIds) -> Advance:
-        """Learns ids: all of them or, when any is illegal, none.
+        """Pushes ids to the codebooks and returns what they installed. An illegal id changes nothing.
 
         Raises `CodecError` for an id that is neither a base id nor an installed hypertoken, `ModelError` when the
         batch size is not this state's.
@@ -152,7 +162,7 @@ class ZipState:
         return Advance(live, before[:, None] + np.cumsum(available, axis=1), tuple(left))
 
     def base_positions(self, ids: np.ndarray) -> np.ndarray:
-        """Positions [B, L] int32 of the last L ids: the base index of each one's last constituent, 0 in the padding.
+        """Positions [B, L] int32 of the last L ids [B, L]: the index of each id's last base id, 0 in the padding.
 
         Source: position mode `base_token_end` of zip2zip 0.2.0.
         """
@@ -168,7 +178,7 @@ class ZipState:
         return np.array([book.base_length for book in self.books], dtype=np.int32)
 
     def spans(self) -> np.ndarray:
-        """[B, 1 + codebook_size] int32: how many base ids a base id stands for, 1, and the entry of each slot, or 0."""
+        """Lengths in base ids, [B, 1 + codebook_size] int32: of a base id, 1, then of each slot's entry, or 0."""
         out = np.zeros((len(self.books), 1 + self.books[0].params.codebook_size), dtype=np.int32)
         out[:, 0] = 1
         for b, book in enumerate(self.books):
@@ -176,23 +186,23 @@ class ZipState:
         return out
 
     def _padding_columns(self, begin: int, length: int) -> np.ndarray:
-        """[B]: how many of the `length` columns from `begin` on are left padding."""
+        """How many of the columns begin to begin + length are left padding, [B]."""
         return np.clip(np.array(self.left_padding) - begin, 0, length)
 
     def log(self, pad_id: int) -> np.ndarray:
-        """Every id consumed, [B, offset] uint32, with `pad_id` in the left padding."""
+        """Every id read, [B, offset] uint32, with `pad_id` in the left padding."""
         out = np.full((len(self.books), self.offset), pad_id, dtype=np.uint32)
         for b, book in enumerate(self.books):
             out[b, self.offset - book.mark() :] = book.ids
         return out
 
     def missing_outputs(self) -> tuple[np.ndarray, np.ndarray]:
-        """(sequence [N], slot [N]) of installed entries that have no output row yet."""
+        """Installed entries that have no output row yet, as (sequence [N], slot [N])."""
         done = zip(self.encoded_outputs, self.replaced, self.books, strict=True)
         return _pairs([np.array([*sorted(replaced), *range(n, len(book))], np.int64) for n, replaced, book in done])
 
     def only_missing_output(self) -> int | None:
-        """The slot, where there is one sequence and one installed entry that has no output row yet."""
+        """The slot to encode if there is one sequence and exactly one output row is missing, else None."""
         encoded, replaced = self.encoded_outputs[0], self.replaced[0]
         if len(self.books) != 1 or len(self.books[0]) - encoded + len(replaced) != 1:
             return None
@@ -203,25 +213,26 @@ class ZipState:
         return self.encoded_outputs == [len(book) for book in self.books] and not (self.turns and any(self.replaced))
 
     def mark_outputs_encoded(self) -> None:
-        """Says that it has."""
+        """Marks every installed entry's output row as encoded."""
         self.encoded_outputs = [len(book) for book in self.books]
         if self.turns:
             self.replaced = [set() for _ in self.books]
 
     @property
     def turns(self) -> bool:
-        """Whether entries may leave: slots then have other entries at other times."""
+        """Whether entries may be evicted, so that a slot holds different entries at different times."""
         return self.books[0].params.policy != "freeze"
 
     def _changed(self, b: int, slots: np.ndarray) -> None:
-        """These slots of sequence b hold other entries than before: their rows are worthless."""
+        """Marks the rows of slots of sequence b as missing, because the slots hold other entries than before."""
         self.encoded_inputs[b, slots] = False
         self.replaced[b].update(slots[slots < self.encoded_outputs[b]].tolist())
 
     def read_before(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Those of the last L ids [B, L] whose slots hold other entries by now than when they were read.
+        """The ids among the last L, [B, L], whose slots hold other entries now than when the ids were read.
 
-        (sequence [N], column [N]), and what they stood for: base_ids [N, merge_size], lengths [N].
+        Returns their sequences [N] and columns [N], and the entries they stood for: base_ids [N, merge_size], lengths
+        [N].
         """
         first, found = self._padding_columns(self.offset - ids.shape[1], ids.shape[1]), []
         vocab_size = self.books[0].params.vocab_size
@@ -235,12 +246,12 @@ class ZipState:
         return sequence, columns, rows, lengths
 
     def missing_inputs(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(sequence [N], slot [N]) among slots [B, L] (-1: not a hypertoken) that have no input row yet."""
+        """The slots among [B, L] (-1: not a hypertoken) that have no input row yet, as (sequence [N], slot [N])."""
         read = [np.unique(row[row >= 0]) for row in slots]
         return _pairs([row[~done[row]] for row, done in zip(read, self.encoded_inputs, strict=True)])
 
     def entries(self, sequence: np.ndarray, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """base_ids [N, merge_size] and lengths [N] of the entries at (sequence, slot)."""
+        """The entries at (sequence [N], slots [N]): base_ids [N, merge_size] and lengths [N]."""
         base_ids = np.empty((len(slots), self.books[0].params.merge_size), dtype=np.uint32)
         lengths = np.empty(len(slots), dtype=np.int64)
         for b in np.unique(sequence):
@@ -254,10 +265,10 @@ class ZipState:
 
     @property
     def state(self) -> tuple[Any, ...]:
-        """(version, params as JSON, id logs end to end, their lengths, left padding, offset, long_rope).
+        """What is saved: version, params as JSON, id logs end to end, their lengths, left padding, offset, long_rope.
 
-        The params are one object, or a list of one per sequence when these differ in their start entries. Where a
-        sequence has tuned rows, their fingerprints follow as JSON, a list of one or null per sequence.
+        The params are one object, or a list of one per sequence when their start entries differ. If any sequence has
+        tuned rows, an eighth part follows: the packs' fingerprints as JSON, a list of one or null per sequence.
         """
         logs = [np.asarray(book.ids) for book in self.books]
         tuned = tuned_to_json(self.tuned)
@@ -291,17 +302,17 @@ class ZipState:
 
     @classmethod
     def from_state(cls, state: Sequence[Any]) -> ZipState:
-        """Rebuilds a saved state by replaying its id logs. Raises `CodecError` or `ModelError` if it is damaged."""
+        """A state rebuilt by replaying the saved id logs. Raises `CodecError` or `ModelError` if they are damaged."""
         made = cls.__new__(cls)
         made.state = state
         return made
 
     def is_trimmable(self) -> bool:
-        """Always: codebooks rewind by undo records."""
+        """True: codebooks can be rewound to any length."""
         return True
 
     def trim(self, n: int) -> int:
-        """Forgets the last n ids of every sequence, n >= 0; returns how many were forgotten."""
+        """Forgets the last n ids of every sequence, n >= 0, and returns how many were forgotten."""
         if n < 0:
             raise ModelError(f"cannot trim {n} ids from a cache")
         n = min(n, self.offset)
@@ -318,11 +329,11 @@ class ZipState:
         return n
 
     def size(self) -> int:
-        """Ids consumed per sequence."""
+        """Ids read per sequence."""
         return self.offset
 
     def empty(self) -> bool:
-        """Whether no id has been consumed."""
+        """Whether no id has been read."""
         return self.offset == 0
 
     @property
@@ -352,5 +363,5 @@ def find_state(cache: Sequence[Any]) -> ZipState | None:
 
 
 def _pairs(slots: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Slots per sequence to (sequence [N], slot [N])."""
+    """Slots listed per sequence, as (sequence [N], slot [N])."""
     return np.repeat(np.arange(len(slots)), [len(row) for row in slots]), np.concatenate(slots)

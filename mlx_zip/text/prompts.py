@@ -3,25 +3,123 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from mlx_zip.errors import GenerationError
 
+Messages = Sequence[Mapping[str, Any]]
 
-def encode_prompt(tokenizer: Any, prompt: Any, continues: bool = False) -> list[int]:
-    """A prompt to base ids: text, a list of chat messages ({"role", "content"}), or base ids as they are.
+_OURS = {"tokenizer", "messages", "conversation", "tokenize", "continue_final_message", "add_generation_prompt"}
+_QUERY = "<query>"
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A conversation as a prompt, for the tokenizer's chat template.
+
+    messages: {"role", "content"} each. system: a system message to put in front of them. prefill: how the answer
+    begins; it becomes part of the prompt. options: further arguments of the template. Raises `GenerationError` for
+    options that the prompt sets itself.
+    """
+
+    messages: Messages
+    system: str | None = None
+    prefill: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if taken := sorted(self.options.keys() & _OURS):
+            raise GenerationError(
+                f"template options (--chat-template-config): {', '.join(taken)} cannot be set here; the prompt sets it"
+            )
+
+    @property
+    def turns(self) -> list[Mapping[str, Any]]:
+        """All messages, the system message and the beginning of the answer included."""
+        before = [] if self.system is None else [{"role": "system", "content": self.system}]
+        after = [] if self.prefill is None else [{"role": "assistant", "content": self.prefill}]
+        return [*before, *self.messages, *after]
+
+    def text(self, tokenizer: Any, turns: Messages | None = None) -> str:
+        """Returns the rendered conversation up to where the answer goes on. turns: other messages than `self.turns`."""
+        end = "add_generation_prompt" if self.prefill is None else "continue_final_message"
+        return render_chat(tokenizer, self.turns if turns is None else turns, **{end: True}, **self.options)
+
+    def next_turn(self, tokenizer: Any) -> str:
+        """Returns the rendered conversation from the last user message on, for a cache that holds what precedes it.
+
+        The text begins with that message's content, without what the template writes in front of it.
+        """
+        turns = self.turns
+        last = max((i for i, turn in enumerate(turns) if turn.get("role") == "user"), default=0)
+        marked = [{**turn, "content": _QUERY} if i == last else turn for i, turn in enumerate(turns)]
+        return self.text(tokenizer)[self.text(tokenizer, marked).index(_QUERY) :]
+
+    def ids(self, tokenizer: Any, answers: Mapping[str, Sequence[int]] | None = None) -> list[int]:
+        """Returns the conversation's base ids. answers: text of an answer -> the ids that a model emitted for it.
+
+        An assistant message whose content is one of `answers` is represented by those ids, because the tokenizer may
+        split its text otherwise than the model did. The template is then applied with a mark in its place, and the
+        texts between marks are encoded one by one. If the template does not write that content as it stands (white
+        space around it apart), the message is encoded as text.
+        """
+        marked, emitted = self._marked(answers or {})
+        parts = [self.text(tokenizer)] if not emitted else self._parts(tokenizer, marked, emitted)
+        ids = encode_text(tokenizer, parts[0])
+        for part, answer in zip(parts[1:], emitted.values(), strict=False):
+            ids += [*answer, *encode_text(tokenizer, part)]
+        return ids
+
+    def _marked(self, answers: Mapping[str, Sequence[int]]) -> tuple[list[Mapping[str, Any]], dict[str, Sequence[int]]]:
+        """The messages with marks in place of known answers, and the ids that each mark stands for."""
+        emitted: dict[str, Sequence[int]] = {}
+        turns = [dict(turn) for turn in self.turns]
+        for i, turn in enumerate(turns[: None if self.prefill is None else -1]):
+            if turn.get("role") == "assistant" and turn.get("content") in answers:
+                mark = f"\ue000answer {i}\ue001"
+                emitted[mark] = answers[turn["content"]]
+                turn["content"] = mark
+        return turns, emitted
+
+    def _parts(self, tokenizer: Any, marked: Messages, emitted: Mapping[str, Any]) -> list[str]:
+        """The rendered texts between marks; the whole text alone if the template alters a marked message."""
+        whole, text = self.text(tokenizer), self.text(tokenizer, marked)
+        contents = [str(turn["content"]) for turn, other in zip(self.turns, marked, strict=True) if turn != other]
+        parts = [text]
+        for mark in emitted:
+            if parts[-1].count(mark) != 1:
+                return [whole]
+            parts += parts.pop().split(mark)
+        as_written = (_joined(parts, contents), _joined(parts, [content.strip() for content in contents]))
+        return parts if whole in as_written else [whole]
+
+
+def _joined(parts: Sequence[str], contents: Sequence[str]) -> str:
+    return parts[0] + "".join(content + part for content, part in zip(contents, parts[1:], strict=True))
+
+
+def as_chat(prompt: Any) -> Chat | None:
+    """Returns a conversation, given as `Chat` or as a list of messages, and None for any other prompt."""
+    if isinstance(prompt, Chat):
+        return prompt
+    is_list = isinstance(prompt, Sequence) and not isinstance(prompt, str) and len(prompt) > 0
+    return Chat(prompt) if is_list and isinstance(prompt[0], Mapping) else None
+
+
+def encode_prompt(
+    tokenizer: Any, prompt: Any, continues: bool = False, answers: Mapping[str, Sequence[int]] | None = None
+) -> list[int]:
+    """Returns the base ids of a prompt: text, a conversation (`Chat` or messages), or base ids as they are.
 
     Text gets the tokenizer's special tokens unless it already begins with the bos token or `continues` a cached
-    conversation. Raises `GenerationError` for an empty prompt, text that is not valid Unicode, messages that the chat
-    template refuses, and messages that are to continue a cache.
+    conversation. A conversation is always rendered whole; answers: as in `Chat.ids`. Raises `GenerationError` for an
+    empty prompt, text that is not valid Unicode, and messages that the chat template refuses.
     """
     if isinstance(prompt, str):
-        ids = _encode_text(tokenizer, prompt, continues)
-    elif isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
-        if continues:  # a template writes a whole conversation, with its beginning
-            raise GenerationError("chat messages cannot continue a cache: give the text or the ids of the next turn")
-        text = render_chat(tokenizer, prompt, add_generation_prompt=True)
-        ids = _encode_text(tokenizer, text, continues=True)  # the template writes its own special tokens
+        ids = encode_text(tokenizer, prompt, special=not continues)
+    elif (chat := as_chat(prompt)) is not None:
+        ids = chat.ids(tokenizer, answers)
     else:
         ids = _plain_ids(prompt)
     if not ids:
@@ -29,10 +127,10 @@ def encode_prompt(tokenizer: Any, prompt: Any, continues: bool = False) -> list[
     return list(ids)
 
 
-def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-    """Chat messages to text; `options` go to the chat template.
+def render_chat(tokenizer: Any, messages: Messages, **options: Any) -> str:
+    """Returns chat messages as text; `options` go to the chat template.
 
-    Raises `GenerationError` with the template's words, or when what it makes is not valid Unicode.
+    Raises `GenerationError` with the template's words, or when the text it makes is not valid Unicode.
     """
     from jinja2 import TemplateError
 
@@ -53,13 +151,14 @@ def check_unicode(what: str, text: str) -> None:
         raise GenerationError(f"{what} is not valid Unicode at character {error.start}") from error
 
 
-def _encode_text(tokenizer: Any, text: str, continues: bool) -> list[int]:
+def encode_text(tokenizer: Any, text: str, special: bool = False) -> list[int]:
+    """Returns the base ids of a text. special: whether to add the tokenizer's special tokens, unless bos leads it."""
     check_unicode("the prompt", text)
     if not text:
         return []
     bos = tokenizer.bos_token
-    special = not continues and (bos is None or not text.startswith(bos))
-    return tokenizer.encode(text, add_special_tokens=special)
+    special = special and (bos is None or not text.startswith(bos))
+    return list(tokenizer.encode(text, add_special_tokens=special))
 
 
 def _plain_ids(prompt: Any) -> list[int]:

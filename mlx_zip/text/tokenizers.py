@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.bundled import NAMES, here_or_bundled
-from mlx_zip.errors import DataError, bare_exceptions_as_value_errors
+from mlx_zip.errors import DataError, bare_exceptions_as_value_errors, first_line
 from mlx_zip.text import hub
 from mlx_zip.text.formats import KINDS, is_tokenizer_file, pair_in, read_library, special_names
 from mlx_zip.text.tokenizer import Tokenizer
@@ -38,8 +38,7 @@ def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> Tokeniz
             follow_folder(getattr(tokenizer, "backend_tokenizer", None), folder)
             return Tokenizer(tokenizer)
     except (OSError, ValueError, TypeError, LookupError, AttributeError, ImportError) as error:
-        first = " ".join(str(error).split())[:300]
-        raise DataError(f"the tokenizer in {folder} cannot be loaded: {first}") from error
+        raise DataError(f"the tokenizer in {folder} cannot be loaded: {first_line(error)[:300]}") from error
 
 
 def tokenizer_folder(name: str | Path, trust_remote_code: bool = False) -> Path:

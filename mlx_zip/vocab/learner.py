@@ -86,6 +86,11 @@ def learn(
     return corpus.trimmed(best, head_cost, progress) if head_cost else best
 
 
+def measured(params: CodecParams, entries: Sequence[Entry], sequences: Iterable[Any], window: int = WINDOW) -> Learned:
+    """Compresses sequences with a pack as it is, such as held-out text. Arguments and errors as of `learn`."""
+    return _Corpus(params, sequences, window).measured(entries)
+
+
 def _shrinking(start: int, end: int, factor: float) -> Iterator[int]:
     """Sizes from below `start` to `end`."""
     size = start
@@ -141,9 +146,9 @@ class _Corpus:
 
     def tried(self, entries: Sequence[Entry]) -> Learned:
         """A pack in order of use, and what it does."""
-        return self._measured(self.best(entries, len(entries)))
+        return self.measured(self.best(entries, len(entries)))
 
-    def _measured(self, entries: Sequence[Entry]) -> Learned:
+    def measured(self, entries: Sequence[Entry]) -> Learned:
         """What a pack does, as it is."""
         length, uses, _ = self._encoded(entries)
         return Learned(tuple(entries), length, self.ids_without, self.base_ids, tuple(uses.tolist()))
@@ -159,7 +164,7 @@ class _Corpus:
             best, pack = path[at], path[max(0, at - 1)]
         while best.entries and (smaller := self._without_one(best)).cost(head_cost) <= best.cost(head_cost):
             best = smaller
-        return self._measured([best.entries[i] for i in np.argsort(-np.array(best.uses), kind="stable").tolist()])
+        return self.measured([best.entries[i] for i in np.argsort(-np.array(best.uses), kind="stable").tolist()])
 
     def _downwards(self, pack: Learned, factor: float) -> Iterator[Learned]:
         """Smaller and smaller packs: the least used entries leave, of few the one that saves least."""
@@ -168,13 +173,13 @@ class _Corpus:
                 pack = self._without_one(pack)
             else:
                 kept = np.argsort(-np.array(pack.uses), kind="stable")[: int(len(pack.entries) * factor)]
-                pack = self._measured([pack.entries[i] for i in kept.tolist()])
+                pack = self.measured([pack.entries[i] for i in kept.tolist()])
             yield pack
 
     def _without_one(self, pack: Learned) -> Learned:
         """A pack without that one of its least used entries that saves least."""
         least = np.argsort(pack.uses, kind="stable")[:TRIED].tolist()
-        return min((self._measured(pack.entries[:i] + pack.entries[i + 1 :]) for i in least), key=lambda one: one.ids)
+        return min((self.measured(pack.entries[:i] + pack.entries[i + 1 :]) for i in least), key=lambda one: one.ids)
 
     def refined(self, entries: Sequence[Entry], size: int) -> list[Entry]:
         """A pack of `size` from another and the pairs that it emits next to one another."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from pathlib import Path
@@ -314,14 +315,24 @@ def test_a_tokenizer_shorter_than_the_boundary_is_fine(boundary: int, tmp_path: 
 # ---- the rest
 
 
-def test_progress_goes_to_stderr_and_names_the_count_of_tensors(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_terminal_shows_progress_on_stderr_with_the_count_of_tensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
     arrays = write_checkpoint(tmp_path / "src")
+    monkeypatch.setattr(sys, "stderr", screen := Terminal())
     converters.convert(str(tmp_path / "src"), tmp_path / "out")
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert f"{len(arrays)}/{len(arrays)}" in captured.err
+    assert f"{len(arrays)}/{len(arrays)}" in screen.getvalue()
+    assert capsys.readouterr().out == ""
+
+
+def test_without_a_terminal_nothing_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_checkpoint(tmp_path / "src")
+    converters.convert(str(tmp_path / "src"), tmp_path / "out")
+    assert capsys.readouterr() == ("", "")
 
 
 def test_the_command_prints_the_folder_and_its_warnings_on_stderr(

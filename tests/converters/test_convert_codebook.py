@@ -40,7 +40,7 @@ def packed(converted: Path, tmp_path: Path) -> Any:
         files = [tmp_path / f"{n}.npz" for n in range(len(packs))]
         for file, entries in zip(files, packs, strict=True):
             save_pack(file, Pack(entries, tokenizer))
-        return convert(converted, tmp_path / "out", codebook=files, **options)
+        return convert(converted, tmp_path / "out", pack=files, **options)
 
     return command
 
@@ -61,7 +61,7 @@ def test_an_entry_stands_on_a_line_of_its_own_in_config_json(packed: Any) -> Non
 def test_another_pack_takes_the_place_of_the_first_and_none_leaves_it(packed: Any, tmp_path: Path) -> None:
     first = packed(ENTRIES)
     save_pack(tmp_path / "other.npz", Pack(((30, 31),)))
-    other = convert(first, tmp_path / "other", codebook=[tmp_path / "other.npz"])
+    other = convert(first, tmp_path / "other", pack=[tmp_path / "other.npz"])
     assert config_of(other)["zip2zip"]["start"] == [[30, 31]]
     assert config_of(convert(first, tmp_path / "again"))["zip2zip"]["start"] == [list(entry) for entry in ENTRIES]
 
@@ -98,7 +98,7 @@ def tuned(converted: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("tuned")
     first = convert(converted, place / "quantized", quantize=True, q_group_size=32)
     save_pack(place / "tuned.npz", tuned_for(load(str(first))[0]))
-    return convert(first, place / "model", codebook=[place / "tuned.npz"])
+    return convert(first, place / "model", pack=[place / "tuned.npz"])
 
 
 def test_tuned_rows_go_along_and_are_used(tuned: Path) -> None:
@@ -111,18 +111,18 @@ def test_tuned_rows_go_along_and_are_used(tuned: Path) -> None:
     ids = mx.array([[10, 11, 12]])
     same, other = (one(ids, cache=one.make_cache()) for one in (model, given))
     assert mx.array_equal(same, other)
-    assert not mx.array_equal(same, model(ids, cache=model.make_cache(start=ENTRIES)))
+    assert not mx.array_equal(same, model(ids, cache=model.make_cache(pack=ENTRIES)))
 
 
 def test_other_commands_do_without_the_rows(tuned: Path, tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match=r"tuned rows in pack\.npz are left behind"):
+    with pytest.warns(UserWarning, match=r"tuned rows in pack\.npz are left out"):
         other = convert(tuned, tmp_path / "other", dequantize=True)
     assert not (other / "pack.npz").exists()
     assert load(str(other))[0].config.start == ENTRIES
     same = convert(tuned, tmp_path / "same", canonical=True)  # the same weights
     assert load(str(same))[0].session.pack.rows.fingerprint == load(str(tuned))[0].session.pack.rows.fingerprint
     save_pack(tmp_path / "plain.npz", Pack(((30, 31),)))
-    plain = convert(tuned, tmp_path / "plain", codebook=[tmp_path / "plain.npz"])
+    plain = convert(tuned, tmp_path / "plain", pack=[tmp_path / "plain.npz"])
     assert load(str(plain))[0].session.pack is None
 
 
@@ -164,7 +164,7 @@ def test_a_folder_with_a_wrong_pack_is_neither_run_nor_converted(kind: str, tune
             command()
         assert not (tmp_path / "out").exists()
     save_pack(tmp_path / "other.npz", Pack(((30, 31),)))  # in its place
-    other = convert(folder, tmp_path / "other", codebook=[tmp_path / "other.npz"])
+    other = convert(folder, tmp_path / "other", pack=[tmp_path / "other.npz"])
     assert load(str(other))[0].config.start == ((30, 31),)
 
 
@@ -186,7 +186,7 @@ def test_a_pack_that_says_it_is_for_the_weights_and_cannot_be_is_refused(tuned: 
     narrow = replace(pack.rows, input=pack.rows.input[:, 1:], output=pack.rows.output[:, 1:])
     save_pack(tmp_path / "narrow.npz", replace(pack, rows=narrow))
     with pytest.raises(ModelError, match="rows have 63 values"):
-        convert(tuned, tmp_path / "out", codebook=[tmp_path / "narrow.npz"])
+        convert(tuned, tmp_path / "out", pack=[tmp_path / "narrow.npz"])
     assert not (tmp_path / "out").exists()
 
 
@@ -205,7 +205,7 @@ def test_adapting_says_that_the_rows_are_left_behind(tuned: Path, tmp_path: Path
     assert main([*map(str, command)]) == 0
     told = [line for line in capsys.readouterr().err.splitlines() if "warn" in line.lower()]
     assert [line.startswith("warning: ") for line in told] == [True] * len(told)
-    assert any("tuned rows in pack.npz are left behind" in line for line in told)
+    assert any("tuned rows in pack.npz are left out" in line for line in told)
     assert not (tmp_path / "small" / "pack.npz").exists()
     load(str(tmp_path / "small"))
 
@@ -213,10 +213,21 @@ def test_adapting_says_that_the_rows_are_left_behind(tuned: Path, tmp_path: Path
 def test_rows_that_were_tuned_for_other_weights_are_refused(converted: Path, tuned: Path, tmp_path: Path) -> None:
     for options in ({}, {"quantize": True, "q_group_size": 32, "q_bits": 8}):
         with pytest.raises(ConversionError, match=r"tuned\.npz: its rows were tuned for other weights.*--drop-rows"):
-            convert(converted, tmp_path / "out", codebook=[tuned.parent / "tuned.npz"], **options)
+            convert(converted, tmp_path / "out", pack=[tuned.parent / "tuned.npz"], **options)
         assert not (tmp_path / "out").exists()
 
 
 def test_an_adapter_alone_takes_no_codebook(tmp_path: Path) -> None:
     with pytest.raises(ConversionError, match="no --canonical, no --pack and no --policy"):
-        convert(CHECKPOINT, tmp_path / "out", lora_only=True, codebook=["x.npz"])
+        convert(CHECKPOINT, tmp_path / "out", lora_only=True, pack=["x.npz"])
+
+
+def test_the_old_name_of_pack_still_works_and_warns(converted: Path, tmp_path: Path) -> None:
+    save_pack(tmp_path / "a.npz", Pack(ENTRIES[:1]))
+    with pytest.warns(DeprecationWarning, match="called pack="):
+        out = convert(converted, tmp_path / "out", codebook=[tmp_path / "a.npz"])
+    assert config_of(out)["zip2zip"]["start"] == [[10, 11]]
+
+
+def test_a_pack_may_be_given_as_an_object(converted: Path, tmp_path: Path) -> None:
+    assert config_of(convert(converted, tmp_path / "out", pack=Pack(ENTRIES[:1])))["zip2zip"]["start"] == [[10, 11]]

@@ -128,7 +128,10 @@ def test_an_override_of_unknown_tensors_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("edit", "culprit"),
     [
-        (lambda m: m.update({"model.norm.weight": "../secret.safetensors"}), "not a safetensors file beside it"),
+        (
+            lambda m: m.update({"model.norm.weight": "../secret.safetensors"}),
+            "not a safetensors file in the same folder",
+        ),
         (lambda m: m.update(dict.fromkeys(m, "model-00009-of-00009.safetensors")), "which is missing"),
         (lambda m: m.pop("model.norm.weight"), "holds model.norm.weight, which"),
         (lambda m: m.update({"ghost": "model-00001-of-00002.safetensors"}), "no shard holds: ghost"),

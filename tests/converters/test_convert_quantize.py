@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -161,12 +162,13 @@ def test_a_folder_with_a_kept_adapter_is_not_converted_again(checkpoint: Path, t
 @pytest.mark.parametrize(
     ("options", "culprit"),
     [
-        ({"quantize": True, "dequantize": True}, "not both"),
+        ({"quantize": True, "dequantize": True}, "exclude each other"),
         ({"quantize": True, "q_mode": "int4"}, "q_mode 'int4'"),
         ({"quantize": True, "q_bits": 7}, "cannot quantize"),
         ({"quantize": True, "quant_predicate": "mixed_9_9"}, "mixed_9_9"),
         ({"quantize": True, "quant_predicate": "mixed_3_6", "q_mode": "mxfp4"}, "affine"),
         ({"encoder_bits": 5}, "encoder_bits 5"),
+        ({"q_bits": 8}, "--q-bits has no effect without -q"),
         ({"dtype": "int8"}, "dtype 'int8'"),
     ],
     ids=str,
@@ -177,6 +179,35 @@ def test_impossible_options_are_refused_by_name(
     with pytest.raises(ConversionError, match=culprit):
         convert(checkpoint, tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            {"q_group_size": 128},
+            "no layer's width (32, 64) is a multiple of the group size 128; choose --q-group-size 64",
+        ),
+        ({"quant_predicate": lambda *_: False, "q_group_size": 32}, "quant_predicate refuses every layer"),
+    ],
+    ids=["group size", "predicate"],
+)
+def test_quantizing_nothing_is_an_error_that_says_what_to_do(
+    options: dict[str, Any], said: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConversionError, match=re.escape(said)):
+        convert(checkpoint, tmp_path / "out", quantize=True, **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_layers_that_no_group_fits_are_named_in_a_warning(checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="layers are not quantized, because their width is not a multiple of"):
+        convert(checkpoint, tmp_path / "out", quantize=True)
+
+
+def test_dequantizing_a_model_that_is_not_quantized_warns(checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="is not quantized: -d"):
+        convert(checkpoint, tmp_path / "out", dequantize=True)
 
 
 def test_a_quantized_base_model_is_refused(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Folders that appear whole or not at all."""
+"""Files and folders appear whole or not at all."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def write(folder: Path, text: str) -> None:
         (partial / "file").write_text(text, encoding="utf-8")
 
 
-def test_a_link_stays_and_what_it_leads_to_is_replaced(tmp_path):
+def test_a_link_stays_and_its_target_is_replaced(tmp_path):
     (tmp_path / "real").write_text("old")
     (tmp_path / "link").symlink_to("real")
     write_json(tmp_path / "link", 1)
@@ -25,14 +25,14 @@ def test_a_link_stays_and_what_it_leads_to_is_replaced(tmp_path):
     assert (tmp_path / "real").read_text() == "1\n"
 
 
-def test_a_full_disk_is_told_with_its_reason_and_the_file(tmp_path):
+def test_an_error_of_the_disk_names_its_reason_and_the_file(tmp_path):
     for error in (OSError("8 requested and 2 written"), OSError(errno.ENOSPC, "No space left")):
         with pytest.raises(OSError, match=f"{error.args[-1]}.*{tmp_path / 'file'}"), whole_file(tmp_path / "file"):
             raise error
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_no_file_is_not_replaced(tmp_path):
+def test_a_pipe_is_not_replaced_by_a_file(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(OSError, match="is not a file that could be replaced"):
         write_json(tmp_path / "pipe", 1)
@@ -40,7 +40,7 @@ def test_what_is_no_file_is_not_replaced(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["pipe"]
 
 
-def test_a_disk_that_is_full_is_told_with_the_file(tmp_path, monkeypatch):
+def test_an_error_without_a_file_name_gets_one(tmp_path, monkeypatch):
     def write_text(path: Path, *_: object, **__: object) -> None:
         path.touch()
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
@@ -51,14 +51,14 @@ def test_a_disk_that_is_full_is_told_with_the_file(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_new_folder_takes_the_place_of_an_old_one_and_leaves_nothing_beside(tmp_path):
+def test_a_new_folder_replaces_the_old_one_and_leaves_no_other_files(tmp_path):
     write(tmp_path / "out", "old")
     write(tmp_path / "out", "new")
     assert (tmp_path / "out" / "file").read_text() == "new"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_while_it_is_filled_an_error_leaves_the_old_folder(tmp_path):
+def test_an_error_while_the_new_folder_is_filled_leaves_the_old_one(tmp_path):
     write(tmp_path / "out", "old")
     with pytest.raises(UnicodeEncodeError):
         write(tmp_path / "out", "half \ud800")
@@ -67,7 +67,7 @@ def test_while_it_is_filled_an_error_leaves_the_old_folder(tmp_path):
 
 
 @pytest.mark.parametrize("end", [OSError, KeyboardInterrupt])
-def test_when_the_new_folder_cannot_take_its_place_the_old_one_comes_back(end, tmp_path, monkeypatch):
+def test_the_old_folder_comes_back_when_the_new_one_cannot_be_renamed(end, tmp_path, monkeypatch):
     write(tmp_path / "out", "old")
     rename = Path.rename
 
@@ -83,7 +83,7 @@ def test_when_the_new_folder_cannot_take_its_place_the_old_one_comes_back(end, t
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_folder_that_is_not_ours_to_write_to_is_told_before_long_work(tmp_path, monkeypatch):
+def test_a_folder_without_write_permission_is_refused_before_long_work(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere
     with pytest.raises(DataError, match="its folder cannot be written to"):
         check_out(tmp_path / "out")

@@ -31,7 +31,7 @@ LEFT_OUT = [
     "*.o",
     "_native.c",
 ]
-COMPILED = ("mlx_zip/codec/_native.abi3.so", "mlx_zip/codec/_native.c", "native/params.o")  # what a build leaves behind
+COMPILED = ("mlx_zip/codec/_native.abi3.so", "mlx_zip/codec/_native.c", "native/params.o")  # made by earlier builds
 
 
 NOT_INSTALLED = ("recipes", "papers", "tests", "native")  # folders of a checkout that no wheel may hold

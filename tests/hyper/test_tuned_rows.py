@@ -59,12 +59,12 @@ def test_tuned_rows_that_are_the_encoders_change_nothing(family, mode):
         start = TunedStart(START, TunedRows(one, one, model.fingerprint))
     else:
         start = encoded(model, START)
-    want = model(mx.array([IDS]), cache=model.make_cache(start=START), causal=True)
-    assert_close(model(mx.array([IDS]), cache=model.make_cache(start=start), causal=True), want)
+    want = model(mx.array([IDS]), cache=model.make_cache(pack=START), causal=True)
+    assert_close(model(mx.array([IDS]), cache=model.make_cache(pack=start), causal=True), want)
 
 
 def test_logits_of_entries_are_those_of_their_tuned_rows_and_inputs_read_them():
-    cache = MODEL.make_cache(start=TUNED)
+    cache = MODEL.make_cache(pack=TUNED)
     logits = np.array(MODEL(mx.array([[VOCAB + 3]]), cache=cache)[0, -1])
     h = mx.array(TUNED.rows.input[3])[None, None]
     from mlx_lm.models.cache import KVCache
@@ -77,16 +77,16 @@ def test_logits_of_entries_are_those_of_their_tuned_rows_and_inputs_read_them():
 
 
 def test_a_call_may_be_cut_anywhere_trimmed_and_copied():
-    whole = last_logits(MODEL, IDS, MODEL.make_cache(start=TUNED))
+    whole = last_logits(MODEL, IDS, MODEL.make_cache(pack=TUNED))
     for cut in (1, len(IDS) // 2, len(IDS) - 1):
-        cache = MODEL.make_cache(start=TUNED)
+        cache = MODEL.make_cache(pack=TUNED)
         last_logits(MODEL, IDS[:cut], cache)
         twin = copy.deepcopy(cache)
         last_logits(MODEL, [5, 6, 7], cache)
         trim_prompt_cache(cache, 3)
         assert_close(last_logits(MODEL, IDS[cut:], cache), whole)
         assert_close(last_logits(MODEL, IDS[cut:], twin), whole)
-    assert not np.allclose(whole[:VOCAB], last_logits(MODEL, IDS, MODEL.make_cache(start=START))[:VOCAB])
+    assert not np.allclose(whole[:VOCAB], last_logits(MODEL, IDS, MODEL.make_cache(pack=START))[:VOCAB])
 
 
 def test_rows_of_a_batch_are_each_sequences_own():
@@ -94,32 +94,32 @@ def test_rows_of_a_batch_are_each_sequences_own():
     rows = [compressed(start, 40, seed=9) for start in (START, START, START, OTHER, None)]
     width = max(map(len, rows))
     padding = [width - len(row) for row in rows]
-    cache = MODEL.make_cache(left_padding=padding, start=starts)
+    cache = MODEL.make_cache(left_padding=padding, pack=starts)
     batch = mx.array([[PAD] * pad + row for pad, row in zip(padding, rows, strict=True)])
     together = [MODEL(part, cache=cache)[:, -1] for part in (batch[:, :4], batch[:, 4:])][-1]
     for row, start, got in zip(rows, starts, together, strict=True):
-        assert_close(got, last_logits(MODEL, row, MODEL.make_cache(start=start)), atol=3e-5)
+        assert_close(got, last_logits(MODEL, row, MODEL.make_cache(pack=start)), atol=3e-5)
 
 
 def test_tuned_rows_never_enter_the_row_store_and_encoded_ones_never_take_their_place():
     model, store = tiny_model(), RowStore()
     model.eval()
     model.session.store = store
-    expected = last_logits(MODEL, IDS, MODEL.make_cache(start=START))
-    tuned_logits = last_logits(MODEL, IDS, MODEL.make_cache(start=TUNED))
+    expected = last_logits(MODEL, IDS, MODEL.make_cache(pack=START))
+    tuned_logits = last_logits(MODEL, IDS, MODEL.make_cache(pack=TUNED))
     for start, want in ((TUNED, tuned_logits), (START, expected), (TUNED, tuned_logits), (START, expected)):
-        assert_close(last_logits(model, IDS, model.make_cache(start=start)), want)
+        assert_close(last_logits(model, IDS, model.make_cache(pack=start)), want)
     store.settle()
     fresh = RowStore()
     model.session.store = fresh
-    last_logits(model, IDS, model.make_cache(start=TUNED))
+    last_logits(model, IDS, model.make_cache(pack=TUNED))
     assert 0 < fresh.encoded < store.encoded  # the pack's were never asked for
 
 
 def test_rows_are_cast_to_the_type_of_encoded_ones():
     model = tiny_model()
     model.set_dtype(mx.bfloat16)
-    cache = model.make_cache(start=tuned(model, dtype=np.float16))
+    cache = model.make_cache(pack=tuned(model, dtype=np.float16))
     logits = model(mx.array([IDS]), cache=cache)
     assert (logits.dtype, cache[-1].outputs.rows.dtype) == (mx.bfloat16, mx.bfloat16)
 
@@ -127,7 +127,7 @@ def test_rows_are_cast_to_the_type_of_encoded_ones():
 @pytest.mark.parametrize("change", ["another", "body", "cast", "quantized", "in place"])
 def test_rows_of_another_model_are_one_clear_error(change):
     model = tiny_model(seed=1 if change == "another" else 0)
-    cache = None if change == "another" else model.make_cache(start=TUNED)
+    cache = None if change == "another" else model.make_cache(pack=TUNED)
     if change == "body":
         layer = model.layers[1].mlp.down_proj
         layer.weight = layer.weight + 0.01
@@ -140,7 +140,7 @@ def test_rows_of_another_model_are_one_clear_error(change):
         layer.weight *= 2
         model.weights_changed()
     with pytest.raises(ModelError, match="tuned for another model"):
-        model.make_cache(start=TUNED)
+        model.make_cache(pack=TUNED)
     if cache is not None:
         with pytest.raises(ModelError, match="tuned for another model"):
             model(mx.array([[5]]), cache=cache)
@@ -154,13 +154,13 @@ def test_rows_are_one_array_where_the_models_sides_are_one_and_nowhere_else(fami
     rows = good.rows.output
     other = TunedRows(rows, rows.copy() if good.rows.one else rows, model.fingerprint)
     with pytest.raises(ModelError, match=f"must be {wanted} for this model"):
-        model.make_cache(start=TunedStart(START, other))
-    model.make_cache(start=good)
+        model.make_cache(pack=TunedStart(START, other))
+    model.make_cache(pack=good)
 
 
 def test_rows_of_a_model_whose_sides_are_one_are_held_once():
     model = tiny_model("gemma", tie_encoders=True)
-    cache = model.make_cache(start=tuned(model))
+    cache = model.make_cache(pack=tuned(model))
     model(mx.array([[5, VOCAB + 3]]), cache=cache)
     assert cache[-1].outputs.rows is not None
     assert cache[-1].inputs.rows is None
@@ -171,7 +171,7 @@ def test_scores_are_those_of_the_model_with_the_rows():
     plain = compress_row(MODEL, np.array([1], np.uint32), np.array(TEXT, np.uint32), start=START)
     assert row.ids.tolist() == plain.ids.tolist()
     found, other = score(MODEL, [row, plain], batch_size=2)
-    logits = MODEL(mx.array([row.ids.tolist()]), cache=MODEL.make_cache(start=TUNED), causal=True)[0]
+    logits = MODEL(mx.array([row.ids.tolist()]), cache=MODEL.make_cache(pack=TUNED), causal=True)[0]
     logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     want = np.array(logprobs)[np.arange(len(row.ids) - 1), row.ids[1:]]
     np.testing.assert_allclose(found.logprobs, want, atol=1e-4)
@@ -183,7 +183,7 @@ def test_generation_reads_tuned_rows_also_ahead_of_the_host(ahead, monkeypatch):
     module = sys.modules["mlx_zip.generate"]
     decode = module.decode_steps
     monkeypatch.setattr(module, "decode_steps", lambda *args, **options: decode(*args, **options, ahead=ahead))
-    cache, feed, expected = MODEL.make_cache(start=TUNED), IDS, []
+    cache, feed, expected = MODEL.make_cache(pack=TUNED), IDS, []
     for _ in range(20):
         expected.append(int(np.argmax(last_logits(MODEL, feed, cache))))
         feed = expected[-1:]
@@ -198,10 +198,10 @@ def test_generation_reads_tuned_rows_also_ahead_of_the_host(ahead, monkeypatch):
 def test_a_model_with_a_pack_begins_with_it_unless_another_start_is_named():
     model = tiny_model()
     model.take_pack(TUNED)
-    expected = last_logits(MODEL, IDS, MODEL.make_cache(start=TUNED))
+    expected = last_logits(MODEL, IDS, MODEL.make_cache(pack=TUNED))
     assert_close(last_logits(model, IDS, model.make_cache()), expected)
-    untuned = last_logits(MODEL, IDS, MODEL.make_cache(start=START))
-    assert_close(last_logits(model, IDS, model.make_cache(start=START)), untuned)
+    untuned = last_logits(MODEL, IDS, MODEL.make_cache(pack=START))
+    assert_close(last_logits(model, IDS, model.make_cache(pack=START)), untuned)
     texts = batch_generate(model, ENDLESS, [TEXT, [5, 6]], max_tokens=12)
     assert texts == [generate(MODEL, ENDLESS, prompt, max_tokens=12, start=TUNED) for prompt in (TEXT, [5, 6])]
     with pytest.raises(ModelError, match="another model"):
@@ -217,7 +217,7 @@ def saved(cache, path):
 
 
 def test_a_saved_cache_goes_on_with_the_pack_that_it_was_begun_with(tmp_path):
-    cache = MODEL.make_cache(start=TUNED)
+    cache = MODEL.make_cache(pack=TUNED)
     last_logits(MODEL, IDS[:10], cache)
     back = saved(cache, tmp_path / "cache.safetensors")
     expected = [r.token for r in stream_generate(MODEL, ENDLESS, [5, 6], max_tokens=9, prompt_cache=cache)]
@@ -235,13 +235,13 @@ def test_a_saved_cache_finds_its_rows_in_the_models_own_pack(tmp_path):
 
 
 def test_a_saved_cache_without_its_pack_or_with_another_is_refused_and_unchanged(tmp_path):
-    cache = MODEL.make_cache(start=TUNED)
+    cache = MODEL.make_cache(pack=TUNED)
     last_logits(MODEL, IDS[:10], cache)
     back = saved(cache, tmp_path / "cache.safetensors")
     with pytest.raises(ModelError, match=f"pack of tuned rows .{TUNED.fingerprint[:12]}. that is not loaded"):
         MODEL(mx.array([[5]]), cache=back)
     for other in (START, tuned(seed=1), tuned(entries=OTHER), ()):
-        with pytest.raises(ModelError, match="begun with another starting codebook"):
+        with pytest.raises(ModelError, match="begun with another pack"):
             stream_generate(MODEL, ENDLESS, [5], prompt_cache=back, start=other)
     assert {entry.offset for entry in back} == {10}
     stream_generate(MODEL, ENDLESS, [5], prompt_cache=back, start=TUNED)
@@ -249,19 +249,19 @@ def test_a_saved_cache_without_its_pack_or_with_another_is_refused_and_unchanged
 
 @pytest.mark.parametrize("start", [START, None])
 def test_a_cache_without_tuned_rows_refuses_another_pack_too_and_takes_its_own(start, tmp_path):
-    cache = MODEL.make_cache(start=start)
+    cache = MODEL.make_cache(pack=start)
     last_logits(MODEL, compressed(start)[:10], cache)
     assert (cache[-1].state[0], len(cache[-1].state)) == (1, 7)  # what older versions read
     back = saved(cache, tmp_path / "cache.safetensors")
     for other in (TUNED, OTHER):
-        with pytest.raises(ModelError, match="begun with another starting codebook"):
+        with pytest.raises(ModelError, match="begun with another pack"):
             stream_generate(MODEL, ENDLESS, [5], prompt_cache=back, start=other)
     assert list(stream_generate(MODEL, ENDLESS, [5], max_tokens=3, prompt_cache=back, start=start or ()))
 
 
 def test_a_batchs_saved_state_keeps_which_sequence_has_which_rows():
     starts = [TUNED, None, START]
-    cache = MODEL.make_cache(left_padding=[0, 1, 2], start=starts)
+    cache = MODEL.make_cache(left_padding=[0, 1, 2], pack=starts)
     MODEL(mx.array([[5, 6, 7]] * 3), cache=cache)
     back = ZipState.from_state(cache[-1].state)
     assert back.tuned == [TUNED.fingerprint, None, None]
@@ -271,9 +271,11 @@ def test_a_batchs_saved_state_keeps_which_sequence_has_which_rows():
 
 
 @pytest.mark.parametrize("marks", ["no json", "[" * 100_000, "[1]", '["ab", "cd"]', "{}"])
-def test_damaged_marks_are_an_error(marks):
-    cache = MODEL.make_cache(start=TUNED)
-    with pytest.raises(ModelError, match=r"marks of its packs|no marks of the packs"):
+def test_damaged_fingerprints_of_packs_are_an_error(marks):
+    cache = MODEL.make_cache(pack=TUNED)
+    with pytest.raises(
+        ModelError, match=r"fingerprints of its packs cannot be read|is not a list of 1 fingerprints of packs"
+    ):
         ZipState.from_state([*cache[-1].state[:-1], marks])
 
 
@@ -363,9 +365,9 @@ def test_entries_and_rows_must_be_as_many():
 
 
 def test_table_rows_beside_the_packs_are_the_encoders():
-    cache = MODEL.make_cache(start=TUNED)
+    cache = MODEL.make_cache(pack=TUNED)
     last_logits(MODEL, IDS, cache)
-    plain = MODEL.make_cache(start=START)
+    plain = MODEL.make_cache(pack=START)
     last_logits(MODEL, IDS, plain)
     tables: list[RowTable] = [cache[-1].outputs, plain[-1].outputs]
     n = len(cache[-1].books[0])
@@ -380,4 +382,4 @@ def test_rows_that_are_none_or_of_another_width_are_refused():
         TunedRows(none, none, MODEL.fingerprint)
     rows = np.zeros((len(START), WIDTH - 1), np.float32)
     with pytest.raises(ModelError, match="rows have 63 values, the model's have 64"):
-        MODEL.make_cache(start=TunedStart(START, TunedRows(rows, rows.copy(), MODEL.fingerprint)))
+        MODEL.make_cache(pack=TunedStart(START, TunedRows(rows, rows.copy(), MODEL.fingerprint)))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import KVCache, load_prompt_cache, save_prompt_cache, trim_prompt_cache
 
-from mlx_zip import CodecError, GenerationError, ModelError, ZipState, cli
+from mlx_zip import CodecError, DataError, GenerationError, ModelError, ZipState, cli
 from mlx_zip.codec import CodecParams, twin
 from mlx_zip.codec.pack import write_pack
 from mlx_zip.generate import batch_generate, load, stream_batch
@@ -54,12 +54,12 @@ def test_logits_equal_a_slow_reference_at_every_position(mode, encoder):
     ids = compressed(START)
     assert min(i for i in ids if i >= VOCAB) < VOCAB + len(START)  # start entries are read
     assert max(ids) >= VOCAB + len(START)  # and grown ones
-    got = model(mx.array([ids]), cache=model.make_cache(start=START), causal=True)[0]
+    got = model(mx.array([ids]), cache=model.make_cache(pack=START), causal=True)[0]
     assert_close(got, slow_logits(model, ids, START), atol=1e-4)
 
 
 def test_start_entries_are_open_before_the_first_logits_and_their_output_rows_encoded():
-    cache = MODEL.make_cache(start=START)
+    cache = MODEL.make_cache(pack=START)
     logits = np.array(MODEL(mx.array([[5, 6, 7]]), cache=cache, causal=True)[0])
     opened = [int(np.isfinite(row[VOCAB : VOCAB + SLOTS]).sum()) for row in logits]
     assert opened == [len(START), len(START) + 1, len(START) + 2]
@@ -68,7 +68,7 @@ def test_start_entries_are_open_before_the_first_logits_and_their_output_rows_en
 
 
 def test_an_input_row_of_a_start_entry_is_encoded_when_it_is_read():
-    cache = MODEL.make_cache(start=START)
+    cache = MODEL.make_cache(pack=START)
     MODEL(mx.array([[VOCAB + 3, 5, VOCAB + 1]]), cache=cache)
     assert np.flatnonzero(cache[-1].encoded_inputs[0]).tolist() == [1, 3]
 
@@ -77,9 +77,9 @@ def test_an_input_row_of_a_start_entry_is_encoded_when_it_is_read():
 def test_a_prompt_that_uses_start_entries_may_be_cut_anywhere(mode):
     model = tiny_model("phi3", position_mode=mode)
     ids = compressed(START)
-    whole = last_logits(model, ids, model.make_cache(start=START))
+    whole = last_logits(model, ids, model.make_cache(pack=START))
     for cuts in ([1], [len(ids) // 2], range(1, len(ids))):
-        cache = model.make_cache(start=START)
+        cache = model.make_cache(pack=START)
         for part in np.split(ids, cuts):
             pieces = last_logits(model, part.tolist(), cache)
         assert_close(pieces, whole)
@@ -88,10 +88,10 @@ def test_a_prompt_that_uses_start_entries_may_be_cut_anywhere(mode):
 def test_the_models_own_starting_codebook_is_the_default_and_an_empty_one_replaces_it():
     own = tiny_model(start=[list(entry) for entry in START])
     ids = compressed(START)
-    expected = last_logits(MODEL, ids, MODEL.make_cache(start=START))
+    expected = last_logits(MODEL, ids, MODEL.make_cache(pack=START))
     np.testing.assert_array_equal(last_logits(own, ids, own.make_cache()), expected)
     np.testing.assert_array_equal(np.array(own(mx.array([ids]))[0, -1]), expected)
-    none = own.make_cache(start=())
+    none = own.make_cache(pack=())
     assert len(none[-1].books[0]) == 0
     np.testing.assert_array_equal(last_logits(own, [5, 6], none), last_logits(MODEL, [5, 6], MODEL.make_cache()))
 
@@ -106,29 +106,29 @@ def test_rows_of_a_batch_with_different_starts_equal_the_same_rows_alone(mode):
     rows = [compressed(start, n, seed=n) for start, n in zip(starts, (70, 40, 69, 33), strict=True)]
     width = max(map(len, rows))
     padding = [width - len(row) for row in rows]
-    cache = model.make_cache(left_padding=padding, start=starts)
+    cache = model.make_cache(left_padding=padding, pack=starts)
     batch = mx.array([[PAD] * pad + row for pad, row in zip(padding, rows, strict=True)])
     together = [model(part, cache=cache)[:, -1] for part in (batch[:, :4], batch[:, 4:])][-1]
     for row, start, got in zip(rows, starts, together, strict=True):
-        assert_close(got, last_logits(model, row, model.make_cache(start=start)), atol=3e-5)
+        assert_close(got, last_logits(model, row, model.make_cache(pack=start)), atol=3e-5)
 
 
 def test_none_in_a_batchs_starts_means_the_models_own():
     own = tiny_model(start=[list(entry) for entry in START])
-    state = own.make_cache(left_padding=[0, 0, 0], start=[None, OTHER, ()])[-1]
+    state = own.make_cache(left_padding=[0, 0, 0], pack=[None, OTHER, ()])[-1]
     assert [book.params.start for book in state.books] == [START, OTHER, None]
 
 
 def test_a_state_with_different_starts_has_no_one_codec():
-    state = MODEL.make_cache(left_padding=[0, 0], start=[START, OTHER])[-1]
-    with pytest.raises(ModelError, match="different starting codebooks"):
+    state = MODEL.make_cache(left_padding=[0, 0], pack=[START, OTHER])[-1]
+    with pytest.raises(ModelError, match="different packs"):
         _ = state.params
-    assert MODEL.make_cache(left_padding=[0, 0], start=START)[-1].params == codec(START)
+    assert MODEL.make_cache(left_padding=[0, 0], pack=START)[-1].params == codec(START)
 
 
 @pytest.mark.parametrize("starts", [START, [START, OTHER, ()]], ids=["one", "one per row"])
 def test_a_saved_batch_goes_on_where_it_was_with_its_starts(starts, tmp_path):
-    cache = MODEL.make_cache(left_padding=[0, 0, 0], start=starts)
+    cache = MODEL.make_cache(left_padding=[0, 0, 0], pack=starts)
     MODEL(mx.array([[5, 6, 7], [8, 9, 8], [5, 6, 5]]), cache=cache)
     save_prompt_cache(str(tmp_path / "cache.safetensors"), cache)
     loaded = load_prompt_cache(str(tmp_path / "cache.safetensors"))
@@ -138,7 +138,7 @@ def test_a_saved_batch_goes_on_where_it_was_with_its_starts(starts, tmp_path):
 
 
 def test_a_saved_conversation_goes_on_where_it_was_with_its_start(tmp_path):
-    ids, cache = compressed(START), MODEL.make_cache(start=START)
+    ids, cache = compressed(START), MODEL.make_cache(pack=START)
     MODEL(mx.array([ids[:-5]]), cache=cache)
     save_prompt_cache(str(tmp_path / "cache.safetensors"), cache)
     loaded = load_prompt_cache(str(tmp_path / "cache.safetensors"))
@@ -146,19 +146,19 @@ def test_a_saved_conversation_goes_on_where_it_was_with_its_start(tmp_path):
 
 
 def test_start_entries_outlive_a_trim_and_a_copy():
-    ids, cache = compressed(START), MODEL.make_cache(start=START)
+    ids, cache = compressed(START), MODEL.make_cache(pack=START)
     MODEL(mx.array([ids]), cache=cache)
     twin_cache = copy.deepcopy(cache)
     trim_prompt_cache(cache, len(ids))
     assert [run for _, run in cache[-1].books[0].entries] == list(START)
-    fresh = MODEL.make_cache(start=START)
+    fresh = MODEL.make_cache(pack=START)
     assert_close(last_logits(MODEL, ids[:9], cache), last_logits(MODEL, ids[:9], fresh))
     assert twin_cache[-1].params == codec(START)
-    assert_close(last_logits(MODEL, [5], twin_cache), last_logits(MODEL, [*ids, 5], MODEL.make_cache(start=START)))
+    assert_close(last_logits(MODEL, [5], twin_cache), last_logits(MODEL, [*ids, 5], MODEL.make_cache(pack=START)))
 
 
 def test_a_cache_may_differ_from_the_model_in_its_start_and_in_nothing_else():
-    cache = MODEL.make_cache(start=START)
+    cache = MODEL.make_cache(pack=START)
     assert MODEL.check_cache(cache)[1] is cache[-1]
     others = [CodecParams(VOCAB, SLOTS, MERGE, (0, 1, 5), PAD), CodecParams(VOCAB, SLOTS - 1, MERGE, (0, 1), PAD)]
     for other in others:
@@ -176,15 +176,18 @@ def test_a_cache_may_differ_from_the_model_in_its_start_and_in_nothing_else():
         ([(5, 6), ()], CodecError, "start entry 1 has 0 ids"),
         ([(5, 6), None], CodecError, "a sequence of entries"),
         ([5, 6], CodecError, "a sequence of entries"),
-        ("ab", CodecError, "start entry id must be an integer"),
-        ([[(5, 6)], [(5, 6)]], ModelError, "2 starting codebooks for 1 sequence"),
+        ("ab", DataError, "ab"),
+        (["ab", None], DataError, "ab"),
+        (5, ModelError, "pack must be a path.*not int"),
+        ([(5, "ab")], CodecError, "start entry id must be an integer"),
+        ([[(5, 6)], [(5, 6)]], ModelError, "2 packs for 1 sequence"),
         ([(3 + i % 30, 3 + i // 30) for i in range(SLOTS + 1)], CodecError, "65 start entries do not fit"),
     ],
 )
 def test_a_start_that_does_not_fit_is_refused(start, error, culprit):
-    sequences = [0, 0] if start in ([5, 6], "ab") else None
+    sequences = [0, 0] if start in ([5, 6], "ab", ["ab", None]) else None
     with pytest.raises(error, match=culprit):
-        MODEL.make_cache(left_padding=sequences, start=start)
+        MODEL.make_cache(left_padding=sequences, pack=start)
 
 
 # ---- generation
@@ -207,7 +210,7 @@ def test_the_prompt_is_compressed_with_the_requests_start_entries():
 
 
 def test_greedy_ids_are_the_largest_logits_of_the_model_itself_under_the_start():
-    cache, feed, expected = MODEL.make_cache(start=START), compressed(START), []
+    cache, feed, expected = MODEL.make_cache(pack=START), compressed(START), []
     for _ in range(12):
         feed = [int(np.argmax(last_logits(MODEL, feed, cache)))]
         expected += feed
@@ -224,7 +227,7 @@ def test_the_first_emitted_id_may_be_a_start_entry_and_expands_to_its_base_ids()
 
 
 def test_a_second_turn_goes_on_with_start_and_grown_entries():
-    cache = MODEL.make_cache(start=START)
+    cache = MODEL.make_cache(pack=START)
     first = run(prompt_cache=cache, max_tokens=10)
     size = len(cache[-1].books[0])
     second = run(prompt=list(START[0] + START[1]), prompt_cache=cache, max_tokens=5)
@@ -250,13 +253,13 @@ def test_one_start_serves_all_prompts_of_a_batch():
 
 
 def test_a_start_beside_a_prompt_cache_or_for_a_plain_model_is_refused():
-    with pytest.raises(ModelError, match="begun with another starting codebook"):
+    with pytest.raises(ModelError, match="begun with another pack"):
         run(start=START, prompt_cache=MODEL.make_cache())
     with pytest.raises(GenerationError, match="no hypertokens"):
         run(model=plain_model(), start=START)
     with pytest.raises(GenerationError, match="no hypertokens"):
         batch_generate(plain_model(), ENDLESS, [[5]], start=START)
-    with pytest.raises(ModelError, match="1 starting codebooks for 2"):
+    with pytest.raises(ModelError, match="1 packs for 2"):
         batch_generate(MODEL, ENDLESS, [[5], [6]], start=[START])
 
 

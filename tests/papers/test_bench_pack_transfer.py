@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from mlx_zip.bench.papers.packs.pack_transfer import halves
+from mlx_zip.bench.papers.packs.transfer import halves
 from mlx_zip.codec import Codebook, compress
 from mlx_zip.errors import CodecError, DataError, MlxZipError
 from mlx_zip.evaluation.bits import measure_bits
@@ -91,7 +91,7 @@ def told(model, tokenizer, text, start):
     prompt = encode_prompt(tokenizer, tokenizer.decode(ids[:OPENING]))
     made = list(stream_generate(model, tokenizer, prompt, max_tokens=TOKENS, start=start))
     base_ids = [one for response in made for one in response.base_ids]
-    book = Codebook(model.make_cache(start=start)[-1].books[0].params)
+    book = Codebook(model.make_cache(pack=start)[-1].books[0].params)
     book.push(compress(book.params, np.array(prompt, np.uint32))[0])
     both = (len(book.compress(np.array(x, np.uint32))) for x in (base_ids, ids[OPENING : OPENING + TOKENS]))
     return len(made), len(base_ids), *both

@@ -1,1 +1,1 @@
-"""What tests share: tiny models and texts, folders they are kept in, and ways to call the library."""
+"""Shared by tests: tiny models and texts, model folders, and functions that call the library."""

@@ -1,4 +1,4 @@
-"""Merge lists for the tests of AdaptBPE: the golden cases, small random ones, GPT-2's if it is there."""
+"""Merge lists for the tests of AdaptBPE: the golden cases, random lists, and GPT-2's where the shared data are."""
 
 import json
 from functools import cache
@@ -17,26 +17,26 @@ HEAD = json.loads((GOLDEN / "adaptbpe_gpt2_head.json").read_text())
 FIXTURE = GOLDEN_MODELS / "llama_transformer_tied_lora" / "base" / "tokenizer.json"
 TEXT = "<|user|>the cat sat on the mat, the cat<|end|><|bos|> it's 12345 café 日本 \n\n x"
 GPT2 = SHARED / "golden" / "gpt2_vocab.bpe"
-needs_gpt2 = pytest.mark.skipif(not GPT2.is_file(), reason="GPT-2's merge list is not beside the checkout")
+needs_gpt2 = pytest.mark.skipif(not GPT2.is_file(), reason="needs the larger shared data (golden/gpt2_vocab.bpe)")
 
 settings.register_profile("untimed", deadline=None)  # a busy machine is no failure
 settings.load_profile("untimed")
 
 
 def write_head(folder):
-    """The first merges of GPT-2's list, as the file that such lists come in."""
+    """The first merges of GPT-2's list, in GPT-2's file format."""
     path = folder / "vocab.bpe"
     path.write_text("#version: 0.2\n" + "\n".join(HEAD["merges"]) + "\n")
     return path
 
 
 def read_fixture():
-    """A byte-level tokenizer.json, to be altered."""
+    """The content of a byte-level tokenizer.json, for a test to change."""
     return json.loads(FIXTURE.read_text())
 
 
 def write_tokenizer(folder, data, name="tokenizer.json"):
-    """A file of text, or of what becomes JSON -> its path."""
+    """Writes a text as it is, or any other value as JSON; returns the path."""
     path = folder / name
     path.write_text(data if isinstance(data, str) else json.dumps(data))
     return path
@@ -51,7 +51,7 @@ def library_ids(data, text):
 
 
 def symbols(word):
-    """A golden word as bytes: its characters are base symbols."""
+    """The bytes of a golden word, whose characters are base symbols."""
     return word.encode("latin-1")
 
 
@@ -66,8 +66,8 @@ def corpus_of(case):
 
 
 def random_list(random):
-    """A proper list over a few letters, in which tokens recur; and words of a few of its tokens, so that it is worth
-    while to swap.
+    """A valid merge list over a few letters, in which tokens recur, and words made of a few of its tokens, so that
+    swaps can gain something.
     """
     tokens, pairs = [bytes([letter]) for letter in b"abc"[: random.randint(1, 3)]], []
     for _ in range(random.randint(0, 30)):
@@ -81,13 +81,13 @@ def random_list(random):
 
 
 def random_corpus(random):
-    """(merges, corpus)"""
+    """Returns (merges, corpus) of one golden case."""
     merges, words = random_list(random)
     return merges, {word: random.randint(1, 6) for word in words}
 
 
 def random_swaps(random):
-    """(merges, n, virtual, promoted, words): any lawful swaps, worth while or not."""
+    """Draws (merges, n, virtual, promoted, words): any valid swaps, whether they gain anything or not."""
     merges, words = random_list(random)
     n = random.randint(0, len(merges))
     actual, left_out, virtual, promoted = list(range(n)), list(range(n, len(merges))), [], []

@@ -5,7 +5,7 @@ import numpy as np
 
 
 def quantized(folder, out):
-    """The plain model in a folder, quantized by mlx-lm."""
+    """Quantizes the plain model of a folder with mlx-lm; returns `out`."""
     from mlx_lm.convert import convert as mlx_convert
 
     mlx_convert(str(folder), str(out), quantize=True, q_group_size=32, q_bits=4)

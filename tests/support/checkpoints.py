@@ -132,7 +132,7 @@ def edit_tensors(path: Path, changes: Mapping[str, np.ndarray | None]) -> None:
 
 
 def write_tokenizer(folder: Path, size: int = VOCAB, **special: Any) -> None:
-    """A word-level tokenizer with `size` ids: <bos> 0, <eos> 1, <pad> 2, <unk> 3, then w4, w5, ..."""
+    """Writes a word-level tokenizer with `size` ids: <bos> 0, <eos> 1, <pad> 2, <unk> 3, then w4, w5, ..."""
     names = ["<bos>", "<eos>", "<pad>", "<unk>"]
     vocab = {**{name: i for i, name in enumerate(names)}, **{f"w{i}": i for i in range(4, size)}}
     added = [
@@ -167,7 +167,7 @@ def write_tokenizer(folder: Path, size: int = VOCAB, **special: Any) -> None:
 
 
 def write_base(folder: Path, shards: int = 1, seed: int = 0, **config: Any) -> Arrays:
-    """A base model's folder; returns its tensors. shards > 1: several files and an index."""
+    """Writes a base model's folder and returns its tensors. shards > 1: several files and an index."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {**BASE, **config}
     write_json(folder / "config.json", config)
@@ -184,7 +184,7 @@ def write_base(folder: Path, shards: int = 1, seed: int = 0, **config: Any) -> A
 
 
 def write_encoders(path: Path, kind: str, options: Mapping[str, Any], merge_size: int, seed: int = 1) -> Arrays:
-    """The encoders file; returns its tensors."""
+    """Writes the file of the encoders and returns its tensors."""
     sides = ["input_encoder"] if options["tie_encoders"] else ["input_encoder", "output_encoder"]
     shapes = encoder_shapes(kind, options, merge_size)
     arrays = random_arrays({f"{side}.{name}": s for side in sides for name, s in shapes.items()}, seed)
@@ -203,7 +203,7 @@ def write_checkpoint(
     alias: bool = False,
     **base: Any,
 ) -> Arrays:
-    """A whole checkpoint, format 1 (base model in `base/`) or 2; returns all its tensors.
+    """Writes a whole checkpoint of format 1 (base model in `base/`) or 2 and returns all its tensors.
 
     encoder: changes to the kind's options. alias: the encoder file's other name. base: changes to the base's config.
     """
@@ -233,7 +233,7 @@ def write_checkpoint(
 
 
 def write_adapter(folder: Path, modules: Mapping[str, tuple[int, int, int]], seed: int = 2, **config: Any) -> Arrays:
-    """A PEFT LoRA: modules maps a path to (in, out, rank); returns {module.A, module.B}."""
+    """Writes a PEFT LoRA and returns {module.A, module.B}; `modules` maps a path to (in, out, rank)."""
     folder.mkdir(parents=True, exist_ok=True)
     rank = next(iter(modules.values()))[2]
     defaults = {
@@ -256,7 +256,7 @@ def write_adapter(folder: Path, modules: Mapping[str, tuple[int, int, int]], see
 
 
 def write_meta(path: Path, pickled: bytes) -> None:
-    """meta.pt as torch.save lays it out, around a pickle made by hand."""
+    """Writes a meta.pt in the layout of torch.save around a hand-made pickle."""
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("meta/data.pkl", pickled)
         archive.writestr("meta/version", "3\n")

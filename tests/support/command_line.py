@@ -1,4 +1,4 @@
-"""`mlx_zip` in process, for tests of commands."""
+"""Runs `mlx_zip` in this process, for tests of commands."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mlx_zip import cli
 
 
 def runner(capsys: Any, *first: str) -> Callable[..., tuple[int, str, str]]:
-    """What runs `mlx_zip FIRST ...` -> (status, stdout, stderr)."""
+    """Returns a function that runs `mlx_zip FIRST WORDS...` and returns (status, stdout, stderr)."""
 
     def command(*words: Any) -> tuple[int, str, str]:
         return (cli.main([*first, *map(str, words)]), *capsys.readouterr())
@@ -18,7 +18,20 @@ def runner(capsys: Any, *first: str) -> Callable[..., tuple[int, str, str]]:
     return command
 
 
+def outcome(capsys: Any, *first: str) -> Callable[..., tuple[int, str, str]]:
+    """Like `runner`, but an error of the parser is a status too, not an exit."""
+
+    def command(*words: Any) -> tuple[int, str, str]:
+        try:
+            status = cli.main([*first, *map(str, words)])
+        except SystemExit as stopped:
+            status = int(stopped.code or 0)
+        return (status, *capsys.readouterr())
+
+    return command
+
+
 def stay_home(monkeypatch: Any, folder: Path) -> None:
-    """A home of its own, and no network."""
+    """Moves the hub cache into `folder` and cuts off the network."""
     monkeypatch.setenv("HF_HOME", str(folder / "home"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # its variable was read at import

@@ -1,4 +1,4 @@
-"""Converts checkpoints in tests and reads what came of it."""
+"""Converts checkpoints in tests and reads the results."""
 
 from __future__ import annotations
 

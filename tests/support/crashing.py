@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from mlx_zip.training.trainer import Trainer
 
 
 def crash_after(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
-    """The process dies, so to speak, once so many steps are done and told."""
-    whole = Trainer._report
+    """Ends the run, as a crash would, once `step` steps are done and reported."""
+    whole = Trainer.report
 
-    def report(self: Trainer, *args: Any) -> None:
-        whole(self, *args)
+    def report(self: Trainer) -> str:
+        figures = whole(self)
         if self.progress.step == step:
             raise RuntimeError("crashed")
+        return figures
 
-    monkeypatch.setattr(Trainer, "_report", report)
+    monkeypatch.setattr(Trainer, "report", report)

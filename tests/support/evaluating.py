@@ -9,6 +9,6 @@ BOS = 1
 
 
 def windows(*lengths, seed=0):
-    """Windows of tiny ids, as many bytes as ids."""
+    """Windows of tiny ids, each with as many bytes as ids."""
     rows = [np.array(tiny.base_ids(n, seed + i), np.uint32) for i, n in enumerate(lengths)]
     return Windows(tuple(Window(row, np.ones(len(row), bool), len(row)) for row in rows), BOS, 0)

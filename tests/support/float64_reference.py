@@ -1,7 +1,7 @@
-"""The joint loss of a llama-type model again, in numpy float64, sample by sample and entry by entry.
+"""The joint loss of a llama-type model in numpy float64, sample by sample and entry by entry.
 
-Written from the papers' equations and upstream's tensor names, to check losses and gradients against: no arrays of a
-batch, nothing shared between samples, no padding.
+An independent reference for losses and gradients, written from the papers' equations and upstream's tensor names: no
+batches, nothing shared between samples, no padding.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def gelu(x: Array) -> Array:
 
 
 def rotate(x: Array, positions: Array, theta: float = 10_000.0) -> Array:
-    """x [H, T, d]: halves are rotated against each other."""
+    """Rotates the two halves of x [H, T, d] (RoPE)."""
     half = x.shape[-1] // 2
     angles = positions[:, None] / theta ** (np.arange(half) / half)
     a, b = x[..., :half], x[..., half:]
@@ -141,7 +141,7 @@ class Reference:
         self.followed = [self._follow(sample) for sample in samples]
 
     def _follow(self, sample: Sample) -> tuple[Sample, list[tuple[int, ...]], list[int]]:
-        """The entries at the end, and how many there were after each id."""
+        """Returns the entries at the end, and the number of entries after each id."""
         book, counts = Codebook(sample.params(self.codec)), []
         for token in sample.ids[:-1].tolist():
             book.push(token)
@@ -150,7 +150,7 @@ class Reference:
         return sample, entries, counts if self.availability == "causal" else [len(book)] * len(counts)
 
     def rows(self, p: Weights, entries: Sequence[tuple[int, ...]], output: bool) -> Array:
-        """Hyper rows [n, D] of one side."""
+        """Hyper rows [n, D] of one side's encoder."""
         section = self.config["zip2zip"]
         side = "output_encoder" if output and not section["encoder"]["tie_encoders"] else "input_encoder"
         matrix = p["lm_head.weight" if output and not self.tied else "model.embed_tokens.weight"]
@@ -161,8 +161,8 @@ class Reference:
     def loss(self, p: Weights) -> float:
         parts = np.sum([self._sample(p, *followed) for followed in self.followed], axis=0)
         nats, count, types = parts
-        beside = self.reconstruction * count * self._rebuilt(p) if self.reconstruction else 0.0
-        return float((nats + beside + self.token_type * types) / count)
+        extra = self.reconstruction * count * self._rebuilt(p) if self.reconstruction else 0.0
+        return float((nats + extra + self.token_type * types) / count)
 
     def _sample(self, p: Weights, sample: Sample, entries: list[tuple[int, ...]], counts: list[int]) -> Array:
         vocab = self.codec.vocab_size
@@ -183,7 +183,7 @@ class Reference:
         return np.array([nats, count, types])
 
     def _rebuilt(self, p: Weights) -> float:
-        """Mean nats of the base ids of all entries, read back from both rows. Source: arXiv 2506.01084 eq. 3."""
+        """Mean nats of all entries' base ids, decoded from both rows. Source: arXiv 2506.01084 eq. 3."""
         entries = sorted({entry for _, found, _ in self.followed for entry in found})
         nats: list[float] = []
         for output in (False, True):

@@ -1,4 +1,4 @@
-"""A tiny model, its tokenizer, a prompt, and calls of `stream_generate`."""
+"""A tiny model, its tokenizer, a prompt, and calls of `stream_generate` with them."""
 
 import copy
 

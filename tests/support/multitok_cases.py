@@ -1,4 +1,4 @@
-"""Corpora for the tests of MultiTok's dictionaries, and what can be seen of one."""
+"""Corpora for the tests of MultiTok's dictionaries, and a dictionary's visible state."""
 
 from hypothesis import strategies as st
 
@@ -13,7 +13,7 @@ WHERE = st.integers(0, 10**6)
 
 @st.composite
 def corpora(draw, unknown=False):
-    """Settings of a dictionary, and samples of its units; `unknown`: with units among them that are none."""
+    """Draws settings of a dictionary and samples of its units; `unknown` adds units it does not have."""
     n = draw(UNITS)
     first, limit = draw(st.integers(0, 9)), draw(st.none() | st.integers(0, 12))
     unk = draw(st.integers(0, first + n - 1)) if unknown else None
@@ -28,5 +28,5 @@ def trained(made, samples):
 
 
 def state(dictionary):
-    """All that can be seen of what it has learnt."""
+    """The dictionary's visible state, for comparison."""
     return dictionary.rows.tolist(), dictionary.ids.tolist(), dictionary.uses.tolist(), dictionary.phrases

@@ -1,4 +1,4 @@
-"""Where things lie in a checkout."""
+"""Paths of a checkout."""
 
 from pathlib import Path
 
@@ -7,4 +7,6 @@ REPO = TESTS.parent
 DOCS = REPO / "docs"
 GOLDEN = TESTS / "golden"
 GOLDEN_MODELS = GOLDEN / "models"
-SHARED = REPO.parent / "shared"  # large data that a checkout may lie beside; tests that need it are skipped without
+SHARED = (
+    REPO.parent / "shared"
+)  # larger data next to the checkout; tests that need them are skipped where they are absent

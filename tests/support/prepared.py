@@ -31,7 +31,7 @@ FORGETFUL = (
 
 @cache
 def tokenizer_folder(kind: str = "byte level", bos: bool = True, template: str | None = TEMPLATE) -> Path:
-    """A tokenizer's folder. bos: whether it puts its bos token in front of a text."""
+    """Writes a tokenizer's folder. bos: whether the tokenizer puts its bos token in front of a text."""
     wrapped = {
         "byte level": lambda: tiny_text.byte_level(LETTERS),
         "sentencepiece": tiny_text.sentencepiece,
@@ -50,7 +50,7 @@ def tokenizer_folder(kind: str = "byte level", bos: bool = True, template: str |
 
 
 def write_lines(path: Path, records: Iterable[Any]) -> str:
-    """JSON lines; strings and bytes are written as they are."""
+    """Writes records as JSON lines; strings and bytes are written unchanged."""
     lines = [r if isinstance(r, bytes) else (r if isinstance(r, str) else json.dumps(r)).encode() for r in records]
     content = b"\n".join(lines) + b"\n"
     path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
@@ -58,12 +58,12 @@ def write_lines(path: Path, records: Iterable[Any]) -> str:
 
 
 def texts(path: Path, documents: Iterable[str]) -> str:
-    """Documents as JSON lines."""
+    """Writes documents as JSON lines."""
     return write_lines(path, [{"text": text} for text in documents])
 
 
 def prepared(out: Path, *data: str, workers: int = 1, report: Any = None, **options: Any) -> Shards:
-    """Prepares with a small context and the byte level tokenizer unless told otherwise."""
+    """Prepares data; by default with a small context and the byte-level tokenizer."""
     of_source = {key: options.pop(key) for key in ("separator", "columns", "subsets", "split") if key in options}
     options = {"context": 32, "codebook_size": 64, **options}
     if "model" not in options:
@@ -75,7 +75,7 @@ def prepared(out: Path, *data: str, workers: int = 1, report: Any = None, **opti
 
 
 def expanded(shards: Shards) -> list[list[int]]:
-    """The base ids of every sample, as a model's codebook reads them."""
+    """The base ids of every sample, expanded by a codebook."""
     found = []
     for i in range(len(shards)):
         book = Codebook(shards[i].params(shards.params))
@@ -85,17 +85,17 @@ def expanded(shards: Shards) -> list[list[int]]:
 
 
 def tree(folder: Path) -> dict[str, bytes]:
-    """Every file of a folder."""
+    """Name and content of every file of a folder."""
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
 def ids_of(text: str, folder: Path | None = None) -> list[int]:
-    """A text's base ids without specials."""
+    """The base ids of a text, without special ids."""
     from mlx_zip.text.tokenizers import load_tokenizer
 
     return load_tokenizer(folder or tokenizer_folder()).encode(text, add_special_tokens=False)
 
 
 def stories(n: int, words: int = 30) -> list[str]:
-    """Texts that repeat themselves, all different."""
+    """Different texts, each of which repeats itself."""
     return [f"story {i}. " + "the cat and the dog sat on the mat. " * (1 + (i * 7) % words // 6) for i in range(n)]

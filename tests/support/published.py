@@ -33,7 +33,7 @@ LONGROPE = {
 
 
 def load(folder: Path, made: Checkpoint) -> Any:
-    """Converts and loads. That meta.pt overrides the config is announced by a warning."""
+    """Converts and loads a checkpoint; the warning that meta.pt overrides the config is expected."""
     from mlx_lm import load as mlx_lm_load
 
     with pytest.warns(UserWarning, match=r"meta\.pt") if made.meta is not None else nullcontext():
@@ -42,7 +42,7 @@ def load(folder: Path, made: Checkpoint) -> Any:
 
 
 def greedy(model: Any, made: Checkpoint, ids: np.ndarray, padding: list[int]) -> np.ndarray:
-    """[B, STEPS] ids, the same columns barred as upstream."""
+    """Greedy ids [B, STEPS] of our model, with the columns masked that upstream masks."""
     cache, taken = model.make_cache(left_padding=padding), []
     for _ in range(STEPS):
         logits = np.array(model(mx.array(ids), cache=cache)[:, -1])
@@ -52,7 +52,7 @@ def greedy(model: Any, made: Checkpoint, ids: np.ndarray, padding: list[int]) ->
 
 
 def worst(got: np.ndarray, want: np.ndarray) -> float:
-    """Largest difference where both are finite; infinite unless -inf stands at the same places."""
+    """Largest difference where both are finite; infinite if -inf is not at the same places in both."""
     if got.shape != want.shape or not np.array_equal(np.isfinite(got), np.isfinite(want)):
         return float("inf")
     finite = np.isfinite(got)

@@ -1,4 +1,4 @@
-"""Asserts that a conversion is refused and leaves nothing."""
+"""Asserts that a conversion is refused and leaves no files behind."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from support.converting import convert
 
 
 def assert_refused(tmp_path: Path, culprit: str, **options: Any) -> None:
-    """The conversion of tmp_path/src fails with one line that matches, and leaves nothing behind."""
+    """Asserts that converting tmp_path/src fails with one line that matches and leaves no files behind."""
     before = sorted(path.name for path in tmp_path.iterdir())
     with pytest.raises(MlxZipError, match=culprit) as caught:
         convert(tmp_path / "src", tmp_path / "out", **options)

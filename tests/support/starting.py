@@ -1,4 +1,4 @@
-"""Tiny models that begin with a codebook."""
+"""Tiny models that begin with a pack."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from support.tiny import MERGE, PAD, SLOTS, VOCAB, base_ids, tiny_model
 
 
 def entries_of(text, n, seed=0):
-    """n different runs of 2..MERGE ids of a text, without disabled ids."""
+    """n different runs of 2 to MERGE ids of a text, without disabled ids."""
     rng, found = np.random.default_rng(seed), {}
     while len(found) < n:
         at, length = rng.integers(len(text) - MERGE), rng.integers(2, MERGE + 1)

@@ -1,4 +1,4 @@
-"""Rows to store without a model: a row is a function of its entry's base ids, so a wrong one is seen at once."""
+"""Rows for the row store without a model: each row is computed from its entry's base ids, so a wrong row is noticed."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def entries(n: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
 
 
 def true_rows(base_ids: np.ndarray, lengths: np.ndarray, width: int = WIDTH) -> np.ndarray:
-    """What the encoder below makes: [N, width] float32."""
+    """The rows that `encode` below makes: [N, width] float32."""
     text = np.where(np.arange(WORDS) < lengths[:, None], base_ids + 1.0, 0.0)
     return np.sin(text @ np.arange(1, WORDS * width + 1).reshape(WORDS, width) * 0.37).astype(np.float32)
 
 
 class Encoder:
-    """Encodes and counts what it is asked for."""
+    """An encoder that counts the entries it is asked for."""
 
     def __init__(self, width: int = WIDTH, dtype: mx.Dtype = mx.float32) -> None:
         self.calls: list[int] = []
@@ -54,7 +54,7 @@ def fill(folder: Path, n: int = N, seed: int = 0, folder_bytes: int = 1 << 20) -
 
 
 def check(folder: Path, n: int = N, seed: int = 0, which: RowKind | None = None, folder_bytes: int = 1 << 20) -> int:
-    """Reads n entries, all of which must be right, and puts back what was missing; how many were missing."""
+    """Reads n entries, checks their rows, stores the missing ones, and returns how many were missing."""
     encoder, (ids, lengths) = Encoder(), entries(n, seed)
     with RowStore(folder, folder_bytes=folder_bytes) as store:
         rows = store.rows(which or kind(), ids, lengths, encoder)
@@ -63,11 +63,11 @@ def check(folder: Path, n: int = N, seed: int = 0, which: RowKind | None = None,
 
 
 def file_of(folder: Path) -> Path:
-    """The only file of rows in a folder."""
+    """The path of the only file of rows in a folder."""
     (path,) = files_in(folder)
     return path
 
 
 def warnings(caplog: Any) -> list[str]:
-    """What the store has told."""
+    """The warnings that the store has printed."""
     return [record.getMessage() for record in caplog.records if record.name == "mlx_zip"]

@@ -13,7 +13,7 @@ OBJECTS, COLOURS, PLACES = ("ball", "hat", "box", "cake"), ("red", "big", "shiny
 
 
 def story(rng: random.Random) -> str:
-    """Two paragraphs in the manner of the sampled stories."""
+    """A made-up story of two paragraphs."""
     name, animal, place = rng.choice(NAMES), rng.choice(ANIMALS), rng.choice(PLACES)
     colour, thing = rng.choice(COLOURS), rng.choice(OBJECTS)
     return (
@@ -24,7 +24,7 @@ def story(rng: random.Random) -> str:
 
 
 def corpus(folder: Path, stories: int = 30, seed: int = 0) -> Path:
-    """Writes every file of the recipe into `folder`, none of them with the recorded checksum."""
+    """Writes every input file of the recipe into `folder`; none has the recorded checksum."""
     rng = random.Random(seed)
     folder.mkdir(parents=True, exist_ok=True)
     for source in SOURCES.values():

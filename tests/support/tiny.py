@@ -95,7 +95,7 @@ def tiny_model(family: str = "llama", encoder: str = "transformer", seed: int = 
 
 
 def base_ids(length: int, seed: int = 0) -> list[int]:
-    """Base ids with many repeats, now and then a disabled one."""
+    """Base ids with many repeats and a few disabled ids."""
     rng = np.random.default_rng(seed)
     runs = [rng.integers(3, VOCAB, 5).tolist() for _ in range(4)]
     out: list[int] = []
@@ -105,5 +105,5 @@ def base_ids(length: int, seed: int = 0) -> list[int]:
 
 
 def last_logits(model: Model, ids: Any, cache: Any) -> np.ndarray:
-    """Feeds ids [L] and returns the last position's logits [W]."""
+    """Runs the model on ids [L] and returns the last position's logits [W]."""
     return np.array(model(mx.array([ids]), cache=cache)[0, -1])

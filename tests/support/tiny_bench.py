@@ -1,4 +1,4 @@
-"""What the tests of bench generate, report, compare and profile share: tiny models in both forms, made-up records."""
+"""Shared by the tests of bench generate, report, compare and profile: tiny models in both forms, made-up records."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ON = ["--shape", "tiny", "--encoder-layers", "1", "--codebook-size", "64"]
 
 
 def models(seed: int = 0, **changes: Any) -> Models:
-    """Both forms of a tiny random model, whose choices are clear, with a tokenizer of bytes."""
+    """A tiny random model with and without hypertokens, with clearly different logits, and a tokenizer of bytes."""
     zipped = tiny.tiny_model("llama", seed=seed, **changes)
     return Models(
         name="tiny",
@@ -47,7 +47,7 @@ def models(seed: int = 0, **changes: Any) -> Models:
 
 
 def parse(bench: str, *flags: object) -> tuple[ModuleType, argparse.Namespace]:
-    """A bench's module, and its flags parsed."""
+    """Returns a bench's module and its parsed flags."""
     module, parser = import_module((BENCHES | EXPERIMENTS)[bench][0]), argparse.ArgumentParser()
     module.add_arguments(parser)
     return module, parser.parse_args([*map(str, flags)])
@@ -60,14 +60,14 @@ def run(bench: str, *flags: object) -> int:
 
 
 def small(monkeypatch: Any) -> None:
-    """A shape named `tiny`, a small matrix to measure the bandwidth with, and no waiting for the load."""
+    """Adds a shape named `tiny`, makes the bandwidth measurement small, and skips waiting for the load."""
     monkeypatch.setitem(shapes.SHAPES, "tiny", SHAPE)
     monkeypatch.setattr(machine, "BANDWIDTH_SIDE", 64)
     monkeypatch.setattr(record_fields, "IDLE_S", 0.01)
 
 
 def made_run(step_s: float = 0.1, steps: int = 4, first_s: float = 0.5, per_step: int = 1) -> Run:
-    """A run of even steps: first_s to the first id, then step_s each; per_step base tokens of 2 bytes a step."""
+    """A made-up run: first_s seconds to the first id, then step_s per step of per_step base tokens (2 bytes each)."""
     made = Run(prompt_ids=6, text_bytes=2 * steps * per_step, kv_ids=6 + steps, peak_bytes=1000)
     for i in range(steps):
         made.step(first_s + i * step_s, [i], range(per_step))

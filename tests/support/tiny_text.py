@@ -1,4 +1,4 @@
-"""Hand-made tokenizers of every decoder kind mlx-lm tells apart, and golden checkpoints converted once."""
+"""Hand-made tokenizers of every kind of decoder that mlx-lm distinguishes, and golden checkpoints converted once."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def sentencepiece(trim: bool = True) -> TokenizerWrapper:
 
 
 def naive() -> TokenizerWrapper:
-    """The same through mlx-lm's detokenizer for decoders it does not know."""
+    """The tokenizer of `sentencepiece` with mlx-lm's detokenizer for unknown decoders."""
     tokenizer = _sentencepiece()
     parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence(parts)
@@ -68,7 +68,7 @@ def naive() -> TokenizerWrapper:
 
 @cache
 def converted(name: str) -> Path:
-    """A golden checkpoint as a model folder."""
+    """The model folder of a golden checkpoint; each is converted once per process."""
     home = Path(tempfile.mkdtemp(prefix="mlx_zip-tests-"))
     atexit.register(shutil.rmtree, home, ignore_errors=True)
     return convert(str(GOLDEN_MODELS / name), str(home / name), progress=False)

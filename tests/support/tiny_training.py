@@ -31,7 +31,7 @@ SMALL = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "
 
 
 def random_model(config: dict[str, Any], seed: int = 0, **encoder: Any) -> Model:
-    """A zip2zip model of a config with `encoder` changes, weights wide enough that logits differ clearly."""
+    """A tiny zip2zip model with changes to its encoder's config; its logits differ clearly."""
     section = config["zip2zip"]
     config = {**config, "zip2zip": {**section, "encoder": {**section["encoder"], **encoder}}}
     model = Model(ModelArgs.from_dict(config))
@@ -44,7 +44,7 @@ def random_model(config: dict[str, Any], seed: int = 0, **encoder: Any) -> Model
 def make_sample(
     params: CodecParams, ids: Sequence[int], start: Start | None = None, masked: Sequence[int] = ()
 ) -> Sample:
-    """Base ids as a sample; the loss leaves out the positions in `masked`."""
+    """A sample of base ids; the loss does not count the positions in `masked`."""
     own = params if start is None else replace(params, start=start)
     emitted = Codebook(own).compress(np.array(ids, np.uint32))
     mask = np.ones(len(emitted), np.bool_)
@@ -60,7 +60,7 @@ def text_ids(length: int, seed: int) -> list[int]:
 def write_shards(
     folder: Path, params: CodecParams = CODEC, samples: int = 24, seed: int = 0, alike: bool = False, **index: Any
 ) -> Path:
-    """A prepared folder of samples of 20 to 59 base ids; alike: the same one again and again."""
+    """Writes a prepared folder with samples of 20 to 59 base ids; alike: all samples are equal."""
     folder.mkdir(parents=True)
     writer = ShardWriter(folder, "shard-00000")
     for i in [0] * samples if alike else range(samples):
@@ -74,9 +74,9 @@ def write_shards(
 def write_plain(
     folder: Path, seed: int = 0, tensors: Mapping[str, np.ndarray | None] | None = None, **config: Any
 ) -> Path:
-    """A tiny plain model's folder, weights wide enough that logits differ clearly.
+    """Writes a tiny plain model's folder; its weights are large enough that logits differ clearly.
 
-    tensors: what stands in the file instead, or beside it; None takes one away.
+    tensors: tensors to replace or add in the file; None removes one.
     """
     folder.mkdir(parents=True)
     config = {**BASE, **SMALL, **config}
@@ -93,18 +93,19 @@ def write_plain(
 
 
 def options(out: Path, **changes: Any) -> RunOptions:
-    """A run from `out`'s neighbours `plain` and `data`, which are made when absent."""
+    """Trains into `out`, from the folders `plain` and `data` next to it, which are made if they are absent."""
     home = out.parent
     for name, make in (("plain", write_plain), ("data", write_shards)):
         if name not in changes.get("made", ()) and not (home / name).exists():
             make(home / name)
     changes.pop("made", None)
     values: dict[str, Any] = {"data": [home / "data"], "out": out, "model": str(home / "plain"), "encoder": ENCODER}
+    values["valid_share"] = 0.0
     return RunOptions(**{**values, **changes})
 
 
 def settings(**changes: Any) -> TrainSettings:
-    """Few short steps, each of them reported."""
+    """Settings of a few short steps, each of which is reported."""
     values = {
         "iters": 6,
         "batch_size": 4,
@@ -123,7 +124,7 @@ def losses(out: Path) -> list[tuple[int, float, float]]:
 
 
 def arrays_of(module: Any) -> dict[str, np.ndarray]:
-    """A module's parameters by name."""
+    """A module's parameters, by name."""
     return {
         name: np.array(value.astype(mx.float32)) if mx.issubdtype(value.dtype, mx.floating) else np.array(value)
         for name, value in tree_flatten(module.parameters())

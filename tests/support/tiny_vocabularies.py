@@ -1,4 +1,4 @@
-"""Small vocabularies in every kind of file that `bench tokens` reads, over bytes and a few merges; made on the spot."""
+"""Writes small vocabularies of bytes and a few merges in every kind of file that `bench tokens` reads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TEXT = "the cat and the dog and the cat: 123 the 12, the cat and the dog.\n"
 
 
 def letters() -> list[str]:
-    """GPT-2's printable letter for each byte: printable Latin-1 stands for itself, the rest from 256 on."""
+    """GPT-2's letter for each byte: printable Latin-1 bytes are their own letter, the others are 256 and up."""
     kept = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in kept]
     shown = {byte: chr(byte) for byte in kept} | {byte: chr(256 + n) for n, byte in enumerate(others)}
@@ -23,7 +23,7 @@ def letters() -> list[str]:
 
 
 def tokens() -> list[bytes]:
-    """What each id stands for: bytes in order, then the merges."""
+    """The bytes of each id: single bytes in order, then the merges."""
     return [*(bytes([byte]) for byte in range(256)), *(left + right for left, right in MERGES)]
 
 
@@ -48,7 +48,7 @@ def write_pair(folder: Path, names: tuple[str, str] = ("encoder.json", "vocab.bp
 
 
 def write_folder(folder: Path) -> Path:
-    """A folder with tokenizer.json: the same vocabulary and a special token behind it."""
+    """Writes a folder with tokenizer.json: this vocabulary followed by one special token."""
     vocabulary, merges = _spelled()
     tokenizer = Tokenizer(models.BPE(vocabulary, merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

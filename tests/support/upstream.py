@@ -1,4 +1,4 @@
-"""Tiny random checkpoints in the layout of zip2zip 0.2.0, and that package run on them.
+"""Tiny random checkpoints in the layout of zip2zip 0.2.0, and the published package run on them.
 
 The builders need torch and transformers (and peft for an adapter); `Published` needs zip2zip as well. Everything is
 float32 on the CPU, drawn from a seed. Text plays no part: prompts are base ids, compressed by zip2zip-compression.
@@ -38,9 +38,9 @@ _ENCODER = {"hidden_size": 64, "num_heads": 4, "num_hidden_layers": 2, "intermed
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What to build. `base` and `encoder` override the sizes above; the rest says how upstream's files lie.
+    """What to build. `base` and `encoder` override the sizes above; the rest describes upstream's files.
 
-    override: names of decoder tensors that a partial `model.safetensors` beside the encoders replaces.
+    override: names of decoder tensors that a partial `model.safetensors` next to the encoders replaces.
     meta: contents of `meta.pt`. stray: an `output_encoder.*` in the file of a tied checkpoint.
     """
 
@@ -86,7 +86,7 @@ class Checkpoint:
 
 
 def fill(module: torch.nn.Module, seed: int, norm: float = 1.0) -> None:
-    """Draws every parameter so that logits differ clearly; LayerNorm weights lie around `norm`."""
+    """Draws every parameter, so that logits differ clearly; LayerNorm weights are near `norm`."""
     random = torch.Generator().manual_seed(seed)
     for name, weight in module.named_parameters():
         noise = torch.randn(weight.shape, generator=random)
@@ -127,7 +127,7 @@ def tokenizer(has_pad: bool = True) -> PreTrainedTokenizerFast:
 
 def write_checkpoint(folder: Path, made: Checkpoint) -> Path:
     """Writes `made` to `folder` as zip2zip would and returns the folder. The base goes to `folder/base`, or,
-    self-contained, beside the encoders in several shards with an index.
+    self-contained, next to the encoders in several shards with an index.
     """
     folder.mkdir(parents=True, exist_ok=True)
     home = folder if made.self_contained else folder / "base"
@@ -187,7 +187,7 @@ def _write_override(path: Path, made: Checkpoint) -> None:
 
 
 def prompt(seed: int, length: int, low: int = 3, high: int = 300) -> list[int]:
-    """Base ids that repeat themselves: bos, then phrases drawn from a few, one of them a run; no other special id."""
+    """Base ids with repeats: bos, then phrases drawn from a few, one of them a run of one id; no other special id."""
     random = np.random.default_rng(seed)
     phrases = [random.integers(low, high, size=n).tolist() for n in (2, 3, 4, 5, 7)]
     phrases.append([int(random.integers(low, high))] * 6)
@@ -217,7 +217,7 @@ class Published:
         )
 
     def _check_encoders(self, path: Path) -> None:
-        """Format 1 goes on with random encoders when loading fails; here that must not pass unseen."""
+        """Raises if encoders failed to load, where format 1 would continue with random encoders."""
         from safetensors.torch import load_file
 
         loaded = self.model.input_encoder.state_dict(prefix="input_encoder.")
@@ -227,7 +227,7 @@ class Published:
         assert all(torch.equal(stored[name], weight) for name, weight in loaded.items())
 
     def compress(self, base_ids: list[int]) -> list[int]:
-        """Base ids to the ids the model reads."""
+        """Compresses base ids to the ids that the model reads."""
         return self._lzw.encode(base_ids)[0]
 
     @torch.no_grad()
@@ -240,7 +240,7 @@ class Published:
         return self.model(input_ids=ids, attention_mask=mask, use_cache=False).logits.numpy()
 
     def hyper_rows(self, row: int = 0) -> tuple[np.ndarray, np.ndarray]:
-        """After `forward`: the installed rows [n, D] of the embedding and of the head, in slot order."""
+        """The installed rows [n, D] of embedding and head after `forward`, in slot order."""
         manager = self.model.codebook_manager
         slots = manager.installed_slots[row]
         sides = manager.hyper_embedding_weight_cache, manager.hyper_linear_weight_cache
@@ -279,7 +279,7 @@ class Published:
 
 
 def bar(logits: np.ndarray, made: Checkpoint) -> np.ndarray:
-    """Logits [..., W] with the special ids and the base tail at -inf."""
+    """Returns logits [..., W] with special ids and the base tail set to -inf."""
     barred = np.array(logits)
     barred[..., : len(SPECIALS)] = -np.inf
     barred[..., made.boundary + made.codebook_size :] = -np.inf

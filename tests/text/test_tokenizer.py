@@ -218,9 +218,10 @@ def test_chat_messages_go_through_the_chat_template_and_get_no_further_specials(
     assert calls == [{"tokenize": False, "add_generation_prompt": True}, False]
 
 
-def test_chat_messages_do_not_continue_a_cache():
-    with pytest.raises(GenerationError, match="cannot continue"):
-        encode_prompt(SpyTokenizer([]), MESSAGES, continues=True)
+def test_chat_messages_are_a_whole_conversation_also_when_a_cache_holds_its_beginning():
+    calls = []
+    assert encode_prompt(SpyTokenizer(calls), MESSAGES, continues=True) == [3]
+    assert calls == [{"tokenize": False, "add_generation_prompt": True}, False]
 
 
 @pytest.mark.parametrize("template", ["{{ raise_exception('no system role') }}", "{% if", None])

@@ -44,7 +44,7 @@ def reference(model: Any, sample: Sample, availability: str) -> tuple[float, flo
     whole = Codebook(params)
     whole.push(sample.ids[:-1])
     rows = np.array(model.rows(*whole.rows(0, len(whole)))[1]) if len(whole) else np.zeros((0, 1))
-    cache = model.make_cache(start=params.start)
+    cache = model.make_cache(pack=params.start)
     nats, count = 0.0, 0.0
     for i, target in enumerate(sample.ids[1:].tolist()):
         logits = legacy_logits if availability == "legacy" else causal_logits

@@ -29,14 +29,17 @@ def run(folder, capsysbinary):
     """Runs `mlx_zip vocab adapt` -> (status, stdout, stderr)."""
 
     def command(*words):
-        status = cli.main(["vocab", "adapt", *map(str, words)])
+        try:
+            status = cli.main(["vocab", "adapt", *map(str, words)])
+        except SystemExit as stopped:
+            status = stopped.code
         out, err = capsysbinary.readouterr()
         return status, out.decode(), err.decode()
 
     return command
 
 
-LEARN = ("learn", "vocab.bpe", "--text", "train.txt", "--merges", 300, "--out", "adapted.json")
+LEARN = ("learn", "--tokenizer", "vocab.bpe", "--data", "train.txt", "--merges", 300, "--out", "adapted.json")
 
 
 @pytest.fixture
@@ -97,33 +100,43 @@ def test_what_is_lost_of_a_base_beside_its_merges_is_told(run, folder):
     data = json.loads(FIXTURE.read_text())
     data["model"] |= {"vocab": data["model"]["vocab"] | {"never made": 512, "nor this": 513}, "ignore_merges": True}
     (folder / "tokenizer.json").write_text(json.dumps(data))
-    words = ("--tokenizer", "tokenizer.json", *LEARN[2:5], 90, *LEARN[6:])
+    words = ("--tokenizer", "tokenizer.json", *LEARN[3:6], 90, *LEARN[7:])
     status, out, _ = run("learn", *words)
     record = json.loads(run("show", "adapted.json", "--tokenizer", "tokenizer.json", "--json")[1])
     assert status == 0
     assert (record["unreachable"], record["ignore_merges"]) == (2, True)
     assert "2 tokens of " in out
-    assert "are made by no merge and are left out" in out
-    assert "here the merges decide" in out
+    assert "are left out: no merge makes them" in out
+    assert "the adapted vocabulary goes by its merges" in out
+
+
+def test_held_out_texts_are_counted_beside_those_adapted_to(run, learn, folder):
+    told = learn("--held-out", "new.txt", "--plot", "rates.svg")
+    shown = json.loads(run("show", "adapted.json", "--tokenizer", "vocab.bpe", "--data", "new.txt", "--json")[1])
+    assert told["held_out"] == {name: shown[name] for name in told["held_out"]}
+    assert told["held_out"]["bytes"] == len(TEXT.encode()) != told["bytes"]
+    assert (folder / "rates.svg").read_text().startswith("<?xml")
+    assert "held-out texts: " in run(*LEARN, "--held-out", "new.txt")[1]
+    assert "--held-out FILE counts others" in run(*LEARN)[1]
 
 
 @pytest.mark.parametrize("flags", [(), ("--base-ids",)])
 def test_encode_gives_ids_that_decode_to_the_text(run, learn, folder, flags):
     learn()
-    status, ids, _ = run("encode", "adapted.json", "new.txt", *flags)
+    status, ids, _ = run("encode", "adapted.json", "--data", "new.txt", *flags)
     assert status == 0
     (folder / "ids.txt").write_text(ids)
-    assert run("encode", "adapted.json", "ids.txt", "--decode", *flags) == (0, TEXT, "")
-    record = json.loads(run("encode", "adapted.json", "new.txt", "--json", *flags)[1])
+    assert run("encode", "adapted.json", "--data", "ids.txt", "--decode", *flags) == (0, TEXT, "")
+    record = json.loads(run("encode", "adapted.json", "--data", "new.txt", "--json", *flags)[1])
     assert record == {"ids": list(map(int, ids.split())), "bytes": len(TEXT.encode())}
-    decoded = json.loads(run("encode", "adapted.json", "ids.txt", "--decode", "--json", *flags)[1])
+    decoded = json.loads(run("encode", "adapted.json", "--data", "ids.txt", "--decode", "--json", *flags)[1])
     assert decoded == {"text": TEXT, "bytes": len(TEXT.encode())}
 
 
 def test_a_tokenizer_json_is_written_where_it_can_be_exact(run, learn, folder):
     learn("--method", "first-k", "--tokenizer-json", "plain.json")
     ids = Tokenizer.from_file("plain.json").encode(TEXT).ids
-    assert ids == json.loads(run("encode", "adapted.json", "new.txt", "--json")[1])["ids"]
+    assert ids == json.loads(run("encode", "adapted.json", "--data", "new.txt", "--json")[1])["ids"]
 
 
 def test_a_tokenizer_json_that_cannot_be_exact_is_refused_and_nothing_written(run, folder):
@@ -137,13 +150,13 @@ def test_a_tokenizer_json_that_cannot_be_exact_is_refused_and_nothing_written(ru
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("learn", "nowhere.json", *LEARN[2:]), "nowhere.json cannot be read"),
-        ((*LEARN[:5], 9999, *LEARN[6:]), "9999 merges to keep are not 0..2000"),
-        ((*LEARN[:7], "no/such/folder.json"), "--out no/such/folder.json: no such folder"),
-        ((*LEARN[:7], "."), "--out .: is a folder or device"),
-        (("learn", "vocab.bpe", "--text", "nowhere.txt", *LEARN[4:]), "nowhere.txt"),
+        (("learn", "--tokenizer", "nowhere.json", *LEARN[3:]), "nowhere.json cannot be read"),
+        ((*LEARN[:6], 9999, *LEARN[7:]), "9999 merges to keep are not 0..2000"),
+        ((*LEARN[:8], "no/such/folder.json"), "--out no/such/folder.json: no such folder"),
+        ((*LEARN[:8], "."), "--out .: is a folder or device"),
+        ((*LEARN[:4], "nowhere.txt", *LEARN[5:]), "nowhere.txt"),
         (("show", "vocab.bpe"), "vocab.bpe: "),
-        (("encode", "train.txt", "new.txt"), "train.txt: "),
+        (("encode", "train.txt", "--data", "new.txt"), "train.txt: "),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(run, folder, words, told):
@@ -155,10 +168,10 @@ def test_bad_input_is_one_line_and_status_2(run, folder, words, told):
     assert set(folder.iterdir()) == before
 
 
-@pytest.mark.parametrize(("ids", "told"), [("1 x", "'x' is no id"), ("556", "id 556 is not below 556")])
+@pytest.mark.parametrize(("ids", "told"), [("1 x", "'x' is not an id"), ("556", "id 556 is not below 556")])
 def test_ids_that_are_none_are_refused(run, learn, folder, ids, told):
     learn()
     (folder / "ids.txt").write_text(ids)
-    status, out, err = run("encode", "adapted.json", "ids.txt", "--decode")
+    status, out, err = run("encode", "adapted.json", "--data", "ids.txt", "--decode")
     assert (status, out) == (2, "")
     assert told in err

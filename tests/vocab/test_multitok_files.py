@@ -70,7 +70,7 @@ def test_a_torn_missing_foreign_or_newer_file_is_refused(saved, tmp_path):
         with pytest.raises(DataError, match=r"some\.mtok"):
             Dictionary.load(saved)
     saved.write_bytes(data.replace(b'"version": 1', b'"version": 3'))
-    with pytest.raises(DataError, match=r"some\.mtok is of version 3, read are 1, 2"):
+    with pytest.raises(DataError, match=r"some\.mtok has version 3, this mlx_zip reads 1, 2"):
         Dictionary.load(saved)
     with pytest.raises(DataError, match=r"none\.mtok"):
         Dictionary.load(tmp_path / "none.mtok")

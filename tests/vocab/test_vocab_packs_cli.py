@@ -12,7 +12,6 @@ from mlx_zip.generate import load
 from mlx_zip.vocab.packs import Pack, load_pack, save_pack
 from mlx_zip.vocab.tuned import TunedRows
 from support import tiny_text
-from support.command_line import runner, stay_home
 from support.prepared import tokenizer_folder
 
 MODEL = "llama_transformer_tied_lora"
@@ -20,16 +19,9 @@ TEXT = "the cat sat on the mat. the dog sat on the cat.\n" * 30
 
 
 @pytest.fixture(autouse=True)
-def home(monkeypatch, tmp_path):
-    """A home of its own, and no network."""
-    stay_home(monkeypatch, tmp_path)
-    monkeypatch.chdir(tmp_path)
-
-
-@pytest.fixture
-def run(capsys):
-    """Runs `mlx_zip` -> (status, stdout, stderr)."""
-    return runner(capsys)
+def in_home(home, monkeypatch):
+    """Runs every test in its own home folder."""
+    monkeypatch.chdir(home)
 
 
 @pytest.fixture
@@ -70,6 +62,34 @@ def test_a_pack_is_learned_shown_and_merged(run, learn, tmp_path):
     status, out, _ = run("vocab", "pack", "merge", "a.npz", "b.npz", "--out", "c.npz", "--size", 8, "--json")
     assert (status, json.loads(out)["entries"]) == (0, 8)
     assert load_pack("c.npz").entries[0] == pack.entries[0]
+
+
+def test_held_out_texts_are_measured_and_drawn(run, learn, tmp_path):
+    (tmp_path / "new.txt").write_text("the cat sat on the dog. " * 9)
+    flags = ("--tokenizer", tokenizer_folder(), "--size", 8)
+    told = learn("a.npz", *flags, "--held-out", "new.txt", "--plot", "a.svg")
+    held_out = told["held_out"]
+    assert held_out["base_ids"] < told["base_ids"]
+    assert held_out["ids"] < held_out["ids_without"] < held_out["base_ids"]
+    assert held_out["texts"] == ["new.txt"]
+    assert (tmp_path / "a.svg").read_text().startswith("<?xml")
+    assert "held out: " in run("vocab", "pack", "show", "a.npz", "--plot", "b.png")[1]
+    assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
+    told = learn("b.npz", *flags)
+    assert load_pack("b.npz").entries == load_pack("a.npz").entries
+    assert "learn with --held-out FILE" in run("vocab", "pack", "show", "b.npz")[1]
+
+
+def test_entries_are_shown_as_text_without_a_tokenizer(run, learn):
+    learn("a.npz", "--tokenizer", tokenizer_folder(), "--size", 4)
+    shown = [
+        json.loads(run("vocab", "pack", "show", "a.npz", *flags, "--json")[1])["best"]
+        for flags in ((), ("--tokenizer", tokenizer_folder()))
+    ]
+    assert shown[0] == shown[1]
+    assert all(one["text"] in TEXT for one in shown[0])
+    write_pack("b.json", [(5, 7)], merge_size=4)
+    assert json.loads(run("vocab", "pack", "show", "b.json", "--json")[1])["best"][0]["text"] == "5 7"
 
 
 def test_a_long_text_is_read_up_to_a_bound(learn):

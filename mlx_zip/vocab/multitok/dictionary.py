@@ -1,7 +1,7 @@
 """MultiTok: a dictionary of phrases that the walk of LZW learns from a corpus (arXiv 2410.21548).
 
 Units are words or another tokenizer's ids; a phrase is a run of two or more. Where the paper's text, its pseudo-code
-and the published code differ, `docs/multitok.md` says which one is followed.
+and the published code differ, `docs/reports/multitok.md` says which one is followed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from mlx_zip.codec._native import ffi, lib
 from mlx_zip.codec.ids import Uint32s, as_ids
 from mlx_zip.codec.params import check
-from mlx_zip.errors import CodecError
+from mlx_zip.errors import CodecError, DataError
+from mlx_zip.vocab.multitok.files import Stored, read_stored, write_stored
 from mlx_zip.vocab.multitok.samples import Samples
 from mlx_zip.vocab.multitok.settings import NO_ID, Pruning, Settings, Totals
 
@@ -257,16 +258,17 @@ class Dictionary:
         """
         if self._open:
             raise CodecError("a sample is not over: end it with train(..., over=True) before the dictionary is saved")
-        from mlx_zip.vocab.multitok.files import write_dictionary
-
-        write_dictionary(path, self)
+        write_stored(path, Stored(self.settings, self.rows, self.given_ids, self.uses, self.totals, self.pruning))
 
     @classmethod
     def load(cls, path: str | Path) -> Dictionary:
-        """What `save` wrote. Raises `DataError` naming the file and what is wrong with it."""
-        from mlx_zip.vocab.multitok.files import read_dictionary
-
-        return read_dictionary(path)
+        """Reads a dictionary that `save` wrote. Raises `DataError` naming the file and what is wrong with it."""
+        stored = read_stored(path)
+        try:
+            fields = {"totals": stored.totals, "pruning": stored.pruning}
+            return cls.of(stored.settings, stored.rows, stored.ids, stored.uses, **fields)
+        except CodecError as error:
+            raise DataError(f"{path}: {error}") from error
 
 
 _CURE = "train the dictionary with it among its units, or give an unk_id (--unk-id) to stand for such units"

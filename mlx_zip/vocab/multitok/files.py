@@ -1,20 +1,21 @@
 """Dictionaries of phrases as files.
 
-    line 1    a JSON object that ends with a newline: format, version, sizes, settings, totals, units and `sha256`
+    line 1    a JSON object and a newline: format, version, sizes, settings, totals, units and `sha256`
     then      rows uint32 [n, 2], ids uint32 [n] unless `given_ids` is false, uses uint32 [units + n]; little-endian
 
-The checksum is over the object without it (keys sorted, no blanks) and all bytes behind the line. No pickle is read.
+The checksum covers the JSON object without its `sha256` (keys sorted, no blanks) and all bytes after line 1. No pickle
+is read.
 
-The version is 1 where units are words, 2 where they are a tokenizer's ids: its fingerprint is the one that packs have
-(`first_stage.tokenizer_fingerprint`). In files of version 1 over ids it was another; they are read as those of a
-tokenizer that is not known.
+Version 1 is written for words, version 2 for a tokenizer's ids, with the fingerprint that packs use
+(`first_stage.tokenizer_fingerprint`). Version 1 over ids had another kind of fingerprint, so the tokenizer of such a
+file counts as unknown.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,37 +24,48 @@ import numpy as np
 from mlx_zip.codec.ids import Uint32s
 from mlx_zip.errors import CodecError, DataError
 from mlx_zip.files import check_in, whole_file
-from mlx_zip.vocab.multitok.dictionary import Dictionary
-from mlx_zip.vocab.multitok.settings import Pruning, Settings, Totals
+from mlx_zip.vocab.multitok.settings import NO_ID, Pruning, Settings, Totals
 from mlx_zip.vocab.multitok.units import Tokens, units_from_dict
 
 FORMAT, VERSIONS = "mlx_zip multitok dictionary", {"words": 1, "tokens": 2}
 _NUMBERS = ("window", "first_id", "limit")
 
 
-def write_dictionary(path: str | Path, dictionary: Dictionary) -> None:
+@dataclass(frozen=True, eq=False)
+class Stored:
+    """What a dictionary's file holds; the fields are those of `Dictionary.of`."""
+
+    settings: Settings
+    rows: Uint32s
+    ids: Uint32s | None
+    uses: Uint32s
+    totals: Totals = field(default_factory=Totals)
+    pruning: Pruning | None = None
+
+
+def write_stored(path: str | Path, stored: Stored) -> None:
     """Writes the file, whole or not at all. Raises `OSError`."""
-    settings, rows, ids = dictionary.settings, dictionary.rows, dictionary.given_ids
+    settings, rows, ids = stored.settings, stored.rows, stored.ids
     units = settings.units.to_dict()
     header = {
         "format": FORMAT,
         "version": VERSIONS[units["kind"]],
         "runs": len(rows),
-        "phrases": len(dictionary),
+        "phrases": len(rows) if ids is None else int((ids != NO_ID).sum()),
         "given_ids": ids is not None,
         "settings": {**{name: getattr(settings, name) for name in _NUMBERS}, "unk_id": settings.unk_id},
-        "totals": asdict(dictionary.totals),
-        "pruning": asdict(dictionary.pruning) if dictionary.pruning else None,
+        "totals": asdict(stored.totals),
+        "pruning": asdict(stored.pruning) if stored.pruning else None,
         "units": units,
     }
-    arrays = [rows, *([] if ids is None else [ids]), dictionary.uses]
+    arrays = [rows, *([] if ids is None else [ids]), stored.uses]
     body = b"".join(array.astype("<u4").tobytes() for array in arrays)
     header["sha256"] = _digest(header, body)
     with whole_file(Path(path)) as partial:
         partial.write_bytes(json.dumps(header).encode() + b"\n" + body)
 
 
-def read_dictionary(path: str | Path) -> Dictionary:
+def read_stored(path: str | Path) -> Stored:
     """Reads the file. Raises `DataError` naming it, and what is missing, damaged or of another version."""
     check_in(Path(path))
     try:
@@ -67,9 +79,9 @@ def read_dictionary(path: str | Path) -> Dictionary:
         raise DataError(f"{path} is no dictionary of `mlx_zip vocab multitok`")
     if header.get("version") not in VERSIONS.values():
         known = ", ".join(map(str, VERSIONS.values()))
-        raise DataError(f"{path} is of version {header.get('version')!r:.20}, read are {known}: update mlx_zip")
+        raise DataError(f"{path} has version {header.get('version')!r:.20}, this mlx_zip reads {known}: update mlx_zip")
     if header.pop("sha256", None) != _digest(header, body):
-        raise DataError(f"{path} is damaged, its checksum is another: train the dictionary again")
+        raise DataError(f"{path} is damaged, its checksum does not match: train the dictionary again")
     try:
         return _made(header, np.frombuffer(body, "<u4").astype(np.uint32))
     except (CodecError, DataError, ValueError, TypeError, KeyError) as error:
@@ -81,7 +93,7 @@ def _digest(header: dict[str, Any], body: bytes) -> str:
     return hashlib.sha256(text.encode() + b"\n" + body).hexdigest()
 
 
-def _made(header: dict[str, Any], words: Uint32s) -> Dictionary:
+def _made(header: dict[str, Any], words: Uint32s) -> Stored:
     units = units_from_dict(header["units"])
     if isinstance(units, Tokens) and header["version"] < VERSIONS["tokens"]:
         units = Tokens(units.size)
@@ -94,4 +106,4 @@ def _made(header: dict[str, Any], words: Uint32s) -> Dictionary:
     totals = Totals(*(int(header["totals"][name]) for name in ("samples", "units", "tokens")))
     ids = words[2 * n : 3 * n].copy() if with_ids else None
     rows, uses = words[: 2 * n].reshape(-1, 2), words[len(words) - units.size - n :]
-    return Dictionary.of(settings, rows, ids, uses, totals=totals, pruning=pruning)
+    return Stored(settings, rows, ids, uses, totals, pruning)

@@ -1,0 +1,213 @@
+"""Reads a checkpoint, or a model that was converted before, as a checked model with lazy weights."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_map_with_path
+
+import mlx_zip
+from mlx_zip.config import SIDES, ZipConfig
+from mlx_zip.converters import hub, names, source
+from mlx_zip.converters.hub import Place
+from mlx_zip.converters.lora import Lora, check_targets, merge, read_lora
+from mlx_zip.converters.meta_pt import encoder_overrides
+from mlx_zip.converters.tensors import FLOATS, load, read_model_files
+from mlx_zip.converters.tokenizer_files import TokenizerFacts, read_tokenizer
+from mlx_zip.errors import ConversionError
+from mlx_zip.layout import Layout
+from mlx_zip.models import Model, ModelArgs, check_config
+from mlx_zip.register import MODEL_TYPE
+from mlx_zip.vocab.packs import Pack
+
+DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
+
+
+@dataclass
+class Prepared:
+    """A model with lazy weights; everything is checked and nothing is written yet.
+
+    config: the content of config.json, without the fingerprint. tokenizer, facts: the tokenizer's folder, and how it
+    loads there. card: the text of README.md. kept: an adapter that stays unmerged. pack: a pack with tuned rows that
+    the folder will contain.
+    """
+
+    model: nn.Module
+    config: dict[str, Any]
+    tokenizer: Path
+    facts: TokenizerFacts
+    card: str
+    kept: Lora | None = None
+    pack: Pack | None = None
+
+
+def prepare(place: Place, dtype: str | None, keep_adapter: bool, trust_remote_code: bool) -> Prepared:
+    """Reads and checks a published checkpoint or a converted model. Raises `ConversionError` or `ConfigError`."""
+    if source.is_converted(place):
+        if keep_adapter:
+            raise ConversionError(f"{place.name} is converted already; there is no adapter to keep")
+        return _prepare_converted(source.complete(place), dtype, trust_remote_code)
+    return _prepare_checkpoint(source.open_checkpoint(place), dtype, keep_adapter, trust_remote_code)
+
+
+def _prepare_checkpoint(
+    checkpoint: source.Checkpoint, dtype: str | None, keep_adapter: bool, trust_remote_code: bool
+) -> Prepared:
+    check_config(checkpoint.base_config)
+    overrides = _apply_meta(checkpoint)
+    facts = read_tokenizer(checkpoint.base.folder, trust_remote_code)
+    zip_config = ZipConfig.from_dict(checkpoint.zip_config, pad_id=facts.pad_id)
+    _check_sizes(zip_config, checkpoint.base_config, facts)
+    config = _config(checkpoint, zip_config)
+    model = Model(ModelArgs.from_dict(config))
+    lora = read_lora(checkpoint.adapter) if checkpoint.adapter else None
+    if keep_adapter and lora is None:
+        raise ConversionError(f"{checkpoint.place.name} has no adapter to keep")
+    plan, encoders = _plans(checkpoint, model, zip_config, lora)
+    weights = load(plan.tensors | encoders.tensors)
+    _check_twin(plan, weights)
+    if lora is not None and not keep_adapter:
+        merge(weights, lora)
+    stored = dtype or str(FLOATS[plan.tensors[names.EMBEDDING].dtype]).removeprefix("mlx.core.")
+    model.load_weights(list(weights.items()), strict=True)
+    cast_floats(model, DTYPES[stored])
+    adapter = None if lora is None else "kept" if keep_adapter else "merged"
+    _record(config, checkpoint, stored, overrides, adapter, plan, encoders)
+    card = hub.model_card(checkpoint.place, checkpoint.base, mlx_zip.__version__)
+    return Prepared(model, config, checkpoint.base.folder, facts, card, lora if keep_adapter else None)
+
+
+def _apply_meta(checkpoint: source.Checkpoint) -> dict[str, bool]:
+    """Lets meta.pt override the encoder's options, as upstream does; returns the changed ones."""
+    encoder = checkpoint.zip_config.get("encoder")
+    if checkpoint.meta is None or checkpoint.zip_config.get("encoder_type") != "res_latent_attn":
+        return {}
+    found = encoder_overrides(checkpoint.meta)
+    if not isinstance(encoder, dict):
+        return {}
+    defaults = {"causal": False, "residual": True}
+    changed = {key: value for key, value in found.items() if encoder.get(key, defaults[key]) != value}
+    for key, value in changed.items():
+        warnings.warn(f"{source.META} overrides encoder.{key}: {encoder.get(key)} becomes {value}", stacklevel=2)
+    encoder.update(changed)
+    return changed
+
+
+def _check_sizes(config: ZipConfig, base: dict[str, Any], facts: TokenizerFacts) -> None:
+    """Checks the encoder's width, and the id boundary against embedding and tokenizer.
+
+    Raises `ConversionError` or `ConfigError`.
+    """
+    if config.encoder.model_size != base["hidden_size"]:
+        key = "model_hidden_size" if config.encoder.model_hidden_size else "hidden_size"
+        raise ConversionError(
+            f"encoder {key} is {config.encoder.model_size}, the base model's hidden_size {base['hidden_size']}"
+        )
+    Layout(config.vocab_size, config.codebook_size, base["vocab_size"]).check_tokenizer(facts.length)
+
+
+def _config(checkpoint: source.Checkpoint, zip_config: ZipConfig) -> dict[str, Any]:
+    """Returns config.json: the base's keys, our model type and the zip2zip section, without code and local paths."""
+    base = {k: v for k, v in checkpoint.base_config.items() if k not in ("auto_map", "_name_or_path", "zip2zip")}
+    section = {**zip_config.to_dict(), "base_model_type": base["model_type"]}
+    if zip_config.base_model and Path(zip_config.base_model).is_absolute():
+        section["base_model_name_or_path"] = Path(zip_config.base_model).name
+    return {**base, "model_type": MODEL_TYPE, "zip2zip": section}
+
+
+def _plans(
+    checkpoint: source.Checkpoint, model: nn.Module, zip_config: ZipConfig, lora: Lora | None
+) -> tuple[names.Plan, names.Plan]:
+    shapes = {name: tuple(array.shape) for name, array in parameters_of(model).items()}
+    encoder_shapes = {name: shape for name, shape in shapes.items() if name.startswith(SIDES)}
+    decoder_shapes = {name: shape for name, shape in shapes.items() if name not in encoder_shapes}
+    plan = names.plan_decoder(checkpoint.decoder, decoder_shapes)
+    if checkpoint.partial:
+        plan = names.plan_override(plan, checkpoint.partial, decoder_shapes, source.PARTIAL)
+    if lora is not None:
+        check_targets(lora, decoder_shapes)
+    return plan, names.plan_encoders(checkpoint.encoders, encoder_shapes, zip_config.encoder.tie_encoders)
+
+
+def parameters_of(model: nn.Module) -> dict[str, mx.array]:
+    """Returns the model's tensors by name."""
+    return dict(tree_flatten(model.parameters()))
+
+
+def _check_twin(plan: names.Plan, weights: dict[str, mx.array]) -> None:
+    """Raises `ConversionError` if a tied model stores its embedding and its head with different values."""
+    if plan.twin is None:
+        return
+    twin = load({"twin": plan.twin})["twin"]
+    if twin.shape != weights[names.EMBEDDING].shape or not mx.array_equal(twin, weights[names.EMBEDDING]).item():
+        raise ConversionError(
+            f"{names.HEAD} differs from {names.EMBEDDING} although the word embeddings are tied; "
+            "set tie_word_embeddings to false in the base's config.json to keep both"
+        )
+
+
+def cast_floats(model: nn.Module, dtype: mx.Dtype) -> None:
+    """Casts every float tensor of the model, lazily and in place."""
+    keep = getattr(model, "cast_predicate", lambda _: True)
+
+    def cast(name: str, array: mx.array) -> mx.array:
+        return array.astype(dtype) if mx.issubdtype(array.dtype, mx.floating) and keep(name) else array
+
+    model.update(tree_map_with_path(cast, model.parameters()))
+
+
+def _record(
+    config: dict[str, Any],
+    checkpoint: source.Checkpoint,
+    dtype: str,
+    overrides: dict[str, bool],
+    adapter: str | None,
+    *plans: names.Plan,
+) -> None:
+    """Records in the config what the model was made from."""
+    config["torch_dtype"] = dtype
+    if "dtype" in config:
+        config["dtype"] = dtype
+    config["zip2zip"]["source"] = {
+        "path": checkpoint.place.name,
+        "revision": checkpoint.place.revision,
+        "base": checkpoint.base.name,
+        "base_revision": checkpoint.base.revision,
+        "adapter": adapter,
+        "override": sorted(checkpoint.partial),
+        "meta_pt": overrides,
+        "dropped": {reason: len(found) for plan in plans for reason, found in plan.dropped.items()},
+        "dtype": dtype,
+        "mlx_zip": mlx_zip.__version__,
+    }
+
+
+def _prepare_converted(place: Place, dtype: str | None, trust_remote_code: bool) -> Prepared:
+    """Reads a model that was converted before."""
+    source.check_converted(place)
+    model, config = load_converted(place)
+    section = config["zip2zip"]
+    record = section.setdefault("source", {})
+    if dtype is not None:
+        cast_floats(model, DTYPES[dtype])
+        config["torch_dtype"] = record["dtype"] = dtype
+    record["mlx_zip"] = mlx_zip.__version__
+    facts = read_tokenizer(place.folder, trust_remote_code)
+    card = hub.model_card(place, place, mlx_zip.__version__)
+    return Prepared(model, config, place.folder, facts, card)
+
+
+def load_converted(place: Place) -> tuple[Any, dict[str, Any]]:
+    """Returns a converted folder's model, with lazy weights, and its config. Raises `ConversionError`."""
+    from mlx_lm.utils import load_model
+
+    read_model_files(place.folder)
+    try:
+        return load_model(place.folder, lazy=True)
+    except ValueError as error:
+        raise ConversionError(f"{place.name} cannot be loaded: {str(error).partition(chr(10))[0]}") from error

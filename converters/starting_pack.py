@@ -1,0 +1,60 @@
+"""The pack that a converted model begins with: given by the caller, or brought along by the source."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from typing import Any, cast
+
+from mlx_zip.chosen_packs import Packs, check_tokenizers
+from mlx_zip.converters.prepared import Prepared
+from mlx_zip.errors import CodecError, ConversionError
+from mlx_zip.text.tokenizers import load_tokenizer
+from mlx_zip.vocab.first_stage import tokenizer_fingerprint
+from mlx_zip.vocab.packs import IN_FOLDER, pack_in_folder
+
+
+def begin_with(prepared: Prepared, packs: Packs, trust_remote_code: bool) -> None:
+    """Makes the model begin with these packs, merged. Raises `DataError` or `ConversionError` if they do not fit."""
+    check_tokenizers(packs, load_tokenizer(prepared.tokenizer, trust_remote_code))
+    config: Any = prepared.model.config
+    try:
+        params = replace(config.codec_params, start=packs.merged.entries)
+    except CodecError as error:
+        raise ConversionError(f"--pack {' '.join(packs.files)} does not fit the model: {error}") from error
+    prepared.config["zip2zip"]["start"] = [list(entry) for entry in params.start or ()]
+    prepared.pack = None if packs.merged.rows is None else packs.merged
+
+
+def keep_pack(prepared: Prepared, trust_remote_code: bool) -> None:
+    """Keeps the pack in the source's folder, if it has one.
+
+    Raises `ModelError` or `DataError` for a pack of another model or tokenizer.
+    """
+    model: Any = prepared.model
+    prepared.pack = pack = pack_in_folder(prepared.tokenizer, model.config.start)
+    if pack is not None and pack.tokenizer is not None:
+        mark = tokenizer_fingerprint(load_tokenizer(prepared.tokenizer, trust_remote_code))
+        pack.check_tokenizer(mark, str(prepared.tokenizer / IN_FOLDER))
+
+
+def check_rows(prepared: Prepared, packs: Packs | None) -> None:
+    """Checks that tuned rows were tuned for the weights that will be written.
+
+    packs: what the caller gave, None if the pack is the source's own. Rows of other weights are an error in the first
+    case, and are left out with a warning in the second. Raises `ConversionError`.
+    """
+    pack, model = prepared.pack, cast(Any, prepared.model)
+    if pack is None or pack.rows is None:
+        return
+    if pack.rows.model == model.fingerprint:
+        model.check_pack(pack.start)
+        return
+    if packs is not None:
+        raise ConversionError(
+            f"--pack {' '.join(packs.files)}: its rows were tuned for other weights than those to be written; "
+            "convert first, tune the pack for the new folder, then convert that one with it, or leave its rows behind "
+            "(mlx_zip vocab pack merge --drop-rows)"
+        )
+    warnings.warn(f"the tuned rows in {IN_FOLDER} are left out: they were tuned for other weights", stacklevel=2)
+    prepared.pack = None

@@ -1,0 +1,73 @@
+"""Writes a prepared model, or an adapter, as an mlx-lm folder."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import mlx.core as mx
+from mlx.utils import tree_map
+from tqdm import tqdm
+
+from mlx_zip.converters import output
+from mlx_zip.converters.hub import Place
+from mlx_zip.converters.lora import Lora, mlx_adapter, read_lora
+from mlx_zip.converters.prepared import DTYPES, Prepared, parameters_of
+from mlx_zip.converters.tokenizer_files import copy_tokenizer
+from mlx_zip.files import write_json
+from mlx_zip.hyper import Fingerprints
+from mlx_zip.models import ModelArgs
+from mlx_zip.vocab.packs import IN_FOLDER, save_pack
+
+ADAPTERS = "adapters"  # the folder of a kept adapter inside the output
+
+
+def write_model_folder(out: Path, prepared: Prepared, trust_remote_code: bool, progress: bool) -> None:
+    """Writes the model's folder, with a fingerprint of its hyper-row sets. Raises `ConversionError`."""
+    from mlx_lm.utils import get_total_parameters
+
+    model, config = prepared.model, prepared.config
+    weights = parameters_of(model)
+    parameters = get_total_parameters(model)
+    model.update(tree_map(lambda _: mx.array([]), model.parameters()))  # only `weights` holds them now
+    prints = Fingerprints()
+    with output.new_folder(out) as folder, progress_bar(len(weights), progress) as step:
+
+        def stored(name: str, array: mx.array, data: memoryview) -> None:
+            prints.add(name, array, data)
+            step()
+
+        output.write_model(folder, weights, parameters, stored)
+        section = config["zip2zip"]
+        section["fingerprint"] = prints.sides(ModelArgs.from_dict(config).zip_config, config.get("quantization", {}))
+        write_json(folder / "config.json", config)
+        copy_tokenizer(prepared.tokenizer, folder, prepared.facts, trust_remote_code)
+        (folder / "README.md").write_text(prepared.card, encoding="utf-8")
+        if prepared.pack is not None:
+            save_pack(folder / IN_FOLDER, prepared.pack)
+        if prepared.kept is not None:
+            (folder / ADAPTERS).mkdir()
+            _write_lora(folder / ADAPTERS, prepared.kept, None)
+
+
+@contextlib.contextmanager
+def progress_bar(total: int, progress: bool) -> Iterator[Callable[[], object]]:
+    """Gives a function that counts one written tensor; draws a bar on stderr if that is a terminal."""
+    with tqdm(total=total, desc="Writing", unit="tensor", disable=None if progress else True, file=sys.stderr) as bar:
+        yield bar.update
+
+
+def write_adapter(out: Path, place: Place, dtype: str | None, progress: bool) -> None:
+    """Writes a plain PEFT LoRA as an mlx-lm adapter folder. Raises `ConversionError`."""
+    lora = read_lora(place.folder)
+    with output.new_folder(out) as folder, progress_bar(1, progress) as step:
+        _write_lora(folder, lora, DTYPES[dtype] if dtype else None)
+        step()
+
+
+def _write_lora(folder: Path, lora: Lora, dtype: mx.Dtype | None) -> None:
+    weights, config = mlx_adapter(lora, dtype)
+    output.write_tensors(folder / "adapters.safetensors", weights)
+    write_json(folder / "adapter_config.json", config)

@@ -1,0 +1,99 @@
+"""What a prompt cache holds, in base ids, so that a whole conversation can be given and only its new part is read.
+
+A zip2zip model's cache knows its ids: the codebook logs them. A plain model's cache does not, so they are noted here
+for as long as the cache lives, and so are the answers that were generated into either. A cache without notes (one that
+was saved and loaded, say) is read again from where its ids are not known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
+
+from mlx_zip.codec.ids import Uint32s
+from mlx_zip.errors import GenerationError
+from mlx_zip.state import find_state
+
+
+@dataclass
+class Notes:
+    """Notes on one cache. ids: base ids that a plain model's cache holds. answers: text -> the ids emitted for it."""
+
+    ids: list[int] = field(default_factory=list)
+    answers: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+_NOTES: WeakKeyDictionary[Any, Notes] = WeakKeyDictionary()  # by the cache's last entry
+
+
+def notes_on(cache: Sequence[Any]) -> Notes:
+    """Returns the notes on a cache, empty at first."""
+    return _NOTES.setdefault(cache[-1], Notes())
+
+
+def held_ids(cache: Sequence[Any]) -> int:
+    """Returns how many ids a cache holds, hypertokens counted as one."""
+    state = find_state(cache)
+    return int(getattr(cache[0], "offset", 0)) if state is None else len(state.books[0].ids)
+
+
+def answers_in(cache: Sequence[Any]) -> Mapping[str, tuple[int, ...]]:
+    """Returns the answers that were generated into a cache, text -> base ids."""
+    return notes_on(cache).answers
+
+
+def common_prefix(cache: Sequence[Any], base_ids: Sequence[int]) -> tuple[int, int]:
+    """Returns (ids, base tokens) of a cache to keep for a prompt: the longest common prefix of both that ends between
+    two ids of the cache and leaves at least one base id of the prompt to read.
+    """
+    ends = _ends(cache)
+    held = _base_ids(cache)
+    wanted = np.asarray(base_ids[:-1], dtype=np.int64)
+    n = min(len(held), len(wanted))
+    differ = np.flatnonzero(held[:n] != wanted[:n])
+    common = int(differ[0]) if len(differ) else n
+    kept = int(np.searchsorted(ends, common, side="right"))
+    return kept, int(ends[kept - 1]) if kept else 0
+
+
+def trim_to(cache: list[Any], ids: int) -> None:
+    """Trims KV caches and codebook together to their first `ids` ids. Raises `GenerationError` if they cannot be."""
+    surplus = held_ids(cache) - ids
+    if not surplus:
+        return
+    if not can_trim_prompt_cache(cache):
+        raise GenerationError(
+            "the conversation differs from what the cache holds, and this model's cache cannot be trimmed: begin "
+            "with a new cache"
+        )
+    trim_prompt_cache(cache, surplus)
+    del notes_on(cache).ids[ids:]
+
+
+def note_read(cache: Sequence[Any], ids: Sequence[int]) -> None:
+    """Notes ids that a plain model's cache has read after those before; for a zip2zip model's, its codebook does."""
+    if find_state(cache) is None:
+        notes_on(cache).ids.extend(map(int, ids))
+
+
+def _base_ids(cache: Sequence[Any]) -> np.ndarray[Any, Any]:
+    """Base ids that a cache is known to hold, from its first on, int64."""
+    state = find_state(cache)
+    if state is not None:
+        return state.books[0].base_ids(0).astype(np.int64)
+    notes = notes_on(cache)
+    return np.array(notes.ids if len(notes.ids) == held_ids(cache) else [], np.int64)
+
+
+def _ends(cache: Sequence[Any]) -> np.ndarray[Any, Any]:
+    """Base tokens up to the end of each id that a cache is known to hold, int64."""
+    state = find_state(cache)
+    if state is None:
+        return np.arange(1, 1 + len(_base_ids(cache)), dtype=np.int64)
+    spans: Uint32s | Any = state.books[0].logged()[1]
+    return np.cumsum(spans.astype(np.int64))

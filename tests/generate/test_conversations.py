@@ -1,0 +1,180 @@
+"""A whole conversation given with its cache: only what is new is read, and the text is that of a fresh full prompt."""
+
+from functools import cache
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
+
+from mlx_zip import load, stream_generate
+from mlx_zip.errors import GenerationError
+from mlx_zip.layout import is_zip
+from mlx_zip.sessions import notes_on
+from mlx_zip.state import find_state
+from support import tiny_text
+from support.places import GOLDEN_MODELS
+
+NAMES = {
+    "zip2zip": "llama_transformer_tied_lora",
+    "zip2zip, base positions": "llama_transformer_untied_pos",
+    "plain": None,
+}
+ASKED = "The cat sat on the mat, and the cat sat on the mat."
+both = pytest.mark.parametrize("kind", NAMES)
+
+
+@cache
+def loaded(kind):
+    name = NAMES[kind]
+    folder = GOLDEN_MODELS / "llama_transformer_tied_lora" / "base" if name is None else tiny_text.converted(name)
+    model, tokenizer = load(folder)
+    model.set_dtype(mx.float32)
+    if not tokenizer.has_chat_template:
+        other = loaded("zip2zip")[1]
+        tokenizer._tokenizer.chat_template, tokenizer.has_chat_template = other.chat_template, True
+    return model, tokenizer
+
+
+def new_cache(model):
+    return model.make_cache() if is_zip(model) else make_prompt_cache(model)
+
+
+def message(role, content):
+    return {"role": role, "content": content}
+
+
+def answer(kind, messages, cache, max_tokens=40, **options):
+    """(text, last response) of the next answer."""
+    responses = list(stream_generate(*loaded(kind), messages, max_tokens, prompt_cache=cache, **options))
+    return "".join(r.text for r in responses), responses[-1]
+
+
+def held(cache):
+    """The ids that a cache holds."""
+    return cache[0].offset
+
+
+def first_turn(kind, seed=None, **options):
+    """(cache, messages up to the second question, how many base tokens the cache holds)."""
+    cache, messages = new_cache(loaded(kind)[0]), [message("user", ASKED)]
+    sampling = {} if seed is None else {"seed": seed, "temp": 1.0}
+    text, last = answer(kind, messages, cache, **sampling, **options)
+    messages += [message("assistant", text), message("user", "And then?")]
+    return cache, messages, last.prompt_tokens + last.generation_tokens
+
+
+def fresh_ids(kind, cache, n, max_tokens):
+    """Greedy ids of a model that reads the first n ids of a cache's log anew, as one prompt."""
+    model, _ = loaded(kind)
+    log = find_state(cache).books[0].ids.tolist()[:n]
+    twin, out = model.make_cache(), []
+    logits = model(mx.array([log]), cache=twin)[0, -1]
+    for _ in range(max_tokens):
+        out.append(int(logits.argmax().item()))
+        logits = model(mx.array([[out[-1]]]), cache=twin)[0, -1]
+    return out
+
+
+@both
+@pytest.mark.parametrize("seed", [None, 1, 2])
+def test_the_second_turn_reads_only_what_is_new(kind, seed):
+    cache, messages, had = first_turn(kind, seed)
+    _, last = answer(kind, messages, cache)
+    assert had - 4 <= last.cached_tokens <= had
+    assert last.prompt_tokens < 40
+
+
+@pytest.mark.parametrize("kind", ["zip2zip", "zip2zip, base positions"])
+def test_greedy_ids_are_those_of_a_fresh_prompt_with_the_same_ids(kind):
+    cache, messages, _ = first_turn(kind, seed=3)
+    model, tokenizer = loaded(kind)
+    steps = [r.token for r in stream_generate(model, tokenizer, messages, 12, prompt_cache=cache)]
+    read = held(cache) - len(steps)
+    assert steps == fresh_ids(kind, cache, read, len(steps))
+
+
+def test_a_plain_models_ids_are_those_of_a_fresh_prompt_with_the_same_ids():
+    cache, messages, _ = first_turn("plain", seed=3)
+    model, tokenizer = loaded("plain")
+    steps = [r.token for r in stream_generate(model, tokenizer, messages, 12, prompt_cache=cache)]
+    prompt = notes_on(cache).ids[: -len(steps)]
+    assert len(prompt) == held(cache) - len(steps)
+    assert steps == [r.token for r in stream_generate(model, tokenizer, prompt, 12)]
+
+
+@both
+def test_an_edited_message_is_read_again_and_what_precedes_it_is_kept(kind):
+    cache, messages, had = first_turn(kind)
+    answer(kind, messages, cache)
+    edited = [*messages[:2], message("user", "Where is the dog?")]
+    text, last = answer(kind, edited, cache)
+    assert had - 4 <= last.cached_tokens <= had + 12
+    other = first_turn(kind)[0]
+    assert text == answer(kind, edited, other)[0]
+
+
+@both
+def test_a_branch_from_the_first_message_gives_what_it_gave(kind):
+    cache, messages, _ = first_turn(kind)
+    answer(kind, messages, cache)
+    again, last = answer(kind, messages[:1], cache)
+    assert again == messages[1]["content"]
+    assert last.prompt_tokens <= 4
+
+
+@both
+def test_another_system_message_is_read_from_where_it_differs(kind):
+    model, _ = loaded(kind)
+    cache, messages = new_cache(model), [message("system", "Be kind."), message("user", ASKED)]
+    answer(kind, messages, cache)
+    messages[0] = message("system", "Be rude.")
+    text, last = answer(kind, messages, cache)
+    assert 0 < last.cached_tokens < 24
+    assert text == answer(kind, messages, new_cache(model))[0]
+
+
+@both
+def test_a_cache_that_was_trimmed_by_hand_is_read_again_where_needed(kind):
+    cache, messages, _ = first_turn(kind)
+    trim_prompt_cache(cache, 5)
+    _, last = answer(kind, messages, cache)
+    assert last.prompt_tokens > 4
+    assert held(cache) > 40
+
+
+@both
+def test_the_text_of_a_next_turn_still_continues_a_cache(kind):
+    cache, _, had = first_turn(kind)
+    _, last = answer(kind, "<|user|>\nmore", cache)
+    assert (last.cached_tokens, last.prompt_tokens) == (
+        0,
+        len(loaded(kind)[1].encode("<|user|>\nmore", add_special_tokens=False)),
+    )
+    assert had > 0
+
+
+def test_a_stop_string_ends_the_answer_and_the_next_turn_has_its_text():
+    cache, messages, _ = first_turn("zip2zip", stop=["e"])
+    assert "e" not in messages[1]["content"]
+    _, last = answer("zip2zip", messages, cache)
+    assert last.cached_tokens > 0
+
+
+def test_a_request_that_cannot_be_met_leaves_the_cache_as_it_was():
+    cache, messages, _ = first_turn("zip2zip")
+    before = find_state(cache).books[0].ids.tolist()
+    with pytest.raises(GenerationError, match="positions"):
+        stream_generate(*loaded("zip2zip"), [message("user", ASKED * 200)], prompt_cache=cache)
+    np.testing.assert_array_equal(before, find_state(cache).books[0].ids)
+    assert messages
+
+
+def test_a_saved_cache_goes_on_from_its_codebook(tmp_path):
+    from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
+
+    cache, messages, had = first_turn("zip2zip")
+    save_prompt_cache(str(tmp_path / "c.safetensors"), cache)
+    read = load_prompt_cache(str(tmp_path / "c.safetensors"))
+    _, last = answer("zip2zip", messages, read)
+    assert 20 < last.cached_tokens <= had

@@ -1,0 +1,83 @@
+"""Conversations as prompts: system message, prefill, template options, and answers by the ids emitted for them."""
+
+import pytest
+
+from mlx_zip.errors import GenerationError
+from mlx_zip.text.prompts import Chat
+from support import tiny_text
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{{ m['role'][0] }} {{ m['content'] }}"
+    "{% if not loop.last or not continue_final_message %}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}a {% endif %}{% if tail %}{{ tail }}{% endif %}"
+)
+TRIMS = TEMPLATE.replace("m['content']", "m['content'] | trim")
+ALTERS = TEMPLATE.replace("m['content']", "m['content'].split('.')[-1]")
+ODD = (3, 3, 3)  # ids that no tokenizer makes of the answer
+
+
+def tokenizer(template=TEMPLATE):
+    made = tiny_text.byte_level()
+    made._tokenizer.chat_template = template
+    return made
+
+
+def talk(answer="hi there"):
+    return [user("hello"), {"role": "assistant", "content": answer}, user("more")]
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def ids_of(text):
+    return tokenizer().encode(text, add_special_tokens=False)
+
+
+def test_a_system_message_comes_first():
+    assert Chat([user("b")], system="a").text(tokenizer()) == "<|bos|>s a<|eos|>u b<|eos|>a "
+
+
+def test_a_prefill_begins_the_answer():
+    assert Chat([user("b")], prefill="once").text(tokenizer()) == "<|bos|>u b<|eos|>a once"
+
+
+def test_options_reach_the_template():
+    assert Chat([user("b")], options={"tail": "z"}).text(tokenizer()).endswith("a z")
+
+
+@pytest.mark.parametrize("name", ["messages", "tokenize", "add_generation_prompt"])
+def test_options_that_the_prompt_sets_itself_are_refused(name):
+    with pytest.raises(GenerationError, match=f"chat-template-config.*{name}"):
+        Chat([user("b")], options={name: 1})
+
+
+def test_the_next_turn_begins_with_the_last_user_message():
+    assert Chat(talk()).next_turn(tokenizer()) == "more<|eos|>a "
+
+
+def test_a_known_answer_is_represented_by_its_emitted_ids():
+    found = Chat(talk()).ids(tokenizer(), {"hi there": ODD})
+    assert found == [*ids_of("<|bos|>u hello<|eos|>a "), *ODD, *ids_of("<|eos|>u more<|eos|>a ")]
+
+
+def test_other_answers_are_encoded_as_text():
+    assert Chat(talk()).ids(tokenizer(), {"something else": ODD}) == ids_of(Chat(talk()).text(tokenizer()))
+
+
+def test_every_known_answer_of_a_conversation_is_found():
+    turns = [*talk(), {"role": "assistant", "content": "bye"}, user("so")]
+    found = Chat(turns).ids(tokenizer(), {"hi there": ODD, "bye": (4, 4)})
+    middle = ids_of("<|eos|>u more<|eos|>a ")
+    assert found == [*ids_of("<|bos|>u hello<|eos|>a "), *ODD, *middle, 4, 4, *ids_of("<|eos|>u so<|eos|>a ")]
+
+
+def test_a_template_that_trims_white_space_keeps_emitted_ids():
+    found = Chat(talk(" hi there\n")).ids(tokenizer(TRIMS), {" hi there\n": ODD})
+    assert found == [*ids_of("<|bos|>u hello<|eos|>a "), *ODD, *ids_of("<|eos|>u more<|eos|>a ")]
+
+
+def test_a_template_that_alters_an_answer_has_its_own_text_encoded():
+    chat = Chat(talk("thought. hi"))
+    assert chat.text(tokenizer(ALTERS)) == "<|bos|>u hello<|eos|>a  hi<|eos|>u more<|eos|>a "
+    assert chat.ids(tokenizer(ALTERS), {"thought. hi": ODD}) == ids_of(chat.text(tokenizer(ALTERS)))
