@@ -207,7 +207,7 @@ class ZipLM(TemplateLM):
         return self._end(self.tok_encode(context) or [self.prefix_token_id], room)
 
     def _generate(self, prompts: Sequence[list[int]], options: Mapping[str, Any], seed: int) -> list[str]:
-        options = {**options, "seed": seed, "start": self.start if is_zip(self.model) else None}
+        options = {**options, "seed": seed, "pack": self.start if is_zip(self.model) else None}
         texts = [""] * len(prompts)
         if len(prompts) == 1:
             one = stream_generate(self.model, self.tokenizer, prompts[0], **options)

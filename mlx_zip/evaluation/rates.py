@@ -146,7 +146,7 @@ def _responses(
     options: dict[str, Any] = {name: getattr(settings, name) for name in ("max_tokens", "temp", "top_p", "stop")}
     options["seed"] = seed
     if cache is None and is_zip(model):
-        options["start"] = settings.start
+        options["pack"] = settings.start
     if cache is None and len(turns) > 1:
         yield from stream_batch(model, tokenizer, [turn.prompt for turn in turns], **options)
         return

@@ -1,4 +1,4 @@
-"""Training models over patches from scratch, and their plain rivals: one loop, the same windows, the same measure.
+"""Training models over patches, and plain ones to compare with, from scratch: the same windows, the same measure.
 
 A run's steps depend on its seed, settings and data alone; it is resumed from its last checkpoint as if it had never
 stopped. Everything that the optimizer does is `mlx_zip train`'s: AdamW, warm-up, cosine, clipping.
@@ -6,13 +6,12 @@ stopped. Everything that the optimizer does is `mlx_zip train`'s: AdamW, warm-up
 
 from __future__ import annotations
 
-import sys
+import signal
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,14 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from numpy.typing import NDArray
-from tqdm import tqdm
 
 from mlx_zip.errors import DataError, TrainingError
-from mlx_zip.models.hbpe import PatchModel, PlainModel
+from mlx_zip.models.hbpe import PatchModel, PlainModel, parameters_of
 from mlx_zip.training.checkpoint import Progress, checkpoints, load_checkpoint, save_checkpoint
+from mlx_zip.training.loop import run_steps
 from mlx_zip.training.metrics import Metrics
 from mlx_zip.training.optimizer import clip, learning_rate, make_optimizer
+from mlx_zip.training.progress_bar import ProgressBar
 from mlx_zip.training.settings import ADDED_LATER, TrainSettings
 from mlx_zip.training.stopping import Asked, Stopped
 from mlx_zip.vocab.hbpe import MARK
@@ -161,49 +161,81 @@ def train(
 ) -> Progress:
     """Trains until `settings.iters` steps are done, on from the run's last checkpoint, and saves the last step.
 
-    until: stop behind this step already; the same run goes on later, as if it had never stopped. asked: of
-    `stop_signals`, by which the run stops behind any step.
+    until: stop after this step already; the same run goes on later, as if it had never stopped. asked: of
+    `stop_signals`, by which the run stops after any step.
     Of the settings these count: iters, batch_size (windows), the optimizer's, seed, steps_per_report, save_every, keep.
     Raises as `check_run`, `TrainingError` when the loss is not a number or a checkpoint is not of this run, `Stopped`
     when a signal asked for it and the last step is saved.
     """
     check_run(model, corpus, settings)
-    optimizer = make_optimizer(settings)
-    optimizer.init(model.trainable_parameters())
-    mark = _fingerprint(model, corpus, settings)
-    found = checkpoints(run)
-    progress = load_checkpoint(found[-1][1], model, optimizer, mark) if found else Progress()
-    run.mkdir(parents=True, exist_ok=True)
-    metrics = Metrics(run, progress.step)
-    value_and_grad = nn.value_and_grad(model, lambda ids: nats(model, corpus, ids) / ids.size)
-    last = settings.iters if until is None else min(until, settings.iters)
-    bar = tqdm(total=last, initial=progress.step, disable=quiet or None, unit="step", file=sys.stderr)
-    with bar:
-        for ids in islice(_batches(corpus, settings, progress.step), max(0, last - progress.step)):
-            began = time.perf_counter()
-            loss, gradients = value_and_grad(ids)
-            gradients, norm = clip(gradients, settings.max_grad_norm)
-            optimizer.update(model, gradients)
-            mx.eval(loss, norm, model.parameters(), optimizer.state)
-            progress = _after(progress, corpus, ids, time.perf_counter() - began)
-            step, stop = progress.step, asked()
-            saves = step == last or stop is not None
-            if not np.isfinite([loss.item(), norm.item()]).all():
-                raise TrainingError(
-                    f"step {step}: the loss or its gradient is not a number; the last checkpoint is good: lower the "
-                    "learning rate"
-                )
-            if step % settings.steps_per_report == 0 or saves:
-                bits = bits_per_byte(loss.item() * ids.size, int(corpus.unit_bytes[ids].sum()))
-                rate = learning_rate(optimizer)
-                metrics.add(loss=loss.item(), bits_per_byte=bits, learning_rate=rate, **vars(progress))
-                bar.set_postfix_str(f"{bits:.3f} bits/byte")
-            if step % settings.save_every == 0 or saves:
-                save_checkpoint(run, model, optimizer, progress, mark, settings.keep)
-            bar.update(1)
-            if stop is not None and step < settings.iters:
-                raise Stopped(progress, stop)
-    return progress
+    job = PatchTrainer(model, corpus, settings, run)
+    with ProgressBar(settings.iters if until is None else min(until, settings.iters), job.progress.step, quiet) as bar:
+        bar.say(job.header())
+        stopped = run_steps(job, settings, bar, asked, until)
+    if stopped and job.progress.step < settings.iters:
+        raise Stopped(job.progress, asked() or signal.SIGTERM)
+    return job.progress
+
+
+class PatchTrainer:
+    """A model over patches or ids as a `Job`: one process, no validation on the way."""
+
+    def __init__(self, model: PatchModel | PlainModel, corpus: Corpus, settings: TrainSettings, run: Path) -> None:
+        self.model, self.corpus, self.settings, self.run = model, corpus, settings, run
+        self.optimizer = make_optimizer(settings)
+        self.optimizer.init(model.trainable_parameters())
+        self.mark = _fingerprint(model, corpus, settings)
+        found = checkpoints(run)
+        self.progress = load_checkpoint(found[-1][1], model, self.optimizer, self.mark) if found else Progress()
+        run.mkdir(parents=True, exist_ok=True)
+        self._log = Metrics(run, self.progress.step)
+        self._value_and_grad = nn.value_and_grad(model, lambda ids: nats(model, corpus, ids) / ids.size)
+        self._batches = _batches(corpus, settings, self.progress.step)
+        self._last: tuple[float, Uint32s, float] = (0.0, corpus.ids[:0], 0.0)  # loss, ids and seconds of a step
+
+    def header(self) -> list[str]:
+        """What is trained, on what, and where the run goes on."""
+        parameters = parameters_of(self.model)
+        done = self.progress.step
+        return [
+            f"training {parameters:,} parameters on {len(self.corpus.ids):,} windows of {self.corpus.ids.shape[1]:,} "
+            f"ids, {self.corpus.n_bytes:,} bytes; device: {mx.default_device().type.name}",
+            *([f"resuming at step {done:,} of {self.settings.iters:,}"] if done else []),
+        ]
+
+    def step(self, stop: bool) -> bool:
+        """Trains on the next windows; see `Job`."""
+        began, ids = time.perf_counter(), next(self._batches)
+        loss, gradients = self._value_and_grad(ids)
+        gradients, norm = clip(gradients, self.settings.max_grad_norm)
+        self.optimizer.update(self.model, gradients)
+        mx.eval(loss, norm, self.model.parameters(), self.optimizer.state)
+        seconds = time.perf_counter() - began
+        self.progress = _after(self.progress, self.corpus, ids, seconds)
+        if not np.isfinite([loss.item(), norm.item()]).all():
+            raise TrainingError(
+                f"step {self.progress.step}: the loss or its gradient is not a number; the last checkpoint is good: "
+                "lower the learning rate"
+            )
+        self._last = loss.item(), ids, seconds
+        return stop
+
+    def report(self) -> str:
+        """Logs the loss of the last step; see `Job`."""
+        loss, ids, seconds = self._last
+        bits = bits_per_byte(loss * ids.size, int(self.corpus.unit_bytes[ids].sum()))
+        rate = learning_rate(self.optimizer)
+        self._log.add(loss=loss, bits_per_byte=bits, learning_rate=rate, **vars(self.progress))
+        return f"loss {loss:.3f}, {bits:.3f} bits per byte, {ids.size / max(seconds, 1e-9):,.0f} ids/s"
+
+    def validate(self) -> None:
+        """There is no validation on the way; see `Job`."""
+
+    def save(self) -> None:
+        """Writes the checkpoint of this step, unless it is there; see `Job`."""
+        found = checkpoints(self.run)
+        if self.progress.step and (not found or found[-1][0] != self.progress.step):
+            save_checkpoint(self.run, self.model, self.optimizer, self.progress, self.mark, self.settings.keep)
 
 
 def _after(done: Progress, corpus: Corpus, ids: Uint32s, seconds: float) -> Progress:

@@ -69,13 +69,6 @@ def plot(run: Path) -> Path:
     return draw(run, lines)
 
 
-def human(seconds: float) -> str:
-    """A duration as people read it: 1:02:03."""
-    minutes, s = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{s:02d}"
-
-
 def peak_rss_bytes() -> int:
     """Most resident memory of this process so far, in bytes."""
     import resource

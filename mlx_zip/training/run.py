@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,19 @@ from mlx_zip.files import sole_user
 from mlx_zip.loading import model_folder
 from mlx_zip.text.tokenizers import load_tokenizer
 from mlx_zip.training.adapter import check_savable, save_adapter
-from mlx_zip.training.machines import check_equal, together
+from mlx_zip.training.baseline import base_bits_per_byte
+from mlx_zip.training.checkpoint import checkpoints
+from mlx_zip.training.held_out import held_out_count, split
+from mlx_zip.training.machines import check_equal, summed, together
 from mlx_zip.training.objective import LossWeights, Trainee
 from mlx_zip.training.recompute import recompute_activations
-from mlx_zip.training.run_folder import open_run, read_object
+from mlx_zip.training.run_folder import Begun, begun_run, open_run, raise_iters, read_object
 from mlx_zip.training.saving import save_trained
-from mlx_zip.training.settings import ADAPTER, MODEL, RunOptions, TrainSettings
-from mlx_zip.training.shards import Joined, Shards
+from mlx_zip.training.services import Services, check_services
+from mlx_zip.training.settings import ADAPTER, MODEL, VALID_SHARE, RunOptions, TrainSettings
+from mlx_zip.training.shards import Chosen, Joined, Shards
 from mlx_zip.training.starting_model import fingerprint, freeze, start_model
+from mlx_zip.training.summary import closing, header
 from mlx_zip.training.trainer import Outcome, Trainer, check_data
 from mlx_zip.training.unprepared import check_as_asked, check_prepared
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
@@ -40,8 +46,10 @@ def train(options: RunOptions, settings: TrainSettings, quiet: bool = False) -> 
     start = together(group, lambda: _start(options, settings, first=group.rank() == 0))
     facts = json.dumps([start.fingerprint, start.record["data"]])
     check_equal(group, sha256(facts.encode()).hexdigest(), "model, data or settings")
+    assert isinstance(start.data, Joined)
+    data, valid = split(start.data, summed(group, start.held_out)[0], settings.seed)  # the first machine's count
     with _alone(group, options.out):
-        return _run(group, options, settings, start, quiet)
+        return _run(group, options, settings, replace(start, data=data, valid=start.valid or valid), quiet)
 
 
 @contextmanager
@@ -63,30 +71,54 @@ def _run(
     trainee = Trainee(start.model, LossWeights(settings.reconstruction, settings.token_type))
     if settings.grad_checkpoint:
         recompute_activations(start.model.layers)
-    trainer = Trainer(trainee, start.data, settings, options.out, start.fingerprint, start.valid, quiet)
+    first = group.rank() == 0
+    services = Services(options, settings) if first and options.report_to else None
+    observe = services.send if services else lambda line: None
+    mark, quiet = start.run_fingerprint, quiet or not first
+    trainer = Trainer(trainee, start.data, settings, options.out, mark, start.valid, quiet, observe)
+    if not quiet:
+        _say(header(trainer, f"{options.model or options.scratch} ({settings.fine_tune_type})"))
+    if trainer.valid is not None and not trainer.progress.step and options.scratch is None:
+        line = {"step": 0, "base_bits_per_byte": base_bits_per_byte(trainer)}
+        together(group, lambda: trainer.log(line))
+    unfinished = trainer.progress.step < settings.iters
     outcome = trainer.train()
-    if outcome.progress.step >= settings.iters and group.rank() == 0:
+    if outcome.progress.step >= settings.iters and first:
+        if unfinished and not quiet:
+            _say(closing(trainer, options))
         _save(options, settings, start, outcome)
     return outcome
 
 
+def _say(lines: list[str]) -> None:
+    for line in lines:
+        print(line, file=sys.stderr)
+
+
 @dataclass(frozen=True)
 class _Start:
-    """All that a run begins with, read and checked. folder: of the model or, from scratch, of the tokenizer."""
+    """All that a run begins with, read and checked. folder: of the model or, from scratch, of the tokenizer.
+
+    fingerprint: of this command. run_fingerprint: of the run in the folder, which may have begun with fewer steps.
+    held_out: samples of data to hold out, on the first machine; 0 on the others.
+    """
 
     model: Any
     config: dict[str, Any]
     tokenizer: Any
     folder: Path
-    data: Joined
-    valid: Joined | None
+    data: Joined | Chosen
+    valid: Joined | Chosen | None
     record: dict[str, Any]
     fingerprint: str
+    run_fingerprint: str
+    held_out: int
 
 
 def _start(options: RunOptions, settings: TrainSettings, first: bool) -> _Start:
     """first: this is the machine that writes."""
     options.check()
+    check_services(options.report_to)
     check_prepared(options)
     data = Joined(options.data)
     check_as_asked(options, data)
@@ -109,10 +141,52 @@ def _start(options: RunOptions, settings: TrainSettings, first: bool) -> _Start:
     freeze(model, settings)
     check_data(data, valid, settings)
     record = _record(options, settings, data)
-    mark = fingerprint(model, config, record["fixed"])
+    mark = run_mark = fingerprint(model, config, record["fixed"])
+    held_out = 0
     if first:
-        open_run(options.out, record, mark)
-    return _Start(model, config, tokenizer, folder or Path(tokenizer_folder), data, valid, record, mark)
+        begun = begun_run(options.out)
+        share = _valid_share(options, begun)
+        held_out = held_out_count(data, share, settings.batch_size)
+        run_record = {**record, "valid_share": share} if share else record
+        if begun is not None and _may_raise(options.out, begun, settings.iters):
+            run_record = _with_iters(run_record, begun.iters)
+            run_mark = fingerprint(model, config, run_record["fixed"])
+        open_run(options.out, run_record, run_mark)
+        if begun is not None and settings.iters != begun.raised_to:
+            raise_iters(options.out, settings.iters)
+    origin = folder or Path(tokenizer_folder)
+    return _Start(model, config, tokenizer, origin, data, valid, record, mark, run_mark, held_out)
+
+
+def _valid_share(options: RunOptions, begun: Begun | None) -> float:
+    """The share of the samples to hold out. Raises `TrainingError` for another one than the run began with."""
+    asked = options.valid_share
+    if begun is not None:
+        if asked not in (None, begun.valid_share):
+            raise TrainingError(
+                f"--valid-share {asked}: the run in {options.out} began with {begun.valid_share}; choose another --out"
+            )
+        return begun.valid_share
+    return (0.0 if options.valid else VALID_SHARE) if asked is None else asked
+
+
+def _may_raise(out: Path, begun: Begun, iters: int) -> bool:
+    """Whether a run goes on under another number of steps: the one it was raised to, or more if it is finished."""
+    if iters == begun.iters == begun.raised_to:
+        return False
+    if iters == begun.raised_to:
+        return True
+    found = checkpoints(out)
+    if iters > begun.raised_to and found and found[-1][0] == begun.raised_to:
+        return True
+    rule = f"it may be raised when the run's {begun.raised_to} steps are done"
+    raise TrainingError(f"{out} holds another run (iters {begun.raised_to}; {rule}); choose another --out")
+
+
+def _with_iters(record: dict[str, Any], iters: int) -> dict[str, Any]:
+    """A run's record with another number of steps."""
+    fixed = record["fixed"]
+    return {**record, "fixed": {**fixed, "settings": {**fixed["settings"], "iters": iters}}}
 
 
 def _check_tokenizer(part: Shards, tokenizer: Any, folder: str | Path) -> None:

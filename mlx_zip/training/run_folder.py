@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,35 @@ from mlx_zip.errors import DataError, TrainingError
 from mlx_zip.files import check_in, write_json
 
 RECORD = "train.json"
+
+
+@dataclass(frozen=True)
+class Begun:
+    """What the record of a run says: the steps it began with, those it was raised to, and the share held out."""
+
+    iters: int
+    raised_to: int
+    valid_share: float
+
+
+def begun_run(out: Path) -> Begun | None:
+    """The run in a folder, None where there is none, or its record cannot be read: `open_run` then says why."""
+    try:
+        record = read_object(out / RECORD) if (out / RECORD).exists() else {}
+        iters = record["fixed"]["settings"]["iters"]
+        if not isinstance(iters, int):
+            return None
+        return Begun(iters, record.get("raised_to", iters), float(record.get("valid_share", 0.0)))
+    except (TrainingError, LookupError, TypeError, ValueError):
+        return None
+
+
+def raise_iters(out: Path, iters: int) -> None:
+    """Records that a finished run goes on until so many steps. Raises `TrainingError`."""
+    try:
+        write_json(out / RECORD, {**read_object(out / RECORD), "raised_to": iters})
+    except OSError as error:
+        raise TrainingError(f"cannot write {out}: {error}") from error
 
 
 def open_run(out: Path, record: dict[str, Any], mark: str, flag: str = "--out") -> None:

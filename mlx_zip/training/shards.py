@@ -186,6 +186,11 @@ class Shards:
         return np.concatenate([np.diff(shard["ends"], prepend=0) for shard in self._shards] or [np.empty(0, np.int64)])
 
     @property
+    def base_ids(self) -> NDArray[np.int64]:
+        """Base ids of every sample, int64 [len(self)]."""
+        return np.concatenate([shard["base"] for shard in self._shards] or [np.empty(0, np.int64)])
+
+    @property
     def starts(self) -> NDArray[np.int64]:
         """Entries of every sample's starting codebook, int64 [len(self)]."""
         width = 0 if self._pool is None or not self._shards else self._shards[0]["start"].shape[1]
@@ -218,12 +223,51 @@ class Joined:
         return np.concatenate([part.lengths for part in self.parts])
 
     @property
+    def base_ids(self) -> NDArray[np.int64]:
+        """Base ids of every sample, int64 [len(self)]."""
+        return np.concatenate([part.base_ids for part in self.parts])
+
+    @property
     def starts(self) -> NDArray[np.int64]:
         """Entries of every sample's starting codebook, int64 [len(self)]."""
         return np.concatenate([part.starts for part in self.parts])
 
     def __str__(self) -> str:
         return ", ".join(str(part.folder) for part in self.parts)
+
+
+class Chosen:
+    """Some samples of prepared data, each under its own number: the others are of length 0, and are never read.
+
+    chosen: bool [samples].
+    """
+
+    def __init__(self, data: Joined, chosen: NDArray[np.bool_]) -> None:
+        self.data, self.params, self.chosen = data, data.params, chosen
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, i: int) -> Sample:
+        return self.data[i]
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Ids of every sample, 0 for those that are not chosen, int64 [len(self)]."""
+        return np.where(self.chosen, self.data.lengths, 0)
+
+    @property
+    def starts(self) -> NDArray[np.int64]:
+        """Entries of every sample's starting codebook, int64 [len(self)]."""
+        return self.data.starts
+
+    @property
+    def base_ids(self) -> NDArray[np.int64]:
+        """Base ids of every sample, 0 for those that are not chosen, int64 [len(self)]."""
+        return np.where(self.chosen, self.data.base_ids, 0)
+
+    def __str__(self) -> str:
+        return str(self.data)
 
 
 def is_prepared(folder: Path) -> bool:

@@ -72,6 +72,11 @@ class Texts:
         return np.array([len(sample.ids) for sample in self.samples], np.int64)
 
     @cached_property
+    def base_ids(self) -> NDArray[np.int64]:
+        """Base ids of every sample, int64 [len(self)]."""
+        return np.array([sample.base_ids for sample in self.samples], np.int64)
+
+    @cached_property
     def starts(self) -> NDArray[np.int64]:
         """Entries of the starting codebook, the codec's own, int64 [len(self)]."""
         return np.full(len(self), len(self.params.start or ()), np.int64)

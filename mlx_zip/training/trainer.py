@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import signal
-import sys
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +13,6 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from tqdm import tqdm
 
 from mlx_zip.errors import DataError, TrainingError
 from mlx_zip.models import Model
@@ -27,15 +26,19 @@ from mlx_zip.training.checkpoint import (
     set_random_key,
     steps_of,
 )
+from mlx_zip.training.loop import run_steps
 from mlx_zip.training.machines import from_first, together
-from mlx_zip.training.metrics import Metrics, peak_rss_bytes
+from mlx_zip.training.metrics import Metrics, peak_rss_bytes, read_metrics
 from mlx_zip.training.objective import Trainee
 from mlx_zip.training.optimizer import learning_rate, make_optimizer
+from mlx_zip.training.progress_bar import ProgressBar
 from mlx_zip.training.settings import TrainSettings
-from mlx_zip.training.shards import Joined, Sample
+from mlx_zip.training.shards import Chosen, Joined, Sample
 from mlx_zip.training.stepping import Stepper
-from mlx_zip.training.stopping import Asked, stop_signals
+from mlx_zip.training.stopping import stop_signals
 from mlx_zip.training.texts import Texts
+
+Data = Joined | Chosen | Texts
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class Outcome:
     stopped_by: int | None = None
 
 
-def check_data(data: Joined | Texts, valid: Joined | Texts | None, settings: TrainSettings) -> None:
+def check_data(data: Data, valid: Data | None, settings: TrainSettings) -> None:
     """Raises `TrainingError` or `DataError` where there is no batch to train on, or no sample to validate on.
 
     A run asks before it makes its folder, which would then be taken.
@@ -65,18 +68,21 @@ class Trainer:
 
     trainee: what is trained, its parameters frozen or not as they shall be. data, valid: samples, prepared or in
     memory. run: the folder of checkpoints and metrics. fingerprint: what must be equal for a checkpoint to be resumed.
+    quiet: show no progress. observe: is given each line of the log, too.
     """
 
     def __init__(
         self,
         trainee: Trainee,
-        data: Joined | Texts,
+        data: Data,
         settings: TrainSettings,
         run: Path,
         fingerprint: str,
-        valid: Joined | Texts | None = None,
+        valid: Data | None = None,
         quiet: bool = False,
+        observe: Callable[[dict[str, Any]], None] = lambda line: None,
     ) -> None:
+        self.observe = observe
         self.trainee, self.data, self.valid, self.settings, self.run = trainee, data, valid, settings, run
         self.fingerprint = fingerprint
         self.group = mx.distributed.init()
@@ -88,8 +94,6 @@ class Trainer:
         self.optimizer.init(trainee.trainable_parameters())
         self.progress = self._resumed()
         self.stepper = Stepper(trainee, self.optimizer, settings, self.group)
-        self._asked: Asked = lambda: None  # the signal that reached this machine
-        self._stopping = False  # whether all machines know of one
 
     def _resumed(self) -> Progress:
         """The first machine's last checkpoint, or its new weights, on every machine: one disk decides."""
@@ -119,39 +123,29 @@ class Trainer:
 
     def train(self) -> Outcome:
         """Trains until `iters` steps are done or a signal asks to stop, on all machines; the last step is saved."""
-        settings, metrics = self.settings, together(self.group, self._metrics)
+        self._log = together(self.group, self._metrics)
         self.trainee.train()
-        since = _SinceReport(self.progress)
-        with stop_signals() as self._asked, self._bar() as bar, ThreadPoolExecutor(1) as pool:
-            upcoming = pool.submit(self._batches, self.progress.step)
-            while self.progress.step < settings.iters and not self._stopping:
-                began = time.perf_counter()  # waiting for data is part of the step
-                batches = upcoming.result()
-                upcoming = pool.submit(self._batches, self.progress.step + 1)
-                self._step(batches, since, began)
-                step = self.progress.step
-                last = self._stopping or step == settings.iters
-                if step % settings.steps_per_report == 0 or last:
-                    self._report(metrics, bar, since)
-                    since = _SinceReport(self.progress)
-                if self.valid is not None and (step % settings.steps_per_eval == 0 or step == settings.iters):
-                    self._validate(metrics, bar)
-                if step % settings.save_every == 0:
-                    self._save()
-                bar.update(1)
-            self._save()
-        return Outcome(self.progress, (self._asked() or signal.SIGTERM) if self._stopping else None)
+        self._since = _SinceReport(self.progress)
+        done = self.progress.step
+        bar = ProgressBar(self.settings.iters, done, self.quiet)
+        with stop_signals() as asked, bar, ThreadPoolExecutor(1) as self._pool:
+            self._upcoming = self._pool.submit(self._batches, done)
+            stopped = run_steps(self, self.settings, bar, asked)
+        return Outcome(self.progress, (asked() or signal.SIGTERM) if stopped else None)
 
-    def _step(self, batches: list[Batch], since: _SinceReport, began: float) -> None:
-        sums = self.stepper.step(batches, [self.is_long(b) for b in batches], stop=self._asked() is not None)
-        self._stopping = sums["stop"] > 0
+    def step(self, stop: bool) -> bool:
+        """Trains on the next batches; see `Job`."""
+        began = time.perf_counter()  # waiting for data is part of the step
+        batches = self._upcoming.result()
+        self._upcoming = self._pool.submit(self._batches, self.progress.step + 1)
+        sums = self.stepper.step(batches, [self.is_long(b) for b in batches], stop=stop)
         if not all(map(math.isfinite, sums.values())):
             step, which = self.progress.step + 1, sorted({i for batch in batches for i in batch.samples})
             raise TrainingError(
                 f"step {step}: the loss or its gradient is not a number ({sums['nats']}); samples {which} of "
                 f"{self.data}. The last checkpoint is good: lower the learning rate or remove the samples"
             )
-        since.add(sums)
+        self._since.add(sums)
         done = self.progress
         self.progress = replace(
             done,
@@ -162,8 +156,10 @@ class Trainer:
             seen_bytes=done.seen_bytes + int(sums["n_bytes"]),
             seconds=done.seconds + time.perf_counter() - began,
         )
+        return sums["stop"] > 0
 
-    def _save(self) -> None:
+    def save(self) -> None:
+        """Writes the checkpoint of this step, unless it is there; see `Job`."""
         together(self.group, self._checkpoint)
 
     def _checkpoint(self) -> None:
@@ -192,7 +188,7 @@ class Trainer:
             self._orders = {e: o for e, o in self._orders.items() if e in (0, epoch - 1)} | {epoch: order}
         return self._orders[epoch]
 
-    def _make(self, data: Joined | Texts, indices: Any) -> Batch:
+    def _make(self, data: Data, indices: Any) -> Batch:
         samples: list[Sample] = [data[int(i)] for i in indices]
         model = self.trainee.model
         config = model.config if isinstance(model, Model) else None
@@ -218,58 +214,66 @@ class Trainer:
         index = batch.arrays.get("index")
         return batch.longest > context if index is None else int(index.max()) >= context
 
-    # ---- telling
+    # ---- reports
+
+    def log(self, line: dict[str, Any]) -> None:
+        """Adds a line to the run's log before `train`, unless it is there; on the first machine alone."""
+        if self.group.rank() == 0 and line not in read_metrics(self.run):
+            Metrics(self.run, self.progress.step).add(**line)
 
     def _metrics(self) -> Metrics | None:
         return Metrics(self.run, self.progress.step) if self.group.rank() == 0 else None
 
-    def _report(self, metrics: Metrics | None, bar: Any, since: _SinceReport) -> None:
-        line = since.line(self.progress)
+    def report(self) -> str:
+        """Logs the steps since the last report; see `Job`."""
+        line = self._since.line(self.progress)
         line |= {"learning_rate": learning_rate(self.optimizer), "peak_rss_bytes": peak_rss_bytes()}
         line["peak_mlx_bytes"] = mx.get_peak_memory()
-        self._write(metrics, line)
-        bar.set_postfix_str(
-            f"loss {line['loss']:.3f}, {line['bits_per_byte']:.3f} bits/byte, "
-            f"{line['ids_per_s']:,.0f} ids/s, {line['bytes_per_s']:,.0f} bytes/s"
-        )
+        self._since = _SinceReport(self.progress)
+        self._write(line)
+        bits = f", {line['bits_per_byte']:.3f} bits per byte" if self.progress.seen_bytes else ""
+        return f"loss {line['loss']:.3f}{bits}, {line['base_ids_per_s']:,.0f} base tokens/s"
 
-    def _write(self, metrics: Metrics | None, line: dict[str, Any]) -> None:
-        together(self.group, lambda: None if metrics is None else metrics.add(**line))
+    def _write(self, line: dict[str, Any]) -> None:
+        together(self.group, lambda: None if self._log is None else self._log.add(**line))
+        self.observe(line)
 
-    def _validate(self, metrics: Metrics | None, bar: Any) -> None:
-        assert self.valid is not None
+    def validate(self) -> str | None:
+        """Logs the loss on the validation samples; see `Job`."""
+        if self.valid is None:
+            return None
         line = {"step": self.progress.step, **self.validation()}
-        self._write(metrics, line)
-        if not self.quiet:
-            bar.write(f"step {line['step']}: validation {line['val_bits_per_byte']:.4f} bits/byte", file=sys.stderr)
+        self._write(line)
+        per_step = line["val_base_tokens_per_step"]
+        return f"validation {line['val_bits_per_byte']:.4f} bits per byte, {per_step:.3f} base tokens per step"
 
     def validation(self) -> dict[str, float]:
-        """Loss in nats per id and bits per byte on the validation samples (the first `val_batches`)."""
+        """Loss in nats per id, bits per byte and base tokens per step on the validation samples (see `val_batches`)."""
+        nats, count, n_bytes, base_ids, ids = 0.0, 0.0, 0, 0, 0
+        self.trainee.eval()
         assert self.valid is not None
-        data, size = self.valid, self.settings.batch_size
-        order = np.argsort(data.lengths[data.lengths >= 2], kind="stable")
-        usable = np.flatnonzero(data.lengths >= 2)
-        if self.settings.val_batches:  # an even choice among all lengths
+        for indices in self.validation_batches():
+            batch = self._make(self.valid, indices)
+            sums = self.stepper.losses(batch, self.is_long(batch))
+            nats, count = nats + sums["nats"], count + sums["count"]
+            n_bytes, base_ids, ids = n_bytes + batch.n_bytes, base_ids + batch.base_ids - len(indices), ids + batch.ids
+        self.trainee.train()
+        return {
+            "val_loss": nats / max(count, 1),
+            "val_bits_per_byte": nats / math.log(2) / max(n_bytes, 1),
+            "val_base_tokens_per_step": base_ids / max(ids, 1),  # each sample's first id is read, not predicted
+        }
+
+    def validation_batches(self) -> Iterator[np.ndarray]:
+        """Numbers of the validation samples, by batch: all, or `val_batches` batches spread over the lengths."""
+        assert self.valid is not None
+        size = self.settings.batch_size
+        usable = np.flatnonzero(self.valid.lengths >= 2)
+        order = usable[np.argsort(self.valid.lengths[usable], kind="stable")]
+        if self.settings.val_batches:
             wanted = min(len(usable), self.settings.val_batches * size)
             order = order[np.linspace(0, len(order) - 1, wanted).astype(int)]
-        self.trainee.eval()
-        nats, count, n_bytes = 0.0, 0.0, 0
-        for i in range(0, len(order), size):
-            batch = self._make(data, usable[order[i : i + size]])
-            sums = self.stepper.losses(batch, self.is_long(batch))
-            nats, count, n_bytes = nats + sums["nats"], count + sums["count"], n_bytes + batch.n_bytes
-        self.trainee.train()
-        return {"val_loss": nats / max(count, 1), "val_bits_per_byte": nats / math.log(2) / max(n_bytes, 1)}
-
-    def _bar(self) -> Any:
-        return tqdm(
-            total=self.settings.iters,
-            initial=self.progress.step,
-            disable=self.quiet or None,
-            unit="step",
-            file=sys.stderr,
-            dynamic_ncols=True,
-        )
+        yield from (order[i : i + size] for i in range(0, len(order), size))
 
 
 class _SinceReport:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from mlx_zip.training.pack_rows import PackTrainee
 from mlx_zip.training.run_folder import open_run
 from mlx_zip.training.settings import EncoderOptions, TrainSettings
 from mlx_zip.training.starting_model import start_model
+from mlx_zip.training.summary import header
 from mlx_zip.training.texts import Texts
 from mlx_zip.training.trainer import Outcome, Trainer, check_data
 from mlx_zip.vocab.packs import Pack
@@ -108,6 +110,8 @@ def tune(
         trainee = PackTrainee(model, *rows)
         first = trainee.trainable_parameters()
         trainer = Trainer(trainee, data, settings, run, mark, valid, quiet)
+        if not trainer.quiet:
+            print(*header(trainer, f"rows of {len(pack.entries):,} entries"), sep="\n", file=sys.stderr)
         before = _first_bits(trainer, first, run)
         outcome = trainer.train()
         if outcome.progress.step < settings.iters:

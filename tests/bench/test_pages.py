@@ -172,7 +172,7 @@ def test_every_target_of_the_page_is_measured():
 
 def test_a_picture_is_the_same_for_the_same_figures_and_compared_only_with_its_own_matplotlib(checkout, capsys):
     pytest.importorskip("matplotlib")
-    picture = checkout / "docs/hbpe.svg"
+    picture = checkout / "docs/reports/hbpe.svg"
     data = picture.read_bytes()
     picture.write_bytes(data.replace(b"<svg", b"<!-- changed --><svg", 1))
     assert main(["--check", "--root", str(checkout)]) == 1

@@ -9,23 +9,11 @@ from mlx_zip import cli
 from mlx_zip.hyper.row_files import disk_bytes, files_in
 from mlx_zip.hyper.row_folder import RowFolder
 from support import tiny_text
-from support.command_line import runner, stay_home
+
+pytestmark = pytest.mark.usefixtures("home")
 
 MODEL = "llama_transformer_tied_lora"
 PROMPT = "The cat sat on the mat. The cat sat on the mat."
-
-
-@pytest.fixture(autouse=True)
-def home(monkeypatch, tmp_path):
-    """A home of its own, no network, and no folder of rows but those of the test."""
-    stay_home(monkeypatch, tmp_path)
-    monkeypatch.delenv("MLX_ZIP_ROW_CACHE", raising=False)
-
-
-@pytest.fixture
-def run(capsys):
-    """Runs `mlx_zip` -> (status, stdout, stderr)."""
-    return runner(capsys)
 
 
 @pytest.fixture

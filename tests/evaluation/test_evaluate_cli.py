@@ -14,19 +14,14 @@ from mlx_zip.evaluation.windows import cut_windows
 from mlx_zip.generate import load
 from mlx_zip.text.documents import read_corpus
 from support import checkpoints, tiny_text
-from support.command_line import stay_home
 from support.places import GOLDEN_MODELS
+
+pytestmark = pytest.mark.usefixtures("home")
 
 NAME = "llama_transformer_tied_lora"
 TEXT = (
     "The cat sat on the mat. The cat sat on the mat.\n<end>\nOnce upon a time a cat sat on a time, once upon a mat.\n"
 )
-
-
-@pytest.fixture(autouse=True)
-def home(monkeypatch, tmp_path):
-    """A home of its own, and no network."""
-    stay_home(monkeypatch, tmp_path)
 
 
 @pytest.fixture

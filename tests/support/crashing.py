@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from mlx_zip.training.trainer import Trainer
@@ -11,11 +9,12 @@ from mlx_zip.training.trainer import Trainer
 
 def crash_after(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     """Ends the run, as a crash would, once `step` steps are done and reported."""
-    whole = Trainer._report
+    whole = Trainer.report
 
-    def report(self: Trainer, *args: Any) -> None:
-        whole(self, *args)
+    def report(self: Trainer) -> str:
+        figures = whole(self)
         if self.progress.step == step:
             raise RuntimeError("crashed")
+        return figures
 
-    monkeypatch.setattr(Trainer, "_report", report)
+    monkeypatch.setattr(Trainer, "report", report)

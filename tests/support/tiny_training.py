@@ -100,6 +100,7 @@ def options(out: Path, **changes: Any) -> RunOptions:
             make(home / name)
     changes.pop("made", None)
     values: dict[str, Any] = {"data": [home / "data"], "out": out, "model": str(home / "plain"), "encoder": ENCODER}
+    values["valid_share"] = 0.0
     return RunOptions(**{**values, **changes})
 
 

@@ -34,6 +34,7 @@ FLAGS = {
     "encoder-layers": 1,
     "encoder-heads": 2,
     "encoder-intermediate-size": 16,
+    "valid-share": 0,
 }
 
 

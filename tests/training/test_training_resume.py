@@ -137,6 +137,7 @@ def command(out: Path) -> list[str]:
         "encoder-layers": 1,
         "encoder-heads": 2,
         "encoder-intermediate-size": 16,
+        "valid-share": 0,
     }
     return [sys.executable, "-m", "mlx_zip", "train", *(str(x) for k, v in values.items() for x in (f"--{k}", v))]
 

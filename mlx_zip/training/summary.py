@@ -1,0 +1,99 @@
+"""What a run says of itself: a header when it begins; when it is finished, what its figures mean and what is next."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+from mlx_lm.utils import get_total_parameters
+
+from mlx_zip.layout import is_zip
+from mlx_zip.training.checkpoint import Progress
+from mlx_zip.training.metrics import read_metrics
+from mlx_zip.training.progress_bar import duration
+from mlx_zip.training.settings import ADAPTER, RunOptions
+from mlx_zip.training.trainer import Data, Trainer
+
+FEW_BASE_IDS = 1_000_000  # below which new hyper-encoders have hardly begun to pay
+PASSES = 4  # over the data, beyond which a rising validation loss is called too little data
+FALLS = 0.005  # share by which the last validation must be better than the one before to be called still falling
+
+
+def header(trainer: Trainer, what: str) -> list[str]:
+    """What is trained, in words, its parameters, the device, the data, and the step that a run goes on from."""
+    trained = sum(array.size for _, array in tree_flatten(trainer.trainee.trainable_parameters()))
+    total = get_total_parameters(trainer.trainee)
+    lines = [
+        f"training {what}: {trained:,} of {total:,} parameters; device: {mx.default_device().type.name}",
+        f"data: {_counts(trainer.data)}"
+        + (f"; held out: {_counts(trainer.valid)}" if trainer.valid is not None else "; nothing held out"),
+    ]
+    if trainer.progress.step:
+        lines.append(f"resuming at step {trainer.progress.step:,} of {trainer.settings.iters:,}")
+    return lines
+
+
+def _counts(data: Data) -> str:
+    usable = data.lengths >= 2
+    base_ids, ids = int(data.base_ids[usable].sum()), int(data.lengths[usable].sum())
+    return f"{int(usable.sum()):,} samples, {base_ids:,} base ids ({base_ids / max(ids, 1):.2f} per id)"
+
+
+def closing(trainer: Trainer, options: RunOptions) -> list[str]:
+    """What a finished run's figures mean, hints, and the commands to go on with."""
+    done = trainer.progress
+    passes = done.seen_samples / max(1, int((trainer.data.lengths >= 2).sum()))
+    lines = [
+        f"{done.step:,} steps in {duration(done.seconds)}: {done.seen_samples:,} samples read, {passes:.1f} times the "
+        f"data, {done.seen_base_ids:,} base ids"
+    ]
+    log = read_metrics(options.out)
+    bits = [line["val_bits_per_byte"] for line in log if isinstance(line.get("val_bits_per_byte"), float)]
+    lines += _quality(log, bits) if bits else ["no validation data: how the model does on other text is not known"]
+    lines += [f"hint: {hint}" for hint in hints(bits, passes, done, new_encoders=is_zip(trainer.trainee.model))]
+    return lines + _next_commands(options, done)
+
+
+def _quality(log: list[dict[str, Any]], bits: list[float]) -> list[str]:
+    last = next(line for line in reversed(log) if "val_bits_per_byte" in line)
+    base = next((line["base_bits_per_byte"] for line in log if "base_bits_per_byte" in line), None)
+    lines = [f"held-out text: {bits[-1]:.4f} bits per byte"]
+    if base is not None:
+        gap = bits[-1] - base
+        better = "lower is better" if gap > 0 else "better than before training"
+        lines[0] += f"; before training, without hypertokens: {base:.4f} (gap {gap:+.4f}, {gap / base:+.1%}; {better})"
+    if (per_step := last.get("val_base_tokens_per_step")) is not None:
+        lines.append(f"each step of the model covers {per_step:.2f} base tokens of that text on average")
+    return lines
+
+
+def hints(bits: list[float], passes: float, done: Progress, new_encoders: bool) -> list[str]:
+    """Plain advice on steps and data. bits: validations in their order; passes: over the data."""
+    found = []
+    if len(bits) > 1 and bits[-1] < bits[-2] * (1 - FALLS):
+        found.append(f"the validation figure still falls: the same command with --iters {2 * done.step} goes on")
+    if len(bits) > 1 and bits[-1] > min(bits) * (1 + FALLS) and passes > PASSES:
+        found.append(
+            f"the validation figure has risen again after {passes:.0f} passes: more data would help, or fewer steps"
+        )
+    if passes < 1:
+        found.append(f"only {passes:.0%} of the data were read: more --iters would use the rest")
+    if new_encoders and done.seen_base_ids < FEW_BASE_IDS:
+        found.append(
+            f"hyper-encoders trained on fewer than {FEW_BASE_IDS:,} base ids are a trial run: expect a gap to the base"
+        )
+    return found
+
+
+def _next_commands(options: RunOptions, done: Progress) -> list[str]:
+    if options.save == ADAPTER:
+        folder = shlex.quote(str(options.out / ADAPTER))
+        return [f"next: mlx_zip convert --hf-path {folder} --mlx-path FOLDER puts it together with its base"]
+    folder = shlex.quote(str(options.out / "model"))
+    base = f"{shlex.quote(options.model)} " if options.model else ""
+    return [
+        f"next: mlx_zip generate --model {folder} --prompt TEXT",
+        f"      mlx_zip evaluate --model {base}{folder} --data FILE",
+    ]
