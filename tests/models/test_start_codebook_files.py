@@ -165,10 +165,11 @@ def test_a_folders_starting_codebook_is_loaded_also_by_mlx_lm_and_kept_when_conv
 def test_the_command_compress_keeps_the_models_start_entries() -> None:
     from types import SimpleNamespace
 
-    from mlx_zip.cli.compression import Vocabulary, codec_params
+    from mlx_zip.cli.compression import codec_params
+    from mlx_zip.text.vocabularies import Vocabulary
 
     own = ModelArgs({"zip2zip": section(start=ENTRIES)}).zip_config.codec_params
-    vocabulary = Vocabulary(list, str, 40, frozenset({0}), own)
+    vocabulary = Vocabulary("ids", 40, "none", list, str, str, frozenset({0}))
     for disabled in (None, ["specials"]):
         flags = SimpleNamespace(merge_size=None, codebook_size=None, disabled=disabled, policy=None)
-        assert codec_params(vocabulary, flags).start == ENTRIES
+        assert codec_params(vocabulary, own, flags).start == ENTRIES
