@@ -42,7 +42,7 @@ class Cell(NamedTuple):
 
 def main() -> int:
     """Draws the picture; returns the exit status."""
-    parser = Parser(prog="python -m mlx_zip.apps.picture", description=__doc__.split("\n\n")[0])
+    parser = Parser(prog="python -m mlx_zip.apps.picture", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--model", default=DEFAULT, help=f"model folder, hub id or bundled model (default: {DEFAULT})")
     parser.add_argument("--prompt", default=PROMPT, help=f"the request (default: {PROMPT!r})")
     parser.add_argument("--out", default="docs/pictures/answer.svg", help="SVG file (default: %(default)s)")
