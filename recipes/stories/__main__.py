@@ -13,7 +13,9 @@ from mlx_zip import bundled
 from mlx_zip.arguments import Parser
 from mlx_zip.errors import MlxZipError
 
-from .recipe import STAGES, Recipe, in_process_of_its_own, install
+from .bundle import install
+from .recipe import STAGES, run
+from .runner import Recipe, in_process_of_its_own
 from .settings import SCALES
 from .texts import needs
 
@@ -29,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     call = partial(in_process_of_its_own, trainers=args.processes)
     recipe = Recipe(settings, data, out, check=not args.no_checksum, call=call)
     try:
-        recipe.run(args.stage)
+        run(recipe, args.stage)
         if args.install:
             install(recipe, bundled.FOLDER)
     except MlxZipError as error:

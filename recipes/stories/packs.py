@@ -13,16 +13,14 @@ import random
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mlx_zip.errors import DataError
 from mlx_zip.files import whole_folder
 
 from .requests import write_jsonl
+from .runner import Recipe
 from .settings import Flags, PackSettings, Round, Texts
-
-if TYPE_CHECKING:
-    from .recipe import Recipe
 
 OWN = "own"  # the pack that the model is to begin with
 TEXTS, PACKS, WINDOWS = "pack-texts", "packs", "prepared"

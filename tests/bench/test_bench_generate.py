@@ -313,7 +313,7 @@ def test_without_a_counter_there_are_no_joules(tmp_path, monkeypatch):
         (["--warmup", "-1"], "--warmup must be at least 0"),
         (["--text", "code=none.txt"], "expected DOMAIN=FILE"),
         (["--data", "nowhere"], "no text in code/"),
-        (["--tokenizer", "nowhere"], "--tokenizer nowhere cannot be read"),
+        (["--tokenizer", "nowhere"], "nowhere: no folder with a tokenizer, no tokenizer file"),
         (["--model", "stories"], "name a model"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The ablations: every setting is measured once and on the same text; figures and page come from the lines."""
+"""The ablations: every setting is measured once and on the same text; figures and tables come from the lines."""
 
 from __future__ import annotations
 
@@ -16,12 +16,8 @@ from mlx_lm.models import llama
 from mlx_lm.utils import save_config, save_model
 
 from mlx_zip.bench.papers.zip2zip import ablations
-from mlx_zip.bench.papers.zip2zip.ablation_page import page
-from mlx_zip.bench.papers.zip2zip.ablation_results import (
-    Results,
-    read_lines,
-    read_remarks,
-)
+from mlx_zip.bench.papers.zip2zip.ablation_results import Results, read_lines
+from mlx_zip.bench.papers.zip2zip.ablation_tables import setup
 from mlx_zip.bench.papers.zip2zip.ablations import LINES, Setting, settings
 from mlx_zip.errors import MlxZipError
 from mlx_zip.evaluation.bits import measure_bits
@@ -95,9 +91,9 @@ def flags(home: Path, out: Path, *more: str) -> argparse.Namespace:
 
 @pytest.fixture(scope="module")
 def done(home):
-    """The folder of a finished run with its page."""
+    """The folder of a finished run."""
     out = home / "out"
-    assert ablations.run(flags(home, out, "--write-docs", str(home / "page.md"))) == 0
+    assert ablations.run(flags(home, out)) == 0
     return out
 
 
@@ -148,7 +144,7 @@ def test_entries_count_only_from_the_id_on_that_made_them(done):
 def test_a_lines_figures_are_those_of_the_model_it_left(home, done):
     model, tokenizer = load(str(done / "runs" / "m3-averaging-seed0" / "model"))
     documents = read_corpus([home / "far.jsonl"]).documents
-    expected = measure_bits(model, cut_windows(tokenizer, documents, 32, pack=True)).bits_per_byte
+    expected = measure_bits(model, cut_windows(tokenizer, documents, 32, fill_windows=True)).bits_per_byte
     line = read_lines(done / LINES)[-1]
     assert line["texts"]["far.jsonl"]["bits_per_byte"] == pytest.approx(expected, abs=1e-6)
 
@@ -238,7 +234,7 @@ def test_a_zip2zip_model_is_no_base(home, done, tmp_path):
         ablations.run(flags(home, tmp_path / "out", "--model", str(model)))
 
 
-def test_without_a_model_and_a_page_there_is_nothing_to_do():
+def test_without_a_model_there_is_nothing_to_do():
     with pytest.raises(MlxZipError, match="--model is missing"):
         ablations.run(parse())
 
@@ -283,13 +279,6 @@ def test_a_line_without_its_figures_is_named(done, tmp_path, part, value):
         read_lines(tmp_path / LINES)
 
 
-def test_a_page_is_not_overwritten_from_a_folder_without_results(tmp_path):
-    (tmp_path / "page.md").write_text("measured")
-    with pytest.raises(MlxZipError, match="holds no results"):
-        ablations.run(parse("--out", tmp_path / "typo", "--write-docs", tmp_path / "page.md"))
-    assert (tmp_path / "page.md").read_text() == "measured"
-
-
 def test_lines_of_two_conditions_do_not_compare(done):
     lines = read_lines(done / LINES)
     lines[1]["conditions"] = {**lines[1]["conditions"], "iters": 3}
@@ -297,38 +286,16 @@ def test_lines_of_two_conditions_do_not_compare(done):
         Results(lines)
 
 
-# ---- figures, tables, page
+# ---- figures, tables
 
 
-def test_both_figures_are_drawn_with_the_run_and_beside_the_page(home, done):
-    for path in (done / "figure5.png", done / "figure6.png", home / "ablations-figure5.png"):
+def test_both_figures_are_drawn_with_the_run(done):
+    for path in (done / "figure5.png", done / "figure6.png"):
         assert path.read_bytes().startswith(b"\x89PNG")
-    assert "![Training loss](ablations-figure5.png)" in (home / "page.md").read_text()
 
 
-def test_the_page_is_a_function_of_the_lines(home, done):
-    expected = page(Results(read_lines(done / LINES)), ["ablations-figure5.png", "ablations-figure6.png"])
-    assert (home / "page.md").read_text() == expected
-    assert "- Base: base, " in expected
-
-
-def test_remarks_beside_the_lines_are_the_pages_section_why(done, tmp_path):
-    lines = Path(shutil.copy(done / LINES, tmp_path))
-    (tmp_path / "ablations.md").write_text("Because so few steps were run.\n")
-    assert ablations.run(parse("--out", tmp_path, "--write-docs", tmp_path / "page.md")) == 0
-    text = (tmp_path / "page.md").read_text()
-    assert "## Why\n\nBecause so few steps were run.\n\n## All figures" in text
-    pictures = ["ablations-figure5.png", "ablations-figure6.png"]
-    assert text == page(Results(read_lines(lines)), pictures, read_remarks(lines))
-
-
-def test_a_page_without_lines_says_so_and_holds_the_papers_numbers(tmp_path, monkeypatch):
-    monkeypatch.setattr(ablations, "RECORDS", tmp_path / "none.jsonl")
-    assert ablations.run(parse("--write-docs", tmp_path / "page.md")) == 0
-    text = (tmp_path / "page.md").read_text()
-    assert "No run is recorded yet" in text
-    assert "| 2 | 1.96 | 2.21 | 2.55 | 2.22 | 75.30 |" in text
-    assert "Where we differ" not in text
+def test_the_setup_names_the_base_of_the_lines(done):
+    assert "| base | base, " in setup(Results(read_lines(done / LINES)))
 
 
 def test_lines_are_written_whole_after_every_setting(home, tmp_path, monkeypatch):

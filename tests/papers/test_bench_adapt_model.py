@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from mlx_zip.bench import __main__ as bench
-from mlx_zip.bench.papers.adaptbpe.adapt_figure import draw
-from mlx_zip.bench.papers.adaptbpe.tables import TABLES, groups
+from mlx_zip.bench.papers.adaptbpe.figure import picture
+from mlx_zip.bench.papers.adaptbpe.lines import groups
+from mlx_zip.bench.papers.adaptbpe.tables import TABLES
 from mlx_zip.bench.records import Records
 from mlx_zip.bench.shapes import from_folders, sliced
 from mlx_zip.errors import MlxZipError
@@ -112,27 +113,27 @@ def test_a_sliced_model_has_the_full_ones_logits_bit_for_bit(tmp_path, bits):
 def test_the_figure_is_drawn_from_the_record_the_same_each_time(tmp_path):
     pytest.importorskip("matplotlib")
     for name in ("a.svg", "b.svg"):
-        draw(tmp_path / name)
+        assert bench.main(["adapt_model", "--plot", str(tmp_path / name)]) == 0
     first = (tmp_path / "a.svg").read_bytes()
     assert first == (tmp_path / "b.svg").read_bytes()
     assert b"merges kept" in first
     assert not list(tmp_path.glob("*.part*"))
 
 
-def test_nothing_is_drawn_of_an_empty_record_or_to_a_place_that_is_not_there(tmp_path):
+def test_nothing_is_drawn_of_an_empty_record_or_to_a_place_that_is_not_there(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     (tmp_path / "bench/records").mkdir(parents=True)
     (tmp_path / "bench/records/adapt_model.jsonl").write_text("")
     with pytest.raises(MlxZipError, match="has no line to draw"):
-        draw(tmp_path / "a.svg", tmp_path)
-    with pytest.raises(MlxZipError, match="cannot be written"):
-        draw(tmp_path / "missing" / "a.svg")
+        picture(Records(tmp_path))
+    assert bench.main(["adapt_model", "--plot", str(tmp_path / "missing" / "a.svg")]) == 2
+    assert "cannot be written" in capsys.readouterr().err
 
 
 def test_the_tables_hold_every_line_of_the_record(lines, tmp_path):
     folder = tmp_path / "bench/records"
     folder.mkdir(parents=True)
-    for name in ("adaptbpe", "adapt_step"):
+    for name in ("adaptbpe", "adaptbpe-wide", "adapt_step"):
         shutil.copy(Records(REPO).files[name], folder)
     (folder / "adapt_model.jsonl").write_text("\n".join(map(json.dumps, lines)))
     made = {name: of(Records(tmp_path)) for name, of in TABLES.items()}

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from mlx_zip.bench.__main__ import main
-from mlx_zip.bench.papers.multitok import classifier, classify, classify_page, classify_texts
-from mlx_zip.bench.papers.multitok.classify_texts import Setting
+from mlx_zip.bench.papers.multitok import classifier, classify, classify_tables, labelled
+from mlx_zip.bench.papers.multitok.labelled import Setting
 from mlx_zip.errors import DataError, MlxZipError
 from mlx_zip.vocab.multitok import Samples, Words
 
@@ -93,17 +93,17 @@ def test_units_are_berts_word_pieces_where_asked(data, capsys):
 def test_phrases_change_ids_but_no_text():
     train, test = ([text.split() for text, _ in part] for part in (TEXTS, TEXTS[:2]))
     units = Words.in_order(train)
-    encoded = classify_texts.encode(Setting.parse("100,2-2,>=2"), units, train, test)
+    encoded = labelled.encode(Setting.parse("100,2-2,>=2"), units, train, test)
     assert encoded.train.ids.min() == 1
     assert encoded.train.ids.max() == encoded.trained < encoded.used <= encoded.rows
     assert len(encoded.train) == 4
-    plain = classify_texts.encode(Setting.parse("plain"), units, train, test)
+    plain = labelled.encode(Setting.parse("plain"), units, train, test)
     assert [[units.words[i - 1] for i in ids] for ids in plain.train.lists()] == train
 
 
 def test_rows_that_only_the_judged_texts_hold_come_last():
     train, test = [["b", "c"]], [["a", "c", "d"]]
-    encoded = classify_texts.encode(Setting.parse("plain"), Words(("a", "b", "c", "d")), train, test)
+    encoded = labelled.encode(Setting.parse("plain"), Words(("a", "b", "c", "d")), train, test)
     assert (encoded.train.lists(), encoded.test.lists()) == ([[1, 2]], [[3, 2, 4]])
     assert (encoded.trained, encoded.used, encoded.rows) == (2, 5, 5)
 
@@ -113,8 +113,7 @@ def test_rows_without_a_gradient_may_as_well_not_be_trained():
     ids = Samples.of([[1, 2], [2, 1, 1], [1], [2, 2]])
     judged, answers = Samples.of([[1, 3], [4, 2]]), [np.array([0, 1, 0, 1]), np.array([0, 1])]
     told = [
-        classifier.learn(classify_texts.Encoded(ids, judged, trained, 5, 5, 1.0), answers, 2, 0, args)
-        for trained in (2, 4)
+        classifier.learn(labelled.Encoded(ids, judged, trained, 5, 5, 1.0), answers, 2, 0, args) for trained in (2, 4)
     ]
     for name in ("loss", "accuracies", "aucs"):
         assert told[0][name] == told[1][name]
@@ -158,16 +157,16 @@ def test_settings_that_are_none_are_named(setting):
 def test_a_line_without_a_label_is_named(data):
     (data / "wrong.jsonl").write_text('{"text": "a", "label": 1}\n{"text": "b"}\n')
     with pytest.raises(DataError, match=r"wrong\.jsonl, line 2"):
-        classify_texts.read_labelled(data / "wrong.jsonl")
+        labelled.read_labelled(data / "wrong.jsonl")
     with pytest.raises(DataError, match=r"none\.tsv"):
-        classify_texts.read_labelled(data / "none.tsv")
+        labelled.read_labelled(data / "none.tsv")
 
 
 @pytest.mark.parametrize("line", ['{"text": "a", "label": 1e400}', "[" * 100_000, "[1]"])
 def test_a_line_that_can_be_no_label_is_named(data, line):
     (data / "wrong.jsonl").write_text(line)
     with pytest.raises(DataError, match=r"wrong\.jsonl, line 1"):
-        classify_texts.read_labelled(data / "wrong.jsonl")
+        labelled.read_labelled(data / "wrong.jsonl")
 
 
 @pytest.mark.parametrize("line", ["[1]", "3", "[" * 100_000])
@@ -188,7 +187,7 @@ def test_the_paper_s_sizes_are_the_defaults():
 
 def test_a_text_may_hold_other_ends_of_lines(data):
     (data / "odd.jsonl").write_text(json.dumps({"text": "one\u0085two", "label": 1}, ensure_ascii=False) + "\n")
-    assert classify_texts.read_labelled(data / "odd.jsonl").texts == ("one\u0085two",)
+    assert labelled.read_labelled(data / "odd.jsonl").texts == ("one\u0085two",)
 
 
 @pytest.mark.parametrize(
@@ -214,12 +213,12 @@ def test_what_cannot_be_is_told_before_any_training(data, capsys, flags, told, m
 def test_a_table_has_the_papers_figures_and_the_spread_over_seeds(data, capsys):
     (data / "imdb.tsv").write_text((data / "train.tsv").read_text())
     told = lines(data, capsys, "--train", data / "imdb.tsv", "--settings", "plain", "50,2-1", "--seeds", 1, 2)
-    rows = classify_page.classified(told, of_paper=True).splitlines()[2:]
+    rows = classify_tables.classified(told, of_paper=True).splitlines()[2:]
     assert [row.split(" | ")[1:3] for row in rows] == [["plain", "2"], ["50,2-1", "2"]]
     assert "| 0.743 |" in rows[1]
     accuracies = [line["accuracy"] for line in told if line["setting"] == "plain"]
     assert f"({min(accuracies):.3f}-{max(accuracies):.3f})" in rows[0]
-    assert len(classify_page.classified(told, of_paper=False).splitlines()) == 2
+    assert len(classify_tables.classified(told, of_paper=False).splitlines()) == 2
 
 
 def test_the_figure_is_drawn_from_a_record_and_the_same_each_time(data, capsys):

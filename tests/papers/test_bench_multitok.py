@@ -1,21 +1,18 @@
-"""`bench multitok`: its records hold what they promise, and the page's tables are those of the record (nothing timed is
-judged here).
-"""
+"""`multitok`: its records hold what they promise, and tables are made of them (nothing timed is judged here)."""
 
 import json
-import subprocess
-import sys
+from contextlib import redirect_stdout
+from io import StringIO
 
 import pytest
 
-from mlx_zip.bench.papers.multitok import multitok
-from mlx_zip.bench.papers.multitok.multitok_page import RECORDS, read_lines, write_page, written
-from mlx_zip.errors import DataError
+from mlx_zip.bench.papers.multitok import phrases, tables
+from mlx_zip.bench.records import Records
 from mlx_zip.vocab.multitok import Dictionary, Samples, Settings, Tokens
-from support.places import DOCS
+from support import tiny_bench
+from support.places import REPO
 from support.tiny_vocabularies import write_pair
 
-PAGE = DOCS / "multitok.md"
 SAMPLES = ["the cat and the dog and the cat and the dog", "the cat and the dog", "a cat and the dog", "the dog"]
 
 
@@ -28,21 +25,10 @@ def texts(tmp_path_factory):
 
 
 def bench(texts, *flags):
-    command = [
-        sys.executable,
-        "-m",
-        "mlx_zip.bench",
-        "multitok",
-        "--text",
-        texts / "some.jsonl",
-        "--held-out",
-        texts / "others.jsonl",
-        "--trials",
-        "2",
-        *flags,
-    ]
-    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=True)
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    files = ("--text", texts / "some.jsonl", "--held-out", texts / "others.jsonl")
+    with redirect_stdout(StringIO()) as out:
+        assert tiny_bench.run("multitok", *files, "--trials", 2, *flags) == 0
+    return [json.loads(line) for line in out.getvalue().splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -96,29 +82,25 @@ def test_a_tokenizers_ids_get_ratios_alone(texts, tmp_path):
 def test_the_plain_encoder_gives_the_librarys_ids():
     samples = [tuple(sample) for sample in ([0, 1, 0, 1, 0, 1, 0], [1, 1, 1, 1, 1], [], [2])]
     for window in (0, 1, 2, 3):
-        known, ids = multitok.plain_train(samples, 3, window)
+        known, ids = phrases.plain_train(samples, 3, window)
         dictionary = Dictionary(Settings(Tokens(3), window))
         assert dictionary.train(Samples.of([list(sample) for sample in samples])).lists() == ids
         assert dictionary.phrases == [(id, run) for run, id in known.items() if len(run) > 1]
         for sample in samples:
-            assert multitok.plain_encode(known, sample) == dictionary.encode(list(sample)).tolist()
+            assert phrases.plain_encode(known, sample) == dictionary.encode(list(sample)).tolist()
 
 
-def test_the_pages_tables_are_those_of_the_record():
-    assert written(PAGE.read_text(), read_lines(RECORDS)) == PAGE.read_text()
+def test_every_table_is_made_of_the_kept_records():
+    records = Records(REPO)
+    assert all(len(make(records).splitlines()) > 2 for make in tables.TABLES.values())
 
 
-def test_every_table_of_the_page_has_rows_of_a_small_run_too(records, texts, tmp_path):
+def test_a_small_runs_lines_make_tables_too(records, texts, tmp_path):
+    root = tmp_path / "checkout"
+    (root / "bench" / "records").mkdir(parents=True)
     lines = [*records, *bench(texts, "--tokenizer", write_pair(tmp_path))]
-    text = written(PAGE.read_text(), lines)
-    assert text != PAGE.read_text()
-    assert text.count(f"| {lines[-1]['data']['units_are']} | ") == 4
-
-
-def test_a_record_that_cannot_be_read_leaves_the_page(tmp_path):
-    (tmp_path / "page.md").write_text("words")
-    (tmp_path / "record.jsonl").write_text("{")
-    for name in ("record.jsonl", "none.jsonl"):
-        with pytest.raises(DataError, match=name):
-            write_page(tmp_path / "page.md", [tmp_path / name])
-    assert (tmp_path / "page.md").read_text() == "words"
+    (root / "bench" / "records" / "multitok.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    made = {name: tables.TABLES[f"multitok-{name}"](Records(root)) for name in ("speed", "ratios", "pruned", "cascade")}
+    assert made["cascade"].count(f"| {lines[-1]['data']['units_are']} | ") == 4
+    assert made["pruned"].count("| reencode |") == 4
+    assert made["speed"].count("| encode, pruned, ") == 4

@@ -11,7 +11,8 @@ import pytest
 
 from recipes.stories import __main__ as main
 from recipes.stories import packs
-from recipes.stories.recipe import as_words, in_process_of_its_own, measures
+from recipes.stories.bundle import measures
+from recipes.stories.runner import as_words, in_process_of_its_own
 from recipes.stories.settings import FULL, TINY
 
 
@@ -26,7 +27,7 @@ signal.signal(signal.SIGTERM, lambda *_: (print('saved', flush=True), sys.exit(1
 print('up', flush=True)
 time.sleep(60)
 """
-PARENT = "import sys; from pathlib import Path; from recipes.stories.recipe import in_process_of_its_own as run; "
+PARENT = "import sys; from pathlib import Path; from recipes.stories.runner import in_process_of_its_own as run; "
 
 
 def test_a_command_runs_in_the_folder_and_gives_its_status(tmp_path):

@@ -19,8 +19,10 @@ from mlx_zip.generate import generate, load
 from mlx_zip.vocab.packs import load_pack
 from recipes.stories import __main__ as main
 from recipes.stories import packs
-from recipes.stories import recipe as recipes
-from recipes.stories.recipe import STAGES, TRAIN_SETS, Recipe, card, install
+from recipes.stories.base import TRAIN_SETS
+from recipes.stories.bundle import card, install
+from recipes.stories.recipe import STAGES, run
+from recipes.stories.runner import Recipe
 from recipes.stories.settings import TINY
 from recipes.stories.texts import SOURCES
 from support.stories_toy import corpus
@@ -54,7 +56,7 @@ def made(tmp_path_factory):
     """A finished run -> (recipe, names of what it ran); `recipe.call.calls` has them with their flags."""
     folder, here = tmp_path_factory.mktemp("stories"), Here()
     recipe = Recipe(TINY, corpus(folder / "data"), folder / "out", check=False, call=here, say=lambda _: None)
-    recipe.run()
+    run(recipe)
     return recipe, here.ran
 
 
@@ -217,9 +219,9 @@ def test_bits_per_byte_of_control_base_zip_and_bundle_are_measured_on_every_text
 def test_control_and_zip_model_see_the_same_text(made):
     seen = {}
     packed, control = (runs[-1] for runs in packs.runs(TINY.packs).values())
-    for run in ("zip", "control", packed, control):
-        lines = (made[0].out / f"runs/{run}/metrics.jsonl").read_text().splitlines()
-        seen[run] = [json.loads(line)["seen_base_ids"] for line in lines if "seen_base_ids" in line][-1]
+    for name in ("zip", "control", packed, control):
+        lines = (made[0].out / f"runs/{name}/metrics.jsonl").read_text().splitlines()
+        seen[name] = [json.loads(line)["seen_base_ids"] for line in lines if "seen_base_ids" in line][-1]
     assert seen["zip"] == seen["control"]
     assert seen[packed] == pytest.approx(seen[control], rel=0.2)  # as many windows, in another order
 
@@ -239,14 +241,14 @@ def test_a_round_goes_on_where_the_one_before_it_ended_and_the_last_two_are_cano
 
 def test_a_finished_recipe_runs_nothing_again(again):
     recipe, ran = again
-    recipe.run()
+    run(recipe)
     assert ran == []
 
 
 def test_what_is_missing_is_made_again_and_nothing_else(again):
     recipe, ran = again
     shutil.rmtree(recipe.out / "runs/control/model")
-    recipe.run()
+    run(recipe)
     assert ran == ["train"]
 
 
@@ -254,43 +256,43 @@ def test_one_stage_can_be_asked_for(again):
     recipe, ran = again
     shutil.rmtree(recipe.out / "figures")
     shutil.rmtree(recipe.out / "bundle")
-    recipe.run(["bundle"])
+    run(recipe, ["bundle"])
     assert ran == ["convert"]  # with its pack; the control is copied
 
 
 def test_an_unknown_stage_is_named(again):
     with pytest.raises(DataError, match="--stage: cook is none of texts, tokenizer"):
-        again[0].run(["cook"])
+        run(again[0], ["cook"])
 
 
 def test_other_settings_do_not_mix_into_the_same_folder(again):
     with pytest.raises(DataError, match="holds what other settings made"):
-        replace(again[0], settings=replace(TINY, seed=1)).run()
+        run(replace(again[0], settings=replace(TINY, seed=1)))
 
 
 def test_what_nothing_says_the_origin_of_is_not_taken_over(again):
     (again[0].out / "recipe.json").unlink()
     with pytest.raises(DataError, match=r"has bundle, but no recipe\.json"):
-        again[0].run()
+        run(again[0])
 
 
 def test_a_folder_in_which_nothing_was_made_takes_other_settings(tmp_path):
     out = tmp_path / "out"
     for settings in (TINY, replace(TINY, seed=1)):
         with pytest.raises(DataError, match=r"none.*synth_t1"):
-            Recipe(settings, tmp_path / "none", out, call=Here(), say=lambda _: None).run(["texts"])
+            run(Recipe(settings, tmp_path / "none", out, call=Here(), say=lambda _: None), ["texts"])
     assert json.loads((out / "recipe.json").read_text())["settings"]["seed"] == 1
 
 
 def test_a_record_of_depth_without_end_is_told(again):
     (again[0].out / "recipe.json").write_text("[" * 100_000)
     with pytest.raises(DataError, match=r"recipe\.json cannot be read"):
-        again[0].run()
+        run(again[0])
 
 
 def test_checked_and_unchecked_texts_do_not_mix_into_the_same_folder(again):
     with pytest.raises(DataError, match="was begun with --no-checksum; call it so"):
-        replace(again[0], check=True).run()
+        run(replace(again[0], check=True))
 
 
 def test_a_command_that_fails_ends_the_recipe(again):
@@ -298,7 +300,7 @@ def test_a_command_that_fails_ends_the_recipe(again):
     shutil.rmtree(recipe.out / "runs/zip/model")
     failing = replace(recipe, call=lambda *_: 2)
     with pytest.raises(TrainingError, match="mlx_zip train ended with status 2"):
-        failing.run()
+        run(failing)
 
 
 @pytest.mark.parametrize("status", [130, 143, -signal.SIGINT, -signal.SIGTERM])
@@ -306,7 +308,7 @@ def test_a_command_that_was_told_to_stop_stops_the_recipe(again, status):
     recipe, _ = again
     shutil.rmtree(recipe.out / "runs/zip/model")
     with pytest.raises(KeyboardInterrupt):
-        replace(recipe, call=lambda *_: status).run()
+        run(replace(recipe, call=lambda *_: status))
 
 
 def test_installing_puts_the_whole_bundle_in_place(again, tmp_path):
@@ -327,7 +329,7 @@ def test_without_a_bundle_nothing_is_installed(again, tmp_path):
 
 
 def test_the_command_installs_what_it_made(made, monkeypatch, tmp_path):
-    monkeypatch.setattr(recipes.Recipe, "run", lambda *_: None)
+    monkeypatch.setattr(main, "run", lambda *_: None)
     monkeypatch.setattr("mlx_zip.bundled.FOLDER", tmp_path / "bundle")
     flags = ["--data", str(made[0].data), "--out", str(made[0].out), "--scale", "tiny", "--install"]
     assert main.main(flags) == 0

@@ -1,21 +1,27 @@
-"""The tables of docs/adaptbpe.md, from the records of `bench adaptbpe`, `adapt_model` and `adapt_step`."""
+"""The tables and the picture of the AdaptBPE report, from the records of `adaptbpe`, `adapt_model` and `adapt_step`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
+from mlx_zip.bench.records import Records, machines
 from mlx_zip.bench.tables import table
 
-Line = dict[str, Any]
-TEXTS = {"pubmedqa": "PubMedQA", "mbpp": "MBPP code", "ud_fr": "UD French", "ud_oc": "UD Occitan", "stories": "stories"}
+from .figure import picture
+from .lines import METHODS, TEXTS, Line, groups
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+RECORDS = ("adaptbpe", "adaptbpe-wide", "adapt_model", "adapt_step")
+LISTS = {"gpt2": "GPT-2", "cl100k_base": "cl100k"}
 COLUMNS = {"first_k": "first-k", "top_k": "top-k", "replay": "adapted"}  # keys of `bench adaptbpe`
-METHODS = {"first-k": "first-k", "top-k": "top-k", "adapt": "adapted"}
 PRECISIONS = {"8": "8 bit", "4": "4 bit", "16": "16 bit"}
 CLOCKS = {"processor_ms": "processor's time", "wall_ms": "wall's clock"}
 
 
-def _utility(records: Any) -> str:
+def _utility(records: Records) -> str:
     rows, shown = [], ""
     for line in _of(records, "adaptbpe", "utility"):
         first = line["text"] != shown
@@ -33,7 +39,7 @@ def _best(values: Sequence[float]) -> list[str]:
     return [f"**{value:.4f}**" if alone and value == top else f"{value:.4f}" for value in values]
 
 
-def _speed(records: Any) -> str:
+def _speed(records: Records) -> str:
     ways = ("tokenizers", "whole_list", "whole_list_fresh", "adapted", "adapted_fresh")
     lines = _of(records, "adaptbpe", "encoding")
     rows = [[f"{TEXTS[line['text']]} ({line['bytes']:,})", *(_spread(line[way]) for way in ways)] for line in lines]
@@ -42,7 +48,7 @@ def _speed(records: Any) -> str:
     return table(header, rows)
 
 
-def _of(records: Any, name: str, what: str) -> list[Line]:
+def _of(records: Records, name: str, what: str) -> list[Line]:
     return [line for line in records.lines(name) if line["what"] == what]
 
 
@@ -50,20 +56,7 @@ def _spread(figure: Line, digits: int = 1) -> str:
     return f"{figure['median']:.{digits}f} ({figure['min']:.{digits}f}-{figure['max']:.{digits}f})"
 
 
-def groups(lines: Sequence[Line]) -> dict[tuple[str, float], dict[float, dict[str, Line]]]:
-    """Lines of `bench adapt_model` by (text, bytes of the whole model), by share, by method; the whole list's share is
-    1. Lines follow that of their whole model.
-    """
-    found: dict[tuple[str, float], dict[float, dict[str, Line]]] = {}
-    key = ("", 0.0)
-    for line in lines:
-        if line["method"] == "whole list":
-            key = (line["text"], line["file_bytes"])
-        found.setdefault(key, {}).setdefault(line["share"], {})[line["method"]] = line
-    return found
-
-
-def _bits(records: Any) -> str:
+def _bits(records: Records) -> str:
     rows = []
     for (text, n_bytes), shares in groups(records.lines("adapt_model")).items():
         whole = shares[1]["whole list"]
@@ -86,7 +79,7 @@ def _bit(line: Line | None) -> str:
     return "" if line is None else f"{line['bits_per_byte']:.3f} ({line['change']:+.1%})"
 
 
-def _saved(records: Any) -> str:
+def _saved(records: Records) -> str:
     rows = []
     for (text, _), shares in groups(records.lines("adapt_model")).items():
         whole = shares[1]["whole list"]
@@ -98,7 +91,7 @@ def _saved(records: Any) -> str:
     return table(["text, model", "merges kept", *METHODS.values(), "whole list"], rows)
 
 
-def _where(records: Any) -> str:
+def _where(records: Records) -> str:
     rows = []
     for (text, _), shares in groups(records.lines("adapt_model")).items():
         for share, methods in _cut(shares):
@@ -126,7 +119,7 @@ def _told(line: Line) -> list[str]:
     ]
 
 
-def _steps(records: Any) -> str:
+def _steps(records: Records) -> str:
     rows = []
     for line in records.lines("adapt_step"):
         model = f"`{line['model']['name']}`, {PRECISIONS.get(line['model']['precision'], line['model']['precision'])}"
@@ -143,12 +136,26 @@ def _steps(records: Any) -> str:
     return table([*header, *(cell for clock in CLOCKS.values() for cell in (clock, "of the bound"))], rows)
 
 
-TABLES: dict[str, Callable[[Any], str]] = {
+def _over_top_k(records: Records) -> str:
+    """Utility of the adapted list over that of the N most frequent merges, in points, by text and N."""
+    lines = [line for line in records.lines("adaptbpe-wide") if line["what"] == "utility"]
+    sizes = sorted({line["merges"] for line in lines})
+    found: dict[tuple[str, str], dict[int, str]] = {}
+    for line in lines:
+        points = 100 * (line["utility"]["replay"] - line["utility"]["top_k"])
+        found.setdefault((line["base"], line["text"]), {})[line["merges"]] = f"{points:+.2f}"
+    rows = [[LISTS.get(base, base), TEXTS[text], *(row[n] for n in sizes)] for (base, text), row in found.items()]
+    return table(["merge list", "text", *(f"N = {n:,}" for n in sizes)], rows)
+
+
+TABLES: dict[str, Callable[[Records], str]] = {
     "adapt-utility": _utility,
+    "adapt-over-top-k": _over_top_k,
     "adapt-speed": _speed,
     "adapt-bits": _bits,
     "adapt-saved": _saved,
     "adapt-where": _where,
     "adapt-steps": _steps,
+    "adapt-machines": lambda records: machines(records, RECORDS),
 }
-PICTURES = {}
+PICTURES: dict[str, Callable[[Records], Figure]] = {"docs/reports/adaptbpe.svg": picture}

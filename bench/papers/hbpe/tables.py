@@ -1,4 +1,4 @@
-"""Tables and picture of docs/hbpe.md, from the records of `bench hbpe` and `bench hbpe_model`."""
+"""Tables and picture of the H-BPE report, from the records of `bench hbpe` and `bench hbpe_model`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mlx_zip.bench.plots import Curve, Panel, lines
+from mlx_zip.bench.records import machines
 from mlx_zip.bench.tables import table
 
 if TYPE_CHECKING:
@@ -59,6 +60,15 @@ def _codec(records: Any) -> str:
             ]
         )
     header = ["S", "V'", "tokens too long", "learning, ms", "table", "symbols per patch, `stop`", "`full`"]
+    return table(header, rows)
+
+
+def _flops(records: Any) -> str:
+    """GFLOPs of the paper's small model on 8,192 bytes, by patch size: plain BPE, and patches by three counts."""
+    names = ("flops_plain", "flops_patches_paper", "flops_patches_counted", "flops_patches_padded")
+    lines = [line for line in records.lines(CODEC) if line["tokenizer"] == GPT2]
+    rows = [[str(line["patch_size"]), *(f"{line[name] / 1e9:.0f}" for name in names)] for line in lines]
+    header = ["S", "plain BPE", "patches, the paper's count", "with the symbols that there are", "with S symbols"]
     return table(header, rows)
 
 
@@ -192,5 +202,7 @@ TABLES = {
     "hbpe-chinese": _chinese,
     "hbpe-sizes": _sizes,
     "hbpe-cuts": _cuts,
+    "hbpe-flops": _flops,
+    "hbpe-machines": lambda records: machines(records, (CODEC, MODELS)),
 }
-PICTURES = {"docs/hbpe.svg": picture}
+PICTURES = {"docs/reports/hbpe.svg": picture}

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from mlx_zip.vocab.multitok import Samples
 
-from .classify_texts import Encoded
+from .labelled import Encoded
 
 WIDTH, HEADS, HIDDEN, RATE = 100, 2, 200, 0.01
 EPSILONS = (0.1, 0.01)

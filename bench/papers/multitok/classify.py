@@ -4,7 +4,7 @@ A one-layer transformer with random embeddings of its own is trained on labelled
 and seed. Told are accuracy and area under the ROC curve on other texts after every epoch, training loss by epoch,
 C(eps) (definition 2 of the paper: the epochs after which the loss stays below eps for ten, or to the end) in epochs, in
 seconds and in seconds of the processor, rows of the table, tokens. What differs from the paper's set-up (section IV) is
-told where it is done: `.classify_texts`, `.classifier`.
+told where it is done: `.labelled`, `.classifier`.
 
 With --out the lines are a file that is whole after every run; what it holds already is not run again.
 """
@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from mlx_zip.bench.plots import save
 from mlx_zip.bench.record import surroundings
 from mlx_zip.errors import DataError, MlxZipError
 from mlx_zip.files import whole_file
@@ -29,9 +30,10 @@ from mlx_zip.text.vocabularies import read_vocabulary
 from mlx_zip.vocab.multitok import Tokens, Words
 
 from .classifier import RATE, learn
-from .classify_texts import PLAIN, Labelled, Setting, encode, read_labelled
+from .classify_tables import losses
+from .labelled import PLAIN, Labelled, Setting, encode, read_labelled
 
-RECORD = Path(__file__).resolve().parents[2] / "records" / "classify.jsonl"
+RECORD = Path(__file__).resolve().parent / "records" / "classify.jsonl"
 Line = dict[str, Any]
 _COUNTS = ("samples", "test_samples", "words", "epochs", "batch_size")
 _SAME = ("setting", "seed", "words", "epochs", "batch_size", "learning_rate", "data")  # one run, if all are equal
@@ -75,9 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints one JSON line per setting and seed, or adds it to --out. Raises `MlxZipError` before anything long."""
     if args.figure is not None:
-        from .classify_page import draw
-
-        draw(args.figure, read_lines(args.out or RECORD))
+        save(losses(read_lines(args.out or RECORD)), args.figure)
         return 0
     settings = _checked(args)
     done = read_lines(args.out) if args.out and args.out.exists() else []

@@ -1,29 +1,66 @@
-"""The tables of docs/packs.md, from the records `packs`, `pack_quality` and `pack_transfer`."""
+"""The tables and the picture of the report on packs, from the records `packs`, `pack_quality` and `pack_transfer`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from mlx_zip.bench.records import Record, Records
+from mlx_zip.bench.records import Record, Records, machines
 from mlx_zip.bench.tables import table
 
+from .figure import picture
 
-def _packs(records: Records) -> str:
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+CROSSED = 1024  # entries of the packs that are tried on texts of other kinds
+LEARNERS = ("learn", "multitok", "bpe")
+
+
+def _own_kind(records: Records) -> str:
+    """Base ids per id on texts of a pack's own kind, by size, for packs of `vocab pack learn`."""
     lines = records.lines("packs")
-    sizes = [pack["size"] for pack in lines[0]["packs"]]
+    sizes = sorted({pack["size"] for pack in lines[0]["packs"]})
     rows = []
     for line in lines:
-        files = ", ".join(name.split(".")[0] for name in line["test"]["files"])
-        found = {pack["size"]: pack["rate"] for pack in line["packs"]}
-        rows.append(
-            [
-                f"{line['domain']} ({files})",
-                f"{line['train_ids']:,}",
-                f"{line['empty']:.3f}",
-                *(f"{found[size]:.3f}" for size in sizes),
-            ]
-        )
+        test = line["tests"][line["domain"]]
+        rates = [f"{_pack(line, size, 'learn')['rates'][line['domain']]:.3f}" for size in sizes]
+        rows.append([_text(line["domain"], test), f"{line['train_ids']:,}", f"{test['empty']:.3f}", *rates])
     return table(["text", "base ids learned from", "growth alone", *(f"{size:,}" for size in sizes)], rows)
+
+
+def _crossed(records: Records) -> str:
+    """Base ids per id of every domain with every pack of 1,024 entries; the pack's own domain in bold."""
+    lines = records.lines("packs")
+    tests = lines[0]["tests"]
+    rows = [["none: growth alone", *(f"{test['empty']:.3f}" for test in tests.values())]]
+    for line in lines:
+        rates = _pack(line, CROSSED, "learn")["rates"]
+        told = [f"**{rate:.3f}**" if name == line["domain"] else f"{rate:.3f}" for name, rate in rates.items()]
+        rows.append([line["domain"], *told])
+    return table(["pack of", *tests], rows)
+
+
+def _learners(records: Records) -> str:
+    """Base ids per id on texts of a pack's own kind, by learner, and without growth."""
+    rows = []
+    for line in records.lines("packs"):
+        domain = line["domain"]
+        for more in line["retokenized"]:
+            packs = [_pack(line, more["size"], name) for name in LEARNERS]
+            rates = [*(pack["rates"][domain] for pack in packs), packs[0]["static"][domain], more["rates"][domain]]
+            seconds = f"{packs[0]['learned_s']:.1f}"
+            rows.append([domain, f"{more['size']:,}", *(f"{rate:.3f}" for rate in rates), seconds])
+    static = ["`learn`, static", "larger tokenizer"]
+    return table(["text", "entries", *(f"`{name}`" for name in LEARNERS), *static, "s of `learn`"], rows)
+
+
+def _pack(line: Record, size: int, learner: str) -> Record:
+    return next(pack for pack in line["packs"] if (pack["size"], pack["learner"]) == (size, learner))
+
+
+def _text(domain: str, test: Record) -> str:
+    return f"{domain} ({', '.join(name.split('.')[0] for name in test['text']['files'])})"
 
 
 def _pack_quality(records: Records) -> str:
@@ -36,7 +73,7 @@ def _pack_quality(records: Records) -> str:
 
 
 def _scored(line: Record) -> list[str]:
-    """What `bench.pack_quality.scored` tells of a pack."""
+    """The cells of a pack in both tables of bits per byte."""
     return [
         f"{line['base_ids_per_id']:.3f}",
         f"{line['bits_per_byte']:.3f}",
@@ -73,9 +110,14 @@ def _start(line: Record) -> list[str]:
 
 
 TABLES: dict[str, Callable[[Records], str]] = {
-    "packs": _packs,
+    "packs": _own_kind,
+    "packs-crossed": _crossed,
+    "packs-learners": _learners,
+    "packs-machines": lambda records: machines(records, ("packs", "pack_quality", "pack_transfer")),
     "pack-quality": _pack_quality,
     "pack-transfer": _pack_transfer,
     "pack-transfer-written": _pack_transfer_written,
 }
-PICTURES = {}
+PICTURES: dict[str, Callable[[Records], Figure]] = {
+    "docs/reports/packs.svg": lambda records: picture(records.lines("pack_quality"))
+}

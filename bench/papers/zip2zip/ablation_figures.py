@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from mlx_zip.errors import missing_library
-from mlx_zip.files import whole_file
+from mlx_zip.bench.plots import new_figure
+from mlx_zip.bench.records import Records
 
-from .ablation_results import Sweep
+from .ablation_results import Results, Sweep
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 PANELS = ((1, "nats per id"), (2, "bits per byte"))  # where in a point of a curve, what
 
 
-def draw(path: Path, sweep: Sweep) -> None:
-    """One figure as PNG, at `path` whole or not at all; several seeds are several lines of one colour.
+def curves(sweep: Sweep) -> Figure:
+    """Returns the figure of one sweep; several seeds of a setting are several lines of one colour.
 
-    Nats per id are what the paper draws; an id of a compressed text stands for more of it, so bits per byte are what
-    compares. Raises `InstallationError` without matplotlib.
+    Nats per id are what the paper draws. An id of a compressed text stands for more of it, so only bits per byte
+    compare settings. Raises `InstallationError` without matplotlib.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise missing_library("the figure", "matplotlib", extra="bench") from error
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure()
     for panel, (column, label) in zip(figure.subplots(1, 2), PANELS, strict=True):
         for i, (key, lines) in enumerate(sweep.found.items()):
             for j, line in enumerate(lines):
@@ -35,5 +33,10 @@ def draw(path: Path, sweep: Sweep) -> None:
         panel.grid(alpha=0.3)
         panel.legend()
     figure.suptitle(f"Training loss by {sweep.name}")
-    with whole_file(path) as partial:
-        figure.savefig(partial, dpi=120, format="png")
+    return figure
+
+
+PICTURES: dict[str, Callable[[Records], Figure]] = {
+    "docs/reports/ablations-figure5.svg": lambda records: curves(Results(records.lines("ablations")).sizes),
+    "docs/reports/ablations-figure6.svg": lambda records: curves(Results(records.lines("ablations")).encoders),
+}

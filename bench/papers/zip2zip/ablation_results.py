@@ -11,7 +11,6 @@ from typing import Any, TypeGuard
 
 from mlx_zip.errors import MlxZipError
 
-RECORDS = Path(__file__).resolve().parents[2] / "records" / "ablations.jsonl"
 ENCODERS = {  # name: (kind, layers, label)
     "averaging": ("averaging", 1, "averaging"),
     "attention": ("attention", 1, "1 attention layer"),
@@ -50,14 +49,6 @@ def read_lines(path: Path) -> list[Line]:
     except (OSError, UnicodeDecodeError) as error:
         raise MlxZipError(f"{path} cannot be read: {error}") from error
     return [_checked(path, number, text) for number, text in enumerate(texts, 1)]
-
-
-def read_remarks(path: Path) -> str:
-    """What a person has to say of the lines in `path`: the Markdown file beside them, "" when there is none."""
-    try:
-        return path.with_suffix(".md").read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return ""
 
 
 def _checked(path: Path, number: int, text: str) -> Line:

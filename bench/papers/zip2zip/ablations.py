@@ -15,17 +15,19 @@ import hashlib
 import json
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mlx_zip.bench.plots import save
 from mlx_zip.bench.record import surroundings
 from mlx_zip.errors import MlxZipError
 from mlx_zip.files import whole_file
 
-from .ablation_page import tables, write_page
-from .ablation_results import ENCODERS, FIGURES, RECORDS, Results, read_lines, read_remarks
+from .ablation_figures import curves
+from .ablation_results import ENCODERS, FIGURES, Results, read_lines
+from .ablation_tables import tables
 
 LINES = "ablations.jsonl"
 POINTS = 100  # of a training curve, at most
@@ -48,7 +50,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--data", nargs="+", metavar="FILE", help="text to train on, as `mlx_zip prepare --data` takes it")
     add("--valid", nargs="+", metavar="FILE", help="text to evaluate on, a column of the tables each")
     add("--out", metavar="DIR", help=f"prepared data, runs, {LINES} and the figures; goes on with what is there")
-    add("--write-docs", metavar="PAGE", help="write the page from the lines of --out, or without it the recorded ones")
     setting = parser.add_argument_group("settings").add_argument
     setting(
         "--merge-sizes",
@@ -82,28 +83,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures every setting that is missing, draws the figures and prints the tables; writes the page when asked to.
+    """Measures every setting that is missing, draws the figures and prints the tables.
 
     Exit status 0, or 130 or 143 when a signal stopped the training; the same command goes on. Raises `MlxZipError`.
     """
-    if args.model is None and args.write_docs is None:
-        raise MlxZipError("--model is missing; or give --write-docs to write the page from recorded lines")
-    lines = RECORDS if args.out is None else Path(args.out) / LINES
-    if args.model is not None:
-        for name in ("data", "valid", "out"):
-            if not getattr(args, name):
-                raise MlxZipError(f"--{name} is missing")
-        measure_all(args, lines)
+    for name in ("model", "data", "valid", "out"):
+        if not getattr(args, name):
+            raise MlxZipError(f"--{name} is missing")
+    lines = Path(args.out) / LINES
+    measure_all(args, lines)
     results = Results(read_lines(lines))
-    if args.out is not None and not results.lines:
-        raise MlxZipError(f"{lines} holds no results, so there is nothing to write; see --out")
-    if args.model is not None:
-        draw_all(results, lines.parent)
-        print(tables(results))
-    if args.write_docs is not None:
-        page = Path(args.write_docs)
-        names = draw_all(results, page.parent, "ablations-")
-        write_page(page, results, names, read_remarks(lines))
+    draw_all(results, lines.parent)
+    print(tables(results))
     return 0
 
 
@@ -292,7 +283,7 @@ class Laboratory:
 
         if path not in self._windows:
             corpus = read_corpus([path], self.args.separator, self.args.limit_bytes)
-            self._windows[path] = cut_windows(tokenizer, corpus.documents, self.args.context, pack=True)
+            self._windows[path] = cut_windows(tokenizer, corpus.documents, self.args.context, fill_windows=True)
         return self._windows[path]
 
 
@@ -306,14 +297,8 @@ def _parameters(model: Any) -> dict[str, int]:
     return {"decoder": sum(size for _, size in sizes) - encoders, "encoders": encoders}
 
 
-def draw_all(results: Results, folder: Path, prefix: str = "") -> Sequence[str]:
-    """Draws both figures as far as there are lines for them, and returns their names. Raises `InstallationError`."""
-    from .ablation_figures import draw
-
-    names = []
+def draw_all(results: Results, folder: Path) -> None:
+    """Draws each figure that there are lines for as FOLDER/NAME.png. Raises `InstallationError`."""
     for sweep in results.sweeps:
         if sweep.found:
-            name = f"{prefix}{FIGURES[sweep.name]}.png"
-            draw(folder / name, sweep)
-            names.append(name)
-    return names
+            save(curves(sweep), folder / f"{FIGURES[sweep.name]}.png")

@@ -1,17 +1,13 @@
-"""Recorded lines of `bench tokens`, `bench flops` and `bench codec --figure4`, and the paper's own numbers."""
+"""Recorded counts of `bench tokens`, sorted by tokenizer and text, and the paper's own numbers."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from mlx_zip.errors import MlxZipError
 
-_FOLDER = Path(__file__).resolve().parents[2] / "records"
-RECORDS = tuple(_FOLDER / name for name in ("tokens.jsonl", "flops.jsonl", "codec-figure4.jsonl"))
 MERGE_SIZE, CODEBOOK_SIZE, RATE_WINDOW = 3, 2048, 2048  # the paper's (§3.1, table 7), but for the codebook's
 Line = dict[str, Any]
 
@@ -57,56 +53,6 @@ def printed_of(tokenizer: str) -> Printed | None:
 
 
 # ---- recorded lines
-
-_NEEDED = {
-    "tokens": {"domain", "tokenizer", "text", "disabled", "base_ids", "bytes_per_base_id", "columns", "counts"},
-    "flops": {
-        "model",
-        "layers",
-        "merge_size",
-        "encoder_layers",
-        "overhead",
-        "paper_overhead",
-        "rate",
-        "relative_flops",
-        "rows_per_id",
-        "counted_overhead",
-        "counted_relative_flops",
-    },
-    "codec": {
-        "what",
-        "bytes",
-        "base_ids",
-        "ids",
-        "data",
-        "setting",
-        "machine",
-        "load_average",
-        "tokenizer",
-        "with_ours",
-        "with_upstream",
-    },
-}
-
-
-def read_lines(path: Path) -> list[Line]:
-    """The lines of a file of records. Raises `MlxZipError` naming file and line."""
-    try:
-        texts = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise MlxZipError(f"{path} cannot be read: {error}") from error
-    return [_checked(path, number, text) for number, text in enumerate(texts, 1)]
-
-
-def _checked(path: Path, number: int, text: str) -> Line:
-    try:
-        line = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise MlxZipError(f"{path}, line {number}: {error}") from error
-    needed = _NEEDED.get(line.get("bench", "")) if isinstance(line, dict) else None
-    if needed is None or not needed <= line.keys() or (line["bench"] == "codec" and line["what"] != "figure4"):
-        raise MlxZipError(f"{path}, line {number}: no result of bench tokens, bench flops or bench codec --figure4")
-    return line
 
 
 class Counts:

@@ -1,7 +1,7 @@
 """MultiTok: a dictionary of phrases that the walk of LZW learns from a corpus (arXiv 2410.21548).
 
 Units are words or another tokenizer's ids; a phrase is a run of two or more. Where the paper's text, its pseudo-code
-and the published code differ, `docs/multitok.md` says which one is followed.
+and the published code differ, `docs/reports/multitok.md` says which one is followed.
 """
 
 from __future__ import annotations

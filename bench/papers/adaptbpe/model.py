@@ -1,0 +1,225 @@
+"""AdaptBPE on a model with trained weights: what a text costs it in bits per byte before and after.
+
+For each text the model's tokenizer is adapted to its training part, `mlx_zip vocab adapt convert` writes the smaller
+model, and the test part is scored strictly, as `mlx_zip evaluate` does: each model over all that it can write, so the
+adapted one's softmax is over the rows kept. Beside it stand the first N and the N most frequent merges. N is a share of
+the list's merges. A line of the whole model comes first.
+
+Where the extra bits are: the test part's tokens that are the same in both tokenizations are told apart from the bytes
+of all others, which are split in the adapted one. Source of the method: arXiv 2601.21665, which reports perplexities on
+models of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mlx_zip.bench.engines import weight_bytes
+from mlx_zip.bench.plots import save
+from mlx_zip.bench.record import surroundings
+from mlx_zip.bench.records import Records
+from mlx_zip.bench.tokens import read_domains
+from mlx_zip.errors import DataError, MlxZipError
+from mlx_zip.evaluation.bits import ratio_error, window_bits
+from mlx_zip.evaluation.scoring import compress_row, context_limit, score
+from mlx_zip.evaluation.windows import cut_windows
+from mlx_zip.layout import is_zip
+from mlx_zip.text.documents import Document
+from mlx_zip.text.token_facts import encode_with_bytes
+from mlx_zip.vocab.adaptbpe.adapted import METHODS, AdaptedVocabulary, adapted, words_of
+from mlx_zip.vocab.adaptbpe.base import BaseVocabulary, read_base
+
+from .figure import picture
+
+ROOT = Path(__file__).resolve().parents[3]  # of the checkout
+
+CONTEXT = 1024
+TARGET = 0.01  # bits per byte more than the whole model's, at half of the merges, on the model's own kind of text
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of `bench adapt_model`."""
+    add = parser.add_argument
+    add("--model", default="stories-base", help="a folder or a bundled model, plain or zip2zip (default: stories-base)")
+    add("--train", nargs="+", default=[], metavar="NAME=FILE", help="texts to adapt to, as `bench tokens --text`")
+    add("--test", nargs="+", default=[], metavar="NAME=FILE", help="texts of the same names to score")
+    add("--separator", help="line that ends a document of a .txt file (default: each file is one document)")
+    add(
+        "--shares",
+        nargs="+",
+        type=float,
+        default=[0.25, 0.5, 0.75],
+        metavar="SHARE",
+        help="of the merges to keep (default: 0.25 0.5 0.75)",
+    )
+    add("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="default: all")
+    add("--limit-bytes", type=int, metavar="N", help="bytes of each test text at most")
+    add("--limit-train-bytes", type=int, metavar="N", help="bytes of each training text at most")
+    add("--batch-size", type=int, default=8, help="windows per model call (default: 8)")
+    add("--plot", type=Path, metavar="FILE", help="draw the record as SVG, and measure nothing")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints one JSON line per text, share and method, or draws the recorded ones. Raises `MlxZipError`."""
+    if args.plot is not None:
+        save(picture(Records(ROOT)), args.plot)
+        return 0
+    if not args.train:
+        raise MlxZipError("--train is missing; or give --plot to draw the record")
+    if wrong := [share for share in args.shares if not 0 < share < 1]:
+        raise MlxZipError(f"--shares {wrong[0]:g} is not between 0 and 1")
+    train = read_domains(args.train, args.limit_train_bytes, args.separator)
+    test = read_domains(args.test, args.limit_bytes, args.separator)
+    if train.keys() != test.keys():
+        raise DataError(f"--train and --test name different texts: {', '.join(sorted(train.keys() ^ test.keys()))}")
+    bench = Bench(args)
+    for name, corpus in train.items():
+        words = words_of(bench.base.front, [document.text for document in corpus.documents])
+        whole = bench.score(bench.folder, test[name].documents)
+        told = {"train_bytes": corpus.n_bytes, "test": {**test[name].record(), "files": _names(test[name].files)}}
+        bench.say(name, bench.line(whole, whole) | told)
+        for share in args.shares:
+            for method in args.methods:
+                bench.say(name, bench.of(words, share, method, test[name].documents, whole) | told)
+    return 0
+
+
+def _names(files: Sequence[str]) -> list[str]:
+    return [Path(file).name for file in files]
+
+
+@dataclass(frozen=True)
+class Result:
+    """A model on a text. tokens: base ids. spans, bits: of a plain model whose windows are documents: for each document
+    the tokens' (first byte, end), and each one's bits.
+    """
+
+    bits_per_byte: float
+    standard_error: float | None
+    ids: int
+    tokens: int
+    n_bytes: int
+    file_bytes: int
+    weight_bytes: int
+    vocab_size: int
+    spans: tuple[Any, ...] = ()
+    bits: tuple[Any, ...] = ()
+
+
+class Bench:
+    """The model in its folder, and what is asked of it."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        from mlx_zip.loading import model_folder
+
+        self.args, self.folder = args, Path(model_folder(args.model))
+        self.base: BaseVocabulary = read_base(self.folder)
+
+    def of(self, words: Counter[bytes], share: float, method: str, documents: Any, whole: Result) -> dict[str, Any]:
+        """Adapts, converts and scores; a line."""
+        n = round(share * self.base.n_merges)
+        kept = adapted(self.base, words, n, method=method)
+        with tempfile.TemporaryDirectory() as folder:
+            file, out = Path(folder, "adapted.json"), Path(folder, "model")
+            kept.save(file)
+            convert(self.folder, file, out)
+            found = self.score(out, documents)
+        return self.line(found, whole, kept) | {"share": share, "merges": n, "method": method}
+
+    def score(self, folder: Path, documents: Sequence[Document]) -> Result:
+        """A model's bits over the documents, from its folder."""
+        from mlx_zip.generate import load
+
+        model, tokenizer = load(folder)
+        windows = cut_windows(tokenizer, documents, min(CONTEXT, context_limit(model) or CONTEXT))
+        prefix = np.array([windows.prefix], np.uint32)
+        rows = [compress_row(model, prefix, window.base_ids) for window in windows.windows]
+        scored = score(model, rows, self.args.batch_size)
+        bits = np.array([window_bits(*parts) for parts in zip(windows.windows, rows, scored, strict=True)])
+        n_bytes = np.array([window.n_bytes for window in windows.windows])
+        apart = not is_zip(model) and len(windows.windows) == len(documents)
+        return Result(
+            float(bits.sum() / n_bytes.sum()),
+            ratio_error(bits, n_bytes),
+            sum(len(row.ids) - 1 for row in rows),
+            sum(len(window.base_ids) for window in windows.windows),
+            int(n_bytes.sum()),
+            sum(file.stat().st_size for file in folder.glob("*.safetensors")),
+            weight_bytes(model),
+            model.layout.vocab_size if is_zip(model) else model.args.vocab_size,
+            tuple(_spans(tokenizer, document.text) for document in documents) if apart else (),
+            tuple(-row.logprobs / math.log(2) for row in scored) if apart else (),
+        )
+
+    def line(self, found: Result, whole: Result, kept: AdaptedVocabulary | None = None) -> dict[str, Any]:
+        """What a record says of a model beside the whole one."""
+        return {
+            "share": 1,
+            "merges": self.base.n_merges,
+            "method": "whole list",
+            "vocab_size": found.vocab_size,
+            "virtual": len(kept.virtual) if kept is not None and kept.method == "adapt" else 0,
+            "bits_per_byte": round(found.bits_per_byte, 5),
+            "standard_error": None if found.standard_error is None else round(found.standard_error, 5),
+            "change": round(found.bits_per_byte / whole.bits_per_byte - 1, 5),
+            "target": TARGET,
+            "utility": round(1 - found.tokens / found.n_bytes, 5),
+            "tokens": found.tokens,
+            "ids": found.ids,
+            "file_bytes": found.file_bytes,
+            "step_weight_bytes": found.weight_bytes,
+            "where": where(found, whole) if found.bits and whole.bits else None,
+        }
+
+    def say(self, name: str, line: dict[str, Any]) -> None:
+        """Prints a line."""
+        head = {"bench": "adapt_model", "model": self.folder.name, "text": name}
+        print(json.dumps({**head, **line, **surroundings("mlx", "mlx-lm")}), flush=True)
+
+
+def convert(model: Path, vocabulary: Path, out: Path) -> None:
+    """`mlx_zip vocab adapt convert`, a command of its own. Raises `MlxZipError` with what it says."""
+    words = ["vocab", "adapt", "convert", str(vocabulary), "--model", str(model), "--out", str(out)]
+    done = subprocess.run([sys.executable, "-m", "mlx_zip", *words], capture_output=True, text=True)
+    if done.returncode:
+        raise MlxZipError(f"mlx_zip {' '.join(words)}: {done.stderr.strip()}")
+
+
+def _spans(tokenizer: Any, text: str) -> list[tuple[int, int]]:
+    ends = np.cumsum(encode_with_bytes(tokenizer, text)[1]).tolist()
+    return list(zip([0, *ends], ends, strict=False))
+
+
+def where(found: Result, whole: Result) -> dict[str, Any]:
+    """Bits per byte of the text that both models spend on tokens that they share, and on the others; how many bytes and
+    tokens these others are.
+    """
+    spent = np.zeros((2, 2))  # whole, found x same, split
+    others, split_bytes = [0, 0], 0
+    for document in range(len(whole.spans)):
+        same = set(whole.spans[document]) & set(found.spans[document])
+        for side, result in enumerate((whole, found)):
+            apart = np.array([span not in same for span in result.spans[document]])
+            spent[side] += [result.bits[document][~apart].sum(), result.bits[document][apart].sum()]
+            others[side] += int(apart.sum())
+        split_bytes += sum(end - begin for begin, end in whole.spans[document] if (begin, end) not in same)
+    per_byte = np.round(spent / whole.n_bytes, 5).tolist()
+    return {
+        "split_bytes": split_bytes,
+        "tokens_before": others[0],
+        "tokens_after": others[1],
+        "bits_per_byte_before": {"same": per_byte[0][0], "split": per_byte[0][1]},
+        "bits_per_byte_after": {"same": per_byte[1][0], "split": per_byte[1][1]},
+    }

@@ -1,0 +1,170 @@
+"""What codebook packs bring: base ids per id of held-out text, for texts like those learned from and for others.
+
+A pack is learned from the training texts of one domain and tried on the held-out texts of every domain. These are cut
+into windows that are compressed one by one. The codebook of a window begins with the pack and grows by at most `GROWTH`
+entries of its own; `static` is the rate of a codebook that begins with the pack and does not grow.
+
+Three ways to make a pack are compared: `learn` (`mlx_zip vocab pack learn`), `multitok` (`mlx_zip vocab multitok
+export`) and `bpe` (plain byte pair encoding over base ids). `retokenized` is no pack: it is the rate of as many merges
+of plain byte pair encoding, of any length, applied by themselves, as a larger tokenizer would apply them. Rates depend
+on text, tokenizer and codec alone; only the seconds of learning depend on the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mlx_zip.bench.record import load_before, surroundings
+from mlx_zip.bench.tokens import read_domains
+from mlx_zip.codec import CodecParams, compress
+from mlx_zip.codec.ids import Uint32s, as_ids
+from mlx_zip.errors import MlxZipError
+from mlx_zip.text.formats import KINDS
+from mlx_zip.text.vocabularies import Vocabulary, read_vocabulary
+from mlx_zip.vocab.learner import learn
+from mlx_zip.vocab.multitok import Dictionary, Samples, Settings, Tokens
+from mlx_zip.vocab.multitok.export import as_pack
+
+from .bpe import Bpe
+
+SIZES, GROWTH = (256, 1024, 4096), 2048
+Entries = Sequence[tuple[int, ...]]
+Learner = Callable[[CodecParams, Sequence[Uint32s], int, int], Entries]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of `packs`."""
+    add = parser.add_argument
+    add("--tokenizer", type=Path, required=True, metavar="FILE", help=f"a vocabulary: {KINDS}")
+    add("--train", nargs="+", required=True, metavar="DOMAIN=FILE", help="texts to learn packs from, one per domain")
+    add("--test", nargs="+", required=True, metavar="DOMAIN=FILE", help="held-out texts that every pack is tried on")
+    add("--sizes", type=int, nargs="+", default=list(SIZES), metavar="N", help=f"entries of a pack (default: {SIZES})")
+    add("--merge-size", type=int, default=4, help="base ids per entry at most (default: 4)")
+    add("--window", type=int, default=256, help="base ids compressed on their own (default: 256)")
+    add("--disabled", choices=("none", "digits"), default="none", help="ids that never merge (default: none)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints one JSON line per domain that packs are learned from. Raises `MlxZipError` before anything long."""
+    for name, values in (("sizes", args.sizes), ("window", [args.window])):
+        if low := [n for n in values if n < 1]:
+            raise MlxZipError(f"--{name} must be at least 1, got {low[0]}")
+    load_before()
+    CodecParams(1, GROWTH + max(args.sizes), args.merge_size)  # refuses a size out of range before texts are read
+    vocabulary, train, test = read_vocabulary(args.tokenizer), read_domains(args.train), read_domains(args.test)
+    if untested := train.keys() - test.keys():
+        raise MlxZipError(f"{min(untested)} has texts to learn from but none to try packs on: add it to --test")
+    disabled = vocabulary.digit_ids() if args.disabled == "digits" else []
+    params = CodecParams(vocabulary.size, GROWTH + max(args.sizes), args.merge_size, disabled)
+    held_out = {domain: _windows(_ids(vocabulary, corpus), args.window) for domain, corpus in test.items()}
+    fixed = {
+        "bench": "packs",
+        "tokenizer": vocabulary.name,
+        "merge_size": args.merge_size,
+        "window": args.window,
+        "growth": GROWTH,
+        "disabled": args.disabled,
+        "tests": {domain: _tested(params, test[domain], windows) for domain, windows in held_out.items()},
+    }
+    for domain, corpus in train.items():
+        texts = _ids(vocabulary, corpus)
+        line = {**fixed, "domain": domain, "train": _named(corpus), "train_ids": sum(map(len, texts))}
+        sizes = sorted(args.sizes)
+        line["packs"] = list(packs(params, texts, held_out, sizes, args.window))
+        line["retokenized"] = [retokenized(params, texts, held_out, size, args.window) for size in sizes]
+        line["time"] = datetime.now(UTC).isoformat(timespec="seconds")
+        print(json.dumps({**line, **surroundings(vocabulary.library, "tokenizers")}), flush=True)
+        print(f"{domain}: {len(line['packs'])} packs", file=sys.stderr)
+    return 0
+
+
+def packs(
+    params: CodecParams,
+    texts: Sequence[Uint32s],
+    held_out: Mapping[str, Sequence[Uint32s]],
+    sizes: Sequence[int],
+    window: int,
+) -> Iterator[dict[str, Any]]:
+    """Yields, by size and learner, a pack's entries, its rate with and without growth on every domain, and seconds."""
+    for size in sizes:
+        for name, learner in LEARNERS.items():
+            begun = time.perf_counter()
+            pack = learner(params, texts, size, window)
+            took = time.perf_counter() - begun
+            yield {
+                "size": size,
+                "learner": name,
+                "entries": len(pack),
+                "learned_s": round(took, 2),
+                "rates": {domain: rate(params, windows, pack) for domain, windows in held_out.items()},
+                "static": {domain: rate(params, windows, pack, growth=0) for domain, windows in held_out.items()},
+            }
+
+
+def retokenized(
+    params: CodecParams, texts: Sequence[Uint32s], held_out: Mapping[str, Sequence[Uint32s]], size: int, window: int
+) -> dict[str, Any]:
+    """Base ids per token on every domain, of a tokenizer with `size` more merges and no codebook."""
+    bpe = Bpe(params, texts, size, window)
+    rates = {name: round(sum(map(len, ids)) / sum(map(bpe.count, ids)), 4) for name, ids in held_out.items()}
+    return {"size": size, "merges": len(bpe.entries()), "rates": rates}
+
+
+def _by_use(params: CodecParams, texts: Sequence[Uint32s], size: int, window: int) -> Entries:
+    return learn(params, texts, size, window=window).entries
+
+
+def multitok(params: CodecParams, texts: Sequence[Uint32s], size: int, window: int) -> Entries:
+    """The entries of a pack made from a MultiTok dictionary over whole texts."""
+    dictionary = Dictionary(Settings(Tokens(params.vocab_size), params.merge_size))
+    dictionary.train(Samples.of(texts))
+    return as_pack(dictionary, size, params.merge_size, None, params.disabled_ids).entries
+
+
+def plain_bpe(params: CodecParams, texts: Sequence[Uint32s], size: int, window: int) -> Entries:
+    """The entries of a pack made by plain byte pair encoding."""
+    return Bpe(params, texts, size, window, params.merge_size).entries()
+
+
+LEARNERS: dict[str, Learner] = {"learn": _by_use, "multitok": multitok, "bpe": plain_bpe}
+
+
+def rate(
+    params: CodecParams, windows: Sequence[Uint32s], pack: Sequence[Sequence[int]] = (), growth: int = GROWTH
+) -> float:
+    """Base ids per id, with a codebook that has room for the pack and for `growth` entries of the text's own."""
+    codec = CodecParams(
+        params.vocab_size, growth + len(pack), params.merge_size, params.disabled_ids, start=pack or None
+    )
+    return round(sum(map(len, windows)) / sum(len(compress(codec, ids)[0]) for ids in windows), 4)
+
+
+def _tested(params: CodecParams, corpus: Any, windows: Sequence[Uint32s]) -> dict[str, Any]:
+    """What a record says of a held-out text; `empty` is its rate without a pack."""
+    return {"text": _named(corpus), "ids": sum(map(len, windows)), "empty": rate(params, windows)}
+
+
+def _named(corpus: Any) -> dict[str, Any]:
+    """A corpus's record, with the names of its files alone."""
+    record = corpus.record()
+    return {**record, "files": [Path(name).name for name in record["files"]]}
+
+
+def _ids(vocabulary: Vocabulary, corpus: Any) -> list[Uint32s]:
+    """Base ids of each document."""
+    return [as_ids(vocabulary.encode(document.text)) for document in corpus.documents]
+
+
+def _windows(texts: Sequence[Uint32s], window: int) -> list[Uint32s]:
+    """All documents end to end, cut."""
+    joined = np.concatenate(texts)
+    return [joined[at : at + window] for at in range(0, len(joined), window)]

@@ -1,0 +1,234 @@
+"""The tables of the compression report: recorded counts, latencies and FLOPs, and the paper's printed numbers.
+
+Counts are those of `bench tokens` (tables 2 and 7 of arXiv 2506.01084), FLOPs of `bench flops` (table 9), latencies of
+`codec_latency` (figure 4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from mlx_zip.bench.flops import TRAINED, record
+from mlx_zip.bench.records import Records
+from mlx_zip.bench.tables import table
+
+from .ablation_results import PAPER_RATES
+from .codec_figure import added
+from .compression_results import (
+    DOMAINS,
+    PHI_35,
+    RATE_WINDOW,
+    TABLE_2,
+    Counts,
+    Line,
+    Printed,
+    domain_of,
+    printed_of,
+)
+
+CLOSE = 0.03  # of the paper's gain: within 3 points
+TOKENIZERS = ("llama3", "qwen", "o200k_base", "gpt2", "llama2", "mistral_v3")  # a table each
+SEVERAL_SIZES = ("llama3", "qwen")  # counted with several sizes of codebook
+
+
+# ---- table 2
+
+
+def bytes_per_token(counts: Counts, tokenizer: str) -> str:
+    """Table 2 of one tokenizer: bytes per token by text and window, and the paper's where it has the tokenizer."""
+    paper = printed_of(tokenizer)
+    windows = [f"{window:,} ids" if isinstance(window, int) else "documents" for window in counts.windows]
+    theirs = ["paper: base", "paper: with"] if paper else []
+    rows = []
+    for text in counts.texts:
+        if (base := counts.base(tokenizer, text)) is not None:
+            cells = [_cell(base, counts.rate(tokenizer, text, window)) for window in counts.windows]
+            rows.append([text, f"{base:.2f}", *cells, *(_printed(paper, domain_of(text)) if paper else [])])
+    return table(["text", "base", *windows, *theirs], rows)
+
+
+def only_in_the_paper(counts: Counts) -> str:
+    """Table 2 of the paper's tokenizers that were not measured here."""
+    rows = []
+    for row in TABLE_2:
+        if row.ours not in counts.tokenizers:
+            rows.append([row.name, *(f"{value:.1f}" for value in row.base)])
+            rows.append(["with hypertokens", *(_printed(row, domain)[1] for domain in DOMAINS)])
+    return table(["tokenizer", *DOMAINS], rows)
+
+
+def _cell(base: float, rate: float | None) -> str:
+    return "-" if rate is None else f"{base / rate:.2f} ({1 / rate - 1:+.1%})"
+
+
+def _printed(paper: Printed, domain: str) -> list[str]:
+    gain = paper.gain(domain)
+    if gain is None:
+        return ["-", "-"]
+    i = DOMAINS.index(domain)
+    return [f"{paper.base[i]:.1f}", f"{paper.compressed[i]:.1f} ({gain:+.0%})"]
+
+
+def gains_for_code(counts: Counts) -> str:
+    """Which windows give the paper's gain for code: a row per tokenizer and text."""
+    rows = [row for tokenizer in counts.tokenizers for row in _gains(counts, tokenizer)]
+    return table(["tokenizer, text", "paper's gain", "open by rounding", "windows within 3 points", "nearest"], rows)
+
+
+def _gains(counts: Counts, tokenizer: str) -> Iterator[list[str]]:
+    paper = printed_of(tokenizer)
+    gain = paper.gain("code") if paper else None
+    if paper is None or gain is None:
+        return
+    low, high = paper.bounds("code")
+    texts = [text for text in counts.texts if domain_of(text) == "code"]
+    found = {text: {w: counts.rate(tokenizer, text, w) for w in counts.windows} for text in texts}
+    if len(texts) > 1:
+        alike = {w: counts.of_domain(tokenizer, "code", w) for w in counts.windows}
+        found = {"all of code, each text counting alike": alike, **found}
+    for text, rates in found.items():
+        yield [f"{tokenizer}, {text}", f"{gain:+.0%}", f"{low:+.1%} to {high:+.1%}", *_close(rates, gain)]
+
+
+def _close(rates: Mapping[int | str, float | None], gain: float) -> list[str]:
+    """(the windows whose gain is within `CLOSE` of the paper's, the nearest one)."""
+    gains = {window: 1 / rate - 1 for window, rate in rates.items() if rate}
+    close = [f"{_window(window)} ({ours:+.1%})" for window, ours in gains.items() if abs(ours - gain) <= CLOSE]
+    best = min(gains, key=lambda window: abs(gains[window] - gain))
+    return [", ".join(close) or "none", f"{_window(best)}, {100 * (gains[best] - gain):+.1f} points"]
+
+
+def _window(window: int | str) -> str:
+    return f"windows of {window:,}" if isinstance(window, int) else "whole documents"
+
+
+def by_codebook_size(counts: Counts, tokenizer: str) -> str:
+    """Gains over base ids by window and codebook size."""
+    sizes = _sizes(next(line for key, line in counts.lines.items() if key[0] == tokenizer))
+    windows = [window for window in counts.windows if isinstance(window, str) or window > min(sizes)]
+    rows = []
+    for text in counts.texts:
+        rates = [counts.rate(tokenizer, text, window, size=size) for window in windows for size in sizes]
+        rows.append([text, *("-" if rate is None else f"{1 / rate - 1:+.1%}" for rate in rates)])
+    return table(["text", *(f"{_window(window)}, {size:,} slots" for window in windows for size in sizes)], rows)
+
+
+def _sizes(line: Line) -> list[int]:
+    return sorted({row[line["columns"].index("codebook_size")] for row in line["counts"]})
+
+
+# ---- tables 7 and 9, figure 4
+
+
+def rates_by_merge_size(counts: Counts) -> str:
+    """Table 7: ids over base ids in per cent, by merge size, with the base ids of Phi-3.5."""
+    rows = []
+    for m, paper in PAPER_RATES.items():
+        ours: list[float | None] = [1.0] * (len(counts.texts) + 1)
+        if m > 1:
+            ours = [counts.rate(PHI_35, text, RATE_WINDOW, merge_size=m) for text in counts.texts]
+            ours.append(counts.mixed(PHI_35, RATE_WINDOW, "ids", merge_size=m))
+        rows.append([str(m), *("-" if rate is None else f"{100 * rate:.2f}" for rate in ours), f"{paper:.2f}"])
+    return table(["M", *counts.texts, "mixture", "paper"], rows)
+
+
+_FLOPS_HEAD = ["model", "L", "M", "l", "α", "paper: α", "ρ(1 + α)", "rows per id", "α by rows", "ρ(1 + α) by rows"]
+
+
+def flops(lines: Sequence[Line]) -> str:
+    """Table 9: shares of the hyper-encoder in training, by the paper's count and by the rows that are encoded."""
+    return table(_FLOPS_HEAD, [_flops(line) for line in lines])
+
+
+def _flops(line: Line) -> list[str]:
+    paper = line["paper_overhead"]
+    return [
+        line["model"],
+        str(line["layers"]),
+        str(line["merge_size"]),
+        str(line["encoder_layers"]),
+        f"{line['overhead']:.4f}",
+        "-" if paper is None else f"{paper:.2f}",
+        f"{line['relative_flops']:.3f}",
+        f"{line['rows_per_id']:.2f}",
+        f"{line['counted_overhead']:.4f}",
+        f"{line['counted_relative_flops']:.3f}",
+    ]
+
+
+def flops_of_our_mixture(counts: Counts) -> str:
+    """The models of the paper's experiments at our mixture's rate and rows."""
+    rate, entries, used = _mixture(counts)
+    return table(_FLOPS_HEAD, [_flops(record(shape, rate, (entries + used) / rate)) for shape in TRAINED])
+
+
+def mixture(counts: Counts) -> str:
+    """Our mixture of table 7: its rate, and the entries installed and read per id."""
+    rate, entries, used = _mixture(counts)
+    row = [f"{rate:.4f}", f"{entries / rate:.2f}", f"{used / rate:.2f}"]
+    return table(
+        ["ρ of our mixture", "entries installed per id (output rows)", "entries read per id (input rows)"], [row]
+    )
+
+
+def _mixture(counts: Counts) -> tuple[float, float, float]:
+    """Ids, entries installed and entries read per base id. Raises ValueError where a domain was not measured."""
+    found = [counts.mixed(PHI_35, RATE_WINDOW, column) for column in ("ids", "entries", "entries_used")]
+    if any(value is None for value in found):
+        raise ValueError(f"not every domain was counted with {PHI_35}")
+    rate, entries, used = (value or 0.0 for value in found)
+    return rate, entries, used
+
+
+def latency(lines: Sequence[Line]) -> str:
+    """Figure 4: milliseconds of a tokenizer alone and with each codec, by bytes of text."""
+    rows = []
+    for line in lines:
+        names = ("with_ours", "with_upstream")
+        more = [f"{median(added(line, name)):+.1f}%" if line[name] else "-" for name in names]
+        times = [_ms(line[name]) for name in ("tokenizer", *names)]
+        load = f"{line['load_average']}"
+        rows.append(
+            [line["data"].split("; ")[-1], line["setting"]["library"], f"{line['bytes']:,}", *times, *more, load]
+        )
+    head = ["tokenizer", "library", "bytes", "tokenizer alone, ms", "with mlx_zip, ms", "with zip2zip-compression, ms"]
+    return table([*head, "added by mlx_zip", "added by zip2zip-compression", "load average"], rows)
+
+
+def _ms(times: dict[str, Any] | None) -> str:
+    if times is None:
+        return "-"
+    middle, low, high = (f"{times[name] / 1e3:.2f}" for name in ("median", "min", "max"))
+    return f"{middle} ({low} to {high})"
+
+
+def texts(counts: Counts) -> str:
+    """Files, documents and bytes of every text, and against what its ids were checked."""
+    rows = []
+    for text in counts.texts:
+        lines = [line for key, line in counts.lines.items() if key[1] == text]
+        found = lines[0]["text"]
+        cut = ", the first of them" if found["cut_by_limit"] else ""
+        checked = ", ".join(sorted({str(line["checked_against"] or "nothing") for line in lines}))
+        rows.append([text, ", ".join(found["files"]), f"{found['documents']:,}{cut}", f"{found['bytes']:,}", checked])
+    return table(["text", "files", "documents", "bytes", "ids checked against"], rows)
+
+
+def _of(make: Callable[..., str], *args: Any) -> Callable[[Records], str]:
+    return lambda records: make(Counts(records.lines("tokens")), *args)
+
+
+TABLES: dict[str, Callable[[Records], str]] = {
+    **{f"tokens-{name}": _of(bytes_per_token, name) for name in TOKENIZERS},
+    "tokens-paper": _of(only_in_the_paper),
+    "tokens-code": _of(gains_for_code),
+    **{f"tokens-codebooks-{name}": _of(by_codebook_size, name) for name in SEVERAL_SIZES},
+    "tokens-rates": _of(rates_by_merge_size),
+    "tokens-mixture": _of(mixture),
+    "tokens-texts": _of(texts),
+    "flops": lambda records: flops(records.lines("flops")),
+    "flops-mixture": _of(flops_of_our_mixture),
+    "codec-latency": lambda records: latency(records.lines("codec-figure4")),
+}

@@ -1,0 +1,120 @@
+"""The recipe's first part: texts, tokenizer, windows, and the base, the zip2zip model and its control without packs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+from mlx_zip.files import whole_folder, write_json
+
+from .lexicon import learn
+from .requests import ask, conversations, write_jsonl
+from .runner import Recipe
+from .texts import SOURCES, read_stories
+from .tokenizer import train_tokenizer
+
+TRAIN_SETS = ("t1.train", "mixed.train", "real.train")
+TEXTS = {"train", "valid", "t1.test", "real.test"}  # texts/NAME.jsonl
+
+
+def make_texts(recipe: Recipe) -> None:
+    """texts/: all training stories in an order drawn, test stories, conversations (asked: of one turn), requests."""
+    settings, stories = recipe.settings, read_stories(recipe.data, recipe.check)
+    once = stories["t1.train"] + stories["mixed.train"]
+    lexicon = learn(once, rare=8 if len(once) > 1000 else 2)
+    rng = random.Random(settings.seed)
+    often = {name: stories[name] * settings.repeats.get(name, 1) for name in TRAIN_SETS}
+    sampled = often["t1.train"] + often["mixed.train"]
+    train = sampled + often["real.train"]
+    rng.shuffle(train)
+    with whole_folder(recipe.out / "texts") as folder:
+        tests = {
+            "valid": stories["t1.test"][: settings.validation],
+            "t1.test": stories["t1.test"],
+            "real.test": stories["real.test"],
+        }
+        for name, texts in {"train": train, **tests}.items():
+            write_jsonl(folder / f"{name}.jsonl", ({"text": text} for text in texts))
+        for name, turns, limit in (("asked", 1, settings.asked), ("conversations", None, settings.conversations)):
+            talks = conversations(sampled, lexicon, settings.seed, turns, limit)
+            write_jsonl(folder / f"{name}.jsonl", talks)
+        requests = (ask(story, lexicon, rng) for story in stories["t1.test"][: settings.requests])
+        write_jsonl(folder / "requests.jsonl", ({"messages": [{"role": "user", "content": r}]} for r in requests))
+
+
+def make_tokenizer(recipe: Recipe) -> None:
+    """tokenizer/: learnt from the training stories, each once, in the order of the files."""
+    texts = [text for name in TRAIN_SETS for text in SOURCES[name].stories(recipe.data, recipe.check)]
+    with whole_folder(recipe.out / "tokenizer") as folder:
+        settings = recipe.settings
+        train_tokenizer(texts, folder, settings.vocab_size, settings.model["max_position_embeddings"])
+
+
+# ---- preparing
+
+PLAIN = {"codebook_size": 0, "merge_size": 1}
+WINDOWS = {  # of a kind: what prepared/KIND-WHAT is made of
+    "short": {"train": "train", "chat": "asked", "valid": "valid"},
+    "long": {"train": "train", "chat": "conversations", "valid": "valid"},
+    "compressed": {"train": "train", "chat": "conversations", "valid": "valid"},
+}
+
+
+def prepared(kind: str) -> dict[str, str]:
+    """Folders of the windows of a kind, and the text in each."""
+    return {f"prepared/{kind}-{what}": f"texts/{text}.jsonl" for what, text in WINDOWS[kind].items()}
+
+
+def make_windows(recipe: Recipe, kind: str) -> None:
+    """All prepared folders of a kind."""
+    settings = recipe.settings
+    codec = settings.codec if kind == "compressed" else PLAIN
+    context = settings.short if kind == "short" else settings.long
+    fixed = {
+        "tokenizer": "tokenizer",
+        "context": context,
+        "shard_samples": settings.shard_samples,
+        "protect": settings.protect,
+        "workers": settings.workers,
+        "fill_windows": kind == "short",
+    }
+    for folder, text in prepared(kind).items():
+        recipe.command("prepare", {**fixed, "data": text, "out": folder, **codec})
+
+
+# ---- training
+
+
+def train(recipe: Recipe, name: str, kind: str, start: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    """runs/NAME: a training run on the windows of a kind."""
+    *data, valid = prepared(kind)
+    fixed = {"data": data, "valid": valid, "out": f"runs/{name}", "seed": recipe.settings.seed}
+    recipe.command("train", {**start, **fixed, **settings})
+
+
+def model(run: str) -> str:
+    """The model folder that a run leaves."""
+    return f"runs/{run}/model"
+
+
+def train_base(recipe: Recipe) -> None:
+    """The base's first stage, from random weights."""
+    write_json(recipe.out / "base.json", dict(recipe.settings.model))
+    start = {"from_scratch": "base.json", "tokenizer": "tokenizer"}
+    train(recipe, "base-short", "short", start, recipe.settings.base)
+
+
+def train_chat(recipe: Recipe) -> None:
+    """The base's second stage: longer windows, and to tell stories on request."""
+    train(recipe, "base", "long", {"model": model("base-short")}, recipe.settings.chat)
+
+
+def train_zip(recipe: Recipe) -> None:
+    """The zip2zip model: the base with new hyper-encoders, all trained."""
+    train(recipe, "zip", "compressed", {"model": model("base")}, {**recipe.settings.extra, **recipe.settings.encoder})
+
+
+def train_control(recipe: Recipe) -> None:
+    """What the zip2zip model is compared with: the base after the same training on the same text, not compressed."""
+    train(recipe, "control", "long", {"model": model("base")}, recipe.settings.extra)

@@ -1,0 +1,127 @@
+"""The recipe's end: quantized and tuned models, the bundle of both, and the figures that say how good they are."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mlx_zip import bundled
+from mlx_zip.errors import TrainingError
+from mlx_zip.files import whole_folder
+
+from . import packs
+from .base import TRAIN_SETS, model
+from .runner import Recipe, as_words
+from .settings import Settings
+from .texts import SOURCES
+
+RECORD = "recipe.json"  # the settings, in the folder of all results and in the bundle
+QUANTIZED, TUNED = "quantized", f"{packs.PACKS}/{packs.OWN}-tuned.npz"
+
+
+def quantize(recipe: Recipe) -> None:
+    """quantized/: the models that are to be bundled, as they are to be stored; the one with packs begins with none."""
+    bits = recipe.settings.bits
+    with whole_folder(recipe.out / QUANTIZED) as folder:
+        for name, run in recipe.settings.bundled.items():
+            flags = {
+                "hf_path": model(run),
+                "mlx_path": f"{folder.name}/{name}",
+                "quantize": True,
+                "q_bits": bits,
+                "q_group_size": 64,
+                "dtype": "float32",
+            }
+            if name == bundled.DEFAULT:
+                recipe.command("convert", {**flags, "encoder_bits": bits, "canonical": True})
+            else:
+                recipe.execute("mlx_lm convert", as_words(flags))
+
+
+def tune(recipe: Recipe) -> None:
+    """packs/own-tuned.npz: the model's own pack, its rows tuned for the weights as they are stored."""
+    settings = recipe.settings
+    fixed = {"model": f"{QUANTIZED}/{bundled.DEFAULT}", "dequantize": True, "out": TUNED, "seed": settings.seed}
+    data = {"data": f"{packs.TEXTS}/learn-{packs.OWN}.jsonl", "run": "runs/tuned"}
+    recipe.command(f"vocab pack tune {packs.PACKS}/{packs.OWN}.npz", {**fixed, **data, **settings.packs.tune})
+
+
+def make_bundle(recipe: Recipe) -> None:
+    """bundle/: the models that the package brings along; the one with packs brings its own, tuned."""
+    with whole_folder(recipe.out / "bundle") as folder:
+        for name in recipe.settings.bundled:
+            if name == bundled.DEFAULT:
+                flags = {"hf_path": f"{QUANTIZED}/{name}", "mlx_path": f"{folder.name}/{name}", "pack": TUNED}
+                recipe.command("convert", flags)
+            else:
+                shutil.copytree(recipe.out / QUANTIZED / name, folder / name)
+            for beside in ("README.md", "model.safetensors.index.json"):
+                (folder / name / beside).unlink(missing_ok=True)
+        (folder / "README.md").write_text(card(recipe.settings, recipe.check), encoding="utf-8")
+        shutil.copy(recipe.out / RECORD, folder / RECORD)
+
+
+def card(settings: Settings, checked: bool) -> str:
+    """What the bundle says of itself. checked: its texts are the recorded ones."""
+    used = [source for name, source in SOURCES.items() if name in TRAIN_SETS]
+    texts = (
+        [f"- `{s.name}` (sha256 {s.sha256}): {s.origin}" for s in used]
+        if checked
+        else ["- other texts than the recorded ones"]
+    )
+    lines = [
+        "# Bundled models",
+        "",
+        *(f"- `{name}`: {bundled.NAMES[name]}" for name in settings.bundled),
+        "",
+        f"Trained from random weights by `make model` with the settings in {RECORD}; stored with {settings.bits} bits "
+        "per weight. MIT licence, as the rest of the package. The texts:",
+        "",
+        *texts,
+        "",
+        "They tell made-up children's stories and know nothing else; what they say may be wrong or make no sense.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def measures(settings: Settings) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(name of figures/NAME.json, flags of the evaluation)."""
+    size = {"context": settings.long, "batch_size": settings.measure["batch_size"]}
+    bundled = [f"bundle/{name}" for name in sorted(settings.bundled, reverse=True)]  # the base first
+    every = [model(run) for run in ("control", "base", "zip")] + bundled
+    for text, pack in (("t1.test", False), ("t1.test", True), ("real.test", False)):
+        name = f"bits-{text}{'-packed' * pack}"
+        yield name, {"data": f"texts/{text}.jsonl", "fill_windows": pack, **size, "model": every}
+    last = [model(runs[-1]) for runs in packs.runs(settings.packs).values()]
+    for pack in packs.unseen(settings.packs):
+        flags = {"data": "texts/t1.test.jsonl", **size, "pack": f"{packs.PACKS}/{pack}.npz"}
+        yield f"bits-{pack}", {**flags, "model": last[::-1]}
+    asked = {"prompts": "texts/requests.jsonl", "generate": settings.requests, **size, **settings.measure}
+    for temp in settings.temperatures:
+        for turns in (1, settings.test_turns):
+            yield f"told-{turns}-temp-{temp:g}", {**asked, "temp": temp, "turns": turns, "model": bundled}
+
+
+def measure(recipe: Recipe) -> None:
+    """figures/: bits per byte of every model; rates of the bundled ones, a story alone and as a later turn."""
+    (recipe.out / "figures").mkdir(exist_ok=True)
+    for name, flags in measures(recipe.settings):
+        file = f"figures/{name}.json"
+        if (recipe.out / file).exists():
+            continue
+        models = [word for one in flags["model"] for word in ("--model", one)]
+        rest = as_words({key: value for key, value in flags.items() if key != "model"})
+        recipe.execute("mlx_zip", ["evaluate", *models, *rest, "--out", file])
+
+
+def install(recipe: Recipe, place: Path) -> None:
+    """Copies the bundle to `place`, whole or not at all. Raises `TrainingError` when there is none."""
+    made = recipe.out / "bundle"
+    if not made.is_dir():
+        raise TrainingError(f"{made} is not there: run the stage bundle first")
+    with whole_folder(place) as folder:
+        shutil.copytree(made, folder, dirs_exist_ok=True)
+    size = sum(file.stat().st_size for file in place.rglob("*") if file.is_file())
+    recipe.say(f"== {place}: {size / 1e6:.2f} MB")
