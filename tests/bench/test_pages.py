@@ -71,7 +71,7 @@ def test_what_stands_between_the_tables_stays(checkout):
         (lambda root: edit(root, "<!-- end -->", ""), "not every"),
         (lambda root: edit(root, "<!-- table: speed -->", ""), "not every"),
         (lambda root: edit(root, "<!-- table: speed -->", "<!--table: speed-->"), "not every"),
-        (lambda root: (root / "README.md").write_text(""), "no page shows the tables speed"),
+        (lambda root: (root / "README.md").write_text(""), "no page shows the tables price, speed"),
         (lambda root: (root / "README.md").write_bytes(b"\xff"), "README.md is not valid UTF-8"),
         *(
             (
