@@ -70,7 +70,7 @@ def test_a_token_that_does_not_fit_is_named():
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        (np.full((2, 4), 97, np.uint16), "id 0 has no mark"),
+        (np.full((2, 4), 97, np.uint16), "id 0 has no end mark"),
         (np.array([[97, MARK, MARK, MARK], [97, 9999, MARK, MARK]], np.uint16), "id 1"),
         (np.array([[97, MARK, 98, MARK]], np.uint16), "behind its mark"),
         (np.full((2, 5), MARK, np.uint16), r"uint16 \[V, 4\]"),

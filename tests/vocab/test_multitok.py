@@ -263,7 +263,7 @@ def test_words_are_numbered_in_the_order_of_their_first_appearance():
 
 def test_an_unknown_word_is_named():
     dictionary = Dictionary(Settings(Words(("a", "b"))))
-    with pytest.raises(CodecError, match=r"word 'zebra' is none of the dictionary's 2, at index 1: .*--unk-id"):
+    with pytest.raises(CodecError, match=r"word 'zebra' is not among the dictionary's 2 words, at index 1: .*--unk-id"):
         dictionary.number([["a", "b"], ["b", "zebra"]])
 
 
