@@ -20,6 +20,7 @@ import pytest
 
 from mlx_zip.converters import hub
 from support.checkpoints import edit_json, write_adapter, write_base, write_checkpoint
+from support.command_line import WITHOUT_TORCH
 from support.converting import config_of, convert
 from support.places import GOLDEN_MODELS
 
@@ -138,7 +139,9 @@ def server() -> Iterator[StandIn]:
         thread.join()
 
 
-COMMAND = """
+COMMAND = (
+    WITHOUT_TORCH
+    + """
 import argparse, sys
 from mlx_zip.converters import cli
 from mlx_zip.errors import MlxZipError
@@ -149,6 +152,7 @@ try:
 except MlxZipError as error:
     sys.exit(f"error: {error}")
 """
+)
 OPEN = """
 import json, sys
 from mlx_zip.converters.source import locate, open_checkpoint
