@@ -52,7 +52,7 @@ class Merges:
             if MARK in pair or not all(0 <= symbol < FIRST_MERGE + k for symbol in pair):
                 raise CodecError(f"merge {k} {pair} uses the end mark {MARK} or a symbol that is made later")
             if pair in seen:
-                raise CodecError(f"merge {k} {pair} repeats an earlier one")
+                raise CodecError(f"merge {k} {pair} occurs twice")
             seen.add(pair)
             lengths.append(lengths[pair[0]] + lengths[pair[1]])
             if lengths[-1] > MAX_TOKEN_BYTES:
