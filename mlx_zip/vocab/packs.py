@@ -102,7 +102,10 @@ def load_pack(path: str | Path) -> Pack:
     return pack
 
 
-def as_pack(pack: Pack | str | PathLike[str]) -> Pack:
+PackLike = Pack | str | PathLike  # what every argument `pack=` accepts: a pack, or the path of a pack file
+
+
+def as_pack(pack: PackLike) -> Pack:
     """Returns a `Pack` as it is and reads one from a path: what every argument `pack=` accepts.
 
     Raises `DataError` naming the file, or the type of a value that is neither.

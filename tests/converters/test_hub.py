@@ -270,7 +270,7 @@ def test_what_the_hub_does_not_have_is_one_line(flags: tuple[str, ...], server: 
     write_checkpoint(tmp_path / "src", self_contained=True)
     server.add("lab/zip", tmp_path / "src")
     error = refused(tmp_path / "home", "--mlx-path", str(tmp_path / "out"), "--hf-path", *flags, HF_ENDPOINT=server.url)
-    assert f"{flags[0]} is not a folder, and the hub did not give it" in error
+    assert f"{flags[0]} is not a local folder, and the hub did not give it" in error
 
 
 def test_offline_without_a_cached_copy_is_one_line(tmp_path: Path) -> None:
