@@ -156,7 +156,7 @@ def test_a_right_checksum_over_wrong_content_does_not_help(tmp_path, table):
     for change, message in (
         ({"rows": np.full((6, 4), 97, np.uint16)}, "no end mark"),
         ({"merges": np.array([[97, 300]], np.uint16)}, "merge 0"),
-        ({"merges": np.array([1, 2], np.uint16)}, "no table"),
+        ({"merges": np.array([1, 2], np.uint16)}, "not a patch table"),
         ({"merges": np.array([[97.5, 98]])}, "merges must be uint16, got float64"),
         ({"rows": table.rows[::-1].copy()}, "fingerprint"),
     ):

@@ -87,12 +87,12 @@ def encoded(encoder: Encoder, front: Front, text: str, ids: Uint32s) -> Uint32s:
     return np.concatenate(found)
 
 
-def read_base(path: str | Path, pieces: str | None = None) -> BaseVocabulary:
-    """Reads a tokenizer; the file's name says its format. pieces: how text is cut, for files that do not say so.
+def read_base(path: str | Path | TokenizerFile, pieces: str | None = None) -> BaseVocabulary:
+    """Reads a tokenizer, whose file name says its format. pieces: how text is cut, for files that do not say so.
 
     Raises `DataError` naming the file, and the wrong merge or line.
     """
-    file = open_tokenizer(path)
+    file = path if isinstance(path, TokenizerFile) else open_tokenizer(path)
     try:
         if file.kind == "ranks":
             return _of_ranks(file, pieces)
