@@ -1,7 +1,7 @@
-"""`make demo`: a checkpoint converted, run and compared with the published package; then a story by the bundled model.
+"""`make demo`: converts a checkpoint, runs it, compares it with the published package, and lets stories tell a story.
 
-The checkpoint is a test fixture in the published layout (format 2), with random weights. So its text is noise; what
-counts is that every id is the one that zip2zip 0.2.0 chose on PyTorch. Exit status 0 when all are, else 1.
+The checkpoint is a test fixture in the published layout (format 2) with random weights, so its text is noise. Every id
+must be the one that zip2zip 0.2.0 chose on PyTorch: the exit status is 0 if all are equal, else 1.
 """
 
 import json
@@ -40,24 +40,24 @@ def main() -> int:
 
 
 def beginning_of_text() -> str:
-    """The token that the recorded prompts begin with; this tokenizer does not add it by itself."""
+    """Returns the token that the recorded prompts begin with, which this tokenizer does not add."""
     return json.loads((CHECKPOINT / "tokenizer_config.json").read_text(encoding="utf-8"))["bos_token"]
 
 
 def say(line: str) -> None:
-    """Prints at once, so that the lines of the commands stand in their place."""
+    """Prints and flushes, so that the lines of the commands that are run appear in order."""
     print(line, flush=True)
 
 
 def mlx_zip(*arguments: object) -> None:
-    """Runs the installed command and shows it as a user would type it."""
+    """Prints a command as a user would type it, and runs it."""
     words = [str(argument) for argument in arguments]
     say("$ " + shlex.join(["mlx_zip", *words]))
     subprocess.run([sys.executable, "-m", "mlx_zip", *words], check=True)
 
 
 def compare(model_folder: Path, prompts: list[dict[str, Any]]) -> int:
-    """Generates after the recorded prompts and counts the equal ids; 0 when all are."""
+    """Generates from the recorded prompts and counts equal ids; returns 0 if all are equal, else 1."""
     model, tokenizer = load(str(model_folder))
     equal = total = 0
     for prompt in prompts:
@@ -72,7 +72,7 @@ def compare(model_folder: Path, prompts: list[dict[str, Any]]) -> int:
 
 
 def tell_story() -> None:
-    """A story with its hypertokens coloured and its figures below; says so when the model is not in this tree."""
+    """Prints a story with coloured hypertokens, or says that the bundled model is not installed."""
     say("\n4. A story by the bundled model, which was trained to use hypertokens.")
     try:
         bundled_model(DEFAULT)

@@ -7,7 +7,6 @@ on the emitted ids alone, so the same model and request give the same bytes.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterable, Sequence
 from itertools import groupby
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 from xml.sax.saxutils import escape
 
+from mlx_zip.arguments import Parser
 from mlx_zip.bundled import DEFAULT, MAX_TOKENS, PROMPT
 from mlx_zip.files import whole_file
 from mlx_zip.generate import load, stream_generate
@@ -42,7 +42,7 @@ class Cell(NamedTuple):
 
 def main() -> int:
     """Draws the picture; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m mlx_zip.apps.picture", description=__doc__.split("\n\n")[0])
+    parser = Parser(prog="python -m mlx_zip.apps.picture", description=__doc__.split("\n\n")[0])
     parser.add_argument("--model", default=DEFAULT, help=f"model folder, hub id or bundled model (default: {DEFAULT})")
     parser.add_argument("--prompt", default=PROMPT, help=f"the request (default: {PROMPT!r})")
     parser.add_argument("--out", default="docs/pictures/answer.svg", help="SVG file (default: %(default)s)")

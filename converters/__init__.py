@@ -1,6 +1,6 @@
-"""Converters: published zip2zip checkpoints and PEFT adapters to mlx-lm folders.
+"""Converts zip2zip checkpoints and PEFT adapters to mlx-lm folders, and mlx_zip models back.
 
-`convert` is loaded when first used, so that the command line can list its flags without importing MLX.
+`convert` is imported when it is first used, so that the command line can list its flags without importing MLX.
 """
 
 from importlib import import_module

@@ -1,8 +1,8 @@
-"""`adapt`: a model folder and a tokenizer adapted from its own become a smaller model folder.
+"""`adapt`: writes a smaller model folder for a tokenizer that was adapted from the model's own.
 
-Every id that is kept was the model's before, so nothing is trained: rows of the embedding and the head are selected.
-MLX packs quantized weights along the last axis, so rows of weight, scales and biases are selected exactly, without
-quantizing anew. Everything that names ids is renumbered; a name whose id was not kept is an error, not a guess.
+Every kept id was an id of the model, so nothing is trained: rows of the embedding and the head are selected. MLX packs
+quantized weights along the last axis, so rows of weight, scales and biases are selected exactly, without quantizing
+again. Every id in the config files is renumbered. An id in them that was not kept is an error.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ _ENDINGS = ("_token_id", "_token_ids", "_token_index", "suppress_tokens", "bad_w
 def adapt(model: str | Path, vocabulary: str | Path, mlx_path: str | Path, progress: bool = True) -> Path:
     """Writes the smaller model and returns its folder, which appears whole or not at all.
 
-    model: a local folder of a plain mlx-lm model or of a converted zip2zip one, quantized or not, with a byte-level
-    tokenizer.json. vocabulary: what `mlx_zip vocab adapt learn` wrote for that tokenizer. Raises `ConversionError`,
-    `ConfigError` or `DataError` naming the file, tensor or key at fault.
+    model: local folder of a plain mlx-lm model or a converted zip2zip model, quantized or not, with a byte-level
+    tokenizer.json. vocabulary: the file that `mlx_zip vocab adapt learn` wrote for that tokenizer. Raises
+    `ConversionError`, `ConfigError` or `DataError` naming the file, tensor or key at fault.
     """
     out, place = Path(mlx_path), hub.local(model)
     output.refuse_existing(out)
@@ -56,7 +56,9 @@ def adapt(model: str | Path, vocabulary: str | Path, mlx_path: str | Path, progr
     base, kept = read_base(place.folder), read_adapted(vocabulary)
     kept.check_base(base)
     if kept.front.added != base.front.added:
-        raise ConversionError(f"{vocabulary}: added tokens differ from those of {place.name}: adapt that anew")
+        raise ConversionError(
+            f"{vocabulary}: added tokens differ from those of {place.name}: learn the vocabulary again"
+        )
     new = {int(old): i for i, old in enumerate(kept.ids)}
     config = _config(read_object(place.folder / "config.json"), new)
     weights = _selected(load(read_model_files(place.folder)), kept.ids)
@@ -93,14 +95,17 @@ def adapt(model: str | Path, vocabulary: str | Path, mlx_path: str | Path, progr
 
 
 def _selected(weights: dict[str, mx.array], ids: Any) -> dict[str, mx.array]:
-    """The tensors, of those with a row per id the rows kept. Lazy. As high but not known is an error."""
+    """Returns all tensors, with the kept rows only in those that have a row per id. The result is lazy.
+
+    Raises `ConversionError` for a tensor of the same height that is not known to have a row per id.
+    """
     rows = {name: array for name, array in weights.items() if set(name.split(".")[:-1]) & set(ROWS)}
     if not rows:
         raise ConversionError(f"no tensor of {' or '.join(ROWS)} is there to select rows of")
     heights = {array.shape[0] for array in rows.values()}
     if len(heights) != 1:
-        told = ", ".join(f"{name} {list(array.shape)}" for name, array in sorted(rows.items()))
-        raise ConversionError(f"the embedding and the head differ in their rows: {told}")
+        shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in sorted(rows.items()))
+        raise ConversionError(f"the embedding and the head have different numbers of rows: {shapes}")
     if int(ids[-1]) >= (height := heights.pop()):
         raise ConversionError(f"the vocabulary keeps id {int(ids[-1])}, but the embedding has {height} rows")
     if others := sorted(name for name in weights.keys() - rows.keys() if weights[name].shape[:1] == (height,)):
@@ -110,7 +115,7 @@ def _selected(weights: dict[str, mx.array], ids: Any) -> dict[str, mx.array]:
 
 
 def _parameters(weights: Mapping[str, mx.array], quantization: Mapping[str, Any]) -> int:
-    """How many there are, packed ones counted as what they stand for."""
+    """Returns the number of parameters; a packed tensor counts as the weights that it stands for."""
     packed = {name.removesuffix(".scales") for name in weights if name.endswith(".scales")}
     count = 0
     for name, array in weights.items():
@@ -124,7 +129,7 @@ def _parameters(weights: Mapping[str, mx.array], quantization: Mapping[str, Any]
 
 
 def _config(config: dict[str, Any], new: Mapping[int, int]) -> dict[str, Any]:
-    """config.json with the new size and ids; a text model inside one of several kinds is refused."""
+    """Returns config.json with the new size and ids. Raises `ConversionError` for a multimodal model."""
     if "vocab_size" not in config:
         raise ConversionError("config.json has no vocab_size of its own: only plain text models can be adapted")
     made = {**_renumbered("config.json", config, new), "vocab_size": len(new)}
@@ -134,12 +139,12 @@ def _config(config: dict[str, Any], new: Mapping[int, int]) -> dict[str, Any]:
 
 
 def _zip_section(section: dict[str, Any], new: Mapping[int, int]) -> dict[str, Any]:
-    """The codec over the new ids; hypertokens begin behind the last of them. Entries of lost ids are left out."""
+    """Returns the zip2zip section over the new ids, without the pack's entries that hold ids which are not kept."""
     old = ZipConfig.from_dict({key: value for key, value in section.items() if key not in RECORD_KEYS})
     if high := [i for i in new if i >= old.vocab_size]:
         raise ConversionError(f"the vocabulary keeps id {high[0]}, but hypertokens begin at {old.vocab_size}")
     if old.pad_id not in new:
-        raise ConversionError(f"the codec's pad id {old.pad_id} is not kept: make it an added token and adapt anew")
+        raise ConversionError(f"the codec's pad id {old.pad_id} is not kept: make it an added token and adapt again")
     start = [tuple(new[i] for i in entry) for entry in old.start or () if all(i in new for i in entry)]
     if old.start and len(start) < len(old.start):
         lost = len(old.start) - len(start)
@@ -153,7 +158,7 @@ def _zip_section(section: dict[str, Any], new: Mapping[int, int]) -> dict[str, A
 def _files(
     folder: Path, kept: AdaptedVocabulary, source: Mapping[str, Any] | None, new: Mapping[int, int]
 ) -> dict[str, Any]:
-    """The JSON files beside config.json that name ids, renumbered. vocab.json and the like are left out."""
+    """Returns the other JSON files that name ids, renumbered; vocab.json and the like are left out."""
     files = {"tokenizer.json": lawful_json(kept, source)}
     own = folder / CONFIG
     if own.is_file():
@@ -174,13 +179,16 @@ def _files(
 
 
 def _new_ids(place: str, tokens: Iterable[tuple[str, Any]], new: Mapping[int, int]) -> list[int]:
-    """Of added tokens and their ids. One left out would come back behind the last id, where the embedding ends."""
+    """Returns the new ids of added tokens. Raises `ConversionError` for a token that is not kept.
+
+    Transformers would give such a token an id after the last one, where the embedding has no row.
+    """
     tokens = list(tokens)
     for token, i in tokens:
         if type(i) is not int or i not in new:
             raise ConversionError(
                 f"{place} has {token!r}, id {i}, which the vocabulary does not keep: list it among the added_tokens of "
-                "tokenizer.json (transformers does on saving) and adapt anew"
+                "tokenizer.json (transformers does on saving) and adapt again"
             )
     return [new[i] for _, i in tokens]
 
@@ -194,7 +202,7 @@ def _text_of(token: Any) -> Any:
 
 
 def _renumbered(file: str, data: Mapping[str, Any], new: Mapping[int, int]) -> dict[str, Any]:
-    """The same with new ids where a key says that ids stand there. Raises `ConversionError` for one not kept."""
+    """Returns the data with new ids under every key that holds ids. Raises `ConversionError` for an id not kept."""
 
     def value_of(key: str, value: Any) -> Any:
         if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""`mlx_zip convert`: the flags of `mlx_lm.convert`, and some of ours."""
+"""`mlx_zip convert`: has the flags of `mlx_lm.convert` and some more."""
 
 from __future__ import annotations
 
@@ -13,46 +13,56 @@ from mlx_zip.flags import add_pack
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags; imports nothing heavy."""
+    """Declares the flags; imports nothing heavy."""
     add = parser.add_argument
-    add("--hf-path", "--model", required=True, help="Checkpoint to convert: a folder or a Hugging Face hub id.")
-    add("--mlx-path", default="mlx_model", help="Folder to write; it must not exist. Default: %(default)s.")
-    add("-q", "--quantize", action="store_true", help="Quantize decoder, embedding and head.")
-    add("--q-group-size", type=int, help="Group size for quantization.")
-    add("--q-bits", type=int, help="Bits per weight for quantization.")
-    add("--q-mode", default="affine", choices=["affine", "mxfp4", "nvfp4", "mxfp8"], help="Quantization mode.")
+    add("--hf-path", "--model", required=True, help="checkpoint to convert: a folder or a Hugging Face hub id")
+    add("--mlx-path", default="mlx_model", help="folder to write; it must not exist yet (default: %(default)s)")
+    add("-q", "--quantize", action="store_true", help="quantize decoder, embedding and head (default: not quantized)")
+    add("--q-group-size", type=int, help="weights that share a scale in a quantized layer (default: 64, or --q-mode's)")
+    add("--q-bits", type=int, help="bits per quantized weight (default: 4, or --q-mode's)")
+    add(
+        "--q-mode",
+        default="affine",
+        choices=["affine", "mxfp4", "nvfp4", "mxfp8"],
+        help="number format of quantized weights (default: affine)",
+    )
     add(
         "--quant-predicate",
         choices=["mixed_2_6", "mixed_3_4", "mixed_3_6", "mixed_4_6"],
-        help="Mixed-bit quantization recipe.",
+        help="recipe that gives layers different numbers of bits (default: all layers alike)",
     )
-    add("--dtype", choices=["float16", "bfloat16", "float32"], help="Type to store. Default: the source's.")
-    add("-d", "--dequantize", action="store_true", help="Dequantize a converted, quantized model.")
-    add("--revision", help="Branch, tag or commit of a hub checkpoint (zip2zip++ releases: hf).")
-    add("--upload-repo", help="Hub repository to upload the converted model to.")
-    add("--trust-remote-code", action="store_true", help="Run and copy the tokenizer's own code.")
-    add("--keep-adapter", action="store_true", help="Keep a LoRA unmerged, in adapters/ inside the output.")
-    add("--lora-only", action="store_true", help="The checkpoint is a plain PEFT LoRA; write an mlx-lm adapter folder.")
+    add(
+        "--dtype",
+        choices=["float16", "bfloat16", "float32"],
+        help="type of the stored tensors (default: the source decoder's)",
+    )
+    add("-d", "--dequantize", action="store_true", help="dequantize a converted model that is quantized")
+    add("--revision", help="branch, tag or commit of a hub checkpoint (zip2zip++ releases: hf) (default: main)")
+    add("--upload-repo", help="hub repository to upload the converted model to (default: no upload)")
+    add("--trust-remote-code", action="store_true", help="run and copy Python code that comes with the tokenizer")
+    add("--keep-adapter", action="store_true", help="keep a LoRA unmerged, in the folder adapters/ of the output")
+    add("--lora-only", action="store_true", help="convert a plain PEFT LoRA to an mlx-lm adapter folder")
     add(
         "--canonical",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="Whether ids that the compressor would not have written get no probability, unless they hold most of it. "
-        "Default: as it was, upstream no.",
+        help="forbid ids that the compressor would never write, unless together they hold over half the probability "
+        "(default: as in the source; published checkpoints do not)",
     )
     add_pack(
         add,
-        "Pack (.json, .npz or .npy) that every request of the written model begins with; several packs are merged. "
-        "Rows that were tuned for the written weights are kept. Default: the source's pack, if it has one.",
+        "pack (.json, .npz or .npy) that every request of the written model begins with; several packs are merged; "
+        "rows that were tuned for the written weights are kept (default: the source's pack, if it has one)",
         aliases=["--codebook"],
     )
     add(
         "--policy",
         choices=["freeze", "lru", "use-count"],
-        help="What a full codebook does: nothing any more, or a new entry takes the place of the one used longest ago, "
-        "or least often. Training and canonical decoding need freeze. Default: as it was, upstream freeze.",
+        help="what a full codebook does. freeze: stop adding entries; lru: evict the least recently used entry; "
+        "use-count: evict the least often used one. Training and canonical decoding need freeze "
+        "(default: as in the source; published checkpoints freeze)",
     )
-    add("--encoder-bits", type=int, choices=[4, 8], help="Quantize the hyper-encoders too.")
+    add("--encoder-bits", type=int, choices=[4, 8], help="bits per weight of the hyper-encoders (default: unquantized)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -85,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def warnings_on_stderr() -> Iterator[None]:
-    """Shows the converters' warnings, each as one line."""
+    """Prints the converters' warnings on stderr, each as one line."""
     with warnings.catch_warnings():
         warnings.simplefilter("always", UserWarning)
         warnings.showwarning = _print_warning

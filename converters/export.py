@@ -1,7 +1,7 @@
-"""`export`: an mlx_zip model back to the published package's format 2, one folder that PyTorch loads on its own.
+"""`export`: writes an mlx_zip model as a checkpoint of format 2, one folder that zip2zip loads in PyTorch.
 
-Source of the format: zip2zip 0.2.0 (`Zip2ZipConfig`, `Zip2ZipModel.from_pretrained`). What that package cannot run, or
-would run differently, is refused or warned of here, for nobody would see it there.
+Source of the format: zip2zip 0.2.0 (`Zip2ZipConfig`, `Zip2ZipModel.from_pretrained`). A model that this package cannot
+run is refused, and one that it would run differently gives a warning, because the package itself says nothing.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _NOT_THERE = {  # encoder kinds the package cannot run, and why
 
 @dataclass
 class _Export:
-    """A model with lazy weights, everything checked, nothing written. config: the decoder's config.json to be."""
+    """A model with lazy weights, checked and not yet written. config: the decoder's config.json."""
 
     model: Any
     config: dict[str, Any]
@@ -64,13 +64,12 @@ def export(
 ) -> Path:
     """Writes a converted or trained model as a self-contained zip2zip checkpoint (format 2); returns its folder.
 
-    model: a folder or a hub id. save_path: must not exist; it appears whole or not at all. dtype: "float16",
-    "bfloat16" or "float32"; the default is the embedding's own. A quantized model is dequantized and an adapter kept in
-    `adapters/` merged (in float32), each with a warning that says so. drop_start: leave out the model's starting
-    codebook, which the format cannot hold. Converting the result gives the model's tensors again, bit for bit unless
-    one of these changed them.
+    model: a folder or a hub id. save_path: must not exist; it appears whole or not at all. dtype: "float16", "bfloat16"
+    or "float32", None for the embedding's type. drop_start: leave out the pack that the model begins with, which the
+    format cannot hold. A quantized model is dequantized, and an adapter kept in `adapters/` is merged in float32, each
+    with a warning. Converting the result gives the model's tensors again, bit for bit unless one of these changed them.
 
-    Raises `ConversionError` or `ConfigError`, each a line that names what is at fault; then nothing has been written.
+    Raises `ConversionError` or `ConfigError` naming what is at fault; nothing has been written then.
     """
     if dtype is not None and dtype not in DTYPES:
         raise ConversionError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
@@ -101,7 +100,7 @@ def _prepare(place: Place, dtype: str | None, drop_start: bool, trust_remote_cod
 
 
 def _check(model: Any, facts: TokenizerFacts, drop_start: bool, adapted: bool) -> None:
-    """Raises `ConversionError` for what zip2zip 0.2.0 cannot run or express; warns of what it runs differently."""
+    """Raises `ConversionError` for a model that zip2zip 0.2.0 cannot run; warns if it would run it differently."""
     config: ZipConfig = model.config
     if (kind := config.encoder.kind) in _NOT_THERE:
         raise ConversionError(f"zip2zip 0.2.0 cannot run the {kind!r} encoder: {_NOT_THERE[kind]}; nothing to export")
@@ -142,7 +141,7 @@ def _about_gemma(soft_cap: float | None) -> str:
 
 
 def _plain(model: Any, folder: Path, quantized: bool) -> Any:
-    """The model without quantized layers."""
+    """Returns the model with its quantized layers dequantized."""
     if not quantized:
         return model
     from mlx_lm.utils import dequantize_model
@@ -152,7 +151,7 @@ def _plain(model: Any, folder: Path, quantized: bool) -> Any:
 
 
 def _merged(model: Any, adapters: Path) -> Any:
-    """The model with the adapter that was kept beside it, computed in float32."""
+    """Returns the model with the adapter in its folder merged, computed in float32."""
     if not adapters.is_dir():
         return model
     from mlx_lm.tuner.utils import load_adapters
@@ -173,7 +172,7 @@ def _merged(model: Any, adapters: Path) -> Any:
 
 
 def _decoder_config(config: dict[str, Any], stored: str) -> dict[str, Any]:
-    """config.json as transformers reads it: the base model's own."""
+    """Returns the decoder's config.json as transformers reads it, without our sections."""
     kind = config["zip2zip"]["base_model_type"]
     plain = {key: value for key, value in config.items() if key not in _OURS}
     plain |= {"model_type": kind, "torch_dtype": stored}
@@ -184,7 +183,7 @@ def _decoder_config(config: dict[str, Any], stored: str) -> dict[str, Any]:
 
 
 def _zip_config(config: ZipConfig) -> dict[str, Any]:
-    """zip2zip_config.json; the package refuses keys that it does not know, so there is nothing of ours in it."""
+    """Returns zip2zip_config.json, without our own keys: the package refuses keys that it does not know."""
     made = replace(config, format_version=2, base_model=SELF_CONTAINED, start=None, canonical=False).to_dict()
     del made["pad_token_id"]
     return made

@@ -8,7 +8,7 @@ from mlx_zip.converters.cli import warnings_on_stderr
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags; imports nothing heavy."""
+    """Declares the flags; imports nothing heavy."""
     add = parser.add_argument
     add("--model", required=True, help="mlx_zip model to export: a folder, hub id or bundled model")
     add("--out", default="zip2zip_model", help="folder to write; it must not exist yet (default: %(default)s)")

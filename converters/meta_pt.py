@@ -1,8 +1,8 @@
-"""`meta.pt` without unpickling: a reader of torch's files that builds plain values and runs nothing.
+"""Reads `meta.pt`, a torch file, without unpickling: only plain values are built and no code is run.
 
-zip2zip 0.2.0 lets `args` in a checkpoint's `meta.pt` override two encoder options, and loads it with full
-unpickling, which lets the file run any code. Here the pickle's opcodes are interpreted one by one into dicts, lists,
-tuples, strings and numbers; whatever names a class or function becomes an inert `Opaque`, never looked up.
+zip2zip 0.2.0 lets `args` in a checkpoint's `meta.pt` override two encoder options, and loads the file with full
+unpickling, which can run any code. Here the pickle's opcodes are interpreted one by one into dicts, lists, tuples,
+strings and numbers. Anything that names a class or function becomes an inert `Opaque`, and the name is never looked up.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MARK = object()
 
 
 class Opaque:
-    """Stands for an object whose class is not built: `name` of the class if known, `state` and `items` given to it."""
+    """An object whose class is not built. name: the class's, if known; state, items: what the pickle sets on it."""
 
     def __init__(self, name: str = "?") -> None:
         self.name = name
@@ -33,10 +33,10 @@ class Opaque:
 
 
 def encoder_overrides(path: Path) -> dict[str, bool]:
-    """What `meta.pt` says about the encoder: {} or {"causal": bool, "residual": bool}.
+    """Returns what `meta.pt` says about the encoder: {} or {"causal": bool, "residual": bool}.
 
-    As zip2zip 0.2.0: with a non-empty `args`, an absent `encoder_causal` means false and an absent
-    `no_encoder_residual` means false. Raises `ConversionError` when the file is malformed.
+    As in zip2zip 0.2.0, with a non-empty `args` a missing `encoder_causal` means false, and a missing
+    `no_encoder_residual` means false. Raises `ConversionError` if the file is malformed.
     """
     meta = read_meta(path)
     args = _plain_dict(meta.get("args")) if isinstance(meta, dict) else None
@@ -49,7 +49,7 @@ def encoder_overrides(path: Path) -> dict[str, bool]:
 
 
 def _plain_dict(value: Any) -> dict[Any, Any] | None:
-    """A dict, or the attributes of an object such as argparse.Namespace."""
+    """Returns a dict, or the attributes of an object such as argparse.Namespace, or None for anything else."""
     if isinstance(value, Opaque):
         value = value.items or value.state
     return value if isinstance(value, dict) else None
@@ -63,7 +63,10 @@ def _flag(args: dict[Any, Any], name: str, path: Path) -> bool:
 
 
 def read_meta(path: Path) -> Any:
-    """The object in a file written by `torch.save`, tensors and classes as `Opaque`. Raises `ConversionError`."""
+    """Returns the object in a file written by `torch.save`; tensors and classes are `Opaque`.
+
+    Raises `ConversionError` if the file is malformed.
+    """
     try:
         with open(path, "rb") as file:
             if zipfile.is_zipfile(file):
@@ -90,7 +93,7 @@ def _zip_pickle(path: Path) -> bytes:
 
 
 def _legacy(path: Path, data: bytes) -> Any:
-    """torch's old form: magic number, protocol, system info and then the object, each a pickle of its own."""
+    """Reads torch's old format: magic number, protocol, system info and the object, each a separate pickle."""
     stream = io.BytesIO(data)
     try:
         if _one_pickle(stream) != _LEGACY_MAGIC:
@@ -103,7 +106,7 @@ def _legacy(path: Path, data: bytes) -> Any:
 
 
 class _PickleError(Exception):
-    """Why a pickle cannot be read; becomes a `ConversionError` with the file's name."""
+    """The reason why a pickle cannot be read; reported as a `ConversionError` with the file's name."""
 
 
 def _one_pickle(stream: io.BytesIO) -> Any:
@@ -114,7 +117,7 @@ def _one_pickle(stream: io.BytesIO) -> Any:
 
 
 class _Machine:
-    """Pickle's stack machine over plain values."""
+    """Pickle's stack machine, restricted to plain values."""
 
     def __init__(self) -> None:
         self.stack: list[Any] = []
@@ -135,7 +138,7 @@ class _Machine:
         raise _PickleError("it has no end")
 
     def pop_mark(self) -> list[Any]:
-        """The values above the last mark."""
+        """Removes and returns the values above the last mark."""
         at = len(self.stack) - 1
         while self.stack[at] is not _MARK:
             at -= 1
@@ -168,7 +171,7 @@ class _Machine:
             items[_key(key)] = value
 
     def opaque(self, consumed: list[Any]) -> None:
-        """Replaces `consumed`, a class and what it would be built from."""
+        """Pushes an `Opaque` for an object that would be built from `consumed`: a class and its arguments."""
         name = consumed[0].name if consumed and isinstance(consumed[0], Opaque) else "?"
         self.stack.append(Opaque(name))
 
@@ -180,7 +183,7 @@ class _Machine:
 
 
 def _key(key: Any) -> Any:
-    """Keys that hash without recursion; any other becomes an object of its own."""
+    """Returns keys that hash without recursion as they are, and a new `Opaque` for any other key."""
     return key if key is None or isinstance(key, str | int | float | bytes) else Opaque()
 
 

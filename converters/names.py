@@ -1,4 +1,4 @@
-"""From a checkpoint's tensor names to the model's: every tensor accounted for, both ways. No arrays here."""
+"""Maps a checkpoint's tensor names to the model's names, accounting for every tensor on both sides. No arrays here."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass
 class Plan:
-    """tensors: model name -> source tensor. dropped: reason -> names left out knowingly.
+    """Which tensor goes where. tensors: model name -> source tensor. dropped: reason -> names that are left out.
 
-    twin: a second copy of a tied matrix, to be compared with the embedding before it is left out.
+    twin: a second copy of a tied matrix, which must equal the embedding before it is left out.
     """
 
     tensors: Table
@@ -28,10 +28,10 @@ class Plan:
 
 
 def plan_decoder(found: Table, expected: Shapes) -> Plan:
-    """Matches a decoder's tensors with `expected`, the model's names and shapes (encoders left out).
+    """Matches a decoder's tensors with `expected`, the model's names and shapes without the encoders.
 
-    Dropped knowingly: rotary buffers, and the head's copy of a tied matrix. A tied model saved with only the head's
-    name gets its embedding from it. Raises `ConversionError` listing unknown, missing or misshapen names.
+    Rotary buffers and the head's copy of a tied matrix are left out. A tied model saved with only the head's name gets
+    its embedding from the head. Raises `ConversionError` listing unknown, missing or misshapen names.
     """
     plan = Plan(dict(found))
     buffers = [name for name in found if name.endswith(_ROTARY_BUFFER)]
@@ -49,7 +49,7 @@ def plan_decoder(found: Table, expected: Shapes) -> Plan:
 
 
 def plan_override(base: Plan, found: Table, expected: Shapes, file_name: str) -> Plan:
-    """Lays the tensors of a partial decoder over `base`; those it does not name keep the base's values."""
+    """Replaces tensors of `base` by those of a partial decoder; all others keep the base's values."""
     extra = {name: t for name, t in found.items() if not name.endswith(_ROTARY_BUFFER)}
     twin = base.twin
     if {EMBEDDING, HEAD} & extra.keys() and HEAD not in expected:
@@ -64,7 +64,7 @@ def plan_override(base: Plan, found: Table, expected: Shapes, file_name: str) ->
 
 
 def plan_encoders(found: Table, expected: Shapes, tied: bool) -> Plan:
-    """Matches the encoder file's tensors. Tied encoders have one side; the other is ignored, as upstream does."""
+    """Matches the encoder file's tensors. Tied encoders use one side and ignore the other, as upstream does."""
     plan = Plan(dict(found))
     if tied:
         extra = [name for name in found if name.startswith(SIDES[1])]
@@ -85,7 +85,7 @@ def _check_positions(found: Table, expected: Shapes) -> None:
 
 
 def check(found: Table, expected: Shapes, what: str) -> None:
-    """Raises `ConversionError` unless names and shapes are exactly the expected ones and all are floats."""
+    """Raises `ConversionError` unless names and shapes are exactly the expected ones and all tensors are floats."""
     problems = []
     if unknown := found.keys() - expected.keys():
         problems.append(f"unknown: {some(unknown)}")

@@ -1,4 +1,4 @@
-"""What is to be converted: finds a checkpoint's parts, on disk or on the hub, and checks their files."""
+"""Finds the parts of a checkpoint, on disk or on the hub, and checks their files."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ PARTIAL = "model.safetensors"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A published zip2zip checkpoint. base: where decoder, config.json and tokenizer lie (itself in format 2).
+    """A published zip2zip checkpoint.
 
-    zip_config, base_config: the parsed JSON. decoder, encoders, partial: tensors by name; partial overrides the
-    decoder. adapter: the PEFT folder, if there is one. meta: its meta.pt, if there is one.
+    base: the place of decoder, config.json and tokenizer; the checkpoint itself in format 2. zip_config, base_config:
+    the parsed JSON. decoder, encoders, partial: tensors by name; partial overrides the decoder. adapter: the PEFT
+    folder or None. meta: its meta.pt or None.
     """
 
     place: Place
@@ -37,7 +38,7 @@ class Checkpoint:
 
 
 def locate(path: str, revision: str | None) -> Place:
-    """The folder at `path`, or the configuration files of that hub repository (enough to see what it is)."""
+    """Returns the folder at `path`, or downloads the configuration files of that hub repository."""
     if (place := hub.local(path)) is None:
         return hub.fetch(path, revision, hub.CONFIGS)
     if revision is not None:
@@ -46,20 +47,23 @@ def locate(path: str, revision: str | None) -> Place:
 
 
 def complete(place: Place) -> Place:
-    """Downloads the rest of a hub repository, at the commit already seen."""
+    """Downloads the rest of a hub repository, at the commit whose configuration was downloaded."""
     if place.revision is None:
         return place
     return hub.fetch(place.name, place.revision, hub.CHECKPOINT)
 
 
 def is_converted(place: Place) -> bool:
-    """Whether the folder is already a converted model."""
+    """Returns whether the folder is a converted model."""
     config = place.folder / "config.json"
     return config.is_file() and "zip2zip" in read_object(config)
 
 
 def open_checkpoint(place: Place) -> Checkpoint:
-    """Reads the configs and all headers. Raises `ConversionError` for a file that is missing, corrupt or not ours."""
+    """Reads the configs and all headers of a checkpoint.
+
+    Raises `ConversionError` for a missing or corrupt file, and for a folder of another kind.
+    """
     folder = place.folder
     if not (folder / CONFIG).is_file():
         raise ConversionError(f"{place.name} has no {CONFIG}: {_other_kind(folder)}")
@@ -93,7 +97,7 @@ def _other_kind(folder: Path) -> str:
 
 
 def _base(place: Place, zip_config: dict[str, Any]) -> Place:
-    """The base model: ".", a folder beside the config, any other folder, or a hub id; in that order."""
+    """Finds the base model: ".", a folder relative to the config, any other folder, or a hub id, in this order."""
     name = zip_config.get("base_model_name_or_path")
     if not isinstance(name, str) or not name:
         raise ConversionError(f"{CONFIG}: base_model_name_or_path must be a string, got {name!r}")
@@ -126,6 +130,6 @@ def _encoders(folder: Path, zip_config: dict[str, Any]) -> Table:
 
 
 def check_converted(place: Place) -> None:
-    """Checks that a converted model can be converted again. Raises `ConversionError`."""
+    """Raises `ConversionError` if a converted model cannot be converted again."""
     if (place.folder / "adapters").is_dir():
         raise ConversionError(f"{place.name} keeps an adapter, which would be lost; convert its original instead")

@@ -53,7 +53,7 @@ def check_rows(prepared: Prepared, packs: Packs | None) -> None:
     if packs is not None:
         raise ConversionError(
             f"--pack {' '.join(packs.files)}: its rows were tuned for other weights than those to be written; "
-            "convert first, tune the pack for the new folder, then convert that one with it, or leave its rows behind "
+            "convert first, tune the pack for the new folder, then convert that one with it, or drop its rows "
             "(mlx_zip vocab pack merge --drop-rows)"
         )
     warnings.warn(f"the tuned rows in {IN_FOLDER} are left out: they were tuned for other weights", stacklevel=2)

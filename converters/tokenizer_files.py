@@ -1,4 +1,4 @@
-"""The base model's tokenizer: read by transformers, as upstream does, and copied file by file."""
+"""Reads the base model's tokenizer with transformers, as upstream does, and copies its files."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _PROBE = "Hello, wörld!  def f(x):\n\treturn 12345 # \u4f60\u597d \U0001f600"
 
 @dataclass(frozen=True)
 class TokenizerFacts:
-    """What must be the same before and after: class, number of ids, pad rule, and the ids of a probe text."""
+    """Properties of a tokenizer that copying must keep: class, number of ids, pad id, and the ids of a probe text."""
 
     kind: str
     length: int
@@ -46,9 +46,10 @@ class TokenizerFacts:
 
 
 def read_tokenizer(folder: Path, trust_remote_code: bool = False) -> TokenizerFacts:
-    """Loads the tokenizer in `folder`. pad_id: its pad token, else its eos (zip2zip 0.2.0), else None.
+    """Loads the tokenizer in `folder`. Its pad id is the pad token's, else the eos token's (as zip2zip 0.2.0), else
+    None.
 
-    Raises `ConversionError` when transformers cannot load it.
+    Raises `ConversionError` if transformers cannot load it.
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoTokenizer
@@ -66,7 +67,7 @@ def read_tokenizer(folder: Path, trust_remote_code: bool = False) -> TokenizerFa
 
 @contextlib.contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Without its warnings about config.json's model_type, which is not its business here."""
+    """Silences transformers' warnings about config.json's model_type, which the tokenizer does not need."""
     from transformers.utils import logging
 
     level = logging.get_verbosity()
@@ -80,10 +81,10 @@ def _quiet_transformers() -> Iterator[None]:
 
 
 def copy_tokenizer(source: Path, target: Path, facts: TokenizerFacts, trust_remote_code: bool = False) -> None:
-    """Copies the tokenizer's files and makes sure that they load as `facts` says without the base's model_type.
+    """Copies the tokenizer's files and checks that the copy loads as `facts` says.
 
-    transformers picks some tokenizer classes by config.json's model_type, which is "zip2zip" in the converted
-    folder; then the class is written into tokenizer_config.json. Code files are copied only when trusted.
+    transformers chooses some tokenizer classes by config.json's model_type, which is "zip2zip" in the converted folder.
+    The class is then written into tokenizer_config.json. Python files are copied only if `trust_remote_code`.
     """
     patterns = (*FILES, "*.py") if trust_remote_code else FILES
     for path in sorted({path for pattern in patterns for path in source.glob(pattern)}):

@@ -7,10 +7,38 @@ transformers or torch. Importing it also makes `mlx_lm` able to load converted m
 import sys
 from importlib import import_module
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlx_zip.errors import explained_imports
 from mlx_zip.register import register
+
+if TYPE_CHECKING:  # what `__getattr__` loads, for type checkers and editors
+    from mlx_zip.codec import Codebook as Codebook
+    from mlx_zip.codec import CodecParams as CodecParams
+    from mlx_zip.codec import compress as compress
+    from mlx_zip.config import ZipConfig as ZipConfig
+    from mlx_zip.errors import CodecError as CodecError
+    from mlx_zip.errors import ConfigError as ConfigError
+    from mlx_zip.errors import ConversionError as ConversionError
+    from mlx_zip.errors import DataError as DataError
+    from mlx_zip.errors import GenerationError as GenerationError
+    from mlx_zip.errors import InstallationError as InstallationError
+    from mlx_zip.errors import MlxZipError as MlxZipError
+    from mlx_zip.errors import ModelError as ModelError
+    from mlx_zip.errors import TrainingError as TrainingError
+    from mlx_zip.generate import batch_generate as batch_generate
+    from mlx_zip.generate import generate as generate
+    from mlx_zip.generate import stream_generate as stream_generate
+    from mlx_zip.hyper import RowStore as RowStore
+    from mlx_zip.layout import Layout as Layout
+    from mlx_zip.loading import load as load
+    from mlx_zip.request import GenerationResponse as GenerationResponse
+    from mlx_zip.state import ZipState as ZipState
+    from mlx_zip.text.prompts import Chat as Chat
+    from mlx_zip.vocab.packs import Pack as Pack
+    from mlx_zip.vocab.packs import load_pack as load_pack
+
+    convert: Any  # it lives in a leaf, which nothing imports
 
 __version__ = "0.1.0"
 
@@ -22,7 +50,11 @@ _HOMES = {
     "Layout": "mlx_zip.layout",
     "ZipState": "mlx_zip.state",
     "RowStore": "mlx_zip.hyper",
+    "Chat": "mlx_zip.text.prompts",
+    "Pack": "mlx_zip.vocab.packs",
+    "load_pack": "mlx_zip.vocab.packs",
     "load": "mlx_zip.loading",
+    "GenerationResponse": "mlx_zip.request",
     "generate": "mlx_zip.generate",
     "stream_generate": "mlx_zip.generate",
     "batch_generate": "mlx_zip.generate",

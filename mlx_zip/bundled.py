@@ -1,4 +1,4 @@
-"""The models that an installation brings along: a small storyteller with hypertokens, and its base without."""
+"""The bundled models: a small storyteller with hypertokens, and its baseline without."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from mlx_zip.errors import ModelError
 FOLDER = Path(__file__).parent / "bundle"
 NAMES = {
     "stories": "tells children's stories on request; the default of `mlx_zip generate`",
-    "stories-base": "the same base after as much training, without hypertokens",
+    "stories-base": "the baseline: an equally trained model without hypertokens",
 }
 DEFAULT = "stories"
-PROMPT = "Tell me a story about a boy and his boat."  # of a call that names neither a model nor a prompt
+PROMPT = "Tell me a story about a boy and his boat."  # the prompt if neither a model nor a prompt is named
 MAX_TOKENS = 400  # base tokens; a story has about 200
 
 
 def bundled_model(name: str) -> Path:
-    """The folder of a bundled model. Raises `ModelError` for a name that is none, or when it is not installed."""
+    """Returns the folder of a bundled model. Raises `ModelError` for an unknown name or a model not installed."""
     if name not in NAMES:
-        raise ModelError(f"{name} is no bundled model: they are {', '.join(NAMES)}")
+        raise ModelError(f"{name} is not a bundled model; there are {', '.join(NAMES)}")
     folder = FOLDER / name
     if not (folder / "config.json").is_file():
         raise ModelError(
@@ -30,9 +30,9 @@ def bundled_model(name: str) -> Path:
 
 
 def here_or_bundled(name: str | Path) -> Path:
-    """The path itself; for a bundled model's name the bundled folder, unless a model lies at that path.
+    """Returns the path itself, or the bundled folder for a bundled model's name; a local model folder takes precedence.
 
-    Raises `ModelError` when that model is not installed.
+    Raises `ModelError` if that bundled model is not installed.
     """
     path = Path(name).expanduser()
     return bundled_model(str(name)) if str(name) in NAMES and not (path / "config.json").is_file() else path

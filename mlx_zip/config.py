@@ -1,7 +1,7 @@
 """`zip2zip_config.json`, formats 1 and 2, and the `zip2zip` section of a converted model's `config.json`.
 
-Source: zip2zip 0.2.0 (`Zip2ZipConfig`, `CompressionConfig`, the encoder configs). Parsing is strict: a key that is
-not known raises `ConfigError`, because a misspelt option must never fall back to a default in silence.
+Source: zip2zip 0.2.0 (`Zip2ZipConfig`, `CompressionConfig`, the encoder configs). Parsing is strict: an unknown
+key raises `ConfigError`, because a misspelt option must never fall back silently to a default.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from mlx_zip.errors import CodecError, ConfigError
 
 SIDES = ("input_encoder.", "output_encoder.")  # prefixes of the hyper-encoders' tensors
 POSITION_MODES = ("compressed", "base_token_end")
-MAX_LAYERS = 4096  # far more than any model has; each is built before its tensors are looked for
-SELF_CONTAINED = "."  # format 2: the base model lies in the checkpoint's own folder
+MAX_LAYERS = 4096  # far above any real model; layers are built before their tensors are read
+SELF_CONTAINED = "."  # format 2: the base model is in the checkpoint's own folder
 
 _COMMON = {"hidden_size", "tie_encoders", "position_encoding"}
 _BLOCK = {"num_hidden_layers", "intermediate_size", "num_heads"}
@@ -39,7 +39,7 @@ _COMPRESSION = {"initial_vocab_size", "max_codebook_size", "max_subtokens", "dis
 
 @dataclass(frozen=True)
 class EncoderConfig:
-    """A hyper-encoder: `kind` is one of `ENCODER_FIELDS`; the rest as in zip2zip 0.2.0.
+    """The options of a hyper-encoder: `kind` is one of `ENCODER_FIELDS`; the other fields are zip2zip 0.2.0's.
 
     hidden_size: width of the encoder (H). model_hidden_size: width of the model (D) when it differs from H, then
     the encoder projects in and out (`res_latent_attn` only). tie_encoders: one set of weights reads both the
@@ -67,19 +67,19 @@ class EncoderConfig:
 
     @property
     def model_size(self) -> int:
-        """Width D of the rows it reads and makes."""
+        """Width D of the rows that the encoder reads and makes."""
         return self.model_hidden_size or self.hidden_size
 
     @property
     def has_positions(self) -> bool:
-        """Whether it has a `pos_embed.weight [merge_size, H]`."""
+        """Whether the encoder has a `pos_embed.weight [merge_size, H]`."""
         if self.kind == "transformer":
             return self.position_encoding == "learnable"
         return self.kind in ("attention", "res_latent_attn")
 
     @classmethod
     def from_dict(cls, kind: Any, fields: Any) -> EncoderConfig:
-        """Builds from `encoder_type` and the `encoder` object of `zip2zip_config.json`. Raises `ConfigError`."""
+        """The encoder of `encoder_type` and `encoder` in `zip2zip_config.json`. Raises `ConfigError`."""
         if not isinstance(kind, str) or kind not in ENCODER_FIELDS:
             raise ConfigError(f"encoder_type {kind!r} is not one of {', '.join(sorted(ENCODER_FIELDS))}")
         fields = _object("encoder", fields)
@@ -102,14 +102,13 @@ class EncoderConfig:
 
 @dataclass(frozen=True)
 class ZipConfig:
-    """Everything about a zip2zip checkpoint that its decoder's own config does not say.
+    """The config of a zip2zip checkpoint beyond its decoder's own.
 
     vocab_size: number of base ids, and the id of the first hypertoken (upstream's `initial_vocab_size`).
     codebook_size, merge_size: upstream's `max_codebook_size` and `max_subtokens`. pad_id: the tokenizer's pad
-    token, else its eos; it never merges and fills the rest of short entries. start: the model's starting codebook,
-    entries that exist before the first id and take the first slots; upstream has none. canonical: canonical decoding
-    (`mlx_zip.canonical`); upstream has none of that either. policy: what a full codebook does (`CodecParams`), which
-    upstream knows as freeze only.
+    token, else its eos; it never merges, and it pads short entries. start: the pack that the model begins with, entries
+    that exist before the first id and take the first slots; not in upstream. canonical: whether decoding is canonical
+    (`mlx_zip.canonical`); not in upstream. policy: what a full codebook does (`CodecParams`); upstream has freeze only.
     """
 
     vocab_size: int
@@ -133,7 +132,7 @@ class ZipConfig:
             raise ConfigError(f"pad id {self.pad_id} is not a base id (below {self.vocab_size})")
         if high := [i for i in self.disabled_ids if i >= self.vocab_size]:
             raise ConfigError(
-                f"compression: disabled id {high[0]} lies where hypertokens begin "
+                f"compression: disabled id {high[0]} is not below the first hypertoken "
                 f"(initial_vocab_size {self.vocab_size}); one of the two is wrong"
             )
         try:
@@ -156,7 +155,7 @@ class ZipConfig:
 
     @classmethod
     def from_dict(cls, data: Any, pad_id: int | None = None) -> ZipConfig:
-        """Builds from the parsed `zip2zip_config.json` and the pad id, or from `to_dict()`'s result.
+        """The config that a parsed `zip2zip_config.json` and a pad id describe, or `to_dict()`'s result.
 
         Raises `ConfigError` naming the key that is unknown, missing or out of range.
         """
@@ -186,7 +185,7 @@ class ZipConfig:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Upstream's layout, `pad_token_id` and what is set of our own; `from_dict` reads it back."""
+        """The config in upstream's layout, with `pad_token_id` and our own keys where they are set; for `from_dict`."""
         ours: dict[str, Any] = {"canonical": True} if self.canonical else {}
         if self.start is not None:
             ours["start"] = [list(entry) for entry in self.start]

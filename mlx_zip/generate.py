@@ -6,9 +6,12 @@ Limits, counts and penalties are in base tokens. For a plain model every id is o
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from inspect import signature
+from os import PathLike
+from typing import Any, TypeVar, Unpack
 
 import mlx.core as mx
 import numpy as np
@@ -21,15 +24,40 @@ from mlx_zip.errors import GenerationError
 from mlx_zip.layout import is_zip
 from mlx_zip.loading import load
 from mlx_zip.request import GenerationResponse, Request, base_config
-from mlx_zip.sampling import Sampling
+from mlx_zip.sampling import Sampling, SamplingOptions
 from mlx_zip.state import find_state, split_packs
+from mlx_zip.vocab.first_stage import tokenizer_fingerprint
+from mlx_zip.vocab.packs import Pack, as_pack
 
 __all__ = ["GenerationResponse", "batch_generate", "generate", "load", "stream_generate"]
 
 T = TypeVar("T")
+PackLike = Pack | str | PathLike
 RULE = "=" * 10
 PREFILL_STEP_SIZE = 2048
 KV_BITS, KV_GROUP_SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)
+
+
+class BatchOptions(SamplingOptions, total=False):
+    """Keyword arguments of `stream_batch`, for type checkers."""
+
+    stop: str | Sequence[str] | None
+    sampler: Sampler | None
+    pack: Any
+    start: Sequence[Any] | None
+    prefill_step_size: int
+
+
+class GenerateOptions(BatchOptions, total=False):
+    """Keyword arguments of `stream_generate`, for type checkers."""
+
+    max_tokens: int
+    logits_processors: Sequence[LogitsProcessor] | None
+    prompt_cache: list[Any] | None
+    kv_bits: int | None
+    kv_group_size: int
+    quantized_kv_start: int
+    prompt_progress_callback: Callable[[int, int], None] | None
 
 
 def stream_generate(
@@ -42,30 +70,36 @@ def stream_generate(
     sampler: Sampler | None = None,
     logits_processors: Sequence[LogitsProcessor] | None = None,
     prompt_cache: list[Any] | None = None,
+    pack: PackLike | Sequence[Sequence[int]] | None = None,
     start: Sequence[Sequence[int]] | None = None,
     prefill_step_size: int = PREFILL_STEP_SIZE,
     kv_bits: int | None = None,
     kv_group_size: int = 64,
     quantized_kv_start: int = 5000,
     prompt_progress_callback: Callable[[int, int], None] | None = None,
-    **sampling: Any,
+    **sampling: Unpack[SamplingOptions],
 ) -> Iterator[GenerationResponse]:
     """Generates text, one response per emitted id.
 
-    prompt: text, chat messages, or base ids. max_tokens: base tokens, -1 for no limit but the context's. stop: text
-    that ends the output and is not part of it. prompt_cache: from `model.make_cache()`, to go on from what it holds
-    (text then gets no special tokens); it is updated in place. start: starting codebook of a new cache, entries of base
-    ids in place of the model's own, with tuned rows or without (`Pack.start`); of a prompt cache the one that it was
-    begun with, whose rows a saved cache does not hold. sampling: fields of `Sampling` (temp, top_p, seed,
-    repetition_penalty, logit_bias, ...), unless a `sampler` is given. logits_processors see the ids as the model
-    does, hypertokens included. prompt_progress_callback(ids done, ids in all).
+    prompt: text, a conversation (chat messages or `Chat`), or base ids. max_tokens: base tokens, -1 for no limit but
+    the context's. stop: text that ends the output and is not part of it. prompt_cache: from `model.make_cache()` or
+    mlx-lm's `make_prompt_cache(model)`; it is updated in place. Text and base ids follow what the cache holds; text
+    then gets no special tokens. A conversation is always given whole: the cache is trimmed to the common prefix, and
+    only the rest is read; an unchanged answer of the model is represented by the ids that were emitted for it.
+    pack: the pack (a path, a `Pack`, or entries of base ids) that a new cache begins with in place of the model's own;
+    for a given prompt_cache the pack that it was begun with, whose rows a saved cache does not hold. start: former name
+    of `pack`. sampling: fields of `Sampling` (temp, top_p, seed, repetition_penalty, logit_bias, ...),
+    unless a `sampler` is given. logits_processors see the ids as the model does, hypertokens included.
+    prompt_progress_callback(ids done, ids in all).
 
     At the end the cache holds what the model has read: the prompt and every emitted id, the last one included (the
     next step is always under way), also where the text was cut before it.
 
-    Raises `GenerationError` before anything runs when the request cannot be met.
+    Raises `GenerationError` before anything runs when the request cannot be met, `DataError` for a pack that cannot be
+    read or is of another tokenizer.
     """
-    options = Sampling(**sampling)
+    options = Sampling.of(sampling, signature(stream_generate).parameters)
+    start = _start_of(pack, start, tokenizer)
     cache = _new_cache(model, start)
     if prompt_cache is not None:
         if len(prompt_cache) != len(cache) or (find_state(prompt_cache) is None) != (find_state(cache) is None):
@@ -130,8 +164,8 @@ def _wired(model: Any, responses: Iterator[T]) -> Iterator[T]:
         yield from responses
 
 
-def generate(model: Any, tokenizer: Any, prompt: Any, verbose: bool = False, **options: Any) -> str:
-    """The whole text at once; `options` are those of `stream_generate`. verbose prints it as it comes, and figures."""
+def generate(model: Any, tokenizer: Any, prompt: Any, verbose: bool = False, **options: Unpack[GenerateOptions]) -> str:
+    """Returns the whole text; `options` are those of `stream_generate`. verbose prints it as it comes, and figures."""
     text, response = "", None
     if verbose:
         print(RULE)
@@ -158,9 +192,9 @@ def footer(response: GenerationResponse) -> str:
 
 
 def batch_generate(
-    model: Any, tokenizer: Any, prompts: Sequence[Any], max_tokens: int = 256, **options: Any
+    model: Any, tokenizer: Any, prompts: Sequence[Any], max_tokens: int = 256, **options: Unpack[BatchOptions]
 ) -> list[str]:
-    """One text per prompt, generated together: left-padded, one codebook per row. options: those of `stream_batch`.
+    """Returns one text per prompt, generated together: left-padded, one codebook per row. options: of `stream_batch`.
 
     Greedy rows equal the same prompts generated one by one, but for LongRoPE, where the longest row chooses the factors
     of all (as transformers does). Raises `GenerationError` before anything runs.
@@ -179,17 +213,19 @@ def stream_batch(
     *,
     stop: str | Sequence[str] | None = None,
     sampler: Sampler | None = None,
+    pack: PackLike | Sequence[Any] | None = None,
     start: Sequence[Any] | None = None,
     prefill_step_size: int = PREFILL_STEP_SIZE,
-    **sampling: Any,
+    **sampling: Unpack[SamplingOptions],
 ) -> Iterator[tuple[int, GenerationResponse]]:
-    """`batch_generate` as it goes: (index of the prompt, response) per emitted id; options as in `stream_generate`.
+    """Yields (index of the prompt, response) per emitted id of `batch_generate`; options as in `stream_generate`.
 
-    start: one starting codebook for all prompts, or a list of one per prompt, None for the model's own.
+    pack: one pack for all prompts, or a list of one per prompt, None in it for the model's own.
     """
     if not prompts or isinstance(prompts, str):
         raise GenerationError("no prompts: give a list of at least one")
-    options = Sampling(**sampling)
+    options = Sampling.of(sampling, signature(stream_batch).parameters)
+    start = _start_of(pack, start, tokenizer)
     _check_kv(model, (), None, KV_GROUP_SIZES[0], prefill_step_size)
     starts = split_packs(start, len(prompts))
     requests = [
@@ -264,6 +300,23 @@ def _processed(
             one = processor(mx.array(read[row]), one)
         rows.append(one)
     return mx.concatenate(rows)
+
+
+def _start_of(pack: Any, start: Sequence[Any] | None, tokenizer: Any) -> Any:
+    """What a new cache begins with, from `pack` or its former name. Raises `DataError` for another tokenizer's pack."""
+    if start is not None:
+        warnings.warn("start= is called pack= now; it takes a path or a Pack too", DeprecationWarning, stacklevel=3)
+        if pack is not None:
+            raise GenerationError("pack and start: give one of them; start is the former name of pack")
+        return start
+    if isinstance(pack, list | tuple) and any(isinstance(one, PackLike) for one in pack):
+        return [_start_of(one, None, tokenizer) for one in pack]
+    if not isinstance(pack, PackLike):
+        return pack
+    found = as_pack(pack)
+    if found.tokenizer is not None:
+        found.check_tokenizer(tokenizer_fingerprint(tokenizer), found.name or "the pack (--pack)")
+    return found.start
 
 
 def _new_cache(model: Any, start: Sequence[Any] | None) -> list[Any]:

@@ -1,11 +1,11 @@
-"""Where hyper ids begin and how logits columns are laid out: the one place that knows.
+"""The layout of ids and logits columns: the only file that defines where hyper ids begin.
 
 A logits row has W = embedding_rows + codebook_size columns, and the column is the id:
 
     [ base 0 .. V-1 | hyper V .. V+codebook_size-1 | base tail ]
 
-The tail holds the embedding rows from V on, which no tokenizer emits; its ids cannot be read back, so it is always
-masked (zip2zip 0.2.0 leaves it open and dies when one is chosen).
+The tail holds the embedding rows from V on, which no tokenizer emits. Its ids cannot be read back, so it is always
+masked (zip2zip 0.2.0 leaves it open and fails when one of its ids is chosen).
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ class Layout:
         return self.vocab_size + self.codebook_size
 
     def is_hyper(self, ids: Any) -> Any:
-        """Elementwise test; works on ints, numpy and MLX arrays."""
+        """Whether ids are hypertokens, elementwise; for ints, numpy and MLX arrays."""
         return ids >= self.vocab_size
 
     def slot(self, ids: Any) -> Any:
-        """Hyper ids to slots."""
+        """The slots of hyper ids."""
         return ids - self.vocab_size
 
     def hyper_id(self, slots: Any) -> Any:
-        """Slots to hyper ids."""
+        """The hyper ids of slots."""
         return slots + self.vocab_size
 
     def check_tokenizer(self, token_ids: int) -> None:
-        """Raises `ConfigError` when a tokenizer with `token_ids` ids would collide with the hyper ids."""
+        """Raises `ConfigError` if a tokenizer with `token_ids` ids overlaps the hyper ids."""
         if token_ids > self.vocab_size:
             raise ConfigError(
                 f"the tokenizer has {token_ids} ids but hypertokens begin at {self.vocab_size} "

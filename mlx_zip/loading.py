@@ -23,7 +23,7 @@ from mlx_zip.text import hub
 from mlx_zip.text.tokenizers import quiet_transformers
 from mlx_zip.vocab.adaptbpe.plain import follow_folder
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
-from mlx_zip.vocab.packs import IN_FOLDER, Pack, pack_in_folder
+from mlx_zip.vocab.packs import IN_FOLDER, Pack, as_pack, pack_in_folder
 from mlx_zip.vocab.tuned import TunedStart
 
 UPSTREAM_CONFIG = "zip2zip_config.json"
@@ -40,25 +40,27 @@ def load(
     trust_remote_code: bool = False,
     canonical: bool | None = None,
     row_store: RowStore | None = None,
-    pack: Pack | None = None,
+    pack: Pack | str | os.PathLike[str] | None = None,
     codebook_size: int | None = None,
 ) -> tuple[Any, Any]:
     """Loads a converted zip2zip model, or any plain mlx-lm model, and its tokenizer.
 
-    path_or_hf_repo: a local folder, a bundled model ("stories") or a Hugging Face hub id. canonical: whether a zip2zip
-    model decodes canonically (`mlx_zip.canonical`), None for what its config says; no matter to a plain model.
-    row_store: keeps rows of hypertokens from one request to the next; models may share one. Default: one of its own, in
-    memory. pack: a codebook pack that requests begin with unless they name another start; a plain model takes one whose
-    rows were tuned for it. Default: the tuned one in a converted model's folder, if it brings one along and no adapter
-    is put over it. codebook_size: slots, in place of as many as a zip2zip model's config says.
+    path_or_hf_repo: a local folder, a bundled model ("stories") or a Hugging Face hub id. adapter_path: folder of an
+    mlx-lm adapter. canonical: whether a zip2zip model writes only ids that the compressor would write; None takes the
+    setting in its config.json. row_store: where rows of hypertokens are kept between requests; models may share one
+    (default: a new one in memory). pack: the pack, a path or a `Pack`, that requests begin with unless they name
+    another. A plain model takes a pack only if its rows were tuned for that model. Default: the tuned pack in a
+    converted model's folder, if there is one and no adapter is loaded. codebook_size: number of slots (default: as in a
+    zip2zip model's config.json).
 
     Returns (model, mlx-lm's `TokenizerWrapper`). Raises `ModelError` for a folder that is missing, incomplete or not
-    converted, and for a pack of another model; `DataError` for a pack of another tokenizer, or one in the folder that
-    cannot be read; `ConfigError` when tokenizer and codebook boundary contradict each other, the codebook cannot be so
-    large, or the pack's entries do not fit.
+    converted, and for a pack of another model; `DataError` for a pack that cannot be read or is of another tokenizer;
+    `ConfigError` when tokenizer and codebook boundary contradict each other, the codebook cannot be so large, or the
+    pack's entries do not fit.
     """
     folder = model_folder(path_or_hf_repo, revision)
     config = read_config(folder)
+    pack = None if pack is None else as_pack(pack)
     changes = codebook_changes(config, codebook_size, None if pack is None else pack.start)
     try:
         with quiet_transformers(), bare_exceptions_as_value_errors():

@@ -1,8 +1,8 @@
-"""Makes mlx_lm able to load converted models and saved caches, without importing it.
+"""Lets mlx_lm load converted models and saved caches, without importing mlx_lm.
 
-mlx_lm looks a model class up as the module `mlx_lm.models.<model_type>`, and a saved cache entry as an attribute of
-`mlx_lm.models.cache`. So a light module that loads its names on demand stands under the first name from the start,
-and `ZipState` is set on the second as soon as that module has been imported by anyone.
+mlx_lm looks up a model class in the module `mlx_lm.models.<model_type>`, and the class of a saved cache entry in
+`mlx_lm.models.cache`. So a light module is registered under the first name, which imports its classes on demand, and
+`ZipState` is added to the second module as soon as anyone imports it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _CACHE_MODULE = "mlx_lm.models.cache"
 
 
 class _ModelModule(ModuleType):
-    """Stands for `mlx_lm.models.zip2zip`: `Model` and `ModelArgs` come from `mlx_zip.models` when asked for."""
+    """The module `mlx_lm.models.zip2zip`: imports `Model` and `ModelArgs` from `mlx_zip.models` on first use."""
 
     def __getattr__(self, name: str) -> Any:
         if name in ("Model", "ModelArgs"):
@@ -30,7 +30,7 @@ class _ModelModule(ModuleType):
 
 
 class _CacheFinder(importlib.abc.MetaPathFinder):
-    """Finds `mlx_lm.models.cache` as Python would, and hands it `ZipState` after its code has run."""
+    """Finds `mlx_lm.models.cache` as Python would, and adds `ZipState` to it after its code has run."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -60,7 +60,7 @@ def _hand_over(cache_module: Any) -> None:
 
 
 def register() -> None:
-    """Registers once; called by `import mlx_zip`, and harmless when called again."""
+    """Registers both, once; further calls do nothing. `import mlx_zip` calls it."""
     if _MODEL_MODULE in sys.modules:
         return
     module = _ModelModule(_MODEL_MODULE)

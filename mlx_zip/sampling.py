@@ -7,9 +7,10 @@ the context is what the ids read so far expand to, and a hypertoken answers for 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from typing import Any, TypedDict
 
 import mlx.core as mx
 import numpy as np
@@ -19,6 +20,26 @@ from mlx_zip.errors import GenerationError
 from mlx_zip.state import ZipState
 
 MOST_BIAS = 1e3  # a hypertoken adds up those of its base ids, and float16 ends at 65504
+
+
+class SamplingOptions(TypedDict, total=False):
+    """The fields of `Sampling` as keyword arguments, for type checkers."""
+
+    temp: float
+    top_p: float
+    min_p: float
+    min_tokens_to_keep: int
+    top_k: int
+    xtc_probability: float
+    xtc_threshold: float
+    seed: int | None
+    repetition_penalty: float | None
+    repetition_context_size: int
+    presence_penalty: float | None
+    presence_context_size: int
+    frequency_penalty: float | None
+    frequency_context_size: int
+    logit_bias: Mapping[int, float] | None
 
 
 @dataclass(frozen=True)
@@ -44,6 +65,20 @@ class Sampling:
     frequency_penalty: float | None = None
     frequency_context_size: int = 20
     logit_bias: Mapping[int, float] | None = None
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any], others: Iterable[str] = ()) -> Sampling:
+        """Returns the options given by name. others: names that a caller takes besides, for the message.
+
+        Raises `GenerationError` naming an unknown option and the one that was probably meant.
+        """
+        names = {field.name for field in fields(cls)}
+        if unknown := sorted(options.keys() - names):
+            known = sorted({*names, *others})
+            meant = get_close_matches(unknown[0], known, 1, 0.5) or get_close_matches(unknown[0][:4], known, 1, 0.5)
+            hint = f"did you mean {meant[0]}?" if meant else f"the options are {', '.join(known)}"
+            raise GenerationError(f"there is no option {unknown[0]!r}; {hint}")
+        return cls(**options)
 
     def __post_init__(self) -> None:
         self._check("temp", "a finite number >= 0", 0 <= self.temp < math.inf)

@@ -31,7 +31,7 @@ TRIALS = 7
 
 @dataclass(frozen=True)
 class Check:
-    """name: what was checked. passed: None for a measurement, which cannot fail. figure: what was found."""
+    """name: what was checked. passed: None for a measurement, which cannot fail. figure: the result as text."""
 
     name: str
     passed: bool | None
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Checks, measures, writes the report and prints its path; 0 when every check passed, else 1."""
+    """Checks, measures, writes the report and prints its path; returns 0 if every check passed, else 1."""
     out = writable("--out", args.out)
     golden = Path(str(files("mlx_zip.golden")))
     with tempfile.TemporaryDirectory() as folder:
@@ -65,7 +65,7 @@ _MARKS = {True: "ok", False: "FAILED", None: "measured"}
 
 
 def report(checks: list[Check]) -> str:
-    """The Markdown page."""
+    """Returns the report in Markdown."""
     failed = sum(check.passed is False for check in checks)
     rows = [f"| {_MARKS[check.passed]} | {check.name} | {check.figure} |" for check in checks]
     about = [f"- {name}: {value}" for name, value in machine().items()]
@@ -74,7 +74,7 @@ def report(checks: list[Check]) -> str:
 
 
 def machine() -> dict[str, str]:
-    """The machine and the versions in use."""
+    """Returns the machine and the versions of the libraries, by name."""
     import mlx.core as mx
 
     device = mx.default_device()
@@ -92,7 +92,7 @@ def _own_version() -> str:
 
 
 def attempt(name: str, check: Callable[[], tuple[bool | None, str]]) -> Check:
-    """Runs one check; an error that a broken installation or device can raise is a failure with its message."""
+    """Runs one check; an error that a broken installation or device can raise makes it fail with that message."""
     try:
         passed, figure = check()
     except (MlxZipError, OSError, RuntimeError, ValueError) as error:
@@ -104,7 +104,7 @@ def attempt(name: str, check: Callable[[], tuple[bool | None, str]]) -> Check:
 
 
 def check_codec(golden: Path) -> list[Check]:
-    """Every recorded encoding and decoding of zip2zip-compression 0.3.4."""
+    """Checks every recorded encoding and decoding of zip2zip-compression 0.3.4."""
     cases = json.loads((golden / "lzw_public.json").read_text(encoding="utf-8"))["cases"]
     encode, decode = ([case for case in cases if case["kind"] == kind] for kind in ("encode", "decode"))
     return [
@@ -136,7 +136,10 @@ def _encodes(case: Any) -> bool:
 
 
 def _decodes(case: Any) -> bool:
-    """Ids that are neither installed nor next are refused, though the published package accepts some of them."""
+    """Returns whether a case decodes as recorded.
+
+    Ids that are neither installed nor next must be refused, although the published package accepts some of them.
+    """
     from mlx_zip.codec import Codebook
 
     book = Codebook(_params(case))
@@ -217,7 +220,7 @@ def _logits(source: Path, model: Any, _: Any) -> tuple[bool, str]:
 
 
 def _worse(worst: float, difference: Any) -> float:
-    """The larger of the two magnitudes; NaN stays NaN, which no tolerance passes."""
+    """Returns the larger of the two magnitudes; NaN stays NaN, which no tolerance passes."""
     import numpy as np
 
     return float(np.maximum(worst, np.abs(difference).max()))
@@ -241,7 +244,7 @@ def _greedy(source: Path, model: Any, tokenizer: Any) -> tuple[bool, str]:
 
 
 def measure(golden: Path, folder: Path) -> list[Check]:
-    """Rough figures: medians of a few trials, to compare machines with."""
+    """Measures rough speeds, medians of a few trials, to compare machines."""
     plain, zipped = golden / "models" / PLAIN / "base", folder / PLAIN
     checks = [
         attempt("codec: compress 2,048 ids", _compress_speed),
@@ -263,7 +266,7 @@ def _timed(work: Callable[[], Any]) -> list[float]:
 
 
 def _synthetic_ids(count: int) -> Any:
-    """Base ids with the skew of text, from a fixed seed."""
+    """Returns base ids distributed like those of text, from a fixed seed."""
     import numpy as np
 
     return (np.random.default_rng(0).zipf(1.3, count) % 32000).astype(np.uint32)

@@ -10,7 +10,8 @@ static const uint32_t NEVER = UINT32_MAX, DEAD = UINT32_MAX, NONE = UINT32_MAX;
 
 enum { BYTES = 256 };
 
-/* Pieces seen: cells by hash, half full at most, over an arena of words; when either is full, all are forgotten. */
+/* Cache of pieces: an index by hash, at most half full, and an arena of words. When either is full, both are cleared.
+ * */
 enum { SEEN_LONGEST = 64, SEEN_CELLS = 1 << 17, SEEN_WORDS = 1 << 20 };
 
 typedef struct {
@@ -24,8 +25,8 @@ typedef struct {
   uint32_t merge;
 } pair_cell;
 
-/* The piece at work: tokens by the place where they begin, DEAD between; prev only where a token begins. Events wait in
- * a heap, as time << 32 | place. */
+/* The piece that is being encoded. token[i] is the token that begins at byte i, DEAD where none begins; prev[i], the
+ * begin of the token before, is defined only where one begins. events is a heap of time << 32 | place. */
 typedef struct {
   uint32_t *token, *prev;
   uint64_t *events;
@@ -52,7 +53,7 @@ static uint64_t mix(uint64_t h) {
 
 /* ---- the encoder */
 
-/* The cell of a pair, or the empty one where it belongs. */
+/* Returns the cell of a pair, or the empty cell where it belongs. */
 static pair_cell *find_pair(const mlxzip_bpe *b, uint32_t left, uint32_t right) {
   uint64_t pair = (uint64_t)left << 32 | right;
   for (size_t i = (size_t)mix(pair) & b->pair_mask;; i = (i + 1) & b->pair_mask)
@@ -155,7 +156,8 @@ static uint64_t pop(piece *p) {
   return first;
 }
 
-/* What the token at `at` and the one behind it will do, if they last. */
+/* Queues what will happen to the token at `at` alone and together with the next token, unless something else happens
+ * to them before. */
 static void expect_merge(const mlxzip_bpe *b, piece *p, size_t at) {
   size_t next = at + b->length[p->token[at]];
   if (next >= p->n) return;
@@ -177,7 +179,7 @@ static void merge(const mlxzip_bpe *b, piece *p, size_t at, uint32_t made) {
   if (at > 0) expect_merge(b, p, p->prev[at]);
 }
 
-/* Lays out what stands for a token now; returns where the last of it begins. */
+/* Writes the tokens that a token has been split into by now; returns where the last of them begins. */
 static size_t lay(const mlxzip_bpe *b, piece *p, size_t at, uint32_t token) {
   if (token >= BYTES && b->split_at[token - BYTES] <= p->now) {
     const uint32_t *part = b->parts + 2 * (size_t)(token - BYTES);
@@ -224,7 +226,7 @@ static bool reserve(piece *p, size_t n) {
   return true;
 }
 
-/* Ids of a piece of any length; how many, or an error. */
+/* Encodes a piece of any length; returns the number of ids, or an error. */
 static ptrdiff_t encode_piece(mlxzip_bpe *b, const uint8_t *text, size_t n, uint32_t *dst) {
   piece *p = &b->piece;
   if (n >= UINT32_MAX) return MLXZIP_E_ARG;
@@ -239,7 +241,7 @@ static ptrdiff_t encode_piece(mlxzip_bpe *b, const uint8_t *text, size_t n, uint
   return (ptrdiff_t)out;
 }
 
-/* ---- pieces seen before */
+/* ---- the cache of pieces */
 
 static uint64_t hash_of(const uint8_t *text, size_t n) {
   uint64_t h = n, word;

@@ -1,10 +1,10 @@
 #include "codebook.h"
 
-/* The saved form that mlxzip.h describes. */
+/* Reads and writes the saved form that mlxzip.h describes. */
 
 enum { MAGIC_LOW = 0x7A786C6D, MAGIC_HIGH = 0x0062637A, VERSION = 1, HEADER_WORDS = 10 };
 
-/* Version 2 has one word more, the policy, behind the header; the policy of version 1 is freeze. */
+/* Version 2 has one more word after the header, the policy; the policy of version 1 is FREEZE. */
 enum { WITH_POLICY = 2 };
 
 typedef struct {
@@ -54,7 +54,7 @@ mlxzip_status mlxzip_to_bytes(const mlxzip_codebook *b, uint8_t *dst, size_t cap
   return MLXZIP_OK;
 }
 
-/* Words not yet read; `left` never counts the checksum. */
+/* The words that are not read yet; `left` does not count the checksum. */
 typedef struct {
   const uint8_t *at;
   size_t left;
@@ -70,7 +70,8 @@ static bool take(reader *r, uint32_t *value) {
   return true;
 }
 
-/* n words as a new array (one word longer, so that none is empty); NULL with *status set when they are not there. */
+/* Returns n words as a new array, one word longer so that it is never empty; NULL, with *status set, if there are
+ * fewer. */
 static uint32_t *take_all(reader *r, size_t n, mlxzip_status *status) {
   *status = n > r->left ? MLXZIP_E_FORMAT : MLXZIP_E_MEMORY;
   uint32_t *words = n > r->left ? NULL : malloc((n + 1) * sizeof *words);
@@ -105,7 +106,7 @@ static mlxzip_status read_start(reader *r, mlxzip_spec *s, uint32_t **rows, uint
   return MLXZIP_OK;
 }
 
-/* Each set of parameters has one saved form only. */
+/* Parameters have exactly one saved form: disabled ids must be in rising order. */
 static bool normal(const mlxzip_params *p, const mlxzip_spec *s) {
   return p->pad_id == s->pad_id && p->n_disabled == s->n_disabled &&
          mlxzip_same(p->disabled, s->disabled, s->n_disabled);
@@ -136,7 +137,7 @@ mlxzip_status mlxzip_params_from_bytes(const uint8_t *data, size_t n, mlxzip_par
   return status == MLXZIP_E_ARG ? MLXZIP_E_FORMAT : status;
 }
 
-/* Words of the saved form before the length of the log. */
+/* Returns the number of words before the length of the log. */
 static size_t params_words(const mlxzip_params *p) {
   const mlxzip_codebook empty = {.params = p};
   return saved_words(&empty) - 4;

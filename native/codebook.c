@@ -1,6 +1,6 @@
 #include "codebook.h"
 
-/* Room for that many more ids. */
+/* Makes room for `more` ids. False without memory. */
 static bool reserve(mlxzip_codebook *b, size_t more) {
   const mlxzip_params *p = b->params;
   size_t room = p->codebook_size - b->table.n, entries = b->table.n + (more < room ? more : room);
@@ -21,15 +21,15 @@ static bool reserve(mlxzip_codebook *b, size_t more) {
   return true;
 }
 
-/* Copies a padded row, through a buffer of constant size that compilers keep in registers. What lies past the row is
- * scratch: spare places of the destination, or a slot that is not installed yet. */
+/* Copies a padded row through a buffer of constant size, which compilers keep in registers. It writes past the row,
+ * into spare places of the destination or a slot that is not installed yet. */
 static inline void copy_row(uint32_t *to, const uint32_t *from, size_t width) {
   uint32_t ids[MLXZIP_MAX_MERGE];
   if (width <= 4) memcpy(ids, from, 4 * sizeof *to), memcpy(to, ids, 4 * sizeof *to);
   else memcpy(ids, from, sizeof ids), memcpy(to, ids, sizeof ids);
 }
 
-/* prev as the codebook keeps it: between calls, and for the rare steps. */
+/* Returns prev as the codebook stores it between calls and during the rare steps. */
 static inline mlxzip_run held(const mlxzip_codebook *b) {
   return (mlxzip_run){b->own, b->prev_hash, b->own[0], (uint32_t)b->n_prev};
 }
@@ -44,7 +44,7 @@ static void hold_ids(mlxzip_codebook *b, const uint32_t *ids, size_t n) {
   b->n_prev = n, b->prev_hash = mlxzip_hash_run(ids, n);
 }
 
-/* prev + last becomes the next entry. */
+/* Installs prev + last as the next entry. */
 static inline void install(mlxzip_table *t, size_t width, uint32_t *cell, uint64_t hash, mlxzip_run prev,
                            uint32_t last) {
   size_t slot = t->n++;
@@ -55,7 +55,7 @@ static inline void install(mlxzip_table *t, size_t width, uint32_t *cell, uint64
   t->hashes[slot] = hash, t->lengths[slot] = (uint8_t)(prev.n + 1);
 }
 
-/* The held prev + last, which is no entry yet, becomes the next one. */
+/* Installs the stored prev + last, which is no entry yet. */
 static void add(mlxzip_codebook *b, uint32_t *cell, uint64_t hash, uint32_t last) {
   mlxzip_run prev = held(b);
   b->own[prev.n] = last;
@@ -63,7 +63,8 @@ static void add(mlxzip_codebook *b, uint32_t *cell, uint64_t hash, uint32_t last
   else install(&b->table, b->params->merge_size, cell, hash, prev, last);
 }
 
-/* The held prev + cur[0] may be a known entry: it takes more of cur until it is new, or full, or cur runs out. */
+/* Step 4 of decoding, in which the stored prev + cur[0] may be an installed entry: moves ids from cur to prev until
+ * prev is new and gets installed, or has merge_size ids, or cur is empty. */
 static void extend(mlxzip_codebook *b, mlxzip_run cur) {
   size_t width = b->params->merge_size;
   uint32_t ids[MLXZIP_MAX_MERGE];
@@ -87,7 +88,7 @@ static void extend(mlxzip_codebook *b, mlxzip_run cur) {
   }
 }
 
-/* cur, the run of an installed or base id, follows prev; what is prev then. */
+/* Steps 2 to 4 of decoding for the run cur of an installed or base id; returns the new prev. */
 static inline mlxzip_run follow(mlxzip_codebook *b, const mlxzip_params *p, mlxzip_table *t, mlxzip_run prev,
                                 mlxzip_run cur) {
   if (t->n == p->codebook_size) return (mlxzip_run){.n = 0};
@@ -105,7 +106,7 @@ static inline mlxzip_run follow(mlxzip_codebook *b, const mlxzip_params *p, mlxz
   return cur;
 }
 
-/* The next hypertoken before it is installed: the held prev + prev[0]. */
+/* Reads the next free slot's id: installs the stored prev + prev[0]. */
 static mlxzip_status repeat(mlxzip_codebook *b, size_t slot) {
   const mlxzip_params *p = b->params;
   mlxzip_run prev = held(b);
@@ -125,8 +126,8 @@ static mlxzip_status repeat(mlxzip_codebook *b, size_t slot) {
   return MLXZIP_OK;
 }
 
-/* The run of an installed slot or, for slot -1, of a base id. Which of the two is a coin toss to the processor, so
- * masks choose and not a branch. */
+/* Returns the run of an installed slot or, for slot -1, of a base id. Masks choose between the two, because a branch
+ * would be mispredicted half of the time. */
 static inline mlxzip_run run_of(const mlxzip_table *t, size_t width, ptrdiff_t slot, uint32_t id) {
   uint64_t base = slot < 0 ? UINT64_MAX : 0;
   const uint32_t *row = t->rows + slot * (ptrdiff_t)width;
@@ -134,9 +135,9 @@ static inline mlxzip_run run_of(const mlxzip_table *t, size_t width, ptrdiff_t s
                       t->lengths[slot]};
 }
 
-/* Feeds n ids for which there is room; *done of them went in. prev, the table and the parameters are local copies,
- * which compilers can keep in registers: the rare steps, which work on the codebook, get and give back prev and
- * table.n. */
+/* Reads n ids, for which there is room, up to the first error; *done is how many were read. prev, the table and the
+ * parameters are local copies, which compilers can keep in registers. The rare steps work on the codebook itself, so
+ * prev and table.n are stored before them and loaded after them. */
 static mlxzip_status feed(mlxzip_codebook *b, const uint32_t *ids, size_t n, size_t *done) {
   const mlxzip_params p = *b->params;
   mlxzip_status status = MLXZIP_OK;
@@ -172,7 +173,7 @@ static mlxzip_status feed(mlxzip_codebook *b, const uint32_t *ids, size_t n, siz
   return status;
 }
 
-/* The run of an installed slot or base id is read where entries take turns: it follows the held prev. */
+/* Like `follow`, under LRU and USE_COUNT, with the stored prev. */
 static void follow_in_turn(mlxzip_codebook *b, mlxzip_run cur) {
   uint64_t hash = mlxzip_hash(b->prev_hash, cur.first);
   if (!mlxzip_turns_room(b->turns, b->params, &b->table)) {
@@ -183,11 +184,11 @@ static void follow_in_turn(mlxzip_codebook *b, mlxzip_run cur) {
     extend(b, cur);
   } else {
     add(b, NULL, hash, cur.first);
-    hold(b, cur); /* what was read stays, so its row is what it was */
+    hold(b, cur); /* the entry being read is not evicted, so cur.row is still valid */
   }
 }
 
-/* `feed` where entries take turns: each id also leaves behind what undoes it. */
+/* Like `feed`, under LRU and USE_COUNT: also stores for each id what undoes it. */
 static mlxzip_status feed_in_turn(mlxzip_codebook *b, const uint32_t *ids, size_t n, size_t *done) {
   const mlxzip_params *p = b->params;
   mlxzip_turns *turns = b->turns;
@@ -243,7 +244,7 @@ int mlxzip_push_one(mlxzip_codebook *b, uint32_t id, uint32_t *dst) {
   return installed;
 }
 
-/* Puts back the last n_prev base ids of the expanded log. */
+/* Sets prev to the last n_prev base ids of the expanded log. */
 static void restore_prev(mlxzip_codebook *b, size_t n_prev) {
   uint32_t prev[MLXZIP_MAX_MERGE];
   size_t left = n_prev;
@@ -273,7 +274,7 @@ mlxzip_status mlxzip_rewind(mlxzip_codebook *b, size_t mark) {
   return MLXZIP_OK;
 }
 
-/* An empty codebook that reads the entries of another table, until it grows. */
+/* Returns a codebook with an empty log that shares the entries of a table until it grows. */
 static mlxzip_codebook *open_book(const mlxzip_params *p, const mlxzip_table *t) {
   mlxzip_codebook *b = calloc(1, sizeof *b);
   if (!b) return NULL;
@@ -287,7 +288,7 @@ mlxzip_status mlxzip_new(const mlxzip_params *p, mlxzip_codebook **out) {
   return *out ? MLXZIP_OK : MLXZIP_E_MEMORY;
 }
 
-/* Where entries take turns, the log says all. */
+/* Copies a codebook under LRU or USE_COUNT by pushing its log. */
 static mlxzip_status replay(const mlxzip_codebook *from, mlxzip_codebook **out) {
   size_t bad;
   mlxzip_status status = mlxzip_new(from->params, out);

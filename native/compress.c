@@ -24,7 +24,7 @@ static void install(mlxzip_table *t, const mlxzip_params *p, uint32_t *cell, uin
   *cell = mlxzip_cell(hash, t->n++);
 }
 
-/* The rest of the ids, from *bad on, where entries take turns: as a codebook goes on that has read the n_out ids. */
+/* Compresses the ids from *bad on, under LRU and USE_COUNT: continues a codebook that has read the n_out ids before. */
 static mlxzip_status go_on_in_turn(const mlxzip_params *p, const uint32_t *ids, size_t n, uint32_t *dst, size_t *n_out,
                                    uint32_t *rows, uint8_t *lengths, size_t *n_entries, size_t *bad) {
   mlxzip_codebook *b;
@@ -43,7 +43,7 @@ mlxzip_status mlxzip_compress(const mlxzip_params *p, const uint32_t *ids, size_
                               uint32_t *rows, uint8_t *lengths, size_t *n_entries, size_t *bad) {
   mlxzip_table t;
   size_t cap = mlxzip_entries_bound(p, n), width = p->merge_size, out = 0, at = 0;
-  size_t end = n, until = p->turns ? p->codebook_size : SIZE_MAX; /* entries: then a codebook is asked how to go on */
+  size_t end = n, until = p->turns ? p->codebook_size : SIZE_MAX; /* full table: `mlxzip_go_on` continues */
   if (!open_table(&t, p, cap, rows, lengths)) return MLXZIP_E_MEMORY;
   mlxzip_status status = MLXZIP_OK;
   while (at < end) {

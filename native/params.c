@@ -17,7 +17,7 @@ bool mlxzip_listed(const mlxzip_params *p, uint32_t id) {
 
 size_t mlxzip_cells(size_t cap) {
   size_t size = 16;
-  size_t per_entry = cap > 8192 ? 2 : 4; /* a large index is slow for its cache misses, not for its probes */
+  size_t per_entry = cap > 8192 ? 2 : 4; /* a large index is slow because of cache misses, not probes */
   while (size < per_entry * cap) size *= 2;
   return size;
 }

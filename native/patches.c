@@ -4,7 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* A pair of symbols as one word: smaller pairs are smaller words. */
+/* Returns a pair of symbols as one word; words are ordered as pairs are. */
 static inline uint32_t key_of(uint16_t left, uint16_t right) { return (uint32_t)left << 16 | right; }
 
 /* ---- an index of pairs: open addressing; a cell is 0 or the number of a pair + 1 */
@@ -28,12 +28,12 @@ static inline size_t first_cell(const pair_index *x, uint32_t key) {
 
 /* ---- learning */
 
-/* A pair of neighbours: how often it stands in the pool, the count it has in the queue, its first place. */
+/* A pair of neighbours: its count in the pool, its count in the queue, the first token that has it. */
 typedef struct {
   uint32_t key, count, queued, place;
 } pair;
 
-/* A token in which a pair stood once; 0 ends the list. */
+/* List of tokens in which a pair occurred; 0 ends the list. */
 typedef struct {
   uint32_t token, next;
 } place;
@@ -67,7 +67,7 @@ static uint64_t pop(learner *l) {
   return top;
 }
 
-/* The pair, made if there was none. */
+/* Returns the pair, which is created if needed. */
 static pair *pair_at(learner *l, uint32_t key) {
   size_t cell = first_cell(&l->index, key);
   for (uint32_t i; (i = l->index.cells[cell]); cell = (cell + 1) & l->index.mask)
@@ -77,7 +77,7 @@ static pair *pair_at(learner *l, uint32_t key) {
   return &l->pairs[l->n_pairs - 1];
 }
 
-/* Counts a token's pairs; notes the token with those that have `symbol` in them (0: with all). */
+/* Counts a token's pairs and adds the token to the lists of pairs that contain `symbol` (0: of all pairs). */
 static void count_pairs(learner *l, size_t token, const uint16_t *s, uint16_t symbol) {
   for (size_t i = 1; i < l->lengths[token]; i++) {
     pair *p = pair_at(l, key_of(s[i - 1], s[i]));
@@ -93,7 +93,7 @@ static void discount_pairs(learner *l, size_t token, const uint16_t *s) {
   for (size_t i = 1; i < l->lengths[token]; i++) pair_at(l, key_of(s[i - 1], s[i]))->count--;
 }
 
-/* Puts `symbol` for each pair, from left to right; returns the new length. */
+/* Replaces each pair by `symbol`, from left to right; returns the new length. */
 static uint32_t replace(uint16_t *s, uint32_t n, uint32_t key, uint16_t symbol) {
   uint32_t out = 0;
   for (uint32_t i = 0; i < n; i++) {
@@ -110,7 +110,7 @@ static bool stands_in(const uint16_t *s, uint32_t n, uint32_t key) {
   return false;
 }
 
-/* Merges a pair everywhere in the pool; returns how many tokens left it. */
+/* Merges a pair everywhere in the pool; returns the number of tokens that fit now and leave the pool. */
 static uint32_t merge(learner *l, const pair *p, const size_t *offsets, size_t size, uint16_t symbol) {
   uint32_t key = p->key, left = 0;
   for (uint32_t at = p->place; at; at = l->places[at].next) {
@@ -125,7 +125,7 @@ static uint32_t merge(learner *l, const pair *p, const size_t *offsets, size_t s
   return left;
 }
 
-/* The most frequent pair. What is queued with an older count is put back with its own. */
+/* Returns the most frequent pair. A pair with an outdated count in the queue is queued again. */
 static pair *most_frequent(learner *l) {
   for (;;) {
     uint64_t top = pop(l);
@@ -144,7 +144,7 @@ static bool in_range(const size_t *offsets, size_t n) {
   return true;
 }
 
-/* Room for all that can come: each merging takes one symbol from the total and makes two pairs at most. */
+/* Allocates for the worst case: each merge removes one symbol and creates at most two pairs. */
 static bool open_learner(learner *l, const uint8_t *bytes, const size_t *offsets, size_t n, size_t size) {
   size_t total = offsets[n], room = 3 * total + 1;
   l->symbols = malloc((total + 1) * sizeof *l->symbols), l->lengths = calloc(n + 1, sizeof *l->lengths);
@@ -205,7 +205,7 @@ static mlxzip_status index_merges(pair_index *x, const mlxzip_merge *merges, siz
   return MLXZIP_OK;
 }
 
-/* The first merge that applies somewhere; n_merges if none does. */
+/* Returns the first merge that applies to the token; n_merges if none does. */
 static size_t next_merge(const pair_index *x, const mlxzip_merge *merges, size_t n_merges, const uint16_t *s,
                          uint32_t n) {
   size_t best = n_merges;
@@ -220,7 +220,7 @@ static size_t next_merge(const pair_index *x, const mlxzip_merge *merges, size_t
   return best;
 }
 
-/* A merge makes a symbol that only later merges use, so the first that applies is the next one of a replay. */
+/* A merge makes a symbol that only later merges use, so the first merge that applies is the next one to apply. */
 mlxzip_status mlxzip_patches_encode(const mlxzip_merge *merges, size_t n_merges, size_t size, const uint8_t *bytes,
                                     const size_t *offsets, size_t n, uint16_t *dst, uint32_t *lengths, size_t *bad) {
   if (n_merges > MLXZIP_MAX_MERGES || size > MLXZIP_MAX_PATCH || !in_range(offsets, n)) return MLXZIP_E_ARG;

@@ -13,7 +13,7 @@ static bool resize(uint32_t **array, size_t n) {
   return grown != NULL;
 }
 
-/* Takes 2^bits cells into use. */
+/* Replaces the index by one of 2^bits cells. False without memory. */
 static bool reindex(mlxzip_phrases *p, unsigned bits) {
   size_t size = (size_t)1 << bits;
   if (!resize(&p->cells, size)) return false;
@@ -29,12 +29,12 @@ static bool reindex(mlxzip_phrases *p, unsigned bits) {
   return true;
 }
 
-/* Room for `cap` slots: cells, and behind the phrases there are, rows and uses. */
+/* Makes room for `cap` runs: index, rows and uses. False without memory. */
 static bool reserve(mlxzip_phrases *p, size_t cap) {
   unsigned bits = p->bits;
   size_t nodes = p->spec.units + cap, known = p->spec.units + p->cap, words = nodes / 32 + 1, filled = known / 32 + 1;
   while ((size_t)1 << bits < 2 * cap) bits++;
-  if (bits > p->bits && !reindex(p, bits)) return false; /* first: cap must never be more than the index has room for */
+  if (bits > p->bits && !reindex(p, bits)) return false; /* first, because cap must never exceed the index */
   if (!resize(&p->rows, 2 * cap) || !resize(&p->uses, nodes) || !resize(&p->inner, words)) return false;
   memset(p->uses + known, 0, (nodes - known) * sizeof *p->uses);
   memset(p->inner + filled, 0, (words - filled) * sizeof *p->inner);
@@ -139,7 +139,7 @@ static inline uint32_t emit(mlxzip_phrases *p, uint32_t node) {
   return p->spec.first_id + node;
 }
 
-/* Feeds samples.at[from .. to), all of one sample; ids go to dst. False without memory. */
+/* Learns from samples.at[from .. to), which is part of one sample, and writes ids to dst. False without memory. */
 static bool feed(mlxzip_phrases *p, const mlxzip_samples *s, size_t from, size_t to, uint32_t *dst, size_t *n_out) {
   uint32_t node = p->open, depth = p->depth, window = p->spec.window ? p->spec.window : UINT32_MAX;
   size_t out = *n_out, i = from;

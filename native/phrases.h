@@ -1,78 +1,91 @@
-/* mlxzip phrases: a dictionary of runs of units, learned by the walk of LZW (MultiTok, arXiv 2410.21548). Unit numbers
- * in, ids out.
+/* mlxzip phrases: a dictionary of runs of units, learned as in LZW (MultiTok, arXiv 2410.21548). Unit numbers in, ids
+ * out.
  *
- * Words. A unit is a number below `units`: a word's, or another tokenizer's id. A phrase is a run of two units or more.
- * A node is a unit or a phrase, or a run that only leads to longer ones: node u is unit u, node units + slot the run of
- * that slot. Slots stand in the order of their making, so a run's prefix, all of it but its last unit, is a lower node.
- * The id of a node is first_id + node, or as it was given to mlxzip_phrases_from, rising with the slot. A sample is a
- * sequence that phrases do not cross the ends of.
+ * WORDS
+ * unit    a number below `units`: the number of a word, or an id of another tokenizer.
+ * run     two or more units in a row that the dictionary holds in a slot. Slots are numbered in the order of learning.
+ * phrase  a run with an id. A run without an id is only the beginning of longer phrases.
+ * node    a unit or a run: node u is unit u, node units + slot is the run of that slot.
+ * prefix  a run without its last unit. It is always an earlier node.
+ * id      of a node: first_id + node, or the id that was given to mlxzip_phrases_from; ids rise with the slots.
+ * sample  a sequence of units; no phrase crosses its end.
  *
- * Training: at each point of a sample the longest known run of at most `window` units is emitted (0: of any length);
- * where that is not for the window or the sample's end, it and the unit after it become the next phrase, unless there
- * are `limit` of them already. Encoding does the same and adds nothing: it goes on while the run is a phrase (walk), or
- * takes the longest phrase though a shorter run of it be none (longest). The two differ only where a prefix of a phrase
- * is no phrase. A unit not below `units` is emitted as unk_id and is part of no phrase, if has_unk; or it is E_ID.
+ * TRAINING
+ * At each position of a sample the longest known run of at most `window` units is emitted (0: of any length). That run
+ * plus the next unit becomes a new phrase, unless the run ends at the window or at the end of the sample, or there are
+ * `limit` phrases already.
  *
- * It is the codec's compression with other parameters: phrases of any length, one table for all samples, which can be
- * kept. So a run is not a row but a node and one more unit, found by the hash of the two, in an index as the codec's.
+ * ENCODING
+ * Encoding adds no phrase. "walk" takes units as long as the run is a phrase. "longest" takes the longest phrase that
+ * matches. They differ only if some phrase has a prefix that is no phrase, which pruning can cause.
+ * With has_unk, a number that is not below `units` is emitted as unk_id and is part of no phrase; without, it is E_ID.
  *
- * Training may be cut anywhere, also within a sample: `mlxzip_phrases_train` goes on where it was left. Its ids come
- * when they are certain, so an id that a piece begins may be emitted by a later one.
+ * This is the codec's compression with phrases of any length and one table for all samples. So a run is stored as its
+ * prefix and its last unit, and is found by the hash of the two.
  *
- * Ownership and errors as in mlxzip.h: buffers belong to the caller; any numbers give a result or an error; on an error
- * the dictionary is as it was, but for E_MEMORY in training. Training takes one thread at a time; what is
- * declared const may be called by several. Cost: one look into the index per unit. Memory per phrase: 12 bytes and an
- * index of 8 to 16, a quarter more of either where they have just grown, and a bit; per unit 4 bytes and a bit. */
+ * Training may be split into calls anywhere, also within a sample: mlxzip_phrases_train continues where the last call
+ * ended. An id is emitted when it is certain, so a phrase that begins in one call may be emitted by a later one.
+ *
+ * Ownership and errors are as in mlxzip.h; after an error the dictionary is unchanged, except after E_MEMORY in
+ * training. Training is for one thread at a time; functions with a const dictionary may run in several threads at once.
+ * Cost: one lookup per unit. Memory: per phrase 12 bytes, 8 to 16 bytes of index and one bit, a quarter more after
+ * growth; per unit 4 bytes and one bit. */
 #ifndef MLXZIP_PHRASES_H
 #define MLXZIP_PHRASES_H
 
 #include "mlxzip.h"
 
 /* BEGIN CFFI */
-enum { MLXZIP_MAX_PHRASES = 1073741823, MLXZIP_NO_ID = -1 }; /* the latter as 32 bits: of a run that is no phrase */
+enum { MLXZIP_MAX_PHRASES = 1073741823, MLXZIP_NO_ID = -1 }; /* NO_ID, as 32 bits: a run that is no phrase */
 
 typedef struct mlxzip_phrases mlxzip_phrases;
 
-/* units 1..2^31; first_id + units + limit below 2^32; unk_id, read when has_unk is 1, below first_id + units. */
+/* Ranges: units 1..2^31; first_id + units + limit below 2^32; unk_id below first_id + units, read only if has_unk is
+ * 1. */
 typedef struct {
   uint32_t units, first_id, window, limit, has_unk, unk_id;
 } mlxzip_phrases_spec;
 
-/* Samples one after the other: n units, or ids, in all; sample k ends before place ends[k], rising. */
+/* n_ends samples one after the other, n units (or ids) in all: sample k ends before at[ends[k]]; ends never fall. */
 typedef struct {
   const uint32_t *at;
   const uint64_t *ends;
   size_t n, n_ends;
 } mlxzip_samples;
 
-/* On OK the caller owns *out and gives it back to mlxzip_phrases_free; on error *out is NULL. */
+/* Makes an empty dictionary. On OK the caller frees *out with mlxzip_phrases_free; on error *out is NULL. */
 mlxzip_status mlxzip_phrases_new(const mlxzip_phrases_spec *spec, mlxzip_phrases **out);
-/* One of n runs, in slot order: rows of a prefix (a node) and a last unit; ids, of which MLXZIP_NO_ID is a run that is
- * no phrase, or NULL; uses of all nodes, or NULL. E_ARG with *bad the row at fault: a prefix that is no lower node, a
- * last unit that is none, a run that was there before, an id not above those before it. */
+/* Makes a dictionary of n runs in slot order. rows: per run its prefix (a node) and its last unit. ids: per run its id,
+ * MLXZIP_NO_ID for a run that is no phrase; NULL: consecutive ids. uses: per node; NULL: all 0. E_ARG with *bad = the
+ * row at fault: its prefix is no earlier node, its last unit is none, it repeats a run, or its id is not above the ones
+ * before. */
 mlxzip_status mlxzip_phrases_from(const mlxzip_phrases_spec *spec, const uint32_t *rows, const uint32_t *ids,
                                   const uint32_t *uses, size_t n, mlxzip_phrases **out, size_t *bad);
 void mlxzip_phrases_free(mlxzip_phrases *phrases);
 
-size_t mlxzip_phrases_size(const mlxzip_phrases *phrases); /* slots */
-uint64_t mlxzip_phrases_bytes(const mlxzip_phrases *phrases); /* memory held */
-/* size * 2 numbers, and units + size of them; valid until the next call that is not const. */
+size_t mlxzip_phrases_size(const mlxzip_phrases *phrases); /* number of runs */
+uint64_t mlxzip_phrases_bytes(const mlxzip_phrases *phrases); /* memory in use */
+/* Prefix and last unit of each run: size * 2 numbers, valid until the next call without const. */
 const uint32_t *mlxzip_phrases_rows(const mlxzip_phrases *phrases);
-const uint32_t *mlxzip_phrases_uses(const mlxzip_phrases *phrases); /* how often training emitted each node */
-/* Units of each node: units + size numbers. */
+/* How often training emitted each node: units + size numbers, valid until the next call without const. */
+const uint32_t *mlxzip_phrases_uses(const mlxzip_phrases *phrases);
+/* Writes the number of units of each node. dst: room for units + size. */
 void mlxzip_phrases_lengths(const mlxzip_phrases *phrases, uint32_t *dst);
 
-/* Feeds units that go on with the sample the last call left open; what follows the last end stays open. dst: n + 1 ids;
- * dst_ends: n_ends places in dst. E_ID with *bad the place at fault; E_ARG for a dictionary whose ids were given, and
- * for ends that fall or lie beyond n; E_MEMORY, of which alone part of the units may have been learnt. */
+/* Learns from samples and encodes them. The first one continues the sample that the last call left open; units after
+ * the last end stay open. dst: room for n + 1 ids; dst_ends: room for n_ends, where each sample ends in dst. E_ID with
+ * *bad = the index at fault; E_ARG for a dictionary with given ids, and for ends that fall or exceed n; E_MEMORY,
+ * after which a part of the units may have been learned. */
 mlxzip_status mlxzip_phrases_train(mlxzip_phrases *phrases, const mlxzip_samples *samples, uint32_t *dst,
                                    uint64_t *dst_ends, size_t *n_out, size_t *bad);
-/* Encodes whole samples by phrases of at most `window` units, and spec.window; the last sample must end at n. Some are
- * read in turns, so that one's wait for memory is the others' time. dst: n ids, of which those behind *n_out are of no
- * meaning; dst_ends: n_ends, not samples->ends. E_ID with *bad the place; E_ARG. */
+/* Encodes whole samples with phrases of at most `window` and spec.window units (0: any number); the last sample must
+ * end at n. longest: 1 for "longest", 0 for "walk". Several samples are encoded in turns to hide the latency of
+ * memory. dst: room for n ids, undefined after *n_out; dst_ends: room for n_ends, other memory than samples->ends.
+ * E_ID with *bad = the index at fault; E_ARG. */
 mlxzip_status mlxzip_phrases_encode(const mlxzip_phrases *phrases, const mlxzip_samples *samples, uint32_t window,
                                     uint32_t longest, uint32_t *dst, uint64_t *dst_ends, size_t *n_out, size_t *bad);
-/* The units of ids; that of unk_id, where it is no unit's, is `units`. dst: cap. E_ID with *bad; E_SPACE. */
+/* Expands ids to units; an unk_id that is no unit's id gives the number `units`. dst: room for cap units. E_ID with
+ * *bad = the index at fault; E_SPACE. */
 mlxzip_status mlxzip_phrases_expand(const mlxzip_phrases *phrases, const mlxzip_samples *ids, uint32_t *dst, size_t cap,
                                     uint64_t *dst_ends, size_t *n_out, size_t *bad);
 /* END CFFI */

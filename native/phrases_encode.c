@@ -1,16 +1,16 @@
 #include "phrase_table.h"
 
-enum { LANES = 12 }; /* samples that are read in turn */
+enum { LANES = 12 }; /* samples that are encoded in turns */
 
-/* Whether a longer run begins with a node; no unit that is none does. */
+/* Returns whether a longer run begins with the node; false for an unknown unit. */
 static inline bool begins(const mlxzip_phrases *p, uint32_t node) { return p->inner[node / 32] >> node % 32 & 1; }
 
 static inline uint32_t id_of(const mlxzip_phrases *p, uint32_t node) {
   return p->ids && node >= p->spec.units ? p->ids[node - p->spec.units] : p->spec.first_id + node;
 }
 
-/* A sample being encoded. `node` is the run that ends before place i, the phrase `id` the longest so far, ending before
- * `next`; the run may go on to `end`, the sample does to `stop`. */
+/* A sample that is being encoded. `node` is the run that ends before place i; `id` is the longest phrase found so far,
+ * which ends before `next`. The run ends before `end` at the latest, the sample before `stop`. */
 typedef struct {
   size_t i, next, end, stop, out, sample;
   uint32_t node, id;
@@ -31,7 +31,7 @@ static inline void begin(const job *j, reader *r) {
   if (!known) r->end = r->next;
 }
 
-/* Emits what is certain, up to the next run that must be looked up, whose cell is fetched. False at the sample's end. */
+/* Emits ids up to the next run that must be looked up, and prefetches its cell. False at the end of the sample. */
 static inline bool settle(const job *j, reader *r) {
   while (r->i == r->end || !begins(j->p, r->node)) {
     j->dst[r->out++] = r->id;
@@ -42,7 +42,7 @@ static inline bool settle(const job *j, reader *r) {
   return true;
 }
 
-/* Fetches what `look` compares with: the row, and the id, that the first cell tells of. */
+/* Prefetches what `look` compares with: row and id of the slot in the first cell. */
 static inline void glimpse(const job *j, const reader *r) {
   const mlxzip_phrases *p = j->p;
   uint32_t cell = p->cells[hash_of(r->node, j->s->at[r->i]) & p->mask];
@@ -51,7 +51,7 @@ static inline void glimpse(const job *j, const reader *r) {
   if (p->ids) PREFETCH(&p->ids[slot]);
 }
 
-/* The run and one more unit, if that is a run. */
+/* Extends the run by one unit if the result is a run. */
 static inline void look(const job *j, reader *r) {
   uint32_t cell = *find(j->p, r->node, j->s->at[r->i]);
   if (cell) {
@@ -69,7 +69,7 @@ static inline bool settle_or_end(const job *j, reader *r, uint64_t *dst_ends) {
   return false;
 }
 
-/* Takes up the next sample that holds something; its ids go where its units are. False when there is none. */
+/* Starts the next sample that is not empty; its ids are written at the places of its units. False if there is none. */
 static bool take(const job *j, reader *r, size_t *k, uint64_t *dst_ends) {
   for (; *k < j->s->n_ends; ++*k) {
     size_t start = *k ? j->s->ends[*k - 1] : 0;
@@ -82,8 +82,8 @@ static bool take(const job *j, reader *r, size_t *k, uint64_t *dst_ends) {
   return false;
 }
 
-/* The ids of a sample go from its first unit's place on, up to dst_ends. LANES samples are read in turn: what one needs
- * is fetched while the others look. */
+/* Encodes LANES samples in turns, so that memory for one is prefetched while the others are looked up. The ids of a
+ * sample are written from the place of its first unit up to dst_ends. */
 static void encode_in_turn(const job *j, uint64_t *dst_ends) {
   reader readers[LANES];
   size_t n = 0, k = 0;
@@ -97,7 +97,7 @@ static void encode_in_turn(const job *j, uint64_t *dst_ends) {
   } while (n || k < j->s->n_ends);
 }
 
-/* The same, one after the other: what can be fetched ahead are the pairs that runs begin with. */
+/* Encodes samples one after the other; only the first pair of each run can be prefetched. */
 static void encode_one_by_one(const job *j, uint64_t *dst_ends) {
   const mlxzip_phrases *p = j->p;
   const mlxzip_samples *s = j->s;
@@ -127,7 +127,7 @@ mlxzip_status mlxzip_phrases_encode(const mlxzip_phrases *p, const mlxzip_sample
   if (!mlxzip_samples_ordered(s) || (s->n && (!s->n_ends || s->ends[s->n_ends - 1] != s->n))) return MLXZIP_E_ARG;
   if (!mlxzip_units_known(p, s, bad)) return MLXZIP_E_ID;
   if (p->spec.window && (!window || window > p->spec.window)) window = p->spec.window;
-  bool in_turn = s->n_ends >= LANES && window != 2; /* what is more than pairs cannot be fetched ahead */
+  bool in_turn = s->n_ends >= LANES && window != 2; /* only pairs can be prefetched */
   (in_turn ? encode_in_turn : encode_one_by_one)(&(job){p, s, window, longest, dst}, dst_ends);
   size_t out = 0;
   for (size_t k = 0, start = 0; k < s->n_ends; start = s->ends[k++]) {
@@ -139,12 +139,12 @@ mlxzip_status mlxzip_phrases_encode(const mlxzip_phrases *p, const mlxzip_sample
   return MLXZIP_OK;
 }
 
-/* The node of an id; units + size for none. */
+/* Returns the node of an id; units + size if there is none. */
 static uint32_t node_of(const mlxzip_phrases *p, uint32_t id) {
   uint32_t none = p->spec.units + (uint32_t)p->n, node = id - p->spec.first_id;
   if (id < p->spec.first_id) return none;
   if (!p->ids || node < p->spec.units) return node < none ? node : none;
-  size_t low = 0, high = p->n; /* ids rise, but for those that are none, which the search steps over */
+  size_t low = 0, high = p->n; /* ids rise; the search skips runs without one */
   while (low < high) {
     size_t middle = low + (high - low) / 2, i = middle;
     while (i < high && p->ids[i] == NO_ID) i++;

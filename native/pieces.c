@@ -8,7 +8,7 @@ enum { OTHER, LETTER, NUMBER, SPACE };
 
 typedef struct {
   uint32_t point, kind;
-  size_t end; /* where the next character begins */
+  size_t end; /* start of the next character */
 } character;
 
 static uint32_t kind_of_ascii(uint8_t c) {
@@ -27,7 +27,7 @@ static uint32_t kind_of(uint32_t point) {
   return low < sizeof RANGES / sizeof *RANGES && RANGES[low].first <= point ? RANGES[low].kind : OTHER;
 }
 
-/* How many bytes the character that begins with this byte has, 0 if none does. */
+/* Returns the length in bytes of a character that begins with this byte, 0 if none does. */
 static size_t width_of(uint8_t lead) {
   return lead < 0xC2 ? 0 : lead < 0xE0 ? 2 : lead < 0xF0 ? 3 : lead < 0xF5 ? 4 : 0;
 }
@@ -49,7 +49,7 @@ static inline character read(const uint8_t *text, size_t n, size_t at) {
   return beyond_ascii(text, n, at);
 }
 
-/* End of the run of one kind that begins at `at`, of `most` characters at most. */
+/* Returns the end of the run of characters of one kind that begins at `at`, `most` characters at most. */
 static inline size_t run(const uint8_t *text, size_t n, size_t at, uint32_t kind, size_t most) {
   for (; at < n && most > 0; most--) {
     character c = read(text, n, at);
@@ -63,8 +63,8 @@ static bool is_newline(uint32_t point) { return point == '\n' || point == '\r'; 
 
 static uint8_t lower(uint8_t c, bool fold) { return fold && (uint8_t)(c - 'A') < 26 ? c | 32 : c; }
 
-/* End of 's, 't, 're, 've, 'm, 'll or 'd, whose apostrophe is at `at`; `at` if none is there. fold: in any case, of
- * which the long s has one too. */
+/* Returns the end of 's, 't, 're, 've, 'm, 'll or 'd whose apostrophe is at `at`, or `at` if there is none. fold: upper
+ * case letters and the long s count too. */
 static size_t contraction(const uint8_t *text, size_t n, size_t at, bool fold) {
   if (at + 1 == n) return at;
   uint8_t c = lower(text[at + 1], fold);
@@ -75,8 +75,8 @@ static size_t contraction(const uint8_t *text, size_t n, size_t at, bool fold) {
   return fold && c == 0xC5 && d == 0xBF ? at + 3 : at;
 }
 
-/* End of the white space that begins at `at`: up to its last line break where `lines`, else without its last
- * character when something follows that is none. */
+/* Returns the end of the piece of white space that begins at `at`. With `lines` it ends after the last line break, if
+ * there is one. Otherwise its last character is left to the next piece, if anything follows it. */
 static size_t space(const uint8_t *text, size_t n, size_t at, bool lines) {
   size_t end = at, last = at, after_newline = at;
   while (end < n) {

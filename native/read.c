@@ -1,6 +1,6 @@
 #include "codebook.h"
 
-/* What can be asked of a codebook. */
+/* Functions that read a codebook. */
 
 size_t mlxzip_mark(const mlxzip_codebook *b) { return b->n; }
 size_t mlxzip_size(const mlxzip_codebook *b) { return b->table.n; }
@@ -16,7 +16,7 @@ mlxzip_status mlxzip_entries(const mlxzip_codebook *b, size_t first, size_t n, u
   return MLXZIP_OK;
 }
 
-/* `mlxzip_installed` where entries take turns. */
+/* Like `mlxzip_installed`, under LRU and USE_COUNT. */
 static void installed_in_turn(const mlxzip_codebook *b, size_t n, uint32_t *dst) {
   const mlxzip_turns *t = b->turns;
   size_t width = b->params->merge_size, start = b->params->start.n, mark = b->n - n;
@@ -43,7 +43,7 @@ mlxzip_status mlxzip_installed(const mlxzip_codebook *b, size_t n, uint32_t *dst
   uint8_t *lengths = (uint8_t *)(rows + k * width), *by_id = lengths + k;
   for (size_t i = 0; i < k; i++) dst[i] = (uint32_t)(first + i);
   mlxzip_entries(b, first, k, rows, lengths);
-  /* an id installs one entry at most, so it did if the number of entries turned from even to odd or back */
+  /* an id installs at most one entry, so it did if the parity of the number of entries changed */
   const uint64_t *after = b->after + mark;
   by_id[0] = (after[0] ^ before) >> PREV_BITS & 1;
   for (size_t i = 1; i < n; i++) by_id[i] = (after[i] ^ after[i - 1]) >> PREV_BITS & 1;
@@ -62,7 +62,7 @@ mlxzip_status mlxzip_logged(const mlxzip_codebook *b, size_t first, size_t n, ui
   return MLXZIP_OK;
 }
 
-/* Number of base ids that an id stands for, 0 if it stands for none. */
+/* Returns the number of base ids that an id stands for, 0 if it is not known. */
 static inline size_t span(const mlxzip_codebook *b, uint32_t id) {
   const mlxzip_params *p = b->params;
   if (id < p->vocab_size || mlxzip_disabled(p, id)) return 1;

@@ -23,13 +23,13 @@ size_t mlxzip_rows_stride(const mlxzip_rows_shape *s) { return row_at(s) + whole
 
 static size_t records_at(const mlxzip_rows_shape *s) { return MLXZIP_ROWS_HEADER + 8 * (size_t)s->cells; }
 
-/* A bijection of either argument, the other given: what differs in one word differs in the end. */
+/* Bijective in each argument, so that inputs that differ in one word give different results. */
 static uint64_t mix(uint64_t h, uint64_t word) {
   h = (h ^ word) * FACTOR;
   return h ^ (h >> 32);
 }
 
-/* Of a row and its key's hash. Four lanes, so that they overlap; never what a record of zeros would say. */
+/* Returns the checksum of a row and its key's hash, never 0. Four lanes let the multiplications overlap. */
 static uint64_t checksum(uint64_t key_hash, const uint8_t *row, size_t bytes) {
   uint64_t lane[LANES], word[LANES];
   for (size_t k = 0; k < LANES; k++) lane[k] = mix(SEED + k, key_hash);
@@ -73,7 +73,7 @@ static bool read_all(int file, uint8_t *dst, size_t n, uint64_t at) {
   return true;
 }
 
-/* Whether `record` holds this key; it is then in `dst`. */
+/* Returns whether `record` holds this key; if so, its row is in `dst`. */
 static bool read_record(const mlxzip_rows_shape *s, int file, uint64_t record, uint64_t hash, const uint32_t *key,
                         uint8_t *dst) {
   size_t stride = mlxzip_rows_stride(s);
@@ -93,7 +93,7 @@ static result find(const mlxzip_rows_shape *s, const uint8_t *map, int file, con
     if (value == 0) break;
     if ((value ^ hash) >> 32 != 0 || (uint32_t)value == 0) continue;
     if (read_record(s, file, (uint32_t)value - 1, hash, key, dst)) return FOUND;
-    found = DAMAGED; /* unless it has been written anew, further on */
+    found = DAMAGED; /* unless a later cell has a newer record */
   }
   return found;
 }

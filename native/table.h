@@ -1,4 +1,5 @@
-/* Internal: parameters, and the table that finds entries by content. An entry's prefix need not be an entry. */
+/* Internal: parameters, and the table that finds entries by their base ids. A prefix of an entry need not be an entry.
+ * */
 #ifndef MLXZIP_TABLE_H
 #define MLXZIP_TABLE_H
 
@@ -8,27 +9,28 @@
 
 #include "mlxzip.h"
 
-/* Entries by slot, and an open-addressing index over them: 0, or slot + 1 under the top bits of the hash; a quarter full
- * at most, or half when large. Where entries leave in the reverse order of their coming only, clearing an index cell never
- * breaks a probe chain; turns.c closes the gap. */
+/* Entries by slot, and an open-addressing index: a cell is 0, or slot + 1 in its lower bits and the top bits of the
+ * hash above. At most a quarter of the cells are used, or half in a large table. Under FREEZE entries are removed only
+ * in the reverse order of installation, so clearing a cell never breaks a probe chain; turns.c closes the gap
+ * otherwise. */
 typedef struct {
   uint32_t *cells;
   size_t mask;
   uint32_t *rows; /* merge_size ids per slot, padded */
   uint8_t *lengths;
-  uint64_t *hashes; /* of the runs; not kept while compressing */
+  uint64_t *hashes; /* of the entries; not stored while compressing */
   size_t n, cap;
-  void *block; /* the memory of the arrays that the table owns */
+  void *block; /* memory of the arrays, if the table owns them */
 } mlxzip_table;
 
 struct mlxzip_params {
   uint32_t vocab_size, codebook_size, merge_size, has_pad, pad_id, policy, fill;
   bool clash;  /* some disabled id is also the id of a slot */
-  bool closed; /* every prefix of a start entry is one too */
-  bool turns;  /* when the table is full, entries leave for new ones */
+  bool closed; /* every prefix of a start entry is a start entry */
+  bool turns;  /* policy LRU or USE_COUNT */
   size_t n_disabled, filter_mask;
   uint32_t *disabled; /* rising */
-  uint64_t *filter;   /* bit set per disabled id, folded: a zero bit means "not disabled" */
+  uint64_t *filter;   /* one bit per disabled id modulo its size: a zero bit means "not disabled" */
   mlxzip_table start;
 };
 
@@ -57,13 +59,13 @@ static inline uint32_t mlxzip_cell(uint64_t hash, size_t slot) {
 
 static inline size_t mlxzip_slot(uint32_t cell) { return (cell & (((uint32_t)1 << SLOT_BITS) - 1)) - 1; }
 
-/* The first cell on a run's way that is empty or may hold it: mostly the answer, without a look at the run. */
+/* Returns the first cell of a run's probe chain that is empty or has its hash bits, without comparing the run. */
 static inline uint32_t *mlxzip_probe(const mlxzip_table *t, size_t i, uint64_t hash) {
   for (i &= t->mask; t->cells[i] && (t->cells[i] ^ mlxzip_cell(hash, 0)) >> SLOT_BITS; i = (i + 1) & t->mask) {}
   return &t->cells[i];
 }
 
-/* The cell that holds this run, or the empty cell where it belongs. */
+/* Returns the cell of a run, or the empty cell where it belongs. */
 static inline uint32_t *mlxzip_find(const mlxzip_table *t, size_t width, uint64_t hash, const uint32_t *ids, size_t n) {
   for (size_t i = hash;; i++) {
     uint32_t *cell = mlxzip_probe(t, i, hash);
@@ -79,18 +81,18 @@ static inline bool mlxzip_disabled(const mlxzip_params *p, uint32_t id) {
   return (p->filter[(id >> 6) & p->filter_mask] >> (id & 63) & 1) && mlxzip_listed(p, id);
 }
 
-/* A base id that may merge. */
+/* Returns whether an id is a base id that may merge. */
 static inline bool mlxzip_plain(const mlxzip_params *p, uint32_t id) {
   return id < p->vocab_size && !mlxzip_disabled(p, id);
 }
 
-/* Number of cells for cap entries. */
+/* Returns the number of cells for cap entries. */
 size_t mlxzip_cells(size_t cap);
-/* Takes `size` cells into use; the entries already there have these hashes. */
+/* Makes `cells` the index, of `size` cells, and adds all entries, which have these hashes. */
 void mlxzip_index(mlxzip_table *t, uint32_t *cells, size_t size, const uint64_t *hashes);
-/* Makes room for cap entries, at least doubling, in a table that owns its arrays. Rows have MLXZIP_MAX_MERGE spare
- * places at the end, so that a row can be copied in one piece of fixed size. Slot -1 exists too, and stands for any
- * base id: hash 0, length 1, and a row of fill ids behind a 0. */
+/* Makes room for cap entries, at least doubling, in a table that owns its arrays. False without memory. Rows have
+ * MLXZIP_MAX_MERGE spare places at the end, so that a row can be copied in one piece of fixed size. Slot -1 exists too
+ * and stands for any base id: hash 0, length 1, and a row of a 0 and fill ids. */
 bool mlxzip_grow(mlxzip_table *t, const mlxzip_params *p, size_t cap);
 void mlxzip_table_free(mlxzip_table *t);
 

@@ -38,7 +38,7 @@ void mlxzip_turns_free(mlxzip_turns *t) {
   free(t->nodes), free(t->last), free(t->steps), free(t->comings), free(t->rows), free(t->lengths), free(t);
 }
 
-/* ---- the order of leaving: classes rise from the oldest node to the newest, and so does the last use within each */
+/* ---- the order of eviction: classes rise from the oldest node to the newest; within a class, so does the last use */
 
 static uint32_t per_use(const mlxzip_params *p) { return p->policy == MLXZIP_USE_COUNT; }
 
@@ -68,7 +68,7 @@ uint32_t mlxzip_turns_use(mlxzip_turns *t, const mlxzip_params *p, size_t slot, 
   return x->entry;
 }
 
-/* The node whose entry leaves next, 0 if none can. */
+/* Returns the node whose entry is evicted next, 0 if none can be. */
 static uint32_t next_to_leave(const mlxzip_turns *t) {
   uint32_t node = t->nodes[0].newer;
   return node && node == t->reading ? t->nodes[node].newer : node;
@@ -80,7 +80,7 @@ bool mlxzip_turns_room(const mlxzip_turns *t, const mlxzip_params *p, const mlxz
 
 /* ---- entries */
 
-/* Takes a slot out of the index. What lies behind it on a probe chain moves up, for an empty cell ends the chain. */
+/* Removes a slot from the index. Later cells of its probe chain move up, because an empty cell ends a chain. */
 static void unindex(mlxzip_table *t, size_t slot) {
   size_t gap = t->hashes[slot] & t->mask;
   while (mlxzip_slot(t->cells[gap]) != slot) gap = (gap + 1) & t->mask;
@@ -92,7 +92,7 @@ static void unindex(mlxzip_table *t, size_t slot) {
   t->cells[gap] = 0;
 }
 
-/* Writes a padded row and indexes it. */
+/* Writes a padded row and adds it to the index. */
 static void write_slot(mlxzip_table *t, size_t width, size_t slot, const uint32_t *row, size_t n, uint64_t hash) {
   memcpy(t->rows + slot * width, row, width * sizeof *row);
   t->lengths[slot] = (uint8_t)n, t->hashes[slot] = hash;

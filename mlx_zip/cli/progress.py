@@ -19,7 +19,7 @@ class Progress:
     def __init__(self, total: int, unit: str, name: str, interval_s: float = INTERVAL_S) -> None:
         self.total, self.unit, self.name, self.interval_s = total, unit, name.rstrip("/").rsplit("/", 1)[-1], interval_s
         self.done, self._begun, self._bar = 0, time.monotonic(), self._new_bar()
-        self._told = self._begun
+        self._printed_at = self._begun
 
     def _new_bar(self) -> Any:
         if sys.stderr is None or not sys.stderr.isatty():
@@ -36,8 +36,8 @@ class Progress:
         self.done += done
         if self._bar is not None:
             self._bar.update(done)
-        elif time.monotonic() - self._told >= self.interval_s and self.done < self.total:
-            self._told = time.monotonic()
+        elif time.monotonic() - self._printed_at >= self.interval_s and self.done < self.total:
+            self._printed_at = time.monotonic()
             self._print()
 
     def _print(self) -> None:

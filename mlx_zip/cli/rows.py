@@ -1,4 +1,4 @@
-"""`mlx_zip rows`: what a folder of stored hyper rows holds, and its removal; the flags of commands that use one."""
+"""`mlx_zip rows`: shows or deletes stored hyper rows; and the flags of the commands that store rows."""
 
 from __future__ import annotations
 
@@ -22,13 +22,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "action",
         metavar="ACTION",
         choices=("show", "purge"),
-        help="show: how many files and bytes; purge: remove the rows, and the folder if that was all in it",
+        help="show: print the number of files and bytes; purge: delete the stored rows, and the folder if then empty",
     )
-    parser.add_argument("folder", metavar="DIR", nargs="?", help=f"folder of rows (default: ${ENVIRONMENT})")
+    parser.add_argument(
+        "folder",
+        metavar="DIR",
+        nargs="?",
+        help=f"folder of stored rows, as given to --row-cache (default: ${ENVIRONMENT})",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints what is there, or was; 0. Raises `GenerationError` when there is no such folder."""
+    """Prints the files and bytes that exist or were deleted; returns 0. Raises `GenerationError` without a folder."""
     from mlx_zip.hyper.row_files import disk_bytes, files_in
     from mlx_zip.hyper.row_folder import purge
 
@@ -38,16 +43,16 @@ def run(args: argparse.Namespace) -> int:
     try:
         if args.action == "purge":
             count, size = purge(folder)
-            print(f"removed: {_told(count, size)}")
+            print(f"removed: {_counted(count, size)}")
         else:
             files = files_in(folder)
-            print(_told(len(files), disk_bytes(files)))
+            print(_counted(len(files), disk_bytes(files)))
     except OSError as error:
         raise GenerationError(f"{folder}: {error.strerror or error}") from error
     return 0
 
 
-def _told(count: int, size: int) -> str:
+def _counted(count: int, size: int) -> str:
     return f"{count} file{'' if count == 1 else 's'}, {size} bytes"
 
 
@@ -56,14 +61,19 @@ def add_flags(add: Any) -> None:
     add(
         "--row-cache",
         metavar="DIR|off",
-        help="folder that keeps the rows of hypertokens from run to run, readable to you alone; it holds pieces of "
-        f"your texts (default: ${ENVIRONMENT}, or off)",
+        help="folder that keeps encoded hypertoken rows for later runs, or off; only you can read it, and it holds "
+        f"pieces of your texts (default: ${ENVIRONMENT}, or off)",
     )
-    add("--row-cache-bytes", type=_size, metavar="N", help="its bound, as 500M or 2G (default: 1 GiB)")
+    add(
+        "--row-cache-bytes",
+        type=_size,
+        metavar="N",
+        help="maximum size of the --row-cache folder on disk, for example 500M or 2G (default: 1 GiB)",
+    )
 
 
 def open_store(args: argparse.Namespace) -> Any:
-    """The `RowStore` that the flags ask for; in memory alone when there is no folder."""
+    """The `RowStore` that the flags ask for: in the folder and in memory, or in memory only."""
     from mlx_zip.hyper.store import FOLDER_BYTES, RowStore
 
     return RowStore(_folder(args.row_cache), folder_bytes=args.row_cache_bytes or FOLDER_BYTES)
@@ -77,5 +87,5 @@ def _folder(given: str | None) -> Path | None:
 def _size(text: str) -> int:
     match = _SIZE.fullmatch(text)
     if match is None or not int(match[1]):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes, as 500M or 2G")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size in bytes, for example 500M or 2G")
     return int(match[1]) * _UNITS[match[2].upper()]

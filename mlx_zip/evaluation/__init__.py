@@ -1,1 +1,1 @@
-"""How good a model is, measured strictly: bits per byte, what generation compresses, benchmark tasks."""
+"""Measures how good models are: bits per byte, rates of generation, benchmark tasks."""

@@ -1,11 +1,11 @@
-"""Bits per byte: the one figure that compares models whatever ids they read.
+"""Bits per byte: the figure that compares models whatever ids they read.
 
 With p the model's probabilities of the ids that a text of B UTF-8 bytes becomes (zip2zip, section 3.4):
 
     bits per byte = -sum(log2 p) / B          byte-perplexity = 2 ** (bits per byte) = (product of p) ** (-1 / B)
 
-A text has many segmentations into hypertokens; the canonical one is scored, so a zip2zip model's figure is an upper
-bound of what the text costs it.
+A text has many segmentations into hypertokens. Only the canonical one is scored, so a zip2zip model's figure is an
+upper bound of what the text costs the model.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ from mlx_zip.vocab.tuned import AnyStart
 
 @dataclass(frozen=True)
 class Bits:
-    """One model over n windows. bits float64 [n], n_bytes int64 [n]: each window's cost and text.
+    """The result of scoring n windows with one model. bits float64 [n], n_bytes int64 [n]: cost and text of each
+    window.
 
-    base_ids, ids, hypertokens: counts behind the windows' first id, which is context. hyper_mass: mean probability of
-    all hypertokens together, per id. seconds: compression and scoring. peak_bytes: MLX's peak memory.
+    base_ids, ids, hypertokens: counts without each window's first id, which is context. hyper_mass: mean probability of
+    all hypertokens together, per id. seconds: for compression and scoring. peak_bytes: MLX's peak memory.
     """
 
     bits: NDArray[np.float64]
@@ -48,7 +49,7 @@ class Bits:
 
     @property
     def bits_per_byte(self) -> float:
-        """All bits over all bytes."""
+        """Bits of all windows / bytes of all windows."""
         return float(self.bits.sum() / self.n_bytes.sum())
 
     @property
@@ -58,12 +59,12 @@ class Bits:
 
     @cached_property
     def standard_error(self) -> float | None:
-        """Of bits_per_byte over windows, as a ratio of sums (linearised); None for a single window."""
+        """Standard error of bits_per_byte over windows, as a ratio of sums (linearised); None for a single window."""
         return ratio_error(self.bits, self.n_bytes)
 
     @property
     def compression_rate(self) -> float:
-        """Ids over base ids: 1 without hypertokens, lower is better. Source: zip2zip, Definition A.1."""
+        """ids / base ids: 1 without hypertokens, lower is better. Source: zip2zip, Definition A.1."""
         return self.ids / self.base_ids
 
     @property
@@ -72,7 +73,7 @@ class Bits:
         return self.hypertokens / self.ids
 
     def record(self) -> dict[str, Any]:
-        """What a report holds; rates are per second of scoring."""
+        """Returns the figures of a report; rates are per second of compression and scoring."""
         return {
             "bits_per_byte": self.bits_per_byte,
             "bits_per_byte_standard_error": self.standard_error,
@@ -101,9 +102,10 @@ def measure_bits(
     start: AnyStart | None = None,
     progress: Callable[[int], None] = lambda rows: None,
 ) -> Bits:
-    """Scores every window with a zip2zip or a plain mlx-lm model. See `score` and `compress_row` for the arguments.
+    """Scores every window with a zip2zip or a plain mlx-lm model.
 
-    Raises `DataError` when a window has more base ids than the model has positions.
+    availability: see `score`; start: see `compress_row`. progress: called with the number of windows just scored.
+    Raises `DataError` if a window has more base ids than the model has positions.
     """
     check_context(model, max(len(window.base_ids) for window in windows.windows))
     prefix = np.array([windows.prefix], np.uint32)
@@ -128,9 +130,10 @@ def measure_bits(
 
 
 def check_context(model: Any, base_ids: int) -> None:
-    """Raises `DataError` when a window of so many base ids takes more positions than the model has.
+    """Raises `DataError` if a window of so many base ids takes more positions than the model has.
 
-    The first id comes in front, and the last one is predicted but not read.
+    A window takes one position per base id: one id is read before the first, and the last one is predicted but not
+    read.
     """
     limit = context_limit(model)
     if limit is not None and base_ids > limit:
@@ -138,14 +141,14 @@ def check_context(model: Any, base_ids: int) -> None:
 
 
 def window_bits(window: Window, row: Compressed, scored: Scored) -> float:
-    """Bits of a window's text: those of the ids that stand for some of it."""
-    starts = row.ends[:-1] - row.spans[0]  # of each id behind the prefix, in base ids of the window
+    """Returns the bits of the ids that stand for some of a window's text."""
+    starts = row.ends[:-1] - row.spans[0]  # of each id after the prefix, in base ids of the window
     counted = np.logical_or.reduceat(window.scored, starts)
     return float(-scored.logprobs[counted].sum() / math.log(2))
 
 
 def ratio_error(values: NDArray[np.float64], weights: NDArray[np.int64]) -> float | None:
-    """Standard error of sum(values) / sum(weights) over n pairs, by linearising the ratio; None for n < 2."""
+    """Returns the standard error of sum(values) / sum(weights) over n pairs, by linearisation; None for n < 2."""
     n = len(values)
     if n < 2:
         return None
@@ -154,7 +157,7 @@ def ratio_error(values: NDArray[np.float64], weights: NDArray[np.int64]) -> floa
 
 
 def compare_bits(model: Bits, baseline: Bits) -> dict[str, float | None]:
-    """How a model differs from another on the same windows; the standard error is of the paired difference."""
+    """Returns the differences from a baseline on the same windows, with the standard error of paired differences."""
     if not np.array_equal(model.n_bytes, baseline.n_bytes):
         raise DataError("the two models were not measured on the same windows")
     difference = model.bits_per_byte - baseline.bits_per_byte

@@ -194,7 +194,7 @@ def _check_windows(inputs: _Inputs, corpus: Corpus, tokenizer: Any, name: str, f
     elif not windows.same_as(inputs.windows):
         raise DataError(
             f"{name} has another tokenizer than {first}, so their windows are not the same text; "
-            "evaluate them one by one: bits per byte of whole documents still compare"
+            "evaluate each model separately: bits per byte of whole documents can still be compared"
         )
 
 

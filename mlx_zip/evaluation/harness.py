@@ -1,11 +1,11 @@
-"""lm-evaluation-harness: a zip2zip or plain mlx-lm model as one of its language models. Needs the `eval` extra.
+"""A zip2zip or plain mlx-lm model as a language model of lm-evaluation-harness. Needs the `eval` extra.
 
 Log-likelihood requests are scored on compressed ids. With border "whole", context and continuation are compressed as
-one text, and the score is the sum of log-probabilities from the first id on that stands for some of the continuation:
-an id that also stands for the context's last base ids counts in full. With border "split", the continuation is
-compressed by itself after the context, as if the model had gone on from it, and no id stands across the border. For a
-plain model both are the usual score. `is_greedy` says whether greedy generation takes exactly these ids, so a zip2zip
-model that would write the same text in other ids counts as not greedy.
+one text, and the score is the sum of log-probabilities from the first id on that stands for part of the continuation.
+An id that also stands for the context's last base ids counts in full. With border "split", the continuation is
+compressed separately after the context, and no id crosses the border. For a plain model both give the usual score.
+`is_greedy` says whether greedy generation takes exactly these ids, so a zip2zip model that would write the same text
+with other ids counts as not greedy.
 """
 
 from __future__ import annotations
@@ -40,11 +40,12 @@ _KNOWN = {"until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k",
 class ZipLM(TemplateLM):
     """A loaded model and its tokenizer for `lm_eval.simple_evaluate(model=ZipLM(model, tokenizer), ...)`.
 
-    context: base ids a request may have (default: the model's positions, or 2048). batch_size: rows per model call.
-    border: "whole" or "split", see above. max_gen_toks: base tokens generated where a task does not say. start: a
-    starting codebook in place of a zip2zip model's own. seed: of sampled generation; every batch counts it up by one.
+    context: maximum number of base ids per request (default: the model's positions, or 2048). batch_size: rows per
+    model call. border: "whole" or "split", see the module. max_gen_toks: base tokens to generate if a task does not
+    say. start: entries of a pack in place of a zip2zip model's own. seed: of sampled generation; it increases by one
+    with every batch.
 
-    truncated: requests so far that lost the beginning of their context. Raises `DataError` for bad arguments.
+    truncated: number of requests so far whose beginning was cut off. Raises `DataError` for bad arguments.
     """
 
     def __init__(
@@ -73,17 +74,17 @@ class ZipLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The eos, else the bos."""
+        """Id of the eos token, else of the bos token."""
         eos = self.tokenizer.eos_token_id
         return self.prefix_token_id if eos is None else eos
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text without a context: bos, else eos."""
+        """Id that stands before a text without a context: bos, else eos."""
         return prefix_id(self.tokenizer)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Base ids, behind the bos where the tokenizer adds one itself and the text does not begin with it."""
+        """Returns the base ids of a text, with a bos before them if the tokenizer adds one and the text has none."""
         ids: list[int] = self.tokenizer.encode(string, add_special_tokens=False)
         bos = self.tokenizer.bos_token_id
         if bos is None or add_special_tokens is False or ids[:1] == [bos] or not self._adds_bos:
@@ -95,7 +96,10 @@ class ZipLM(TemplateLM):
         return self.tokenizer.encode("")[:1] == [self.tokenizer.bos_token_id]
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Both as one text, cut where the context's own ids end; spaces before the cut belong to the continuation."""
+        """Encodes context and continuation as one text and cuts it where the context's ids end.
+
+        Spaces at the end of the context belong to the continuation.
+        """
         bare = context.rstrip()
         continuation = context[len(bare) :] + continuation
         whole = self.tok_encode(bare + continuation)
@@ -103,7 +107,7 @@ class ZipLM(TemplateLM):
         return whole[:cut], whole[cut:]
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Chat messages as text, by the tokenizer's template."""
+        """Returns chat messages as text, rendered by the tokenizer's template."""
         return render_chat(
             self.tokenizer,
             chat_history,
@@ -113,7 +117,7 @@ class ZipLM(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """Names the tokenizer in the harness's caches."""
+        """Name of the tokenizer in the harness's caches."""
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     # ---- log-likelihood
@@ -131,7 +135,7 @@ class ZipLM(TemplateLM):
         return answers
 
     def _row(self, text: str, context: list[int], continuation: list[int]) -> tuple[Compressed, int]:
-        """A request as the model reads it, and the index of the first id that counts."""
+        """Returns a request as the model reads it, and the index of the first id that counts."""
         parts = [np.array(ids, np.uint32) for ids in (self._fitting(context, continuation, text), continuation)]
         border = len(parts[0])
         if self.border == "whole":
@@ -147,19 +151,22 @@ class ZipLM(TemplateLM):
         return row, first
 
     def _fitting(self, context: list[int], continuation: list[int], text: str) -> list[int]:
-        """The end of a context that leaves room for the continuation, whose last base id is predicted only."""
+        """Returns the end of a context that leaves room for the continuation.
+
+        The continuation's last base id takes no position, because it is predicted but not read.
+        """
         room = self.max_length + 1 - len(continuation)
         if room < 1 or not continuation:
             raise DataError(f"a continuation of {len(continuation)} base ids cannot be scored: {text[:60]!r}")
         return self._end(context or [self.prefix_token_id], room)
 
     def _end(self, context: list[int], room: int) -> list[int]:
-        """The last `room` ids of a context."""
+        """Returns the last `room` ids of a context."""
         self.truncated += len(context) > room
         return context[-room:]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """The log-probability of whole texts, in windows that stand alone, as `mlx_zip evaluate --data` cuts them."""
+        """Returns the log-probabilities of whole texts, in separate windows as `mlx_zip evaluate --data` cuts them."""
         totals = []
         for request in requests:
             (text,) = request.args
@@ -175,7 +182,7 @@ class ZipLM(TemplateLM):
     # ---- generation
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Generated texts, cut before the first stop string; `max_gen_toks` counts base tokens."""
+        """Returns generated texts, cut before the first stop string; `max_gen_toks` counts base tokens."""
         arguments: list[Any] = [request.args for request in requests]  # (context, generation arguments)
         options = [_generation_options(given, self.max_gen_toks) for _, given in arguments]
         keys = [json.dumps(option, sort_keys=True) for option in options]
@@ -193,14 +200,14 @@ class ZipLM(TemplateLM):
         return texts
 
     def _prompt(self, context: str, max_tokens: int) -> list[int]:
-        """The end of the context that leaves room for `max_tokens`."""
+        """Returns the end of the context that leaves room for `max_tokens`."""
         room = self.max_length - max_tokens
         if room < 1:
             raise DataError(f"max_gen_toks {max_tokens} leaves no room in a context of {self.max_length} base ids")
         return self._end(self.tok_encode(context) or [self.prefix_token_id], room)
 
     def _generate(self, prompts: Sequence[list[int]], options: Mapping[str, Any], seed: int) -> list[str]:
-        options = {**options, "seed": seed, "start": self.start if is_zip(self.model) else None}
+        options = {**options, "seed": seed, "pack": self.start if is_zip(self.model) else None}
         texts = [""] * len(prompts)
         if len(prompts) == 1:
             one = stream_generate(self.model, self.tokenizer, prompts[0], **options)
@@ -222,7 +229,7 @@ def _max_length(model: Any, context: int | None) -> int:
 
 
 def _generation_options(given: Mapping[str, Any], max_gen_toks: int) -> dict[str, Any]:
-    """The harness's generation arguments as options of `stream_generate`; greedy unless a task samples."""
+    """Returns the harness's generation arguments as options of `stream_generate`; greedy unless a task samples."""
     if unknown := sorted(given.keys() - _KNOWN):
         raise DataError(f"generation arguments {', '.join(unknown)} of this task are not supported")
     until = given.get("until") or []

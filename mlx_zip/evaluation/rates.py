@@ -1,4 +1,4 @@
-"""What generation compresses: base tokens per step of generated text, beside what canonical compression makes of it."""
+"""Rates of generation: base tokens per step of generated text, and of the same text written by the compressor."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ GRAM = 4
 class Settings:
     """How text is generated. max_tokens: base tokens per turn. keep_cache: see `measure_rates`.
 
-    stop: strings that end a turn. temp, top_p, seed: as in `stream_generate`; a batch adds its first row to the seed.
-    start: a starting codebook in place of a zip2zip model's own.
+    stop: strings that end a turn. temp, top_p, seed: as in `stream_generate`; the index of a batch's first row is added
+    to the seed. start: entries of a pack in place of a zip2zip model's own.
     """
 
     max_tokens: int = 256
@@ -52,11 +52,12 @@ class Settings:
 
 @dataclass(frozen=True)
 class Story:
-    """One generated turn, measured.
+    """One generated turn with its counts.
 
-    prompt: base ids read before it. base_ids: those generated that count. steps: ids emitted. canonical: ids that
-    canonical compression makes of the same base ids after the same context; None for a plain model. invalid: emitted
-    ids that were neither base ids nor installed. grams, repeated: 4-grams of base ids, and those seen before in it.
+    prompt: base ids read before the turn. base_ids: generated base ids that count. steps: emitted ids. canonical:
+    number of ids that canonical compression makes of the same base ids after the same context, None for a plain model.
+    invalid: emitted ids that were neither base ids nor installed. grams, repeated: 4-grams of base ids, and those that
+    occurred before in the turn.
     """
 
     text: str
@@ -73,7 +74,7 @@ class Story:
 
 @dataclass
 class _Turn:
-    """What a turn's responses add up to."""
+    """The sum of a turn's responses."""
 
     prompt: list[int]
     context: Codebook | None = None  # the codebook that the turn starts from
@@ -98,10 +99,11 @@ def measure_rates(
 ) -> Rates:
     """Generates every turn of every conversation; all must have the same number of turns.
 
-    By default each turn is a request of its own, whose context is compressed canonically, as on a server without
-    caches, and conversations run in batches. keep_cache: a turn goes on from the cache of the one before as far as
-    their base ids agree, as in a chat, one conversation at a time; then the context holds the ids that were emitted.
-    It changes nothing for a plain model, which reads base ids either way.
+    By default each turn is a new request whose context is compressed canonically, as on a server without caches, and
+    conversations run in batches. keep_cache: each turn continues from the cache of the turn before, as far as their
+    base ids agree, as in a chat; conversations then run one at a time, and the context holds the emitted ids.
+    keep_cache changes nothing for a plain model, which always reads base ids. progress: called with the number of turns
+    just done.
     """
     begun, stories = time.perf_counter(), []
     together = 1 if _keeps_cache(model, settings) or not can_batch(model) else settings.batch_size
@@ -117,14 +119,14 @@ def _keeps_cache(model: Any, settings: Settings) -> bool:
 
 
 def can_batch(model: Any) -> bool:
-    """Whether `stream_batch` takes it."""
+    """Returns whether `stream_batch` can run the model."""
     return is_zip(model) or all(type(entry) is KVCache for entry in make_prompt_cache(model))
 
 
 def _run(
     model: Any, tokenizer: Any, rows: Sequence[Conversation], settings: Settings, seed: int, progress: Callable
 ) -> list[list[Story]]:
-    """Some conversations together -> [conversation][turn]."""
+    """Generates some conversations together; returns stories as [conversation][turn]."""
     cache = model.make_cache(pack=settings.start) if _keeps_cache(model, settings) else None
     stories: list[list[Story]] = [[] for _ in rows]
     for number in range(len(rows[0].prompts)):
@@ -144,7 +146,7 @@ def _responses(
     options: dict[str, Any] = {name: getattr(settings, name) for name in ("max_tokens", "temp", "top_p", "stop")}
     options["seed"] = seed
     if cache is None and is_zip(model):
-        options["start"] = settings.start
+        options["pack"] = settings.start
     if cache is None and len(turns) > 1:
         yield from stream_batch(model, tokenizer, [turn.prompt for turn in turns], **options)
         return
@@ -155,14 +157,17 @@ def _responses(
 
 
 def _codebook(cache: Sequence[Any]) -> Codebook:
-    """A copy of what a zip2zip model's cache has learnt."""
+    """Returns a copy of the codebook in a zip2zip model's cache."""
     state = find_state(cache)
     assert state is not None
     return state.books[0].copy()
 
 
 def _keep_common(cache: list[Any], prompt: Sequence[int]) -> int:
-    """Trims a cache to the ids whose base ids begin the prompt, its last base id left out; how many they are."""
+    """Trims a cache to the ids that the prompt begins with and returns how many base ids they stand for.
+
+    At least the prompt's last base id is left to read.
+    """
     book = _codebook(cache)
     held, ids = book.base_ids().tolist(), book.ids
     limit = min(len(held), len(prompt) - 1)
@@ -196,21 +201,22 @@ def _measure(model: Any, turn: _Turn, start: AnyStart | None) -> Story:
 
 
 def canonical_steps(book: Codebook, prompt: Sequence[int], base_ids: Sequence[int]) -> int:
-    """Ids that canonical compression makes of base ids behind a prompt, which `book` reads here as a request does."""
+    """Returns how many ids canonical compression makes of base ids after a prompt. `book` reads the prompt."""
     book.push(_prompt_ids(book, prompt))
     return len(book.compress(np.array(base_ids, np.uint32)))
 
 
 def _prompt_ids(book: Codebook, prompt: Sequence[int]) -> Uint32s:
-    """The ids that a request reads of its prompt, behind what its cache holds; as `Request` compresses them."""
+    """Returns the ids that a request reads of its prompt, after those in its cache; as `Request` compresses them."""
     rest = np.array(prompt[book.base_length :], np.uint32)
     return book.compress(rest) if book.mark() else compress(book.params, rest)[0]
 
 
 def count_invalid(book: Codebook, tokens: Sequence[int]) -> int:
-    """How many emitted ids were neither base ids nor entries installed before them, replayed from `book`, a copy.
+    """Returns how many emitted ids were neither base ids nor installed entries, by replaying them from a copy of
+    `book`.
 
-    Such an id teaches the replay nothing, as it would a decoder.
+    Such an id installs nothing in the replay, as in a decoder.
     """
     book, invalid = book.copy(), 0
     for token in tokens:
@@ -222,14 +228,14 @@ def count_invalid(book: Codebook, tokens: Sequence[int]) -> int:
 
 
 def repeated_grams(base_ids: Sequence[int], size: int = GRAM) -> tuple[int, int]:
-    """How many runs of `size` base ids a text has, and how many of them it had before."""
+    """Returns how many runs of `size` base ids a text has, and how many of them occurred in it before."""
     grams = Counter(tuple(base_ids[i : i + size]) for i in range(len(base_ids) - size + 1))
     return grams.total(), grams.total() - len(grams)
 
 
 @dataclass(frozen=True)
 class Rates:
-    """turns: per turn, the stories of all conversations in order. seconds: for all of them, their prompts included."""
+    """turns: for each turn, the stories of all conversations in order. seconds: for everything, including prompts."""
 
     turns: tuple[tuple[Story, ...], ...]
     seconds: float
@@ -250,7 +256,7 @@ class Rates:
 
 
 def summary(stories: Sequence[Story]) -> dict[str, Any]:
-    """Totals of stories, and ratios of totals. canonical_*: None for a plain model, which has no compression."""
+    """Returns totals of stories and ratios of totals. canonical_*: None for a plain model, which does not compress."""
     base_tokens = sum(len(story.base_ids) for story in stories)
     steps = sum(story.steps for story in stories)
     canonical = sum(story.canonical or 0 for story in stories) if stories[0].canonical is not None else None

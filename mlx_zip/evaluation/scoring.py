@@ -1,7 +1,7 @@
-"""Log-probabilities of ids under a model, batched and in bounded memory; the one forward of every evaluation.
+"""Log-probabilities of ids under a model, in batches and bounded memory; every evaluation scores through this module.
 
-Rows of a batch are padded on the right, behind what is read: a causal model does not see it, and its length is known.
-The codebook of such a row learns pad ids after its end, which never merge.
+Rows of a batch are padded on the right, which a causal model does not see. The codebook of a padded row reads pad ids
+after the row's end, which never merge.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ LOGITS = 1 << 25  # values of one call's logits: 128 MB in float32
 
 @dataclass(frozen=True)
 class Compressed:
-    """A row as a model reads it: ids uint32 [n], spans [n]: the base ids each stands for.
+    """A row as a model reads it: ids uint32 [n], and spans [n], the number of base ids that each id stands for.
 
-    start: the starting codebook it was compressed with; None for the model's own. breaks: indices of the ids that end a
+    start: the pack entries that it was compressed with, None for the model's own. breaks: indices of ids that end a
     part and were chosen without regard to what follows.
     """
 
@@ -43,13 +43,13 @@ class Compressed:
 
     @property
     def ends(self) -> NDArray[np.int64]:
-        """Base ids up to and including each id's, int64 [n]."""
+        """Number of base ids up to and including each id, int64 [n]."""
         return np.cumsum(self.spans)
 
 
 @dataclass(frozen=True)
 class Scored:
-    """What a model says of the n - 1 ids behind a row's first, each given all before it.
+    """A model's predictions of a row's ids 1 to n - 1, each given all ids before it.
 
     logprobs float64: natural logarithms. greedy bool: whether the id was the likeliest. hyper_mass float64: the
     probability of all hypertokens together.
@@ -61,16 +61,16 @@ class Scored:
 
 
 def context_limit(model: Any) -> int | None:
-    """Positions the model has, when its config says."""
+    """Returns the number of positions that the model has, None if its config does not say."""
     return base_config(model).get("max_position_embeddings")
 
 
 def compress_row(model: Any, *parts: Uint32s, start: AnyStart | None = None) -> Compressed:
-    """Base ids as the model reads them; an id never spans two parts.
+    """Returns parts of base ids as the model reads them; no id stands for base ids of two parts.
 
-    For a zip2zip model each part is compressed as generation would go on, `Codebook.compress`: no entry is used
-    before an id has created it. start: a starting codebook in place of the model's own; no matter to a plain model.
-    Raises `DataError` for an id that is none of the model's.
+    For a zip2zip model each part is compressed by `Codebook.compress`, as generation continues: no entry is used before
+    an id has created it. start: entries of a pack in place of the model's own; a plain model ignores it. Raises
+    `DataError` for an id that the model does not have.
     """
     if not is_zip(model):
         ids = np.concatenate(parts)
@@ -87,7 +87,10 @@ def compress_row(model: Any, *parts: Uint32s, start: AnyStart | None = None) -> 
 
 
 def codec(model: Any, start: AnyStart | None = None) -> CodecParams:
-    """A zip2zip model's codec, with another starting codebook if one is given. Raises `DataError` where none fits."""
+    """Returns a zip2zip model's codec parameters, with other starting entries if `start` is given.
+
+    Raises `DataError` if the entries do not fit.
+    """
     params = model.config.codec_params
     return params if start is None else _with_start(params, start)
 
@@ -115,15 +118,14 @@ def score(
     availability: str = "causal",
     progress: Callable[[int], None] = lambda rows: None,
 ) -> list[Scored]:
-    """Scores rows of at least 2 ids, in their order; neither it nor `batch_size` changes a figure.
+    """Scores rows of at least 2 ids and returns the results in the same order; `batch_size` changes no figure.
 
-    availability "causal": an entry counts from the id on that created it, as in generation. "legacy": all entries of a
-    row count at each of its positions, as in upstream's own evaluation, which gives a hypertoken probability before it
-    exists; not comparable, and a row is then one call, whatever its memory. progress(rows done, each time).
+    availability: "causal": an entry has probability only after the id that created it, as in generation. "legacy": all
+    entries of a row have probability at each of its positions, as in upstream's own evaluation; such figures are not
+    comparable, and each row is one call, whatever its memory. progress: called with the number of rows just scored.
 
-    A model whose config says `canonical` is scored as it decodes (`mlx_zip.canonical`).
-
-    Raises `ModelError` when a probability is zero or not a number.
+    A model whose config says `canonical` is scored as it decodes (`mlx_zip.canonical`). Raises `ModelError` if a
+    probability is zero or not a number.
     """
     if batch_size < 1:
         raise ModelError(f"the batch size (--batch-size) must be at least 1, got {batch_size}")
@@ -149,14 +151,14 @@ def _check(row: Compressed, result: Scored, i: int) -> None:
 
 
 def _batches(model: Any, rows: Sequence[Compressed], batch_size: int) -> list[list[int]]:
-    """Indices of rows of similar length, the longest first (so that memory shows at once)."""
+    """Returns indices of rows of similar length, the longest rows first, so that too little memory shows early."""
     by_length = sorted(range(len(rows)), key=lambda i: -len(rows[i].ids))
     size = 1 if _by_base_length(model) else batch_size
     return [by_length[begin : begin + size] for begin in range(0, len(rows), size)]
 
 
 def _by_base_length(model: Any) -> bool:
-    """Whether LongRoPE's factors depend on each row's base length, so that rows cannot share a call."""
+    """Returns whether LongRoPE's factors depend on each row's base length, so that rows cannot share a call."""
     return is_zip(model) and model.traits.long_context is not None and model.config.position_mode == "base_token_end"
 
 
@@ -182,7 +184,7 @@ def _score_batch(model: Any, rows: Sequence[Compressed], availability: str) -> l
 
 
 def _excluded(model: Any, rows: Sequence[Compressed]) -> tuple[NDArray[np.int64], ...]:
-    """What a canonical model excludes: rows, indices of ids, and ids that cannot stand behind those; each [pairs]."""
+    """Returns what a canonical model forbids, each [pairs]: row, index of an id, and an id that cannot follow it."""
     if not is_zip(model) or not model.config.canonical:
         return (np.zeros(0, np.int64),) * 3
     found = [excluded_behind(Codebook(codec(model, row.start)), row.ids[:-1], row.breaks) for row in rows]
@@ -197,9 +199,10 @@ def _make_cache(model: Any, rows: Sequence[Compressed]) -> list[Any]:
 
 
 def _calls(model: Any, rows: Sequence[Compressed], shape: tuple[int, ...], availability: str) -> list[tuple[int, int]]:
-    """Columns (begin, end) of each call: few enough for the memory, and none on both sides of LongRoPE's border.
+    """Returns the columns (begin, end) of each call, limited by memory; no call has columns on both sides of LongRoPE's
+    border.
 
-    Step by step the short factors hold up to the border, so they must in a call that ends there.
+    In generation the short factors hold up to the border, so they must hold in a call that ends there.
     """
     batch, end = shape[0], shape[1] - 1
     if availability == "legacy":
@@ -212,7 +215,7 @@ def _calls(model: Any, rows: Sequence[Compressed], shape: tuple[int, ...], avail
 
 
 def _longrope_border(model: Any, rows: Sequence[Compressed]) -> int:
-    """The first column that is read with the long factors; 0 when there is only one set."""
+    """Returns the first column that is read with LongRoPE's long factors, 0 if the model has only one set."""
     context = model.traits.long_context if is_zip(model) else None
     if context is None:
         return 0

@@ -1,7 +1,7 @@
-"""Windows of base ids: what one model call scores, the same for every model of a comparison.
+"""Windows of base ids, the units of scoring; every model of a comparison scores the same windows.
 
-A window is fed behind one id that is not scored, bos, or eos where the tokenizer has no bos, so that every byte of the
-text is predicted. Its codebook starts fresh.
+A model reads one unscored id before each window, bos, or eos if the tokenizer has no bos, so that every byte of the
+text is predicted. Each window has a fresh codebook.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mlx_zip.text.token_facts import encode_with_bytes
 
 @dataclass(frozen=True)
 class Window:
-    """base_ids uint32 [n]; scored bool [n]: False at an eos put between documents; n_bytes: UTF-8 bytes of its text."""
+    """base_ids uint32 [n]; scored bool [n]: False for an eos between documents; n_bytes: UTF-8 bytes of its text."""
 
     base_ids: Uint32s
     scored: NDArray[np.bool_]
@@ -30,41 +30,43 @@ class Window:
 
 @dataclass(frozen=True)
 class Windows:
-    """prefix: the id each window is fed behind. altered: documents that their base ids do not decode back to."""
+    """prefix: the id that is read before each window. altered: number of documents that their base ids do not decode
+    to.
+    """
 
     windows: tuple[Window, ...]
     prefix: int
     altered: int
 
     def same_as(self, other: Windows) -> bool:
-        """Whether a comparison over both is one over the same text cut in the same places."""
+        """Returns whether two sets of windows hold the same text, cut in the same places."""
         return self.prefix == other.prefix and all_equal(self.windows, other.windows)
 
 
 def all_equal(a: Sequence[Window], b: Sequence[Window]) -> bool:
-    """Whether two lists of windows hold the same base ids."""
+    """Returns whether two lists of windows hold the same base ids."""
     return len(a) == len(b) and all(np.array_equal(x.base_ids, y.base_ids) for x, y in zip(a, b, strict=True))
 
 
-def cut_windows(tokenizer: Any, documents: Sequence[Document], context: int, pack: bool = False) -> Windows:
+def cut_windows(tokenizer: Any, documents: Sequence[Document], context: int, fill_windows: bool = False) -> Windows:
     """Encodes documents and cuts them into windows of at most `context` base ids.
 
-    Each document begins a window of its own; with `pack` documents follow one another, an eos between them, and only
-    the last window is shorter. Bytes are counted at the characters where ids begin, so windows add up to the text
-    exactly, also where one ends inside a character. Raises `DataError`.
+    Each document begins a new window. With `fill_windows` documents follow one another with an eos between them, and
+    only the last window is shorter. Bytes are counted at the characters where ids begin, so the windows' bytes add up
+    to the text's, even if a window ends inside a character. Raises `DataError`.
     """
     if context < 1:
         raise DataError(f"the context (--context) must be at least 1 base id, got {context}")
     streams = [_encoded(tokenizer, document) for document in documents]
     pairs = zip(documents, streams, strict=True)
     altered = sum(_decoded(tokenizer, stream[0]) != document.text for document, stream in pairs)
-    streams = [_packed(tokenizer, streams)] if pack else streams
+    streams = [_packed(tokenizer, streams)] if fill_windows else streams
     windows = tuple(window for stream in streams for window in _cut(*stream, context))
     return Windows(windows, prefix_id(tokenizer), altered)
 
 
 def prefix_id(tokenizer: Any) -> int:
-    """What stands before a text: bos, else eos, the model's own when the tokenizer names none. Raises `DataError`."""
+    """Returns the id that stands before a text: bos, else eos, else the model's own eos. Raises `DataError`."""
     for token_id in (tokenizer.bos_token_id, tokenizer.eos_token_id, min(tokenizer.eos_token_ids, default=None)):
         if token_id is not None:
             return int(token_id)
@@ -82,7 +84,7 @@ def _encoded(tokenizer: Any, document: Document) -> Stream:
 
 
 def _packed(tokenizer: Any, streams: Sequence[Stream]) -> Stream:
-    """All documents as one stream, an eos between two."""
+    """Returns all documents as one stream with an eos between two."""
     if tokenizer.eos_token_id is None:
         raise DataError("the tokenizer has no eos token to stand between packed documents (--fill-windows)")
     eos = np.array([tokenizer.eos_token_id], np.uint32), np.zeros(1, np.bool_), np.zeros(1, np.int64)

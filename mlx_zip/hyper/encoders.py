@@ -1,7 +1,7 @@
 """The hyper-encoders: N entries of S base rows each -> N hyper rows.
 
 Each encoder is a function of x [N, S, D], the rows of the embedding (input side) or head matrix (output side) for
-the entries' base ids, and lengths [N], how many of the S are real. Positions past the length hold the pad id's row.
+the entries' base ids, and of lengths [N], how many of the S are real. Positions past the length hold the pad id's row.
 Attribute names are the checkpoint's tensor names. Source: arXiv 2506.01084 §2.3 and appendix A; zip2zip 0.2.0.
 
 Pads are part of upstream's results and differ by kind: `transformer` and `attention` average over all S positions,
@@ -39,7 +39,7 @@ class Averaging(nn.Module):
         super().__init__()
 
     def __call__(self, x: mx.array, lengths: mx.array) -> mx.array:
-        """[N, S, D], [N] -> [N, D]."""
+        """Rows [N, D] of entries x [N, S, D] with lengths [N]."""
         return mean_of_real(x, lengths)
 
 
@@ -52,7 +52,7 @@ class Attention(nn.Module):
         self.attention = SelfAttention(config)
 
     def __call__(self, x: mx.array, lengths: mx.array) -> mx.array:
-        """[N, S, D], [N] -> [N, D]."""
+        """Rows [N, D] of entries x [N, S, D] with lengths [N]."""
         x = x + self.pos_embed.weight.astype(x.dtype)
         return self.attention(x, both_real(x, lengths)).mean(axis=1)
 
@@ -67,7 +67,7 @@ class Transformer(nn.Module):
         self.layers = [PostNormBlock(config) for _ in range(config.num_hidden_layers)]
 
     def __call__(self, x: mx.array, lengths: mx.array) -> mx.array:
-        """[N, S, D], [N] -> [N, D]."""
+        """Rows [N, D] of entries x [N, S, D] with lengths [N]."""
         if "pos_embed" in self:
             x = x + self.pos_embed.weight.astype(x.dtype)
         mask = both_real(x, lengths)
@@ -91,7 +91,7 @@ class ResLatentAttention(nn.Module):
         self.norm = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
 
     def __call__(self, x: mx.array, lengths: mx.array) -> mx.array:
-        """[N, S, D], [N] -> [N, D]."""
+        """Rows [N, D] of entries x [N, S, D] with lengths [N]."""
         first = x[:, 0]
         if "proj_in" in self:
             x = self.proj_in(x)
@@ -106,7 +106,7 @@ class ResLatentAttention(nn.Module):
         return pooled + first if self.residual else pooled
 
     def _mask(self, x: mx.array, lengths: mx.array) -> mx.array:
-        """[N, 1, S, S]: keys must be real; queries may be pads (their results are not used)."""
+        """The mask [N, 1, S, S]: keys must be real; queries may be pads, whose results are not used."""
         keys = real(x, lengths)[:, None, None, :]
         if not self.causal:
             return keys
@@ -130,6 +130,8 @@ class PostNormBlock(nn.Module):
 
 
 class SelfAttention(nn.Module):
+    """Multi-head self-attention without biases: x [N, S, H], mask as in `attend` -> [N, S, H]."""
+
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
         self.num_heads, width = config.num_heads, config.hidden_size
@@ -143,6 +145,8 @@ class SelfAttention(nn.Module):
 
 
 class FeedForward(nn.Module):
+    """W2 gelu(W1 x), without biases."""
+
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
         self.fc1 = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
@@ -187,22 +191,22 @@ def attend(q: mx.array, k: mx.array, v: mx.array, heads: int, mask: mx.array) ->
 
 
 def real(x: mx.array, lengths: mx.array) -> mx.array:
-    """[N, S] bool: position is not padding."""
+    """Whether each position is not padding, [N, S] bool."""
     return mx.arange(x.shape[1])[None] < lengths[:, None]
 
 
 def both_real(x: mx.array, lengths: mx.array) -> mx.array:
-    """[N, 1, S, S] bool: query and key are both real."""
+    """Whether query and key are both real, [N, 1, S, S] bool."""
     keep = real(x, lengths)
     return (keep[:, :, None] & keep[:, None, :])[:, None]
 
 
 def mean_of_real(x: mx.array, lengths: mx.array) -> mx.array:
-    """[N, S, D] -> [N, D], mean over the real positions."""
+    """The mean [N, D] of x [N, S, D] over the real positions."""
     keep = real(x, lengths)[..., None].astype(x.dtype)
     return (x * keep).sum(axis=1) / lengths[:, None].astype(x.dtype)
 
 
 def last_real(x: mx.array, lengths: mx.array) -> mx.array:
-    """[N, S, D] -> [N, D], the last real position."""
+    """The last real position [N, D] of x [N, S, D]."""
     return mx.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]

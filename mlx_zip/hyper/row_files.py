@@ -1,10 +1,10 @@
-"""Files of stored hyper rows: an index that is mapped, records behind it, appended to and shared by processes.
+"""Files of stored hyper rows: a mapped index, then records; several processes may read and append.
 
-A folder holds `<digest>-<number>.rows`; `native/rows.h` says what is in one. A file belongs to one set of rows (one
-side of one model) and is filled up to a fixed number of records; then the next is begun, and the oldest of the folder
-go when its bytes exceed the bound. A record is written before the cell that names it and carries a checksum: a process
-may be killed, and a machine lose power, at any point: what is torn is not found. Writers take turns by a lock on the
-folder, which readers do not need.
+A folder holds files `<digest>-<number>.rows`; `native/rows.h` describes their format. A file belongs to one set of rows
+(one side of one model) and takes a fixed number of records; then a new file is begun, and the folder's oldest files are
+deleted when it exceeds its maximum size. A record carries a checksum and is written before the index cell that points
+to it, so after a kill or a power cut at any point a torn record is not found. Writers lock the folder; readers need no
+lock.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from numpy.typing import NDArray
 
 from mlx_zip.codec._native import ffi, lib
 
-FILES_PER_SET = 4  # of the folder's bytes one file takes a quarter at most, so that little is lost when one goes
+FILES_PER_SET = 4  # a file takes a quarter of the folder at most, so that deleting one loses little
 LEAST_RECORDS = 64
 _MAGIC = b"mlxzrow1"
-_HEADER = struct.Struct("<8s32sIIII")  # magic, digest, ids per key, bytes per row, cells, records; then a CRC-32
+_HEADER = struct.Struct("<8s32sIIII")  # magic, digest, ids per key, bytes per row, cells, records; a CRC-32 follows
 _NAME = re.compile(r"([0-9a-f]{32})-(\d{6,})\.rows")
 _MOST_RECORDS = 1 << 30
-_MAP = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)  # where there is that flag: no faults at first lookups
+_MAP = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)  # where the flag exists, first lookups cause no page faults
 
 
 class DamagedFileError(Exception):
-    """A file of rows whose header or cells are not whole."""
+    """A file of rows whose header or cells are damaged."""
 
 
 class ForeignFileError(Exception):
-    """A file of rows that bears another set's name."""
+    """A file of rows that belongs to another set than its name says."""
 
 
 @dataclass(frozen=True)
 class RowSet:
-    """Rows that may stand for each other: of one side of one model. digest: 32 bytes; keys of `key_words` base ids."""
+    """The rows of one side of one model. digest: 32 bytes. A key has `key_words` base ids, a row `row_bytes` bytes."""
 
     digest: bytes
     key_words: int
@@ -52,7 +52,7 @@ class RowSet:
 
     @property
     def name(self) -> str:
-        """How its files' names begin."""
+        """The beginning of the set's file names."""
         return self.digest[:16].hex()
 
 
@@ -71,7 +71,7 @@ class RowFile:
             self._check()
             try:
                 self._map = mmap.mmap(self.handle, self.records_at, flags=_MAP, prot=mmap.PROT_READ)
-            except ValueError as error:  # it was cut a moment ago
+            except ValueError as error:  # it was truncated a moment ago
                 raise DamagedFileError(str(error)) from error
             self._cells = ffi.from_buffer("uint8_t[]", self._map)
             self._scratch = ffi.new("uint8_t[]", self.stride)
@@ -80,7 +80,7 @@ class RowFile:
             raise
 
     def close(self) -> None:
-        """Lets go of the file; the map goes with the object."""
+        """Closes the file; the map is freed with the object."""
         handle, self.handle = self.handle, -1
         if handle >= 0:
             os.close(handle)
@@ -89,23 +89,23 @@ class RowFile:
 
     @property
     def records_at(self) -> int:
-        """Where records begin."""
+        """The byte at which records begin."""
         return lib.MLXZIP_ROWS_HEADER + 8 * self.cells
 
     @property
     def is_linked(self) -> bool:
-        """Whether the file still has its name."""
+        """Whether the file has not been deleted."""
         return os.fstat(self.handle).st_nlink > 0
 
     def _check(self) -> None:
-        """Asked before each use of the map: reading it where the file has been cut off would be a signal."""
+        """Raises `DamagedFileError` if the file was truncated, where reading the map would end in SIGBUS."""
         if os.fstat(self.handle).st_size < self.records_at:
             raise DamagedFileError(self.path)
 
     def find(self, keys: NDArray[np.uint32], found: NDArray[np.bool_], rows: NDArray[np.uint8]) -> int:
-        """Fills `rows` [N, bytes] and `found` [N] for those keys [N, words] not yet found; returns damaged records.
+        """Fills `rows` [N, bytes] and `found` [N] for keys [N, words] not yet found; returns how many are damaged.
 
-        Raises `DamagedFileError` when the file was cut so short that its cells are gone.
+        Raises `DamagedFileError` when the file was truncated into its cells.
         """
         self._check()
         return lib.mlxzip_rows_find(
@@ -113,15 +113,15 @@ class RowFile:
         )
 
     def room(self) -> int:
-        """Records that still fit."""
+        """How many more records fit."""
         return max(0, self.capacity - self._count())
 
     def _count(self) -> int:
-        """Records there are, a torn last one included."""
+        """How many records there are, a torn last one included."""
         return -(-(os.fstat(self.handle).st_size - self.records_at) // self.stride)
 
     def append(self, keys: NDArray[np.uint32], rows: NDArray[np.uint8]) -> int:
-        """Writes new rows, the folder being locked; returns how many found a cell. Raises `OSError`."""
+        """Writes new rows and returns how many found a cell. The folder must be locked. Raises `OSError`."""
         data = np.empty(len(keys) * self.stride, np.uint8)
         lib.mlxzip_rows_seal(self.shape, _words(keys), _bytes(rows), len(keys), _bytes(data))
         self._check()
@@ -143,15 +143,15 @@ class RowFile:
 
 
 def create_file(folder: Path, rows: RowSet, number: int, folder_bytes: int) -> RowFile | None:
-    """A new empty file of a set, the folder being locked; None when a row is too large for the bound.
+    """A new empty file of a set; None when a row is too large for `folder_bytes`. The folder must be locked.
 
-    It gets its name only when it is whole. Raises `OSError`.
+    The file gets its name only when it is complete. Raises `OSError`.
     """
     stride = lib.mlxzip_rows_stride(_shape(rows, 1))
     capacity = min((folder_bytes // FILES_PER_SET - lib.MLXZIP_ROWS_HEADER) // (stride + 32), _MOST_RECORDS)
     if capacity < LEAST_RECORDS:
         return None
-    cells = 1 << (2 * capacity - 1).bit_length()  # half full at most; at 8 bytes each, 32 per record at most
+    cells = 1 << (2 * capacity - 1).bit_length()  # at most half full, so at most 32 bytes of cells per record
     packed = _HEADER.pack(_MAGIC, rows.digest, rows.key_words, rows.row_bytes, cells, capacity)
     header = packed + zlib.crc32(packed).to_bytes(4, "little")
     path = folder / f"{rows.name}-{number:06d}.rows"
@@ -174,7 +174,7 @@ def files_in(folder: Path) -> list[Path]:
 
 
 def leftovers_in(folder: Path) -> list[Path]:
-    """What killed processes left of files they were about to create."""
+    """Partial files that killed processes left behind."""
     return [path for path in folder.iterdir() if path.name.startswith(".") and _NAME.match(path.name[1:])]
 
 
@@ -186,18 +186,18 @@ def number_of(path: Path) -> int:
 
 
 def total_bytes(paths: Iterable[Path]) -> int:
-    """Bytes of the files that are still there, cells not yet used included."""
+    """Sizes of the files that still exist, added up; cells not yet used count."""
     return sum(status.st_size for status in map(status_of, paths) if status is not None)
 
 
 def disk_bytes(paths: Iterable[Path]) -> int:
-    """Bytes that the files take up on disk, which gives none to cells not yet used."""
+    """Bytes that the files take up on disk; cells not yet used take none."""
     found = [status for status in map(status_of, paths) if status is not None]
     return sum(min(status.st_size, 512 * status.st_blocks) for status in found)
 
 
 def status_of(path: Path) -> os.stat_result | None:
-    """The file's status, None when another process has removed it meanwhile."""
+    """The file's status, None when another process has deleted it."""
     try:
         return path.stat()
     except FileNotFoundError:
@@ -219,7 +219,7 @@ def _read_header(handle: int, rows: RowSet) -> tuple[int, int]:
 
 
 def _write(handle: int, data: memoryview, at: int) -> None:
-    """All of it, or an `OSError`."""
+    """Writes all of `data` at a byte of the file. Raises `OSError`."""
     while data:
         written = os.pwrite(handle, data, at)
         if written == 0:

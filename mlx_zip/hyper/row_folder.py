@@ -1,6 +1,6 @@
-"""The disk half of a row store: what is found in a folder's files, and when new rows go there.
+"""The disk half of a row store: it finds rows in a folder's files, and writes new rows to them.
 
-Nothing here raises for what a folder may be like: a store that cannot be used is not used, and says so once.
+Nothing here raises because of the folder's state: a folder that cannot be used is not used, and is logged once.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from mlx_zip.hyper.row_files import (
     total_bytes,
 )
 
-FLUSH_ROWS = 64  # new rows that are worth a write
-PENDING_BYTES = 8 << 20  # new rows kept while another process is writing
-PATIENCE_S = 2.0  # how long the last write waits for it
+FLUSH_ROWS = 64  # new rows collected before a write
+PENDING_BYTES = 8 << 20  # of new rows, kept in memory while another process is writing
+PATIENCE_S = 2.0  # how long the last write waits for another process
 log = logging.getLogger("mlx_zip")
 
 Keys = NDArray[np.uint32]
@@ -40,7 +40,7 @@ Data = NDArray[np.uint8]
 
 
 class RowFolder:
-    """Rows in a folder, at most about `limit` bytes of them. What goes wrong is logged, once per kind."""
+    """Rows in a folder, about `limit` bytes at most. Each kind of failure is logged once."""
 
     def __init__(self, folder: Path, limit: int) -> None:
         self.folder, self.limit = folder, limit
@@ -48,11 +48,11 @@ class RowFolder:
         self._new: dict[RowSet, list[tuple[Keys, Data]]] = {}
         self._new_rows = self._new_bytes = 0
         self._flush_at = FLUSH_ROWS
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self.readable = self.writable = self._usable()
 
     def find(self, rows: RowSet, keys: Keys) -> tuple[NDArray[np.bool_], Data]:
-        """keys [N, words] -> (found [N], rows [N, bytes], of which those found count)."""
+        """Looks up keys [N, words]; returns found [N] and rows [N, bytes], valid where found."""
         found, data = np.zeros(len(keys), np.bool_), np.empty((len(keys), rows.row_bytes), np.uint8)
         if not self.readable:
             return found, data
@@ -62,13 +62,13 @@ class RowFolder:
             before = found.copy() if age == FILES_PER_SET - 1 else None
             self._look(file, keys, found, data)
             if before is not None and (late := found & ~before).any():
-                self.add(rows, keys[late], data[late])  # their file goes next; they are in use
+                self.add(rows, keys[late], data[late])  # the file is deleted next, but these rows are in use
             if found.all():
                 break
         return found, data
 
     def add(self, rows: RowSet, keys: Keys, data: Data) -> None:
-        """Takes new rows: keys [N, words], data [N, bytes]. Written when there are enough of them."""
+        """Takes new rows: keys [N, words], data [N, bytes]. They are written when there are enough of them."""
         if not self.writable:
             return
         self._new.setdefault(rows, []).append((keys, data))
@@ -78,7 +78,7 @@ class RowFolder:
             self.flush()
 
     def flush(self, patience_s: float = 0.0) -> None:
-        """Writes new rows, unless another process is writing for longer than `patience_s` seconds."""
+        """Writes new rows; gives up if another process keeps the lock for `patience_s` seconds."""
         until = time.monotonic() + patience_s
         while self._new and self.writable:
             try:
@@ -88,7 +88,7 @@ class RowFolder:
             except (OSError, DamagedFileError, ForeignFileError) as error:
                 self.writable = False
                 self._forget_new()
-                self._tell("write", f"cannot be written, new rows are not kept: {_reason(error)}")
+                self._warn("write", f"cannot be written, new rows are not kept: {_reason(error)}")
             if not self._new:
                 return
             if time.monotonic() >= until:
@@ -97,7 +97,7 @@ class RowFolder:
             time.sleep(0.001)
 
     def close(self) -> None:
-        """Writes what is new and lets go of the files."""
+        """Writes new rows and closes the files."""
         self.flush(PATIENCE_S)
         for files in self._files.values():
             for file in files:
@@ -107,7 +107,7 @@ class RowFolder:
     def _wait(self, last: bool) -> None:
         self._flush_at = self._new_rows + FLUSH_ROWS
         if last or self._new_bytes > PENDING_BYTES:
-            self._tell("busy", f"is held by another process; {self._new_rows} new rows are not kept")
+            self._warn("busy", f"is held by another process; {self._new_rows} new rows are not kept")
             self._forget_new()
 
     def _forget_new(self) -> None:
@@ -121,22 +121,22 @@ class RowFolder:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             status = self.folder.stat()
         except OSError as error:
-            self._tell("folder", f"cannot be used: {_reason(error)}")
+            self._warn("folder", f"cannot be used: {_reason(error)}")
             return False
         if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) or status.st_uid not in (os.geteuid(), 0):
-            self._tell("folder", "is not used: others can write there; take a folder of your own (chmod 700)")
+            self._warn("folder", "is not used: other users can write to it; use a folder of your own (chmod 700)")
             return False
         return True
 
     def _reopen(self, rows: RowSet) -> list[RowFile]:
-        """The files of a set that are there now, newest first."""
+        """The files of a set that exist now, newest first."""
         known = {file.path: file for file in self._files.get(rows, ())}
         try:
             paths = [path for path in files_in(self.folder) if path.name.startswith(rows.name)]
             known = {path: file for path, file in known.items() if path in paths and file.is_linked}
         except OSError as error:
             self.readable = self.writable = False
-            self._tell("folder", f"cannot be read: {_reason(error)}")
+            self._warn("folder", f"cannot be read: {_reason(error)}")
             paths = []
         opened = [known[path] if path in known else self._open(path, rows) for path in reversed(paths)]
         self._files[rows] = [file for file in opened if file is not None]
@@ -145,34 +145,36 @@ class RowFolder:
     def _open(self, path: Path, rows: RowSet) -> RowFile | None:
         try:
             return RowFile(path, rows)
-        except FileNotFoundError:  # another process was quicker
+        except FileNotFoundError:  # another process has just deleted it
             return None
         except OSError as error:
-            self._tell("read", f"has a file that cannot be read: {_reason(error)}")
+            self._warn("read", f"has a file that cannot be read: {_reason(error)}")
         except ForeignFileError:
-            self._tell("foreign", f"has rows of another model under this one's name, which are not used: {path.name}")
+            self._warn(
+                "foreign", f"has a file with rows of another model under this one's name; it is not used: {path.name}"
+            )
         except DamagedFileError:
             self._discard(path)
         return None
 
     def _discard(self, path: Path) -> None:
-        """Of a file that no row can be found in any more."""
-        self._tell("damage", f"is damaged: {path.name} cannot be read; its rows are encoded again")
+        """Deletes a file that is too damaged for any row to be found in it."""
+        self._warn("damage", f"is damaged: {path.name} cannot be read; its rows are encoded again")
         try:
             path.unlink(missing_ok=True)
-        except OSError:  # read-only: it stays, and is told of in each run
+        except OSError:  # read-only: it stays, and is logged in each run
             self.writable = False
 
     def _look(self, file: RowFile, keys: Keys, found: NDArray[np.bool_], data: Data) -> None:
         try:
             if file.find(keys, found, data):
-                self._tell("damage", f"is damaged: rows in {file.path.name} are missing; they are encoded again")
+                self._warn("damage", f"is damaged: rows in {file.path.name} are missing; they are encoded again")
         except DamagedFileError:
             self._files[file.rows].remove(file)
             self._discard(file.path)
         except OSError as error:
             self._files[file.rows].remove(file)
-            self._tell("read", f"has a file that cannot be read: {_reason(error)}")
+            self._warn("read", f"has a file that cannot be read: {_reason(error)}")
 
     # ---- writing; the folder is locked
 
@@ -187,7 +189,7 @@ class RowFolder:
     def _append(self, rows: RowSet, keys: Keys, data: Data) -> None:
         files = self._reopen(rows)
         there, scratch = np.zeros(len(keys), np.bool_), np.empty_like(data)
-        for file in list(files[: FILES_PER_SET - 1]):  # what another process wrote meanwhile
+        for file in list(files[: FILES_PER_SET - 1]):  # rows that another process has written since
             self._look(file, keys, there, scratch)
         keys, data = keys[~there], data[~there]
         while len(keys):
@@ -208,7 +210,7 @@ class RowFolder:
         self._files[rows].insert(0, made)
 
     def _make_room(self, needed: int, keep: Path) -> None:
-        """Removes the files that were written to longest ago, so that `needed` more bytes fit."""
+        """Deletes the least recently written files until `needed` more bytes fit."""
         paths = files_in(self.folder)
         excess = total_bytes(paths) + needed - self.limit
         if excess <= 0:
@@ -220,16 +222,16 @@ class RowFolder:
             path.unlink(missing_ok=True)
             excess -= ages[path].st_size
 
-    def _tell(self, kind: str, what: str) -> None:
-        if kind not in self._told:
-            self._told.add(kind)
+    def _warn(self, kind: str, what: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
             log.warning("row store %s %s", self.folder, what)
 
 
 def purge(folder: Path) -> tuple[int, int]:
-    """Removes a folder's files of rows, and the folder if nothing else is in it; (files, bytes on disk) removed.
+    """Deletes a folder's files of rows, and the folder if it is then empty; returns how many files and bytes it freed.
 
-    Processes that use them go on with what they hold. Raises `OSError`.
+    Processes that have the files open keep using them. Raises `OSError`.
     """
     paths = [*files_in(folder), *leftovers_in(folder)]
     size = disk_bytes(paths)

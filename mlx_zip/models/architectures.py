@@ -1,8 +1,9 @@
-"""The supported decoders: which mlx-lm blocks each is made of, and what its config asks of us.
+"""The supported decoders: the mlx-lm blocks that each is made of, and the options of its config that we apply.
 
 The blocks (attention, MLP, norms) are mlx-lm's. Rotary positions, windows, soft caps and embedding scale are read
 from the config here, because mlx-lm 0.32 ignores some of them: Phi-3's short factors and windows, Mistral's and
-Gemma 2's windows, `rope_parameters` as transformers 5 writes them. What is not supported raises; nothing is ignored.
+Gemma 2's windows, `rope_parameters` as transformers 5 writes them. An option that is not supported raises; none is
+ignored.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from mlx_zip.models.rope import make_rope, original_context, rope_parameters
 
 @dataclass(frozen=True)
 class Traits:
-    """How a decoder is run, beyond its blocks.
+    """The properties of a decoder beyond its blocks.
 
-    windows: per layer, the sliding window in ids, or None for full attention. tied: the head is the embedding.
-    embed_scale: factor on embeddings. soft_cap: c of c * tanh(logits / c). long_context: calls that end above this
-    position use LongRoPE's long factors. mask_as_array: the blocks take no "causal" shorthand.
+    windows: per layer, the sliding window in ids, or None for full attention. tied: whether the head is the embedding.
+    embed_scale: factor on embeddings. soft_cap: c of c * tanh(logits / c). long_context: calls whose last id has this
+    position or a later one use LongRoPE's long factors. mask_as_array: the blocks take no "causal" shorthand.
     """
 
     windows: tuple[int | None, ...]
@@ -103,7 +104,7 @@ def _check_size(key: str, value: Any) -> None:
 
 
 def make_decoder(config: Mapping[str, Any]) -> tuple[list[nn.Module], nn.Module, Traits]:
-    """Builds a decoder with random weights: its layers, its final norm, its traits. Raises as `check_config` does."""
+    """A decoder with random weights: its layers, its final norm, its traits. Raises as `check_config` does."""
     check_config(config)
     kind = config["model_type"]
     module = import_module(f"mlx_lm.models.{FAMILIES[kind].module}")
@@ -146,7 +147,7 @@ def _layer(module: Any, kind: str, args: Any, index: int) -> Any:
 
 
 def _mlx_lm_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys that mlx-lm wants and transformers may leave out of config.json, or write as null."""
+    """Values for keys that mlx-lm needs and transformers may leave out of config.json or write as null."""
     heads = config["num_attention_heads"]
     gemma = config["model_type"].startswith("gemma")
     return {
@@ -160,7 +161,7 @@ def _mlx_lm_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def layer_types(config: Mapping[str, Any]) -> list[str]:
-    """Per layer "full_attention" or "sliding_attention", by the rules of transformers 5 for each family."""
+    """Each layer's attention, "full_attention" or "sliding_attention", by transformers 5's rules for the family."""
     kind, layers, window = config["model_type"], config["num_hidden_layers"], _window(config)
     full, sliding = "full_attention", "sliding_attention"
     if kind in ("llama", "gemma"):
@@ -218,7 +219,7 @@ def _check_head_dim(config: Mapping[str, Any]) -> None:
         raise ConfigError(f"head_dim {_head_dim(config)} is not supported for {config['model_type']}")
     if not _head_dim(config) or config["num_attention_heads"] * _head_dim(config) >= 1 << 31:
         heads = config["num_attention_heads"]
-        raise ConfigError(f"config.json: {heads} attention heads of width {_head_dim(config)} cannot be")
+        raise ConfigError(f"config.json: {heads} attention heads of width {_head_dim(config)} are not possible")
     if config["num_attention_heads"] % (config.get("num_key_value_heads") or 1):
         raise ConfigError(f"config.json: num_key_value_heads {config['num_key_value_heads']} does not divide the heads")
 

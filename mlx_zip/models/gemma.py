@@ -1,4 +1,4 @@
-"""The parts of Gemma 1 and 2 that mlx-lm's blocks do not do as transformers does, or not for batches."""
+"""The parts of Gemma 1 and 2 where mlx-lm's blocks differ from transformers or cannot take batches."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class SoftCapAttention(nn.Module):
 
 
 def _grouped_matmul(a: mx.array, b: Any, cache: Any, transpose: bool) -> mx.array:
-    """a [B, kv heads, group, L, .] times the cache's b [B, kv heads, K, D], which a quantized cache gives in parts."""
+    """a [B, kv heads, group, L, .] times the cache's b [B, kv heads, K, D]. A quantized cache gives b in parts."""
     if hasattr(cache, "bits"):
         parts = [part[:, :, None] for part in b]
         return mx.quantized_matmul(a, *parts, transpose=transpose, group_size=cache.group_size, bits=cache.bits)

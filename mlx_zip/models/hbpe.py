@@ -1,18 +1,18 @@
-"""A model over patches: local encoder, causal latent transformer, local autoregressive decoder; and its plain rival.
+"""A model over patches (local encoder, causal latent transformer, local autoregressive decoder) and its baseline.
 
-Source: arXiv 2510.15517 §2.2, table 1. What the paper leaves open, and what is done here:
+Source: arXiv 2510.15517 §2.2, table 1. Where the paper leaves a choice open, this is done:
 
 - Blocks: mlx-lm's Llama block (RMSNorm first, rotary positions, three-matrix feed-forward part, no biases). The
   paper's parameter counts need three matrices. Positions of the local models count within the patch, from 0.
 - Encoder: attention in both directions over the patch's symbols, padding masked; the patch is the state at its last
   symbol, which is the mark unless there is none; one matrix takes it to the latent width. No cross-attention, and no
   hash embeddings, as in the paper.
-- Which patches a state has seen (equations 2 and 3 differ): the latent model reads a learned start vector and then
-  the patches, so the state that decodes patch t has seen patches < t, and no others.
-- Decoder: the state, through one matrix, stands before the symbols, in place of a start symbol; the symbols follow.
-- Symbols have one embedding, for encoder, decoder and, tied, the decoder's head.
-- A patch of S symbols without a mark is a patch of those S symbols: nothing forbids one, and the mark's likelihood
-  counts in every place, the last one too. A patch of the mark alone stands for no bytes: the end of a document.
+- What a state depends on (equations 2 and 3 differ): the latent model reads a learned start vector and then the
+  patches, so the state that decodes patch t depends on the patches before t only.
+- Decoder: its first input is the state, through one matrix, in place of a start symbol; the symbols follow.
+- Encoder, decoder and the decoder's head (tied) share one embedding of symbols.
+- S symbols without a mark are a valid patch, and the mark's likelihood counts at every place, the last one included. A
+  patch of the mark alone has no bytes; it ends a document.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from mlx_zip.vocab.hbpe import FIRST_MERGE, MARK, MAX_MERGES, MAX_PATCH
 from mlx_zip.vocab.hbpe_measures import Tower
 
 NORM_EPS, ROPE_THETA = 1e-5, 10_000.0
-INIT = 0.02  # of the start vector
+INIT = 0.02  # standard deviation of the start vector
 
 
 @dataclass(frozen=True)
 class PatchConfig:
     """Sizes of a `PatchModel`; checked when built. Raises `ConfigError` naming the field.
 
-    symbols: 257 and the merges, V' + 257. patch_size: S. latent: the large transformer. local: encoder and decoder,
-    each of so many layers.
+    symbols: 257 plus the number of merges V'. patch_size: S. latent: sizes of the large transformer. local: sizes of
+    the encoder, and of the decoder.
     """
 
     symbols: int
@@ -56,13 +56,13 @@ class PatchConfig:
 
     @classmethod
     def from_dict(cls, values: Any) -> PatchConfig:
-        """Builds from what `to_dict` gives; a key that is unknown or missing is a `ConfigError`."""
+        """The sizes that `to_dict` returned. Raises `ConfigError` for a key that is unknown or missing."""
         values = _object("config", values, cls)
         towers = {name: Tower(**_object(name, values[name], Tower)) for name in ("latent", "local")}
         return cls(values["symbols"], values["patch_size"], **towers)
 
     def to_dict(self) -> dict[str, Any]:
-        """All sizes as plain values."""
+        """All sizes as plain JSON values."""
         return asdict(self)
 
 
@@ -79,17 +79,17 @@ class PlainConfig:
 
     @classmethod
     def from_dict(cls, values: Any) -> PlainConfig:
-        """Builds from what `to_dict` gives; a key that is unknown or missing is a `ConfigError`."""
+        """The sizes that `to_dict` returned. Raises `ConfigError` for a key that is unknown or missing."""
         values = _object("config", values, cls)
         return cls(values["vocab_size"], Tower(**_object("tower", values["tower"], Tower)))
 
     def to_dict(self) -> dict[str, Any]:
-        """All sizes as plain values."""
+        """All sizes as plain JSON values."""
         return asdict(self)
 
 
 class Layers(nn.Module):
-    """The blocks of a tower and the norm behind them: x [N, L, D] -> [N, L, D]."""
+    """The blocks of a tower and the final norm: x [N, L, D] -> [N, L, D]."""
 
     def __init__(self, tower: Tower) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class Layers(nn.Module):
         self.norm = nn.RMSNorm(tower.width, eps=NORM_EPS)
 
     def __call__(self, x: mx.array, mask: Any, cache: list[KVCache] | None = None) -> mx.array:
-        """mask: "causal", or what may be attended to, bool [N, 1, 1, L]; cache: what came before, one per layer."""
+        """Runs the blocks. mask: "causal" or bool [N, 1, 1, L], true for keys to attend to. cache: one per layer."""
         if cache is not None and x.shape[1] == 1:
             mask = None
         for i, layer in enumerate(self.layers):
@@ -115,7 +115,7 @@ class Layers(nn.Module):
         return self.norm(x)
 
     def make_cache(self) -> list[KVCache]:
-        """Empty caches."""
+        """Empty KV caches, one per layer."""
         return [KVCache() for _ in self.layers]
 
 
@@ -132,32 +132,33 @@ class PatchModel(nn.Module):
         self.start = INIT * mx.random.normal((latent,))
 
     def encode(self, patches: mx.array) -> mx.array:
-        """e = g(x), equation 1: patches [N, S] of integers -> [N, D], each on its own."""
+        """Encodes each patch alone, e = g(x) (equation 1): patches [N, S] of integers -> [N, D]."""
         last = patch_lengths(patches) - 1
         seen = mx.arange(patches.shape[1]) <= last[:, None]
         states = self.encoder(self.symbols(patches), seen[:, None, None, :])
         return self.up(mx.take_along_axis(states, last[:, None, None], axis=1)[:, 0])
 
     def contexts(self, e: mx.array) -> mx.array:
-        """h = f(e), equation 2: [B, T, D] -> [B, T, D], where h of patch t has seen the patches before it alone."""
+        """States h = f(e) (equation 2): [B, T, D] -> [B, T, D]; h of patch t depends on the patches before t only."""
         return self.latent(mx.concatenate([self.begin(e.shape[0]), e[:, :-1]], axis=1), "causal")
 
     def begin(self, batch: int) -> mx.array:
-        """What the latent model reads before the first patch, [B, 1, D]."""
+        """The learned start vector [B, 1, D], which the latent model reads before the first patch."""
         return mx.broadcast_to(self.start, (batch, 1, self.start.size))
 
     def states(self, h: mx.array, symbols: mx.array) -> mx.array:
-        """The decoder's states: h [N, D], symbols [N, K] -> [N, K + 1, d], where state s has seen symbols < s."""
+        """The decoder's states [N, K + 1, d] for h [N, D], symbols [N, K]; state s depends on symbols before s only."""
         x = mx.concatenate([self.down(h)[:, None], self.symbols(symbols)], axis=1)
         return self.decoder(x, "causal")
 
     def head(self, states: mx.array) -> mx.array:
-        """States [..., d] to logits [..., symbols]."""
+        """Logits [..., symbols] of states [..., d]."""
         return self.symbols.as_linear(states)
 
     def __call__(self, patches: mx.array) -> mx.array:
-        """Equation 3: patches [B, T, S] -> logits [B, T, S, symbols]; those of symbol s of patch t have seen the
-        symbols before it and the patches before its own.
+        """Logits [B, T, S, symbols] of patches [B, T, S] (equation 3).
+
+        Those of symbol s of patch t depend on the symbols before s in that patch, and on the patches before t.
         """
         n, length, size = patches.shape
         flat = patches.reshape(-1, size)
@@ -167,7 +168,7 @@ class PatchModel(nn.Module):
 
 
 class PlainModel(nn.Module):
-    """The same transformer over ids, with an embedding tied to the head: plain BPE, or bytes."""
+    """The baseline: the latent transformer over ids of plain BPE or bytes, with an embedding tied to the head."""
 
     def __init__(self, config: PlainConfig) -> None:
         super().__init__()
@@ -177,27 +178,27 @@ class PlainModel(nn.Module):
         self.start = INIT * mx.random.normal((config.tower.width,))
 
     def states(self, ids: mx.array) -> mx.array:
-        """Ids [B, T] -> [B, T, D]; the state that gives id t has seen ids < t, the first one a learned start vector."""
+        """States [B, T, D] of ids [B, T]; state t depends on the ids before t, state 0 on a learned start vector."""
         start = mx.broadcast_to(self.start, (ids.shape[0], 1, self.start.size))
         return self.latent(mx.concatenate([start, self.ids(ids[:, :-1])], axis=1), "causal")
 
     def head(self, states: mx.array) -> mx.array:
-        """States [..., D] to logits [..., vocab_size]."""
+        """Logits [..., vocab_size] of states [..., D]."""
         return self.ids.as_linear(states)
 
     def __call__(self, ids: mx.array) -> mx.array:
-        """Ids [B, T] -> logits [B, T, vocab_size]."""
+        """Logits [B, T, vocab_size] of ids [B, T]."""
         return self.head(self.states(ids))
 
 
 def patch_lengths(patches: mx.array) -> mx.array:
-    """Symbols of each patch: up to its first mark, that counted, or all S. [..., S] -> int32 [...]."""
+    """Lengths int32 [...] of patches [..., S]: symbols up to the first mark, mark included, or S without a mark."""
     marked = patches == MARK
     return mx.where(marked.any(axis=-1), marked.argmax(axis=-1) + 1, patches.shape[-1]).astype(mx.int32)
 
 
 def parameters_of(model: nn.Module) -> int:
-    """How many numbers a model has learned or will learn."""
+    """How many numbers a model's parameters hold."""
     from mlx.utils import tree_flatten
 
     named: Any = tree_flatten(model.parameters())

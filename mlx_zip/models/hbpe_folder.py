@@ -1,12 +1,11 @@
-"""A trained model over patches as a folder, all that generation needs:
+"""Folders of trained patch models, with all that generation needs:
 
-    config.json        model_type, version, sizes, context it was trained with, sha256 of the weights, source
+    config.json        model_type, version, sizes, context length of the training, sha256 of the weights, source
     model.safetensors  weights, float32
     table.npz          the patches of the first stage's tokens (`PatchTable`)
-    tokenizer.json     the first stage; one of its tokens stands for no bytes and ends a document
+    tokenizer.json     the first stage; one of its tokens has no bytes and ends a document
 
-It is no mlx-lm model: what reads it is `mlx_zip vocab hbpe`. The files are checked against each other when they are
-read.
+mlx-lm cannot read these folders; `mlx_zip vocab hbpe` does. The files are checked against each other when read.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ CONFIG, WEIGHTS, TABLE, TOKENIZER = "config.json", "model.safetensors", "table.n
 
 @dataclass(frozen=True)
 class SavedPatchModel:
-    """What a folder holds. context: patches of a window that it was trained with. source: from what, and how long."""
+    """The content of a folder. context: patches per training window. source: the texts and steps of the training."""
 
     model: PatchModel
     text: PatchText
@@ -44,7 +43,7 @@ class SavedPatchModel:
 
 
 def save_patch_model(folder: Path, saved: SavedPatchModel) -> None:
-    """Writes the folder, whole or not at all; what was there is replaced. Raises `ModelError` when it cannot."""
+    """Writes the folder completely or not at all, replacing an older one. Raises `ModelError` when writing fails."""
     named: Any = tree_flatten(saved.model.parameters())
     try:
         with whole_folder(folder) as partial:
@@ -86,8 +85,8 @@ def load_patch_model(folder: str | Path) -> SavedPatchModel:
     merges = text.table.merges
     if (merges.symbols, merges.patch_size) != (sizes.symbols, sizes.patch_size):
         raise ConfigError(
-            f"{folder / CONFIG} is of a model with patches of {sizes.patch_size} out of {sizes.symbols} symbols, "
-            f"{TABLE} has patches of {merges.patch_size} out of {merges.symbols}"
+            f"{folder / CONFIG} describes patches of {sizes.patch_size} out of {sizes.symbols} symbols, "
+            f"but {TABLE} has patches of {merges.patch_size} out of {merges.symbols}"
         )
     model = PatchModel(sizes)
     _load_weights(model, folder / WEIGHTS, config["weights_sha256"])
@@ -101,7 +100,7 @@ def _config(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     kind = config.get("model_type") if isinstance(config, dict) else None
     if kind != MODEL_TYPE:
-        raise ConfigError(f"{path} is not that of a model over patches: its model_type is {kind!r}, not {MODEL_TYPE!r}")
+        raise ConfigError(f"{path} is not the config of a patch model: its model_type is {kind!r}, not {MODEL_TYPE!r}")
     if (version := config.get("version")) != VERSION or isinstance(version, bool):
         raise ConfigError(f"{path} has version {version!r}, this mlx_zip reads {VERSION}")
     kinds = {"sizes": dict, "context": int, "weights_sha256": str, "source": dict}
@@ -115,7 +114,7 @@ def _config(path: Path) -> dict[str, Any]:
 def _load_weights(model: PatchModel, path: Path, digest: str) -> None:
     try:
         if _digest(path) != digest:
-            raise ModelError(f"{path} is damaged, or not what {CONFIG} beside it was written with")
+            raise ModelError(f"{path} is damaged, or not the file that {CONFIG} in the folder was written with")
         weights: Any = mx.load(str(path))
     except (OSError, RuntimeError) as error:
         raise ModelError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error

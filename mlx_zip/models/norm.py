@@ -1,4 +1,4 @@
-"""RMSNorm as mlx-lm's blocks use it, with a form for a step of generation on the CPU."""
+"""RMSNorm as mlx-lm's blocks use it, compiled for steps of generation on the CPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class RMSNorm(nn.RMSNorm):
     """x / sqrt(mean(x^2) + eps) * weight over the last axis, float32 inside."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        """X [..., L, D] -> the same shape and dtype."""
+        """Normalizes x [..., L, D]; shape and dtype stay."""
         return _rms_norm(x, self.weight, self.eps) if steps_on_cpu(x) else super().__call__(x)
 
 
@@ -21,16 +21,16 @@ def _rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
 
 
 def steps_on_cpu(x: mx.array) -> bool:
-    """Whether x [..., L, D] is a step of generation on the CPU, in float32.
+    """Whether x [..., L, D] belongs to a step of generation on the CPU in float32.
 
-    MLX has no kernels of norm and rotation for the CPU: it runs 8 and 15 operations, each of which costs more there
-    than its arithmetic. Compiled they are three and four, and layers share their cosines and sines.
+    MLX has no CPU kernels for norm and rotation. It runs 8 and 15 operations, each of which costs more than its
+    arithmetic. Compiled, norm and rotation are three and four operations, and layers share their cosines and sines.
     """
     return x.ndim > 1 and x.shape[-2] == 1 and x.dtype == mx.float32 and mx.default_device() == mx.Device(mx.cpu)
 
 
 def with_quick_norms(block: nn.Module) -> None:
-    """Gives every plain RMSNorm below a module that form; weights and names stay."""
+    """Replaces every `nn.RMSNorm` below a module by the RMSNorm of this file; weights and names stay."""
     quick = []
     for name, module in block.named_modules():
         if type(module) is nn.RMSNorm:

@@ -1,6 +1,6 @@
-"""A plain model as one that begins with a pack: a codebook as large as the pack, so that nothing ever grows.
+"""Plain models that begin with a pack: their codebook is as large as the pack, so that no entry is ever added.
 
-There is no hyper-encoder. Untuned entries would be the mean of their parts' rows, from which tuning starts.
+They have no hyper-encoder. Tuning starts from the mean of the rows of an entry's base ids.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mlx_zip.vocab.tuned import PlainCodec
 
 
 def packed_config(base: Mapping[str, Any], plain: PlainCodec, entries: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """What of config.json changes for a plain model with these entries. Raises `ConfigError` for what cannot be."""
+    """The keys of config.json that change for a plain model with these entries. Raises `ConfigError`."""
     width = base.get("hidden_size")
     if isinstance(width, bool) or not isinstance(width, int) or width < 1:
         raise ConfigError(f"config.json: hidden_size must be a positive integer, got {width!r}")
@@ -37,7 +37,7 @@ def packed_config(base: Mapping[str, Any], plain: PlainCodec, entries: Sequence[
 
 
 def plain_codec(params: CodecParams, position_mode: str) -> PlainCodec:
-    """What a pack must keep of a plain model's codec. Raises `ConfigError` for one without a pad id."""
+    """The part of a plain model's codec that a pack must keep. Raises `ConfigError` for a codec without a pad id."""
     if params.pad_id is None:
-        raise ConfigError("the tokenizer names neither a pad nor an eos token, one of which a codebook needs")
+        raise ConfigError("the tokenizer has neither a pad nor an eos token, and a codebook needs one of them")
     return PlainCodec(params.vocab_size, params.disabled_ids, params.pad_id, position_mode)

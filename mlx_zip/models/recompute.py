@@ -1,4 +1,4 @@
-"""Gradients whose activations are computed again in the backward pass instead of kept."""
+"""Gradients that compute activations again in the backward pass instead of keeping them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import mlx.nn as nn
 
 
 def recomputed(module: nn.Module, call: Callable[[mx.array], Any], x: mx.array) -> Any:
-    """`call(x)`, of which the backward pass keeps only x and the module's weights.
+    """`call(x)`, keeping only x and the module's weights for the backward pass.
 
-    `call` must depend on no other weights that are trained, and draw no random numbers: the second pass would draw
-    others. The second pass reads the weights of the first, frozen ones too, whatever the module holds by then, and puts
-    that back.
+    `call` must depend on no other trained weights, and must draw no random numbers, because the second pass would draw
+    others. The second pass uses the weights of the first, frozen ones included, and then restores those that the module
+    holds.
     """
     first = module.parameters()
 

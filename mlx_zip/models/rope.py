@@ -1,8 +1,8 @@
-"""Rotary positions that take the positions as an argument, with every scaling rule the supported models use.
+"""Rotary embeddings that take the positions as an argument, with every scaling rule of the supported models.
 
 mlx-lm's blocks call `self.rope(x, offset=cache.offset)`. Our model hands them a view of the cache whose `offset` is
-a `Positions`, so the same blocks run with per-token positions and with either LongRoPE factor set; nothing is kept
-in the module between calls.
+a `Positions`, so the same blocks run with per-token positions and with either set of LongRoPE factors. The module keeps
+nothing between calls.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from mlx_zip.models.norm import steps_on_cpu
 
 @dataclass(frozen=True)
 class Positions:
-    """Where the ids of one call stand.
+    """The positions of the ids of one call.
 
     start: position of the first id, an int or an array [B]; ids follow one by one. index [B, L]: explicit
     positions, used instead of `start` when given. long: use LongRoPE's long factors. shared: cosines and sines that the
-    layers of this call share, by `Rope`.
+    layers of this call share, by the `id()` of their `Rope`.
     """
 
     start: int | mx.array = 0
@@ -48,9 +48,11 @@ class Rope(nn.Module):
         self._short, self._long = short, short if long is None else long
 
     def __call__(self, x: mx.array, offset: Positions) -> mx.array:
-        """X [B, H, L, D] -> the same shape."""
+        """Rotates x [B, H, L, D]; the shape stays."""
         batch, heads, length, width = x.shape
-        if steps_on_cpu(x) and not self.training:  # what layers share must not leave a gradient's trace of one of them
+        if (
+            steps_on_cpu(x) and not self.training
+        ):  # shared arrays must not carry a gradient's trace from one layer to another
             return _rotated(x, *self._cos_sin(offset))
         if self.magnitude != 1.0:
             x = self._scaled(x)
@@ -93,7 +95,7 @@ def _rotated(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
 
 
 def rope_parameters(config: Mapping[str, Any], layer_type: str, theta: float) -> dict[str, Any]:
-    """One dictionary from either style of config.json: `rope_parameters` or `rope_scaling` with `rope_theta`.
+    """The rope parameters of config.json in either style: `rope_parameters`, or `rope_scaling` with `rope_theta`.
 
     layer_type: "full_attention" or "sliding_attention", for configs that nest one set per type. theta: the model
     family's default when the config names none. Raises `ConfigError` when the two styles contradict each other.
@@ -141,7 +143,7 @@ def make_rope(parameters: Mapping[str, Any], head_dim: int, config: Mapping[str,
 
 
 def original_context(parameters: Mapping[str, Any], config: Mapping[str, Any]) -> int:
-    """Length the model was pretrained at; a value beside the rope parameters goes first, as in transformers."""
+    """Length in ids that the model was pretrained at. As in transformers, the config's own value takes precedence."""
     key = "original_max_position_embeddings"
     return int(config.get(key) or parameters.get(key) or config["max_position_embeddings"])
 

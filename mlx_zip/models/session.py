@@ -1,4 +1,4 @@
-"""`Session`: what a loaded model runs with besides its weights, and how a request's row tables are filled."""
+"""`Session`: the choices made when a model is loaded, and the functions that fill a request's row tables."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Side(NamedTuple):
 
 
 class Session:
-    """What a model runs with besides its weights. Every model has one; `mlx_zip.load` fills it.
+    """The choices made when a model is loaded. Every model has a session; `mlx_zip.load` fills it.
 
     config: the model's `ZipConfig`, with the start entries and the canonical decoding that `load` was asked for.
     store: the `RowStore` that keeps rows from one request to the next, or None; it never changes a result. pack: the
@@ -77,7 +77,7 @@ class Session:
     # ---- the store
 
     def settle(self) -> None:
-        """Lets the store keep the rows of the last call. Their values exist by now: the call's id has been read."""
+        """Lets the store keep the rows of the last call, whose values exist once the call's id has been read."""
         if self.store is not None:
             self.store.settle()
 

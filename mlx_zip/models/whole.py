@@ -1,8 +1,8 @@
-"""The model over whole samples at once, their codebooks known beforehand: what training needs.
+"""The forward pass of training: whole samples at once, whose codebooks are known beforehand.
 
-A request learns its codebook id by id; a training sample's codebook is known in full. So rows are encoded once for
-all samples of the batch, each distinct entry once, and the decoder runs without KV caches. Every function here is
-plain MLX over arrays that are given, so that it can be differentiated and compiled.
+A request builds its codebook id by id; a training sample's codebook is known in full. So each distinct entry of a batch
+is encoded once, and the decoder runs without KV caches. Every function here is plain MLX over given arrays, so that it
+can be differentiated and compiled.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from mlx_zip.models.zip_model import Model
 class Samples:
     """B samples of L ids and the U distinct entries of their codebooks.
 
-    inputs [B, L] int32: base ids, 0 where a hypertoken stands. read [R] int32: which entries the inputs read.
+    inputs [B, L] int32: base ids, 0 where a hypertoken stands. read [R] int32: the entries that the inputs read.
     input_rows [B, L] int32: index into `read`, -1 for a base id. entries [U, S] int32, lengths [U] int32.
-    slots [B, K] int32: which entry each slot of a sample holds. index [B, L] int32 or None: positions in base ids
-    (`base_token_end`). long: use LongRoPE's long factors.
+    slots [B, K] int32: the entry that each slot of a sample holds, an index into `entries`. index [B, L] int32 or
+    None: positions in base ids (`base_token_end`). long: use LongRoPE's long factors.
     """
 
     inputs: mx.array
@@ -51,16 +51,16 @@ class Outputs:
 
 
 class NoCache:
-    """Stands where a layer expects a KV cache, and keeps nothing."""
+    """A KV cache that keeps nothing, for layers that expect one."""
 
     offset = 0
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """What is new is all there is."""
+        """Returns the new keys and values."""
         return keys, values
 
     def make_mask(self, length: int, window_size: int | None = None, return_array: bool = False) -> Any:
-        """The causal mask of `length` ids; padding stands behind the real ones, which never look at it."""
+        """The causal mask of `length` ids. Padding follows the real ids, which never attend to it."""
         from mlx_lm.models.base import create_causal_mask
 
         if window_size is None and not return_array:
@@ -69,13 +69,13 @@ class NoCache:
 
 
 def run_whole(model: Model, samples: Samples, rows: tuple[mx.array, mx.array] | None = None) -> Outputs:
-    """One forward pass over whole samples. Logits are soft-capped where the model does so, but not masked.
+    """Runs whole samples through the model. Logits are soft-capped where the model caps them, but not masked.
 
-    rows: what `input_rows` and `slots` point into; None for input rows of the entries that are read and output rows
-    of all, as the model's encoders make them.
+    rows: the input rows [R, D] that `input_rows` points into and the output rows [U, D] that `slots` points into; None
+    encodes them (`encode_rows`).
 
-    Right padding needs no mask: attention is causal. Equal to `model(ids, causal=True)` sample by sample, where the
-    entry is available (tests).
+    Right padding needs no mask, because attention is causal. Logits equal those of `model(ids, causal=True)` sample by
+    sample where the entry is available (tests).
     """
     input_rows, output_rows = encode_rows(model, samples) if rows is None else rows
     h = model.model.embed_tokens(samples.inputs)
@@ -90,12 +90,12 @@ def run_whole(model: Model, samples: Samples, rows: tuple[mx.array, mx.array] | 
 
 
 def encode_rows(model: Model, samples: Samples) -> tuple[mx.array, mx.array]:
-    """Input rows [R, D] of the entries that are read, output rows [U, D] of all.
+    """Input rows [R, D] of the entries that are read, and output rows [U, D] of all entries.
 
-    One pass does for both when encoders and matrices are tied.
+    One pass makes both when encoders and matrices are tied.
     """
     output = encode(model.row_encoder, model.head_matrix, samples.entries, samples.lengths)
-    if model.config.encoder.tie_encoders and model.traits.tied:
+    if model.sides_are_one:
         return output[samples.read], output
     entries, lengths = samples.entries[samples.read], samples.lengths[samples.read]
     return encode(model.input_encoder, model.model.embed_tokens, entries, lengths), output
@@ -104,7 +104,7 @@ def encode_rows(model: Model, samples: Samples) -> tuple[mx.array, mx.array]:
 def encode(encoder: nn.Module, matrix: nn.Module, entries: mx.array, lengths: mx.array) -> mx.array:
     """Rows [N, D] of entries [N, S], lengths [N].
 
-    The encoder's activations are computed again in the backward pass instead of kept through the decoder's: entries
-    have several positions each, so that they would take more memory than the decoder's own.
+    The encoder's activations are computed again in the backward pass. Kept through the decoder's backward pass, they
+    would take more memory than the decoder's own, because every entry has several positions.
     """
     return recomputed(encoder, lambda vectors: encoder(vectors, lengths), matrix_rows(matrix, entries))

@@ -1,4 +1,4 @@
-"""What one request owns besides its KV caches, and the packs that it begins with."""
+"""The state of one request beyond its KV caches, and the packs that it begins with."""
 
 from mlx_zip.state.leaving import Left
 from mlx_zip.state.starts import split_packs, start_of, with_starts

@@ -1,4 +1,4 @@
-"""What one request owns besides its KV caches: codebooks, hyper rows, positions.
+"""`ZipState`: the codebooks, hyper rows and positions of one request.
 
 A `ZipState` is the last entry of the prompt cache that `model.make_cache()` returns, and obeys mlx-lm's cache
 protocol, so mlx-lm's own save, load, trim and copy work on it. Codebooks are a function of the ids read, so a saved

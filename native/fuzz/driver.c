@@ -1,4 +1,4 @@
-/* Stands in for libFuzzer where there is none: random inputs, and mutations of earlier ones, for argv[1] seconds. */
+/* Replaces libFuzzer on machines without it: random inputs and mutations of earlier ones, for argv[1] seconds. */
 #include <time.h>
 
 #include "fuzz.h"

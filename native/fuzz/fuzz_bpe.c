@@ -1,5 +1,5 @@
-/* Property: whatever the merges and their times, tokens hold the bytes of the text, in any cut; a piece that was seen is
- * encoded as it was the first time; and a token that is split at the end never remains. */
+/* Property: for any merges and times, the tokens' bytes are the text, however it is cut; a cached piece gets the same
+ * ids as the first time; and no token remains that is to be split at the end. */
 #include "fuzz.h"
 
 #include "../bpe.h"

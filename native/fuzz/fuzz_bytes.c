@@ -1,5 +1,5 @@
-/* Property: any bytes are a saved codebook, which saves to the same bytes again, or E_FORMAT. Half of the inputs get
- * the magic and the checksum put right, so that what lies behind them is reached. */
+/* Property: any bytes either load as a codebook that saves to the same bytes, or give E_FORMAT. Half of the inputs get
+ * a right magic and checksum, so that the code after these checks is reached. */
 #include "fuzz.h"
 
 static void put(uint8_t *at, uint32_t word) {

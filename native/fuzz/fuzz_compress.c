@@ -1,5 +1,5 @@
-/* Property: what compress emits, a fresh codebook reads back to the same ids and the same entries; and what continue
- * emits from any point on expands to what it was given and leaves the codebook as it was. */
+/* Property: a new codebook that reads compressed ids expands them to the input and has the encoder's entries; and ids
+ * from mlxzip_continue expand to its input, at any point, and leave the codebook unchanged. */
 #include "fuzz.h"
 
 static void continues(const mlxzip_params *p, size_t width, const uint32_t *ids, size_t n, const uint32_t *codes,

@@ -1,5 +1,5 @@
-/* Property: whatever the tokens, merges are learned until all fit; they are lawful, encoding with them makes patches
- * that fit, end in the only mark and spell their tokens. And whatever the merges, encoding spells the tokens or refuses. */
+/* Property: for any tokens, the learned merges are valid, and patches made with them fit, spell their tokens and have
+ * one mark, at the end. For any merges, encoding spells the tokens or returns an error. */
 #include "fuzz.h"
 
 #include "../patches.h"

@@ -1,5 +1,5 @@
-/* Property: whatever is fed in whatever pieces, the ids expand to what went in, a dictionary made from the rows is the
- * same and encodes alike; and rows, ids and samples of any numbers give a result or an error. */
+/* Property: for any units in any pieces, the ids expand to the units, and a dictionary made from the rows is equal and
+ * encodes equally; and any rows, ids and samples give a result or an error. */
 #include "fuzz.h"
 
 #include "../phrases.h"

@@ -1,5 +1,5 @@
-/* Property: any ids, pushed in any pieces with rewinds between them, give a state or an error that changes nothing; and
- * every state equals that of a fresh codebook which was fed its log in one call. */
+/* Property: any ids, pushed in any pieces with rewinds between them, give a state, or an error that changes nothing;
+ * and every state equals that of a new codebook that reads the whole log in one call. */
 #include "fuzz.h"
 
 static void same_as_replay(const mlxzip_params *p, mlxzip_codebook *book, size_t width) {

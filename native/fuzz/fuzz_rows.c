@@ -1,6 +1,5 @@
-/* Property: what was put into a file of rows is found there; and whatever is then done to its bytes, or cut off, or
- * forged, a row that is found is the row of that key. A row is a function of its key here, so a wrong
- * one is seen. */
+/* Property: a row that was written is found; and after any change to the file's bytes, truncation or forgery, a row
+ * that is found is the right one. Rows are functions of their keys here, so a wrong one is noticed. */
 #define _POSIX_C_SOURCE 200809L /* pwrite, ftruncate, fileno */
 
 #include "fuzz.h"

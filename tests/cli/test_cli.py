@@ -16,8 +16,9 @@ from mlx_zip.cli import generation
 from mlx_zip.generate import GenerationResponse, load, stream_generate
 from support import tiny_text
 from support.cli_cases import MODEL, PROMPT
-from support.command_line import stay_home
 from support.places import GOLDEN_MODELS
+
+pytestmark = pytest.mark.usefixtures("home")
 
 FOOTER = re.compile(
     r"Prompt: \d+ tokens, [\d.]+ tokens-per-sec\n"
@@ -26,13 +27,6 @@ FOOTER = re.compile(
     r"Hypertokens: \1 base tokens in \d+ steps \([\d.]+ per step\), [\d.]+% of steps hypertokens; "
     r"prompt \d+ base tokens in \d+ ids\n$"
 )
-
-
-@pytest.fixture(autouse=True)
-def home(monkeypatch, tmp_path):
-    """A home of its own, and no network."""
-    stay_home(monkeypatch, tmp_path)
-    monkeypatch.delenv("NO_COLOR", raising=False)
 
 
 @pytest.fixture

@@ -7,12 +7,9 @@ import pytest
 from mlx_zip.generate import load
 from support import tiny_text
 from support.cli_cases import MODEL, PROMPT
-from support.command_line import runner, stay_home
+from support.command_line import runner
 
-
-@pytest.fixture(autouse=True)
-def home(monkeypatch, tmp_path):
-    stay_home(monkeypatch, tmp_path)
+pytestmark = pytest.mark.usefixtures("home")
 
 
 @pytest.fixture

@@ -9,23 +9,11 @@ from mlx_zip import cli
 from mlx_zip.hyper.row_files import disk_bytes, files_in
 from mlx_zip.hyper.row_folder import RowFolder
 from support import tiny_text
-from support.command_line import runner, stay_home
+
+pytestmark = pytest.mark.usefixtures("home")
 
 MODEL = "llama_transformer_tied_lora"
 PROMPT = "The cat sat on the mat. The cat sat on the mat."
-
-
-@pytest.fixture(autouse=True)
-def home(monkeypatch, tmp_path):
-    """A home of its own, no network, and no folder of rows but those of the test."""
-    stay_home(monkeypatch, tmp_path)
-    monkeypatch.delenv("MLX_ZIP_ROW_CACHE", raising=False)
-
-
-@pytest.fixture
-def run(capsys):
-    """Runs `mlx_zip` -> (status, stdout, stderr)."""
-    return runner(capsys)
 
 
 @pytest.fixture
@@ -51,7 +39,7 @@ def generate(run):
     return command
 
 
-def test_the_second_run_of_a_prompt_encodes_nothing_and_says_the_same(generate, tmp_path):
+def test_the_second_run_of_a_prompt_encodes_nothing_and_prints_equal_text(generate, tmp_path):
     folder = tmp_path / "rows"
     first, second, plain = generate("--row-cache", folder), generate("--row-cache", folder), generate()
     assert first["text"] == second["text"] == plain["text"]
@@ -60,7 +48,7 @@ def test_the_second_run_of_a_prompt_encodes_nothing_and_says_the_same(generate, 
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
-def test_nothing_is_kept_unless_it_is_asked_for(generate, tmp_path, monkeypatch):
+def test_nothing_is_stored_without_the_flag(generate, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     generate()
     monkeypatch.setenv("MLX_ZIP_ROW_CACHE", str(tmp_path / "rows"))
@@ -70,7 +58,7 @@ def test_nothing_is_kept_unless_it_is_asked_for(generate, tmp_path, monkeypatch)
     assert len(files_in(tmp_path / "rows")) == 1
 
 
-def test_a_folder_that_cannot_be_used_is_one_warning_and_the_text_all_the_same(run, tmp_path, caplog):
+def test_a_folder_that_cannot_be_used_costs_one_warning_and_changes_no_text(run, tmp_path, caplog):
     (tmp_path / "rows").write_text("")
     status, out, _ = run(
         "generate",
@@ -90,18 +78,18 @@ def test_a_folder_that_cannot_be_used_is_one_warning_and_the_text_all_the_same(r
 
 
 @pytest.mark.parametrize("size", ["0", "-1", "1T", "x", ""])
-def test_a_bound_that_is_no_size_is_refused(size, tmp_path):
+def test_a_row_cache_size_that_is_no_size_is_refused(size, tmp_path):
     with pytest.raises(SystemExit):
         cli.main(["generate", "--row-cache", str(tmp_path / "rows"), f"--row-cache-bytes={size}"])
 
 
-def test_the_bound_is_kept(generate, tmp_path):
+def test_the_folder_stays_within_row_cache_bytes(generate, tmp_path):
     folder = tmp_path / "rows"
     assert generate("--row-cache", folder, "--row-cache-bytes", "300K")["rows_encoded"] > 0
     assert 0 < sum(path.stat().st_size for path in files_in(folder)) <= 300_000
 
 
-def test_evaluate_reads_and_fills_it_too(run, tmp_path, monkeypatch):
+def test_evaluate_reads_and_fills_the_folder_too(run, tmp_path, monkeypatch):
     text, folder = tmp_path / "text.txt", tmp_path / "rows"
     text.write_text(PROMPT)
     flags = ("evaluate", "--model", tiny_text.converted(MODEL), "--data", text, "--row-cache", folder)
@@ -128,7 +116,7 @@ def test_rows_shows_and_purges_a_folder(run, generate, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("arguments", [("purge",), ("show", "nowhere"), ("purge", "off")])
-def test_rows_of_no_folder_are_an_error(arguments, run, tmp_path, monkeypatch):
+def test_rows_without_a_folder_is_an_error(arguments, run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     status, out, err = run("rows", *arguments)
     assert (status, out, err.count("\n")) == (2, "", 1)

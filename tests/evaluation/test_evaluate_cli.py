@@ -14,19 +14,14 @@ from mlx_zip.evaluation.windows import cut_windows
 from mlx_zip.generate import load
 from mlx_zip.text.documents import read_corpus
 from support import checkpoints, tiny_text
-from support.command_line import stay_home
 from support.places import GOLDEN_MODELS
+
+pytestmark = pytest.mark.usefixtures("home")
 
 NAME = "llama_transformer_tied_lora"
 TEXT = (
     "The cat sat on the mat. The cat sat on the mat.\n<end>\nOnce upon a time a cat sat on a time, once upon a mat.\n"
 )
-
-
-@pytest.fixture(autouse=True)
-def home(monkeypatch, tmp_path):
-    """A home of its own, and no network."""
-    stay_home(monkeypatch, tmp_path)
 
 
 @pytest.fixture
@@ -85,7 +80,7 @@ def test_base_and_zip_model_stand_beside_one_another_on_the_same_bytes(run, base
 def test_the_record_is_what_the_library_measures(run, zipped, text):
     record = run("--model", zipped, "--data", text, "--context", 20, "--batch-size", 3, "--fill-windows")[3]
     model, tokenizer = load(zipped)
-    windows = cut_windows(tokenizer, read_corpus([text]).documents, 20, pack=True)
+    windows = cut_windows(tokenizer, read_corpus([text]).documents, 20, fill_windows=True)
     expected = measure_bits(model, windows).record()
     found = record["models"][0]["text"]
     assert found["bits_per_byte"] == pytest.approx(expected["bits_per_byte"], abs=1e-5)

@@ -121,7 +121,7 @@ def test_each_document_begins_a_window_of_its_own(context):
 
 
 def test_packed_windows_are_full_and_an_eos_between_documents_is_not_scored():
-    windows = cut_windows(BYTES, documents(*TEXTS), 10, pack=True).windows
+    windows = cut_windows(BYTES, documents(*TEXTS), 10, fill_windows=True).windows
     ids, scored = (np.concatenate([getattr(w, name) for w in windows]) for name in ("base_ids", "scored"))
     assert {len(window.base_ids) for window in windows[:-1]} == {10}
     assert (ids[~scored] == BYTES.eos_token_id).all()
@@ -168,7 +168,7 @@ def test_a_window_stands_behind_bos_or_else_eos():
 
 def test_packing_needs_an_eos():
     with pytest.raises(DataError, match="no eos token"):
-        cut_windows(without_bos(BYTES, bos_token="<|bos|>", eos_token=None), documents("a"), 4, pack=True)
+        cut_windows(without_bos(BYTES, bos_token="<|bos|>", eos_token=None), documents("a"), 4, fill_windows=True)
 
 
 def test_documents_that_their_ids_do_not_give_back_are_counted():

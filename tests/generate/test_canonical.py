@@ -311,6 +311,7 @@ def test_generate_and_evaluate_take_the_flag(flag, tmp_path, capsys, monkeypatch
     chosen, loading = [], load
     noting = lambda *a, canonical, **k: chosen.append(canonical) or loading(*a, **k)
     monkeypatch.setattr(sys.modules["mlx_zip.generate"], "load", noting)
+    monkeypatch.setattr("mlx_zip.evaluation.evaluate.load", noting)
     assert cli.main(["generate", "--model", str(folder), "-m", "2"]) == 0
     assert cli.main(["generate", "--model", str(folder), "-m", "2", flag]) == 0
     (tmp_path / "text.txt").write_text("The cat sat on the mat.")

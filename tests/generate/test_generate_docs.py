@@ -1,4 +1,4 @@
-"""The examples of docs/api.md run, from top to bottom, in a folder that holds a published checkpoint."""
+"""The examples of docs/reference/api.md run, from top to bottom, in a folder that holds a published checkpoint."""
 
 import re
 import shutil
@@ -7,7 +7,7 @@ import pytest
 
 from support.places import DOCS, GOLDEN_MODELS
 
-PAGE = DOCS / "api.md"
+PAGE = DOCS / "reference" / "api.md"
 EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
 
 

@@ -225,6 +225,17 @@ def test_every_library_that_is_imported_is_declared():
     assert {name.replace("_", "-") for name in named if name} <= declared
 
 
+@pytest.mark.parametrize("extra", ["cpu", "bench", "test", "lint", "dev"])
+def test_what_builds_and_tests_the_project_does_not_ask_for_torch(extra):
+    extras = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    asked, waiting = set(), [extra]
+    while waiting:
+        lines = extras[waiting.pop()]
+        waiting += [name for line in lines if line.startswith("mlx_zip[") for name in line[8:-1].split(",")]
+        asked |= {line for line in lines if not line.startswith("mlx_zip[")}
+    assert [line for line in asked if line.startswith(("torch", "triton", "vllm"))] == []
+
+
 @cache
 def loaded_after(code: str) -> set[str]:
     """Modules in a fresh interpreter after `code`, which must not print on stdout."""

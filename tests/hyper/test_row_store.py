@@ -55,7 +55,7 @@ def test_results_are_the_same_cold_warm_and_from_disk(encoder, cuts, tmp_path):
     assert store.from_disk > 0
 
 
-def test_rows_from_a_store_are_within_1e_5_of_rows_encoded_in_any_company():
+def test_rows_from_a_store_are_within_1e_5_of_rows_encoded_in_any_batch():
     model = zip_model(RowStore())
     expected = run(zip_model(), compressed(model))
     one_by_one = compressed(model)
@@ -63,7 +63,7 @@ def test_rows_from_a_store_are_within_1e_5_of_rows_encoded_in_any_company():
     np.testing.assert_allclose(run(model, one_by_one), expected, atol=1e-5, rtol=0)
 
 
-def test_a_row_is_found_alone_and_among_others_however_it_was_kept():
+def test_a_row_encoded_alone_is_found_in_a_batch_and_the_other_way_round():
     store = RowStore()
     model = zip_model(store)
     ids = compressed(model)
@@ -177,7 +177,7 @@ def alter(model, change):
         nn.quantize(model, group_size=32, bits=8, class_predicate=lambda path, module: path == "lm_head")
 
 
-def test_a_fingerprint_that_another_tool_left_behind_does_not_give_its_rows(tmp_path):
+def test_a_fingerprint_that_another_tool_left_unchanged_does_not_give_its_rows(tmp_path):
     with RowStore(tmp_path) as store:
         model = zip_model(store)
         ids = compressed(model)
@@ -191,7 +191,7 @@ def test_a_fingerprint_that_another_tool_left_behind_does_not_give_its_rows(tmp_
 
 
 @pytest.mark.parametrize("how", ["exchanged", "in place"])
-def test_a_value_that_is_not_looked_at_gives_other_rows_all_the_same(how):
+def test_a_changed_value_that_is_not_sampled_gives_other_rows_too(how):
     model, twin = zip_model(RowStore()), zip_model()
     ids = compressed(model)
     run(model, ids)
@@ -276,7 +276,7 @@ def test_a_row_comes_back_byte_for_byte_from_memory_and_from_disk(dtype, width, 
     assert store.row(kind(2, width, dtype), ids[0, : lengths[0]].tobytes()) is None
 
 
-def test_rows_stand_in_the_order_asked_for_whatever_was_kept(tmp_path):
+def test_rows_come_in_the_order_asked_for_whatever_the_store_has(tmp_path):
     encoder = Encoder()
     ids, lengths = entries(200)
     store = RowStore(tmp_path)
@@ -291,7 +291,7 @@ def test_rows_stand_in_the_order_asked_for_whatever_was_kept(tmp_path):
     assert encoder.calls == [40, 40, 120]
 
 
-def test_what_stands_behind_an_entry_does_not_count():
+def test_padding_after_an_entry_does_not_count():
     encoder, store = Encoder(), RowStore()
     one, other = np.array([[5, 6, 2]], np.uint32), np.array([[5, 6, 9]], np.uint32)
     store.rows(kind(), one, np.array([2]), encoder)
@@ -302,7 +302,7 @@ def test_what_stands_behind_an_entry_does_not_count():
     assert encoder.calls == [1, 1]
 
 
-def test_memory_stays_within_its_bound_and_the_least_used_leave_first():
+def test_memory_stays_within_its_limit_and_the_least_recently_used_rows_are_evicted():
     row = 4 + 12 + 4 * WIDTH + ROW_OVERHEAD
     encoder, store = Encoder(), RowStore(memory_bytes=10 * row)
     ids, lengths = entries(15)

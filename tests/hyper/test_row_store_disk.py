@@ -35,7 +35,7 @@ def test_files_are_for_their_owner_only(tmp_path):
     assert stat.S_IMODE(file_of(tmp_path / "a" / "rows").stat().st_mode) == 0o600
 
 
-def test_rows_are_written_in_lots_and_at_the_end(tmp_path):
+def test_rows_are_written_in_batches_and_at_the_end(tmp_path):
     ids, lengths = entries(100)
     store = RowStore(tmp_path)
     for i in range(100):
@@ -67,7 +67,7 @@ def test_an_entry_that_is_written_twice_is_stored_once(tmp_path):
 # ---- bounds
 
 
-def test_a_folder_stays_within_its_bound_and_the_oldest_rows_go(tmp_path, caplog):
+def test_a_folder_stays_within_its_limit_and_the_oldest_rows_are_deleted(tmp_path, caplog):
     limit = 64 << 10
     for seed in range(12):
         fill(tmp_path, 100, seed, folder_bytes=limit)
@@ -86,7 +86,7 @@ def test_rows_in_use_outlive_the_file_they_were_in(tmp_path):
     assert len({path.name for path in files_in(tmp_path)}) > 1
 
 
-def test_models_share_the_bound_and_the_one_used_last_stays(tmp_path):
+def test_models_share_the_limit_and_the_one_used_last_stays(tmp_path):
     limit = 64 << 10
     for model in range(1, 9):
         assert check(tmp_path, 100, which=kind(model), folder_bytes=limit) == 100
@@ -94,7 +94,7 @@ def test_models_share_the_bound_and_the_one_used_last_stays(tmp_path):
     assert check(tmp_path, 100, which=kind(8), folder_bytes=limit) == 0
 
 
-def test_a_bound_too_small_for_a_few_rows_keeps_none(tmp_path, caplog):
+def test_a_limit_too_small_for_a_few_rows_keeps_none(tmp_path, caplog):
     fill(tmp_path, folder_bytes=4096)
     fill(tmp_path, folder_bytes=4096)
     assert files_in(tmp_path) == []
@@ -181,7 +181,7 @@ def test_each_single_flipped_bit_of_a_record_is_noticed(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("content", [b"", b"x", b"\0" * 100_000, b"\xff" * 100_000, os.urandom(100_000)])
-def test_a_file_of_anything_is_replaced(content, tmp_path, caplog):
+def test_a_file_of_random_bytes_is_replaced(content, tmp_path, caplog):
     fill(tmp_path)
     file_of(tmp_path).write_bytes(content)
     assert check(tmp_path) == N
@@ -189,7 +189,7 @@ def test_a_file_of_anything_is_replaced(content, tmp_path, caplog):
     assert len(warnings(caplog)) == 1
 
 
-def test_cells_that_all_point_somewhere_end_in_time(tmp_path):
+def test_a_lookup_ends_even_if_every_cell_is_taken(tmp_path):
     fill(tmp_path)
     path = file_of(tmp_path)
     data = bytearray(path.read_bytes())

@@ -178,7 +178,7 @@ def test_purge_removes_the_rows_and_nothing_else(tmp_path):
     assert not (tmp_path / "other").exists()
 
 
-def test_a_store_in_use_goes_on_when_its_folder_is_purged(tmp_path, caplog):
+def test_a_store_in_use_keeps_working_when_its_folder_is_purged(tmp_path, caplog):
     (tmp_path / "rows").mkdir(mode=0o700)
     (tmp_path / "rows" / "mine.txt").write_text("mine")
     fill(tmp_path / "rows")

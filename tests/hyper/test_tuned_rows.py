@@ -300,7 +300,7 @@ def test_rows_are_read_back_as_they_were_written(dtype, tmp_path):
         assert back.start.fingerprint == start.fingerprint
 
 
-def test_a_packs_fingerprint_tells_its_rows():
+def test_a_packs_fingerprint_depends_on_its_rows():
     prints = {pack_of(tuned()).fingerprint, pack_of(tuned(seed=1)).fingerprint, pack_of(tuned(), rows=None).fingerprint}
     assert len(prints) == 3
     assert pack_of(tuned(), rows=None).fingerprint == Pack(START, "ab" * 32).fingerprint
@@ -364,7 +364,7 @@ def test_entries_and_rows_must_be_as_many():
         TunedStart(OTHER, TUNED.rows)
 
 
-def test_table_rows_beside_the_packs_are_the_encoders():
+def test_rows_of_entries_that_grow_after_the_packs_are_the_encoders():
     cache = MODEL.make_cache(pack=TUNED)
     last_logits(MODEL, IDS, cache)
     plain = MODEL.make_cache(pack=START)

@@ -1,6 +1,6 @@
 """The three golden checkpoints, converted: everything zip2zip 0.2.0 computed on them, reproduced.
 
-Origin of the numbers: zip2zip 0.2.0 on torch 2.13 (CPU, fp32); see `expected.json` beside each checkpoint.
+Origin of the numbers: zip2zip 0.2.0 on torch 2.13 (CPU, fp32); see `expected.json` in each checkpoint's folder.
 """
 
 import copy

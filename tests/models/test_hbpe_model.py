@@ -85,7 +85,7 @@ def test_texts_of_a_batch_do_not_see_each_other(model):
         assert np.abs(whole[row] - logits_of(model, text(ids))[0]).max() < ATOL
 
 
-def test_what_stands_behind_the_mark_is_not_read(model):
+def test_symbols_after_the_mark_are_not_read(model):
     patches = mx.array([[97, MARK, MARK, MARK], [97, MARK, 98, 99]])
     e = np.array(model.encode(patches))
     assert np.abs(e[0] - e[1]).max() < ATOL
@@ -102,7 +102,7 @@ def test_lengths_count_the_mark():
     assert patch_lengths(patches).tolist() == [1, 2, 3, 3]
 
 
-def test_a_plain_models_logits_see_earlier_ids_alone():
+def test_a_plain_models_logits_depend_on_earlier_ids_only():
     mx.random.seed(0)
     model = PlainModel(PlainConfig(9, Tower(2, 16, 24, 2)))
     before = np.array(model(mx.array([[1, 2, 3, 4]])))
@@ -148,7 +148,7 @@ def test_the_large_model_runs_once_per_patch(model, monkeypatch):
     assert lengths == [4] + [1] * (len(patches) - 1)
 
 
-def test_generation_ends_behind_the_patch_of_the_mark_alone(model):
+def test_generation_ends_after_a_patch_of_the_mark_alone(model):
     model.head = lambda states: mx.where(mx.arange(TABLE.merges.symbols) == MARK, 1.0, 0.0)[None, None]
     assert list(generate_patches(model, TABLE.merges)) == [[MARK]]
 
@@ -164,7 +164,7 @@ def test_sampling_follows_its_seed(model):
     assert draw(1) != draw(2)
 
 
-def test_what_was_written_is_read_back_as_its_bytes_would_be():
+def test_a_generated_patch_is_read_back_as_the_canonical_patch_of_its_bytes():
     merges = Merges(4, ((97, 98), (257, 99)))  # ab, abc
     assert read_back(merges, [258, 97, 98, MARK]) == merges.encode(b"abcab") == [257, 99, 257, MARK]
     assert read_back(merges, [97, MARK]) == [97, MARK]
@@ -229,7 +229,7 @@ def test_wrong_sizes_of_a_plain_model_are_refused_by_name():
 
 
 @pytest.mark.parametrize(("tower", "millions"), [(SMALL, 84.9), (MEDIUM, 308.3)])
-def test_the_papers_latent_models_have_as_many_parameters_as_it_says(tower, millions):
+def test_the_latent_models_have_the_parameter_counts_of_the_paper(tower, millions):
     block = 4 * tower.width**2 + 3 * tower.width * tower.ffn + 2 * tower.width
     counted = tower.layers * block + tower.width
     assert round(counted / 1e6, 1) == pytest.approx(millions, abs=0.11)
@@ -238,7 +238,7 @@ def test_the_papers_latent_models_have_as_many_parameters_as_it_says(tower, mill
     assert parameters_of(model) == 4 * width**2 + 6 * width**2 + 2 * width + width + 2 * width
 
 
-def test_the_local_models_of_the_papers_small_model_have_about_what_is_left():
+def test_the_local_models_of_the_small_model_have_about_the_rest_of_the_papers_count():
     model = PatchModel(PatchConfig(257 + 240, 10, Tower(1, 768, 8, 12), LOCAL))
     latent = parameters_of(model.latent)
     assert parameters_of(model) - latent == pytest.approx(11.9e6, rel=0.03)  # the table leaves 14.8 million for it

@@ -1,4 +1,4 @@
-"""Models whose codebooks let entries leave: rows follow the slots, in steps, in one call, behind a trim, from disk."""
+"""Models whose codebooks evict entries: rows follow the slots, in steps, in one call, after a trim, from disk."""
 
 import copy
 
@@ -113,7 +113,7 @@ def test_a_batch_gives_what_its_sequences_give_alone(policy):
 @pytest.mark.parametrize("policy", TURNS)
 @pytest.mark.parametrize(("family", "changes"), FORMS)
 @pytest.mark.parametrize("forget", [1, 9, 30])
-def test_behind_a_trim_slots_have_their_rows_back(policy, family, changes, forget):
+def test_after_a_trim_slots_have_their_former_rows(policy, family, changes, forget):
     model = turning(policy, family, **changes)
     ids = sampled(model)
     cache, fresh = model.make_cache(), model.make_cache()
@@ -137,7 +137,7 @@ def test_a_saved_cache_goes_on_where_it_was(policy, tmp_path):
     np.testing.assert_allclose(steps(model, ids[-3:], loaded), steps(model, ids[-3:], cache), atol=1e-5)
 
 
-def test_a_state_of_policy_freeze_is_saved_as_before_there_were_others():
+def test_a_state_of_policy_freeze_is_saved_in_the_form_of_older_versions():
     assert "policy" not in tiny_model().make_cache()[-1].state[1]
 
 
@@ -204,7 +204,7 @@ def test_the_config_records_a_policy_and_leaves_freeze_out():
         ZipConfig.from_dict(section("mru"))
 
 
-def test_canonical_decoding_and_training_need_entries_that_stay():
+def test_canonical_decoding_and_training_refuse_policies_that_evict():
     from mlx_zip.canonical import CanonicalDecoding
 
     with pytest.raises(ConfigError, match="needs policy freeze"):

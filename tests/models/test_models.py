@@ -210,7 +210,7 @@ def test_malformed_ids_are_refused(ids, match):
 
 
 @pytest.mark.parametrize("padding", [[], [-1, 0]])
-def test_left_padding_that_is_no_padding_is_refused(padding):
+def test_wrong_left_padding_is_refused(padding):
     with pytest.raises(ModelError, match="left_padding"):
         tiny_model().make_cache(left_padding=padding)
 
@@ -220,7 +220,7 @@ def test_left_padding_that_is_no_padding_is_refused(padding):
     [([[5, VOCAB, PAD, PAD]], [2]), ([[5, 6, PAD, PAD]], [0]), ([[5, 6, PAD, PAD]], [MERGE + 1]), ([[5, 6]], [2])],
     ids=["no base id", "length 0", "too long", "too narrow"],
 )
-def test_entries_that_cannot_be_are_given_no_rows(base_ids, lengths):
+def test_impossible_entries_get_no_rows(base_ids, lengths):
     with pytest.raises(ModelError, match="entries must"):
         tiny_model().rows(np.array(base_ids, np.uint32), np.array(lengths))
 

@@ -85,7 +85,7 @@ def test_a_prompt_that_uses_start_entries_may_be_cut_anywhere(mode):
         assert_close(pieces, whole)
 
 
-def test_the_models_own_starting_codebook_is_the_default_and_an_empty_one_replaces_it():
+def test_the_models_own_pack_is_the_default_and_an_empty_one_replaces_it():
     own = tiny_model(start=[list(entry) for entry in START])
     ids = compressed(START)
     expected = last_logits(MODEL, ids, MODEL.make_cache(pack=START))
@@ -252,7 +252,7 @@ def test_one_start_serves_all_prompts_of_a_batch():
     assert {r.prompt_ids for _, r in responses} == {len(compressed(START))}
 
 
-def test_a_start_beside_a_prompt_cache_or_for_a_plain_model_is_refused():
+def test_another_pack_than_the_prompt_caches_and_one_for_a_plain_model_are_refused():
     with pytest.raises(ModelError, match="begun with another pack"):
         run(start=START, prompt_cache=MODEL.make_cache())
     with pytest.raises(GenerationError, match="no hypertokens"):

@@ -119,13 +119,13 @@ def section(**changes: Any) -> dict[str, Any]:
     return made
 
 
-def test_a_starting_codebook_survives_the_way_through_the_config() -> None:
+def test_a_configs_pack_is_read_back_as_it_was_written() -> None:
     config = ZipConfig.from_dict(section(start=[list(entry) for entry in ENTRIES]))
     assert config.codec_params.start == config.start == ENTRIES
     assert ZipConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
-def test_a_config_without_one_looks_as_it_always_did() -> None:
+def test_a_config_without_a_pack_is_written_as_before_packs_existed() -> None:
     assert "start" not in ZipConfig.from_dict(section()).to_dict()
     assert ZipConfig.from_dict(section(start=[])) == ZipConfig.from_dict(section())
 
@@ -141,12 +141,12 @@ def test_a_config_without_one_looks_as_it_always_did() -> None:
         ([[5, 6], [5, 6, 7, 8, 9]], "start entry 1 has 5 ids"),
     ],
 )
-def test_a_starting_codebook_that_does_not_fit_its_model_is_refused(start: Any, culprit: str) -> None:
+def test_a_pack_that_does_not_fit_its_model_is_refused(start: Any, culprit: str) -> None:
     with pytest.raises(ConfigError, match=culprit):
         ZipConfig.from_dict(section(start=start))
 
 
-def test_a_folders_starting_codebook_is_loaded_also_by_mlx_lm_and_kept_when_converted_again(tmp_path: Path) -> None:
+def test_a_folders_pack_is_also_loaded_by_mlx_lm_and_kept_when_converted_again(tmp_path: Path) -> None:
     import mlx_lm
 
     from mlx_zip.loading import load
@@ -165,10 +165,11 @@ def test_a_folders_starting_codebook_is_loaded_also_by_mlx_lm_and_kept_when_conv
 def test_the_command_compress_keeps_the_models_start_entries() -> None:
     from types import SimpleNamespace
 
-    from mlx_zip.cli.compression import Vocabulary, codec_params
+    from mlx_zip.cli.compression import codec_params
+    from mlx_zip.text.vocabularies import Vocabulary
 
     own = ModelArgs({"zip2zip": section(start=ENTRIES)}).zip_config.codec_params
-    vocabulary = Vocabulary(list, str, 40, frozenset({0}), own)
+    vocabulary = Vocabulary("ids", 40, "none", list, str, str, frozenset({0}))
     for disabled in (None, ["specials"]):
         flags = SimpleNamespace(merge_size=None, codebook_size=None, disabled=disabled, policy=None)
-        assert codec_params(vocabulary, flags).start == ENTRIES
+        assert codec_params(vocabulary, own, flags).start == ENTRIES

@@ -62,7 +62,7 @@ def test_layers_of_one_call_share_their_rotation_and_calls_do_not():
     assert not np.allclose(np.array(made(x, second)), np.array(same[0]))
 
 
-def test_a_rope_that_is_changed_rotates_as_it_now_is(monkeypatch):
+def test_a_rope_whose_wavelengths_are_changed_rotates_by_the_new_ones(monkeypatch):
     made, x = rope_of("default"), mx.random.normal((1, 2, 1, 16))
     made(x, Positions(start=9))
     made.magnitude, made._short = 1.5, 3 * made._short
@@ -76,14 +76,14 @@ def test_an_odd_number_of_rotated_dimensions_is_refused():
         make_rope({"rope_theta": 10000.0, "partial_rotary_factor": 0.33, "rope_type": "default"}, 16, CONFIG)
 
 
-def test_what_is_not_finite_stays_in_its_pair():
+def test_a_value_that_is_not_finite_affects_its_pair_only():
     x = np.ones((1, 1, 1, 16), np.float32)
     x[..., 3] = np.inf
     found = np.array(rope_of("default")(mx.array(x), Positions(start=5)))
     assert np.flatnonzero(~np.isfinite(found)).tolist() == [3, 11]
 
 
-def test_a_step_that_was_dropped_in_one_thread_hinders_no_other():
+def test_a_step_abandoned_in_one_thread_does_not_disturb_another_thread():
     model, failed = tiny.tiny_model().eval(), []
     mx.eval(model.parameters())
 

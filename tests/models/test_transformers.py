@@ -284,7 +284,7 @@ def longrope(request: pytest.FixtureRequest) -> tuple[Any, Model]:
 
 
 @pytest.mark.parametrize("length", [40, CONTEXT, CONTEXT + 1, 150])
-def test_longrope_equals_transformers_at_one_go(longrope: tuple[Any, Model], length: int) -> None:
+def test_longrope_equals_transformers_in_one_call(longrope: tuple[Any, Model], length: int) -> None:
     decoder, model = longrope
     ids = draw(length, seed=length)
     assert worst(ours(model, ids), fresh(decoder, ids)) < TOLERANCE

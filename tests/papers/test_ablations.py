@@ -144,7 +144,7 @@ def test_entries_count_only_from_the_id_on_that_made_them(done):
 def test_a_lines_figures_are_those_of_the_model_it_left(home, done):
     model, tokenizer = load(str(done / "runs" / "m3-averaging-seed0" / "model"))
     documents = read_corpus([home / "far.jsonl"]).documents
-    expected = measure_bits(model, cut_windows(tokenizer, documents, 32, pack=True)).bits_per_byte
+    expected = measure_bits(model, cut_windows(tokenizer, documents, 32, fill_windows=True)).bits_per_byte
     line = read_lines(done / LINES)[-1]
     assert line["texts"]["far.jsonl"]["bits_per_byte"] == pytest.approx(expected, abs=1e-6)
 

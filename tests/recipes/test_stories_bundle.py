@@ -75,7 +75,7 @@ def test_a_missing_bundle_is_a_clear_error(empty):
 
 
 def test_an_unknown_name_is_no_bundled_model(empty):
-    with pytest.raises(ModelError, match="tales is no bundled model: they are stories, stories-base"):
+    with pytest.raises(ModelError, match="tales is not a bundled model; there are stories, stories-base"):
         bundled_model("tales")
 
 

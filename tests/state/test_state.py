@@ -50,7 +50,7 @@ def test_a_negative_trim_is_refused_and_changes_nothing():
     assert cache[-1].offset == 0
 
 
-def test_slots_given_anew_after_a_trim_get_new_rows():
+def test_slots_filled_again_after_a_trim_get_new_rows():
     model = tiny_model()
     cache = model.make_cache()
     model(mx.array([[5, 6, 7, 8, VOCAB, VOCAB + 1]]), cache=cache)
@@ -101,7 +101,7 @@ def test_a_damaged_saved_state_is_refused():
             ZipState.from_state((version, damaged, ids, lengths, padding, offset, long))
 
 
-def test_a_state_that_is_refused_leaves_the_one_before():
+def test_a_refused_state_leaves_the_former_state():
     model = tiny_model()
     cache = model.make_cache()
     model(mx.array([[5, 6, 5]]), cache=cache)

@@ -14,7 +14,7 @@ import pytest
 from mlx_lm.models import llama
 from mlx_lm.utils import save_config, save_model
 
-from mlx_zip import CodecParams, ConfigError, DataError, ModelError, TrainingError, cli, load
+from mlx_zip import CodecParams, ConfigError, DataError, ModelError, TrainingError, load
 from mlx_zip.evaluation.scoring import Compressed, score
 from mlx_zip.generate import generate
 from mlx_zip.training.batches import make_batch
@@ -235,21 +235,9 @@ def test_a_batch_that_cannot_be_filled_is_told_before_there_is_a_run(tmp_path):
 
 
 @pytest.fixture(autouse=True)
-def home(monkeypatch, tmp_path):
-    """A home of its own, and no network."""
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.chdir(tmp_path)
-
-
-@pytest.fixture
-def run(capsys):
-    """Runs `mlx_zip` -> (status, stdout, stderr)."""
-
-    def command(*flags):
-        return (cli.main([str(flag) for flag in flags]), *capsys.readouterr())
-
-    return command
+def in_home(home, monkeypatch):
+    """Runs every test in its own home folder."""
+    monkeypatch.chdir(home)
 
 
 def plain_folder(folder, seed=0):

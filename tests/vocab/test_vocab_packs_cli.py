@@ -12,7 +12,6 @@ from mlx_zip.generate import load
 from mlx_zip.vocab.packs import Pack, load_pack, save_pack
 from mlx_zip.vocab.tuned import TunedRows
 from support import tiny_text
-from support.command_line import runner, stay_home
 from support.prepared import tokenizer_folder
 
 MODEL = "llama_transformer_tied_lora"
@@ -20,16 +19,9 @@ TEXT = "the cat sat on the mat. the dog sat on the cat.\n" * 30
 
 
 @pytest.fixture(autouse=True)
-def home(monkeypatch, tmp_path):
-    """A home of its own, and no network."""
-    stay_home(monkeypatch, tmp_path)
-    monkeypatch.chdir(tmp_path)
-
-
-@pytest.fixture
-def run(capsys):
-    """Runs `mlx_zip` -> (status, stdout, stderr)."""
-    return runner(capsys)
+def in_home(home, monkeypatch):
+    """Runs every test in its own home folder."""
+    monkeypatch.chdir(home)
 
 
 @pytest.fixture

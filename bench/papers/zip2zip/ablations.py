@@ -283,7 +283,7 @@ class Laboratory:
 
         if path not in self._windows:
             corpus = read_corpus([path], self.args.separator, self.args.limit_bytes)
-            self._windows[path] = cut_windows(tokenizer, corpus.documents, self.args.context, pack=True)
+            self._windows[path] = cut_windows(tokenizer, corpus.documents, self.args.context, fill_windows=True)
         return self._windows[path]
 
 
