@@ -23,6 +23,7 @@ COLUMNS = 86  # characters per line
 CELL, LINE, MARGIN = 9, 24, 24  # width of a character, distance of lines, border; in pixels
 BACKGROUND, TEXT, QUIET = "#0d1117", "#e6edf3", "#8b949e"
 COLOURS = {1: "#21262d", 2: "#0e5a6b", 3: "#1c6b35", 4: "#7a5d00", 5: "#7d2f7d"}  # base tokens (5: or more) -> box
+PURPOSE = "Draws an answer with its hypertokens in colour, as an SVG file."
 FONT = "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', monospace"
 
 
@@ -42,7 +43,7 @@ class Cell(NamedTuple):
 
 def main() -> int:
     """Draws the picture; returns the exit status."""
-    parser = Parser(prog="python -m mlx_zip.apps.picture", description=__doc__.split("\n\n")[0])
+    parser = Parser(prog="python -m mlx_zip.apps.picture", description=PURPOSE)
     parser.add_argument("--model", default=DEFAULT, help=f"model folder, hub id or bundled model (default: {DEFAULT})")
     parser.add_argument("--prompt", default=PROMPT, help=f"the request (default: {PROMPT!r})")
     parser.add_argument("--out", default="docs/pictures/answer.svg", help="SVG file (default: %(default)s)")

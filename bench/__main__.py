@@ -11,34 +11,16 @@ from mlx_zip.arguments import Parser
 from mlx_zip.errors import MlxZipError
 
 BENCHES = {
-    "codec": ("mlx_zip.bench.codec", "compression, reading and single steps of the codec, beside zip2zip-compression"),
-    "tokens": (
-        "mlx_zip.bench.tokens",
-        "bytes per token with and without compression (tables 2 and 7 of the paper), by tokenizer and text",
-    ),
-    "flops": (
-        "mlx_zip.bench.flops",
-        "the paper's estimate of training FLOPs (appendix B, table 9), beside a count of what is encoded",
-    ),
-    "generate": (
-        "mlx_zip.bench.generate",
-        "engines side by side: time to first token, decoding, memory, energy, share of the memory bandwidth",
-    ),
-    "report": ("mlx_zip.bench.report", "tables and plots of records of `bench generate`, of any machines and days"),
-    "compare": (
-        "mlx_zip.bench.compare",
-        "ratios of two sets of those records, with intervals; status 1 where something got slower",
-    ),
-    "profile": (
-        "mlx_zip.bench.profile",
-        "a decode step of mlx_zip, split: codec, rows, graph building, device, sampling, detokenizing",
-    ),
-    "rows": ("mlx_zip.bench.rows", "the row store: opening it, looking rows up, its memory and its size on disk"),
-    "memory": ("mlx_zip.bench.memory", "memory over a long generation"),
-    "training": (
-        "mlx_zip.bench.training",
-        "a training step and its parts, preparation of data, memory beside mlx-lm's trainer",
-    ),
+    "generate": ("mlx_zip.bench.generate", "speed and memory of engines on the same texts: first id, decoding, energy"),
+    "report": ("mlx_zip.bench.report", "tables and plots of `bench generate` records of any machines and days"),
+    "compare": ("mlx_zip.bench.compare", "ratios of two files of `bench generate` records; status 1 if one got slower"),
+    "profile": ("mlx_zip.bench.profile", "where a decoding step of mlx_zip spends its time, by part"),
+    "codec": ("mlx_zip.bench.codec", "speed of the codec, like for like with zip2zip-compression"),
+    "tokens": ("mlx_zip.bench.tokens", "bytes per token with and without compression, by tokenizer and text"),
+    "flops": ("mlx_zip.bench.flops", "training FLOPs with hypertokens, by the zip2zip paper's estimate (appendix B)"),
+    "rows": ("mlx_zip.bench.rows", "the store of hyper rows: opening, looking up, memory and size on disk"),
+    "memory": ("mlx_zip.bench.memory", "memory during a long generation, with and without hypertokens"),
+    "training": ("mlx_zip.bench.training", "a training step and its parts, data preparation, memory, against mlx-lm"),
 }
 PAPERS = "mlx_zip.bench.papers.__main__"  # in a checkout only
 

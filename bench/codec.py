@@ -1,9 +1,12 @@
-"""The codec's speed beside zip2zip-compression in the same run: JSON lines, times in ns per id.
+"""Speed of the codec, like for like with zip2zip-compression in the same run: JSON lines, times in ns per id.
 
-Ours gets and gives numpy arrays, upstream its Python lists. Trials of the two alternate; a trial goes over all ids, as
-many times as it takes to last TRIAL_S, so that a fast codec's trial is not all cold caches after the slow one's.
-compress counts base ids; push and expand count compressed ids and are each held against upstream's decode, which
-does both; push includes making the codebook.
+zip2zip-compression takes and gives Python lists; our codec takes lists or numpy arrays and gives arrays. So compressing
+and decoding are measured twice: arrays in and out on our side (`compress arrays`, `decode arrays`), and Python lists in
+and out on both sides (`compress lists`, `decode lists`). Decoding is the whole of it on both sides: a new codebook,
+following the ids, and their base ids. A single push from Python is what generation does once per step (`push_one`).
+
+Trials of the two codecs alternate. A trial repeats a call for `TRIAL_S` seconds, so that neither always starts with the
+processor's caches filled by the other. Compressing counts base ids, everything else compressed ids.
 """
 
 from __future__ import annotations
@@ -13,7 +16,6 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -22,7 +24,7 @@ from mlx_zip.codec import Codebook, CodecParams, compress
 from mlx_zip.codec.ids import Uint32s
 from mlx_zip.errors import MlxZipError
 
-from .record import summary, surroundings
+from .record import load_before, summary, surroundings
 
 try:
     import zip2zip_compression as upstream
@@ -37,14 +39,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `bench codec`."""
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--ids", type=Path, help="base ids as a .npy file (default: synthetic ids)")
-    source.add_argument("--text", nargs="+", metavar="FILE", help="texts, .txt or .jsonl, tokenized with --tokenizer")
-    parser.add_argument("--tokenizer", help="of --text: a folder, a hub id or a vocabulary's file, as `bench tokens`")
-    parser.add_argument("--vocab-size", type=int, default=128_256, help="base ids (default: 128256, Llama-3)")
-    parser.add_argument("--length", type=int, default=500_000, help="base ids of the long sequence (default: 500000)")
-    parser.add_argument("--windows", type=int, default=60, help=f"windows of {WINDOW} ids (default: 60)")
+    source.add_argument(
+        "--text", nargs="+", metavar="FILE", help="text files (.txt, .jsonl, also .gz) to tokenize with --tokenizer"
+    )
+    parser.add_argument("--tokenizer", help="tokenizer of --text: a folder, a hub id or a vocabulary file")
+    parser.add_argument(
+        "--vocab-size", type=int, default=128_256, help="number of base ids of the tokenizer (default: 128256, Llama-3)"
+    )
+    parser.add_argument(
+        "--length", type=int, default=500_000, help="length of the long sequence in base ids (default: 500000)"
+    )
+    parser.add_argument("--windows", type=int, default=60, help=f"number of windows of {WINDOW} base ids (default: 60)")
     parser.add_argument("--trials", type=int, default=9, help="trials per measurement (default: 9)")
     parser.add_argument(
-        "--policies", action="store_true", help="only pushes onto a full table of 2048 entries, by policy"
+        "--policies", action="store_true", help="measure only pushes onto a full codebook of 2048 entries, by policy"
     )
 
 
@@ -53,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
     for name in ("length", "windows", "trials"):
         if getattr(args, name) < 1:
             raise MlxZipError(f"--{name} must be at least 1, got {getattr(args, name)}")
+    load_before()
     ids, data = _load(args)
     ids = np.ascontiguousarray(ids[: args.length], np.uint32)
     if args.policies:
@@ -60,8 +69,14 @@ def run(args: argparse.Namespace) -> int:
     starts = np.linspace(0, max(0, len(ids) - WINDOW), args.windows).astype(int)
     windows = [ids[start : start + WINDOW].copy() for start in starts]
     for what, sequences, slots in (("windows", windows, WINDOW), ("sequence", [ids], 1 << 20)):
-        setting = {"of": what, "sequences": len(sequences), "ids_each": len(sequences[0]), "codebook_size": slots}
-        codec = _Pair(CodecParams(args.vocab_size, slots, MERGE_SIZE, _disabled(args.vocab_size)))
+        setting = {
+            "of": what,
+            "sequences": len(sequences),
+            "ids_each": len(sequences[0]),
+            "codebook_size": slots,
+            "trials": args.trials,
+        }
+        codec = _CodecPair(CodecParams(args.vocab_size, slots, MERGE_SIZE, _disabled(args.vocab_size)))
         for record in _throughput(codec, sequences, args.trials):
             _print(record, setting, data)
         if what == "windows":
@@ -75,7 +90,7 @@ def _policies(args: argparse.Namespace, ids: Uint32s, data: str) -> int:
 
     params = CodecParams(args.vocab_size, WINDOW, MERGE_SIZE, _disabled(args.vocab_size))
     for record in measure_policies(params, ids, args.trials):
-        _print(record, {"of": "sequence", "ids_each": len(ids), "codebook_size": WINDOW}, data)
+        _print(record, {"of": "sequence", "ids_each": len(ids), "codebook_size": WINDOW, "trials": args.trials}, data)
     return 0
 
 
@@ -100,7 +115,7 @@ def _load(args: argparse.Namespace) -> tuple[Any, str]:
 
 
 def synthetic_ids(length: int, vocab_size: int) -> Uint32s:
-    """Zipf-distributed ids of which half stand in phrases that come again."""
+    """Zipf-distributed ids [length]; about half of them are in phrases that recur."""
     rng = np.random.default_rng(0)
     phrases = [rng.zipf(1.3, rng.integers(2, 6)) for _ in range(4000)]
     pieces, left = [], length
@@ -114,8 +129,8 @@ def _disabled(vocab_size: int) -> range:
     return range(vocab_size - 256, vocab_size)
 
 
-class _Pair:
-    """One codec, ours and upstream's (None where the package is not installed)."""
+class _CodecPair:
+    """The same codec in both packages; `theirs` is None if zip2zip-compression is not installed."""
 
     def __init__(self, params: CodecParams) -> None:
         self.params, pad = params, params.disabled_ids[0]
@@ -124,21 +139,28 @@ class _Pair:
         self.config: Any = upstream and upstream.CompressionConfig(*arguments)
 
 
-def _throughput(codec: _Pair, sequences: list[Uint32s], trials: int) -> Iterator[dict[str, Any]]:
-    params, theirs, lists = codec.params, codec.theirs, [ids.tolist() for ids in sequences]
-    n = sum(map(len, sequences))
-    encode = theirs and (lambda: [theirs.encode(ids) for ids in lists])
-    yield _compare("compress", n, trials, lambda: [compress(params, ids) for ids in sequences], encode)
-
+def _throughput(codec: _CodecPair, sequences: list[Uint32s], trials: int) -> Iterator[dict[str, Any]]:
+    params, theirs = codec.params, codec.theirs
     emitted = [compress(params, ids)[0] for ids in sequences]
-    books = [Codebook(params) for _ in emitted]
-    for book, ids in zip(books, emitted, strict=True):
-        book.push(ids)
-    lists, n = [ids.tolist() for ids in emitted], sum(map(len, emitted))
-    decode = theirs and (lambda: [theirs.decode(ids) for ids in lists])
-    yield _compare("push", n, trials, lambda: [Codebook(params).push(ids) for ids in emitted], decode)
-    expand = lambda: [book.expand(ids) for book, ids in zip(books, emitted, strict=True)]
-    yield _compare("expand", n, trials, expand, decode)
+    read, written = [ids.tolist() for ids in sequences], [ids.tolist() for ids in emitted]
+    encode = theirs and (lambda: [theirs.encode(ids) for ids in read])
+    decode = theirs and (lambda: [theirs.decode(ids) for ids in written])
+    ours: dict[str, tuple[Callable[[], Any], Any]] = {
+        "compress arrays": (lambda: [compress(params, ids) for ids in sequences], encode),
+        "compress lists": (lambda: [compress(params, ids)[0].tolist() for ids in read], encode),
+        "decode arrays": (lambda: [_decode(params, ids) for ids in emitted], decode),
+        "decode lists": (lambda: [_decode(params, ids).tolist() for ids in written], decode),
+        "push": (lambda: [Codebook(params).push(ids) for ids in emitted], None),
+    }
+    for what, (call, other) in ours.items():
+        yield _compare(what, sum(map(len, read if "compress" in what else written)), trials, call, other)
+
+
+def _decode(params: CodecParams, ids: Any) -> Uint32s:
+    """Base ids of compressed ids, by a codebook of their own."""
+    book = Codebook(params)
+    book.push(ids)
+    return book.expand(ids)
 
 
 def _compare(what: str, n: int, trials: int, ours: Callable[[], Any], theirs: Any) -> dict[str, Any]:
@@ -149,9 +171,11 @@ def _compare(what: str, n: int, trials: int, ours: Callable[[], Any], theirs: An
         if theirs:
             other.append(seconds(theirs) / n * 1e9)
     record = {"what": what, "unit": "ns per id", "ids": n, "ours": summary(mine)}
-    if not theirs:
-        return {**record, "upstream": None, "note": "zip2zip-compression is not installed"}
-    return {**record, "upstream": summary(other), "ratio": round(median(other) / median(mine), 2)}
+    return {**record, "upstream": summary(other) if other else None, **_note()}
+
+
+def _note() -> dict[str, str]:
+    return {} if upstream else {"note": "zip2zip-compression is not installed"}
 
 
 def seconds(call: Callable[[], Any]) -> float:
@@ -163,7 +187,7 @@ def seconds(call: Callable[[], Any]) -> float:
     return elapsed / calls
 
 
-def _latency(codec: _Pair, sequences: list[Uint32s], trials: int) -> Iterator[dict[str, Any]]:
+def _latency(codec: _CodecPair, sequences: list[Uint32s], trials: int) -> Iterator[dict[str, Any]]:
     """Single calls on one growing codebook: medians per trial, and the 99th percentile over all calls."""
     params = codec.params
     samples: dict[str, list[list[int]]] = {name: [] for name in ("push_one", "mark", "rewind_one", "upstream")}
@@ -179,7 +203,7 @@ def _latency(codec: _Pair, sequences: list[Uint32s], trials: int) -> Iterator[di
     theirs = samples.pop("upstream")
     for what, calls in samples.items():
         record = {"what": what, "unit": "ns per call", "calls": sum(map(len, calls)), "ours": _percentiles(calls)}
-        yield {**record, "upstream": _percentiles(theirs) if what == "push_one" and theirs else None}
+        yield {**record, "upstream": _percentiles(theirs) if what == "push_one" and theirs else None, **_note()}
 
 
 def _percentiles(calls: list[list[int]]) -> dict[str, Any]:

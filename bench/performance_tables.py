@@ -8,16 +8,29 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from . import targets
-from .records import Record, Records, machines
-from .speeds import PROFILES, PUBLISHED, REQUESTS, STORIES, TURNS, per_step, ratio, step_ratio
+from .ratios import paired_ratio
+from .records import Record, Records, libraries, machines
+from .speeds import PROFILES, PUBLISHED, REQUESTS, STORIES, TURNS, per_step, pooled_per_step, ratio, step_ratio
 from .tables import table
 
-HOST_PARTS = {"codec": "codec", "rows, host": "rows", "embedding": "embedding", "head": "head"}  # as `bench profile`'s
+HOST_PARTS = {"codec": "codec", "rows, host": "rows", "embedding": "embedding", "head": "head"}  # in `bench profile`
+OPERATIONS = {  # of `bench codec`
+    "compress arrays": "compress; arrays here, lists there",
+    "compress lists": "compress; Python lists on both sides",
+    "decode arrays": "decode; arrays here, lists there",
+    "decode lists": "decode; Python lists on both sides",
+    "push": "follow compressed ids, without decoding",
+    "push_one": "one push from Python, as generation makes it",
+    "mark": "mark",
+    "rewind_one": "rewind by one id",
+}
+PACK = "its own, tuned"  # the pack that the bundled model begins with, in the record `pack_quality`
 
 
 def _steps(records: Records) -> str:
-    rows = [[name, f"`{file}`", str(step_ratio(records.one(file)))] for name, file in PROFILES.items()]
-    return table(["", "record", "a step over mlx-lm's"], rows)
+    found = {name: (file, records.one(file)) for name, file in PROFILES.items()}
+    rows = [[name, f"`{file}`", str(step_ratio(line)), libraries(line)] for name, (file, line) in found.items()]
+    return table(["", "record", "a step over mlx-lm's", "preloaded; BLAS"], rows)
 
 
 def _requests(records: Records) -> str:
@@ -25,27 +38,44 @@ def _requests(records: Records) -> str:
     for text, file in REQUESTS.items():
         pair = records.pair(file)
         found = (ratio(pair, name) for name in ("steps_per_s", "base_tokens_per_s", "ttft_ms"))
-        rows.append([text, f"`{file}`", f"{per_step(pair):.2f}", *map(str, found)])
-    header = ["text", "record", "base tokens per step", "steps/s", "base tokens/s", "time to first id"]
+        rows.append([text, f"`{file}`", f"{per_step(pair):.2f}", *map(str, found), libraries(pair[1])])
+    header = [
+        "text",
+        "record",
+        "base tokens per step",
+        "steps/s",
+        "base tokens/s",
+        "time to first id",
+        "preloaded; BLAS",
+    ]
     return table(header, rows)
 
 
 def _stories(records: Records) -> str:
+    if STORIES not in records.files:
+        return not_yet(STORIES)
     rows = []
-    for precision, file in STORIES.items():
-        for turn, name in enumerate(TURNS):
-            pair = records.pair(file, turn=turn)
-            found = (ratio(pair, figure) for figure in ("steps_per_s", "base_tokens_per_s", "bytes_per_s"))
-            rows.append([f"{precision}, {name}", f"{per_step(pair):.2f}", *map(str, found)])
-    return table(["story", "base tokens per step", "steps/s", "base tokens/s", "bytes/s"], rows)
+    for turn, name in enumerate(TURNS):
+        for state in ("cold", "warm"):
+            pair = records.pair(STORIES, turn=turn, rows=state)
+            found = (ratio(pair, figure) for figure in ("steps_per_s", "base_tokens_per_s", "bytes_per_s", "ttft_ms"))
+            rows.append([name, state, f"{pooled_per_step(pair):.2f}", *map(str, found)])
+    heads = ["story", "rows", "base tokens per step", "steps/s", "base tokens/s", "bytes/s", "time to first id"]
+    return table(heads, rows)
+
+
+def not_yet(name: str) -> str:
+    """What stands in place of a table whose record has not been made."""
+    return f"Not measured yet: there is no record `{name}`."
 
 
 def _published(records: Records) -> str:
     rows = []
     for precision, file in PUBLISHED.items():
         pair = records.pair(file, "zip2zip")
-        rows.append([precision, f"`{file}`", *(str(ratio(pair, name)) for name in ("steps_per_s", "ttft_ms"))])
-    return table(["weights", "record", "steps/s", "time to first id"], rows)
+        found = (str(ratio(pair, name)) for name in ("steps_per_s", "ttft_ms"))
+        rows.append([precision, f"`{file}`", *found, libraries(pair[1])])
+    return table(["weights", "record", "steps/s", "time to first id", "preloaded; BLAS"], rows)
 
 
 def _parts(records: Records) -> str:
@@ -57,6 +87,7 @@ def _parts(records: Records) -> str:
         rows.append([name, *(_us(record["parts"][part]["host_us"]) for record in both)])
     rows.append(["host work of mlx_zip, by the wall's clock", *(_us(record["ours_us"]) for record in both)])
     rows.append(["host work of mlx_zip, processor time", "-", *(_us(r["ours_cpu_us"]) for r in both[1:])])
+    rows.append(["preloaded; BLAS", *map(libraries, both)])
     return table(["us per step, median", "before", "after", "bundled model"], rows)
 
 
@@ -65,37 +96,43 @@ def _us(figure: Mapping[str, float]) -> str:
 
 
 def _codec(records: Records) -> str:
-    wanted = {
-        ("compress", "windows"): "compress, windows of 2,048 ids",
-        ("compress", "sequence"): "compress, one sequence of 500,000 ids",
-        ("push", "windows"): "follow compressed ids (push), windows",
-        ("expand", "windows"): "expand ids, windows",
-    }
-    found = {(line["what"], line["setting"]["of"]): line for line in records.lines("codec-linux-x86_64")}
-    rows = [[name, f"{found[key]['ours']['median']:.1f}", f"{found[key]['ratio']:.0f}"] for key, name in wanted.items()]
-    return table(["2 cores, x86-64", "ours, ns per id", "times the published codec's speed"], rows)
+    """Both codecs' times, and how many times as fast ours is: median of paired trials with its interval."""
+    if "codec" not in records.files:
+        return not_yet("codec")
+    rows = []
+    for line in records.lines("codec"):
+        of = (
+            "windows of" if line["setting"]["of"] == "windows" else "one sequence of"
+        ) + f" {line['setting']['ids_each']:,} ids"
+        times = [f"{line[side]['median']:,.0f}" if line[side] else "-" for side in ("ours", "upstream")]
+        rows.append([OPERATIONS[line["what"]], of, line["unit"], *times, _times_as_fast(line)])
+    return table(["", "of", "unit", "mlx_zip", "zip2zip-compression", "times as fast"], rows)
+
+
+def _times_as_fast(line: Record) -> str:
+    if not line["upstream"]:
+        return "-"
+    return str(paired_ratio(line["ours"]["samples"], line["upstream"]["samples"]))
 
 
 def _speed(records: Records) -> str:
+    """What a user feels of the bundled model, with its price in bits per byte."""
+    if STORIES not in records.files:
+        return not_yet(STORIES)
+    price = next(line for line in records.lines("pack_quality") if line["curve"] == PACK)
+    bits = f"{price['bits_per_byte']:.3f} ({price['base_bits_per_byte']:.3f}, {price['over_base']:+.1%})"
     rows = []
-    for text, file in REQUESTS.items():
-        pair = records.pair(file)
-        size = f"{pair[0]['workload']['prompt_tokens']:,} + {pair[0]['workload']['tokens']}"
-        rows.append([f"`small-125m`, float32, {text}, {size}", *_gains(pair)])
-    for turn in (0, 2):
-        rows.append([f"`stories`, 8 bit, {TURNS[turn]} story", *_gains(records.pair(STORIES["8 bit"], turn=turn))])
-    header = ["2 cores, x86-64", "base tokens per step", "steps/s", "base tokens/s", "bytes/s"]
-    return table(header, rows)
-
-
-def _gains(pair: tuple[Record, Record]) -> list[str]:
-    rates = (ratio(pair, name).value for name in ("steps_per_s", "base_tokens_per_s", "bytes_per_s"))
-    return [f"{per_step(pair):.2f}", *(f"{rate:.2f} x" for rate in rates)]
+    for turn, name in enumerate(TURNS):
+        cold, warm = (records.pair(STORIES, turn=turn, rows=state) for state in ("cold", "warm"))
+        gains = [f"{ratio(pair, 'bytes_per_s')} x" for pair in (cold, warm)]
+        rows.append([f"{name} story of a conversation", f"{pooled_per_step(warm):.2f}", *gains, bits])
+    heads = ["`stories`, 8 bit", "base tokens per step", "bytes/s to mlx-lm, cold", "warm", "bits per byte (base)"]
+    return table(heads, rows)
 
 
 def _machines(records: Records) -> str:
-    files = [*PROFILES.values(), *REQUESTS.values(), *STORIES.values(), *PUBLISHED.values(), "profile-stories", "rows"]
-    return machines(records, sorted({*files, "profile-before"}))
+    names = [*PROFILES.values(), *REQUESTS.values(), *PUBLISHED.values(), "profile-stories", "profile-before", "rows"]
+    return machines(records, sorted(name for name in (*names, STORIES, "codec") if name in records.files))
 
 
 TABLES: dict[str, Callable[[Records], str]] = {

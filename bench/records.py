@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from functools import cache, cached_property
 from pathlib import Path
@@ -14,6 +15,7 @@ from .tables import table
 
 PLACES = ("bench/records", "bench/papers/*/records")  # of a checkout
 Record = dict[str, Any]
+_BUILD = re.compile(r"_?(-[0-9a-f]{8})?\.(so|dylib).*")  # of a library's file name
 
 
 class Records:
@@ -102,8 +104,9 @@ def busy(line: Record) -> str:
 def libraries(line: Record) -> str:
     """Preloaded libraries and the BLAS in use, as a table shows them."""
     preloaded, blas = stated(line, "preloaded"), line.get("blas")
-    told = "-" if preloaded is None else ", ".join(preloaded) or "none"
-    return told + (f"; {', '.join(blas) or 'none'}" if blas is not None else "")
+    shown = "-" if preloaded is None else ", ".join(preloaded) or "none"
+    used = sorted({_BUILD.sub("", name) for name in blas or ()})
+    return shown + ("" if blas is None else f"; {', '.join(used) or 'none'}")
 
 
 def stated(line: Record, name: str) -> Any:

@@ -11,7 +11,7 @@ PROFILES = {
     "rows cold, `res_latent_attn`": "profile-cold-latent",
 }
 REQUESTS = {"code": "generate-code-1024", "chat": "generate-chat-1024"}
-STORIES = {"float32": "chat-stories-float", "8 bit": "chat-stories"}
+STORIES = "stories-chat"  # the bundled model in conversations of three stories, with cold and with warm rows
 PUBLISHED = {"float32": "zip2zip-float", "8 bit": "zip2zip"}
 TURNS = ("first", "second", "third")
 
@@ -36,6 +36,12 @@ def step_ratio(record: Record) -> Ratio:
 def per_step(pair: tuple[Record, Record]) -> float:
     """Base tokens per step of the second."""
     return pair[1]["figures"]["base_tokens_per_step"]["median"]
+
+
+def pooled_per_step(pair: tuple[Record, Record]) -> float:
+    """Base tokens per step of the second: all base tokens of its conversations over all steps."""
+    counts = pair[1]["counts"]
+    return counts["base_tokens"] / counts["steps"]
 
 
 def shortening(pair: tuple[Record, Record]) -> float:

@@ -1,4 +1,4 @@
-"""The model hub: download with the usual environment (HF_ENDPOINT, HF_HUB_OFFLINE, cache folders), and upload."""
+"""Checkpoints on the model hub: which files of theirs are fetched, upload, and the card of a converted model."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlx_zip.bundled import here_or_bundled
-from mlx_zip.errors import ConversionError
+from mlx_zip.errors import ConversionError, first_line
+from mlx_zip.text import hub
 from mlx_zip.vocab.packs import IN_FOLDER
 
 CONFIGS = ["zip2zip_config.json", "config.json", "adapter_config.json"]
-TOKENIZER = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py"]
-BASE = [*TOKENIZER, "model*.safetensors"]
+BASE = [*hub.TOKENIZER, *hub.CODE, *hub.WEIGHTS]
 CHECKPOINT = [
     *BASE,
     "zip2zip_encoders.safetensors",
@@ -42,18 +42,13 @@ def local(path: str | Path) -> Place | None:
 
 
 def fetch(name: str, revision: str | None, patterns: list[str]) -> Place:
-    """Downloads what matches `patterns` of a hub repository, or finds it in the cache.
+    """Downloads the files of a hub repository that match `patterns`, unless they are in the cache.
 
     Raises `ConversionError` when `name` is neither a folder nor a repository that can be reached.
     """
-    from huggingface_hub import snapshot_download
-
     if not _REPOSITORY.fullmatch(name) or set(name) == {"."}:
         raise ConversionError(f"{name} is neither a folder nor a hub id")
-    try:
-        folder = Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
-    except _hub_errors() as error:
-        raise ConversionError(f"{name} is not a folder, and the hub did not give it: {_first(error)}") from error
+    folder = hub.download(name, patterns, revision, ConversionError)
     return Place(folder, name, folder.name)
 
 
@@ -68,9 +63,9 @@ def upload(folder: Path, repository: str) -> None:
     try:
         api.create_repo(repository, exist_ok=True)
         api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Add model converted by mlx_zip")
-    except _hub_errors() as error:
+    except hub.hub_errors() as error:
         raise ConversionError(
-            f"{folder} is converted, but could not be uploaded to {repository}: {_first(error)}"
+            f"{folder} is converted, but could not be uploaded to {repository}: {first_line(error)}"
         ) from error
 
 
@@ -82,20 +77,9 @@ def check_repository(name: str) -> None:
     try:
         validate_repo_id(name)
     except HFValidationError as error:
-        raise ConversionError(f"--upload-repo {name!r} is not a hub id: {_first(error)}") from error
+        raise ConversionError(f"--upload-repo {name!r} is not a hub id: {first_line(error)}") from error
     if not name:
         raise ConversionError("--upload-repo is empty; name a hub id, owner/name")
-
-
-def _hub_errors() -> tuple[type[Exception], ...]:
-    """All that the hub client raises; its own HTTP error derives from whatever transport library it uses."""
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
-    return (OSError, HFValidationError, *(base for base in HfHubHTTPError.__bases__ if issubclass(base, Exception)))
-
-
-def _first(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
 
 
 def model_card(source: Place, base: Place, version: str) -> str:
@@ -110,5 +94,6 @@ def model_card(source: Place, base: Place, version: str) -> str:
         "fewer steps. This folder was made by `mlx_zip convert` "
         f"{version}; what it was made from is recorded in the `zip2zip`\nsection of `config.json`.\n\n"
         '```bash\npip install mlx_zip\nmlx_zip generate --model <this folder or repository> --prompt "Hello"\n```\n\n'
-        "Plain `mlx_lm` loads it too, once `import mlx_zip` has run. The licence is that of the models above.\n"
+        "It runs with mlx_zip; `mlx_lm.generate`, `chat` and `server` cannot turn hypertokens into text.\n"
+        "The licence is that of the models above.\n"
     )

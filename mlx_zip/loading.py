@@ -60,6 +60,7 @@ def load(
     """
     folder = model_folder(path_or_hf_repo, revision)
     config = read_config(folder)
+    _check_adapter(adapter_path, path_or_hf_repo)
     pack = None if pack is None else as_pack(pack)
     changes = codebook_changes(config, codebook_size, None if pack is None else pack.start)
     try:
@@ -90,6 +91,26 @@ def load(
         elif adapter_path is None:
             _take_own_pack(folder, model, loaded[1])
     return model, loaded[1]
+
+
+def _check_adapter(path: str | None, model: str | Path) -> None:
+    """Raises `ModelError` for a missing adapter, and for one in PEFT's format, with the command that merges it."""
+    if path is None:
+        return
+    folder = Path(path).expanduser()
+    try:
+        is_peft = "peft_type" in json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    except OSError as error:
+        is_peft = (folder / UPSTREAM_CONFIG).is_file()
+        if not is_peft:
+            raise ModelError(f"{path} (--adapter-path) is no folder with an adapter_config.json") from error
+    except (ValueError, TypeError) as error:
+        raise ModelError(f"{folder / 'adapter_config.json'} is not valid JSON: {error}") from error
+    if is_peft or (folder / UPSTREAM_CONFIG).is_file():
+        raise ModelError(
+            f"{path} (--adapter-path) is an adapter as mlx_zip train and PEFT save it; merge it into its base first: "
+            f"mlx_zip convert --hf-path {path} --mlx-path OUT, then use OUT in place of {model}"
+        )
 
 
 def _take_own_pack(folder: Path, model: Any, tokenizer: Any) -> None:

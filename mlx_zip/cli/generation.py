@@ -21,23 +21,26 @@ REFUSED = {  # flags of mlx_lm.generate that cannot work here, and why
     "image": "the supported models read text only",
     "quantize_activations": "hypertoken rows are computed from the head's own weights, which it replaces",
 }
-_TEMPLATE_ARGUMENTS = {"tokenizer", "messages", "tokenize", "continue_final_message", "add_generation_prompt"}
-_COLOURS = {2: "36", 3: "32", 4: "33"}  # cyan, green, yellow; magenta beyond
+_COLOURS, _LONGER = {2: "36", 3: "32", 4: "33"}, "35"  # by base tokens: cyan, green, yellow; magenta for longer ones
 _NUMBERS = {  # sampling flags: (type, default, help); None is off
     "temp": (float, 0.0, "sampling temperature; 0 is greedy"),
     "top_p": (float, 1.0, "nucleus sampling: keep the likeliest ids up to this probability"),
-    "min_p": (float, 0.0, "drop ids less likely than this fraction of the likeliest"),
+    "min_p": (float, 0.0, "drop ids less likely than this fraction of the likeliest id's probability"),
     "top_k": (int, 0, "keep the k likeliest ids; 0 keeps all"),
-    "xtc_probability": (float, 0.0, "chance per step of XTC sampling"),
+    "xtc_probability": (
+        float,
+        0.0,
+        "probability per step that XTC sampling drops all but the least likely of the top choices",
+    ),
     "xtc_threshold": (float, 0.1, "probability that a candidate needs for XTC"),
-    "min_tokens_to_keep": (int, 1, "ids that min-p never drops"),
+    "min_tokens_to_keep": (int, 1, "minimum number of ids that min-p keeps"),
     "seed": (int, None, "seed of the random numbers"),
     "repetition_penalty": (float, None, "divide the logits of recent base tokens by this"),
-    "repetition_context_size": (int, 20, "base tokens that the repetition penalty looks back on"),
+    "repetition_context_size": (int, 20, "number of recent base tokens that the repetition penalty sees"),
     "presence_penalty": (float, None, "subtract this from the logits of recent base tokens"),
-    "presence_context_size": (int, 20, "base tokens that the presence penalty looks back on"),
+    "presence_context_size": (int, 20, "number of recent base tokens that the presence penalty sees"),
     "frequency_penalty": (float, None, "subtract this once per occurrence among recent base tokens"),
-    "frequency_context_size": (int, 20, "base tokens that the frequency penalty looks back on"),
+    "frequency_context_size": (int, 20, "number of recent base tokens that the frequency penalty sees"),
 }
 
 
@@ -47,11 +50,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", help="model folder, hub id or bundled model (default: stories, which tells children's stories)")
     add("--revision", help="branch, tag or commit of a hub model")
     add("--trust-remote-code", action="store_true", help="let the tokenizer run code of its own")
-    add("--adapter-path", help="folder of an mlx-lm adapter")
+    add("--adapter-path", help="folder of an mlx-lm adapter; an adapter of mlx_zip train is merged by mlx_zip convert")
     add("--extra-eos-token", nargs="+", default=(), help="more tokens that end the text")
-    add("--system-prompt", help="system message for the chat template")
-    add("--prompt", "-p", default="hello", action=_Given, help="the message; - reads standard input as UTF-8")
-    add("--prefill-response", help="how the answer begins, for the chat template")
+    add("--system-prompt", help="system message in front of the prompt; needs a chat template")
+    add(
+        "--prompt",
+        "-p",
+        default="hello",
+        action=_Given,
+        help="user message (default: hello); - reads standard input as UTF-8",
+    )
+    add("--prefill-response", help="text that the answer begins with; it becomes part of the prompt")
     add(
         "--max-tokens",
         "-m",
@@ -64,26 +73,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, (kind, default, text) in _NUMBERS.items():
         shown = f" (default: {default:g})" if default is not None else ""
         add("--" + name.replace("_", "-"), type=kind, default=default, help=text + shown)
-    add("--logit-bias", help='JSON map of base ids to what is added to their logits, at most 1000, as {"42": -5}')
+    add(
+        "--logit-bias",
+        help='JSON map of base ids to what is added to their logits, at most 1000, for example {"42": -5}',
+    )
     add("--ignore-chat-template", action="store_true", help="use the prompt as it is")
-    add("--use-default-chat-template", action="store_true", help="accepted as in mlx_lm; the model must bring one")
+    add("--use-default-chat-template", action="store_true", help="accepted as in mlx_lm; the model's template is used")
     add("--chat-template-config", help="JSON map of further arguments for the chat template")
     add("--verbose", type=_flag, default=True, metavar="BOOL", help="False prints only the text")
-    add("--prefill-step-size", type=int, default=2048, help="prompt ids per call (default: 2048)")
-    add("--prompt-cache-file", help="cache saved by mlx_lm.cache_prompt's format; the prompt goes on from it")
+    add("--prefill-step-size", type=int, default=2048, help="prompt ids that one model call reads (default: 2048)")
+    add("--prompt-cache-file", help="prompt cache in the format of mlx_lm.cache_prompt; the prompt continues it")
     add(
         "--canonical",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="ids that the compressor would not have written get no probability, unless they hold most of it (default: "
-        "as the model's config says)",
+        help="forbid ids that the compressor would never write, unless together they hold over half the probability "
+        "(default: as in the model's config.json)",
     )
     packs.add_flags(add)
     add("--kv-bits", type=int, help="bits of a quantized KV cache (default: not quantized)")
     add("--kv-group-size", type=int, default=64, help="group size of a quantized KV cache (default: 64)")
     add("--quantized-kv-start", type=int, default=5000, help="ids before the KV cache is quantized (default: 5000)")
     rows.add_flags(add)
-    add("--color", choices=("auto", "always", "never"), default="auto", help="paint hypertokens by length")
+    add(
+        "--color",
+        choices=("auto", "always", "never"),
+        default="auto",
+        help="colour hypertokens by their length in base tokens (default: auto, on a terminal)",
+    )
     add("--json", action="store_true", help="print one JSON object at the end instead of the text")
     add("--max-kv-size", type=int, help="refused: " + REFUSED["max_kv_size"])
     add("--draft-model", help="refused: " + REFUSED["draft_model"])
@@ -130,19 +147,32 @@ def run(args: argparse.Namespace) -> int:
         responses = stream_generate(
             model,
             tokenizer,
-            prompt_ids(tokenizer, prompt, args, continues=cache is not None),
+            read_chat(tokenizer, prompt, args, continues=cache is not None),
             max_tokens=args.max_tokens,
             stop=args.stop,
             prompt_cache=cache,
-            start=None if chosen is None else chosen.merged.start,
+            pack=None if chosen is None else chosen.merged.start,
             prefill_step_size=args.prefill_step_size,
             kv_bits=args.kv_bits,
             kv_group_size=args.kv_group_size,
             quantized_kv_start=args.quantized_kv_start,
             **options,
         )
-        zips = is_zip(model)
-        return show(responses, args, sys.stdout, store if zips else None, packs.record(chosen, model))
+        if sys.stdout.isatty() and args.verbose and not args.json:
+            print(*notes(args, name, is_zip(model)), sep="\n", file=sys.stderr)
+        return show(responses, args, sys.stdout, store if is_zip(model) else None, packs.record(chosen, model))
+
+
+def notes(args: argparse.Namespace, model: str, has_hypertokens: bool) -> list[str]:
+    """Returns the lines that a terminal gets before the text: defaults that were taken, and what the colours mean."""
+    told = []
+    if not hasattr(args, "given_prompt"):
+        told.append(f"model {Path(model).name}, prompt {args.prompt!r} (choose with --model and --prompt)")
+    if has_hypertokens and _coloured(args.color, sys.stdout):
+        named = [f"\x1b[{colour}m{n}\x1b[0m" for n, colour in _COLOURS.items()]
+        named.append(f"\x1b[{_LONGER}m{max(_COLOURS) + 1} or more\x1b[0m")
+        told.append(f"coloured text took one step for {', '.join(named)} base tokens")
+    return told
 
 
 class _Given(argparse.Action):
@@ -238,34 +268,19 @@ def read_prompt(prompt: str) -> str:
     return prompt
 
 
-def prompt_ids(tokenizer: Any, prompt: str, args: argparse.Namespace, continues: bool) -> list[int]:
-    """The prompt in base ids, through the chat template when there is one."""
-    from mlx_zip.text.prompts import encode_prompt
+def read_chat(tokenizer: Any, prompt: str, args: argparse.Namespace, continues: bool) -> Any:
+    """Returns the prompt for `stream_generate`: a conversation where there is a chat template, else the text.
+
+    continues: whether a saved cache holds what comes before, so that only the message and what follows it is read.
+    """
+    from mlx_zip.text.prompts import Chat, encode_text
 
     if not tokenizer.has_chat_template or args.ignore_chat_template:
         _refuse_chat_flags(args)
-        return encode_prompt(tokenizer, prompt, continues)
-    messages = [{"role": "system", "content": args.system_prompt}] if args.system_prompt is not None else []
-    messages.append({"role": "user", "content": prompt})
-    if args.prefill_response is not None:
-        messages.append({"role": "assistant", "content": args.prefill_response})
-    text = _render(tokenizer, messages, args)
-    if continues:  # what comes before the message is in the cache already
-        marked = [{**m, "content": "<query>"} if m["role"] == "user" else m for m in messages]
-        text = text[_render(tokenizer, marked, args).index("<query>") :]
-    return encode_prompt(tokenizer, text, continues=True)  # the template writes its own special tokens
-
-
-def _render(tokenizer: Any, messages: list[dict[str, str]], args: argparse.Namespace) -> str:
-    from mlx_zip.text.prompts import render_chat
-
-    given = _json_map("--chat-template-config", args.chat_template_config)
-    if taken := sorted(given.keys() & _TEMPLATE_ARGUMENTS):
-        raise GenerationError(f"--chat-template-config: {', '.join(taken)} cannot be set here")
-    prefilled = args.prefill_response is not None
-    return render_chat(
-        tokenizer, messages, continue_final_message=prefilled, add_generation_prompt=not prefilled, **given
-    )
+        return prompt
+    options = _json_map("--chat-template-config", args.chat_template_config)
+    chat = Chat([{"role": "user", "content": prompt}], args.system_prompt, args.prefill_response, options)
+    return encode_text(tokenizer, chat.next_turn(tokenizer)) if continues else chat
 
 
 def _refuse_chat_flags(args: argparse.Namespace) -> None:
@@ -340,7 +355,7 @@ def _paint(response: Any) -> str:
     length = len(response.base_ids)
     if length < 2 or not response.text:
         return response.text
-    colour = _COLOURS.get(length, "35")
+    colour = _COLOURS.get(length, _LONGER)
     return "\n".join(f"\x1b[{colour}m{line}\x1b[0m" if line else "" for line in response.text.split("\n"))
 
 

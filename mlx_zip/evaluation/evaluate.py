@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
+
 from mlx_zip import chosen_packs
 from mlx_zip.chosen_packs import Packs
 from mlx_zip.errors import DataError
@@ -212,6 +214,7 @@ def _header(models: Sequence[str], what: Evaluation, inputs: _Inputs) -> str:
         )
     if what.tasks:
         parts.append(f"tasks: {', '.join(what.tasks)}")
+    parts.append(f"device: {mx.default_device().type.name}")
     return "; ".join(parts)
 
 

@@ -119,14 +119,13 @@ def _ranks(path: Path) -> Any:
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     pattern = pattern_of(path)
-    ranks = {token: rank for rank, token in enumerate(open_tokenizer(path).tokens())}
+    vocabulary = {to_text(token): rank for rank, token in enumerate(open_tokenizer(path).tokens())}
     merges = [
-        (to_text(token[:i]), to_text(token[i:]))
-        for token in ranks
+        (token[:i], token[i:])
+        for token in vocabulary
         for i in range(1, len(token))
-        if token[:i] in ranks and token[i:] in ranks
+        if token[:i] in vocabulary and token[i:] in vocabulary
     ]
-    vocabulary = {to_text(token): rank for token, rank in ranks.items()}
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
     if COMPOSED in path.name:
         tokenizer.normalizer = normalizers.NFC()

@@ -31,7 +31,7 @@ class Chat:
     def __post_init__(self) -> None:
         if taken := sorted(self.options.keys() & _OURS):
             raise GenerationError(
-                f"template options (--chat-template-config): {', '.join(taken)} cannot be set here; the prompt sets it"
+                f"template options, --chat-template-config: {', '.join(taken)} cannot be set here; the prompt sets it"
             )
 
     @property

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from mlx_zip.errors import GenerationError
+from mlx_zip.text.tokenizer import Tokenizer
 
 
 class StopMatcher:
@@ -61,11 +62,15 @@ class Piece(NamedTuple):
 class TextStream:
     """The text of one generated sequence, fed with expansions (the base ids of one emitted id).
 
+    tokenizer: our `Tokenizer`, mlx-lm's `TokenizerWrapper` (the text is then the one that mlx-lm prints), or a bare
+    tokenizer of transformers.
+
     Ends with finish_reason "stop" at an eos, even inside an expansion, or at a stop string, and with "length" after
     `max_tokens` base tokens (None: no limit), also inside an expansion. Ids without a token give no text.
     """
 
     def __init__(self, tokenizer: Any, max_tokens: int | None = None, stop: Iterable[str] = ()) -> None:
+        tokenizer = tokenizer if hasattr(tokenizer, "detokenizer") else Tokenizer(tokenizer)
         self._detokenizer = tokenizer.detokenizer
         self._tokens = len(tokenizer)  # embeddings may have more rows than there are tokens
         self._eos = frozenset(tokenizer.eos_token_ids)

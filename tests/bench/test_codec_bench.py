@@ -1,17 +1,24 @@
 """The codec bench: its records hold what they promise (no timing is judged here)."""
 
 import json
-import subprocess
-import sys
+from contextlib import redirect_stdout
+from io import StringIO
 
 import numpy as np
 import pytest
 
+from mlx_zip.bench import codec
+from mlx_zip.bench import record as surroundings
+from mlx_zip.bench.__main__ import main
+from mlx_zip.codec import CodecParams, compress
+
 
 def bench(*flags):
-    command = [sys.executable, "-m", "mlx_zip.bench", "codec", "--windows", "2", "--trials", "2", *flags]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as out:
+        patch.setattr(codec, "TRIAL_S", 0.0)
+        patch.setattr(surroundings, "IDLE_S", 0.01)
+        assert main(["codec", "--windows", "2", "--trials", "2", *flags]) == 0
+    return [json.loads(line) for line in out.getvalue().splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -19,9 +26,18 @@ def records():
     return bench("--length", "5000")
 
 
-def test_every_operation_is_measured_on_windows_and_the_three_long_ones_on_a_sequence(records):
+def test_whole_decoding_gives_the_base_ids_that_were_compressed():
+    params = CodecParams(500, 64, 3)
+    ids = np.arange(300, dtype=np.uint32) % 40
+    emitted = compress(params, ids)[0]
+    assert len(emitted) < 300
+    for given in (emitted, emitted.tolist()):
+        assert codec._decode(params, given).tolist() == ids.tolist()
+
+
+def test_single_calls_are_measured_on_windows_and_whole_ones_on_a_sequence_too(records):
     got = [(record["setting"]["of"], record["what"]) for record in records]
-    long = ["compress", "push", "expand"]
+    long = ["compress arrays", "compress lists", "decode arrays", "decode lists", "push"]
     short = [*long, "push_one", "mark", "rewind_one"]
     assert got == [("windows", what) for what in short] + [("sequence", what) for what in long]
 
@@ -35,10 +51,17 @@ def test_each_record_has_raw_samples_with_median_and_spread_machine_and_versions
         assert record["versions"]["mlx_zip"]
 
 
-def test_upstream_is_beside_ours_or_said_to_be_missing(records):
+def test_what_the_published_codec_can_do_too_is_compared_or_said_to_be_missing(records):
+    compared = [r for r in records if r["upstream"] is not None or "not installed" in r.get("note", "")]
+    names = {"compress arrays", "compress lists", "decode arrays", "decode lists", "push_one"}
+    assert names <= {r["what"] for r in compared}
+
+
+def test_a_record_says_how_many_trials_were_fixed_and_how_busy_the_machine_was(records):
     for record in records:
-        if record["what"] in ("compress", "push", "expand"):
-            assert record["upstream"] is not None or "not installed" in record["note"]
+        assert record["setting"]["trials"] == len(record["ours"]["samples"]) == 2
+        assert record["load_average"] >= 0
+        assert record["preloaded"] == []
 
 
 def test_made_up_data_is_called_synthetic(records):

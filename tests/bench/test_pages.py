@@ -13,6 +13,7 @@ from mlx_zip.bench.records import PLACES, Records
 from mlx_zip.bench.speeds import ratio
 from mlx_zip.bench.targets import TARGETS, Target
 from support.places import REPO
+from support.tiny_bench import record
 
 ROOT = REPO
 RECORDS = "bench/records"
@@ -70,7 +71,7 @@ def test_what_stands_between_the_tables_stays(checkout):
         (lambda root: edit(root, "<!-- end -->", ""), "not every"),
         (lambda root: edit(root, "<!-- table: speed -->", ""), "not every"),
         (lambda root: edit(root, "<!-- table: speed -->", "<!--table: speed-->"), "not every"),
-        (lambda root: (root / "README.md").write_text(""), "no page shows the tables speed"),
+        (lambda root: (root / "README.md").write_text(""), "no page shows the tables price, speed"),
         (lambda root: (root / "README.md").write_bytes(b"\xff"), "README.md is not valid UTF-8"),
         *(
             (
@@ -163,8 +164,30 @@ def test_a_target_is_met_at_its_bound(value, most, told):
     assert Target("speed", 1.0, lambda records: value, most=most).row(Records(Path()))[-1] == told
 
 
-def test_every_target_of_the_page_is_measured():
-    records = Records(ROOT)
+@pytest.fixture
+def spoken(checkout):
+    """The checkout with a made-up record of two conversations of three stories, cold and warm."""
+    made = [
+        record(engine, (0.1, 0.2), turn=turn, mode="chat", setting={"rows": rows, "trials": 1}, conversations=2)
+        for rows in ("cold", "warm")
+        for engine in ("mlx-lm", "mlx-zip")
+        for turn in range(3)
+    ]
+    (checkout / RECORDS / "stories-chat.jsonl").write_text("".join(json.dumps(one) + "\n" for one in made))
+    return checkout
+
+
+def test_the_speed_table_has_cold_and_warm_ratios_and_bits_per_byte(spoken):
+    assert main(["--root", str(spoken)]) == 0
+    text = (spoken / "README.md").read_text()
+    gain = "2.00 (2.00 to 2.00) x"
+    row = f"| first story of a conversation | 2.00 | {gain} | {gain} | 0.760 (0.711, +6.8%) |"
+    assert row in text
+    assert "| third | cold | 2.00 |" in (spoken / "docs/performance.md").read_text()
+
+
+def test_every_target_of_the_page_is_measured(spoken):
+    records = Records(spoken)
     rows = [target.row(records) for target in TARGETS]
     assert len({row[0] for row in rows}) == len(rows) == len(TARGETS)
     assert {row[-1] for row in rows} <= {"met", "met; the interval reaches past it", "missed"}

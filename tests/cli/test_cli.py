@@ -393,3 +393,27 @@ def test_the_version_is_the_packages(capsys):
     with pytest.raises(SystemExit):
         cli.main(["--version"])
     assert capsys.readouterr().out == f"mlx_zip {mlx_zip.__version__}\n"
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_terminal_gets_the_defaults_and_the_meaning_of_colours(model, monkeypatch, capsys):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    assert cli.main(["generate", "--model", str(model), "-m", "4"]) == 0
+    told = capsys.readouterr().err
+    assert "prompt 'hello' (choose with --model and --prompt)" in told
+    lengths = "\x1b[36m2\x1b[0m, \x1b[32m3\x1b[0m, \x1b[33m4\x1b[0m, \x1b[35m5 or more\x1b[0m"
+    assert f"one step for {lengths} base tokens" in told
+
+
+def test_an_adapter_as_training_saves_it_names_the_command_that_merges_it(run, tmp_path):
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    status, _, err = run("--adapter-path", tmp_path)
+    assert (status, err.count("\n")) == (2, 1)
+    assert f"mlx_zip convert --hf-path {tmp_path} --mlx-path OUT" in err
+    status, _, err = run("--adapter-path", tmp_path / "none")
+    assert (status, "is no folder with an adapter_config.json" in err) == (2, True)

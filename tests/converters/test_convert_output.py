@@ -16,6 +16,7 @@ from mlx_zip import files
 from mlx_zip.converters import output
 from mlx_zip.errors import MlxZipError
 from support.checkpoints import WIDTH, write_adapter, write_checkpoint
+from support.command_line import WITHOUT_TORCH
 from support.converting import convert, loaded
 from support.refusing import assert_refused
 
@@ -91,7 +92,8 @@ def test_an_interrupt_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.
 def test_a_killed_conversion_leaves_no_output_and_does_not_block_the_next(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "src")
     code = (
-        "import os, signal, sys\nfrom mlx_zip.converters import convert, output\nreal, calls = output.host_bytes, []\n"
+        WITHOUT_TORCH + "import os, signal, sys\nfrom mlx_zip.converters import convert, output\n"
+        "real, calls = output.host_bytes, []\n"
         "def host_bytes(array):\n    calls.append(1)\n"
         "    return os.kill(os.getpid(), signal.SIGKILL) if len(calls) == 9 else real(array)\n"
         "output.host_bytes = host_bytes\nconvert(sys.argv[1], sys.argv[2])"

@@ -20,6 +20,7 @@ import pytest
 
 from mlx_zip.converters import hub
 from support.checkpoints import edit_json, write_adapter, write_base, write_checkpoint
+from support.command_line import WITHOUT_TORCH
 from support.converting import config_of, convert
 from support.places import GOLDEN_MODELS
 
@@ -138,7 +139,9 @@ def server() -> Iterator[StandIn]:
         thread.join()
 
 
-COMMAND = """
+COMMAND = (
+    WITHOUT_TORCH
+    + """
 import argparse, sys
 from mlx_zip.converters import cli
 from mlx_zip.errors import MlxZipError
@@ -149,6 +152,7 @@ try:
 except MlxZipError as error:
     sys.exit(f"error: {error}")
 """
+)
 OPEN = """
 import json, sys
 from mlx_zip.converters.source import locate, open_checkpoint
@@ -266,7 +270,7 @@ def test_what_the_hub_does_not_have_is_one_line(flags: tuple[str, ...], server: 
     write_checkpoint(tmp_path / "src", self_contained=True)
     server.add("lab/zip", tmp_path / "src")
     error = refused(tmp_path / "home", "--mlx-path", str(tmp_path / "out"), "--hf-path", *flags, HF_ENDPOINT=server.url)
-    assert f"{flags[0]} is not a folder, and the hub did not give it" in error
+    assert f"{flags[0]} is not a local folder, and the hub did not give it" in error
 
 
 def test_offline_without_a_cached_copy_is_one_line(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import json
 import sys
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
 from mlx_zip import cli
@@ -159,7 +160,8 @@ def test_a_header_says_on_stderr_what_will_be_measured(run, zipped, base, text):
     err = run("--model", base, "--model", zipped, "--data", text, "--generate", 1, "--max-tokens", 4)[2]
     assert err.splitlines()[0] == (
         f"models: {base}, {zipped} (the first is the baseline); text: 109 bytes in 1 document, 1 window of at most "
-        "1,024 base ids; generation: 1 conversation of 1 turn, at most 4 base tokens per turn"
+        "1,024 base ids; generation: 1 conversation of 1 turn, at most 4 base tokens per turn; device: "
+        f"{mx.default_device().type.name}"
     )
 
 

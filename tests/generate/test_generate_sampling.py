@@ -3,15 +3,17 @@
 import math
 
 import mlx.core as mx
+import mlx_lm
 import numpy as np
 import pytest
 from mlx_lm.sample_utils import make_logits_processors
 
 from mlx_zip.codec import compress
 from mlx_zip.errors import GenerationError
-from mlx_zip.sampling import MOST_BIAS, Sampling
+from mlx_zip.sampling import MOST_BIAS, Sampling, base_ids_only
 from mlx_zip.state import ZipState
 from support import tiny
+from support.generating import ENDLESS, PROMPT
 
 MODEL = tiny.tiny_model()
 PARAMS = MODEL.config.codec_params
@@ -189,3 +191,23 @@ def test_no_sampler_chooses_a_closed_column(options):
     sampler = Sampling(temp=2.0, **options).make_sampler(WIDTH, [0])
     chosen = np.array(sampler(logits - mx.logsumexp(logits, axis=-1, keepdims=True)))
     assert chosen.max() < PARAMS.vocab_size + len(state.books[0])
+
+
+def test_mlx_lms_own_loop_gives_right_text_without_hypertokens():
+    cache = MODEL.make_cache()
+    processor = base_ids_only(MODEL)
+    parts = list(
+        mlx_lm.stream_generate(MODEL, ENDLESS, PROMPT, max_tokens=30, prompt_cache=cache, logits_processors=[processor])
+    )
+    emitted = [part.token for part in parts]
+    assert max(emitted) < MODEL.layout.vocab_size
+    assert "".join(part.text for part in parts) == "".join(streamed(emitted))
+
+
+def streamed(ids):
+    detokenizer = ENDLESS.detokenizer
+    for i in ids:
+        detokenizer.add_token(i)
+        yield detokenizer.last_segment
+    detokenizer.finalize()
+    yield detokenizer.last_segment

@@ -110,7 +110,7 @@ def test_so_much_of_the_held_out_text_is_scored(flags, capsys):
         (["--separator", "<none>"], MlxZipError, "holds one document"),
         (["--sizes", "99999"], DataError, "does not fit a codebook"),
         (["--pack", "own.npz"], MlxZipError, "NAME=FILE"),
-        (["--pack", "far=far.npz"], CodecError, "disabled or no base id"),
+        (["--pack", "far=far.npz"], CodecError, "disabled or not a base id"),
     ],
 )
 def test_what_cannot_be_is_told_before_scoring(change, error, told, flags, tmp_path, monkeypatch, capsys):

@@ -8,6 +8,10 @@ from typing import Any
 
 from mlx_zip import cli
 
+WITHOUT_TORCH = (
+    "import sys\nsys.modules['torch'] = None\n"  # transformers imports PyTorch if it can, which takes seconds
+)
+
 
 def runner(capsys: Any, *first: str) -> Callable[..., tuple[int, str, str]]:
     """Returns a function that runs `mlx_zip FIRST WORDS...` and returns (status, stdout, stderr)."""

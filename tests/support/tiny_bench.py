@@ -82,7 +82,7 @@ def record(engine: str = "mlx-lm", steps_s: tuple[float, ...] = (0.1, 0.11, 0.12
     runs = [made_run(step, per_step=per_step) for step in steps_s]
     top = ceiling(1e6, 1000, 10, runs[0])
     workload = {"domain": "code", "data": "a.txt", "window": 0, "turn": 0, "turns": 1, "prompt_tokens": 8, "tokens": 4}
-    workload |= {name: changes.pop(name) for name in list(changes) if name in workload}
+    workload |= {name: changes.pop(name) for name in list(changes) if name in {*workload, "conversations"}}
     return {
         "bench": "generate",
         "schema": SCHEMA,

@@ -71,6 +71,17 @@ def _pack_quality(records: Records) -> str:
     return table(heads, rows)
 
 
+def _price(records: Records) -> str:
+    """The bundled models' bits per byte, for the first page: the baseline, and `stories` without and with its pack."""
+    lines = {line["curve"]: line for line in records.lines("pack_quality")}
+    empty, packed = lines["empty"], lines["its own, tuned"]
+    rows = [["`stories-base`, no hypertokens", "1.000", f"{empty['base_bits_per_byte']:.3f}", ""]]
+    for name, line in (("`stories` without its pack", empty), ("`stories`", packed)):
+        bits = f"{line['bits_per_byte']:.3f}"
+        rows.append([name, f"{line['base_ids_per_id']:.3f}", bits, f"{line['over_base']:+.1%}"])
+    return table(["bundled model", "base tokens per id read", "bits per byte", "to the baseline"], rows)
+
+
 def _scored(line: Record) -> list[str]:
     """The cells of a pack in both tables of bits per byte."""
     return [
@@ -114,6 +125,7 @@ TABLES: dict[str, Callable[[Records], str]] = {
     "packs-learners": _learners,
     "packs-machines": lambda records: machines(records, ("packs", "pack_quality", "pack_transfer")),
     "pack-quality": _pack_quality,
+    "price": _price,
     "pack-transfer": _pack_transfer,
     "pack-transfer-written": _pack_transfer_written,
 }
