@@ -89,7 +89,7 @@ def told(model, tokenizer, text, start):
     """Of one story: steps and base tokens that the model writes, and canonical ids of those and of the text's own."""
     ids = tokenizer.encode(text, add_special_tokens=False)
     prompt = encode_prompt(tokenizer, tokenizer.decode(ids[:OPENING]))
-    made = list(stream_generate(model, tokenizer, prompt, max_tokens=TOKENS, start=start))
+    made = list(stream_generate(model, tokenizer, prompt, max_tokens=TOKENS, pack=start))
     base_ids = [one for response in made for one in response.base_ids]
     book = Codebook(model.make_cache(pack=start)[-1].books[0].params)
     book.push(compress(book.params, np.array(prompt, np.uint32))[0])
