@@ -1,4 +1,4 @@
-"""What training costs: a step and its parts, the preparation of data, and memory beside mlx-lm's own LoRA trainer.
+"""What training costs: a step and its parts, the preparation of data, and memory next to mlx-lm's own LoRA trainer.
 
 Without --model and --data a small decoder with random weights reads made-up ids, which shows that everything runs and
 about where the time goes; figures worth quoting are those of a model and of prepared text.

@@ -11,9 +11,7 @@ from mlx_zip.errors import CodecError, GenerationError
 from mlx_zip.layout import is_zip
 
 if TYPE_CHECKING:
-    from mlx_zip.vocab.packs import Pack
-
-    PackLike = Pack | str | PathLike[str]
+    from mlx_zip.vocab.packs import Pack, PackLike
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from inspect import signature
-from os import PathLike
 from typing import Any, TypeVar, Unpack
 
 import mlx.core as mx
@@ -27,12 +26,11 @@ from mlx_zip.request import GenerationResponse, Request, base_config
 from mlx_zip.sampling import Sampling, SamplingOptions
 from mlx_zip.state import find_state, split_packs
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
-from mlx_zip.vocab.packs import Pack, as_pack
+from mlx_zip.vocab.packs import PackLike, as_pack
 
 __all__ = ["GenerationResponse", "batch_generate", "generate", "load", "stream_generate"]
 
 T = TypeVar("T")
-PackLike = Pack | str | PathLike
 RULE = "=" * 10
 PREFILL_STEP_SIZE = 2048
 KV_BITS, KV_GROUP_SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)

@@ -163,7 +163,7 @@ def generate(args: argparse.Namespace) -> int:
     if not args.json:
         rates = f"{record['patches_per_s']:.1f} patches/s, {record['bytes_per_s']:.1f} bytes/s"
         print(
-            f"{len(patches)} patches of {record['symbols']} symbols and {n_bytes} bytes, behind "
+            f"{len(patches)} patches of {record['symbols']} symbols and {n_bytes} bytes, after "
             f"{record['prompt_patches']} patches: {rates}",
             file=sys.stderr,
         )
@@ -193,22 +193,22 @@ def evaluate(args: argparse.Namespace) -> int:
     if args.batch_size < 1:
         raise DataError(f"--batch-size must be at least 1, got {args.batch_size}")
     saved = load_patch_model(args.model)
-    told = evaluate_texts(saved, _texts(args.data, args.separator, args.limit_bytes), args.batch_size)
+    found = evaluate_texts(saved, _texts(args.data, args.separator, args.limit_bytes), args.batch_size)
     if args.json:
-        print(json.dumps({"model": args.model, **told}))
+        print(json.dumps({"model": args.model, **found}))
     else:
-        _print(told)
+        _print(found)
     return 0
 
 
-def _print(told: dict[str, Any]) -> None:
-    words = "" if told["fertility"] is None else f", {told['fertility']:.3f} patches per word"
-    print(f"{told['bits_per_byte']:.4f} bits per byte: {told['documents']} documents, {told['bytes']} bytes")
+def _print(found: dict[str, Any]) -> None:
+    words = "" if found["fertility"] is None else f", {found['fertility']:.3f} patches per word"
+    print(f"{found['bits_per_byte']:.4f} bits per byte: {found['documents']} documents, {found['bytes']} bytes")
     print(
-        f"{told['bytes_per_patch']:.3f} bytes and {told['symbols_per_patch']:.3f} symbols per patch{words}; "
-        f"{told['forward_flops_per_byte']:.3g} FLOPs per byte, {told['parameters']} parameters"
+        f"{found['bytes_per_patch']:.3f} bytes and {found['symbols_per_patch']:.3f} symbols per patch{words}; "
+        f"{found['forward_flops_per_byte']:.3g} FLOPs per byte, {found['parameters']} parameters"
     )
-    if not told["exact"]:
+    if not found["exact"]:
         print("the patches do not spell the texts: the tokenizer changes them before it splits them")
 
 

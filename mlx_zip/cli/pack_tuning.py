@@ -188,7 +188,7 @@ def _write(args: argparse.Namespace, pack: Any, found: Any, texts: tuple[Any, An
 
     data, valid = texts
     progress = found.outcome.progress
-    told = {
+    about = {
         "model": Path(args.model).name,
         "iters": progress.step,
         "seen_base_ids": progress.seen_base_ids,
@@ -202,11 +202,11 @@ def _write(args: argparse.Namespace, pack: Any, found: Any, texts: tuple[Any, An
         "bits_per_byte_before": found.before,
         "bits_per_byte": found.after,
     }
-    tuned = Pack(pack.entries, tokenizer_fingerprint(tokenizer), {**pack.about, "tuned": told}, found.rows)
+    tuned = Pack(pack.entries, tokenizer_fingerprint(tokenizer), {**pack.about, "tuned": about}, found.rows)
     save_pack(args.out, tuned)
     if args.json:
         kept = {"file": str(args.out), "entries": len(pack.entries), "fingerprint": tuned.fingerprint}
-        print(json.dumps(kept | told))
+        print(json.dumps(kept | about))
         return
-    print(f"{args.out}: {len(pack.entries):,} entries tuned for {told['model']}, {tuned.fingerprint[:12]}")
-    print(f"{told['held_out_bytes']:,} bytes held out: {found.before:.4f} bits per byte before, {found.after:.4f} now")
+    print(f"{args.out}: {len(pack.entries):,} entries tuned for {about['model']}, {tuned.fingerprint[:12]}")
+    print(f"{about['held_out_bytes']:,} bytes held out: {found.before:.4f} bits per byte before, {found.after:.4f} now")

@@ -121,13 +121,10 @@ def run_options(values: dict[str, Any]) -> RunOptions:
             raise TrainingError(f"--{name} is missing")
     encoder = {name: values[named] for name, named in ENCODER_FLAGS.items() if values.get(named) is not None}
     direct = {one.name for one in fields(RunOptions)} - {"encoder", "scratch"}
-    paths = {"data": _paths(values["data"]), "valid": _paths(values.get("valid") or []), "out": Path(values["out"])}
-    return RunOptions(
-        **{name: values[name] for name in direct if name in values}
-        | paths
-        | {"scratch": _path(values.get("from_scratch")), "tokenizer": _path(values.get("tokenizer"))},
-        encoder=EncoderOptions(**encoder),
-    )
+    chosen: dict[str, Any] = {name: values[name] for name in direct if name in values}
+    chosen |= {"data": _paths(values["data"]), "valid": _paths(values.get("valid") or []), "out": Path(values["out"])}
+    chosen |= {"scratch": _path(values.get("from_scratch")), "tokenizer": _path(values.get("tokenizer"))}
+    return RunOptions(**chosen, encoder=EncoderOptions(**encoder))
 
 
 def stopped(step: int, number: int) -> int:

@@ -27,6 +27,7 @@ from mlx_zip.models.positions import positions_of
 from mlx_zip.models.rope import Positions
 from mlx_zip.models.session import Session, Side, check_tuned
 from mlx_zip.state import Advance, HostIds, Left, ZipState, find_state, split_packs, start_of, with_starts
+from mlx_zip.vocab.packs import PackLike
 from mlx_zip.vocab.tuned import TunedStart
 
 RECORD_KEYS = ("base_model_type", "source", "fingerprint", "plain")  # of config.json's section, but not ZipConfig's
@@ -135,7 +136,11 @@ class Model(nn.Module):
     # ---- the cache of a request
 
     def make_cache(
-        self, left_padding: Sequence[int] | None = None, pack: Any = None, *, start: Any = None
+        self,
+        left_padding: Sequence[int] | None = None,
+        pack: PackLike | Sequence[Any] | None = None,
+        *,
+        start: Sequence[Any] | None = None,
     ) -> list[Any]:
         """KV caches and the `ZipState` of a new request.
 
@@ -179,7 +184,7 @@ class Model(nn.Module):
         """Raises `ModelError` unless the pack's rows were tuned for this model as it is now."""
         check_tuned(pack, self.fingerprint, self.sides_are_one, self.config.encoder.model_size)
 
-    def take_pack(self, pack: Any) -> None:
+    def take_pack(self, pack: PackLike | Sequence[Any]) -> None:
         """Makes requests begin with this pack from now on, unless they name another; pack as in `make_cache`.
 
         Raises `ConfigError` naming the entry that does not fit, `ModelError` for rows of another model.

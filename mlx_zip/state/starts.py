@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from os import PathLike
 from typing import Any
 
 import numpy as np
 
 from mlx_zip.codec import Codebook, CodecParams
 from mlx_zip.errors import CodecError, ModelError
-from mlx_zip.vocab.packs import Pack, as_pack
+from mlx_zip.vocab.packs import PackLike, as_pack
 from mlx_zip.vocab.tuned import TunedStart
 
 Tuned = TunedStart | str | None  # rows that are here, the fingerprint of rows to be given again, no tuned rows
@@ -34,12 +33,12 @@ def split_packs(pack: Any, batch: int) -> list[Any]:
 
 def start_of(pack: Any) -> Any:
     """A pack's start entries, with their rows if they are tuned; entries and None as they are. Raises `DataError`."""
-    return as_pack(pack).start if isinstance(pack, str | PathLike | Pack) else pack
+    return as_pack(pack).start if isinstance(pack, PackLike) else pack
 
 
 def _is_one_pack(pack: Any) -> bool:
     """Whether `pack` is one pack, not a list of packs. Raises `ModelError` for what is neither."""
-    if isinstance(pack, str | PathLike | Pack | TunedStart):
+    if isinstance(pack, PackLike | TunedStart):
         return True
     if not isinstance(pack, Sequence | np.ndarray):
         raise ModelError(

@@ -1,4 +1,4 @@
-"""What LoRA training made, without its base: the published format 1, a PEFT adapter beside the encoders.
+"""What LoRA training made, without its base: the published format 1, a PEFT adapter and the encoders.
 
     adapter_config.json, adapter_model.safetensors    LoRA layers of the decoder, named as PEFT does
     zip2zip_config.json, zip2zip_encoders.safetensors  codec and hyper-encoders (only for a zip2zip model)
@@ -48,7 +48,7 @@ def check_savable(model: nn.Module, config: Mapping[str, Any], settings: TrainSe
 
 
 def save_adapter(folder: Path, model: Any, base: str, settings: TrainSettings, dtype: str = "float32") -> None:
-    """Writes the folder, whole or not at all. base: hub id or path of the plain model, for whoever reads it.
+    """Writes the folder, whole or not at all. base: hub id or path of the plain model it is for.
 
     Raises `TrainingError` when it cannot be written.
     """

@@ -23,7 +23,7 @@ SORTED_TOGETHER = 32  # batches whose samples are sorted by length before they a
 
 @dataclass(frozen=True)
 class Batch:
-    """One step's samples as arrays; `arrays` holds what `Samples` names and, beside it:
+    """One step's samples as arrays; `arrays` holds what `Samples` names, and:
 
     targets [B, L] int32: the column each position should predict, base id or vocab_size + slot. weights [B, L]
     float32: 1 where the loss counts. available [B, L] int32: how many slots are open there. excluded_at, excluded [P]
@@ -86,7 +86,7 @@ def make_batch(
 
 
 def _excluded(books: list[_Followed], params: CodecParams, length: int) -> dict[str, NDArray[Any]]:
-    """Positions and columns; padded with the position behind all others."""
+    """Positions and columns; padded with the position after the last one."""
     pairs = [book.excluded(params) for book in books]
     at = np.concatenate([i + row * length for row, (i, _) in enumerate(pairs)])
     more = bucket(len(at), least=32) - len(at)
@@ -161,7 +161,7 @@ class _Followed:
 def _distinct(books: list[tuple[NDArray[Any], NDArray[Any]]]) -> tuple[NDArray[Any], NDArray[Any], list[NDArray[Any]]]:
     """Each distinct entry once, as base_ids [U, S] and lengths [U], and per sample which of them its slots hold.
 
-    Entries of equal base ids are one entry, whoever installed them: their rows are equal too.
+    Entries of equal base ids are one entry, whichever samples installed them: their rows are equal too.
     """
     rows = np.concatenate([ids for ids, _ in books]).astype(np.uint32)
     lengths = np.concatenate([n for _, n in books]).astype(np.uint32)

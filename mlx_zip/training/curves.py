@@ -28,15 +28,15 @@ def drawing() -> tuple[Any, Any]:
 
 
 def draw(run: Path, lines: Sequence[dict[str, Any]]) -> Path:
-    """Four panels over the optimizer steps; validation is drawn beside the training loss."""
+    """Four panels over the optimizer steps; validation and training loss share one panel."""
     figure_class, canvas = drawing()
     figure = figure_class(figsize=(10, 6), layout="constrained")
     canvas(figure)
     for panel, (key, label) in zip(figure.subplots(2, 2).flat, PANELS, strict=True):
-        for name, told in ((key, "training"), (f"val_{key}", "validation")):
+        for name, label_of in ((key, "training"), (f"val_{key}", "validation")):
             points = [(line["step"], line[name]) for line in lines if name in line]
             if points:
-                panel.plot(*zip(*points, strict=True), label=told, linewidth=1)
+                panel.plot(*zip(*points, strict=True), label=label_of, linewidth=1)
         panel.set(xlabel="step", ylabel=label)
         panel.grid(alpha=0.3)
         panel.legend()

@@ -19,7 +19,7 @@ from mlx_zip.text.token_facts import lead_ids, special_ids
 
 TRAIN_ON = ("answers", "all")
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
-_TAIL = 4  # ids behind a turn's end, among which its eos may stand: a template writes a line end after it
+_TAIL = 4  # ids after a turn's end, among which its eos may be: a template writes a line end after it
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Encoder:
                 if not (upto.startswith(before) and text.startswith(upto)):
                     raise DataError(
                         f"{record.where}: the chat template writes turn {k} otherwise once more turns follow, so the "
-                        "assistant's part cannot be told apart; count everything with --train-on all"
+                        "assistant's part cannot be found; count everything with --train-on all"
                     )
                 spans.append((len(before), len(upto)))
         return text, spans

@@ -73,7 +73,7 @@ class Corpus:
 
 
 def windows(documents: Sequence[Sequence[int]], end: int, length: int) -> Uint32s:
-    """Documents one behind the other, each with the id `end` behind it, in windows of `length`; the rest is left."""
+    """Documents in one sequence, each followed by the id `end`, cut into windows of `length`; the rest is left out."""
     ids = np.fromiter((i for document in documents for i in (*document, end)), np.uint32)
     whole = len(ids) // length
     return ids[: whole * length].reshape(whole, length)

@@ -60,7 +60,7 @@ def fit(
 ) -> SavedPatchModel:
     """Trains in the folder `out`, on from its last checkpoint, and leaves `out/model`.
 
-    texts: the documents. The first Ctrl-C or SIGTERM ends it behind the next step, whose checkpoint is saved: raises
+    texts: the documents. The first Ctrl-C or SIGTERM ends training after the next step, which is saved: raises
     `Stopped`. Raises `DataError`, `ConfigError`, and `TrainingError` as `hbpe.train` does, when the folder holds
     something else, or when another process trains there.
     """
@@ -89,24 +89,24 @@ def fit(
 
 
 def evaluate_texts(saved: SavedPatchModel, texts: Sequence[str], batch_size: int = 16) -> dict[str, Any]:
-    """Bits per byte of documents, each with its end behind it, in windows of `saved.context` patches, the last shorter.
+    """Bits per byte of documents, each followed by its end, in windows of `saved.context` patches, the last shorter.
 
-    Beside it bytes, patches, symbols_per_patch, bytes_per_patch, fertility (patches per word), forward_flops_per_byte
+    Also bytes, patches, symbols_per_patch, bytes_per_patch, fertility (patches per word), forward_flops_per_byte
     (paper's count, with the symbols that there are) and exact: whether the patches spell the texts.
     """
     ids = windows([saved.text.ids(one) for one in texts], saved.text.end, 1).reshape(-1)
     whole = len(ids) // saved.context * saved.context
     parts = [part.reshape(-1, n) for part, n in ((ids[:whole], saved.context), (ids[whole:], len(ids) - whole)) if n]
     corpora = [Corpus(part, saved.text.unit_bytes, saved.text.table.rows) for part in parts if part.size]
-    told = [evaluate(saved.model, corpus, batch_size) for corpus in corpora]
-    n_bytes, lengths = sum(one["bytes"] for one in told), saved.text.table.lengths[ids]
+    found = [evaluate(saved.model, corpus, batch_size) for corpus in corpora]
+    n_bytes, lengths = sum(one["bytes"] for one in found), saved.text.table.lengths[ids]
     if not n_bytes:
         raise DataError("the texts have no bytes: there is nothing to measure")
     words, config, window = sum(map(words_of, texts)), saved.model.config, saved.context * n_bytes / len(ids)
     symbols, spelled = float(lengths.mean()), saved.text.table.tokens
     flops = hierarchical_flops(window, n_bytes / len(ids), config.latent, config.local, config.symbols, symbols)
     return {
-        "bits_per_byte": bits_per_byte(sum(one["nats"] for one in told), n_bytes),
+        "bits_per_byte": bits_per_byte(sum(one["nats"] for one in found), n_bytes),
         "bytes": n_bytes,
         "documents": len(texts),
         "patches": len(ids),

@@ -1,4 +1,4 @@
-"""What a run tells while it runs: one JSON line per report, a progress bar, and curves."""
+"""The log of a run: one JSON line per report or validation, and the curves drawn from it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FILE = "metrics.jsonl"
 
 
 class Metrics:
-    """The run's log, one JSON object a line. A run that is resumed at `step` first drops the lines behind it."""
+    """The run's log, one JSON object a line. Lines of later steps than `step`, where a run is resumed, are removed."""
 
     def __init__(self, run: Path, step: int) -> None:
         self.path = run / FILE
@@ -36,7 +36,7 @@ class Metrics:
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """The lines of a run's log; a last line cut short by a crash is left out, as is all behind what is no line.
+    """The lines of a run's log; a last line cut short by a crash is left out, as is all after the first damaged line.
 
     Raises `DataError` for a folder or a pipe of its name.
     """

@@ -1,4 +1,4 @@
-"""The objective: cross entropy over [base | entries], and the two losses that may stand beside it.
+"""The objective: cross entropy over [base | entries], and the two losses that may be added to it.
 
 Every loss is a sum over the positions that count, so that gradients of several batches, on several machines, add up
 and one division by the number of positions makes them those of one large batch.
@@ -23,7 +23,7 @@ CLOSED = -1e30  # logit of an entry that is not available; finite, so that gradi
 
 @dataclass(frozen=True)
 class LossWeights:
-    """Weights of the losses beside the cross entropy; 0 leaves one out.
+    """Weights of the losses that are added to the cross entropy; 0 leaves one out.
 
     reconstruction: lambda of arXiv 2506.01084 eq. 3. token_type: binary cross entropy of "the next id is a
     hypertoken" (zip2zip++ uses 0.05). reconstruct_entries: how many entries of a batch the reconstruction looks at.
@@ -73,8 +73,8 @@ class Trainee(nn.Module):
 
     def total(self, sums: dict[str, mx.array]) -> mx.array:
         """What is minimised, before the division by `count`."""
-        beside = [name for name in ("reconstruction", "token_type") if name in sums]
-        return sum((getattr(self._weights, name) * sums[name] for name in beside), sums["nats"])
+        added = [name for name in ("reconstruction", "token_type") if name in sums]
+        return sum((getattr(self._weights, name) * sums[name] for name in added), sums["nats"])
 
     def _reconstruction(self, out: Outputs, arrays: dict[str, mx.array]) -> mx.array:
         """Mean cross entropy of entries' base ids, read back from their rows of both sides."""

@@ -154,7 +154,7 @@ class _Run:
     def _tell(self, record: dict[str, Any]) -> None:
         notes = record["notes"]
         more = record["skipped"].get("wrong", 0) - len(notes)
-        for note in [*notes, *([f"{more} more wrong records behind these"] if more else [])]:
+        for note in [*notes, *([f"{more} more wrong records after these"] if more else [])]:
             self.bar.clear()
             self.report(f"skipped {note}")
 
@@ -187,7 +187,7 @@ class _Run:
             self.folder.discard()
             if all(sum(record["samples"] for record in done) for done in self.records):
                 lost = self.options.sources[kept.index(0)].data[0]
-                raise DataError(f"{lost}: its share beside the others' is too small for a single sample of it")
+                raise DataError(f"{lost}: its share next to the others' is too small for a single sample of it")
             raise DataError(f"{poor} gives no sample to train on ({counts})")
         shards = sorted(self._shards(kept), key=lambda record: record["name"])
         totals = {key: sum(record[key] for record in shards) for key in ("samples", "ids", "base_ids", "bytes")}

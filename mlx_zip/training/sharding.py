@@ -61,7 +61,7 @@ class Chunk:
 
 @dataclass
 class Tally:
-    """What became of a chunk's records beside its samples. skipped: counts by kind. notes: the first ones, in words."""
+    """What became of a chunk's records. skipped: counts by kind. notes: the first skipped ones, in words."""
 
     skipped: Counter[str] = field(default_factory=Counter)
     notes: list[str] = field(default_factory=list)

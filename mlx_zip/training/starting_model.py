@@ -109,8 +109,8 @@ def _with_codec(config: dict[str, Any], params: CodecParams) -> dict[str, Any]:
         raise TrainingError(f"the data were prepared for another codec ({params}) than the model's ({theirs})")
     if (theirs.codebook_size, theirs.merge_size) == (params.codebook_size, params.merge_size):
         return config
-    beside = {key: value for key, value in config["zip2zip"].items() if key in RECORD_KEYS}
-    return {**config, "zip2zip": {**replace(found, **sizes).to_dict(), **beside}}
+    kept = {key: value for key, value in config["zip2zip"].items() if key in RECORD_KEYS}
+    return {**config, "zip2zip": {**replace(found, **sizes).to_dict(), **kept}}
 
 
 def _load_with_positions(folder: Path, config: dict[str, Any], wanted: dict[str, Any]) -> nn.Module:

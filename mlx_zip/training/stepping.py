@@ -58,8 +58,8 @@ class Stepper:
         sums = {name: mx.distributed.all_sum(value, group=self.group) for name, value in sorted(sums.items())}
         norm = self._apply(gradients, sums["count"])
         mx.eval(norm, sums, self.trainee.state, self.optimizer.state, mx.random.state)
-        told: dict[str, Any] = {**sums, "grad_norm": norm}
-        return {name: float(value.item()) for name, value in told.items()}
+        found: dict[str, Any] = {**sums, "grad_norm": norm}
+        return {name: float(value.item()) for name, value in found.items()}
 
     def losses(self, batch: Batch, long: bool) -> dict[str, float]:
         """The sums of one batch without training."""

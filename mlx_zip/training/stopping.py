@@ -1,4 +1,4 @@
-"""An orderly end: the first Ctrl-C or SIGTERM asks a run to stop behind its step, a second one ends it at once."""
+"""An orderly end: the first Ctrl-C or SIGTERM asks a run to stop after its step, a second one ends it at once."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Stopped(KeyboardInterrupt):
 
 @contextmanager
 def stop_signals() -> Iterator[Asked]:
-    """Gives what tells the signal that asks to stop, None before; behind the block too.
+    """Gives a function that returns the signal that asked to stop, None before one did; it works after the block too.
 
-    Signals reach the main thread alone: in another one nothing is heard.
+    Signals reach the main thread alone: in another thread the function always returns None.
     """
     heard: list[int] = []
 

@@ -23,7 +23,8 @@ FALLS = 0.005  # share by which the last validation must be better than the one 
 
 def header(trainer: Trainer, what: str) -> list[str]:
     """What is trained, in words, its parameters, the device, the data, and the step that a run goes on from."""
-    trained = sum(array.size for _, array in tree_flatten(trainer.trainee.trainable_parameters()))
+    arrays: Any = tree_flatten(trainer.trainee.trainable_parameters())
+    trained = sum(array.size for _, array in arrays)
     total = get_total_parameters(trainer.trainee)
     lines = [
         f"training {what}: {trained:,} of {total:,} parameters; device: {mx.default_device().type.name}",

@@ -295,12 +295,12 @@ class _SinceReport:
             f"{name}_per_s": (getattr(now, f"seen_{name}") - getattr(since, f"seen_{name}")) / seconds
             for name in ("ids", "base_ids", "bytes")
         }
-        beside = {name: self.sums[name] / count for name in ("reconstruction", "token_type") if name in self.sums}
+        added = {name: self.sums[name] / count for name in ("reconstruction", "token_type") if name in self.sums}
         return {
             "step": now.step,
             "loss": self.sums["nats"] / count,
             "bits_per_byte": self.sums["nats"] / math.log(2) / n_bytes,
-            **beside,
+            **added,
             "grad_norm": self.sums["grad_norm"] / self.steps,
             **rates,
             **{name: value for name, value in vars(now).items() if name != "step"},

@@ -152,7 +152,7 @@ def _kept(rows: mx.array, dtype: str) -> NDArray[Any]:
 
 
 def _first_bits(trainer: Trainer, first: Any, run: Path) -> float:
-    """Held-out bits per byte before the first step, with the rows `first`; of a resumed run its log tells."""
+    """Held-out bits per byte before the first step, with the rows `first`, or as a resumed run's log says."""
     for line in read_metrics(run):
         if line["step"] == 0 and isinstance(line.get("val_bits_per_byte"), float):
             return line["val_bits_per_byte"]

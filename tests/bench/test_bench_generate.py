@@ -12,6 +12,7 @@ from mlx_zip.bench.generate_record import FIGURES, SECTIONS, SINCE, ceiling, che
 from mlx_zip.bench.shapes import ENCODERS, ZipOptions, from_config, from_folders
 from mlx_zip.bench.workloads import Turn, Workload, chats, cut, read_tokenizer, sources
 from mlx_zip.errors import InstallationError, MlxZipError
+from mlx_zip.layout import is_zip
 from support import tiny_bench, tiny_text
 from support.bench_engines import MLX_ENGINES
 from support.places import DOCS
@@ -95,8 +96,8 @@ def test_a_shape_can_have_any_encoder(encoder):
 def test_the_bundled_models_belong_together():
     made = from_folders("stories", "stories-base")
     assert made.zipped is not None
-    assert hasattr(made.zipped(), "layout")
-    assert not hasattr(made.plain(), "layout")
+    assert is_zip(made.zipped())
+    assert not is_zip(made.plain())
     with pytest.raises(MlxZipError, match="--model stories-base has no hypertokens"):
         from_folders("stories-base", None)
     with pytest.raises(MlxZipError, match="--base stories has hypertokens"):

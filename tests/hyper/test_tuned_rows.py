@@ -187,7 +187,7 @@ def test_generation_reads_tuned_rows_also_ahead_of_the_host(ahead, monkeypatch):
     for _ in range(20):
         expected.append(int(np.argmax(last_logits(MODEL, feed, cache))))
         feed = expected[-1:]
-    made = [r.token for r in stream_generate(MODEL, ENDLESS, TEXT, max_tokens=80, start=TUNED)]
+    made = [r.token for r in stream_generate(MODEL, ENDLESS, TEXT, max_tokens=80, pack=TUNED)]
     assert made[: len(expected)] == expected[: len(made)]
     assert max(expected) >= VOCAB
 
@@ -203,7 +203,7 @@ def test_a_model_with_a_pack_begins_with_it_unless_another_start_is_named():
     untuned = last_logits(MODEL, IDS, MODEL.make_cache(pack=START))
     assert_close(last_logits(model, IDS, model.make_cache(pack=START)), untuned)
     texts = batch_generate(model, ENDLESS, [TEXT, [5, 6]], max_tokens=12)
-    assert texts == [generate(MODEL, ENDLESS, prompt, max_tokens=12, start=TUNED) for prompt in (TEXT, [5, 6])]
+    assert texts == [generate(MODEL, ENDLESS, prompt, max_tokens=12, pack=TUNED) for prompt in (TEXT, [5, 6])]
     with pytest.raises(ModelError, match="another model"):
         tiny_model(seed=1).take_pack(TUNED)
 
@@ -221,7 +221,7 @@ def test_a_saved_cache_goes_on_with_the_pack_that_it_was_begun_with(tmp_path):
     last_logits(MODEL, IDS[:10], cache)
     back = saved(cache, tmp_path / "cache.safetensors")
     expected = [r.token for r in stream_generate(MODEL, ENDLESS, [5, 6], max_tokens=9, prompt_cache=cache)]
-    got = stream_generate(MODEL, ENDLESS, [5, 6], max_tokens=9, prompt_cache=back, start=TUNED)
+    got = stream_generate(MODEL, ENDLESS, [5, 6], max_tokens=9, prompt_cache=back, pack=TUNED)
     assert [r.token for r in got] == expected
 
 
@@ -242,9 +242,9 @@ def test_a_saved_cache_without_its_pack_or_with_another_is_refused_and_unchanged
         MODEL(mx.array([[5]]), cache=back)
     for other in (START, tuned(seed=1), tuned(entries=OTHER), ()):
         with pytest.raises(ModelError, match="begun with another pack"):
-            stream_generate(MODEL, ENDLESS, [5], prompt_cache=back, start=other)
+            stream_generate(MODEL, ENDLESS, [5], prompt_cache=back, pack=other)
     assert {entry.offset for entry in back} == {10}
-    stream_generate(MODEL, ENDLESS, [5], prompt_cache=back, start=TUNED)
+    stream_generate(MODEL, ENDLESS, [5], prompt_cache=back, pack=TUNED)
 
 
 @pytest.mark.parametrize("start", [START, None])
@@ -255,8 +255,8 @@ def test_a_cache_without_tuned_rows_refuses_another_pack_too_and_takes_its_own(s
     back = saved(cache, tmp_path / "cache.safetensors")
     for other in (TUNED, OTHER):
         with pytest.raises(ModelError, match="begun with another pack"):
-            stream_generate(MODEL, ENDLESS, [5], prompt_cache=back, start=other)
-    assert list(stream_generate(MODEL, ENDLESS, [5], max_tokens=3, prompt_cache=back, start=start or ()))
+            stream_generate(MODEL, ENDLESS, [5], prompt_cache=back, pack=other)
+    assert list(stream_generate(MODEL, ENDLESS, [5], max_tokens=3, prompt_cache=back, pack=start or ()))
 
 
 def test_a_batchs_saved_state_keeps_which_sequence_has_which_rows():

@@ -204,7 +204,7 @@ def favour(column, at_step=0):
 
 
 def test_the_prompt_is_compressed_with_the_requests_start_entries():
-    with_start, without = run(start=START, max_tokens=1)[0], run(max_tokens=1)[0]
+    with_start, without = run(pack=START, max_tokens=1)[0], run(max_tokens=1)[0]
     assert (with_start.prompt_tokens, with_start.prompt_ids) == (len(TEXT), len(compressed(START)))
     assert with_start.prompt_ids < without.prompt_ids
 
@@ -214,13 +214,13 @@ def test_greedy_ids_are_the_largest_logits_of_the_model_itself_under_the_start()
     for _ in range(12):
         feed = [int(np.argmax(last_logits(MODEL, feed, cache)))]
         expected += feed
-    made = [r.token for r in run(start=START)]
+    made = [r.token for r in run(pack=START)]
     assert made[:12] == expected[: len(made)]
     assert len(made) > 5
 
 
 def test_the_first_emitted_id_may_be_a_start_entry_and_expands_to_its_base_ids():
-    responses = run(prompt=[5], start=START, logits_processors=[favour(VOCAB + 4)])
+    responses = run(prompt=[5], pack=START, logits_processors=[favour(VOCAB + 4)])
     assert (responses[0].token, responses[0].base_ids) == (VOCAB + 4, START[4])
     assert "".join(r.text for r in responses).startswith(ENDLESS.decode(list(START[4])))
     assert responses[0].hypertokens == 1
@@ -241,26 +241,26 @@ def test_a_second_turn_goes_on_with_start_and_grown_entries():
 )
 def test_batched_prompts_with_starts_of_their_own_equal_the_same_prompts_alone(options):
     prompts, starts = [TEXT, base_ids(20, seed=3), [5, 6, 7]], [START, OTHER, None]
-    together = batch_generate(MODEL, ENDLESS, prompts, max_tokens=20, start=starts, **options)
+    together = batch_generate(MODEL, ENDLESS, prompts, max_tokens=20, pack=starts, **options)
     for prompt, start, text in zip(prompts, starts, together, strict=True):
-        alone = run(prompt=prompt, start=start, max_tokens=20, **options)
+        alone = run(prompt=prompt, pack=start, max_tokens=20, **options)
         assert text == "".join(r.text for r in alone)
 
 
 def test_one_start_serves_all_prompts_of_a_batch():
-    responses = list(stream_batch(MODEL, ENDLESS, [TEXT, TEXT], max_tokens=3, start=START))
+    responses = list(stream_batch(MODEL, ENDLESS, [TEXT, TEXT], max_tokens=3, pack=START))
     assert {r.prompt_ids for _, r in responses} == {len(compressed(START))}
 
 
 def test_another_pack_than_the_prompt_caches_and_one_for_a_plain_model_are_refused():
     with pytest.raises(ModelError, match="begun with another pack"):
-        run(start=START, prompt_cache=MODEL.make_cache())
+        run(pack=START, prompt_cache=MODEL.make_cache())
     with pytest.raises(GenerationError, match="no hypertokens"):
-        run(model=plain_model(), start=START)
+        run(model=plain_model(), pack=START)
     with pytest.raises(GenerationError, match="no hypertokens"):
-        batch_generate(plain_model(), ENDLESS, [[5]], start=START)
+        batch_generate(plain_model(), ENDLESS, [[5]], pack=START)
     with pytest.raises(ModelError, match="1 packs for 2"):
-        batch_generate(MODEL, ENDLESS, [[5], [6]], start=[START])
+        batch_generate(MODEL, ENDLESS, [[5], [6]], pack=[START])
 
 
 # ---- the command

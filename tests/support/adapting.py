@@ -3,6 +3,8 @@
 import mlx.core as mx
 import numpy as np
 
+from mlx_zip.layout import is_zip
+
 
 def quantized(folder, out):
     """Quantizes the plain model of a folder with mlx-lm; returns `out`."""
@@ -13,4 +15,4 @@ def quantized(folder, out):
 
 
 def logits_of(model, ids):
-    return np.array(model(mx.array(ids)[None], cache=model.make_cache() if hasattr(model, "layout") else None))[0]
+    return np.array(model(mx.array(ids)[None], cache=model.make_cache() if is_zip(model) else None))[0]

@@ -386,7 +386,7 @@ def test_wrong_records_that_are_too_many_to_name_are_counted(tmp_path, monkeypat
     assert [line.split(": ")[0] for line in lines] == [
         f"skipped {data}:1",
         f"skipped {data}:3",
-        "skipped 2 more wrong records behind these",
+        "skipped 2 more wrong records after these",
     ]
 
 

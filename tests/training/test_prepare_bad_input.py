@@ -79,7 +79,7 @@ def test_a_share_too_small_for_one_sample_is_the_sources_own_fault(data, tmp_pat
     (tmp_path / "m.yaml").write_text(f"sources:\n- {{data: {data}, share: 1.0e-300}}\n- {{data: {other}, share: 1}}\n")
     argv = ["prepare", "--tokenizer", str(tokenizer_folder()), "--mixture", str(tmp_path / "m.yaml")]
     assert main([*argv, "--out", str(tmp_path / "out"), "--workers", "1"]) == 2
-    assert f"{data}: its share beside the others' is too small" in capsys.readouterr().err
+    assert f"{data}: its share next to the others' is too small" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

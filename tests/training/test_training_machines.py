@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +16,7 @@ import pytest
 from mlx_zip.training.checkpoint import checkpoints
 from mlx_zip.training.metrics import read_metrics
 from mlx_zip.training.run import train
+from support.processes import Command, wait_all
 from support.tiny_training import ENCODER, losses, options, settings, write_plain, write_shards
 
 LIMIT_S = 240
@@ -48,7 +46,7 @@ def free_ports(n: int) -> list[int]:
     return ports
 
 
-def start(home: Path, outs: list[Path], **flags: Any) -> list[subprocess.Popen[str]]:
+def start(home: Path, outs: list[Path], **flags: Any) -> list[Command]:
     """One process per folder in `outs`, each a machine of one run."""
     hosts = home / "hosts.json"
     hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(len(outs))]))
@@ -57,29 +55,14 @@ def start(home: Path, outs: list[Path], **flags: Any) -> list[subprocess.Popen[s
         places = {"model": home / "plain", "data": home / "data", "out": out}
         values = [str(x) for k, v in {**places, **FLAGS, **flags}.items() for x in (f"--{k.replace('_', '-')}", v)]
         values += ["--plot"] if find_spec("matplotlib") else []
-        machine = {"MLX_RANK": str(rank), "MLX_HOSTFILE": str(hosts), "OPENBLAS_NUM_THREADS": "1"}
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, "-m", "mlx_zip", "train", *values],
-                env={**os.environ, **machine},
-                stderr=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                text=True,
-            )
-        )
+        machine = {"MLX_RANK": str(rank), "MLX_HOSTFILE": str(hosts)}
+        processes.append(Command(["train", *values], home / f"{out.name}.said", machine))
     return processes
 
 
-def ended(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
+def ended(processes: list[Command]) -> list[tuple[int, str]]:
     """(exit status, stderr) of each; all are killed when one takes too long."""
-    deadline = time.monotonic() + LIMIT_S
-    try:
-        told = [process.communicate(timeout=max(1.0, deadline - time.monotonic()))[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    return [(process.returncode, text) for process, text in zip(processes, told, strict=True)]
+    return wait_all(processes, LIMIT_S)
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +102,7 @@ def test_a_signal_to_one_machine_stops_both_after_the_same_step(home):
     outs = [home / "stopped", home / "stopped-too"]
     processes = start(home, outs, iters=100_000)
     deadline = time.monotonic() + LIMIT_S
-    while len(read_metrics(outs[0])) < 2 and time.monotonic() < deadline and processes[0].poll() is None:
+    while len(read_metrics(outs[0])) < 2 and time.monotonic() < deadline and not processes[0].ended:
         time.sleep(0.01)
     processes[1].send_signal(signal.SIGTERM)
     assert [status for status, _ in ended(processes)] == [143, 143]

@@ -8,7 +8,6 @@ import resource
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +26,7 @@ from mlx_zip.training.run import train
 from mlx_zip.training.settings import EncoderOptions
 from mlx_zip.training.trainer import Trainer
 from support.crashing import crash_after
+from support.processes import Command
 from support.tiny_training import (
     CODEC,
     ENCODER,
@@ -139,7 +139,7 @@ def command(out: Path) -> list[str]:
         "encoder-intermediate-size": 16,
         "valid-share": 0,
     }
-    return [sys.executable, "-m", "mlx_zip", "train", *(str(x) for k, v in values.items() for x in (f"--{k}", v))]
+    return ["train", *(str(x) for k, v in values.items() for x in (f"--{k}", v))]
 
 
 def same_in_process(out: Path) -> Any:
@@ -158,14 +158,14 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def stopped_with(number: int, out: Path, steps: int) -> int:
     """Starts the command, sends it a signal once so many steps are told, and returns its exit status."""
-    with subprocess.Popen(command(out), stderr=subprocess.PIPE, text=True) as process:
-        deadline = time.monotonic() + 120
-        while len(read_metrics(out)) < steps and process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.005)
-        process.send_signal(number)
-        _, told = process.communicate(timeout=120)
+    process = Command(command(out), out.with_suffix(".said"))
+    deadline = time.monotonic() + 120
+    while len(read_metrics(out)) < steps and not process.ended and time.monotonic() < deadline:
+        time.sleep(0.005)
+    process.send_signal(number)
+    status, told = process.wait(120)
     assert "Traceback" not in told
-    return process.returncode
+    return status
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
