@@ -8,7 +8,7 @@ is "canonicality by conditioning" (arXiv 2506.07956) for a codebook that grows; 
 
 But where such ids hold most of the probability, the model has begun to spell something out and is sure how it goes on:
 "didn" and then "'t", where "didn't" is an entry. Kept from that, it breaks the word. So there nothing is excluded: one
-id more is the smaller harm (docs/stories.md has the measurement).
+id more is the smaller harm (docs/reports/stories.md has the measurement).
 
 In a starting codebook u + b + c may be an entry where u + b is none. Then b alone may follow u, but not b + c, neither
 as one id nor as two: so what began at an earlier id counts as long as an entry may still come of it.

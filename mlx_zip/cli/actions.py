@@ -16,8 +16,10 @@ from typing import Any
 from mlx_zip.errors import DataError
 
 Action = tuple[Callable[[argparse.ArgumentParser], None], str, Callable[[argparse.Namespace], Any]]
-TOKENIZER = "model folder, tokenizer.json, bundled model or hub id"
-FIRST_STAGE = f"{TOKENIZER}; vocab.bpe or merges.txt, or NAME.tiktoken; files also with .gz"
+TOKENIZER = (
+    "model folder, bundled model or hub id; or a file, also with .gz: tokenizer.json, NAME.tiktoken, NAME.model "
+    "(SentencePiece), vocab.bpe, merges.txt or NAME.vocab.txt (BERT)"
+)
 
 
 def add_actions(
@@ -57,18 +59,24 @@ def check_at_least(args: argparse.Namespace, least: int, *names: str) -> None:
             raise DataError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
 
 
-def tokenizer_path(name: str) -> str | Path:
-    """Returns the file or folder of a tokenizer; a bundled model stands for its folder, a hub id is downloaded.
+def first_stage(name: str) -> Any:
+    """Returns the `first_stage.TokenizerFile` of a tokenizer in any format that `text.tokenizers` reads, or in hex.
 
-    Raises `DataError` if the hub has no such tokenizer. A missing file is left to the reader of the path.
+    Formats of characters (SentencePiece, BERT) are converted to a tokenizer.json. Raises `DataError`.
     """
     from mlx_zip.bundled import here_or_bundled
-    from mlx_zip.text import hub
-    from mlx_zip.text.tokenizers import tokenizer_folder
+    from mlx_zip.text.formats import is_tokenizer_file, pair_in, read_library
+    from mlx_zip.text.tokenizers import names_a_file, tokenizer_folder
+    from mlx_zip.vocab.first_stage import TokenizerFile, open_tokenizer
 
     path = here_or_bundled(name)
-    is_file_name = path.suffix in (".json", ".bpe", ".txt", ".tiktoken", ".gz")
-    return tokenizer_folder(name) if not path.exists() and not is_file_name and hub.is_hub_id(name) else path
+    if not (path.exists() or is_tokenizer_file(path) or names_a_file(name)):
+        path = tokenizer_folder(name)
+    if path.is_dir() and not (path / "tokenizer.json").is_file():
+        path = pair_in(path) or path
+    if path.is_file() and path.name.removesuffix(".gz").endswith((".model", "vocab.txt")):
+        return TokenizerFile(path, "tokenizer", read_library(path).to_str().encode())
+    return open_tokenizer(path)
 
 
 def writable(

@@ -28,19 +28,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--tokenizer",
         required=True,
-        help="model folder, tokenizer.json, bundled model or hub id; a converted model brings its codec",
+        help="model folder, tokenizer file, bundled model or hub id; a converted model's own codec is used",
     )
-    add("--merge-size", type=int, help="base tokens per hypertoken at most (default: 3, or the converted model's)")
-    add("--codebook-size", type=int, help="hypertokens at most (default: 2048, or the converted model's)")
+    add("--merge-size", type=int, help="maximum base tokens per hypertoken (default: 3, or the converted model's)")
+    add("--codebook-size", type=int, help="maximum number of hypertokens (default: 2048, or the converted model's)")
     add(
         "--policy",
         choices=["freeze", "lru", "use-count"],
-        help="what a full codebook does: nothing any more, or a new entry takes the place of the one used longest ago, "
-        "or least often (default: freeze, or the converted model's)",
+        help="what a full codebook does with a new entry. freeze: no new entries; lru: evict the least recently used; "
+        "use-count: evict the least often used (default: freeze, or the converted model's)",
     )
-    add("--window", type=int, help="compress every N base tokens on their own (default: the text as a whole)")
-    add("--disabled", nargs="*", choices=_NEVER_MERGED, help="tokens that never merge (default: specials)")
-    add("--show", type=int, default=20, metavar="N", help="hypertokens to list, the most saving first (default: 20)")
+    add("--window", type=int, help="compress every N base tokens separately (default: the whole text at once)")
+    add(
+        "--disabled",
+        nargs="*",
+        choices=_NEVER_MERGED,
+        help="kinds of tokens that never become part of a hypertoken (default: specials)",
+    )
+    add(
+        "--show",
+        type=int,
+        default=20,
+        metavar="N",
+        help="number of hypertokens to list, those that save most first (default: 20)",
+    )
     add("--json", action="store_true", help="print one JSON object")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.cli import hbpe_models
-from mlx_zip.cli.actions import FIRST_STAGE, Action, add_actions, add_json, check_at_least, tokenizer_path, writable
+from mlx_zip.cli.actions import TOKENIZER, Action, add_actions, add_json, check_at_least, first_stage, writable
 from mlx_zip.cli.vocab_plots import add_plot, draw_bars, plot_file
 from mlx_zip.errors import DataError
 
@@ -73,7 +73,7 @@ def _tokenizer_flag(add: Any) -> None:
         "--tokenizer",
         required=True,
         metavar="NAME",
-        help=f"first-stage tokenizer: {FIRST_STAGE}; or a .json list of tokens in hex",
+        help=f"first-stage tokenizer: {TOKENIZER}; or a .json list of tokens in hex",
     )
 
 
@@ -94,11 +94,10 @@ def run(args: argparse.Namespace) -> int:
 def _learn(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     from mlx_zip.vocab.hbpe import learn, too_long
     from mlx_zip.vocab.hbpe_table import SUFFIX, PatchTable
-    from mlx_zip.vocab.hbpe_tokens import read_tokens
 
     out = writable("--out", args.out, "a patch table", SUFFIX)
     plot = plot_file(args.plot, read=[args.tokenizer, out])
-    tokens = read_tokens(tokenizer_path(args.tokenizer))
+    tokens = first_stage(args.tokenizer).tokens()
     learned = learn(tokens, args.patch_size)
     table = PatchTable.build(learned.merges, tokens, args.mode)
     try:
@@ -157,13 +156,15 @@ def _described(table: Any, show: int, counts: list[int] | None = None) -> tuple[
 
 def _encode(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     from mlx_zip.cli.compression import read_text
+    from mlx_zip.text.formats import read_library
     from mlx_zip.vocab.hbpe_measures import fertility, words_of
     from mlx_zip.vocab.hbpe_table import PatchTable
-    from mlx_zip.vocab.hbpe_tokens import read_tokens, text_encoder
+    from mlx_zip.vocab.hbpe_tokens import encoder_of
 
-    text, table, tokenizer = read_text(args.data), PatchTable.load(args.table), tokenizer_path(args.tokenizer)
-    table.check_tokens(read_tokens(tokenizer))
-    ids = list(text_encoder(tokenizer)(text))
+    text, table, tokenizer = read_text(args.data), PatchTable.load(args.table), first_stage(args.tokenizer)
+    table.check_tokens(tokenizer.tokens())
+    ranks = tokenizer.kind == "ranks"  # the name of such a file says how text is split
+    ids = list(encoder_of(read_library(tokenizer.path) if ranks else tokenizer.library())(text))
     if not ids:
         raise DataError(f"{args.data}: this text has no token of the tokenizer")
     rows, lengths = table.encode(ids), table.lengths[ids]

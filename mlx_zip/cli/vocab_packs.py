@@ -76,7 +76,7 @@ def _learn(args: argparse.Namespace) -> int:
     args.out = writable("--out", args.out, "a pack", SUFFIX)
     plot, options = plot_file(args.plot, [args.out]), _options(args)
     held_out_texts = _held_out(args, options.sources[0])
-    plan, tokenizer, _ = make_plan(options)
+    plan, tokenizer, _ = make_plan(options, pads=False)
     texts = _read(args, options.sources, tokenizer)
     held_out = _read(args, held_out_texts, tokenizer) if held_out_texts else []
     cost = _head_cost(args)

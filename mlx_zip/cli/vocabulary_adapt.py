@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.bundled import here_or_bundled
-from mlx_zip.cli.actions import FIRST_STAGE, add_actions, add_json, printable, progress, tokenizer_path, writable
+from mlx_zip.cli.actions import TOKENIZER, add_actions, add_json, first_stage, printable, progress, writable
 from mlx_zip.cli.vocab_plots import add_plot, draw_bars, plot_file
 from mlx_zip.errors import DataError, GenerationError
 
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _learn_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--tokenizer", required=True, metavar="NAME", help=f"tokenizer to adapt: {FIRST_STAGE}")
+    add("--tokenizer", required=True, metavar="NAME", help=f"tokenizer to adapt: {TOKENIZER}")
     add(
         "--data",
         "--text",
@@ -104,7 +104,7 @@ def _show_arguments(parser: argparse.ArgumentParser) -> None:
         "--base",
         dest="tokenizer",
         metavar="NAME",
-        help=f"base to compare with and to check: {FIRST_STAGE}",
+        help=f"base to compare with and to check: {TOKENIZER}",
     )
     add(
         "--data",
@@ -158,7 +158,7 @@ def _learn(args: argparse.Namespace) -> int:
     from mlx_zip.vocab.adaptbpe.plain import tokenizer_json
 
     settings, (out, plain, plot) = _settings(args), _outputs(args)
-    base = read_base(tokenizer_path(args.tokenizer), args.pieces)
+    base = read_base(first_stage(args.tokenizer), args.pieces)
     texts, held_out = _texts(args, args.data), _texts(args, args.held_out)
     begun = time.perf_counter()
     words = words_of(base.front, _counted("Counting", texts))
@@ -218,7 +218,7 @@ def _show(args: argparse.Namespace) -> int:
         raise GenerationError("--plot draws the tokens of texts: name some with --data")
     plot, vocabulary, base = plot_file(args.plot, [*args.data, args.file]), read_adapted(args.file), None
     if args.tokenizer is not None:
-        base = read_base(tokenizer_path(args.tokenizer), _own_pieces(vocabulary))
+        base = read_base(first_stage(args.tokenizer), _own_pieces(vocabulary))
         vocabulary.check_base(base)
     record = _record(vocabulary, base)
     if args.data:

@@ -1,6 +1,6 @@
-"""The codec: base ids to ids with hypertokens and back, over the C library in `native/`.
+"""The codec: turns base ids into ids with hypertokens and back. The work is done by the C library in `native/`.
 
-`mlx_zip.codec.twin` holds the same rules in plain Python; it is the oracle of the tests and nothing else imports it.
+`mlx_zip.codec.twin` implements the same rules in plain Python, for tests only.
 """
 
 from mlx_zip.codec.batch import pad_batch

@@ -1,4 +1,4 @@
-"""Arrays of .npy and .npz files, which may hold anything: whatever is wrong is one `DataError`. No pickle is read."""
+"""Reads .npy and .npz files of unknown origin: no pickle is executed, and any damage is a `DataError`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from mlx_zip.errors import DataError
 from mlx_zip.files import check_in
 
-_DAMAGE = (  # RuntimeError: an archive that is encrypted, or packed in a way that is not known; MemoryError: a shape
+_DAMAGE = (  # RuntimeError: an encrypted archive or an unknown compression; MemoryError: a huge shape
     OSError,
     ValueError,
     EOFError,
@@ -36,23 +36,23 @@ _DAMAGE = (  # RuntimeError: an archive that is encrypted, or packed in a way th
 
 
 def read_npz(path: Path, what: str, names: Collection[str] | None = None) -> dict[str, NDArray[Any]]:
-    """The arrays of an archive by name, those of `names` that it has, or all.
+    """Returns the arrays of an archive by name: those listed in `names` that the archive has, or all of them.
 
-    what: which a file of this kind is, for the message. Raises `DataError` naming the file.
+    what: the kind of file that is expected, for the message. Raises `DataError` naming the file.
     """
     with _explained(path, what):
         archive = np.load(path, allow_pickle=False)
         if not isinstance(archive, np.lib.npyio.NpzFile):
-            raise DataError(f"{path} cannot be read as {what}: it is no archive of arrays")
+            raise DataError(f"{path} cannot be read as {what}: it is not an archive of arrays")
         with archive:
             found = {name: archive[name] for name in archive.files if names is None or name in names}
     if other := [name for name, array in found.items() if not isinstance(array, np.ndarray)]:
-        raise DataError(f"{path} cannot be read as {what}: {other[0]!r:.40} in it is no array")
+        raise DataError(f"{path} cannot be read as {what}: {other[0]!r:.40} in it is not an array")
     return found
 
 
 def read_npy(path: Path, what: str) -> NDArray[Any]:
-    """The array of a file. Parameters and errors as of `read_npz`."""
+    """Returns the array of a .npy file. Parameters and errors are those of `read_npz`."""
     with _explained(path, what):
         array = np.load(path, allow_pickle=False)
     if not isinstance(array, np.ndarray):

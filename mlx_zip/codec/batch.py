@@ -1,4 +1,4 @@
-"""Rows of different lengths as one block."""
+"""Pads rows of different lengths to one array."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from mlx_zip.errors import CodecError
 def pad_batch(
     rows: Sequence[Any], pad_id: int, length: int | None = None, truncate: bool = False
 ) -> tuple[Uint32s, NDArray[np.int32]]:
-    """Left-pads B rows of ids to `length` (default: the longest) -> ids uint32 [B, L], padding int32 [B].
+    """Left-pads B rows of ids to `length` (default: the longest row) -> ids uint32 [B, L], padding int32 [B].
 
-    padding counts the pad ids put in front of each row: a pad id that belongs to a row is not mistaken for one,
-    unlike in zip2zip-compression 0.3.4, whose mask is "id differs from the pad id". `truncate` cuts longer rows
-    at the end; without it a row longer than `length` is a `CodecError`.
+    padding[b] is the number of pad ids added to row b. A pad id that is part of a row does not count as padding, unlike
+    in zip2zip-compression 0.3.4. truncate: cut longer rows at their end. Raises `CodecError` for a row longer than
+    `length` without it.
     """
     arrays = [as_ids(row) for row in rows]
     if length is None:
@@ -28,7 +28,7 @@ def pad_batch(
     padding = np.zeros(len(arrays), np.int32)
     for i, array in enumerate(arrays):
         if len(array) > length and not truncate:
-            raise CodecError(f"row {i} has {len(array)} ids, more than {length}: shorten it, or truncate")
+            raise CodecError(f"row {i} has {len(array)} ids, more than {length}: shorten it or pass truncate=True")
         padding[i] = max(0, length - len(array))
         out[i, padding[i] :] = array[:length]
     return out, padding

@@ -1,4 +1,4 @@
-"""Compression of whole sequences, and the codebook that follows a running one: numpy in front, C behind."""
+"""`compress` for whole sequences and `Codebook` for running ones: numpy arrays over the C library."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ _push, _push_one, _installed = lib.mlxzip_push, lib.mlxzip_push_one, lib.mlxzip_
 
 
 def compress(params: CodecParams, ids: Any) -> tuple[Uint32s, Entries]:
-    """Compresses a whole sequence of n base ids -> (ids uint32 [<= n], the entries at its end).
+    """Compresses a whole sequence of n base ids -> (ids uint32 [<= n], the entries after the last id).
 
-    At each point the longest installed entry is emitted; the match and the id after it become the next entry if
-    they fit. From an empty start this is exactly zip2zip-compression 0.3.4. Under a policy other than freeze it goes on
-    as `Codebook.compress` once the table is full. A contiguous uint32 array is read in
-    place; see `as_ids` for what else goes. Raises `CodecError` for an id that is neither a base id nor disabled,
-    and where a hypertoken would have to be emitted whose id is also disabled.
+    At each position the longest installed entry is emitted, and that match plus the next id becomes a new entry if it
+    fits. Without start entries this equals zip2zip-compression 0.3.4. Under the policies lru and use-count, a full
+    table is continued as by `Codebook.compress`. ids: see `as_ids`; a contiguous uint32 array is not copied. Raises
+    `CodecError` for an id that is neither a base id nor disabled, and for a hypertoken whose id is also disabled.
     """
     base_ids = as_ids(ids)
     n, native = len(base_ids), params.native
@@ -41,13 +40,12 @@ def compress(params: CodecParams, ids: Any) -> tuple[Uint32s, Entries]:
 
 
 class Codebook:
-    """What a running sequence of ids has installed: the decoder side, one step behind the encoder.
+    """The decoder side of the codec: reads emitted ids and installs the entries that the encoder has made of them.
 
-    `len(book)` counts installed entries. Feeding ids in one call or in many gives the same book. An entry installed
-    by consuming id t can be emitted as id t+1. An id stands for what its slot holds when it is read, before it installs
-    anything. Every error leaves the book as it was. Use it from one thread at a
-    time; the interpreter lock is released inside the C library. Growth of the id log (12 bytes per id) is amortised;
-    nothing else allocates in C once the table has grown.
+    `len(book)` is the number of installed entries. One call with many ids and many calls with one id give equal books.
+    An entry that id t installs can be emitted as id t+1. An id stands for what its slot holds when the id is read,
+    before it installs anything. After an error the book is unchanged. Use a book in one thread at a time; the C
+    library releases the interpreter lock. The id log takes 12 bytes per id.
     """
 
     def __init__(self, params: CodecParams) -> None:
@@ -56,7 +54,7 @@ class Codebook:
         self._hold(params, out[0])
 
     def _hold(self, params: CodecParams, book: Any) -> None:
-        self.params, self.rewinds = params, 0  # rewinds: how often it was rewound, for those who follow it
+        self.params, self.rewinds = params, 0  # rewinds: number of rewinds so far
         self._book = ffi.gc(book, lib.mlxzip_free)
         self._one: Any = None
         self._asked: Any = None
@@ -69,10 +67,10 @@ class Codebook:
         return self
 
     def push(self, ids: Any) -> Installed:
-        """Feeds one id or n ids (see `as_ids`), all or none; returns the entries they installed.
+        """Reads one id or n ids (see `as_ids`) and returns the entries that they install; reads all of them or none.
 
-        Base ids, disabled ids and installed hypertokens are always lawful. Of the others only exactly the next one
-        is, and only where it can extend what came before (LZW's "KwKwK"). Anything else is a `CodecError`.
+        Base ids, disabled ids and installed hypertokens are always accepted. Of the other hypertokens only the next
+        free one is, if the run before it can be extended (LZW's KwKwK). Raises `CodecError` for any other id.
         """
         return self._push_one(ids) if type(ids) is int else self._push_array(as_ids(ids))
 
@@ -98,7 +96,7 @@ class Codebook:
         return Installed(self.params, n, n_ids, packed)
 
     def expand(self, ids: Any) -> Uint32s:
-        """Base ids that one id or n ids stand for, by the entries installed now: uint32. Changes nothing.
+        """Returns the base ids that one id or n ids stand for now, uint32. The book is unchanged.
 
         Raises `CodecError` for an id that is neither a base id, nor disabled, nor an installed hypertoken.
         """
@@ -116,7 +114,7 @@ class Codebook:
         return out[: counts[0]]
 
     def _expand_one(self, x: int) -> Uint32s:
-        """`expand` of one id without an array in between: it is asked at every step of a generation."""
+        """Expands one id without building an array first, because every step of a generation calls it."""
         if self._asked is None:
             room = max(1, self.params.merge_size)
             self._asked = ffi.new("uint32_t[]", 1 + room), ffi.new("size_t[2]"), room
@@ -131,7 +129,7 @@ class Codebook:
         return np.frombuffer(bytes(ffi.buffer(ids + 1, 4 * counts[0])), np.uint32)
 
     def spans(self, ids: Any) -> NDArray[np.int32]:
-        """Number of base ids each id stands for, int32 [n]. Errors as in `expand`."""
+        """Returns the number of base ids that each id stands for now, int32 [n]. Errors as in `expand`."""
         ids, bad = as_ids(ids), ffi.new("size_t *")
         out = np.empty(len(ids), np.int32)
         status = lib.mlxzip_spans(self._book, _ids(ids), len(ids), ffi.from_buffer("int32_t[]", out), bad)
@@ -140,11 +138,11 @@ class Codebook:
         return out
 
     def compress(self, base_ids: Any) -> Uint32s:
-        """How to emit base ids from here on -> ids uint32. Changes nothing: push the result to go there.
+        """Compresses base ids as a continuation of this book -> ids uint32. The book is unchanged: push the result.
 
-        At each point the longest entry that is installed by then, as if each emitted id had been pushed; so, unlike
-        `mlx_zip.compress`, it never emits an entry before it is installed. Raises `CodecError` for an id that is
-        neither a base id nor disabled.
+        Each emitted id is the longest entry that is installed after the ids before it have been pushed. So, unlike
+        `mlx_zip.compress`, no entry is emitted before it is installed. Raises `CodecError` for an id that is neither a
+        base id nor disabled.
         """
         ids, counts = as_ids(base_ids), ffi.new("size_t[2]")
         out = np.empty(len(ids), np.uint32)
@@ -154,15 +152,15 @@ class Codebook:
         return out[: counts[0]]
 
     def rows(self, first: int, n: int) -> tuple[Uint32s, NDArray[np.uint8]]:
-        """The entries of slots first..first+n-1: base ids [n, merge_size], padded as in `entries`, and lengths [n]."""
+        """Returns base ids [n, merge_size], padded, and lengths [n] of the entries in slots first..first+n-1."""
         rows, lengths = np.empty((n, self.params.merge_size), np.uint32), np.empty(n, np.uint8)
         check(lib.mlxzip_entries(self._book, first, n, _ids(rows), _bytes(lengths)))
         return rows, lengths
 
     def words(self, slot: int) -> bytes:
-        """The base ids of one entry as the machine's 32-bit words, without an array in between.
+        """Returns the base ids of one entry as 32-bit words in the machine's byte order.
 
-        Raises `CodecError` for a slot that has no entry.
+        Raises `CodecError` for a slot without an entry.
         """
         if self._asked_entry is None:
             self._asked_entry = ffi.new("uint32_t[]", max(1, self.params.merge_size)), ffi.new("uint8_t[1]")
@@ -170,14 +168,15 @@ class Codebook:
         try:
             check(lib.mlxzip_entries(self._book, slot, 1, row, length))
         except OverflowError:
-            raise CodecError(f"slot {slot} is none") from None
+            raise CodecError(f"slot {slot} is out of range") from None
         return ffi.buffer(row, 4 * length[0])[:]
 
     def logged(self, first: int = 0, n: int | None = None) -> tuple[Uint32s, NDArray[np.uint8]]:
-        """What ids first..first+n-1 of the log (None: all from `first` on) stood for when they were read.
+        """Returns base ids [n, merge_size], padded, and lengths [n] that n ids of the log stood for when they were
+        read.
 
-        Base ids [n, merge_size] of each, padded as in `entries`, and how many [n]. `expand` answers by the entries of
-        today, which is the same under policy freeze only. Raises `CodecError` if the log is shorter.
+        first: the first of these ids. n: None for all ids from `first` on. `expand` uses the entries of now; the two
+        differ after evictions (policies lru and use-count). Raises `CodecError` if the log is shorter.
         """
         n = self.mark() - first if n is None else n
         if first < 0 or n < 0 or first + n > self.mark():
@@ -187,19 +186,22 @@ class Codebook:
         return rows, lengths
 
     def base_ids(self, first: int = 0) -> Uint32s:
-        """The base ids that the log stands for from its id number `first` on: uint32. Errors as in `logged`."""
+        """Returns the base ids that the log stands for, from its id number `first` on: uint32.
+
+        Errors as in `logged`.
+        """
         rows, lengths = self.logged(first)
         return rows[np.arange(self.params.merge_size) < lengths[:, None]]
 
     @property
     def entries(self) -> Entries:
-        """All installed entries in id order, start entries first: a snapshot."""
+        """A snapshot of all installed entries in id order, start entries first."""
         rows, lengths = self.rows(0, len(self))
         return Entries(self.params.vocab_size, rows, lengths)
 
     @property
     def ids(self) -> Uint32s:
-        """The id log: all ids pushed and not rewound, uint32 [mark()], a copy."""
+        """A copy of the id log, all ids that were pushed and not rewound: uint32 [mark()]."""
         n = self.mark()
         return np.frombuffer(bytes(ffi.buffer(lib.mlxzip_log(self._book), 4 * n)) if n else b"", np.uint32)
 
@@ -213,25 +215,29 @@ class Codebook:
 
     @property
     def base_length(self) -> int:
-        """Base ids that the id log expands to; O(1)."""
+        """Number of base ids that the id log expands to; O(1)."""
         return lib.mlxzip_base_length(self._book)
 
     def __len__(self) -> int:
         return lib.mlxzip_size(self._book)
 
     def mark(self) -> int:
-        """The length of the id log; O(1)."""
+        """Returns the length of the id log; O(1)."""
         return lib.mlxzip_mark(self._book)
 
     def rewind(self, mark: int) -> None:
-        """Back to the book after its first `mark` ids, any number from 0 to `mark()`; O(entries or ids undone)."""
+        """Goes back to the state after the first `mark` ids, 0..`mark()`; O(entries undone), or O(ids undone) without
+        freeze.
+
+        Raises `CodecError` for a mark beyond the log.
+        """
         if not 0 <= mark <= self.mark():
             raise CodecError(f"cannot rewind to {mark}: the codebook has read {self.mark()} ids")
         check(lib.mlxzip_rewind(self._book, mark))
         self.rewinds += 1
 
     def copy(self) -> Codebook:
-        """An independent codebook in the same state."""
+        """Returns an independent codebook in the same state."""
         out = ffi.new("mlxzip_codebook **")
         check(lib.mlxzip_copy(self._book, out))
         return self._own(self.params, out[0])
@@ -242,12 +248,12 @@ class Codebook:
         return self.copy()
 
     def to_bytes(self) -> bytes:
-        """Parameters and id log, versioned and checksummed, little-endian; the layout is in `native/mlxzip.h`."""
+        """Returns parameters and id log in the saved form that `native/mlxzip.h` defines."""
         return saved(self._book)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Codebook:
-        """The codebook that `to_bytes` saved; its log is replayed. Any other bytes are a `CodecError`."""
+        """Returns the codebook that `to_bytes` saved, by replaying its log. Raises `CodecError` for any other bytes."""
         params = CodecParams.from_bytes(data)
         view, out = ffi.from_buffer("uint8_t[]", data), ffi.new("mlxzip_codebook **")
         check(lib.mlxzip_from_bytes(params.native, view, len(view), out))
@@ -269,14 +275,14 @@ def _bytes(array: NDArray[np.uint8]) -> Any:
 
 
 def _refuse(status: int, params: CodecParams, ids: Any, index: int, book: Codebook | None) -> NoReturn:
-    """Raises the exception for a status that is about the id at `index`."""
+    """Raises the exception for an error of the C library about the id at `index`."""
     reasons = {
         lib.MLXZIP_E_ID: f"is neither a base id (below {params.vocab_size}) nor a disabled id"
         + (" nor an installed hypertoken" if book is not None else ""),
-        lib.MLXZIP_E_UNKNOWN: "is a hypertoken that is neither installed nor exactly the next one",
-        lib.MLXZIP_E_NO_PREV: "is the next hypertoken, but nothing before it could be extended to it",
-        lib.MLXZIP_E_PREV_FULL: f"is the next hypertoken, but what it would extend has {params.merge_size} ids already",
-        lib.MLXZIP_E_DUPLICATE: "is the next hypertoken, but what it would stand for is already installed",
+        lib.MLXZIP_E_UNKNOWN: "is a hypertoken that is neither installed nor the next one to be installed",
+        lib.MLXZIP_E_NO_PREV: "is the next hypertoken, but there is no run before it to extend",
+        lib.MLXZIP_E_PREV_FULL: f"is the next hypertoken, but the run before it has {params.merge_size} ids already",
+        lib.MLXZIP_E_DUPLICATE: "is the next hypertoken, but the run it would stand for is already installed",
         lib.MLXZIP_E_CLASH: "begins a match whose hypertoken id is also a disabled id: choose a pad id and disabled "
         "ids that are no hypertoken ids",
     }

@@ -1,4 +1,4 @@
-"""Entries of a codebook as arrays, which give (id, base ids) pairs when asked for one."""
+"""Entries of a codebook, stored as arrays and read as (id, base ids) pairs."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Entry = tuple[int, tuple[int, ...]]
 
 
 class Entries(Sequence[Entry]):
-    """Entries of consecutive slots from slot 0 on, in id order: a snapshot that pushes and rewinds do not change.
+    """A snapshot of entries in id order, read as a sequence of (hyper id, tuple of base ids).
 
-    A sequence of (hyper id, tuple of base ids), built when asked for. Behind it, n entries and merge size M:
-    base_ids uint32 [n, M], padded with the pad id, or 0 if there is none; lengths int32 [n]; slots uint32 [n].
+    For n entries and merge size M: base_ids uint32 [n, M], padded with the pad id, or with 0 without one; lengths int32
+    [n]; slots uint32 [n].
     """
 
     def __init__(self, vocab_size: int, base_ids: Uint32s, lengths: NDArray[np.integer]) -> None:
@@ -27,12 +27,12 @@ class Entries(Sequence[Entry]):
 
     @cached_property
     def lengths(self) -> NDArray[np.int32]:
-        """Base ids per entry, int32 [n]."""
+        """Number of base ids of each entry, int32 [n]."""
         return self._lengths.astype(np.int32)
 
     @cached_property
     def slots(self) -> Uint32s:
-        """Slots, uint32 [n]: the hyper ids less vocab_size."""
+        """Slots of the entries, uint32 [n]; a hyper id is vocab_size + slot."""
         return np.arange(len(self), dtype=np.uint32)
 
     def __len__(self) -> int:
@@ -65,11 +65,11 @@ class Entries(Sequence[Entry]):
 
 
 class Installed(Entries):
-    """The entries that one push installed, each by one of the ids pushed, in the order of coming.
+    """The entries that one push installed, in the order of installation; each of the pushed ids installs at most one.
 
-    Their slots are consecutive until the table is full. From then on, under a policy other than freeze, they are those
-    of the entries that left, and one that came early in a long push may have left again at its end.
-    Holds what `mlxzip_installed` of `native/mlxzip.h` wrote; arrays are made when read, which most steps never do.
+    Slots are consecutive until the table is full. After that, under lru and use-count, an entry takes the slot of an
+    evicted one, and an entry that was installed early in a long push may be evicted again by its end.
+    The arrays are made when they are read, because most steps of a generation never read them.
     """
 
     def __init__(self, params: CodecParams, n: int, n_ids: int, packed: bytes | Uint32s) -> None:
@@ -82,12 +82,12 @@ class Installed(Entries):
 
     @cached_property
     def slots(self) -> Uint32s:  # type: ignore[override]
-        """Slots, uint32 [n]."""
+        """Slots of the entries, uint32 [n]."""
         return np.frombuffer(self._packed, np.uint32, self._n)
 
     @cached_property
     def base_ids(self) -> Uint32s:  # type: ignore[override]
-        """The padded rows, uint32 [n, M]."""
+        """Padded base ids of the entries, uint32 [n, M]."""
         width = self._params.merge_size
         return np.frombuffer(self._packed, np.uint32, self._n * width, 4 * self._n).reshape(self._n, width)
 
@@ -97,7 +97,7 @@ class Installed(Entries):
 
     @cached_property
     def at(self) -> NDArray[np.int64]:
-        """Index, in what was pushed, of the id that installed the entry: int64 [n], rising."""
+        """Index, among the pushed ids, of the id that installed each entry: int64 [n], rising."""
         by_id = np.frombuffer(self._packed, np.uint8, self._n_ids, 5 * self._n + self.base_ids.nbytes)
         return np.flatnonzero(by_id).astype(np.int64, copy=False)
 

@@ -1,4 +1,4 @@
-"""Token ids as they come from callers, made into what the C library reads."""
+"""Converts token ids from callers to arrays that the C library reads."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Uint32s = NDArray[np.uint32]
 
 
 def as_ids(ids: Any) -> Uint32s:
-    """One id, a list, tuple or range of ids, or a 1-D integer array -> contiguous uint32 [n].
+    """Converts one id, a list, tuple or range of ids, or a 1-D integer array -> contiguous uint32 [n].
 
-    A contiguous uint32 array is passed through without a copy. Raises `TypeError` for floats, bools and other
-    things that are no integers, `CodecError` for more than one dimension and for ids outside 0..2^32-1.
+    A contiguous uint32 array is returned as it is. Raises `TypeError` for floats, bools and other non-integers,
+    `CodecError` for more than one dimension and for ids outside 0..2^32-1.
     """
     if type(ids) is np.ndarray and ids.dtype == np.uint32 and ids.ndim == 1 and ids.flags.c_contiguous:
         return ids

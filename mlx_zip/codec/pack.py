@@ -1,12 +1,11 @@
-"""Starting codebooks as files ("packs"): entries that exist before the first id and take the first slots.
-
-Three forms, told apart by the file's suffix; entries stand in slot order:
+"""Pack files: entries that a codebook begins with, in slot order. The file's suffix says which of three forms it has:
 
     .json   [[12, 7], [5, 5, 9], ...]: a list of lists of base ids
-    .npz    arrays `entries` uint32 [P, M], rows padded behind their length, and `lengths` int64 [P]
-    .npy    `entries` alone; `lengths` lies beside it, in NAME.lengths.npy
+    .npz    arrays `entries` uint32 [P, M], each row padded after its length, and `lengths` int64 [P]
+    .npy    the array `entries`; `lengths` is in a second file, NAME.lengths.npy
 
-A pack knows no tokenizer and no model; `CodecParams` checks it against a codec when the two meet.
+Here a pack is entries only. `mlx_zip.vocab.packs` adds the tokenizer, facts and tuned rows that a .npz file may hold.
+`CodecParams` checks whether entries fit a codec.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ _WHAT = "a pack"
 
 
 def read_pack(path: str | Path) -> Start:
-    """The entries of a pack, in slot order. No pickle is read.
+    """Reads the entries of a pack, in slot order; no pickle is executed.
 
-    Raises `DataError` naming the file, and the entry when one is at fault: fewer than two ids, an id that is no
-    integer from 0 to 2^32-1, or the same entry twice.
+    Raises `DataError` naming the file, and the entry if one has fewer than two ids, holds an id that is not an integer
+    from 0 to 2^32-1, or repeats an earlier entry.
     """
     path = Path(path)
     if path.suffix not in SUFFIXES:
@@ -43,10 +42,9 @@ def read_pack(path: str | Path) -> Start:
 
 
 def write_pack(path: str | Path, entries: Iterable[Sequence[int]], merge_size: int, pad_id: int | None = None) -> None:
-    """Writes a pack, whole or not at all; rows of the array forms are `merge_size` wide, padded with `pad_id` or 0.
+    """Writes a pack, whole or not at all. Arrays are `merge_size` wide and padded with `pad_id`, or 0 without one.
 
-    Raises `DataError` as `read_pack` does, also for an entry longer than `merge_size`, and `OSError` when the disk
-    refuses.
+    Raises `DataError` as `read_pack` does, also for an entry longer than `merge_size`, and `OSError`.
     """
     path = Path(path)
     if path.suffix not in SUFFIXES:
@@ -70,7 +68,7 @@ def write_pack(path: str | Path, entries: Iterable[Sequence[int]], merge_size: i
 
 
 def lengths_file(path: Path) -> Path:
-    """Where the lengths of a .npy pack lie."""
+    """Returns the file with the lengths of a .npy pack."""
     return path.with_suffix(".lengths.npy")
 
 
@@ -81,8 +79,8 @@ def _read_json(path: Path) -> list[tuple[Any, ...]]:
     except DataError:
         raise
     except (OSError, ValueError, RecursionError) as error:
-        told = getattr(error, "strerror", None) or error
-        raise DataError(f"{path} cannot be read as {_WHAT}: {told}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"{path} cannot be read as {_WHAT}: {reason}") from error
     if not isinstance(data, list):
         raise DataError(f"{path} must hold a list of entries, got {type(data).__name__}")
     for at, entry in enumerate(data):
@@ -120,12 +118,12 @@ def checked_entries(path: Path, entries: Iterable[Sequence[Any]], merge_size: in
     for at, entry in enumerate(entries):
         for x in entry:
             if isinstance(x, bool) or not isinstance(x, int | np.integer) or not 0 <= x <= MAX_ID:
-                raise DataError(f"{path}: entry {at} holds {x!r:.40}, which is no base id")
+                raise DataError(f"{path}: entry {at} holds {x!r:.40}, which is not a base id")
         if len(entry) < 2 or (merge_size is not None and len(entry) > merge_size):
             raise DataError(f"{path}: entry {at} has {len(entry)} ids, not 2..{merge_size or 'merge_size'}")
         made = tuple(map(int, entry))
         if made in seen:
-            raise DataError(f"{path}: entry {at} {made} is entry {seen[made]} again")
+            raise DataError(f"{path}: entry {at} {made} repeats entry {seen[made]}")
         seen[made] = at
         start.append(made)
     return tuple(start)

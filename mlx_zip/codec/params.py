@@ -1,4 +1,4 @@
-"""The parameters of a codec: what two sides must share to read each other's ids."""
+"""The parameters of a codec, which encoder and decoder must share."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ def _integer(name: str, value: Any, low: int, high: int) -> int:
 
 
 def _integers(name: str, values: Iterable[Any], low: int, high: int) -> tuple[int, ...]:
-    """`_integer` of each. Start entries come by the thousand, with every sample: a tuple of ints is only looked at."""
+    """Checks each value as `_integer` does.
+
+    A tuple of ints is returned as it is: every sample brings thousands of entries.
+    """
     values = tuple(values)
     if values and set(map(type, values)) == {int} and low <= min(values) and max(values) <= high:
         return values
@@ -38,18 +41,18 @@ def _integers(name: str, values: Iterable[Any], low: int, high: int) -> tuple[in
 
 @dataclass(frozen=True)
 class CodecParams:
-    """Sizes, separators and start entries of a codec; immutable, hashable, comparable.
+    """Sizes, disabled ids, start entries and policy of a codec; immutable, hashable, comparable.
 
-    vocab_size: base ids, 1..2^31, and the id of slot 0. codebook_size: slots, 0..2^20. merge_size: most base ids of
-    one entry, 1..16. disabled_ids: ids below 2^32 that never merge; kept sorted, with the pad id among them, as in
-    zip2zip-compression 0.3.4. One at or above `vocab_size` is a separator too, even where a slot has the same id.
-    pad_id: fills the rest of short rows (0 when None). start: entries that exist before the first id and take slots
-    0, 1, ...: 2..merge_size base ids each, none disabled, no two equal, at most codebook_size of them.
-    policy: what happens when an entry is to be installed and the table is full. "freeze": nothing, as upstream. "lru":
-    it takes the slot of the entry that was used longest ago; "use-count": of the one used least often, and of those
-    longest ago. Start entries never leave, nor does the entry of the id that is being read (rules: `native/mlxzip.h`).
+    vocab_size: number of base ids, 1..2^31, and the id of slot 0. codebook_size: number of slots, 0..2^20. merge_size:
+    maximum base ids of an entry, 1..16. disabled_ids: ids below 2^32 that never merge; stored sorted, with the pad id,
+    as in zip2zip-compression 0.3.4. A disabled id of `vocab_size` or more separates too, even if a slot has that id.
+    pad_id: pads short rows (0 if None). start: entries that exist before the first id and take slots 0, 1, ...; each
+    has 2..merge_size base ids, none disabled; no two are equal; at most codebook_size of them.
+    policy: what happens when an entry is to be installed and the table is full. `freeze`: stop adding entries, as
+    zip2zip-compression does. `lru`: evict the least recently used entry. `use-count`: evict the least often used entry,
+    among equals the least recently used. Start entries and the entry being read are never evicted (`native/mlxzip.h`).
 
-    Raises `CodecError` naming the field at fault.
+    Raises `CodecError` naming the wrong field.
     """
 
     vocab_size: int
@@ -104,24 +107,24 @@ class CodecParams:
         lengths = set(map(len, seen)) <= set(range(2, self.merge_size + 1))
         if len(seen) == len(entries) and lengths and ids.isdisjoint(disabled) and max(ids, default=0) < self.vocab_size:
             return
-        seen.clear()  # something is wrong: with which entry?
+        seen.clear()  # something is wrong: find the entry
         for slot, entry in enumerate(entries):
             if not 2 <= len(entry) <= self.merge_size:
                 raise CodecError(f"start entry {slot} has {len(entry)} ids, not 2..{self.merge_size}")
             if not disabled.isdisjoint(entry) or max(entry) >= self.vocab_size:
-                raise CodecError(f"start entry {slot} {entry} holds an id that is disabled or no base id")
+                raise CodecError(f"start entry {slot} {entry} holds an id that is disabled or not a base id")
             if entry in seen:
-                raise CodecError(f"start entry {slot} {entry} is there twice")
+                raise CodecError(f"start entry {slot} {entry} occurs twice")
             seen.add(entry)
 
     @property
     def fill(self) -> int:
-        """What stands behind the last id of a short row: the pad id, else 0."""
+        """The id that pads short rows: the pad id, or 0 without one."""
         return 0 if self.pad_id is None else self.pad_id
 
     @cached_property
     def native(self) -> Any:
-        """The C library's parameter object; immutable, so codebooks and threads share it."""
+        """The C library's parameter object. It never changes, so codebooks and threads share it."""
         start = self.start or ()
         lengths = np.fromiter(map(len, start), np.uint8, len(start))
         rows = np.zeros((len(start), self.merge_size), np.uint32)
@@ -140,18 +143,18 @@ class CodecParams:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hex digest over every field, start entries included; equal for equal parameters, on every machine."""
+        """Hex digest of all fields, start entries included: equal for equal parameters, on every machine."""
         return sha256(self.to_bytes()).hexdigest()
 
     def to_bytes(self) -> bytes:
-        """The saved form of a codebook without ids (`native/mlxzip.h`): all fields, versioned and checksummed."""
+        """Returns the saved form of a codebook without ids, as `native/mlxzip.h` defines it."""
         out = ffi.new("mlxzip_codebook **")
         check(lib.mlxzip_new(self.native, out))
         return saved(ffi.gc(out[0], lib.mlxzip_free))
 
     @classmethod
     def from_bytes(cls, data: bytes) -> CodecParams:
-        """The parameters in the saved form of any codebook. Raises `CodecError` if `data` is none."""
+        """Returns the parameters of any saved codebook. Raises `CodecError` for other bytes."""
         view, out = ffi.from_buffer("uint8_t[]", data), ffi.new("mlxzip_params **")
         check(lib.mlxzip_params_from_bytes(view, len(view), out))
         native, spec = ffi.gc(out[0], lib.mlxzip_params_free), ffi.new("mlxzip_spec *")
@@ -177,7 +180,7 @@ class CodecParams:
 
 
 def saved(book: Any) -> bytes:
-    """The saved form of a C codebook."""
+    """Returns the saved form of a C codebook."""
     size = ffi.new("size_t *")
     lib.mlxzip_to_bytes(book, ffi.NULL, 0, size)
     data = bytearray(size[0])
@@ -186,10 +189,10 @@ def saved(book: Any) -> bytes:
 
 
 def check(status: int) -> None:
-    """Turns a status that is about no id into an exception."""
+    """Raises the exception for an error of the C library that is not about one id; returns for MLXZIP_OK."""
     if status == lib.MLXZIP_E_MEMORY:
-        raise MemoryError("the codec could not get memory")
+        raise MemoryError("the codec is out of memory")
     if status == lib.MLXZIP_E_FORMAT:
-        raise CodecError("these bytes are not a saved codebook, or a damaged one: save it again")
+        raise CodecError("these bytes are no saved codebook, or a damaged one: save it again")
     if status != lib.MLXZIP_OK:
         raise CodecError(f"the codec refused an argument (status {status})")

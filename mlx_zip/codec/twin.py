@@ -1,6 +1,6 @@
-"""The codec once more, in plain Python: the oracle of the tests. Slow, obvious, and used by nothing else.
+"""The codec in plain Python, slow and obvious, which the tests compare `mlx_zip.codec` with; nothing else imports it.
 
-Same names, rules and refusals as `mlx_zip.codec`; entries are dictionaries, undoing is starting again.
+Names, rules and errors are those of `mlx_zip.codec`. Entries are dictionaries; rewinding reads the log anew.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ Run = tuple[int, ...]
 
 
 def compress(params: CodecParams, ids: Iterable[int]) -> tuple[list[int], dict[int, Run]]:
-    """Base ids -> (ids, entries by hyper id): the longest entry, then match + next id becomes an entry.
+    """Compresses base ids -> (ids, entries by hyper id). The longest entry is emitted; match + next id becomes an
+    entry.
 
-    Where entries take turns, a codebook goes on from the full table.
+    Under lru and use-count, a full table is continued by `Codebook.compress`.
     """
     ids, out = list(ids), []
     codes = {run: params.vocab_size + slot for slot, run in enumerate(params.start or ())}
@@ -26,7 +27,7 @@ def compress(params: CodecParams, ids: Iterable[int]) -> tuple[list[int], dict[i
         limit = _mergeable(params, ids, at)
         if limit == 0:
             if ids[at] >= params.vocab_size and ids[at] not in params.disabled_ids:
-                raise CodecError(f"id {ids[at]} at index {at} is no base id")
+                raise CodecError(f"id {ids[at]} at index {at} is not a base id")
             out.append(ids[at])
             at += 1
             continue
@@ -47,7 +48,7 @@ def compress(params: CodecParams, ids: Iterable[int]) -> tuple[list[int], dict[i
 
 
 def _mergeable(params: CodecParams, ids: list[int], at: int) -> int:
-    """How many ids from `at` on one entry could hold."""
+    """Returns how many ids from `at` on can be in one entry."""
     n = 0
     for x in ids[at : at + params.merge_size]:
         if x >= params.vocab_size or x in params.disabled_ids:
@@ -57,9 +58,9 @@ def _mergeable(params: CodecParams, ids: list[int], at: int) -> int:
 
 
 class Codebook:
-    """The decoder side of zip2zip-compression 0.3.4, less what it does with unlawful ids, plus start entries.
+    """The decoder of zip2zip-compression 0.3.4 with start entries, policies, and errors for unknown ids.
 
-    And plus policies: `uses` has how often and when each growing entry was used, `runs` what each id stood for.
+    uses: how often each growing entry was used, and when last. runs: what each id of the log stood for.
     """
 
     def __init__(self, params: CodecParams) -> None:
@@ -72,7 +73,7 @@ class Codebook:
         self.entries = {params.vocab_size + slot: run for slot, run in enumerate(params.start or ())}
 
     def push(self, ids: Iterable[int]) -> list[tuple[int, Run, int]]:
-        """Feeds ids, all or none -> (hyper id, entry, index of the id that installed it)."""
+        """Reads ids, all or none -> (hyper id, entry, index of the id that installed it)."""
         mark, new = len(self.ids), []
         for index, x in enumerate(ids):
             try:
@@ -122,14 +123,14 @@ class Codebook:
     def _repeat(self, x: int) -> None:
         entry = self.prev + self.prev[:1]
         if x != self.params.vocab_size + len(self.entries) or len(self.entries) == self.params.codebook_size:
-            raise CodecError(f"id {x} is neither installed nor next")
+            raise CodecError(f"id {x} is neither installed nor the next one")
         if not 2 <= len(entry) <= self.params.merge_size or entry in self.entries.values():
             raise CodecError(f"id {x} is next but cannot be installed")
         self._install(x, entry)
         self.prev = entry
 
     def _next_code(self, reading: int) -> int | None:
-        """The id that an entry would get now, while another is being read; None if there is none to be had."""
+        """Returns the id that a new entry would get while `reading` is read; None if there is no room for it."""
         if len(self.entries) < self.params.codebook_size:
             return self.params.vocab_size + len(self.entries)
         if self.params.policy == "freeze":
@@ -151,23 +152,23 @@ class Codebook:
         return self.entries[x]
 
     def expand(self, ids: Iterable[int]) -> list[int]:
-        """Ids -> the base ids they stand for."""
+        """Returns the base ids that ids stand for."""
         return [base for x in ids for base in self._run(x)]
 
     def rewind(self, mark: int) -> None:
-        """Back to the state after the first `mark` ids."""
+        """Goes back to the state after the first `mark` ids."""
         fresh = Codebook(self.params)
         fresh.push(self.ids[:mark])
         self.__dict__.update(fresh.__dict__)
 
     def compress(self, base_ids: Iterable[int]) -> list[int]:
-        """How to emit base ids from here on, each time by the longest entry installed by then."""
+        """Compresses base ids as a continuation: each emitted id is the longest entry installed by then."""
         ids, out, at = list(base_ids), [], 0
         book = Codebook(self.params)
         book.push(self.ids)
         while at < len(ids):
             if ids[at] >= self.params.vocab_size and ids[at] not in self.params.disabled_ids:
-                raise CodecError(f"id {ids[at]} at index {at} is no base id")
+                raise CodecError(f"id {ids[at]} at index {at} is not a base id")
             codes = {run: code for code, run in book.entries.items() if code not in self.params.disabled_ids}
             runs = [tuple(ids[at : at + k]) for k in range(2, _mergeable(self.params, ids, at) + 1)]
             run = max((run for run in runs if run in codes), key=len, default=(ids[at],))

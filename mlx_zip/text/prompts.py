@@ -71,7 +71,7 @@ class Chat:
             ids += [*answer, *encode_text(tokenizer, part)]
         return ids
 
-    def _marked(self, answers: Mapping[str, Sequence[int]]) -> tuple[list[Mapping[str, Any]], dict[str, Sequence[int]]]:
+    def _marked(self, answers: Mapping[str, Sequence[int]]) -> tuple[Messages, dict[str, Sequence[int]]]:
         """The messages with marks in place of known answers, and the ids that each mark stands for."""
         emitted: dict[str, Sequence[int]] = {}
         turns = [dict(turn) for turn in self.turns]

@@ -12,6 +12,7 @@ from mlx_zip.codec import CodecParams
 from mlx_zip.codec.pack import Start
 from mlx_zip.errors import CodecError, DataError
 from mlx_zip.loading import read_config
+from mlx_zip.text.formats import is_tokenizer_file
 from mlx_zip.text.sources import Source, files_of
 from mlx_zip.text.token_facts import digit_ids, lead_ids, special_ids
 from mlx_zip.text.tokenizers import load_tokenizer, tokenizer_folder
@@ -24,16 +25,19 @@ from mlx_zip.vocab.packs import load_pack
 MERGE_SIZE, CODEBOOK_SIZE = 3, 2048
 
 
-def make_plan(options: PrepareOptions) -> tuple[Plan, Any, dict[str, Any]]:
-    """The plan, its tokenizer, and the settings that make the result what it is. Raises `DataError`; writes nothing."""
+def make_plan(options: PrepareOptions, pads: bool = True) -> tuple[Plan, Any, dict[str, Any]]:
+    """The plan, its tokenizer, and the settings that make the result what it is. Raises `DataError`; writes nothing.
+
+    pads: False if the samples are never padded, so that the tokenizer needs no pad or eos token.
+    """
     for source in options.sources:
         source.check()
-    folder = tokenizer_folder(options.model or options.tokenizer or "", options.trust_remote_code)
+    folder = _tokenizer_place(options)
     tokenizer = load_tokenizer(folder, options.trust_remote_code)
     config = read_config(folder) if options.model is not None else {}
     if options.context <= (lead := len(lead_ids(tokenizer))):
         raise DataError(f"context {options.context} leaves no room after the {lead} ids that begin every sample")
-    params = codec_for(options, tokenizer, config)
+    params = codec_for(options, tokenizer, config, pads)
     pool = None
     if options.start_draw is not None:
         pool, params = _pool(options, params, tokenizer), replace(params, start=None)
@@ -53,7 +57,15 @@ def make_plan(options: PrepareOptions) -> tuple[Plan, Any, dict[str, Any]]:
     return plan, tokenizer, _settings(options, plan, tokenizer)
 
 
-def codec_for(options: PrepareOptions, tokenizer: Any, config: Mapping[str, Any]) -> CodecParams:
+def _tokenizer_place(options: PrepareOptions) -> Path:
+    """Returns the tokenizer file of --tokenizer, or the folder of a tokenizer.json, model or hub id."""
+    file = Path(options.tokenizer or "").expanduser()
+    if options.model is None and file.is_file() and is_tokenizer_file(file) and file.name != "tokenizer.json":
+        return file
+    return tokenizer_folder(options.model or options.tokenizer or "", options.trust_remote_code)
+
+
+def codec_for(options: PrepareOptions, tokenizer: Any, config: Mapping[str, Any], pads: bool = True) -> CodecParams:
     """The codec: the options, else the zip2zip model's own, else one made for the tokenizer. Raises `DataError`."""
     own = own_codec(config)
     tokens = 1 + max(tokenizer.get_vocab().values())
@@ -63,7 +75,7 @@ def codec_for(options: PrepareOptions, tokenizer: Any, config: Mapping[str, Any]
             f"the tokenizer has ids up to {tokens - 1}, the model base ids up to {vocab_size - 1}: "
             "they do not belong together"
         )
-    pad_id = own.pad_id if own is not None else _pad_id(tokenizer)
+    pad_id = own.pad_id if own is not None else _pad_id(tokenizer, pads)
     disabled = set(options.disable if options.disable is not None else own.disabled_ids if own else ())
     if options.disable is None and own is None:
         disabled = special_ids(tokenizer)
@@ -106,10 +118,12 @@ def _model_rows(config: Mapping[str, Any]) -> int | None:
     return rows
 
 
-def _pad_id(tokenizer: Any) -> int:
+def _pad_id(tokenizer: Any, needed: bool) -> int | None:
     for token_id in (tokenizer.pad_token_id, tokenizer.eos_token_id):
         if token_id is not None:
             return int(token_id)
+    if not needed:
+        return None
     raise DataError("the tokenizer has neither a pad nor an eos token; name one in its tokenizer_config.json")
 
 

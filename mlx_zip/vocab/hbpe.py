@@ -1,11 +1,11 @@
-"""Hierarchical BPE, second stage: the bytes of a token to a patch of at most S symbols. C behind; `hbpe_twin` beside.
+"""Hierarchical BPE, second stage: turns the bytes of a token into a patch of at most S symbols, in C.
 
-Symbols: 0..255 bytes, 256 the mark that ends a patch and counts in its length, 257 + k what merge k makes. Merges are
-learned from the tokens that do not fit, and only from them: what fits leaves. So a token is encoded by replaying the
-merges until it fits (`stop`); replaying all of them (`full`) gives shorter patches than the merges were learned for.
+Symbols: 0..255 are bytes, 256 is the end mark, which counts in a patch's length, 257 + k is the result of merge k.
+Merges are learned only from the tokens that do not fit yet. So a token is encoded by applying the merges until it fits
+(mode `stop`); applying all of them (mode `full`) gives shorter patches than the merges were learned for.
 
-Source: arXiv 2510.15517 §2.1, algorithm 1. Left open there and settled here: pairs that overlap count each, of equally
-frequent pairs the smallest is merged, replacement goes from left to right, equal tokens count once.
+Source: arXiv 2510.15517 §2.1, algorithm 1. The paper leaves open what is decided here: overlapping pairs all count,
+of equally frequent pairs the smallest is merged, pairs are replaced from left to right, equal tokens count once.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ Pairs = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Merges:
-    """What the second stage has learned: patch_size S (2..256) and V' pairs of symbols, in order; immutable.
+    """The learned merges: patch_size S (2..256) and V' pairs of symbols, in order; immutable.
 
-    Raises `CodecError` naming the merge that has the mark in it, uses a symbol not made before it, merges a pair for
-    the second time or makes a symbol of more than 65535 bytes.
+    Raises `CodecError` naming a merge that uses the end mark or a later symbol, repeats a pair, or makes a symbol of
+    more than 65535 bytes.
     """
 
     patch_size: int
@@ -50,9 +50,9 @@ class Merges:
         seen, lengths = set[tuple[int, int]](), [1] * FIRST_MERGE
         for k, pair in enumerate(self.pairs):
             if MARK in pair or not all(0 <= symbol < FIRST_MERGE + k for symbol in pair):
-                raise CodecError(f"merge {k} {pair} has the mark {MARK} in it or a symbol not made before it")
+                raise CodecError(f"merge {k} {pair} uses the end mark {MARK} or a symbol that is made later")
             if pair in seen:
-                raise CodecError(f"merge {k} {pair} is there twice")
+                raise CodecError(f"merge {k} {pair} occurs twice")
             seen.add(pair)
             lengths.append(lengths[pair[0]] + lengths[pair[1]])
             if lengths[-1] > MAX_TOKEN_BYTES:
@@ -60,23 +60,23 @@ class Merges:
 
     @property
     def symbols(self) -> int:
-        """Symbols in all: 256 bytes, the mark, V' merges."""
+        """Number of symbols: 256 bytes, the end mark, V' merges."""
         return FIRST_MERGE + len(self.pairs)
 
     @cached_property
     def spelled(self) -> tuple[bytes, ...]:
-        """The bytes of each symbol; none for the mark."""
+        """The bytes of each symbol; b"" for the end mark."""
         out = [*(bytes([byte]) for byte in range(MARK)), b""]
         for left, right in self.pairs:
             out.append(out[left] + out[right])
         return tuple(out)
 
     def encode(self, token: bytes, mode: str = "stop") -> list[int]:
-        """The patch of one token: its symbols, the mark at the end; longer than S if the merges do not suffice."""
+        """Returns the patch of one token, end mark included; longer than S if the merges are not enough."""
         return self.encode_all([token], mode)[0].tolist()
 
     def encode_all(self, tokens: Sequence[bytes], mode: str = "stop") -> list[NDArray[np.uint16]]:
-        """The patch of each token, uint16 [its length]. Raises `CodecError` for another mode than `MODES`."""
+        """Returns the patch of each token, uint16 [its length]. Raises `CodecError` for a mode not in `MODES`."""
         check_mode(mode)
         data, offsets = _laid_out(tokens)
         out, lengths = np.empty(len(data) + len(tokens), np.uint16), np.empty(len(tokens), np.uint32)
@@ -98,9 +98,9 @@ class Merges:
         return [out[at : at + n] for at, n in zip(begins.tolist(), lengths.tolist(), strict=True)]
 
     def decode(self, symbols: Iterable[int]) -> bytes:
-        """The bytes of one patch: what stands before its mark, or all of it if it has none.
+        """Returns the bytes of one patch: of the symbols before its end mark, or of all symbols without one.
 
-        Symbols behind the mark are padding. Raises `CodecError` for a symbol that there is not.
+        Symbols after the end mark are padding. Raises `CodecError` for an unknown symbol.
         """
         spelled, out = self.spelled, []
         for symbol in symbols:
@@ -117,8 +117,10 @@ class Merges:
 
 
 class Learned(NamedTuple):
-    """merges; counts int64 [V']: how often a pair stood in the pool when it was merged; left int64 [V']: how many
-    tokens fit because of it.
+    """The result of `learn`.
+
+    merges: the learned merges. counts int64 [V']: occurrences of each pair when it was merged. left int64 [V']: number
+    of tokens that fit because of each merge.
     """
 
     merges: Merges
@@ -127,18 +129,18 @@ class Learned(NamedTuple):
 
 
 def learn(tokens: Iterable[bytes], patch_size: int) -> Learned:
-    """Learns merges until every token fits `patch_size` symbols, the mark among them.
+    """Learns merges until every token fits `patch_size` symbols, end mark included.
 
     tokens: the byte strings of a first-stage tokenizer's tokens, of at most 65535 bytes each; equal ones count once,
-    and their order does not matter. Raises `CodecError` for a size outside 2..256, `DataError` when tokens are too
-    long or would need more than 65279 merges.
+    and their order does not matter. Raises `CodecError` for a size outside 2..256, `DataError` for tokens that are too
+    long or need more than 65279 merges.
     """
     check_size(patch_size)
     pool = too_long(tokens, patch_size)
     data, offsets = _laid_out(pool)
     if len(data) > lib.MLXZIP_MAX_TOKENS_BYTES:
         raise DataError(f"the tokens that do not fit have {len(data)} bytes, more than {lib.MLXZIP_MAX_TOKENS_BYTES}")
-    room = min(len(data), MAX_MERGES)  # each merging makes the pool shorter
+    room = min(len(data), MAX_MERGES)  # each merge makes the pool shorter
     pairs, counts, left = np.empty((room, 2), np.uint16), np.empty(room, np.uint32), np.empty(room, np.uint32)
     n = ffi.new("size_t *")
     _check(
@@ -159,24 +161,24 @@ def learn(tokens: Iterable[bytes], patch_size: int) -> Learned:
 
 
 def too_long(tokens: Iterable[bytes], patch_size: int) -> list[bytes]:
-    """The tokens that merges are learned from: those that with the mark do not fit, each once."""
+    """Returns the tokens that merges are learned from: those that do not fit with the end mark, each once."""
     return [token for token in dict.fromkeys(tokens) if len(token) + 1 > patch_size]
 
 
 def check_size(patch_size: Any) -> None:
-    """Raises `CodecError` unless it is a lawful S. (With 1 only the empty token would fit.)"""
+    """Raises `CodecError` unless the patch size is in 2..256. (With 1 only the empty token would fit.)"""
     if isinstance(patch_size, bool) or not isinstance(patch_size, int) or not 2 <= patch_size <= MAX_PATCH:
         raise CodecError(f"the patch size must be an integer from 2 to {MAX_PATCH}, got {patch_size!r}")
 
 
 def check_mode(mode: Any) -> None:
-    """Raises `CodecError` unless it is one of `MODES`."""
+    """Raises `CodecError` unless the mode is in `MODES`."""
     if mode not in MODES:
         raise CodecError(f"mode {mode!r} is not one of {', '.join(MODES)}")
 
 
 def _laid_out(tokens: Sequence[bytes]) -> tuple[NDArray[np.uint8], NDArray[np.uintp]]:
-    """Byte strings one behind the other, and where each begins and the last ends."""
+    """Returns the byte strings joined, and n + 1 offsets: where each begins and the last ends."""
     lengths = np.fromiter(map(len, tokens), np.uintp, len(tokens))
     if len(tokens) and lengths.max() > MAX_TOKEN_BYTES:
         at = int(lengths.argmax())
@@ -186,7 +188,7 @@ def _laid_out(tokens: Sequence[bytes]) -> tuple[NDArray[np.uint8], NDArray[np.ui
 
 def _check(status: int) -> None:
     if status == lib.MLXZIP_E_MEMORY:
-        raise MemoryError("the patch codec could not get memory")
+        raise MemoryError("the patch codec is out of memory")
     if status == lib.MLXZIP_E_SPACE:
         raise DataError(f"the tokens need more than {MAX_MERGES} merges: choose a larger patch size")
     if status != lib.MLXZIP_OK:

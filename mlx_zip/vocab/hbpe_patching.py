@@ -1,7 +1,7 @@
-"""Other ways to cut bytes into patches, to compare with: at blanks, and where the next byte is hard to foresee.
+"""Two other ways to cut bytes into patches, as baselines: at blanks, and where the next byte is hard to predict.
 
-Source: arXiv 2510.15517 §3.2, which takes both from others' code. Ours end every patch with the mark, like those of
-hierarchical BPE, so that one model reads all of them; theirs have none.
+Source: arXiv 2510.15517 §3.2, which uses published code for both. Here every patch ends with the end mark, as in
+hierarchical BPE, so that one model reads all kinds; the published code has no end mark.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from mlx_zip.vocab.hbpe import Merges
 from mlx_zip.vocab.hbpe_table import PatchTable
 
 _WORD = re.compile(rb" ?[^\s]+|\s")
-LONGEST = 6  # bytes of a patch at most, as in the paper
+LONGEST = 6  # maximum bytes of a patch, as in the paper
 
 
 def space_patches(data: bytes, longest: int = LONGEST) -> list[bytes]:
-    """Words with the blank before them, other white space by itself; what is longer falls into several patches."""
+    """Cuts before the blank of each word, other white space on its own; longer pieces become several patches."""
     return [piece for word in _WORD.findall(data) for piece in _pieces(word, longest)]
 
 
 def entropy_patches(data: bytes, entropies: Any, threshold: float, longest: int = LONGEST) -> list[bytes]:
-    """A patch begins where the entropy of the byte to come is above `threshold`; entropies [n]: one per byte, before
-    it is read. What is longer than `longest` falls into several patches.
+    """Cuts before every byte whose entropy is above `threshold`; longer pieces become several patches.
+
+    entropies [n]: the model's entropy of each byte before it is read.
     """
     starts = np.flatnonzero(np.asarray(entropies) > threshold)
     cuts = sorted({0, *starts.tolist(), len(data)})
@@ -35,7 +36,7 @@ def entropy_patches(data: bytes, entropies: Any, threshold: float, longest: int 
 
 
 def number(documents: Sequence[Iterable[bytes]], longest: int = LONGEST) -> tuple[list[list[int]], PatchTable]:
-    """Patches of bytes to ids in the order of their coming, and the table of them: bytes and the mark, no merges."""
+    """Numbers distinct patches in order of appearance -> (ids of each document, their table, which has no merges)."""
     known: dict[bytes, int] = {}
     ids = [[known.setdefault(patch, len(known)) for patch in document] for document in documents]
     return ids, PatchTable.build(Merges(longest + 1, ()), list(known))

@@ -1,4 +1,4 @@
-"""The patches of a whole vocabulary as one table, so that a text is its first-stage ids and a look-up.
+"""The patches of a whole vocabulary as one table: a text's patches are a lookup of its first-stage ids.
 
 A table file is a .npz archive without pickle; `version` is checked first, `checksum` covers everything else:
 
@@ -6,7 +6,7 @@ A table file is a .npz archive without pickle; `version` is checked first, `chec
     patch_size   S
     mode         "stop" or "full"
     merges       uint16 [V', 2]
-    rows         uint16 [V, S]: the patch of each id, filled with the mark behind its mark
+    rows         uint16 [V, S]: the patch of each id, padded with the end mark
     fingerprint  sha256 in hex of the tokens' bytes (`first_stage.fingerprint`)
     checksum     sha256 in hex
 """
@@ -37,9 +37,9 @@ Uint16s = NDArray[np.uint16]
 
 
 class PatchTable:
-    """The patches of V tokens. rows uint16 [V, S], filled with the mark; lengths int32 [V], the mark counted.
+    """The patches of V tokens: rows uint16 [V, S], padded with the end mark; lengths int32 [V], end mark included.
 
-    Its padding is the mark itself, so what stands before the first mark of a row is the patch, whoever reads it.
+    A patch is the symbols up to the first end mark of its row. Raises `CodecError` naming an id whose row is no patch.
     """
 
     def __init__(self, merges: Merges, rows: Uint16s, mode: str = "stop") -> None:
@@ -49,15 +49,17 @@ class PatchTable:
             raise CodecError(f"rows must be uint16 [V, {size}], got {rows.dtype} {rows.shape}")
         marked = rows == MARK
         if len(bad := np.flatnonzero((rows.max(axis=1, initial=0) >= merges.symbols) | ~marked.any(axis=1))):
-            raise CodecError(f"the patch of id {bad[0]} has no mark, or a symbol that is not below {merges.symbols}")
+            raise CodecError(
+                f"the patch of id {bad[0]} has no end mark, or a symbol that is not below {merges.symbols}"
+            )
         self.merges, self.rows, self.mode = merges, rows, mode
         self.lengths = (marked.argmax(axis=1) + 1).astype(np.int32)
         if (np.arange(size) >= self.lengths[:, None])[~marked].any():
-            raise CodecError("a patch goes on behind its mark")
+            raise CodecError("a patch has symbols after its end mark")
 
     @classmethod
     def build(cls, merges: Merges, tokens: Sequence[bytes], mode: str = "stop") -> PatchTable:
-        """The table of `tokens`, by id. Raises `CodecError` naming a token that the merges do not make fit."""
+        """Returns the table of `tokens`, by id. Raises `CodecError` naming a token that does not fit."""
         rows = np.full((len(tokens), merges.patch_size), MARK, np.uint16)
         for i, patch in enumerate(merges.encode_all(tokens, mode)):
             if len(patch) > merges.patch_size:
@@ -70,7 +72,7 @@ class PatchTable:
 
     @classmethod
     def learn(cls, tokens: Sequence[bytes], patch_size: int, mode: str = "stop") -> PatchTable:
-        """Learns merges from a vocabulary and tabulates it. Errors as of `hbpe.learn`."""
+        """Learns merges from a vocabulary and returns its table. Errors as in `hbpe.learn`."""
         return cls.build(learn(tokens, patch_size).merges, tokens, mode)
 
     def __len__(self) -> int:
@@ -78,11 +80,11 @@ class PatchTable:
 
     @property
     def patch_size(self) -> int:
-        """S, the mark counted."""
+        """S, end mark included."""
         return self.merges.patch_size
 
     def encode(self, ids: Any) -> Uint16s:
-        """First-stage ids (one, or n: see `as_ids`) to their patches, uint16 [n, S].
+        """Returns the patches of first-stage ids (see `as_ids`), uint16 [n, S].
 
         Raises `CodecError` for an id that the table does not have.
         """
@@ -92,7 +94,10 @@ class PatchTable:
         return self.rows[ids]
 
     def decode(self, patches: Any) -> bytes:
-        """The bytes of n patches [n, S], a patch without a mark being all of its S symbols. Errors as of `Merges`."""
+        """Returns the bytes of n patches [n, S]; a patch without end mark has S symbols.
+
+        Errors as in `Merges.decode`.
+        """
         return b"".join(self.merges.decode(patch) for patch in np.asarray(patches).tolist())
 
     @cached_property
@@ -102,11 +107,11 @@ class PatchTable:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Names the first-stage tokenizer: see `fingerprint`."""
+        """Fingerprint of the first-stage tokenizer (`first_stage.fingerprint`)."""
         return fingerprint(self.tokens)
 
     def check_tokens(self, tokens: Sequence[bytes]) -> None:
-        """Raises `DataError` unless the table was made for the tokenizer with these tokens."""
+        """Raises `DataError` unless the table was made for a tokenizer with these tokens."""
         if fingerprint(tokens) != self.fingerprint:
             raise DataError(
                 f"the table was made for another tokenizer ({len(self)} tokens, fingerprint {self.fingerprint[:12]}) "
@@ -114,7 +119,7 @@ class PatchTable:
             )
 
     def save(self, path: str | Path) -> None:
-        """Writes the table, whole or not at all. Raises `DataError` for another suffix, `OSError` from the disk."""
+        """Writes the table, whole or not at all. Raises `DataError` for another suffix, `OSError`."""
         path = _named(path)
         fields = {
             "version": np.array(VERSION),
@@ -129,7 +134,7 @@ class PatchTable:
 
     @classmethod
     def load(cls, path: str | Path) -> PatchTable:
-        """Reads what `save` wrote. Raises `DataError` naming the file and what is wrong with it."""
+        """Reads a table that `save` wrote. Raises `DataError` naming the file and what is wrong with it."""
         path = _named(path)
         fields = _read(path)
         try:
@@ -138,33 +143,33 @@ class PatchTable:
             pairs = tuple(map(tuple, fields["merges"].tolist()))
             table = cls(Merges(int(fields["patch_size"]), pairs), fields["rows"], str(fields["mode"]))
         except (CodecError, TypeError, ValueError) as error:
-            raise DataError(f"{path} is no table of patches: {error}") from error
+            raise DataError(f"{path} is not a patch table: {error}") from error
         if str(fields["fingerprint"]) != table.fingerprint:
-            raise DataError(f"{path}: its fingerprint is not that of its tokens; make it again")
+            raise DataError(f"{path}: its fingerprint does not match its tokens; make the table again")
         return table
 
 
 def _named(path: str | Path) -> Path:
     path = Path(path)
     if path.suffix != SUFFIX:
-        raise DataError(f"{path}: a table of patches is a {SUFFIX} file")
+        raise DataError(f"{path}: a patch table is a {SUFFIX} file")
     return path
 
 
 def _read(path: Path) -> dict[str, NDArray[Any]]:
-    fields = read_npz(path, "a table of patches")
+    fields = read_npz(path, "a patch table")
     version = fields["version"].tolist() if "version" in fields else None
     if version != VERSION:
-        raise DataError(f"{path} has no version {VERSION} of a table of patches, but {version!r:.40}")
+        raise DataError(f"{path} is a patch table of version {version!r:.40}; this mlx_zip reads version {VERSION}")
     if fields.keys() != set(FIELDS):
         raise DataError(f"{path} must hold {', '.join(FIELDS)}; it holds {', '.join(sorted(fields))}")
     if str(fields.pop("checksum")) != _checksum(fields):
-        raise DataError(f"{path} is damaged: its checksum is not that of its content; make it again")
+        raise DataError(f"{path} is damaged: its checksum does not match; make the table again")
     return fields
 
 
 def _checksum(fields: dict[str, NDArray[Any]]) -> str:
-    """Over the other fields by name: values of single ones, type, shape and content of arrays."""
+    """Returns sha256 in hex of all fields by name: values of scalars; dtype, shape and content of arrays."""
     digest = sha256()
     for name, array in sorted(fields.items()):
         content = array.tobytes() if array.ndim else str(array).encode()

@@ -1,4 +1,4 @@
-"""Text to patches and back: a first-stage tokenizer and the table of its tokens, which belong together."""
+"""Text to patches and back: a first-stage tokenizer with the patch table of its tokens."""
 
 from __future__ import annotations
 
@@ -13,41 +13,41 @@ from mlx_zip.errors import DataError
 from mlx_zip.vocab.hbpe_table import PatchTable
 from mlx_zip.vocab.hbpe_tokens import encoder_of, tokens_of
 
-END = "<|endofdocument|>"  # what a tokenizer gets that has no token without bytes
+END = "<|endofdocument|>"  # added to a tokenizer without a token for the end
 
 
 class PatchText:
-    """A `tokenizers.Tokenizer` and the patches of its tokens; one token stands for no bytes and ends a document.
+    """A `tokenizers.Tokenizer` and the patch table of its tokens; the token without bytes ends a document.
 
-    Raises `DataError` when the table was made for another tokenizer, or no token can end a document.
+    Raises `DataError` if the table was made for another tokenizer, or no token is without bytes.
     """
 
     def __init__(self, tokenizer: Any, table: PatchTable) -> None:
         table.check_tokens(tokens_of(tokenizer))
         if b"" not in table.tokens:
-            raise DataError("the tokenizer has no token without bytes to end a document with, a special one, say")
+            raise DataError("the tokenizer has no token without bytes, such as a special token, to end a document with")
         self.tokenizer, self.table = tokenizer, table
         self.end = table.tokens.index(b"")
         self._encode = encoder_of(tokenizer)
 
     @classmethod
     def learn(cls, tokenizer: Any, patch_size: int, mode: str = "stop") -> PatchText:
-        """Learns the table of a tokenizer, which gets a token for the end of a document if it has none (`END`)."""
+        """Learns the table of a tokenizer; adds the token `END` if the tokenizer has none to end a document."""
         if b"" not in tokens_of(tokenizer):
             tokenizer.add_special_tokens([END])
         return cls(tokenizer, PatchTable.learn(tokens_of(tokenizer), patch_size, mode))
 
     @cached_property
     def unit_bytes(self) -> NDArray[np.int64]:
-        """How many bytes each token has, [V]."""
+        """Number of bytes of each token, int64 [V]."""
         return np.fromiter(map(len, self.table.tokens), np.int64, len(self.table))
 
     def ids(self, text: str) -> Sequence[int]:
-        """First-stage ids of a text, nothing added."""
+        """Returns the first-stage ids of a text, without special tokens."""
         return self._encode(text)
 
     def patches(self, text: str) -> list[list[int]]:
-        """The patches of a text, each up to its mark."""
+        """Returns the patches of a text, each up to its end mark."""
         ids = list(self.ids(text))
         rows, lengths = self.table.rows[ids].tolist(), self.table.lengths[ids].tolist()
         return [row[:n] for row, n in zip(rows, lengths, strict=True)]

@@ -13,7 +13,7 @@ from mlx_zip.vocab.first_stage import BYTE_OF, TokenizerFile, open_tokenizer
 
 
 def read_tokens(path: str | Path) -> list[bytes]:
-    """The bytes of each id; special tokens, and ids without a token, stand for no bytes.
+    """Returns the bytes of each id; b"" for special tokens and ids without a token.
 
     Raises `DataError` naming the file, and the token or line at fault.
     """
@@ -21,25 +21,25 @@ def read_tokens(path: str | Path) -> list[bytes]:
 
 
 def text_encoder(path: str | Path) -> Callable[[str], Sequence[int]]:
-    """Text to first-stage ids, nothing added. Errors as of `read_tokenizer`."""
+    """Returns a function from text to first-stage ids without special tokens. Errors as in `read_tokenizer`."""
     return encoder_of(read_tokenizer(path))
 
 
 def encoder_of(tokenizer: Any) -> Callable[[str], Sequence[int]]:
-    """Text to the ids of a `tokenizers.Tokenizer`, nothing added."""
+    """Returns a function from text to the ids of a `tokenizers.Tokenizer`, without special tokens."""
     return lambda text: tokenizer.encode(text, add_special_tokens=False).ids
 
 
 def read_tokenizer(path: str | Path) -> Any:
-    """The `tokenizers.Tokenizer` of a tokenizer.json or a merge list.
+    """Returns the `tokenizers.Tokenizer` of a tokenizer.json or a merge list.
 
-    Raises `DataError` for the other kinds, which do not say how a text is split.
+    Raises `DataError` for the other formats, which do not say how a text is split.
     """
     return open_tokenizer(path).library()
 
 
 def learn_tokenizer(texts: Iterable[str], size: int) -> Any:
-    """A byte-level BPE of at most `size` tokens, the 256 bytes among them, as a `tokenizers.Tokenizer`.
+    """Learns a byte-level BPE of at most `size` tokens, 256 bytes included -> `tokenizers.Tokenizer`.
 
     Raises `DataError` for a size below 256.
     """
@@ -51,12 +51,12 @@ def learn_tokenizer(texts: Iterable[str], size: int) -> Any:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     texts = list(texts)
-    size = min(size, len(BYTE_OF) + sum(len(text.encode("utf-8")) for text in texts))  # memory is taken for so many
+    size = min(size, len(BYTE_OF) + sum(len(text.encode("utf-8")) for text in texts))  # the trainer allocates so many
     trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=list(BYTE_OF), show_progress=False)
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
 
 
 def tokens_of(tokenizer: Any) -> list[bytes]:
-    """What `read_tokens` gives for a `tokenizers.Tokenizer` that is written down."""
+    """Returns the bytes of each id of a `tokenizers.Tokenizer`, as `read_tokens` does for its file."""
     return TokenizerFile(Path("tokenizer.json"), "tokenizer", tokenizer.to_str().encode("utf-8")).tokens()

@@ -1,6 +1,6 @@
-"""The second stage of hierarchical BPE once more, in plain Python: the oracle of the tests. Slow, obvious, else unused.
+"""The second stage of hierarchical BPE in plain Python, slow and obvious, which the tests compare `hbpe` with.
 
-Same rules as `mlx_zip.vocab.hbpe`; pairs are counted anew for every merge.
+The rules are those of `mlx_zip.vocab.hbpe`; pairs are recounted for every merge.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Pair = tuple[int, int]
 
 
 def learn(tokens: Iterable[bytes], patch_size: int) -> list[tuple[Pair, int, int]]:
-    """Per merge: the pair, its count, how many tokens fit because of it."""
+    """Returns, per merge: the pair, its count, the number of tokens that fit because of it."""
     pool = [list(token) for token in set(tokens) if len(token) + 1 > patch_size]
     out = []
     while pool:
@@ -28,7 +28,7 @@ def learn(tokens: Iterable[bytes], patch_size: int) -> list[tuple[Pair, int, int
 
 
 def encode(pairs: Sequence[Pair], token: bytes, patch_size: int | None) -> list[int]:
-    """Replays the merges until the patch fits; None: all of them."""
+    """Applies the merges until the patch fits; patch_size None: all of them."""
     symbols = list(token)
     for k, pair in enumerate(pairs):
         if patch_size is not None and len(symbols) + 1 <= patch_size:
@@ -38,7 +38,7 @@ def encode(pairs: Sequence[Pair], token: bytes, patch_size: int | None) -> list[
 
 
 def replace(symbols: list[int], pair: Pair, symbol: int) -> list[int]:
-    """`symbol` for each pair, from left to right."""
+    """Replaces each pair by `symbol`, from left to right."""
     out, at = [], 0
     while at < len(symbols):
         merged = tuple(symbols[at : at + 2]) == pair

@@ -1,9 +1,10 @@
 """Learns the entries of a codebook pack from a corpus of base ids.
 
-Candidates are the frequent runs of the corpus. A pack is tried by encoding the corpus with it, as the runtime would;
-what is used least leaves, a part at a time, since an entry's use depends on what else is there. Then pairs of what is
-emitted next to one another are tried as entries, and pruned again, as long as the corpus becomes shorter. The idea is
-MultiTok's (arXiv 2410.21548), its dictionary pruned by use; MultiTok's own trainer is `mlx_zip.vocab.multitok`.
+Candidates are the frequent runs of the corpus. A pack is measured by compressing the corpus with it, as the runtime
+would. The least used entries are removed, a part at a time, because the uses of an entry depend on the others. Then
+pairs of neighbouring emitted ids are tried as entries, and the pack is pruned again, as long as the corpus becomes
+shorter. The idea is that of MultiTok (arXiv 2410.21548), whose dictionary is pruned by use; MultiTok's own trainer is
+`mlx_zip.vocab.multitok`.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from mlx_zip.codec import CodecParams, compress
 from mlx_zip.codec.ids import as_ids
 from mlx_zip.errors import DataError
 
-WINDOW = 256  # base ids that are compressed together: short, since packs are for short texts
-POOL = 12  # candidates per entry wanted
-KEPT = 0.75  # of the entries, from one pruning to the next
-REFINED = 0.9  # the same, among pairs that were added to a pack
+WINDOW = 256  # base ids that are compressed together: few, because packs help short texts
+POOL = 12  # candidates per wanted entry
+KEPT = 0.75  # share of the entries that one pruning keeps
+REFINED = 0.9  # like KEPT, after pairs were added to a pack
 ROUNDS = 12
-LEAST = 2  # occurrences of a candidate
-TRIMS = (0.95, 0.995)  # of the entries, from one size to the next where a row of the head has a price; then finer
-TRIED = 16  # entries, the least used, each of which is left out to see what it saves
+LEAST = 2  # minimum occurrences of a candidate
+TRIMS = (0.95, 0.995)  # share of the entries kept from one size to the next with a head cost, coarse and fine
+TRIED = 16  # least used entries of which each is left out once to see what it saves
 
 Entry = tuple[int, ...]
 Int64s = NDArray[np.int64]
@@ -34,7 +35,7 @@ Int64s = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Learned:
-    """A pack, the most used entries first, and what it does to the corpus: ids with and without it, uses per entry."""
+    """A pack, most used entries first, and its effect on a corpus: ids with and without it, uses of each entry."""
 
     entries: tuple[Entry, ...]
     ids: int
@@ -43,7 +44,7 @@ class Learned:
     uses: tuple[int, ...]
 
     def cost(self, head_cost: float) -> float:
-        """Steps of the corpus, each longer by `head_cost` of a step for every entry, whose row the head reads."""
+        """Returns the cost of the corpus in steps: its ids, times 1 + head_cost per entry, whose row the head reads."""
         return self.ids * (1 + head_cost * len(self.entries))
 
 
@@ -56,14 +57,14 @@ def learn(
     head_cost: float = 0.0,
     progress: Callable[[str, int, int], None] = lambda stage, entries, ids: None,
 ) -> Learned:
-    """The `size` entries that shorten the sequences (of base ids) most, together with what the codebook grows itself.
+    """Learns up to `size` entries that shorten sequences of base ids most, next to the entries that grow anyway.
 
-    params: the codec they are for; its start entries are left out of account, its codebook_size is what a request may
-    hold. sequences: of base ids each, as `as_ids` takes them. window: base ids that are compressed on their own, at
-    most. head_cost: what a row more of the head costs, as a fraction of a step (`mlx_zip.models.step_bytes`); the pack
-    then ends where an entry more would cost more than it saves. progress(stage, entries, ids of the corpus). Fewer
-    entries come where the corpus has no more runs that recur. Raises `DataError` for an empty corpus, a size beyond the
-    codebook, an empty window and a negative cost, `CodecError` for ids that are no base ids.
+    params: the codec of the pack; its start entries are ignored, and its codebook_size bounds pack and growing entries
+    together. sequences: base ids, each as for `as_ids`. window: maximum base ids that are compressed together.
+    head_cost: cost of one more row of the head, as a fraction of a step (`mlx_zip.models.step_bytes`); entries that
+    cost more than they save are left out. progress is called with (stage, entries, ids of the corpus). The pack is
+    smaller than `size` if not enough runs recur. Raises `DataError` for an empty corpus, a size beyond the codebook, a
+    window below 1 and a negative cost, `CodecError` for ids that are not base ids.
     """
     if window < 1:
         raise DataError(f"a window must have at least 1 base id, got {window}")
@@ -92,7 +93,7 @@ def measured(params: CodecParams, entries: Sequence[Entry], sequences: Iterable[
 
 
 def _shrinking(start: int, end: int, factor: float) -> Iterator[int]:
-    """Sizes from below `start` to `end`."""
+    """Yields sizes that shrink by `factor` from below `start` to `end`."""
     size = start
     while size > end:
         size = max(end, int(size * factor))
@@ -100,7 +101,7 @@ def _shrinking(start: int, end: int, factor: float) -> Iterator[int]:
 
 
 class _Corpus:
-    """Windows of base ids, to be encoded with one pack after another."""
+    """Windows of base ids that are compressed with one pack after another."""
 
     def __init__(self, params: CodecParams, sequences: Iterable[Any], window: int) -> None:
         self.params = replace(params, start=None)
@@ -113,7 +114,7 @@ class _Corpus:
         self.ids_without = sum(len(compress(self.params, ids)[0]) for ids in self.windows)
 
     def candidates(self, most: int) -> list[Entry]:
-        """The runs of 2 to merge_size ids that promise most: occurrences times ids saved by each."""
+        """Returns the runs of 2 to merge_size ids with the highest occurrences times saved ids, `most` at most."""
         found: list[tuple[Int64s, Int64s, int]] = []
         ids, can_merge = self._joined()
         for n, (first, counts) in enumerate(_runs(ids, can_merge, self.params.merge_size), start=2):
@@ -130,33 +131,33 @@ class _Corpus:
         ]
 
     def _joined(self) -> tuple[Int64s, NDArray[np.bool_]]:
-        """All windows end to end, with a border behind each, and which ids may be part of an entry."""
+        """Returns all windows joined, each followed by -1, and whether each id may be part of an entry."""
         border = np.array([-1])
         ids = np.concatenate([part for window in self.windows for part in (window.astype(np.int64), border)])
         return ids, (ids >= 0) & ~np.isin(ids, self.params.disabled_ids)
 
     def best(self, entries: Sequence[Entry], size: int) -> list[Entry]:
-        """The `size` entries that are used most when all are there; never one that is used once only.
+        """Returns the `size` entries that are used most when all are present, each used at least twice.
 
-        Uses alone count: where an entry goes, shorter ones step in, so that its length tells little of what is lost.
+        Only uses count, not lengths: when an entry is removed, shorter ones take over most of its work.
         """
         _, uses, _ = self._encoded(entries)
         chosen = np.argsort(-uses, kind="stable")[:size]
         return [entries[i] for i in chosen.tolist() if uses[i] >= LEAST]
 
     def tried(self, entries: Sequence[Entry]) -> Learned:
-        """A pack in order of use, and what it does."""
+        """Orders entries by use, drops those used less than twice, and measures the pack."""
         return self.measured(self.best(entries, len(entries)))
 
     def measured(self, entries: Sequence[Entry]) -> Learned:
-        """What a pack does, as it is."""
+        """Compresses the corpus with a pack as it is."""
         length, uses, _ = self._encoded(entries)
         return Learned(tuple(entries), length, self.ids_without, self.base_ids, tuple(uses.tolist()))
 
-    # ---- a pack whose rows have a price
+    # ---- packs with a head cost
 
     def trimmed(self, pack: Learned, head_cost: float, progress: Callable[[str, int, int], None]) -> Learned:
-        """The part of a pack that costs least: sizes are tried on the way down, finer around the best of them."""
+        """Returns the part of a pack that costs least: tries smaller sizes, in finer steps around the best one."""
         for factor in TRIMS:
             path = [pack, *self._downwards(pack, factor)]
             at = min(range(len(path)), key=lambda i: path[i].cost(head_cost))
@@ -167,7 +168,9 @@ class _Corpus:
         return self.measured([best.entries[i] for i in np.argsort(-np.array(best.uses), kind="stable").tolist()])
 
     def _downwards(self, pack: Learned, factor: float) -> Iterator[Learned]:
-        """Smaller and smaller packs: the least used entries leave, of few the one that saves least."""
+        """Yields smaller and smaller packs: without the least used entries, or, of few, without the one that saves
+        least.
+        """
         while pack.entries:
             if len(pack.entries) <= TRIED:
                 pack = self._without_one(pack)
@@ -177,12 +180,12 @@ class _Corpus:
             yield pack
 
     def _without_one(self, pack: Learned) -> Learned:
-        """A pack without that one of its least used entries that saves least."""
+        """Returns a pack without the entry that saves least among its least used ones."""
         least = np.argsort(pack.uses, kind="stable")[:TRIED].tolist()
         return min((self.measured(pack.entries[:i] + pack.entries[i + 1 :]) for i in least), key=lambda one: one.ids)
 
     def refined(self, entries: Sequence[Entry], size: int) -> list[Entry]:
-        """A pack of `size` from another and the pairs that it emits next to one another."""
+        """Returns `size` entries, chosen from a pack and from pairs of neighbouring ids that it emits."""
         _, _, pairs = self._encoded(entries, pairs=True)
         there = set(entries)
         new = [pair for pair, _ in sorted(pairs.items(), key=lambda item: (-item[1], item[0])) if pair not in there]
@@ -192,10 +195,10 @@ class _Corpus:
         return pool
 
     def _encoded(self, entries: Sequence[Entry], pairs: bool = False) -> tuple[int, Int64s, dict[Entry, int]]:
-        """With a pack: ids of the corpus, and uses per entry.
+        """Compresses the corpus with a pack -> (number of ids, uses of each entry, counts of pairs).
 
-        pairs: also how often what two neighbours spell occurs so, where both are base ids or entries of the pack and
-        it is no longer than an entry may be.
+        pairs: count the runs that two neighbouring ids spell, if both are base ids or entries of the pack and the run
+        is short enough to be an entry.
         """
         grown = replace(self.params, codebook_size=max(self.params.codebook_size, len(entries)), start=entries or None)
         vocab, uses, length = grown.vocab_size, np.zeros(len(entries), np.int64), 0
@@ -222,9 +225,9 @@ class _Corpus:
 
 
 def _runs(ids: Int64s, can_merge: NDArray[np.bool_], longest: int) -> Iterator[tuple[Int64s, Int64s]]:
-    """For n = 2..longest: where each different run of n ids begins first, and how often it occurs; `LEAST` at least.
+    """Yields, for n = 2..longest: where each distinct run of n ids begins first, and how often it occurs.
 
-    A run is looked for only where the runs one shorter, of which it is made, occur as often.
+    Only runs that occur `LEAST` times are listed. A run is looked for only where its two runs of n - 1 ids are listed.
     """
     _, single = np.unique(ids, return_inverse=True)
     kinds = int(single.max()) + 1

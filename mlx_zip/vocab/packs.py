@@ -1,8 +1,8 @@
-"""Codebook packs: learned entries that a codebook begins with, and what is known of them.
+"""Codebook packs: learned entries that a codebook begins with, and facts about them.
 
-A pack is an .npz file of `mlx_zip.codec.pack` (`entries`, `lengths`), so every command that takes a starting codebook
-takes a pack; beside the entries lies `about`, a JSON text: which tokenizer the ids are of, from what they were learned,
-and how well they served there. A tuned pack also holds rows of its entries for one model (`mlx_zip.vocab.tuned`).
+A pack's .npz file holds the arrays of `mlx_zip.codec.pack` (`entries`, `lengths`) and `about`, a JSON text: the
+tokenizer's fingerprint, the texts that the entries were learned from, and their rates. A tuned pack also holds rows of
+its entries for one model (`mlx_zip.vocab.tuned`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from mlx_zip.vocab.tuned import AnyStart, TunedRows, TunedStart, rows_from_array
 
 VERSION = 1
 SUFFIX = ".npz"
-IN_FOLDER = "pack.npz"  # in a model's folder: the pack that it begins with, tuned for it
+IN_FOLDER = "pack.npz"  # in a model's folder: the model's own pack, tuned for it
 ROWS = ("input_rows", "output_rows")
 Entry = tuple[int, ...]
 
@@ -57,22 +57,22 @@ class Pack:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hex digest of the entries, their tokenizer and their rows: equal packs, equal digest."""
+        """Hex digest of entries, tokenizer and rows; equal for equal packs."""
         facts = [self.tokenizer, self.entries] + ([] if self.rows is None else [self.rows.fingerprint])
         return sha256(json.dumps(facts).encode()).hexdigest()
 
     @cached_property
     def start(self) -> AnyStart:
-        """What a model begins with: the entries, with their rows if there are any."""
+        """The entries, with their tuned rows if the pack has any: what the codec's `start` takes."""
         return self.entries if self.rows is None else TunedStart(self.entries, self.rows, self.fingerprint)
 
     @property
     def merge_size(self) -> int:
-        """Base ids of the longest entry; 2 for a pack without entries."""
+        """Number of base ids of the longest entry; 2 for a pack without entries."""
         return max(map(len, self.entries), default=2)
 
     def check_tokenizer(self, fingerprint: str, name: str) -> None:
-        """Raises `DataError` when the pack is of another tokenizer; `name` is the pack's, for the message."""
+        """Raises `DataError` if the pack was learned with another tokenizer. name: the pack's, for the message."""
         if self.tokenizer is not None and self.tokenizer != fingerprint:
             raise DataError(
                 f"{name} was learned with another tokenizer ({self.tokenizer[:12]}, not {fingerprint[:12]}): its base "
@@ -98,7 +98,7 @@ def load_pack(path: str | Path) -> Pack:
         raise DataError(f"{path} is damaged: {len(rows.output)} rows for {len(entries)} entries")
     pack = Pack(entries, tokenizer, about, rows, str(path))
     if made is not None and made != pack.fingerprint:
-        raise DataError(f"{path} is damaged: its entries or rows are not those it was written with")
+        raise DataError(f"{path} is damaged: its fingerprint does not match its entries and rows")
     return pack
 
 
@@ -118,12 +118,12 @@ def as_pack(pack: PackLike) -> Pack:
 
 
 def pack_in_folder(folder: Path, start: Sequence[Entry] | None) -> Pack | None:
-    """The pack that a model's folder brings along, if any. start: the entries that its config names.
+    """Returns the pack in a model's folder, None if there is none. start: the entries in the model's config.
 
-    Raises `DataError` for one that cannot be read, `ModelError` for one of other entries.
+    Raises `DataError` for a pack that cannot be read, `ModelError` for a pack of other entries.
     """
     path = folder / IN_FOLDER
-    if not os.path.lexists(path):  # a link that leads nowhere is no pack that is not there
+    if not os.path.lexists(path):  # a broken link is an error, not a missing pack
         return None
     try:
         pack = load_pack(path)
@@ -137,7 +137,7 @@ def pack_in_folder(folder: Path, start: Sequence[Entry] | None) -> Pack | None:
 
 
 def _read_beside(path: Path) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
-    """What a file says about itself, and its rows by name."""
+    """Returns the facts in a pack's file, and its tuned rows by name."""
     arrays = read_npz(path, "a pack", ("about", *ROWS))
     text = arrays.pop("about").tobytes() if "about" in arrays else b"{}"
     try:
@@ -145,14 +145,14 @@ def _read_beside(path: Path) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path} cannot be read as a pack: {error}") from error
     if not isinstance(about, dict):
-        raise DataError(f"{path}: what it says about itself is no JSON object")
+        raise DataError(f"{path}: `about` in it is not a JSON object")
     return about, arrays
 
 
 def save_pack(path: str | Path, pack: Pack) -> None:
     """Writes a pack, whole or not at all.
 
-    Raises `DataError` as `files.check_out` does and for entries that cannot be, `OSError` when the disk refuses.
+    Raises `DataError` as `files.check_out` does and for invalid entries, `OSError` if the disk is full or read-only.
     """
     path = Path(path)
     files.check_out(path, "a pack", SUFFIX)
@@ -170,11 +170,11 @@ def save_pack(path: str | Path, pack: Pack) -> None:
 
 
 def merge_packs(packs: Sequence[Pack], size: int | None = None, drop_rows: bool = False) -> Pack:
-    """One pack of several: the best of each in turn, none twice, `size` at most.
+    """Merges packs: takes the best entry of each in turn, none twice, `size` entries at most (None: all).
 
-    Its tokenizer is theirs, or not known if one's is not. Rows follow their entries where all are tuned for the same
-    model; drop_rows leaves them behind. Raises `DataError` without packs, for a size below 1, when the packs are of
-    different tokenizers, or some are tuned and others are not, or for another model.
+    The tokenizer is unknown if that of one pack is. Tuned rows are kept if all packs are tuned for the same model;
+    drop_rows drops them. Raises `DataError` without packs, for a size below 1, for packs of different tokenizers, and
+    for packs that are not all tuned for the same model, unless drop_rows.
     """
     if not packs or (size is not None and size < 1):
         raise DataError(f"there must be packs to merge and room for an entry, got {len(packs)} packs, size {size}")
@@ -202,13 +202,13 @@ def _check_rows(packs: Sequence[Pack]) -> None:
     first = rows[0]
     if first is None or not all(one is not None and one.same_model(first) for one in rows):
         raise DataError(
-            "the packs are not all tuned for the same model, so their rows cannot be merged: merge them without "
-            "(vocab pack merge --drop-rows), and tune the pack that comes of it"
+            "the packs are not all tuned for the same model, so their rows cannot be merged: merge them without rows "
+            "(vocab pack merge --drop-rows), then tune the result"
         )
 
 
 def _merged_rows(packs: Sequence[Pack], places: Sequence[tuple[int, int]]) -> TunedRows | None:
-    """Rows of entries at places (pack, slot)."""
+    """Returns the tuned rows of entries given as (number of the pack, slot); None for packs without rows."""
     rows = [pack.rows for pack in packs if pack.rows is not None]
     if not rows:
         return None

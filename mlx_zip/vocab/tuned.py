@@ -1,8 +1,7 @@
-"""Tuned rows: what the entries of a pack were trained to, for one model.
+"""Tuned rows: the embedding and output rows of a pack's entries, trained for one model.
 
-A hyper-encoder makes rows of any entry, but it has not seen the pack's texts; rows that are trained on them serve
-better, and a model without an encoder has no others. They are good for the model that they were tuned for alone, whose
-fingerprint they bear.
+A hyper-encoder makes rows for any entry, but it was not trained on the pack's texts, so tuned rows predict better. A
+model without a hyper-encoder has no other rows. Tuned rows hold the fingerprint of their model and fit no other one.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ DTYPES = ("float16", "float32")
 
 @dataclass(frozen=True)
 class PlainCodec:
-    """What a model that is no zip2zip one needs besides a pack's entries: names as in `ZipConfig`.
+    """The codec settings that a plain model needs besides a pack's entries; names as in `ZipConfig`.
 
     Raises `DataError` for fields of other types.
     """
@@ -45,11 +44,11 @@ class PlainCodec:
 
 @dataclass(frozen=True, eq=False)
 class TunedRows:
-    """input, output [P, D] float16 or float32: the rows of a pack's entries in slot order.
+    """The rows of a pack's entries in slot order: input and output, each [P, D] float16 or float32.
 
-    Where a model's embedding is its head and one encoder makes both, the two are one array. model: fingerprint of the
-    model (`mlx_zip.hyper.model_fingerprint`). plain: None for a zip2zip model, which has a codec of its own. Raises
-    `DataError` for arrays that are no such rows.
+    For a model with tied embeddings and one encoder, input and output are one array. model: fingerprint of the model
+    (`mlx_zip.hyper.model_fingerprint`). plain: the codec of a plain model, None for a zip2zip model. Raises `DataError`
+    for arrays of other shapes or dtypes, or with values that are not finite.
     """
 
     input: NDArray[Any]
@@ -62,37 +61,37 @@ class TunedRows:
             if rows.ndim != 2 or not rows.size or rows.dtype.name not in DTYPES or rows.shape != self.output.shape:
                 raise DataError(f"{name} rows must be [P, D] of {' or '.join(DTYPES)}, not {rows.dtype} {rows.shape}")
             if not np.isfinite(rows).all():
-                raise DataError(f"{name} rows hold values that are no numbers")
+                raise DataError(f"{name} rows hold values that are not finite")
 
     @property
     def one(self) -> bool:
-        """Whether input and output rows are one array; two with equal values are two."""
+        """Whether input and output rows are the same array object."""
         return self.input is self.output
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hex digest of the rows and of what they are for."""
+        """Hex digest of the rows, their model and its codec."""
         digest = sha256(json.dumps([self.model, self.plain and asdict(self.plain)], sort_keys=True).encode())
         for rows in (self.output,) if self.one else (self.input, self.output):
             digest.update(f"{rows.dtype} {rows.shape}".encode() + np.ascontiguousarray(rows).tobytes())
         return digest.hexdigest()
 
     def chosen(self, index: Sequence[int]) -> TunedRows:
-        """The rows at an index, in its order."""
+        """Returns the rows at these slots, in the order given."""
         at = np.array(index, np.int64)
         output = self.output[at]
         return TunedRows(output if self.one else self.input[at], output, self.model, self.plain)
 
     def same_model(self, other: TunedRows) -> bool:
-        """Whether both are for one model."""
+        """Returns whether both are tuned for the same model."""
         return (self.model, self.plain, self.one) == (other.model, other.plain, other.one)
 
 
 class TunedStart(Sequence[tuple[int, ...]]):
-    """A starting codebook whose entries bring their rows; wherever entries may be given, this may. It never changes.
+    """Start entries with their tuned rows: a sequence of entries that can be passed as `start`. It never changes.
 
-    pack: fingerprint of the pack that they are of, None when not known. Two are equal only if they are one: as keys
-    they need no look at thousands of entries.
+    pack: fingerprint of the pack, None if unknown. Two objects are equal only if they are the same object, so that
+    dictionaries with such keys never compare thousands of entries.
     """
 
     def __init__(self, entries: Start, rows: TunedRows, pack: str | None = None) -> None:
@@ -122,13 +121,13 @@ AnyStart = Start | TunedStart
 
 
 def rows_to_arrays(rows: TunedRows) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
-    """The arrays of a pack file, and what its `about` says of them."""
+    """Returns the arrays that a pack's file holds, and the field `rows` of its `about`."""
     arrays = {"output_rows": rows.output} | ({} if rows.one else {"input_rows": rows.input})
     return arrays, {"model": rows.model, "plain": rows.plain and asdict(rows.plain)}
 
 
 def rows_from_arrays(path: Any, arrays: Mapping[str, NDArray[Any]], about: Any) -> TunedRows:
-    """The way back. Raises `DataError` naming the file."""
+    """Reads what `rows_to_arrays` returned. Raises `DataError` naming the file."""
     try:
         plain = about["plain"]
         if plain is not None:
@@ -140,4 +139,4 @@ def rows_from_arrays(path: Any, arrays: Mapping[str, NDArray[Any]], about: Any) 
     except DataError as error:
         raise DataError(f"{path}: {error}") from error
     except (KeyError, TypeError) as error:
-        raise DataError(f"{path}: its tuned rows are not whole ({error!r:.80}); tune the pack again") from error
+        raise DataError(f"{path}: its tuned rows are incomplete ({error!r:.80}); tune the pack again") from error

@@ -21,7 +21,7 @@ from .texts import needs
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the recipe; 0, 2 for what cannot be, 130 after Ctrl-C (the same call goes on)."""
+    """Runs the recipe; returns 0, 2 after an error, 130 after Ctrl-C (the same call continues)."""
     args = parser().parse_args(argv)
     data, out = (Path(path).expanduser().resolve() for path in (args.data, args.out))
     settings = SCALES[args.scale] if args.seed is None else replace(SCALES[args.scale], seed=args.seed)
@@ -41,27 +41,34 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("stopped; the same call goes on from there", file=sys.stderr)
+        print("stopped; the same call continues from there", file=sys.stderr)
         return 130
     return 0
 
 
 def parser() -> argparse.ArgumentParser:
-    """The flags."""
+    """Returns the parser of the recipe's flags."""
     made = Parser(
         prog="python -m recipes.stories",
         description="Makes the stories models from a folder of stories.",
         epilog=needs(),
     )
     add = made.add_argument
-    add("--data", required=True, help="folder of the stories' files")
-    add("--out", required=True, help="folder of all that is made; the same call goes on with it")
-    add("--stage", nargs="+", default=[], metavar="NAME", help=f"only these: {', '.join(STAGES)}")
-    add("--scale", choices=sorted(SCALES), default="full", help="tiny: all of it in seconds, as a test (default: full)")
-    add("--processes", type=int, default=1, metavar="N", help="train in so many, which share each batch (default: 1)")
-    add("--seed", type=int, help="of everything that is drawn")
-    add("--no-checksum", action="store_true", help="take other files than the recorded ones")
-    add("--install", action="store_true", help=f"put the bundle into the package ({bundled.FOLDER.name}/)")
+    add("--data", required=True, help="folder with the files of stories")
+    add("--out", required=True, help="folder of the results; the same call continues an interrupted one")
+    add("--stage", nargs="+", default=[], metavar="NAME", help=f"stages to run (default: all): {', '.join(STAGES)}")
+    add(
+        "--scale",
+        choices=sorted(SCALES),
+        default="full",
+        help="tiny runs everything in seconds, as a test (default: full)",
+    )
+    add(
+        "--processes", type=int, default=1, metavar="N", help="processes that share each batch of training (default: 1)"
+    )
+    add("--seed", type=int, help="seed of everything random (default: as in the settings)")
+    add("--no-checksum", action="store_true", help="accept files with other checksums than the recorded ones")
+    add("--install", action="store_true", help=f"copy the bundle into the package ({bundled.FOLDER.name}/)")
     return made
 
 

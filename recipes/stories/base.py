@@ -19,7 +19,7 @@ TEXTS = {"train", "valid", "t1.test", "real.test"}  # texts/NAME.jsonl
 
 
 def make_texts(recipe: Recipe) -> None:
-    """texts/: all training stories in an order drawn, test stories, conversations (asked: of one turn), requests."""
+    """Writes texts/: shuffled training stories, test stories, conversations (`asked`: of one turn), test requests."""
     settings, stories = recipe.settings, read_stories(recipe.data, recipe.check)
     once = stories["t1.train"] + stories["mixed.train"]
     lexicon = learn(once, rare=8 if len(once) > 1000 else 2)
@@ -44,7 +44,7 @@ def make_texts(recipe: Recipe) -> None:
 
 
 def make_tokenizer(recipe: Recipe) -> None:
-    """tokenizer/: learnt from the training stories, each once, in the order of the files."""
+    """Writes tokenizer/, learned from the training stories, each once, in the order of the files."""
     texts = [text for name in TRAIN_SETS for text in SOURCES[name].stories(recipe.data, recipe.check)]
     with whole_folder(recipe.out / "tokenizer") as folder:
         settings = recipe.settings
@@ -62,12 +62,12 @@ WINDOWS = {  # of a kind: what prepared/KIND-WHAT is made of
 
 
 def prepared(kind: str) -> dict[str, str]:
-    """Folders of the windows of a kind, and the text in each."""
+    """Returns the folders of a kind of windows, and the text of each."""
     return {f"prepared/{kind}-{what}": f"texts/{text}.jsonl" for what, text in WINDOWS[kind].items()}
 
 
 def make_windows(recipe: Recipe, kind: str) -> None:
-    """All prepared folders of a kind."""
+    """Prepares all folders of a kind."""
     settings = recipe.settings
     codec = settings.codec if kind == "compressed" else PLAIN
     context = settings.short if kind == "short" else settings.long
@@ -87,34 +87,34 @@ def make_windows(recipe: Recipe, kind: str) -> None:
 
 
 def train(recipe: Recipe, name: str, kind: str, start: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """runs/NAME: a training run on the windows of a kind."""
+    """Runs a training on the windows of a kind; results are in runs/NAME."""
     *data, valid = prepared(kind)
     fixed = {"data": data, "valid": valid, "out": f"runs/{name}", "seed": recipe.settings.seed}
     recipe.command("train", {**start, **fixed, **settings})
 
 
 def model(run: str) -> str:
-    """The model folder that a run leaves."""
+    """Path of the model that a run writes."""
     return f"runs/{run}/model"
 
 
 def train_base(recipe: Recipe) -> None:
-    """The base's first stage, from random weights."""
+    """Trains the base's first stage, from random weights."""
     write_json(recipe.out / "base.json", dict(recipe.settings.model))
     start = {"from_scratch": "base.json", "tokenizer": "tokenizer"}
     train(recipe, "base-short", "short", start, recipe.settings.base)
 
 
 def train_chat(recipe: Recipe) -> None:
-    """The base's second stage: longer windows, and to tell stories on request."""
+    """Trains the base's second stage: longer windows, and stories on request."""
     train(recipe, "base", "long", {"model": model("base-short")}, recipe.settings.chat)
 
 
 def train_zip(recipe: Recipe) -> None:
-    """The zip2zip model: the base with new hyper-encoders, all trained."""
+    """Trains the zip2zip model: the base with new hyper-encoders, all weights."""
     train(recipe, "zip", "compressed", {"model": model("base")}, {**recipe.settings.extra, **recipe.settings.encoder})
 
 
 def train_control(recipe: Recipe) -> None:
-    """What the zip2zip model is compared with: the base after the same training on the same text, not compressed."""
+    """Trains the control: the base after as much training on the same text, not compressed."""
     train(recipe, "control", "long", {"model": model("base")}, recipe.settings.extra)

@@ -1,4 +1,4 @@
-"""The recipe's end: quantized and tuned models, the bundle of both, and the figures that say how good they are."""
+"""The recipe's last part: quantized and tuned models, the bundle, and figures that say how good the models are."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ QUANTIZED, TUNED = "quantized", f"{packs.PACKS}/{packs.OWN}-tuned.npz"
 
 
 def quantize(recipe: Recipe) -> None:
-    """quantized/: the models that are to be bundled, as they are to be stored; the one with packs begins with none."""
+    """Writes quantized/: the models to bundle, with fewer bits per weight; the zip2zip model still without a pack."""
     bits = recipe.settings.bits
     with whole_folder(recipe.out / QUANTIZED) as folder:
         for name, run in recipe.settings.bundled.items():
@@ -41,7 +41,7 @@ def quantize(recipe: Recipe) -> None:
 
 
 def tune(recipe: Recipe) -> None:
-    """packs/own-tuned.npz: the model's own pack, its rows tuned for the weights as they are stored."""
+    """Writes packs/own-tuned.npz: the model's own pack with rows tuned for the quantized weights."""
     settings = recipe.settings
     fixed = {"model": f"{QUANTIZED}/{bundled.DEFAULT}", "dequantize": True, "out": TUNED, "seed": settings.seed}
     data = {"data": f"{packs.TEXTS}/learn-{packs.OWN}.jsonl", "run": "runs/tuned"}
@@ -49,7 +49,7 @@ def tune(recipe: Recipe) -> None:
 
 
 def make_bundle(recipe: Recipe) -> None:
-    """bundle/: the models that the package brings along; the one with packs brings its own, tuned."""
+    """Writes bundle/: both models of the package, the zip2zip model with its tuned pack."""
     with whole_folder(recipe.out / "bundle") as folder:
         for name in recipe.settings.bundled:
             if name == bundled.DEFAULT:
@@ -57,14 +57,14 @@ def make_bundle(recipe: Recipe) -> None:
                 recipe.command("convert", flags)
             else:
                 shutil.copytree(recipe.out / QUANTIZED / name, folder / name)
-            for beside in ("README.md", "model.safetensors.index.json"):
-                (folder / name / beside).unlink(missing_ok=True)
+            for extra in ("README.md", "model.safetensors.index.json"):
+                (folder / name / extra).unlink(missing_ok=True)
         (folder / "README.md").write_text(card(recipe.settings, recipe.check), encoding="utf-8")
         shutil.copy(recipe.out / RECORD, folder / RECORD)
 
 
 def card(settings: Settings, checked: bool) -> str:
-    """What the bundle says of itself. checked: its texts are the recorded ones."""
+    """Returns the README of the bundle. checked: the texts were the recorded ones."""
     used = [source for name, source in SOURCES.items() if name in TRAIN_SETS]
     texts = (
         [f"- `{s.name}` (sha256 {s.sha256}): {s.origin}" for s in used]
@@ -87,7 +87,7 @@ def card(settings: Settings, checked: bool) -> str:
 
 
 def measures(settings: Settings) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(name of figures/NAME.json, flags of the evaluation)."""
+    """Yields (name of figures/NAME.json, flags of its evaluation)."""
     size = {"context": settings.long, "batch_size": settings.measure["batch_size"]}
     bundled = [f"bundle/{name}" for name in sorted(settings.bundled, reverse=True)]  # the base first
     every = [model(run) for run in ("control", "base", "zip")] + bundled
@@ -105,7 +105,7 @@ def measures(settings: Settings) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def measure(recipe: Recipe) -> None:
-    """figures/: bits per byte of every model; rates of the bundled ones, a story alone and as a later turn."""
+    """Writes figures/: bits per byte of every model; rates of the bundled ones, a story alone and as a later turn."""
     (recipe.out / "figures").mkdir(exist_ok=True)
     for name, flags in measures(recipe.settings):
         file = f"figures/{name}.json"

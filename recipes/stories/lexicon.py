@@ -1,4 +1,4 @@
-"""What the stories' own words are: nouns, adjectives and names, told apart by where they stand. No NLP library.
+"""Finds nouns, adjectives and names among the stories' own words by their positions. No NLP library.
 
 A word that often follows "the" and is itself followed by a comma or "was" is a noun; one that often stands between
 "a" and a noun is an adjective; what follows "named" is a name. Counts over some thousand stories decide.
@@ -105,10 +105,12 @@ class _Counts:
         self.stories = 0
         self.all: Counter[str] = Counter()  # anywhere
         self.capital: Counter[str] = Counter()  # with a capital letter
-        self.head: Counter[str] = Counter()  # a determiner (and an adjective) before it, and a noun's end behind it
+        self.head: Counter[str] = (
+            Counter()
+        )  # a determiner (and an adjective) before it, and the end of a noun phrase after it
         self.with_a: Counter[str] = Counter()  # of those, after "a" or "an"
         self.with_the: Counter[str] = Counter()
-        self.before_noun: Counter[str] = Counter()  # a determiner before it, and another word behind it
+        self.before_noun: Counter[str] = Counter()  # a determiner before it, and another word after it
         self.a_before_noun: Counter[str] = Counter()
         self.named: Counter[str] = Counter()  # after "named"
         self.within: Counter[str] = Counter()  # stories that hold it
@@ -168,5 +170,5 @@ def singulars(noun: str) -> list[str]:
 
 
 def ends_noun(token: str) -> bool:
-    """Whether a token behind a noun shows that the noun phrase is over."""
+    """Whether the token after a noun shows that the noun phrase is over."""
     return not token[0].isalpha() or token in _AFTER_NOUN

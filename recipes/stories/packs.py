@@ -1,9 +1,9 @@
-"""The recipe's last part: the zip2zip model goes on with codebook packs, and its control with the same text.
+"""The recipe's second part: training the zip2zip model with codebook packs, and its control on the same text.
 
-There are several rounds of that, each with texts of its own; each goes on where the one before it ended. Windows begin
+There are several rounds, each with texts of its own; each continues with the model of the round before. Windows begin
 with the model's own pack, with one of several others, of which every sample draws its entries, or with none. Packs are
 learned from other parts of the training text than they are trained with, so that training sees how well a pack serves
-new text; a story that the text repeats may stand in both.
+new text; a story that the text repeats may be in both.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def windows_of(packs: PackSettings, one: Round) -> Iterator[tuple[str, Texts]]:
 
 
 def make_texts(recipe: Recipe) -> None:
-    """pack-texts/: the parts, each a run of the training texts of every kind, shuffled together."""
+    """Writes pack-texts/: the parts, each a run of the training texts of every kind, shuffled together."""
     sources = [_lines(recipe.out / f"texts/{name}.jsonl") for name in ("train", "conversations", "asked")]
     with whole_folder(recipe.out / TEXTS) as folder:
         for seed, (name, counts) in enumerate(parts(recipe.settings.packs)):
@@ -75,7 +75,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def learn(recipe: Recipe) -> None:
-    """packs/NAME.npz of every pack."""
+    """Writes packs/NAME.npz of every pack."""
     packs = recipe.settings.packs
     wanted = [(OWN, f"learn-{OWN}", packs.size)]
     wanted += [(name, f"learn-{name}", pool(packs, size)) for name, size in zip(drawn(packs), packs.sizes, strict=True)]
@@ -99,7 +99,7 @@ def pool(packs: PackSettings, size: int) -> int:
 
 
 def make_windows(recipe: Recipe) -> None:
-    """prepared/packed-NAME of every part; prepared/PREFIXplain of all parts of a round, not compressed; to validate."""
+    """Writes prepared/packed-NAME of every part, prepared/PREFIXplain of a round's parts, and data to validate with."""
     settings, packs = recipe.settings, recipe.settings.packs
     fixed = {
         "context": settings.long,
@@ -136,7 +136,7 @@ def runs(packs: PackSettings) -> dict[str, list[str]]:
 
 
 def train_packed(recipe: Recipe) -> None:
-    """The zip2zip model, trained with packs."""
+    """Trains the zip2zip model with packs."""
     packs = recipe.settings.packs
 
     def flags(one: Round) -> Flags:
@@ -147,7 +147,7 @@ def train_packed(recipe: Recipe) -> None:
 
 
 def train_control(recipe: Recipe) -> None:
-    """The control, trained as long on the same texts, not compressed."""
+    """Trains the control as long on the same texts, not compressed."""
 
     def flags(one: Round) -> Flags:
         return {"data": f"{WINDOWS}/{one.prefix}plain", "valid": f"{WINDOWS}/plain-valid", **one.control}
@@ -156,7 +156,7 @@ def train_control(recipe: Recipe) -> None:
 
 
 def _train(recipe: Recipe, name: str, start: str, flags: Callable[[Round], Flags]) -> None:
-    """A run for each round, which goes on with the model of the run before; finished ones are passed over."""
+    """Runs each round, which continues with the model of the run before; finished runs are skipped."""
     packs = recipe.settings.packs
     for number, (one, run) in enumerate(zip(packs.rounds, runs(packs)[name], strict=True)):
         if not (recipe.out / f"runs/{run}/model/config.json").exists():

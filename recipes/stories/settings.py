@@ -65,7 +65,7 @@ class Settings:
     vocab_size: entries of the tokenizer. model: config.json of the base. short, long: base ids of a window while the
     base learns words, and afterwards. repeats: how often each story of a file is in the training text (once where it is
     not named). asked, conversations: at most so many of one turn, for the base's first stage, and of several. requests:
-    to test with. codec: of the zip2zip model; `test_turns`: the turn of a conversation that is measured beside the
+    to test with. codec: of the zip2zip model; `test_turns`: the turn of a conversation that is measured besides the
     first. base, chat, extra: settings of `mlx_zip train` for the base's first stage, its second, and the one that both
     the zip2zip model and its control get; encoder: the hyper-encoder of the former. packs: how the two go on. bits: of
     the bundled weights. validation: bits per byte while training are measured on so many stories. measure: of `mlx_zip

@@ -21,7 +21,7 @@ CHAT_TEMPLATE = (
 def train_tokenizer(texts: Iterable[str], folder: Path, vocab_size: int, context: int) -> None:
     """Learns a tokenizer of `vocab_size` entries for a model of `context` positions, and writes it into `folder`.
 
-    A space belongs to the word behind it and is never added or dropped, so decoding gives back the text exactly;
+    A space belongs to the word after it and is never added or dropped, so decoding gives back the text exactly;
     what the learnt pieces cannot spell is spelt in bytes. Digits stand alone, so that they can be protected.
     """
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers

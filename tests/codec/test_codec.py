@@ -140,13 +140,13 @@ def test_two_dimensions_are_refused():
 
 
 UNLAWFUL = [
-    ((6, 8, 3), [1], 8, "is a hypertoken that is neither installed nor exactly the next one"),
+    ((6, 8, 3), [1], 8, "is a hypertoken that is neither installed nor the next one to be installed"),
     ((6, 4, 3), [1], 30, "is neither a base id"),
     ((6, 1, 3), [1, 2, 3], 7, "is neither a base id"),  # the table is full
-    ((6, 4, 3), [], 6, "is the next hypertoken, but nothing before it"),
-    ((6, 4, 3), [1, 5], 6, "is the next hypertoken, but nothing before it"),  # 5 is disabled
-    ((6, 4, 2), [1, 6], 7, "is the next hypertoken, but what it would extend has 2 ids already"),
-    ((4, 2, 2), [1, 1], 5, "is the next hypertoken, but what it would stand for is already installed"),
+    ((6, 4, 3), [], 6, "is the next hypertoken, but there is no run before it"),
+    ((6, 4, 3), [1, 5], 6, "is the next hypertoken, but there is no run before it"),  # 5 is disabled
+    ((6, 4, 2), [1, 6], 7, "is the next hypertoken, but the run before it has 2 ids already"),
+    ((4, 2, 2), [1, 1], 5, "is the next hypertoken, but the run it would stand for is already installed"),
 ]
 
 

@@ -304,7 +304,7 @@ def test_a_tensor_as_high_as_the_embedding_that_is_not_known_is_refused_by_name(
 def test_a_model_that_was_adapted_is_not_adapted_again(made, tmp_path):
     smaller, kept = made(PLAIN)
     assert kept.virtual
-    with pytest.raises(DataError, match=r"by the adapted\.json beside it: adapt the base of this model instead"):
+    with pytest.raises(DataError, match=r"the folder has an adapted\.json\): adapt the base of this model instead"):
         read_base(smaller)
 
 

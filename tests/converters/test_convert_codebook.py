@@ -70,7 +70,7 @@ def test_another_pack_takes_the_place_of_the_first_and_none_leaves_it(packed: An
     ("entries", "message"),
     [
         (((1, 2, 3, 4, 5, 6, 7, 8, 9),), r"0\.npz does not fit the model: start entry 0 has 9 ids"),
-        (((1, 999_999),), "disabled or no base id"),
+        (((1, 999_999),), "disabled or not a base id"),
         (tuple((i, i + 1) for i in range(10, 210)), "do not fit in codebook_size"),
     ],
 )

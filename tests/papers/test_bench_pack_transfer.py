@@ -89,7 +89,7 @@ def told(model, tokenizer, text, start):
     """Of one story: steps and base tokens that the model writes, and canonical ids of those and of the text's own."""
     ids = tokenizer.encode(text, add_special_tokens=False)
     prompt = encode_prompt(tokenizer, tokenizer.decode(ids[:OPENING]))
-    made = list(stream_generate(model, tokenizer, prompt, max_tokens=TOKENS, start=start))
+    made = list(stream_generate(model, tokenizer, prompt, max_tokens=TOKENS, pack=start))
     base_ids = [one for response in made for one in response.base_ids]
     book = Codebook(model.make_cache(pack=start)[-1].books[0].params)
     book.push(compress(book.params, np.array(prompt, np.uint32))[0])
@@ -110,7 +110,7 @@ def test_so_much_of_the_held_out_text_is_scored(flags, capsys):
         (["--separator", "<none>"], MlxZipError, "holds one document"),
         (["--sizes", "99999"], DataError, "does not fit a codebook"),
         (["--pack", "own.npz"], MlxZipError, "NAME=FILE"),
-        (["--pack", "far=far.npz"], CodecError, "disabled or no base id"),
+        (["--pack", "far=far.npz"], CodecError, "disabled or not a base id"),
     ],
 )
 def test_what_cannot_be_is_told_before_scoring(change, error, told, flags, tmp_path, monkeypatch, capsys):

@@ -132,7 +132,7 @@ def test_tiktoken_ranks_are_read_to_the_ids_of_tiktoken(head, tmp_path):
     lines = b"".join(base64.b64encode(token) + b" %d\n" % rank for token, rank in ranks.items())
     (tmp_path / "some.tiktoken").write_bytes(lines)
     (tmp_path / "llama3.tiktoken").write_bytes(lines)
-    with pytest.raises(DataError, match="name one of gpt2, cl100k, digits with --pieces"):
+    with pytest.raises(DataError, match="choose one of gpt2, cl100k, digits with --pieces"):
         read_base(tmp_path / "some.tiktoken")
     for file, kind in (("some", "gpt2"), ("llama3", "cl100k")):
         encoding = tiktoken.Encoding(file, pat_str=PATTERNS[kind], mergeable_ranks=ranks, special_tokens={})
@@ -161,7 +161,7 @@ def altered(source, **model):
         (lambda s: altered(s, vocab={"a": -1}), "does not map tokens to ids"),
         (lambda s: altered(s, vocab={"a": 1, "b": 1}), "gives one id to several tokens"),
         (lambda s: s | {"added_tokens": [{"content": "x"}]}, "has no content or no id"),
-        (lambda s: s | {"added_tokens": [{"content": "x", "id": 1, "single_word": True}]}, "single words"),
+        (lambda s: s | {"added_tokens": [{"content": "x", "id": 1, "single_word": True}]}, "single_word"),
     ],
 )
 def test_what_cannot_be_read_is_one_line_that_names_file_and_fault(source, write, alter, told):

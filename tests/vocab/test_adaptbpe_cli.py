@@ -143,7 +143,7 @@ def test_a_tokenizer_json_that_cannot_be_exact_is_refused_and_nothing_written(ru
     before = set(folder.iterdir())
     status, out, err = run(*LEARN, "--tokenizer-json", "plain.json")
     assert (status, out) == (2, "")
-    assert "merges are virtual, which a tokenizer.json cannot say" in err
+    assert "merges are virtual, which a tokenizer.json cannot express" in err
     assert set(folder.iterdir()) == before
 
 

@@ -166,7 +166,7 @@ def test_a_tokenizer_json_need_not_have_added_tokens(source, write):
 
 
 def test_virtual_merges_cannot_be_said_in_a_tokenizer_json(head):
-    with pytest.raises(DataError, match=r"merges are virtual, which a tokenizer\.json cannot say"):
+    with pytest.raises(DataError, match=r"merges are virtual, which a tokenizer\.json cannot express"):
         tokenizer_json(cut_down(read_base(head)))
 
 
@@ -183,7 +183,7 @@ def test_a_file_that_was_changed_after_writing_is_refused(head, tmp_path):
     assert signed(record) == record
     for changed in (record | {"rule": "final"}, record | {"settings": {}}, record | {"sha256": "0" * 64}):
         path.write_text(json.dumps(changed))
-        with pytest.raises(DataError, match=r"adapted\.json: is damaged, its checksum is another"):
+        with pytest.raises(DataError, match=r"adapted\.json: is damaged, its checksum does not match"):
             read_adapted(path)
     del record["sha256"]
     path.write_text(json.dumps(record))
@@ -241,7 +241,7 @@ def test_a_swap_before_its_merge_is_there_is_refused(head, tmp_path):
     record = json.loads(path.read_text())
     record["virtual"][0] = record["first"]
     path.write_text(json.dumps(signed(record)))
-    with pytest.raises(DataError, match="virtual 0 is merge 300, which is not there yet at that swap"):
+    with pytest.raises(DataError, match="virtual 0 is merge 300, which does not exist yet at that swap"):
         read_adapted(path)
 
 

@@ -70,9 +70,9 @@ def test_a_token_that_does_not_fit_is_named():
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        (np.full((2, 4), 97, np.uint16), "id 0 has no mark"),
+        (np.full((2, 4), 97, np.uint16), "id 0 has no end mark"),
         (np.array([[97, MARK, MARK, MARK], [97, 9999, MARK, MARK]], np.uint16), "id 1"),
-        (np.array([[97, MARK, 98, MARK]], np.uint16), "behind its mark"),
+        (np.array([[97, MARK, 98, MARK]], np.uint16), "after its end mark"),
         (np.full((2, 5), MARK, np.uint16), r"uint16 \[V, 4\]"),
         (np.full((2, 4), MARK, np.int64), r"uint16 \[V, 4\]"),
     ],
@@ -119,8 +119,8 @@ def test_a_saved_table_loads_to_an_equal_one(tmp_path_factory, words, size, mode
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": np.array(2)}, "no version 1 .* but 2"),
-        ({"version": None}, "no version 1 .* but None"),
+        ({"version": np.array(2)}, "version 2; .* reads version 1"),
+        ({"version": None}, "version None; .* reads version 1"),
         ({"mode": None}, "must hold .*mode"),
         ({"more": np.array(1)}, "must hold"),
         ({"patch_size": np.array(5)}, "damaged"),
@@ -154,9 +154,9 @@ def test_a_right_checksum_over_wrong_content_does_not_help(tmp_path, table):
 
     path = tmp_path / "t.npz"
     for change, message in (
-        ({"rows": np.full((6, 4), 97, np.uint16)}, "no mark"),
+        ({"rows": np.full((6, 4), 97, np.uint16)}, "no end mark"),
         ({"merges": np.array([[97, 300]], np.uint16)}, "merge 0"),
-        ({"merges": np.array([1, 2], np.uint16)}, "no table"),
+        ({"merges": np.array([1, 2], np.uint16)}, "not a patch table"),
         ({"merges": np.array([[97.5, 98]])}, "merges must be uint16, got float64"),
         ({"rows": table.rows[::-1].copy()}, "fingerprint"),
     ):

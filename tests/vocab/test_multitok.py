@@ -160,7 +160,7 @@ def test_a_sample_that_goes_on_is_ended_by_a_call_without_units(tmp_path):
     pieces = Dictionary(Settings(Tokens(2)))
     begun = Samples(np.array([1], np.uint32), np.array([], np.uint64))
     parts = [pieces.train(Samples.of([[0, 1, 0, 1]])), pieces.train(begun, over=False)]
-    with pytest.raises(CodecError, match="not over"):
+    with pytest.raises(CodecError, match="still open"):
         pieces.save(tmp_path / "a.mtok")
     parts += [pieces.train(Samples.of([])), pieces.train(Samples.of([]))]
     assert Samples.join(parts).lists() == ids.lists()
@@ -263,7 +263,7 @@ def test_words_are_numbered_in_the_order_of_their_first_appearance():
 
 def test_an_unknown_word_is_named():
     dictionary = Dictionary(Settings(Words(("a", "b"))))
-    with pytest.raises(CodecError, match=r"word 'zebra' is none of the dictionary's 2, at index 1: .*--unk-id"):
+    with pytest.raises(CodecError, match=r"word 'zebra' is not among the dictionary's 2 words, at index 1: .*--unk-id"):
         dictionary.number([["a", "b"], ["b", "zebra"]])
 
 

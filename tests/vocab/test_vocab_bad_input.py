@@ -85,13 +85,13 @@ def test_an_array_that_is_none_or_too_large_to_be_is_one_line(tmp_path, entries)
 
 
 def test_a_member_that_is_no_array_is_named(tmp_path):
-    with pytest.raises(DataError, match="'entries' in it is no array"):
+    with pytest.raises(DataError, match="'entries' in it is not an array"):
         load_pack(archive(tmp_path / "pack.npz", entries=b"hello", lengths=b"2"))
 
 
 def test_one_array_is_no_archive_and_an_archive_no_array(tmp_path):
     (tmp_path / "pack.npz").write_bytes(lengths())
-    with pytest.raises(DataError, match="it is no archive of arrays"):
+    with pytest.raises(DataError, match="it is not an archive of arrays"):
         load_pack(tmp_path / "pack.npz")
     np.save(tmp_path / "other.npy", np.array([[1, 2]]))
     with open(tmp_path / "other.lengths.npy", "wb") as file:

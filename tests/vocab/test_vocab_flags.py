@@ -13,7 +13,7 @@ from mlx_zip.vocab.multitok import Dictionary, Tokens
 from mlx_zip.vocab.multitok.files import _digest
 from mlx_zip.vocab.packs import load_pack
 from support.command_line import outcome, stay_home
-from support.tiny_vocabularies import write_folder
+from support.tiny_vocabularies import write_folder, write_pair, write_ranks
 
 TEXT = "the cat and the dog and the cat: 123 the 12, the cat and the dog.\n" * 20
 LEARNED = {  # method: how it learns from a tokenizer, what reads the file
@@ -206,3 +206,19 @@ def test_a_dictionary_of_ids_of_version_1_is_known_by_its_size_alone(run, folder
     status, _, err = run(*encode, "larger")
     assert status == 2
     assert "another tokenizer than larger" in err
+
+
+# ---- formats of tokenizers
+
+
+@pytest.mark.parametrize("method", LEARNED)
+@pytest.mark.parametrize("kind", ["ranks", "merges"])
+def test_every_method_takes_every_format_of_a_tokenizer(run, folder, method, kind):
+    if kind == "ranks":
+        file = write_ranks(folder).rename(folder / "cl100k.tiktoken")
+    else:
+        file = write_pair(folder).with_name("vocab.bpe")
+    words, read = LEARNED[method]
+    status, _, err = run(method, *replaced(words, "--tokenizer", file), "--json")
+    assert (status, err) == (0, "")
+    assert read(words[words.index("--out") + 1])

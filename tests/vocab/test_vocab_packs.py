@@ -173,7 +173,7 @@ def test_a_pack_of_another_tokenizer_is_refused_by_name():
         (lambda about: {**about, "tokenizer": 5}, "its tokenizer is 5"),
         (lambda about: {**about, "fingerprint": "00"}, "damaged"),
         (lambda about: {**about, "tokenizer": "ef" * 32}, "damaged"),
-        (lambda about: [about], "no JSON object"),
+        (lambda about: [about], "not a JSON object"),
     ],
 )
 def test_a_damaged_pack_is_refused(change, told, tmp_path):

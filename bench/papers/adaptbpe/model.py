@@ -1,12 +1,12 @@
 """AdaptBPE on a model with trained weights: what a text costs it in bits per byte before and after.
 
 For each text the model's tokenizer is adapted to its training part, `mlx_zip vocab adapt convert` writes the smaller
-model, and the test part is scored strictly, as `mlx_zip evaluate` does: each model over all that it can write, so the
-adapted one's softmax is over the rows kept. Beside it stand the first N and the N most frequent merges. N is a share of
-the list's merges. A line of the whole model comes first.
+model, and the test part is scored strictly, as `mlx_zip evaluate` does; the softmax of the adapted model is over the
+rows kept. Models with the first N merges and with the N most frequent ones are scored for comparison. N is a share of
+the list's merges. The first line is of the whole model.
 
-Where the extra bits are: the test part's tokens that are the same in both tokenizations are told apart from the bytes
-of all others, which are split in the adapted one. Source of the method: arXiv 2601.21665, which reports perplexities on
+`where` splits the extra bits: tokens of the test part that are the same in both tokenizations, and the bytes of all
+other tokens, which the adapted tokenizer splits. Source of the method: arXiv 2601.21665, which reports perplexities on
 models of its own.
 """
 
@@ -62,17 +62,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=[0.25, 0.5, 0.75],
         metavar="SHARE",
-        help="of the merges to keep (default: 0.25 0.5 0.75)",
+        help="shares of the merges to keep (default: 0.25 0.5 0.75)",
     )
-    add("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="default: all")
+    add("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="ways to choose merges (default: all)")
     add("--limit-bytes", type=int, metavar="N", help="bytes of each test text at most")
     add("--limit-train-bytes", type=int, metavar="N", help="bytes of each training text at most")
     add("--batch-size", type=int, default=8, help="windows per model call (default: 8)")
-    add("--plot", type=Path, metavar="FILE", help="draw the record as SVG, and measure nothing")
+    add(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="picture of the kept record to draw, .svg or .png; nothing is measured",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints one JSON line per text, share and method, or draws the recorded ones. Raises `MlxZipError`."""
+    """Prints one JSON line per text, share and method, or draws the kept record. Raises `MlxZipError`."""
     if args.plot is not None:
         save(picture(Records(ROOT)), args.plot)
         return 0
@@ -119,7 +124,7 @@ class Result:
 
 
 class Bench:
-    """The model in its folder, and what is asked of it."""
+    """The model in its folder, and the flags."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         from mlx_zip.loading import model_folder
@@ -128,7 +133,7 @@ class Bench:
         self.base: BaseVocabulary = read_base(self.folder)
 
     def of(self, words: Counter[bytes], share: float, method: str, documents: Any, whole: Result) -> dict[str, Any]:
-        """Adapts, converts and scores; a line."""
+        """Adapts, converts and scores; returns the record."""
         n = round(share * self.base.n_merges)
         kept = adapted(self.base, words, n, method=method)
         with tempfile.TemporaryDirectory() as folder:
@@ -139,7 +144,7 @@ class Bench:
         return self.line(found, whole, kept) | {"share": share, "merges": n, "method": method}
 
     def score(self, folder: Path, documents: Sequence[Document]) -> Result:
-        """A model's bits over the documents, from its folder."""
+        """Loads the model of a folder and returns its bits over the documents."""
         from mlx_zip.generate import load
 
         model, tokenizer = load(folder)
@@ -164,7 +169,7 @@ class Bench:
         )
 
     def line(self, found: Result, whole: Result, kept: AdaptedVocabulary | None = None) -> dict[str, Any]:
-        """What a record says of a model beside the whole one."""
+        """Returns the record of a model, compared with the whole one."""
         return {
             "share": 1,
             "merges": self.base.n_merges,
@@ -190,7 +195,7 @@ class Bench:
 
 
 def convert(model: Path, vocabulary: Path, out: Path) -> None:
-    """`mlx_zip vocab adapt convert`, a command of its own. Raises `MlxZipError` with what it says."""
+    """Runs `mlx_zip vocab adapt convert` in a process of its own. Raises `MlxZipError` with its message."""
     words = ["vocab", "adapt", "convert", str(vocabulary), "--model", str(model), "--out", str(out)]
     done = subprocess.run([sys.executable, "-m", "mlx_zip", *words], capture_output=True, text=True)
     if done.returncode:

@@ -1,10 +1,10 @@
-"""What a decoding step gains when rows of the embedding and the head go: a model beside itself with a part of its rows.
+"""Measures the time of a decoding step of a model with a part of the rows of its embedding and head.
 
-Both run the same forced ids through mlx-lm, a few steps at a time and in turns, so that a machine that slows down slows
-both; a ratio is of two runs beside one another. On a busy machine a step's time by the wall's clock holds the waits for
-a core, so the processor's time is told beside it. The bound: bytes of the rows that go, over the bytes that a step of
-the whole model reads. Which rows stay does not matter for time; here it is evenly many of all. Source of the question:
-AdaptBPE, arXiv 2601.21665.
+The whole and the smaller model run the same forced ids through mlx-lm, a few steps at a time and in turns, so that a
+machine that slows down slows both; each ratio is of two runs that followed one another. On a busy machine the clock
+time of a step includes waits for a core, so processor time is recorded too. The bound is bytes of the dropped rows over
+the bytes that a step of the whole model reads. Which rows are kept does not matter for time; they are evenly spaced.
+Source of the question: AdaptBPE, arXiv 2601.21665.
 """
 
 from __future__ import annotations
@@ -31,13 +31,21 @@ TARGET = 0.8  # of the bound
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `bench adapt_step`."""
     add = parser.add_argument
-    add("--model", metavar="DIR", help="a plain model: a folder or a bundled one")
+    add("--model", metavar="DIR", help="plain model: a folder or a bundled name")
     add("--shape", choices=tuple(SHAPES), help="random weights of this shape in place of --model")
-    add("--precisions", nargs="+", choices=PRECISIONS, default=["float32"], help="of --shape (default: float32)")
-    add("--tokenizer", default="stories-base", help="of --shape: a folder or a hub id (default: stories-base)")
+    add(
+        "--precisions",
+        nargs="+",
+        choices=PRECISIONS,
+        default=["float32"],
+        help="precisions of the weights of --shape (default: float32)",
+    )
+    add(
+        "--tokenizer", default="stories-base", help="tokenizer of --shape: a folder or a hub id (default: stories-base)"
+    )
     add("--keep", type=float, nargs="+", default=[0.5], metavar="SHARE", help="share of the rows kept (default: 0.5)")
-    add("--tokens", type=int, default=16, metavar="N", help="steps of a run (default: 16)")
-    add("--trials", type=int, default=15, help="runs of each model (default: 15)")
+    add("--tokens", type=int, default=16, metavar="N", help="steps per run (default: 16)")
+    add("--trials", type=int, default=15, help="trials: runs of each model (default: 15)")
 
 
 def run(args: argparse.Namespace) -> int:

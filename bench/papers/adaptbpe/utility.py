@@ -2,7 +2,7 @@
 
 Per text and N a line: compression utility (bytes saved per byte of the text that is not adapted to) of the first N
 merges, of the N most frequent, of the list adapted by each rule, and of the whole list; and the seconds of adapting,
-from text to swaps. Then a line per text for encoding, in millions of bytes per second on one core, beside the
+from text to swaps. Then a line per text for encoding, in millions of bytes per second on one core, compared with the
 `tokenizers` library with the same list: trials alternate, "fresh" is an encoder that has seen nothing. The documents of
 a text are joined by line breaks. Source: arXiv 2601.21665.
 """
@@ -42,13 +42,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--train", nargs="+", required=True, metavar="NAME=FILE", help="texts to adapt to, as `bench tokens --text`")
     add("--test", nargs="+", required=True, metavar="NAME=FILE", help="texts of the same names to count tokens in")
-    add("--merges", type=int, nargs="+", default=[2000, 5000, 15000], metavar="N", help="default: 2000 5000 15000")
+    add(
+        "--merges",
+        type=int,
+        nargs="+",
+        default=[2000, 5000, 15000],
+        metavar="N",
+        help="numbers of merges to keep (default: 2000 5000 15000)",
+    )
     add("--margin", type=int, default=0, metavar="N", help="a swap must gain more than this (default: 0)")
     add("--trials", type=int, default=5, help="trials per timing (default: 5)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints JSON lines. Raises `MlxZipError` before anything long."""
+    """Prints a JSON line per text and N, and one per text for encoding. Raises `MlxZipError` before anything long."""
     if args.trials < 1:
         raise MlxZipError(f"--trials must be at least 1, got {args.trials}")
     train, test = _joined(args.train), _joined(args.test)
@@ -69,7 +76,7 @@ def _joined(texts: list[str]) -> dict[str, str]:
 
 
 def utility(base: BaseVocabulary, train: str, test: str, n: int, margin: int, trials: int) -> dict[str, Any]:
-    """A row of the table: utilities on `test` to four digits, seconds of adapting to `train`."""
+    """Returns the record of one N: utilities on `test` to four digits, seconds of adapting to `train`."""
     seconds: list[float] = []
     swaps: tuple[Swap, ...] = ()
     for _ in range(trials):
@@ -98,7 +105,7 @@ def utility(base: BaseVocabulary, train: str, test: str, n: int, margin: int, tr
 
 
 def encoding(base: BaseVocabulary, text: str, n: int, trials: int) -> dict[str, Any]:
-    """Speeds of encoding one text as a whole. Raises `MlxZipError` where the libraries disagree on it."""
+    """Returns the speeds of encoding one text as a whole. Raises `MlxZipError` where the libraries disagree on it."""
     data, kept = text.encode("utf-8"), adapted(base, words_of(base.front, [text]), n)
     plain, library = base.encoder(), _library(base)
     theirs = library.encode_batch_fast([text])[0].ids
@@ -140,7 +147,7 @@ def _seconds(call: Callable[[], Any]) -> float:
 
 
 def _library(base: BaseVocabulary) -> Any:
-    """The whole list as the `tokenizers` library reads it, on one core."""
+    """Returns the `tokenizers` library's tokenizer with the whole list, for one core."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     from tokenizers import Tokenizer
 
@@ -149,7 +156,7 @@ def _library(base: BaseVocabulary) -> Any:
 
 
 def _order(base: BaseVocabulary) -> Any:
-    """The library's id of each of our tokens."""
+    """Returns the library's id of each of our tokens."""
     return adapted(base, Counter(), base.n_merges, method="first-k").ids_of(base.ids)
 
 

@@ -1,4 +1,4 @@
-"""What `bench hbpe_model` trains on: one text as first-stage ids, as bytes and in patches of every kind."""
+"""The training data of `hbpe_model`: one text as first-stage ids, as bytes and as patches of every kind."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mlx_zip.vocab.hbpe_tokens import encoder_of, learn_tokenizer, read_tokens, 
 from .patches import first_stage
 
 BYTE_END = 256
-ENTROPY_SAMPLE = 1 << 17  # bytes of documents that the threshold is chosen by, at least
+ENTROPY_SAMPLE = 1 << 17  # least bytes of documents by which the threshold is chosen
 
 Documents = list[bytes]
 Material = tuple[Corpus, Corpus, PatchTable | None]  # to train on, to test on, the patches of both
@@ -55,11 +55,14 @@ class Data:
 
     @property
     def bytes_per_token(self) -> float:
-        """Of the training text's first-stage tokens, the ends of documents among them."""
+        """Bytes per first-stage token of the training text, ends of documents counted."""
         return float(self._sizes(self.tokens)[self.ids[0]].mean())
 
     def of(self, kind: str, patch_size: int) -> Material:
-        """The text as one kind of model reads it. Raises `MlxZipError` for `entropy` without a model over bytes."""
+        """Returns the text as one kind of model reads it.
+
+        Raises `MlxZipError` for `entropy` without a model over bytes.
+        """
         if kind == "bytes":
             length, sizes = round(self.context * self.bytes_per_token), np.array([*[1] * BYTE_END, 0])
             ids = self._windows([[list(document) for document in part] for part in self._parts()], BYTE_END, length)
@@ -70,7 +73,7 @@ class Data:
         return self._corpora(self.ids, self.tokens, table)
 
     def _cut(self, cut: Callable[[bytes], list[bytes]]) -> Material:
-        """Patches that `cut` makes, in windows of about as many bytes."""
+        """Returns the patches that `cut` makes, in windows of about as many bytes as all kinds have."""
         pieces = [[cut(document) for document in part] for part in self._parts()]
         ids, table = number([document for part in pieces for document in (*part, [b""])])
         first = len(self.train)
@@ -83,7 +86,7 @@ class Data:
         """Cuts with a threshold that makes about as many patches as the first stage makes tokens."""
         model = self.byte_model
         if model is None:
-            raise MlxZipError("--models entropy needs bytes too: its model tells where to cut")
+            raise MlxZipError("--models entropy needs bytes too, because the model over bytes decides where to cut")
         length = round(self.context * self.bytes_per_token)
         foreseen = cache(lambda document: byte_entropies(model, document, length))
         enough = int(np.searchsorted(np.cumsum([len(document) for document in self.train]), ENTROPY_SAMPLE)) + 1

@@ -1,4 +1,4 @@
-"""Models over patches beside plain BPE and bytes, from scratch on a text, at equal time, on held-out bytes.
+"""Trains models over patches, plain BPE and bytes from scratch for equal time, and measures them on held-out text.
 
     plain    ids of a byte-level BPE that is learned from the training text, embedding and head tied
     patches  the same latent transformer over the patches of those ids, local models in place of the embedding
@@ -7,11 +7,11 @@
     space    patches cut at blanks, of 6 bytes at most
     entropy  patches cut where `bytes` finds the next byte hard to foresee, of 6 bytes at most
 
-Each model gets as many steps as fit --seconds by a few timed ones, or --steps of them, with the schedule that all have,
-and windows of about as many bytes. On a busy machine the time is better counted in the processor's (--clock), with one
-thread. With --out what is trained stays, and the same command goes on where it was stopped. --recipe sets the flags of
-one of the paper's comparisons at small scale. Small models, short runs, one seed unless several are named: what the
-lines say holds for them, and the ranking of the paper's 13,500 steps on four GPUs is not expected to.
+Each model gets --steps steps, or as many as fit into --seconds by the time of a few steps. All have the same schedule
+and windows of about as many bytes. On a busy machine, count processor time (--clock) with one thread. --out keeps the
+runs, and the same command continues an interrupted one. --recipe sets the flags of one of the paper's comparisons at
+small scale. The results hold for small models, short runs and the seeds that were run; the paper trains 13,500 steps on
+four GPUs.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--recipe",
         choices=RECIPES,
         action=_Recipe,
-        help="flags for one of the paper's comparisons; those behind it go before it: table2: all kinds; table3: kinds "
+        help="flags of one of the paper's comparisons, which later flags override: table2: all kinds; table3: kinds "
         "of patches, for a text without blanks; figure7: patch sizes",
     )
-    add("--models", nargs="+", choices=KINDS, default=list(KINDS), help="which (default: all)")
-    add("--seconds", type=float, default=90, help="of training, each model (default: 90)")
-    add("--steps", type=int, help="of training, each model, in place of --seconds")
-    add("--clock", choices=CLOCKS, default="wall", help="what they are seconds of (default: wall)")
+    add("--models", nargs="+", choices=KINDS, default=list(KINDS), help="kinds of model to train (default: all)")
+    add("--seconds", type=float, default=90, help="seconds of training per model (default: 90)")
+    add("--steps", type=int, help="training steps per model, in place of --seconds")
+    add("--clock", choices=CLOCKS, default="wall", help="clock that --seconds counts (default: wall)")
     add(
         "--tokenizer",
         metavar="FILE",
@@ -107,13 +107,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="RATE",
-        help="peak, of all kinds or, as KIND=RATE, of one (default: 0.003)",
+        help="peak learning rate of all kinds, or KIND=RATE of one (default: 0.003)",
     )
-    add("--seeds", nargs="+", type=int, default=[0], help="a run each; several show what is chance (default: 0)")
-    add("--marks", type=int, default=1, help="how often a run is measured, its end counted (default: 1)")
-    add("--limit-bytes", type=int, metavar="N", help="of the test text at most")
-    add("--limit-train-bytes", type=int, metavar="N", help="of the training text at most (entropy reads all of it)")
-    add("--out", type=Path, metavar="DIR", help="folder that keeps the runs; one that was stopped goes on")
+    add(
+        "--seeds",
+        nargs="+",
+        type=int,
+        default=[0],
+        help="seeds, one run each; several show what is chance (default: 0)",
+    )
+    add("--marks", type=int, default=1, help="measurements per run, the one at its end included (default: 1)")
+    add("--limit-bytes", type=int, metavar="N", help="bytes of the test text at most (default: all)")
+    add(
+        "--limit-train-bytes",
+        type=int,
+        metavar="N",
+        help="bytes of the training text at most; entropy reads all of it (default: all)",
+    )
+    add(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="folder that keeps the runs; an interrupted run is continued (default: nothing is kept)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -135,7 +151,7 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class Run:
-    """One model to train. patch_size: of the kinds in `SIZED`."""
+    """One model to train. patch_size is None but for the kinds in `SIZED`."""
 
     kind: str
     patch_size: int
@@ -143,13 +159,13 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Of its folder."""
+        """Name of the run's folder."""
         size = f"-{self.patch_size}" if self.kind in SIZED else ""
         return f"{self.kind}{size}-seed{self.seed}"
 
 
 def measure(one: Run, data: Data, args: argparse.Namespace) -> dict[str, Any]:
-    """Trains, or goes on, and evaluates one model; its line."""
+    """Trains or continues one model, evaluates it and returns its record."""
     begun = time.perf_counter()
     material = data.of(one.kind, one.patch_size)
     train_on, test_on, table = material
@@ -194,7 +210,7 @@ def measure(one: Run, data: Data, args: argparse.Namespace) -> dict[str, Any]:
 def _trained(
     model: Any, one: Run, material: Material, data: Data, args: argparse.Namespace, folder: Path
 ) -> list[dict[str, Any]]:
-    """The points of a run: what had been read in which time, and how well the model then foresaw the test text."""
+    """Returns the measurements of a run: text read, time taken, and bits per byte of the test text at that point."""
     make = lambda: _seeded(one, material, data, args)
     steps = _kept(folder / "steps.json", lambda: args.steps or _fitting(make, material[0], args, one))
     settings = _settings(args, steps, one)
@@ -220,7 +236,7 @@ def _trained(
 
 
 def flops(model: Any, corpus: Corpus) -> float:
-    """Of a forward pass per byte of windows, by the paper's formulas; of patches, with the symbols they really have."""
+    """FLOPs of a forward pass per byte, by the paper's formulas; patches count the symbols that they really have."""
     count = len(corpus.ids)
     per_window, rate = corpus.n_bytes / count, corpus.n_bytes / corpus.ids.size
     if isinstance(model, PlainModel):
@@ -274,7 +290,7 @@ def _settings(args: argparse.Namespace, iters: int, one: Run) -> TrainSettings:
 
 
 def _fitting(make: Any, corpus: Corpus, args: argparse.Namespace, one: Run) -> int:
-    """How many steps fit the time, by some that are timed; two at least."""
+    """Number of steps that fit the time, from a few timed ones; two at least."""
     clock, model = CLOCKS[args.clock], make()
     with tempfile.TemporaryDirectory() as folder:
         train(model, corpus, _settings(args, WARM_UP, one), Path(folder, "first"))
@@ -284,7 +300,7 @@ def _fitting(make: Any, corpus: Corpus, args: argparse.Namespace, one: Run) -> i
 
 
 def _kept(path: Path, make: Any) -> Any:
-    """What is written at `path`, or what `make` gives, then written there."""
+    """Returns the JSON at `path`; if there is none, calls `make` and writes its result there first."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -306,7 +322,7 @@ def _folder(out: Path | None, name: str) -> Iterator[Path]:
 
 
 class _Recipe(argparse.Action):
-    """Sets the flags of a recipe, over those before it."""
+    """Sets the flags of a recipe; flags that follow override them."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         for name, value in {"recipe": values, **RECIPES[values]}.items():

@@ -1,9 +1,9 @@
-"""Hierarchical BPE's codec: learning merges, the table of a vocabulary and a text through it; V' by patch size.
+"""Measures hierarchical BPE's codec by patch size: merges, table of patches, a text in patches, FLOPs.
 
-Times are the processor's, which is the time on one core where nothing else runs: the C library's calls and what Python
-does around them; the tokens have been read before. A vocabulary is any that `mlx_zip vocab hbpe learn` takes. With
-GPT-2's merge list the record says what V' has to be; with a text it has the FLOPs of the paper's small model with
-patches of this size, and how long patches cut at blanks would be.
+Times are processor times of one thread: the C library's calls and the Python around them, after the tokens have been
+read. The vocabulary is any that `mlx_zip vocab hbpe learn` takes. With GPT-2's merge list the record has the number of
+merges (V') that is expected. With a text it has the FLOPs of the paper's small model with patches of this size, and the
+length of patches cut at blanks.
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ CONTEXT_BYTES = 8192  # of the paper's FLOPs
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `bench hbpe`."""
-    parser.add_argument("--tokenizer", required=True, help="first stage, as `vocab hbpe` takes it: vocab.bpe, say")
-    parser.add_argument("--text", help="UTF-8 text to encode too")
+    parser.add_argument(
+        "--tokenizer", required=True, help="first stage: a tokenizer as `vocab hbpe` takes it, for example vocab.bpe"
+    )
+    parser.add_argument("--text", help="UTF-8 text to encode (default: no text is encoded)")
     parser.add_argument(
         "--sizes",
         nargs="+",
@@ -66,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measure(tokens: list[bytes], size: int, trials: int) -> dict[str, Any]:
-    """The record of one patch size: what is learned, and how long it takes."""
+    """Returns the record of one patch size: merges, table and times."""
     merges = learn(tokens, size).merges
     table = PatchTable.build(merges, tokens)
     learn_ms = _ms(trials, lambda: learn(tokens, size))
@@ -88,7 +90,7 @@ def measure(tokens: list[bytes], size: int, trials: int) -> dict[str, Any]:
 
 
 def measure_text(tokens: list[bytes], size: int, text: str, ids: Any, trials: int) -> dict[str, Any]:
-    """The same text in patches: their length by mode, the time to look them up, and FLOPs at this rate."""
+    """Returns what a record has of a text: length of its patches by mode, time to look them up, FLOPs."""
     merges, n_bytes = learn(tokens, size).merges, len(text.encode("utf-8"))
     stop, full = PatchTable.build(merges, tokens), PatchTable.build(merges, tokens, "full")
     rate, symbols = n_bytes / len(ids), float(stop.lengths[ids].mean())
@@ -110,7 +112,7 @@ def measure_text(tokens: list[bytes], size: int, text: str, ids: Any, trials: in
 
 
 def first_stage(path: str) -> Callable[[str], Sequence[int]]:
-    """Text to the ids of a tokenizer, nothing added; of ranks too, whose file must be named as `bench tokens` says."""
+    """Returns a function from text to a tokenizer's ids, without added ids. Files of ranks are recognized by name."""
     if ".tiktoken" in Path(path).name:
         return read_vocabulary(path).encode
     return text_encoder(path)
@@ -128,7 +130,7 @@ def _ms(trials: int, call: Callable[[], Any]) -> dict[str, Any]:
 
 
 def _samples(trials: int, call: Callable[[], Any]) -> list[float]:
-    """Processor seconds of each trial, behind one that does not count."""
+    """Returns the processor seconds of each trial, after one warm-up."""
     call()
     out = []
     for _ in range(trials):

@@ -36,7 +36,7 @@ def _models(records: Any, recipe: str | None) -> list[Line]:
 
 
 def _tabled(header: Sequence[str], rows: Sequence[Sequence[str]], recipe: str) -> str:
-    """A table, or what would make its record where there is none."""
+    """Returns a table, or without records the command that makes them."""
     if not rows:
         return f"There is no record yet: `mlx_zip bench hbpe_model --recipe {recipe}` makes one."
     return table(header, rows)
@@ -158,7 +158,7 @@ def _sizes(records: Any) -> str:
 
 
 def _name(line: Line) -> str:
-    """The model, with layers and width of its local ones."""
+    """Name of a model, with layers and width of its local models."""
     local = line["config"].get("local")
     return NAMES[line["model"]] + (f", local {local['layers']} x {local['width']}" if local else "")
 
@@ -177,7 +177,7 @@ def _bits(line: Line) -> str:
 
 
 def picture(records: Any) -> Figure:
-    """Bits per byte of held-out text over the text read and over the FLOPs of training, a curve per kind."""
+    """Bits per byte of held-out text against text read, training FLOPs and processor seconds: a curve per kind."""
     found = _models(records, "table2")
     over = {
         "text read, MB": lambda line, point: point["train_bytes"] / 1e6,
@@ -192,7 +192,7 @@ def _curves(lines: Sequence[Line], x: Callable[[Line, Line], float]) -> list[Cur
 
 
 def _training_flops(line: Line, point: Line) -> float:
-    """Forward, and twice that backward."""
+    """FLOPs of training up to a point: the backward pass counts twice the forward pass."""
     return 3 * line["forward_flops_per_byte"] * point["train_bytes"]
 
 

@@ -49,7 +49,7 @@ class Classifier(nn.Module):
         self.head = nn.Linear(WIDTH, classes)
 
     def __call__(self, ids: mx.array) -> mx.array:
-        """See the class."""
+        """Returns logits [B, C] of ids [B, L], 0 being padding."""
         real = (ids > 0).astype(mx.float32)  # [B, L]
         table = self.table if self.training else mx.concatenate([self.table, self._fixed])
         x = table[ids] + self.place(mx.arange(ids.shape[1]))
@@ -63,7 +63,7 @@ class Classifier(nn.Module):
 def learn(
     encoded: Encoded, answers: Sequence[Integers], classes: int, seed: int, args: argparse.Namespace
 ) -> dict[str, Any]:
-    """Trains one classifier; what the record says of it. Seconds are of training alone, not of judging."""
+    """Trains one classifier and returns its part of the record. Seconds are of training alone, not of judging."""
     mx.random.seed(seed)
     order = np.random.default_rng(seed)
     sizes = [lengths(part) for part in (encoded.train, encoded.test)]
@@ -121,7 +121,7 @@ def _loss(model: Classifier, ids: mx.array, labels: mx.array) -> mx.array:
 
 
 def lengths(samples: Samples) -> NDArray[np.int64]:
-    """Tokens of each sample."""
+    """Number of tokens of each sample."""
     return np.diff(samples.ends.astype(np.int64), prepend=0)
 
 
@@ -142,7 +142,7 @@ def batches(sizes: NDArray[np.int64], size: int, order: np.random.Generator | No
 
 
 def padded(samples: Samples, which: Integers) -> NDArray[np.int32]:
-    """Some samples, filled with 0 to the longest: [N, L]."""
+    """Returns samples [N, L], padded with 0 to the longest."""
     ends, sizes = samples.ends[which].tolist(), lengths(samples)[which].tolist()
     rows = [samples.ids[end - n : end] for end, n in zip(ends, sizes, strict=True)]
     out = np.zeros((len(which), max(1, *map(len, rows))), np.int32)
@@ -168,7 +168,7 @@ def judge(model: Classifier, samples: Samples, labels: Integers, batch_size: int
 
 
 def auc(scores: NDArray[np.floating], positive: NDArray[np.bool_]) -> float:
-    """The chance that a positive one scores higher than a negative one, ties counting half; 0.5 where there is none."""
+    """Probability that a positive scores higher than a negative, ties counting half; 0.5 if one kind is missing."""
     _, place, counts = np.unique(scores, return_inverse=True, return_counts=True)
     ranks = (np.cumsum(counts) - (counts - 1) / 2)[place]
     n, m = int(positive.sum()), int((~positive).sum())

@@ -1,10 +1,10 @@
 """MultiTok's own experiment at small scale: does a classifier learn as well, and sooner, from phrases as from words?
 
 A one-layer transformer with random embeddings of its own is trained on labelled texts, once per way of encoding them
-and seed. Told are accuracy and area under the ROC curve on other texts after every epoch, training loss by epoch,
+and seed. A record has accuracy and area under the ROC curve on other texts after every epoch, training loss by epoch,
 C(eps) (definition 2 of the paper: the epochs after which the loss stays below eps for ten, or to the end) in epochs, in
 seconds and in seconds of the processor, rows of the table, tokens. What differs from the paper's set-up (section IV) is
-told where it is done: `.labelled`, `.classifier`.
+described in `.labelled` and `.classifier`.
 
 With --out the lines are a file that is whole after every run; what it holds already is not run again.
 """
@@ -48,8 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="labelled texts: .jsonl with text and label, or .tsv of both, also with .gz",
     )
-    add("--test", type=Path, metavar="FILE", help="others, to judge")
-    add("--tokenizer", help="units are its ids: a vocabulary's file, as `bench tokens` (default: words)")
+    add("--test", type=Path, metavar="FILE", help="other labelled texts, to judge")
+    add("--tokenizer", help="vocabulary file, as `bench tokens` takes it, whose ids are the units (default: words)")
     add(
         "--settings",
         nargs="+",
@@ -58,14 +58,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="plain, or PERCENT,WINDOW-WINDOW[,>=USES] as in the paper's table I (default: plain 100,Max-Max 100,2-2 "
         "50,2-1)",
     )
-    add("--seeds", type=int, nargs="+", default=[0, 1, 2], help="a run each (default: 0 1 2)")
+    add("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds, one run each (default: 0 1 2)")
     add("--samples", type=int, metavar="N", help="texts to learn from at most (default: all)")
     add("--test-samples", type=int, metavar="N", help="texts to judge at most (default: all)")
     add("--words", type=int, default=256, help="words of a text at most, for every encoding (default: 256)")
-    add("--epochs", type=int, default=20, help="default: 20")
-    add("--batch-size", type=int, default=1000, help="default: 1000")
-    add("--learning-rate", type=float, default=RATE, help=f"of Adam (default: {RATE})")
-    add("--out", type=Path, metavar="RECORD", help="add the lines to this file, but for runs that it holds already")
+    add("--epochs", type=int, default=20, help="epochs (default: 20)")
+    add("--batch-size", type=int, default=1000, help="texts per step (default: 1000)")
+    add("--learning-rate", type=float, default=RATE, help=f"learning rate of Adam (default: {RATE})")
+    add(
+        "--out",
+        type=Path,
+        metavar="RECORD",
+        help="record to add lines to; runs that it has are skipped (default: lines are printed)",
+    )
     add(
         "--figure",
         type=Path,
@@ -81,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     settings = _checked(args)
     done = read_lines(args.out) if args.out and args.out.exists() else []
-    keep(args.out, done)  # a folder that is missing is told now
+    keep(args.out, done)  # a missing folder is an error now and not after a run
     train, test = _texts(args)
     name, units, split = _units(args.tokenizer, [*train.texts, *test.texts])
     pieces = [[split(text) for text in part.texts] for part in (train, test)]
@@ -148,7 +153,7 @@ def _units(tokenizer: str | None, texts: Sequence[str]) -> tuple[str, Words | To
 
 
 def read_lines(path: Path) -> list[Line]:
-    """The lines of a record, an object each. Raises `DataError` naming it."""
+    """Reads the lines of a record. Raises `DataError` naming it."""
     try:
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, ValueError, RecursionError) as error:

@@ -39,7 +39,7 @@ EPSILON = "0.01"
 
 
 def classified(lines: Sequence[Record], of_paper: bool) -> str:
-    """A row per texts, units and setting: those of IMDB beside the paper's, or the others."""
+    """A table with a row per texts, units and setting: IMDB with the paper's figures, or the other texts."""
     runs = [line for line in lines if line["bench"] == "classify" and (_texts(line) == "IMDB") == of_paper]
     rows = [_row(group, of_paper) for group in grouped(runs)]
     quality = ["r", "paper's r", "accuracy", "paper's", "AUC", "paper's"] if of_paper else ["r", "accuracy", "AUC"]
@@ -48,7 +48,7 @@ def classified(lines: Sequence[Record], of_paper: bool) -> str:
 
 
 def grouped(runs: Sequence[Record]) -> list[list[Record]]:
-    """Runs that differ in their seed alone."""
+    """Returns groups of runs that differ in their seed alone."""
     groups: dict[tuple[str, str, str], list[Record]] = {}
     for line in runs:
         groups.setdefault((_texts(line), line["data"]["units_are"], line["setting"]), []).append(line)
@@ -89,7 +89,7 @@ def _row(runs: Sequence[Record], of_paper: bool) -> list[str]:
 
 
 def _over(figures: Sequence[float | None], places: int = 3) -> str:
-    """Mean, least and greatest; of those that there are, where some runs did not get there."""
+    """Mean, least and greatest of the runs that reached the value, and how many did."""
     there = [figure for figure in figures if figure is not None]
     if not there:
         return "not reached"

@@ -1,4 +1,4 @@
-"""Labelled texts, and what the settings of the paper's table I make of them: ids, one table of embeddings for each.
+"""Reads labelled texts and encodes them by the settings of the paper's table I, with one embedding table each.
 
 Every encoding gets the same words of a text, so that a shorter one is a shorter sequence and not more of the text. As
 in the published code, words of the texts to be judged are units too; their embeddings stay random.
@@ -20,7 +20,7 @@ from mlx_zip.vocab.multitok import Dictionary, Samples, Settings, Tokens, Words,
 from mlx_zip.vocab.multitok.settings import NO_ID
 
 PLAIN = "plain"
-PRUNING = "single"  # as the paper has it: what is used too rarely goes, its units come in its place
+PRUNING = "single"  # as in the paper: a phrase that is used too rarely is replaced by its units
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Setting:
 
     @classmethod
     def parse(cls, text: str) -> Setting:
-        """From `plain` or PERCENT,WINDOW-WINDOW[,>=N]. Raises `MlxZipError`."""
+        """Reads `plain` or PERCENT,WINDOW-WINDOW[,>=N]. Raises `MlxZipError`."""
         try:
             if text == PLAIN:
                 return cls(0)
@@ -59,18 +59,18 @@ class Labelled:
 
     @property
     def words(self) -> int:
-        """Words of all texts."""
+        """Number of words of all texts."""
         return sum(len(text.split()) for text in self.texts)
 
     def some(self, n: int | None, words: int) -> Labelled:
-        """`n` texts (None: all), each cut at `words`; in an order drawn once, as files may be sorted by label."""
+        """Returns `n` texts (None: all), cut at `words` each, in a fixed random order: files may be sorted by label."""
         order = np.random.default_rng(0).permutation(len(self.texts))[:n].tolist()
         cut = tuple(" ".join(self.texts[i].split()[:words]) for i in order)
         return Labelled(cut, tuple(self.labels[i] for i in order))
 
 
 def read_labelled(path: Path) -> Labelled:
-    """All texts of a file. Raises `DataError` naming file and line."""
+    """Reads all texts of a file. Raises `DataError` naming file and line."""
     try:
         data = gzip.decompress(path.read_bytes()) if path.name.endswith(".gz") else path.read_bytes()
         lines = data.decode("utf-8").split("\n")  # a text may hold other ends of lines
@@ -112,7 +112,7 @@ class Encoded:
 
 
 def encode(setting: Setting, units: Words | Tokens, train: list[Any], test: list[Any]) -> Encoded:
-    """Texts as words or ids to what a classifier reads."""
+    """Encodes texts of words or ids into what a classifier reads."""
     dictionary = Dictionary(Settings(units, setting.windows[0]))
     samples = dictionary.number(train)
     first, rest = samples.cut(leading(len(samples), setting.percent))

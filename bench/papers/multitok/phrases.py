@@ -1,9 +1,9 @@
 """MultiTok: how fast phrases are learned and used, what they cost in memory, and how far a corpus shrinks by setting.
 
-Speed is of unit numbers that are given, on one core, the calls into the library and the arrays they make included; in
-the thread's own processor time, so that a wait for the core does not count, on either side. The plain encoder beside it
-is Python over tuples, written here from the rules: it stands for the published code, which is such a loop and is not
-part of this; both must give the same ids. Trials of the two alternate.
+Speed is measured on given unit numbers, on one core, with the calls into the library and the arrays they make, in
+processor time of the thread, so that waits for the core do not count. It is compared with a plain encoder in Python
+over tuples, written here from the rules: that stands for the published code, which is such a loop and is not part of
+this project; both must give the same ids. Trials of the two alternate.
 
 Ratios are tokens after over units before (the paper's r, definition 1), over the samples learned from and, with
 --held-out, over others by the dictionary as it then is, whose words are units too, as in the published code. With
@@ -50,9 +50,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `bench multitok`."""
     add = parser.add_argument
     add("--text", nargs="+", metavar="FILE", help="samples to learn from: .txt or .jsonl, also with .gz")
-    add("--held-out", nargs="+", metavar="FILE", help="other samples, to encode with what was learned")
-    add("--tokenizer", help="units are its ids, and only ratios are told: a vocabulary's file, as `bench tokens`")
-    add("--only", choices=("speed", "ratios"), help="measure these alone (default: both, for a tokenizer ratios)")
+    add("--held-out", nargs="+", metavar="FILE", help="other samples, encoded with the learned dictionary")
+    add(
+        "--tokenizer",
+        help="vocabulary file, as `bench tokens` takes it, whose ids are the units; then only ratios are measured",
+    )
+    add("--only", choices=("speed", "ratios"), help="what to measure (default: both; with --tokenizer ratios)")
     add("--trials", type=int, default=9, help="trials per measurement (default: 9)")
 
 
@@ -63,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     if args.trials < 1:
         raise MlxZipError(f"--trials must be at least 1, got {args.trials}")
     if args.tokenizer and args.only == "speed":
-        raise MlxZipError("--only speed goes with words: leave --tokenizer out")
+        raise MlxZipError("--only speed measures words: leave --tokenizer out")
     corpus = Corpus(args)
     speeds = [] if args.tokenizer or args.only == "ratios" else _speeds(corpus, args.trials)
     for line in [*speeds, *([] if args.only == "speed" else _ratios(corpus))]:

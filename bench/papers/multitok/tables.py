@@ -100,11 +100,10 @@ def _packs(records: Records) -> str:
         for size in sorted({size for size, _ in found}):
             both = [found[size, learner] for learner in ("learn", "multitok")]
             rates = [f"{pack['rates'][line['domain']]:.3f}" for pack in both]
-            seconds = [f"{pack['learned_s']:.1f}" for pack in both]
             empty = line["tests"][line["domain"]]["empty"]
-            rows.append([line["domain"], f"{line['train_ids']:,}", f"{size:,}", f"{empty:.3f}", *rates, *seconds])
+            rows.append([line["domain"], f"{line['train_ids']:,}", f"{size:,}", f"{empty:.3f}", *rates])
     head = ["text", "base ids learned from", "entries", "growth alone", "vocab pack learn", "multitok export"]
-    return table([*head, "s to learn", "s to learn (multitok)"], rows)
+    return table(head, rows)
 
 
 def _window(line: Record) -> str:

@@ -7,7 +7,7 @@ entries of its own; `static` is the rate of a codebook that begins with the pack
 Three ways to make a pack are compared: `learn` (`mlx_zip vocab pack learn`), `multitok` (`mlx_zip vocab multitok
 export`) and `bpe` (plain byte pair encoding over base ids). `retokenized` is no pack: it is the rate of as many merges
 of plain byte pair encoding, of any length, applied by themselves, as a larger tokenizer would apply them. Rates depend
-on text, tokenizer and codec alone; only the seconds of learning depend on the machine.
+on text, tokenizer and codec alone; the seconds of learning depend on the machine and its load.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What codebook packs cost: strict bits per byte against base ids per id, by pack, beside the base and an empty start.
+"""What codebook packs cost: strict bits per byte against base ids per id, compared with the base and an empty start.
 
 Each document is scored on its own, every model and pack on the same ones. A zip2zip model's figure is of the canonical
 ids, each predicted from what stands before it alone, so that it compares with the base's.
@@ -32,23 +32,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_models(add)
     add("--data", nargs="+", metavar="FILE", help="held-out documents, as `mlx_zip evaluate --data`")
-    add("--separator", help="what parts the documents of text files")
-    add("--limit-bytes", type=int, metavar="N", help="so much text, the first documents")
-    add("--pack", nargs="+", default=[], metavar="NAME=FILE", help="packs to try, each with the name of its curve")
+    add("--separator", help="line that ends a document of a text file (default: a file is one document)")
+    add("--limit-bytes", type=int, metavar="N", help="bytes of text at most, whole documents (default: all)")
+    add(
+        "--pack",
+        nargs="+",
+        default=[],
+        metavar="NAME=FILE",
+        help="packs to measure, each with the name of its curve in the picture",
+    )
     add("--batch-size", type=int, default=8, help="rows scored at a time (default: 8)")
-    add("--draw", nargs=2, type=Path, metavar=("RECORD", "PNG"), help="only draw a record")
+    add(
+        "--draw", nargs=2, type=Path, metavar=("RECORD", "PNG"), help="draws a record as a picture; nothing is measured"
+    )
 
 
 def add_models(add: Any, required: bool = False) -> None:
     """Declares the flags of a model, of its base, and of what a record calls them."""
     add("--model", required=required, help="zip2zip model that takes the packs")
     add("--base", required=required, help="plain model of the same tokenizer that it is compared with")
-    add("--model-name", help="what the record calls it (default: its folder)")
-    add("--base-name", help="what the record calls it (default: its folder)")
+    add("--model-name", help="name in the record (default: the folder's)")
+    add("--base-name", help="name in the record (default: the folder's)")
 
 
 def names_of(args: argparse.Namespace) -> dict[str, str]:
-    """What a record calls the texts and the models."""
+    """Names of the texts and the models in a record."""
     names = {name: getattr(args, f"{name}_name") or Path(getattr(args, name)).name for name in ("model", "base")}
     return {"data": " ".join(Path(name).name for name in args.data), **names}
 
@@ -66,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """A line for the empty start, then one per pack, in the order given."""
+    """Yields a record of the empty start, then one per pack, in the order given."""
     from mlx_zip.generate import load
 
     packs = read_packs(args.pack)
@@ -99,7 +107,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def scored(bits: Bits, control: Bits, empty: Bits) -> dict[str, Any]:
-    """What a record says of the bits with a pack, beside the base's and those of an empty start."""
+    """Returns the bits with a pack, and their ratios to the base's and to those of an empty start."""
     record = bits.record()
     names = ("bytes", "bits_per_byte", "bits_per_byte_standard_error", "base_ids_per_id")
     over = {"over_base": compare_bits(bits, control), "over_empty": compare_bits(bits, empty)}
@@ -111,7 +119,7 @@ Named = tuple[str, str, Pack]  # the name of its curve, its file's, and a pack
 
 
 def read_packs(words: Sequence[str]) -> list[Named]:
-    """The packs of --pack. Raises `MlxZipError`."""
+    """Reads the packs of --pack. Raises `MlxZipError`."""
     named = [_split(word) for word in words]
     return [(curve, Path(file).name, load_pack(file)) for curve, file in named]
 

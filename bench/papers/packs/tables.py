@@ -49,10 +49,9 @@ def _learners(records: Records) -> str:
         for more in line["retokenized"]:
             packs = [_pack(line, more["size"], name) for name in LEARNERS]
             rates = [*(pack["rates"][domain] for pack in packs), packs[0]["static"][domain], more["rates"][domain]]
-            seconds = f"{packs[0]['learned_s']:.1f}"
-            rows.append([domain, f"{more['size']:,}", *(f"{rate:.3f}" for rate in rates), seconds])
+            rows.append([domain, f"{more['size']:,}", *(f"{rate:.3f}" for rate in rates)])
     static = ["`learn`, static", "larger tokenizer"]
-    return table(["text", "entries", *(f"`{name}`" for name in LEARNERS), *static, "s of `learn`"], rows)
+    return table(["text", "entries", *(f"`{name}`" for name in LEARNERS), *static], rows)
 
 
 def _pack(line: Record, size: int, learner: str) -> Record:

@@ -1,8 +1,8 @@
-"""A pack for text that training never saw: what it brings and costs, read and written, beside an empty start.
+"""A pack for text that training never saw: what it brings and costs, read and written, compared with an empty start.
 
 The documents' first half is learned from, the second is held out. Bits per byte are strict, as in `bench pack_quality`.
-The model also goes on with the openings of held-out documents. What it emits is set beside the canonical ids of what it
-wrote, and beside those of what the documents themselves go on with: both say what gain was possible.
+The model also continues the openings of held-out documents. The steps it takes are compared with the canonical ids of
+what it wrote, and with those of how the documents themselves continue: both say what gain was possible.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `bench pack_transfer`."""
     add = parser.add_argument
     add_models(add, required=True)
-    add("--codebook-size", type=int, metavar="N", help="hypertokens at most (default: as the model's config says)")
+    add("--codebook-size", type=int, metavar="N", help="slots of the codebook (default: as in the model's config)")
     add(
         "--data",
         nargs="+",
@@ -48,8 +48,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="documents of the other kind, as `mlx_zip evaluate --data`: the first half is learned from",
     )
-    add("--separator", help="what parts the documents of text files")
-    add("--limit-bytes", type=int, metavar="N", help="so much of the held-out text is scored, whole documents")
+    add("--separator", help="line that ends a document of a text file (default: a file is one document)")
+    add(
+        "--limit-bytes",
+        type=int,
+        metavar="N",
+        help="bytes of held-out text to score at most, whole documents (default: all)",
+    )
     add("--sizes", type=int, nargs="+", default=list(SIZES), metavar="N", help="entries of a pack (default: 256 1024)")
     add("--window", type=int, default=WINDOW, help=f"base ids compressed on their own in learning (default: {WINDOW})")
     add(
@@ -57,12 +62,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="NAME=FILE",
-        help="packs of other texts, those of the training say, to try at the same sizes",
+        help="packs of other texts, for example of the training's, to measure at the same sizes",
     )
-    add("--stories", type=int, default=STORIES, metavar="N", help=f"documents to go on with (default: {STORIES})")
-    add("--opening", type=int, default=OPENING, metavar="N", help=f"base ids given of each (default: {OPENING})")
-    add("--tokens", type=int, default=TOKENS, metavar="N", help=f"base ids to write behind them (default: {TOKENS})")
-    add("--batch-size", type=int, default=8, help="rows scored, or told, at a time (default: 8)")
+    add("--stories", type=int, default=STORIES, metavar="N", help=f"documents to continue (default: {STORIES})")
+    add("--opening", type=int, default=OPENING, metavar="N", help=f"base ids of each opening (default: {OPENING})")
+    add(
+        "--tokens",
+        type=int,
+        default=TOKENS,
+        metavar="N",
+        help=f"base ids to write after an opening (default: {TOKENS})",
+    )
+    add("--batch-size", type=int, default=8, help="texts scored or written at a time (default: 8)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -129,7 +140,7 @@ def halves(documents: Sequence[Document]) -> tuple[Sequence[Document], Sequence[
 
 
 def _within(documents: Sequence[Document], limit: int | None) -> Sequence[Document]:
-    """The first documents that have no more bytes than that together, one at least."""
+    """Returns the first documents that together have at most `limit` bytes, one at least."""
     ends = accumulate(document.n_bytes for document in documents)
     return documents if limit is None else documents[: max(1, sum(end <= limit for end in ends))]
 
@@ -137,18 +148,18 @@ def _within(documents: Sequence[Document], limit: int | None) -> Sequence[Docume
 def _of_size(
     size: int, model: Any, tokenizer: Any, known: Sequence[Document], given: Sequence[Named], window: int
 ) -> list[Named]:
-    """The pack that is learned, and as many entries of those given, the best ones."""
+    """Returns the learned pack, and the best `size` entries of each given pack."""
     texts = [encode_with_bytes(tokenizer, document.text)[0] for document in known]
     found = learn(model.config.codec_params, texts, size, window=window)
     learned = Pack(found.entries, tokenizer_fingerprint(tokenizer))
     return [("learned", "", learned), *((curve, file, merge_packs([pack], size)) for curve, file, pack in given)]
 
 
-Told = tuple[Prompt, list[int]]  # how a document begins, and the base ids that it goes on with
+Told = tuple[Prompt, list[int]]  # a document's opening, and the base ids that follow it
 
 
 def begun(tokenizer: Any, documents: Sequence[Document], args: argparse.Namespace) -> list[Told]:
-    """The first documents that are long enough. Raises `MlxZipError` when there are too few."""
+    """Returns the first documents that are long enough. Raises `MlxZipError` when there are too few."""
     told: list[Told] = []
     for document in documents:
         ids = encode_with_bytes(tokenizer, document.text)[0][args.opening : args.opening + args.tokens].tolist()

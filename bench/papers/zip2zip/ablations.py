@@ -4,7 +4,7 @@ Every setting starts from the same base model, reads the same training windows a
 entry being available from the id that created it, as in generation. No more windows are prepared than are read, for
 batches are sorted by length in ids: of a larger set every merge size would read another part.
 
-A result is a JSON line in OUT/ablations.jsonl; a setting that has one is skipped, and one that was interrupted goes on
+A result is a JSON line in OUT/ablations.jsonl; a setting that has one is skipped, and an interrupted setting continues
 where it stopped. Source: arXiv 2506.01084, appendix A.
 """
 
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", help="base model to start every setting from: a plain model's folder or hub id")
     add("--data", nargs="+", metavar="FILE", help="text to train on, as `mlx_zip prepare --data` takes it")
     add("--valid", nargs="+", metavar="FILE", help="text to evaluate on, a column of the tables each")
-    add("--out", metavar="DIR", help=f"prepared data, runs, {LINES} and the figures; goes on with what is there")
+    add("--out", metavar="DIR", help=f"prepared data, runs, {LINES} and the figures; an interrupted run is continued")
     setting = parser.add_argument_group("settings").add_argument
     setting(
         "--merge-sizes",
@@ -57,12 +57,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[1, 2, 3, 4, 5],
         metavar="M",
-        help="sizes to compare (default: 1 2 3 4 5)",
+        help="merge sizes to compare (default: 1 2 3 4 5)",
     )
-    setting("--encoder", choices=ENCODERS, default="transformer-2", help="their encoder (default: transformer-2)")
-    setting("--encoders", nargs="+", choices=ENCODERS, default=list(ENCODERS), help="encoders compared (default: all)")
-    setting("--merge-size", type=int, default=3, metavar="M", help="their merge size (default: 3)")
-    setting("--seed", type=int, nargs="+", default=[0], help="a run each; several show what is chance (default: 0)")
+    setting(
+        "--encoder", choices=ENCODERS, default="transformer-2", help="encoder of --merge-sizes (default: transformer-2)"
+    )
+    setting(
+        "--encoders", nargs="+", choices=ENCODERS, default=list(ENCODERS), help="encoders to compare (default: all)"
+    )
+    setting("--merge-size", type=int, default=3, metavar="M", help="merge size of --encoders (default: 3)")
+    setting(
+        "--seed", type=int, nargs="+", default=[0], help="seeds, one run each; several show what is chance (default: 0)"
+    )
     train = parser.add_argument_group("training, the same for every setting").add_argument
     train("--iters", type=int, default=500, help="optimizer steps (default: 500)")
     train("--batch-size", type=int, default=16, help="samples per step (default: 16)")
@@ -85,7 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measures every setting that is missing, draws the figures and prints the tables.
 
-    Exit status 0, or 130 or 143 when a signal stopped the training; the same command goes on. Raises `MlxZipError`.
+    Exit status 0, or 130 or 143 when a signal stopped the training; the same command continues. Raises `MlxZipError`.
     """
     for name in ("model", "data", "valid", "out"):
         if not getattr(args, name):
@@ -190,7 +196,7 @@ def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[
 
 
 class Laboratory:
-    """Prepares, trains and evaluates in one folder; what was begun there is gone on with."""
+    """Prepares, trains and evaluates in one folder, and continues what was begun there."""
 
     def __init__(self, args: argparse.Namespace, out: Path) -> None:
         self.args, self.out = args, out
@@ -246,7 +252,7 @@ class Laboratory:
         )
         outcome = train(options, chosen)
         if outcome.stopped_by is not None:
-            print("stopped; the same command goes on from there", file=sys.stderr)
+            print("stopped; the same command continues from there", file=sys.stderr)
             raise SystemExit(128 + outcome.stopped_by)
         return out
 

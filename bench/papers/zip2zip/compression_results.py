@@ -85,7 +85,7 @@ class Counts:
     def row(
         self, tokenizer: str, text: str, window: int | str, merge_size: int = MERGE_SIZE, size: int = CODEBOOK_SIZE
     ) -> Mapping[str, int] | None:
-        """The counts of a setting. Of codebooks that a window cannot fill one was measured; it stands for all."""
+        """Returns the counts of a setting; codebooks that a window cannot fill share the counts of the least."""
         line = self.lines.get((tokenizer, text))
         for values in line["counts"] if line else ():
             row = dict(zip(line["columns"], values, strict=True)) if line else {}

@@ -1,1 +1,1 @@
-"""AdaptBPE: a tokenizer's merge list cut down and adapted to a corpus, with the ids it already has."""
+"""AdaptBPE: cuts a tokenizer's merge list down and adapts it to texts; the tokens that are kept keep their ids."""

@@ -1,19 +1,19 @@
-"""An adapted tokenizer: text to ids below its own size and back, the ids it had before, and its file.
+"""An adapted tokenizer: encodes and decodes text, maps its ids to those of its base, reads and writes its file.
 
 The file is JSON and holds all that is needed to encode and decode:
 
     format, version    "mlx_zip adapted vocabulary", 1
     base               name, fingerprint (of the merge list), merges and ids (how many there were)
-    method, settings   how it was found
-    rule               "replay" or "final": what becomes of virtual tokens in a new text (see `AdaptedVocabulary`)
+    method, settings   how the merges were chosen
+    rule               "replay" or "final": when virtual tokens are split in a new text (see `AdaptedVocabulary`)
     front              how text becomes pieces: pieces, added (tokens), normalizer, pre_tokenizer
-    merges             "left right" as byte-level vocabularies spell them: letters, the first n, then the promoted
-    ranks              of those merges in the base list
-    first, virtual     letters and n; places in `merges` of what became virtual, in order
-    token_ids          ids in the base vocabulary of the 256 bytes and of what the merges make; 2^32-1 for none
-    letters            merges in front that make characters of their bytes and are not among the n (byte fallback)
-    ids                base id of each id, rising: bytes, added tokens, merges that are not virtual
-    sha256             in hex, over all the rest (keys sorted, no blanks, ASCII)
+    merges             "left right" in the spelling of byte-level vocabularies: letters, the first n, the promoted
+    ranks              ranks of these merges in the base list
+    first, virtual     number of letters plus n; places in `merges` of the merges that became virtual, in order
+    token_ids          base ids of the 256 bytes and of each merge's token; 2^32-1 for a token without an id
+    letters            number of leading merges that make characters of bytes (byte fallback); not counted in n
+    ids                base id of each id, rising: bytes, added tokens, tokens of merges that are not virtual
+    sha256             in hex, of the JSON text of all other fields (keys sorted, no blanks, ASCII)
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ _BASE_TYPES = {"name": str, "fingerprint": str, "merges": int, "ids": int}
 
 @dataclass(frozen=True, eq=False)
 class AdaptedVocabulary:
-    """A merge list of which some merges are actual, that is, in the vocabulary, and the others virtual.
+    """A merge list in which some merges are actual, which means in the vocabulary, and the others virtual.
 
-    merges: the first `first` of the base list, its letters among them, then the promoted, in order; ranks: theirs in
-    the base list. virtual: places in `merges` of those that left the vocabulary. rule: with "replay" a text goes
-    through the swaps as the corpus did (virtual[i] is split, then the i-th promoted merge applied); with "final"
-    through all merges, and virtual tokens are split at the end. token_ids: uint32 [256 + len(merges)], base ids, 2^32-1
-    for an unfinished character. Raises `DataError` where these contradict each other.
+    merges: the first `first` merges of the base list, letters included, then the promoted merges in order. ranks: their
+    ranks in the base list. virtual: places in `merges` of the merges that left the vocabulary. rule: "replay" repeats
+    the swaps on a text (virtual[i] is split, then promoted merge i applied); "final" applies all merges and splits
+    virtual tokens at the end. token_ids uint32 [256 + len(merges)]: base ids, 2^32-1 for an unfinished character.
+    Raises `DataError` if these contradict each other.
     """
 
     name: str
@@ -112,25 +112,25 @@ class AdaptedVocabulary:
             raise DataError("the rule replay needs a promoted merge for each virtual one")
         for swap, place in enumerate(self.virtual):
             if place >= self.first + swap:
-                raise DataError(f"virtual {swap} is merge {place}, which is not there yet at that swap")
+                raise DataError(f"virtual {swap} is merge {place}, which does not exist yet at that swap")
 
     def __len__(self) -> int:
-        """How many ids there are."""
+        """Number of ids."""
         return len(self.ids)
 
     @property
     def letters(self) -> int:
-        """How many characters of several bytes are tokens of their own, with byte fallback."""
+        """Number of multi-byte characters that are tokens of their own (byte fallback)."""
         return self.merges.letters - len(self.merges.unfinished)
 
     @property
     def actual_merges(self) -> int:
-        """How many merges are in the vocabulary, letters apart: n."""
+        """Number n of merges in the vocabulary, letters not counted."""
         return len(self.merges) - self.merges.letters - len(self.virtual)
 
     @cached_property
     def ids(self) -> Uint32s:
-        """The base id of each id: [size] uint32, rising."""
+        """Base id of each id, uint32 [size], rising."""
         actual = np.ones(BYTES + len(self.merges), bool)
         actual[BYTES + np.array([*self.virtual, *self.merges.unfinished], np.intp)] = False
         added = np.array([token.id for token in self.front.added], np.uint32)
@@ -138,38 +138,39 @@ class AdaptedVocabulary:
 
     @cached_property
     def schedule(self) -> Schedule:
-        """When merges come and go."""
+        """Times at which merges are applied and split."""
         promoted = range(self.first, len(self.merges))
         form = Schedule.replay if self.rule == "replay" else Schedule.final
         return form(len(self.merges), self.first, self.virtual, promoted)
 
     @cached_property
     def encoder(self) -> Encoder:
-        """Bytes of a stretch of text to tokens of `merges`."""
+        """Encoder from bytes to tokens of `merges`."""
         return Encoder(self.merges, self.schedule, self.front.encoder_pieces)
 
     @cached_property
     def _id_of(self) -> Uint32s:
-        """By base id: the id, or `NO_ID`."""
+        """The id of each base id, `NO_ID` for those that are not kept."""
         known = self.token_ids[self.token_ids != NO_ID]
         table = np.full(int(max(self.ids.max(), known.max())) + 1, NO_ID, np.uint32)
         table[self.ids] = np.arange(len(self.ids), dtype=np.uint32)
         return table
 
     def encode(self, text: str) -> Uint32s:
-        """Ids of a text, uint32, nothing added before or behind. Raises `DataError` for what is no Unicode text."""
+        """Encodes a text -> uint32 ids, without special tokens. Raises `DataError` for lone surrogates."""
         return self._id_of[encoded(self.encoder, self.front, text, self.token_ids)]
 
     def encode_bytes(self, data: bytes) -> Uint32s:
-        """Ids of any bytes, in which no added tokens are looked for; `decode` gives the bytes back (where blanks are
-        spelled, as bytes that are blanks).
+        """Encodes any bytes -> uint32 ids, without looking for added tokens; `decode` gives the bytes back.
+
+        If the vocabulary spells blanks with a character of its own, that character comes back as a blank.
         """
         if self.front.pieces not in PIECES:
             return self._id_of[self.token_ids[self.encoder.encode_pieces([data])[0]]]
         return self._id_of[self.token_ids[self.encoder.encode(data)]]
 
     def ids_of(self, base_ids: Any) -> Uint32s:
-        """Ids of base ids. Raises `DataError` naming one that was not kept."""
+        """Returns the ids of base ids. Raises `DataError` naming one that was not kept."""
         base_ids = as_ids(base_ids)
         places = np.searchsorted(self.ids, base_ids)
         lost = np.flatnonzero(self.ids[np.minimum(places, len(self.ids) - 1)] != base_ids)
@@ -178,7 +179,7 @@ class AdaptedVocabulary:
         return places.astype(np.uint32)
 
     def decode(self, ids: Any) -> bytes:
-        """The bytes of ids, added tokens among them. Raises `DataError` naming an id there is not."""
+        """Returns the bytes of ids, added tokens included. Raises `DataError` naming an unknown id."""
         ids = as_ids(ids)
         if len(ids) and int(ids.max()) >= len(self):
             raise DataError(f"id {int(ids.max())} is not below {len(self)}, the size of the adapted vocabulary")
@@ -192,7 +193,7 @@ class AdaptedVocabulary:
         return [of[i] for i in self.ids.tolist()]
 
     def save(self, path: str | Path) -> None:
-        """Writes the file, whole or not at all. Raises `OSError` when the disk refuses."""
+        """Writes the file, whole or not at all. Raises `OSError`."""
         tokens = list(map(to_text, self.merges.tokens))
         record = {
             "format": FORMAT,
@@ -218,13 +219,17 @@ class AdaptedVocabulary:
         write_json(Path(path), {**record, "sha256": _digest(record)})
 
     def check_base(self, base: BaseVocabulary) -> None:
-        """Raises `DataError` where this was not adapted from that tokenizer."""
+        """Raises `DataError` if this was adapted from another tokenizer."""
         if base.merges.fingerprint != self.fingerprint:
-            raise DataError(f"adapted from {self.name}, whose merges differ from those of {base.name}: adapt that anew")
+            raise DataError(
+                f"adapted from {self.name}, whose merges differ from those of {base.name}: adapt that tokenizer again"
+            )
         known = not len(self.ranks) or int(self.ranks.max()) < len(base.merges)
         places = [*range(BYTES), *(BYTES + rank for rank in self.ranks.tolist())]
         if not known or not np.array_equal(base.ids[places], self.token_ids):
-            raise DataError(f"adapted from {self.name}, whose ids differ from those of {base.name}: adapt that anew")
+            raise DataError(
+                f"adapted from {self.name}, whose ids differ from those of {base.name}: adapt that tokenizer again"
+            )
 
 
 def adapted(
@@ -237,10 +242,10 @@ def adapted(
     progress: Callable[[Swap], Any] = lambda swap: None,
     **settings: Any,
 ) -> AdaptedVocabulary:
-    """The tokenizer with n actual merges that a corpus calls for, the corpus given as pieces and counts.
+    """Returns the tokenizer with n actual merges that suits texts best; the texts are given as pieces and counts.
 
-    method: "adapt" swaps (with `settings` of `learn.adapt`); "first-k" keeps the first n merges; "top-k" the n whose
-    tokens the whole list makes most often, which goes with the rule "final". Letters are kept besides. Raises
+    method: "adapt" swaps merges (`settings` as in `learn.adapt`); "first-k" keeps the first n merges; "top-k" keeps the
+    n whose tokens the whole list makes most often, and needs the rule "final". Letters are always kept. Raises
     `DataError`.
     """
     kept_merges = base.merges.letters + n
@@ -273,7 +278,7 @@ def adapted(
 
 
 def words_of(front: Front, texts: Iterable[str]) -> Counter[bytes]:
-    """The pieces of texts and how often each occurs; added tokens are none."""
+    """Counts the pieces of texts, added tokens left out."""
     counts: Counter[bytes] = Counter()
     for text in texts:
         for part in front.parts(text):
@@ -283,7 +288,7 @@ def words_of(front: Front, texts: Iterable[str]) -> Counter[bytes]:
 
 
 def _selected(merges: MergeList, ranks: Sequence[int]) -> MergeList:
-    """The merges of these ranks, letters among them, as a list of their own; parents come first."""
+    """Returns the merges of these ranks, letters included, as a list in which parents come first."""
     new = np.zeros(BYTES + len(merges), np.uint32)
     new[:BYTES] = np.arange(BYTES)
     new[BYTES + np.array(ranks, np.intp)] = BYTES + np.arange(len(ranks))
@@ -311,8 +316,8 @@ def _of_record(record: Any) -> AdaptedVocabulary:
     if record.get("version") != VERSION:
         raise DataError(f"version {record.get('version')} is not {VERSION}, the one read here")
     if record.pop("sha256") != _digest(record):
-        raise DataError("is damaged, its checksum is another: adapt anew")
-    record.setdefault("letters", 0)  # a file from before there were any
+        raise DataError("is damaged, its checksum does not match: adapt again")
+    record.setdefault("letters", 0)  # files of earlier versions have none
     _check_types(record, _TYPES)
     _check_types(base := record["base"], _BASE_TYPES, "base.")
     if low := [name for name in ("merges", "ids") if base[name] < 0]:

@@ -1,8 +1,8 @@
-"""Tokenizers to adapt, from the files they come in: tokenizer.json, merges.txt or vocab.bpe, tiktoken ranks.
+"""Reads tokenizers to adapt: tokenizer.json, merges.txt or vocab.bpe, tiktoken ranks.
 
-All are byte pair encoding, byte-level but for a tokenizer.json with byte fallback (`characters`). A vocabulary may
-hold more than its merges make (added tokens, names kept free): what no merge and no byte makes, and is no added token,
-cannot be produced and is counted as `unreachable`.
+All are byte pair encoding on bytes, except a tokenizer.json with byte fallback (`characters`). A vocabulary may hold
+tokens that are no byte, no added token and the result of no merge. They can never be emitted; they are counted as
+`unreachable`.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ FILE = "adapted.json"  # the name of an adapted tokenizer's file inside a model 
 class BaseVocabulary:
     """A tokenizer before it is adapted.
 
-    ids: uint32 [256 + M], the id of each token of `merges`, `NO_ID` for an unfinished character. front: how text
-    becomes pieces. unreachable: tokens of the vocabulary that nothing makes. source: the tokenizer.json, where it came
-    as one. ignore_merges: a piece that is a token as a whole becomes that token, whatever the merges say; `encode` here
-    goes by the merges.
+    ids: uint32 [256 + M], the id of each token of `merges`, `NO_ID` for an unfinished character. front: splits text
+    into pieces. unreachable: number of tokens that nothing makes. source: the content of its tokenizer.json, None for
+    other files. ignore_merges: the tokenizer turns a piece that is a token into that token without using merges;
+    `encode` here always uses the merges.
     """
 
     name: str
@@ -57,25 +57,25 @@ class BaseVocabulary:
 
     @property
     def n_merges(self) -> int:
-        """How many merges there are, letters apart."""
+        """Number of merges, letters not counted."""
         return len(self.merges) - self.merges.letters
 
     @property
     def size(self) -> int:
-        """The highest id and one."""
+        """The highest id plus one."""
         return 1 + max(int(self.ids[self.ids != NO_ID].max()), *(token.id for token in self.front.added), 0)
 
     def encoder(self) -> Encoder:
-        """The whole list by rank."""
+        """Returns an encoder that applies all merges by rank."""
         return Encoder(self.merges, pieces=self.front.encoder_pieces)
 
     def encode(self, text: str, encoder: Encoder | None = None) -> Uint32s:
-        """Ids of a text, nothing added before or behind; with an `encoder()` that is kept, faster."""
+        """Encodes a text without special tokens; faster with an `encoder()` that is kept between calls."""
         return encoded(encoder or self.encoder(), self.front, text, self.ids)
 
 
 def encoded(encoder: Encoder, front: Front, text: str, ids: Uint32s) -> Uint32s:
-    """Ids of a text: `ids` [tokens] of what the encoder makes of each stretch, and of the added tokens between."""
+    """Encodes a text: `ids[token]` for each token of the encoder, and the ids of added tokens between."""
     found = [np.empty(0, np.uint32)]
     for part in front.parts(text):
         if isinstance(part, int):
@@ -87,12 +87,12 @@ def encoded(encoder: Encoder, front: Front, text: str, ids: Uint32s) -> Uint32s:
     return np.concatenate(found)
 
 
-def read_base(path: str | Path, pieces: str | None = None) -> BaseVocabulary:
-    """Reads a tokenizer by its file's name. pieces: how its text is cut, where the file does not say.
+def read_base(path: str | Path | TokenizerFile, pieces: str | None = None) -> BaseVocabulary:
+    """Reads a tokenizer, whose file name says its format. pieces: how text is cut, for files that do not say so.
 
-    Raises `DataError` naming the file and, where one is at fault, merge or line.
+    Raises `DataError` naming the file, and the wrong merge or line.
     """
-    file = open_tokenizer(path)
+    file = path if isinstance(path, TokenizerFile) else open_tokenizer(path)
     try:
         if file.kind == "ranks":
             return _of_ranks(file, pieces)
@@ -106,7 +106,7 @@ def read_base(path: str | Path, pieces: str | None = None) -> BaseVocabulary:
 
 
 def _of_merges(file: TokenizerFile, pieces: str | None) -> BaseVocabulary:
-    """Ids are those of the vocabulary beside the list, whose other tokens are added ones; or GPT-2's."""
+    """Takes ids from the vocabulary file next to the list, whose other tokens are added tokens; else GPT-2's ids."""
     merges = MergeList.of_bytes(file.pairs())
     renamed = (file.path.name.replace(*names) for names in BESIDE.items() if names[0] in file.path.name)
     beside = next(map(file.path.with_name, renamed), None)
@@ -122,11 +122,11 @@ def _vocabulary(path: Path) -> dict[str, int]:
     try:
         return vocabulary_of(json.loads(read_stored(path)))
     except ValueError as error:
-        raise DataError(f"{path.name} beside it is not valid JSON: {error}") from error
+        raise DataError(f"{path.name} in the same folder is not valid JSON: {error}") from error
 
 
 def _in_order(merges: MergeList) -> Uint32s:
-    """GPT-2's ids: the bytes that stand for themselves, the other bytes, the merges."""
+    """Returns GPT-2's ids: printable bytes, other bytes, merges."""
     ids = np.arange(BYTES + len(merges), dtype=np.uint32)
     ids[list(BYTE_OF.values())] = np.arange(BYTES)
     return ids
@@ -142,13 +142,13 @@ def _of_tokenizer(file: TokenizerFile, pieces: str | None) -> BaseVocabulary:
         if model.get(setting):
             raise DataError(f"{setting} {model[setting]!r} is neither byte-level BPE nor has byte fallback alone")
     if _was_adapted(file.path, model):
-        raise DataError(f"was adapted already, by the {FILE} beside it: adapt the base of this model instead")
+        raise DataError(f"was adapted already (the folder has an {FILE}): adapt the base of this model instead")
     pieces = CHARACTERS if model.get("byte_fallback") else pieces or pieces_of(data.get("pre_tokenizer"))
     if pieces is None:
         raise DataError("the pre_tokenizer is not byte-level, and without byte fallback nothing else can be adapted")
     vocabulary, added = file.vocabulary(), file.added()
     if one := next((token for token in data.get("added_tokens") or () if token.get("single_word")), None):
-        raise DataError(f"added token {one['content']!r} is one of single words, which are not read here")
+        raise DataError(f"added token {one['content']!r} has single_word set, which is not supported here")
     if pieces == CHARACTERS:
         check_blanks(data)
         merges, ids = of_characters(vocabulary, file.merges(), {token.content for token in added})
@@ -163,8 +163,9 @@ def _of_tokenizer(file: TokenizerFile, pieces: str | None) -> BaseVocabulary:
 
 
 def _was_adapted(path: Path, model: Mapping[str, Any]) -> bool:
-    """Whether the file beside it says what this tokenizer.json cannot. A base may have one beside it too: that has
-    other ids than its own, and fewer merges.
+    """Returns whether this tokenizer.json belongs to the adapted tokenizer in the same folder.
+
+    A base tokenizer may also have such a file next to it; then the file has other ids and fewer merges.
     """
     try:
         beside = json.loads(path.with_name(FILE).read_text(encoding="utf-8"))
@@ -189,7 +190,7 @@ def _ids(merges: MergeList, vocabulary: Mapping[str, int]) -> Uint32s:
 def _of_ranks(file: TokenizerFile, pieces: str | None) -> BaseVocabulary:
     pieces = pieces or next((kind for known, kind in CUT_BY_NAME.items() if known in file.name), None)
     if pieces is None:
-        raise DataError(f"how its text is cut is not in the file: name one of {', '.join(PATTERNS)} with --pieces")
+        raise DataError(f"the file does not say how text is cut: choose one of {', '.join(PATTERNS)} with --pieces")
     ranks = file.ranks()
     if missing := [byte for byte in range(BYTES) if bytes([byte]) not in ranks]:
         raise DataError(f"lacks the byte {missing[0]}")
@@ -206,7 +207,7 @@ def _of_ranks(file: TokenizerFile, pieces: str | None) -> BaseVocabulary:
 
 
 def _parents(token: bytes, ranks: Mapping[bytes, int]) -> Pair | None:
-    """The two tokens that a token is made of when its bytes are merged by rank; None where that ends otherwise."""
+    """Returns the two tokens that a token is made of when its bytes are merged by rank; None if it cannot be made."""
     parts, own = [token[i : i + 1] for i in range(len(token))], ranks[token]
     while len(parts) > 2:
         rank, at = min((ranks.get(parts[i] + parts[i + 1], own), i) for i in range(len(parts) - 1))

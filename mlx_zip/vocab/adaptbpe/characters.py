@@ -1,9 +1,9 @@
-"""Tokenizers with byte fallback (Llama 2 and its like, from SentencePiece), as byte-level encoding sees them.
+"""Tokenizers with byte fallback (such as Llama 2's, from SentencePiece), expressed as byte-level merges.
 
-Their base symbols are characters. A character of several bytes that is a token is made by merges of our own in front
-of the list, its letters, which do not count as merges; one that is no token falls into its bytes, which all have a
-token. A letter of three bytes needs a merge for its first two, which make no character: what is left of these is split
-at the end.
+Their base symbols are characters. A character of several bytes that is a token is called a letter: extra merges at the
+front of the list make it from its bytes, and they do not count as merges. A character that is no token stays as bytes,
+which all are tokens. A letter of three bytes needs a merge of its first two; if only these two occur, they are split
+again at the end.
 """
 
 from __future__ import annotations
@@ -24,18 +24,20 @@ _BLANK_DECODERS = (_REPLACE, '"Metaspace"')
 
 
 def check_blanks(data: Mapping[str, Any]) -> None:
-    """Raises `DataError` where a tokenizer.json's text would not come back, or its beginning is treated apart."""
+    """Raises `DataError` for a tokenizer.json that does not give text back, or treats the beginning of text apart."""
     steps = json.dumps(data.get("decoder"))
     if not any(form in steps for form in _BLANK_DECODERS):
-        raise DataError(f"the decoder does not turn {BLANK!r} into a blank, which with byte fallback is wanted here")
+        raise DataError(f"the decoder does not turn {BLANK!r} into a blank, as it must with byte fallback")
     if '"prepend_scheme": "first"' in json.dumps(data.get("pre_tokenizer")):
-        raise DataError("the pre_tokenizer treats the beginning of a text apart (prepend_scheme first): not known here")
+        raise DataError(
+            "the pre_tokenizer treats the beginning of a text apart (prepend_scheme first), which is not supported here"
+        )
 
 
 def of_characters(vocabulary: Mapping[str, int], merges: Any, added: Set[str]) -> tuple[MergeList, Uint32s]:
-    """The merges behind those of the letters, and the tokens' ids, uint32 [256 + merges].
+    """Returns the merge list with the letters' merges in front, and the tokens' ids, uint32 [256 + merges].
 
-    merges: as a tokenizer.json has them; added: names that are added tokens, no letters. Raises `DataError`.
+    merges: in the form of a tokenizer.json. added: names of added tokens, which are no letters. Raises `DataError`.
     """
     names = vocabulary.keys() - added
     letters: dict[bytes, Pair] = {}

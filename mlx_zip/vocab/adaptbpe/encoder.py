@@ -1,4 +1,4 @@
-"""Byte pair encoding with merges that come and go, over the C library: bytes to tokens and back."""
+"""Byte pair encoding in which merges can be undone: encodes bytes to tokens and back, by the C library."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mlx_zip.codec.ids import Uint32s
 from mlx_zip.errors import DataError
 from mlx_zip.vocab.adaptbpe.merges import MergeList, Schedule
 
-PIECES = {  # how a text is cut before merges apply
+PIECES = {  # ways to cut a text before merges are applied
     "whole": lib.MLXZIP_PIECE_WHOLE,
     "gpt2": lib.MLXZIP_PIECE_GPT2,
     "cl100k": lib.MLXZIP_PIECE_CL100K,
@@ -25,11 +25,11 @@ _MOST_BYTES = (1 << 32) - 2  # of one piece
 
 
 class Encoder:
-    """Text to tokens of a `MergeList`, by a `Schedule`; plain byte pair encoding when there is none.
+    """Encodes text to tokens of a `MergeList` by a `Schedule`; without a schedule, plain byte pair encoding.
 
-    Tokens are uint32: below 256 a byte, 256 + m what merge m makes. pieces: a key of `PIECES`. The pieces of texts
-    that were met are remembered, a few MB at most; threads may share an encoder, and take turns. Source: the merges of
-    arXiv 1508.07909, section 3.2; the schedule of AdaptBPE, arXiv 2601.21665.
+    Tokens are uint32: below 256 a byte, 256 + m the result of merge m. pieces: a key of `PIECES`. Pieces are cached, a
+    few MB at most. Threads may share an encoder; its calls run one at a time. Source: arXiv 1508.07909, section 3.2,
+    for merges; AdaptBPE, arXiv 2601.21665, for the schedule.
     """
 
     def __init__(self, merges: MergeList, schedule: Schedule | None = None, pieces: str = "gpt2") -> None:
@@ -42,7 +42,7 @@ class Encoder:
         self._bpe = _open(merges, self.schedule)
 
     def encode(self, text: bytes) -> Uint32s:
-        """Tokens of any bytes, which `decode` gives back."""
+        """Encodes any bytes to tokens; `decode` gives the bytes back."""
         data, n_out = ffi.from_buffer("uint8_t[]", text), ffi.new("size_t *")
         tokens = np.empty(len(data), np.uint32)
         with self._lock:
@@ -50,10 +50,10 @@ class Encoder:
                 self._bpe, PIECES[self.pieces], data, len(data), ffi.from_buffer("uint32_t[]", tokens), n_out
             )
         _check(status)
-        return tokens[: n_out[0]].copy()  # of the bytes' memory nothing is held
+        return tokens[: n_out[0]].copy()  # a copy, so that the buffer is freed
 
     def encode_pieces(self, pieces: Sequence[bytes]) -> tuple[Uint32s, NDArray[np.int64]]:
-        """Tokens of pieces that are cut already, one after another, and where each piece's tokens end."""
+        """Encodes pieces that are cut already: their tokens one after the other, and where those of each piece end."""
         text = ffi.from_buffer("uint8_t[]", b"".join(pieces))
         ends = np.fromiter(accumulate(map(len, pieces)), np.uintp, len(pieces))
         tokens, id_ends = np.empty(len(text), np.uint32), np.empty(len(pieces), np.uintp)
@@ -70,13 +70,13 @@ class Encoder:
         return tokens[: int(id_ends[-1]) if len(pieces) else 0], id_ends.astype(np.int64)
 
     def decode(self, tokens: Iterable[int]) -> bytes:
-        """The bytes of tokens, one after another."""
+        """Returns the bytes of tokens, joined."""
         known = self.merges.tokens
         return b"".join([known[token] for token in tokens])
 
 
 def cut(text: bytes, pieces: str) -> list[bytes]:
-    """The pieces of a text, by a key of `PIECES`; together they are the text."""
+    """Cuts a text into pieces by a key of `PIECES`; joined they are the text."""
     data, ends = ffi.from_buffer("uint8_t[]", text), np.empty(len(text), np.uintp)
     n = lib.mlxzip_pieces(PIECES[pieces], data, len(data), ffi.from_buffer("size_t[]", ends))
     found, at = [], 0
@@ -97,6 +97,6 @@ def _open(merges: MergeList, schedule: Schedule) -> Any:
 
 def _check(status: int) -> None:
     if status == lib.MLXZIP_E_MEMORY:
-        raise MemoryError("the encoder could not get memory")
+        raise MemoryError("the encoder is out of memory")
     if status != lib.MLXZIP_OK:
         raise DataError(f"times of merges that contradict each other, or a piece of more than {_MOST_BYTES} bytes")

@@ -1,10 +1,10 @@
-"""AdaptBPE: which merges of a list a corpus has no use for, and which take their places.
+"""AdaptBPE: finds the merges that texts do not need and the merges that replace them.
 
-Source: arXiv 2601.21665, algorithm 1. A list is cut to its first N merges, which are actual: they may appear in output.
-Then swaps: p, the actual merge whose token is rarest in the corpus, becomes virtual (its tokens are split into their
-parents; children can still form through it), and q, the merge left out whose parents stand side by side most often,
-becomes actual; as long as q is more frequent than p. Open in the paper, and settled here: ties (`adapt`), and that
-nothing that became virtual comes back.
+Source: arXiv 2601.21665, algorithm 1. A list is cut to its first N merges, the actual ones: their tokens may be
+emitted. Then merges are swapped as long as q is more frequent than p. p is the actual merge whose token is rarest in
+the texts. It becomes virtual: its tokens are split into their parents, but later merges can still use it. q is the
+merge outside the list whose parents are neighbours most often. It becomes actual. The paper leaves two things open,
+which are decided here: ties (see `adapt`), and that a virtual merge never becomes actual again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ COUNTINGS = ("overlapping", "firing")
 
 @dataclass(frozen=True)
 class Swap:
-    """p became virtual for q: their ranks, their frequencies then, and the corpus's tokens afterwards."""
+    """One swap: ranks and frequencies of p (now virtual) and q (now actual), and the tokens of the texts afterwards."""
 
     p: int
     p_count: int
@@ -39,24 +39,24 @@ class Swap:
 
 @dataclass(frozen=True)
 class Adaptation:
-    """What `adapt` has found: the first `n` merges, and swaps in their order."""
+    """The result of `adapt`: the first `n` merges, and the swaps in order."""
 
     n: int
     swaps: tuple[Swap, ...] = ()
 
     @property
     def virtual(self) -> list[int]:
-        """Ranks of the merges that became virtual, in order."""
+        """Ranks of the merges that became virtual, in order of the swaps."""
         return [swap.p for swap in self.swaps]
 
     @property
     def promoted(self) -> list[int]:
-        """Ranks of the merges that took their places, in order; one of them may become virtual later."""
+        """Ranks of the merges that became actual, in order of the swaps; one of them may become virtual later."""
         return [swap.q for swap in self.swaps]
 
 
 def count_pieces(texts: Iterable[bytes], pieces: str = "gpt2") -> Counter[bytes]:
-    """How often each piece occurs in texts that are cut by a key of `PIECES`, in the order of first occurrence."""
+    """Counts the pieces of texts, cut by a key of `PIECES`, in the order of first occurrence."""
     counts: Counter[bytes] = Counter()
     for text in texts:
         counts.update(cut(text, pieces))
@@ -74,13 +74,12 @@ def adapt(
     counting: str = "overlapping",
     progress: Callable[[Swap], Any] = lambda swap: None,
 ) -> Adaptation:
-    """Adapts the first n merges of a list to a corpus, given as pieces and their counts. Its letters are among the n,
-    and never leave.
+    """Adapts the first n merges of a list to texts, given as pieces and their counts; letters count in n and stay.
 
-    margin: a swap needs q's count to exceed p's by more than that. tie: of equally rare p the highest rank leaves
-    first, or the lowest; of equally frequent q the lowest enters. counting: places where q's parents stand side by
-    side, or the merges that would come of them ("firing"; they differ in `x x x`). Raises `DataError` for what
-    is out of range.
+    margin: q's count must exceed p's by more than this. tie: of equally rare p, "high" removes the one of the highest
+    rank first, "low" of the lowest; of equally frequent q the lowest rank is taken. counting: how q's parents are
+    counted: "overlapping" at every position, "firing" only where they would merge (x x x has two and one). Raises
+    `DataError` for arguments out of range.
     """
     _check_kept(merges, n)
     _check(margin, max_swaps, tie, counting)
@@ -99,8 +98,9 @@ def adapt(
 
 
 def top_k(merges: MergeList, words: Mapping[bytes, int], k: int) -> list[int]:
-    """Ranks, rising, of the k merges whose tokens the whole list makes most often of a corpus; of equals the lowest.
-    Its letters are among them.
+    """Returns the ranks, rising, of the k merges whose tokens occur most often when the whole list encodes the texts.
+
+    Of equally frequent merges the lowest rank is taken. Letters are always included.
     """
     _check_kept(merges, k)
     tokens, ends = Encoder(merges, pieces="whole").encode_pieces(list(words))
@@ -113,7 +113,7 @@ def top_k(merges: MergeList, words: Mapping[bytes, int], k: int) -> list[int]:
 def _check_kept(merges: MergeList, n: int) -> None:
     least, most = merges.letters, len(merges)
     if not least <= n <= most:
-        raise DataError(f"{n - least} merges to keep are not 0..{most - least}, which the list has")
+        raise DataError(f"{n - least} merges to keep are not 0..{most - least}, the number of merges in the list")
 
 
 def _check(margin: int, max_swaps: int | None, tie: str, counting: str) -> None:
@@ -126,10 +126,10 @@ def _check(margin: int, max_swaps: int | None, tie: str, counting: str) -> None:
 
 
 class _Corpus:
-    """Words as lists of tokens, counts kept as they change, and two heaps whose stale entries are skipped when met.
+    """Words as lists of tokens, their counts, and two heaps of candidates, in which outdated entries are skipped.
 
-    counts: by token, of the corpus. pairs: by rank, of the parents of merges that are still left out. A word is in the
-    sets of the tokens and pairs that it has or once had.
+    counts: occurrences of each token. pairs: by rank, occurrences of the parents of each merge outside the list. The
+    sets by token and by pair hold every word that has, or had, the token or pair.
     """
 
     def __init__(self, merges: MergeList, words: Mapping[bytes, int], n: int, tie: str, counting: str) -> None:
@@ -148,14 +148,14 @@ class _Corpus:
         self.n_tokens = sum(len(word) * weight for word, weight in zip(self.words, self.weights, strict=True))
         for at, word in enumerate(self.words):
             self._enter(at, word)
-        self.lowest = BYTES + merges.letters  # of the tokens that may become virtual
+        self.lowest = BYTES + merges.letters  # lowest token that may become virtual
         self.rare = [(self.counts[BYTES + rank], self.sign * rank) for rank in range(merges.letters, n)]
         self.frequent = [(-count, rank) for rank, count in enumerate(self.pairs) if rank >= n]
         heapify(self.rare)
         heapify(self.frequent)
 
     def candidates(self) -> tuple[int, int] | None:
-        """(p, q), or None when nothing is actual or nothing left out."""
+        """Returns (p, q), or None if no merge is actual or none is outside the list."""
         rare, frequent = self.rare, self.frequent
         while rare and (BYTES + (p := self.sign * rare[0][1]) in self.virtual or rare[0][0] != self.counts[BYTES + p]):
             heappop(rare)
@@ -164,7 +164,7 @@ class _Corpus:
         return (self.sign * rare[0][1], frequent[0][1]) if rare and frequent else None
 
     def swap(self, p: int, q: int) -> None:
-        """Splits the tokens of p, joins the parents of q, in the words that have either; and counts again."""
+        """Splits the tokens of p and joins the parents of q in all words, and updates the counts."""
         gone, made, pair = BYTES + p, BYTES + q, self.parts[q]
         touched = self.with_token.pop(gone, set()) | self.with_pair.pop(q, set())
         self.virtual.add(gone)
@@ -190,7 +190,7 @@ class _Corpus:
             heappush(self.frequent, (-self.pairs[rank], rank))
 
     def _split(self, token: int) -> list[int]:
-        """What stands for a token now."""
+        """Returns the tokens that a token is split into by now."""
         if token not in self.virtual:
             return [token]
         left, right = self.parts[token - BYTES]
@@ -215,12 +215,12 @@ class _Corpus:
         return ranks
 
     def _overlapping(self, word: list[int]) -> list[int]:
-        """Ranks of the left-out merges whose parents stand side by side, once per place."""
+        """Returns the ranks of the merges outside the list whose parents are neighbours, once per position."""
         return [rank for rank in map(self.left_out.get, pairwise(word)) if rank is not None]
 
     def _firing(self, word: list[int]) -> list[int]:
-        """The same, once per merge that would come of it."""
-        ranks, taken = [], -1  # taken: where the second of a pair of equals stands
+        """Like `_overlapping`, but counts only merges that would fire."""
+        ranks, taken = [], -1  # taken: place of the second token of an equal pair
         for at, pair in enumerate(pairwise(word)):
             rank = self.left_out.get(pair)
             if rank is None or (pair[0] == pair[1] and at == taken):

@@ -1,4 +1,4 @@
-"""Merge lists of byte pair encoding, and the times at which their merges come and go."""
+"""Merge lists of byte pair encoding, and the times at which merges are applied and split."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mlx_zip.errors import DataError
 
 BYTES = 256
 NEVER = (1 << 32) - 1
-NO_ID = (1 << 32) - 1  # of what is no token
+NO_ID = (1 << 32) - 1  # id of a byte string that is no token
 Pair = tuple[bytes, bytes]
 MAX_MERGES: int = lib.MLXZIP_MAX_CODEBOOK
 LONGEST: int = lib.MLXZIP_BPE_LONGEST
@@ -24,12 +24,12 @@ LONGEST: int = lib.MLXZIP_BPE_LONGEST
 
 @dataclass(frozen=True, eq=False)
 class MergeList:
-    """A proper merge list: each merge joins two tokens that are bytes or made by earlier merges.
+    """A list of merges; each joins two tokens that are bytes or results of earlier merges.
 
-    parts: [M, 2] uint32 tokens, where a token below 256 is a byte and token 256 + m is what merge m makes. letters: how
-    many of them, in front, make characters out of their bytes, in a vocabulary whose base symbols are characters (byte
-    fallback); they stay whatever else goes. Raises `DataError` naming the merge when a part is not made before it, when
-    a token is made twice, or is too long.
+    parts: uint32 [M, 2] tokens; a token below 256 is a byte, and token 256 + m is the result of merge m. letters:
+    number of leading merges that make characters of bytes, for vocabularies of characters (byte fallback); they are
+    never removed. Raises `DataError` naming a merge whose part is made later, whose token is made twice, or is too
+    long.
     """
 
     parts: NDArray[np.uint32]
@@ -40,7 +40,7 @@ class MergeList:
         if parts.ndim != 2 or parts.shape[1] != 2 or parts.dtype != np.uint32:
             raise DataError(f"merges must be uint32 [M, 2], not {parts.dtype} {list(parts.shape)}")
         if not 0 <= self.letters <= len(parts):
-            raise DataError(f"{self.letters} letters are not 0..{len(parts)}, as many as there are merges")
+            raise DataError(f"{self.letters} letters are not 0..{len(parts)}, the number of merges")
         if len(parts) > MAX_MERGES:
             raise DataError(f"{len(parts)} merges are more than {MAX_MERGES}")
         late = np.flatnonzero(parts.max(axis=1, initial=0) >= BYTES + np.arange(len(parts)))
@@ -56,7 +56,7 @@ class MergeList:
 
     @classmethod
     def of_bytes(cls, pairs: Iterable[Sequence[bytes]], letters: int = 0) -> MergeList:
-        """From pairs of byte strings, lowest rank first. Raises `DataError` as the constructor does."""
+        """Makes a list from pairs of byte strings, lowest rank first. Raises `DataError` as the constructor does."""
         tokens = {bytes([byte]): byte for byte in range(BYTES)}
         parts = []
         for merge, pair in enumerate(pairs):
@@ -82,7 +82,7 @@ class MergeList:
 
     @cached_property
     def tokens(self) -> list[bytes]:
-        """Bytes of every token: the 256 bytes, then what the merges make."""
+        """The bytes of every token: 256 single bytes, then the merges' results."""
         tokens = [bytes([byte]) for byte in range(BYTES)]
         for left, right in self.parts.tolist():
             tokens.append(tokens[left] + tokens[right])
@@ -92,21 +92,23 @@ class MergeList:
 
     @cached_property
     def unfinished(self) -> list[int]:
-        """Ranks of merges that make the first bytes of a character, which are no token: split at the end, always."""
+        """Ranks of merges that make the first bytes of a character, which is no token: they are always split at the
+        end.
+        """
         return [rank for rank in range(self.letters) if not is_text(self.tokens[BYTES + rank])]
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hex digest of the merges in their order; equal for equal lists, on every machine."""
+        """Hex digest of the merges in order; equal for equal lists, on every machine."""
         return sha256(self.parts.astype("<u4").tobytes()).hexdigest()
 
     def first(self, n: int) -> MergeList:
-        """The list of the first n merges."""
+        """Returns the first n merges as a list."""
         return MergeList(self.parts[:n], min(n, self.letters))
 
 
 def is_text(token: bytes) -> bool:
-    """Whether bytes are whole characters in UTF-8."""
+    """Returns whether bytes are valid UTF-8."""
     try:
         token.decode("utf-8")
     except UnicodeDecodeError:
@@ -116,9 +118,9 @@ def is_text(token: bytes) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """When each merge of a list is applied, and when its tokens are split again: uint32 [M], `NEVER` for never.
+    """Times at which each merge of a list is applied, and at which its tokens are split: uint32 [M], `NEVER` for never.
 
-    `native/bpe.h` says what that means for a text.
+    `native/bpe.h` defines how these times work on a text.
     """
 
     apply_at: NDArray[np.uint32]
@@ -126,7 +128,7 @@ class Schedule:
 
     @classmethod
     def plain(cls, n_merges: int, n_applied: int | None = None) -> Schedule:
-        """The first `n_applied` merges, or all, by rank, and nothing split: ordinary byte pair encoding."""
+        """Applies the first `n_applied` merges (None: all) by rank and splits nothing: ordinary byte pair encoding."""
         times = cls(np.full(n_merges, NEVER, np.uint32), np.full(n_merges, NEVER, np.uint32))
         n = n_merges if n_applied is None else n_applied
         times.apply_at[:n] = np.arange(n)
@@ -134,7 +136,7 @@ class Schedule:
 
     @classmethod
     def kept(cls, n_merges: int, kept: Iterable[int]) -> Schedule:
-        """All merges by rank; then the tokens of those not kept are split."""
+        """Applies all merges by rank, then splits the tokens of those not kept."""
         times = cls.plain(n_merges)
         times.split_at[:] = n_merges
         times.split_at[list(kept)] = NEVER
@@ -142,7 +144,9 @@ class Schedule:
 
     @classmethod
     def replay(cls, n_merges: int, n: int, virtual: Sequence[int], promoted: Sequence[int]) -> Schedule:
-        """The first n merges; then for each swap i the tokens of virtual[i] are split and promoted[i] is applied."""
+        """Applies the first n merges; then, for each swap i, splits the tokens of virtual[i] and applies
+        promoted[i].
+        """
         times, at = cls.plain(n_merges, n), n + 2 * np.arange(len(virtual))
         times.split_at[list(virtual)] = at
         times.apply_at[list(promoted)] = at + 1
@@ -150,14 +154,14 @@ class Schedule:
 
     @classmethod
     def final(cls, n_merges: int, n: int, virtual: Sequence[int], promoted: Sequence[int]) -> Schedule:
-        """The first n merges, the promoted ones in their order; then all virtual tokens are split."""
+        """Applies the first n merges and the promoted ones in order, then splits all virtual tokens."""
         times = cls.plain(n_merges, n)
         times.apply_at[list(promoted)] = n + np.arange(len(promoted))
         times.split_at[list(virtual)] = n + len(promoted)
         return times
 
     def splitting(self, ranks: Sequence[int]) -> Schedule:
-        """The same, and at the end the tokens of these merges are split."""
+        """Returns this schedule with one more step at the end: the tokens of these merges are split."""
         times = np.concatenate([self.apply_at, self.split_at])
         split_at = self.split_at.copy()
         split_at[list(ranks)] = times[times != NEVER].max(initial=0) + 1
@@ -165,8 +169,10 @@ class Schedule:
 
 
 def live(pairs: Sequence[Pair]) -> Iterable[Pair]:
-    """The merges without those that never fire. Where several make one token, only that can fire by which the token
-    itself is made; lists converted from tiktoken ranks have all of them.
+    """Returns the merges without those that never fire.
+
+    If several merges make one token, only the one that is used on the token's own bytes can fire. Lists that were
+    converted from tiktoken ranks have all of them.
     """
     makes: dict[bytes, int] = {}
     several: set[bytes] = set()
@@ -189,7 +195,7 @@ def live(pairs: Sequence[Pair]) -> Iterable[Pair]:
 
 
 def _last_merge(token: bytes, ranks: Mapping[Pair, int]) -> int | None:
-    """Rank of the merge that makes a token out of its own bytes, None if none does."""
+    """Returns the rank of the merge that makes a token from its own bytes, None if no merge does."""
     parts, last = [token[i : i + 1] for i in range(len(token))], None
     while len(parts) > 1:
         rank, at = min((ranks.get((parts[i], parts[i + 1]), len(ranks)), i) for i in range(len(parts) - 1))

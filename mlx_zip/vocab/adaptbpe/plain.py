@@ -1,9 +1,9 @@
-"""A tokenizer.json of an adapted tokenizer, for programs that know nothing of virtual merges.
+"""Writes an adapted tokenizer as a tokenizer.json, for programs without virtual merges.
 
-Plain byte pair encoding cannot split a token again, so it is exact only where no merge is virtual: first-k, or an
-adaptation that found nothing to swap. For everything else `tokenizer_json` refuses. A model folder needs some
-tokenizer.json all the same: `lawful_json` gives ids of the vocabulary that decode to the text, though not always those
-of `AdaptedVocabulary.encode`; `make_exact` mends that in a tokenizer that was loaded from it.
+Plain byte pair encoding cannot split a token again, so a tokenizer.json is exact only if no merge is virtual: after
+first-k, or an adaptation without swaps. Otherwise `tokenizer_json` raises an error. A model folder needs a
+tokenizer.json in any case: `lawful_json` gives ids of the vocabulary that decode to the text, but not always the ids of
+`AdaptedVocabulary.encode`. `make_exact` corrects a tokenizer that was loaded from it.
 """
 
 from __future__ import annotations
@@ -24,22 +24,24 @@ from mlx_zip.vocab.first_stage import to_bytes, to_text
 
 
 def tokenizer_json(vocabulary: AdaptedVocabulary, source: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """What the `tokenizers` library loads, with the ids of `vocabulary.encode`.
+    """Returns a tokenizer.json that gives the ids of `vocabulary.encode`.
 
-    source: the base's tokenizer.json, whose decoder and special tokens around a text are taken over. Raises `DataError`
-    where a merge is virtual.
+    source: the base's tokenizer.json, from which decoder and special tokens around a text are copied. Raises
+    `DataError` if a merge is virtual.
     """
     if vocabulary.virtual:
         raise DataError(
-            f"{len(vocabulary.virtual)} merges are virtual, which a tokenizer.json cannot say: "
+            f"{len(vocabulary.virtual)} merges are virtual, which a tokenizer.json cannot express: "
             "use mlx_zip's own file, or the method first-k"
         )
     return _written(vocabulary, source)
 
 
 def lawful_json(vocabulary: AdaptedVocabulary, source: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """What the `tokenizers` library loads, with ids of the vocabulary alone: a piece that is a token becomes it; others
-    are merged by the merges of which neither they nor their parts are virtual. Exact where no merge is virtual.
+    """Returns a tokenizer.json whose ids are all in the vocabulary; it is exact if no merge is virtual.
+
+    A piece that is a token becomes that token. Other pieces are merged only by merges that are not virtual and have no
+    virtual parts.
     """
     data = _written(vocabulary, source)
     data["model"]["ignore_merges"] = bool(vocabulary.virtual)
@@ -49,7 +51,8 @@ def lawful_json(vocabulary: AdaptedVocabulary, source: Mapping[str, Any] | None 
 def make_exact(tokenizer: Any, vocabulary: AdaptedVocabulary) -> None:
     """Makes a `tokenizers.Tokenizer` loaded from `lawful_json` give the ids of `vocabulary.encode`.
 
-    Pieces are cut on into their tokens, which it then finds in its vocabulary. It cannot be saved or copied after that.
+    It then cuts every piece into its tokens before it looks them up. The tokenizer cannot be saved or copied
+    afterwards.
     """
     from tokenizers.pre_tokenizers import PreTokenizer, Sequence
 
@@ -59,9 +62,9 @@ def make_exact(tokenizer: Any, vocabulary: AdaptedVocabulary) -> None:
 
 
 def follow_folder(tokenizer: Any, folder: Path) -> None:
-    """`make_exact` for a tokenizer loaded from a model folder, if the model was adapted. Raises `DataError`.
+    """Applies `make_exact` to a tokenizer from a model folder, if the model was adapted. Raises `DataError`.
 
-    A base tokenizer beside what was adapted from it has more ids, and stays as it is.
+    A base tokenizer in the folder of its adapted file has more ids; it stays as it is.
     """
     if (folder / FILE).is_file():
         vocabulary = read_adapted(folder / FILE)
@@ -70,14 +73,16 @@ def follow_folder(tokenizer: Any, folder: Path) -> None:
 
 
 class _Cutter:
-    """Cuts pieces into the tokens of an adapted vocabulary; a character that is no token stays whole."""
+    """Pre-tokenizer that cuts pieces into the tokens of an adapted vocabulary; characters without a token stay
+    whole.
+    """
 
     def __init__(self, vocabulary: AdaptedVocabulary) -> None:
         self.encoder = Encoder(vocabulary.merges, vocabulary.schedule, "whole")
         self.spelled: Callable[[str], bytes] = str.encode if vocabulary.front.pieces == CHARACTERS else to_bytes
 
     def pre_tokenize(self, text: Any) -> None:
-        """Called by the library."""
+        """Cuts the pieces; called by the `tokenizers` library."""
         text.split(self._cut)
 
     def _cut(self, _: int, piece: Any) -> list[Any]:
@@ -113,7 +118,7 @@ def _written(vocabulary: AdaptedVocabulary, source: Mapping[str, Any] | None) ->
 
 
 def _spelled(vocabulary: AdaptedVocabulary, names: Mapping[str, int]) -> list[str]:
-    """Each token as its tokenizer.json names it; names: that of the base."""
+    """Returns the name of each token in a tokenizer.json. names: those of the base's tokenizer.json."""
     if vocabulary.front.pieces != CHARACTERS:
         return list(map(to_text, vocabulary.merges.tokens))
     of = {i: name for name, i in names.items()} | {NO_ID: ""}
@@ -129,7 +134,7 @@ def _new_id(part: str, i: int, new: Mapping[int, int]) -> int:
 
 
 def _made_up(vocabulary: AdaptedVocabulary) -> dict[str, Any]:
-    """For a base that came as a list of merges."""
+    """Returns a tokenizer.json for a base that was read from a merge list."""
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     pieces, cutter = vocabulary.front.pieces, byte_level
     if pieces == "gpt2":
@@ -163,7 +168,7 @@ def _made_up(vocabulary: AdaptedVocabulary) -> dict[str, Any]:
 
 
 def _renumbered(processor: Any, new: Mapping[int, int]) -> Any:
-    """A post_processor with the new ids of the tokens that it adds."""
+    """Returns a post_processor with the new ids of the tokens that it adds."""
     if not isinstance(processor, dict):
         return processor
     kind = processor.get("type")

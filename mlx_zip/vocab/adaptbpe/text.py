@@ -1,4 +1,4 @@
-"""What happens to a text before merges apply: added tokens are found, it is normalized, and it is cut into pieces."""
+"""Prepares a text for merging: finds added tokens, normalizes the text, cuts it into pieces."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from mlx_zip.errors import DataError, bare_exceptions_as_value_errors
 from mlx_zip.vocab.adaptbpe.encoder import PIECES, cut
 from mlx_zip.vocab.first_stage import AddedToken, to_bytes
 
-CHARACTERS, BLANK = "characters", "\u2581"  # byte fallback; how its vocabularies spell a blank
+CHARACTERS, BLANK = "characters", "\u2581"  # byte fallback; the character that its vocabularies use for a blank
 
 _CL100K = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-PATTERNS = {  # the published pattern of each way to cut; the same in C (native/pieces.c)
+PATTERNS = {  # published patterns; native/pieces.c implements them in C
     "gpt2": r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
     "cl100k": _CL100K,
     "digits": _CL100K.replace("{1,3}", ""),
@@ -29,9 +29,11 @@ CUT_BY_NAME = {"llama3": "cl100k", "cl100k": "cl100k", "qwen": "digits"}  # tikt
 
 @dataclass(frozen=True)
 class Front:
-    """How texts become pieces. pieces: a key of `PIECES`, or "tokenizers" with `pre_tokenizer` in the form of a
-    tokenizer.json, which that library then does; or "characters", the same without the letters of byte-level
-    vocabularies, and without any pre_tokenizer too. normalizer: in that form too, None for none.
+    """How texts become pieces.
+
+    pieces: a key of `PIECES`; or "tokenizers", which runs `pre_tokenizer` (in the form of a tokenizer.json) with that
+    library; or "characters" for byte fallback, with or without a pre_tokenizer. added: added tokens. normalizer: in the
+    form of a tokenizer.json, or None. Raises `DataError` if these contradict each other.
     """
 
     pieces: str = "gpt2"
@@ -47,15 +49,15 @@ class Front:
 
     @property
     def encoder_pieces(self) -> str:
-        """How an encoder cuts on, a key of `PIECES`."""
+        """The key of `PIECES` by which the encoder cuts further."""
         return self.pieces if self.pieces in PIECES else "whole"
 
     def unspelled(self, token: bytes) -> bytes:
-        """The bytes of text that a token stands for: without byte fallback its own."""
+        """Returns the bytes of text that a token stands for; they differ from the token's only with byte fallback."""
         return token.replace(BLANK.encode(), b" ") if self.pieces == CHARACTERS else token
 
     def parts(self, text: str, with_added: bool = True) -> Iterator[bytes | int]:
-        """Stretches of a text, normalized, as bytes, and the ids of added tokens between them."""
+        """Yields the normalized parts of a text as bytes, and the ids of added tokens between them."""
         raw = [added for added in self.added if not added.normalized] if with_added else []
         late = [added for added in self.added if added.normalized] if with_added else []
         for stretch in _found(text, raw):
@@ -66,7 +68,7 @@ class Front:
                     yield part if isinstance(part, int) else _utf8(part)
 
     def cut(self, stretch: bytes) -> list[bytes]:
-        """Pieces of one stretch."""
+        """Cuts one part of a text into pieces."""
         if self.pieces in PIECES:
             return cut(stretch, self.pieces)
         if self.pieces == CHARACTERS and self.pre_tokenizer is None:
@@ -91,19 +93,20 @@ class Front:
             raise DataError(f"the tokenizers library cannot read this normalizer or pre_tokenizer: {error}") from error
 
     def record(self) -> dict[str, Any]:
-        """As plain values, which `from_record` reads."""
+        """Returns the fields as plain values for `from_record`."""
         return {**asdict(self), "added": [asdict(added) for added in self.added]}
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> Front:
-        """Raises `KeyError` or `TypeError` for what is no such record."""
+        """Reads what `record` returned. Raises `KeyError` or `TypeError` for anything else."""
         added = tuple(AddedToken(**token) for token in record["added"])
         return cls(record["pieces"], added, record["normalizer"], record["pre_tokenizer"])
 
 
 def pieces_of(pre_tokenizer: Any) -> str | None:
-    """The key of `PIECES` that cuts as this part of a tokenizer.json does, "tokenizers" if none does, None if what it
-    cuts is not byte-level.
+    """Returns the key of `PIECES` that cuts like this pre_tokenizer, "tokenizers" if none does.
+
+    Returns None for a pre_tokenizer that is not byte-level.
     """
     if not isinstance(pre_tokenizer, dict):
         return None
@@ -128,7 +131,7 @@ def _splits_by(step: Any, pattern: str) -> bool:
 
 
 def _found(text: str, added: Sequence[AddedToken]) -> Iterator[str | int]:
-    """Stretches of text and ids of added tokens: the leftmost, of those the longest."""
+    """Yields parts of a text and ids of added tokens; the leftmost token wins, then the longest."""
     if not added:
         yield from [text] if text else []
         return
@@ -147,4 +150,4 @@ def _utf8(text: str) -> bytes:
     try:
         return text.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError as error:
-        raise DataError(f"the text has a lone surrogate at character {error.start}: it is no Unicode text") from error
+        raise DataError(f"the text has a lone surrogate at character {error.start}: it is not Unicode text") from error

@@ -1,6 +1,6 @@
-"""AdaptBPE once more, in plain Python by the letter: the oracle of the tests. Slow, obvious, used by nothing else.
+"""AdaptBPE in plain Python, slow and obvious, which the tests compare `mlx_zip.vocab.adaptbpe` with.
 
-Tokens as everywhere: below 256 a byte, 256 + m what merge m makes. A word is a list of tokens.
+A token below 256 is a byte; token 256 + m is the result of merge m. A word is a list of tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def merge(word: Word, parts: Sequence[int], made: int) -> Word:
 
 
 def split(word: Word, merges: MergeList, token: int, virtual: set[int]) -> Word:
-    """Splits a token everywhere into its parts, and parts that are virtual on."""
+    """Splits a token everywhere into its parts, and virtual parts further."""
 
     def pieces(x: int) -> Word:
         if x != token and x not in virtual:
@@ -40,7 +40,7 @@ def split(word: Word, merges: MergeList, token: int, virtual: set[int]) -> Word:
 
 
 def encode(merges: MergeList, word: bytes, ranks: Sequence[int]) -> Word:
-    """Tokens of one piece by these merges, in this order."""
+    """Encodes one piece with these merges, in this order."""
     tokens = list(word)
     for rank in ranks:
         tokens = merge(tokens, merges.parts[rank].tolist(), BYTES + rank)
@@ -48,7 +48,7 @@ def encode(merges: MergeList, word: bytes, ranks: Sequence[int]) -> Word:
 
 
 def replay(merges: MergeList, word: bytes, n: int, virtual: Sequence[int], promoted: Sequence[int]) -> Word:
-    """The first n merges, then the swaps in their order."""
+    """Encodes with the first n merges, then the swaps in order."""
     tokens, gone = encode(merges, word, range(n)), set()
     for p, q in zip(virtual, promoted, strict=True):
         gone.add(BYTES + p)
@@ -58,7 +58,7 @@ def replay(merges: MergeList, word: bytes, n: int, virtual: Sequence[int], promo
 
 
 def final(merges: MergeList, word: bytes, n: int, virtual: Sequence[int], promoted: Sequence[int]) -> Word:
-    """The first n merges and the promoted ones, then every virtual token split."""
+    """Encodes with the first n and the promoted merges, then splits every virtual token."""
     tokens, gone = encode(merges, word, [*range(n), *promoted]), {BYTES + p for p in virtual}
     for token in gone:
         tokens = split(tokens, merges, token, gone)
@@ -66,7 +66,7 @@ def final(merges: MergeList, word: bytes, n: int, virtual: Sequence[int], promot
 
 
 def kept(merges: MergeList, word: bytes, ranks: Sequence[int]) -> Word:
-    """All merges, then the tokens of those not kept split."""
+    """Encodes with all merges, then splits the tokens of those not kept."""
     tokens, gone = encode(merges, word, range(len(merges))), {BYTES + r for r in range(len(merges))}
     gone -= {BYTES + rank for rank in ranks}
     for token in gone:
@@ -83,7 +83,7 @@ def adapt(
     tie: str = "high",
     counting: str = "overlapping",
 ) -> list[tuple[int, int, int, int, int]]:
-    """(p, its frequency, q, its frequency, tokens of the corpus after) of each swap; everything counted anew."""
+    """Returns (p, its count, q, its count, tokens of the texts afterwards) of each swap; everything is recounted."""
     corpus = [(encode(merges, word, range(n)), count) for word, count in words]
     for rank in merges.unfinished:
         corpus = [(split(word, merges, BYTES + rank, set()), count) for word, count in corpus]
@@ -112,7 +112,7 @@ def adapt(
 
 
 def occurrences(word: Word, counting: str) -> dict[tuple[int, int], int]:
-    """Of each pair the places where it stands, or (counting "firing") how many merges would come of it."""
+    """Counts each pair at every position, or (counting "firing") only where it would merge."""
     places = Counter(pairwise(word))
     if counting == "overlapping":
         return places

@@ -1,4 +1,4 @@
-"""MultiTok (arXiv 2410.21548): phrases of words, or of a tokenizer's ids, that LZW's walk learns from a corpus.
+"""MultiTok (arXiv 2410.21548): learns phrases of words, or of a tokenizer's ids, from texts, as LZW does.
 
     words = Words.in_order(sample.split() for sample in corpus)
     dictionary = Dictionary(Settings(words, window=2))

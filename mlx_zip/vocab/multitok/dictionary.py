@@ -1,6 +1,6 @@
-"""MultiTok: a dictionary of phrases that the walk of LZW learns from a corpus (arXiv 2410.21548).
+"""MultiTok's dictionary of phrases, learned from texts as in LZW (arXiv 2410.21548).
 
-Units are words or another tokenizer's ids; a phrase is a run of two or more. Where the paper's text, its pseudo-code
+Units are words or a tokenizer's ids; a phrase is a run of two or more units. Where the paper's text, its pseudo-code
 and the published code differ, `docs/reports/multitok.md` says which one is followed.
 """
 
@@ -29,9 +29,9 @@ MATCHINGS = ("longest", "walk")
 class Dictionary:
     """Units and phrases with their ids, and how often training used each.
 
-    `train` learns; `encode` and `expand` do not; `prune` makes a smaller one, which does not learn. Errors leave it as
-    it was, but for a `MemoryError` in `train`. One thread at a time for `train`, any number for what does not learn;
-    the interpreter lock is released inside the C library. Memory: `nbytes`.
+    `train` learns; `encode` and `expand` do not change the dictionary; `prune` returns a smaller one that cannot learn.
+    After an error the dictionary is unchanged, except after a `MemoryError` in `train`. `train` is for one thread at a
+    time; everything else may run in several. The C library releases the interpreter lock. Memory: `nbytes`.
     """
 
     settings: Settings
@@ -44,17 +44,18 @@ class Dictionary:
             out = ffi.new("mlxzip_phrases **")
             check(lib.mlxzip_phrases_new(self.settings.native(), out))
             self._native = ffi.gc(out[0], lib.mlxzip_phrases_free)
-        self.given_ids: Uint32s | None = None  # None: all follow from first_id
-        self._open = False  # whether a sample goes on in the next call of train
+        self.given_ids: Uint32s | None = None  # None: consecutive ids from first_id on
+        self._open = False  # the next call of train continues the last sample
 
     @classmethod
     def of(
         cls, settings: Settings, rows: Uint32s, ids: Uint32s | None = None, uses: Uint32s | None = None, **fields: Any
     ) -> Dictionary:
-        """From n runs: rows uint32 [n, 2] of a prefix (a unit, or the number of units + an earlier row) and a last
-        unit; ids uint32 [n], rising where they are not NO_ID (default: from settings.first_id on, and it can learn
-        further); uses uint32 [units + n]. Raises `CodecError` naming the row that is none, or the array
-        that has another shape.
+        """Makes a dictionary of n runs.
+
+        rows uint32 [n, 2]: the prefix of each run (a unit, or the number of units + an earlier row) and its last unit.
+        ids uint32 [n]: rising, NO_ID for runs that are no phrases; None: consecutive ids, and the dictionary can learn
+        further. uses uint32 [units + n]. Raises `CodecError` naming a wrong row or an array of another shape.
         """
         n = len(rows)
         shapes = {"rows": (rows, (n, 2)), "ids": (ids, (n,)), "uses": (uses, (settings.units.size + n,))}
@@ -72,7 +73,7 @@ class Dictionary:
         return self
 
     def with_unk_id(self, unk_id: int | None) -> Dictionary:
-        """A copy that has this id for units that are none; see `Settings`."""
+        """Returns a copy with this id for unknown units; see `Settings`."""
         settings = replace(self.settings, unk_id=unk_id)
         totals = replace(self.totals)
         return self.of(settings, self.rows, self.given_ids, self.uses, totals=totals, pruning=self.pruning)
@@ -81,20 +82,20 @@ class Dictionary:
 
     @property
     def rows(self) -> Uint32s:
-        """Runs in the order of their making, uint32 [n, 2]: the prefix's node and the last unit; a copy.
+        """A copy of the runs in the order of learning, uint32 [n, 2]: prefix (a node) and last unit.
 
-        Node u is unit u, and number of units + i the run of row i.
+        Node u is unit u; node number-of-units + i is the run of row i.
         """
         return _copied(lib.mlxzip_phrases_rows(self._native), 2 * self.runs).reshape(-1, 2)
 
     @property
     def uses(self) -> Uint32s:
-        """How often training emitted each node, uint32 [units + n], at most 2^32-1; a copy."""
+        """A copy of the counts of how often training emitted each node, uint32 [units + n]."""
         return _copied(lib.mlxzip_phrases_uses(self._native), self.settings.units.size + self.runs)
 
     @property
     def ids(self) -> Uint32s:
-        """The id of each run, uint32 [n]; NO_ID for one that is no phrase itself."""
+        """The id of each run, uint32 [n]; NO_ID for a run that is no phrase."""
         if self.given_ids is not None:
             return self.given_ids
         first = self.settings.first_id + self.settings.units.size
@@ -102,23 +103,23 @@ class Dictionary:
 
     @property
     def lengths(self) -> Uint32s:
-        """Units of each node, uint32 [units + n]."""
+        """Number of units of each node, uint32 [units + n]."""
         out = np.empty(self.settings.units.size + self.runs, np.uint32)
         lib.mlxzip_phrases_lengths(self._native, _words(out))
         return out
 
     @property
     def nbytes(self) -> int:
-        """Memory of the C library: 12 bytes per run, an index of 8 to 16, room to grow, and 4 per unit; some bits."""
+        """Bytes of memory in the C library: about 20 to 28 per run and 4 per unit."""
         return lib.mlxzip_phrases_bytes(self._native)
 
     @property
     def runs(self) -> int:
-        """Phrases, and prefixes of phrases that are none."""
+        """Number of runs: phrases, and prefixes of phrases that are no phrases themselves."""
         return lib.mlxzip_phrases_size(self._native)
 
     def __len__(self) -> int:
-        """Phrases: runs of two units or more that have an id."""
+        """Number of phrases: runs of two or more units that have an id."""
         return self.runs if self.given_ids is None else int((self.given_ids != NO_ID).sum())
 
     @property
@@ -134,14 +135,14 @@ class Dictionary:
     # ---- units to ids and back
 
     def train(self, samples: Samples, over: bool = True) -> Samples:
-        """Learns from samples of units, and gives their ids (the paper's algorithm 1).
+        """Learns from samples of units and returns their ids (the paper's algorithm 1).
 
-        Unless `over`, what lies behind the last end is a sample that goes on in the next call: however a corpus is cut
-        into calls, phrases and ids are the same, but an id may come a call later. Raises `CodecError` for a unit that
-        is none, nothing learnt, and for a pruned dictionary.
+        over=False: the units after the last end are a sample that the next call continues. However samples are split
+        into calls, phrases and ids are equal, but an id may be returned one call later. Raises `CodecError` for an
+        unknown unit, before anything is learned, and for a pruned dictionary.
         """
         if self.given_ids is not None:
-            raise CodecError("a pruned dictionary cannot learn: train one anew")
+            raise CodecError("a pruned dictionary cannot learn: train a new one")
         n = len(samples.ids)
         goes_on = n > samples.ends[-1] if len(samples) else n > 0 or self._open
         if over and goes_on:
@@ -152,21 +153,21 @@ class Dictionary:
         return emitted
 
     def pass_by(self, samples: Samples) -> Samples:
-        """Samples that are no part of what is learnt from: their units' own ids, counted in `totals` alone."""
+        """Returns the samples as ids of single units without learning from them; `totals` counts them."""
         emitted = self.encode_all(samples, window=1)
         self.totals.add(samples, emitted)
         return emitted
 
     def encode(self, units: Any, window: int = 0, matching: str = "longest") -> Uint32s:
-        """The ids of one sample of units (see `as_ids`), by phrases of at most `window` units; 0 for any number.
+        """Returns the ids of one sample of units (see `as_ids`), with phrases of at most `window` units; 0: any number.
 
-        matching: the longest phrase, or the published code's walk, which ends where a longer run is no phrase. Without
-        pruning the two are one. The dictionary stays as it is. Raises `CodecError` for a unit that is none.
+        matching: "longest" takes the longest phrase; "walk", the published code's way, stops at the first run that is
+        no phrase. They differ only after pruning. Raises `CodecError` for an unknown unit.
         """
         return self.encode_all(Samples.of([units]), window, matching).ids
 
     def encode_all(self, samples: Samples, window: int = 0, matching: str = "longest") -> Samples:
-        """`encode` of each sample."""
+        """Encodes each sample as `encode` does."""
         if matching not in MATCHINGS:
             raise CodecError(f"matching must be one of {', '.join(MATCHINGS)}, got {matching!r:.40}")
         if not 0 <= window <= NO_ID:
@@ -186,14 +187,14 @@ class Dictionary:
         return Samples(ids[: counts[0]], ends)
 
     def expand(self, ids: Any) -> Uint32s:
-        """The units that ids stand for, uint32; an unk_id that is no unit's gives `units.size`.
+        """Returns the units that ids stand for, uint32; an unk_id that is no unit's id gives `units.size`.
 
-        Raises `CodecError` naming an id that is neither a unit's nor a phrase's.
+        Raises `CodecError` naming an unknown id.
         """
         return self.expand_all(Samples.of([ids])).ids
 
     def expand_all(self, ids: Samples) -> Samples:
-        """`expand` of each sample."""
+        """Expands each sample as `expand` does."""
         counts, ends = ffi.new("size_t[2]"), np.empty(len(ids), np.uint64)
         native, _held = _samples(ids)
         out = np.empty(2 * len(ids.ids), np.uint32)
@@ -205,14 +206,14 @@ class Dictionary:
                 break
             out = np.empty(counts[0], np.uint32)
         if status == lib.MLXZIP_E_ID:
-            raise CodecError(f"id {ids.ids[counts[1]]} at index {counts[1]} is none of the dictionary's")
+            raise CodecError(f"id {ids.ids[counts[1]]} at index {counts[1]} is not in the dictionary")
         check(status)
         return Samples(out[: counts[0]], ends)
 
     def number(self, sequences: Iterable[Any]) -> Samples:
-        """Samples of words, or of a tokenizer's ids, as units.
+        """Turns samples of words, or of a tokenizer's ids, into units.
 
-        Raises `CodecError` naming a word or id that is none of the units, unless there is an unk_id for it.
+        Raises `CodecError` naming an unknown word or id, unless the dictionary has an unk_id.
         """
         units, sequences = self.settings.units, list(sequences)
         numbered = [units.numbers(sequence) for sequence in sequences]
@@ -225,7 +226,7 @@ class Dictionary:
     # ---- reports and files
 
     def stats(self) -> dict[str, Any]:
-        """Counts for people: totals and ratio of what was trained, phrases by use and by length, bytes."""
+        """Returns counts for reports: totals and ratio of the training texts, phrases by use and by length, memory."""
         n_units, phrases = self.settings.units.size, self.ids != NO_ID
         used, lengths = self.uses[n_units:][phrases], self.lengths[n_units:][phrases]
         by_length = np.bincount(lengths)
@@ -244,7 +245,9 @@ class Dictionary:
         }
 
     def saving(self, n: int) -> list[tuple[int, int]]:
-        """The n phrases that saved most, as (id, uses): a use saves a phrase's units but one."""
+        """Returns the n phrases that saved most in training, as (id, uses); a use saves the phrase's units minus
+        one.
+        """
         n_units, phrases = self.settings.units.size, self.ids != NO_ID
         used = np.where(phrases, self.uses[n_units:], 0).astype(np.int64)
         saved = used * (self.lengths[n_units:].astype(np.int64) - 1)
@@ -254,10 +257,10 @@ class Dictionary:
     def save(self, path: str | Path) -> None:
         """Writes one file, whole or not at all; see `mlx_zip.vocab.multitok.files`.
 
-        Raises `OSError`, and `CodecError` while a sample goes on, whose end would be lost.
+        Raises `OSError`, and `CodecError` while a sample is open, because its end would be lost.
         """
         if self._open:
-            raise CodecError("a sample is not over: end it with train(..., over=True) before the dictionary is saved")
+            raise CodecError("a sample is still open: end it with train(..., over=True) before saving the dictionary")
         write_stored(path, Stored(self.settings, self.rows, self.given_ids, self.uses, self.totals, self.pruning))
 
     @classmethod

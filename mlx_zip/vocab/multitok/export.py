@@ -1,4 +1,4 @@
-"""Phrases over a tokenizer's ids as a codebook pack: entries that a model with hypertokens begins with."""
+"""Turns phrases over a tokenizer's ids into a codebook pack."""
 
 from __future__ import annotations
 
@@ -17,15 +17,17 @@ from mlx_zip.vocab.packs import Pack
 def as_pack(
     dictionary: Dictionary, size: int, merge_size: int, tokenizer: str | None, disabled: Collection[int] = ()
 ) -> Pack:
-    """The `size` phrases of 2 to `merge_size` ids that training used most, the most used first; equal ones as learned.
+    """Returns the `size` phrases of 2 to `merge_size` ids that training used most, most used first.
 
-    tokenizer: its fingerprint (`first_stage.tokenizer_fingerprint`). disabled: ids that never merge; no entry holds
-    one. Phrases that training never used are left out. Raises `DataError` for a dictionary over words, and where no
+    tokenizer: its fingerprint (`first_stage.tokenizer_fingerprint`). disabled: ids that never merge; phrases with such
+    an id are left out, and phrases that training never used. Raises `DataError` for a dictionary over words, and if no
     phrase is left.
     """
     units = dictionary.settings.units
     if isinstance(units, Words):
-        raise DataError("a dictionary over words is no codebook, which holds a tokenizer's ids: train with --tokenizer")
+        raise DataError(
+            "a dictionary over words cannot become a pack, which holds a tokenizer's ids: train with --tokenizer"
+        )
     ids, lengths = dictionary.ids, dictionary.lengths[units.size :]
     uses = dictionary.uses[units.size :].astype(np.int64)
     rows = np.flatnonzero((ids != NO_ID) & (uses > 0) & (lengths <= merge_size))

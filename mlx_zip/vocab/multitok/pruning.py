@@ -1,11 +1,11 @@
-"""MultiTok's post-processing: phrases that training hardly used give way to what they are made of.
+"""MultiTok's post-processing: removes phrases that training used rarely, and rewrites samples without them.
 
-Source: arXiv 2410.21548, section III and lemma 1. Ways of doing it, `PRUNINGS`:
+Source: arXiv 2410.21548, section III and lemma 1. The modes, `PRUNINGS`:
 
-    published    what the published code does: phrases used 1..K times go, those never used stay; units in their place
-    single       those never used go too
-    parent       in a phrase's place the longest phrase left that it begins with, then units
-    reencode     the samples are encoded again with what is left, longest match; fewest ids
+    published    as the published code: phrases used 1..K times are replaced by their units; unused phrases are kept
+    single       like published, but unused phrases are removed too
+    parent       a phrase is replaced by the longest kept phrase that it begins with, then units
+    reencode     the samples are encoded again with the kept phrases, longest match; gives the fewest ids
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from mlx_zip.vocab.multitok.settings import NO_ID, Pruning
 
 @dataclass(frozen=True)
 class Bound:
-    """What lemma 1 says a corpus grows by at most when phrases used up to K times are given up.
+    """Upper bounds of lemma 1 on the growth of a corpus when phrases used up to K times are removed.
 
-    printed: as in the paper, (N + sum_k lambda_k (w - 1)) / N, which does not hold, as a phrase used k times is
-    replaced k times. corrected: with k lambda_k in its place, which holds wherever a phrase gives way to at most its
-    units. N tokens, lambda_k phrases used k times, w units in the longest phrase.
+    printed: as in the paper, (N + sum_k lambda_k (w - 1)) / N; it does not hold, because a phrase used k times is
+    replaced k times. corrected: with k lambda_k instead; it holds if a phrase is replaced by at most its units. N:
+    tokens. lambda_k: number of phrases used k times. w: units of the longest phrase.
     """
 
     printed: float
@@ -36,27 +36,27 @@ class Bound:
 
 
 def growth_bound(dictionary: Dictionary, at_most: int) -> Bound:
-    """Lemma 1 for a dictionary that is yet to be pruned. Raises `CodecError` for one trained on nothing."""
+    """Returns lemma 1's bounds for a dictionary before pruning. Raises `CodecError` if it was trained on nothing."""
     longest, tokens = int(dictionary.lengths.max()), dictionary.totals.tokens
     if not tokens:
-        raise CodecError("the dictionary was trained on nothing, so there is nothing that could grow")
+        raise CodecError("the dictionary was trained on nothing, so there is no growth to bound")
     used = dictionary.uses[dictionary.settings.units.size :].astype(np.int64)
     used = used[(used > 0) & (used <= at_most)]
     return Bound(1 + len(used) * (longest - 1) / tokens, 1 + int(used.sum()) * (longest - 1) / tokens)
 
 
 def prune(dictionary: Dictionary, at_most: int = 1, mode: str = "reencode") -> Dictionary:
-    """The dictionary without the phrases that its training used at most `at_most` times. It learns no more.
+    """Returns the dictionary without the phrases that training used at most `at_most` times; it cannot learn.
 
-    Ids stay as they are; see `renumbered`. A prefix that was given up stays in the table, without an id, as long as a
-    kept phrase begins with it. Raises `CodecError` naming the argument.
+    Ids do not change; see `renumbered`. A removed phrase stays in the table without an id as long as a kept phrase
+    begins with it. Raises `CodecError` naming the argument.
     """
     pruning = Pruning(at_most, mode)
     n_units, rows, uses, ids = dictionary.settings.units.size, dictionary.rows, dictionary.uses, dictionary.ids
     used = uses[n_units:]
     kept = (ids != NO_ID) & ((used > at_most) | ((used == 0) & (mode == "published")))
     stays = _with_prefixes(rows[:, 0], n_units, kept)
-    place = np.concatenate([np.arange(n_units), n_units - 1 + np.cumsum(stays)])  # of each node that stays
+    place = np.concatenate([np.arange(n_units), n_units - 1 + np.cumsum(stays)])  # new number of each kept node
     left = np.stack([place[rows[stays, 0]], rows[stays, 1]], axis=1).astype(np.uint32)
     left_ids = np.where(kept, ids, np.uint32(NO_ID))[stays]
     left_uses = np.concatenate([uses[:n_units], np.where(kept, used, 0)[stays]]).astype(np.uint32)
@@ -64,7 +64,7 @@ def prune(dictionary: Dictionary, at_most: int = 1, mode: str = "reencode") -> D
 
 
 def _with_prefixes(up: Uint32s, n_units: int, kept: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Kept runs and all that they begin with."""
+    """Returns which runs are kept or are prefixes of kept runs."""
     stays, new = kept.copy(), np.flatnonzero(kept)
     while len(new):
         above = up[new]
@@ -75,25 +75,25 @@ def _with_prefixes(up: Uint32s, n_units: int, kept: NDArray[np.bool_]) -> NDArra
 
 
 def rewrite(dictionary: Dictionary, pruned: Dictionary, ids: Samples) -> Samples:
-    """What `Rewriter` does, once."""
+    """Rewrites samples once; see `Rewriter`."""
     return Rewriter(dictionary, pruned)(ids)
 
 
 class Rewriter:
-    """Samples that `dictionary` encoded, in training or later, as they read after `pruned = prune(dictionary, ...)`.
+    """Rewrites samples that `dictionary` encoded to the ids of `pruned = prune(dictionary, ...)`.
 
-    Raises `CodecError` for an id that is none, and where `pruned` is no pruned dictionary or `dictionary` is one.
+    Raises `CodecError` for an unknown id, if `pruned` is not a pruned dictionary, and if `dictionary` is one.
     """
 
     def __init__(self, dictionary: Dictionary, pruned: Dictionary) -> None:
         if pruned.pruning is None or dictionary.given_ids is not None:
-            raise CodecError("samples are rewritten from a dictionary as it was trained to a pruned one")
+            raise CodecError("samples are rewritten from an unpruned dictionary to a pruned one")
         self.dictionary, self.pruned, self.mode = dictionary, pruned, pruned.pruning.mode
         self._lengths = dictionary.lengths.astype(np.int64)
         self._front = _fronts(dictionary, pruned, self.mode == "parent")
 
     def __call__(self, ids: Samples) -> Samples:
-        """The samples, of which each phrase that is left stays and the others give way."""
+        """Returns the samples with removed phrases replaced as the pruning mode says."""
         units = self.dictionary.expand_all(ids)
         if self.mode == "reencode":
             return self.pruned.encode_all(units)
@@ -110,9 +110,9 @@ class Rewriter:
 
 
 def _fronts(dictionary: Dictionary, pruned: Dictionary, phrases: bool) -> NDArray[np.int64]:
-    """The node that each node's run then begins with: itself, or of its prefixes the longest phrase left, or a unit."""
+    """Returns what replaces the beginning of each node: itself, its longest kept prefix, or its first unit."""
     n_units, up = dictionary.settings.units.size, dictionary.rows[:, 0].astype(np.int64)
-    left = np.isin(dictionary.ids, pruned.ids)  # NO_ID is none of the former's
+    left = np.isin(dictionary.ids, pruned.ids)  # `dictionary` has no NO_ID
     front = np.arange(n_units + len(up))
     stops = np.concatenate([np.ones(n_units, bool), left if phrases else np.zeros(len(left), bool)])
     todo = n_units + np.flatnonzero(~left)
@@ -123,9 +123,10 @@ def _fronts(dictionary: Dictionary, pruned: Dictionary, phrases: bool) -> NDArra
 
 
 def renumbered(dictionary: Dictionary, first_id: int = 1) -> Dictionary:
-    """The same units and phrases under consecutive ids from `first_id` on, in the order of the old ones.
+    """Returns the dictionary with consecutive ids from `first_id` on, in the order of the old ids.
 
-    An unk_id that is a unit's follows its unit, another one stays. Raises `CodecError` where that becomes a unit's.
+    An unk_id that is a unit's id moves with its unit; another unk_id stays. Raises `CodecError` if it would become the
+    id of a unit.
     """
     old, unk_id = dictionary.settings, dictionary.settings.unk_id
     if unk_id is not None and unk_id >= old.first_id:

@@ -1,4 +1,4 @@
-"""Sequences of different lengths as two arrays, which is how phrases read and write a corpus."""
+"""Sequences of different lengths, stored as two arrays."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Ends = NDArray[np.uint64]
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """m sequences one after the other: ids (or units) uint32 [n], ends uint64 [m]; sequence k ends before ends[k].
+    """m sequences, joined: ids (or units) uint32 [n], ends uint64 [m]; sequence k ends before ends[k].
 
-    What lies behind the last end belongs to a sequence that is not over. Iterating gives the m sequences as views.
+    Ids after the last end belong to a sequence that is still open. Iterating yields the m sequences as views.
     """
 
     ids: Uint32s
@@ -26,14 +26,14 @@ class Samples:
 
     @classmethod
     def of(cls, sequences: Iterable[Any]) -> Samples:
-        """From sequences of ids; see `as_ids` for what one may be, and for the errors."""
+        """Makes samples of sequences of ids. Types and errors of a sequence: see `as_ids`."""
         arrays = [as_ids(sequence) for sequence in sequences]
         ids = np.concatenate(arrays) if arrays else np.empty(0, np.uint32)
         return cls(ids, np.cumsum([len(array) for array in arrays], dtype=np.uint64))
 
     @classmethod
     def join(cls, parts: Iterable[Samples]) -> Samples:
-        """The sequences of all parts, in order; a sequence that one leaves open goes on in the next."""
+        """Joins parts in order; the next part continues a sequence that one part leaves open."""
         parts = [cls.of([]), *parts]
         starts = np.cumsum([0, *(len(part.ids) for part in parts[:-1])]).astype(np.uint64)
         ends = [part.ends + start for part, start in zip(parts, starts, strict=True)]
@@ -49,10 +49,10 @@ class Samples:
             start = end
 
     def lists(self) -> list[list[int]]:
-        """The m sequences as lists."""
+        """Returns the m sequences as lists."""
         return [sequence.tolist() for sequence in self]
 
     def cut(self, first: int) -> tuple[Samples, Samples]:
-        """The first sequences, and the rest."""
+        """Returns the first `first` sequences, and the rest."""
         at = self.ends[first - 1] if first else np.uint64(0)
         return Samples(self.ids[: int(at)], self.ends[:first]), Samples(self.ids[int(at) :], self.ends[first:] - at)

@@ -1,4 +1,4 @@
-"""What a dictionary of phrases is trained with, what its corpus came to, and how it was pruned: plain values."""
+"""Settings, totals and pruning of a dictionary of phrases."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from mlx_zip.vocab.multitok.samples import Samples
 from mlx_zip.vocab.multitok.units import Units
 
 MAX_PHRASES: int = lib.MLXZIP_MAX_PHRASES
-NO_ID = (1 << 32) - 1  # of a run that is no phrase but begins one
+NO_ID = (1 << 32) - 1  # id of a run that is only the beginning of phrases
 PRUNINGS = ("published", "single", "parent", "reencode")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a dictionary is trained with.
+    """The settings that a dictionary is trained with.
 
-    units: `Words` or `Tokens`. window: most units of a phrase; 0 for any number (the paper's Max). first_id: the id of
-    unit 0; units take consecutive ids from there, phrases those after them. limit: most phrases. unk_id: emitted for a
-    unit that is none of `units`, and part of no phrase: an id below the first phrase's, so a unit's or one below
-    first_id; None makes such a unit an error. Raises `CodecError` naming the field.
+    units: `Words` or `Tokens`. window: maximum units of a phrase; 0: any number (the paper's Max). first_id: id of unit
+    0; units take consecutive ids from there, then phrases do. limit: maximum number of phrases. unk_id: id emitted for
+    an unknown unit, which is part of no phrase; it is a unit's id or below first_id. None: an unknown unit is an error.
+    Raises `CodecError` naming the field.
     """
 
     units: Units
@@ -47,7 +47,7 @@ class Settings:
         object.__setattr__(self, "limit", min(self.limit, room - self.first_id))
 
     def native(self) -> Any:
-        """For the C library."""
+        """Returns the settings as the C library's struct."""
         unk = self.unk_id is not None
         return ffi.new(
             "mlxzip_phrases_spec *",
@@ -64,7 +64,7 @@ class Settings:
 
 @dataclass
 class Totals:
-    """What a corpus came to: samples that ended, units before, tokens after. ratio is the paper's r (definition 1)."""
+    """Totals of encoded texts: finished samples, units before, tokens after. ratio: the paper's r (definition 1)."""
 
     samples: int = 0
     units: int = 0
@@ -72,11 +72,11 @@ class Totals:
 
     @property
     def ratio(self) -> float:
-        """Tokens per unit; 1 for an empty corpus."""
+        """Tokens per unit; 1 without units."""
         return self.tokens / self.units if self.units else 1.0
 
     def add(self, units: Samples, ids: Samples) -> None:
-        """Counts samples and their ids in."""
+        """Adds samples and their ids to the totals."""
         self.samples += len(units)
         self.units += len(units.ids)
         self.tokens += len(ids.ids)
@@ -84,7 +84,7 @@ class Totals:
 
 @dataclass(frozen=True)
 class Pruning:
-    """How a dictionary was pruned: of phrases used at most `at_most` times, in one of the modes `PRUNINGS`.
+    """How a dictionary was pruned: phrases used at most `at_most` times were removed, in one of the modes `PRUNINGS`.
 
     Raises `CodecError` naming the field.
     """
@@ -100,7 +100,7 @@ class Pruning:
 
 
 def leading(samples: int, percent: float) -> int:
-    """How many samples the first `percent` of them are, rounded down: those that learn. Raises `CodecError`."""
+    """Returns `percent` percent of `samples`, rounded down. Raises `CodecError` outside 0..100 percent."""
     if not 0 <= percent <= 100:
         raise CodecError(f"a fraction must be within 0..100 percent, got {percent}")
     return int(samples * percent / 100)

@@ -1,6 +1,6 @@
-"""MultiTok once more, in plain Python over tuples: the oracle of the tests.
+"""MultiTok in plain Python over tuples, slow and obvious, which the tests compare `mlx_zip.vocab.multitok` with.
 
-Same rules as `native/phrases.h`; a dictionary is a dict from phrase to id.
+The rules are those of `native/phrases.h`; a dictionary is a dict from phrase to id.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def train(
     limit: int | None = None,
     unk_id: int | None = None,
 ) -> tuple[list[list[int]], Phrases]:
-    """Samples of units -> their ids, and the phrases of two units or more, in the order of their making."""
+    """Returns the ids of samples of units, and the phrases of two or more units in the order of learning."""
     known: Phrases = {(unit,): first_id + unit for unit in range(units)}
     out = []
     for sample in samples:
@@ -48,7 +48,7 @@ def encode(
     longest: bool = True,
     unk_id: int | None = None,
 ) -> list[int]:
-    """One sample by phrases that do not change: walk (stop at the first prefix that is none), or longest."""
+    """Encodes one sample without learning: by the longest phrase, or walk (stop at the first run that is no phrase)."""
     known = {**{(unit,): first_id + unit for unit in range(units)}, **phrases}
     greatest = max(map(len, known))
     ids, at = [], 0
@@ -77,7 +77,7 @@ def _unknown(sample: Sequence[int], at: int, unk_id: int | None) -> int:
 
 
 def kept(phrases: Phrases, encoded: Iterable[Sequence[int]], at_most: int, mode: str) -> Phrases:
-    """The phrases that pruning leaves: those used more often, and in mode "published" those never used."""
+    """Returns the phrases that pruning keeps: those used more often, and in mode "published" those never used."""
     uses = Counter(id for ids in encoded for id in ids)
     stays = lambda n: n > at_most or (mode == "published" and n == 0)
     return {phrase: id for phrase, id in phrases.items() if stays(uses[id])}
@@ -86,7 +86,7 @@ def kept(phrases: Phrases, encoded: Iterable[Sequence[int]], at_most: int, mode:
 def rewrite(
     phrases: Phrases, left: Phrases, encoded: Iterable[Sequence[int]], units: int, first_id: int, mode: str
 ) -> list[list[int]]:
-    """The encoded samples without what was pruned: in single units, by the longest kept prefix, or encoded again."""
+    """Rewrites encoded samples without pruned phrases: by units, by the longest kept prefix, or encoded again."""
     runs = {**{first_id + unit: (unit,) for unit in range(units)}, **{id: run for run, id in phrases.items()}}
     if mode == "reencode":
         flat = [[unit for id in ids for unit in runs[id]] for ids in encoded]

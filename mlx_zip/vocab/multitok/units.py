@@ -1,4 +1,4 @@
-"""What the units of a dictionary are: the words of a list, or the ids of a tokenizer."""
+"""The units of a dictionary: the words of a list, or the ids of a tokenizer."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import numpy as np
 from mlx_zip.codec.ids import Uint32s, as_ids
 from mlx_zip.errors import CodecError, DataError
 
-UNKNOWN = "�"  # stands for a word that was not known when it was numbered
+UNKNOWN = "�"  # shown for an unknown word
 
 
 @dataclass(frozen=True)
 class Words:
-    """The words of a list, in the order of their numbers; by default what Python's `str.split()` takes for words.
+    """Words, numbered in the order of a list. Texts are split into words by Python's `str.split()`.
 
-    Raises `CodecError` where the list is empty or holds a word twice.
+    Raises `CodecError` for an empty list and for a word that occurs twice.
     """
 
     words: tuple[str, ...]
@@ -31,7 +31,7 @@ class Words:
 
     @classmethod
     def in_order(cls, samples: Iterable[Iterable[str]]) -> Words:
-        """All words of some samples, in the order of their first appearance."""
+        """Returns all words of samples, in the order of first appearance."""
         seen: dict[str, None] = {}
         for sample in samples:
             seen.update(dict.fromkeys(sample))
@@ -39,7 +39,7 @@ class Words:
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """Number of words."""
         return len(self.words)
 
     @cached_property
@@ -47,49 +47,49 @@ class Words:
         return {word: number for number, word in enumerate(self.words)}
 
     def numbers(self, sample: Sequence[str]) -> Uint32s:
-        """Words -> numbers uint32 [n]; a word that is not in the list gets `size`."""
+        """Returns the numbers of words, uint32 [n]; an unknown word gets `size`."""
         get, unknown = self._numbers.get, len(self.words)
         return np.fromiter((get(word, unknown) for word in sample), np.uint32, len(sample))
 
     def shown(self, numbers: Iterable[int]) -> str:
-        """Numbers -> text, a blank between words."""
+        """Returns the words of numbers, joined by blanks."""
         return " ".join(self.words[number] if number < len(self.words) else UNKNOWN for number in numbers)
 
     def refusal(self, sample: Sequence[Any], at: int) -> str:
-        """What is wrong with the unit at a place that has no number."""
-        return f"word {sample[at]!r:.60} is none of the dictionary's {self.size}"
+        """Returns the message for the unknown unit at an index."""
+        return f"word {sample[at]!r:.60} is not among the dictionary's {self.size} words"
 
     def to_dict(self) -> dict[str, Any]:
-        """For a file."""
+        """Returns plain values for a file."""
         return {"kind": "words", "words": list(self.words)}
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """The ids 0..size-1 of a tokenizer, which is known by its `first_stage.tokenizer_fingerprint` (empty: any's)."""
+    """The ids 0..size-1 of a tokenizer, with its `first_stage.tokenizer_fingerprint` (empty: unknown)."""
 
     size: int
     fingerprint: str = ""
 
     def may_be(self, other: Tokens) -> bool:
-        """Whether these can be the ids of another's tokenizer, as far as both know theirs."""
+        """Returns whether both can be ids of the same tokenizer; an unknown fingerprint matches any."""
         known = {self.fingerprint, other.fingerprint} - {""}
         return self.size == other.size and len(known) < 2
 
     def numbers(self, sample: Any) -> Uint32s:
-        """Ids as they are, uint32 [n]; see `as_ids`."""
+        """Returns ids unchanged, uint32 [n]; see `as_ids`."""
         return as_ids(sample)
 
     def shown(self, numbers: Iterable[int]) -> str:
-        """Numbers -> text: the ids, as nothing here knows what they stand for."""
+        """Returns the ids as text; their tokens are not known here."""
         return " ".join(map(str, numbers))
 
     def refusal(self, sample: Sequence[Any], at: int) -> str:
-        """What is wrong with the unit at a place that has no number."""
+        """Returns the message for the unknown unit at an index."""
         return f"id {sample[at]} is not below {self.size}, the tokenizer's size"
 
     def to_dict(self) -> dict[str, Any]:
-        """For a file."""
+        """Returns plain values for a file."""
         return {"kind": "tokens", "size": self.size, "fingerprint": self.fingerprint}
 
 
@@ -97,7 +97,7 @@ Units = Words | Tokens
 
 
 def units_from_dict(data: Any) -> Units:
-    """What `to_dict` gave. Raises `DataError` naming the field."""
+    """Reads what `to_dict` returned. Raises `DataError` naming the field."""
     kind = data.get("kind") if isinstance(data, dict) else None
     if kind == "words":
         words = data.get("words")
