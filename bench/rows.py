@@ -18,7 +18,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_zip.bench.memory import _rss_bytes
-from mlx_zip.bench.record import summary, surroundings
+from mlx_zip.bench.record import load_before, summary, surroundings
 from mlx_zip.hyper import RowStore
 from mlx_zip.hyper.row_files import RowSet, files_in, total_bytes
 from mlx_zip.hyper.row_folder import RowFolder
@@ -40,8 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints one JSON line."""
+    load_before()
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        print(json.dumps(measure(Path(folder), args) | surroundings("mlx")), flush=True)
+        print(json.dumps(measure(Path(folder), args) | {"trials": args.trials} | surroundings("mlx")), flush=True)
     return 0
 
 
