@@ -45,11 +45,14 @@ def run_named(choices: Mapping[str, tuple[str, str]], prog: str, description: st
             module = import_module(home)
             module.add_arguments(command)
             command.set_defaults(run=module.run)
+    if not argv:
+        parser.print_help()
+        return 0
     args = parser.parse_args(argv)
     try:
         return args.run(args)
     except MlxZipError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
 
 

@@ -1,4 +1,4 @@
-"""Engines behind one interface: what runs a prompt and emits ids, timed id by id.
+"""Engines with one interface: each reads a prompt and emits ids, and every id is timed.
 
 `mlx-lm` and `mlx-zip` are driven through the functions that their users call, with detokenizing, so that what is timed
 is what one gets. Forced ids (replay) still wait for the sampler's choice, so the loop keeps its shape.
@@ -79,7 +79,7 @@ class Engine:
         return machine.bandwidth()
 
     def fresh(self) -> None:
-        """Forgets whatever earlier requests have left behind."""
+        """Drops whatever earlier requests have left in the model, such as encoded hyper rows."""
 
     def start(self) -> Any:
         """What a new conversation holds."""
@@ -94,7 +94,7 @@ class Engine:
 
 
 class Forced:
-    """A sampler that gives ids it was told, one after the other, each once the model's own choice is known."""
+    """A sampler that returns given ids in order, each after the model's own choice has been computed."""
 
     def __init__(self, ids: Sequence[int]) -> None:
         self.ids, self.at = list(ids), 0
@@ -197,9 +197,9 @@ def _with_store(model: Any) -> Any:
 
 
 def zip_ids(book: Codebook, prompt: Sequence[int], text: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Ids of a prompt behind what the codebook holds, as a request compresses it, and of the base ids that follow.
+    """Returns the ids of a prompt that continues a codebook, as a request compresses it, and of the text after it.
 
-    These are the ids that the codebook would write from there; it stays as it is.
+    prompt, text: base ids. The codebook is not changed.
     """
     ids = np.asarray(prompt, np.uint32)
     prompt_ids = book.compress(ids) if book.mark() else compress(book.params, ids)[0]

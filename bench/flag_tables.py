@@ -48,12 +48,12 @@ def parser_of(command: str) -> argparse.ArgumentParser:
     raise MlxZipError(f"there is no command mlx_zip {command}")
 
 
-def benches() -> Mapping[str, tuple[str, str]]:
+def benches() -> dict[str, tuple[str, str]]:
     """Name -> (module, purpose) of what `mlx_zip bench` runs."""
     return import_module("mlx_zip.bench.__main__").BENCHES
 
 
-def experiments() -> Mapping[str, tuple[str, str]]:
+def experiments() -> dict[str, tuple[str, str]]:
     """Name -> (module, purpose) of the experiments that repeat papers."""
     return import_module("mlx_zip.bench.papers.__main__").EXPERIMENTS
 

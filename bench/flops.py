@@ -1,4 +1,4 @@
-"""Appendix B of the paper: training FLOPs with hypertokens, and table 9 beside our arithmetic.
+"""Appendix B of the zip2zip paper: training FLOPs with hypertokens, and table 9 compared with our arithmetic.
 
 Source: arXiv 2506.01084, appendix B. Its equations are not numbered; they are named here by what they give.
 """
@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def record(shape: Shape, rate: float, rows_per_id: float) -> dict[str, Any]:
-    """A shape's line: α and ρ(1 + α) by appendix B beside the paper's, and by the rows that are encoded."""
+    """A shape's record: α and ρ(1 + α) by appendix B, the paper's value, and both by the rows really encoded."""
     sizes = shape.encoder_layers, shape.merge_size, shape.layers
     alpha, counted = hyper_overhead(*sizes), counted_overhead(*sizes, rows_per_id)
     return {

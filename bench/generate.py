@@ -1,7 +1,7 @@
-"""Engines side by side: time to first token, decoding, memory, energy, and how near the memory bandwidth they come.
+"""Times engines on the same texts: first id, decoding, memory, energy, and the share of the memory bandwidth used.
 
-Trials are interleaved: each engine runs once, then all again in another order, so that a machine that slows down slows
-all of them. Everything that can be refused is refused before the first model is made.
+Engines run in turns within each trial and take turns in going first, so that a machine that slows down slows all of
+them. Bad requests are refused before any model is made.
 """
 
 from __future__ import annotations
@@ -38,23 +38,38 @@ PACKAGES = ("mlx", "mlx-lm", "transformers", "torch", "zip2zip")
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags that say which model is timed."""
     add = parser.add_argument_group("model").add_argument
-    add("--model", help="with hypertokens: a folder, a hub id or a bundled model")
-    add("--base", help="the plain model beside it (default: the decoder of --model without hypertokens)")
-    add("--shape", choices=tuple(SHAPES), help="random weights of this shape, for replay, in place of --model")
-    add("--precision", choices=PRECISIONS, default="float32", help="of --shape; bits of a weight (default: float32)")
-    add("--tokenizer", default="stories", help="of --shape: a folder or a hub id (default: stories)")
-    add("--encoder", choices=ENCODERS, default="transformer", help="of --shape (default: transformer)")
-    add("--encoder-layers", type=int, default=2, help="of --shape (default: 2)")
-    add("--merge-size", type=int, default=3, help="of --shape: base ids of a hypertoken at most (default: 3)")
-    add("--codebook-size", type=int, default=2048, help="of --shape: hypertokens at most (default: 2048)")
+    add("--model", help="model with hypertokens: a folder, a hub id or a bundled model")
+    add("--base", help="plain model to compare with (default: the decoder of --model without hypertokens)")
+    add(
+        "--shape",
+        choices=tuple(SHAPES),
+        help="measure random weights of this shape instead of --model; needs --mode replay",
+    )
+    add(
+        "--precision",
+        choices=PRECISIONS,
+        default="float32",
+        help="precision of --shape: float32, or bits per weight (default: float32)",
+    )
+    add("--tokenizer", default="stories", help="tokenizer of --shape: a folder or a hub id (default: stories)")
+    add("--encoder", choices=ENCODERS, default="transformer", help="hyper-encoder of --shape (default: transformer)")
+    add("--encoder-layers", type=int, default=2, help="layers of the hyper-encoder of --shape (default: 2)")
+    add("--merge-size", type=int, default=3, help="largest number of base ids in a hypertoken of --shape (default: 3)")
+    add("--codebook-size", type=int, default=2048, help="largest number of hypertokens of --shape (default: 2048)")
 
 
 def add_text_arguments(parser: argparse.ArgumentParser, sizes: Sequence[str]) -> None:
     """Flags that say what is read and written. sizes: the default of --sizes."""
     add = parser.add_argument_group("text").add_argument
-    add("--data", type=Path, metavar="DIR", help="texts, DIR/DOMAIN/* (default: a made-up text)")
-    add("--domains", nargs="+", default=list(DOMAINS), help=f"folders of --data (default: {' '.join(DOMAINS)})")
-    add("--text", nargs="+", default=[], metavar="DOMAIN=FILE", help="texts, .txt or .jsonl, in place of --data")
+    add("--data", type=Path, metavar="DIR", help="folder with a folder of texts per domain (default: a made-up text)")
+    add("--domains", nargs="+", default=list(DOMAINS), help=f"domains of --data to read (default: {' '.join(DOMAINS)})")
+    add(
+        "--text",
+        nargs="+",
+        default=[],
+        metavar="DOMAIN=FILE",
+        help="text files (.txt, .jsonl) to read instead of --data",
+    )
     add(
         "--sizes",
         nargs="+",
@@ -72,17 +87,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=["mlx-lm", "mlx-zip"],
         metavar="ENGINE",
-        help=f"of {', '.join(ENGINES)} (default: mlx-lm mlx-zip)",
+        help=f"engines to compare: {', '.join(ENGINES)} (default: mlx-lm mlx-zip)",
     )
     add(
         "--mode",
         choices=MODES,
         default="replay",
-        help="replay: the text's own continuation is forced; free: greedy "
-        "decoding; chat: a conversation (default: replay)",
+        help="replay: emit the text's own continuation; free: greedy decoding; chat: conversations (default: replay)",
     )
-    add("--trials", type=int, default=5, help="trials of every engine (default: 5)")
-    add("--warmup", type=int, default=1, help="runs before them that do not count (default: 1)")
+    add("--trials", type=int, default=5, help="timed runs of each engine on each text (default: 5)")
+    add("--warmup", type=int, default=1, help="untimed runs of each engine on each text before the trials (default: 1)")
     add(
         "--rows",
         nargs="+",
@@ -91,12 +105,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="warm: a run may use hyper rows that earlier runs encoded; cold: every run begins with none; both words "
         "measure both, in turns (default: warm)",
     )
-    add("--draft", type=int, default=DRAFT, help=f"ids that prompt lookup proposes at most (default: {DRAFT})")
-    add("--published", metavar="DIR", help="checkpoint for the engine zip2zip, as `mlx_zip export` writes it")
+    add(
+        "--draft", type=int, default=DRAFT, help=f"largest number of ids that prompt lookup proposes (default: {DRAFT})"
+    )
+    add("--published", metavar="DIR", help="checkpoint folder for the engine zip2zip, written by `mlx_zip export`")
     add_model_arguments(parser)
     add_text_arguments(parser, SIZES)
-    add("--windows", type=int, default=1, help="stretches of each text (default: 1)")
-    add("--requests", type=Path, metavar="FILE", help="of a chat, one a line (default: some for stories)")
+    add("--windows", type=int, default=1, help="number of consecutive parts of each text to run (default: 1)")
+    add(
+        "--requests",
+        type=Path,
+        metavar="FILE",
+        help="requests of --mode chat, one per line (default: 64 requests for stories)",
+    )
     add("--turns", type=int, default=3, help="requests in each conversation of --mode chat (default: 3)")
     add(
         "--conversations",

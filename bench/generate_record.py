@@ -17,9 +17,9 @@ SCHEMA = 1
 FIGURES = {  # name: (unit, what it is); one sample per trial
     "ttft_ms": ("ms", "from the request to the first emitted id, compression of the prompt included"),
     "prefill_tokens_per_s": ("base tokens/s", "base tokens of the prompt over the time to the first id"),
-    "steps_per_s": ("steps/s", "steps behind the first over the time since it"),
+    "steps_per_s": ("steps/s", "steps after the first, over the time since the first"),
     "step_ms": ("ms", "median time between two steps"),
-    "base_tokens_per_s": ("base tokens/s", "base tokens behind the first step over the time since it"),
+    "base_tokens_per_s": ("base tokens/s", "base tokens after the first step, over the time since that step"),
     "base_tokens_per_step": ("base tokens", "emitted base tokens over steps"),
     "end_to_end_tokens_per_s": ("base tokens/s", "all emitted base tokens over the time of the whole request"),
     "bytes_per_s": ("bytes/s", "UTF-8 bytes of the text over the time of the whole request"),
@@ -27,7 +27,7 @@ FIGURES = {  # name: (unit, what it is); one sample per trial
     "total_s": ("s", "the whole request"),
     "peak_bytes": ("bytes", "most memory held at once, the engine's weights included"),
     "joules": ("J", "what the machine used during the request"),
-    "joules_per_token": ("J", "the same per emitted base token"),
+    "joules_per_token": ("J", "joules per emitted base token"),
     "ceiling_percent": ("%", "steps_per_s over the ceiling's"),
 }
 SECTIONS: dict[str, tuple[type, ...]] = {  # of a record, with their types

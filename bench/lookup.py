@@ -1,9 +1,9 @@
 """Prompt-lookup decoding: the text itself proposes what comes next, and one pass of the model checks the proposal.
 
-The last ids are looked for earlier in the text; the ids that followed there are the draft. A pass over the last id and
-the draft gives the model's own choice behind each; the draft is kept as far as it agrees, and one more id is won. The
-output is greedy decoding's, but for rounding, which differs with the length of a pass. Source: Saxena 2023, "Prompt
-Lookup Decoding"; mlx-lm 0.32 has none.
+The last ids are looked up earlier in the text; the ids that followed them there are the draft. One pass over the last
+id and the draft gives the model's own choice after each. The draft is kept up to the first difference, and the model's
+choice there is one more id. The output is that of greedy decoding, except for rounding, which differs with the length
+of a pass. Source: Saxena 2023, "Prompt Lookup Decoding"; mlx-lm 0.32 has none.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Lookup:
 
 
 def verify(draft: Sequence[int], chosen: Sequence[int]) -> list[int]:
-    """What is emitted of draft [k], given the model's choices [k + 1] behind the last id and each of the draft."""
+    """The ids emitted for draft [k], given the model's choices [k + 1] after the last id and after each draft id."""
     agreed = next((i for i, (a, b) in enumerate(zip(draft, chosen, strict=False)) if a != b), len(draft))
     return list(chosen[: agreed + 1])
 

@@ -26,7 +26,7 @@ def bandwidth() -> float:
 
 
 def fastest(call: Callable[[], Any]) -> float:
-    """Seconds of the fastest of some calls, behind one that does not count."""
+    """Seconds of the fastest of `BANDWIDTH_TRIALS` calls, after one warm-up call."""
     call()
     return min(_seconds(call) for _ in range(BANDWIDTH_TRIALS))
 

@@ -1,8 +1,8 @@
-"""Memory over a long generation: what a request holds beside its KV caches and rows must not grow.
+"""Memory during a long generation: what a request holds apart from KV caches and rows must not grow.
 
-Runs a tiny random model for many steps through mlx-lm's own loop, and the same decoder without hypertokens beside
-it. `active - kv - rows` is what MLX holds for everything else (the weights, mostly); `rss` also counts the pages
-that MLX's allocator keeps for reuse and Python's own.
+Runs a tiny random model for many steps through mlx-lm's own loop, with and without hypertokens.
+`other_active_bytes` is the memory that MLX holds for everything but KV caches and rows, mostly weights. `rss_bytes`
+also counts pages that MLX's allocator keeps for reuse, and Python's memory.
 """
 
 from __future__ import annotations
@@ -17,17 +17,20 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from .record import load_before, surroundings
+
 VOCAB, SLOTS = 256, 512
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `bench memory`."""
-    parser.add_argument("--steps", type=int, default=20_000, help="steps to generate (default: 20000)")
-    parser.add_argument("--every", type=int, default=2_000, help="steps between two readings (default: 2000)")
+    parser.add_argument("--steps", type=int, default=20_000, help="number of steps to generate (default: 20000)")
+    parser.add_argument("--every", type=int, default=2_000, help="number of steps between two readings (default: 2000)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints one JSON line per reading and a last one with the growth between the second and the last reading."""
+    load_before()
     for engine, model in (("mlx-lm", _plain_model()), ("mlx-zip", _zip_model())):
         readings = []
         for reading in _readings(model, args.steps, args.every):
@@ -36,7 +39,10 @@ def run(args: argparse.Namespace) -> int:
         if len(readings) > 2:
             names = ("rss_bytes", "kv_bytes", "row_bytes", "other_active_bytes")
             growth = {name: readings[-1][name] - readings[1][name] for name in names}
-            print(json.dumps({"bench": "memory", "engine": engine, "growth": growth}), flush=True)
+            print(
+                json.dumps({"bench": "memory", "engine": engine, "growth": growth, **surroundings("mlx", "mlx-lm")}),
+                flush=True,
+            )
     return 0
 
 
@@ -64,7 +70,7 @@ def _readings(model: Any, steps: int, every: int) -> Iterator[dict[str, Any]]:
 
 
 def _rss_bytes() -> int:
-    """Resident memory now on Linux; elsewhere the peak, which is what the system tells without other packages."""
+    """Resident memory in bytes: the current one on Linux, the peak elsewhere."""
     if os.path.exists("/proc/self/statm"):
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -37,7 +37,9 @@ Pictures = dict[str, "Callable[[Records], Figure]"]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Writes the pages and pictures, or with --check only reports which differ; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m mlx_zip.bench.pages", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m mlx_zip.bench.pages", description="Writes all tables and pictures."
+    )
     here = Path(__file__).resolve().parents[1]
     parser.add_argument("--root", type=Path, default=here, metavar="DIR", help="checkout to write (default: this one)")
     parser.add_argument(

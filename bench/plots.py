@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mlx_zip.errors import MlxZipError, missing_library
 from mlx_zip.files import whole_file
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FORMATS = (".svg", ".png")
-STABLE = {"svg.hashsalt": "mlx_zip", "svg.fonttype": "none"}  # ids from the content; text stays text
+STABLE: dict[Any, Any] = {"svg.hashsalt": "mlx_zip", "svg.fonttype": "none"}  # ids from the content; text stays text
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""Where a decode step of mlx_zip spends its time: codec, rows, graph building, device wait, sampling, detokenizing.
+"""Splits the time of a decoding step of mlx_zip: codec, rows, graph building, waiting, sampling, detokenizing.
 
 The same request runs in five ways, in turn: mlx-lm at the same KV length and mlx_zip, both as they are; both with
-clocks around their parts; and mlx_zip with every part evaluated before the next begins. The clocks around parts tell
+clocks around their parts; and mlx_zip with every part evaluated before the next begins. The clocks around parts show
 what the host does while the device works (`host_us`: they add up to a step; `cpu_us`: how much of it was the thread's
 own work, not waiting for a core); with the parts evaluated apart, their work on the device is in them too (`apart_us`:
 these do not overlap, so they add up to more than a step).
@@ -25,7 +25,8 @@ from mlx_zip.errors import MlxZipError
 from .engines import MlxLm, MlxZip, Run
 from .generate import PACKAGES, add_model_arguments, add_text_arguments, prepare
 from .profile_hooks import CPU, OURS, PARTS, PLAIN_HOOKS, ZIP_HOOKS, Hook, Seconds, Tracer
-from .record import surroundings
+from .progress import header
+from .record import load_before, surroundings
 from .shapes import Models
 from .tables import table
 from .workloads import Workload
@@ -44,13 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="replay",
         help="replay: the text's own continuation is forced; free: greedy decoding (default: replay)",
     )
-    add("--trials", type=int, default=5, help="trials of each way to run (default: 5)")
+    add("--trials", type=int, default=5, help="timed runs of each of the five ways (default: 5)")
     add(
         "--rows",
         choices=("warm", "cold"),
         default="warm",
-        help="warm: a run may find hyper rows that earlier ones "
-        "left behind; cold: each has a model that has read nothing (default: warm)",
+        help="warm: runs may use hyper rows that earlier runs encoded; cold: each run begins with none (default: warm)",
     )
     add_model_arguments(parser)
     add_text_arguments(parser, SIZES)
@@ -61,19 +61,22 @@ def run(args: argparse.Namespace) -> int:
     if args.trials < 1:
         raise MlxZipError(f"--trials must be at least 1, got {args.trials}")
     args.windows = 1
+    load_before()
     models, workloads = prepare(args)
     if models.zipped is None:
         raise MlxZipError("there is nothing to split without a model with hypertokens: --model or --shape")
-    bench = Bench(args, models)
+    profiler = StepProfiler(args, models)
+    plan = f"{len(workloads)} texts, {args.trials} trials of five ways to run, rows {args.rows}"
+    header("profile", models.name, profiler.zipped.device, plan)
     for workload in workloads:
-        record = bench.measure(workload)
+        record = profiler.measure(workload)
         print(json.dumps(record), flush=True)
         print(split_table(record), file=sys.stderr)
     return 0
 
 
 class Steps:
-    """Seconds of the steps behind the first, [trials x steps], whole and by part."""
+    """Seconds of all steps but the first, [trials x steps], whole and by part."""
 
     def __init__(self) -> None:
         self.whole: list[float] = []
@@ -93,8 +96,8 @@ class Steps:
             self.parts["loop"][-len(whole) :] = (whole - named).tolist()
 
 
-class Bench:
-    """The two engines on one model, and the five ways to run them."""
+class StepProfiler:
+    """Runs one model in both engines in five ways and makes the records."""
 
     def __init__(self, args: argparse.Namespace, models: Models) -> None:
         assert models.zipped is not None
@@ -188,8 +191,8 @@ def _traced(engine: Any, tracer: Tracer | None, *request: Any) -> tuple[Run, Seq
 def _figure(seconds: Sequence[float], trials: Sequence[float] = ()) -> dict[str, Any]:
     """Mean, median and 90th percentile in us; of whole steps the medians of the trials too."""
     us = 1e6 * np.asarray(seconds)
-    told = {"mean": us.mean(), "median": np.median(us), "p90": np.quantile(us, 0.9)}
-    figure: dict[str, Any] = {name: _round(float(value)) for name, value in told.items()}
+    found = {"mean": us.mean(), "median": np.median(us), "p90": np.quantile(us, 0.9)}
+    figure: dict[str, Any] = {name: _round(float(value)) for name, value in found.items()}
     return {**figure, "samples": [_round(1e6 * trial) for trial in trials]} if trials else figure
 
 
@@ -210,13 +213,13 @@ def split_table(record: dict[str, Any]) -> str:
     ]
     totals = [f"{sum(figure[name]['mean'] for figure in parts.values()):.0f}" for name in CLOCKS]
     rows.append(["all", *(cell for total in totals for cell in (total, "")), "a step, under the clocks"])
-    told = ", ".join(f"{name} {figure['median']:.0f}" for name, figure in steps.items())
+    medians = ", ".join(f"{name} {figure['median']:.0f}" for name, figure in steps.items())
     size = f"{record['workload']['prompt_tokens']}+{record['workload']['tokens']}"
     header = ["part", "host mean", "median", "of it CPU mean", "median", "apart mean", "median", ""]
     return (
         f"{record['model']['name']}, {record['mode']}, {record['workload']['domain']} {size}; us per step\n\n"
         f"{table(header, rows, 'markdown')}\n\n"
-        f"Median steps: {told}. Ratio to mlx-lm's at the same KV length: {record['ratio']['median']:.3f}. "
+        f"Median steps: {medians}. Ratio to mlx-lm's at the same KV length: {record['ratio']['median']:.3f}. "
         f"Host work of mlx_zip: {record['ours_cpu_us']['median']:.0f} (90 %: {record['ours_cpu_us']['p90']:.0f}), "
         f"by the wall's clock {record['ours_us']['median']:.0f}.\n"
     )

@@ -37,7 +37,7 @@ PARTS = {  # in a step's order
 }
 OURS = ("call", "codec", "rows", "embedding", "head", "canonical", "text", "response")  # what mlx_zip adds on the host
 
-CPU = " cpu"  # behind a part's name: its processor time
+CPU = " cpu"  # suffix of a part's name for its processor time
 
 Seconds = defaultdict[str, float]  # by part, and by part + CPU
 Made = Callable[[tuple[Any, ...], Any], Any]

@@ -1,7 +1,7 @@
 """Tables and plots of the records of `bench generate`, of any machines and days.
 
-`--table 6` is the paper's table 6: prefill and decoding in base tokens/s by length of the prompt, each engine beside
-the base, machine by machine. A plot draws decoding, with the ceiling of the memory bandwidth above each bar.
+`--table 6` is the paper's table 6: prefill and decoding in base tokens/s by length of the prompt, each engine
+compared with the base, machine by machine. A plot shows decoding, with the upper bound by memory bandwidth at each bar.
 """
 
 from __future__ import annotations
@@ -62,11 +62,16 @@ Records = Sequence[dict[str, Any]]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `bench report`."""
     add = parser.add_argument
-    add("records", nargs="+", metavar="RECORDS", help="files of JSON lines that `bench generate` printed")
-    add("--table", choices=("all", "6"), default="all", help="all: a row per record; 6: the paper's (default: all)")
-    add("--format", choices=FORMATS, default="markdown", help="of the table (default: markdown)")
-    add("--paper", action="store_true", help="set the paper's own figures below those of --table 6")
-    add("--plot", type=Path, metavar="FILE", help="draw decoding too; FILE ends in .png or .svg")
+    add("records", nargs="+", metavar="RECORDS", help="files of `bench generate` records")
+    add(
+        "--table",
+        choices=("all", "6"),
+        default="all",
+        help="all: a row per record; 6: laid out as the paper's table 6 (default: all)",
+    )
+    add("--format", choices=FORMATS, default="markdown", help="format of the table (default: markdown)")
+    add("--paper", action="store_true", help="add the paper's own figures to --table 6")
+    add("--plot", type=Path, metavar="FILE", help="picture of decoding to write; FILE ends in .png or .svg")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""The row store: opening it, looking rows up, putting rows in; in memory and on disk, beside its bounds.
+"""The row store: opening it, looking rows up, putting rows in; in memory and on disk, and its limits.
 
 Rows are random and their entries made up, as no model is needed: a row is bytes to the store. On disk the rows looked
 up are spread over all that are stored, once after opening (first touch) and again; files stay in the system's cache.
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--width", type=int, default=256, help="values per row, float32 (default: 256)")
     parser.add_argument("--batch", type=int, default=1024, help="rows looked up at once (default: 1024)")
     parser.add_argument("--memory-bytes", type=int, default=8 << 20, help="bound in memory (default: 8 MiB)")
-    parser.add_argument("--trials", type=int, default=9, help="trials per measurement (default: 9)")
+    parser.add_argument("--trials", type=int, default=9, help="timed calls per measurement (default: 9)")
     parser.add_argument("--folder", help="where to make the store, which is removed at the end (default: temporary)")
 
 

@@ -41,18 +41,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="DOMAIN=FILE",
-        help="a domain's texts, several times the same adds up: .txt or .jsonl, also with .gz; the text of a line is "
-        "its field text, or those named after the file, as in math=FILE:question+answer; the page sets code/ANY "
-        "beside the paper's code",
+        help="text file of a domain (.txt or .jsonl, also .gz); several of one domain add up; fields of a .jsonl line "
+        "are named after the file (default: text), for example math=FILE:question+answer",
     )
-    add("--limit-bytes", type=int, metavar="N", help="bytes of each domain at most")
-    add("--merge-sizes", type=int, nargs="+", default=[2, 3, 4, 5], metavar="M", help="default: 2 3 4 5")
+    add("--limit-bytes", type=int, metavar="N", help="largest number of bytes to read per domain (default: all)")
+    add("--merge-sizes", type=int, nargs="+", default=[2, 3, 4, 5], metavar="M", help="merge sizes (default: 2 3 4 5)")
     add(
         "--windows",
         nargs="+",
         default=["1024", "2048", "4096", "8192", WHOLE],
         metavar="N",
-        help=f"base ids of a window, or {WHOLE} (default: 1024 2048 4096 8192 {WHOLE})",
+        help=f"window lengths in base ids, or {WHOLE} for whole documents (default: 1024 2048 4096 8192 {WHOLE})",
     )
     add(
         "--codebook-sizes",
@@ -60,11 +59,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[2048],
         metavar="N",
-        help="hypertokens of a window at most; of sizes that no window can fill one is measured (default: 2048)",
+        help="codebook sizes; of the sizes that no window can fill, only the smallest is measured (default: 2048)",
     )
-    add("--disabled", choices=("none", "digits"), default="none", help="ids that never merge (default: none)")
-    add("--policy", choices=POLICIES, default="freeze", help="what a full codebook does (default: freeze, as upstream)")
-    add("--check", action="store_true", help="hold every window's ids against zip2zip-compression's")
+    add("--disabled", choices=("none", "digits"), default="none", help="base ids that never merge (default: none)")
+    add(
+        "--policy",
+        choices=POLICIES,
+        default="freeze",
+        help="eviction policy of a full codebook (default: freeze, as the published codec)",
+    )
+    add("--check", action="store_true", help="compare the ids of every window with those of zip2zip-compression")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -49,8 +49,8 @@ class _TorchEngine(Engine):
     def device(self) -> dict[str, Any]:
         """What torch runs on."""
         gpu = self.torch_device.type == "cuda"
-        told = {"device": "cuda", "chip": torch.cuda.get_device_name(self.torch_device)} if gpu else {}
-        return {**super().device, **told}
+        found = {"device": "cuda", "chip": torch.cuda.get_device_name(self.torch_device)} if gpu else {}
+        return {**super().device, **found}
 
     def bandwidth(self) -> float:
         """By torch where it has a GPU, else by MLX: the CPU is one."""

@@ -179,7 +179,7 @@ def _first_ids(pieces: Iterator[str], tokenizer: Any, count: int) -> list[int]:
 
 
 def _text(files: Sequence[Path]) -> Iterator[str]:
-    """Documents of several files in turn, an empty line behind each."""
+    """Yields documents of the files in turns, each followed by an empty line."""
     if not files:
         yield from _synthetic()
         return

@@ -93,8 +93,8 @@ def _next_commands(options: RunOptions, done: Progress) -> list[str]:
         folder = shlex.quote(str(options.out / ADAPTER))
         return [f"next: mlx_zip convert --hf-path {folder} --mlx-path FOLDER puts it together with its base"]
     folder = shlex.quote(str(options.out / "model"))
-    base = f"{shlex.quote(options.model)} " if options.model else ""
+    base = f"--model {shlex.quote(options.model)} " if options.model else ""
     return [
         f"next: mlx_zip generate --model {folder} --prompt TEXT",
-        f"      mlx_zip evaluate --model {base}{folder} --data FILE",
+        f"      mlx_zip evaluate {base}--model {folder} --data FILE",
     ]

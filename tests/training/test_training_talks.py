@@ -53,7 +53,7 @@ def test_a_run_says_what_it_trains_how_far_it_is_and_what_came_of_it(tmp_path, c
     assert "base tokens of that text on average" in lines[7]
     assert lines[-2:] == [
         f"next: mlx_zip generate --model {tmp_path / 'run' / 'model'} --prompt TEXT",
-        f"      mlx_zip evaluate --model {tmp_path / 'plain'} {tmp_path / 'run' / 'model'} --data FILE",
+        f"      mlx_zip evaluate --model {tmp_path / 'plain'} --model {tmp_path / 'run' / 'model'} --data FILE",
     ]
 
 

@@ -1,0 +1,61 @@
+"""`mlx_zip bench`: help without a name, errors on one line, and what a person sees while a bench runs."""
+
+from io import StringIO
+
+from mlx_zip.bench import progress, record
+from mlx_zip.bench.__main__ import BENCHES, main
+from mlx_zip.bench.progress import Progress
+
+
+def test_without_a_name_the_help_lists_every_bench(capsys):
+    assert main([]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in BENCHES)
+
+
+def test_an_error_is_one_line(capsys):
+    assert main(["codec", "--trials", "0"]) == 2
+    assert capsys.readouterr().err == "error: --trials must be at least 1, got 0\n"
+
+
+class Terminal(StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_terminal_shows_a_bar_that_goes_away_at_the_end():
+    out = Terminal()
+    with Progress("trial", 4, out) as shown:
+        shown.step()
+    assert "trial 1 of 4, about" in out.getvalue()
+    assert out.getvalue().endswith("\r\x1b[K")
+
+
+def test_elsewhere_a_line_is_printed_now_and_then(monkeypatch):
+    out = StringIO()
+    with Progress("trial", 4, out) as shown:
+        shown.step()
+        assert out.getvalue() == ""
+        monkeypatch.setattr(progress, "EVERY_S", 0.0)
+        shown.step()
+    assert out.getvalue().startswith("trial 2 of 4, about")
+
+
+def test_load_is_taken_once_before_anything_is_measured(monkeypatch):
+    monkeypatch.setattr(record, "IDLE_S", 0.01)
+    record.load_before.cache_clear()
+    first = record.load_before()
+    assert record.surroundings()["load_average"] == first["load_average"]
+    assert record.load_before() is first
+
+
+def test_the_idle_share_is_null_where_the_system_does_not_say(monkeypatch):
+    monkeypatch.setattr(record, "_processor_times", lambda: None)
+    record.load_before.cache_clear()
+    assert record.load_before()["idle_share"] is None
+    record.load_before.cache_clear()
+
+
+def test_preloaded_libraries_are_named_without_their_folders(monkeypatch):
+    monkeypatch.setenv("LD_PRELOAD", "/usr/lib/libopenblas.so.0:/opt/other.so")
+    assert record.preloaded() == ["libopenblas.so.0", "other.so"]
