@@ -65,8 +65,8 @@ def export(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
         "fingerprint": pack.fingerprint,
         "of_phrases": len(dictionary),
     }
-    told = f"{len(pack.entries):,} of {len(dictionary):,} phrases as entries of 2 to {pack.merge_size} base ids: {out}"
-    return record, [told]
+    line = f"{len(pack.entries):,} of {len(dictionary):,} phrases as entries of 2 to {pack.merge_size} base ids: {out}"
+    return record, [line]
 
 
 def _codec_of(name: str) -> Any:

@@ -160,11 +160,11 @@ def save_pack(path: str | Path, pack: Pack) -> None:
     padded = np.zeros((len(entries), pack.merge_size), np.uint32)
     for row, entry in zip(padded, entries, strict=True):
         row[: len(entry)] = entry
-    told = {**pack.about, "version": VERSION, "tokenizer": pack.tokenizer, "fingerprint": pack.fingerprint}
+    facts = {**pack.about, "version": VERSION, "tokenizer": pack.tokenizer, "fingerprint": pack.fingerprint}
     rows: dict[str, Any] = {}
     if pack.rows is not None:
-        rows, told["rows"] = rows_to_arrays(pack.rows)
-    about = np.frombuffer(json.dumps(told).encode(), np.uint8)
+        rows, facts["rows"] = rows_to_arrays(pack.rows)
+    about = np.frombuffer(json.dumps(facts).encode(), np.uint8)
     with files.whole_file(path) as partial, open(partial, "wb") as file:
         np.savez(file, entries=padded, lengths=np.array([len(e) for e in entries], np.int64), about=about, **rows)
 

@@ -98,8 +98,8 @@ def read_base(path: str | Path | TokenizerFile, pieces: str | None = None) -> Ba
             return _of_ranks(file, pieces)
         return _of_merges(file, pieces) if file.kind == "merges" else _of_tokenizer(file, pieces)
     except DataError as error:
-        told = str(error)
-        raise DataError(told if told.startswith(str(file.path)) else f"{file.path}: {told}") from error
+        message = str(error)
+        raise DataError(message if message.startswith(str(file.path)) else f"{file.path}: {message}") from error
 
 
 # ---- merges.txt, vocab.bpe
@@ -109,10 +109,10 @@ def _of_merges(file: TokenizerFile, pieces: str | None) -> BaseVocabulary:
     """Takes ids from the vocabulary file next to the list, whose other tokens are added tokens; else GPT-2's ids."""
     merges = MergeList.of_bytes(file.pairs())
     renamed = (file.path.name.replace(*names) for names in BESIDE.items() if names[0] in file.path.name)
-    beside = next(map(file.path.with_name, renamed), None)
-    if beside is None or not beside.is_file():
+    ids_file = next(map(file.path.with_name, renamed), None)
+    if ids_file is None or not ids_file.is_file():
         return BaseVocabulary(file.name, merges, _in_order(merges), Front(pieces or "gpt2"))
-    vocabulary = _vocabulary(beside)
+    vocabulary = _vocabulary(ids_file)
     names = vocabulary.keys() - set(map(to_text, merges.tokens))
     added = tuple(AddedToken(name, vocabulary[name]) for name in sorted(names, key=vocabulary.__getitem__))
     return BaseVocabulary(file.name, merges, _ids(merges, vocabulary), Front(pieces or "gpt2", added))
@@ -168,9 +168,9 @@ def _was_adapted(path: Path, model: Mapping[str, Any]) -> bool:
     A base tokenizer may also have such a file next to it; then the file has other ids and fewer merges.
     """
     try:
-        beside = json.loads(path.with_name(FILE).read_text(encoding="utf-8"))
-        same_ids = len(beside["ids"]) == len(model["vocab"])
-        return bool(beside["virtual"]) and same_ids and len(model["merges"]) < beside["base"]["merges"]
+        adapted = json.loads(path.with_name(FILE).read_text(encoding="utf-8"))
+        same_ids = len(adapted["ids"]) == len(model["vocab"])
+        return bool(adapted["virtual"]) and same_ids and len(model["merges"]) < adapted["base"]["merges"]
     except (OSError, ValueError, LookupError, TypeError):
         return False
 
