@@ -48,7 +48,7 @@ def test_rows_of_a_pack_are_padded_with_the_pad_id(tmp_path: Path) -> None:
         ([(5, 6), (7, -8)], "entry 1 holds -8"),
         ([(5, 6), (7, True)], "entry 1 holds True"),
         ([(5, 6), (7, 2**32)], "entry 1 holds 4294967296"),
-        ([(5, 6), (7, 8), (5, 6)], r"entry 2 \(5, 6\) is entry 0 again"),
+        ([(5, 6), (7, 8), (5, 6)], r"entry 2 \(5, 6\) repeats entry 0"),
     ],
 )
 def test_an_entry_that_cannot_be_is_named_and_nothing_is_written(
@@ -66,7 +66,7 @@ def test_an_entry_that_cannot_be_is_named_and_nothing_is_written(
         ('{"entries": []}', "must hold a list of entries, got dict"),
         ("[[5, 6], [7, 7.0]]", "entry 1 holds 7.0"),
         ("[[5, 6], [7]]", "entry 1 has 1 ids"),
-        ("[[5, 6], [5, 6]]", "is entry 0 again"),
+        ("[[5, 6], [5, 6]]", "repeats entry 0"),
         ("[[5, 6]", "cannot be read"),
         ("[" * 100_000, "cannot be read"),
     ],
