@@ -81,9 +81,10 @@ def stream_generate(
 
     prompt: text, a conversation (chat messages or `Chat`), or base ids. max_tokens: base tokens, -1 for no limit but
     the context's. stop: text that ends the output and is not part of it. prompt_cache: from `model.make_cache()` or
-    mlx-lm's `make_prompt_cache(model)`; it is updated in place. Text and base ids follow what the cache holds; text
-    then gets no special tokens. A conversation is always given whole: the cache is trimmed to the common prefix, and
-    only the rest is read; an unchanged answer of the model is represented by the ids that were emitted for it.
+    mlx-lm's `make_prompt_cache(model)`; it is updated in place when the first response is asked for. Text and base ids
+    follow what the cache holds; text then gets no special tokens. A conversation is always given whole: the cache is
+    trimmed to the common prefix, and only the rest is read; an unchanged answer of the model is represented by the ids
+    that were emitted for it.
     pack: the pack (a path, a `Pack`, or entries of base ids) that a new cache begins with in place of the model's own;
     for a given prompt_cache the pack that it was begun with, whose rows a saved cache does not hold. start: former name
     of `pack`. sampling: fields of `Sampling` (temp, top_p, seed, repetition_penalty, logit_bias, ...),
@@ -109,7 +110,6 @@ def stream_generate(
     request = Request(model, tokenizer, prompt, cache, max_tokens=max_tokens, stop=stop)
     sampler = _make_sampler(options, sampler, model, tokenizer)
     processors = request.processors(options, logits_processors or ())
-    request.take_cache()
     kv = {"kv_bits": kv_bits, "kv_group_size": kv_group_size, "quantized_kv_start": quantized_kv_start}
     if is_zip(model):
         steps = decode_steps(
@@ -142,6 +142,7 @@ def _responses(
     request: Request, tokenizer: Any, steps: Iterator[Any], seed: int | None
 ) -> Iterator[GenerationResponse]:
     _seed(seed)
+    request.take_cache()
     request.start()
     finish_reason = None
     try:

@@ -18,7 +18,7 @@ from mlx_zip.codec import compress
 from mlx_zip.errors import GenerationError
 from mlx_zip.layout import is_zip
 from mlx_zip.sampling import Sampling
-from mlx_zip.state import ZipState, find_state
+from mlx_zip.state import find_state
 from mlx_zip.text.prompts import as_chat, encode_prompt
 from mlx_zip.text.stream import TextStream
 
@@ -80,12 +80,14 @@ class Request:
         self._state, self._row = state, 0
         self._canonical = state is not None and model.config.canonical
         self._cache, chat = cache, as_chat(prompt)
-        used_ids, used_base = _used(cache, state)
-        base_ids = encode_prompt(tokenizer, prompt, used_ids > 0, sessions.answers_in(cache) if chat else None)
+        begun, self._held = sessions.is_begun(cache), sessions.held_ids(cache)
+        used_ids, used_base = self._held, self._held if state is None else state.books[0].base_length
+        base_ids = encode_prompt(tokenizer, prompt, begun, sessions.answers_in(cache) if chat else None)
         self.cached_tokens = 0
-        if chat is not None and used_ids:
+        if chat is not None and begun:
             used_ids, used_base = sessions.common_prefix(cache, base_ids)
             base_ids, self.cached_tokens = base_ids[used_base:], used_base
+        sessions.check_trim(cache, used_ids)
         self._kept, self._prefill = used_ids, chat is not None and chat.prefill is not None
         self.base_limit = _base_id_limit(model, tokenizer)
         _check_ids(base_ids, self.base_limit)
@@ -119,7 +121,12 @@ class Request:
         return book.compress(ids)
 
     def take_cache(self) -> None:
-        """Trims the cache to what the prompt follows. Raises `GenerationError`, with the cache unchanged."""
+        """Trims the cache to what the prompt follows.
+
+        Raises `GenerationError`, with the cache unchanged, for one that was used since the request was made.
+        """
+        if sessions.held_ids(self._cache) != self._held:
+            raise GenerationError("the prompt cache was used since stream_generate was called: call it again")
         sessions.trim_to(self._cache, self._kept)
 
     def processors(self, options: Sampling, others: Sequence[LogitsProcessor] = ()) -> list[LogitsProcessor]:
@@ -210,14 +217,6 @@ def _room(model: Any, used: int) -> float:
             "generation needs at least one; shorten the prompt"
         )
     return context - used
-
-
-def _used(cache: Sequence[Any], state: ZipState | None) -> tuple[int, int]:
-    """(ids, base tokens) that the cache already holds."""
-    if state is not None:
-        return len(state.books[0].ids), state.books[0].base_length
-    offset = getattr(cache[0], "offset", 0) if len(cache) else 0
-    return offset, offset
 
 
 def _check_ids(base_ids: Sequence[int], limit: int) -> None:

@@ -7,7 +7,7 @@ was saved and loaded, say) is read again from where its ids are not known.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -28,6 +28,10 @@ class Notes:
     answers: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
+CANNOT_TRIM = (
+    "the conversation differs from what the cache holds, and this model's cache cannot be trimmed: begin with a new "
+    "cache"
+)
 _NOTES: WeakKeyDictionary[Any, Notes] = WeakKeyDictionary()  # by the cache's last entry
 
 
@@ -37,9 +41,27 @@ def notes_on(cache: Sequence[Any]) -> Notes:
 
 
 def held_ids(cache: Sequence[Any]) -> int:
-    """Returns how many ids a cache holds, hypertokens counted as one."""
+    """Returns how many ids a cache holds, hypertokens counted as one.
+
+    Entries of a plain model's cache that have no offset (mlx-lm's `ArraysCache`) do not count ids. A cache of such
+    entries alone holds the ids that were noted.
+    """
     state = find_state(cache)
-    return int(getattr(cache[0], "offset", 0)) if state is None else len(state.books[0].ids)
+    if state is not None:
+        return len(state.books[0].ids)
+    offsets = [int(entry.offset) for entry in _entries(cache) if hasattr(entry, "offset")]
+    return max(offsets, default=len(notes_on(cache).ids) if cache else 0)
+
+
+def is_begun(cache: Sequence[Any]) -> bool:
+    """Returns whether a cache holds anything, even where it is not known how many ids."""
+    return held_ids(cache) > 0 or any(not hasattr(entry, "offset") and not entry.empty() for entry in _entries(cache))
+
+
+def _entries(cache: Sequence[Any]) -> Iterator[Any]:
+    """The entries of a cache, with those in mlx-lm's `CacheList`s in place of the lists."""
+    for entry in cache:
+        yield from _entries(entry.caches) if hasattr(entry, "caches") else (entry,)
 
 
 def answers_in(cache: Sequence[Any]) -> Mapping[str, tuple[int, ...]]:
@@ -50,7 +72,11 @@ def answers_in(cache: Sequence[Any]) -> Mapping[str, tuple[int, ...]]:
 def common_prefix(cache: Sequence[Any], base_ids: Sequence[int]) -> tuple[int, int]:
     """Returns (ids, base tokens) of a cache to keep for a prompt: the longest common prefix of both that ends between
     two ids of the cache and leaves at least one base id of the prompt to read.
+
+    Raises `GenerationError` for a cache that holds nobody knows how many ids.
     """
+    if is_begun(cache) and not held_ids(cache):
+        raise GenerationError(CANNOT_TRIM)
     ends = _ends(cache)
     held = _base_ids(cache)
     wanted = np.asarray(base_ids[:-1], dtype=np.int64)
@@ -61,18 +87,18 @@ def common_prefix(cache: Sequence[Any], base_ids: Sequence[int]) -> tuple[int, i
     return kept, int(ends[kept - 1]) if kept else 0
 
 
+def check_trim(cache: Sequence[Any], ids: int) -> None:
+    """Raises `GenerationError` if a cache holds more than `ids` ids and cannot be trimmed."""
+    if held_ids(cache) > ids and not can_trim_prompt_cache(list(cache)):
+        raise GenerationError(CANNOT_TRIM)
+
+
 def trim_to(cache: list[Any], ids: int) -> None:
     """Trims KV caches and codebook together to their first `ids` ids. Raises `GenerationError` if they cannot be."""
-    surplus = held_ids(cache) - ids
-    if not surplus:
-        return
-    if not can_trim_prompt_cache(cache):
-        raise GenerationError(
-            "the conversation differs from what the cache holds, and this model's cache cannot be trimmed: begin "
-            "with a new cache"
-        )
-    trim_prompt_cache(cache, surplus)
-    del notes_on(cache).ids[ids:]
+    check_trim(cache, ids)
+    if surplus := held_ids(cache) - ids:
+        trim_prompt_cache(cache, surplus)
+        del notes_on(cache).ids[ids:]
 
 
 def note_read(cache: Sequence[Any], ids: Sequence[int]) -> None:

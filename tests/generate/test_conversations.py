@@ -5,7 +5,7 @@ from functools import cache
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, make_prompt_cache, trim_prompt_cache
 
 from mlx_zip import load, stream_generate
 from mlx_zip.errors import GenerationError
@@ -178,3 +178,84 @@ def test_a_saved_cache_goes_on_from_its_codebook(tmp_path):
     read = load_prompt_cache(str(tmp_path / "c.safetensors"))
     _, last = answer("zip2zip", messages, read)
     assert 20 < last.cached_tokens <= had
+
+
+class Recurrent:
+    """A plain model with a recurrent state, which nothing can trim: the sum of the embeddings read so far.
+
+    kinds: what each entry of its cache is; the first of them holds the state.
+    """
+
+    def __init__(self, kinds):
+        self.inner, _ = loaded("plain")
+        self.args, self.layers, self.kinds = self.inner.args, list(kinds), kinds
+
+    def make_cache(self):
+        return [kind() for kind in self.kinds]
+
+    def __call__(self, ids, cache):
+        first = cache[0].caches[0] if isinstance(cache[0], CacheList) else cache[0]
+        embedded = self.inner.model.embed_tokens(ids)
+        h = mx.cumsum(embedded, axis=1) + (0 if first[0] is None else first[0])
+        first[0] = h[:, -1:]
+        for entry in (one for top in cache for one in getattr(top, "caches", (top,))):
+            if isinstance(entry, KVCache):
+                entry.update_and_fetch(*[embedded[:, None]] * 2)
+        return self.inner.model.embed_tokens.as_linear(h)
+
+
+RECURRENT = {
+    "with attention": (lambda: ArraysCache(2), KVCache),
+    "in a list": (lambda: CacheList(ArraysCache(2), KVCache()),),
+    "alone": (lambda: ArraysCache(2), lambda: ArraysCache(2)),
+}
+each_recurrent = pytest.mark.parametrize("kinds", RECURRENT.values(), ids=list(RECURRENT))
+
+
+def recurrent_turns(kinds):
+    """(model, tokenizer, cache that holds one turn, messages with the second question)."""
+    model, tokenizer = Recurrent(kinds), loaded("plain")[1]
+    cache, messages = model.make_cache(), [message("user", ASKED)]
+    responses = list(stream_generate(model, tokenizer, messages, 6, prompt_cache=cache))
+    messages += [message("assistant", "".join(r.text for r in responses)), message("user", "And then?")]
+    return model, tokenizer, cache, messages
+
+
+@each_recurrent
+def test_a_recurrent_models_second_turn_reads_only_what_is_new(kinds):
+    model, tokenizer, cache, messages = recurrent_turns(kinds)
+    had = len(notes_on(cache).ids)
+    responses = list(stream_generate(model, tokenizer, messages, 6, prompt_cache=cache))
+    assert responses[-1].cached_tokens == had
+    prompt = notes_on(cache).ids[: -len(responses)]
+    fresh = stream_generate(model, tokenizer, prompt, 6, prompt_cache=model.make_cache())
+    assert [r.token for r in responses] == [r.token for r in fresh]
+
+
+@each_recurrent
+def test_an_edited_message_is_refused_where_a_recurrent_state_cannot_be_trimmed(kinds):
+    model, tokenizer, cache, messages = recurrent_turns(kinds)
+    with pytest.raises(GenerationError, match="begin with a new cache"):
+        stream_generate(model, tokenizer, [message("user", "Where?"), *messages[1:]], 6, prompt_cache=cache)
+
+
+@each_recurrent
+def test_a_conversation_is_refused_for_a_recurrent_state_that_nobody_noted(kinds):
+    model, tokenizer = Recurrent(kinds), loaded("plain")[1]
+    cache = model.make_cache()
+    model(mx.array([[1, 2, 3]]), cache)
+    with pytest.raises(GenerationError, match="begin with a new cache"):
+        stream_generate(model, tokenizer, [message("user", ASKED)], 6, prompt_cache=cache)
+
+
+@both
+def test_a_stream_that_nobody_reads_leaves_the_cache_as_it_was(kind):
+    cache, messages, _ = first_turn(kind)
+    had = held(cache)
+    edited = [message("user", "Where is the dog?")]
+    stream = stream_generate(*loaded(kind), edited, 12, prompt_cache=cache)
+    assert held(cache) == had
+    text, _ = answer(kind, messages, cache)
+    assert text == answer(kind, messages, first_turn(kind)[0])[0]
+    with pytest.raises(GenerationError, match="was used since"):
+        next(stream)
