@@ -25,6 +25,7 @@ CODE = (
     *(".java", ".kt", ".scala", ".swift", ".js", ".jsx", ".mjs", ".ts", ".tsx", ".rb", ".php", ".pl", ".lua", ".r"),
     *(".jl", ".hs", ".ml", ".ex", ".exs", ".erl", ".clj", ".cs", ".fs", ".dart", ".zig", ".nim", ".sql", ".sh"),
 )
+DATA = (*JSONL, ".csv", ".tsv", ".arrow", hub_data.PARQUET)  # of the files in a folder that is a data set
 KEYS = ("text", "messages", "prompt", "completion", "tools")
 LONGEST = 1 << 22  # bytes of text tokenized at once; what is longer goes on at the next line, as the same document
 _BOM = b"\xef\xbb\xbf"
@@ -212,8 +213,23 @@ def is_local(name: str) -> bool:
 
 
 def _is_source(files: list[str]) -> bool:
-    own = (hub_data.PARQUET, ".arrow", "/dataset_dict.json", "/dataset_info.json")
-    return any(file.endswith(CODE) for file in files) and not any(file.endswith(own) for file in files)
+    """Whether files are source code, none of them a data set's."""
+    return any(file.endswith(CODE) for file in files) and not any(map(_is_data, files))
+
+
+def _is_data(file: str) -> bool:
+    """Whether a file holds records, as its name says, or its beginning if the name ends in .json."""
+    plain = file.removesuffix(".gz")
+    if plain.endswith((*DATA, "/dataset_dict.json", "/dataset_info.json")):
+        return True
+    if not plain.endswith(".json"):
+        return False
+    try:
+        with gzip.open(file) if file.endswith(".gz") else open(file, "rb") as stream:
+            begin = stream.read(1 << 16).removeprefix(_BOM).split()
+    except (OSError, EOFError, zlib.error):
+        return False
+    return b"".join(begin[:2]).startswith(b"[{")
 
 
 def _files_in(folder: Path) -> list[str]:

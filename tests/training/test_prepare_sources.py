@@ -221,3 +221,27 @@ def test_a_lost_connection_is_an_error_that_names_the_data_set(error, monkeypatc
     monkeypatch.setattr(datasets, "load_dataset", lambda *args, **options: rows())
     with pytest.raises(DataError, match="owner/name cannot be read: gone"):
         records("owner/name")
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("train.jsonl", '{"text": "one"}\n{"text": "two"}\n'),
+        ("train.csv", "text\none\ntwo\n"),
+        ("train.csv.gz", "text\none\ntwo\n"),
+        ("train.json", '[\n  {"text": "one"}, {"text": "two"}]'),
+    ],
+)
+def test_a_folder_with_a_data_file_is_a_data_set_although_its_script_lies_beside_it(name, content, tmp_path, datasets):
+    (tmp_path / "set").mkdir()
+    data = content.encode()
+    (tmp_path / "set" / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    (tmp_path / "set" / "make.py").write_text("print('a script')")
+    assert [found.text for found in records(tmp_path / "set")] == ["one", "two"]
+
+
+def test_a_source_folder_with_settings_in_json_is_still_source_code(tmp_path):
+    (tmp_path / "a.js").write_text("one")
+    (tmp_path / "package.json").write_text('{"name": "a", "files": [{"b": 1}]}')
+    (tmp_path / "words.json").write_text('["a", "b"]')
+    assert [found.text for found in records(tmp_path)] == ["one"]
