@@ -11,7 +11,7 @@ from mlx_zip.errors import GenerationError
 Messages = Sequence[Mapping[str, Any]]
 
 _OURS = {"tokenizer", "messages", "conversation", "tokenize", "continue_final_message", "add_generation_prompt"}
-_QUERY = "<query>"
+_QUERY = "\ue000query\ue001"  # characters for private use, which no template looks for
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,19 @@ class Chat:
     def next_turn(self, tokenizer: Any) -> str:
         """Returns the rendered conversation from the last user message on, for a cache that holds what precedes it.
 
-        The text begins with that message's content, without what the template writes in front of it.
+        The text begins with that message's content, without what the template writes in front of it. Raises
+        `GenerationError` for a template that does not write the content as it stands.
         """
         turns = self.turns
         last = max((i for i, turn in enumerate(turns) if turn.get("role") == "user"), default=0)
         marked = [{**turn, "content": _QUERY} if i == last else turn for i, turn in enumerate(turns)]
-        return self.text(tokenizer)[self.text(tokenizer, marked).index(_QUERY) :]
+        at = self.text(tokenizer, marked).find(_QUERY)
+        if at < 0:
+            raise GenerationError(
+                "the chat template alters the last user message, so where the new turn begins is unknown: give the "
+                "conversation without a prompt cache"
+            )
+        return self.text(tokenizer)[at:]
 
     def ids(self, tokenizer: Any, answers: Mapping[str, Sequence[int]] | None = None) -> list[int]:
         """Returns the conversation's base ids. answers: text of an answer -> the ids that a model emitted for it.
@@ -76,9 +83,10 @@ class Chat:
         emitted: dict[str, Sequence[int]] = {}
         turns = [dict(turn) for turn in self.turns]
         for i, turn in enumerate(turns[: None if self.prefill is None else -1]):
-            if turn.get("role") == "assistant" and turn.get("content") in answers:
+            content = turn.get("content")
+            if turn.get("role") == "assistant" and isinstance(content, str) and content in answers:
                 mark = f"\ue000answer {i}\ue001"
-                emitted[mark] = answers[turn["content"]]
+                emitted[mark] = answers[content]
                 turn["content"] = mark
         return turns, emitted
 

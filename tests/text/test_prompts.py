@@ -81,3 +81,19 @@ def test_a_template_that_alters_an_answer_has_its_own_text_encoded():
     chat = Chat(talk("thought. hi"))
     assert chat.text(tokenizer(ALTERS)) == "<|bos|>u hello<|eos|>a  hi<|eos|>u more<|eos|>a "
     assert chat.ids(tokenizer(ALTERS), {"thought. hi": ODD}) == ids_of(chat.text(tokenizer(ALTERS)))
+
+
+def test_a_message_in_parts_is_encoded_as_the_template_writes_it():
+    chat = Chat(talk([{"type": "text", "text": "hi"}]))
+    assert chat.ids(tokenizer(), {"hi there": ODD}) == ids_of(chat.text(tokenizer()))
+
+
+def test_the_next_turn_is_found_where_a_template_writes_a_tag_that_looks_like_a_mark():
+    template = "<query>" + TEMPLATE
+    assert Chat(talk()).next_turn(tokenizer(template)) == "more<|eos|>a "
+
+
+def test_a_template_that_alters_the_last_question_is_told():
+    template = TEMPLATE.replace("m['content']", "m['content'] | replace('query', '')")
+    with pytest.raises(GenerationError, match="alters the last user message"):
+        Chat(talk()).next_turn(tokenizer(template))
