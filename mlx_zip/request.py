@@ -80,6 +80,7 @@ class Request:
         self._state, self._row = state, 0
         self._canonical = state is not None and model.config.canonical
         self._cache, chat = cache, as_chat(prompt)
+        self._notes = sessions.notes_on(cache)
         begun, self._held = sessions.is_begun(cache), sessions.held_ids(cache)
         used_ids, used_base = self._held, self._held if state is None else state.books[0].base_length
         base_ids = encode_prompt(tokenizer, prompt, begun, sessions.answers_in(cache) if chat else None)
@@ -147,6 +148,7 @@ class Request:
 
         An answer that was cut by a stop string, left early or begun by the prompt has no ids of its own.
         """
+        sessions.keep_notes(self._cache, self._notes)
         if self._emitted:
             sessions.note_read(self._cache, [*self.prompt_ids.tolist(), *self._emitted])
         ids = [i for _, base_ids in self._answer for i in base_ids]
@@ -155,7 +157,7 @@ class Request:
             return
         text = "".join(text for text, _ in self._answer)
         answer = tuple(ids[:-1] if ended else ids)
-        sessions.notes_on(self._cache).answers.update({text: answer, text.strip(): answer})
+        sessions.answers_in(self._cache).update({text: answer, text.strip(): answer})
 
     def emit(self, token: int, logprobs: mx.array) -> GenerationResponse:
         """Takes the next emitted id."""

@@ -1,13 +1,13 @@
 """What a prompt cache holds, in base ids, so that a whole conversation can be given and only its new part is read.
 
-A zip2zip model's cache knows its ids: the codebook logs them. A plain model's cache does not, so they are noted here
-for as long as the cache lives, and so are the answers that were generated into either. A cache without notes (one that
-was saved and loaded, say) is read again from where its ids are not known.
+A zip2zip model's cache knows its ids, which the codebook logs, and the answers that were generated into it; copies of
+the cache know both. A plain model's cache does not, so ids and answers are noted here for as long as the cache lives. A
+cache without notes (a copy, or one that was saved and loaded) is read again from where its ids are not known.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -22,7 +22,7 @@ from mlx_zip.state import find_state
 
 @dataclass
 class Notes:
-    """Notes on one cache. ids: base ids that a plain model's cache holds. answers: text -> the ids emitted for it."""
+    """Notes on a plain model's cache. ids: base ids that it holds. answers: text -> the ids emitted for it."""
 
     ids: list[int] = field(default_factory=list)
     answers: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -38,6 +38,11 @@ _NOTES: WeakKeyDictionary[Any, Notes] = WeakKeyDictionary()  # by the cache's la
 def notes_on(cache: Sequence[Any]) -> Notes:
     """Returns the notes on a cache, empty at first."""
     return _NOTES.setdefault(cache[-1], Notes())
+
+
+def keep_notes(cache: Sequence[Any], notes: Notes) -> None:
+    """Keeps the notes on a cache whose last entry may have been exchanged, as kv_bits does."""
+    _NOTES[cache[-1]] = notes
 
 
 def held_ids(cache: Sequence[Any]) -> int:
@@ -64,9 +69,10 @@ def _entries(cache: Sequence[Any]) -> Iterator[Any]:
         yield from _entries(entry.caches) if hasattr(entry, "caches") else (entry,)
 
 
-def answers_in(cache: Sequence[Any]) -> Mapping[str, tuple[int, ...]]:
-    """Returns the answers that were generated into a cache, text -> base ids."""
-    return notes_on(cache).answers
+def answers_in(cache: Sequence[Any]) -> dict[str, tuple[int, ...]]:
+    """Returns the answers that were generated into a cache, text -> base ids, which may be added to."""
+    state = find_state(cache)
+    return notes_on(cache).answers if state is None else state.answers
 
 
 def common_prefix(cache: Sequence[Any], base_ids: Sequence[int]) -> tuple[int, int]:

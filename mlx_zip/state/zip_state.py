@@ -50,7 +50,8 @@ class ZipState:
     output rows. encoded_inputs [B, codebook_size]: whether a slot has its input row. encoded_outputs: per sequence, how
     many of the first slots have been given an output row; replaced: the slots among them that hold another entry since.
     tuned: per sequence, the pack with tuned rows that it began with, the fingerprint of that pack in a state that was
-    saved, or None. tuned_bound: whether tuned rows are in the tables.
+    saved, or None. tuned_bound: whether tuned rows are in the tables. answers: text -> base ids of each answer that was
+    generated into the cache; copied with the state, but not saved.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class ZipState:
         self.tuned: list[Tuned] = [None] * len(self.books) if tuned is None else list(tuned)
         self.offset = 0
         self.long_rope = False
+        self.answers: dict[str, tuple[int, ...]] = {}
         self._forget_rows()
 
     @property
@@ -298,6 +300,7 @@ class ZipState:
             book.push(part)
         self.left_padding, self.books, self.tuned = padding.tolist(), books, tuned
         self.offset, self.long_rope = int(offset), bool(long_rope)
+        self.answers = {}
         self._forget_rows()
 
     @classmethod
@@ -346,6 +349,7 @@ class ZipState:
         twin.left_padding = list(self.left_padding)
         twin.books = [book.copy() for book in self.books]
         twin.offset, twin.long_rope = self.offset, self.long_rope
+        twin.answers = dict(self.answers)
         twin.inputs, twin.outputs = self.inputs.copy(), self.outputs.copy()
         twin.encoded_inputs = self.encoded_inputs.copy()
         twin.encoded_outputs = list(self.encoded_outputs)
