@@ -93,7 +93,7 @@ def _add_mlx_lm_names(add: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Trains; 0, or 130/143 when a signal ended the run early, its last step saved."""
     given = {name: value for name, value in vars(args).items() if value is not None and name != "config"}
-    values = translate({**_read_yaml(args.config), **given})
+    values = _merged(_read_yaml(args.config), given)
     options, settings = run_options(values), TrainSettings.from_dict({n: values[n] for n in _SETTINGS if n in values})
     if values.get("plot"):
         from mlx_zip.training.curves import drawing
@@ -112,6 +112,14 @@ def run(args: argparse.Namespace) -> int:
     if is_first():
         print(options.out / options.save)
     return 0
+
+
+def _merged(of_file: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """The values of a YAML file and of flags by our names, where flags take precedence by whichever name."""
+    iters = {} if given.get("iters") is None else {"iters": given["iters"]}
+    for name in ("fine_tune_type", "optimizer"):  # by which other names of mlx-lm are read
+        iters |= {name: given[name]} if given.get(name) is not None else {}
+    return {**translate({**of_file, **iters}), **translate(given)}
 
 
 def run_options(values: dict[str, Any]) -> RunOptions:

@@ -51,8 +51,8 @@ class PreparedFolder:
     def open(self, settings: Mapping[str, Any], report: Callable[[str], object]) -> dict[str, Any] | None:
         """Makes the folder, or finds one that the same settings have begun; returns the index if it is finished.
 
-        Unfinished data of other settings are removed, which `report` is given a line about: a run that failed is not in
-        the way of the next one.
+        Unfinished data of other settings without a finished shard are removed, which `report` is given a line about: a
+        run that failed is not in the way of the next one.
 
         Raises `DataError` for a folder with other content or other settings, one that another process prepares data
         in, and a finished one that is damaged; and `OSError`.
@@ -74,6 +74,11 @@ class PreparedFolder:
             return None
         if (difference := _difference(begun, settings)) and index is not None:
             raise DataError(f"{self.folder} holds data prepared with {difference}: choose another folder (--out)")
+        if difference and self._has_shards():
+            raise DataError(
+                f"{self.folder} holds unfinished data prepared with {difference}: give the same settings to go on with "
+                "it, or choose another folder (--out)"
+            )
         if difference:
             report(f"{self.folder}: removed unfinished data of other settings ({difference})")
             self._clean({"shards": []})
@@ -140,8 +145,12 @@ class PreparedFolder:
 
     def give_up(self) -> None:
         """Removes all that was written, unless a shard is finished: then a later run goes on from there."""
-        if self.folder.exists() and not any(self.folder.glob("shard-*.json")):
+        if self.folder.exists() and not self._has_shards():
             self.discard()
+
+    def _has_shards(self) -> bool:
+        """Whether a shard is finished."""
+        return any(self.folder.glob("shard-*.json"))
 
     def discard(self) -> None:
         """Removes all that was written, and the folder if it was not there before."""

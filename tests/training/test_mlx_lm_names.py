@@ -71,6 +71,34 @@ def test_mlx_lms_example_file_is_translated(tmp_path, asked):
     assert (made.out, made.save, made.max_seq_length) == (Path("adapters"), "adapter", 2048)
 
 
+@pytest.mark.parametrize(
+    ("lines", "flags", "found"),
+    [
+        ({"num_layers": 16}, ["--lora-layers", "4"], {"lora_layers": 4}),
+        ({"lora_layers": 16}, ["--num-layers", "4"], {"lora_layers": 4}),
+        ({"lora_parameters": {"rank": 8, "scale": 2.0}}, ["--lora-rank", "16"], {"lora_rank": 16, "lora_scale": 2.0}),
+        (
+            {"lr_schedule": {"name": "cosine_decay", "arguments": [1e-4, 20, 1e-6]}},
+            ["--learning-rate", "0.5", "--iters", "20"],
+            {"learning_rate": 0.5, "min_learning_rate": 1e-6, "iters": 20},
+        ),
+        ({"num_layers": 16}, ["--fine-tune-type", "lora"], {"lora_layers": 16}),
+    ],
+    ids=str,
+)
+def test_a_flag_takes_precedence_over_a_file_by_whichever_name(lines, flags, found, tmp_path, asked):
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(lines))
+    basics = ["--model", "m", "--data", "d", "--out", "o"]
+    assert main(["train", "-c", str(tmp_path / "c.yaml"), *basics, *flags]) == 0
+    assert {name: getattr(asked["settings"], name) for name in found} == found
+
+
+def test_out_takes_precedence_over_a_files_adapter_path(tmp_path, asked):
+    (tmp_path / "c.yaml").write_text("adapter_path: adapters")
+    assert main(["train", "-c", str(tmp_path / "c.yaml"), "--model", "m", "--data", "d", "--out", "o"]) == 0
+    assert (asked["options"].out, asked["options"].save) == (Path("o"), "adapter")
+
+
 def test_the_flags_go_by_mlx_lms_names_too(asked):
     flags = ["--model", "m", "--data", "d", "--adapter-path", "o", "--num-layers", "3", "--max-seq-length", "128"]
     more = ["--mask-prompt", "--report-to", "wandb", "--project-name", "p", "--val-batches", "-1", "--train"]

@@ -64,24 +64,46 @@ def test_unfinished_data_are_to_be_finished(tmp_path, capsys):
     assert "not finished: run the same `mlx_zip prepare` again" in found
 
 
-def test_a_prepare_that_failed_is_not_in_the_way_of_one_with_other_settings(tmp_path, monkeypatch):
-    data, lines = texts(tmp_path / "d.jsonl", stories(40)), []
+def failing(folder: Path, data: str, monkeypatch: pytest.MonkeyPatch, first: int) -> None:
+    """Prepares data in a folder until shard number `first`, which fails."""
     make = ShardMaker.make
 
     def fail(self: ShardMaker, chunk: object) -> object:
-        if chunk.number:  # type: ignore[attr-defined]
+        if chunk.number >= first:  # type: ignore[attr-defined]
             raise DataError("no sense in it")
         return make(self, chunk)  # type: ignore[arg-type]
 
     with monkeypatch.context() as patch:
         patch.setattr(ShardMaker, "make", fail)
         with pytest.raises(DataError, match="no sense in it"):
-            prepared(tmp_path / "out", data, shard_samples=4)
-    assert "shard-00000.json" in tree(tmp_path / "out")
+            prepared(folder, data, shard_samples=4)
+
+
+def test_a_prepare_that_was_killed_before_its_first_shard_is_not_in_the_way_of_one_with_other_settings(
+    tmp_path, monkeypatch
+):
+    data, lines = texts(tmp_path / "d.jsonl", stories(40)), []
+    failing(tmp_path / "out", data, monkeypatch, 1)
+    for path in (tmp_path / "out").glob("shard-*"):
+        path.unlink()
+    assert (tmp_path / "out" / "prepare.json").is_file()
     prepared(tmp_path / "out", data, shard_samples=4, context=48, report=lines.append)
     prepared(tmp_path / "whole", data, shard_samples=4, context=48)
     assert tree(tmp_path / "out") == tree(tmp_path / "whole")
     assert "removed unfinished data of other settings (context 32, which is now 48)" in lines[0]
+
+
+def test_finished_shards_are_not_removed_for_other_settings(tmp_path, monkeypatch):
+    data = texts(tmp_path / "d.jsonl", stories(40))
+    failing(tmp_path / "out", data, monkeypatch, 1)
+    before = tree(tmp_path / "out")
+    assert "shard-00000.json" in before
+    with pytest.raises(DataError, match=r"context 32, which is now 48.*same settings.*--out"):
+        prepared(tmp_path / "out", data, shard_samples=4, context=48)
+    assert tree(tmp_path / "out") == before
+    prepared(tmp_path / "out", data, shard_samples=4)
+    prepared(tmp_path / "whole", data, shard_samples=4)
+    assert tree(tmp_path / "out") == tree(tmp_path / "whole")
 
 
 def source_folder(folder: Path) -> Path:
