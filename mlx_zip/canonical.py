@@ -102,7 +102,7 @@ class Exclusions:
         """
         self._followers.grow(self.book)
         if one in self._excluded:
-            self.begin_part()  # the model chose an id that is not canonical: its text goes on from there
+            self.begin_part()  # the model chose an excluded id all the same (`unless_most`): start anew with it
         last = tuple(self.book.expand(one).tolist())
         longer = [(begun + last, n) for begun, n in self._open if len(begun + last) < self._longest]
         self._open = [*longer, (last, installed)]

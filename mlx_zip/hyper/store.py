@@ -238,6 +238,6 @@ def _in_order(
 
 
 def _to_device(kind: RowKind, rows: Sequence[bytes]) -> mx.array:
-    """The rows as an array [N, D] of the kind's dtype."""
+    """Returns rows given as bytes as an array [N, D] of the kind's dtype."""
     data = np.frombuffer(b"".join(rows), np.uint8).reshape(len(rows), kind.rows.row_bytes)
     return mx.array(data).view(kind.dtype)
