@@ -46,8 +46,9 @@ class Followers:
         if book.params.policy != "freeze":
             raise ConfigError(f"canonical decoding needs a codebook of policy freeze, not {book.params.policy}")
         self.vocab_size, self.size = book.params.vocab_size, 0
+        # _known: all entries. _begin: the slots of all entries that begin with some base ids. _endings: for base ids
+        # that an entry begins with, (the entry's slot, the rest of the entry), in slot order.
         self._known: set[BaseIds] = set()
-        # _endings: for each beginning of entries, the entries' (slot, rest). _begin: for each beginning, the slots.
         self._endings: defaultdict[BaseIds, list[tuple[int, BaseIds]]] = defaultdict(list)
         self._begin: defaultdict[BaseIds, list[int]] = defaultdict(list)
         self.grow(book)

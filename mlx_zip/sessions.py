@@ -38,7 +38,7 @@ class Notes:
     answers: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
-_NOTES: WeakKeyDictionary[Any, Notes] = WeakKeyDictionary()  # by the cache's last entry
+_NOTES: WeakKeyDictionary[Any, Notes] = WeakKeyDictionary()  # the key is the cache's last entry
 
 
 def notes_on(cache: Sequence[Any]) -> Notes:
