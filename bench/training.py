@@ -64,7 +64,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="number of made-up base ids that the part prepare compresses, without --data (default: 500000)",
     )
     add("--batch-size", type=int, default=4, help="number of samples per training step (default: 4)")
-    add("--batches", type=int, default=3, help="number of different batches to step on in turn (default: 3)")
+    add(
+        "--batches",
+        type=int,
+        default=3,
+        help="number of different batches that the timed steps use in turn (default: 3)",
+    )
     add("--trials", type=int, default=9, help="number of timed runs per measurement (default: 9)")
     add("--memory-steps", type=int, default=4, help="number of steps of each trainer in the part memory (default: 4)")
     add(
