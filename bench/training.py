@@ -49,26 +49,29 @@ SMALL = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of `bench training`."""
     add = parser.add_argument
-    add("--model", help="model folder or hub id of a plain model; needs --data (default: a small random Llama)")
-    add("--data", help="folder that `mlx_zip prepare` wrote for --model, with a codebook (default: synthetic ids)")
-    add("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to measure (default: all)")
-    add("--context", type=int, default=256, help="base ids per synthetic sample (default: 256)")
-    add("--merge-size", type=int, default=3, help="maximum base ids per hypertoken in synthetic samples (default: 3)")
+    add(
+        "--model",
+        help="plain model to train: model folder or hub id; needs --data (default: a small Llama with random weights)",
+    )
+    add("--data", help="folder that `mlx_zip prepare` made for --model, with hypertokens (default: synthetic ids)")
+    add("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts of the bench to run (default: all)")
+    add("--context", type=int, default=256, help="number of base ids per synthetic sample (default: 256)")
+    add("--merge-size", type=int, default=3, help="maximum base ids per hypertoken of synthetic samples (default: 3)")
     add(
         "--prepare-ids",
         type=int,
         default=500_000,
-        help="number of synthetic base ids that are prepared (default: 500000)",
+        help="number of synthetic base ids that the part prepare compresses, without --data (default: 500000)",
     )
-    add("--batch-size", type=int, default=4, help="number of samples per step (default: 4)")
-    add("--batches", type=int, default=3, help="number of different batches (default: 3)")
-    add("--trials", type=int, default=9, help="number of trials of every part (default: 9)")
-    add("--memory-steps", type=int, default=4, help="number of steps of each trainer in the memory part (default: 4)")
+    add("--batch-size", type=int, default=4, help="number of samples per training step (default: 4)")
+    add("--batches", type=int, default=3, help="number of different batches to step on in turn (default: 3)")
+    add("--trials", type=int, default=9, help="number of timed runs per measurement (default: 9)")
+    add("--memory-steps", type=int, default=4, help="number of steps of each trainer in the part memory (default: 4)")
     add(
         "--fine-tune-type",
         choices=("lora", "full"),
         default="lora",
-        help="weights to train in the step part; lora: LoRA adapters and hyper-encoders, full: all (default: lora)",
+        help="weights of the decoder to train; lora: adapters, full: all (default: lora)",
     )
     add("--lora-rank", type=int, default=8, help="rank of the LoRA adapters (default: 8)")
     add(
@@ -89,8 +92,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="res_latent_attn",
         help="kind of hyper-encoder to add to the model (default: res_latent_attn)",
     )
-    add("--encoder-layers", type=int, default=2, help="number of layers in the hyper-encoder (default: 2)")
-    add("--memory-of", choices=TRAINERS, help="only run this trainer, in this process, and print its peak memory")
+    add("--encoder-layers", type=int, default=2, help="number of layers of the hyper-encoder (default: 2)")
+    add("--memory-of", choices=TRAINERS, help="run only this trainer, in this process, and print its peak memory")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -19,15 +19,18 @@ def add_flags(add: Any, filled_windows: bool = False) -> None:
         "--codebook-size",
         type=int,
         metavar="N",
-        help="maximum number of hypertokens: the pack's entries and those that grow (default: the model's)",
+        help="maximum number of hypertokens, the pack's entries included (default: the model's)",
     )
 
 
 def read(args: argparse.Namespace) -> Packs | None:
-    """Returns the packs of --pack, None without the flag. Raises `DataError` naming a file that is no pack."""
+    """Reads the packs that --pack names; None without the flag. Raises `DataError` naming a file that is no pack."""
     return chosen_packs.read_packs(args.pack)
 
 
 def load_options(args: argparse.Namespace, packs: Packs | None, plain: bool) -> dict[str, Any]:
-    """Returns `load`'s arguments `pack` and `codebook_size`; see `chosen_packs.load_options`."""
+    """Returns the arguments `pack` and `codebook_size` of `mlx_zip.load`; see `chosen_packs.load_options`.
+
+    packs: those of `read`. plain: whether the model has no hypertokens of its own.
+    """
     return chosen_packs.load_options(packs, args.codebook_size, plain)

@@ -20,7 +20,7 @@ from typing import Any
 from mlx_zip.errors import DataError, bare_exceptions_as_value_errors
 from mlx_zip.text.sentencepiece_file import read_pieces
 from mlx_zip.vocab.adaptbpe import text
-from mlx_zip.vocab.first_stage import BESIDE, TokenizerFile, open_tokenizer, read_stored, to_text, vocabulary_of
+from mlx_zip.vocab.first_stage import IDS_FILE_OF, TokenizerFile, open_tokenizer, read_stored, to_text, vocabulary_of
 
 _LOWER, _UPPER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
 _O200K = (
@@ -40,13 +40,13 @@ KINDS = (
 
 def is_tokenizer_file(path: Path) -> bool:
     """Whether a file's name is one of `KINDS`."""
-    return _plain(path).endswith(("tokenizer.json", ".tiktoken", ".model", *BESIDE, *BESIDE.values(), PIECES))
+    return _plain(path).endswith(("tokenizer.json", ".tiktoken", ".model", *IDS_FILE_OF, *IDS_FILE_OF.values(), PIECES))
 
 
 def name_of(path: Path) -> str:
     """What to call a tokenizer: its file's name without the part that all such files share, or else its folder's."""
     plain = _plain(path)
-    for ending in ("tokenizer.json", ".tiktoken", ".model", *BESIDE, *BESIDE.values(), PIECES):
+    for ending in ("tokenizer.json", ".tiktoken", ".model", *IDS_FILE_OF, *IDS_FILE_OF.values(), PIECES):
         plain = plain.removesuffix(ending)
     return plain.strip(".-_") or path.absolute().parent.name
 
@@ -74,10 +74,10 @@ def _read(path: Path) -> Any:
         return read_pieces(path).library()
     if plain.endswith(PIECES):
         return _word_pieces(path)
-    if plain.endswith(tuple(BESIDE.values())):
-        return _byte_pairs(path, _partner(path, {ids: merges for merges, ids in BESIDE.items()}))
-    if plain.endswith(tuple(BESIDE)):
-        vocabulary = _partner(path, BESIDE)
+    if plain.endswith(tuple(IDS_FILE_OF.values())):
+        return _byte_pairs(path, _partner(path, {ids: merges for merges, ids in IDS_FILE_OF.items()}))
+    if plain.endswith(tuple(IDS_FILE_OF)):
+        vocabulary = _partner(path, IDS_FILE_OF)
         return _byte_pairs(vocabulary, path) if vocabulary.is_file() else open_tokenizer(path).library()
     file = open_tokenizer(path)
     if file.kind != "tokenizer":
@@ -87,9 +87,9 @@ def _read(path: Path) -> Any:
 
 def pair_in(folder: Path) -> Path | None:
     """Returns the merge list of a folder that holds one with its vocabulary (GPT-2's two files), None otherwise."""
-    for merges in BESIDE:
+    for merges in IDS_FILE_OF:
         for path in sorted([*folder.glob(f"*{merges}"), *folder.glob(f"*{merges}.gz")]):
-            if _partner(path, BESIDE).is_file():
+            if _partner(path, IDS_FILE_OF).is_file():
                 return path
     return None
 
