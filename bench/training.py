@@ -49,28 +49,51 @@ SMALL = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `bench training`."""
     add = parser.add_argument
-    add("--model", help="a plain model's folder or hub id (default: a small random Llama), with --data")
-    add("--data", help="folder that `mlx_zip prepare` made for it, with a codebook (default: made-up ids)")
-    add("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to measure (default: all)")
-    add("--context", type=int, default=256, help="base ids of a made-up sample (default: 256)")
-    add("--merge-size", type=int, default=3, help="of made-up samples (default: 3)")
-    add("--prepare-ids", type=int, default=500_000, help="base ids to prepare (default: 500000)")
-    add("--batch-size", type=int, default=4, help="samples per step (default: 4)")
-    add("--batches", type=int, default=3, help="different batches (default: 3)")
-    add("--trials", type=int, default=9, help="trials of every part (default: 9)")
-    add("--memory-steps", type=int, default=4, help="steps of each trainer whose memory is read (default: 4)")
-    add("--fine-tune-type", choices=("lora", "full"), default="lora", help="of the decoder in a step (default: lora)")
-    add("--lora-rank", type=int, default=8, help="rank of adapters (default: 8)")
-    add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the forward pass (default: float32)")
-    add("--compile", choices=("auto", "on", "off"), default="auto", help="as `mlx_zip train` (default: auto)")
+    add(
+        "--model",
+        help="plain model to train: model folder or hub id; needs --data (default: a small Llama with random weights)",
+    )
+    add("--data", help="folder that `mlx_zip prepare` made for --model, with hypertokens (default: made-up ids)")
+    add("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts of the bench to run (default: all)")
+    add("--context", type=int, default=256, help="number of base ids per made-up sample (default: 256)")
+    add("--merge-size", type=int, default=3, help="maximum base ids per hypertoken of made-up samples (default: 3)")
+    add(
+        "--prepare-ids",
+        type=int,
+        default=500_000,
+        help="number of made-up base ids that the part prepare compresses, without --data (default: 500000)",
+    )
+    add("--batch-size", type=int, default=4, help="number of samples per training step (default: 4)")
+    add("--batches", type=int, default=3, help="number of different batches to step on in turn (default: 3)")
+    add("--trials", type=int, default=9, help="number of timed runs per measurement (default: 9)")
+    add("--memory-steps", type=int, default=4, help="number of steps of each trainer in the part memory (default: 4)")
+    add(
+        "--fine-tune-type",
+        choices=("lora", "full"),
+        default="lora",
+        help="weights of the decoder to train; lora: adapters, full: all (default: lora)",
+    )
+    add("--lora-rank", type=int, default=8, help="rank of the LoRA adapters (default: 8)")
+    add(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="number type of the forward pass (default: float32)",
+    )
+    add(
+        "--compile",
+        choices=("auto", "on", "off"),
+        default="auto",
+        help="compile the training step (default: auto, as in `mlx_zip train`)",
+    )
     add(
         "--encoder",
         choices=("attention", "transformer", "res_latent_attn"),
         default="res_latent_attn",
         help="kind of hyper-encoder (default: res_latent_attn)",
     )
-    add("--encoder-layers", type=int, default=2, help="its layers (default: 2)")
-    add("--memory-of", choices=TRAINERS, help="run this trainer alone, in this process, and print its peak memory")
+    add("--encoder-layers", type=int, default=2, help="number of layers of the hyper-encoder (default: 2)")
+    add("--memory-of", choices=TRAINERS, help="run only this trainer, in this process, and print its peak memory")
 
 
 def run(args: argparse.Namespace) -> int:

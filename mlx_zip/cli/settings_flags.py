@@ -21,7 +21,7 @@ ENCODER_FLAGS = {  # field of EncoderOptions: its flag's name
 
 
 def flag(name: str) -> str:
-    """A setting's name as a flag."""
+    """Returns a setting's name as a flag: merge_size becomes --merge-size."""
     return f"--{name.replace('_', '-')}"
 
 
