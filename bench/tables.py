@@ -1,4 +1,4 @@
-"""Tables of text: rows of cells to Markdown or CSV."""
+"""Writes rows of cells as Markdown or CSV tables."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ FORMATS = ("markdown", "csv")
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "markdown") -> str:
-    """Header and rows as Markdown or CSV (`FORMATS`); every row has as many cells as the header."""
+    """Returns header and rows as Markdown or CSV (`FORMATS`); every row has as many cells as the header."""
     return _csv([header, *rows]) if kind == "csv" else _markdown(header, rows)
 
 

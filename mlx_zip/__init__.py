@@ -87,7 +87,7 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """`mlx_zip.generate` is the function, as in mlx_lm, also once the module of that name has been imported."""
+    """Keeps `mlx_zip.generate` the function, as in mlx_lm, even after the module of that name has been imported."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "generate" and isinstance(value, ModuleType):

@@ -1,4 +1,4 @@
-"""The bundled models: a small storyteller with hypertokens, and its baseline without."""
+"""The models that come with the package: a small storyteller with hypertokens, and its baseline without them."""
 
 from __future__ import annotations
 

@@ -1,17 +1,19 @@
-"""Canonical decoding: ids that the compressor would not have written next get no probability, unless they hold most.
+"""Canonical decoding: forbids ids that the compressor would never write next, unless together they are more likely
+than all others.
 
-Models learn from canonical ids. There, behind an id that stands for the base ids u, no id begins with the base id b
-if u + b was an entry already when the id was chosen: the longest match would have been taken. A model cannot know that
-well, for it depends on all entries at once, and gives such ids probability that is lost; a greedy one even writes them,
-and then spells out what one hypertoken would have said. Setting them to zero never makes canonical ids less likely. It
-is "canonicality by conditioning" (arXiv 2506.07956) for a codebook that grows; zip2zip's own runtime does not do it.
+Models are trained on the compressor's output, called canonical. The compressor always takes the longest match. So after
+an id that stands for the base ids u, it never writes an id that begins with the base id b if u + b was an entry already
+when the first id was chosen. A model cannot know this well, because it depends on all entries at once, and it wastes
+probability on such ids. With greedy decoding it may even write them, and so spell out what one hypertoken would have
+said. Giving them probability zero never makes canonical ids less likely. This is "canonicality by conditioning" (arXiv
+2506.07956) for a codebook that grows; zip2zip's own runtime does not do it.
 
-But where such ids hold most of the probability, the model has begun to spell something out and is sure how it goes on:
-"didn" and then "'t", where "didn't" is an entry. Kept from that, it breaks the word. So there nothing is excluded: one
-id more is the smaller harm (docs/reports/stories.md has the measurement).
+If such ids hold most of the probability, however, the model has begun to spell something out and is sure of the next
+part: for example "didn" and then "'t", where "didn't" is an entry. If the next part were forbidden, the word would
+break. So nothing is excluded there; one id too many does less harm (docs/reports/stories.md has the measurement).
 
-In a starting codebook u + b + c may be an entry where u + b is none. Then b alone may follow u, but not b + c, neither
-as one id nor as two: so what began at an earlier id counts as long as an entry may still come of it.
+Start entries need more care: u + b + c may be an entry although u + b is none. Then b may follow u, but b + c may not,
+neither as one id nor as two. So base ids of several recent ids are remembered while an entry may begin with them.
 """
 
 from __future__ import annotations
@@ -30,13 +32,14 @@ from mlx_zip.codec.ids import Uint32s
 from mlx_zip.errors import ConfigError
 
 BaseIds = tuple[int, ...]
-MOST = 0.5  # of the probability: an id that is not canonical may stand where all such ids hold more
+MOST = 0.5  # if the ids to exclude together have more probability than this, none is excluded
 
 
 class Followers:
-    """The entries of a growing codebook, by what they begin with: which ids cannot follow some base ids.
+    """Finds which ids cannot follow some base ids, because together they would be an entry of a growing codebook.
 
-    Raises `ConfigError` for a codebook whose entries may leave: what could not follow them then can.
+    Raises `ConfigError` for a codebook whose policy is not freeze: when an entry is evicted, ids that it excluded are
+    allowed again.
     """
 
     def __init__(self, book: Codebook) -> None:
@@ -44,12 +47,13 @@ class Followers:
             raise ConfigError(f"canonical decoding needs a codebook of policy freeze, not {book.params.policy}")
         self.vocab_size, self.size = book.params.vocab_size, 0
         self._known: set[BaseIds] = set()
-        self._endings: defaultdict[BaseIds, list[tuple[int, BaseIds]]] = defaultdict(list)  # (slot, rest), by beginning
-        self._begin: defaultdict[BaseIds, list[int]] = defaultdict(list)  # slots, by what they begin with
+        # _endings: for each beginning of entries, the entries' (slot, rest). _begin: for each beginning, the slots.
+        self._endings: defaultdict[BaseIds, list[tuple[int, BaseIds]]] = defaultdict(list)
+        self._begin: defaultdict[BaseIds, list[int]] = defaultdict(list)
         self.grow(book)
 
     def grow(self, book: Codebook) -> None:
-        """Takes in the entries that the same codebook has installed since."""
+        """Adds the entries that the same codebook has installed since the last call."""
         if len(book) == self.size:
             return
         rows, lengths = book.rows(self.size, len(book) - self.size)
@@ -60,17 +64,19 @@ class Followers:
         self.size = len(book)
 
     def _add(self, slot: int, entry: BaseIds) -> None:
+        """Adds one entry to `_begin` and `_endings`."""
         for n in range(1, len(entry) + 1):
             self._begin[entry[:n]].append(slot)
         for n in range(len(entry) - 1, 0, -1):
             self._endings[entry[:n]].append((slot, entry[n:]))
-            if entry[:n] in self._known:  # what is shorter is listed for that entry, which excludes as much and more
+            if entry[:n] in self._known:  # shorter beginnings have that entry, which excludes at least as much
                 break
 
     def excluded(self, base_ids: BaseIds, installed: int) -> list[int]:
-        """Ids that cannot follow `base_ids`, whose first id was chosen when `installed` entries existed.
+        """Returns the ids that cannot follow `base_ids`.
 
-        installed: no fewer than existed when this was made.
+        installed: number of entries when the id that `base_ids` begin with was chosen; at least as many as existed when
+        this object was made.
         """
         out: list[int] = []
         for _, rest in takewhile(lambda ending: ending[0] < installed, self._endings.get(base_ids, ())):
@@ -80,21 +86,23 @@ class Followers:
 
 
 class Exclusions:
-    """Follows a codebook id by id: which ids cannot stand behind the last one."""
+    """Follows a codebook id by id and finds which ids cannot follow the last one."""
 
     def __init__(self, book: Codebook) -> None:
         self.book, self._followers, self._longest = book, Followers(book), book.params.merge_size
-        self._open: list[tuple[BaseIds, int]] = []  # base ids from a recent id on, entries when it was chosen
+        # _open: for each recent id with which an entry may still begin: the base ids from it on, and the number of
+        # entries when it was chosen. _excluded: what the last `read` returned.
+        self._open: list[tuple[BaseIds, int]] = []
         self._excluded: list[int] = []
 
     def read(self, one: int, installed: int) -> list[int]:
-        """Once behind each id that the codebook reads -> the ids that cannot follow it.
+        """Returns the ids that cannot follow `one`, the last id that the codebook has read. Call it for every id.
 
-        installed: entries when it was chosen.
+        installed: number of entries when the id was chosen, before the codebook read it.
         """
         self._followers.grow(self.book)
         if one in self._excluded:
-            self.begin_part()
+            self.begin_part()  # the model chose an id that is not canonical: its text goes on from there
         last = tuple(self.book.expand(one).tolist())
         longer = [(begun + last, n) for begun, n in self._open if len(begun + last) < self._longest]
         self._open = [*longer, (last, installed)]
@@ -102,24 +110,25 @@ class Exclusions:
         return self._excluded
 
     def begin_part(self) -> None:
-        """Says that all ids so far were chosen without regard to what follows."""
+        """Forgets the recent ids: they were compressed on their own, so any id may follow them."""
         self._open = []
 
 
 class CanonicalDecoding:
-    """Logits processor of one sequence: (ids, logits [1, W]) -> logits, excluded ids at -inf unless they hold the most.
+    """A logits processor for one sequence that sets ids that are not canonical to -inf, except as in `unless_most`.
 
-    To be called once behind the prompt and once behind each id. The prompt's last id was chosen without regard to what
-    would follow, so nothing is excluded there, nor where the codebook has read more than one id since the last call, or
-    has been rewound: behind the next turn's prompt, say. (A prompt of one id would be taken for an emitted one: make a
-    new processor for each request.)
+    Call it once after the prompt and once after each emitted id. Nothing is excluded right after a prompt, because the
+    prompt was compressed without knowing what would follow. A prompt is recognized by more than one id read since the
+    last call, or by a rewound codebook. (A prompt of a single id would be taken for an emitted id, so make a new
+    processor for each request.)
     """
 
     def __init__(self, book: Codebook) -> None:
+        # _installed: entries at the last call. _next: the codebook's (mark, rewinds) if one emitted id follows.
         self.book, self._exclusions, self._installed, self._next = book, None, 0, (0, 0)
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
-        """The id is the codebook's last, so `tokens` is not read."""
+        """Returns logits [1, W]. The last id is taken from the codebook; `tokens` is not used."""
         mark, rewinds = self.book.mark(), self.book.rewinds
         if self._exclusions is None or (mark, rewinds) != self._next:
             self._exclusions, excluded = Exclusions(self.book), []
@@ -134,7 +143,10 @@ class CanonicalDecoding:
 
 
 def unless_most(canonical: mx.array, logits: mx.array) -> mx.array:
-    """Logits [..., W] with excluded ids at -inf, and as they were -> [..., W]: these where excluded ids hold `MOST`."""
+    """Returns `canonical`, or `logits` where the excluded ids together have more than `MOST` of the probability.
+
+    logits [..., W]: as the model gave them. canonical [..., W]: the same with excluded ids at -inf.
+    """
     before, left = (mx.logsumexp(x.astype(mx.float32), axis=-1, keepdims=True) for x in (logits, canonical))
     return mx.where(left >= before + math.log(1 - MOST), canonical, logits)
 
@@ -142,10 +154,11 @@ def unless_most(canonical: mx.array, logits: mx.array) -> mx.array:
 def excluded_behind(
     book: Codebook, ids: Uint32s, ends: Collection[int] = ()
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """What cannot follow each of some ids uint32 [n], read from `book` on, which is left as it was.
+    """Finds which ids cannot follow each of the given ids, and returns pairs as two arrays int64 [pairs].
 
-    ends: indices of ids that were chosen without regard to what follows. Returns pairs as two arrays int64 [pairs]: the
-    index of an id, and an id that cannot stand behind it.
+    A pair is an index into `ids` and an id that cannot follow the id there. book: the codebook before the ids; it is
+    not changed. ids: uint32 [n]. ends: indices of ids that any id may follow, because a prompt or another part that was
+    compressed on its own ends there.
     """
     book, at, out = book.copy(), [], []
     exclusions = Exclusions(book)

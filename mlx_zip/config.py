@@ -39,11 +39,12 @@ _COMPRESSION = {"initial_vocab_size", "max_codebook_size", "max_subtokens", "dis
 
 @dataclass(frozen=True)
 class EncoderConfig:
-    """The options of a hyper-encoder: `kind` is one of `ENCODER_FIELDS`; the other fields are zip2zip 0.2.0's.
+    """The options of a hyper-encoder; the fields other than `kind` are named as in zip2zip 0.2.0.
 
-    hidden_size: width of the encoder (H). model_hidden_size: width of the model (D) when it differs from H, then
-    the encoder projects in and out (`res_latent_attn` only). tie_encoders: one set of weights reads both the
-    embedding and the head matrix.
+    kind: one of the keys of `ENCODER_FIELDS`. hidden_size: width H of the encoder. model_hidden_size: width D of the
+    model if it differs from H, else None; the encoder then projects from D to H and back (`res_latent_attn` only).
+    tie_encoders: whether one encoder makes both input rows (from the embedding) and output rows (from the head).
+    position_encoding: for `transformer` None or "learnable". causal, residual: see `ResLatentAttention`.
     """
 
     kind: str
@@ -67,19 +68,22 @@ class EncoderConfig:
 
     @property
     def model_size(self) -> int:
-        """Width D of the rows that the encoder reads and makes."""
+        """Width D of the base rows that the encoder reads and of the hyper rows that it makes."""
         return self.model_hidden_size or self.hidden_size
 
     @property
     def has_positions(self) -> bool:
-        """Whether the encoder has a `pos_embed.weight [merge_size, H]`."""
+        """Whether the encoder has learned positions, the tensor `pos_embed.weight` [merge_size, H]."""
         if self.kind == "transformer":
             return self.position_encoding == "learnable"
         return self.kind in ("attention", "res_latent_attn")
 
     @classmethod
     def from_dict(cls, kind: Any, fields: Any) -> EncoderConfig:
-        """The encoder of `encoder_type` and `encoder` in `zip2zip_config.json`. Raises `ConfigError`."""
+        """Returns the options in `zip2zip_config.json`; kind: its `encoder_type`, fields: its `encoder`.
+
+        Raises `ConfigError` naming the option that is unknown, missing or out of range.
+        """
         if not isinstance(kind, str) or kind not in ENCODER_FIELDS:
             raise ConfigError(f"encoder_type {kind!r} is not one of {', '.join(sorted(ENCODER_FIELDS))}")
         fields = _object("encoder", fields)
@@ -96,19 +100,21 @@ class EncoderConfig:
         return cls(kind=kind, position_encoding=fields.get("position_encoding"), **values)
 
     def to_dict(self) -> dict[str, Any]:
-        """The `encoder` object of `zip2zip_config.json`."""
+        """Returns the `encoder` object of `zip2zip_config.json`."""
         return {name: getattr(self, name) for name in sorted(ENCODER_FIELDS[self.kind])}
 
 
 @dataclass(frozen=True)
 class ZipConfig:
-    """The config of a zip2zip checkpoint beyond its decoder's own.
+    """The config of a zip2zip checkpoint without the keys of its decoder.
 
     vocab_size: number of base ids, and the id of the first hypertoken (upstream's `initial_vocab_size`).
-    codebook_size, merge_size: upstream's `max_codebook_size` and `max_subtokens`. pad_id: the tokenizer's pad
-    token, else its eos; it never merges, and it pads short entries. start: the pack that the model begins with, entries
-    that exist before the first id and take the first slots; not in upstream. canonical: whether decoding is canonical
-    (`mlx_zip.canonical`); not in upstream. policy: what a full codebook does (`CodecParams`); upstream has freeze only.
+    codebook_size: number of slots; merge_size: maximum base ids of an entry (upstream's `max_codebook_size` and
+    `max_subtokens`). disabled_ids: ids that never merge. pad_id: the tokenizer's pad token, else its eos; it never
+    merges, and it pads short entries. position_mode: one of `POSITION_MODES` (`mlx_zip.models.positions`). start: the
+    entries that every request begins with; they take the first slots; not in upstream. canonical: whether decoding is
+    canonical (`mlx_zip.canonical`); not in upstream. policy: what a full codebook does (`CodecParams`); upstream has
+    freeze only.
     """
 
     vocab_size: int
@@ -155,8 +161,9 @@ class ZipConfig:
 
     @classmethod
     def from_dict(cls, data: Any, pad_id: int | None = None) -> ZipConfig:
-        """The config that a parsed `zip2zip_config.json` and a pad id describe, or `to_dict()`'s result.
+        """Returns the config in a parsed `zip2zip_config.json`, or in what `to_dict` returned.
 
+        pad_id: the tokenizer's pad id; None takes the one in `data`, which only `to_dict` writes.
         Raises `ConfigError` naming the key that is unknown, missing or out of range.
         """
         data = _object("zip2zip config", data)
@@ -185,7 +192,7 @@ class ZipConfig:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The config in upstream's layout, with `pad_token_id` and our own keys where they are set; for `from_dict`."""
+        """Returns the config in upstream's layout, plus the keys that upstream lacks where they are set."""
         ours: dict[str, Any] = {"canonical": True} if self.canonical else {}
         if self.start is not None:
             ours["start"] = [list(entry) for entry in self.start]
@@ -208,17 +215,20 @@ class ZipConfig:
 
 
 def _object(where: str, value: Any) -> Mapping[str, Any]:
+    """Returns value, which must be a JSON object. Raises `ConfigError`; here and below, where: the section named."""
     if not isinstance(value, Mapping):
         raise ConfigError(f"{where}: expected an object, got {type(value).__name__}")
     return value
 
 
 def _refuse_unknown(where: str, fields: Mapping[str, Any], known: Iterable[str]) -> None:
+    """Raises `ConfigError` naming the keys of `fields` that are not known."""
     if unknown := fields.keys() - set(known):
         raise ConfigError(f"{where}: unknown key {', '.join(sorted(map(str, unknown)))}")
 
 
 def _integer(where: str, fields: Mapping[str, Any], name: str, low: int, high: int = (1 << 31) - 1) -> int:
+    """Returns the field `name`. Raises `ConfigError` unless it is an integer from low to high."""
     value = fields.get(name)
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise ConfigError(f"{where}: {name} must be an integer from {low} to {high}, got {value!r}")
@@ -226,6 +236,7 @@ def _integer(where: str, fields: Mapping[str, Any], name: str, low: int, high: i
 
 
 def _flag(where: str, fields: Mapping[str, Any], name: str) -> bool:
+    """Returns the field `name`. Raises `ConfigError` unless it is true or false."""
     value = fields[name]
     if not isinstance(value, bool):
         raise ConfigError(f"{where}: {name} must be true or false, got {value!r}")
@@ -233,6 +244,7 @@ def _flag(where: str, fields: Mapping[str, Any], name: str) -> bool:
 
 
 def _ids(value: Any) -> tuple[int, ...]:
+    """Returns the disabled ids, sorted. Raises `ConfigError` if they are missing, repeated or no 32-bit integers."""
     if not isinstance(value, list | tuple) or not value:
         raise ConfigError("compression: disabled_ids must be a non-empty list (at least the special tokens)")
     if any(isinstance(v, bool) or not isinstance(v, int) or not 0 <= v < 1 << 32 for v in value):
@@ -243,6 +255,7 @@ def _ids(value: Any) -> tuple[int, ...]:
 
 
 def _start(value: Any) -> tuple[tuple[int, ...], ...] | None:
+    """Returns the start entries, None for none. Raises `ConfigError` unless value is a list of lists."""
     if value is None:
         return None
     if not isinstance(value, list | tuple) or not all(isinstance(entry, list | tuple) for entry in value):

@@ -1,10 +1,10 @@
-"""The decode loop of zip2zip models: the next step's body runs before the host has seen the id that it reads.
+"""The decode loop of zip2zip models: the device begins a step before the host has read the step's id.
 
-A step needs its id on the host for one thing only: the codebook installs an entry, whose row the head must have. The
-body needs no more than the id's embedding, which the device can look up by itself. So the body of the next step is
-enqueued with the id still on the device; while it runs, the host reads the id, teaches the codebook, encodes the new
-row, and enqueues head and sampler behind it. The device does not wait for the host, as in mlx-lm's `generate_step`,
-whose order of random numbers this loop keeps.
+A step needs its id on the host for one thing only: the id may install an entry in the codebook, and the head needs that
+entry's row. The decoder's body only needs the id's embedding, which the device can look up by itself. So the body is
+enqueued with the id still on the device. While the body runs, the host reads the id, pushes it to the codebook, encodes
+the new row, and enqueues head and sampler after the body. Thus the device does not wait for the host, as in mlx-lm's
+`generate_step`. Random numbers are drawn in the same order as there.
 """
 
 from __future__ import annotations
@@ -36,13 +36,15 @@ def decode_steps(
     progress: Callable[[int, int], None] | None = None,
     ahead: bool | None = None,
 ) -> Iterator[Step]:
-    """Reads a prompt [n] of ids, n > 0, and emits up to `max_steps` ids, -1 for no limit.
+    """Reads a prompt [n] of ids, n > 0, and yields up to `max_steps` emitted ids with their log-probabilities.
 
-    When an id is yielded, the cache holds the prompt and every emitted id, that one included: its step is under way.
-    processors see the ids as the model does. after_call(cache): after every model call, to quantize KV caches, say.
-    progress(ids of the prompt done, ids in all). ahead: whether bodies run before the host knows their ids; None: on a
-    GPU. (The CPU backend keeps ten operations in flight at most, so there is nothing to gain.) Raises what the model
-    raises; the cache is then as before the call.
+    max_steps: -1 for no limit. processors: logits processors; the ids that they get include hypertokens. after_call:
+    called with the cache after every model call, for example to quantize KV caches. progress: called with the number of
+    prompt ids read so far and of all. ahead: whether a step's body runs before the host has read the step's id; None
+    means on a GPU only. (The CPU backend keeps ten operations in flight at most, so there is nothing to gain.)
+
+    When an id is yielded, the cache holds the prompt and every emitted id, that one included, because the next step has
+    begun. Raises what the model raises; the cache is then as before the model call that failed.
     """
     ahead = mx.default_device() == mx.Device(mx.gpu) if ahead is None else ahead
     steps = _Steps(model, cache, sampler, processors, after_call, ahead)
@@ -58,7 +60,11 @@ def decode_steps(
 
 
 class _Steps:
-    """One request: what its steps share. `tokens`: ids so far, kept only where processors want them."""
+    """What the steps of one request share. tokens: all ids so far; emitted ids are added only if there are processors.
+
+    In the methods, y [1] is the id to be read next, perhaps not yet read by the host, and logprobs [1, W] or [W] are
+    the log-probabilities that it was chosen from.
+    """
 
     def __init__(
         self,
@@ -77,7 +83,10 @@ class _Steps:
     def prefill(
         self, prompt: np.ndarray, chunk: int, progress: Callable[[int, int], None] | None
     ) -> tuple[mx.array, mx.array]:
-        """All but the last id in chunks, then the last -> the first id [1], on its way, and its log-probabilities."""
+        """Reads a prompt, `chunk` ids per call and the last id alone; returns the first emitted id y and its logprobs.
+
+        progress: as in `decode_steps`.
+        """
         ids = mx.array(prompt.astype(np.int32))
         last = len(prompt) - 1
         report = progress or (lambda done, total: None)
@@ -98,9 +107,9 @@ class _Steps:
         return y, logprobs
 
     def step(self, y: mx.array) -> tuple[int, tuple[mx.array, mx.array]]:
-        """Reads the id y [1] -> y on the host, and the next id with its log-probabilities, on their way.
+        """Runs the step that reads y; returns y as a number, and the next y with its logprobs, still being computed.
 
-        When something raises, the cache is as before.
+        If something raises, the cache is as before.
         """
         before = self.cache[-1].offset
         try:
@@ -114,6 +123,7 @@ class _Steps:
             raise
 
     def _logits(self, ids: mx.array) -> mx.array:
+        """Returns logits [1, 1, W] of one id, ids [1, 1]; enqueues the body first where `ahead` allows it."""
         h = None if self.ahead is None else self.ahead.run(ids)
         if self.ahead is None or h is None:
             return self.model(ids, cache=self.cache)
@@ -121,6 +131,7 @@ class _Steps:
         return self.ahead.follow(h, ids)
 
     def _choose(self, logits: mx.array) -> tuple[mx.array, mx.array]:
+        """Returns the id y [1] that is chosen from logits [1, W], and its logprobs [W], and starts computing both."""
         for processor in self.processors:
             logits = processor(self.tokens, logits)
         self.after_call(self.cache)

@@ -1,7 +1,7 @@
 """Generation: `load`, `stream_generate`, `generate`, `batch_generate`, for zip2zip models and plain mlx-lm ones.
 
-mlx-lm's `generate_step` runs the loop; here a prompt is compressed before it, and emitted ids become text after it.
-Limits, counts and penalties are in base tokens. For a plain model every id is one base token.
+The prompt is compressed, the decode loop (`mlx_zip.decode`, or mlx-lm's `generate_step` for a plain model) emits ids,
+and these become text. Limits, counts and penalties are in base tokens. For a plain model every id is one base token.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from mlx_zip.vocab.packs import PackLike, as_pack
 __all__ = ["GenerationResponse", "batch_generate", "generate", "load", "stream_generate"]
 
 T = TypeVar("T")
-RULE = "=" * 10
+RULE = "=" * 10  # the line that `generate(verbose=True)` prints before and after the text, as mlx-lm does
 PREFILL_STEP_SIZE = 2048
 KV_BITS, KV_GROUP_SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)
 
@@ -77,27 +77,28 @@ def stream_generate(
     prompt_progress_callback: Callable[[int, int], None] | None = None,
     **sampling: Unpack[SamplingOptions],
 ) -> Iterator[GenerationResponse]:
-    """Generates text, one response per emitted id.
+    """Generates text and yields one response per emitted id.
 
     prompt: text, a conversation (chat messages or `Chat`), or base ids. max_tokens: base tokens, -1 for no limit but
-    the context's. stop: text that ends the output and is not part of it. prompt_cache: from `model.make_cache()` or
-    mlx-lm's `make_prompt_cache(model)`; it is updated in place. Text and base ids follow what the cache holds; text
-    then gets no special tokens. A conversation is always given whole: the cache is trimmed to the common prefix, and
-    only the rest is read; an unchanged answer of the model is represented by the ids that were emitted for it.
-    pack: the pack (a path, a `Pack`, or entries of base ids) that a new cache begins with in place of the model's own;
-    for a given prompt_cache the pack that it was begun with, whose rows a saved cache does not hold. start: former name
-    of `pack`. sampling: fields of `Sampling` (temp, top_p, seed, repetition_penalty, logit_bias, ...),
-    unless a `sampler` is given. logits_processors see the ids as the model does, hypertokens included.
-    prompt_progress_callback(ids done, ids in all).
+    the context's. stop: text, or several, that ends the output and is not part of it. prompt_cache: from
+    `model.make_cache()` or mlx-lm's `make_prompt_cache(model)`; it is updated in place. A prompt of text or base ids
+    continues what the cache holds; text then gets no special tokens. A conversation is always given whole: the cache is
+    trimmed to what both have in common, and only the rest is read; an answer that the model gave is read as the ids
+    that the model emitted. pack: the pack (a path, a `Pack`, or entries of base ids) that a new cache begins with in
+    place of the model's own. With a prompt_cache that was saved and loaded, give the pack that the cache began with,
+    because the file does not hold the pack's rows. start: former name of `pack`. sampling: fields of `Sampling` (temp,
+    top_p, seed, repetition_penalty, logit_bias, ...), if no `sampler` is given. logits_processors: they get the ids as
+    the model reads them, hypertokens included. prompt_progress_callback: called with the number of prompt ids read so
+    far and of all. kv_bits, kv_group_size, quantized_kv_start: KV cache quantization as in mlx-lm.
 
-    At the end the cache holds what the model has read: the prompt and every emitted id, the last one included (the
-    next step is always under way), also where the text was cut before it.
+    At the end the cache holds the prompt and every emitted id, the last one included (the next step has always begun),
+    even if the text ends before that id.
 
     Raises `GenerationError` before anything runs when the request cannot be met, `DataError` for a pack that cannot be
     read or is of another tokenizer.
     """
     options = Sampling.of(sampling, signature(stream_generate).parameters)
-    start = _start_of(pack, start, tokenizer)
+    start = _start_entries(pack, start, tokenizer)
     cache = _new_cache(model, start)
     if prompt_cache is not None:
         if len(prompt_cache) != len(cache) or (find_state(prompt_cache) is None) != (find_state(cache) is None):
@@ -135,13 +136,14 @@ def stream_generate(
             prompt_progress_callback=prompt_progress_callback,
             **kv,
         )
-    return _wired(model, _responses(request, tokenizer, steps, options.seed))
+    return _with_wired_memory(model, _responses(request, tokenizer, steps, options.seed))
 
 
 def _responses(
     request: Request, tokenizer: Any, steps: Iterator[Any], seed: int | None
 ) -> Iterator[GenerationResponse]:
-    _seed(seed)
+    """Yields the responses for the ids that a decode loop emits, and at the end notes on the cache what was read."""
+    _seed_random(seed)
     request.start()
     finish_reason = None
     try:
@@ -155,15 +157,18 @@ def _responses(
         request.note(tokenizer, finish_reason)
 
 
-def _wired(model: Any, responses: Iterator[T]) -> Iterator[T]:
-    """Keeps a Mac's memory wired while responses come, as mlx-lm does."""
-    streams: Any = [generation_stream, mx.default_stream(mx.default_device())]  # to wait for, at the end
+def _with_wired_memory(model: Any, responses: Iterator[T]) -> Iterator[T]:
+    """Yields the responses, and keeps the model in wired memory on a Mac meanwhile, as mlx-lm does."""
+    streams: Any = [generation_stream, mx.default_stream(mx.default_device())]  # to be waited for at the end
     with wired_limit(model, streams):
         yield from responses
 
 
 def generate(model: Any, tokenizer: Any, prompt: Any, verbose: bool = False, **options: Unpack[GenerateOptions]) -> str:
-    """Returns the whole text; `options` are those of `stream_generate`. verbose prints it as it comes, and figures."""
+    """Generates text and returns it whole.
+
+    verbose: also print the text while it is generated, and figures at the end. options: those of `stream_generate`.
+    """
     text, response = "", None
     if verbose:
         print(RULE)
@@ -177,7 +182,7 @@ def generate(model: Any, tokenizer: Any, prompt: Any, verbose: bool = False, **o
 
 
 def footer(response: GenerationResponse) -> str:
-    """mlx-lm's three footer lines, in base tokens, and one of ours."""
+    """Returns four lines of figures: mlx-lm's three, in base tokens, and one about hypertokens."""
     last = response
     return (
         f"Prompt: {last.prompt_tokens} tokens, {last.prompt_tps:.3f} tokens-per-sec\n"
@@ -192,10 +197,11 @@ def footer(response: GenerationResponse) -> str:
 def batch_generate(
     model: Any, tokenizer: Any, prompts: Sequence[Any], max_tokens: int = 256, **options: Unpack[BatchOptions]
 ) -> list[str]:
-    """Returns one text per prompt, generated together: left-padded, one codebook per row. options: of `stream_batch`.
+    """Generates texts for several prompts together, and returns one text per prompt.
 
-    Greedy rows equal the same prompts generated one by one, but for LongRoPE, where the longest row chooses the factors
-    of all (as transformers does). Raises `GenerationError` before anything runs.
+    options: those of `stream_batch`. Each prompt has a codebook of its own. With greedy decoding the texts equal those
+    of the prompts generated one by one, except that under LongRoPE the longest row chooses the factors for all (as in
+    transformers). Raises `GenerationError` before anything runs.
     """
     texts = [""] * len(prompts)
     for row, response in stream_batch(model, tokenizer, prompts, max_tokens, **options):
@@ -216,14 +222,14 @@ def stream_batch(
     prefill_step_size: int = PREFILL_STEP_SIZE,
     **sampling: Unpack[SamplingOptions],
 ) -> Iterator[tuple[int, GenerationResponse]]:
-    """Yields (index of the prompt, response) per emitted id of `batch_generate`; options as in `stream_generate`.
+    """Generates texts for several prompts together; yields (index of the prompt, response) per emitted id.
 
-    pack: one pack for all prompts, or a list of one per prompt, None in it for the model's own.
+    Options are as in `stream_generate`, but pack may also be a list of one pack per prompt, None for the model's own.
     """
     if not prompts or isinstance(prompts, str):
         raise GenerationError("no prompts: give a list of at least one")
     options = Sampling.of(sampling, signature(stream_batch).parameters)
-    start = _start_of(pack, start, tokenizer)
+    start = _start_entries(pack, start, tokenizer)
     _check_kv(model, (), None, KV_GROUP_SIZES[0], prefill_step_size)
     starts = split_packs(start, len(prompts))
     requests = [
@@ -241,11 +247,14 @@ def stream_batch(
     sampler = _make_sampler(options, sampler, model, tokenizer)
     processors = [request.processors(options) for request in requests]
     logits = _batch_logits(model, cache, ids, prefill_step_size)
-    return _wired(model, _batch_responses(requests, logits, processors, sampler, pad_id, options.seed))
+    return _with_wired_memory(model, _batch_responses(requests, logits, processors, sampler, pad_id, options.seed))
 
 
 def _batch_logits(model: Any, cache: list[Any], ids: np.ndarray, chunk: int) -> Callable[[np.ndarray | None], mx.array]:
-    """A function from the ids just emitted [B] (None at first: the prompts) to the next logits [B, W]."""
+    """Returns a function that reads the ids just emitted [B], or the prompts if given None, and returns logits [B, W].
+
+    ids: the prompts, left-padded. chunk: ids of the prompts per call.
+    """
 
     def logits(emitted: np.ndarray | None) -> mx.array:
         if emitted is not None:
@@ -267,8 +276,11 @@ def _batch_responses(
     pad_id: int,
     seed: int | None,
 ) -> Iterator[tuple[int, GenerationResponse]]:
-    """Steps all rows together until the last has ended; rows that have ended are fed `pad_id`."""
-    _seed(seed)
+    """Yields (row, response) per emitted id until all rows have ended. A row that has ended reads `pad_id` meanwhile.
+
+    logits: what `_batch_logits` returned. processors: logits processors of each row.
+    """
+    _seed_random(seed)
     for request in requests:
         request.start()
     open_rows, emitted = set(range(len(requests))), None
@@ -276,7 +288,7 @@ def _batch_responses(
     while open_rows:
         rows = logits(emitted)
         if any(processors):
-            rows = _processed(rows, processors, read)
+            rows = _apply_processors(rows, processors, read)
         logprobs = rows - mx.logsumexp(rows, axis=-1, keepdims=True)
         emitted = np.array(sampler(logprobs)).astype(np.int32)
         for row in sorted(open_rows):
@@ -288,9 +300,10 @@ def _batch_responses(
         emitted[[row for row in range(len(requests)) if row not in open_rows]] = pad_id
 
 
-def _processed(
+def _apply_processors(
     logits: mx.array, processors: Sequence[Sequence[LogitsProcessor]], read: Sequence[list[int]]
 ) -> mx.array:
+    """Returns logits [B, W] after each row's own processors; read: the ids that each row has read."""
     rows = []
     for row, chain in enumerate(processors):
         one = logits[row : row + 1]
@@ -300,15 +313,18 @@ def _processed(
     return mx.concatenate(rows)
 
 
-def _start_of(pack: Any, start: Sequence[Any] | None, tokenizer: Any) -> Any:
-    """What a new cache begins with, from `pack` or its former name. Raises `DataError` for another tokenizer's pack."""
+def _start_entries(pack: Any, start: Sequence[Any] | None, tokenizer: Any) -> Any:
+    """Returns what a new cache begins with, given as `pack` or by its former name `start`.
+
+    Raises `DataError` for a pack of another tokenizer.
+    """
     if start is not None:
         warnings.warn("start= is called pack= now; it takes a path or a Pack too", DeprecationWarning, stacklevel=3)
         if pack is not None:
             raise GenerationError("pack and start: give one of them; start is the former name of pack")
         return start
     if isinstance(pack, list | tuple) and any(isinstance(one, PackLike) for one in pack):
-        return [_start_of(one, None, tokenizer) for one in pack]
+        return [_start_entries(one, None, tokenizer) for one in pack]
     if not isinstance(pack, PackLike):
         return pack
     found = as_pack(pack)
@@ -318,7 +334,7 @@ def _start_of(pack: Any, start: Sequence[Any] | None, tokenizer: Any) -> Any:
 
 
 def _new_cache(model: Any, start: Sequence[Any] | None) -> list[Any]:
-    """The cache of one request. Raises `GenerationError` for a start codebook that the model cannot use."""
+    """Makes the cache of one request. Raises `GenerationError` for a pack if the model has no hypertokens."""
     if start is None:
         return make_prompt_cache(model)
     if not is_zip(model):
@@ -330,6 +346,7 @@ def _new_cache(model: Any, start: Sequence[Any] | None) -> list[Any]:
 
 
 def _batch_cache(model: Any, left_padding: list[int], starts: Sequence[Any]) -> list[Any]:
+    """Makes the cache of a batch. Raises `GenerationError` for a plain model whose caches do not batch."""
     if is_zip(model):
         return model.make_cache(left_padding=left_padding, pack=starts)
     if any(type(entry) is not KVCache for entry in make_prompt_cache(model)):
@@ -338,17 +355,20 @@ def _batch_cache(model: Any, left_padding: list[int], starts: Sequence[Any]) -> 
 
 
 def _pad_id(model: Any, tokenizer: Any) -> int:
+    """Returns the id that fills the left padding and ended rows; for a plain model any id would do."""
     if is_zip(model):
         return model.config.pad_id
     return next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
 
 
-def _seed(seed: int | None) -> None:
+def _seed_random(seed: int | None) -> None:
+    """Seeds MLX's random numbers, unless seed is None."""
     if seed is not None:
         mx.random.seed(seed)
 
 
 def _make_sampler(options: Sampling, sampler: Sampler | None, model: Any, tokenizer: Any) -> Sampler:
+    """Returns the given sampler, else one made from the options. Raises `GenerationError` if both are given."""
     if sampler is not None:
         if ignored := options.sampler_options():
             raise GenerationError(f"{', '.join(ignored)}: give either a sampler or options for one")
@@ -359,6 +379,7 @@ def _make_sampler(options: Sampling, sampler: Sampler | None, model: Any, tokeni
 
 
 def _check_kv(model: Any, cache: Sequence[Any], bits: int | None, group_size: int, chunk: int) -> None:
+    """Raises `GenerationError` for a prefill chunk or a KV quantization that cannot be; bits: None for none."""
     if chunk < 1:
         raise GenerationError(f"prefill_step_size (--prefill-step-size) must be at least 1, got {chunk}")
     if bits is None:

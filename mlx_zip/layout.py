@@ -1,11 +1,11 @@
-"""The layout of ids and logits columns: the only file that defines where hyper ids begin.
+"""The layout of ids and logits columns: the only file that defines where the ids of hypertokens begin.
 
 A logits row has W = embedding_rows + codebook_size columns, and the column is the id:
 
     [ base 0 .. V-1 | hyper V .. V+codebook_size-1 | base tail ]
 
-The tail holds the embedding rows from V on, which no tokenizer emits. Its ids cannot be read back, so it is always
-masked (zip2zip 0.2.0 leaves it open and fails when one of its ids is chosen).
+The base tail stands for embedding rows from V on, which no tokenizer emits. A model could not read an id chosen there,
+so the tail is always masked (zip2zip 0.2.0 does not mask it and fails when one of its ids is chosen).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mlx_zip.errors import ConfigError
 
 @dataclass(frozen=True)
 class Layout:
-    """vocab_size V: base ids; codebook_size: slots; embedding_rows: rows of the embedding (V or more)."""
+    """The sizes of a layout. vocab_size: V, number of base ids. codebook_size: slots. embedding_rows: V or more."""
 
     vocab_size: int
     codebook_size: int
@@ -42,23 +42,23 @@ class Layout:
 
     @property
     def end(self) -> int:
-        """One past the last id that can be read or emitted."""
+        """One more than the last id that can be read or emitted."""
         return self.vocab_size + self.codebook_size
 
     def is_hyper(self, ids: Any) -> Any:
-        """Whether ids are hypertokens, elementwise; for ints, numpy and MLX arrays."""
+        """Returns whether ids are hypertokens, elementwise; ids: an int, a numpy array or an MLX array."""
         return ids >= self.vocab_size
 
     def slot(self, ids: Any) -> Any:
-        """The slots of hyper ids."""
+        """Returns the slots of hypertokens' ids."""
         return ids - self.vocab_size
 
     def hyper_id(self, slots: Any) -> Any:
-        """The hyper ids of slots."""
+        """Returns the ids of the hypertokens in these slots."""
         return slots + self.vocab_size
 
     def check_tokenizer(self, token_ids: int) -> None:
-        """Raises `ConfigError` if a tokenizer with `token_ids` ids overlaps the hyper ids."""
+        """Raises `ConfigError` if a tokenizer with this number of ids has ids that are hypertokens here."""
         if token_ids > self.vocab_size:
             raise ConfigError(
                 f"the tokenizer has {token_ids} ids but hypertokens begin at {self.vocab_size} "
@@ -67,5 +67,5 @@ class Layout:
 
 
 def is_zip(model: Any) -> bool:
-    """Whether a model has hypertokens: every engine's model that does carries its `Layout` as `layout`."""
+    """Returns whether a model has hypertokens: a model that has them has a `Layout` as its `layout`."""
     return isinstance(getattr(model, "layout", None), Layout)

@@ -1,4 +1,4 @@
-"""`load`: a model folder or hub id to (model, tokenizer), through mlx-lm's own loader, with the checks it lacks."""
+"""`load`: loads a model and its tokenizer through mlx-lm's own loader, with the checks that mlx-lm's lacks."""
 
 from __future__ import annotations
 
@@ -94,7 +94,10 @@ def load(
 
 
 def _check_adapter(path: str | None, model: str | Path) -> None:
-    """Raises `ModelError` for a missing adapter, and for one in PEFT's format, with the command that merges it."""
+    """Raises `ModelError` unless `path` is an adapter that mlx-lm can load, or None.
+
+    For an adapter in PEFT's format the message has the command that merges it. model: its base, for the message.
+    """
     if path is None:
         return
     folder = Path(path).expanduser()
@@ -114,10 +117,10 @@ def _check_adapter(path: str | None, model: str | Path) -> None:
 
 
 def _take_own_pack(folder: Path, model: Any, tokenizer: Any) -> None:
-    """The model begins with the pack that its folder brings along, if any: its config's entries, with their rows.
+    """Makes the model begin with the tuned pack in its own folder, if there is one.
 
-    Raises `ModelError` for one of other entries or another model, `DataError` for one that cannot be read or is of
-    another tokenizer.
+    Raises `ModelError` if the pack's entries are not those of the model's config, or its rows were tuned for another
+    model; `DataError` if the pack cannot be read or is of another tokenizer.
     """
     pack, path = pack_in_folder(folder, model.config.start), folder / IN_FOLDER
     if pack is None:
@@ -131,9 +134,10 @@ def _take_own_pack(folder: Path, model: Any, tokenizer: Any) -> None:
 
 
 def codebook_changes(config: Mapping[str, Any], size: int | None, start: Sequence[Any] | None) -> dict[str, Any]:
-    """What of config.json changes for a codebook of so many slots (None: as it says) that begins with these entries.
+    """Returns the keys of config.json that change so that a model has the codebook that the caller asks for.
 
-    Raises `ModelError` for a plain model that is to have slots of its own, or entries without rows.
+    size: number of slots, None for what the config says. start: entries that requests begin with, or None. Raises
+    `ModelError` if a plain model is given a size, or entries without tuned rows.
     """
     if config["model_type"] == MODEL_TYPE:
         section = config.get("zip2zip")
@@ -156,7 +160,10 @@ def codebook_changes(config: Mapping[str, Any], size: int | None, start: Sequenc
 
 
 def load_failures() -> tuple[type[Exception], ...]:
-    """What mlx-lm, MLX and transformers raise for a damaged folder: a config value of a wrong type can be any of it."""
+    """Returns the exceptions that mlx-lm, MLX and transformers raise for a damaged model folder.
+
+    There are many, because a config value of a wrong type fails wherever it is first used.
+    """
     from huggingface_hub.errors import StrictDataclassError
 
     plain = (OSError, ValueError, RuntimeError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError)
@@ -164,22 +171,23 @@ def load_failures() -> tuple[type[Exception], ...]:
 
 
 def model_folder(path_or_hf_repo: str | Path, revision: str | None = None) -> Path:
-    """The local folder of a model: a folder, else a bundled one by name, else a hub id, which is downloaded first.
+    """Returns the local folder of a model, given a folder, a bundled model's name or a hub id, tried in that order.
 
-    Raises `ModelError`.
+    A model on the hub is downloaded first. revision: the hub's branch, tag or commit. Raises `ModelError`.
     """
     path, name = here_or_bundled(path_or_hf_repo), str(path_or_hf_repo)
-    if os.path.isdir(path):  # unlike Path.is_dir, no error for a name that cannot be
+    if os.path.isdir(path):  # unlike Path.is_dir, does not raise for a name that is no valid path
         if revision is not None:
             raise ModelError(f"{path_or_hf_repo} is a folder, so revision (--revision) {revision} does not apply")
-        return _checked(path)
+        return _checked_folder(path)
     if os.path.exists(path) or not hub.is_hub_id(name):
         raise ModelError(f"{name}: no such model folder, nor bundled ({', '.join(NAMES)}), nor a hub id owner/name")
-    _checked(hub.download(name, ["*.json"], revision))  # refuses a wrong kind of model before gigabytes arrive
+    _checked_folder(hub.download(name, ["*.json"], revision))  # refuses a wrong kind of model before gigabytes arrive
     return hub.download(name, _MODEL_FILES, revision)
 
 
-def _checked(folder: Path) -> Path:
+def _checked_folder(folder: Path) -> Path:
+    """Returns the folder. Raises `ModelError` if it has no config.json or is a zip2zip checkpoint not yet converted."""
     config = folder / "config.json"
     if (folder / UPSTREAM_CONFIG).exists() and (
         not config.exists() or read_config(folder).get("model_type") != MODEL_TYPE
@@ -193,7 +201,7 @@ def _checked(folder: Path) -> Path:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json as a dictionary. Raises `ModelError`."""
+    """Returns a folder's config.json. Raises `ModelError` if it cannot be read or names no model_type."""
     try:
         check_in(folder / "config.json")
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -205,10 +213,11 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """For a plain model: what mlx-lm's class wants to read of the `rope_parameters` that transformers 5 writes.
+    """Returns the keys to add to a plain model's config so that mlx-lm's class reads its rope settings.
 
-    Many of mlx-lm 0.32's classes ignore that field and fall back to theta 10000 in silence. Our own models read it
-    themselves. Raises `ModelError` when the settings cannot be handed to the class.
+    transformers 5 writes them as `rope_parameters`, which many of mlx-lm 0.32's classes ignore, falling back to theta
+    10000 in silence. Converted zip2zip models need no added keys. Raises `ModelError` for settings that the class has
+    no argument for.
     """
     if config["model_type"] == MODEL_TYPE or "model_file" in config:
         return {}
@@ -219,10 +228,12 @@ def rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rope_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Does what `rope_settings` does, for one level of the config."""
     rope = config.get("rope_parameters")
     if not isinstance(rope, Mapping) or "rope_parameters" in (known := _argument_names(dict(config))):
         return {}
-    filled = _per_layer_kind(rope) if any(isinstance(v, Mapping) for v in rope.values()) else _flat(rope)
+    is_nested = any(isinstance(value, Mapping) for value in rope.values())
+    filled = _ropes_of_gemma3(rope) if is_nested else _rope_for_all_layers(rope)
     filled = {key: value for key, value in filled.items() if config.get(key) is None}
     if missing := sorted(filled.keys() - known):
         kind = config["model_type"]
@@ -231,6 +242,7 @@ def _rope_fields(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _argument_names(config: dict[str, Any]) -> set[str]:
+    """Returns the config keys that mlx-lm's class for this model takes. Raises `ModelError` for an unknown model."""
     try:
         arguments = _get_classes(config)[1]
     except ValueError as error:
@@ -238,24 +250,27 @@ def _argument_names(config: dict[str, Any]) -> set[str]:
     return {f.name for f in fields(arguments)} if is_dataclass(arguments) else set()
 
 
-def _flat(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """One set of parameters for all layers."""
-    beside = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
-    filled = {key: rope[key] for key in beside if rope.get(key) is not None}
+def _rope_for_all_layers(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns one set of rope parameters, used by all layers, under the names that mlx-lm's classes read."""
+    own_keys = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
+    filled = {key: rope[key] for key in own_keys if rope.get(key) is not None}
     if filled.get("partial_rotary_factor") == 1:
         del filled["partial_rotary_factor"]
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
         scaling = {key: value for key, value in rope.items() if key not in ("rope_theta", "partial_rotary_factor")}
         filled["rope_scaling"] = {**scaling, "type": kind, "rope_type": kind}
-        if kind != "longrope":  # only LongRoPE reads it beside the scaling
+        if kind != "longrope":  # only LongRoPE reads it outside `rope_scaling`
             filled.pop("original_max_position_embeddings", None)
     return filled
 
 
-def _per_layer_kind(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Gemma 3's two sets: full attention and sliding attention, the latter without scaling."""
+def _ropes_of_gemma3(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns Gemma 3's two sets of rope parameters, for full and for sliding attention, under mlx-lm's names.
+
+    Raises `ModelError` for other sets, and if the one for sliding attention has scaling, which mlx-lm cannot read.
+    """
     sliding, full = rope.get("sliding_attention"), rope.get("full_attention")
     if sliding is None or full is None or len(rope) != 2 or sliding.get("rope_type", "default") != "default":
         raise ModelError(f"config.json: rope_parameters for {', '.join(map(str, rope))} are not supported")
-    return {**_flat(full), "rope_local_base_freq": sliding.get("rope_theta")}
+    return {**_rope_for_all_layers(full), "rope_local_base_freq": sliding.get("rope_theta")}

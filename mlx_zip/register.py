@@ -1,8 +1,8 @@
 """Lets mlx_lm load converted models and saved caches, without importing mlx_lm.
 
 mlx_lm looks up a model class in the module `mlx_lm.models.<model_type>`, and the class of a saved cache entry in
-`mlx_lm.models.cache`. So a light module is registered under the first name, which imports its classes on demand, and
-`ZipState` is added to the second module as soon as anyone imports it.
+`mlx_lm.models.cache`. So a small module is registered as `mlx_lm.models.zip2zip`, which imports its classes when they
+are first used, and `ZipState` is added to `mlx_lm.models.cache` as soon as that module is imported.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ class _CacheFinder(importlib.abc.MetaPathFinder):
 
 
 class _CacheLoader(importlib.abc.Loader):
+    """Loads `mlx_lm.models.cache` with Python's own loader, then adds `ZipState` to it."""
+
     def __init__(self, loader: Any) -> None:
         self.loader = loader
 
@@ -52,21 +54,22 @@ class _CacheLoader(importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self.loader.exec_module(module)
-        _hand_over(module)
+        _add_zip_state(module)
 
 
-def _hand_over(cache_module: Any) -> None:
+def _add_zip_state(cache_module: Any) -> None:
+    """Adds `ZipState` to mlx_lm's cache module, where mlx_lm looks for the classes of saved cache entries."""
     cache_module.ZipState = import_module("mlx_zip.state").ZipState
 
 
 def register() -> None:
-    """Registers both, once; further calls do nothing. `import mlx_zip` calls it."""
+    """Registers the model module and `ZipState` with mlx_lm. `import mlx_zip` calls this; further calls do nothing."""
     if _MODEL_MODULE in sys.modules:
         return
     module = _ModelModule(_MODEL_MODULE)
     module.__spec__ = importlib.machinery.ModuleSpec(_MODEL_MODULE, None)
     sys.modules[_MODEL_MODULE] = module
     if _CACHE_MODULE in sys.modules:
-        _hand_over(sys.modules[_CACHE_MODULE])
+        _add_zip_state(sys.modules[_CACHE_MODULE])
     else:
         sys.meta_path.insert(0, _CacheFinder())

@@ -1,4 +1,4 @@
-"""One sequence on its way from prompt to text, and what is reported of it; shared by single and batched generation."""
+"""`Request`: follows one sequence from its prompt to its text and counts; used by single and batched generation."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ from mlx_zip.text.stream import TextStream
 class GenerationResponse:
     """One emitted id, and the figures up to and including it.
 
-    text: the next piece of text, possibly empty. token: the emitted id. base_ids: those of its base ids that count
-    (cut at an eos, a stop string or the limit). logprobs [W]. prompt_tokens, generation_tokens: base tokens;
-    prompt_ids, steps: ids. hypertokens: emitted ids that are hypertokens. *_tps: base tokens per second. bytes:
-    UTF-8 bytes of text so far. peak_memory: GB. finish_reason: None, or in the last response "stop" or "length".
-    cached_tokens: base tokens of a conversation that the prompt cache held already; prompt_tokens counts the others.
+    text: the next piece of text, possibly empty. token: the emitted id. base_ids: the base ids of `token`, without
+    those after an eos, a stop string or the limit. logprobs [W]: the log-probabilities that `token` was chosen from.
+    prompt_tokens, generation_tokens: base tokens of the prompt and of the output so far; prompt_ids, steps: the same
+    counted in ids. hypertokens: emitted ids that are hypertokens. *_tps: base tokens per second. bytes: UTF-8 bytes of
+    text so far. peak_memory: GB. finish_reason: None, or in the last response "stop" or "length". cached_tokens: base
+    tokens of a conversation that the prompt cache held already; they are not among prompt_tokens.
     """
 
     text: str
@@ -62,7 +63,11 @@ class GenerationResponse:
 
 
 class Request:
-    """One sequence from prompt to text: compresses the prompt, keeps the limits, counts what is emitted."""
+    """One sequence from prompt to text: compresses the prompt, keeps the limits, counts what is emitted.
+
+    prompt_ids: the compressed prompt, without what the cache holds already. max_steps: maximum number of emitted ids,
+    -1 for no limit. base_limit: number of base ids. Raises `GenerationError` for a prompt or a limit that cannot be.
+    """
 
     def __init__(
         self,
@@ -80,20 +85,21 @@ class Request:
         self._state, self._row = state, 0
         self._canonical = state is not None and model.config.canonical
         self._cache, chat = cache, as_chat(prompt)
-        used_ids, used_base = _used(cache, state)
+        used_ids, used_base = _cache_lengths(cache, state)
         base_ids = encode_prompt(tokenizer, prompt, used_ids > 0, sessions.answers_in(cache) if chat else None)
         self.cached_tokens = 0
         if chat is not None and used_ids:
             used_ids, used_base = sessions.common_prefix(cache, base_ids)
             base_ids, self.cached_tokens = base_ids[used_base:], used_base
-        self._kept, self._prefill = used_ids, chat is not None and chat.prefill is not None
+        # _kept_ids: ids of the cache that the prompt follows; _prefill: whether the prompt begins the answer itself
+        self._kept_ids, self._prefill = used_ids, chat is not None and chat.prefill is not None
         self.base_limit = _base_id_limit(model, tokenizer)
         _check_ids(base_ids, self.base_limit)
         self.prompt_tokens = len(base_ids)
         self.prompt_ids = self._compress(base_ids, used_ids)
         by_base = state is not None and model.config.position_mode == "base_token_end"
         used = used_base + len(base_ids) if by_base else used_ids + len(self.prompt_ids)
-        room = _room(model, used)
+        room = _positions_left(model, used)
         tokens = math.inf if max_tokens == -1 else max_tokens
         limit = min(tokens, room) if by_base else tokens
         self.max_steps = -1 if (steps := min(tokens, room)) == math.inf else int(steps)
@@ -102,15 +108,15 @@ class Request:
         self.steps = self.hypertokens = self.bytes = 0
 
     def bind(self, cache: Sequence[Any], row: int) -> None:
-        """From here on the sequence is row `row` of a batch's cache."""
+        """Makes the request use row `row` of a batch's cache from now on."""
         self._state, self._row = find_state(cache), row
 
     def _compress(self, base_ids: Sequence[int], kept: int) -> np.ndarray:
-        """The ids of base ids that follow the first `kept` ids of the cache."""
+        """Returns base ids compressed, as a continuation of the first `kept` ids of the cache."""
         ids = np.asarray(base_ids, dtype=np.uint32)
         if self._state is None:
             return ids
-        book = self._state.books[self._row]  # its params, not the model's: a request may bring its own start entries
+        book = self._state.books[self._row]  # with the request's own start entries, which may differ from the model's
         if kept == 0:
             return compress(book.params, ids)[0]
         if kept < book.mark():
@@ -119,26 +125,30 @@ class Request:
         return book.compress(ids)
 
     def take_cache(self) -> None:
-        """Trims the cache to what the prompt follows. Raises `GenerationError`, with the cache unchanged."""
-        sessions.trim_to(self._cache, self._kept)
+        """Trims the cache to the ids that the prompt follows.
+
+        Raises `GenerationError`, with the cache unchanged, if it cannot be trimmed.
+        """
+        sessions.trim_to(self._cache, self._kept_ids)
 
     def processors(self, options: Sampling, others: Sequence[LogitsProcessor] = ()) -> list[LogitsProcessor]:
-        """The sequence's penalties, others, and at the end what excludes ids that are not canonical."""
+        """Returns the sequence's logits processors: penalties, then `others`, then canonical decoding if it is on."""
         chain = [*options.make_processors(self.base_limit, self._state, self._row), *others]
         if self._state is not None and self._canonical:
             chain.append(CanonicalDecoding(self._state.books[self._row]))
         return chain
 
     def start(self) -> None:
-        """Starts the clock."""
-        self._begun, self._first = time.perf_counter(), 0.0
+        """Starts the clock and empties the records of what was emitted."""
+        self._started_s, self._first_id_s = time.perf_counter(), 0.0
         self._emitted: list[int] = []
-        self._answer: list[tuple[str, Sequence[int]]] = []
+        self._answer: list[tuple[str, Sequence[int]]] = []  # per emitted id: its piece of text, and its base ids
 
     def note(self, tokenizer: Any, finish_reason: str | None) -> None:
-        """Notes what the cache has read, and the answer that it ends with, for the next turn of the conversation.
+        """Notes what the cache has read, and the answer just generated, for the next turn of the conversation.
 
-        An answer that was cut by a stop string, left early or begun by the prompt has no ids of its own.
+        An answer is not noted if a stop string cut it, the caller left early, or the prompt began it, because then the
+        emitted ids are not exactly those of the answer.
         """
         if self._emitted:
             sessions.note_read(self._cache, [*self.prompt_ids.tolist(), *self._emitted])
@@ -151,9 +161,9 @@ class Request:
         sessions.notes_on(self._cache).answers.update({text: answer, text.strip(): answer})
 
     def emit(self, token: int, logprobs: mx.array) -> GenerationResponse:
-        """Takes the next emitted id."""
+        """Counts the next emitted id and returns its response. logprobs [W]: what the id was chosen from."""
         now = time.perf_counter()
-        self._first = self._first or now
+        self._first_id_s = self._first_id_s or now
         base_ids = self._expand(token)
         self.steps += 1
         self.hypertokens += len(base_ids) > 1
@@ -168,11 +178,11 @@ class Request:
             logprobs=logprobs,
             prompt_tokens=self.prompt_tokens,
             prompt_ids=len(self.prompt_ids),
-            prompt_tps=self.prompt_tokens / max(self._first - self._begun, 1e-9),
+            prompt_tps=self.prompt_tokens / max(self._first_id_s - self._started_s, 1e-9),
             generation_tokens=self._text.base_tokens,
             steps=self.steps,
             hypertokens=self.hypertokens,
-            generation_tps=self._text.base_tokens / max(time.perf_counter() - self._first, 1e-9),
+            generation_tps=self._text.base_tokens / max(time.perf_counter() - self._first_id_s, 1e-9),
             bytes=self.bytes,
             peak_memory=mx.get_peak_memory() / 1e9,
             finish_reason=piece.finish_reason,
@@ -180,7 +190,7 @@ class Request:
         )
 
     def _expand(self, token: int) -> Sequence[int]:
-        """The base ids of an emitted id."""
+        """Returns the base ids of an emitted id."""
         if self._state is None:
             return (token,)
         book = self._state.books[self._row]
@@ -188,19 +198,22 @@ class Request:
 
 
 def _base_id_limit(model: Any, tokenizer: Any) -> int:
-    """One past the last base id a prompt may hold."""
+    """Returns the number of base ids: a prompt's ids must be below it."""
     if is_zip(model):
         return model.layout.vocab_size
     return base_config(model).get("vocab_size", len(tokenizer))
 
 
 def base_config(model: Any) -> Mapping[str, Any]:
-    """The decoder's config: config.json for our models, the arguments mlx-lm read from it for plain ones."""
+    """Returns the decoder's config: config.json, or for a plain model the arguments that mlx-lm read from it."""
     return model.args.config if is_zip(model) else vars(model.args)
 
 
-def _room(model: Any, used: int) -> float:
-    """Positions left after `used` ones. Raises `GenerationError` when there are none."""
+def _positions_left(model: Any, used: int) -> float:
+    """Returns how many positions of the model's context are left after `used` ones, inf if the config has no limit.
+
+    Raises `GenerationError` if none are left.
+    """
     context = base_config(model).get("max_position_embeddings")  # None: the config does not say
     if context is None:
         return math.inf
@@ -212,8 +225,8 @@ def _room(model: Any, used: int) -> float:
     return context - used
 
 
-def _used(cache: Sequence[Any], state: ZipState | None) -> tuple[int, int]:
-    """(ids, base tokens) that the cache already holds."""
+def _cache_lengths(cache: Sequence[Any], state: ZipState | None) -> tuple[int, int]:
+    """Returns how much the cache already holds, as (ids, base tokens)."""
     if state is not None:
         return len(state.books[0].ids), state.books[0].base_length
     offset = getattr(cache[0], "offset", 0) if len(cache) else 0
@@ -221,6 +234,7 @@ def _used(cache: Sequence[Any], state: ZipState | None) -> tuple[int, int]:
 
 
 def _check_ids(base_ids: Sequence[int], limit: int) -> None:
+    """Raises `GenerationError` for the first id that is not a base id, from 0 to limit - 1."""
     for at, base_id in enumerate(base_ids):
         if not 0 <= base_id < limit:
             raise GenerationError(f"prompt id {base_id} at index {at} is not a base id (0 to {limit - 1})")

@@ -1,7 +1,7 @@
-"""How the next id is chosen: mlx-lm's samplers, and its penalties carried over to base-token space.
+"""How the next id is chosen: mlx-lm's samplers, and mlx-lm's penalties applied to base tokens.
 
-A penalty on ids would let a penalised word come back inside a hypertoken. So penalties and biases look at base tokens:
-the context is what the ids read so far expand to, and a hypertoken answers for each of its constituents.
+If ids were penalised, a penalised word could come back inside a hypertoken. So penalties and biases look at base
+tokens: the context is what the ids read so far expand to, and a hypertoken gets the penalties of all its base ids.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mlx_lm.sample_utils import LogitsProcessor, Sampler, make_logits_processors
 from mlx_zip.errors import GenerationError
 from mlx_zip.state import ZipState
 
-MOST_BIAS = 1e3  # a hypertoken adds up those of its base ids, and float16 ends at 65504
+MOST_BIAS = 1e3  # a hypertoken's bias is the sum over its base ids, up to 16, and float16 ends at 65504
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -68,7 +68,7 @@ class Sampling:
 
     @classmethod
     def of(cls, options: Mapping[str, Any], others: Iterable[str] = ()) -> Sampling:
-        """Returns the options given by name. others: names that a caller takes besides, for the message.
+        """Returns the options given by name. others: option names that the caller takes itself, for error messages.
 
         Raises `GenerationError` naming an unknown option and the one that was probably meant.
         """
@@ -84,14 +84,14 @@ class Sampling:
         self._check("temp", "a finite number >= 0", 0 <= self.temp < math.inf)
         self._check("top_p", "from 0 to 1", 0 <= self.top_p <= 1)
         self._check("min_p", "from 0 to 1", 0 <= self.min_p <= 1)
-        self._check("min_tokens_to_keep", "an integer >= 1", _whole(self.min_tokens_to_keep, 1))
-        self._check("top_k", "an integer >= 0", _whole(self.top_k, 0))
+        self._check("min_tokens_to_keep", "an integer >= 1", _is_integer(self.min_tokens_to_keep, 1))
+        self._check("top_k", "an integer >= 0", _is_integer(self.top_k, 0))
         self._check("xtc_probability", "from 0 to 1", 0 <= self.xtc_probability <= 1)
         self._check("xtc_threshold", "from 0 to 0.5", 0 <= self.xtc_threshold <= 0.5)
-        self._check("seed", "an integer from 0 to 2^64-1", self.seed is None or _whole(self.seed, 0, 2**64 - 1))
+        self._check("seed", "an integer from 0 to 2^64-1", self.seed is None or _is_integer(self.seed, 0, 2**64 - 1))
         for kind in ("repetition", "presence", "frequency"):
             size, penalty = f"{kind}_context_size", getattr(self, f"{kind}_penalty")
-            self._check(size, "an integer from 1 to 2^31-1", _whole(getattr(self, size), 1, 2**31 - 1))
+            self._check(size, "an integer from 1 to 2^31-1", _is_integer(getattr(self, size), 1, 2**31 - 1))
             self._check(f"{kind}_penalty", "a finite number", penalty is None or math.isfinite(penalty))
         self._check("repetition_penalty", "above 0", self.repetition_penalty is None or self.repetition_penalty > 0)
         biases = (self.logit_bias or {}).values()
@@ -99,17 +99,21 @@ class Sampling:
         self._check("logit_bias", f"a map of base ids to numbers up to {MOST_BIAS:g}", fits)
 
     def _check(self, name: str, rule: str, holds: bool) -> None:
+        """Raises `GenerationError` saying that the option must follow the rule, unless `holds`."""
         if not holds:
             flag = "--" + name.replace("_", "-")
             raise GenerationError(f"{name} ({flag}) must be {rule}, got {getattr(self, name)!r}")
 
     def sampler_options(self) -> list[str]:
-        """Names of the options that a sampler would act on and that are not at their defaults."""
+        """Returns the names of the sampler's options that are not at their defaults."""
         names = ("temp", "top_p", "min_p", "min_tokens_to_keep", "top_k", "xtc_probability", "xtc_threshold")
         return [name for name in names if getattr(self, name) != getattr(Sampling, name)]
 
     def make_sampler(self, width: int | None, special_ids: Sequence[int]) -> Sampler:
-        """log-probabilities [B, W] -> ids [B]. width: W when known; special_ids: never excluded by XTC."""
+        """Returns a function from log-probabilities [B, W] to ids [B].
+
+        width: W if known, to check options against. special_ids: ids that XTC never excludes. Raises `GenerationError`.
+        """
         if width is not None:
             self._check("top_k", f"below the {width} columns of the logits", self.top_k < width)
             self._check("min_tokens_to_keep", f"below the {width} columns", self.min_tokens_to_keep < width)
@@ -125,17 +129,18 @@ class Sampling:
         )
 
     def make_processors(self, base_ids: int | None, state: ZipState | None, row: int = 0) -> list[LogitsProcessor]:
-        """Processors (ids, logits [1, W]) -> logits for one sequence; mlx-lm's own when there are no hypertokens.
+        """Returns logits processors, called with (ids, logits [1, W]), that apply penalties and biases to a sequence.
 
-        base_ids: number of base ids, when known.
+        base_ids: number of base ids, if known. state, row: the sequence's `ZipState` and its row there; without a state
+        the processors are mlx-lm's own. Raises `GenerationError` for a bias on an id that is not a base id.
         """
-        wrong = [i for i in self.logit_bias or {} if not _whole(i, 0) or (base_ids is not None and i >= base_ids)]
+        wrong = [i for i in self.logit_bias or {} if not _is_integer(i, 0) or (base_ids is not None and i >= base_ids)]
         if wrong:
             raise GenerationError(f"logit_bias (--logit-bias): {wrong[0]!r} is not a base id (0 to {base_ids} - 1)")
         if base_ids is not None and [*(self.logit_bias or {}).values()].count(-math.inf) == base_ids:
             raise GenerationError("logit_bias (--logit-bias) rules out every base id, so nothing could be chosen")
         if state is not None:
-            return [BasePenalties(self, state, row)] if self._penalises else []
+            return [BasePenalties(self, state, row)] if self._has_penalties else []
         return make_logits_processors(
             dict(self.logit_bias or {}),
             self.repetition_penalty,
@@ -147,7 +152,8 @@ class Sampling:
         )
 
     @property
-    def _penalises(self) -> bool:
+    def _has_penalties(self) -> bool:
+        """Whether any penalty or bias is set."""
         return bool(self.logit_bias or self.repetition_penalty or self.presence_penalty or self.frequency_penalty)
 
 
@@ -162,10 +168,11 @@ def base_ids_only(model: Any) -> LogitsProcessor:
 
 
 class BasePenalties:
-    """mlx-lm's penalties for a sequence with hypertokens.
+    """A logits processor that applies mlx-lm's penalties to a sequence with hypertokens.
 
-    Base column b: as in mlx-lm. Hypertoken column: biases, presence and frequency penalties summed over its
-    constituents; the repetition penalty once per constituent seen (a factor r^k). Columns at -inf stay there.
+    A base id is penalised as in mlx-lm. A hypertoken gets the sum of its base ids' biases, presence and frequency
+    penalties, and the repetition penalty r once for each of its k base ids that were seen (a factor r^k). Logits of
+    -inf stay -inf.
     """
 
     def __init__(self, sampling: Sampling, state: ZipState, row: int) -> None:
@@ -175,7 +182,7 @@ class BasePenalties:
             self._bias[base_id] = value
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
-        """Logits [1, W] -> [1, W]; the context is the codebook's own log, so `tokens` is not read."""
+        """Returns logits [1, W] after penalties. The ids are taken from the codebook's log; `tokens` is not used."""
         seen, taken = self._base_terms()
         bias, seen, taken = (self._with_hypertokens(term) for term in (self._bias, seen, taken))
         columns = np.flatnonzero((bias != 0) | (seen != 0) | (taken != 0))
@@ -188,28 +195,31 @@ class BasePenalties:
         return mx.put_along_axis(logits, at[None], chosen, axis=1)  # in the dtype of the logits
 
     def _base_terms(self) -> tuple[np.ndarray, np.ndarray]:
-        """[V] each: 1 where the repetition penalty applies, and what presence and frequency subtract."""
+        """Returns two arrays [V] over base ids: 1 where the repetition penalty applies, and what presence and
+        frequency penalties subtract from the logit.
+        """
         chosen, size = self.sampling, self.state.books[self.row].params.vocab_size
         seen, taken = np.zeros(size, dtype=np.float32), np.zeros(size, dtype=np.float32)
         if chosen.repetition_penalty:
-            seen[self._last(chosen.repetition_context_size)] = 1
+            seen[self._last_base_tokens(chosen.repetition_context_size)] = 1
         if chosen.presence_penalty:
-            taken[self._last(chosen.presence_context_size)] += chosen.presence_penalty
+            taken[self._last_base_tokens(chosen.presence_context_size)] += chosen.presence_penalty
         if chosen.frequency_penalty:
-            np.add.at(taken, self._last(chosen.frequency_context_size), chosen.frequency_penalty)
+            np.add.at(taken, self._last_base_tokens(chosen.frequency_context_size), chosen.frequency_penalty)
         return seen, taken
 
-    def _last(self, count: int) -> np.ndarray:
-        """The last `count` base tokens read (an id is at least one)."""
+    def _last_base_tokens(self, count: int) -> np.ndarray:
+        """Returns the last `count` base tokens that were read."""
         book = self.state.books[self.row]
-        return book.base_ids(max(0, book.mark() - count))[-count:]
+        return book.base_ids(max(0, book.mark() - count))[-count:]  # the last `count` ids have at least as many
 
     def _with_hypertokens(self, term: np.ndarray) -> np.ndarray:
-        """[V] -> [V + installed entries]: a hypertoken's is the sum over its constituents."""
+        """Returns a term [V] over base ids extended to hypertokens, [V + entries]: the sum over an entry's base ids."""
         entries = self.state.books[self.row].entries
         real = np.arange(entries.base_ids.shape[1]) < np.asarray(entries.lengths)[:, None]
         return np.concatenate([term, np.where(real, term[np.where(real, entries.base_ids, 0)], 0).sum(axis=1)])
 
 
-def _whole(value: Any, low: int, high: float = math.inf) -> bool:
+def _is_integer(value: Any, low: int, high: float = math.inf) -> bool:
+    """Returns whether value is an integer from low to high."""
     return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high

@@ -1,8 +1,14 @@
-"""What a prompt cache holds, in base ids, so that a whole conversation can be given and only its new part is read.
+"""Notes on prompt caches: the ids that a cache has read, so that of a whole conversation only the new part is read.
 
-A zip2zip model's cache knows its ids: the codebook logs them. A plain model's cache does not, so they are noted here
-for as long as the cache lives, and so are the answers that were generated into either. A cache without notes (one that
-was saved and loaded, say) is read again from where its ids are not known.
+For each cache this module notes the answers that were generated with it, and for a plain model's cache also its ids. (A
+zip2zip model's cache logs its ids itself, in the codebook.)
+
+The notes are kept in a dictionary next to the cache, not in it, because a cache is a list of mlx-lm's own objects: they
+have no place for notes, and mlx-lm's functions that save, load, trim and count a cache's entries would meet one that
+they do not know. The dictionary refers to a cache weakly, so that notes live exactly as long as their cache: they never
+keep its keys and values in memory, and never pass to a later cache. A list allows no weak references, so the key is the
+cache's last entry. A cache without notes, for example one that was loaded from a file, still works: of a plain model's
+cache all ids are read again, and past answers are tokenized like any other text.
 """
 
 from __future__ import annotations
@@ -22,7 +28,11 @@ from mlx_zip.state import find_state
 
 @dataclass
 class Notes:
-    """Notes on one cache. ids: base ids that a plain model's cache holds. answers: text -> the ids emitted for it."""
+    """Notes on one cache.
+
+    ids: all base ids that a plain model's cache holds. answers: the text of each answer, and its base ids as they were
+    emitted.
+    """
 
     ids: list[int] = field(default_factory=list)
     answers: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -32,27 +42,29 @@ _NOTES: WeakKeyDictionary[Any, Notes] = WeakKeyDictionary()  # by the cache's la
 
 
 def notes_on(cache: Sequence[Any]) -> Notes:
-    """Returns the notes on a cache, empty at first."""
+    """Returns the notes on a cache, which are empty at first."""
     return _NOTES.setdefault(cache[-1], Notes())
 
 
 def held_ids(cache: Sequence[Any]) -> int:
-    """Returns how many ids a cache holds, hypertokens counted as one."""
+    """Returns how many ids a cache holds; a hypertoken counts as one."""
     state = find_state(cache)
     return int(getattr(cache[0], "offset", 0)) if state is None else len(state.books[0].ids)
 
 
 def answers_in(cache: Sequence[Any]) -> Mapping[str, tuple[int, ...]]:
-    """Returns the answers that were generated into a cache, text -> base ids."""
+    """Returns the answers that were generated with a cache, as a map from text to base ids."""
     return notes_on(cache).answers
 
 
 def common_prefix(cache: Sequence[Any], base_ids: Sequence[int]) -> tuple[int, int]:
-    """Returns (ids, base tokens) of a cache to keep for a prompt: the longest common prefix of both that ends between
-    two ids of the cache and leaves at least one base id of the prompt to read.
+    """Returns how much of a cache a prompt of base ids can reuse, as (ids, base tokens).
+
+    That is the longest common prefix of the cache and the prompt, but it ends where an id of the cache ends, and leaves
+    at least one base id of the prompt to be read.
     """
-    ends = _ends(cache)
-    held = _base_ids(cache)
+    ends = _id_ends(cache)
+    held = _known_base_ids(cache)
     wanted = np.asarray(base_ids[:-1], dtype=np.int64)
     n = min(len(held), len(wanted))
     differ = np.flatnonzero(held[:n] != wanted[:n])
@@ -62,7 +74,10 @@ def common_prefix(cache: Sequence[Any], base_ids: Sequence[int]) -> tuple[int, i
 
 
 def trim_to(cache: list[Any], ids: int) -> None:
-    """Trims KV caches and codebook together to their first `ids` ids. Raises `GenerationError` if they cannot be."""
+    """Trims a cache, KV caches and codebook together, to its first `ids` ids.
+
+    Raises `GenerationError` if the cache cannot be trimmed.
+    """
     surplus = held_ids(cache) - ids
     if not surplus:
         return
@@ -76,13 +91,13 @@ def trim_to(cache: list[Any], ids: int) -> None:
 
 
 def note_read(cache: Sequence[Any], ids: Sequence[int]) -> None:
-    """Notes ids that a plain model's cache has read after those before; for a zip2zip model's, its codebook does."""
+    """Notes the ids that a plain model's cache has read since the last note. A zip2zip model's codebook logs them."""
     if find_state(cache) is None:
         notes_on(cache).ids.extend(map(int, ids))
 
 
-def _base_ids(cache: Sequence[Any]) -> np.ndarray[Any, Any]:
-    """Base ids that a cache is known to hold, from its first on, int64."""
+def _known_base_ids(cache: Sequence[Any]) -> np.ndarray[Any, Any]:
+    """Returns the base ids that a cache holds, int64; none if a plain model's notes do not cover all of them."""
     state = find_state(cache)
     if state is not None:
         return state.books[0].base_ids(0).astype(np.int64)
@@ -90,10 +105,10 @@ def _base_ids(cache: Sequence[Any]) -> np.ndarray[Any, Any]:
     return np.array(notes.ids if len(notes.ids) == held_ids(cache) else [], np.int64)
 
 
-def _ends(cache: Sequence[Any]) -> np.ndarray[Any, Any]:
-    """Base tokens up to the end of each id that a cache is known to hold, int64."""
+def _id_ends(cache: Sequence[Any]) -> np.ndarray[Any, Any]:
+    """Returns, for each id that a cache is known to hold, how many base tokens it and the ids before it have, int64."""
     state = find_state(cache)
     if state is None:
-        return np.arange(1, 1 + len(_base_ids(cache)), dtype=np.int64)
+        return np.arange(1, 1 + len(_known_base_ids(cache)), dtype=np.int64)
     spans: Uint32s | Any = state.books[0].logged()[1]
     return np.cumsum(spans.astype(np.int64))

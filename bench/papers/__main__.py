@@ -18,7 +18,7 @@ EXPERIMENTS = {
     ),
     "multitok": (
         "mlx_zip.bench.papers.multitok.phrases",
-        "phrases of MultiTok: speed compared with plain Python, memory, and how far a corpus shrinks",
+        "phrases of MultiTok: speed compared with plain Python, memory, and tokens per unit of a corpus",
     ),
     "classify": (
         "mlx_zip.bench.papers.multitok.classify",
@@ -26,7 +26,7 @@ EXPERIMENTS = {
     ),
     "adaptbpe": (
         "mlx_zip.bench.papers.adaptbpe.utility",
-        "AdaptBPE: bytes saved by a cut and adapted merge list; seconds of adapting, speed of encoding",
+        "AdaptBPE: compression utility of a shortened and adapted merge list, seconds of adapting, speed of encoding",
     ),
     "adapt_model": (
         "mlx_zip.bench.papers.adaptbpe.model",
@@ -34,11 +34,11 @@ EXPERIMENTS = {
     ),
     "adapt_step": (
         "mlx_zip.bench.papers.adaptbpe.step",
-        "AdaptBPE: time of a decoding step with part of the vocabulary's rows, compared with what bytes allow",
+        "AdaptBPE: time of a decoding step with part of the vocabulary's rows, compared with the possible saving",
     ),
     "hbpe": (
         "mlx_zip.bench.papers.hbpe.patches",
-        "patches of hierarchical BPE: learning merges, their number by patch size, a text in patches, FLOPs",
+        "patches of hierarchical BPE: number of merges, learning time and FLOPs by patch size; patches of a text",
     ),
     "hbpe_model": (
         "mlx_zip.bench.papers.hbpe.model",
@@ -46,15 +46,15 @@ EXPERIMENTS = {
     ),
     "packs": (
         "mlx_zip.bench.papers.packs.compression",
-        "what codebook packs bring to texts of their own kind and of others: base ids per id, by size and learner",
+        "base ids per id with codebook packs, on texts of the pack's own kind and of others, by size and learner",
     ),
     "pack_quality": (
         "mlx_zip.bench.papers.packs.quality",
-        "what codebook packs cost: strict bits per byte against base ids per id, compared with the base",
+        "strict bits per byte against base ids per id of a model with codebook packs, compared with the base model",
     ),
     "pack_transfer": (
         "mlx_zip.bench.papers.packs.transfer",
-        "packs for text that training never saw: what they bring, read and written, and what they cost",
+        "packs for text that training never saw: base ids per id read and per step written, and bits per byte",
     ),
 }
 

@@ -1,6 +1,6 @@
-"""What the methods of `mlx_zip vocab` share: their actions, flags of one name for one thing, checks, progress bars.
+"""What the methods of `mlx_zip vocab` share: actions, flags that mean the same everywhere, checks, progress bars.
 
-`learn` (MultiTok's paper: `train`) writes a file, --out; every other action takes such a file as its first argument.
+`learn` (multitok calls it `train`) writes a file, --out; every other action takes that file as its first argument.
 --tokenizer names a tokenizer, --data and --held-out name texts, --json prints one JSON object.
 """
 
@@ -17,7 +17,7 @@ from mlx_zip.errors import DataError
 
 Action = tuple[Callable[[argparse.ArgumentParser], None], str, Callable[[argparse.Namespace], Any]]
 TOKENIZER = (
-    "model folder, bundled model or hub id; or a file, also with .gz: tokenizer.json, NAME.tiktoken, NAME.model "
+    "model folder, bundled model, hub id, or a file (plain or .gz): tokenizer.json, NAME.tiktoken, NAME.model "
     "(SentencePiece), vocab.bpe, merges.txt or NAME.vocab.txt (BERT)"
 )
 
@@ -28,9 +28,11 @@ def add_actions(
     examples: str,
     aliases: Mapping[str, Sequence[str]] = {},
 ) -> None:
-    """Declares a method's actions: name -> (function that declares its flags, purpose, function that runs it).
+    """Declares a method's actions as subcommands.
 
-    The parsed arguments hold the last of these as `do` and the name as `action`.
+    actions: name -> (function that declares the action's flags, purpose for --help, function that runs the action).
+    examples: text at the end of each --help. aliases: other names of an action. The parsed arguments hold the function
+    that runs the action as `do`, and the action's name as `action`.
     """
     parser.epilog, parser.formatter_class = examples, argparse.RawDescriptionHelpFormatter
     found = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
@@ -49,20 +51,24 @@ def add_actions(
 
 def add_json(add: Any) -> None:
     """Declares --json."""
-    add("--json", action="store_true", help="print one JSON object")
+    add("--json", action="store_true", help="print the result as one JSON object instead of text (default: off)")
 
 
 def check_at_least(args: argparse.Namespace, least: int, *names: str) -> None:
-    """Raises `DataError` for the first of these flags whose value is below `least`; None passes."""
+    """Raises `DataError` for the first of the named flags with a value below `least`; a flag not given (None) passes.
+
+    names: flags as `args` holds them, for example "most_ids" for --most-ids.
+    """
     for name in names:
         if (value := getattr(args, name)) is not None and value < least:
             raise DataError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
 
 
 def first_stage(name: str) -> Any:
-    """Returns the `first_stage.TokenizerFile` of a tokenizer in any format that `text.tokenizers` reads, or in hex.
+    """Reads the tokenizer that --tokenizer names (see `TOKENIZER`) -> `first_stage.TokenizerFile`.
 
-    Formats of characters (SentencePiece, BERT) are converted to a tokenizer.json. Raises `DataError`.
+    A .json list of tokens in hex is read too. SentencePiece and BERT files are converted to a tokenizer.json. Raises
+    `DataError` for a name that cannot be read.
     """
     from mlx_zip.bundled import here_or_bundled
     from mlx_zip.text.formats import is_tokenizer_file, pair_in, read_library
@@ -82,9 +88,10 @@ def first_stage(name: str) -> Any:
 def writable(
     flag: str, name: str | Path, what: str = "", suffix: str = "", read: Iterable[str | Path | None] = ()
 ) -> Path:
-    """Returns the path of a file to write. read: files that the same command reads or writes.
+    """Returns the path of a file that the command will write, after checks; writes nothing.
 
-    Raises `DataError` naming the flag if the file cannot be written (see `files.check_out`) or is one of `read`.
+    flag: names the file in errors. what, suffix: the kind of file and the only suffix it may have ("" for any). read:
+    other files that the command reads or writes. Raises `DataError` if the file cannot be written or is one of `read`.
     """
     from mlx_zip.files import check_out
 

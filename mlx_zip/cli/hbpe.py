@@ -22,6 +22,7 @@ examples:
   mlx_zip vocab hbpe generate run/model --prompt "Once upon a time" --temp 0.8
   mlx_zip vocab hbpe evaluate run/model --data stories.test.txt --separator '<|endofstory|>'
 """
+_TABLE = "patch table, as written by `mlx_zip vocab hbpe learn`"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,40 +31,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _learn_flags(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags of `learn`."""
     add = parser.add_argument
     _tokenizer_flag(add)
-    add("--out", required=True, metavar="TABLE", help="patch table to write, a .npz file")
+    add("--out", required=True, metavar="TABLE", help="file to write the patch table to (.npz)")
     add(
         "--patch-size",
         type=int,
         default=10,
         metavar="S",
-        help="maximum symbols of a patch, its end mark included (default: 10)",
+        help="maximum number of symbols in a patch, its end mark included: 2 to 256 (default: 10)",
     )
     add(
         "--mode",
         choices=("stop", "full"),
         default="stop",
-        help="merges applied to a token that is too long. stop: only until it fits; full: all of them (default: stop)",
+        help="merges to apply to a token of more than --patch-size symbols. stop: only until it fits; full: all of "
+        "them (default: stop)",
     )
     _show_flag(add, "merges")
-    add_plot(add, "the number of patches by length")
+    add_plot(add, "the number of patches of each length")
     add_json(add)
 
 
 def _show_flags(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags of `show`."""
     add = parser.add_argument
-    add("table", metavar="TABLE", help="file that `learn` wrote")
+    add("table", metavar="TABLE", help=_TABLE)
     _show_flag(add, "merges")
-    add_plot(add, "the number of patches by length")
+    add_plot(add, "the number of patches of each length")
     add_json(add)
 
 
 def _encode_flags(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags of `encode`."""
     add = parser.add_argument
-    add("table", metavar="TABLE", help="file that `learn` wrote")
+    add("table", metavar="TABLE", help=_TABLE)
     _tokenizer_flag(add)
-    add("--data", required=True, metavar="FILE", help="UTF-8 text to encode; - reads standard input")
+    add("--data", required=True, metavar="FILE", help="UTF-8 text file to turn into patches; - reads standard input")
     _show_flag(add, "patches")
     add_json(add)
 
@@ -73,16 +78,16 @@ def _tokenizer_flag(add: Any) -> None:
         "--tokenizer",
         required=True,
         metavar="NAME",
-        help=f"first-stage tokenizer: {TOKENIZER}; or a .json list of tokens in hex",
+        help=f"tokenizer whose tokens become patches: {TOKENIZER}; or a .json list of tokens in hex",
     )
 
 
 def _show_flag(add: Any, what: str) -> None:
-    add("--show", type=int, default=10, metavar="N", help=f"number of {what} to list; --json has all (default: 10)")
+    add("--show", type=int, default=10, metavar="N", help=f"number of {what} to list; --json lists all (default: 10)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs one action and returns its exit status. Raises `MlxZipError`."""
+    """Runs one action, prints its result and returns the exit status. Raises `MlxZipError`."""
     if args.action in MODEL_ACTIONS:
         return args.do(args)
     check_at_least(args, 0, "show")
@@ -92,6 +97,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _learn(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    """Learns a patch table and writes it; returns what it holds as a record for --json and as lines to print."""
     from mlx_zip.vocab.hbpe import learn, too_long
     from mlx_zip.vocab.hbpe_table import SUFFIX, PatchTable
 
@@ -105,29 +111,35 @@ def _learn(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     except OSError as error:
         raise DataError(f"{out}: {error.strerror or error}") from error
     pool = len(too_long(tokens, args.patch_size))
-    record, lines = _described(table, args.show, learned.counts.tolist())
+    record, lines = _describe(table, args.show, learned.counts.tolist())
     _plot(plot, record)
     record["tokens_too_long"] = pool
     return record, [f"{out} is written; merges were learned from {pool} tokens that did not fit", *lines]
 
 
 def _show(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    """Returns what a patch table holds as a record for --json and as lines to print."""
     from mlx_zip.vocab.hbpe_table import PatchTable
 
     plot = plot_file(args.plot, read=[args.table])
-    record, lines = _described(PatchTable.load(args.table), args.show)
+    record, lines = _describe(PatchTable.load(args.table), args.show)
     _plot(plot, record)
     return record, lines
 
 
 def _plot(path: Path | None, record: dict[str, Any]) -> None:
+    """Draws the number of patches of each length, from a record of `_describe`; draws nothing if `path` is None."""
     if path is not None:
         lengths = {str(length): count for length, count in record["patch_lengths"].items()}
         draw_bars(path, {"patches": lengths}, ("symbols of a patch", "patches"))
 
 
-def _described(table: Any, show: int, counts: list[int] | None = None) -> tuple[dict[str, Any], list[str]]:
-    """Returns a record of a table and its lines. counts: how often each merge's pair occurred when it was learned."""
+def _describe(table: Any, show: int, counts: list[int] | None = None) -> tuple[dict[str, Any], list[str]]:
+    """Returns what a patch table holds as a record for --json and as lines to print.
+
+    show: number of merges that the lines list. counts: how often each merge's pair occurred when it was learned; None
+    for a table from a file, which does not hold counts.
+    """
     spelled = table.merges.spelled
     lengths = Counter(table.lengths.tolist())
     record = {
@@ -155,6 +167,7 @@ def _described(table: Any, show: int, counts: list[int] | None = None) -> tuple[
 
 
 def _encode(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    """Turns a text into patches; returns them and their rates as a record for --json and as lines to print."""
     from mlx_zip.cli.compression import read_text
     from mlx_zip.text.formats import read_library
     from mlx_zip.vocab.hbpe_measures import fertility, words_of
@@ -163,7 +176,7 @@ def _encode(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
 
     text, table, tokenizer = read_text(args.data), PatchTable.load(args.table), first_stage(args.tokenizer)
     table.check_tokens(tokenizer.tokens())
-    ranks = tokenizer.kind == "ranks"  # the name of such a file says how text is split
+    ranks = tokenizer.kind == "ranks"  # a .tiktoken file, whose name says how text is split
     ids = list(encoder_of(read_library(tokenizer.path) if ranks else tokenizer.library())(text))
     if not ids:
         raise DataError(f"{args.data}: this text has no token of the tokenizer")
@@ -221,6 +234,6 @@ MODEL_ACTIONS: dict[str, Action] = {
 ACTIONS = {
     "learn": (_learn_flags, "learn merges from a tokenizer's tokens and write a patch table", _learn),
     "show": (_show_flags, "show the merges and patch lengths of a patch table", _show),
-    "encode": (_encode_flags, "show the patches of a text", _encode),
+    "encode": (_encode_flags, "turn a text into patches and show them", _encode),
     **MODEL_ACTIONS,
 }

@@ -10,7 +10,16 @@ from typing import Any
 
 from mlx_zip.cli.actions import TOKENIZER, add_actions, add_json, check_at_least, writable
 from mlx_zip.cli.multitok_export import export, export_flags
-from mlx_zip.cli.multitok_texts import TRAINED, add_text_flags, rate, rate_line, same_units, texts_of, written
+from mlx_zip.cli.multitok_texts import (
+    DICTIONARY,
+    TRAINED,
+    add_text_flags,
+    ids_writer,
+    rate,
+    rate_line,
+    texts_of,
+    tokenizer_for,
+)
 from mlx_zip.cli.multitok_training import draw_uses, train, train_flags
 from mlx_zip.cli.vocab_plots import add_plot, plot_file
 
@@ -30,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs one action and prints what it returns; 0. Raises `MlxZipError`."""
+    """Runs one action, prints its result as text or JSON, and returns the exit status 0. Raises `MlxZipError`."""
     check_at_least(args, 0, *(name for name in ("window", "show") if hasattr(args, name)))
     record, lines = args.do(args)
     if args.json:
@@ -44,27 +53,29 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _encode_flags(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags of `encode`."""
     add = parser.add_argument
-    add("dictionary", metavar="DICTIONARY", help="file that `train` wrote")
-    add_text_flags(add)
+    add("dictionary", metavar="DICTIONARY", help=DICTIONARY)
+    add_text_flags(add, "the one that the dictionary was trained with, if any; otherwise such a unit is an error")
     add(
         "--matching",
         choices=("longest", "walk"),
         default="longest",
-        help="longest: take the longest phrase that fits; walk: stop at the first run of units that is no phrase, as "
-        "the published code does (default: longest)",
+        help="how the next phrase is found. longest: take the longest phrase that fits; walk: add unit after unit and "
+        "stop at the first run that is no phrase, as the published code does (default: longest)",
     )
     add(
         "--out",
         "--encoded",
         dest="encoded",
         metavar="FILE",
-        help="file for the samples' ids, one JSON list per line (default: print them)",
+        help="file to write the ids to, one JSON list per sample and line (default: print them)",
     )
     add_json(add)
 
 
 def _encode(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    """Encodes texts and writes or prints their ids; returns the rate as a record for --json and as lines to print."""
     from mlx_zip.vocab.multitok import Dictionary, Totals
 
     if args.encoded is not None:
@@ -72,9 +83,9 @@ def _encode(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     dictionary = Dictionary.load(args.dictionary)
     if args.unk_id is not None:
         dictionary = dictionary.with_unk_id(args.unk_id)
-    tokenizer = same_units(dictionary.settings.units, args)
+    tokenizer = tokenizer_for(dictionary.settings.units, args)
     totals, shown, unknown = Totals(), list[list[int]](), 0
-    with written(args.encoded) as write:
+    with ids_writer(args.encoded) as write:
         for batch in texts_of(args, args.data, tokenizer).batches():
             units = dictionary.number(batch)
             ids = dictionary.encode_all(units, args.window or 0, args.matching)
@@ -99,20 +110,32 @@ def _encode(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
 
 
 def _stats_flags(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags of `stats`."""
     add = parser.add_argument
-    add("dictionary", metavar="DICTIONARY", help="file that `train` wrote")
-    add("--tokenizer", metavar="NAME", help=f"show phrases of ids as text of this tokenizer: {TOKENIZER}")
-    add("--show", type=int, default=20, metavar="N", help="phrases to list, those that save most first (default: 20)")
-    add_plot(add, "the uses of the phrases by rank")
+    add("dictionary", metavar="DICTIONARY", help=DICTIONARY)
+    add(
+        "--tokenizer",
+        metavar="NAME",
+        help=f"tokenizer that shows phrases of ids as text: {TOKENIZER} (default: show the ids)",
+    )
+    add(
+        "--show",
+        type=int,
+        default=20,
+        metavar="N",
+        help="number of phrases to list, those that save most units first (default: 20)",
+    )
+    add_plot(add, "how often training used each phrase")
     add_json(add)
 
 
 def _stats(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    """Returns the counts and best phrases of a dictionary as a record for --json and as lines to print."""
     from mlx_zip.vocab.multitok import Dictionary
 
     plot = plot_file(args.plot, read=[args.dictionary])
     dictionary = Dictionary.load(args.dictionary)
-    spell = _speller(dictionary.settings.units, args)
+    spell = _text_of_units(dictionary.settings.units, args)
     shown = [
         {"id": id, "uses": uses, "units": (run := dictionary.expand([id]).tolist()), "text": spell(run)}
         for id, uses in dictionary.saving(args.show)
@@ -132,15 +155,16 @@ def _stats(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     return record, [*_stats_lines(record), *hint]
 
 
-def _speller(units: Any, args: argparse.Namespace) -> Callable[[list[int]], str]:
-    """Returns a function from units to their text; without --tokenizer, ids are shown as numbers."""
+def _text_of_units(units: Any, args: argparse.Namespace) -> Callable[[list[int]], str]:
+    """Returns a function from a list of units to their text; ids stay numbers without --tokenizer."""
     if args.tokenizer is None:
         return units.shown
-    tokenizer = same_units(units, args)
+    tokenizer = tokenizer_for(units, args)
     return lambda run: tokenizer.decode(run)
 
 
 def _stats_lines(record: dict[str, Any]) -> list[str]:
+    """Returns a record of `_stats` as lines to print."""
     lengths = ", ".join(f"{count} of {n}" for n, count in list(record["phrases_by_length"].items())[:8])
     pruned = record["pruning"]
     lines = [
@@ -160,5 +184,5 @@ ACTIONS = {
     "train": (train_flags, "learn a dictionary of phrases from texts", train),
     "encode": (_encode_flags, "turn texts into ids of units and phrases", _encode),
     "stats": (_stats_flags, "show the phrases of a dictionary, their uses and lengths", _stats),
-    "export": (export_flags, "write the phrases of a dictionary over a tokenizer's ids as a codebook pack", export),
+    "export": (export_flags, "write the phrases of a dictionary over a tokenizer's ids as a pack", export),
 }

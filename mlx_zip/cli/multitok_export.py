@@ -1,4 +1,4 @@
-"""`mlx_zip vocab multitok export`: writes a dictionary over a tokenizer's ids as a codebook pack."""
+"""`mlx_zip vocab multitok export`: writes the phrases of a dictionary over a tokenizer's ids as a pack."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from mlx_zip.cli.actions import TOKENIZER, add_json, check_at_least, writable
-from mlx_zip.cli.multitok_texts import same_units
+from mlx_zip.cli.multitok_texts import DICTIONARY, tokenizer_for
 from mlx_zip.errors import DataError
 
 SIZE, MERGE_SIZE = 1024, 3  # defaults: entries of a pack, base ids of an entry
@@ -15,27 +15,28 @@ SIZE, MERGE_SIZE = 1024, 3  # defaults: entries of a pack, base ids of an entry
 def export_flags(parser: argparse.ArgumentParser) -> None:
     """Declares the flags."""
     add = parser.add_argument
-    add("dictionary", metavar="DICTIONARY", help="file that `train --tokenizer` wrote")
+    add("dictionary", metavar="DICTIONARY", help=f"{DICTIONARY} with --tokenizer")
     add("--tokenizer", metavar="NAME", help=f"tokenizer that the dictionary was trained with: {TOKENIZER}")
-    add("--out", required=True, metavar="PACK", help="pack to write, a .npz file")
+    add("--out", required=True, metavar="PACK", help="file to write the pack to (.npz)")
     add(
         "--size",
         type=int,
         default=SIZE,
         metavar="N",
-        help=f"maximum number of entries, the most used phrases (default: {SIZE})",
+        help=f"maximum number of entries in the pack; the most used phrases are taken (default: {SIZE})",
     )
     add(
         "--merge-size",
         type=int,
         metavar="N",
-        help=f"maximum base ids of an entry (default: the model's, or {MERGE_SIZE})",
+        help="maximum number of base ids in an entry (default: that of the zip2zip model that --tokenizer names, or "
+        f"{MERGE_SIZE})",
     )
     add_json(add)
 
 
 def export(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    """Writes the pack; returns a record and its lines. Raises `MlxZipError`."""
+    """Writes the pack; returns what it holds as a record for --json and as lines to print. Raises `MlxZipError`."""
     from mlx_zip.text.token_facts import special_ids
     from mlx_zip.vocab.first_stage import tokenizer_fingerprint
     from mlx_zip.vocab.multitok import Dictionary, Words
@@ -50,7 +51,7 @@ def export(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
         raise DataError(
             f"{args.dictionary} was trained on words, and a codebook holds a tokenizer's ids: train with --tokenizer"
         )
-    tokenizer = same_units(dictionary.settings.units, args)
+    tokenizer = tokenizer_for(dictionary.settings.units, args)
     codec = _codec_of(args.tokenizer)
     merge_size = args.merge_size or (codec.merge_size if codec else MERGE_SIZE)
     disabled = codec.disabled_ids if codec else special_ids(tokenizer)
@@ -70,7 +71,7 @@ def export(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
 
 
 def _codec_of(name: str) -> Any:
-    """Returns the codec of the zip2zip model whose folder holds the tokenizer, None for any other tokenizer."""
+    """Returns the codec settings of the zip2zip model that `name` names; None if it names a tokenizer alone."""
     from mlx_zip.bundled import here_or_bundled
     from mlx_zip.loading import read_config
     from mlx_zip.text.tokenizers import tokenizer_folder

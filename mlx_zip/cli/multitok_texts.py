@@ -14,52 +14,62 @@ from typing import Any
 from mlx_zip.cli.actions import TOKENIZER
 from mlx_zip.errors import DataError
 
-BATCH = 1 << 18  # a batch ends with the sample that brings it to so many units
+BATCH = 1 << 18  # units after which a batch of samples ends
+DICTIONARY = "dictionary, as written by `mlx_zip vocab multitok train`"
 DATA = ".txt, .jsonl or source files (or with .gz), .parquet files, folders or hub names of data sets"
 TRAINED = {"samples": "samples", "units": "corpus_units", "tokens": "corpus_tokens", "ratio": "ratio"}
 
 
-def add_text_flags(add: Any) -> None:
-    """Declares the flags of `train` and `encode` that name texts and say what their units and samples are."""
+def add_text_flags(add: Any, unk_id: str) -> None:
+    """Declares the flags of `train` and `encode` that name texts and define their units and samples.
+
+    unk_id: the default of --unk-id, for its help line.
+    """
     add(
         "--tokenizer",
         metavar="NAME",
-        help=f"the units are this tokenizer's ids: {TOKENIZER} (default: words between blanks)",
+        help=f"tokenizer whose ids are the units: {TOKENIZER} (default: the units are words between blanks)",
     )
     add(
         "--data",
         nargs="+",
         required=True,
         metavar="FILE",
-        help=f"texts: {DATA}; each record and each .txt file is a sample",
+        help=f"texts to read: {DATA}; each record and each .txt file is one sample",
     )
-    add("--separator", metavar="LINE", help="line that ends a sample within a .txt file")
-    add("--lines", action="store_true", help="each line of a text is a sample")
+    add("--separator", metavar="LINE", help="line that ends a sample in a .txt file (default: a file is one sample)")
+    add("--lines", action="store_true", help="take each line of a text as one sample (default: off)")
     add("--window", type=int, metavar="N", help="maximum number of units in a phrase; 0: no maximum (default: 0)")
-    add("--unk-id", type=int, metavar="ID", help="id of units that the dictionary does not have (default: an error)")
+    add(
+        "--unk-id",
+        type=int,
+        metavar="ID",
+        help=f"id that stands for every unit that the dictionary does not have (default: {unk_id})",
+    )
 
 
 def texts_of(args: argparse.Namespace, files: Sequence[str], tokenizer: Any = None) -> Texts:
-    """Returns the samples of files, cut as the flags say."""
+    """Returns the samples in `files`, cut as --separator and --lines say; tokenizer None: samples of words."""
     return Texts(files, args.separator, args.lines, tokenizer)
 
 
 def rate(totals: Any) -> dict[str, Any]:
-    """Returns a record of a `multitok.Totals`; ratio is tokens per unit."""
+    """Returns the counts of a `multitok.Totals` as a record; ratio is tokens per unit."""
     return {"samples": totals.samples, "units": totals.units, "tokens": totals.tokens, "ratio": totals.ratio}
 
 
 def rate_line(record: dict[str, Any]) -> str:
-    """Returns the record of `rate` as text."""
+    """Returns a record of `rate` as one line of text."""
     counts = f"{record['samples']} samples: {record['units']} units -> {record['tokens']} tokens"
     return f"{counts} ({record['ratio']:.3f} per unit)"
 
 
 @dataclass
 class Texts:
-    """Samples of files as sequences of words or of a tokenizer's ids; iterating again reads the files again.
+    """The samples in files, as sequences of words or of a tokenizer's ids; iterating again reads the files again.
 
-    separator: line that ends a sample within a .txt file. lines: whether each line is a sample.
+    separator: line that ends a sample in a .txt file; None: a file is one sample. lines: whether each line is one
+    sample. tokenizer: None for words.
     """
 
     files: Sequence[str]
@@ -71,18 +81,18 @@ class Texts:
     def __iter__(self) -> Iterator[Sequence[Any]]:
         """Yields every sample, in order. Raises `DataError` naming file and line, or files that have changed since."""
         split: Callable[[str], Sequence[Any]] = ids_of(self.tokenizer) if self.tokenizer else str.split
-        held: list[str] = []
-        for text, over in self._documents():
+        parts: list[str] = []
+        for text, ends in self._documents():
             if self.lines:
                 yield from (split(line) for line in text.splitlines() if line.strip())
                 continue
-            held.append(text)
-            if over:
-                yield split("".join(held))
-                held = []
+            parts.append(text)
+            if ends:
+                yield split("".join(parts))
+                parts = []
 
     def _documents(self) -> Iterator[tuple[str, bool]]:
-        """Yields parts of texts, and whether a text ends with the part; shows a progress bar."""
+        """Yields (part of a document, whether the document ends with this part); shows a progress bar."""
         from mlx_zip.cli.actions import progress
         from mlx_zip.text.sources import Reader, Skipped, Source, files_of, is_local, parse
 
@@ -113,19 +123,19 @@ class Texts:
 
     def batches(self) -> Iterator[list[Sequence[Any]]]:
         """Yields samples in lists of about `BATCH` units."""
-        held, size = [], 0
+        batch, size = [], 0
         for sample in self:
-            held.append(sample)
+            batch.append(sample)
             size += len(sample)
             if size >= BATCH:
-                yield held
-                held, size = [], 0
-        if held:
-            yield held
+                yield batch
+                batch, size = [], 0
+        if batch:
+            yield batch
 
 
 def tokens_of(name: str | None) -> tuple[Any, Any]:
-    """Returns the tokenizer of a name and its `Tokens`; (None, None) for None."""
+    """Returns the tokenizer that `name` names, and its ids as units; (None, None) for None, which means words."""
     if name is None:
         return None, None
     from mlx_zip.text.tokenizers import load_tokenizer
@@ -137,7 +147,10 @@ def tokens_of(name: str | None) -> tuple[Any, Any]:
 
 
 def ids_of(tokenizer: Any) -> Callable[[str], Sequence[int]]:
-    """Returns a function from text to ids without special tokens; it uses the `tokenizers` library where it can."""
+    """Returns a function from text to the tokenizer's ids, without special tokens.
+
+    A fast tokenizer is called through the `tokenizers` library; its truncation and padding are switched off.
+    """
     if not getattr(tokenizer, "is_fast", False):
         return lambda text: tokenizer.encode(text, add_special_tokens=False)
     library = tokenizer.backend_tokenizer
@@ -146,8 +159,12 @@ def ids_of(tokenizer: Any) -> Callable[[str], Sequence[int]]:
     return lambda text: library.encode(text, add_special_tokens=False).ids
 
 
-def same_units(units: Any, args: argparse.Namespace) -> Any:
-    """Returns --tokenizer, or None for a dictionary of words. Raises `DataError` if the dictionary has other units."""
+def tokenizer_for(units: Any, args: argparse.Namespace) -> Any:
+    """Returns the tokenizer of --tokenizer, None for a dictionary over words. units: the dictionary's.
+
+    Raises `DataError` if the dictionary was trained on ids of another tokenizer, on ids but the flag is missing, or on
+    words but the flag is given.
+    """
     from mlx_zip.vocab.multitok import Words
 
     if isinstance(units, Words) != (args.tokenizer is None):
@@ -160,10 +177,10 @@ def same_units(units: Any, args: argparse.Namespace) -> Any:
 
 
 @contextlib.contextmanager
-def written(path: Path | None) -> Iterator[Callable[[Any], None]]:
-    """Gives a function that writes samples of ids, one list per line, to a file that appears when all is written.
+def ids_writer(path: Path | None) -> Iterator[Callable[[Any], None]]:
+    """Context manager: gives a function that writes samples of ids to `path`, one JSON list per line.
 
-    Without a path the function does nothing.
+    The file appears when everything is written. With path None the function does nothing.
     """
     from mlx_zip.files import whole_file
 

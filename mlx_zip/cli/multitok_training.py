@@ -12,11 +12,11 @@ from mlx_zip.cli.multitok_texts import (
     TRAINED,
     Texts,
     add_text_flags,
+    ids_writer,
     rate,
     rate_line,
     texts_of,
     tokens_of,
-    written,
 )
 from mlx_zip.cli.vocab_plots import add_plot, draw_curves, plot_file
 from mlx_zip.errors import CodecError, DataError, GenerationError
@@ -27,24 +27,34 @@ _SETTINGS = ("window", "first_id", "limit", "unk_id")
 def train_flags(parser: argparse.ArgumentParser) -> None:
     """Declares the flags."""
     add = parser.add_argument
-    add_text_flags(add)
-    add("--held-out", nargs="+", metavar="FILE", help="texts to measure the finished dictionary on, not learned from")
+    add_text_flags(add, "none; such a unit is an error")
+    add(
+        "--held-out",
+        nargs="+",
+        metavar="FILE",
+        help="texts to measure the finished dictionary on; nothing is learned from them",
+    )
     add("--out", required=True, metavar="DICTIONARY", help="file to write the dictionary to")
     add(
         "--fraction",
         type=float,
         metavar="P",
-        help="learn from the first P percent of the samples and encode the others as single units (default: 100)",
+        help="learn from the first P percent of the samples, and encode the others as single units (default: 100)",
     )
     add(
         "--words-of",
         nargs="+",
         metavar="FILE",
-        help="more texts whose words become units; no phrase is learned from them",
+        help="further texts whose words become units; no phrase is learned from them",
     )
     add("--first-id", type=int, metavar="ID", help="id of the first unit (default: 1, which keeps 0 for padding)")
-    add("--limit", type=int, metavar="N", help="maximum number of phrases; later ones are not learned")
-    add("--prune", type=int, metavar="K", help="remove phrases that training used at most K times")
+    add("--limit", type=int, metavar="N", help="maximum number of phrases to learn (default: as many as ids allow)")
+    add(
+        "--prune",
+        type=int,
+        metavar="K",
+        help="after training, remove phrases that training used at most K times (default: keep all)",
+    )
     add(
         "--prune-mode",
         choices=("published", "single", "parent", "reencode"),
@@ -52,21 +62,28 @@ def train_flags(parser: argparse.ArgumentParser) -> None:
         "were never used are kept; parent: the longest kept phrase that it begins with, then units; reencode: the "
         "samples are encoded again (default: reencode)",
     )
-    add("--encoded", metavar="FILE", help="also write the samples' ids, one JSON list per line")
-    add_plot(add, "the uses of the phrases by rank")
+    add(
+        "--encoded",
+        metavar="FILE",
+        help="also write the ids of the samples in --data to FILE, one JSON list per sample and line",
+    )
+    add_plot(add, "how often training used each phrase")
     add_json(add)
 
 
 def train(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    """Learns and writes a dictionary; returns a record and its lines. Raises `MlxZipError`."""
+    """Learns a dictionary and writes it; returns its counts as a record for --json and as lines to print.
+
+    Raises `MlxZipError`.
+    """
     from mlx_zip.vocab.multitok import prune
     from mlx_zip.vocab.multitok.settings import Pruning
 
     out, plot = _check(args)
     pruning = Pruning(args.prune or 0, args.prune_mode or "reencode")
     dictionary, texts, learn = _untrained(args)
-    with written(None if args.prune is not None else args.encoded) as write:
-        for learned, passed in _teach(dictionary, texts, learn):
+    with ids_writer(None if args.prune is not None else args.encoded) as write:
+        for learned, passed in _train_batches(dictionary, texts, learn):
             write(learned)
             write(passed)
     if not dictionary.totals.samples:
@@ -90,13 +107,17 @@ def train(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
 
 
 def _check(args: argparse.Namespace) -> tuple[Path, Path | None]:
-    """Returns the files to write, of --out and --plot. Raises `MlxZipError` for flags that do not go together."""
+    """Returns the paths of --out and --plot (None without the flag).
+
+    Sets `args.encoded` to a path and `args.fraction` to a number. Raises `MlxZipError` for a file that cannot be
+    written and for flags that exclude each other.
+    """
     from mlx_zip.vocab.multitok import leading
 
     if args.prune_mode and args.prune is None:
-        raise GenerationError("--prune-mode goes with --prune K")
+        raise GenerationError("--prune-mode needs --prune K")
     if args.words_of and args.tokenizer:
-        raise GenerationError("--words-of goes with words, not with a tokenizer, whose ids are all units")
+        raise GenerationError("--words-of cannot be used with --tokenizer: all ids of a tokenizer are units already")
     read = [*args.data, *(args.words_of or ()), *(args.held_out or ()), args.tokenizer]
     out = writable("--out", args.out, read=read)
     if args.encoded is not None:
@@ -107,19 +128,23 @@ def _check(args: argparse.Namespace) -> tuple[Path, Path | None]:
 
 
 def _untrained(args: argparse.Namespace) -> tuple[Any, Texts, int | None]:
-    """Returns an empty dictionary, its texts, and how many of the samples it learns from (None: all)."""
+    """Returns an empty dictionary, the texts of --data, and the number of samples to learn from (None: all)."""
     from mlx_zip.vocab.multitok import Dictionary, Settings, leading
 
     tokenizer, units = tokens_of(args.tokenizer)
     texts, samples = texts_of(args, args.data, tokenizer), 0
     if units is None or args.fraction < 100:
-        units, samples = _first_look(args, texts, units)
+        units, samples = _read_units(args, texts, units)
     given = {name: getattr(args, name) for name in _SETTINGS if getattr(args, name) is not None}
     return Dictionary(Settings(units, **given)), texts, leading(samples, args.fraction) if args.fraction < 100 else None
 
 
-def _first_look(args: argparse.Namespace, texts: Texts, units: Any) -> tuple[Any, int]:
-    """Reads all texts for the units and the number of samples: words get their numbers before phrases are learned."""
+def _read_units(args: argparse.Namespace, texts: Texts, units: Any) -> tuple[Any, int]:
+    """Reads all texts once; returns the units and the number of samples.
+
+    units: those of --tokenizer, which are returned as they are; None: the words of the texts become the units, because
+    each word needs its number before phrases are learned.
+    """
     from mlx_zip.vocab.multitok import Words
 
     samples, words = 0, {}
@@ -134,24 +159,30 @@ def _first_look(args: argparse.Namespace, texts: Texts, units: Any) -> tuple[Any
     return units or Words(tuple(words)), samples
 
 
-def _teach(dictionary: Any, texts: Texts, learn: int | None) -> Iterator[tuple[Any, Any]]:
-    """Trains on the first `learn` samples (None: all); yields per batch their ids and those of the other samples."""
+def _train_batches(dictionary: Any, texts: Texts, learn: int | None) -> Iterator[tuple[Any, Any]]:
+    """Trains the dictionary on the first `learn` samples (None: all).
+
+    Yields, for each batch, the ids of the samples learned from, and those of the others, which are single units.
+    """
     for batch in texts.batches():
-        left = len(batch) if learn is None else max(0, min(len(batch), learn - dictionary.totals.samples))
+        n_learned = len(batch) if learn is None else max(0, min(len(batch), learn - dictionary.totals.samples))
         try:
-            first, rest = dictionary.number(batch).cut(left)
+            first, rest = dictionary.number(batch).cut(n_learned)
         except CodecError as error:  # a word that was not in the files at the first reading
             raise texts.changed() from error
         yield dictionary.train(first), dictionary.pass_by(rest)
 
 
 def _rewrite(args: argparse.Namespace, dictionary: Any, pruned: Any, texts: Texts, learn: int | None) -> None:
-    """Reads the texts once more, writes their ids under the pruned dictionary and counts them in its totals."""
+    """Reads the texts once more, writes their ids to --encoded and sets the totals, both of the pruned dictionary.
+
+    dictionary: the unpruned one. learn: number of samples that it learned from (None: all).
+    """
     from mlx_zip.vocab.multitok import Dictionary, Rewriter
 
     rewriter, again = Rewriter(dictionary, pruned), Dictionary(dictionary.settings)
-    with written(args.encoded) as write:
-        for learned, passed in _teach(again, texts, learn):
+    with ids_writer(args.encoded) as write:
+        for learned, passed in _train_batches(again, texts, learn):
             for ids in (rewriter(learned), passed):
                 pruned.totals.tokens += len(ids.ids)
                 write(ids)
@@ -159,7 +190,7 @@ def _rewrite(args: argparse.Namespace, dictionary: Any, pruned: Any, texts: Text
 
 
 def _held_out(args: argparse.Namespace, dictionary: Any, tokenizer: Any) -> dict[str, Any]:
-    """Returns the rate on --held-out; a word that is no unit counts as one token."""
+    """Returns the dictionary's rate on --held-out as a record; a word that is no unit counts as one token."""
     from mlx_zip.vocab.multitok import Totals
 
     settings, totals, unknown = dictionary.settings, Totals(), 0
@@ -174,7 +205,7 @@ def _held_out(args: argparse.Namespace, dictionary: Any, tokenizer: Any) -> dict
 
 
 def draw_uses(path: Path, dictionary: Any) -> None:
-    """Draws how often training used each phrase, most used first."""
+    """Draws how often training used each phrase, most used first. Raises `DataError` if it used none."""
     uses = sorted((n for _, n in dictionary.saving(len(dictionary)) if n), reverse=True)
     if not uses:
         raise DataError("--plot: training used no phrase, so there is nothing to draw")
@@ -183,6 +214,7 @@ def draw_uses(path: Path, dictionary: Any) -> None:
 
 
 def _lines(record: dict[str, Any], path: str) -> list[str]:
+    """Returns a record of `train` as lines to print. path: of the dictionary."""
     trained, pruned, held_out = record["trained"], record.get("pruned"), record.get("held_out")
     lines = [
         rate_line({name: trained[key] for name, key in TRAINED.items()}) + ", in training",

@@ -7,27 +7,30 @@ from typing import Any
 
 from mlx_zip import chosen_packs
 from mlx_zip.chosen_packs import Packs, check, is_plain, record
-from mlx_zip.flags import PACK, add_pack
+from mlx_zip.flags import add_pack
 
 __all__ = ["Packs", "add_flags", "check", "is_plain", "load_options", "read", "record"]
 
 
 def add_flags(add: Any, filled_windows: bool = False) -> None:
     """Declares --pack (see `mlx_zip.flags.add_pack`) and --codebook-size."""
-    add_pack(add, f"{PACK}; a plain model takes a pack that was tuned for it", filled_windows=filled_windows)
+    add_pack(add, filled_windows=filled_windows)
     add(
         "--codebook-size",
         type=int,
         metavar="N",
-        help="maximum number of hypertokens: the pack's entries and those that grow (default: the model's)",
+        help="maximum number of hypertokens, the pack's entries included (default: the model's)",
     )
 
 
 def read(args: argparse.Namespace) -> Packs | None:
-    """Returns the packs of --pack, None without the flag. Raises `DataError` naming a file that is no pack."""
+    """Reads the packs that --pack names; None without the flag. Raises `DataError` naming a file that is no pack."""
     return chosen_packs.read_packs(args.pack)
 
 
 def load_options(args: argparse.Namespace, packs: Packs | None, plain: bool) -> dict[str, Any]:
-    """Returns `load`'s arguments `pack` and `codebook_size`; see `chosen_packs.load_options`."""
+    """Returns the arguments `pack` and `codebook_size` of `mlx_zip.load`; see `chosen_packs.load_options`.
+
+    packs: those of `read`. plain: whether the model has no hypertokens of its own.
+    """
     return chosen_packs.load_options(packs, args.codebook_size, plain)

@@ -37,35 +37,42 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _learn_flags(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags of `learn`."""
     add = parser.add_argument
     add_source_flags(parser)
     add_codec_flags(parser)
-    add("--out", required=True, type=Path, help="pack to write, a .npz file")
-    add("--held-out", nargs="+", metavar="NAME", help="texts to measure the finished pack on, not learned from")
-    add("--size", type=int, default=SIZE, help=f"maximum number of entries (default: {SIZE})")
+    add("--out", required=True, type=Path, help="file to write the pack to (.npz)")
+    add(
+        "--held-out",
+        nargs="+",
+        metavar="NAME",
+        help="texts to measure the finished pack on; nothing is learned from them",
+    )
+    add("--size", type=int, default=SIZE, help=f"maximum number of entries in the pack (default: {SIZE})")
     add(
         "--head-cost",
         metavar="COST",
-        help="cost of one more row of the head, as a fraction of a step, or `model` for the cost in --model; entries "
-        "that cost more than they save are left out (default: 0)",
+        help="cost that each entry adds to a decoding step, as a fraction of the step, or `model` to compute it from "
+        "--model; entries that cost more than they save are left out (default: 0)",
     )
     add(
         "--window",
         type=int,
-        help="length in base ids of the texts that the pack is for (default: 256)",
+        help="length, in base ids, of the texts that the pack shall shorten (default: 256)",
     )
     add(
         "--most-ids",
         type=int,
         default=SAMPLE_IDS,
         metavar="N",
-        help=f"maximum base ids to learn from, taken from the beginning of the texts (default: {SAMPLE_IDS})",
+        help=f"maximum number of base ids to learn from; reading stops there (default: {SAMPLE_IDS})",
     )
-    add_plot(add, "base ids per id by number of entries")
+    add_plot(add, "base ids per id against the number of entries")
     add_json(add)
 
 
 def _learn(args: argparse.Namespace) -> int:
+    """Learns a pack, writes it and prints its rates; returns the exit status 0."""
     from mlx_zip.training.planning import make_plan
     from mlx_zip.vocab.first_stage import tokenizer_fingerprint
     from mlx_zip.vocab.learner import WINDOW, learn, measured
@@ -75,7 +82,7 @@ def _learn(args: argparse.Namespace) -> int:
     check_at_least(args, 1, "size", "window", "most_ids")
     args.out = writable("--out", args.out, "a pack", SUFFIX)
     plot, options = plot_file(args.plot, [args.out]), _options(args)
-    held_out_texts = _held_out(args, options.sources[0])
+    held_out_texts = _held_out_source(args, options.sources[0])
     plan, tokenizer, _ = make_plan(options, pads=False)
     texts = _read(args, options.sources, tokenizer)
     held_out = _read(args, held_out_texts, tokenizer) if held_out_texts else []
@@ -103,6 +110,7 @@ def _learn(args: argparse.Namespace) -> int:
 
 
 def _options(args: argparse.Namespace) -> Any:
+    """Returns the flags as `PrepareOptions`, with which `make_plan` reads tokenizer and codec."""
     from mlx_zip.training.prepare import PrepareOptions
 
     return PrepareOptions(
@@ -120,8 +128,11 @@ def _options(args: argparse.Namespace) -> Any:
     )
 
 
-def _held_out(args: argparse.Namespace, like: Any) -> tuple[Any, ...]:
-    """Returns the source of --held-out, read like the first source of --data; () without the flag."""
+def _held_out_source(args: argparse.Namespace, like: Any) -> tuple[Any, ...]:
+    """Returns the texts of --held-out as one source; () without the flag.
+
+    like: the first source of --data, whose separator, columns, subsets and split are used.
+    """
     from mlx_zip.text.sources import Source
 
     if args.held_out is None:
@@ -132,7 +143,7 @@ def _held_out(args: argparse.Namespace, like: Any) -> tuple[Any, ...]:
 
 
 def _read(args: argparse.Namespace, texts: Any, tokenizer: Any) -> list[Any]:
-    """Returns the base ids of each text, --most-ids in all."""
+    """Returns the base ids of each text, together at most --most-ids; shows a progress bar."""
     from mlx_zip.training.texts import read_pieces
 
     found = []
@@ -144,11 +155,15 @@ def _read(args: argparse.Namespace, texts: Any, tokenizer: Any) -> list[Any]:
 
 
 def _rates(found: Any) -> dict[str, int]:
+    """Returns the counts of a `learner.Learned` as a record: base ids, ids without the pack, ids with it."""
     return {"base_ids": found.base_ids, "ids_without": found.ids_without, "ids": found.ids}
 
 
 def _plot(path: Path, entries: Any, measure: Any, texts: list[Any], held_out: list[Any]) -> None:
-    """Draws base ids per id with the first 0, 1/8, 1/4, 1/2 and all of the entries."""
+    """Draws base ids per id with none, the first 1/8, 1/4, 1/2 and all of the entries.
+
+    measure: function from entries and texts to a `learner.Learned`. texts, held_out: base ids, one array per text.
+    """
     sizes = sorted({0, *(len(entries) // part for part in (8, 4, 2, 1))})
     curves = {}
     for name, ids in (("texts learned from", texts), ("held-out texts", held_out)):
@@ -159,7 +174,10 @@ def _plot(path: Path, entries: Any, measure: Any, texts: list[Any], held_out: li
 
 
 def _head_cost(args: argparse.Namespace) -> float:
-    """Returns --head-cost, 0 without the flag. Raises `DataError` unless it is a number, or `model` with --model."""
+    """Returns --head-cost as a fraction of a step, 0 without the flag; computes it from --model for `model`.
+
+    Raises `DataError` for a value that is neither a number nor `model`, and for `model` without --model.
+    """
     if args.head_cost is None:
         return 0.0
     if args.head_cost == "model":
@@ -176,6 +194,7 @@ def _head_cost(args: argparse.Namespace) -> float:
 
 
 def _progress(stage: str, entries: int, ids: int) -> None:
+    """Shows the learner's progress in one line of a terminal. ids: of the compressed corpus; -1: not counted."""
     if sys.stderr.isatty():
         count = f", {ids:,} ids" if ids >= 0 else ""
         print(f"\r\x1b[K{stage}: {entries:,} entries{count}", end="\n" if ids >= 0 else "", file=sys.stderr, flush=True)
@@ -185,9 +204,14 @@ def _progress(stage: str, entries: int, ids: int) -> None:
 
 
 def _show_flags(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags of `show`."""
     add = parser.add_argument
-    add("file", metavar="FILE", help="a pack")
-    add("--tokenizer", metavar="NAME", help=f"show entries as text of this tokenizer: {TOKENIZER}")
+    add("file", metavar="FILE", help="pack file to show (.npz, .json or .npy)")
+    add(
+        "--tokenizer",
+        metavar="NAME",
+        help=f"tokenizer that shows entries as text: {TOKENIZER} (default: show the texts in the pack, else base ids)",
+    )
     add(
         "--show",
         "--entries",
@@ -195,13 +219,14 @@ def _show_flags(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=20,
         metavar="N",
-        help="number of entries to list, the best first (default: 20)",
+        help="number of entries to list, best first (default: 20)",
     )
-    add_plot(add, "the uses of the entries by rank")
+    add_plot(add, "how often each entry was used in the texts learned from")
     add_json(add)
 
 
 def _show(args: argparse.Namespace) -> int:
+    """Prints what a pack holds and its best entries; returns the exit status 0."""
     from mlx_zip.vocab.packs import load_pack
 
     check_at_least(args, 0, "show")
@@ -223,33 +248,39 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _own_texts(pack: Any) -> list[str]:
-    """Returns the entries' texts that the pack's file holds, or [] if it holds none of them."""
+    """Returns the text of each entry from the pack's file, or [] if the file does not hold texts."""
     texts = pack.about.get("texts")
     fit = isinstance(texts, list) and len(texts) == len(pack.entries) and all(isinstance(one, str) for one in texts)
     return texts if fit else []
 
 
 def _uses(pack: Any) -> list[int]:
-    """Returns how often each entry was used in the texts learned from, or [] if the pack's file does not say so."""
+    """Returns how often each entry was used in the texts learned from, or [] if the pack's file does not hold that."""
     uses = pack.about.get("uses")
     fit = isinstance(uses, list) and len(uses) == len(pack.entries) and all(type(n) is int and n >= 0 for n in uses)
     return uses if fit else []
 
 
 def _merge_flags(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags of `merge`."""
     add = parser.add_argument
-    add("files", nargs="+", metavar="FILE", help="packs of one tokenizer")
-    add("--out", required=True, type=Path, help="pack to write, a .npz file")
-    add("--size", type=int, help="maximum number of entries, the best of each pack in turn (default: all)")
+    add("files", nargs="+", metavar="FILE", help="pack files to merge (.npz, .json or .npy), all of the same tokenizer")
+    add("--out", required=True, type=Path, help="file to write the pack to (.npz)")
+    add(
+        "--size",
+        type=int,
+        help="maximum number of entries in the pack; the best of each file are taken in turn (default: all)",
+    )
     add(
         "--drop-rows",
         action="store_true",
-        help="drop tuned rows; packs that are not all tuned for the same model can only be merged so",
+        help="drop tuned rows, as is necessary unless all packs are tuned for the same model (default: keep them)",
     )
     add_json(add)
 
 
 def _merge(args: argparse.Namespace) -> int:
+    """Merges packs, writes the result and prints what it holds; returns the exit status 0."""
     from mlx_zip.vocab.packs import SUFFIX, load_pack, merge_packs, save_pack
 
     check_at_least(args, 1, "size")
@@ -261,13 +292,15 @@ def _merge(args: argparse.Namespace) -> int:
 
 
 def _check_flags(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags of `check`."""
     add = parser.add_argument
-    add("file", metavar="FILE", help="a pack")
-    add("--model", required=True, help="model folder, bundled model or hub id to use the pack with")
+    add("file", metavar="FILE", help="pack file to check (.npz, .json or .npy)")
+    add("--model", required=True, help="model that shall use the pack: model folder, bundled model or hub id")
     add_json(add)
 
 
 def _check(args: argparse.Namespace) -> int:
+    """Prints what a pack holds if the model can use it; returns the exit status 0. Raises `DataError` if it cannot."""
     from dataclasses import replace
 
     from mlx_zip.errors import CodecError
@@ -310,13 +343,17 @@ def _tokenizer(name: str) -> Any:
 
 
 def _check_tokenizer(pack: Any, tokenizer: Any, name: str) -> None:
+    """Raises `DataError` if the pack was learned with another tokenizer. name: the pack's file, for the message."""
     from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 
     pack.check_tokenizer(tokenizer_fingerprint(tokenizer), name)
 
 
 def _print(args: argparse.Namespace, path: Path, pack: Any, texts: list[str] | None = None) -> None:
-    """Prints what a pack holds, as one JSON object or as lines. texts: of its first entries, to list them."""
+    """Prints what a pack holds, as one JSON object or as lines.
+
+    texts: the texts of its first entries, which are listed; None lists no entries.
+    """
     about = {key: value for key, value in pack.about.items() if key not in ("uses", "texts")}
     record = {
         **about,
@@ -337,6 +374,7 @@ def _print(args: argparse.Namespace, path: Path, pack: Any, texts: list[str] | N
 
 
 def _lines(path: Path, pack: Any, about: dict[str, Any], best: list[dict[str, Any]]) -> list[str]:
+    """Returns what a pack holds as lines to print. about: facts from its file. best: entries to list."""
     lines = [f"{path}: {len(pack.entries):,} entries of 2 to {pack.merge_size} base ids, {pack.fingerprint[:12]}"]
     if _has_numbers(about, "base_ids", "ids", "ids_without", "window"):
         lines.append(f"learned from {_rate(about)}, in windows of {about['window']}")
@@ -355,19 +393,20 @@ def _lines(path: Path, pack: Any, about: dict[str, Any], best: list[dict[str, An
 
 
 def _rate(about: dict[str, Any]) -> str:
+    """Returns the rates with and without a pack as text. about: counts as `_rates` returns them."""
     base, ids, without = about["base_ids"], about["ids"], about["ids_without"]
     return f"{base:,} base ids: {base / ids:.3f} base ids per id, {base / without:.3f} without the pack"
 
 
 def _has_numbers(about: dict[str, Any], *names: str) -> bool:
-    """Whether a pack's file, which anything may have written, holds positive numbers under these names."""
+    """Returns whether `about` holds a positive number under each name; a pack's file may hold anything."""
     return all(type(about.get(name)) in (int, float) and about[name] > 0 for name in names)
 
 
 ACTIONS = {
-    "learn": (_learn_flags, "learn the entries that shorten texts most", _learn),
+    "learn": (_learn_flags, "learn the entries that shorten texts most, and write them as a pack", _learn),
     "tune": (pack_tuning.add_arguments, "train the rows of a pack's entries for one model", pack_tuning.run),
     "show": (_show_flags, "show the entries of a pack as text, with their uses and rates", _show),
     "merge": (_merge_flags, "merge several packs into one", _merge),
-    "check": (_check_flags, "check that a model can take a pack", _check),
+    "check": (_check_flags, "check that a model can use a pack", _check),
 }

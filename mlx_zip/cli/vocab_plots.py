@@ -1,4 +1,4 @@
-"""--plot FILE of the `vocab` commands: one picture per command, drawn with matplotlib."""
+"""--plot FILE of the `vocab` commands: one plot per command, drawn with matplotlib."""
 
 from __future__ import annotations
 
@@ -14,28 +14,32 @@ Points = Sequence[tuple[float, float]]
 
 
 def add_plot(add: Any, what: str) -> None:
-    """Declares --plot; what: a noun for the picture."""
-    add("--plot", metavar="FILE", help=f"draw {what} to a .svg or .png file (needs matplotlib)")
+    """Declares --plot. what: completes "write a plot of ..."."""
+    add("--plot", metavar="FILE", help=f"write a plot of {what} to FILE (.svg or .png; needs matplotlib)")
 
 
 def plot_file(name: str | None, read: Iterable[str | Path | None] = ()) -> Path | None:
-    """Returns the path of --plot, None without the flag. read: other files of the command.
+    """Returns the path of --plot after checks; None without the flag. read: files that the command reads or writes.
 
-    Raises `DataError` for another suffix and a file that cannot be written, `InstallationError` without matplotlib.
+    Raises `DataError` for a suffix not in `SUFFIXES` and for a file that cannot be written, `InstallationError` without
+    matplotlib.
     """
     if name is None:
         return None
-    from mlx_zip.training.curves import drawing
+    from mlx_zip.training.curves import load_matplotlib
 
     if Path(name).suffix not in SUFFIXES:
         raise DataError(f"--plot {name}: a plot is a {' or '.join(SUFFIXES)} file")
-    drawing()
+    load_matplotlib()
     return writable("--plot", name, read=read)
 
 
 def draw_curves(path: Path, curves: Mapping[str, Points], axes: tuple[str, str], scale: str = "linear") -> None:
-    """Draws one line per curve, with a legend if there are several. axes: labels of x and y. scale: of both axes."""
-    figure, axis = _new(axes)
+    """Draws one line per curve, with a legend if there are several.
+
+    curves: name -> points (x, y). axes: labels of the x and y axis. scale: "linear" or "log", for both axes.
+    """
+    figure, axis = _new_figure(axes)
     for name, points in curves.items():
         axis.plot(*zip(*points, strict=True), label=name, marker="." if len(points) < 40 else None)
     axis.set(xscale=scale, yscale=scale)
@@ -44,8 +48,8 @@ def draw_curves(path: Path, curves: Mapping[str, Points], axes: tuple[str, str],
 
 
 def draw_bars(path: Path, bars: Mapping[str, Mapping[str, float]], axes: tuple[str, str]) -> None:
-    """Draws bars side by side: bars[series][group] is a height. axes: labels of the groups and the heights."""
-    figure, axis = _new(axes)
+    """Draws groups of bars: bars[series][group] is the height of a bar. axes: labels of the x and y axis."""
+    figure, axis = _new_figure(axes)
     groups = list(next(iter(bars.values())))
     width = 0.8 / len(bars)
     for i, (name, heights) in enumerate(bars.items()):
@@ -54,16 +58,18 @@ def draw_bars(path: Path, bars: Mapping[str, Mapping[str, float]], axes: tuple[s
     _finish(path, figure, axis, len(bars) > 1)
 
 
-def _new(axes: tuple[str, str]) -> tuple[Any, Any]:
-    from mlx_zip.training.curves import drawing
+def _new_figure(axes: tuple[str, str]) -> tuple[Any, Any]:
+    """Returns a matplotlib figure and its only plot, with these labels of the x and y axis."""
+    from mlx_zip.training.curves import load_matplotlib
 
-    figure = drawing()[0](figsize=(7, 4), layout="constrained")
+    figure = load_matplotlib()[0](figsize=(7, 4), layout="constrained")
     axis = figure.subplots()
     axis.set(xlabel=axes[0], ylabel=axes[1])
     return figure, axis
 
 
 def _finish(path: Path, figure: Any, axis: Any, legend: bool) -> None:
+    """Writes a figure to its file, with a legend if asked for. Raises `DataError` if the file cannot be written."""
     from mlx_zip.files import whole_file
 
     if legend:

@@ -7,16 +7,16 @@ from importlib import import_module
 
 from mlx_zip.arguments import Parser
 
-METHODS: dict[str, tuple[str, str]] = {  # name: (module with add_arguments(parser) and run(args), what it does)
-    "pack": ("mlx_zip.cli.vocab_packs", "learn the entries that a codebook begins with"),
-    "multitok": ("mlx_zip.cli.multitok", "phrases that a corpus repeats as one id, over words or a tokenizer's ids"),
-    "adapt": ("mlx_zip.cli.vocabulary_adapt", "cut a tokenizer's merge list down and adapt it to texts (AdaptBPE)"),
-    "hbpe": ("mlx_zip.cli.hbpe", "patches of hierarchical BPE: short runs of symbols for the tokens of any tokenizer"),
+METHODS: dict[str, tuple[str, str]] = {  # name: (module with add_arguments(parser) and run(args), purpose for --help)
+    "pack": ("mlx_zip.cli.vocab_packs", "learn and manage packs, the entries that a codebook begins with"),
+    "multitok": ("mlx_zip.cli.multitok", "learn phrases that texts repeat, and write each as one id (MultiTok)"),
+    "adapt": ("mlx_zip.cli.vocabulary_adapt", "shorten a tokenizer's merge list and adapt it to texts (AdaptBPE)"),
+    "hbpe": ("mlx_zip.cli.hbpe", "split the tokens of any tokenizer into short patches of symbols (hierarchical BPE)"),
 }
 
 
 def method_parser(method: str) -> Parser:
-    """The full parser of one method."""
+    """Returns the parser of one method with all its actions and flags; imports the method's module."""
     module, purpose = METHODS[method]
     parser = Parser(prog=f"mlx_zip vocab {method}", description=purpose[0].upper() + purpose[1:] + ".")
     import_module(module).add_arguments(parser)
@@ -24,7 +24,10 @@ def method_parser(method: str) -> Parser:
 
 
 def main(argv: Sequence[str]) -> int | None:
-    """Parses and runs one method; the exit status. Raises what the method raises."""
+    """Runs the method that the arguments after `mlx_zip vocab` name, and returns its exit status.
+
+    Raises what the method raises.
+    """
     if argv and argv[0] in METHODS:
         return import_module(METHODS[argv[0]][0]).run(method_parser(argv[0]).parse_args(argv[1:]))
     parser = Parser(prog="mlx_zip vocab", description="Learned vocabularies.")

@@ -23,6 +23,7 @@ _EXAMPLE = """examples:
   mlx_zip vocab adapt encode adapted.json --data ids.txt --decode
   mlx_zip vocab adapt convert adapted.json --model model-folder --out smaller-model
 """
+_ADAPTED = "adapted tokenizer, as written by `mlx_zip vocab adapt learn`"
 _SWAPS = {
     "margin": 0,
     "max_swaps": None,
@@ -37,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _learn_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags of `learn`."""
     add = parser.add_argument
     add("--tokenizer", required=True, metavar="NAME", help=f"tokenizer to adapt: {TOKENIZER}")
     add(
@@ -46,65 +48,84 @@ def _learn_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         required=True,
         metavar="FILE",
-        help="texts to adapt to: .txt or .jsonl, also with .gz",
+        help="texts to adapt the tokenizer to: .txt or .jsonl, plain or .gz",
     )
-    add("--held-out", nargs="+", default=[], metavar="FILE", help="texts to count tokens in that are not adapted to")
+    add(
+        "--held-out",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="texts to measure the adapted tokenizer on; nothing is learned from them",
+    )
     add(
         "--merges",
         type=int,
         required=True,
         metavar="N",
-        help="number of merges to keep; the vocabulary also has the 256 bytes and the added tokens",
+        help="number of merges in the adapted tokenizer, besides the 256 bytes and the added tokens",
     )
-    add("--out", required=True, metavar="FILE", help="file to write")
+    add("--out", required=True, metavar="FILE", help="file to write the adapted tokenizer to (JSON)")
     add(
         "--method",
         choices=("adapt", "first-k", "top-k"),
         default="adapt",
-        help="which merges are kept. adapt: the first N, then swapped for more useful ones; first-k: the first N; "
-        "top-k: the N most frequent in the texts (default: adapt)",
+        help="which N merges are kept. adapt: the first N, of which rare ones are swapped for ones that save more "
+        "tokens; first-k: the first N; top-k: the N used most in the texts (default: adapt)",
     )
     add(
         "--rule",
         choices=("replay", "final"),
-        help="how new texts are encoded. replay: the swaps are repeated in order; final: virtual tokens are split once "
-        "at the end (default: replay; for top-k final)",
+        help="how new texts are encoded. replay: the swaps are repeated in order; final: all merges are applied, then "
+        "tokens that are not kept are split (default: replay; final for top-k)",
     )
-    add("--margin", type=int, metavar="N", help="a swap must save more tokens than this (default: 0)")
-    add("--max-swaps", type=int, metavar="N", help="maximum number of swaps (default: as many as save tokens)")
+    add(
+        "--margin",
+        type=int,
+        metavar="N",
+        help="with --method adapt: swap only if more than N tokens are saved (default: 0)",
+    )
+    add(
+        "--max-swaps",
+        type=int,
+        metavar="N",
+        help="with --method adapt: maximum number of swaps (default: as many as save tokens)",
+    )
     add(
         "--tie",
         choices=("high", "low"),
-        help="which of equally rare merges is removed first, by its rank (default: high)",
+        help="with --method adapt: which of equally rare merges is swapped out first, the one of high or of low rank "
+        "(default: high)",
     )
     add(
         "--counting",
         choices=("overlapping", "firing"),
-        help="how pairs are counted. overlapping: at every position; firing: only where they would merge "
-        "(default: overlapping)",
+        help="with --method adapt: how the pair that a merge joins is counted. overlapping: at every position; firing: "
+        "only where it would be joined (default: overlapping)",
     )
     add(
         "--pieces",
         choices=("gpt2", "cl100k", "digits", "whole"),
-        help="how text is split before merging, for files that do not say so (default: by the file's name, else gpt2)",
+        help="how text is split before merging, for a tokenizer file that does not say so (default: gpt2 for merge "
+        "lists; by its name for a .tiktoken file)",
     )
     add(
         "--tokenizer-json",
         metavar="FILE",
-        help="also write a tokenizer.json; this works only if no merge is virtual",
+        help="also write the adapted tokenizer to FILE as a tokenizer.json; an error if a merge was swapped out",
     )
-    _common(add)
+    _common(add, "--data, and at most N of --held-out")
 
 
 def _show_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags of `show`."""
     add = parser.add_argument
-    add("file", metavar="FILE", help="file that `learn` wrote")
+    add("file", metavar="FILE", help=_ADAPTED)
     add(
         "--tokenizer",
         "--base",
         dest="tokenizer",
         metavar="NAME",
-        help=f"base to compare with and to check: {TOKENIZER}",
+        help=f"tokenizer that was adapted, to check that and to count its tokens in --data too: {TOKENIZER}",
     )
     add(
         "--data",
@@ -113,45 +134,71 @@ def _show_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="FILE",
-        help="texts to count tokens in, also those of --tokenizer",
+        help="texts to count tokens in: .txt or .jsonl, plain or .gz",
     )
-    _common(add)
+    _common(add, "--data")
 
 
 def _encode_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags of `encode`."""
     add = parser.add_argument
-    add("file", metavar="FILE", help="file that `learn` wrote")
-    add("--data", required=True, metavar="FILE", help="UTF-8 text, or ids with --decode; - reads standard input")
-    add("--decode", action="store_true", help="print the text of ids")
-    add("--base-ids", action="store_true", help="ids of the base vocabulary instead of the adapted vocabulary")
+    add("file", metavar="FILE", help=_ADAPTED)
+    add(
+        "--data",
+        required=True,
+        metavar="FILE",
+        help="UTF-8 text to encode, or with --decode ids separated by blanks; - reads standard input",
+    )
+    add("--decode", action="store_true", help="read ids and print their text (default: read text and print its ids)")
+    add(
+        "--base-ids",
+        action="store_true",
+        help="print base ids instead of adapted ids; with --decode, read base ids (default: off)",
+    )
     add_json(add)
 
 
 def _convert_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags of `convert`."""
     add = parser.add_argument
-    add("file", metavar="FILE", help="file that `learn` wrote")
+    add("file", metavar="FILE", help=_ADAPTED)
     add(
         "--model",
         required=True,
         metavar="NAME",
         help="model whose tokenizer was adapted: folder or bundled model, plain or zip2zip, quantized or not",
     )
-    add("--out", "--mlx-path", dest="out", required=True, metavar="DIR", help="folder to write; it must not exist")
+    add(
+        "--out",
+        "--mlx-path",
+        dest="out",
+        required=True,
+        metavar="DIR",
+        help="folder to write the converted model to; it must not exist",
+    )
 
 
-def _common(add: Any) -> None:
-    add("--columns", nargs="+", default=[], metavar="KEY=NAME", help="name of the text in .jsonl records: text=NAME")
-    add("--limit-bytes", type=int, metavar="N", help="maximum bytes of text to read")
-    add_plot(add, "bytes per token on the texts, adapted and base,")
+def _common(add: Any, texts: str) -> None:
+    """Declares the flags that `learn` and `show` share. texts: what --limit-bytes limits."""
+    add(
+        "--columns",
+        nargs="+",
+        default=[],
+        metavar="KEY=NAME",
+        help="column of .jsonl records that holds the text, as text=NAME (default: text)",
+    )
+    add("--limit-bytes", type=int, metavar="N", help=f"read at most N bytes of {texts} (default: all)")
+    add_plot(add, "bytes per token of the adapted and the base tokenizer")
     add_json(add)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs one action; 0. Raises `MlxZipError` before anything is written."""
+    """Runs one action and returns the exit status 0. Raises `MlxZipError` before anything is written."""
     return args.do(args)
 
 
 def _learn(args: argparse.Namespace) -> int:
+    """Adapts a tokenizer to texts, writes it and prints its counts; returns the exit status 0."""
     from mlx_zip.files import write_json
     from mlx_zip.vocab.adaptbpe.adapted import adapted, words_of
     from mlx_zip.vocab.adaptbpe.base import read_base
@@ -161,7 +208,7 @@ def _learn(args: argparse.Namespace) -> int:
     base = read_base(first_stage(args.tokenizer), args.pieces)
     texts, held_out = _texts(args, args.data), _texts(args, args.held_out)
     begun = time.perf_counter()
-    words = words_of(base.front, _counted("Counting", texts))
+    words = words_of(base.front, _with_progress("Counting", texts))
     with progress("Adapting", "swap") as bar:
         vocabulary = adapted(
             base, words, args.merges, method=args.method, progress=lambda swap: bar.update(), **settings
@@ -181,7 +228,10 @@ def _learn(args: argparse.Namespace) -> int:
 
 
 def _outputs(args: argparse.Namespace) -> tuple[Path, Path | None, Path | None]:
-    """Returns the files of --out, --tokenizer-json and --plot. Raises `DataError` for one that cannot be written."""
+    """Returns the paths of --out, --tokenizer-json and --plot, None for a flag that is not given.
+
+    Raises `DataError` for a file that cannot be written.
+    """
     read = [*args.data, *args.held_out, args.tokenizer]
     out, plain = writable("--out", args.out, read=read), None
     if args.tokenizer_json is not None:
@@ -190,7 +240,10 @@ def _outputs(args: argparse.Namespace) -> tuple[Path, Path | None, Path | None]:
 
 
 def _plot(path: Path | None, record: dict[str, Any]) -> None:
-    """Draws bytes per token of the adapted and the base vocabulary, on the texts and on those held out."""
+    """Draws bytes per token of the adapted and the base tokenizer, on the texts and on the held-out texts.
+
+    record: as `_learn` and `_show` print it. Draws nothing if `path` is None.
+    """
     if path is None:
         return
     texts = {"texts": record} | ({"held-out texts": record["held_out"]} if "held_out" in record else {})
@@ -201,16 +254,17 @@ def _plot(path: Path | None, record: dict[str, Any]) -> None:
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the method's settings. Raises `GenerationError` for a flag that belongs to another method."""
+    """Returns the settings of --method for `adapted`. Raises `GenerationError` for a flag of another method."""
     chosen = {name: value for name in (*_SWAPS, "rule") if (value := getattr(args, name)) is not None}
     if args.method != "adapt" and (lost := [name for name in chosen if name in _SWAPS]):
-        raise GenerationError(f"--{lost[0].replace('_', '-')} goes with --method adapt, which swaps merges")
+        raise GenerationError(f"--{lost[0].replace('_', '-')} needs --method adapt, the only one that swaps merges")
     if args.method == "top-k" and args.rule == "replay":
         raise GenerationError("--rule replay has no swaps to replay with --method top-k, whose rule is final")
     return _SWAPS | chosen if args.method == "adapt" else chosen
 
 
 def _show(args: argparse.Namespace) -> int:
+    """Prints what an adapted tokenizer keeps, and its tokens in --data; returns the exit status 0."""
     from mlx_zip.vocab.adaptbpe.adapted import read_adapted
     from mlx_zip.vocab.adaptbpe.base import read_base
 
@@ -218,7 +272,7 @@ def _show(args: argparse.Namespace) -> int:
         raise GenerationError("--plot draws the tokens of texts: name some with --data")
     plot, vocabulary, base = plot_file(args.plot, [*args.data, args.file]), read_adapted(args.file), None
     if args.tokenizer is not None:
-        base = read_base(first_stage(args.tokenizer), _own_pieces(vocabulary))
+        base = read_base(first_stage(args.tokenizer), _pieces_setting(vocabulary))
         vocabulary.check_base(base)
     record = _record(vocabulary, base)
     if args.data:
@@ -229,6 +283,7 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _encode(args: argparse.Namespace) -> int:
+    """Prints the ids of a text, or the text of ids; returns the exit status 0."""
     from mlx_zip.cli.compression import read_text
     from mlx_zip.vocab.adaptbpe.adapted import read_adapted
 
@@ -250,6 +305,7 @@ def _encode(args: argparse.Namespace) -> int:
 
 
 def _convert(args: argparse.Namespace) -> int:
+    """Writes a model folder for the adapted tokenizer and prints what was done; returns the exit status 0."""
     converters: Any = import_module("mlx_zip.converters.adapt")
     with import_module("mlx_zip.converters.cli").warnings_on_stderr():
         print(converters.adapt(str(here_or_bundled(args.model)), args.file, args.out))
@@ -257,19 +313,22 @@ def _convert(args: argparse.Namespace) -> int:
 
 
 def _ids(name: str, text: str) -> list[int]:
+    """Returns the ids in a text. Raises `DataError` for a word that is no id. name: the file, for the message."""
     words = text.split()
     if wrong := next((word for word in words if not (word.isascii() and word.isdigit() and len(word) < 11)), None):
         raise DataError(f"{name}: {wrong!r:.40} is not an id")
     return [int(word) for word in words]
 
 
-def _own_pieces(vocabulary: Any) -> str | None:
+def _pieces_setting(vocabulary: Any) -> str | None:
+    """Returns how the adapted tokenizer splits text, for `read_base`; None if the base's own file says that."""
     from mlx_zip.vocab.adaptbpe.encoder import PIECES
 
     return vocabulary.front.pieces if vocabulary.front.pieces in PIECES else None
 
 
 def _texts(args: argparse.Namespace, files: list[str]) -> list[str]:
+    """Returns the documents in files as texts, together at most --limit-bytes bytes."""
     from mlx_zip.text.documents import read_corpus
 
     if not files:
@@ -278,7 +337,7 @@ def _texts(args: argparse.Namespace, files: list[str]) -> list[str]:
     return [document.text for document in read_corpus(files, None, args.limit_bytes, columns).documents]
 
 
-def _counted(task: str, texts: list[str]) -> Iterator[str]:
+def _with_progress(task: str, texts: list[str]) -> Iterator[str]:
     """Yields the texts and shows a progress bar."""
     with progress(task, "text", len(texts)) as bar:
         for text in texts:
@@ -287,6 +346,7 @@ def _counted(task: str, texts: list[str]) -> Iterator[str]:
 
 
 def _record(vocabulary: Any, base: Any) -> dict[str, Any]:
+    """Returns what an adapted tokenizer keeps as a record for --json. base: the tokenizer adapted; None: not known."""
     of_base = {} if base is None else {"unreachable": base.unreachable, "ignore_merges": base.ignore_merges}
     return {
         "base": vocabulary.name,
@@ -306,22 +366,27 @@ def _record(vocabulary: Any, base: Any) -> dict[str, Any]:
 
 
 def _counts(vocabulary: Any, base: Any, texts: list[str]) -> dict[str, Any]:
-    """Returns bytes, tokens and utility of texts; utility is 1 - tokens per byte (arXiv 2601.21665)."""
+    """Returns the bytes of texts, and tokens and utility of the adapted tokenizer and, unless None, of the base.
+
+    Utility is 1 - tokens per byte (arXiv 2601.21665).
+    """
     n_bytes = sum(len(text.encode("utf-8")) for text in texts)
-    tokens = sum(len(vocabulary.encode(text)) for text in _counted("Encoding", texts))
+    tokens = sum(len(vocabulary.encode(text)) for text in _with_progress("Encoding", texts))
     counts = {"bytes": n_bytes, "tokens": tokens, "utility": round(1 - tokens / n_bytes, 4)}
     if base is not None:
         whole = base.encoder()
-        base_tokens = sum(len(base.encode(text, whole)) for text in _counted("Encoding", texts))
+        base_tokens = sum(len(base.encode(text, whole)) for text in _with_progress("Encoding", texts))
         counts |= {"base_tokens": base_tokens, "base_utility": round(1 - base_tokens / n_bytes, 4)}
     return counts
 
 
 def _print(args: argparse.Namespace, record: dict[str, Any]) -> None:
+    """Prints a record as one JSON object with --json, else as lines."""
     print(json.dumps(record, ensure_ascii=False) if args.json else "\n".join(_lines(record)))
 
 
 def _lines(record: dict[str, Any]) -> list[str]:
+    """Returns a record of `_record` and `_counts` as lines to print."""
     letters = f"{record['letters']} characters of several bytes, " if record["letters"] else ""
     base = printable(record["base"])
     lines = [
@@ -334,7 +399,7 @@ def _lines(record: dict[str, Any]) -> list[str]:
         lines.append(f"{record['unreachable']} tokens of {base} are left out: no merge makes them")
     if record.get("ignore_merges"):
         lines.append(
-            f"{base} prefers whole tokens to merges (ignore_merges); the adapted vocabulary goes by its merges"
+            f"{base} prefers whole tokens to merges (ignore_merges); the adapted vocabulary always uses its merges"
         )
     if "bytes" in record:
         lines += _count_lines("texts", base, record)
@@ -348,6 +413,7 @@ def _lines(record: dict[str, Any]) -> list[str]:
 
 
 def _count_lines(texts: str, base: str, counts: dict[str, Any]) -> list[str]:
+    """Returns the record of `_counts` as lines to print. texts: what to call the texts. base: the base's name."""
     per_token = counts["bytes"] / counts["tokens"]
     lines = [f"{texts}: {counts['bytes']} bytes are {counts['tokens']} tokens ({per_token:.3f} bytes per token)"]
     if "base_tokens" in counts:

@@ -36,11 +36,11 @@ _DAMAGE = (  # RuntimeError: an encrypted archive or an unknown compression; Mem
 
 
 def read_npz(path: Path, what: str, names: Collection[str] | None = None) -> dict[str, NDArray[Any]]:
-    """Returns the arrays of an archive by name: those listed in `names` that the archive has, or all of them.
+    """Returns the arrays of a .npz file by name. names: arrays to read, if the file has them; None: all.
 
-    what: the kind of file that is expected, for the message. Raises `DataError` naming the file.
+    what: the expected kind of file, for the message. Raises `DataError` naming the file if it cannot be read.
     """
-    with _explained(path, what):
+    with _as_data_errors(path, what):
         archive = np.load(path, allow_pickle=False)
         if not isinstance(archive, np.lib.npyio.NpzFile):
             raise DataError(f"{path} cannot be read as {what}: it is not an archive of arrays")
@@ -53,7 +53,7 @@ def read_npz(path: Path, what: str, names: Collection[str] | None = None) -> dic
 
 def read_npy(path: Path, what: str) -> NDArray[Any]:
     """Returns the array of a .npy file. Parameters and errors are those of `read_npz`."""
-    with _explained(path, what):
+    with _as_data_errors(path, what):
         array = np.load(path, allow_pickle=False)
     if not isinstance(array, np.ndarray):
         array.close()
@@ -62,7 +62,11 @@ def read_npy(path: Path, what: str) -> NDArray[Any]:
 
 
 @contextmanager
-def _explained(path: Path, what: str) -> Iterator[None]:
+def _as_data_errors(path: Path, what: str) -> Iterator[None]:
+    """Context manager: turns any error of reading a damaged file into a `DataError` that names the file.
+
+    what: the expected kind of file, for the message.
+    """
     try:
         check_in(path)
         yield

@@ -18,8 +18,7 @@ def pad_batch(
     """Left-pads B rows of ids to `length` (default: the longest row) -> ids uint32 [B, L], padding int32 [B].
 
     padding[b] is the number of pad ids added to row b. A pad id that is part of a row does not count as padding, unlike
-    in zip2zip-compression 0.3.4. truncate: cut longer rows at their end. Raises `CodecError` for a row longer than
-    `length` without it.
+    in zip2zip-compression 0.3.4. truncate: cut rows longer than `length` at their end; False: raise `CodecError`.
     """
     arrays = [as_ids(row) for row in rows]
     if length is None:

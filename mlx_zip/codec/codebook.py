@@ -20,9 +20,10 @@ def compress(params: CodecParams, ids: Any) -> tuple[Uint32s, Entries]:
     """Compresses a whole sequence of n base ids -> (ids uint32 [<= n], the entries after the last id).
 
     At each position the longest installed entry is emitted, and that match plus the next id becomes a new entry if it
-    fits. Without start entries this equals zip2zip-compression 0.3.4. Under the policies lru and use-count, a full
-    table is continued as by `Codebook.compress`. ids: see `as_ids`; a contiguous uint32 array is not copied. Raises
-    `CodecError` for an id that is neither a base id nor disabled, and for a hypertoken whose id is also disabled.
+    fits. Without start entries this equals zip2zip-compression 0.3.4. Under the policies lru and use-count, the ids
+    that remain when the table is full are compressed as by `Codebook.compress`. ids: see `as_ids`; a contiguous uint32
+    array is not copied. Raises `CodecError` for an id that is neither a base id nor disabled, and for a hypertoken
+    whose id is also disabled.
     """
     base_ids = as_ids(ids)
     n, native = len(base_ids), params.native
@@ -31,68 +32,81 @@ def compress(params: CodecParams, ids: Any) -> tuple[Uint32s, Entries]:
     lengths, counts = np.empty(bound, np.uint8), ffi.new("size_t[3]")
     n_out, n_entries, bad = counts, counts + 1, counts + 2
     status = lib.mlxzip_compress(
-        native, _ids(base_ids), n, _ids(out), n_out, _ids(rows), _bytes(lengths), n_entries, bad
+        native,
+        _id_pointer(base_ids),
+        n,
+        _id_pointer(out),
+        n_out,
+        _id_pointer(rows),
+        _byte_pointer(lengths),
+        n_entries,
+        bad,
     )
     if status != lib.MLXZIP_OK:
-        _refuse(status, params, base_ids, bad[0], None)
+        _raise_for_id(status, params, base_ids, bad[0], None)
     k = n_entries[0]
     return out[: n_out[0]], Entries(params.vocab_size, rows[:k], lengths[:k])
 
 
 class Codebook:
-    """The decoder side of the codec: reads emitted ids and installs the entries that the encoder has made of them.
+    """The decoder side of the codec: reads emitted ids and installs the entries that the encoder made from them.
 
     `len(book)` is the number of installed entries. One call with many ids and many calls with one id give equal books.
-    An entry that id t installs can be emitted as id t+1. An id stands for what its slot holds when the id is read,
-    before it installs anything. After an error the book is unchanged. Use a book in one thread at a time; the C
-    library releases the interpreter lock. The id log takes 12 bytes per id.
+    An entry that id t installs can be emitted as id t+1. An id stands for the entry that its slot holds when the id is
+    read, before a new entry is installed. After an error the book is unchanged. Use a book in one thread at a time; the
+    C library releases the interpreter lock. The id log, all ids read so far, takes 12 bytes per id.
     """
 
     def __init__(self, params: CodecParams) -> None:
         out = ffi.new("mlxzip_codebook **")
         check(lib.mlxzip_new(params.native, out))
-        self._hold(params, out[0])
+        self._set_up(params, out[0])
 
-    def _hold(self, params: CodecParams, book: Any) -> None:
+    def _set_up(self, params: CodecParams, book: Any) -> None:
+        """Sets all attributes. book: a codebook of the C library, which this object frees when it is deleted."""
         self.params, self.rewinds = params, 0  # rewinds: number of rewinds so far
         self._book = ffi.gc(book, lib.mlxzip_free)
-        self._one: Any = None
-        self._asked: Any = None
-        self._asked_entry: Any = None
+        self._push_buffer: Any = None  # buffers that calls with one id use again; None before the first of them
+        self._expand_buffers: Any = None
+        self._entry_buffers: Any = None
 
     @classmethod
-    def _own(cls, params: CodecParams, book: Any) -> Codebook:
+    def _around(cls, params: CodecParams, book: Any) -> Codebook:
+        """Returns a Codebook that owns `book`, a codebook of the C library."""
         self = cls.__new__(cls)
-        self._hold(params, book)
+        self._set_up(params, book)
         return self
 
     def push(self, ids: Any) -> Installed:
-        """Reads one id or n ids (see `as_ids`) and returns the entries that they install; reads all of them or none.
+        """Reads one id or n ids (see `as_ids`) and returns the entries that they install.
 
-        Base ids, disabled ids and installed hypertokens are always accepted. Of the other hypertokens only the next
-        free one is, if the run before it can be extended (LZW's KwKwK). Raises `CodecError` for any other id.
+        Base ids, disabled ids and installed hypertokens are always accepted. The hypertoken of the next free slot is
+        accepted if the run of base ids before it can be extended (LZW's KwKwK). Raises `CodecError` for any other id,
+        and then has read none.
         """
         return self._push_one(ids) if type(ids) is int else self._push_array(as_ids(ids))
 
     def _push_one(self, x: int) -> Installed:
-        if self._one is None:
-            self._one = ffi.new("uint32_t[]", self.params.merge_size + 2)
-            self._packed = ffi.buffer(self._one)
+        """Reads one id without building an array first, because every step of a generation calls it."""
+        if self._push_buffer is None:
+            self._push_buffer = ffi.new("uint32_t[]", self.params.merge_size + 2)
+            self._push_result = ffi.buffer(self._push_buffer)
         try:
-            n = _push_one(self._book, x, self._one)
+            n = _push_one(self._book, x, self._push_buffer)
         except OverflowError:
             raise CodecError(f"id {x} at index 0 is outside 0..2^32-1") from None
         if n < 0:
-            _refuse(n, self.params, [x], 0, self)
-        return Installed(self.params, n, 1, self._packed[:])
+            _raise_for_id(n, self.params, [x], 0, self)
+        return Installed(self.params, n, 1, self._push_result[:])
 
     def _push_array(self, ids: Uint32s) -> Installed:
+        """Reads all ids of an array, or none if one of them is refused."""
         bad, n_ids = ffi.new("size_t *"), len(ids)
-        n = _push(self._book, _ids(ids), n_ids, bad)
+        n = _push(self._book, _id_pointer(ids), n_ids, bad)
         if n < 0:
-            _refuse(n, self.params, ids, bad[0], self)
+            _raise_for_id(n, self.params, ids, bad[0], self)
         packed = np.empty(n + n * self.params.merge_size + (n + n_ids + 3) // 4, np.uint32)
-        _installed(self._book, n_ids, _ids(packed))
+        _installed(self._book, n_ids, _id_pointer(packed))
         return Installed(self.params, n, n_ids, packed)
 
     def expand(self, ids: Any) -> Uint32s:
@@ -105,36 +119,40 @@ class Codebook:
         ids = as_ids(ids)
         counts = ffi.new("size_t[2]")
         out = np.empty(len(ids) * min(self.params.merge_size, 4), np.uint32)
-        status = lib.mlxzip_expand(self._book, _ids(ids), len(ids), _ids(out), len(out), counts, counts + 1)
+        status = lib.mlxzip_expand(
+            self._book, _id_pointer(ids), len(ids), _id_pointer(out), len(out), counts, counts + 1
+        )
         if status == lib.MLXZIP_E_SPACE:
             out = np.empty(counts[0], np.uint32)
-            status = lib.mlxzip_expand(self._book, _ids(ids), len(ids), _ids(out), len(out), counts, counts + 1)
+            status = lib.mlxzip_expand(
+                self._book, _id_pointer(ids), len(ids), _id_pointer(out), len(out), counts, counts + 1
+            )
         if status != lib.MLXZIP_OK:
-            _refuse(status, self.params, ids, counts[1], self)
+            _raise_for_id(status, self.params, ids, counts[1], self)
         return out[: counts[0]]
 
     def _expand_one(self, x: int) -> Uint32s:
         """Expands one id without building an array first, because every step of a generation calls it."""
-        if self._asked is None:
+        if self._expand_buffers is None:
             room = max(1, self.params.merge_size)
-            self._asked = ffi.new("uint32_t[]", 1 + room), ffi.new("size_t[2]"), room
-        ids, counts, room = self._asked
+            self._expand_buffers = ffi.new("uint32_t[]", 1 + room), ffi.new("size_t[2]"), room
+        ids, counts, room = self._expand_buffers
         try:
             ids[0] = x
         except OverflowError:
             raise CodecError(f"id {x} at index 0 is outside 0..2^32-1") from None
         status = lib.mlxzip_expand(self._book, ids, 1, ids + 1, room, counts, counts + 1)
         if status != lib.MLXZIP_OK:
-            _refuse(status, self.params, [x], 0, self)
+            _raise_for_id(status, self.params, [x], 0, self)
         return np.frombuffer(bytes(ffi.buffer(ids + 1, 4 * counts[0])), np.uint32)
 
     def spans(self, ids: Any) -> NDArray[np.int32]:
         """Returns the number of base ids that each id stands for now, int32 [n]. Errors as in `expand`."""
         ids, bad = as_ids(ids), ffi.new("size_t *")
         out = np.empty(len(ids), np.int32)
-        status = lib.mlxzip_spans(self._book, _ids(ids), len(ids), ffi.from_buffer("int32_t[]", out), bad)
+        status = lib.mlxzip_spans(self._book, _id_pointer(ids), len(ids), ffi.from_buffer("int32_t[]", out), bad)
         if status != lib.MLXZIP_OK:
-            _refuse(status, self.params, ids, bad[0], self)
+            _raise_for_id(status, self.params, ids, bad[0], self)
         return out
 
     def compress(self, base_ids: Any) -> Uint32s:
@@ -146,25 +164,25 @@ class Codebook:
         """
         ids, counts = as_ids(base_ids), ffi.new("size_t[2]")
         out = np.empty(len(ids), np.uint32)
-        status = lib.mlxzip_continue(self._book, _ids(ids), len(ids), _ids(out), counts, counts + 1)
+        status = lib.mlxzip_continue(self._book, _id_pointer(ids), len(ids), _id_pointer(out), counts, counts + 1)
         if status != lib.MLXZIP_OK:
-            _refuse(status, self.params, ids, counts[1], None)
+            _raise_for_id(status, self.params, ids, counts[1], None)
         return out[: counts[0]]
 
     def rows(self, first: int, n: int) -> tuple[Uint32s, NDArray[np.uint8]]:
         """Returns base ids [n, merge_size], padded, and lengths [n] of the entries in slots first..first+n-1."""
         rows, lengths = np.empty((n, self.params.merge_size), np.uint32), np.empty(n, np.uint8)
-        check(lib.mlxzip_entries(self._book, first, n, _ids(rows), _bytes(lengths)))
+        check(lib.mlxzip_entries(self._book, first, n, _id_pointer(rows), _byte_pointer(lengths)))
         return rows, lengths
 
     def words(self, slot: int) -> bytes:
-        """Returns the base ids of one entry as 32-bit words in the machine's byte order.
+        """Returns the base ids of the entry in `slot` as 32-bit words in the machine's byte order.
 
         Raises `CodecError` for a slot without an entry.
         """
-        if self._asked_entry is None:
-            self._asked_entry = ffi.new("uint32_t[]", max(1, self.params.merge_size)), ffi.new("uint8_t[1]")
-        row, length = self._asked_entry
+        if self._entry_buffers is None:
+            self._entry_buffers = ffi.new("uint32_t[]", max(1, self.params.merge_size)), ffi.new("uint8_t[1]")
+        row, length = self._entry_buffers
         try:
             check(lib.mlxzip_entries(self._book, slot, 1, row, length))
         except OverflowError:
@@ -172,17 +190,17 @@ class Codebook:
         return ffi.buffer(row, 4 * length[0])[:]
 
     def logged(self, first: int = 0, n: int | None = None) -> tuple[Uint32s, NDArray[np.uint8]]:
-        """Returns base ids [n, merge_size], padded, and lengths [n] that n ids of the log stood for when they were
-        read.
+        """Returns what n ids of the log stood for when they were read.
 
-        first: the first of these ids. n: None for all ids from `first` on. `expand` uses the entries of now; the two
-        differ after evictions (policies lru and use-count). Raises `CodecError` if the log is shorter.
+        That is base ids [n, merge_size], padded, and lengths [n]. first: index in the log of the first id. n: None for
+        all ids from `first` on. `expand` uses the entries installed now, which differ after evictions (policies lru and
+        use-count). Raises `CodecError` if the log is shorter.
         """
         n = self.mark() - first if n is None else n
         if first < 0 or n < 0 or first + n > self.mark():
             raise CodecError(f"ids {first} to {first + n} are not all in the log: the codebook has read {self.mark()}")
         rows, lengths = np.empty((n, self.params.merge_size), np.uint32), np.empty(n, np.uint8)
-        check(lib.mlxzip_logged(self._book, first, n, _ids(rows), _bytes(lengths)))
+        check(lib.mlxzip_logged(self._book, first, n, _id_pointer(rows), _byte_pointer(lengths)))
         return rows, lengths
 
     def base_ids(self, first: int = 0) -> Uint32s:
@@ -226,10 +244,10 @@ class Codebook:
         return lib.mlxzip_mark(self._book)
 
     def rewind(self, mark: int) -> None:
-        """Goes back to the state after the first `mark` ids, 0..`mark()`; O(entries undone), or O(ids undone) without
-        freeze.
+        """Goes back to the state after the first `mark` ids of the log, 0..`mark()`.
 
-        Raises `CodecError` for a mark beyond the log.
+        Takes O(entries undone), or O(ids undone) under the policies lru and use-count. Raises `CodecError` for a mark
+        beyond the log.
         """
         if not 0 <= mark <= self.mark():
             raise CodecError(f"cannot rewind to {mark}: the codebook has read {self.mark()} ids")
@@ -240,7 +258,7 @@ class Codebook:
         """Returns an independent codebook in the same state."""
         out = ffi.new("mlxzip_codebook **")
         check(lib.mlxzip_copy(self._book, out))
-        return self._own(self.params, out[0])
+        return self._around(self.params, out[0])
 
     __copy__ = copy
 
@@ -257,7 +275,7 @@ class Codebook:
         params = CodecParams.from_bytes(data)
         view, out = ffi.from_buffer("uint8_t[]", data), ffi.new("mlxzip_codebook **")
         check(lib.mlxzip_from_bytes(params.native, view, len(view), out))
-        return cls._own(params, out[0])
+        return cls._around(params, out[0])
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Codebook.from_bytes, (self.to_bytes(),)
@@ -266,16 +284,21 @@ class Codebook:
         return f"<Codebook: {len(self)} of {self.params.codebook_size} entries after {self.mark()} ids>"
 
 
-def _ids(array: NDArray[Any]) -> Any:
+def _id_pointer(array: NDArray[Any]) -> Any:
+    """Returns a uint32 array as a pointer for the C library."""
     return ffi.from_buffer("uint32_t[]", array)
 
 
-def _bytes(array: NDArray[np.uint8]) -> Any:
+def _byte_pointer(array: NDArray[np.uint8]) -> Any:
+    """Returns a uint8 array as a pointer for the C library."""
     return ffi.from_buffer("uint8_t[]", array)
 
 
-def _refuse(status: int, params: CodecParams, ids: Any, index: int, book: Codebook | None) -> NoReturn:
-    """Raises the exception for an error of the C library about the id at `index`."""
+def _raise_for_id(status: int, params: CodecParams, ids: Any, index: int, book: Codebook | None) -> NoReturn:
+    """Raises the exception for an error of the C library about the id at `index`.
+
+    book: the codebook that read the ids; None if they were to be compressed, so that hypertokens are no valid input.
+    """
     reasons = {
         lib.MLXZIP_E_ID: f"is neither a base id (below {params.vocab_size}) nor a disabled id"
         + (" nor an installed hypertoken" if book is not None else ""),

@@ -43,11 +43,11 @@ class Entries(Sequence[Entry]):
     @overload
     def __getitem__(self, index: slice) -> list[Entry]: ...
     def __getitem__(self, index: int | slice) -> Entry | list[Entry]:
-        where = range(len(self))[index]
-        if isinstance(where, range):
-            return [self[i] for i in where]
-        row = self.base_ids[where, : self._lengths[where]]
-        return self.vocab_size + int(self.slots[where]), tuple(row.tolist())
+        at = range(len(self))[index]
+        if isinstance(at, range):
+            return [self[i] for i in at]
+        row = self.base_ids[at, : self._lengths[at]]
+        return self.vocab_size + int(self.slots[at]), tuple(row.tolist())
 
     def __iter__(self) -> Iterator[Entry]:
         rows = zip(self.slots.tolist(), self.base_ids.tolist(), self._lengths.tolist(), strict=True)
@@ -70,6 +70,9 @@ class Installed(Entries):
     Slots are consecutive until the table is full. After that, under lru and use-count, an entry takes the slot of an
     evicted one, and an entry that was installed early in a long push may be evicted again by its end.
     The arrays are made when they are read, because most steps of a generation never read them.
+
+    n: number of entries. n_ids: number of pushed ids. packed: the entries as `mlxzip_installed` writes them: slots,
+    base ids, lengths, then one byte per pushed id, 1 if that id installed an entry.
     """
 
     def __init__(self, params: CodecParams, n: int, n_ids: int, packed: bytes | Uint32s) -> None:
@@ -97,9 +100,9 @@ class Installed(Entries):
 
     @cached_property
     def at(self) -> NDArray[np.int64]:
-        """Index, among the pushed ids, of the id that installed each entry: int64 [n], rising."""
-        by_id = np.frombuffer(self._packed, np.uint8, self._n_ids, 5 * self._n + self.base_ids.nbytes)
-        return np.flatnonzero(by_id).astype(np.int64, copy=False)
+        """For each entry, the index of the pushed id that installed it: int64 [n], rising."""
+        installs = np.frombuffer(self._packed, np.uint8, self._n_ids, 5 * self._n + self.base_ids.nbytes)
+        return np.flatnonzero(installs).astype(np.int64, copy=False)
 
     def __len__(self) -> int:
         return self._n

@@ -37,6 +37,7 @@ def as_ids(ids: Any) -> Uint32s:
 
 
 def _from_sequence(ids: list[Any] | tuple[Any, ...] | range) -> NDArray[Any]:
+    """Converts a list, tuple or range of integers to int64 [n]. Raises `TypeError`, `CodecError` as `as_ids` does."""
     if not isinstance(ids, range):
         for kind in set(map(type, ids)):
             if kind is bool or not issubclass(kind, int | np.integer):

@@ -42,9 +42,10 @@ def read_pack(path: str | Path) -> Start:
 
 
 def write_pack(path: str | Path, entries: Iterable[Sequence[int]], merge_size: int, pad_id: int | None = None) -> None:
-    """Writes a pack, whole or not at all. Arrays are `merge_size` wide and padded with `pad_id`, or 0 without one.
+    """Writes a pack in the form that the file's suffix says; a file that exists is replaced only by a complete one.
 
-    Raises `DataError` as `read_pack` does, also for an entry longer than `merge_size`, and `OSError`.
+    merge_size: maximum length of an entry, and width of the arrays, which are padded with `pad_id` (None: 0). Raises
+    `DataError` as `read_pack` does, also for an entry longer than `merge_size`, and `OSError`.
     """
     path = Path(path)
     if path.suffix not in SUFFIXES:
@@ -68,11 +69,12 @@ def write_pack(path: str | Path, entries: Iterable[Sequence[int]], merge_size: i
 
 
 def lengths_file(path: Path) -> Path:
-    """Returns the file with the lengths of a .npy pack."""
+    """Returns the path of the second file of a .npy pack, which holds the lengths of its entries."""
     return path.with_suffix(".lengths.npy")
 
 
 def _read_json(path: Path) -> list[tuple[Any, ...]]:
+    """Reads the entries of a .json pack; what they hold is not checked. Raises `DataError` naming the file."""
     try:
         check_in(path)
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -90,6 +92,7 @@ def _read_json(path: Path) -> list[tuple[Any, ...]]:
 
 
 def _read_arrays(path: Path) -> list[tuple[int, ...]]:
+    """Reads the entries of a .npz or .npy pack. Raises `DataError` naming the file."""
     if path.suffix == ".npy":
         return _entries_of(path, read_npy(path, _WHAT), read_npy(lengths_file(path), f"the lengths of {path.name}"))
     arrays = read_npz(path, _WHAT, NAMES)
@@ -99,11 +102,13 @@ def _read_arrays(path: Path) -> list[tuple[int, ...]]:
 
 
 def _entries_of(path: Path, entries: NDArray[Any], lengths: NDArray[Any]) -> list[tuple[int, ...]]:
+    """Returns padded entries [P, M] and lengths [P] as tuples without padding. Errors as of `_check_arrays`."""
     _check_arrays(path, entries, lengths)
     return [tuple(row[:n]) for row, n in zip(entries.tolist(), lengths.tolist(), strict=True)]
 
 
 def _check_arrays(path: Path, entries: NDArray[Any], lengths: NDArray[Any]) -> None:
+    """Raises `DataError` unless both are integers, entries [P, M] and lengths [P] with values 2..M."""
     if entries.dtype.kind not in "iu" or lengths.dtype.kind not in "iu":
         raise DataError(f"{path}: entries and lengths must be integers, not {entries.dtype} and {lengths.dtype}")
     if entries.ndim != 2 or lengths.shape != entries.shape[:1]:
@@ -114,7 +119,11 @@ def _check_arrays(path: Path, entries: NDArray[Any], lengths: NDArray[Any]) -> N
 
 
 def checked_entries(path: Path, entries: Iterable[Sequence[Any]], merge_size: int | None = None) -> Start:
-    start, seen = [], {}
+    """Returns entries as tuples of ints. merge_size: maximum length of an entry; None: any length.
+
+    Raises `DataError` as `read_pack` does, naming `path` and the wrong entry.
+    """
+    start, seen = [], {}  # seen: entry -> its index
     for at, entry in enumerate(entries):
         for x in entry:
             if isinstance(x, bool) or not isinstance(x, int | np.integer) or not 0 <= x <= MAX_ID:

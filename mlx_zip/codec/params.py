@@ -21,6 +21,7 @@ POLICIES = ("freeze", "lru", "use-count")  # as numbered in `native/mlxzip.h`
 
 
 def _integer(name: str, value: Any, low: int, high: int) -> int:
+    """Returns `value` as an int. Raises `CodecError` naming it unless it is an integer within low..high."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise CodecError(f"{name} must be an integer, not {value!r}")
     if not low <= value <= high:
@@ -29,9 +30,9 @@ def _integer(name: str, value: Any, low: int, high: int) -> int:
 
 
 def _integers(name: str, values: Iterable[Any], low: int, high: int) -> tuple[int, ...]:
-    """Checks each value as `_integer` does.
+    """Returns the values as a tuple of ints. Raises `CodecError` as `_integer` does.
 
-    A tuple of ints is returned as it is: every sample brings thousands of entries.
+    A tuple of ints is checked fast and returned as it is, because start entries hold thousands of ids.
     """
     values = tuple(values)
     if values and set(map(type, values)) == {int} and low <= min(values) and max(values) <= high:
@@ -89,6 +90,7 @@ class CodecParams:
         put(self, "policy", policy)
 
     def _checked_start(self, start: Iterable[Sequence[int]] | None) -> tuple[tuple[int, ...], ...] | None:
+        """Returns the start entries as tuples of ints, None if there are none. Raises `CodecError` for a wrong one."""
         if start is None:
             return None
         entries = tuple(map(tuple, start))
@@ -102,6 +104,7 @@ class CodecParams:
         return entries or None
 
     def _check_entries(self, entries: tuple[tuple[int, ...], ...]) -> None:
+        """Raises `CodecError` naming a start entry that is too short or long, repeated, or holds a disabled id."""
         disabled, seen = set(self.disabled_ids), set(entries)
         ids = set(chain.from_iterable(seen))
         lengths = set(map(len, seen)) <= set(range(2, self.merge_size + 1))
@@ -180,7 +183,7 @@ class CodecParams:
 
 
 def saved(book: Any) -> bytes:
-    """Returns the saved form of a C codebook."""
+    """Returns a codebook of the C library in the saved form that `native/mlxzip.h` defines."""
     size = ffi.new("size_t *")
     lib.mlxzip_to_bytes(book, ffi.NULL, 0, size)
     data = bytearray(size[0])
@@ -189,7 +192,7 @@ def saved(book: Any) -> bytes:
 
 
 def check(status: int) -> None:
-    """Raises the exception for an error of the C library that is not about one id; returns for MLXZIP_OK."""
+    """Raises the exception for an error status of the C library that concerns no single id; returns for MLXZIP_OK."""
     if status == lib.MLXZIP_E_MEMORY:
         raise MemoryError("the codec is out of memory")
     if status == lib.MLXZIP_E_FORMAT:

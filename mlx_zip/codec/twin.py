@@ -14,16 +14,16 @@ Run = tuple[int, ...]
 
 
 def compress(params: CodecParams, ids: Iterable[int]) -> tuple[list[int], dict[int, Run]]:
-    """Compresses base ids -> (ids, entries by hyper id). The longest entry is emitted; match + next id becomes an
-    entry.
+    """Compresses base ids -> (ids, entries by hyper id).
 
-    Under lru and use-count, a full table is continued by `Codebook.compress`.
+    At each position the longest entry is emitted, and that match plus the next id becomes an entry. Under lru and
+    use-count, the ids that remain when the table is full are compressed by `Codebook.compress`.
     """
     ids, out = list(ids), []
     codes = {run: params.vocab_size + slot for slot, run in enumerate(params.start or ())}
     at = 0
-    turns = params.policy != "freeze" and len(codes) < params.codebook_size
-    while at < len(ids) and not (turns and len(codes) == params.codebook_size):
+    evicts = params.policy != "freeze" and len(codes) < params.codebook_size
+    while at < len(ids) and not (evicts and len(codes) == params.codebook_size):
         limit = _mergeable(params, ids, at)
         if limit == 0:
             if ids[at] >= params.vocab_size and ids[at] not in params.disabled_ids:
@@ -48,7 +48,7 @@ def compress(params: CodecParams, ids: Iterable[int]) -> tuple[list[int], dict[i
 
 
 def _mergeable(params: CodecParams, ids: list[int], at: int) -> int:
-    """Returns how many ids from `at` on can be in one entry."""
+    """Returns how many ids from index `at` on can be in one entry: up to a disabled id, at most merge_size."""
     n = 0
     for x in ids[at : at + params.merge_size]:
         if x >= params.vocab_size or x in params.disabled_ids:
@@ -60,7 +60,9 @@ def _mergeable(params: CodecParams, ids: list[int], at: int) -> int:
 class Codebook:
     """The decoder of zip2zip-compression 0.3.4 with start entries, policies, and errors for unknown ids.
 
-    uses: how often each growing entry was used, and when last. runs: what each id of the log stood for.
+    ids: the log of all ids read. runs: the base ids that each of them stood for. entries: hyper id -> base ids. uses:
+    hyper id of each entry that was not there at the start -> (how often it was used, time of the last use). clock:
+    time, in uses. prev: base ids at the end of the text that the next id extends to a new entry.
     """
 
     def __init__(self, params: CodecParams) -> None:
@@ -84,26 +86,29 @@ class Codebook:
         return new
 
     def _step(self, x: int) -> list[tuple[int, Run]]:
+        """Reads one id and returns the entries that it installed, as (hyper id, base ids)."""
         before = dict(self.entries)
         if x in self.params.disabled_ids:
             self.prev, run = (), (x,)
         elif x < self.params.vocab_size or x in self.entries:
             run = self._run(x)
             if x in self.uses:
-                self._use(x)
-            self._follow(run, x)
+                self._count_use(x)
+            self._extend_run(run, x)
         else:
-            self._repeat(x)
+            self._install_next(x)
             run = self.prev
         self.ids.append(x)
         self.runs.append(run)
         return [(code, run) for code, run in self.entries.items() if before.get(code) != run]
 
-    def _use(self, code: int) -> None:
+    def _count_use(self, code: int) -> None:
+        """Records that the entry with this hyper id is used now."""
         self.clock += 1
         self.uses[code] = self.uses.get(code, (0, 0))[0] + 1, self.clock
 
-    def _follow(self, cur: Run, x: int) -> None:
+    def _extend_run(self, cur: Run, x: int) -> None:
+        """Extends `prev` by the base ids `cur` of id x until it is a new entry, which is installed, or is full."""
         code = self._next_code(x)
         if code is None:
             self.prev = ()
@@ -120,7 +125,11 @@ class Codebook:
                     self.prev = cur[moved + 1 :]
                     return
 
-    def _repeat(self, x: int) -> None:
+    def _install_next(self, x: int) -> None:
+        """Installs the entry of the next free hypertoken x: `prev` and its own first id (LZW's KwKwK).
+
+        Raises `CodecError` for any other hypertoken, and if that entry cannot be installed.
+        """
         entry = self.prev + self.prev[:1]
         if x != self.params.vocab_size + len(self.entries) or len(self.entries) == self.params.codebook_size:
             raise CodecError(f"id {x} is neither installed nor the next one")
@@ -130,7 +139,10 @@ class Codebook:
         self.prev = entry
 
     def _next_code(self, reading: int) -> int | None:
-        """Returns the id that a new entry would get while `reading` is read; None if there is no room for it."""
+        """Returns the hyper id that a new entry would get; None if there is no room for it.
+
+        reading: the id that is being read, whose entry is not evicted.
+        """
         if len(self.entries) < self.params.codebook_size:
             return self.params.vocab_size + len(self.entries)
         if self.params.policy == "freeze":
@@ -140,11 +152,13 @@ class Codebook:
         return min(worth, key=worth.__getitem__, default=None)
 
     def _install(self, code: int, run: Run) -> None:
+        """Puts an entry under this hyper id, in place of an evicted one if there is one, and counts its first use."""
         self.entries[code] = run
         self.uses.pop(code, None)
-        self._use(code)
+        self._count_use(code)
 
     def _run(self, x: int) -> Run:
+        """Returns the base ids that id x stands for now. Raises `CodecError` for an entry that is not installed."""
         if x < self.params.vocab_size or x in self.params.disabled_ids:
             return (x,)
         if x not in self.entries:
@@ -162,7 +176,10 @@ class Codebook:
         self.__dict__.update(fresh.__dict__)
 
     def compress(self, base_ids: Iterable[int]) -> list[int]:
-        """Compresses base ids as a continuation: each emitted id is the longest entry installed by then."""
+        """Compresses base ids as a continuation of this codebook, which is unchanged.
+
+        Each emitted id is the longest entry that is installed after the ids before it have been pushed.
+        """
         ids, out, at = list(base_ids), [], 0
         book = Codebook(self.params)
         book.push(self.ids)

@@ -1,4 +1,4 @@
-"""Hyper-encoders (entry -> row), the row tables of a request, and the store that keeps rows between requests."""
+"""Hyper-encoders, which make rows of entries; a request's row tables; the store that keeps rows between requests."""
 
 from mlx_zip.hyper.encoders import make_encoder
 from mlx_zip.hyper.fingerprint import Fingerprints, host_bytes

@@ -1,11 +1,12 @@
-"""The hyper-encoders: N entries of S base rows each -> N hyper rows.
+"""The hyper-encoders, which make one hyper row of each entry.
 
 Each encoder is a function of x [N, S, D], the rows of the embedding (input side) or head matrix (output side) for
-the entries' base ids, and of lengths [N], how many of the S are real. Positions past the length hold the pad id's row.
-Attribute names are the checkpoint's tensor names. Source: arXiv 2506.01084 §2.3 and appendix A; zip2zip 0.2.0.
+the S base ids of N entries, and of lengths [N], how many of the S positions are real. The other positions are padding
+and hold the pad id's row. Attribute names are the checkpoint's tensor names. Source: arXiv 2506.01084 §2.3 and
+appendix A; zip2zip 0.2.0.
 
-Pads are part of upstream's results and differ by kind: `transformer` and `attention` average over all S positions,
-pads included (there attention contributes exactly 0); `res_latent_attn` pools over real positions only.
+As upstream, the kinds treat padding differently: `transformer` and `attention` average over all S positions, padding
+included (attention contributes exactly 0 there); `res_latent_attn` pools over real positions only.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ def make_encoder(config: EncoderConfig, merge_size: int) -> nn.Module:
 
 
 class Averaging(nn.Module):
-    """Mean of the real positions; no parameters (the paper's baseline, appendix A)."""
+    """The mean of an entry's base rows; no parameters (the paper's baseline, appendix A)."""
 
     def __init__(self, config: EncoderConfig, merge_size: int) -> None:
         super().__init__()
 
     def __call__(self, x: mx.array, lengths: mx.array) -> mx.array:
-        """Rows [N, D] of entries x [N, S, D] with lengths [N]."""
+        """Returns hyper rows [N, D] of entries x [N, S, D] with lengths [N]."""
         return mean_of_real(x, lengths)
 
 
@@ -52,13 +53,13 @@ class Attention(nn.Module):
         self.attention = SelfAttention(config)
 
     def __call__(self, x: mx.array, lengths: mx.array) -> mx.array:
-        """Rows [N, D] of entries x [N, S, D] with lengths [N]."""
+        """Returns hyper rows [N, D] of entries x [N, S, D] with lengths [N]."""
         x = x + self.pos_embed.weight.astype(x.dtype)
         return self.attention(x, both_real(x, lengths)).mean(axis=1)
 
 
 class Transformer(nn.Module):
-    """Post-norm transformer over base rows, mean over all S positions, pads included."""
+    """A post-norm transformer over base rows, then the mean over all S positions, padding included."""
 
     def __init__(self, config: EncoderConfig, merge_size: int) -> None:
         super().__init__()
@@ -67,7 +68,7 @@ class Transformer(nn.Module):
         self.layers = [PostNormBlock(config) for _ in range(config.num_hidden_layers)]
 
     def __call__(self, x: mx.array, lengths: mx.array) -> mx.array:
-        """Rows [N, D] of entries x [N, S, D] with lengths [N]."""
+        """Returns hyper rows [N, D] of entries x [N, S, D] with lengths [N]."""
         if "pos_embed" in self:
             x = x + self.pos_embed.weight.astype(x.dtype)
         mask = both_real(x, lengths)
@@ -77,7 +78,10 @@ class Transformer(nn.Module):
 
 
 class ResLatentAttention(nn.Module):
-    """Pre-norm transformer in its own (latent) width, plus the first base row as residual (zip2zip++)."""
+    """A pre-norm transformer of a width of its own, plus the first base row as residual (zip2zip++).
+
+    Pools over real positions: their mean, or the last of them if the attention is causal.
+    """
 
     def __init__(self, config: EncoderConfig, merge_size: int) -> None:
         super().__init__()
@@ -91,7 +95,7 @@ class ResLatentAttention(nn.Module):
         self.norm = nn.LayerNorm(width, eps=LAYER_NORM_EPS)
 
     def __call__(self, x: mx.array, lengths: mx.array) -> mx.array:
-        """Rows [N, D] of entries x [N, S, D] with lengths [N]."""
+        """Returns hyper rows [N, D] of entries x [N, S, D] with lengths [N]."""
         first = x[:, 0]
         if "proj_in" in self:
             x = self.proj_in(x)
@@ -106,7 +110,10 @@ class ResLatentAttention(nn.Module):
         return pooled + first if self.residual else pooled
 
     def _mask(self, x: mx.array, lengths: mx.array) -> mx.array:
-        """The mask [N, 1, S, S]: keys must be real; queries may be pads, whose results are not used."""
+        """Returns the attention mask [N, 1, 1 or S, S], true for keys that are real (and not later, if causal).
+
+        Queries may be padding, because their results are not used.
+        """
         keys = real(x, lengths)[:, None, None, :]
         if not self.causal:
             return keys
@@ -178,9 +185,10 @@ class PreNormBlock(nn.Module):
 
 
 def attend(q: mx.array, k: mx.array, v: mx.array, heads: int, mask: mx.array) -> mx.array:
-    """softmax(q k' / sqrt(head width)) v over S positions; [N, S, H] each, mask broadcastable to [N, 1, S, S].
+    """Returns multi-head attention, softmax(q k' / sqrt(head width)) v, as [N, S, H] for q, k, v [N, S, H].
 
-    A query whose every key is masked gets exactly 0, as in torch >= 2.5 (older torch: NaN).
+    heads: number of heads. mask: bool, broadcastable to [N, 1, S, S], true for keys to attend to. A query that may
+    attend to no key gets exactly 0, as in torch >= 2.5 (older torch: NaN).
     """
     n, s, width = q.shape
     q, k, v = (a.reshape(n, s, heads, width // heads).transpose(0, 2, 1, 3) for a in (q, k, v))
@@ -191,22 +199,22 @@ def attend(q: mx.array, k: mx.array, v: mx.array, heads: int, mask: mx.array) ->
 
 
 def real(x: mx.array, lengths: mx.array) -> mx.array:
-    """Whether each position is not padding, [N, S] bool."""
+    """Returns whether each position of x [N, S, D] is not padding, [N, S] bool."""
     return mx.arange(x.shape[1])[None] < lengths[:, None]
 
 
 def both_real(x: mx.array, lengths: mx.array) -> mx.array:
-    """Whether query and key are both real, [N, 1, S, S] bool."""
+    """Returns the attention mask [N, 1, S, S] bool that is true where neither query nor key is padding."""
     keep = real(x, lengths)
     return (keep[:, :, None] & keep[:, None, :])[:, None]
 
 
 def mean_of_real(x: mx.array, lengths: mx.array) -> mx.array:
-    """The mean [N, D] of x [N, S, D] over the real positions."""
+    """Returns the mean [N, D] of x [N, S, D] over the real positions."""
     keep = real(x, lengths)[..., None].astype(x.dtype)
     return (x * keep).sum(axis=1) / lengths[:, None].astype(x.dtype)
 
 
 def last_real(x: mx.array, lengths: mx.array) -> mx.array:
-    """The last real position [N, D] of x [N, S, D]."""
+    """Returns the last real position [N, D] of x [N, S, D]."""
     return mx.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]

@@ -1,7 +1,7 @@
-"""The fingerprint of a whole model, which tuned rows are bound to.
+"""The fingerprint of a whole model. A pack records it with its tuned rows, and is refused by any other model.
 
-Tuned rows fit one decoder, not one matrix, so the fingerprint covers every tensor: its name, type and shape, and a few
-of its values (nothing is hashed whole).
+Tuned rows fit one decoder, not just one embedding or head, so the fingerprint covers every tensor: its name, type and
+shape, and a few of its values (no tensor is hashed whole).
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from mlx_zip.hyper.fingerprint import host_bytes
-from mlx_zip.hyper.row_kinds import Place, hold, places, sample
+from mlx_zip.hyper.row_kinds import Place, places, sample_values, unchanged
 
 
 def model_fingerprint(model: nn.Module) -> str:
-    """Hex digest of a model as it was loaded. Quantizing, adapting or casting the model changes the digest."""
+    """Returns a sha256, as hex, of the model's tensors as they are now. Quantizing, adapting or casting changes it."""
     tensors: list[tuple[str, mx.array]] = sorted(tree_flatten(model.parameters()))  # type: ignore[arg-type]
-    some = [sample(value) for _, value in tensors]
+    some = [sample_values(value) for _, value in tensors]
     mx.eval(some)
     facts = [
         [name, str(value.dtype), value.shape, bytes(host_bytes(values)).hex()]
@@ -31,7 +31,7 @@ def model_fingerprint(model: nn.Module) -> str:
 
 
 class ModelName:
-    """A model's fingerprint, computed when first asked for, and again after a tensor was replaced."""
+    """Keeps a model's fingerprint: computed when first asked for, and again after a tensor was replaced."""
 
     def __init__(self) -> None:
         self.forget()
@@ -40,12 +40,12 @@ class ModelName:
         return ModelName()  # a copy of the model has weights of its own
 
     def forget(self) -> None:
-        """Forgets the fingerprint, because weights have changed."""
+        """Forgets the fingerprint. Call it when weights have changed in place."""
         self._places: list[Place] = []
         self._found = ""
 
     def of(self, model: nn.Module) -> str:
-        """The fingerprint."""
-        if not self._found or not hold(self._places):
+        """Returns the fingerprint of the model as it is now."""
+        if not self._found or not unchanged(self._places):
             self._places, self._found = list(places(model)), model_fingerprint(model)
         return self._found

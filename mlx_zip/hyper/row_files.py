@@ -1,4 +1,4 @@
-"""Files of stored hyper rows: a mapped index, then records; several processes may read and append.
+"""Files of stored hyper rows: a memory-mapped index, then records; several processes may read and append.
 
 A folder holds files `<digest>-<number>.rows`; `native/rows.h` describes their format. A file belongs to one set of rows
 (one side of one model) and takes a fixed number of records; then a new file is begun, and the folder's oldest files are
@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 
 from mlx_zip.codec._native import ffi, lib
 
-FILES_PER_SET = 4  # a file takes a quarter of the folder at most, so that deleting one loses little
-LEAST_RECORDS = 64
+FILES_PER_SET = 4  # a file takes a quarter of the folder's maximum size at most, so that deleting one loses little
+LEAST_RECORDS = 64  # no file is made that could not take so many
 _MAGIC = b"mlxzrow1"
 _HEADER = struct.Struct("<8s32sIIII")  # magic, digest, ids per key, bytes per row, cells, records; a CRC-32 follows
 _NAME = re.compile(r"([0-9a-f]{32})-(\d{6,})\.rows")
@@ -44,7 +44,11 @@ class ForeignFileError(Exception):
 
 @dataclass(frozen=True)
 class RowSet:
-    """The rows of one side of one model. digest: 32 bytes. A key has `key_words` base ids, a row `row_bytes` bytes."""
+    """Names the rows of one side of one model, and gives their sizes.
+
+    digest: 32 bytes that stand for the model and the side. key_words: base ids in an entry's key. row_bytes: bytes of a
+    row.
+    """
 
     digest: bytes
     key_words: int
@@ -52,12 +56,15 @@ class RowSet:
 
     @property
     def name(self) -> str:
-        """The beginning of the set's file names."""
+        """What the names of the set's files begin with."""
         return self.digest[:16].hex()
 
 
 class RowFile:
-    """One file of a set, open and mapped. Raises `OSError`, `DamagedFileError` or `ForeignFileError`."""
+    """One file of a set, open and memory-mapped. Raises `OSError`, `DamagedFileError` or `ForeignFileError`.
+
+    cells: number of index cells. capacity: number of records that may be written. stride: bytes per record.
+    """
 
     handle = -1
 
@@ -71,7 +78,7 @@ class RowFile:
             self._check()
             try:
                 self._map = mmap.mmap(self.handle, self.records_at, flags=_MAP, prot=mmap.PROT_READ)
-            except ValueError as error:  # it was truncated a moment ago
+            except ValueError as error:  # the file was truncated since `_check`
                 raise DamagedFileError(str(error)) from error
             self._cells = ffi.from_buffer("uint8_t[]", self._map)
             self._scratch = ffi.new("uint8_t[]", self.stride)
@@ -80,7 +87,7 @@ class RowFile:
             raise
 
     def close(self) -> None:
-        """Closes the file; the map is freed with the object."""
+        """Closes the file; the memory map is freed with the object."""
         handle, self.handle = self.handle, -1
         if handle >= 0:
             os.close(handle)
@@ -89,7 +96,7 @@ class RowFile:
 
     @property
     def records_at(self) -> int:
-        """The byte at which records begin."""
+        """The byte of the file at which records begin."""
         return lib.MLXZIP_ROWS_HEADER + 8 * self.cells
 
     @property
@@ -98,14 +105,15 @@ class RowFile:
         return os.fstat(self.handle).st_nlink > 0
 
     def _check(self) -> None:
-        """Raises `DamagedFileError` if the file was truncated, where reading the map would end in SIGBUS."""
+        """Raises `DamagedFileError` if the file is too short for its index: reading the map would end in SIGBUS."""
         if os.fstat(self.handle).st_size < self.records_at:
             raise DamagedFileError(self.path)
 
     def find(self, keys: NDArray[np.uint32], found: NDArray[np.bool_], rows: NDArray[np.uint8]) -> int:
-        """Fills `rows` [N, bytes] and `found` [N] for keys [N, words] not yet found; returns how many are damaged.
+        """Looks up the keys [N, words] for which `found` [N] is false, and returns how many records were damaged.
 
-        Raises `DamagedFileError` when the file was truncated into its cells.
+        For each key that is found, sets `found` to true and writes the row to `rows` [N, bytes]. Raises
+        `DamagedFileError` if the file is too short for its index.
         """
         self._check()
         return lib.mlxzip_rows_find(
@@ -113,15 +121,18 @@ class RowFile:
         )
 
     def room(self) -> int:
-        """How many more records fit."""
+        """Returns how many more records fit."""
         return max(0, self.capacity - self._count())
 
     def _count(self) -> int:
-        """How many records there are, a torn last one included."""
+        """Returns how many records there are, a torn last one included."""
         return -(-(os.fstat(self.handle).st_size - self.records_at) // self.stride)
 
     def append(self, keys: NDArray[np.uint32], rows: NDArray[np.uint8]) -> int:
-        """Writes new rows and returns how many found a cell. The folder must be locked. Raises `OSError`."""
+        """Writes new rows and returns how many of them can be found, because the index had room for them.
+
+        keys [N, words], rows [N, bytes]. The folder must be locked. Raises `OSError`.
+        """
         data = np.empty(len(keys) * self.stride, np.uint8)
         lib.mlxzip_rows_seal(self.shape, _words(keys), _bytes(rows), len(keys), _bytes(data))
         self._check()
@@ -143,9 +154,10 @@ class RowFile:
 
 
 def create_file(folder: Path, rows: RowSet, number: int, folder_bytes: int) -> RowFile | None:
-    """A new empty file of a set; None when a row is too large for `folder_bytes`. The folder must be locked.
+    """Makes and returns a new empty file of a set, or returns None if the rows are too large for the folder.
 
-    The file gets its name only when it is complete. Raises `OSError`.
+    number: the number in the file's name. folder_bytes: the folder's maximum size. The folder must be locked. The file
+    gets its name only when it is complete. Raises `OSError`.
     """
     stride = lib.mlxzip_rows_stride(_shape(rows, 1))
     capacity = min((folder_bytes // FILES_PER_SET - lib.MLXZIP_ROWS_HEADER) // (stride + 32), _MOST_RECORDS)
@@ -169,35 +181,35 @@ def create_file(folder: Path, rows: RowSet, number: int, folder_bytes: int) -> R
 
 
 def files_in(folder: Path) -> list[Path]:
-    """Files of rows in a folder, by set and number. Raises `OSError`."""
+    """Returns the files of rows in a folder, sorted by set and number. Raises `OSError`."""
     return sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name))
 
 
 def leftovers_in(folder: Path) -> list[Path]:
-    """Partial files that killed processes left behind."""
+    """Returns the partial files that killed processes have left in a folder."""
     return [path for path in folder.iterdir() if path.name.startswith(".") and _NAME.match(path.name[1:])]
 
 
 def number_of(path: Path) -> int:
-    """The number in a file's name."""
+    """Returns the number in a file's name."""
     match = _NAME.fullmatch(path.name)
     assert match is not None
     return int(match[2])
 
 
 def total_bytes(paths: Iterable[Path]) -> int:
-    """Sizes of the files that still exist, added up; cells not yet used count."""
+    """Returns the sum of the sizes of the files that still exist; unused index cells count."""
     return sum(status.st_size for status in map(status_of, paths) if status is not None)
 
 
 def disk_bytes(paths: Iterable[Path]) -> int:
-    """Bytes that the files take up on disk; cells not yet used take none."""
+    """Returns the bytes that the files take up on disk; unused index cells take none."""
     found = [status for status in map(status_of, paths) if status is not None]
     return sum(min(status.st_size, 512 * status.st_blocks) for status in found)
 
 
 def status_of(path: Path) -> os.stat_result | None:
-    """The file's status, None when another process has deleted it."""
+    """Returns the file's status, or None if another process has deleted the file."""
     try:
         return path.stat()
     except FileNotFoundError:
@@ -205,7 +217,10 @@ def status_of(path: Path) -> os.stat_result | None:
 
 
 def _read_header(handle: int, rows: RowSet) -> tuple[int, int]:
-    """(cells, capacity) of a file of this set."""
+    """Returns (number of index cells, maximum number of records) from the header of a file.
+
+    Raises `DamagedFileError`, or `ForeignFileError` if the file belongs to another set.
+    """
     data = os.pread(handle, _HEADER.size + 4, 0)
     packed, crc = data[: _HEADER.size], data[_HEADER.size :]
     if len(data) < _HEADER.size + 4 or zlib.crc32(packed) != int.from_bytes(crc, "little"):
@@ -219,7 +234,7 @@ def _read_header(handle: int, rows: RowSet) -> tuple[int, int]:
 
 
 def _write(handle: int, data: memoryview, at: int) -> None:
-    """Writes all of `data` at a byte of the file. Raises `OSError`."""
+    """Writes all of `data` to an open file, from byte `at` on. Raises `OSError`."""
     while data:
         written = os.pwrite(handle, data, at)
         if written == 0:
@@ -228,12 +243,15 @@ def _write(handle: int, data: memoryview, at: int) -> None:
 
 
 def _shape(rows: RowSet, cells: int) -> Any:
+    """Returns the sizes of a file in C's form."""
     return ffi.new("mlxzip_rows_shape *", [rows.key_words, rows.row_bytes, cells])
 
 
 def _words(array: NDArray[np.uint32]) -> Any:
+    """Returns an array of ids in C's form, sharing its memory."""
     return ffi.from_buffer("uint32_t[]", array)
 
 
 def _bytes(array: NDArray[Any]) -> Any:
+    """Returns an array's bytes in C's form, sharing its memory."""
     return ffi.from_buffer("uint8_t[]", array)

@@ -1,6 +1,7 @@
-"""The disk half of a row store: it finds rows in a folder's files, and writes new rows to them.
+"""The part of a row store that is on disk: finds rows in a folder's files, and writes new rows to them.
 
-Nothing here raises because of the folder's state: a folder that cannot be used is not used, and is logged once.
+Nothing here raises because of the folder's state. A folder that cannot be read or written is not used from then on, and
+the reason is logged once. `keys` [N, words] are entries' base ids, `data` [N, bytes] their rows.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from mlx_zip.hyper.row_files import (
     total_bytes,
 )
 
-FLUSH_ROWS = 64  # new rows collected before a write
-PENDING_BYTES = 8 << 20  # of new rows, kept in memory while another process is writing
-PATIENCE_S = 2.0  # how long the last write waits for another process
+FLUSH_ROWS = 64  # new rows that are collected before a write
+PENDING_BYTES = 8 << 20  # maximum bytes of new rows that wait in memory while another process is writing
+PATIENCE_S = 2.0  # seconds that the last write waits for another process
 log = logging.getLogger("mlx_zip")
 
 Keys = NDArray[np.uint32]
@@ -40,19 +41,19 @@ Data = NDArray[np.uint8]
 
 
 class RowFolder:
-    """Rows in a folder, about `limit` bytes at most. Each kind of failure is logged once."""
+    """Rows in a folder that takes about `limit` bytes at most. Each kind of failure is logged once."""
 
     def __init__(self, folder: Path, limit: int) -> None:
         self.folder, self.limit = folder, limit
         self._files: dict[RowSet, list[RowFile]] = {}  # newest first
-        self._new: dict[RowSet, list[tuple[Keys, Data]]] = {}
+        self._new: dict[RowSet, list[tuple[Keys, Data]]] = {}  # rows not written yet
         self._new_rows = self._new_bytes = 0
         self._flush_at = FLUSH_ROWS
-        self._warned: set[str] = set()
-        self.readable = self.writable = self._usable()
+        self._warned: set[str] = set()  # kinds of failures that were logged
+        self.readable = self.writable = self._is_usable()
 
     def find(self, rows: RowSet, keys: Keys) -> tuple[NDArray[np.bool_], Data]:
-        """Looks up keys [N, words]; returns found [N] and rows [N, bytes], valid where found."""
+        """Looks up keys [N, words] of a set; returns found [N] and the rows [N, bytes], valid where found is true."""
         found, data = np.zeros(len(keys), np.bool_), np.empty((len(keys), rows.row_bytes), np.uint8)
         if not self.readable:
             return found, data
@@ -60,15 +61,15 @@ class RowFolder:
             self._reopen(rows)
         for age, file in enumerate(list(self._files[rows])):
             before = found.copy() if age == FILES_PER_SET - 1 else None
-            self._look(file, keys, found, data)
+            self._find_in_file(file, keys, found, data)
             if before is not None and (late := found & ~before).any():
-                self.add(rows, keys[late], data[late])  # the file is deleted next, but these rows are in use
+                self.add(rows, keys[late], data[late])  # in the oldest file, which is deleted next: write them anew
             if found.all():
                 break
         return found, data
 
     def add(self, rows: RowSet, keys: Keys, data: Data) -> None:
-        """Takes new rows: keys [N, words], data [N, bytes]. They are written when there are enough of them."""
+        """Adds new rows: keys [N, words], data [N, bytes]. They are written once `FLUSH_ROWS` of them have come."""
         if not self.writable:
             return
         self._new.setdefault(rows, []).append((keys, data))
@@ -78,13 +79,13 @@ class RowFolder:
             self.flush()
 
     def flush(self, patience_s: float = 0.0) -> None:
-        """Writes new rows; gives up if another process keeps the lock for `patience_s` seconds."""
+        """Writes new rows, unless another process keeps the folder locked for `patience_s` seconds."""
         until = time.monotonic() + patience_s
         while self._new and self.writable:
             try:
                 with sole_user(self.folder) as mine:
                     if mine:
-                        self._write()
+                        self._write_new()
             except (OSError, DamagedFileError, ForeignFileError) as error:
                 self.writable = False
                 self._forget_new()
@@ -92,7 +93,7 @@ class RowFolder:
             if not self._new:
                 return
             if time.monotonic() >= until:
-                self._wait(last=patience_s > 0)
+                self._keep_for_later(last=patience_s > 0)
                 return
             time.sleep(0.001)
 
@@ -104,19 +105,22 @@ class RowFolder:
                 file.close()
         self._files.clear()
 
-    def _wait(self, last: bool) -> None:
+    def _keep_for_later(self, last: bool) -> None:
+        """Keeps new rows in memory until the next write; drops them if this was the last write or they are too many."""
         self._flush_at = self._new_rows + FLUSH_ROWS
         if last or self._new_bytes > PENDING_BYTES:
             self._warn("busy", f"is held by another process; {self._new_rows} new rows are not kept")
             self._forget_new()
 
     def _forget_new(self) -> None:
+        """Forgets the new rows, because they were written or cannot be."""
         self._new.clear()
         self._new_rows, self._new_bytes, self._flush_at = 0, 0, FLUSH_ROWS
 
     # ---- the folder
 
-    def _usable(self) -> bool:
+    def _is_usable(self) -> bool:
+        """Makes the folder if it is missing; returns whether it can be used and no other user can write to it."""
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             status = self.folder.stat()
@@ -129,7 +133,7 @@ class RowFolder:
         return True
 
     def _reopen(self, rows: RowSet) -> list[RowFile]:
-        """The files of a set that exist now, newest first."""
+        """Opens the files of a set that exist now and returns them, newest first."""
         known = {file.path: file for file in self._files.get(rows, ())}
         try:
             paths = [path for path in files_in(self.folder) if path.name.startswith(rows.name)]
@@ -143,6 +147,7 @@ class RowFolder:
         return self._files[rows]
 
     def _open(self, path: Path, rows: RowSet) -> RowFile | None:
+        """Returns a file opened, or None if it cannot be used: the reason is logged, a damaged file is deleted."""
         try:
             return RowFile(path, rows)
         except FileNotFoundError:  # another process has just deleted it
@@ -158,14 +163,15 @@ class RowFolder:
         return None
 
     def _discard(self, path: Path) -> None:
-        """Deletes a file that is too damaged for any row to be found in it."""
+        """Deletes a file that is so damaged that no row can be found in it."""
         self._warn("damage", f"is damaged: {path.name} cannot be read; its rows are encoded again")
         try:
             path.unlink(missing_ok=True)
-        except OSError:  # read-only: it stays, and is logged in each run
+        except OSError:  # a read-only folder: the file stays, so each new process logs it again
             self.writable = False
 
-    def _look(self, file: RowFile, keys: Keys, found: NDArray[np.bool_], data: Data) -> None:
+    def _find_in_file(self, file: RowFile, keys: Keys, found: NDArray[np.bool_], data: Data) -> None:
+        """Does what `RowFile.find` does; logs a failure, and stops using the file if it cannot be read."""
         try:
             if file.find(keys, found, data):
                 self._warn("damage", f"is damaged: rows in {file.path.name} are missing; they are encoded again")
@@ -178,7 +184,8 @@ class RowFolder:
 
     # ---- writing; the folder is locked
 
-    def _write(self) -> None:
+    def _write_new(self) -> None:
+        """Writes all new rows, set by set. Raises `OSError`, `DamagedFileError` or `ForeignFileError`."""
         for rows in list(self._new):
             batches = self._new[rows]
             keys, data = (np.concatenate(part) for part in zip(*batches, strict=True))
@@ -187,10 +194,11 @@ class RowFolder:
         self._forget_new()
 
     def _append(self, rows: RowSet, keys: Keys, data: Data) -> None:
+        """Writes rows of one set to its newest file, and to new files when that is full."""
         files = self._reopen(rows)
         there, scratch = np.zeros(len(keys), np.bool_), np.empty_like(data)
-        for file in list(files[: FILES_PER_SET - 1]):  # rows that another process has written since
-            self._look(file, keys, there, scratch)
+        for file in list(files[: FILES_PER_SET - 1]):  # leave out rows that another process has written meanwhile
+            self._find_in_file(file, keys, there, scratch)
         keys, data = keys[~there], data[~there]
         while len(keys):
             if not files or not files[0].room():
@@ -201,6 +209,7 @@ class RowFolder:
             keys, data = keys[n:], data[n:]
 
     def _begin_file(self, rows: RowSet) -> None:
+        """Makes the next file of a set and deletes partial files. Raises `OSError`."""
         for path in leftovers_in(self.folder):
             path.unlink(missing_ok=True)
         numbers = [number_of(path) for path in files_in(self.folder) if path.name.startswith(rows.name)]
@@ -223,13 +232,14 @@ class RowFolder:
             excess -= ages[path].st_size
 
     def _warn(self, kind: str, what: str) -> None:
+        """Logs a warning about the folder, the first time that this kind of failure occurs."""
         if kind not in self._warned:
             self._warned.add(kind)
             log.warning("row store %s %s", self.folder, what)
 
 
 def purge(folder: Path) -> tuple[int, int]:
-    """Deletes a folder's files of rows, and the folder if it is then empty; returns how many files and bytes it freed.
+    """Deletes a folder's files of rows, and the folder if nothing else is in it; returns (files deleted, bytes freed).
 
     Processes that have the files open keep using them. Raises `OSError`.
     """
@@ -243,4 +253,5 @@ def purge(folder: Path) -> tuple[int, int]:
 
 
 def _reason(error: Exception) -> str:
+    """Returns the error in words for the log."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__

@@ -1,8 +1,9 @@
-"""Names for the rows that a model makes now: the fingerprint in its config, and a few values of its weights.
+"""Names for the rows that a model makes now, so that a row store never mixes rows of different weights.
 
-The fingerprint in config.json was written by the converter or the trainer. Other tools quantize, fuse or adapt a model
-without changing it, and a program may change weights in memory. So a name also covers the type, the quantization and a
-few values of every tensor that rows depend on (nothing is hashed whole), and is made anew when a tensor is replaced.
+A name covers the fingerprint in config.json, which the converter or the trainer wrote. Other tools quantize, fuse or
+adapt a model without changing that fingerprint, and a program may change weights in memory. So a name also covers the
+type, the quantization and a few values of every tensor that rows depend on (no tensor is hashed whole), and is made
+anew when a tensor is replaced.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from mlx_zip.hyper.row_files import RowSet
 from mlx_zip.hyper.rows import encode_entries
 from mlx_zip.hyper.store import RowKind
 
-FORMAT = 1  # to be raised when encoders compute rows in another way
-SAMPLES = 64  # values of a tensor that its name covers
+FORMAT = 1  # raise it when a change makes encoders compute other rows
+SAMPLES = 64  # how many values of a tensor the name covers
 _QUANTIZATION = ("bits", "group_size", "mode")
 
 Place = tuple[Any, Any, Any]  # a container, a key in it, and the value that was there
@@ -32,20 +33,24 @@ Place = tuple[Any, Any, Any]  # a container, a key in it, and the value that was
 
 @dataclass(frozen=True)
 class _Known:
-    """A kind, and the modules that it was made for."""
+    """A kind of rows, the modules that it was made for, and their tensors at that time."""
 
     kind: RowKind
     encoder: nn.Module
     matrix: nn.Module
     places: list[Place]
 
-    def holds(self) -> bool:
-        """Whether no tensor has been replaced since."""
-        return hold(self.places)
+    def is_current(self) -> bool:
+        """Returns whether no tensor has been replaced since the kind was made."""
+        return unchanged(self.places)
 
 
 class RowKinds:
-    """The kinds of a model's rows, by side. recorded: the fingerprints in its config; without them none is durable."""
+    """The kinds of a model's rows, one per side.
+
+    recorded: the fingerprints in the model's config, by side. A side without one gets a random name, and its rows are
+    not kept on disk.
+    """
 
     def __init__(self, recorded: Any, merge_size: int) -> None:
         self._recorded: Mapping[str, Any] = recorded if isinstance(recorded, Mapping) else {}
@@ -54,20 +59,20 @@ class RowKinds:
         self._changed = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RowKinds:
-        """Kinds of a copied model, never those of the original: its weights may change before they are read."""
+        """Returns kinds for a copied model, which never equal the original's: the copy's weights may be changed."""
         twin = RowKinds(self._recorded, self._merge_size)
         twin.forget()
         return twin
 
     def forget(self) -> None:
-        """Gives both sides new kinds, which only this model has, because its weights have changed."""
+        """Makes both sides use new kinds, which no other model has. Call it when weights have changed."""
         self._known.clear()
         self._changed = True
 
     def kind(self, side: str, encoder: nn.Module, matrix: nn.Module) -> RowKind:
-        """The kind of rows that `encoder` makes of rows of `matrix`; side: "input" or "output"."""
+        """Returns the kind of the rows that `encoder` makes from rows of `matrix` now; side: "input" or "output"."""
         known = self._known.get(side)
-        if known is not None and known.encoder is encoder and known.matrix is matrix and known.holds():
+        if known is not None and known.encoder is encoder and known.matrix is matrix and known.is_current():
             return known.kind
         if known is not None:  # a tensor was replaced, perhaps by one with equal samples
             self.forget()
@@ -76,10 +81,9 @@ class RowKinds:
         return kind
 
     def _make(self, side: str, encoder: nn.Module, matrix: nn.Module) -> RowKind:
-        some = np.zeros((1, self._merge_size), np.uint32)
-        row = encode_entries(
-            encoder, matrix, some, np.array([self._merge_size])
-        )  # for its shape and type: never evaluated
+        """Returns a new kind; its rows may be kept on disk if the config has a fingerprint that still applies."""
+        entry = np.zeros((1, self._merge_size), np.uint32)
+        row = encode_entries(encoder, matrix, entry, np.array([self._merge_size]))  # for its shape and type
         recorded = self._recorded.get(side)
         durable = isinstance(recorded, str) and bool(recorded) and not self._changed
         facts = [
@@ -89,15 +93,15 @@ class RowKinds:
             str(row.dtype),
             row.shape[-1],
             str(mx.default_device().type),
-            _facts(encoder),
-            _facts(matrix),
+            _tensor_facts(encoder),
+            _tensor_facts(matrix),
         ]
         digest = hashlib.sha256(json.dumps(facts).encode()).digest()
         return RowKind(RowSet(digest, self._merge_size, row.shape[-1] * row.dtype.size), row.dtype, durable)
 
 
-def hold(places: Sequence[Place]) -> bool:
-    """Whether every place still holds the same value. Asked at every call, so it must be quick."""
+def unchanged(places: Sequence[Place]) -> bool:
+    """Returns whether every place still holds the same object. This is asked at every model call, so it is quick."""
     for node, key, value in places:  # noqa: SIM110 - twice as quick as all()
         if node[key] is not value:
             return False
@@ -105,7 +109,7 @@ def hold(places: Sequence[Place]) -> bool:
 
 
 def places(node: Any) -> Iterator[Place]:
-    """Every array and module below a module, with its place."""
+    """Yields a `Place` for every array and every container (module, dict, list) inside a module."""
     items = node.items() if isinstance(node, dict) else enumerate(node)
     for key, value in items:
         if isinstance(value, mx.array | dict | list):
@@ -114,11 +118,11 @@ def places(node: Any) -> Iterator[Place]:
             yield from places(value)
 
 
-def _facts(module: nn.Module) -> list[Any]:
-    """Names, types, shapes and sampled values of a module's tensors, and their quantization."""
+def _tensor_facts(module: nn.Module) -> list[Any]:
+    """Returns what a name covers of a module: its tensors' names, types, shapes, sampled values and quantization."""
     found = list(places(module))
-    tensors = [(key, value, sample(value)) for _, key, value in found if isinstance(value, mx.array)]
-    mx.eval([sample for _, _, sample in tensors])
+    tensors = [(key, value, sample_values(value)) for _, key, value in found if isinstance(value, mx.array)]
+    mx.eval([some for _, _, some in tensors])
     modules = [module, *(value for _, _, value in found if isinstance(value, nn.Module))]
     return [
         [[str(key), str(value.dtype), value.shape, bytes(host_bytes(some)).hex()] for key, value, some in tensors],
@@ -126,7 +130,7 @@ def _facts(module: nn.Module) -> list[Any]:
     ]
 
 
-def sample(array: mx.array) -> mx.array:
-    """Up to `SAMPLES` values, evenly spaced over the tensor."""
+def sample_values(array: mx.array) -> mx.array:
+    """Returns up to `SAMPLES` values of an array, evenly spaced."""
     flat = array.reshape(-1)
     return flat[mx.array(np.linspace(0, flat.size - 1, min(SAMPLES, flat.size)).astype(np.int64))]

@@ -9,11 +9,11 @@ import mlx.nn as nn
 import numpy as np
 
 ENTRIES_PER_PASS = 512  # limits the encoder's activations when a long prompt installs thousands of entries
-CAPACITY_STEP = 256  # tables grow by this many slots, so that shapes seldom change
+CAPACITY_STEP = 256  # tables grow to multiples of this many slots, so that shapes seldom change
 
 
 def matrix_rows(module: Any, ids: mx.array) -> mx.array:
-    """Rows [..., D] of an embedding or a linear layer for ids [...].
+    """Returns rows [..., D] of an embedding's or a linear layer's weights for ids [...].
 
     Of a quantized layer only these rows are dequantized. Source: zip2zip 0.2.0, which encodes output rows from rows of
     the head matrix, not of the embedding.
@@ -32,7 +32,11 @@ def matrix_rows(module: Any, ids: mx.array) -> mx.array:
 
 
 def encode_entries(encoder: nn.Module, matrix: nn.Module, base_ids: np.ndarray, lengths: np.ndarray) -> mx.array:
-    """Hyper rows [N, D] of N entries: base_ids [N, S] uint32 padded with the pad id, lengths [N]."""
+    """Returns the hyper rows [N, D] of N entries, encoded `ENTRIES_PER_PASS` at a time.
+
+    matrix: the embedding or head whose rows the encoder reads. base_ids [N, S] uint32: padded with the pad id. lengths
+    [N]: how many of the S are real.
+    """
     parts = []
     for begin in range(0, len(base_ids), ENTRIES_PER_PASS):
         block = slice(begin, begin + ENTRIES_PER_PASS)
@@ -42,14 +46,20 @@ def encode_entries(encoder: nn.Module, matrix: nn.Module, base_ids: np.ndarray, 
 
 
 class RowTable:
-    """Rows of one side for B sequences: `rows` [B, capacity, D]; slot s of sequence b is `rows[b, s]`."""
+    """Rows of one side for B sequences: slot s of sequence b is `rows[b, s]`.
+
+    rows: [B, capacity, D], or None before the first row.
+    """
 
     def __init__(self, batch: int) -> None:
         self.batch = batch
         self.rows: mx.array | None = None
 
     def put_one(self, slot: int, row: mx.array, limit: int) -> None:
-        """Writes one row [1, D] at a slot of a single sequence: faster than `put`, as a slice and not a scatter."""
+        """Writes one row [1, D] at a slot of a single sequence; faster than `put`, because it writes a slice.
+
+        limit: maximum number of slots of the table.
+        """
         self._reserve(slot + 1, row, limit)
         assert self.rows is not None
         self.rows[:, slot : slot + 1] = row
@@ -61,6 +71,7 @@ class RowTable:
         self.rows[mx.array(sequence), mx.array(slots)] = rows
 
     def _reserve(self, slots: int, like: mx.array, limit: int) -> None:
+        """Makes room for so many slots, `limit` at most; like: a row of the width and type that rows have."""
         have = 0 if self.rows is None else self.rows.shape[1]
         if slots <= have:
             return
@@ -69,7 +80,7 @@ class RowTable:
         self.rows = more if self.rows is None else mx.concatenate([self.rows, more], axis=1)
 
     def take(self, slots: mx.array) -> mx.array:
-        """The rows [B, L, D] of slots [B, L]."""
+        """Returns the rows [B, L, D] of slots [B, L]."""
         assert self.rows is not None
         return self.rows[mx.arange(self.batch)[:, None], slots]
 
@@ -77,12 +88,12 @@ class RowTable:
         return f"<RowTable of {self.batch} sequence(s): {None if self.rows is None else self.rows.shape}>"
 
     def copy(self) -> RowTable:
-        """An independent table (the arrays are shared until one side writes)."""
+        """Returns an independent copy. (MLX shares the memory until one of the two tables is written to.)"""
         twin = RowTable(self.batch)
         twin.rows = None if self.rows is None else mx.array(self.rows)
         return twin
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
+        """Bytes of the table's rows."""
         return 0 if self.rows is None else self.rows.nbytes

@@ -1,7 +1,7 @@
 """`RowStore`: hyper rows that are kept from one request to the next, in memory and optionally in a folder.
 
 An entry's rows depend on its base ids and on the model alone, so an entry that occurs again, in any request, is not
-encoded again. A row is kept as the bytes that were encoded. An encoder gives an entry the same row alone and in a batch
+encoded again. A row is kept byte for byte as it was encoded. Encoding an entry alone or in a batch gives the same row
 within 1e-5 (fp32; bit for bit on most backends), so results do not depend on what a store holds.
 """
 
@@ -24,7 +24,7 @@ from mlx_zip.hyper.row_folder import RowFolder
 MEMORY_BYTES = 64 << 20
 FOLDER_BYTES = 1 << 30
 ROW_OVERHEAD = 250  # bytes that Python needs per row in memory
-_NO_ID = 0xFFFFFFFF  # fills a key after the entry's end; no base id, and unlike the pad id equal for all models
+_NO_ID = 0xFFFFFFFF  # fills a key after the entry's end: it is no base id, and the same for all models
 _PADDING = bytes({*_NO_ID.to_bytes(4, "little")})  # the one byte that `_NO_ID` consists of
 
 Encode = Callable[[NDArray[np.uint32], NDArray[np.int64]], mx.array]
@@ -32,7 +32,10 @@ Encode = Callable[[NDArray[np.uint32], NDArray[np.int64]], mx.array]
 
 @dataclass(frozen=True)
 class RowKind:
-    """The name and the form of a set of rows: each is [D] of `dtype`. durable: whether rows may be kept on disk."""
+    """What a set of rows is called and how a row is stored.
+
+    rows: name and sizes. dtype: type of a row's values. durable: whether rows may be kept on disk.
+    """
 
     rows: RowSet
     dtype: mx.Dtype
@@ -42,10 +45,10 @@ class RowKind:
 class RowStore:
     """Hyper rows by model, side and base ids; the least recently used are evicted. For one thread at a time.
 
-    folder: where rows are also kept on disk, shared with other processes. It has mode 0700 and its files 0600, because
-    they hold pieces of people's texts as base ids. memory_bytes, folder_bytes: maximum sizes. encoded, from_memory,
-    from_disk: row counts by origin. A folder that is damaged, full, read-only or in use costs a line in the log
-    "mlx_zip", never a wrong row.
+    folder: where rows are also kept on disk, shared with other processes; None keeps them in memory only. The folder
+    has mode 0700 and its files 0600, because they hold pieces of people's texts as base ids. memory_bytes,
+    folder_bytes: maximum sizes. encoded, from_memory, from_disk: how many rows were encoded, found in memory and found
+    on disk. If the folder is damaged, full, read-only or in use, a warning is logged ("mlx_zip"); rows are never wrong.
     """
 
     def __init__(
@@ -53,14 +56,15 @@ class RowStore:
     ) -> None:
         self._memory = _Memory(memory_bytes)
         self._disk = None if folder is None else RowFolder(Path(folder).expanduser(), folder_bytes)
-        self._prefixes: dict[RowKind, bytes] = {}
-        self._fresh: list[tuple[RowKind, list[bytes], mx.array]] = []
+        self._prefixes: dict[RowKind, bytes] = {}  # the number of each kind, as bytes: rows' names begin with it
+        self._fresh: list[tuple[RowKind, list[bytes], mx.array]] = []  # encoded since `settle`: names, rows as bytes
         self.encoded = self.from_memory = self.from_disk = 0
 
     def rows(self, kind: RowKind, base_ids: NDArray[np.uint32], lengths: NDArray[np.int64], encode: Encode) -> mx.array:
-        """Rows [N, D] of entries; entry i is the first lengths[i] of base_ids[i], [N, words].
+        """Returns rows [N, D] of N entries; entry i is the first lengths[i] ids of base_ids[i], of [N, words].
 
-        `encode` is called at most once, with the entries that the store does not have, each of them once.
+        encode(base_ids, lengths) makes rows. It is called at most once, with the distinct entries that the store does
+        not have.
         """
         keys = np.where(np.arange(base_ids.shape[1]) < lengths[:, None], base_ids, np.uint32(_NO_ID))
         names = self._names(kind, keys)
@@ -71,19 +75,19 @@ class RowStore:
             absent = self._read(self._disk, kind, keys, names, held, absent)
         if not absent:
             return _to_device(kind, [row for row in held if row is not None])
-        first = {names[i]: i for i in reversed(absent)}  # an entry may be asked for twice, by two sequences
+        first = {names[i]: i for i in reversed(absent)}  # two sequences may ask for the same entry
         chosen = np.array(sorted(first.values()))
         fresh = encode(base_ids[chosen], lengths[chosen])
         self.encoded += len(chosen)
         self._fresh.append((kind, [names[i] for i in chosen], fresh.view(mx.uint8)))
         if len(chosen) == len(names):
             return fresh
-        return _joined(kind, held, names, [names[i] for i in chosen], fresh)
+        return _in_order(kind, held, names, [names[i] for i in chosen], fresh)
 
     def row(self, kind: RowKind, words: bytes) -> mx.array | None:
-        """The row [1, D] of one entry if it is in memory, else None. words: its base ids as 32-bit words.
+        """Returns the row [1, D] of one entry if it is in memory, else None. words: its base ids as 32-bit words.
 
-        Unlike `rows`, it makes no numpy array on the way.
+        Unlike `rows`, this uses no numpy, which would be slow within a step of generation.
         """
         row = self._memory.get(self._prefix(kind) + words.ljust(4 * kind.rows.key_words, _PADDING))
         if row is None:
@@ -96,16 +100,16 @@ class RowStore:
 
     @property
     def pending(self) -> list[mx.array]:
-        """The rows that `settle` will keep, as bytes, for a loop to evaluate together with its own arrays."""
+        """The rows, as bytes, that `settle` will keep; a caller may evaluate them along with its own arrays."""
         return [rows for _, _, rows in self._fresh]
 
     def settle(self) -> None:
-        """Keeps the rows encoded so far, and evaluates those that no result has needed yet.
+        """Keeps the rows encoded since the last `settle`, and evaluates them if nothing else has yet.
 
-        The model calls it at the beginning of a call, when the rows of the previous call exist already.
+        The model calls this at the beginning of each call, when the previous call's rows have been evaluated anyway.
         """
         for kind, names, rows in self._fresh:
-            data = bytes(host_bytes(rows))  # bytes already: this adds no operation to those in flight
+            data = bytes(host_bytes(rows))  # `rows` is uint8 already, so this enqueues no operation
             self._memory.put(names, _split(data, kind.rows.row_bytes))
             if self._disk is not None and kind.durable:
                 keys = np.frombuffer(b"".join(name[_PREFIX:] for name in names), np.uint32)
@@ -114,13 +118,13 @@ class RowStore:
         self._fresh.clear()
 
     def flush(self) -> None:
-        """Settles, and writes what is new to the folder."""
+        """Settles, and writes new rows to the folder."""
         self.settle()
         if self._disk is not None:
             self._disk.flush()
 
     def close(self) -> None:
-        """Settles, writes what is new and closes the files; waits up to two seconds for another process that writes."""
+        """Settles, writes new rows and closes the files. Waits up to 2 s if another process is writing."""
         self.settle()
         if self._disk is not None:
             self._disk.close()
@@ -147,9 +151,11 @@ class RowStore:
         return self._memory.used
 
     def _prefix(self, kind: RowKind) -> bytes:
+        """Returns the bytes that names of rows of this kind begin with."""
         return self._prefixes.setdefault(kind, len(self._prefixes).to_bytes(_PREFIX, "little"))
 
     def _names(self, kind: RowKind, keys: NDArray[np.uint32]) -> list[bytes]:
+        """Returns the names, in memory, of the rows of keys [N, words]: the kind's prefix and the key."""
         prefix = self._prefix(kind)
         return [prefix + key for key in _split(keys.tobytes(), 4 * keys.shape[1])]
 
@@ -162,7 +168,10 @@ class RowStore:
         held: list[bytes | None],
         absent: list[int],
     ) -> list[int]:
-        """Fills `held` from the folder and returns the indices that are still absent."""
+        """Looks up the rows with the indices `absent` in the folder, and returns the indices not found there.
+
+        names: all rows' names. held: all rows as bytes, None if absent; gets the rows that are found.
+        """
         found, data = disk.find(kind.rows, keys[absent])
         there = [i for i, is_there in zip(absent, found.tolist(), strict=True) if is_there]
         rows = _split(data[found].tobytes(), kind.rows.row_bytes)
@@ -174,13 +183,14 @@ class RowStore:
 
 
 class _Memory:
-    """Rows by name. The least recently used are evicted, so that `used` bytes stay within `limit`."""
+    """Rows by name. The least recently used are evicted, so that the bytes `used` stay within `limit`."""
 
     def __init__(self, limit: int) -> None:
         self.limit, self.used = limit, 0
         self._rows: OrderedDict[bytes, bytes] = OrderedDict()
 
     def get(self, name: bytes) -> bytes | None:
+        """Returns a row, or None if it is absent."""
         row = self._rows.get(name)
         if row is not None:
             self._rows.move_to_end(name)
@@ -196,23 +206,29 @@ class _Memory:
             self.used -= _cost(*self._rows.popitem(last=False))
 
 
-_PREFIX = 4  # bytes of a name that stand for its kind
+_PREFIX = 4  # bytes of a name that stand for the kind of the row
 
 
 def _split(data: bytes, size: int) -> list[bytes]:
+    """Returns data cut into pieces of `size` bytes."""
     return [data[at : at + size] for at in range(0, len(data), size)]
 
 
 def _cost(name: bytes, row: bytes) -> int:
+    """Returns the bytes of memory that a row takes."""
     return len(name) + len(row) + ROW_OVERHEAD
 
 
-def _joined(
+def _in_order(
     kind: RowKind, held: Sequence[bytes | None], names: Sequence[bytes], made: Sequence[bytes], fresh: mx.array
 ) -> mx.array:
-    """Rows in the order of `names`: `held` where there is one, else the row of `fresh`, whose names are `made`."""
+    """Returns the rows of `names` [N, D], in that order.
+
+    held: per name its row as bytes, or None for a row that was just encoded. fresh [M, D]: the encoded rows, whose
+    names are `made`.
+    """
     kept = [row for row in held if row is not None]
-    place = {name: len(kept) + i for i, name in enumerate(made)}
+    place = {name: len(kept) + i for i, name in enumerate(made)}  # indices into `both` below
     at, order = 0, []
     for name, row in zip(names, held, strict=True):
         order.append(place[name] if row is None else at)

@@ -1,4 +1,4 @@
-"""Models with a growing vocabulary: mlx-lm's decoder blocks between an embedding and a head that read hyper rows."""
+"""Models with a growing vocabulary: mlx-lm's decoder blocks, with an embedding and a head that also use hyper rows."""
 
 from mlx_zip.models.architectures import check_config, supported_types
 from mlx_zip.models.session import Session

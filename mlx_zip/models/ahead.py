@@ -1,4 +1,7 @@
-"""A step in two parts: the decoder's body runs on an id that the host has not read yet."""
+"""A model call for one id in two parts, so that the device can begin before the host has read the id.
+
+`run` enqueues the decoder's body. `follow` reads the id, updates the codebooks and enqueues the head.
+"""
 
 from __future__ import annotations
 
@@ -14,52 +17,55 @@ from mlx_zip.state import HostIds, ZipState
 
 
 class Ahead:
-    """The steps of a model on one request's cache. Each is `run` and then `follow`, together one model call."""
+    """Runs a model on one request's cache, one id per sequence at a time. `run` and `follow` together are one call."""
 
     def __init__(self, model: Model, cache: Sequence[Any]) -> None:
         self.model, self.cache = model, cache
 
     def run(self, ids: mx.array) -> mx.array | None:
-        """The body's output [B, 1, D] for ids [B, 1], which may still be on the device; `follow` makes logits of it.
+        """Returns the body's output [B, 1, D] for ids [B, 1], which the host need not have read; pass it to `follow`.
 
-        From here to `follow` the KV caches are one id longer than the codebooks, also when this raises;
-        `Model.forget` trims them. Returns None, with nothing done, where LongRoPE may change its factors. Raises
-        `ModelError` for a cache that does not fit, before anything changes.
+        Until `follow` returns, the KV caches are one id longer than the codebooks. If `run` or `follow` raises, call
+        `Model.forget` to trim them. Returns None and changes nothing if the ids may make LongRoPE switch between its
+        short and long factors. Raises `ModelError`, with nothing changed, for a cache that does not fit the model.
         """
         model = self.model
         kv, state = model.check_cache(self.cache)
         model.bind_tuned(state)
-        if ids.dtype == mx.uint64:  # MLX makes floats of uint64 and a signed number
+        if ids.dtype == mx.uint64:  # in MLX, uint64 combined with a signed integer becomes a float
             ids = ids.astype(mx.int64)
         rule = model.config.position_mode, model.traits.long_context
         positions = positions_ahead(state, ids, *rule, model.layout, model.config.merge_size)
         if positions is None:
             return None
         hyper, table = model.layout.is_hyper(ids), model.read_table(state)
-        h = model.model.embed_tokens(mx.where(hyper | (ids < 0), 0, ids))  # `follow` refuses negative ids
+        h = model.model.embed_tokens(mx.where(hyper | (ids < 0), 0, ids))  # a negative id makes `follow` raise
         if table.rows is not None:
             slots = mx.clip(model.layout.slot(ids), 0, table.rows.shape[1] - 1)
             h = mx.where(hyper[..., None], table.take(slots).astype(h.dtype), h)
         return model.run_layers(model.scaled(h), kv, positions)
 
     def follow(self, h: mx.array, ids: mx.array) -> mx.array:
-        """The logits [B, 1, W] of h [B, 1, D], which `run(ids)` returned. Reads the ids; raises what a call raises.
+        """Reads ids [B, 1] and returns their logits [B, 1, W]; h [B, 1, D] is what `run(ids)` returned.
 
-        The body runs again for an id that had no input row yet: one that is read for the first time, or that installs
-        itself.
+        The body runs a second time if some hypertoken among the ids had no input row during `run`, because the
+        hypertoken is read for the first time or was installed by this very id. Raises what `Model.__call__` raises.
         """
         model, kv, state = self.model, self.cache[:-1], self.cache[-1]
         host_ids, before = read_ids(ids, state), [len(book) for book in state.books]
         model.session.settle()
         advance = state.advance(host_ids)
-        if not self._had_rows(state, host_ids, before):
-            for one in kv:
-                one.trim(1)
+        if not self._had_input_rows(state, host_ids, before):
+            for layer_cache in kv:
+                layer_cache.trim(1)
             h = model.hidden(kv, state, host_ids)
         return model.joint_head(h, state, advance, causal=False)
 
-    def _had_rows(self, state: ZipState, ids: HostIds, installed: Sequence[int]) -> bool:
-        """Whether every hypertoken among ids [B, 1] had its input row when `installed` [B] entries existed."""
+    def _had_input_rows(self, state: ZipState, ids: HostIds, installed: Sequence[int]) -> bool:
+        """Returns whether every hypertoken among ids [B, 1] had its input row before the ids were read.
+
+        installed [B]: number of entries per sequence at that time.
+        """
         column, layout = [ids] if isinstance(ids, int) else ids[:, 0].tolist(), self.model.layout
         slots = [(b, layout.slot(one)) for b, one in enumerate(column) if layout.is_hyper(one)]
         if self.model.sides_are_one:

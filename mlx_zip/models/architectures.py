@@ -1,9 +1,9 @@
-"""The supported decoders: the mlx-lm blocks that each is made of, and the options of its config that we apply.
+"""The supported decoders: which mlx-lm blocks each is made of, and which options of its config are applied here.
 
 The blocks (attention, MLP, norms) are mlx-lm's. Rotary positions, windows, soft caps and embedding scale are read
 from the config here, because mlx-lm 0.32 ignores some of them: Phi-3's short factors and windows, Mistral's and
-Gemma 2's windows, `rope_parameters` as transformers 5 writes them. An option that is not supported raises; none is
-ignored.
+Gemma 2's windows, `rope_parameters` as transformers 5 writes them. An option that is not supported raises
+`ConfigError`; no option is ignored.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from mlx_zip.models.rope import make_rope, original_context, rope_parameters
 class Traits:
     """The properties of a decoder beyond its blocks.
 
-    windows: per layer, the sliding window in ids, or None for full attention. tied: whether the head is the embedding.
-    embed_scale: factor on embeddings. soft_cap: c of c * tanh(logits / c). long_context: calls whose last id has this
-    position or a later one use LongRoPE's long factors. mask_as_array: the blocks take no "causal" shorthand.
+    windows: per layer, the sliding window in ids, or None for full attention. tied: whether the head uses the
+    embedding's weights. embed_scale: factor on embeddings. soft_cap: c in c * tanh(logits / c), None for no cap.
+    long_context: a call whose last id has this position or a later one uses LongRoPE's long factors; None if the model
+    has no LongRoPE. mask_as_array: whether the blocks need the mask as an array, not as the word "causal".
     """
 
     windows: tuple[int | None, ...]
@@ -41,7 +42,11 @@ class Traits:
 
 @dataclass(frozen=True)
 class Family:
-    """One value of `model_type`: mlx-lm's module, and the defaults transformers gives to absent keys."""
+    """What is known of one `model_type`.
+
+    module: name of mlx-lm's module with its blocks. tied, theta: transformers' defaults for `tie_word_embeddings` and
+    `rope_theta`. activations, ropes: the MLP activations and rope types that are supported.
+    """
 
     module: str
     tied: bool
@@ -64,7 +69,7 @@ FAMILIES = {
 
 
 def supported_types() -> tuple[str, ...]:
-    """Base model types (`model_type` in config.json) that can be made or converted."""
+    """Returns the base model types (`model_type` in config.json) that can be made or converted."""
     return tuple(FAMILIES)
 
 
@@ -99,18 +104,19 @@ def check_config(config: Mapping[str, Any]) -> None:
 
 
 def _check_size(key: str, value: Any) -> None:
+    """Raises `ConfigError` unless the value of this key of config.json is a positive integer below 2^31."""
     if type(value) is not int or not 1 <= value < 1 << 31:
         raise ConfigError(f"config.json: {key} must be a positive integer below 2^31, got {value!r}")
 
 
 def make_decoder(config: Mapping[str, Any]) -> tuple[list[nn.Module], nn.Module, Traits]:
-    """A decoder with random weights: its layers, its final norm, its traits. Raises as `check_config` does."""
+    """Returns a decoder with random weights as (layers, final norm, traits). Raises as `check_config` does."""
     check_config(config)
     kind = config["model_type"]
     module = import_module(f"mlx_lm.models.{FAMILIES[kind].module}")
     defaults = _mlx_lm_defaults(config)
     given = {key: value for key, value in config.items() if value is not None or key not in defaults}
-    args = module.ModelArgs.from_dict({**defaults, **given, **_NEUTRAL})
+    args = module.ModelArgs.from_dict({**defaults, **given, **_NO_ROPE_KEYS})
     types = layer_types(config)
     parameters = {name: _rope_parameters(config, name) for name in set(types)}
     ropes = {name: make_rope(found, _head_dim(config), config) for name, found in parameters.items()}
@@ -136,18 +142,19 @@ def make_decoder(config: Mapping[str, Any]) -> tuple[list[nn.Module], nn.Module,
     return layers, norm, traits
 
 
-# Rope is ours, so mlx-lm's own constructors are kept from reading (and misreading) these.
-_NEUTRAL = {"rope_scaling": None, "rope_theta": 10_000.0, "rope_parameters": None, "layer_types": None}
+# Replaces the rope settings that mlx-lm's constructors would read, and misread: `make_decoder` sets its own `Rope`.
+_NO_ROPE_KEYS = {"rope_scaling": None, "rope_theta": 10_000.0, "rope_parameters": None, "layer_types": None}
 
 
 def _layer(module: Any, kind: str, args: Any, index: int) -> Any:
+    """Returns one decoder block of mlx-lm's module; only Gemma 3's constructor needs the layer's index."""
     if kind == "gemma3_text":
         return module.TransformerBlock(args, index)
     return module.TransformerBlock(args)
 
 
 def _mlx_lm_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Values for keys that mlx-lm needs and transformers may leave out of config.json or write as null."""
+    """Returns values for the keys that mlx-lm needs and transformers may leave out of config.json or write as null."""
     heads = config["num_attention_heads"]
     gemma = config["model_type"].startswith("gemma")
     return {
@@ -161,7 +168,10 @@ def _mlx_lm_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def layer_types(config: Mapping[str, Any]) -> list[str]:
-    """Each layer's attention, "full_attention" or "sliding_attention", by transformers 5's rules for the family."""
+    """Returns each layer's kind of attention, "full_attention" or "sliding_attention".
+
+    Follows transformers 5's rules for the model type. Raises `ConfigError` for kinds that are not supported.
+    """
     kind, layers, window = config["model_type"], config["num_hidden_layers"], _window(config)
     full, sliding = "full_attention", "sliding_attention"
     if kind in ("llama", "gemma"):
@@ -185,6 +195,7 @@ def layer_types(config: Mapping[str, Any]) -> list[str]:
 
 
 def _window(config: Mapping[str, Any]) -> int | None:
+    """Returns the sliding window in ids, None for none, with the model type's default. Raises `ConfigError`."""
     default = None if config["model_type"] in ("llama", "phi3", "gemma") else 4096
     window = config.get("sliding_window", default)
     if window is not None and (type(window) is not int or not 1 <= window < 1 << 31):
@@ -193,6 +204,7 @@ def _window(config: Mapping[str, Any]) -> int | None:
 
 
 def _declared_types(types: Any, layers: int) -> list[str]:
+    """Returns the config's `layer_types`. Raises `ConfigError` unless it names a known kind for each layer."""
     known = {"full_attention", "sliding_attention"}
     if not isinstance(types, list) or len(types) != layers or not set(types) <= known:
         raise ConfigError(f"layer_types must name {' or '.join(sorted(known))} for each of {layers} layers")
@@ -200,13 +212,14 @@ def _declared_types(types: Any, layers: int) -> list[str]:
 
 
 def _activation(config: Mapping[str, Any]) -> str:
-    """The config's MLP activation. (Gemma 1's first release wrote "gelu" and meant the tanh form.)"""
+    """Returns the name of the MLP activation. (Gemma 1's first release wrote "gelu" and meant the tanh form.)"""
     kind = config["model_type"]
     default = "gelu_pytorch_tanh" if kind.startswith("gemma") else "silu"
     return config.get("hidden_activation") or config.get("hidden_act") or default
 
 
 def _head_dim(config: Mapping[str, Any]) -> int:
+    """Returns the width of an attention head, with the model type's default."""
     default = 256 if config["model_type"].startswith("gemma") else None
     if config["model_type"] == "qwen3":
         default = 128
@@ -214,6 +227,7 @@ def _head_dim(config: Mapping[str, Any]) -> int:
 
 
 def _check_head_dim(config: Mapping[str, Any]) -> None:
+    """Raises `ConfigError` for a head width, or a number of heads, that the model type cannot have."""
     even = config["hidden_size"] // config["num_attention_heads"]
     if config["model_type"] in ("phi3", "qwen2") and _head_dim(config) != even:
         raise ConfigError(f"head_dim {_head_dim(config)} is not supported for {config['model_type']}")
@@ -225,6 +239,7 @@ def _check_head_dim(config: Mapping[str, Any]) -> None:
 
 
 def _rope_parameters(config: Mapping[str, Any], layer_type: str) -> dict[str, Any]:
+    """Returns the rope parameters of layers with this kind of attention. Raises `ConfigError` for unsupported ones."""
     kind = config["model_type"]
     family = FAMILIES[kind]
     if kind == "gemma3_text" and layer_type == "sliding_attention":

@@ -9,7 +9,7 @@ import mlx.nn as nn
 
 
 class TanhGeluMLP(nn.Module):
-    """Gemma 1's MLP. transformers uses the tanh form of GELU whatever the config says, mlx-lm the exact one."""
+    """Gemma 1's MLP with the tanh form of GELU, which transformers uses whatever the config says; mlx-lm's is exact."""
 
     def __init__(self, dim: int, hidden: int) -> None:
         super().__init__()
@@ -22,7 +22,10 @@ class TanhGeluMLP(nn.Module):
 
 
 class SoftCapAttention(nn.Module):
-    """Gemma 2's attention, c * tanh(scores / c) before the mask, for padded batches and quantized KV caches too."""
+    """Gemma 2's attention: scores become c * tanh(scores / c) before the mask.
+
+    Unlike mlx-lm's, this one also works with padded batches and quantized KV caches.
+    """
 
     def __init__(self, args: Any) -> None:
         super().__init__()
@@ -35,7 +38,10 @@ class SoftCapAttention(nn.Module):
         self.rope: Any = None  # set by make_decoder
 
     def __call__(self, x: mx.array, mask: mx.array | None, cache: Any) -> mx.array:
-        """x [B, L, D]; mask bool, broadcastable to [B, 1, L, K], or None -> [B, L, D]."""
+        """Returns the attention's output [B, L, D] for x [B, L, D].
+
+        mask: bool, broadcastable to [B, 1, L, K] for K cached ids, true for keys to attend to; None hides nothing.
+        """
         batch, length, _ = x.shape
         queries, keys, values = (
             proj(x).reshape(batch, length, heads, self.head_dim).transpose(0, 2, 1, 3)
@@ -58,7 +64,10 @@ class SoftCapAttention(nn.Module):
 
 
 def _grouped_matmul(a: mx.array, b: Any, cache: Any, transpose: bool) -> mx.array:
-    """a [B, kv heads, group, L, .] times the cache's b [B, kv heads, K, D]. A quantized cache gives b in parts."""
+    """Returns a [B, KV heads, query heads per KV head, L, .] times b, the cache's keys or values [B, KV heads, K, D].
+
+    A quantized cache returns b as a tuple (packed weights, scales, biases). transpose: swap b's last two axes first.
+    """
     if hasattr(cache, "bits"):
         parts = [part[:, :, None] for part in b]
         return mx.quantized_matmul(a, *parts, transpose=transpose, group_size=cache.group_size, bits=cache.bits)

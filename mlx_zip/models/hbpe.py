@@ -1,18 +1,20 @@
 """A model over patches (local encoder, causal latent transformer, local autoregressive decoder) and its baseline.
 
-Source: arXiv 2510.15517 §2.2, table 1. Where the paper leaves a choice open, this is done:
+Source: arXiv 2510.15517 §2.2, table 1. A patch is a run of up to S symbols of hierarchical BPE; the mark is the symbol
+that ends a patch. Where the paper leaves a choice open, this is done:
 
 - Blocks: mlx-lm's Llama block (RMSNorm first, rotary positions, three-matrix feed-forward part, no biases). The
   paper's parameter counts need three matrices. Positions of the local models count within the patch, from 0.
-- Encoder: attention in both directions over the patch's symbols, padding masked; the patch is the state at its last
-  symbol, which is the mark unless there is none; one matrix takes it to the latent width. No cross-attention, and no
-  hash embeddings, as in the paper.
-- What a state depends on (equations 2 and 3 differ): the latent model reads a learned start vector and then the
-  patches, so the state that decodes patch t depends on the patches before t only.
-- Decoder: its first input is the state, through one matrix, in place of a start symbol; the symbols follow.
+- Encoder: attention in both directions over the patch's symbols, padding masked. A patch is represented by the
+  encoder's state at the patch's last symbol (the mark if there is one), which one matrix projects to the latent width.
+  No cross-attention, and no hash embeddings, as in the paper.
+- Latent model (equations 2 and 3 of the paper differ here): it reads a learned start vector and then the patches, so
+  the latent state that decodes patch t depends on the patches before t only.
+- Decoder: its first input, in place of a start symbol, is the latent state projected by one matrix; the patch's
+  symbols follow.
 - Encoder, decoder and the decoder's head (tied) share one embedding of symbols.
-- S symbols without a mark are a valid patch, and the mark's likelihood counts at every place, the last one included. A
-  patch of the mark alone has no bytes; it ends a document.
+- S symbols without a mark are a valid patch, so the mark has a probability at each of the S places. A patch of the mark
+  alone has no bytes; it ends a document.
 """
 
 from __future__ import annotations
@@ -56,19 +58,22 @@ class PatchConfig:
 
     @classmethod
     def from_dict(cls, values: Any) -> PatchConfig:
-        """The sizes that `to_dict` returned. Raises `ConfigError` for a key that is unknown or missing."""
+        """Returns the config that `to_dict` wrote. Raises `ConfigError` for a key that is unknown or missing."""
         values = _object("config", values, cls)
         towers = {name: Tower(**_object(name, values[name], Tower)) for name in ("latent", "local")}
         return cls(values["symbols"], values["patch_size"], **towers)
 
     def to_dict(self) -> dict[str, Any]:
-        """All sizes as plain JSON values."""
+        """Returns all sizes as plain JSON values."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class PlainConfig:
-    """Sizes of a `PlainModel`: vocab_size ids. Raises `ConfigError` naming the field."""
+    """Sizes of a `PlainModel`; checked when built. Raises `ConfigError` naming the field.
+
+    vocab_size: number of ids. tower: sizes of the transformer.
+    """
 
     vocab_size: int
     tower: Tower
@@ -79,17 +84,17 @@ class PlainConfig:
 
     @classmethod
     def from_dict(cls, values: Any) -> PlainConfig:
-        """The sizes that `to_dict` returned. Raises `ConfigError` for a key that is unknown or missing."""
+        """Returns the config that `to_dict` wrote. Raises `ConfigError` for a key that is unknown or missing."""
         values = _object("config", values, cls)
         return cls(values["vocab_size"], Tower(**_object("tower", values["tower"], Tower)))
 
     def to_dict(self) -> dict[str, Any]:
-        """All sizes as plain JSON values."""
+        """Returns all sizes as plain JSON values."""
         return asdict(self)
 
 
 class Layers(nn.Module):
-    """The blocks of a tower and the final norm: x [N, L, D] -> [N, L, D]."""
+    """The blocks of a transformer (`Tower` holds its sizes) and the final norm."""
 
     def __init__(self, tower: Tower) -> None:
         super().__init__()
@@ -107,7 +112,10 @@ class Layers(nn.Module):
         self.norm = nn.RMSNorm(tower.width, eps=NORM_EPS)
 
     def __call__(self, x: mx.array, mask: Any, cache: list[KVCache] | None = None) -> mx.array:
-        """Runs the blocks. mask: "causal" or bool [N, 1, 1, L], true for keys to attend to. cache: one per layer."""
+        """Returns the normalized output [N, L, D] of the blocks for x [N, L, D].
+
+        mask: "causal" or bool [N, 1, 1, L], true for keys to attend to. cache: one KV cache per layer, None for none.
+        """
         if cache is not None and x.shape[1] == 1:
             mask = None
         for i, layer in enumerate(self.layers):
@@ -115,12 +123,16 @@ class Layers(nn.Module):
         return self.norm(x)
 
     def make_cache(self) -> list[KVCache]:
-        """Empty KV caches, one per layer."""
+        """Returns empty KV caches, one per layer."""
         return [KVCache() for _ in self.layers]
 
 
 class PatchModel(nn.Module):
-    """Next-patch prediction. Shapes: B texts, T patches, S symbols; N patches anywhere; D latent, d local width."""
+    """A model that predicts the next patch, symbol by symbol.
+
+    Letters in shapes: B texts, T patches per text, S symbols per patch, N patches of any texts, D latent width, d local
+    width.
+    """
 
     def __init__(self, config: PatchConfig) -> None:
         super().__init__()
@@ -132,33 +144,36 @@ class PatchModel(nn.Module):
         self.start = INIT * mx.random.normal((latent,))
 
     def encode(self, patches: mx.array) -> mx.array:
-        """Encodes each patch alone, e = g(x) (equation 1): patches [N, S] of integers -> [N, D]."""
+        """Returns a vector for each patch on its own, e = g(x) (equation 1): patches [N, S], integers -> [N, D]."""
         last = patch_lengths(patches) - 1
         seen = mx.arange(patches.shape[1]) <= last[:, None]
         states = self.encoder(self.symbols(patches), seen[:, None, None, :])
         return self.up(mx.take_along_axis(states, last[:, None, None], axis=1)[:, 0])
 
     def contexts(self, e: mx.array) -> mx.array:
-        """States h = f(e) (equation 2): [B, T, D] -> [B, T, D]; h of patch t depends on the patches before t only."""
+        """Returns latent states h = f(e) (equation 2): e [B, T, D] -> [B, T, D]; h[:, t] depends on e[:, :t] only."""
         return self.latent(mx.concatenate([self.begin(e.shape[0]), e[:, :-1]], axis=1), "causal")
 
     def begin(self, batch: int) -> mx.array:
-        """The learned start vector [B, 1, D], which the latent model reads before the first patch."""
+        """Returns the learned start vector as [B, 1, D], which the latent model reads before the first patch."""
         return mx.broadcast_to(self.start, (batch, 1, self.start.size))
 
     def states(self, h: mx.array, symbols: mx.array) -> mx.array:
-        """The decoder's states [N, K + 1, d] for h [N, D], symbols [N, K]; state s depends on symbols before s only."""
+        """Returns the decoder's states [N, K + 1, d] for h [N, D] and the first K symbols [N, K] of each patch.
+
+        The state at place s depends on h and the symbols before s, and predicts symbol s.
+        """
         x = mx.concatenate([self.down(h)[:, None], self.symbols(symbols)], axis=1)
         return self.decoder(x, "causal")
 
     def head(self, states: mx.array) -> mx.array:
-        """Logits [..., symbols] of states [..., d]."""
+        """Returns logits [..., symbols] of states [..., d]."""
         return self.symbols.as_linear(states)
 
     def __call__(self, patches: mx.array) -> mx.array:
-        """Logits [B, T, S, symbols] of patches [B, T, S] (equation 3).
+        """Returns logits [B, T, S, symbols] of patches [B, T, S] (equation 3).
 
-        Those of symbol s of patch t depend on the symbols before s in that patch, and on the patches before t.
+        The logits for symbol s of patch t depend on the symbols before s in that patch and on the patches before t.
         """
         n, length, size = patches.shape
         flat = patches.reshape(-1, size)
@@ -178,27 +193,27 @@ class PlainModel(nn.Module):
         self.start = INIT * mx.random.normal((config.tower.width,))
 
     def states(self, ids: mx.array) -> mx.array:
-        """States [B, T, D] of ids [B, T]; state t depends on the ids before t, state 0 on a learned start vector."""
+        """Returns states [B, T, D] of ids [B, T]; state t depends on a learned start vector and the ids before t."""
         start = mx.broadcast_to(self.start, (ids.shape[0], 1, self.start.size))
         return self.latent(mx.concatenate([start, self.ids(ids[:, :-1])], axis=1), "causal")
 
     def head(self, states: mx.array) -> mx.array:
-        """Logits [..., vocab_size] of states [..., D]."""
+        """Returns logits [..., vocab_size] of states [..., D]."""
         return self.ids.as_linear(states)
 
     def __call__(self, ids: mx.array) -> mx.array:
-        """Logits [B, T, vocab_size] of ids [B, T]."""
+        """Returns logits [B, T, vocab_size] of ids [B, T]; those at t predict id t from the ids before it."""
         return self.head(self.states(ids))
 
 
 def patch_lengths(patches: mx.array) -> mx.array:
-    """Lengths int32 [...] of patches [..., S]: symbols up to the first mark, mark included, or S without a mark."""
+    """Returns the lengths int32 [...] of patches [..., S]: symbols up to and including the first mark, else S."""
     marked = patches == MARK
     return mx.where(marked.any(axis=-1), marked.argmax(axis=-1) + 1, patches.shape[-1]).astype(mx.int32)
 
 
 def parameters_of(model: nn.Module) -> int:
-    """How many numbers a model's parameters hold."""
+    """Returns how many numbers a model's parameters hold."""
     from mlx.utils import tree_flatten
 
     named: Any = tree_flatten(model.parameters())
@@ -206,11 +221,13 @@ def parameters_of(model: nn.Module) -> int:
 
 
 def _check(name: str, value: Any, low: int, high: int) -> None:
+    """Raises `ConfigError` naming the field unless its value is an integer from `low` to `high`."""
     if type(value) is not int or not low <= value <= high:
         raise ConfigError(f"{name} must be an integer from {low} to {high}, got {value!r}")
 
 
 def _check_tower(name: str, tower: Any) -> None:
+    """Raises `ConfigError` naming the size of the transformer `name` that is out of range."""
     if not isinstance(tower, Tower):
         raise ConfigError(f"{name} must be a Tower, got {tower!r}")
     for size in fields(tower):
@@ -220,6 +237,7 @@ def _check_tower(name: str, tower: Any) -> None:
 
 
 def _object(name: str, values: Any, kind: Any) -> Mapping[str, Any]:
+    """Returns `values`. Raises `ConfigError` unless its keys are exactly the fields of the dataclass `kind`."""
     if not isinstance(values, Mapping):
         raise ConfigError(f"{name} must be an object, got {type(values).__name__}")
     known = {field.name for field in fields(kind)}

@@ -1,4 +1,4 @@
-"""Folders of trained patch models, with all that generation needs:
+"""Folders of trained patch models. A folder has all that generation needs:
 
     config.json        model_type, version, sizes, context length of the training, sha256 of the weights, source
     model.safetensors  weights, float32
@@ -34,7 +34,11 @@ CONFIG, WEIGHTS, TABLE, TOKENIZER = "config.json", "model.safetensors", "table.n
 
 @dataclass(frozen=True)
 class SavedPatchModel:
-    """The content of a folder. context: patches per training window. source: the texts and steps of the training."""
+    """The content of a folder.
+
+    text: converts text to patches and back. context: patches per training window. source: a record of the training's
+    texts and steps.
+    """
 
     model: PatchModel
     text: PatchText
@@ -67,7 +71,7 @@ def save_patch_model(folder: Path, saved: SavedPatchModel) -> None:
 
 
 def load_patch_model(folder: str | Path) -> SavedPatchModel:
-    """Reads what `save_patch_model` wrote.
+    """Returns the model that `save_patch_model` wrote to a folder.
 
     Raises `ConfigError`, `DataError` or `ModelError` naming the file that is missing, damaged or of another model.
     """
@@ -94,6 +98,7 @@ def load_patch_model(folder: str | Path) -> SavedPatchModel:
 
 
 def _config(path: Path) -> dict[str, Any]:
+    """Returns a patch model's config.json, its keys and types checked. Raises `ConfigError`."""
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -112,6 +117,10 @@ def _config(path: Path) -> dict[str, Any]:
 
 
 def _load_weights(model: PatchModel, path: Path, digest: str) -> None:
+    """Loads a weights file into a model. Raises `ModelError` unless it has this sha256 and exactly the model's tensors.
+
+    digest: the sha256 as hex, from config.json.
+    """
     try:
         if _digest(path) != digest:
             raise ModelError(f"{path} is damaged, or not the file that {CONFIG} in the folder was written with")
@@ -127,5 +136,6 @@ def _load_weights(model: PatchModel, path: Path, digest: str) -> None:
 
 
 def _digest(path: Path) -> str:
+    """Returns the sha256 of a file as hex."""
     with open(path, "rb") as file:
         return file_digest(file, "sha256").hexdigest()

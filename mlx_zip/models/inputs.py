@@ -1,4 +1,4 @@
-"""What one model call reads: ids on the host, and each layer's view of its KV cache."""
+"""The inputs of one model call: its ids on the host, and each layer's view of its KV cache."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ def check_shape(ids: mx.array) -> None:
 
 
 def read_ids(ids: mx.array, state: ZipState) -> HostIds:
-    """Ids [B, L] on the host: the one read of a model call. Raises `ModelError` for an id that does not fit 32 bits.
+    """Returns ids [B, L] on the host, as uint32 or, where `takes_one` allows it, as one number.
 
-    A step of generation does without numpy: after half a gigabyte of weights numpy's code has left the processor's
-    caches, and its first use costs as much as all other work on the host.
+    This is the only time that a model call waits for the device. The one id of a generation step is read without
+    numpy: reading half a gigabyte of weights has evicted numpy's code from the processor's caches, and using numpy
+    again would cost as much as all other work on the host. Raises `ModelError` for an id that does not fit 32 bits.
     """
     if ids.size == 1 and state.takes_one():
         one = cast(int, ids.item())
@@ -35,29 +36,33 @@ def read_ids(ids: mx.array, state: ZipState) -> HostIds:
 
 
 def length_of(ids: HostIds) -> int:
-    """Ids per sequence, L."""
+    """Returns L, the number of ids per sequence."""
     return 1 if isinstance(ids, int) else ids.shape[1]
 
 
 def _check_range(low: int, high: int) -> None:
+    """Raises `ModelError` unless the smallest and the largest id of a call fit 32 bits."""
     if low < 0 or high > 0xFFFFFFFF:
         raise ModelError(f"ids from {low} to {high} are not all 32-bit token ids")
 
 
 class PositionedCache:
-    """One layer's KV cache as the layer sees it during one call: the same cache, with our positions as its offset."""
+    """One layer's KV cache as the layer sees it during one call: `offset` holds the call's `Positions`, not a count."""
 
     def __init__(self, cache: Any, offset: Positions) -> None:
         self.cache, self.offset = cache, offset
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
-        """Adds keys and values to the cache and returns all that it holds."""
+        """Adds keys and values to the cache and returns all keys and values that it then holds."""
         return self.cache.update_and_fetch(keys, values)
 
-    def __getattr__(self, name: str) -> Any:  # bits and group_size, when the cache is a quantized one
+    def __getattr__(self, name: str) -> Any:  # `bits` and `group_size` of a quantized cache
         return getattr(self.cache, name)
 
 
 def kv_length(cache: Any) -> int:
-    """Ids in a KV cache. A batch cache counts them in `_idx`, because its `offset` is one number per sequence."""
+    """Returns the number of ids in a KV cache, left padding included.
+
+    A batch cache counts them in `_idx`, because its `offset` holds one number per sequence.
+    """
     return cache._idx if hasattr(cache, "_idx") else cache.offset

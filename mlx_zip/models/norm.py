@@ -1,4 +1,4 @@
-"""RMSNorm as mlx-lm's blocks use it, compiled for steps of generation on the CPU."""
+"""RMSNorm for mlx-lm's blocks, in a form that is quick for steps of generation on the CPU."""
 
 from __future__ import annotations
 
@@ -11,26 +11,27 @@ class RMSNorm(nn.RMSNorm):
     """x / sqrt(mean(x^2) + eps) * weight over the last axis, float32 inside."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Normalizes x [..., L, D]; shape and dtype stay."""
+        """Returns x [..., L, D] normalized, in the same shape and dtype."""
         return _rms_norm(x, self.weight, self.eps) if steps_on_cpu(x) else super().__call__(x)
 
 
 @mx.compile
 def _rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
+    """Returns RMSNorm of x, compiled to few operations."""
     return x * mx.rsqrt(mx.square(x).mean(axis=-1, keepdims=True) + eps) * weight
 
 
 def steps_on_cpu(x: mx.array) -> bool:
-    """Whether x [..., L, D] belongs to a step of generation on the CPU in float32.
+    """Returns whether x [..., L, D] belongs to a step of generation (L is 1) on the CPU in float32.
 
-    MLX has no CPU kernels for norm and rotation. It runs 8 and 15 operations, each of which costs more than its
-    arithmetic. Compiled, norm and rotation are three and four operations, and layers share their cosines and sines.
+    MLX has no CPU kernels for norm and rotation: it runs 8 and 15 separate operations, and starting each costs more
+    than its arithmetic. Compiled, norm and rotation are 3 and 4 operations, and the layers share cosines and sines.
     """
     return x.ndim > 1 and x.shape[-2] == 1 and x.dtype == mx.float32 and mx.default_device() == mx.Device(mx.cpu)
 
 
 def with_quick_norms(block: nn.Module) -> None:
-    """Replaces every `nn.RMSNorm` below a module by the RMSNorm of this file; weights and names stay."""
+    """Replaces every `nn.RMSNorm` inside a block by this file's `RMSNorm`; weights and names stay."""
     quick = []
     for name, module in block.named_modules():
         if type(module) is nn.RMSNorm:

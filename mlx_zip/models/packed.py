@@ -1,6 +1,7 @@
-"""Plain models that begin with a pack: their codebook is as large as the pack, so that no entry is ever added.
+"""Plain models that begin with a pack tuned for them: the config that makes a plain model read the pack's hypertokens.
 
-They have no hyper-encoder. Tuning starts from the mean of the rows of an entry's base ids.
+The codebook is exactly as large as the pack, so no entry is ever added. The model has no hyper-encoder; tuning the
+pack starts each entry's row from the mean of the rows of its base ids.
 """
 
 from __future__ import annotations
@@ -16,7 +17,11 @@ from mlx_zip.vocab.tuned import PlainCodec
 
 
 def packed_config(base: Mapping[str, Any], plain: PlainCodec, entries: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """The keys of config.json that change for a plain model with these entries. Raises `ConfigError`."""
+    """Returns the keys of config.json that change so that a plain model reads these entries as hypertokens.
+
+    base: the plain model's config.json. plain: the codec's settings that the pack was tuned with. entries: base ids of
+    each entry. Raises `ConfigError`.
+    """
     width = base.get("hidden_size")
     if isinstance(width, bool) or not isinstance(width, int) or width < 1:
         raise ConfigError(f"config.json: hidden_size must be a positive integer, got {width!r}")
@@ -37,7 +42,10 @@ def packed_config(base: Mapping[str, Any], plain: PlainCodec, entries: Sequence[
 
 
 def plain_codec(params: CodecParams, position_mode: str) -> PlainCodec:
-    """The part of a plain model's codec that a pack must keep. Raises `ConfigError` for a codec without a pad id."""
+    """Returns the codec settings that a pack tuned for a plain model records, to be used again with that pack.
+
+    position_mode: "compressed" or "base_token_end". Raises `ConfigError` for a codec without a pad id.
+    """
     if params.pad_id is None:
         raise ConfigError("the tokenizer has neither a pad nor an eos token, and a codebook needs one of them")
     return PlainCodec(params.vocab_size, params.disabled_ids, params.pad_id, position_mode)

@@ -1,7 +1,8 @@
-"""Which position each id of a call has, in both position modes, and whether it asks for LongRoPE's long factors.
+"""Computes the position of each id of a call, and whether the call uses LongRoPE's long factors.
 
-mode: "compressed" counts an id as one position, "base_token_end" by its base ids. context: calls that end at this
-position or above use the long factors; None for other ropes.
+Parameters of every function here: mode is "compressed" (each id takes one position) or "base_token_end" (an id takes
+as many positions as it has base ids, and has the position of the last). context: a call whose last id has this position
+or a later one uses the long factors; None for ropes without long factors.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from mlx_zip.state import HostIds, ZipState
 
 
 def positions_of(state: ZipState, ids: HostIds, mode: str, context: int | None) -> Positions:
-    """The positions of ids [B, L], the last that the state has read."""
+    """Returns the positions of ids [B, L], which are the last L ids that the state has read."""
     if mode == "compressed":
         return _compressed(state, state.offset - length_of(ids), state.offset, context)
     if isinstance(ids, int):
@@ -28,12 +29,15 @@ def positions_of(state: ZipState, ids: HostIds, mode: str, context: int | None) 
 def positions_ahead(
     state: ZipState, ids: mx.array, mode: str, context: int | None, layout: Layout, merge_size: int
 ) -> Positions | None:
-    """The positions of ids [B, 1] that the state has not read; None where LongRoPE may change its factors."""
+    """Returns the positions of ids [B, 1] that the state has not read yet.
+
+    Returns None if the ids may make LongRoPE switch between its short and long factors.
+    """
     if mode == "compressed":
         positions = _compressed(state, state.offset, state.offset + 1, context)
         return positions if positions.long == state.long_rope else None
     done = state.base_lengths()
-    first, last = int(done.max()), int(done.max()) + merge_size - 1  # where the longest sequence's next id may end
+    first, last = int(done.max()), int(done.max()) + merge_size - 1  # range of the longest sequence's next position
     if _is_long(first, context) != state.long_rope or _is_long(last, context) != state.long_rope:
         return None
     column = mx.where(layout.is_hyper(ids), mx.clip(layout.slot(ids), 0, layout.codebook_size - 1) + 1, 0)
@@ -42,12 +46,12 @@ def positions_ahead(
 
 
 def _compressed(state: ZipState, begin: int, end: int, context: int | None) -> Positions:
-    """The positions of ids begin to end when each id takes one position."""
+    """Returns the positions of columns `begin` to `end` - 1, left padding included, when each id takes one position."""
     padding = state.left_padding
     start = begin - padding[0] if len(padding) == 1 else mx.array([begin - n for n in padding], mx.int32)
     return Positions(start=start, long=_is_long(end - min(padding) - 1, context))
 
 
 def _is_long(last: int, context: int | None) -> bool:
-    """Whether a call whose last id has this position uses the long factors."""
+    """Returns whether a call whose last id has position `last` uses the long factors."""
     return context is not None and last >= context

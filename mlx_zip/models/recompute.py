@@ -10,11 +10,11 @@ import mlx.nn as nn
 
 
 def recomputed(module: nn.Module, call: Callable[[mx.array], Any], x: mx.array) -> Any:
-    """`call(x)`, keeping only x and the module's weights for the backward pass.
+    """Returns `call(x)`, keeping only x and the module's weights for the backward pass, which runs `call` again.
 
-    `call` must depend on no other trained weights, and must draw no random numbers, because the second pass would draw
-    others. The second pass uses the weights of the first, frozen ones included, and then restores those that the module
-    holds.
+    `call` must use no trained weights but the module's, and must draw no random numbers, because the second run would
+    draw others. The second run uses the weights of the first, frozen ones included, and then restores the weights that
+    the module has by then.
     """
     first = module.parameters()
 

@@ -1,8 +1,8 @@
 """Rotary embeddings that take the positions as an argument, with every scaling rule of the supported models.
 
-mlx-lm's blocks call `self.rope(x, offset=cache.offset)`. Our model hands them a view of the cache whose `offset` is
-a `Positions`, so the same blocks run with per-token positions and with either set of LongRoPE factors. The module keeps
-nothing between calls.
+mlx-lm's blocks call `self.rope(x, offset=cache.offset)`. `mlx_zip.models.Model` gives them a view of the cache whose
+`offset` is a `Positions` (`PositionedCache`), so the same blocks run with a position per token and with either set of
+LongRoPE factors. A `Rope` keeps nothing between calls.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from mlx_zip.models.norm import steps_on_cpu
 class Positions:
     """The positions of the ids of one call.
 
-    start: position of the first id, an int or an array [B]; ids follow one by one. index [B, L]: explicit
-    positions, used instead of `start` when given. long: use LongRoPE's long factors. shared: cosines and sines that the
-    layers of this call share, by the `id()` of their `Rope`.
+    start: position of the first id, an int or an array [B]; each next id has the next position. index [B, L]: the
+    position of each id, used instead of `start` if not None. long: whether to use LongRoPE's long factors. shared:
+    cosines and sines that the layers of this call share, by the `id()` of their `Rope`; filled during the call.
     """
 
     start: int | mx.array = 0
@@ -40,7 +40,11 @@ class Positions:
 
 
 class Rope(nn.Module):
-    """Rotates the first `dims` of each head. short, long [dims / 2]: wavelengths over 2 pi, equal unless LongRoPE."""
+    """Rotates the first `dims` dimensions of each head.
+
+    short, long [dims / 2]: wavelengths divided by 2 pi; `long` is used where LongRoPE asks for its long factors, None
+    means the same as `short`. magnitude: factor on the rotated dimensions.
+    """
 
     def __init__(self, dims: int, short: mx.array, long: mx.array | None = None, magnitude: float = 1.0) -> None:
         super().__init__()
@@ -48,11 +52,10 @@ class Rope(nn.Module):
         self._short, self._long = short, short if long is None else long
 
     def __call__(self, x: mx.array, offset: Positions) -> mx.array:
-        """Rotates x [B, H, L, D]; the shape stays."""
+        """Returns x [B, H, L, D] rotated to the positions `offset`, in the same shape."""
         batch, heads, length, width = x.shape
-        if (
-            steps_on_cpu(x) and not self.training
-        ):  # shared arrays must not carry a gradient's trace from one layer to another
+        # Not in training: arrays that layers share would carry one layer's gradient trace into another.
+        if steps_on_cpu(x) and not self.training:
             return _rotated(x, *self._cos_sin(offset))
         if self.magnitude != 1.0:
             x = self._scaled(x)
@@ -64,7 +67,10 @@ class Rope(nn.Module):
         return x.reshape(batch, length, heads, width).transpose(0, 2, 1, 3)
 
     def _cos_sin(self, offset: Positions) -> tuple[mx.array, mx.array]:
-        """Cosines and sines [B or 1, 1, 1, dims / 2] of one position per sequence, made once per call."""
+        """Returns the cosines and sines [B or 1, 1, 1, dims / 2] of one position per sequence.
+
+        They are computed once per model call and shared by its layers.
+        """
         made = offset.shared.get(id(self))
         if made is None:
             position = mx.array(offset.first, mx.float32).reshape(-1, 1, 1, 1)
@@ -73,9 +79,11 @@ class Rope(nn.Module):
         return made
 
     def _rotate(self, x: mx.array, start: int | mx.array, freqs: mx.array) -> mx.array:
+        """Returns x [B, H, L, D] rotated by MLX's kernel; start: position of the first id, an int or [B]."""
         return mx.fast.rope(x, self.dims, traditional=False, base=None, scale=1.0, offset=start, freqs=freqs)
 
     def _scaled(self, x: mx.array) -> mx.array:
+        """Returns x with its first `dims` dimensions times `magnitude`."""
         if self.dims == x.shape[-1]:
             return x * self.magnitude
         return mx.concatenate([x[..., : self.dims] * self.magnitude, x[..., self.dims :]], axis=-1)
@@ -83,22 +91,24 @@ class Rope(nn.Module):
 
 @mx.compile
 def _angles(position: mx.array, freqs: mx.array, magnitude: float) -> tuple[mx.array, mx.array]:
+    """Returns cosines and sines of positions [B or 1, 1, 1, 1], times `magnitude`. freqs [dims / 2]: wavelengths."""
     angles = position * (1 / freqs)
     return mx.cos(angles) * magnitude, mx.sin(angles) * magnitude
 
 
 @mx.compile
 def _rotated(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
+    """Returns x [B, H, 1, D] with its first dimensions rotated, as many as `cos` and `sin` have for both halves."""
     half = cos.shape[-1]
     one, other, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     return mx.concatenate([one * cos - other * sin, other * cos + one * sin, rest], axis=-1)
 
 
 def rope_parameters(config: Mapping[str, Any], layer_type: str, theta: float) -> dict[str, Any]:
-    """The rope parameters of config.json in either style: `rope_parameters`, or `rope_scaling` with `rope_theta`.
+    """Returns the rope parameters of config.json, written either as `rope_parameters` or as `rope_scaling`.
 
-    layer_type: "full_attention" or "sliding_attention", for configs that nest one set per type. theta: the model
-    family's default when the config names none. Raises `ConfigError` when the two styles contradict each other.
+    layer_type: "full_attention" or "sliding_attention", for configs that nest one set per type. theta: the value of
+    `rope_theta` if the config has none. Raises `ConfigError` when the two ways of writing contradict each other.
     """
     for key in ("rope_parameters", "rope_scaling"):
         if not isinstance(config.get(key) or {}, Mapping):
@@ -121,9 +131,10 @@ def rope_parameters(config: Mapping[str, Any], layer_type: str, theta: float) ->
 
 
 def make_rope(parameters: Mapping[str, Any], head_dim: int, config: Mapping[str, Any]) -> Rope:
-    """Builds the `Rope` of one layer. Raises `ConfigError` for a kind that is not supported.
+    """Builds the `Rope` of one layer from what `rope_parameters` returned. Raises `ConfigError` for other kinds.
 
-    Source of the formulas: transformers 5 `modeling_rope_utils`; LongRoPE arXiv 2402.13753; YaRN arXiv 2309.00071.
+    head_dim: width of an attention head. config: config.json. Source of the formulas: transformers 5
+    `modeling_rope_utils`; LongRoPE arXiv 2402.13753; YaRN arXiv 2309.00071.
     """
     kind = parameters["rope_type"]
     if not isinstance(kind, str) or kind not in _KINDS:
@@ -143,20 +154,26 @@ def make_rope(parameters: Mapping[str, Any], head_dim: int, config: Mapping[str,
 
 
 def original_context(parameters: Mapping[str, Any], config: Mapping[str, Any]) -> int:
-    """Length in ids that the model was pretrained at. As in transformers, the config's own value takes precedence."""
+    """Returns the context length, in ids, that the model was pretrained with.
+
+    As in transformers, the value at config.json's top level takes precedence over the one in the rope parameters.
+    """
     key = "original_max_position_embeddings"
     return int(config.get(key) or parameters.get(key) or config["max_position_embeddings"])
 
 
 def _default(dims: int, waves: mx.array, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> Rope:
+    """Returns a `Rope` without scaling. Here and below, waves [dims / 2] are the unscaled wavelengths over 2 pi."""
     return Rope(dims, waves)
 
 
 def _linear(dims: int, waves: mx.array, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> Rope:
+    """Returns a `Rope` with all wavelengths multiplied by `factor`."""
     return Rope(dims, waves * parameters["factor"])
 
 
 def _llama3(dims: int, waves: mx.array, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> Rope:
+    """Returns Llama 3's `Rope`: long wavelengths are multiplied by `factor`, short ones stay, with a smooth passage."""
     factor, context = parameters["factor"], original_context(parameters, config)
     low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
     length = 2 * math.pi * waves
@@ -167,10 +184,12 @@ def _llama3(dims: int, waves: mx.array, parameters: Mapping[str, Any], config: M
 
 
 def _yarn(dims: int, waves: mx.array, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> Rope:
+    """Returns YaRN's `Rope`: slow dimensions are stretched by `factor`, fast ones stay, with a linear ramp between."""
     theta, context = parameters["rope_theta"], original_context(parameters, config)
     factor = parameters.get("factor") or config["max_position_embeddings"] / context
 
     def dimension(rotations: float) -> float:
+        """Returns the dimension, a fraction, that turns this many times within the original context."""
         return dims * math.log(context / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
     low, high = dimension(parameters.get("beta_fast") or 32), dimension(parameters.get("beta_slow") or 1)
@@ -183,6 +202,8 @@ def _yarn(dims: int, waves: mx.array, parameters: Mapping[str, Any], config: Map
 
 
 def _yarn_magnitude(parameters: Mapping[str, Any], factor: float) -> float:
+    """Returns YaRN's factor on rotated dimensions: `attention_factor` if given, else computed from `factor`."""
+
     def magnitude(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
@@ -195,6 +216,7 @@ def _yarn_magnitude(parameters: Mapping[str, Any], factor: float) -> float:
 
 
 def _longrope(dims: int, waves: mx.array, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> Rope:
+    """Returns LongRoPE's `Rope`, which has a factor per wavelength in two sets, short and long."""
     context = original_context(parameters, config)
     sets = []
     for name in ("short_factor", "long_factor"):

@@ -1,4 +1,4 @@
-"""`Session`: the choices made when a model is loaded, and the functions that fill a request's row tables."""
+"""`Session`: the choices made when a model is loaded, and the methods that fill a request's row tables."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from mlx_zip.vocab.tuned import TunedStart
 
 
 class Side(NamedTuple):
-    """One side of a model: `name` is "input" or "output", `encoder` makes its rows out of rows of `matrix`.
+    """One side of a model, input or output, and how its hyper rows are encoded.
 
-    training: whether the model is being trained, so that its rows must not be kept.
+    name: "input" or "output". encoder: the hyper-encoder. matrix: the module whose rows the encoder reads. training:
+    whether the model is being trained, so that rows must not be kept.
     """
 
     name: str
@@ -45,10 +46,10 @@ class Session:
         self._name = ModelName()
 
     def for_copy(self) -> Session:
-        """A session for a copy of the model, with this one's config, store and pack.
+        """Returns a session for a copy of the model, with this session's config, store and pack.
 
-        The store never gives the copy rows of the original, because the copy's weights may be changed before they are
-        looked at.
+        In the store, the copy never shares rows with the original, because the copy's weights may be changed before
+        any fingerprint of them is taken.
         """
         return Session(self.config, None, self.store, self.pack)
 
@@ -66,50 +67,53 @@ class Session:
     # ---- the weights that rows depend on
 
     def weights_changed(self) -> None:
-        """Stops using rows of the weights as they were before."""
+        """Stops using rows that were encoded with the weights as they were before."""
         self._kinds.forget()
         self._name.forget()
 
     def fingerprint(self, model: nn.Module) -> str:
-        """The fingerprint of the model as it is now (`mlx_zip.hyper.model_fingerprint`)."""
+        """Returns the fingerprint of the model as it is now (`mlx_zip.hyper.model_fingerprint`)."""
         return self._name.of(model)
 
     # ---- the store
 
     def settle(self) -> None:
-        """Lets the store keep the rows of the last call, whose values exist once the call's id has been read."""
+        """Lets the store keep the rows that the last call encoded. Call it after the id that the call chose was read:
+        the rows' values exist by then, so nothing has to wait for them.
+        """
         if self.store is not None:
             self.store.settle()
 
     def pending_rows(self) -> list[mx.array]:
-        """Rows that the store will keep at the next `settle`, for a loop to evaluate with the id of its step."""
+        """Returns the rows that the store will keep at the next `settle`, to be evaluated along with the next id."""
         return [] if self.store is None else self.store.pending
 
     def rows(self, side: Side, base_ids: np.ndarray, lengths: np.ndarray) -> mx.array:
-        """Rows [N, D] of entries, out of the store or encoded: base_ids [N, merge_size], lengths [N], N > 0."""
+        """Returns rows [N, D] of N > 0 entries, from the store or encoded: base_ids [N, merge_size], lengths [N]."""
         encode = partial(encode_entries, side.encoder, side.matrix)
         if self.store is None or side.training:
             return encode(base_ids, lengths)
         return self.store.rows(self._kind(side), base_ids, lengths, encode)
 
     def _kind(self, side: Side) -> RowKind:
+        """Returns the store's name for the rows that this side makes with its weights of now."""
         return self._kinds.kind(side.name, side.encoder, side.matrix)
 
     # ---- the row tables of a request
 
     def fill_inputs(self, state: ZipState, side: Side, slots: np.ndarray) -> None:
-        """Gives every slot among slots [B, L] (-1: not a hypertoken) its input row."""
+        """Puts the missing input rows of slots [B, L] into the input table; -1 in slots stands for no hypertoken."""
         sequence, wanted = state.missing_inputs(slots)
         self._fill(state, state.inputs, side, sequence, wanted)
         state.encoded_inputs[sequence, wanted] = True
 
     def fill_input(self, state: ZipState, side: Side, slot: int) -> None:
-        """Gives one slot of a single sequence its input row, which it must not have yet."""
+        """Puts the input row of one slot into the input table, for a state of one sequence. The row must be missing."""
         self._fill_one(state, state.inputs, side, slot)
         state.encoded_inputs[0, slot] = True
 
     def fill_outputs(self, state: ZipState, side: Side) -> None:
-        """Gives every installed entry its output row."""
+        """Puts the missing output rows of all installed entries into the output table."""
         slot = state.only_missing_output()
         if slot is None:
             self._fill(state, state.outputs, side, *state.missing_outputs())
@@ -125,7 +129,7 @@ class Session:
         table.put(sequence, slots, rows, self.config.codebook_size)
 
     def _fill_one(self, state: ZipState, table: RowTable, side: Side, slot: int) -> None:
-        """`_fill` for one slot of a single sequence: a row in memory gets there without numpy."""
+        """Does what `_fill` does, for one slot of a single sequence: faster, as a row in memory needs no numpy."""
         book, row = state.books[0], None
         if self.store is not None and not side.training:
             row = self.store.row(self._kind(side), book.words(slot))
@@ -136,14 +140,16 @@ class Session:
     # ---- tuned rows
 
     def find_packs(self, state: ZipState) -> list[TunedStart]:
-        """The distinct packs of tuned rows that a request begins with; a saved state's are looked for in `pack`.
+        """Returns the distinct packs with tuned rows that the sequences of a request began with.
 
-        Raises `ModelError` where a saved state's pack is another one.
+        A saved state names a pack by its fingerprint only; the name is replaced by this session's `pack`. Raises
+        `ModelError` if that is not the pack named.
         """
         state.tuned = [self._pack_of(mark) if isinstance(mark, str) else mark for mark in state.tuned]
         return list({id(one): one for one in state.tuned if isinstance(one, TunedStart)}.values())
 
     def _pack_of(self, fingerprint: str) -> TunedStart:
+        """Returns this session's pack. Raises `ModelError` unless the pack has this fingerprint."""
         if self.pack is None or self.pack.fingerprint != fingerprint:
             raise ModelError(
                 f"the cache was begun with a pack of tuned rows ({fingerprint[:12]}) that is not loaded: give that "
@@ -152,7 +158,10 @@ class Session:
         return self.pack
 
     def put_tuned(self, state: ZipState, sides: Sequence[tuple[Side, RowTable]]) -> None:
-        """Puts the tuned rows of all sequences into their tables, cast to the type of encoded rows."""
+        """Puts the tuned rows of all sequences into the tables, cast to the type of encoded rows.
+
+        sides: each side to fill, with its table.
+        """
         for b, pack in enumerate(state.tuned):
             if isinstance(pack, TunedStart):
                 slots, sequence = np.arange(len(pack)), np.full(len(pack), b)
@@ -163,9 +172,10 @@ class Session:
 
 
 def check_tuned(pack: TunedStart, model: str, one: bool, width: int) -> None:
-    """Raises `ModelError` unless a pack's rows were tuned for a model with this fingerprint and rows of this width.
+    """Raises `ModelError` unless a pack's rows were tuned for the model with this fingerprint and fit it.
 
-    one: whether an entry's input row is its output row in the model.
+    model: the model's fingerprint. one: whether the model has one row per entry, used as input row and as output row.
+    width: values per row.
     """
     rows = pack.rows
     if rows.model != model:

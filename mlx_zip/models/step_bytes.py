@@ -1,4 +1,4 @@
-"""The cost of one more row in the head: a step reads every row, as it reads every weight."""
+"""The cost of one more hypertoken per step: a step reads every row of the head, so each row adds bytes to read."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ EMBEDDING, HEAD = "model.embed_tokens.", "lm_head."
 
 
 def head_cost(folder: Path) -> float:
-    """Bytes of one hypertoken's output row, divided by the bytes that a step of the model reads without hypertokens.
+    """Returns the bytes of one hypertoken's output row, as a share of the bytes that a step reads without hypertokens.
 
-    A step reads all weights but the encoders', and one row of an embedding that is not the head. KV caches depend on
-    the text and are left out, so the result is an upper bound. Only the headers of the folder's weights are read.
-    Raises `ModelError` when they cannot be read.
+    A step reads all weights but the encoders'; of an embedding that is not also the head it reads one row, which is not
+    counted. KV caches depend on the text and are not counted either, so the result is an upper bound. Only the headers
+    of the folder's weight files are read. Raises `ModelError` when they cannot be read.
     """
     arrays: dict[str, mx.array] = {}
     try:

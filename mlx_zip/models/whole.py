@@ -1,4 +1,4 @@
-"""The forward pass of training: whole samples at once, whose codebooks are known beforehand.
+"""The forward pass of training: whole samples at once, with codebooks that are known beforehand.
 
 A request builds its codebook id by id; a training sample's codebook is known in full. So each distinct entry of a batch
 is encoded once, and the decoder runs without KV caches. Every function here is plain MLX over given arrays, so that it
@@ -23,10 +23,11 @@ from mlx_zip.models.zip_model import Model
 class Samples:
     """B samples of L ids and the U distinct entries of their codebooks.
 
-    inputs [B, L] int32: base ids, 0 where a hypertoken stands. read [R] int32: the entries that the inputs read.
-    input_rows [B, L] int32: index into `read`, -1 for a base id. entries [U, S] int32, lengths [U] int32.
-    slots [B, K] int32: the entry that each slot of a sample holds, an index into `entries`. index [B, L] int32 or
-    None: positions in base ids (`base_token_end`). long: use LongRoPE's long factors.
+    inputs [B, L] int32: base ids, 0 in place of a hypertoken. entries [U, S] int32: each entry's base ids, padded;
+    lengths [U] int32: how many of the S are real. read [R] int32: the distinct entries that occur in the inputs, as
+    indices into `entries`. input_rows [B, L] int32: for a hypertoken the index into `read`, for a base id -1.
+    slots [B, K] int32: the entry that each slot of a sample holds, as an index into `entries`. index [B, L] int32:
+    positions for position mode `base_token_end`, None for `compressed`. long: whether to use LongRoPE's long factors.
     """
 
     inputs: mx.array
@@ -41,7 +42,11 @@ class Samples:
 
 @dataclass(frozen=True)
 class Outputs:
-    """hidden [B, L, D]; base [B, L, V] and hyper [B, L, K] logits; input and output rows [R, D], [U, D]."""
+    """The result of `run_whole`.
+
+    hidden [B, L, D]: the body's output. base [B, L, V], hyper [B, L, K]: logits of base ids and of slots. input_rows
+    [R, D], output_rows [U, D]: the hyper rows that were used.
+    """
 
     hidden: mx.array
     base: mx.array
@@ -56,11 +61,11 @@ class NoCache:
     offset = 0
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Returns the new keys and values."""
+        """Returns the keys and values as they were given."""
         return keys, values
 
     def make_mask(self, length: int, window_size: int | None = None, return_array: bool = False) -> Any:
-        """The causal mask of `length` ids. Padding follows the real ids, which never attend to it."""
+        """Returns the causal mask of `length` ids. Padding is on the right, so real ids never attend to it."""
         from mlx_lm.models.base import create_causal_mask
 
         if window_size is None and not return_array:
@@ -71,11 +76,11 @@ class NoCache:
 def run_whole(model: Model, samples: Samples, rows: tuple[mx.array, mx.array] | None = None) -> Outputs:
     """Runs whole samples through the model. Logits are soft-capped where the model caps them, but not masked.
 
-    rows: the input rows [R, D] that `input_rows` points into and the output rows [U, D] that `slots` points into; None
-    encodes them (`encode_rows`).
+    rows: input rows [R, D] of the entries in `samples.read` and output rows [U, D] of all entries; None encodes them
+    (`encode_rows`).
 
-    Right padding needs no mask, because attention is causal. Logits equal those of `model(ids, causal=True)` sample by
-    sample where the entry is available (tests).
+    Right padding needs no mask, because attention is causal. For entries installed by then, logits equal those of
+    `model(ids, causal=True)` for each sample alone (tests).
     """
     input_rows, output_rows = encode_rows(model, samples) if rows is None else rows
     h = model.model.embed_tokens(samples.inputs)
@@ -90,9 +95,9 @@ def run_whole(model: Model, samples: Samples, rows: tuple[mx.array, mx.array] | 
 
 
 def encode_rows(model: Model, samples: Samples) -> tuple[mx.array, mx.array]:
-    """Input rows [R, D] of the entries that are read, and output rows [U, D] of all entries.
+    """Returns input rows [R, D] of the entries in `samples.read`, and output rows [U, D] of all entries.
 
-    One pass makes both when encoders and matrices are tied.
+    If encoders and matrices are tied, each entry is encoded once, and the input rows are some of the output rows.
     """
     output = encode(model.row_encoder, model.head_matrix, samples.entries, samples.lengths)
     if model.sides_are_one:
@@ -102,9 +107,9 @@ def encode_rows(model: Model, samples: Samples) -> tuple[mx.array, mx.array]:
 
 
 def encode(encoder: nn.Module, matrix: nn.Module, entries: mx.array, lengths: mx.array) -> mx.array:
-    """Rows [N, D] of entries [N, S], lengths [N].
+    """Returns rows [N, D] of N entries: entries [N, S] base ids, padded, lengths [N].
 
-    The encoder's activations are computed again in the backward pass. Kept through the decoder's backward pass, they
-    would take more memory than the decoder's own, because every entry has several positions.
+    The encoder's activations are not kept but computed again in the backward pass. They would take more memory than the
+    decoder's activations, because every entry has several positions.
     """
     return recomputed(encoder, lambda vectors: encoder(vectors, lengths), matrix_rows(matrix, entries))

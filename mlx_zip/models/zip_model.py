@@ -1,8 +1,8 @@
-"""The model, top to bottom: arguments, the decoder's weights, the model.
+"""The model with hypertokens: its arguments (`ModelArgs`), its decoder's weights (`Body`) and the model (`Model`).
 
-One call: the ids are read on the host and pushed to the request's codebooks; rows that are missing come from the row
-store or are encoded, in one batch per side; then embedding, decoder body and joint head run as one lazy graph. Source:
-arXiv 2506.01084 §2, zip2zip 0.2.0.
+In one call the ids are read on the host and pushed to the request's codebooks; hyper rows that are missing come from
+the row store or are encoded, in one batch per side; then embedding, decoder body and joint head run as one lazy graph.
+Source: arXiv 2506.01084 §2, zip2zip 0.2.0.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from mlx_zip.models.inputs import PositionedCache, check_shape, kv_length, lengt
 from mlx_zip.models.positions import positions_of
 from mlx_zip.models.rope import Positions
 from mlx_zip.models.session import Session, Side, check_tuned
-from mlx_zip.state import Advance, HostIds, Left, ZipState, find_state, split_packs, start_of, with_starts
+from mlx_zip.state import Advance, Evicted, HostIds, ZipState, find_state, split_packs, start_of, with_starts
 from mlx_zip.vocab.packs import PackLike
 from mlx_zip.vocab.tuned import TunedStart
 
-RECORD_KEYS = ("base_model_type", "source", "fingerprint", "plain")  # of config.json's section, but not ZipConfig's
+RECORD_KEYS = ("base_model_type", "source", "fingerprint", "plain")  # section keys that `ZipConfig` does not read
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class ModelArgs:
 
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> ModelArgs:
-        """The arguments of a parsed config.json. mlx-lm's loader calls it by this name."""
+        """Returns the arguments for a parsed config.json. mlx-lm's loader calls this method by this name."""
         return cls(config)
 
     @property
@@ -99,7 +99,7 @@ class Model(nn.Module):
             self.output_encoder = make_encoder(zip_config.encoder, zip_config.merge_size)
 
     def __copy__(self) -> Model:
-        """Another model of the same modules. A module exchanged in one of the two leaves the other's rows alone."""
+        """Returns a model that shares this one's modules. If one of the two gets another module, the other does not."""
         twin = type(self).__new__(type(self))
         twin.__dict__.update(self.__dict__)
         dict.update(twin, self)
@@ -112,13 +112,13 @@ class Model(nn.Module):
         return self.session.config
 
     def __call__(self, ids: mx.array, cache: Sequence[Any] | None = None, *, causal: bool = False) -> mx.array:
-        """Logits [B, L, W] in the model's dtype for ids [B, L], integers; W = `layout.width`.
+        """Returns logits [B, L, W] in the model's dtype for ids [B, L], integers; W = `layout.width`, column = id.
 
-        The column is the id. Columns of entries that are not installed and of the base tail are -inf; an entry
-        created by an id of this call can be chosen right after it. Within one call the entries of the whole chunk
-        are open at every position, as upstream; `causal=True` opens each only from the position that created it.
-        Without a cache the call stands alone. Raises `CodecError` for an illegal id and `ModelError` for a cache that
-        does not fit, before anything changes.
+        Columns of slots without an entry and of the base tail are -inf. By default the entries that exist after the
+        call can be chosen at each of its L positions, as upstream; with `causal=True` an entry that an id of this call
+        installs can be chosen from that id's position on only. cache: from `make_cache`, updated in place; without one
+        the call starts a new request. Raises `CodecError` for an illegal id and `ModelError` for a cache that does not
+        fit, before anything changes.
         """
         check_shape(ids)
         cache = self.make_cache(left_padding=[0] * len(ids)) if cache is None else cache
@@ -142,7 +142,7 @@ class Model(nn.Module):
         *,
         start: Sequence[Any] | None = None,
     ) -> list[Any]:
-        """KV caches and the `ZipState` of a new request.
+        """Returns the cache of a new request: one KV cache per layer, then the `ZipState`.
 
         left_padding [B]: per sequence, how many ids at the start are padding, for batches; None makes a cache for
         one sequence. pack: what the codebook begins with in place of the model's own entries: the path of a pack, a
@@ -164,15 +164,18 @@ class Model(nn.Module):
         padding = [0] if left_padding is None else [int(n) for n in left_padding]
         if not padding or min(padding) < 0:
             raise ModelError(f"left_padding must give a count for each sequence, 0 or more, got {padding}")
-        starts = [self._checked(one) for one in split_packs(pack, len(padding))]
+        starts = [self._checked_pack(one) for one in split_packs(pack, len(padding))]
         tuned = [one if isinstance(one, TunedStart) else None for one in starts]
         state = ZipState(with_starts(self.config.codec_params, starts), padding, tuned)
         if padding == [0]:
             return [*(KVCache() for _ in self.layers), state]
         return [*(BatchKVCache(padding) for _ in self.layers), state]
 
-    def _checked(self, start: Any) -> Any:
-        """A sequence's start, the session's pack for None. Raises `ModelError` when the model cannot use it."""
+    def _checked_pack(self, start: Any) -> Any:
+        """Returns what a sequence begins with: `start`, or for None the session's pack.
+
+        Raises `ModelError` for tuned rows of another model, and for entries without rows if the model has no encoder.
+        """
         start = self.session.pack if start is None else start
         if isinstance(start, TunedStart):
             self.check_pack(start)
@@ -196,9 +199,10 @@ class Model(nn.Module):
         self.session.config, self.session.pack = config, start if isinstance(start, TunedStart) else None
 
     def check_cache(self, cache: Sequence[Any]) -> tuple[Sequence[Any], ZipState]:
-        """The KV caches and the state of a cache. Raises `ModelError` for one of another model, or of uneven lengths.
+        """Returns a request's KV caches and its `ZipState`.
 
-        Its start entries may be any: they belong to the request.
+        Raises `ModelError` for a cache of another model, and for one whose KV caches and codebooks hold different
+        numbers of ids. The cache may have begun with any entries: they belong to the request.
         """
         state = find_state(cache)
         if state is None or state is not cache[-1] or len(cache) != len(self.layers) + 1:
@@ -212,13 +216,13 @@ class Model(nn.Module):
         return kv, state
 
     def forget(self, cache: Sequence[Any], offset: int) -> None:
-        """Trims codebooks and KV caches to `offset` ids, whichever of them are longer."""
+        """Trims codebooks and KV caches to `offset` ids per sequence. Those that hold no more than that stay."""
         cache[-1].trim(cache[-1].offset - offset)
-        for one in cache[:-1]:
-            one.trim(max(0, kv_length(one) - offset))
+        for layer_cache in cache[:-1]:
+            layer_cache.trim(max(0, kv_length(layer_cache) - offset))
 
     def bind_tuned(self, state: ZipState) -> None:
-        """Puts the tuned rows that a request begins with into its tables, once.
+        """Puts the tuned rows that a request begins with into its row tables, if they are not there yet.
 
         Raises `ModelError`, with nothing done, for rows of another model or a saved state whose pack is not loaded.
         """
@@ -232,10 +236,10 @@ class Model(nn.Module):
     # ---- from ids to the body's output
 
     def hidden(self, kv: Sequence[Any], state: ZipState, ids: HostIds) -> mx.array:
-        """The body's output [B, L, D] for ids [B, L], which the state has just read.
+        """Returns the body's output [B, L, D] for ids [B, L], which the state has just read.
 
-        LongRoPE has one factor set for all positions, chosen by the last one. When a call changes the set, keys made
-        with the other set are worthless: the KV caches are emptied and filled again from the id log.
+        LongRoPE has one set of factors for all positions, chosen by the last position. When a call changes the set, the
+        keys in the KV caches are wrong: the caches are emptied and filled again from the id log.
         """
         length, rule = length_of(ids), (self.config.position_mode, self.traits.long_context)
         positions = positions_of(state, ids, *rule)
@@ -248,21 +252,21 @@ class Model(nn.Module):
         return self.run_layers(self._embed(state, ids), kv, positions)[:, -length:]
 
     def _embed(self, state: ZipState, ids: HostIds) -> mx.array:
-        """Embeddings [B, L, D] of ids [B, L]: base ids out of the embedding, hypertokens out of their input rows."""
+        """Returns embeddings [B, L, D] of ids [B, L]: from the embedding, or from input rows for hypertokens."""
         if isinstance(ids, int):
             return self.scaled(self._embed_one(state, ids))
         hyper = self.layout.is_hyper(ids)
         h = self.model.embed_tokens(mx.array(np.where(hyper, 0, ids)))
         if hyper.any():
             slots = np.where(hyper, self.layout.slot(ids.astype(np.int64)), -1)
-            if state.turns:
-                h = self._embed_left(h, state, ids, slots)
+            if state.can_evict:
+                h = self._embed_evicted(h, state, ids, slots)
             if (slots >= 0).any():
                 h = self._embed_slots(h, state, slots)
         return self.scaled(h)
 
     def _embed_slots(self, h: mx.array, state: ZipState, slots: np.ndarray) -> mx.array:
-        """Puts the rows of slots [B, L] (-1: none) into h [B, L, D]."""
+        """Returns h [B, L, D] with the input rows of slots [B, L] put in; where slots is -1, h stays."""
         if self.sides_are_one:
             self._fill_outputs(state)
         else:
@@ -271,9 +275,12 @@ class Model(nn.Module):
         rows = self.read_table(state).take(mx.maximum(where, 0))
         return mx.where((where >= 0)[..., None], rows.astype(h.dtype), h)
 
-    def _embed_left(self, h: mx.array, state: ZipState, ids: np.ndarray, slots: np.ndarray) -> mx.array:
-        """Puts the rows of entries evicted since ids [B, L] were read into h, and -1 into slots [B, L] there."""
-        sequence, column, *entries = state.read_before(ids)
+    def _embed_evicted(self, h: mx.array, state: ZipState, ids: np.ndarray, slots: np.ndarray) -> mx.array:
+        """Puts the input rows of entries that were evicted since ids [B, L] were read into h, and returns h [B, L, D].
+
+        At these places `slots` [B, L] becomes -1, because the slots hold other entries now.
+        """
+        sequence, column, *entries = state.evicted_since_read(ids)
         if len(column):
             rows = self.session.rows(self.side("input"), *entries)
             h[mx.array(sequence), mx.array(column)] = rows.astype(h.dtype)
@@ -281,7 +288,7 @@ class Model(nn.Module):
         return h
 
     def _embed_one(self, state: ZipState, one: int) -> mx.array:
-        """The embedding [1, 1, D] of one id of a single sequence."""
+        """Returns the embedding [1, 1, D] of one id of a single sequence."""
         hyper = self.layout.is_hyper(one)
         h = self.model.embed_tokens(mx.array([[0 if hyper else one]]))
         if not hyper:
@@ -293,30 +300,30 @@ class Model(nn.Module):
             self.session.fill_input(state, self.side("input"), slot)
         rows = self.read_table(state).rows
         assert rows is not None
-        return rows[:, slot : slot + 1].astype(h.dtype)  # of `h` only the type is used
+        return rows[:, slot : slot + 1].astype(h.dtype)  # `h` only provides the type here
 
     def read_table(self, state: ZipState) -> RowTable:
-        """The table that input rows are read from."""
+        """Returns the table that input rows are read from: the output table if both sides have the same rows."""
         return state.outputs if self.sides_are_one else state.inputs
 
     def _fill_outputs(self, state: ZipState) -> None:
-        """Gives every installed entry its output row."""
+        """Puts the missing output rows of all installed entries into the output table."""
         if not state.outputs_encoded():
             self.session.fill_outputs(state, self.side("output"))
 
     def scaled(self, h: mx.array) -> mx.array:
-        """Embeddings times Gemma's factor; other models' unchanged."""
+        """Returns embeddings h times Gemma's factor, or h itself for other models."""
         scale = self.traits.embed_scale
         return h if scale == 1.0 else h * mx.array(scale).astype(h.dtype)
 
     def run_layers(self, h: mx.array, kv: Sequence[Any], positions: Positions) -> mx.array:
-        """The decoder body: [B, L, D] -> [B, L, D]."""
+        """Runs the decoder's body: embeddings h [B, L, D] -> output [B, L, D]. The KV caches take up L more ids."""
         masks: dict[int | None, Any] = {}
         as_array = self.traits.mask_as_array and h.shape[1] > 1
         end = kv_length(kv[0]) + h.shape[1]
         for layer, cache, window in zip(self.model.layers, kv, self.traits.windows, strict=True):
             if window is not None and window >= end:
-                window = None  # it hides nothing yet, and mlx-lm has no array to build for plain causal attention
+                window = None  # the window hides nothing yet, and a plain causal mask is cheaper
             if window not in masks:
                 masks[window] = cache.make_mask(h.shape[1], window_size=window, return_array=as_array)
             h = layer(h, masks[window], PositionedCache(cache, positions))
@@ -325,13 +332,16 @@ class Model(nn.Module):
     # ---- from the body's output to logits
 
     def joint_head(self, h: mx.array, state: ZipState, advance: Advance, causal: bool) -> mx.array:
-        """Logits [B, L, W] of h [B, L, D], columns in the order of `Layout`."""
+        """Returns logits [B, L, W] of the body's output h [B, L, D], columns in the order of `Layout`.
+
+        advance: what `ZipState.advance` returned for the ids. causal: as in `__call__`.
+        """
         self._fill_outputs(state)
         base = self.base_logits(h)
         parts, columns = [base[..., : self.layout.vocab_size]], self.layout.vocab_size
         if state.outputs.rows is not None:
             hyper = (h @ state.outputs.rows.swapaxes(-1, -2)).astype(base.dtype)
-            hyper = self.cap(self._with_left(hyper, h, advance.left) if causal and advance.left else hyper)
+            hyper = self.cap(self._with_evicted(hyper, h, advance.evicted) if causal and advance.evicted else hyper)
             installed = advance.available if causal else advance.live
             if not isinstance(installed, int):
                 installed = mx.array(installed if causal else installed[:, None])[..., None]
@@ -344,30 +354,37 @@ class Model(nn.Module):
         return mx.concatenate(parts, axis=-1)
 
     def base_logits(self, h: mx.array) -> mx.array:
-        """Logits of the embedding's rows, [B, L, rows] of h [B, L, D], soft-capped where the model caps."""
+        """Returns the head's own logits [B, L, rows of the head] of h [B, L, D], soft-capped where the model caps."""
         return self.cap(self.model.embed_tokens.as_linear(h) if self.traits.tied else self.lm_head(h))
 
-    def _with_left(self, hyper: mx.array, h: mx.array, left: Sequence[Left]) -> mx.array:
-        """Logits `hyper` [B, L, slots] of h [B, L, D], where entries evicted within the call count while installed."""
-        base_ids, lengths = np.stack([one.base_ids for one in left]), np.array([one.length for one in left])
+    def _with_evicted(self, hyper: mx.array, h: mx.array, evicted: Sequence[Evicted]) -> mx.array:
+        """Corrects the slots' logits for entries that were evicted within the call, and returns them.
+
+        hyper [B, L, slots]: logits of h [B, L, D] and the entries that the slots hold after the call. At the positions
+        where a slot held an entry that was evicted later in the call, the logit becomes that entry's.
+        """
+        base_ids, lengths = np.stack([one.base_ids for one in evicted]), np.array([one.length for one in evicted])
         rows = self.session.rows(self.side("output"), base_ids, lengths)
-        number = np.repeat(np.arange(len(left)), [one.end - one.begin for one in left])
-        column = np.concatenate([np.arange(one.begin, one.end) for one in left])
-        sequence, slot = np.array([one.sequence for one in left])[number], np.array([one.slot for one in left])[number]
+        number = np.repeat(np.arange(len(evicted)), [one.end - one.begin for one in evicted])
+        column = np.concatenate([np.arange(one.begin, one.end) for one in evicted])
+        sequence = np.array([one.sequence for one in evicted])[number]
+        slot = np.array([one.slot for one in evicted])[number]
         where = mx.array(sequence), mx.array(column)
         logits = (h @ rows.swapaxes(-1, -2)).astype(hyper.dtype)  # [B, L, evicted entries]
         hyper[(*where, mx.array(slot))] = logits[(*where, mx.array(number))]
         return hyper
 
     def cap(self, logits: mx.array) -> mx.array:
-        """Logits under Gemma 2's soft cap, to be applied before the mask: the cap would lift -inf to -cap."""
+        """Returns logits under Gemma 2's soft cap. Apply it before the mask: the cap would turn -inf into -cap."""
         cap = self.traits.soft_cap
         return logits if cap is None else mx.tanh(logits / cap) * cap
 
     # ---- rows
 
     def rows(self, base_ids: np.ndarray, lengths: np.ndarray) -> tuple[mx.array, mx.array]:
-        """Input and output rows [N, D] of entries: base_ids [N, merge_size] padded with the pad id, lengths [N].
+        """Returns the input rows and the output rows [N, D] of N entries, encoded now.
+
+        base_ids [N, merge_size]: padded with the pad id. lengths [N]: how many of them are real.
 
         Raises `ModelError` for other shapes, ids that are no base ids and lengths outside 1..merge_size.
         """
@@ -384,7 +401,7 @@ class Model(nn.Module):
         )
 
     def side(self, name: str) -> Side:
-        """The `Side` called "input" or "output": its encoder, and the module whose rows the encoder reads."""
+        """Returns the `Side` called `name`, "input" or "output"."""
         if name == "input":
             return Side(name, self.input_encoder, self.model.embed_tokens, self.training)
         return Side(name, self.row_encoder, self.head_matrix, self.training)
@@ -406,13 +423,14 @@ class Model(nn.Module):
 
     @property
     def fingerprint(self) -> str:
-        """The fingerprint that tuned rows are bound to (`mlx_zip.hyper.model_fingerprint`)."""
+        """The fingerprint of the weights as they are now; a pack records it with the rows tuned for this model."""
         return self.session.fingerprint(self)
 
     def weights_changed(self) -> None:
-        """Stops using rows of the weights as they were; call it after changing weights in place (`w *= 2`).
+        """Stops using rows that were encoded with the weights as they were before.
 
-        A tensor that is replaced by another is noticed without this call.
+        Call it after changing weights in place (`w *= 2`). A tensor that is replaced by another is noticed without
+        this call.
         """
         self.session.weights_changed()
 
@@ -424,7 +442,7 @@ class Model(nn.Module):
         return self.model.layers
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-        """Weights by attribute name, without rotary buffers and without a tied head's second copy."""
+        """Returns a checkpoint's weights by attribute name, without rotary buffers and a tied head's second copy."""
         weights = {name: w for name, w in weights.items() if "rotary_emb.inv_freq" not in name}
         if self.traits.tied:
             head = weights.pop("lm_head.weight", None)
@@ -433,5 +451,5 @@ class Model(nn.Module):
         return weights
 
     def quant_predicate(self, path: str, module: nn.Module) -> bool:
-        """Whether mlx-lm's quantizer may quantize a module: decoder, embedding and head, but not the encoders."""
+        """Returns whether mlx-lm may quantize the module at `path`: every module but those of the hyper-encoders."""
         return not path.startswith(("input_encoder", "output_encoder"))

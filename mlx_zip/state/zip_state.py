@@ -1,9 +1,9 @@
 """`ZipState`: the codebooks, hyper rows and positions of one request.
 
-A `ZipState` is the last entry of the prompt cache that `model.make_cache()` returns, and obeys mlx-lm's cache
-protocol, so mlx-lm's own save, load, trim and copy work on it. Codebooks are a function of the ids read, so a saved
-state holds only the codec's parameters, the id log and the fingerprints of packs with tuned rows; rows are encoded
-again, or taken from the pack, at the next model call.
+A `ZipState` is the last entry of the prompt cache that `model.make_cache()` returns, and has the methods that mlx-lm
+expects of a cache entry, so mlx-lm's own save, load, trim and copy work on it. Codebooks are a function of the ids
+read, so a saved state holds only the codec's parameters, the log of ids read and the fingerprints of packs with tuned
+rows. After loading, rows are encoded again, or taken from the pack, at the next model call.
 """
 
 from __future__ import annotations
@@ -19,38 +19,43 @@ import numpy as np
 from mlx_zip.codec import CodecParams
 from mlx_zip.errors import CodecError, ModelError
 from mlx_zip.hyper import RowTable
-from mlx_zip.state.leaving import Left, differ, left_by
+from mlx_zip.state.leaving import Evicted, differ, evicted_in_call
 from mlx_zip.state.saved import checked_state, params_from_json, params_to_json, tuned_from_json, tuned_to_json
 from mlx_zip.state.starts import Tuned, books_of, checked_tuned, same_but_start, start_of
 
 STATE_VERSION, TUNED_VERSION = 1, 2
 
-HostIds = int | np.ndarray  # ids of one call: [B, L] uint32, or the only id of a single sequence as a number
+HostIds = int | np.ndarray  # ids of one call: [B, L] uint32, or a number for one id of a single sequence
 
 
 @dataclass(frozen=True)
 class Advance:
-    """How many entries are installed: live [B] after the call, available [B, L] after each of its ids.
+    """How many entries are installed after a call.
 
-    Both are plain numbers when one sequence read one id. left: entries evicted within a call of several ids, under a
-    policy other than freeze.
+    live [B]: after the whole call. available [B, L]: after each of its ids. Both are plain numbers if the call had one
+    id of one sequence. evicted: entries that were evicted within a call of several ids, under a policy other than
+    freeze.
     """
 
     live: np.ndarray | int
     available: np.ndarray | int
-    left: tuple[Left, ...] = ()
+    evicted: tuple[Evicted, ...] = ()
 
 
 class ZipState:
     """Codebooks and rows of B sequences, one codebook each.
 
-    params: the codec of all sequences, or one per sequence; these may differ in their start entries only. books: one
-    `Codebook` per sequence. offset: ids read per sequence, left padding included; equals the KV caches' length.
-    long_rope: whether the KV caches were built with LongRoPE's long factors. inputs, outputs: the tables of input and
-    output rows. encoded_inputs [B, codebook_size]: whether a slot has its input row. encoded_outputs: per sequence, how
-    many of the first slots have been given an output row; replaced: the slots among them that hold another entry since.
-    tuned: per sequence, the pack with tuned rows that it began with, the fingerprint of that pack in a state that was
-    saved, or None. tuned_bound: whether tuned rows are in the tables.
+    params: the codec of all sequences, or one per sequence; these may differ in their start entries only. left_padding
+    [B]: per sequence, how many of its first ids are padding. books: one `Codebook` per sequence. offset: ids read per
+    sequence, left padding included; equals the KV caches' length. long_rope: whether the KV caches were filled with
+    LongRoPE's long factors. inputs, outputs: the tables of input and output rows.
+
+    encoded_inputs [B, codebook_size]: whether the slot's entry has its input row in the table. encoded_outputs: per
+    sequence, a count n such that the first n slots were given output rows; replaced: per sequence, the slots among them
+    whose row is out of date, because they hold another entry now.
+
+    tuned: per sequence, the pack with tuned rows that it began with, only its fingerprint in a state loaded from
+    a file, or None. tuned_bound: whether the tuned rows are in the tables.
     """
 
     def __init__(
@@ -78,11 +83,11 @@ class ZipState:
         return first
 
     def fits(self, params: CodecParams) -> bool:
-        """Whether a model with this codec can continue this state: the codecs differ in their start entries at most."""
+        """Returns whether a model with this codec can continue this state: all but the start entries must be equal."""
         return same_but_start(self.books[0].params, params)
 
     def __repr__(self) -> str:
-        """Sizes per sequence, never arrays."""
+        """Returns sizes per sequence, never arrays."""
         sizes = [(book.mark(), len(book), book.base_length) for book in self.books]
         if len(sizes) == 1:
             return "<ZipState: {} ids, {} entries, {} base tokens>".format(*sizes[0])
@@ -90,7 +95,7 @@ class ZipState:
         return f"<ZipState of {len(sizes)} sequences: {ids} ids, {entries} entries, {base} base tokens>"
 
     def _forget_rows(self) -> None:
-        """Empties the row tables. They are filled again at the next model call."""
+        """Empties the row tables; the next model call fills them again."""
         batch = len(self.books)
         self.inputs, self.outputs = RowTable(batch), RowTable(batch)
         self.encoded_inputs = np.zeros((batch, self.books[0].params.codebook_size), dtype=bool)
@@ -99,15 +104,16 @@ class ZipState:
         self.tuned_bound = all(one is None for one in self.tuned)
 
     def begun_with(self, packs: Sequence[Any]) -> None:
-        """Takes tuned rows from the packs that a saved state was begun with, one per sequence, None for unknown.
+        """Takes tuned rows from the packs that the sequences of a saved state began with.
 
-        Raises `ModelError` for a pack that a sequence was not begun with, `DataError` for a file that is no pack.
+        packs: one per sequence, None to change nothing. Raises `ModelError` for a pack that a sequence did not begin
+        with, `DataError` for a file that is no pack.
         """
         starts = [start_of(pack) for pack in packs]
         self.tuned = [checked_tuned(*one) for one in zip(self.books, self.tuned, starts, strict=True)]
 
     def mark_tuned_rows(self) -> None:
-        """Marks the rows of every sequence's tuned pack as present in the tables."""
+        """Records that the tuned rows of all sequences are in the tables."""
         for b, (one, book) in enumerate(zip(self.tuned, self.books, strict=True)):
             if one is not None:
                 n = len(book.params.start or ())
@@ -118,11 +124,11 @@ class ZipState:
     # ---- one model call
 
     def takes_one(self) -> bool:
-        """Whether a call's only id may be given as a number: for a single sequence whose padding has been read."""
+        """Returns whether `advance` takes a single id as a number: for one sequence whose padding has been read."""
         return len(self.books) == 1 and self.offset >= self.left_padding[0]
 
     def advance(self, ids: HostIds) -> Advance:
-        """Pushes ids to the codebooks and returns what they installed. An illegal id changes nothing.
+        """Pushes ids to the codebooks and returns how many entries are installed then. An illegal id changes nothing.
 
         Raises `CodecError` for an id that is neither a base id nor an installed hypertoken, `ModelError` when the
         batch size is not this state's.
@@ -131,8 +137,8 @@ class ZipState:
             new = self.books[0].push(ids)
             self.offset += 1
             live = len(self.books[0])
-            if self.turns and len(new):
-                self._changed(0, new.slots)
+            if self.can_evict and len(new):
+                self._mark_rows_missing(0, new.slots)
             return Advance(live, live)
         batch, length = ids.shape
         if batch != len(self.books):
@@ -140,7 +146,7 @@ class ZipState:
         first = self._padding_columns(self.offset, length)
         before = np.array([len(book) for book in self.books])
         marks = [book.mark() for book in self.books]
-        held = [book.rows(0, len(book)) for book in self.books] if self.turns else []
+        held = [book.rows(0, len(book)) for book in self.books] if self.can_evict else []
         available, pushed = np.zeros((batch, length), dtype=np.int64), []
         try:
             for b, book in enumerate(self.books):
@@ -155,14 +161,16 @@ class ZipState:
             raise
         self.offset += length
         live = np.array([len(book) for book in self.books])
-        left: list[Left] = []
-        for b, (entries, new) in enumerate(zip(held, pushed, strict=False)):
-            self._changed(b, new.slots)
-            left += left_by(b, entries, new, int(first[b]))
-        return Advance(live, before[:, None] + np.cumsum(available, axis=1), tuple(left))
+        evicted: list[Evicted] = []
+        for b, (entries, new) in enumerate(zip(held, pushed, strict=False)):  # `held` is empty under freeze
+            self._mark_rows_missing(b, new.slots)
+            evicted += evicted_in_call(b, entries, new, int(first[b]))
+        return Advance(live, before[:, None] + np.cumsum(available, axis=1), tuple(evicted))
 
     def base_positions(self, ids: np.ndarray) -> np.ndarray:
-        """Positions [B, L] int32 of the last L ids [B, L]: the index of each id's last base id, 0 in the padding.
+        """Returns positions [B, L] int32 of ids [B, L], the last L ids read, in position mode `base_token_end`.
+
+        An id's position is the index of its last base id within the sequence, counted from 0; in the padding it is 0.
 
         Source: position mode `base_token_end` of zip2zip 0.2.0.
         """
@@ -174,11 +182,14 @@ class ZipState:
         return out
 
     def base_lengths(self) -> np.ndarray:
-        """[B] int32: base ids read per sequence."""
+        """Returns how many base ids each sequence has read, [B] int32."""
         return np.array([book.base_length for book in self.books], dtype=np.int32)
 
     def spans(self) -> np.ndarray:
-        """Lengths in base ids, [B, 1 + codebook_size] int32: of a base id, 1, then of each slot's entry, or 0."""
+        """Returns lengths in base ids, [B, 1 + codebook_size] int32.
+
+        Column 0 is the length of a base id, 1. Column 1 + s is the length of slot s's entry, or 0 without one.
+        """
         out = np.zeros((len(self.books), 1 + self.books[0].params.codebook_size), dtype=np.int32)
         out[:, 0] = 1
         for b, book in enumerate(self.books):
@@ -186,53 +197,56 @@ class ZipState:
         return out
 
     def _padding_columns(self, begin: int, length: int) -> np.ndarray:
-        """How many of the columns begin to begin + length are left padding, [B]."""
+        """Returns per sequence how many of the `length` columns from column `begin` on are left padding, [B]."""
         return np.clip(np.array(self.left_padding) - begin, 0, length)
 
     def log(self, pad_id: int) -> np.ndarray:
-        """Every id read, [B, offset] uint32, with `pad_id` in the left padding."""
+        """Returns every id read, [B, offset] uint32, with `pad_id` in the left padding."""
         out = np.full((len(self.books), self.offset), pad_id, dtype=np.uint32)
         for b, book in enumerate(self.books):
             out[b, self.offset - book.mark() :] = book.ids
         return out
 
     def missing_outputs(self) -> tuple[np.ndarray, np.ndarray]:
-        """Installed entries that have no output row yet, as (sequence [N], slot [N])."""
+        """Returns where installed entries have no output row yet, as (sequence [N], slot [N])."""
         done = zip(self.encoded_outputs, self.replaced, self.books, strict=True)
-        return _pairs([np.array([*sorted(replaced), *range(n, len(book))], np.int64) for n, replaced, book in done])
+        missing = [np.array([*sorted(replaced), *range(n, len(book))], np.int64) for n, replaced, book in done]
+        return _sequence_and_slot(missing)
 
     def only_missing_output(self) -> int | None:
-        """The slot to encode if there is one sequence and exactly one output row is missing, else None."""
+        """Returns the slot to encode if there is one sequence and exactly one output row is missing, else None."""
         encoded, replaced = self.encoded_outputs[0], self.replaced[0]
         if len(self.books) != 1 or len(self.books[0]) - encoded + len(replaced) != 1:
             return None
         return next(iter(replaced), encoded)
 
     def outputs_encoded(self) -> bool:
-        """Whether every installed entry has its output row."""
-        return self.encoded_outputs == [len(book) for book in self.books] and not (self.turns and any(self.replaced))
+        """Returns whether every installed entry has its output row."""
+        if self.can_evict and any(self.replaced):
+            return False
+        return self.encoded_outputs == [len(book) for book in self.books]
 
     def mark_outputs_encoded(self) -> None:
         """Marks every installed entry's output row as encoded."""
         self.encoded_outputs = [len(book) for book in self.books]
-        if self.turns:
+        if self.can_evict:
             self.replaced = [set() for _ in self.books]
 
     @property
-    def turns(self) -> bool:
+    def can_evict(self) -> bool:
         """Whether entries may be evicted, so that a slot holds different entries at different times."""
         return self.books[0].params.policy != "freeze"
 
-    def _changed(self, b: int, slots: np.ndarray) -> None:
-        """Marks the rows of slots of sequence b as missing, because the slots hold other entries than before."""
+    def _mark_rows_missing(self, b: int, slots: np.ndarray) -> None:
+        """Marks both rows of these slots of sequence b as missing, because the slots hold other entries than before."""
         self.encoded_inputs[b, slots] = False
         self.replaced[b].update(slots[slots < self.encoded_outputs[b]].tolist())
 
-    def read_before(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """The ids among the last L, [B, L], whose slots hold other entries now than when the ids were read.
+    def evicted_since_read(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Finds those among ids [B, L], the last L ids read, whose slots hold other entries now than when read.
 
-        Returns their sequences [N] and columns [N], and the entries they stood for: base_ids [N, merge_size], lengths
-        [N].
+        Returns their sequences [N] and columns [N], and the entries that they stood for when they were read: base_ids
+        [N, merge_size] and lengths [N].
         """
         first, found = self._padding_columns(self.offset - ids.shape[1], ids.shape[1]), []
         vocab_size = self.books[0].params.vocab_size
@@ -246,12 +260,15 @@ class ZipState:
         return sequence, columns, rows, lengths
 
     def missing_inputs(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The slots among [B, L] (-1: not a hypertoken) that have no input row yet, as (sequence [N], slot [N])."""
+        """Returns which of slots [B, L] have no input row yet, each once, as (sequence [N], slot [N]).
+
+        A -1 in slots stands for no hypertoken.
+        """
         read = [np.unique(row[row >= 0]) for row in slots]
-        return _pairs([row[~done[row]] for row, done in zip(read, self.encoded_inputs, strict=True)])
+        return _sequence_and_slot([row[~done[row]] for row, done in zip(read, self.encoded_inputs, strict=True)])
 
     def entries(self, sequence: np.ndarray, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The entries at (sequence [N], slots [N]): base_ids [N, merge_size] and lengths [N]."""
+        """Returns the entries at (sequence [N], slots [N]) as base_ids [N, merge_size], padded, and lengths [N]."""
         base_ids = np.empty((len(slots), self.books[0].params.merge_size), dtype=np.uint32)
         lengths = np.empty(len(slots), dtype=np.int64)
         for b in np.unique(sequence):
@@ -265,7 +282,8 @@ class ZipState:
 
     @property
     def state(self) -> tuple[Any, ...]:
-        """What is saved: version, params as JSON, id logs end to end, their lengths, left padding, offset, long_rope.
+        """The parts that are saved: version; params as JSON; the id logs of all sequences, one after the other; their
+        lengths; left padding; offset; long_rope.
 
         The params are one object, or a list of one per sequence when their start entries differ. If any sequence has
         tuned rows, an eighth part follows: the packs' fingerprints as JSON, a list of one or null per sequence.
@@ -302,13 +320,16 @@ class ZipState:
 
     @classmethod
     def from_state(cls, state: Sequence[Any]) -> ZipState:
-        """A state rebuilt by replaying the saved id logs. Raises `CodecError` or `ModelError` if they are damaged."""
+        """Returns the state with these saved parts, rebuilt by replaying the id logs.
+
+        Raises `CodecError` or `ModelError` if the parts are damaged.
+        """
         made = cls.__new__(cls)
         made.state = state
         return made
 
     def is_trimmable(self) -> bool:
-        """True: codebooks can be rewound to any length."""
+        """Returns True: codebooks can be rewound to any length."""
         return True
 
     def trim(self, n: int) -> int:
@@ -318,22 +339,22 @@ class ZipState:
         n = min(n, self.offset)
         self.offset -= n
         for b, book in enumerate(self.books):
-            held = book.rows(0, len(book)) if self.turns else ()
+            held = book.rows(0, len(book)) if self.can_evict else ()
             book.rewind(max(0, self.offset - self.left_padding[b]))
-            if self.turns:
+            if self.can_evict:
                 now = book.rows(0, len(book))
-                self._changed(b, np.flatnonzero(differ([x[: len(book)] for x in held], now)))
+                self._mark_rows_missing(b, np.flatnonzero(differ([x[: len(book)] for x in held], now)))
                 self.replaced[b] = {slot for slot in self.replaced[b] if slot < len(book)}
             self.encoded_outputs[b] = min(self.encoded_outputs[b], len(book))
             self.encoded_inputs[b, len(book) :] = False
         return n
 
     def size(self) -> int:
-        """Ids read per sequence."""
+        """Returns the number of ids read per sequence, left padding included."""
         return self.offset
 
     def empty(self) -> bool:
-        """Whether no id has been read."""
+        """Returns whether no id has been read."""
         return self.offset == 0
 
     @property
@@ -354,14 +375,14 @@ class ZipState:
         return twin
 
     def __copy__(self) -> ZipState:
-        return copy.deepcopy(self)  # a shallow one would share codebooks
+        return copy.deepcopy(self)  # a shallow copy would share codebooks
 
 
 def find_state(cache: Sequence[Any]) -> ZipState | None:
-    """The cache's `ZipState`, or None for a plain model's cache."""
+    """Returns the cache's `ZipState`, or None for a plain model's cache."""
     return next((entry for entry in cache if isinstance(entry, ZipState)), None)
 
 
-def _pairs(slots: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Slots listed per sequence, as (sequence [N], slot [N])."""
+def _sequence_and_slot(slots: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns slots that are listed per sequence as two arrays, (sequence [N], slot [N])."""
     return np.repeat(np.arange(len(slots)), [len(row) for row in slots]), np.concatenate(slots)

@@ -1,18 +1,18 @@
-"""The tokenizer that a vocabulary is learned over: the file it comes in, its tokens, and how it is known again.
+"""The tokenizer that a vocabulary is learned over: its file, its tokens, and fingerprints to recognize it by.
 
-    kind         file                                     ids                       merges       a text is cut
-    "tokenizer"  tokenizer.json, or the folder it is in   its own                   its own      as it says
-    "merges"     vocab.bpe, merges.txt                    GPT-2's: bytes, merges    its lines    as GPT-2 cuts it
+    kind         file                                     ids                       merges       text is split
+    "tokenizer"  tokenizer.json, or its folder            in the file               in the file  as the file says
+    "merges"     vocab.bpe, merges.txt                    GPT-2's: bytes, merges    its lines    as in GPT-2
     "ranks"      NAME.tiktoken                            ranks                     by rank      not said
     "hex"        any other .json: a list of tokens        places in the list        none         not said
 
-Each may be compressed (.gz), and the name of a bundled model stands for its folder. Tokens are byte strings; the first
-two kinds spell them in letters, one per byte (`BYTE_OF`).
+Each file may be compressed (.gz), and the name of a bundled model stands for its folder. Tokens are byte strings; the
+first two kinds spell them in letters, one per byte (`BYTE_OF`).
 
-A tokenizer is known again by one of two digests. `tokenizer_fingerprint` is over all that gives a text its ids, of a
-tokenizer that transformers has loaded: packs, MultiTok's dictionaries of ids and prepared data hold it. `fingerprint`
-is over the bytes of each id alone, which is all that a patch table holds of its first stage. (An adapted vocabulary
-holds merges, and knows its base by those: `MergeList.fingerprint`.)
+There are two fingerprints. `tokenizer_fingerprint` covers everything that decides which ids a text gets, and needs a
+tokenizer that transformers has loaded; packs, MultiTok's dictionaries of ids and prepared data hold it. `fingerprint`
+covers only the bytes of each id; patch tables hold it. (Adapted vocabularies hold `MergeList.fingerprint`, over the
+merges of their base.)
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ KINDS = (
     "a folder with tokenizer.json, tokenizer.json, vocab.bpe or merges.txt, NAME.tiktoken, or a .json list of tokens "
     "in hex"
 )
-BESIDE = {"vocab.bpe": "encoder.json", "merges.txt": "vocab.json"}  # where the ids of a merge list lie, if anywhere
+IDS_FILE_OF = {"vocab.bpe": "encoder.json", "merges.txt": "vocab.json"}  # merge list -> file of its ids
 MAX_TOKENS = 1 << 24
 Pair = tuple[bytes, bytes]
 
@@ -51,21 +51,22 @@ _PROBE = "Hello, wörld!  def f(x):\n\treturn 12345 # \u4f60\u597d \U0001f600"
 
 
 def to_bytes(text: str) -> bytes:
-    """Bytes of a token as byte-level vocabularies spell them. Raises `KeyError` for a character of no byte."""
+    """Returns the bytes of a token that is spelled in letters, one per byte. Raises `KeyError` for other characters."""
     return bytes([BYTE_OF[char] for char in text])
 
 
 def to_text(token: bytes) -> str:
-    """A token's bytes as byte-level vocabularies spell them."""
+    """Returns a token's bytes spelled in letters, one per byte, as byte-level vocabularies do."""
     return "".join([CHAR_OF[byte] for byte in token])
 
 
 @dataclass(frozen=True)
 class AddedToken:
-    """A token found in the text before anything else: its text, its id, whether it is special, and what blanks it
-    takes along to its left and right. normalized: it is looked for in the normalized text.
+    """A token that is looked for in a text before the text is split.
 
-    Raises `DataError` for fields of other types, an empty text or an id that is none.
+    content: its text. special: it controls the model and stands for no text. lstrip, rstrip: white space to its left or
+    right belongs to it. normalized: it is looked for in the normalized text, otherwise in the text as given. Raises
+    `DataError` for a field of a wrong type, an empty text and an id outside 0..2^31-1.
     """
 
     content: str
@@ -84,7 +85,7 @@ class AddedToken:
 
     @property
     def pattern(self) -> str:
-        """A regular expression for it."""
+        """A regular expression that finds the token and the white space that belongs to it; one group, its text."""
         return (r"\s*" if self.lstrip else "") + f"({re.escape(self.content)})" + (r"\s*" if self.rstrip else "")
 
 
@@ -93,10 +94,10 @@ class AddedToken:
 
 @dataclass(frozen=True)
 class TokenizerFile:
-    """A tokenizer's file, read and not yet looked into. kind: see the module; data: its bytes, no longer compressed.
+    """The content of a tokenizer's file, not parsed yet. kind: see the module. data: its bytes, uncompressed.
 
-    What is wrong with the content is a `DataError` of the method that meets it, and names the file; that there is none
-    is told at once.
+    Raises `DataError` for an empty file. Every method raises `DataError` naming the file if the content that it parses
+    is wrong.
     """
 
     path: Path
@@ -109,15 +110,15 @@ class TokenizerFile:
 
     @property
     def name(self) -> str:
-        """What to call it: the file's name without what all such files are called, or its folder's."""
-        plain = _plain(self.path).removesuffix(".tiktoken")
-        for ending in ("tokenizer.json", *BESIDE):
+        """The tokenizer's name for people: the file's without endings such as tokenizer.json, else the folder's."""
+        plain = _name_without_gz(self.path).removesuffix(".tiktoken")
+        for ending in ("tokenizer.json", *IDS_FILE_OF):
             plain = plain.removesuffix(ending)
         return plain.strip(".-_") or self.path.absolute().parent.name
 
     @cached_property
     def json(self) -> Any:
-        """Its content, of the kinds that are JSON."""
+        """The parsed content of a file that is JSON: of the kinds "tokenizer" and "hex"."""
         try:
             return json.loads(self.data)
         except (ValueError, RecursionError) as error:
@@ -125,12 +126,12 @@ class TokenizerFile:
 
     @property
     def model(self) -> dict[str, Any]:
-        """The part of a tokenizer.json that has the vocabulary; empty where there is none."""
+        """The field `model` of a tokenizer.json, which holds vocabulary and merges; empty if the file has none."""
         model = self.json.get("model") if isinstance(self.json, dict) else None
         return model if isinstance(model, dict) else {}
 
     def pairs(self) -> list[Pair]:
-        """The merges of a merge list or a tokenizer.json, lowest rank first."""
+        """Returns the merges of a merge list or a tokenizer.json as pairs of byte strings, lowest rank first."""
         merges = self.merges()
         try:
             return pairs_of(merges)
@@ -138,7 +139,7 @@ class TokenizerFile:
             raise DataError(f"{self.path}: {error}") from error
 
     def merges(self) -> list[Any]:
-        """Those as the file spells them."""
+        """Returns the merges of a merge list or a tokenizer.json as the file spells them, lowest rank first."""
         if self.kind == "merges":
             return _merge_lines(self.path, self.data)
         found = self.model.get("merges")
@@ -147,21 +148,21 @@ class TokenizerFile:
         return found
 
     def vocabulary(self) -> dict[str, int]:
-        """Spelled tokens -> ids of a tokenizer.json; without those that are added alone."""
+        """Returns the vocabulary of a tokenizer.json as spelled tokens -> ids; added tokens are in `added`."""
         try:
             return vocabulary_of(self.model.get("vocab"))
         except DataError as error:
             raise DataError(f"{self.path}: {error}") from error
 
     def added(self) -> tuple[AddedToken, ...]:
-        """The added tokens of a tokenizer.json."""
+        """Returns the added tokens of a tokenizer.json, in the file's order."""
         try:
-            return tuple(map(_added, self.json.get("added_tokens") or ()))
+            return tuple(map(_added_token, self.json.get("added_tokens") or ()))
         except (DataError, TypeError) as error:
             raise DataError(f"{self.path}: added_tokens: {error}") from error
 
     def ranks(self) -> dict[bytes, int]:
-        """Tokens -> ranks of a rank file, no rank twice."""
+        """Returns the tokens of a .tiktoken file and their ranks, which are all different."""
         ranks: dict[bytes, int] = {}
         for number, line in enumerate(self.data.splitlines(), 1):
             try:
@@ -174,22 +175,23 @@ class TokenizerFile:
         return ranks
 
     def tokens(self) -> list[bytes]:
-        """The bytes of each id; special tokens, and ids without a token, stand for no bytes.
+        """Returns the bytes of each id; b"" for a special token and for an id without a token.
 
-        A merge list is read on its own, whatever lies beside it.
+        A merge list gets GPT-2's ids, even if a file with other ids is next to it.
         """
         found = {
-            "tokenizer": self._spelled,
-            "merges": self._merged,
-            "ranks": self._ranked,
-            "hex": self._listed,
+            "tokenizer": self._tokens_of_tokenizer,
+            "merges": self._tokens_of_merges,
+            "ranks": self._tokens_of_ranks,
+            "hex": self._tokens_of_hex,
         }[self.kind]()
         if not any(found):
             raise DataError(f"{self.path}: has no token that stands for a byte")
         return found
 
-    def _spelled(self) -> list[bytes]:
-        if not _byte_level(self.json):
+    def _tokens_of_tokenizer(self) -> list[bytes]:
+        """Returns `tokens` of a byte-level tokenizer.json."""
+        if not _is_byte_level(self.json):
             raise DataError(f"{self.path} is no byte-level tokenizer.json: give its tokens as a .json list in hex")
         vocabulary, added = self.vocabulary(), {token.content: token for token in self.added()}
         ids = vocabulary | {content: token.id for content, token in added.items()}
@@ -208,26 +210,29 @@ class TokenizerFile:
                 ) from error
         return tokens
 
-    def _merged(self) -> list[bytes]:
+    def _tokens_of_merges(self) -> list[bytes]:
+        """Returns `tokens` of a merge list: bytes in GPT-2's order, then the results of the merges."""
         return [*(bytes([byte]) for byte in BYTE_OF.values()), *(left + right for left, right in self.pairs())]
 
-    def _ranked(self) -> list[bytes]:
+    def _tokens_of_ranks(self) -> list[bytes]:
+        """Returns `tokens` of a .tiktoken file, whose ranks are the ids."""
         ranks = self.ranks()
         if not ranks or sorted(ranks.values()) != list(range(len(ranks))):
             raise DataError(f"{self.path}: the ranks are not 0, 1, 2 and so on")
         return sorted(ranks, key=ranks.__getitem__)
 
-    def _listed(self) -> list[bytes]:
+    def _tokens_of_hex(self) -> list[bytes]:
+        """Returns `tokens` of a .json list of tokens in hex."""
         try:
             return [bytes.fromhex(token) for token in self.json]
         except (TypeError, ValueError) as error:
             raise DataError(f"{self.path}: not a list of tokens in hex: {error}") from error
 
     def library(self, vocabulary: Mapping[str, int] | None = None) -> Any:
-        """The `tokenizers.Tokenizer` of a tokenizer.json or a merge list, which cuts no text off and fills none up.
+        """Returns the `tokenizers.Tokenizer` of a tokenizer.json or a merge list, without truncation and padding.
 
-        vocabulary: the ids of a merge list, GPT-2's if None. Raises `DataError` for kinds that do not say how a text
-        is cut.
+        vocabulary: the ids of a merge list, by spelled token; None: GPT-2's. Raises `DataError` for the other kinds,
+        which do not say how text is split.
         """
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -255,10 +260,13 @@ class TokenizerFile:
 
 
 def open_tokenizer(name: str | Path) -> TokenizerFile:
-    """A tokenizer's file by its name, a folder's or a bundled model's. Raises `DataError` naming it."""
+    """Reads the tokenizer in a file, a folder or a bundled model; the file's name says its kind.
+
+    Raises `DataError` naming a file that cannot be read or is of no known kind.
+    """
     path = here_or_bundled(name)
     path = path / "tokenizer.json" if path.is_dir() else path
-    plain, data = _plain(path), read_stored(path)
+    plain, data = _name_without_gz(path), read_stored(path)
     if plain.endswith(".tiktoken"):
         return TokenizerFile(path, "ranks", data)
     if plain.endswith((".bpe", ".txt")):
@@ -269,7 +277,7 @@ def open_tokenizer(name: str | Path) -> TokenizerFile:
 
 
 def read_stored(path: Path) -> bytes:
-    """The bytes of a file; of one whose name ends with .gz, what it holds. Raises `DataError` naming it."""
+    """Returns the bytes of a file, uncompressed if its name ends with .gz. Raises `DataError` naming the file."""
     check_in(path)
     try:
         stored = path.read_bytes()
@@ -279,7 +287,10 @@ def read_stored(path: Path) -> bytes:
 
 
 def pairs_of(merges: Iterable[Any]) -> list[Pair]:
-    """Merges as files spell them, "a b" or ["a", "b"], as bytes. Raises `DataError` naming the merge."""
+    """Returns merges as pairs of byte strings. merges: spelled "a b" or ["a", "b"], as in tokenizer files.
+
+    Raises `DataError` naming a merge that is not two byte-level tokens.
+    """
     pairs = []
     for number, merge in enumerate(merges):
         parts = merge.split(" ") if isinstance(merge, str) else merge
@@ -292,7 +303,10 @@ def pairs_of(merges: Iterable[Any]) -> list[Pair]:
 
 
 def vocabulary_of(data: Any) -> dict[str, int]:
-    """Tokens -> ids as a file gives them. Raises `DataError` unless ids are integers from 0, none twice."""
+    """Returns `data`, a vocabulary from a file, if it maps tokens to different integers from 0.
+
+    Raises `DataError` otherwise.
+    """
     if not isinstance(data, dict) or not all(type(i) is int and 0 <= i < 1 << 31 for i in data.values()):
         raise DataError("the vocabulary does not map tokens to ids, each an integer from 0")
     if len(set(data.values())) != len(data):
@@ -300,26 +314,28 @@ def vocabulary_of(data: Any) -> dict[str, int]:
     return data
 
 
-def _plain(path: Path) -> str:
+def _name_without_gz(path: Path) -> str:
     return path.name.removesuffix(".gz")
 
 
 def _merge_lines(path: Path, data: bytes) -> list[str]:
+    """Returns the lines of a merge list that are merges. Raises `DataError` naming the file if it is not UTF-8."""
     try:
         return [line for line in data.decode("utf-8").split("\n") if line and not line.startswith("#version")]
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: is no list of merges: not valid UTF-8 at byte {error.start}") from error
 
 
-def _added(token: Any) -> AddedToken:
+def _added_token(token: Any) -> AddedToken:
+    """Returns one of the `added_tokens` of a tokenizer.json. Raises `DataError` if it has no content or id."""
     if not isinstance(token, dict) or not isinstance(token.get("content"), str) or type(token.get("id")) is not int:
         raise DataError(f"{token!r:.80} has no content or no id")
     flags = {name: bool(token.get(name)) for name in ("special", "lstrip", "rstrip", "normalized")}
     return AddedToken(token["content"], token["id"], **flags)
 
 
-def _byte_level(state: Any) -> bool:
-    """Whether a ByteLevel part spells bytes as letters: in the pre-tokenizer, the decoder or a sequence there."""
+def _is_byte_level(state: Any) -> bool:
+    """Returns whether a parsed tokenizer.json is byte-level: its pre-tokenizer or decoder has a ByteLevel step."""
     parts = [state.get("pre_tokenizer"), state.get("decoder")] if isinstance(state, dict) else []
     for part in list(parts):
         if isinstance(part, dict):
@@ -331,7 +347,7 @@ def _byte_level(state: Any) -> bool:
 
 
 def fingerprint(tokens: Sequence[bytes]) -> str:
-    """sha256 in hex over the bytes of all tokens by id, each behind its length: equal for equal vocabularies."""
+    """Returns the sha256 in hex of all tokens by id, each preceded by its length: equal for equal vocabularies."""
     digest = sha256(len(tokens).to_bytes(8, "little"))
     for token in tokens:
         digest.update(len(token).to_bytes(8, "little") + token)
@@ -339,9 +355,9 @@ def fingerprint(tokens: Sequence[bytes]) -> str:
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """sha256 in hex over all tokens, the special ids and what a probe text becomes: equal tokenizers, equal digest.
+    """Returns the sha256 in hex of a tokenizer's vocabulary, its special ids and its ids for a probe text.
 
-    tokenizer: one of transformers, or mlx-lm's wrapper of it.
+    Equal tokenizers have equal fingerprints. tokenizer: one of transformers, or mlx-lm's wrapper of it.
     """
     special = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id]
     facts = [sorted(tokenizer.get_vocab().items()), special, tokenizer.encode(_PROBE, add_special_tokens=False)]

@@ -72,13 +72,17 @@ class Merges:
         return tuple(out)
 
     def encode(self, token: bytes, mode: str = "stop") -> list[int]:
-        """Returns the patch of one token, end mark included; longer than S if the merges are not enough."""
+        """Returns the patch of one token, end mark included; it is longer than S if the merges do not suffice."""
         return self.encode_all([token], mode)[0].tolist()
 
     def encode_all(self, tokens: Sequence[bytes], mode: str = "stop") -> list[NDArray[np.uint16]]:
-        """Returns the patch of each token, uint16 [its length]. Raises `CodecError` for a mode not in `MODES`."""
+        """Returns the patch of each token as by `encode`, uint16 [its length].
+
+        mode: "stop" applies merges until the token fits S symbols, "full" applies all. Raises `CodecError` for any
+        other mode.
+        """
         check_mode(mode)
-        data, offsets = _laid_out(tokens)
+        data, offsets = _joined_with_offsets(tokens)
         out, lengths = np.empty(len(data) + len(tokens), np.uint16), np.empty(len(tokens), np.uint32)
         size, bad = self.patch_size if mode == "stop" else 0, ffi.new("size_t *")
         _check(
@@ -113,6 +117,7 @@ class Merges:
 
     @cached_property
     def _native(self) -> NDArray[np.uint16]:
+        """The pairs as an array for the C library, uint16 [V', 2]."""
         return np.array(self.pairs, np.uint16).reshape(-1, 2)
 
 
@@ -120,7 +125,7 @@ class Learned(NamedTuple):
     """The result of `learn`.
 
     merges: the learned merges. counts int64 [V']: occurrences of each pair when it was merged. left int64 [V']: number
-    of tokens that fit because of each merge.
+    of tokens that each merge made fit, so that later merges are not learned from them.
     """
 
     merges: Merges
@@ -137,7 +142,7 @@ def learn(tokens: Iterable[bytes], patch_size: int) -> Learned:
     """
     check_size(patch_size)
     pool = too_long(tokens, patch_size)
-    data, offsets = _laid_out(pool)
+    data, offsets = _joined_with_offsets(pool)
     if len(data) > lib.MLXZIP_MAX_TOKENS_BYTES:
         raise DataError(f"the tokens that do not fit have {len(data)} bytes, more than {lib.MLXZIP_MAX_TOKENS_BYTES}")
     room = min(len(data), MAX_MERGES)  # each merge makes the pool shorter
@@ -161,12 +166,12 @@ def learn(tokens: Iterable[bytes], patch_size: int) -> Learned:
 
 
 def too_long(tokens: Iterable[bytes], patch_size: int) -> list[bytes]:
-    """Returns the tokens that merges are learned from: those that do not fit with the end mark, each once."""
+    """Returns the distinct tokens that merges are learned from: those of `patch_size` bytes or more."""
     return [token for token in dict.fromkeys(tokens) if len(token) + 1 > patch_size]
 
 
 def check_size(patch_size: Any) -> None:
-    """Raises `CodecError` unless the patch size is in 2..256. (With 1 only the empty token would fit.)"""
+    """Raises `CodecError` unless the patch size is an integer in 2..256. (With 1 only the empty token would fit.)"""
     if isinstance(patch_size, bool) or not isinstance(patch_size, int) or not 2 <= patch_size <= MAX_PATCH:
         raise CodecError(f"the patch size must be an integer from 2 to {MAX_PATCH}, got {patch_size!r}")
 
@@ -177,8 +182,11 @@ def check_mode(mode: Any) -> None:
         raise CodecError(f"mode {mode!r} is not one of {', '.join(MODES)}")
 
 
-def _laid_out(tokens: Sequence[bytes]) -> tuple[NDArray[np.uint8], NDArray[np.uintp]]:
-    """Returns the byte strings joined, and n + 1 offsets: where each begins and the last ends."""
+def _joined_with_offsets(tokens: Sequence[bytes]) -> tuple[NDArray[np.uint8], NDArray[np.uintp]]:
+    """Returns n tokens joined, uint8, and n + 1 offsets: the beginning of each token, and the end of the last one.
+
+    Raises `DataError` for a token of more than `MAX_TOKEN_BYTES` bytes.
+    """
     lengths = np.fromiter(map(len, tokens), np.uintp, len(tokens))
     if len(tokens) and lengths.max() > MAX_TOKEN_BYTES:
         at = int(lengths.argmax())
@@ -187,6 +195,7 @@ def _laid_out(tokens: Sequence[bytes]) -> tuple[NDArray[np.uint8], NDArray[np.ui
 
 
 def _check(status: int) -> None:
+    """Raises the exception for an error status of the C library; returns for MLXZIP_OK."""
     if status == lib.MLXZIP_E_MEMORY:
         raise MemoryError("the patch codec is out of memory")
     if status == lib.MLXZIP_E_SPACE:

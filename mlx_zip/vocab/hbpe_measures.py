@@ -23,7 +23,7 @@ class Tower:
 
 
 def read_tower(text: str) -> Tower:
-    """Parses LAYERS,WIDTH,FFN,HEADS. Raises `argparse.ArgumentTypeError` for other text."""
+    """Returns the tower that LAYERS,WIDTH,FFN,HEADS describes. Raises `argparse.ArgumentTypeError` for other text."""
     try:
         layers, width, ffn, heads = map(int, text.split(","))
     except ValueError:
@@ -46,7 +46,10 @@ def transformer_flops(length: float, tower: Tower, vocabulary: int) -> float:
 
 
 def plain_flops(n_bytes: float, bytes_per_token: float, tower: Tower, vocabulary: int) -> float:
-    """Returns the FLOPs of a plain model on a text of `n_bytes` bytes."""
+    """Returns the FLOPs of a model over tokens, without patches, on a text of `n_bytes` bytes.
+
+    vocabulary: number of tokens in its softmax.
+    """
     return transformer_flops(n_bytes / bytes_per_token, tower, vocabulary)
 
 
@@ -64,15 +67,18 @@ def hierarchical_flops(
 
 
 def fertility(tokens: float, words: float) -> float:
-    """Returns the tokens (or patches) per word that the latent model reads (§2.3)."""
+    """Returns the fertility of a tokenization: its number of tokens (or patches) per word (§2.3)."""
     return tokens / words
 
 
 def words_of(text: str) -> int:
-    """Counts the words of a text, which white space separates. The paper does not define its words."""
+    """Returns the number of words in a text, separated by white space. The paper does not define its words."""
     return len(text.split())
 
 
 def bits_per_byte(nats: float, n_bytes: int) -> float:
-    """Returns the bits per UTF-8 byte of a text from its negative log-likelihood, end marks included (equation 4)."""
+    """Returns the bits per byte of a text (equation 4).
+
+    nats: negative log-likelihood of the text, end marks included. n_bytes: length of the text in UTF-8.
+    """
     return nats / math.log(2) / n_bytes

@@ -21,26 +21,34 @@ LONGEST = 6  # maximum bytes of a patch, as in the paper
 
 
 def space_patches(data: bytes, longest: int = LONGEST) -> list[bytes]:
-    """Cuts before the blank of each word, other white space on its own; longer pieces become several patches."""
-    return [piece for word in _WORD.findall(data) for piece in _pieces(word, longest)]
+    """Cuts bytes into patches: each word with the blank before it, and each other white-space byte.
+
+    A word of more than `longest` bytes becomes several patches. Joined, the patches are `data`.
+    """
+    return [piece for word in _WORD.findall(data) for piece in _parts(word, longest)]
 
 
 def entropy_patches(data: bytes, entropies: Any, threshold: float, longest: int = LONGEST) -> list[bytes]:
-    """Cuts before every byte whose entropy is above `threshold`; longer pieces become several patches.
+    """Cuts n bytes into patches, before every byte whose entropy is above `threshold`.
 
-    entropies [n]: the model's entropy of each byte before it is read.
+    entropies [n]: a model's entropy of each byte, from the bytes before it. A stretch of more than `longest` bytes
+    becomes several patches. Joined, the patches are `data`.
     """
     starts = np.flatnonzero(np.asarray(entropies) > threshold)
     cuts = sorted({0, *starts.tolist(), len(data)})
-    return [piece for a, b in pairwise(cuts) for piece in _pieces(data[a:b], longest)]
+    return [piece for a, b in pairwise(cuts) for piece in _parts(data[a:b], longest)]
 
 
 def number(documents: Sequence[Iterable[bytes]], longest: int = LONGEST) -> tuple[list[list[int]], PatchTable]:
-    """Numbers distinct patches in order of appearance -> (ids of each document, their table, which has no merges)."""
+    """Gives distinct patches ids in order of appearance -> (ids of each document, table of the patches).
+
+    documents: the patches of each document, of at most `longest` bytes. The table has no merges.
+    """
     known: dict[bytes, int] = {}
     ids = [[known.setdefault(patch, len(known)) for patch in document] for document in documents]
     return ids, PatchTable.build(Merges(longest + 1, ()), list(known))
 
 
-def _pieces(data: bytes, longest: int) -> list[bytes]:
+def _parts(data: bytes, longest: int) -> list[bytes]:
+    """Cuts bytes into parts of `longest` bytes; the last part may be shorter."""
     return [data[at : at + longest] for at in range(0, len(data), longest)]

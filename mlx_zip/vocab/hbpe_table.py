@@ -59,7 +59,10 @@ class PatchTable:
 
     @classmethod
     def build(cls, merges: Merges, tokens: Sequence[bytes], mode: str = "stop") -> PatchTable:
-        """Returns the table of `tokens`, by id. Raises `CodecError` naming a token that does not fit."""
+        """Returns the table of a vocabulary. tokens: the bytes of each id. mode: see `Merges.encode_all`.
+
+        Raises `CodecError` naming a token that takes more than S symbols.
+        """
         rows = np.full((len(tokens), merges.patch_size), MARK, np.uint16)
         for i, patch in enumerate(merges.encode_all(tokens, mode)):
             if len(patch) > merges.patch_size:
@@ -72,7 +75,10 @@ class PatchTable:
 
     @classmethod
     def learn(cls, tokens: Sequence[bytes], patch_size: int, mode: str = "stop") -> PatchTable:
-        """Learns merges from a vocabulary and returns its table. Errors as in `hbpe.learn`."""
+        """Learns merges from a vocabulary and returns its table. tokens: the bytes of each id.
+
+        Errors as in `hbpe.learn`.
+        """
         return cls.build(learn(tokens, patch_size).merges, tokens, mode)
 
     def __len__(self) -> int:
@@ -80,7 +86,7 @@ class PatchTable:
 
     @property
     def patch_size(self) -> int:
-        """S, end mark included."""
+        """S, the maximum number of symbols in a patch, end mark included."""
         return self.merges.patch_size
 
     def encode(self, ids: Any) -> Uint16s:
@@ -119,8 +125,11 @@ class PatchTable:
             )
 
     def save(self, path: str | Path) -> None:
-        """Writes the table, whole or not at all. Raises `DataError` for another suffix, `OSError`."""
-        path = _named(path)
+        """Writes the table to a .npz file; a file that exists is replaced only by a complete one.
+
+        Raises `DataError` for another suffix, and `OSError`.
+        """
+        path = _checked_path(path)
         fields = {
             "version": np.array(VERSION),
             "patch_size": np.array(self.patch_size),
@@ -135,8 +144,8 @@ class PatchTable:
     @classmethod
     def load(cls, path: str | Path) -> PatchTable:
         """Reads a table that `save` wrote. Raises `DataError` naming the file and what is wrong with it."""
-        path = _named(path)
-        fields = _read(path)
+        path = _checked_path(path)
+        fields = _read_fields(path)
         try:
             if fields["merges"].dtype != np.uint16:
                 raise CodecError(f"merges must be uint16, got {fields['merges'].dtype}")
@@ -149,14 +158,16 @@ class PatchTable:
         return table
 
 
-def _named(path: str | Path) -> Path:
+def _checked_path(path: str | Path) -> Path:
+    """Returns the path of a patch table. Raises `DataError` unless its suffix is .npz."""
     path = Path(path)
     if path.suffix != SUFFIX:
         raise DataError(f"{path}: a patch table is a {SUFFIX} file")
     return path
 
 
-def _read(path: Path) -> dict[str, NDArray[Any]]:
+def _read_fields(path: Path) -> dict[str, NDArray[Any]]:
+    """Reads the fields of a table file, after checks of version and checksum. Raises `DataError` naming the file."""
     fields = read_npz(path, "a patch table")
     version = fields["version"].tolist() if "version" in fields else None
     if version != VERSION:
@@ -169,7 +180,10 @@ def _read(path: Path) -> dict[str, NDArray[Any]]:
 
 
 def _checksum(fields: dict[str, NDArray[Any]]) -> str:
-    """Returns sha256 in hex of all fields by name: values of scalars; dtype, shape and content of arrays."""
+    """Returns the sha256 in hex of all fields in order of their names.
+
+    It covers the values of scalars, and dtype, shape and content of arrays.
+    """
     digest = sha256()
     for name, array in sorted(fields.items()):
         content = array.tobytes() if array.ndim else str(array).encode()

@@ -17,9 +17,10 @@ END = "<|endofdocument|>"  # added to a tokenizer without a token for the end
 
 
 class PatchText:
-    """A `tokenizers.Tokenizer` and the patch table of its tokens; the token without bytes ends a document.
+    """A `tokenizers.Tokenizer` with the patch table of its tokens: turns text into patches.
 
-    Raises `DataError` if the table was made for another tokenizer, or no token is without bytes.
+    end: id of the first token without bytes, which ends a document. Raises `DataError` if the table was made for
+    another tokenizer, or if every token has bytes.
     """
 
     def __init__(self, tokenizer: Any, table: PatchTable) -> None:
@@ -32,7 +33,7 @@ class PatchText:
 
     @classmethod
     def learn(cls, tokenizer: Any, patch_size: int, mode: str = "stop") -> PatchText:
-        """Learns the table of a tokenizer; adds the token `END` if the tokenizer has none to end a document."""
+        """Learns a tokenizer's patch table; adds the special token `END` if every token of the tokenizer has bytes."""
         if b"" not in tokens_of(tokenizer):
             tokenizer.add_special_tokens([END])
         return cls(tokenizer, PatchTable.learn(tokens_of(tokenizer), patch_size, mode))

@@ -1,5 +1,6 @@
-"""The tokens of a first-stage tokenizer as byte strings, by id; and its ids of a text. Read is every kind of file that
-`mlx_zip.vocab.first_stage` tells apart.
+"""The tokens of a first-stage tokenizer as byte strings, and its ids of a text.
+
+Files of all kinds that `mlx_zip.vocab.first_stage` lists can be read.
 """
 
 from __future__ import annotations
@@ -13,15 +14,18 @@ from mlx_zip.vocab.first_stage import BYTE_OF, TokenizerFile, open_tokenizer
 
 
 def read_tokens(path: str | Path) -> list[bytes]:
-    """Returns the bytes of each id; b"" for special tokens and ids without a token.
+    """Reads a tokenizer's file and returns the bytes of each id; b"" for special tokens and ids without a token.
 
-    Raises `DataError` naming the file, and the token or line at fault.
+    Raises `DataError` naming the file, and the wrong token or line.
     """
     return open_tokenizer(path).tokens()
 
 
 def text_encoder(path: str | Path) -> Callable[[str], Sequence[int]]:
-    """Returns a function from text to first-stage ids without special tokens. Errors as in `read_tokenizer`."""
+    """Returns a function from text to the ids of the tokenizer in a file, without special tokens.
+
+    Errors as in `read_tokenizer`.
+    """
     return encoder_of(read_tokenizer(path))
 
 
@@ -31,15 +35,15 @@ def encoder_of(tokenizer: Any) -> Callable[[str], Sequence[int]]:
 
 
 def read_tokenizer(path: str | Path) -> Any:
-    """Returns the `tokenizers.Tokenizer` of a tokenizer.json or a merge list.
+    """Reads a tokenizer.json or a merge list -> `tokenizers.Tokenizer`.
 
-    Raises `DataError` for the other formats, which do not say how a text is split.
+    Raises `DataError` for the other kinds of files, which do not say how text is split.
     """
     return open_tokenizer(path).library()
 
 
 def learn_tokenizer(texts: Iterable[str], size: int) -> Any:
-    """Learns a byte-level BPE of at most `size` tokens, 256 bytes included -> `tokenizers.Tokenizer`.
+    """Learns a byte-level BPE tokenizer of at most `size` tokens, the 256 bytes included -> `tokenizers.Tokenizer`.
 
     Raises `DataError` for a size below 256.
     """
@@ -58,5 +62,5 @@ def learn_tokenizer(texts: Iterable[str], size: int) -> Any:
 
 
 def tokens_of(tokenizer: Any) -> list[bytes]:
-    """Returns the bytes of each id of a `tokenizers.Tokenizer`, as `read_tokens` does for its file."""
+    """Returns the bytes of each id of a `tokenizers.Tokenizer`; b"" for special tokens and ids without a token."""
     return TokenizerFile(Path("tokenizer.json"), "tokenizer", tokenizer.to_str().encode("utf-8")).tokens()

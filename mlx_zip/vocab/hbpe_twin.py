@@ -15,7 +15,7 @@ Pair = tuple[int, int]
 
 
 def learn(tokens: Iterable[bytes], patch_size: int) -> list[tuple[Pair, int, int]]:
-    """Returns, per merge: the pair, its count, the number of tokens that fit because of it."""
+    """Learns merges -> for each: (pair of symbols, occurrences of the pair, number of tokens that it made fit)."""
     pool = [list(token) for token in set(tokens) if len(token) + 1 > patch_size]
     out = []
     while pool:
@@ -28,7 +28,10 @@ def learn(tokens: Iterable[bytes], patch_size: int) -> list[tuple[Pair, int, int
 
 
 def encode(pairs: Sequence[Pair], token: bytes, patch_size: int | None) -> list[int]:
-    """Applies the merges until the patch fits; patch_size None: all of them."""
+    """Returns the patch of a token: applies merges until it fits `patch_size` symbols, or all if that is None.
+
+    pairs: the pair of symbols that each merge joins.
+    """
     symbols = list(token)
     for k, pair in enumerate(pairs):
         if patch_size is not None and len(symbols) + 1 <= patch_size:
@@ -38,7 +41,7 @@ def encode(pairs: Sequence[Pair], token: bytes, patch_size: int | None) -> list[
 
 
 def replace(symbols: list[int], pair: Pair, symbol: int) -> list[int]:
-    """Replaces each pair by `symbol`, from left to right."""
+    """Returns the symbols with each occurrence of `pair` replaced by `symbol`, from left to right."""
     out, at = [], 0
     while at < len(symbols):
         merged = tuple(symbols[at : at + 2]) == pair

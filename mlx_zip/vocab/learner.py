@@ -27,7 +27,7 @@ REFINED = 0.9  # like KEPT, after pairs were added to a pack
 ROUNDS = 12
 LEAST = 2  # minimum occurrences of a candidate
 TRIMS = (0.95, 0.995)  # share of the entries kept from one size to the next with a head cost, coarse and fine
-TRIED = 16  # least used entries of which each is left out once to see what it saves
+DROP_TRIALS = 16  # number of least used entries among which the one that saves least is searched
 
 Entry = tuple[int, ...]
 Int64s = NDArray[np.int64]
@@ -35,7 +35,11 @@ Int64s = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Learned:
-    """A pack, most used entries first, and its effect on a corpus: ids with and without it, uses of each entry."""
+    """A pack and its effect on a corpus.
+
+    entries: most used first. ids: number of ids that the corpus is compressed to with the pack; ids_without: without
+    it. base_ids: length of the corpus. uses: how often each entry was emitted.
+    """
 
     entries: tuple[Entry, ...]
     ids: int
@@ -44,7 +48,7 @@ class Learned:
     uses: tuple[int, ...]
 
     def cost(self, head_cost: float) -> float:
-        """Returns the cost of the corpus in steps: its ids, times 1 + head_cost per entry, whose row the head reads."""
+        """Returns the cost of generating the corpus, in steps: ids * (1 + head_cost * number of entries)."""
         return self.ids * (1 + head_cost * len(self.entries))
 
 
@@ -57,14 +61,15 @@ def learn(
     head_cost: float = 0.0,
     progress: Callable[[str, int, int], None] = lambda stage, entries, ids: None,
 ) -> Learned:
-    """Learns up to `size` entries that shorten sequences of base ids most, next to the entries that grow anyway.
+    """Learns up to `size` entries that shorten sequences of base ids most, when the codec adds its own entries as well.
 
-    params: the codec of the pack; its start entries are ignored, and its codebook_size bounds pack and growing entries
-    together. sequences: base ids, each as for `as_ids`. window: maximum base ids that are compressed together.
-    head_cost: cost of one more row of the head, as a fraction of a step (`mlx_zip.models.step_bytes`); entries that
-    cost more than they save are left out. progress is called with (stage, entries, ids of the corpus). The pack is
-    smaller than `size` if not enough runs recur. Raises `DataError` for an empty corpus, a size beyond the codebook, a
-    window below 1 and a negative cost, `CodecError` for ids that are not base ids.
+    params: the codec of the pack; its start entries are ignored, and its codebook_size limits the pack and the codec's
+    own entries together. sequences: base ids, each as for `as_ids`. window: maximum base ids that are compressed
+    together. head_cost: cost that each entry adds to a step, as a fraction of the step (`mlx_zip.models.step_bytes`);
+    entries that cost more than they save are left out. progress is called with (stage, number of entries, ids of the
+    compressed corpus or -1 if not counted). The pack is smaller than `size` if not enough runs recur. Raises
+    `DataError` for an empty corpus, a size beyond the codebook, a window below 1 and a negative cost, `CodecError` for
+    ids that are not base ids.
     """
     if window < 1:
         raise DataError(f"a window must have at least 1 base id, got {window}")
@@ -74,12 +79,12 @@ def learn(
         raise DataError(f"the cost of a row (--head-cost) must be a number of 0 or more, got {head_cost}")
     corpus = _Corpus(params, sequences, window)
     pool = corpus.candidates(POOL * size)
-    for entries in _shrinking(len(pool), size, KEPT):
+    for entries in _sizes_down_to(len(pool), size, KEPT):
         pool = corpus.best(pool, entries)
         progress("prune", len(pool), -1)
-    best = corpus.tried(pool[:size])
+    best = corpus.ranked(pool[:size])
     for _ in range(ROUNDS):
-        made = corpus.tried(corpus.refined(best.entries, size))
+        made = corpus.ranked(corpus.refined(best.entries, size))
         progress("refine", len(made.entries), made.ids)
         if made.ids >= best.ids:
             break
@@ -88,12 +93,15 @@ def learn(
 
 
 def measured(params: CodecParams, entries: Sequence[Entry], sequences: Iterable[Any], window: int = WINDOW) -> Learned:
-    """Compresses sequences with a pack as it is, such as held-out text. Arguments and errors as of `learn`."""
+    """Returns the effect of a given pack on sequences, for example of held-out text.
+
+    entries: the pack. The other arguments, and errors, are those of `learn`.
+    """
     return _Corpus(params, sequences, window).measured(entries)
 
 
-def _shrinking(start: int, end: int, factor: float) -> Iterator[int]:
-    """Yields sizes that shrink by `factor` from below `start` to `end`."""
+def _sizes_down_to(start: int, end: int, factor: float) -> Iterator[int]:
+    """Yields sizes from `factor` times `start` down to `end`, each `factor` times the last; none if start <= end."""
     size = start
     while size > end:
         size = max(end, int(size * factor))
@@ -101,7 +109,7 @@ def _shrinking(start: int, end: int, factor: float) -> Iterator[int]:
 
 
 class _Corpus:
-    """Windows of base ids that are compressed with one pack after another."""
+    """A corpus in windows of at most `window` base ids, each compressed on its own, with one pack after another."""
 
     def __init__(self, params: CodecParams, sequences: Iterable[Any], window: int) -> None:
         self.params = replace(params, start=None)
@@ -114,10 +122,10 @@ class _Corpus:
         self.ids_without = sum(len(compress(self.params, ids)[0]) for ids in self.windows)
 
     def candidates(self, most: int) -> list[Entry]:
-        """Returns the runs of 2 to merge_size ids with the highest occurrences times saved ids, `most` at most."""
+        """Returns at most `most` runs of 2 to merge_size ids: those that would save most ids if used everywhere."""
         found: list[tuple[Int64s, Int64s, int]] = []
-        ids, can_merge = self._joined()
-        for n, (first, counts) in enumerate(_runs(ids, can_merge, self.params.merge_size), start=2):
+        ids, can_merge = self._joined_windows()
+        for n, (first, counts) in enumerate(_recurring_runs(ids, can_merge, self.params.merge_size), start=2):
             found.append((first, counts * (n - 1), n))
         if not found:
             return []
@@ -130,36 +138,40 @@ class _Corpus:
             for at, n in zip(first[chosen].tolist(), lengths[chosen].tolist(), strict=True)
         ]
 
-    def _joined(self) -> tuple[Int64s, NDArray[np.bool_]]:
-        """Returns all windows joined, each followed by -1, and whether each id may be part of an entry."""
+    def _joined_windows(self) -> tuple[Int64s, NDArray[np.bool_]]:
+        """Returns the ids of all windows, each window followed by -1, and for each id whether it may be in an entry."""
         border = np.array([-1])
         ids = np.concatenate([part for window in self.windows for part in (window.astype(np.int64), border)])
         return ids, (ids >= 0) & ~np.isin(ids, self.params.disabled_ids)
 
     def best(self, entries: Sequence[Entry], size: int) -> list[Entry]:
-        """Returns the `size` entries that are used most when all are present, each used at least twice.
+        """Returns the `size` most used entries, most used first, when the corpus is compressed with all of `entries`.
 
-        Only uses count, not lengths: when an entry is removed, shorter ones take over most of its work.
+        Entries used less than `LEAST` times are left out. Only uses count, not lengths: when an entry is removed,
+        shorter ones replace it almost everywhere.
         """
-        _, uses, _ = self._encoded(entries)
+        _, uses, _ = self._compressed(entries)
         chosen = np.argsort(-uses, kind="stable")[:size]
         return [entries[i] for i in chosen.tolist() if uses[i] >= LEAST]
 
-    def tried(self, entries: Sequence[Entry]) -> Learned:
-        """Orders entries by use, drops those used less than twice, and measures the pack."""
+    def ranked(self, entries: Sequence[Entry]) -> Learned:
+        """Measures the pack of `entries`, ordered by use, without those used less than `LEAST` times."""
         return self.measured(self.best(entries, len(entries)))
 
     def measured(self, entries: Sequence[Entry]) -> Learned:
-        """Compresses the corpus with a pack as it is."""
-        length, uses, _ = self._encoded(entries)
+        """Compresses the corpus with a given pack and returns the pack with its effect."""
+        length, uses, _ = self._compressed(entries)
         return Learned(tuple(entries), length, self.ids_without, self.base_ids, tuple(uses.tolist()))
 
     # ---- packs with a head cost
 
     def trimmed(self, pack: Learned, head_cost: float, progress: Callable[[str, int, int], None]) -> Learned:
-        """Returns the part of a pack that costs least: tries smaller sizes, in finer steps around the best one."""
+        """Returns the part of a pack with the lowest cost: tries smaller sizes, then finer steps around the best one.
+
+        head_cost, progress: as of `learn`.
+        """
         for factor in TRIMS:
-            path = [pack, *self._downwards(pack, factor)]
+            path = [pack, *self._shrinking_packs(pack, factor)]
             at = min(range(len(path)), key=lambda i: path[i].cost(head_cost))
             progress("trim", len(path[at].entries), path[at].ids)
             best, pack = path[at], path[max(0, at - 1)]
@@ -167,12 +179,14 @@ class _Corpus:
             best = smaller
         return self.measured([best.entries[i] for i in np.argsort(-np.array(best.uses), kind="stable").tolist()])
 
-    def _downwards(self, pack: Learned, factor: float) -> Iterator[Learned]:
-        """Yields smaller and smaller packs: without the least used entries, or, of few, without the one that saves
-        least.
+    def _shrinking_packs(self, pack: Learned, factor: float) -> Iterator[Learned]:
+        """Yields smaller and smaller packs, down to an empty one.
+
+        A large pack keeps the share `factor` of its entries, the most used; one of at most `DROP_TRIALS` entries loses
+        the entry that saves least.
         """
         while pack.entries:
-            if len(pack.entries) <= TRIED:
+            if len(pack.entries) <= DROP_TRIALS:
                 pack = self._without_one(pack)
             else:
                 kept = np.argsort(-np.array(pack.uses), kind="stable")[: int(len(pack.entries) * factor)]
@@ -180,25 +194,24 @@ class _Corpus:
             yield pack
 
     def _without_one(self, pack: Learned) -> Learned:
-        """Returns a pack without the entry that saves least among its least used ones."""
-        least = np.argsort(pack.uses, kind="stable")[:TRIED].tolist()
+        """Returns the pack without one entry: of its `DROP_TRIALS` least used, the one whose loss costs fewest ids."""
+        least = np.argsort(pack.uses, kind="stable")[:DROP_TRIALS].tolist()
         return min((self.measured(pack.entries[:i] + pack.entries[i + 1 :]) for i in least), key=lambda one: one.ids)
 
     def refined(self, entries: Sequence[Entry], size: int) -> list[Entry]:
-        """Returns `size` entries, chosen from a pack and from pairs of neighbouring ids that it emits."""
-        _, _, pairs = self._encoded(entries, pairs=True)
+        """Returns at most `size` entries: the most used of a pack and of the runs that pairs of its ids stand for."""
+        _, _, pairs = self._compressed(entries, pairs=True)
         there = set(entries)
         new = [pair for pair, _ in sorted(pairs.items(), key=lambda item: (-item[1], item[0])) if pair not in there]
         pool = [*entries, *new[: size // 2]]
-        for n in _shrinking(len(pool), size, REFINED):
+        for n in _sizes_down_to(len(pool), size, REFINED):
             pool = self.best(pool, n)
         return pool
 
-    def _encoded(self, entries: Sequence[Entry], pairs: bool = False) -> tuple[int, Int64s, dict[Entry, int]]:
-        """Compresses the corpus with a pack -> (number of ids, uses of each entry, counts of pairs).
+    def _compressed(self, entries: Sequence[Entry], pairs: bool = False) -> tuple[int, Int64s, dict[Entry, int]]:
+        """Compresses the corpus with a pack -> (number of ids, uses of each entry, run of base ids -> its count).
 
-        pairs: count the runs that two neighbouring ids spell, if both are base ids or entries of the pack and the run
-        is short enough to be an entry.
+        pairs: whether to count runs: those that two neighbouring emitted ids stand for; see `_pair_runs`.
         """
         grown = replace(self.params, codebook_size=max(self.params.codebook_size, len(entries)), start=entries or None)
         vocab, uses, length = grown.vocab_size, np.zeros(len(entries), np.int64), 0
@@ -211,9 +224,14 @@ class _Corpus:
             if pairs:
                 for pair in zip(ids[:-1].tolist(), ids[1:].tolist(), strict=True):
                     together[pair] = together.get(pair, 0) + 1
-        return length, uses, self._spelled(entries, together)
+        return length, uses, self._pair_runs(entries, together)
 
-    def _spelled(self, entries: Sequence[Entry], together: dict[tuple[int, int], int]) -> dict[Entry, int]:
+    def _pair_runs(self, entries: Sequence[Entry], together: dict[tuple[int, int], int]) -> dict[Entry, int]:
+        """Returns the runs of base ids that pairs of emitted ids stand for, with their counts.
+
+        together: counts of the pairs. Left out are pairs that occur less than `LEAST` times, pairs with a disabled id
+        or an entry that is not in the pack, and runs longer than merge_size.
+        """
         vocab, disabled, out = self.params.vocab_size, set(self.params.disabled_ids), dict[Entry, int]()
         for pair, count in together.items():
             if count < LEAST or max(pair) >= vocab + len(entries) or not disabled.isdisjoint(pair):
@@ -224,14 +242,15 @@ class _Corpus:
         return out
 
 
-def _runs(ids: Int64s, can_merge: NDArray[np.bool_], longest: int) -> Iterator[tuple[Int64s, Int64s]]:
-    """Yields, for n = 2..longest: where each distinct run of n ids begins first, and how often it occurs.
+def _recurring_runs(ids: Int64s, can_merge: NDArray[np.bool_], longest: int) -> Iterator[tuple[Int64s, Int64s]]:
+    """Yields, for n = 2..longest: the first place of each distinct run of n ids, and how often the run occurs.
 
-    Only runs that occur `LEAST` times are listed. A run is looked for only where its two runs of n - 1 ids are listed.
+    can_merge: whether each id may be in a run. Only runs that occur at least `LEAST` times are listed. A run is looked
+    for only where both runs of n - 1 ids that it contains are listed.
     """
     _, single = np.unique(ids, return_inverse=True)
     kinds = int(single.max()) + 1
-    runs = np.where(can_merge, single, -1)
+    runs = np.where(can_merge, single, -1)  # by place: number of the listed run of n - 1 ids that begins there, or -1
     for n in range(2, longest + 1):
         at = np.flatnonzero((runs[:-1] >= 0) & (runs[1:] >= 0))
         keys = runs[at] * kinds + single[at + n - 1]

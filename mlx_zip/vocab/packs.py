@@ -38,9 +38,10 @@ Entry = tuple[int, ...]
 class Pack:
     """Learned entries of base ids, best first; slot i of a codebook that begins with the pack holds entry i.
 
-    tokenizer: fingerprint of the tokenizer whose ids the entries are, None if unknown. about: what else the file says,
-    such as the texts the pack was learned from. rows: tuned rows of the entries in the same order, None without any.
-    name: the file that the pack was read from, for messages; packs that differ only in it are equal.
+    tokenizer: fingerprint of the tokenizer whose ids the entries hold, None if unknown. about: other facts from the
+    file, such as the texts the pack was learned from. rows: tuned rows of the entries in the same order, None for a
+    pack that was not tuned. name: the file that the pack was read from, for messages; packs that differ only in their
+    name are equal.
     """
 
     entries: tuple[Entry, ...]
@@ -86,7 +87,7 @@ def load_pack(path: str | Path) -> Pack:
     entries = read_pack(path)
     if path.suffix != SUFFIX:
         return Pack(entries, name=str(path))
-    about, arrays = _read_beside(path)
+    about, arrays = _read_about_and_rows(path)
     version = about.pop("version", VERSION)
     if type(version) is not int or version != VERSION:
         raise DataError(f"{path}: a pack of version {version!r}; this mlx_zip reads version {VERSION}")
@@ -106,7 +107,7 @@ PackLike = Pack | str | PathLike  # what every argument `pack=` accepts: a pack,
 
 
 def as_pack(pack: PackLike) -> Pack:
-    """Returns a `Pack` as it is and reads one from a path: what every argument `pack=` accepts.
+    """Returns `pack` if it is a `Pack`, else reads the pack file at that path; for arguments named `pack`.
 
     Raises `DataError` naming the file, or the type of a value that is neither.
     """
@@ -118,9 +119,9 @@ def as_pack(pack: PackLike) -> Pack:
 
 
 def pack_in_folder(folder: Path, start: Sequence[Entry] | None) -> Pack | None:
-    """Returns the pack in a model's folder, None if there is none. start: the entries in the model's config.
+    """Reads the pack in a model's folder; None if there is none. start: the start entries in the model's config.json.
 
-    Raises `DataError` for a pack that cannot be read, `ModelError` for a pack of other entries.
+    Raises `DataError` for a pack that cannot be read, `ModelError` for a pack whose entries are not `start`.
     """
     path = folder / IN_FOLDER
     if not os.path.lexists(path):  # a broken link is an error, not a missing pack
@@ -136,8 +137,8 @@ def pack_in_folder(folder: Path, start: Sequence[Entry] | None) -> Pack | None:
     return pack
 
 
-def _read_beside(path: Path) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
-    """Returns the facts in a pack's file, and its tuned rows by name."""
+def _read_about_and_rows(path: Path) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
+    """Reads the facts (`about`) in a pack's .npz file, and its arrays of tuned rows by name."""
     arrays = read_npz(path, "a pack", ("about", *ROWS))
     text = arrays.pop("about").tobytes() if "about" in arrays else b"{}"
     try:
@@ -150,7 +151,7 @@ def _read_beside(path: Path) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
 
 
 def save_pack(path: str | Path, pack: Pack) -> None:
-    """Writes a pack, whole or not at all.
+    """Writes a pack to a .npz file; a file that exists is replaced only by a complete one.
 
     Raises `DataError` as `files.check_out` does and for invalid entries, `OSError` if the disk is full or read-only.
     """
@@ -170,11 +171,11 @@ def save_pack(path: str | Path, pack: Pack) -> None:
 
 
 def merge_packs(packs: Sequence[Pack], size: int | None = None, drop_rows: bool = False) -> Pack:
-    """Merges packs: takes the best entry of each in turn, none twice, `size` entries at most (None: all).
+    """Merges packs: takes the best remaining entry of each in turn, no entry twice, at most `size` (None: all).
 
-    The tokenizer is unknown if that of one pack is. Tuned rows are kept if all packs are tuned for the same model;
-    drop_rows drops them. Raises `DataError` without packs, for a size below 1, for packs of different tokenizers, and
-    for packs that are not all tuned for the same model, unless drop_rows.
+    If the tokenizer of one pack is unknown, that of the result is too. Tuned rows are kept unless `drop_rows`. Raises
+    `DataError` for no packs, a size below 1, packs of different tokenizers, and, unless `drop_rows`, for packs of which
+    some are tuned and others are not, or are tuned for another model.
     """
     if not packs or (size is not None and size < 1):
         raise DataError(f"there must be packs to merge and room for an entry, got {len(packs)} packs, size {size}")
@@ -183,19 +184,21 @@ def merge_packs(packs: Sequence[Pack], size: int | None = None, drop_rows: bool 
         names = ", ".join(sorted(name[:12] for name in known))
         raise DataError(f"the packs are of different tokenizers ({names}) and cannot be merged")
     if not drop_rows:
-        _check_rows(packs)
-    turns = chain.from_iterable(zip_longest(*(enumerate(pack.entries) for pack in packs)))
-    places: dict[Entry, tuple[int, int]] = {}
-    for number, turn in enumerate(turns):
-        if turn is not None:
-            places.setdefault(turn[1], (number % len(packs), turn[0]))
+        _check_same_model(packs)
+    in_turn = chain.from_iterable(zip_longest(*(enumerate(pack.entries) for pack in packs)))  # None: a pack has ended
+    places: dict[Entry, tuple[int, int]] = {}  # entry -> (number of its pack, its slot there)
+    for number, slot_and_entry in enumerate(in_turn):
+        if slot_and_entry is not None:
+            slot, entry = slot_and_entry
+            places.setdefault(entry, (number % len(packs), slot))
     entries = tuple(places)[:size]
     tokenizer = packs[0].tokenizer if all(pack.tokenizer is not None for pack in packs) else None
     about = {"merged": [pack.fingerprint for pack in packs]}
     return Pack(entries, tokenizer, about, None if drop_rows else _merged_rows(packs, [places[e] for e in entries]))
 
 
-def _check_rows(packs: Sequence[Pack]) -> None:
+def _check_same_model(packs: Sequence[Pack]) -> None:
+    """Raises `DataError` unless no pack has tuned rows, or all have them for the same model."""
     rows = [pack.rows for pack in packs]
     if all(one is None for one in rows):
         return
@@ -208,7 +211,7 @@ def _check_rows(packs: Sequence[Pack]) -> None:
 
 
 def _merged_rows(packs: Sequence[Pack], places: Sequence[tuple[int, int]]) -> TunedRows | None:
-    """Returns the tuned rows of entries given as (number of the pack, slot); None for packs without rows."""
+    """Returns the tuned rows of entries, each given as (number of its pack, slot); None for packs without rows."""
     rows = [pack.rows for pack in packs if pack.rows is not None]
     if not rows:
         return None

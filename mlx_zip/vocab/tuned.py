@@ -24,9 +24,9 @@ DTYPES = ("float16", "float32")
 
 @dataclass(frozen=True)
 class PlainCodec:
-    """The codec settings that a plain model needs besides a pack's entries; names as in `ZipConfig`.
+    """The codec settings that a pack for a plain model holds, because that model has none; names as in `ZipConfig`.
 
-    Raises `DataError` for fields of other types.
+    Raises `DataError` for a field of a wrong type.
     """
 
     vocab_size: int
@@ -77,7 +77,7 @@ class TunedRows:
         return digest.hexdigest()
 
     def chosen(self, index: Sequence[int]) -> TunedRows:
-        """Returns the rows at these slots, in the order given."""
+        """Returns tuned rows with only the rows of these slots, in the order given."""
         at = np.array(index, np.int64)
         output = self.output[at]
         return TunedRows(output if self.one else self.input[at], output, self.model, self.plain)
@@ -88,10 +88,10 @@ class TunedRows:
 
 
 class TunedStart(Sequence[tuple[int, ...]]):
-    """Start entries with their tuned rows: a sequence of entries that can be passed as `start`. It never changes.
+    """Start entries with their tuned rows: an immutable sequence of entries that can be passed as `start`.
 
-    pack: fingerprint of the pack, None if unknown. Two objects are equal only if they are the same object, so that
-    dictionaries with such keys never compare thousands of entries.
+    pack: fingerprint of the pack, None if unknown. Two objects are equal only if they are the same object, so that a
+    dictionary with `TunedStart` keys never compares thousands of entries.
     """
 
     def __init__(self, entries: Start, rows: TunedRows, pack: str | None = None) -> None:
@@ -121,13 +121,16 @@ AnyStart = Start | TunedStart
 
 
 def rows_to_arrays(rows: TunedRows) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
-    """Returns the arrays that a pack's file holds, and the field `rows` of its `about`."""
+    """Returns tuned rows as a pack's file holds them: arrays by name, and the field `rows` of `about`."""
     arrays = {"output_rows": rows.output} | ({} if rows.one else {"input_rows": rows.input})
     return arrays, {"model": rows.model, "plain": rows.plain and asdict(rows.plain)}
 
 
 def rows_from_arrays(path: Any, arrays: Mapping[str, NDArray[Any]], about: Any) -> TunedRows:
-    """Reads what `rows_to_arrays` returned. Raises `DataError` naming the file."""
+    """Returns the tuned rows that `rows_to_arrays` made into arrays and `about`. path: the file, for errors.
+
+    Raises `DataError` if something is missing or wrong.
+    """
     try:
         plain = about["plain"]
         if plain is not None:

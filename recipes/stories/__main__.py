@@ -15,20 +15,20 @@ from mlx_zip.errors import MlxZipError
 
 from .bundle import install
 from .recipe import STAGES, run
-from .runner import Recipe, in_process_of_its_own
+from .runner import Recipe, run_in_own_process
 from .settings import SCALES
 from .texts import needs
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the recipe; returns 0, 2 after an error, 130 after Ctrl-C (the same call continues)."""
+    """Runs the recipe; returns exit status 0, 2 after an error, 130 after Ctrl-C (the same command continues)."""
     args = parser().parse_args(argv)
     data, out = (Path(path).expanduser().resolve() for path in (args.data, args.out))
     settings = SCALES[args.scale] if args.seed is None else replace(SCALES[args.scale], seed=args.seed)
     if args.processes < 1:
         print(f"error: --processes must be at least 1, got {args.processes}", file=sys.stderr)
         return 2
-    call = partial(in_process_of_its_own, trainers=args.processes)
+    call = partial(run_in_own_process, trainers=args.processes)
     recipe = Recipe(settings, data, out, check=not args.no_checksum, call=call)
     try:
         run(recipe, args.stage)
@@ -47,28 +47,40 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Returns the parser of the recipe's flags."""
+    """Returns the parser of the command's flags."""
     made = Parser(
         prog="python -m recipes.stories",
         description="Makes the stories models from a folder of stories.",
         epilog=needs(),
     )
     add = made.add_argument
-    add("--data", required=True, help="folder with the files of stories")
-    add("--out", required=True, help="folder of the results; the same call continues an interrupted one")
+    add("--data", required=True, help="folder with the files of stories that are listed below")
+    add("--out", required=True, help="folder to write all results to; the same command continues an interrupted run")
     add("--stage", nargs="+", default=[], metavar="NAME", help=f"stages to run (default: all): {', '.join(STAGES)}")
     add(
         "--scale",
         choices=sorted(SCALES),
         default="full",
-        help="tiny runs everything in seconds, as a test (default: full)",
+        help="settings: full makes the bundled models; tiny runs every stage in seconds, as a test (default: full)",
     )
     add(
-        "--processes", type=int, default=1, metavar="N", help="processes that share each batch of training (default: 1)"
+        "--processes",
+        type=int,
+        default=1,
+        metavar="N",
+        help="number of processes that share each training batch (default: 1)",
     )
-    add("--seed", type=int, help="seed of everything random (default: as in the settings)")
-    add("--no-checksum", action="store_true", help="accept files with other checksums than the recorded ones")
-    add("--install", action="store_true", help=f"copy the bundle into the package ({bundled.FOLDER.name}/)")
+    add("--seed", type=int, help="random seed of texts, weights and training (default: 0)")
+    add(
+        "--no-checksum",
+        action="store_true",
+        help="accept files in --data whose checksums differ from the recorded ones (default: off)",
+    )
+    add(
+        "--install",
+        action="store_true",
+        help=f"copy the finished models into the package, to {bundled.FOLDER.name}/ (default: off)",
+    )
     return made
 
 

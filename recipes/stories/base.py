@@ -1,4 +1,4 @@
-"""The recipe's first part: texts, tokenizer, windows, and the base, the zip2zip model and its control without packs."""
+"""The recipe's first part: texts, tokenizer, windows, the base, and the zip2zip model and its control before packs."""
 
 from __future__ import annotations
 
@@ -19,14 +19,17 @@ TEXTS = {"train", "valid", "t1.test", "real.test"}  # texts/NAME.jsonl
 
 
 def make_texts(recipe: Recipe) -> None:
-    """Writes texts/: shuffled training stories, test stories, conversations (`asked`: of one turn), test requests."""
+    """Writes texts/: shuffled training stories, test stories, conversations and test requests.
+
+    asked.jsonl has the conversations of one turn.
+    """
     settings, stories = recipe.settings, read_stories(recipe.data, recipe.check)
-    once = stories["t1.train"] + stories["mixed.train"]
+    once = stories["t1.train"] + stories["mixed.train"]  # sampled stories without repeats
     lexicon = learn(once, rare=8 if len(once) > 1000 else 2)
     rng = random.Random(settings.seed)
-    often = {name: stories[name] * settings.repeats.get(name, 1) for name in TRAIN_SETS}
-    sampled = often["t1.train"] + often["mixed.train"]
-    train = sampled + often["real.train"]
+    repeated = {name: stories[name] * settings.repeats.get(name, 1) for name in TRAIN_SETS}
+    sampled = repeated["t1.train"] + repeated["mixed.train"]
+    train = sampled + repeated["real.train"]
     rng.shuffle(train)
     with whole_folder(recipe.out / "texts") as folder:
         tests = {
@@ -44,7 +47,7 @@ def make_texts(recipe: Recipe) -> None:
 
 
 def make_tokenizer(recipe: Recipe) -> None:
-    """Writes tokenizer/, learned from the training stories, each once, in the order of the files."""
+    """Writes tokenizer/, learned from the training stories without repeats, in the order of the files."""
     texts = [text for name in TRAIN_SETS for text in SOURCES[name].stories(recipe.data, recipe.check)]
     with whole_folder(recipe.out / "tokenizer") as folder:
         settings = recipe.settings
@@ -54,7 +57,7 @@ def make_tokenizer(recipe: Recipe) -> None:
 # ---- preparing
 
 PLAIN = {"codebook_size": 0, "merge_size": 1}
-WINDOWS = {  # of a kind: what prepared/KIND-WHAT is made of
+WINDOWS = {  # kind of windows: {WHAT: the file in texts/ of which prepared/KIND-WHAT is made}
     "short": {"train": "train", "chat": "asked", "valid": "valid"},
     "long": {"train": "train", "chat": "conversations", "valid": "valid"},
     "compressed": {"train": "train", "chat": "conversations", "valid": "valid"},
@@ -62,12 +65,12 @@ WINDOWS = {  # of a kind: what prepared/KIND-WHAT is made of
 
 
 def prepared(kind: str) -> dict[str, str]:
-    """Returns the folders of a kind of windows, and the text of each."""
+    """Returns the folders of a kind of windows (a key of `WINDOWS`), each with its text file; validation comes last."""
     return {f"prepared/{kind}-{what}": f"texts/{text}.jsonl" for what, text in WINDOWS[kind].items()}
 
 
 def make_windows(recipe: Recipe, kind: str) -> None:
-    """Prepares all folders of a kind."""
+    """Prepares all folders of a kind of windows (a key of `WINDOWS`) by `mlx_zip prepare`."""
     settings = recipe.settings
     codec = settings.codec if kind == "compressed" else PLAIN
     context = settings.short if kind == "short" else settings.long
@@ -87,14 +90,17 @@ def make_windows(recipe: Recipe, kind: str) -> None:
 
 
 def train(recipe: Recipe, name: str, kind: str, start: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """Runs a training on the windows of a kind; results are in runs/NAME."""
+    """Trains on the windows of a kind by `mlx_zip train` and writes the run to runs/NAME.
+
+    start: flags that choose the first weights. settings: all other flags of the training.
+    """
     *data, valid = prepared(kind)
     fixed = {"data": data, "valid": valid, "out": f"runs/{name}", "seed": recipe.settings.seed}
     recipe.command("train", {**start, **fixed, **settings})
 
 
 def model(run: str) -> str:
-    """Path of the model that a run writes."""
+    """Returns the path, below the `out` folder, of the model that a training run writes."""
     return f"runs/{run}/model"
 
 
@@ -106,15 +112,15 @@ def train_base(recipe: Recipe) -> None:
 
 
 def train_chat(recipe: Recipe) -> None:
-    """Trains the base's second stage: longer windows, and stories on request."""
+    """Trains the base's second stage, on longer windows and on conversations."""
     train(recipe, "base", "long", {"model": model("base-short")}, recipe.settings.chat)
 
 
 def train_zip(recipe: Recipe) -> None:
-    """Trains the zip2zip model: the base with new hyper-encoders, all weights."""
+    """Trains the zip2zip model, which is the base with new hyper-encoders; all weights are trained."""
     train(recipe, "zip", "compressed", {"model": model("base")}, {**recipe.settings.extra, **recipe.settings.encoder})
 
 
 def train_control(recipe: Recipe) -> None:
-    """Trains the control: the base after as much training on the same text, not compressed."""
+    """Trains the control: the base, with as many steps as the zip2zip model on the same text, uncompressed."""
     train(recipe, "control", "long", {"model": model("base")}, recipe.settings.extra)

@@ -1,4 +1,4 @@
-"""The recipe's last part: quantized and tuned models, the bundle, and figures that say how good the models are."""
+"""The recipe's last part: quantized models, the tuned pack, the bundle, and measurements of the models."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .runner import Recipe, as_words
 from .settings import Settings
 from .texts import SOURCES
 
-RECORD = "recipe.json"  # the settings, in the folder of all results and in the bundle
+RECORD = "recipe.json"  # file with the settings, in the folder of all results and in the bundle
 QUANTIZED, TUNED = "quantized", f"{packs.PACKS}/{packs.OWN}-tuned.npz"
 
 
 def quantize(recipe: Recipe) -> None:
-    """Writes quantized/: the models to bundle, with fewer bits per weight; the zip2zip model still without a pack."""
+    """Writes quantized/: the models to bundle, with fewer bits per weight. The zip2zip model has no pack yet."""
     bits = recipe.settings.bits
     with whole_folder(recipe.out / QUANTIZED) as folder:
         for name, run in recipe.settings.bundled.items():
@@ -41,7 +41,7 @@ def quantize(recipe: Recipe) -> None:
 
 
 def tune(recipe: Recipe) -> None:
-    """Writes packs/own-tuned.npz: the model's own pack with rows tuned for the quantized weights."""
+    """Writes packs/own-tuned.npz: the model's own pack, its entries' rows tuned for the quantized model."""
     settings = recipe.settings
     fixed = {"model": f"{QUANTIZED}/{bundled.DEFAULT}", "dequantize": True, "out": TUNED, "seed": settings.seed}
     data = {"data": f"{packs.TEXTS}/learn-{packs.OWN}.jsonl", "run": "runs/tuned"}
@@ -49,7 +49,7 @@ def tune(recipe: Recipe) -> None:
 
 
 def make_bundle(recipe: Recipe) -> None:
-    """Writes bundle/: both models of the package, the zip2zip model with its tuned pack."""
+    """Writes bundle/: both models that the package contains, the zip2zip model with its tuned pack."""
     with whole_folder(recipe.out / "bundle") as folder:
         for name in recipe.settings.bundled:
             if name == bundled.DEFAULT:
@@ -64,7 +64,7 @@ def make_bundle(recipe: Recipe) -> None:
 
 
 def card(settings: Settings, checked: bool) -> str:
-    """Returns the README of the bundle. checked: the texts were the recorded ones."""
+    """Returns the README of the bundle. checked: whether the training texts had the recorded checksums."""
     used = [source for name, source in SOURCES.items() if name in TRAIN_SETS]
     texts = (
         [f"- `{s.name}` (sha256 {s.sha256}): {s.origin}" for s in used]
@@ -87,7 +87,7 @@ def card(settings: Settings, checked: bool) -> str:
 
 
 def measures(settings: Settings) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields (name of figures/NAME.json, flags of its evaluation)."""
+    """Yields what is measured: (NAME of figures/NAME.json, flags of the `mlx_zip evaluate` that writes it)."""
     size = {"context": settings.long, "batch_size": settings.measure["batch_size"]}
     bundled = [f"bundle/{name}" for name in sorted(settings.bundled, reverse=True)]  # the base first
     every = [model(run) for run in ("control", "base", "zip")] + bundled
@@ -105,7 +105,10 @@ def measures(settings: Settings) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def measure(recipe: Recipe) -> None:
-    """Writes figures/: bits per byte of every model; rates of the bundled ones, a story alone and as a later turn."""
+    """Writes figures/: bits per byte of every model, and rates of what the bundled models write.
+
+    Rates are those of a story as a first turn and as a later turn of a conversation. Existing files are kept.
+    """
     (recipe.out / "figures").mkdir(exist_ok=True)
     for name, flags in measures(recipe.settings):
         file = f"figures/{name}.json"
@@ -117,7 +120,7 @@ def measure(recipe: Recipe) -> None:
 
 
 def install(recipe: Recipe, place: Path) -> None:
-    """Copies the bundle to `place`, whole or not at all. Raises `TrainingError` when there is none."""
+    """Copies the bundle to the folder `place`, whole or not at all. Raises `TrainingError` when there is no bundle."""
     made = recipe.out / "bundle"
     if not made.is_dir():
         raise TrainingError(f"{made} is not there: run the stage bundle first")

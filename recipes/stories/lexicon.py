@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 
 def _set(text: str) -> frozenset[str]:
+    """Returns the words of a text that are separated by blanks."""
     return frozenset(text.split())
 
 
@@ -69,9 +70,10 @@ _NO_ADJECTIVE = _set(
 
 @dataclass(frozen=True)
 class Lexicon:
-    """nouns: each with what a request puts before it, "a", "the" or "some". adjectives, names: as they are written.
+    """The words that requests are made of.
 
-    rarity: of every word in lower case, log(stories / stories that hold it).
+    nouns: each with the article that a request puts before it ("a", "the" or "some"). adjectives, names: as they are
+    written. rarity: for each word in lower case, log(number of stories / number of stories with the word).
     """
 
     nouns: dict[str, str]
@@ -81,12 +83,12 @@ class Lexicon:
 
 
 def words(text: str) -> list[str]:
-    """Words (with their apostrophes) and single other characters, in order; newlines count, blanks do not."""
+    """Splits a text into words (with their apostrophes), punctuation marks and newlines; blanks are dropped."""
     return _TOKEN.findall(text)
 
 
 def learn(stories: Iterable[str], rare: int = 8) -> Lexicon:
-    """The lexicon of some stories; a word counted less than `rare` times in its role stays unknown."""
+    """Returns the lexicon of some stories. rare: a word needs so many occurrences as noun, adjective or name."""
     counts = _Counts()
     for story in stories:
         counts.add(story)
@@ -99,23 +101,24 @@ def learn(stories: Iterable[str], rare: int = 8) -> Lexicon:
 
 
 class _Counts:
-    """How often each word stands where; all but names in lower case."""
+    """Counts how often each word occurs in which position; all words except names are in lower case."""
 
     def __init__(self) -> None:
         self.stories = 0
-        self.all: Counter[str] = Counter()  # anywhere
+        self.all: Counter[str] = Counter()  # all occurrences
         self.capital: Counter[str] = Counter()  # with a capital letter
         self.head: Counter[str] = (
             Counter()
         )  # a determiner (and an adjective) before it, and the end of a noun phrase after it
-        self.with_a: Counter[str] = Counter()  # of those, after "a" or "an"
-        self.with_the: Counter[str] = Counter()
+        self.with_a: Counter[str] = Counter()  # those of `head` whose determiner is "a" or "an"
+        self.with_the: Counter[str] = Counter()  # those of `head` whose determiner is "the"
         self.before_noun: Counter[str] = Counter()  # a determiner before it, and another word after it
-        self.a_before_noun: Counter[str] = Counter()
-        self.named: Counter[str] = Counter()  # after "named"
-        self.within: Counter[str] = Counter()  # stories that hold it
+        self.a_before_noun: Counter[str] = Counter()  # those of `before_noun` whose determiner is "a" or "an"
+        self.named: Counter[str] = Counter()  # after "named" or "called"
+        self.within: Counter[str] = Counter()  # number of stories with the word
 
     def add(self, story: str) -> None:
+        """Counts the words of one story."""
         tokens = words(story)
         lower = [token.lower() for token in tokens]
         self.stories += 1
@@ -128,6 +131,7 @@ class _Counts:
                 self._phrase(word, *lower[i + 1 : i + 4])
 
     def _phrase(self, determiner: str, first: str, second: str, third: str) -> None:
+        """Counts a determiner and the three words after it, of which the first or the second may be a noun."""
         if ends_noun(second):
             self._head(determiner, first)
             return
@@ -137,26 +141,34 @@ class _Counts:
             self._head(determiner, second)
 
     def _head(self, determiner: str, noun: str) -> None:
+        """Counts a noun phrase that ends with `noun`."""
         self.head[noun] += 1
         self.with_a[noun] += determiner in _ARTICLES
         self.with_the[noun] += determiner == "the"
 
     def is_noun(self, word: str) -> bool:
+        """Returns whether the counts show a noun that a request may name."""
         head, seldom_capital = self.head[word], self.capital[word] < 0.3 * self.all[word]
         mostly = head > 0.7 * (head + self.before_noun[word]) and head > 0.4 * self.all[word]
         return mostly and seldom_capital and len(word) > 2 and word.isalpha() and word not in _DULL | _AFTER_NOUN
 
     def is_adjective(self, word: str) -> bool:
+        """Returns whether the counts show an adjective that a request may use."""
         before, seldom_capital = self.before_noun[word], self.capital[word] < 0.3 * self.all[word]
         mostly = before > 0.8 * (before + self.head[word]) and self.a_before_noun[word] > 0.3 * before
         often = before > 0.1 * self.all[word]
         return mostly and often and seldom_capital and word.isalpha() and word not in _NO_ADJECTIVE
 
     def is_name(self, word: str) -> bool:
+        """Returns whether a word is nearly always written with a capital letter, as a name is."""
         return self.capital[word.lower()] > 0.9 * self.all[word.lower()] and len(word) > 2
 
     def article(self, noun: str) -> str:
-        """What a request puts before it: for plurals "some", else "a" if the stories do so often enough, else "the"."""
+        """Returns the article that a request puts before a noun.
+
+        A plural gets "some", or "the" if stories nearly always do so; another noun "a" if stories do so often enough,
+        else "the".
+        """
         head, plural = self.head[noun], any(self.head[one] for one in singulars(noun))
         if plural:
             return "the" if self.with_the[noun] > 0.85 * head else "some"
@@ -164,11 +176,11 @@ class _Counts:
 
 
 def singulars(noun: str) -> list[str]:
-    """What the singular could be, should `noun` be a plural."""
+    """Returns the words that could be the singular of `noun` if it is a plural."""
     endings = [("s", ""), ("es", ""), ("ies", "y"), ("ves", "f")]
     return [noun.removesuffix(end) + new for end, new in endings if noun.endswith(end) and not noun.endswith("ss")]
 
 
 def ends_noun(token: str) -> bool:
-    """Whether the token after a noun shows that the noun phrase is over."""
+    """Returns whether a token shows that the noun phrase before it has ended: punctuation or a word such as "was"."""
     return not token[0].isalpha() or token in _AFTER_NOUN

@@ -1,9 +1,9 @@
 """The recipe's second part: training the zip2zip model with codebook packs, and its control on the same text.
 
 There are several rounds, each with texts of its own; each continues with the model of the round before. Windows begin
-with the model's own pack, with one of several others, of which every sample draws its entries, or with none. Packs are
-learned from other parts of the training text than they are trained with, so that training sees how well a pack serves
-new text; a story that the text repeats may be in both.
+with the model's own pack, with entries that are drawn from one of several other packs, or with no pack. Packs are
+learned from other parts of the training text than the model is trained on, so that training sees how well a pack serves
+new text; a story that the text repeats may be in both parts.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from .requests import write_jsonl
 from .runner import Recipe
 from .settings import Flags, PackSettings, Round, Texts
 
-OWN = "own"  # the pack that the model is to begin with
+OWN = "own"  # name of the pack that the bundled model begins with
 TEXTS, PACKS, WINDOWS = "pack-texts", "packs", "prepared"
 PACKED, CONTROL = "packed", "packed-control"
 
 
 def drawn(packs: PackSettings) -> list[str]:
-    """Names of the packs that samples draw from."""
+    """Returns the names of the packs from which samples draw their entries."""
     return [f"drawn-{number}" for number in range(len(packs.sizes))]
 
 
 def unseen(packs: PackSettings) -> dict[str, int]:
-    """Names of the packs that nothing is trained with, and their sizes: to measure with."""
+    """Returns the names and sizes of the packs that are only measured with, never trained with."""
     return {f"unseen-{size}": size for size in packs.unseen}
 
 
 def parts(packs: PackSettings) -> Iterator[tuple[str, Texts]]:
-    """The parts that the texts are cut into, in order, and how much of each kind of text is in them."""
+    """Yields the parts that the training texts are cut into, in order: (name, numbers of texts of each kind)."""
     first, *others = packs.rounds
     yield from windows_of(packs, first)
     yield f"learn-{OWN}", packs.learn_own
@@ -51,14 +51,20 @@ def parts(packs: PackSettings) -> Iterator[tuple[str, Texts]]:
 
 
 def windows_of(packs: PackSettings, one: Round) -> Iterator[tuple[str, Texts]]:
-    """The parts that a round trains on; the first begins with no pack, each other with the pack of its name."""
+    """Yields the parts of text that a round trains on, as (name, numbers of texts).
+
+    Windows of the first part begin with no pack, those of each other part with the pack that the part is named after.
+    """
     yield f"{one.prefix}empty", one.empty
     yield one.prefix + OWN, one.own
     yield from ((one.prefix + name, one.drawn) for name in drawn(packs))
 
 
 def make_texts(recipe: Recipe) -> None:
-    """Writes pack-texts/: the parts, each a run of the training texts of every kind, shuffled together."""
+    """Writes pack-texts/NAME.jsonl for every part: the next training texts of each kind, shuffled together.
+
+    Raises `DataError` when there are too few texts.
+    """
     sources = [_lines(recipe.out / f"texts/{name}.jsonl") for name in ("train", "conversations", "asked")]
     with whole_folder(recipe.out / TEXTS) as folder:
         for seed, (name, counts) in enumerate(parts(recipe.settings.packs)):
@@ -70,12 +76,13 @@ def make_texts(recipe: Recipe) -> None:
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yields the records of a file of JSON lines."""
     with path.open(encoding="utf-8") as file:
         yield from map(json.loads, file)
 
 
 def learn(recipe: Recipe) -> None:
-    """Writes packs/NAME.npz of every pack."""
+    """Learns every pack by `mlx_zip vocab pack learn` and writes packs/NAME.npz; existing files are kept."""
     packs = recipe.settings.packs
     wanted = [(OWN, f"learn-{OWN}", packs.size)]
     wanted += [(name, f"learn-{name}", pool(packs, size)) for name, size in zip(drawn(packs), packs.sizes, strict=True)]
@@ -89,17 +96,21 @@ def learn(recipe: Recipe) -> None:
 
 
 def products(packs: PackSettings) -> list[str]:
-    """The files that `learn` makes."""
+    """Returns the paths of the files that `learn` writes."""
     return [f"{PACKS}/{name}.npz" for name in (OWN, *drawn(packs), *unseen(packs))]
 
 
 def pool(packs: PackSettings, size: int) -> int:
-    """Entries of a pack from which samples draw `size`: a third more, where the codebook has room."""
+    """Returns how many entries a pack has from which samples draw `size`: a third more, if the codebook has room."""
     return min(size * 4 // 3, packs.codec["codebook_size"])
 
 
 def make_windows(recipe: Recipe) -> None:
-    """Writes prepared/packed-NAME of every part, prepared/PREFIXplain of a round's parts, and data to validate with."""
+    """Prepares the windows that every round trains on, and those to validate with.
+
+    prepared/packed-NAME has the compressed windows of a part, which begin with its pack. prepared/PREFIXplain has the
+    uncompressed windows of all parts of a round, for the control.
+    """
     settings, packs = recipe.settings, recipe.settings.packs
     fixed = {
         "context": settings.long,
@@ -123,7 +134,7 @@ def make_windows(recipe: Recipe) -> None:
 
 
 def windows(packs: PackSettings) -> list[str]:
-    """The files that `make_windows` makes."""
+    """Returns the paths of the files that exist once `make_windows` is done."""
     names = ["packed-valid", "plain-valid"]
     for one in packs.rounds:
         names += [*(f"packed-{name}" for name, _ in windows_of(packs, one)), f"{one.prefix}plain"]
@@ -131,15 +142,16 @@ def windows(packs: PackSettings) -> list[str]:
 
 
 def runs(packs: PackSettings) -> dict[str, list[str]]:
-    """The runs of the zip2zip model with packs and those of its control, in order."""
+    """Returns the names of the training runs, in order, of the zip2zip model with packs and of its control."""
     return {name: [one.prefix + name for one in packs.rounds] for name in (PACKED, CONTROL)}
 
 
 def train_packed(recipe: Recipe) -> None:
-    """Trains the zip2zip model with packs."""
+    """Trains the zip2zip model with packs, in all rounds."""
     packs = recipe.settings.packs
 
     def flags(one: Round) -> Flags:
+        """Returns the flags of `mlx_zip train` for one round."""
         data = [f"{WINDOWS}/packed-{name}" for name, _ in windows_of(packs, one)]
         return {"data": data, "valid": f"{WINDOWS}/packed-valid", **one.packed}
 
@@ -147,16 +159,20 @@ def train_packed(recipe: Recipe) -> None:
 
 
 def train_control(recipe: Recipe) -> None:
-    """Trains the control as long on the same texts, not compressed."""
+    """Trains the control in all rounds, on the same texts, uncompressed."""
 
     def flags(one: Round) -> Flags:
+        """Returns the flags of `mlx_zip train` for one round."""
         return {"data": f"{WINDOWS}/{one.prefix}plain", "valid": f"{WINDOWS}/plain-valid", **one.control}
 
     _train(recipe, CONTROL, "control", flags)
 
 
 def _train(recipe: Recipe, name: str, start: str, flags: Callable[[Round], Flags]) -> None:
-    """Runs each round, which continues with the model of the run before; finished runs are skipped."""
+    """Trains all rounds, each from the model of the round before; finished rounds are skipped.
+
+    name: `PACKED` or `CONTROL`. start: the run whose model the first round starts from. flags: returns a round's flags.
+    """
     packs = recipe.settings.packs
     for number, (one, run) in enumerate(zip(packs.rounds, runs(packs)[name], strict=True)):
         if not (recipe.out / f"runs/{run}/model/config.json").exists():

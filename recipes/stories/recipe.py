@@ -1,18 +1,25 @@
 """The recipe: from a folder of stories to the bundled pair of models, by the project's own commands, in order.
 
-    texts       stories as JSON lines, conversations made of them, requests to test with
-    tokenizer   a vocabulary of the stories' own
-    short       windows for the base's first stage              base-short   the base, from scratch
-    long        longer windows and conversations                base         the base, on those
-    compressed  the same windows and conversations, compressed  zip          the base with hyper-encoders, on these
-                                                                control      the base on what `long` made, as long
-    packs       codebook packs, learned from the stories        packed       zip, on windows that begin with packs, in
-                                                                             rounds, the last ones canonical
-                                                                packed-control   control, on the same text
-    quantized   both models, with fewer bits per weight         tuned        rows of the pack that is bundled
-    bundle      both models and the pack                        measure      bits per byte and rates of all of them
+    texts           stories as JSON lines, conversations made of them, requests to test with
+    tokenizer       a tokenizer learned from the stories
+    short           short windows of stories
+    base-short      trains the base from random weights on short windows
+    long            long windows of stories and of conversations
+    base            trains the base further on long windows
+    compressed      the long windows and conversations, compressed
+    zip             trains the base with new hyper-encoders on the compressed windows
+    control         trains the base on the long windows for as many steps as `zip`
+    pack-texts      parts of the texts for packs and for training with packs
+    packs           codebook packs, learned from the stories
+    windows         windows that begin with packs, and the windows of the control
+    packed          trains `zip` further on windows that begin with packs, in rounds, the last ones canonical
+    packed-control  trains `control` further on the text of `packed`
+    quantized       both models with fewer bits per weight
+    tuned           the rows of the bundled pack, tuned for the quantized model
+    bundle          both models and the pack
+    measure         bits per byte and rates of all models
 
-A stage whose results exist is skipped, so the same call continues where the last one stopped.
+A stage whose results exist is skipped, so the same command continues where the last one stopped.
 """
 
 from __future__ import annotations
@@ -31,21 +38,24 @@ from .runner import Recipe
 
 @dataclass(frozen=True)
 class Stage:
-    """make: runs the stage. products: its results, as paths below `out`, by which a finished stage is known."""
+    """A stage of the recipe. make: runs it. products: returns the paths below `out` that exist once it is finished."""
 
     make: Callable[[Recipe], None]
     products: Callable[[Recipe], list[str]]
 
 
 def _indices(kind: str) -> Callable[[Recipe], list[str]]:
+    """Returns the `products` of a stage that prepares a kind of windows."""
     return lambda _: [f"{folder}/index.json" for folder in base.prepared(kind)]
 
 
 def _trained(run: str) -> Callable[[Recipe], list[str]]:
+    """Returns the `products` of a stage that is one training run."""
     return lambda _: [f"{base.model(run)}/config.json"]
 
 
 def _rounds(name: str) -> Callable[[Recipe], list[str]]:
+    """Returns the `products` of a stage that trains with packs (name: packed or packed-control) in several rounds."""
     return lambda recipe: [f"{base.model(run)}/config.json" for run in packs.runs(recipe.settings.packs)[name]]
 
 
@@ -76,10 +86,13 @@ STAGES: dict[str, Stage] = {
 
 
 def run(recipe: Recipe, stages: Sequence[str] = ()) -> None:
-    """Runs the named stages, or all, each unless its results exist. Raises `DataError`, `TrainingError`."""
+    """Runs the named stages (none named: all) in order, skipping those whose results exist.
+
+    Raises `DataError`, `TrainingError`.
+    """
     if unknown := sorted(set(stages) - set(STAGES)):
         raise DataError(f"--stage: {', '.join(unknown)} is none of {', '.join(STAGES)}")
-    _open(recipe)
+    _check_out_folder(recipe)
     for name in stages or STAGES:
         stage = STAGES[name]
         if all((recipe.out / product).exists() for product in stage.products(recipe)):
@@ -89,8 +102,11 @@ def run(recipe: Recipe, stages: Sequence[str] = ()) -> None:
         stage.make(recipe)
 
 
-def _open(recipe: Recipe) -> None:
-    """Writes the record of a new folder, or checks that of one that was begun. Raises `DataError`."""
+def _check_out_folder(recipe: Recipe) -> None:
+    """Writes the settings to a new `out` folder; in an old one checks that they are those it was begun with.
+
+    Raises `DataError` if they are not.
+    """
     record = {
         "settings": asdict(recipe.settings),
         "fingerprint": recipe.settings.fingerprint(),

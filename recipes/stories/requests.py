@@ -61,7 +61,7 @@ ABOUT_AGAIN = (
     "What about a story with {}?",
     "One more, about {}.",
 )
-USING = (  # {} is two or three bare words
+USING = (  # {} is two or three bare_nouns words
     "Tell me a story with the words {}.",
     "I want to hear a story with the words {}.",
     "Write a story that uses the words {}.",
@@ -105,7 +105,10 @@ _PERSON = re.compile(r"\b(?:[Aa]n?|[Tt]he) ((?:[a-z]+ ){0,2})([a-z]+) (?:named|c
 def conversations(
     stories: Sequence[str], lexicon: Lexicon, seed: int, turns: int | None = None, limit: int | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Records {"messages": [...]} of 1 to 6 turns (or of `turns`), each story used once at most, in an order drawn."""
+    """Yields conversations {"messages": [...]} in which each request is answered by a story, used at most once.
+
+    turns: turns of each conversation; None: 1 to 6, drawn. limit: most conversations; None: until stories run out.
+    """
     rng = random.Random(seed)
     pool = rng.sample(list(stories), len(stories))
     made = 0
@@ -113,13 +116,16 @@ def conversations(
         wanted = turns or rng.choices(list(TURNS), list(TURNS.values()))[0]
         if turns and len(pool) < turns:
             return
-        told, pool = pool[:wanted], pool[wanted:]
-        yield {"messages": [message for turn, story in enumerate(told) for message in _turn(story, turn, lexicon, rng)]}
+        used, pool = pool[:wanted], pool[wanted:]
+        yield {"messages": [message for turn, story in enumerate(used) for message in _turn(story, turn, lexicon, rng)]}
         made += 1
 
 
 def write_jsonl(path: Path, records: Iterable[dict[str, Any]]) -> int:
-    """One record a line, whole or not at all; returns how many. Raises `DataError` when there is none."""
+    """Writes records as JSON lines, the file whole or not at all, and returns their number.
+
+    Raises `DataError` when there is no record.
+    """
     count = 0
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as partial:
@@ -133,33 +139,37 @@ def write_jsonl(path: Path, records: Iterable[dict[str, Any]]) -> int:
 
 
 def _turn(story: str, turn: int, lexicon: Lexicon, rng: random.Random) -> list[dict[str, str]]:
+    """Returns the two messages of a turn: a request, and the story that answers it. turn: its number from 0 on."""
     request = ask(story, lexicon, rng, again=turn > 0)
     return [{"role": "user", "content": request}, {"role": "assistant", "content": story}]
 
 
 def ask(story: str, lexicon: Lexicon, rng: random.Random, again: bool = False) -> str:
-    """A request for this story; with `again` one that may look back on a story before it."""
+    """Returns a request for a story. again: it follows another story, so it may be worded "another one, please"."""
     again = again and rng.random() < 0.7
     topics = things(story, lexicon, rng)
     draw = rng.random()
     if not topics or draw < 0.08:
-        return _typed(rng.choice(ANY_AGAIN if again else ANY), rng)
-    if draw < 0.2 and len(nouns := bare(topics)) > 1:
-        chosen = _drawn(nouns, rng, least=2)
-        return _typed(rng.choice(USING_AGAIN if again else USING).format(listed(chosen)), rng)
-    return _typed(rng.choice(ABOUT_AGAIN if again else ABOUT).format(listed(_drawn(topics, rng))), rng)
+        return _as_typed(rng.choice(ANY_AGAIN if again else ANY), rng)
+    if draw < 0.2 and len(nouns := bare_nouns(topics)) > 1:
+        chosen = _draw_topics(nouns, rng, least=2)
+        return _as_typed(rng.choice(USING_AGAIN if again else USING).format(listed(chosen)), rng)
+    return _as_typed(rng.choice(ABOUT_AGAIN if again else ABOUT).format(listed(_draw_topics(topics, rng))), rng)
 
 
-def _typed(text: str, rng: random.Random) -> str:
-    """As people type: mostly with care, now and then without the full stop or without capitals too."""
+def _as_typed(text: str, rng: random.Random) -> str:
+    """Returns a request as people type: mostly unchanged, at times without its full stop, at times without capitals."""
     draw = rng.random()
     if draw < 0.12:
         return text.lower().rstrip(".!?")
     return text.rstrip(".") if draw < 0.22 else text
 
 
-def _drawn(topics: Sequence[str], rng: random.Random, least: int = 1) -> list[str]:
-    """One to three of the best topics, in the order of the list; a person seldom comes alone."""
+def _draw_topics(topics: Sequence[str], rng: random.Random, least: int = 1) -> list[str]:
+    """Returns one to three of the best topics, in their order; a person is seldom the only one.
+
+    topics: best first. least: fewest topics to return.
+    """
     person = any(word[0].isupper() for word in topics[0].split())
     if person and rng.random() < 0.7:
         least = 2
@@ -169,21 +179,22 @@ def _drawn(topics: Sequence[str], rng: random.Random, least: int = 1) -> list[st
 
 
 def listed(topics: Sequence[str]) -> str:
-    """Topics in a row, as in "a dog, a red ball and the park"."""
+    """Joins topics to a list in English, for example "a dog, a red ball and the park"."""
     single = [one for topic in topics for one in topic.split(" and ")]
     return " and ".join(part for part in (", ".join(single[:-1]), single[-1]) if part)
 
 
-def bare(topics: Sequence[str]) -> list[str]:
-    """The nouns of topics, for "the words ..."; people are left out."""
+def bare_nouns(topics: Sequence[str]) -> list[str]:
+    """Returns the nouns of topics without articles and adjectives; people are left out."""
     articles = ("a ", "an ", "the ", "some ")
     return [topic.split()[-1] for topic in topics if topic.startswith(articles) and " named " not in topic]
 
 
 def things(story: str, lexicon: Lexicon, rng: random.Random, most: int = 5) -> list[str]:
-    """What a story is about: in six of ten cases its person first, then nouns by how rare and frequent they are.
+    """Returns what a story is about: in six of ten cases its person first, then at most `most` nouns with articles.
 
-    Every noun, adjective and name occurs in the story.
+    Nouns that are rare in other stories and frequent in this one come first. Every noun, adjective and name occurs in
+    the story.
     """
     person = _person(story, lexicon)
     named = person.split() if person else []
@@ -192,11 +203,14 @@ def things(story: str, lexicon: Lexicon, rng: random.Random, most: int = 5) -> l
 
 
 def _person(story: str, lexicon: Lexicon) -> str | None:
-    """Who it is about, as in "a little dog named Max", "Tom and his mom" or "Sue"; None when no name is known."""
+    """Returns whom a story is about, for example "a little dog named Max" or "Tom and his mom".
+
+    None when it has no name that the lexicon knows.
+    """
     if (match := _PERSON.search(story)) and match[2] in {*lexicon.nouns, "girl", "boy", "man", "woman"}:
         adjective = match[1].split()[-1:]
         kept = [word for word in adjective if word in lexicon.adjectives]
-        return f"{_a([*kept, match[2]])} named {match[3]}" if match[3] in lexicon.names else None
+        return f"{_with_article([*kept, match[2]])} named {match[3]}" if match[3] in lexicon.names else None
     seen = [word for word in words(story) if word in lexicon.names]
     if not seen:
         return None
@@ -207,7 +221,7 @@ def _person(story: str, lexicon: Lexicon) -> str | None:
 
 
 def _objects(story: str, lexicon: Lexicon) -> list[tuple[str, str]]:
-    """(noun, phrase) of the nouns that stand as such in the story, best first."""
+    """Returns (noun, noun with article and adjective) of each word that is used as a noun in the story, best first."""
     tokens = [token.lower() for token in words(story)]
     phrases: dict[str, str] = {}
     score: dict[str, float] = {}
@@ -215,20 +229,24 @@ def _objects(story: str, lexicon: Lexicon) -> list[tuple[str, str]]:
         if word in lexicon.nouns and ends_noun(following) and i:
             early = 1.5 if i < len(tokens) / 3 else 1.0
             score[word] = score.get(word, 0.0) + min(lexicon.rarity.get(word, 1.0), 4.0) * early
-            _better(phrases, word, tokens[i - 1], lexicon)
+            _keep_better_phrase(phrases, word, tokens[i - 1], lexicon)
     order = sorted(score, key=lambda noun: (-score[noun], noun))
     return [(noun, phrases[noun]) for noun in order if not score.keys() & set(singulars(noun))]
 
 
-def _better(phrases: dict[str, str], noun: str, before: str, lexicon: Lexicon) -> None:
-    """Keeps the first phrase of a noun, or the first with an adjective."""
+def _keep_better_phrase(phrases: dict[str, str], noun: str, before: str, lexicon: Lexicon) -> None:
+    """Sets phrases[noun] to the noun with its article, or with its adjective if the word `before` it is one.
+
+    The first phrase stays, unless it has no adjective and the new one has.
+    """
     article = lexicon.nouns[noun]
     adjective = [before] if before in lexicon.adjectives else []
     if noun not in phrases or (adjective and len(phrases[noun].split()) == 2):
-        phrases[noun] = _a([*adjective, noun]) if article == "a" else " ".join([article, *adjective, noun])
+        phrases[noun] = _with_article([*adjective, noun]) if article == "a" else " ".join([article, *adjective, noun])
 
 
-def _a(noun_phrase: Sequence[str]) -> str:
+def _with_article(noun_phrase: Sequence[str]) -> str:
+    """Joins words to a phrase and puts "a" or "an" before it."""
     phrase = " ".join(noun_phrase)
     vowel = phrase[0] in "aeiou" and not phrase.startswith(("uni", "use", "one", "eu"))
     return f"{'an' if vowel or phrase.startswith(('hour', 'honest')) else 'a'} {phrase}"

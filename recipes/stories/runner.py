@@ -1,4 +1,4 @@
-"""What every stage of the recipe is given: settings, folders, and a way to run the project's own commands."""
+"""What every stage of the recipe gets: settings, folders, and a way to run the project's own commands."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from .settings import Settings
 STOPPED = (130, 143, -signal.SIGINT, -signal.SIGTERM)  # exit statuses of a command that was asked to stop
 
 
-def in_process_of_its_own(module: str, arguments: Sequence[str], folder: Path, trainers: int = 1) -> int:
+def run_in_own_process(module: str, arguments: Sequence[str], folder: Path, trainers: int = 1) -> int:
     """Runs `python -m MODULE ARGUMENTS` in a folder and returns its exit status.
 
-    trainers: number of processes of `mlx_zip train`, which share its batches over MLX's ring on this machine; then the
-    first exit status that is not 0 is returned. Ctrl-C reaches the processes from the terminal, and SIGTERM is passed
-    on to them; a training run saves its last step before it ends.
+    trainers: number of processes that run `mlx_zip train` together and share its batches over MLX's ring on this
+    machine; of several exit statuses the first that is not 0 is returned. Other commands run in one process. Ctrl-C
+    reaches the processes from the terminal, and SIGTERM is passed on to them; a training run then saves its last step.
     """
     command = [sys.executable, "-m", *module.split(), *arguments]
     count = trainers if [module, *arguments[:1]] == ["mlx_zip", "train"] else 1
@@ -58,7 +58,7 @@ def ring(count: int) -> Iterator[list[dict[str, str]]]:
 
 
 def on_stderr(line: str) -> None:
-    """Prints a line to stderr at once, so that it stands before the output of the command that follows."""
+    """Prints a line to stderr and flushes it, so that it comes before the output of the next command."""
     print(line, file=sys.stderr, flush=True)
 
 
@@ -66,23 +66,30 @@ def on_stderr(line: str) -> None:
 class Recipe:
     """Settings and folders of a recipe, and how its commands are run.
 
-    data: the folder of the stories. out: the folder of all results. check: refuse other files than the recorded ones.
-    call: runs a module of this Python with arguments in a folder and returns its exit status. say: shows a line.
+    data: folder of the stories. out: folder of all results. check: refuse files whose checksums are not the recorded
+    ones. call: runs a Python module with arguments in a folder and returns its exit status. say: shows a line of
+    progress.
     """
 
     settings: Settings
     data: Path
     out: Path
     check: bool = True
-    call: Callable[[str, Sequence[str], Path], int] = in_process_of_its_own
+    call: Callable[[str, Sequence[str], Path], int] = run_in_own_process
     say: Callable[[str], None] = on_stderr
 
     def command(self, name: str, flags: Mapping[str, Any]) -> None:
-        """Runs `mlx_zip name --flags`, shown as a user would type it. Raises `TrainingError` when it fails."""
+        """Runs the command `mlx_zip NAME FLAGS` and shows it as a user would type it.
+
+        flags: values by name, see `as_words`. Raises `TrainingError` when the command fails.
+        """
         self.execute("mlx_zip", [*name.split(), *as_words(flags)])
 
     def execute(self, module: str, arguments: Sequence[str]) -> None:
-        """Runs an installed module of this Python in `out`, so that paths are short and the same everywhere."""
+        """Runs `python -m MODULE ARGUMENTS` in the folder `out`, so that paths in the arguments are relative to it.
+
+        Raises `TrainingError` when it fails, `KeyboardInterrupt` when it was stopped by a signal.
+        """
         self.say("$ " + shlex.join([module.replace(" ", "."), *arguments]))
         status = self.call(module, arguments, self.out)
         if status in STOPPED:
@@ -93,7 +100,10 @@ class Recipe:
 
 
 def as_words(flags: Mapping[str, Any]) -> list[str]:
-    """Flags as words of a command line: names with dashes; lists as several words; True as a bare flag."""
+    """Returns flags as words of a command line, for example {"val_batches": 4} as --val-batches 4.
+
+    A list becomes several words, True a flag without a value; flags that are None or False are left out.
+    """
     out: list[str] = []
     for name, value in flags.items():
         if value is None or value is False:

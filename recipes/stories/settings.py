@@ -1,4 +1,4 @@
-"""Every number of the recipe. `FULL` makes the bundled pair, `TINY` runs all of it in seconds, to test it."""
+"""Every number of the recipe. `FULL` makes the bundled models, `TINY` runs all stages in seconds, as a test."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Flags = Mapping[str, Any]  # flags of a command, without dashes
 
 
 class Texts(NamedTuple):
-    """So many stories, conversations of several turns, and requests with their story."""
+    """Numbers of texts: stories, conversations of several turns, and conversations of one turn (`asked`)."""
 
     stories: int
     conversations: int
@@ -21,10 +21,11 @@ class Texts(NamedTuple):
 
 @dataclass(frozen=True)
 class Round:
-    """One run of training with packs, and one of its control with the same texts.
+    """One training run with packs, and one of its control with the same texts.
 
-    prefix: of the names of its texts and runs. empty, own, drawn: windows without a pack, with the model's own, and
-    with each of the others. packed, control: settings of `mlx_zip train`.
+    prefix: beginning of the names of its texts and runs. empty: texts for windows that begin without a pack. own: texts
+    for windows that begin with the model's own pack. drawn: texts for windows that begin with another pack, for each of
+    these. packed, control: flags of `mlx_zip train` for the model and for its control.
     """
 
     prefix: str
@@ -39,10 +40,12 @@ class Round:
 class PackSettings:
     """Packs, and the training with them.
 
-    codec: of the model from here on. size: entries of the model's own pack. sizes: so many each sample draws from
-    one of the other packs. unseen: sizes of packs to measure with, which nothing is trained with. window: base ids
-    that packs are learned for. learn_own, learn, learn_unseen: what packs are learned from, twice `learn` from size
-    `large` on. rounds: of training, each with texts of its own. tune: settings of `mlx_zip vocab pack tune`.
+    codec: codec flags of the model from here on. size: entries of the model's own pack. sizes: one number per other
+    pack, the entries that each sample draws from it. unseen: sizes of packs that are only measured with, never trained
+    with. window: base ids that are compressed separately while packs are learned. learn_own, learn, learn_unseen: texts
+    that the model's own pack, each other pack and each unseen pack is learned from; packs of `large` entries or more
+    are learned from twice `learn`. rounds: training runs in order, each with texts of its own. tune: flags of
+    `mlx_zip vocab pack tune`.
     """
 
     codec: Flags
@@ -60,16 +63,18 @@ class PackSettings:
 
 @dataclass(frozen=True)
 class Settings:
-    """What the recipe does.
+    """All settings of the recipe.
 
-    vocab_size: entries of the tokenizer. model: config.json of the base. short, long: base ids of a window while the
-    base learns words, and afterwards. repeats: how often each story of a file is in the training text (once where it is
-    not named). asked, conversations: at most so many of one turn, for the base's first stage, and of several. requests:
-    to test with. codec: of the zip2zip model; `test_turns`: the turn of a conversation that is measured besides the
-    first. base, chat, extra: settings of `mlx_zip train` for the base's first stage, its second, and the one that both
-    the zip2zip model and its control get; encoder: the hyper-encoder of the former. packs: how the two go on. bits: of
-    the bundled weights. validation: bits per byte while training are measured on so many stories. measure: of `mlx_zip
-    evaluate`. workers: processes of `mlx_zip prepare`, None for its default. bundled: the run of each bundled model.
+    vocab_size: tokens of the tokenizer. model: config.json of the base. short, long: base ids per window in the base's
+    first stage and in all later training. repeats: how often each story of a file is in the training text (files that
+    are not named: once). asked, conversations: most conversations of one turn (for the base's first stage) and of
+    several turns. requests: number of test requests. test_turns: number of the turn that is measured besides the first.
+    codec: codec flags of the zip2zip model. base, chat: flags of `mlx_zip train` for the base's first and second stage.
+    extra: flags for the training of the zip2zip model and of its control; encoder: flags of the hyper-encoder. packs:
+    the further training of the two with packs. bits: bits per bundled weight. validation: number of stories on which
+    bits per byte are measured during training. measure: flags of `mlx_zip evaluate`. protect: which tokens are never
+    merged. shard_samples: samples per file of prepared data. workers: processes of `mlx_zip prepare`; None: its
+    default. temperatures: of the measured generation. bundled: the training run of each bundled model.
     """
 
     vocab_size: int
@@ -100,7 +105,7 @@ class Settings:
     )
 
     def fingerprint(self) -> str:
-        """A digest of all settings: runs of different ones do not share a folder."""
+        """Returns the SHA-256 of all settings, by which results of other settings in the same folder are refused."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
 
 
@@ -248,6 +253,7 @@ _FEW = {"iters": 4, "batch_size": 4, "warmup": 1, "steps_per_report": 2, "steps_
 
 
 def _few(texts: Texts) -> Texts:
+    """Returns numbers of texts for a test run: 4 stories, and one conversation of each kind that `texts` has."""
     return Texts(4, min(texts.conversations, 1), min(texts.asked, 1))
 
 

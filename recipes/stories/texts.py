@@ -1,4 +1,4 @@
-"""The stories that the models are made of: which files, their checksums, and how a file falls into stories.
+"""The stories that the models are trained on: files, checksums, and how a file is split into stories.
 
 Nothing is fetched. `SOURCES` names each file well enough to find it or to make it again.
 """
@@ -28,7 +28,10 @@ _REAL = (
 
 @dataclass(frozen=True)
 class Source:
-    """One gzipped text file: its name below the data folder, the sha256 of the stored file, and what is in it."""
+    """One gzipped text file of stories.
+
+    name: its path below the data folder. sha256: of the gzipped file, in hex. origin: what is in it, in words.
+    """
 
     name: str
     sha256: str
@@ -40,7 +43,10 @@ class Source:
             raise DataError(f"{self.name}: {self.sha256!r} is not a sha256 in hex")
 
     def stories(self, folder: Path, check: bool = True) -> list[str]:
-        """The stories of this file in `folder`, in order. Raises `DataError` naming the file."""
+        """Reads this file in `folder` and returns its stories in order. check: refuse a file with another checksum.
+
+        Raises `DataError` naming the file.
+        """
         path = folder / self.name
         text = read_checked(path, self.sha256 if check else None)
         stories = split_real(text) if self.real else split_synthetic(text)
@@ -81,10 +87,10 @@ SOURCES = {
 
 
 def read_stories(folder: Path, check: bool = True) -> dict[str, list[str]]:
-    """Every source's stories by its name in `SOURCES`, from the files in `folder`.
+    """Reads the files in `folder` and returns the stories of each source, by its name in `SOURCES`.
 
-    With `check`, a file whose sha256 is not the recorded one is refused: the recipe's figures would not be its own.
-    Raises `DataError`: for missing files it says what each is.
+    check: refuse files whose sha256 is not the recorded one, because the recorded figures would not apply to them.
+    Raises `DataError`, which describes missing files.
     """
     require(folder)
     return {key: source.stories(folder, check) for key, source in SOURCES.items()}
@@ -99,12 +105,15 @@ def require(folder: Path) -> None:
 
 
 def needs(sources: Sequence[Source] = tuple(SOURCES.values())) -> str:
-    """What the recipe reads, in words: file, content and origin, checksum."""
+    """Returns a sentence that names the files that the recipe reads, with content, origin and checksum."""
     return "Needed: " + "; ".join(f"{s.name}: {s.origin} (sha256 {s.sha256})" for s in sources)
 
 
 def read_checked(path: Path, sha256: str | None) -> str:
-    """The text of a gzipped UTF-8 file. Raises `DataError` when its checksum differs or it cannot be read."""
+    """Returns the text of a gzipped UTF-8 file. sha256: checksum that the file must have; None: any.
+
+    Raises `DataError` when the checksum differs or the file cannot be read.
+    """
     try:
         stored = path.read_bytes()
         found = hashlib.sha256(stored).hexdigest()
@@ -119,14 +128,15 @@ def read_checked(path: Path, sha256: str | None) -> str:
 
 
 def split_synthetic(text: str) -> list[str]:
-    """Stories ended by a line `SEPARATOR`, without the newlines around each; all else stays as it is."""
-    return _filled(re.split(rf"^{re.escape(SEPARATOR)}$", text, flags=re.MULTILINE))
+    """Splits a text at lines that are `SEPARATOR`; removes the newlines around each story and empty stories."""
+    return _without_empty(re.split(rf"^{re.escape(SEPARATOR)}$", text, flags=re.MULTILINE))
 
 
 def split_real(text: str) -> list[str]:
-    """TinyStories as this copy has them: one newline parts stories, two part paragraphs (and stay two)."""
-    return _filled(re.split(r"(?<!\n)\n(?!\n)", text))
+    """Splits a file of TinyStories: a single newline ends a story, an empty line separates paragraphs and is kept."""
+    return _without_empty(re.split(r"(?<!\n)\n(?!\n)", text))
 
 
-def _filled(pieces: list[str]) -> list[str]:
+def _without_empty(pieces: list[str]) -> list[str]:
+    """Returns the pieces without the newlines around them; pieces of white space are left out."""
     return [story for piece in pieces if (story := piece.strip("\n")).strip()]

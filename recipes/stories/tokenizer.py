@@ -1,4 +1,4 @@
-"""The stories tokenizer: byte-fallback BPE with whole words at most, in Hugging Face's files, with a chat template."""
+"""The stories tokenizer: BPE within words, with bytes as fallback, in Hugging Face's files, with a chat template."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(texts: Iterable[str], folder: Path, vocab_size: int, context: int) -> None:
-    """Learns a tokenizer of `vocab_size` entries for a model of `context` positions, and writes it into `folder`.
+    """Learns a tokenizer of `vocab_size` tokens from texts and writes its files into `folder`.
 
-    A space belongs to the word after it and is never added or dropped, so decoding gives back the text exactly;
-    what the learnt pieces cannot spell is spelt in bytes. Digits stand alone, so that they can be protected.
+    A space belongs to the word after it and is never added or dropped, so decoding returns the text exactly. What the
+    learned tokens cannot spell is spelt in bytes. Each digit is a token, so that digits can be protected. context: most
+    positions of the model.
     """
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -56,7 +57,10 @@ def train_tokenizer(texts: Iterable[str], folder: Path, vocab_size: int, context
 
 
 def _without_special_bytes(tokenizer: Any) -> Any:
-    """The same tokenizer with its byte pieces as ordinary ones: as special tokens they would match in plain text."""
+    """Returns a copy of a tokenizer in which byte tokens are ordinary tokens and each text begins with `BOS`.
+
+    As special tokens, byte tokens such as <0x41> would be recognized in plain text.
+    """
     import json
 
     from tokenizers import Tokenizer

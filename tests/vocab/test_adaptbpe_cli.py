@@ -107,7 +107,7 @@ def test_what_is_lost_of_a_base_beside_its_merges_is_told(run, folder):
     assert (record["unreachable"], record["ignore_merges"]) == (2, True)
     assert "2 tokens of " in out
     assert "are left out: no merge makes them" in out
-    assert "the adapted vocabulary goes by its merges" in out
+    assert "the adapted vocabulary always uses its merges" in out
 
 
 def test_held_out_texts_are_counted_beside_those_adapted_to(run, learn, folder):

@@ -1,4 +1,4 @@
-"""The picture of the AdaptBPE report: utility and bits per byte by the share of the merges that stay."""
+"""The picture of the AdaptBPE report: compression utility and bits per byte by the share of merges that are kept."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ PANELS = {"compression utility": "utility", "bits per byte": "bits_per_byte"}
 
 
 def picture(records: Records) -> Figure:
-    """Returns the figure of the record's first text and model.
+    """Returns a figure of utility and of bits per byte by share of merges kept, a curve per method.
 
-    Raises `InstallationError` without matplotlib, `MlxZipError` for a record without lines.
+    It shows the first text and model in the record `adapt_model`. Raises `InstallationError` without matplotlib,
+    `MlxZipError` for a record without lines.
     """
     found = groups(records.lines("adapt_model"))
     if not found:
@@ -37,7 +38,10 @@ def picture(records: Records) -> Figure:
 
 
 def _curve(shares: Any, method: str, key: str) -> tuple[list[float], list[float]]:
-    """Percent of the merges kept and the figure for each, the whole list last."""
+    """Returns the points of one method: per cent of merges kept (rising up to 100), and the value of `key` for each.
+
+    shares: recorded lines by share kept and method, as `groups` returns them.
+    """
     points = [(100 * share, methods[method][key]) for share, methods in shares.items() if method in methods]
     points.append((100, shares[1]["whole list"][key]))
     x, y = zip(*sorted(points), strict=True)

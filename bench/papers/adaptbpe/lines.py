@@ -19,8 +19,9 @@ METHODS = {"first-k": "first-k", "top-k": "top-k", "adapt": "adapted"}
 
 
 def groups(lines: Sequence[Line]) -> dict[tuple[str, float], dict[float, dict[str, Line]]]:
-    """Lines of `bench adapt_model` by (text, bytes of the whole model), by share, by method; the whole list's share is
-    1. Lines follow that of their whole model.
+    """Sorts lines of `bench adapt_model` into result[text, bytes of the whole model's file][share of merges][method].
+
+    A line of the whole model has share 1 and method "whole list"; it comes before the lines that are compared with it.
     """
     found: dict[tuple[str, float], dict[float, dict[str, Line]]] = {}
     key = ("", 0.0)

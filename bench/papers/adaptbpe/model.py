@@ -1,13 +1,13 @@
-"""AdaptBPE on a model with trained weights: what a text costs it in bits per byte before and after.
+"""AdaptBPE on a model with trained weights: bits per byte of held-out text before and after its vocabulary is adapted.
 
 For each text the model's tokenizer is adapted to its training part, `mlx_zip vocab adapt convert` writes the smaller
 model, and the test part is scored strictly, as `mlx_zip evaluate` does; the softmax of the adapted model is over the
 rows kept. Models with the first N merges and with the N most frequent ones are scored for comparison. N is a share of
 the list's merges. The first line is of the whole model.
 
-`where` splits the extra bits: tokens of the test part that are the same in both tokenizations, and the bytes of all
-other tokens, which the adapted tokenizer splits. Source of the method: arXiv 2601.21665, which reports perplexities on
-models of its own.
+`where` in a line splits bits per byte in two: those spent on tokens that both tokenizations of the test part share, and
+those spent on all other tokens, which the adapted tokenizer splits. Source of the method: arXiv 2601.21665, which
+reports perplexities on models of its own.
 """
 
 from __future__ import annotations
@@ -46,15 +46,31 @@ from .figure import picture
 ROOT = Path(__file__).resolve().parents[3]  # of the checkout
 
 CONTEXT = 1024
-TARGET = 0.01  # bits per byte more than the whole model's, at half of the merges, on the model's own kind of text
+TARGET = 0.01  # most that bits per byte should grow, as a fraction, with half of the merges on the model's kind of text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of `bench adapt_model`."""
+    """Adds the flags of `bench adapt_model` to a parser."""
     add = parser.add_argument
-    add("--model", default="stories-base", help="a folder or a bundled model, plain or zip2zip (default: stories-base)")
-    add("--train", nargs="+", default=[], metavar="NAME=FILE", help="texts to adapt to, as `bench tokens --text`")
-    add("--test", nargs="+", default=[], metavar="NAME=FILE", help="texts of the same names to score")
+    add(
+        "--model",
+        default="stories-base",
+        help="plain or zip2zip model to adapt: a folder or the name of a bundled model (default: stories-base)",
+    )
+    add(
+        "--train",
+        nargs="+",
+        default=[],
+        metavar="NAME=FILE",
+        help="texts to adapt to, each with a name; FILE as in `bench tokens --text`",
+    )
+    add(
+        "--test",
+        nargs="+",
+        default=[],
+        metavar="NAME=FILE",
+        help="held-out texts to measure bits per byte on; each NAME must also be in --train",
+    )
     add("--separator", help="line that ends a document of a .txt file (default: each file is one document)")
     add(
         "--shares",
@@ -62,22 +78,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=[0.25, 0.5, 0.75],
         metavar="SHARE",
-        help="shares of the merges to keep (default: 0.25 0.5 0.75)",
+        help="shares of the tokenizer's merges to keep, between 0 and 1 (default: 0.25 0.5 0.75)",
     )
-    add("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="ways to choose merges (default: all)")
-    add("--limit-bytes", type=int, metavar="N", help="bytes of each test text at most")
-    add("--limit-train-bytes", type=int, metavar="N", help="bytes of each training text at most")
+    add(
+        "--methods",
+        nargs="+",
+        choices=METHODS,
+        default=list(METHODS),
+        help="which merges to keep: first-k: the first of the list; top-k: the most frequent ones in --train; adapt: "
+        "those that AdaptBPE chooses (default: all three)",
+    )
+    add("--limit-bytes", type=int, metavar="N", help="read at most N bytes of each text of --test (default: all)")
+    add(
+        "--limit-train-bytes",
+        type=int,
+        metavar="N",
+        help="read at most N bytes of each text of --train (default: all)",
+    )
     add("--batch-size", type=int, default=8, help="windows per model call (default: 8)")
     add(
         "--plot",
         type=Path,
         metavar="FILE",
-        help="picture of the kept record to draw, .svg or .png; nothing is measured",
+        help="write a plot of the record in this checkout to FILE (.svg or .png), and measure nothing",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints one JSON line per text, share and method, or draws the kept record. Raises `MlxZipError`."""
+    """Measures and prints one JSON line per text, share and method; with --plot draws the record of this checkout.
+
+    Raises `MlxZipError`.
+    """
     if args.plot is not None:
         save(picture(Records(ROOT)), args.plot)
         return 0
@@ -93,22 +124,27 @@ def run(args: argparse.Namespace) -> int:
     for name, corpus in train.items():
         words = words_of(bench.base.front, [document.text for document in corpus.documents])
         whole = bench.score(bench.folder, test[name].documents)
-        told = {"train_bytes": corpus.n_bytes, "test": {**test[name].record(), "files": _names(test[name].files)}}
-        bench.say(name, bench.line(whole, whole) | told)
+        texts = {"train_bytes": corpus.n_bytes, "test": {**test[name].record(), "files": _names(test[name].files)}}
+        bench.print_line(name, bench.line(whole, whole) | texts)
         for share in args.shares:
             for method in args.methods:
-                bench.say(name, bench.of(words, share, method, test[name].documents, whole) | told)
+                bench.print_line(name, bench.adapt(words, share, method, test[name].documents, whole) | texts)
     return 0
 
 
 def _names(files: Sequence[str]) -> list[str]:
+    """Returns file names without their folders."""
     return [Path(file).name for file in files]
 
 
 @dataclass(frozen=True)
 class Result:
-    """A model on a text. tokens: base ids. spans, bits: of a plain model whose windows are documents: for each document
-    the tokens' (first byte, end), and each one's bits.
+    """A model's score on a text, and the model's size.
+
+    ids: number of ids that the model reads; tokens: number of base ids. file_bytes: size of the weight files;
+    weight_bytes: bytes of weights that a decoding step reads. spans: for each document the (first byte, end) of each
+    token; bits: for each document the bits of each token. Both are empty for a zip2zip model and where a document
+    fills several windows.
     """
 
     bits_per_byte: float
@@ -124,7 +160,7 @@ class Result:
 
 
 class Bench:
-    """The model in its folder, and the flags."""
+    """Adapts and measures one model. args: the command's flags; folder: the model's; base: its vocabulary."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         from mlx_zip.loading import model_folder
@@ -132,8 +168,11 @@ class Bench:
         self.args, self.folder = args, Path(model_folder(args.model))
         self.base: BaseVocabulary = read_base(self.folder)
 
-    def of(self, words: Counter[bytes], share: float, method: str, documents: Any, whole: Result) -> dict[str, Any]:
-        """Adapts, converts and scores; returns the record."""
+    def adapt(self, words: Counter[bytes], share: float, method: str, documents: Any, whole: Result) -> dict[str, Any]:
+        """Keeps a share of the merges, converts the model to them, scores it on the documents; returns the record.
+
+        words: how often each word occurs in the training text. whole: the unadapted model's result.
+        """
         n = round(share * self.base.n_merges)
         kept = adapted(self.base, words, n, method=method)
         with tempfile.TemporaryDirectory() as folder:
@@ -144,7 +183,7 @@ class Bench:
         return self.line(found, whole, kept) | {"share": share, "merges": n, "method": method}
 
     def score(self, folder: Path, documents: Sequence[Document]) -> Result:
-        """Loads the model of a folder and returns its bits over the documents."""
+        """Loads the model in a folder and scores the documents with it, strictly."""
         from mlx_zip.generate import load
 
         model, tokenizer = load(folder)
@@ -154,7 +193,7 @@ class Bench:
         scored = score(model, rows, self.args.batch_size)
         bits = np.array([window_bits(*parts) for parts in zip(windows.windows, rows, scored, strict=True)])
         n_bytes = np.array([window.n_bytes for window in windows.windows])
-        apart = not is_zip(model) and len(windows.windows) == len(documents)
+        by_document = not is_zip(model) and len(windows.windows) == len(documents)
         return Result(
             float(bits.sum() / n_bytes.sum()),
             ratio_error(bits, n_bytes),
@@ -164,12 +203,15 @@ class Bench:
             sum(file.stat().st_size for file in folder.glob("*.safetensors")),
             weight_bytes(model),
             model.layout.vocab_size if is_zip(model) else model.args.vocab_size,
-            tuple(_spans(tokenizer, document.text) for document in documents) if apart else (),
-            tuple(-row.logprobs / math.log(2) for row in scored) if apart else (),
+            tuple(_spans(tokenizer, document.text) for document in documents) if by_document else (),
+            tuple(-row.logprobs / math.log(2) for row in scored) if by_document else (),
         )
 
     def line(self, found: Result, whole: Result, kept: AdaptedVocabulary | None = None) -> dict[str, Any]:
-        """Returns the record of a model, compared with the whole one."""
+        """Returns the record of a model's result, with its differences from the unadapted model's result `whole`.
+
+        kept: the adapted vocabulary; None for the unadapted model.
+        """
         return {
             "share": 1,
             "merges": self.base.n_merges,
@@ -185,17 +227,20 @@ class Bench:
             "ids": found.ids,
             "file_bytes": found.file_bytes,
             "step_weight_bytes": found.weight_bytes,
-            "where": where(found, whole) if found.bits and whole.bits else None,
+            "where": bits_on_split_tokens(found, whole) if found.bits and whole.bits else None,
         }
 
-    def say(self, name: str, line: dict[str, Any]) -> None:
-        """Prints a line."""
+    def print_line(self, name: str, line: dict[str, Any]) -> None:
+        """Prints a record as a JSON line, with the names of model and text and with the machine."""
         head = {"bench": "adapt_model", "model": self.folder.name, "text": name}
         print(json.dumps({**head, **line, **surroundings("mlx", "mlx-lm")}), flush=True)
 
 
 def convert(model: Path, vocabulary: Path, out: Path) -> None:
-    """Runs `mlx_zip vocab adapt convert` in a process of its own. Raises `MlxZipError` with its message."""
+    """Writes the model for an adapted vocabulary to `out` by `mlx_zip vocab adapt convert`, in a separate process.
+
+    Raises `MlxZipError` with the error message of that process.
+    """
     words = ["vocab", "adapt", "convert", str(vocabulary), "--model", str(model), "--out", str(out)]
     done = subprocess.run([sys.executable, "-m", "mlx_zip", *words], capture_output=True, text=True)
     if done.returncode:
@@ -203,22 +248,25 @@ def convert(model: Path, vocabulary: Path, out: Path) -> None:
 
 
 def _spans(tokenizer: Any, text: str) -> list[tuple[int, int]]:
+    """Returns the (first byte, end) of each token of a text."""
     ends = np.cumsum(encode_with_bytes(tokenizer, text)[1]).tolist()
     return list(zip([0, *ends], ends, strict=False))
 
 
-def where(found: Result, whole: Result) -> dict[str, Any]:
-    """Bits per byte of the text that both models spend on tokens that they share, and on the others; how many bytes and
-    tokens these others are.
+def bits_on_split_tokens(found: Result, whole: Result) -> dict[str, Any]:
+    """Splits the bits per byte of the whole model (before) and of the adapted one (after) by kind of token.
+
+    "same": tokens that both tokenizations have in the same place; "split": all other tokens. All bits are divided by
+    the bytes of the whole text. Also counts the bytes of split tokens, and the split tokens before and after.
     """
-    spent = np.zeros((2, 2))  # whole, found x same, split
-    others, split_bytes = [0, 0], 0
+    spent = np.zeros((2, 2))  # bits: rows whole model, adapted model; columns same, split
+    others, split_bytes = [0, 0], 0  # split tokens of either model; bytes that they cover
     for document in range(len(whole.spans)):
         same = set(whole.spans[document]) & set(found.spans[document])
         for side, result in enumerate((whole, found)):
-            apart = np.array([span not in same for span in result.spans[document]])
-            spent[side] += [result.bits[document][~apart].sum(), result.bits[document][apart].sum()]
-            others[side] += int(apart.sum())
+            split = np.array([span not in same for span in result.spans[document]])
+            spent[side] += [result.bits[document][~split].sum(), result.bits[document][split].sum()]
+            others[side] += int(split.sum())
         split_bytes += sum(end - begin for begin, end in whole.spans[document] if (begin, end) not in same)
     per_byte = np.round(spent / whole.n_bytes, 5).tolist()
     return {

@@ -1,9 +1,10 @@
-"""Measures the time of a decoding step of a model with a part of the rows of its embedding and head.
+"""Measures the time of a decoding step of a model that keeps only some of the rows of its embedding and head.
 
 The whole and the smaller model run the same forced ids through mlx-lm, a few steps at a time and in turns, so that a
-machine that slows down slows both; each ratio is of two runs that followed one another. On a busy machine the clock
-time of a step includes waits for a core, so processor time is recorded too. The bound is bytes of the dropped rows over
-the bytes that a step of the whole model reads. Which rows are kept does not matter for time; they are evenly spaced.
+machine that slows down slows both models; each ratio is of two consecutive runs. On a busy machine the wall time of a
+step includes waits for a core, so processor time is recorded too. The bound is the largest share of time that can be
+saved: bytes of the dropped rows over the bytes that a step of the whole model reads. Which rows are kept does not
+matter for time; they are evenly spaced.
 Source of the question: AdaptBPE, arXiv 2601.21665.
 """
 
@@ -25,31 +26,45 @@ from mlx_zip.bench.workloads import read_tokenizer
 from mlx_zip.errors import MlxZipError
 
 CLOCKS = ("wall_ms", "processor_ms")
-TARGET = 0.8  # of the bound
+TARGET = 0.8  # share of the bound that should be saved
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of `bench adapt_step`."""
+    """Adds the flags of `bench adapt_step` to a parser."""
     add = parser.add_argument
-    add("--model", metavar="DIR", help="plain model: a folder or a bundled name")
-    add("--shape", choices=tuple(SHAPES), help="random weights of this shape in place of --model")
+    add("--model", metavar="DIR", help="plain model to measure: a folder or the name of a bundled model")
+    add(
+        "--shape",
+        choices=tuple(SHAPES),
+        help="measure a model with random weights and the layer sizes of SHAPE, instead of --model",
+    )
     add(
         "--precisions",
         nargs="+",
         choices=PRECISIONS,
         default=["float32"],
-        help="precisions of the weights of --shape (default: float32)",
+        help="precisions of the random weights of --shape, measured one by one (default: float32)",
     )
     add(
         "--tokenizer", default="stories-base", help="tokenizer of --shape: a folder or a hub id (default: stories-base)"
     )
-    add("--keep", type=float, nargs="+", default=[0.5], metavar="SHARE", help="share of the rows kept (default: 0.5)")
-    add("--tokens", type=int, default=16, metavar="N", help="steps per run (default: 16)")
-    add("--trials", type=int, default=15, help="trials: runs of each model (default: 15)")
+    add(
+        "--keep",
+        type=float,
+        nargs="+",
+        default=[0.5],
+        metavar="SHARE",
+        help="shares of the vocabulary's rows to keep, above 0 and up to 1, measured one by one (default: 0.5)",
+    )
+    add("--tokens", type=int, default=16, metavar="N", help="decoding steps per timed run (default: 16)")
+    add("--trials", type=int, default=15, help="timed runs of each of the two models (default: 15)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints one JSON line per precision and share. Raises `MlxZipError` before any weight is made."""
+    """Measures and prints one JSON line per precision and share of rows.
+
+    Raises `MlxZipError` for wrong flags before any weights are made.
+    """
     if (args.model is None) == (args.shape is None):
         raise MlxZipError("name a model with --model or a shape with --shape, one of them")
     for name, least in (("tokens", 4), ("trials", 1)):
@@ -68,8 +83,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measure(models: Models, share: float, tokens: int, trials: int) -> dict[str, Any]:
-    """The record of one share; a first round does not count. Times are ms per step; ratios the cut model's over the
-    whole one's, trial by trial; of_bound the part of the bound that the median ratio reaches.
+    """Returns the record of one share of rows kept.
+
+    Times are milliseconds per step. Each ratio is the smaller ("cut") model's time over the whole model's in one trial;
+    `of_bound` is the share of the bound that the median ratio saves. The first of trials + 1 rounds is a warm-up.
     """
     vocab_size = models.base_config["vocab_size"]
     kept = np.linspace(0, vocab_size - 1, max(1, round(share * vocab_size))).astype(np.uint32)
@@ -104,7 +121,10 @@ def measure(models: Models, share: float, tokens: int, trials: int) -> dict[str,
 
 
 def _step_ms(engine: MlxLm, forced: list[int]) -> tuple[float, float]:
-    """Per step, by `CLOCKS`: the median between two steps; and of all of the process, the first step with them."""
+    """Runs the forced ids once and returns the milliseconds per step by wall clock and by processor clock.
+
+    Wall time is the median between consecutive steps; processor time is the whole run's, divided by its steps.
+    """
     begun = time.process_time()
     found = engine.run(forced[:1], len(forced), forced)
     used_s = time.process_time() - begun

@@ -21,83 +21,91 @@ PRECISIONS = {"8": "8 bit", "4": "4 bit", "16": "16 bit"}
 CLOCKS = {"processor_ms": "processor's time", "wall_ms": "wall's clock"}
 
 
-def _utility(records: Records) -> str:
+def _utility_table(records: Records) -> str:
+    """Returns the table of compression utility by text, number of merges N and method, the best of a row in bold."""
     rows, shown = [], ""
-    for line in _of(records, "adaptbpe", "utility"):
+    for line in _lines_about(records, "adaptbpe", "utility"):
         first = line["text"] != shown
         shown = line["text"]
-        found = _best([line["utility"][name] for name in COLUMNS])
+        found = _best_in_bold([line["utility"][name] for name in COLUMNS])
         name = f"{TEXTS[shown]} ({line['train_bytes']:,} bytes)" if first else ""
         rows.append([name, str(line["merges"]), *found, f"{line['utility']['whole_list']:.4f}" if first else ""])
     return table(["text (adapted to)", "N", *COLUMNS.values(), "whole list"], rows)
 
 
-def _best(values: Sequence[float]) -> list[str]:
-    """To four digits, the greatest in bold unless there are two."""
+def _best_in_bold(values: Sequence[float]) -> list[str]:
+    """Formats the values to four digits, the greatest in bold unless several are greatest."""
     top = max(values)
     alone = sum(value == top for value in values) == 1
     return [f"**{value:.4f}**" if alone and value == top else f"{value:.4f}" for value in values]
 
 
-def _speed(records: Records) -> str:
+def _speed_table(records: Records) -> str:
+    """Returns the table of encoding speeds by text: the `tokenizers` library, the whole list, the adapted list."""
     ways = ("tokenizers", "whole_list", "whole_list_fresh", "adapted", "adapted_fresh")
-    lines = _of(records, "adaptbpe", "encoding")
+    lines = _lines_about(records, "adaptbpe", "encoding")
     rows = [[f"{TEXTS[line['text']]} ({line['bytes']:,})", *(_spread(line[way]) for way in ways)] for line in lines]
     merges = lines[0]["merges"]
     header = ["text (bytes)", "`tokenizers`", "whole list", "*fresh*", f"adapted, N = {merges}", "*fresh*"]
     return table(header, rows)
 
 
-def _of(records: Records, name: str, what: str) -> list[Line]:
+def _lines_about(records: Records, name: str, what: str) -> list[Line]:
+    """Returns the lines of a record whose field `what` has this value."""
     return [line for line in records.lines(name) if line["what"] == what]
 
 
 def _spread(figure: Line, digits: int = 1) -> str:
+    """Formats a summary as "median (least-greatest)"."""
     return f"{figure['median']:.{digits}f} ({figure['min']:.{digits}f}-{figure['max']:.{digits}f})"
 
 
-def _bits(records: Records) -> str:
+def _bits_table(records: Records) -> str:
+    """Returns the table of bits per byte by text, model, share of merges kept and method."""
     rows = []
     for (text, n_bytes), shares in groups(records.lines("adapt_model")).items():
         whole = shares[1]["whole list"]
         name = f"{TEXTS.get(text, text)}, `{whole['model']}`: {whole['vocab_size']:,} ids, {n_bytes / 1e6:.1f} MB"
-        for share, methods in _cut(shares):
+        for share, methods in _shares_below_1(shares):
             one = next(iter(methods.values()))
             size = f"{one['vocab_size']:,} ids, {one['file_bytes'] / 1e6:.1f} MB"
-            told = [_bit(methods.get(method)) for method in METHODS]
-            rows.append([name, f"{share:.0%}", size, *told, f"{whole['bits_per_byte']:.3f}"])
+            bits = [_bits_cell(methods.get(method)) for method in METHODS]
+            rows.append([name, f"{share:.0%}", size, *bits, f"{whole['bits_per_byte']:.3f}"])
             name = ""
     return table(["text, model", "merges kept", "", *METHODS.values(), "whole list"], rows)
 
 
-def _cut(shares: dict[float, dict[str, Line]]) -> list[tuple[float, dict[str, Line]]]:
-    """The shares below 1, rising, with their lines by method."""
+def _shares_below_1(shares: dict[float, dict[str, Line]]) -> list[tuple[float, dict[str, Line]]]:
+    """Returns (share of merges kept, lines by method) for each share below 1, in rising order."""
     return [(share, methods) for share, methods in sorted(shares.items()) if share < 1]
 
 
-def _bit(line: Line | None) -> str:
+def _bits_cell(line: Line | None) -> str:
+    """Formats bits per byte and their change from the whole model; "" where nothing was measured."""
     return "" if line is None else f"{line['bits_per_byte']:.3f} ({line['change']:+.1%})"
 
 
-def _saved(records: Records) -> str:
+def _saved_table(records: Records) -> str:
+    """Returns the table of compression utility on the texts of `adapt_model`, by share of merges kept and method."""
     rows = []
     for (text, _), shares in groups(records.lines("adapt_model")).items():
         whole = shares[1]["whole list"]
         name = f"{TEXTS.get(text, text)}, `{whole['model']}`"
-        for share, methods in _cut(shares):
-            told = [f"{methods[method]['utility']:.4f}" if method in methods else "" for method in METHODS]
-            rows.append([name, f"{share:.0%}", *told, f"{whole['utility']:.4f}"])
+        for share, methods in _shares_below_1(shares):
+            cells = [f"{methods[method]['utility']:.4f}" if method in methods else "" for method in METHODS]
+            rows.append([name, f"{share:.0%}", *cells, f"{whole['utility']:.4f}"])
             name = ""
     return table(["text, model", "merges kept", *METHODS.values(), "whole list"], rows)
 
 
-def _where(records: Records) -> str:
+def _where_table(records: Records) -> str:
+    """Returns the table of the bits per byte spent on tokens that the adapted tokenizer splits, and on all others."""
     rows = []
     for (text, _), shares in groups(records.lines("adapt_model")).items():
-        for share, methods in _cut(shares):
+        for share, methods in _shares_below_1(shares):
             line = methods.get("adapt")
             if line is not None and line["where"]:
-                rows.append([TEXTS.get(text, text), f"{share:.0%}", *_told(line)])
+                rows.append([TEXTS.get(text, text), f"{share:.0%}", *_where_cells(line)])
     header = [
         "text",
         "merges kept",
@@ -109,7 +117,8 @@ def _where(records: Records) -> str:
     return table(header, rows)
 
 
-def _told(line: Line) -> list[str]:
+def _where_cells(line: Line) -> list[str]:
+    """Returns the cells on split tokens of one adapted model: their share of the text, their number, bits per byte."""
     where, n_bytes = line["where"], line["test"]["bytes"]
     before, after = where["bits_per_byte_before"], where["bits_per_byte_after"]
     return [
@@ -119,7 +128,8 @@ def _told(line: Line) -> list[str]:
     ]
 
 
-def _steps(records: Records) -> str:
+def _steps_table(records: Records) -> str:
+    """Returns the table of decoding step times with fewer rows, relative to the whole model, and of the bound."""
     rows = []
     for line in records.lines("adapt_step"):
         model = f"`{line['model']['name']}`, {PRECISIONS.get(line['model']['precision'], line['model']['precision'])}"
@@ -136,8 +146,11 @@ def _steps(records: Records) -> str:
     return table([*header, *(cell for clock in CLOCKS.values() for cell in (clock, "of the bound"))], rows)
 
 
-def _over_top_k(records: Records) -> str:
-    """Utility of the adapted list over that of the N most frequent merges, in points, by text and N."""
+def _over_top_k_table(records: Records) -> str:
+    """Returns the table of how much more the adapted list saves than the N most frequent merges, by text and N.
+
+    Differences of utility are in percentage points.
+    """
     lines = [line for line in records.lines("adaptbpe-wide") if line["what"] == "utility"]
     sizes = sorted({line["merges"] for line in lines})
     found: dict[tuple[str, str], dict[int, str]] = {}
@@ -149,13 +162,13 @@ def _over_top_k(records: Records) -> str:
 
 
 TABLES: dict[str, Callable[[Records], str]] = {
-    "adapt-utility": _utility,
-    "adapt-over-top-k": _over_top_k,
-    "adapt-speed": _speed,
-    "adapt-bits": _bits,
-    "adapt-saved": _saved,
-    "adapt-where": _where,
-    "adapt-steps": _steps,
+    "adapt-utility": _utility_table,
+    "adapt-over-top-k": _over_top_k_table,
+    "adapt-speed": _speed_table,
+    "adapt-bits": _bits_table,
+    "adapt-saved": _saved_table,
+    "adapt-where": _where_table,
+    "adapt-steps": _steps_table,
     "adapt-machines": lambda records: machines(records, RECORDS),
 }
 PICTURES: dict[str, Callable[[Records], Figure]] = {"docs/reports/adaptbpe.svg": picture}

@@ -1,10 +1,10 @@
 """AdaptBPE: what a merge list loses when it is cut to N merges, and how fast adapting and encoding are.
 
-Per text and N a line: compression utility (bytes saved per byte of the text that is not adapted to) of the first N
-merges, of the N most frequent, of the list adapted by each rule, and of the whole list; and the seconds of adapting,
-from text to swaps. Then a line per text for encoding, in millions of bytes per second on one core, compared with the
-`tokenizers` library with the same list: trials alternate, "fresh" is an encoder that has seen nothing. The documents of
-a text are joined by line breaks. Source: arXiv 2601.21665.
+There is a line per text and N with the compression utility of the first N merges, of the N most frequent ones, of the
+list adapted by each rule and of the whole list. Compression utility is 1 - tokens / bytes of held-out text. The line
+also has the seconds of adapting, from text to swaps. A further line per text has the speed of encoding, in millions of
+bytes per second on one core, next to that of the `tokenizers` library with the same list; trials alternate, and "fresh"
+is an encoder whose cache is empty. The documents of a text are joined by line breaks. Source: arXiv 2601.21665.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from mlx_zip.vocab.adaptbpe.plain import tokenizer_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of `bench adaptbpe`."""
+    """Adds the flags of `bench adaptbpe` to a parser."""
     add = parser.add_argument
     add(
         "--tokenizer",
@@ -38,24 +38,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="base",
         required=True,
         metavar="FILE",
-        help="tokenizer to adapt, as `mlx_zip vocab adapt learn` takes it",
+        help="tokenizer to adapt, of any kind that `mlx_zip vocab adapt learn` reads",
     )
-    add("--train", nargs="+", required=True, metavar="NAME=FILE", help="texts to adapt to, as `bench tokens --text`")
-    add("--test", nargs="+", required=True, metavar="NAME=FILE", help="texts of the same names to count tokens in")
+    add(
+        "--train",
+        nargs="+",
+        required=True,
+        metavar="NAME=FILE",
+        help="texts to adapt to, each with a name; FILE as in `bench tokens --text`",
+    )
+    add(
+        "--test",
+        nargs="+",
+        required=True,
+        metavar="NAME=FILE",
+        help="held-out texts to count tokens in; each NAME must also be in --train",
+    )
     add(
         "--merges",
         type=int,
         nargs="+",
         default=[2000, 5000, 15000],
         metavar="N",
-        help="numbers of merges to keep (default: 2000 5000 15000)",
+        help="numbers of merges to keep, measured one by one (default: 2000 5000 15000)",
     )
-    add("--margin", type=int, default=0, metavar="N", help="a swap must gain more than this (default: 0)")
-    add("--trials", type=int, default=5, help="trials per timing (default: 5)")
+    add(
+        "--margin",
+        type=int,
+        default=0,
+        metavar="N",
+        help="make a swap of merges only if it saves more than N tokens of --train (default: 0)",
+    )
+    add("--trials", type=int, default=5, help="timed calls per measurement (default: 5)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints a JSON line per text and N, and one per text for encoding. Raises `MlxZipError` before anything long."""
+    """Measures and prints a JSON line per text and number of merges, and one per text for the speed of encoding.
+
+    Raises `MlxZipError` for wrong flags before anything is measured.
+    """
     if args.trials < 1:
         raise MlxZipError(f"--trials must be at least 1, got {args.trials}")
     train, test = _joined(args.train), _joined(args.test)
@@ -72,11 +93,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _joined(texts: list[str]) -> dict[str, str]:
+    """Reads NAME=FILE arguments and returns the text of each name, its documents joined by line breaks."""
     return {name: "\n".join(d.text for d in corpus.documents) for name, corpus in read_domains(texts).items()}
 
 
 def utility(base: BaseVocabulary, train: str, test: str, n: int, margin: int, trials: int) -> dict[str, Any]:
-    """Returns the record of one N: utilities on `test` to four digits, seconds of adapting to `train`."""
+    """Returns the record of keeping `n` merges: compression utility on `test`, seconds of adapting to `train`.
+
+    margin: see --margin. trials: how often adapting is timed.
+    """
     seconds: list[float] = []
     swaps: tuple[Swap, ...] = ()
     for _ in range(trials):
@@ -105,19 +130,22 @@ def utility(base: BaseVocabulary, train: str, test: str, n: int, margin: int, tr
 
 
 def encoding(base: BaseVocabulary, text: str, n: int, trials: int) -> dict[str, Any]:
-    """Returns the speeds of encoding one text as a whole. Raises `MlxZipError` where the libraries disagree on it."""
+    """Returns the record of the speeds of encoding one text, by the `tokenizers` library and by our encoders.
+
+    n: merges of the adapted list. Raises `MlxZipError` where the library gives other ids than our whole list.
+    """
     data, kept = text.encode("utf-8"), adapted(base, words_of(base.front, [text]), n)
     plain, library = base.encoder(), _library(base)
     theirs = library.encode_batch_fast([text])[0].ids
-    same = np.array_equal(_order(base)[plain.encode(data)], theirs)
+    same = np.array_equal(_library_ids(base)[plain.encode(data)], theirs)
     if not same:
         raise MlxZipError(f"{base.name}: the tokenizers library gives other ids, so speeds do not compare")
-    ways: dict[str, Callable[[], float]] = {  # seconds
+    ways: dict[str, Callable[[], float]] = {  # each encodes the text once and returns the seconds
         "tokenizers": lambda: _seconds(lambda: library.encode_batch_fast([text])),
         "whole_list": lambda: _seconds(lambda: plain.encode(data)),
-        "whole_list_fresh": lambda: _fresh(base.encoder(), data),
+        "whole_list_fresh": lambda: _encoding_seconds(base.encoder(), data),
         "adapted": lambda: _seconds(lambda: kept.encoder.encode(data)),
-        "adapted_fresh": lambda: _fresh(Encoder(kept.merges, kept.schedule, kept.encoder.pieces), data),
+        "adapted_fresh": lambda: _encoding_seconds(Encoder(kept.merges, kept.schedule, kept.encoder.pieces), data),
     }
     speeds: dict[str, list[float]] = {name: [] for name in ways}
     for trial in range(trials + 1):
@@ -136,18 +164,20 @@ def encoding(base: BaseVocabulary, text: str, n: int, trials: int) -> dict[str, 
     }
 
 
-def _fresh(encoder: Encoder, data: bytes) -> float:
+def _encoding_seconds(encoder: Encoder, data: bytes) -> float:
+    """Returns the seconds that an encoder, made before the clock starts, takes to encode the bytes."""
     return _seconds(lambda: encoder.encode(data))
 
 
 def _seconds(call: Callable[[], Any]) -> float:
+    """Returns the wall seconds of one call."""
     begun = time.perf_counter()
     call()
     return time.perf_counter() - begun
 
 
 def _library(base: BaseVocabulary) -> Any:
-    """Returns the `tokenizers` library's tokenizer with the whole list, for one core."""
+    """Returns a tokenizer of the `tokenizers` library with the whole merge list, which uses one core."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     from tokenizers import Tokenizer
 
@@ -155,11 +185,12 @@ def _library(base: BaseVocabulary) -> Any:
     return Tokenizer.from_str(json.dumps(tokenizer_json(whole, base.source)))
 
 
-def _order(base: BaseVocabulary) -> Any:
-    """Returns the library's id of each of our tokens."""
+def _library_ids(base: BaseVocabulary) -> Any:
+    """Returns the `tokenizers` library's id of each of our tokens, an array indexed by our id."""
     return adapted(base, Counter(), base.n_merges, method="first-k").ids_of(base.ids)
 
 
 def _print(name: str, base: BaseVocabulary, record: dict[str, Any]) -> None:
+    """Prints a record as a JSON line, with the names of text and tokenizer and with the machine."""
     line = {"bench": "adaptbpe", "text": name, "base": base.name, **record}
     print(json.dumps({**line, **surroundings("tokenizers")}), flush=True)

@@ -22,19 +22,20 @@ from mlx_zip.vocab.hbpe_tokens import encoder_of, learn_tokenizer, read_tokens, 
 from .patches import first_stage
 
 BYTE_END = 256
-ENTROPY_SAMPLE = 1 << 17  # least bytes of documents by which the threshold is chosen
+ENTROPY_SAMPLE = 1 << 17  # bytes of training documents, at least, from which the entropy threshold is chosen
 
 Documents = list[bytes]
-Material = tuple[Corpus, Corpus, PatchTable | None]  # to train on, to test on, the patches of both
+Material = tuple[Corpus, Corpus, PatchTable | None]  # training windows, test windows, the table of their patches
 
 
 @dataclass
 class Data:
-    """The text by document, and what the kinds make of it.
+    """Training and test documents, and the windows that each kind of model reads from them.
 
-    context: first-stage tokens of a window; the windows of other units have about as many bytes. vocab_size: tokens of
-    a first stage that is learned from the training text, unless `tokenizer` names one. byte_model: what `entropy`
-    patches are cut by, once it is trained.
+    context: first-stage tokens per window; windows of other units hold about as many bytes. tokenizer: path of the
+    first stage; None: one of `vocab_size` tokens is learned from the training documents. byte_model: the trained model
+    over bytes that cuts `entropy` patches, None before it is trained. tokens: bytes of each first-stage id. ids:
+    training and test windows of first-stage ids.
     """
 
     train: Documents
@@ -55,13 +56,14 @@ class Data:
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes per first-stage token of the training text, ends of documents counted."""
+        """Mean bytes per first-stage token of the training windows; the end of a document is a token of 0 bytes."""
         return float(self._sizes(self.tokens)[self.ids[0]].mean())
 
-    def of(self, kind: str, patch_size: int) -> Material:
-        """Returns the text as one kind of model reads it.
+    def material(self, kind: str, patch_size: int) -> Material:
+        """Returns training windows, test windows and table of patches for one kind of model (`KINDS` of `model.py`).
 
-        Raises `MlxZipError` for `entropy` without a model over bytes.
+        The table is None for `plain` and `bytes`, which have no patches. patch_size: most symbols in a patch of
+        `patches` and `equal`; other kinds ignore it. Raises `MlxZipError` for `entropy` without a model over bytes.
         """
         if kind == "bytes":
             length, sizes = round(self.context * self.bytes_per_token), np.array([*[1] * BYTE_END, 0])
@@ -73,8 +75,12 @@ class Data:
         return self._corpora(self.ids, self.tokens, table)
 
     def _cut(self, cut: Callable[[bytes], list[bytes]]) -> Material:
-        """Returns the patches that `cut` makes, in windows of about as many bytes as all kinds have."""
+        """Returns windows of the patches into which `cut` divides each document, and the table of these patches.
+
+        A window holds about as many bytes as a window of first-stage tokens.
+        """
         pieces = [[cut(document) for document in part] for part in self._parts()]
+        # The empty patch, which ends a document, is numbered as a document of its own after each part.
         ids, table = number([document for part in pieces for document in (*part, [b""])])
         first = len(self.train)
         patches, end = [ids[:first], ids[first + 1 : -1]], ids[-1][0]
@@ -83,41 +89,57 @@ class Data:
         return self._corpora(self._windows(patches, end, context), table.tokens, table)
 
     def _entropy_patches(self) -> Callable[[bytes], list[bytes]]:
-        """Cuts with a threshold that makes about as many patches as the first stage makes tokens."""
+        """Returns a function that cuts a document where the model over bytes finds the next byte hard to predict.
+
+        Its entropy threshold is chosen on training documents so that there are about as many patches as first-stage
+        tokens. Raises `MlxZipError` when the model over bytes has not been trained.
+        """
         model = self.byte_model
         if model is None:
             raise MlxZipError("--models entropy needs bytes too, because the model over bytes decides where to cut")
         length = round(self.context * self.bytes_per_token)
-        foreseen = cache(lambda document: byte_entropies(model, document, length))
-        enough = int(np.searchsorted(np.cumsum([len(document) for document in self.train]), ENTROPY_SAMPLE)) + 1
-        some = np.concatenate([foreseen(document) for document in self.train[:enough]])
-        threshold = float(np.quantile(some, 1 - 1 / self.bytes_per_token))
-        return lambda document: entropy_patches(document, foreseen(document), threshold)
+        entropies_of = cache(lambda document: byte_entropies(model, document, length))
+        n_sampled = int(np.searchsorted(np.cumsum([len(document) for document in self.train]), ENTROPY_SAMPLE)) + 1
+        sampled = np.concatenate([entropies_of(document) for document in self.train[:n_sampled]])
+        threshold = float(np.quantile(sampled, 1 - 1 / self.bytes_per_token))
+        return lambda document: entropy_patches(document, entropies_of(document), threshold)
 
     def _first_stage(self) -> tuple[list[bytes], Callable[[str], Sequence[int]]]:
+        """Returns the bytes of every first-stage token, by id, and a function from text to ids."""
         if self.tokenizer is not None:
             return read_tokens(self.tokenizer), first_stage(self.tokenizer)
         tokenizer = learn_tokenizer((document.decode() for document in self.train), self.vocab_size)
         return tokens_of(tokenizer), encoder_of(tokenizer)
 
     def _parts(self) -> tuple[Documents, Documents]:
+        """Returns the training documents and the test documents."""
         return self.train, self.test
 
     def _windows(self, parts: Sequence[Any], end: int, length: int) -> tuple[Uint32s, Uint32s]:
+        """Returns training and test windows of `length` ids, [W, length]; the id `end` follows each document.
+
+        parts: the ids of every training document, and those of every test document.
+        """
         train, test = (windows(documents, end, length) for documents in parts)
         return train, test
 
     def _corpora(self, ids: tuple[Uint32s, Uint32s], tokens: Sequence[bytes], table: PatchTable | None) -> Material:
+        """Returns what a model trains on and is tested on. ids: training and test windows; tokens: bytes of each id."""
         sizes, rows = self._sizes(tokens), None if table is None else table.rows
         return Corpus(ids[0], sizes, rows), Corpus(ids[1], sizes, rows), table
 
     @staticmethod
     def _sizes(tokens: Sequence[bytes]) -> Any:
+        """Returns the number of bytes of each token, [V] int64."""
         return np.fromiter(map(len, tokens), np.int64, len(tokens))
 
 
 def read_documents(path: str, separator: str | None, limit: int | None = None) -> Documents:
-    """UTF-8 text by document, `separator` being a line that ends one. Raises `MlxZipError` naming the file."""
+    """Reads a UTF-8 file (.gz is unpacked) and returns the bytes of each document.
+
+    separator: the line that ends a document; None: the file is one document. limit: most bytes to read; None: all.
+    Raises `MlxZipError` naming the file.
+    """
     try:
         stored = Path(path).read_bytes()
         text = (gzip.decompress(stored) if path.endswith(".gz") else stored)[:limit].decode("utf-8", "ignore")

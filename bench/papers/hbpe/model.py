@@ -1,11 +1,11 @@
 """Trains models over patches, plain BPE and bytes from scratch for equal time, and measures them on held-out text.
 
-    plain    ids of a byte-level BPE that is learned from the training text, embedding and head tied
-    patches  the same latent transformer over the patches of those ids, local models in place of the embedding
-    equal    patches with a latent transformer that is widened until the model has as many parameters as `plain`
-    bytes    the same transformer over bytes
-    space    patches cut at blanks, of 6 bytes at most
-    entropy  patches cut where `bytes` finds the next byte hard to foresee, of 6 bytes at most
+    plain    reads ids of a byte-level BPE that is learned from the training text; embedding and head are tied
+    patches  reads patches of those ids: the latent transformer of `plain`, with local models instead of an embedding
+    equal    like `patches`, but the latent transformer is widened until there are as many parameters as in `plain`
+    bytes    reads bytes with the transformer of `plain`
+    space    like `patches`, but patches are cut at blanks and have up to 6 bytes
+    entropy  like `patches`, but patches are cut where `bytes` finds the next byte hard to predict; up to 6 bytes
 
 Each model gets --steps steps, or as many as fit into --seconds by the time of a few steps. All have the same schedule
 and windows of about as many bytes. On a busy machine, count processor time (--clock) with one thread. --out keeps the
@@ -41,10 +41,10 @@ from mlx_zip.vocab.hbpe_table import PatchTable
 from .data import Data, Material, read_documents
 
 KINDS = ("plain", "patches", "equal", "bytes", "space", "entropy")
-SIZED = ("patches", "equal")  # kinds that --patch-size is for
-WARM_UP, TIMED = 1, 8  # steps of a calibration
+SIZED = ("patches", "equal")  # kinds that are trained with every --patch-size
+WARM_UP, TIMED = 1, 8  # training steps that are discarded and that are timed, to choose the number of steps
 CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
-STEP = 16  # by which a latent transformer is widened
+STEP = 16  # a latent transformer is widened by multiples of this
 LEARNING_RATE = 3e-3
 RECIPES: dict[str, dict[str, Any]] = {  # the paper's comparison: flags for it at small scale
     "table2": {"models": list(KINDS), "patch_size": [8]},
@@ -54,52 +54,65 @@ RECIPES: dict[str, dict[str, Any]] = {  # the paper's comparison: flags for it a
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of `bench hbpe_model`."""
+    """Adds the flags of `bench hbpe_model` to a parser."""
     add = parser.add_argument
-    add("--train", required=True, metavar="FILE", help="UTF-8 text to learn from, also .gz")
-    add("--test", required=True, metavar="FILE", help="held-out text")
-    add("--separator", help="line that ends a document (default: a file is one document)")
+    add("--train", required=True, metavar="FILE", help="UTF-8 text to train on, plain or .gz")
+    add("--test", required=True, metavar="FILE", help="held-out UTF-8 text to measure bits per byte on, plain or .gz")
+    add("--separator", help="line that ends a document of --train and --test (default: each file is one document)")
     add(
         "--recipe",
         choices=RECIPES,
         action=_Recipe,
-        help="flags of one of the paper's comparisons, which later flags override: table2: all kinds; table3: kinds "
-        "of patches, for a text without blanks; figure7: patch sizes",
+        help="set --models and --patch-size as in one of the paper's comparisons; flags after this one override it. "
+        "table2: all kinds of model; table3: bytes and kinds of patches, for text without blanks; figure7: patch sizes",
     )
     add("--models", nargs="+", choices=KINDS, default=list(KINDS), help="kinds of model to train (default: all)")
-    add("--seconds", type=float, default=90, help="seconds of training per model (default: 90)")
-    add("--steps", type=int, help="training steps per model, in place of --seconds")
-    add("--clock", choices=CLOCKS, default="wall", help="clock that --seconds counts (default: wall)")
+    add("--seconds", type=float, default=90, help="seconds to train each model (default: 90)")
+    add("--steps", type=int, help="training steps per model, instead of --seconds (default: as many as fit --seconds)")
+    add(
+        "--clock",
+        choices=CLOCKS,
+        default="wall",
+        help="clock that measures --seconds: wall time or processor time (default: wall)",
+    )
     add(
         "--tokenizer",
         metavar="FILE",
-        help="first stage: tokenizer.json or a folder with one, vocab.bpe, merges.txt or NAME.tiktoken (default: "
-        "learned from the training text)",
+        help="tokenizer whose ids are grouped into patches: tokenizer.json or a folder with one, vocab.bpe, merges.txt "
+        "or NAME.tiktoken (default: one is learned from --train)",
     )
-    add("--vocab-size", type=int, default=4096, help="tokens of a first stage that is learned (default: 4096)")
+    add(
+        "--vocab-size",
+        type=int,
+        default=4096,
+        help="number of tokens of a tokenizer learned from --train (default: 4096)",
+    )
     add(
         "--patch-size",
         type=int,
         nargs="+",
         default=[8],
         metavar="S",
-        help="symbols of a patch at most; patches and equal are trained with each (default: 8)",
+        help="largest number of symbols in a patch; the models patches and equal are trained once per value "
+        "(default: 8)",
     )
-    add("--context", type=int, default=64, help="first-stage tokens of a window (default: 64)")
-    add("--batch-size", type=int, default=16, help="windows per step (default: 16)")
+    add("--context", type=int, default=64, help="tokens of --tokenizer per training window (default: 64)")
+    add("--batch-size", type=int, default=16, help="windows per training step (default: 16)")
     add(
         "--latent",
         type=read_tower,
         default=Tower(2, 96, 256, 4),
         metavar="LAYERS,WIDTH,FFN,HEADS",
-        help="transformer of plain, patches, bytes, space and entropy (default: 2,96,256,4)",
+        help="sizes of the main transformer: layers, width, feed-forward width, attention heads; equal widens it "
+        "(default: 2,96,256,4)",
     )
     add(
         "--local",
         type=read_tower,
         default=Tower(2, 48, 96, 4),
         metavar="LAYERS,WIDTH,FFN,HEADS",
-        help="local encoder and decoder, each (default: 2,48,96,4)",
+        help="sizes of the local encoder and of the local decoder of models over patches: layers, width, feed-forward "
+        "width, attention heads (default: 2,48,96,4)",
     )
     add(
         "--learning-rate",
@@ -107,33 +120,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="RATE",
-        help="peak learning rate of all kinds, or KIND=RATE of one (default: 0.003)",
+        help="peak learning rate of all models, or KIND=RATE for one kind of --models (default: 0.003)",
     )
     add(
         "--seeds",
         nargs="+",
         type=int,
         default=[0],
-        help="seeds, one run each; several show what is chance (default: 0)",
+        help="random seeds, one training run each (default: 0)",
     )
-    add("--marks", type=int, default=1, help="measurements per run, the one at its end included (default: 1)")
-    add("--limit-bytes", type=int, metavar="N", help="bytes of the test text at most (default: all)")
+    add(
+        "--marks",
+        type=int,
+        default=1,
+        help="number of evenly spaced measurements of bits per byte in each training run, the last at its end "
+        "(default: 1)",
+    )
+    add("--limit-bytes", type=int, metavar="N", help="read at most N bytes of --test (default: all)")
     add(
         "--limit-train-bytes",
         type=int,
         metavar="N",
-        help="bytes of the training text at most; entropy reads all of it (default: all)",
+        help="read at most N bytes of --train (default: all); the model entropy first scores every byte that is read",
     )
     add(
         "--out",
         type=Path,
         metavar="DIR",
-        help="folder that keeps the runs; an interrupted run is continued (default: nothing is kept)",
+        help="folder to keep training runs in, so that the same command continues an interrupted one (default: runs "
+        "are not kept)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints one JSON line per model and seed. Raises `MlxZipError`."""
+    """Trains and measures every model; prints one JSON line per model, patch size and seed. Raises `MlxZipError`."""
     for name in ("seconds", "steps", "vocab_size", "context", "batch_size", "marks"):
         if getattr(args, name) is not None and getattr(args, name) <= 0:
             raise MlxZipError(f"--{name.replace('_', '-')} must be above 0, got {getattr(args, name)}")
@@ -151,7 +171,7 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class Run:
-    """One model to train. patch_size is None but for the kinds in `SIZED`."""
+    """One model to train. kind: one of `KINDS`. patch_size: most symbols in a patch, for the kinds in `SIZED` only."""
 
     kind: str
     patch_size: int
@@ -159,20 +179,20 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Name of the run's folder."""
+        """Returns the name of the run's folder, for example patches-8-seed0."""
         size = f"-{self.patch_size}" if self.kind in SIZED else ""
         return f"{self.kind}{size}-seed{self.seed}"
 
 
 def measure(one: Run, data: Data, args: argparse.Namespace) -> dict[str, Any]:
-    """Trains or continues one model, evaluates it and returns its record."""
+    """Trains one model (or continues its training), evaluates it on the test text and returns its record."""
     begun = time.perf_counter()
-    material = data.of(one.kind, one.patch_size)
+    material = data.material(one.kind, one.patch_size)
     train_on, test_on, table = material
     prepared_s = time.perf_counter() - begun
-    model = _seeded(one, material, data, args)
-    with _folder(args.out, one.name) as folder:
-        points = _trained(model, one, material, data, args, folder)
+    model = _new_model(one, material, data, args)
+    with _run_folder(args.out, one.name) as folder:
+        points = _train_and_measure(model, one, material, data, args, folder)
     if one.kind == "bytes":
         data.byte_model = model
     last = points[-1]
@@ -207,36 +227,43 @@ def measure(one: Run, data: Data, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _trained(
+def _train_and_measure(
     model: Any, one: Run, material: Material, data: Data, args: argparse.Namespace, folder: Path
 ) -> list[dict[str, Any]]:
-    """Returns the measurements of a run: text read, time taken, and bits per byte of the test text at that point."""
-    make = lambda: _seeded(one, material, data, args)
-    steps = _kept(folder / "steps.json", lambda: args.steps or _fitting(make, material[0], args, one))
-    settings = _settings(args, steps, one)
+    """Trains a model and returns one measurement per mark of --marks, the last at the end of training.
+
+    A measurement has the step, bytes read, seconds spent so far and bits per byte of the test text. Files in `folder`
+    keep what is done, so that an interrupted run continues.
+    """
+    make = lambda: _new_model(one, material, data, args)
+    steps = _stored_or_made(folder / "steps.json", lambda: args.steps or _steps_that_fit(make, material[0], args, one))
+    settings = _train_settings(args, steps, one)
     points, spent = [], dict.fromkeys(CLOCKS, 0.0)
     for until in sorted({max(1, round(steps * (k + 1) / args.marks)) for k in range(args.marks)}):
         used = {name: -clock() for name, clock in CLOCKS.items()}
         done = train(model, material[0], settings, folder, quiet=False, until=until)
         used = {name: used[name] + clock() for name, clock in CLOCKS.items()}
-        used = _kept(folder / f"used-{until}.json", lambda found={**used, "bytes": done.seen_bytes}: found)
+        used = _stored_or_made(folder / f"used-{until}.json", lambda found={**used, "bytes": done.seen_bytes}: found)
         spent = {name: spent[name] + used[name] for name in CLOCKS}
-        told = _kept(folder / f"told-{until}.json", lambda: evaluate(model, material[1]))
+        found = _stored_or_made(folder / f"told-{until}.json", lambda: evaluate(model, material[1]))
         points.append(
             {
                 "step": until,
                 "train_bytes": used["bytes"],
                 **{f"{name}_s": round(spent[name], 1) for name in spent},
-                "bits_per_byte": round(told["bits_per_byte"], 4),
-                "test_bytes": told["bytes"],
-                "units": told["units"],
+                "bits_per_byte": round(found["bits_per_byte"], 4),
+                "test_bytes": found["bytes"],
+                "units": found["units"],
             }
         )
     return points
 
 
 def flops(model: Any, corpus: Corpus) -> float:
-    """FLOPs of a forward pass per byte, by the paper's formulas; patches count the symbols that they really have."""
+    """Returns the FLOPs of a forward pass per byte of the corpus, by the paper's formulas.
+
+    The cost of patches is counted with the mean number of symbols in the corpus, not with the largest one.
+    """
     count = len(corpus.ids)
     per_window, rate = corpus.n_bytes / count, corpus.n_bytes / corpus.ids.size
     if isinstance(model, PlainModel):
@@ -247,15 +274,19 @@ def flops(model: Any, corpus: Corpus) -> float:
 
 
 def equal_latent(table: PatchTable, latent: Tower, local: Tower) -> Tower:
-    """The widest latent transformer, then the widest feed-forward part, of no more parameters in all than plain has;
-    that of `patches` itself if this has more already.
+    """Returns the largest latent transformer with which a model over patches has no more parameters than `plain` has.
+
+    First the width grows (in steps of `STEP`, the feed-forward width in proportion), then the feed-forward width
+    alone. Returns `latent` unchanged if the model over patches has more parameters already.
     """
     wanted = parameters_of(PlainModel(PlainConfig(len(table), latent)))
 
     def left(tower: Tower) -> int:
+        """Returns how many parameters `plain` has more than a model over patches with this latent transformer."""
         return wanted - parameters_of(PatchModel(PatchConfig(table.merges.symbols, table.patch_size, tower, local)))
 
     def widened(width: int) -> Tower:
+        """Returns `latent` at another width, its feed-forward part in proportion."""
         return Tower(latent.layers, width, latent.ffn * width // latent.width, latent.heads)
 
     tower = latent
@@ -265,7 +296,8 @@ def equal_latent(table: PatchTable, latent: Tower, local: Tower) -> Tower:
     return Tower(tower.layers, tower.width, tower.ffn + more, tower.heads)
 
 
-def _seeded(one: Run, material: Material, data: Data, args: argparse.Namespace) -> Any:
+def _new_model(one: Run, material: Material, data: Data, args: argparse.Namespace) -> Any:
+    """Returns the untrained model of a run, its weights drawn with the run's seed."""
     corpus, _, table = material
     mx.random.seed(one.seed)
     if table is None:
@@ -275,7 +307,8 @@ def _seeded(one: Run, material: Material, data: Data, args: argparse.Namespace) 
     return PatchModel(PatchConfig(table.merges.symbols, table.patch_size, latent, args.local))
 
 
-def _settings(args: argparse.Namespace, iters: int, one: Run) -> TrainSettings:
+def _train_settings(args: argparse.Namespace, iters: int, one: Run) -> TrainSettings:
+    """Returns the settings to train a model for `iters` steps."""
     rate = _learning_rate(args, one.kind)
     return TrainSettings(
         iters=iters,
@@ -289,17 +322,20 @@ def _settings(args: argparse.Namespace, iters: int, one: Run) -> TrainSettings:
     )
 
 
-def _fitting(make: Any, corpus: Corpus, args: argparse.Namespace, one: Run) -> int:
-    """Number of steps that fit the time, from a few timed ones; two at least."""
+def _steps_that_fit(make: Any, corpus: Corpus, args: argparse.Namespace, one: Run) -> int:
+    """Returns how many training steps fit into --seconds, at least 2, judged by `TIMED` steps of a throw-away model.
+
+    make: returns a new model.
+    """
     clock, model = CLOCKS[args.clock], make()
     with tempfile.TemporaryDirectory() as folder:
-        train(model, corpus, _settings(args, WARM_UP, one), Path(folder, "first"))
+        train(model, corpus, _train_settings(args, WARM_UP, one), Path(folder, "first"))
         begun = clock()
-        train(model, corpus, _settings(args, TIMED, one), Path(folder, "timed"))
+        train(model, corpus, _train_settings(args, TIMED, one), Path(folder, "timed"))
         return max(2, round(args.seconds * TIMED / (clock() - begun)))
 
 
-def _kept(path: Path, make: Any) -> Any:
+def _stored_or_made(path: Path, make: Any) -> Any:
     """Returns the JSON at `path`; if there is none, calls `make` and writes its result there first."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
@@ -313,7 +349,8 @@ def _kept(path: Path, make: Any) -> Any:
 
 
 @contextmanager
-def _folder(out: Path | None, name: str) -> Iterator[Path]:
+def _run_folder(out: Path | None, name: str) -> Iterator[Path]:
+    """Yields the folder OUT/NAME of a run; without OUT a temporary folder, which is removed afterwards."""
     if out is not None:
         yield out / name
         return
@@ -322,7 +359,7 @@ def _folder(out: Path | None, name: str) -> Iterator[Path]:
 
 
 class _Recipe(argparse.Action):
-    """Sets the flags of a recipe; flags that follow override them."""
+    """The action of --recipe: sets the flags of a recipe, which later flags override."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         for name, value in {"recipe": values, **RECIPES[values]}.items():
@@ -330,11 +367,13 @@ class _Recipe(argparse.Action):
 
 
 def _learning_rate(args: argparse.Namespace, kind: str) -> float:
+    """Returns the peak learning rate of a kind: its own KIND=RATE, else the one for all kinds, else the default."""
     rates = dict(args.learning_rate)
     return rates.get(kind, rates.get(None, LEARNING_RATE))
 
 
 def _rate(text: str) -> tuple[str | None, float]:
+    """Reads a value of --learning-rate, RATE or KIND=RATE, as (kind or None for all kinds, rate)."""
     kind, equals, rate = text.rpartition("=")
     try:
         if float(rate) > 0 and (kind in KINDS if equals else True):

@@ -29,29 +29,32 @@ from mlx_zip.vocab.hbpe_tokens import read_tokens, text_encoder
 SIZES = (4, 6, 8, 10, 12, 16)
 GPT2 = {4: 5095, 6: 1149, 8: 466, 10: 240, 12: 143, 16: 79}  # V' of its 50,256 tokens
 GPT2_FINGERPRINT = "cbf5cb2fb3b93a2880043f7954be8719edf6c1955b551c29b37dee1753057ce5"
-TARGETS_MS = {4: 5000, 10: 200}  # to learn GPT-2's merges
-CONTEXT_BYTES = 8192  # of the paper's FLOPs
+TARGETS_MS = {4: 5000, 10: 200}  # by patch size: the most milliseconds that learning GPT-2's merges should take
+CONTEXT_BYTES = 8192  # bytes of the text whose FLOPs the paper counts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of `bench hbpe`."""
+    """Adds the flags of `bench hbpe` to a parser."""
     parser.add_argument(
-        "--tokenizer", required=True, help="first stage: a tokenizer as `vocab hbpe` takes it, for example vocab.bpe"
+        "--tokenizer",
+        required=True,
+        help="tokenizer whose ids are grouped into patches, of any kind that `mlx_zip vocab hbpe learn` reads, for "
+        "example vocab.bpe",
     )
-    parser.add_argument("--text", help="UTF-8 text to encode (default: no text is encoded)")
+    parser.add_argument("--text", help="UTF-8 text file to encode into patches (default: no text is encoded)")
     parser.add_argument(
         "--sizes",
         nargs="+",
         type=int,
         default=list(SIZES),
         metavar="S",
-        help=f"patch sizes (default: {' '.join(map(str, SIZES))})",
+        help=f"largest numbers of symbols in a patch, measured one by one (default: {' '.join(map(str, SIZES))})",
     )
-    parser.add_argument("--trials", type=int, default=5, help="trials per measurement (default: 5)")
+    parser.add_argument("--trials", type=int, default=5, help="timed calls per measurement (default: 5)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints one JSON line per patch size. Raises `MlxZipError`."""
+    """Measures every patch size and prints one JSON line for each. Raises `MlxZipError`."""
     if args.trials < 1:
         raise MlxZipError(f"--trials must be at least 1, got {args.trials}")
     tokens = read_tokens(args.tokenizer)
@@ -68,7 +71,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measure(tokens: list[bytes], size: int, trials: int) -> dict[str, Any]:
-    """Returns the record of one patch size: merges, table and times."""
+    """Returns the record of one patch size: number of merges, size of the patch table, times of learning and building.
+
+    tokens: the bytes of each first-stage token. size: most symbols in a patch.
+    """
     merges = learn(tokens, size).merges
     table = PatchTable.build(merges, tokens)
     learn_ms = _ms(trials, lambda: learn(tokens, size))
@@ -90,7 +96,10 @@ def measure(tokens: list[bytes], size: int, trials: int) -> dict[str, Any]:
 
 
 def measure_text(tokens: list[bytes], size: int, text: str, ids: Any, trials: int) -> dict[str, Any]:
-    """Returns what a record has of a text: length of its patches by mode, time to look them up, FLOPs."""
+    """Returns the part of a record that measures a text: patch lengths by mode, time to look patches up, FLOPs.
+
+    ids: the text's first-stage ids, each of which is one patch. Modes `stop` and `full`: see `PatchTable.build`.
+    """
     merges, n_bytes = learn(tokens, size).merges, len(text.encode("utf-8"))
     stop, full = PatchTable.build(merges, tokens), PatchTable.build(merges, tokens, "full")
     rate, symbols = n_bytes / len(ids), float(stop.lengths[ids].mean())
@@ -112,13 +121,17 @@ def measure_text(tokens: list[bytes], size: int, text: str, ids: Any, trials: in
 
 
 def first_stage(path: str) -> Callable[[str], Sequence[int]]:
-    """Returns a function from text to a tokenizer's ids, without added ids. Files of ranks are recognized by name."""
+    """Returns a function from text to a tokenizer's ids, without special ids.
+
+    A path with .tiktoken in its name is read as tiktoken's format, any other as a tokenizer of `vocab hbpe`.
+    """
     if ".tiktoken" in Path(path).name:
         return read_vocabulary(path).encode
     return text_encoder(path)
 
 
 def _text(path: str) -> str:
+    """Reads the UTF-8 file of --text. Raises `MlxZipError`."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -126,11 +139,12 @@ def _text(path: str) -> str:
 
 
 def _ms(trials: int, call: Callable[[], Any]) -> dict[str, Any]:
+    """Returns the summary of a call's processor milliseconds over the trials."""
     return summary([1e3 * seconds for seconds in _samples(trials, call)])
 
 
 def _samples(trials: int, call: Callable[[], Any]) -> list[float]:
-    """Returns the processor seconds of each trial, after one warm-up."""
+    """Returns the processor seconds of each of `trials` calls, after one warm-up call."""
     call()
     out = []
     for _ in range(trials):

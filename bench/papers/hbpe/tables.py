@@ -12,7 +12,7 @@ from mlx_zip.bench.tables import table
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-CODEC, MODELS = "hbpe", "hbpe_model"  # records
+CODEC, MODELS = "hbpe", "hbpe_model"  # names of records
 GPT2 = "gpt2_vocab.bpe"
 NAMES = {
     "plain": "plain BPE",
@@ -32,17 +32,19 @@ Line = dict[str, Any]
 
 
 def _models(records: Any, recipe: str | None) -> list[Line]:
+    """Returns the recorded lines of `bench hbpe_model` that were run with a --recipe (None: without one)."""
     return [line for line in records.lines(MODELS) if line["recipe"] == recipe]
 
 
-def _tabled(header: Sequence[str], rows: Sequence[Sequence[str]], recipe: str) -> str:
-    """Returns a table, or without records the command that makes them."""
+def _table_or_command(header: Sequence[str], rows: Sequence[Sequence[str]], recipe: str) -> str:
+    """Returns a Markdown table of the rows; if there are none, a sentence with the command that records them."""
     if not rows:
         return f"There is no record yet: `mlx_zip bench hbpe_model --recipe {recipe}` makes one."
     return table(header, rows)
 
 
-def _codec(records: Any) -> str:
+def _codec_table(records: Any) -> str:
+    """Returns the table of merges, learning time, table size and patch lengths of GPT-2's tokenizer, by patch size."""
     rows = []
     for line in records.lines(CODEC):
         if line["tokenizer"] != GPT2:
@@ -63,8 +65,11 @@ def _codec(records: Any) -> str:
     return table(header, rows)
 
 
-def _flops(records: Any) -> str:
-    """GFLOPs of the paper's small model on 8,192 bytes, by patch size: plain BPE, and patches by three counts."""
+def _flops_table(records: Any) -> str:
+    """Returns the table of GFLOPs of the paper's small model on 8,192 bytes, by patch size.
+
+    Columns: plain BPE, then patches counted in three ways.
+    """
     names = ("flops_plain", "flops_patches_paper", "flops_patches_counted", "flops_patches_padded")
     lines = [line for line in records.lines(CODEC) if line["tokenizer"] == GPT2]
     rows = [[str(line["patch_size"]), *(f"{line[name] / 1e9:.0f}" for name in names)] for line in lines]
@@ -72,8 +77,11 @@ def _flops(records: Any) -> str:
     return table(header, rows)
 
 
-def _cuts(records: Any) -> str:
-    """Bytes per patch of texts in other tokenizers' tokens, FLOPs by the paper's formula with the symbols that are."""
+def _texts_table(records: Any) -> str:
+    """Returns the table of bytes per patch and GFLOPs for every measured text and tokenizer.
+
+    The last column counts the symbols that the text's patches have, by the paper's formula.
+    """
     rows = [
         [
             line["text"],
@@ -105,65 +113,69 @@ def _cuts(records: Any) -> str:
     return table(header, rows)
 
 
-def _kinds(records: Any) -> str:
+def _kinds_table(records: Any) -> str:
+    """Returns the paper's table 2, bits per byte by kind of model, with our figures next to the paper's."""
     rows = [
         [
-            _name(line),
-            *_spent(line),
+            _model_label(line),
+            *_spent_cells(line),
             f"{line['fertility']:.2f}",
             TABLE2_FERTILITY.get(line["model"], ""),
             f"{line['forward_flops_per_byte'] / 1e3:.0f}",
             TABLE2_FLOPS.get(line["model"], ""),
-            _bits(line),
+            _bits_cell(line),
             TABLE2.get(line["model"], ""),
         ]
         for line in _models(records, "table2")
     ]
     flops = ["kFLOPs per byte", "paper, GFLOPs per 8,192 bytes"]
     header = ["model", *SPENT, "fertility", "paper", *flops, "bits per byte", "paper"]
-    return _tabled(header, rows, "table2")
+    return _table_or_command(header, rows, "table2")
 
 
-def _chinese(records: Any) -> str:
+def _chinese_table(records: Any) -> str:
+    """Returns the paper's table 3, patches of Chinese text by kind, with our figures next to the paper's."""
     rows = [
         [
-            _name(line),
-            *_spent(line),
+            _model_label(line),
+            *_spent_cells(line),
             f"{line['bytes_per_unit']:.2f}",
             TABLE3.get(line["model"], ("", ""))[0],
             f"{line['forward_flops_per_byte'] / 1e3:.0f}",
-            _bits(line),
+            _bits_cell(line),
             TABLE3.get(line["model"], ("", ""))[1],
         ]
         for line in _models(records, "table3")
     ]
     header = ["model", *SPENT, "bytes per patch", "paper", "kFLOPs per byte", "bits per byte", "paper"]
-    return _tabled(header, rows, "table3")
+    return _table_or_command(header, rows, "table3")
 
 
-def _sizes(records: Any) -> str:
+def _sizes_table(records: Any) -> str:
+    """Returns the table of models over patches by patch size S, which the paper draws as figure 7."""
     rows = [
         [
             str(line["config"]["patch_size"]),
             f"{line['config']['symbols'] - 257:,}",
             f"{line['symbols_per_unit']:.2f}",
-            *_spent(line),
+            *_spent_cells(line),
             f"{line['forward_flops_per_byte'] / 1e3:.0f}",
-            _bits(line),
+            _bits_cell(line),
         ]
         for line in _models(records, "figure7")
     ]
     header = ["S", "V'", "symbols per patch", *SPENT, "kFLOPs per byte", "bits per byte"]
-    return _tabled(header, rows, "figure7")
+    return _table_or_command(header, rows, "figure7")
 
 
-def _name(line: Line) -> str:
-    """Name of a model, with layers and width of its local models."""
+def _model_label(line: Line) -> str:
+    """Returns a model's name in tables, with layers and width of its local models if it has any."""
     local = line["config"].get("local")
     return NAMES[line["model"]] + (f", local {local['layers']} x {local['width']}" if local else "")
 
 
-def _spent(line: Line) -> list[str]:
+def _spent_cells(line: Line) -> list[str]:
+    """Returns the cells of the columns `SPENT` for one model."""
     return [
         f"{line['parameters']:,}",
         f"{line['processor_s']:.0f}",
@@ -172,12 +184,16 @@ def _spent(line: Line) -> list[str]:
     ]
 
 
-def _bits(line: Line) -> str:
+def _bits_cell(line: Line) -> str:
+    """Formats a model's bits per byte of held-out text."""
     return f"{line['bits_per_byte']:.3f}"
 
 
 def picture(records: Any) -> Figure:
-    """Bits per byte of held-out text against text read, training FLOPs and processor seconds: a curve per kind."""
+    """Returns a figure of held-out bits per byte, a curve per kind of model, in three panels.
+
+    The panels' x axes are text read, training FLOPs and processor seconds.
+    """
     found = _models(records, "table2")
     over = {
         "text read, MB": lambda line, point: point["train_bytes"] / 1e6,
@@ -188,21 +204,25 @@ def picture(records: Any) -> Figure:
 
 
 def _curves(lines: Sequence[Line], x: Callable[[Line, Line], float]) -> list[Curve]:
-    return [Curve(_name(line), [(x(line, point), point["bits_per_byte"]) for point in line["curve"]]) for line in lines]
+    """Returns a curve of bits per byte for each model. x: returns a point's x value, given the line and the point."""
+    return [
+        Curve(_model_label(line), [(x(line, point), point["bits_per_byte"]) for point in line["curve"]])
+        for line in lines
+    ]
 
 
 def _training_flops(line: Line, point: Line) -> float:
-    """FLOPs of training up to a point: the backward pass counts twice the forward pass."""
+    """Returns the FLOPs of training up to a point of a curve; a backward pass counts as two forward passes."""
     return 3 * line["forward_flops_per_byte"] * point["train_bytes"]
 
 
 TABLES = {
-    "hbpe-codec": _codec,
-    "hbpe-kinds": _kinds,
-    "hbpe-chinese": _chinese,
-    "hbpe-sizes": _sizes,
-    "hbpe-cuts": _cuts,
-    "hbpe-flops": _flops,
+    "hbpe-codec": _codec_table,
+    "hbpe-kinds": _kinds_table,
+    "hbpe-chinese": _chinese_table,
+    "hbpe-sizes": _sizes_table,
+    "hbpe-cuts": _texts_table,
+    "hbpe-flops": _flops_table,
     "hbpe-machines": lambda records: machines(records, (CODEC, MODELS)),
 }
 PICTURES = {"docs/reports/hbpe.svg": picture}

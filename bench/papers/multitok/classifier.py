@@ -1,11 +1,11 @@
 """The classifier of MultiTok's experiment: one transformer layer over embeddings of its own.
 
-As in the paper (arXiv 2410.21548, section IV): width 100, two heads, 200 in the feed-forward part, Adam. Not as in the
-published code: all positions that are no padding are averaged for the classifier, where that reads the last one,
-padding mostly; no text is left out. A batch holds texts of about one length and is padded to its longest, so shorter
-sequences take less time. Rows of the table that no text to learn from holds get no gradient, and Adam leaves them where
-they were drawn: they are not trained, which gives the same result sooner. The rest is matrix products; compiled, a step
-takes three times longer on a CPU, so it is not.
+As in the paper (arXiv 2410.21548, section IV): width 100, two heads, 200 in the feed-forward part, Adam. Two things
+differ from the published code. The classifier reads the mean over all positions that are not padding; the published one
+reads the last position, which is mostly padding. And no text is left out. A batch holds texts of similar length and is
+padded to its longest, so shorter sequences take less time. Rows of the embedding table that occur in no training text
+have no gradient and would keep their random values, so they are left out of training, which gives the same result
+sooner. A training step is not compiled, because compiled it takes three times longer on a CPU.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ from .labelled import Encoded
 
 WIDTH, HEADS, HIDDEN, RATE = 100, 2, 200, 0.01
 EPSILONS = (0.1, 0.01)
-STAYS = 10  # epochs that a loss must stay low
+STAYS = 10  # epochs for which the loss must stay below eps
 POOL = 10  # batches whose texts are sorted by length together
 Integers = NDArray[np.integer]
 
 
 class Classifier(nn.Module):
-    """ids [B, L] int32, 0 for padding -> logits [B, C]. Source: arXiv 2410.21548, section IV; see the module.
+    """Classifies texts: ids [B, L] int32, 0 for padding -> logits [B, C]. Source: arXiv 2410.21548, section IV.
 
-    Ids are below `used`, in training 1 + `trained`; texts have at most `length`.
+    trained: number of ids in training texts, 1..trained. used: number of all ids, padding included; the rows from
+    1 + trained on stay random and are used only outside training. length: most ids in a text.
     """
 
     def __init__(self, trained: int, used: int, classes: int, length: int) -> None:
@@ -49,7 +50,7 @@ class Classifier(nn.Module):
         self.head = nn.Linear(WIDTH, classes)
 
     def __call__(self, ids: mx.array) -> mx.array:
-        """Returns logits [B, C] of ids [B, L], 0 being padding."""
+        """Returns logits [B, C] for ids [B, L] int32; id 0 is padding."""
         real = (ids > 0).astype(mx.float32)  # [B, L]
         table = self.table if self.training else mx.concatenate([self.table, self._fixed])
         x = table[ids] + self.place(mx.arange(ids.shape[1]))
@@ -63,7 +64,10 @@ class Classifier(nn.Module):
 def learn(
     encoded: Encoded, answers: Sequence[Integers], classes: int, seed: int, args: argparse.Namespace
 ) -> dict[str, Any]:
-    """Trains one classifier and returns its part of the record. Seconds are of training alone, not of judging."""
+    """Trains one classifier and returns its part of the record, with accuracy on the test texts after each epoch.
+
+    answers: the class numbers of the training texts and of the test texts. Seconds are those of training only.
+    """
     mx.random.seed(seed)
     order = np.random.default_rng(seed)
     sizes = [lengths(part) for part in (encoded.train, encoded.test)]
@@ -102,18 +106,25 @@ def learn(
 
 
 def training_times(losses: Sequence[float], walls: Sequence[float], processors: Sequence[float]) -> dict[str, Any]:
-    """C(eps) for each of `EPSILONS`: epochs, and the seconds that these took; None where it is not reached."""
+    """Returns C(eps) for each of `EPSILONS`, in epochs, wall seconds and processor seconds; None where not reached.
+
+    losses, walls, processors: the training loss and the two times of each epoch.
+    """
     epochs = {str(eps): reached(losses, eps) for eps in EPSILONS}
     until = lambda times: {eps: None if n is None else round(sum(times[:n]), 2) for eps, n in epochs.items()}
     return {"epochs_to": epochs, "seconds_to": until(walls), "processor_s_to": until(processors)}
 
 
 def reached(losses: Sequence[float], epsilon: float) -> int | None:
-    """C(eps): the fewest epochs after which the next ten losses, or all that are left, are below eps; or None."""
+    """Returns C(eps): the fewest epochs after which the next ten losses (or all that are left) are below epsilon.
+
+    None if there is no such epoch.
+    """
     return next((i for i in range(len(losses)) if max(losses[i : i + STAYS]) < epsilon), None)
 
 
 def _loss(model: Classifier, ids: mx.array, labels: mx.array) -> mx.array:
+    """Returns the mean cross-entropy of a batch, in nats."""
     return nn.losses.cross_entropy(model(ids), labels, reduction="mean")
 
 
@@ -121,14 +132,15 @@ def _loss(model: Classifier, ids: mx.array, labels: mx.array) -> mx.array:
 
 
 def lengths(samples: Samples) -> NDArray[np.int64]:
-    """Number of tokens of each sample."""
+    """Returns the number of tokens of each sample."""
     return np.diff(samples.ends.astype(np.int64), prepend=0)
 
 
 def batches(sizes: NDArray[np.int64], size: int, order: np.random.Generator | None = None) -> Iterator[Integers]:
-    """All samples, `size` at a time, those of about one length together; in a new order, or without one by length.
+    """Yields batches of `size` sample numbers, samples of similar length together, until each sample was in one.
 
-    With an order, samples are drawn by the pool of `POOL` batches, and each pool is cut by length.
+    sizes: length of each sample. order: draws samples at random, `POOL` batches at a time, sorts these by length and
+    yields batches in random order; None: all samples are sorted by length.
     """
     n = len(sizes)
     drawn = np.arange(n) if order is None else order.permutation(n)
@@ -142,7 +154,7 @@ def batches(sizes: NDArray[np.int64], size: int, order: np.random.Generator | No
 
 
 def padded(samples: Samples, which: Integers) -> NDArray[np.int32]:
-    """Returns samples [N, L], padded with 0 to the longest."""
+    """Returns the samples with the numbers `which`, [N, L], padded with 0 to the longest of them."""
     ends, sizes = samples.ends[which].tolist(), lengths(samples)[which].tolist()
     rows = [samples.ids[end - n : end] for end, n in zip(ends, sizes, strict=True)]
     out = np.zeros((len(which), max(1, *map(len, rows))), np.int32)
@@ -155,7 +167,10 @@ def padded(samples: Samples, which: Integers) -> NDArray[np.int32]:
 
 
 def judge(model: Classifier, samples: Samples, labels: Integers, batch_size: int) -> tuple[float, float]:
-    """Accuracy, and area under the ROC curve: of the second class of two, else the mean of each against the rest."""
+    """Returns the accuracy on the samples, and the area under the ROC curve.
+
+    With two classes the area is that of the second class, else the mean over classes of each against all others.
+    """
     model.eval()
     order = list(batches(lengths(samples), batch_size))
     chances_of = lambda which: np.array(mx.softmax(model(mx.array(padded(samples, which))), axis=-1))
@@ -168,7 +183,10 @@ def judge(model: Classifier, samples: Samples, labels: Integers, batch_size: int
 
 
 def auc(scores: NDArray[np.floating], positive: NDArray[np.bool_]) -> float:
-    """Probability that a positive scores higher than a negative, ties counting half; 0.5 if one kind is missing."""
+    """Returns the area under the ROC curve: the probability that a positive sample scores higher than a negative one.
+
+    Ties count half. 0.5 if there are no positive or no negative samples.
+    """
     _, place, counts = np.unique(scores, return_inverse=True, return_counts=True)
     ranks = (np.cumsum(counts) - (counts - 1) / 2)[place]
     n, m = int(positive.sum()), int((~positive).sum())

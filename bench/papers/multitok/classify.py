@@ -1,12 +1,12 @@
 """MultiTok's own experiment at small scale: does a classifier learn as well, and sooner, from phrases as from words?
 
-A one-layer transformer with random embeddings of its own is trained on labelled texts, once per way of encoding them
-and seed. A record has accuracy and area under the ROC curve on other texts after every epoch, training loss by epoch,
-C(eps) (definition 2 of the paper: the epochs after which the loss stays below eps for ten, or to the end) in epochs, in
-seconds and in seconds of the processor, rows of the table, tokens. What differs from the paper's set-up (section IV) is
-described in `.labelled` and `.classifier`.
+A one-layer transformer with embeddings that start at random is trained on labelled texts, once per way of encoding them
+and seed. A record has accuracy and area under the ROC curve on test texts after every epoch, training loss by epoch,
+C(eps) (definition 2 of the paper: the epochs after which the loss stays below eps for ten epochs, or to the end) in
+epochs, in seconds and in processor seconds, rows of the embedding table, and tokens. What differs from the paper's
+set-up (section IV) is described in `.labelled` and `.classifier`.
 
-With --out the lines are a file that is whole after every run; what it holds already is not run again.
+With --out the file is rewritten as a whole after every training run; runs that are in the file are not repeated.
 """
 
 from __future__ import annotations
@@ -36,51 +36,59 @@ from .labelled import PLAIN, Labelled, Setting, encode, read_labelled
 RECORD = Path(__file__).resolve().parent / "records" / "classify.jsonl"
 Line = dict[str, Any]
 _COUNTS = ("samples", "test_samples", "words", "epochs", "batch_size")
-_SAME = ("setting", "seed", "words", "epochs", "batch_size", "learning_rate", "data")  # one run, if all are equal
+_SAME = ("setting", "seed", "words", "epochs", "batch_size", "learning_rate", "data")  # fields that identify a run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of `bench classify`."""
+    """Adds the flags of `bench classify` to a parser."""
     add = parser.add_argument
     add(
         "--train",
         type=Path,
         metavar="FILE",
-        help="labelled texts: .jsonl with text and label, or .tsv of both, also with .gz",
+        help="labelled texts to train on: .jsonl with the fields text and label, or .tsv of text and label, also .gz",
     )
-    add("--test", type=Path, metavar="FILE", help="other labelled texts, to judge")
-    add("--tokenizer", help="vocabulary file, as `bench tokens` takes it, whose ids are the units (default: words)")
+    add("--test", type=Path, metavar="FILE", help="labelled texts to measure accuracy on, in the formats of --train")
+    add(
+        "--tokenizer",
+        help="vocabulary file of `bench tokens`; phrases are made of its ids (default: phrases are made of words)",
+    )
     add(
         "--settings",
         nargs="+",
         default=[PLAIN, "100,Max-Max", "100,2-2", "50,2-1"],
         metavar="S",
-        help="plain, or PERCENT,WINDOW-WINDOW[,>=USES] as in the paper's table I (default: plain 100,Max-Max 100,2-2 "
-        "50,2-1)",
+        help="ways to encode texts, as in the paper's table I: plain (no phrases), or per cent of --train that phrases "
+        "are learned from, most units per phrase in --train and in --test (Max: no limit), least uses of a phrase "
+        "(default: plain 100,Max-Max 100,2-2 50,2-1)",
     )
-    add("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds, one run each (default: 0 1 2)")
-    add("--samples", type=int, metavar="N", help="texts to learn from at most (default: all)")
-    add("--test-samples", type=int, metavar="N", help="texts to judge at most (default: all)")
-    add("--words", type=int, default=256, help="words of a text at most, for every encoding (default: 256)")
-    add("--epochs", type=int, default=20, help="epochs (default: 20)")
-    add("--batch-size", type=int, default=1000, help="texts per step (default: 1000)")
+    add("--seeds", type=int, nargs="+", default=[0, 1, 2], help="random seeds, one training run each (default: 0 1 2)")
+    add("--samples", type=int, metavar="N", help="use at most N texts of --train (default: all)")
+    add("--test-samples", type=int, metavar="N", help="use at most N texts of --test (default: all)")
+    add("--words", type=int, default=256, help="use at most this many words of each text (default: 256)")
+    add("--epochs", type=int, default=20, help="number of passes over --train (default: 20)")
+    add("--batch-size", type=int, default=1000, help="texts per training step (default: 1000)")
     add("--learning-rate", type=float, default=RATE, help=f"learning rate of Adam (default: {RATE})")
     add(
         "--out",
         type=Path,
         metavar="RECORD",
-        help="record to add lines to; runs that it has are skipped (default: lines are printed)",
+        help="add JSON lines to this file and skip training runs that are in it (default: lines are printed)",
     )
     add(
         "--figure",
         type=Path,
         metavar="FILE.svg",
-        help="draw the loss by epochs and seconds from --out or the record, and train nothing",
+        help="write a plot of training loss to FILE.svg and train nothing; the lines are those of --out (default: of "
+        "the record in this checkout)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints one JSON line per setting and seed, or adds it to --out. Raises `MlxZipError` before anything long."""
+    """Trains and measures a classifier per setting and seed; prints a JSON line for each, or adds it to --out.
+
+    With --figure draws the lines that there are. Raises `MlxZipError` for wrong flags or files before any training.
+    """
     if args.figure is not None:
         save(losses(read_lines(args.out or RECORD)), args.figure)
         return 0
@@ -127,6 +135,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _checked(args: argparse.Namespace) -> list[Setting]:
+    """Checks the flags and returns the settings of --settings. Raises `MlxZipError`."""
     if missing := [f"--{name}" for name in ("train", "test") if getattr(args, name) is None]:
         raise MlxZipError(f"{' and '.join(missing)} missing; or give --figure to draw what the record holds")
     for name in _COUNTS:
@@ -141,11 +150,16 @@ def _checked(args: argparse.Namespace) -> list[Setting]:
 
 
 def _texts(args: argparse.Namespace) -> tuple[Labelled, Labelled]:
+    """Reads the training texts and the test texts, cut to --samples, --test-samples and --words."""
     train = read_labelled(args.train).some(args.samples, args.words)
     return train, read_labelled(args.test).some(args.test_samples, args.words)
 
 
 def _units(tokenizer: str | None, texts: Sequence[str]) -> tuple[str, Words | Tokens, Any]:
+    """Returns the name of the units, their vocabulary, and a function that splits a text into units.
+
+    Units are the ids of a tokenizer, or with None the words of the texts.
+    """
     if tokenizer is None:
         return "words", Words.in_order(map(str.split, texts)), str.split
     vocabulary = read_vocabulary(tokenizer)
@@ -153,7 +167,7 @@ def _units(tokenizer: str | None, texts: Sequence[str]) -> tuple[str, Words | To
 
 
 def read_lines(path: Path) -> list[Line]:
-    """Reads the lines of a record. Raises `DataError` naming it."""
+    """Reads the JSON lines of a record. Raises `DataError` naming the file."""
     try:
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, ValueError, RecursionError) as error:
@@ -164,7 +178,10 @@ def read_lines(path: Path) -> list[Line]:
 
 
 def keep(path: Path | None, lines: Sequence[Line]) -> None:
-    """Writes all lines, the file whole or not at all; without a path prints the last. Raises `DataError`."""
+    """Writes all lines to the file at `path`, whole or not at all; with path None prints the last line instead.
+
+    Raises `DataError`.
+    """
     if path is None:
         if lines:
             print(json.dumps(lines[-1]), flush=True)

@@ -35,12 +35,15 @@ PAPER = {
     ("gpt2", "50,2-1"): (0.81, 0.731, 0.79),
     ("gpt2", "33,2-1"): (0.88, 0.745, 0.82),
 }
-EPSILON = "0.01"
+EPSILON = "0.01"  # of C(eps), the column "epochs to 0.01"
 
 
 def classified(lines: Sequence[Record], of_paper: bool) -> str:
-    """A table with a row per texts, units and setting: IMDB with the paper's figures, or the other texts."""
-    runs = [line for line in lines if line["bench"] == "classify" and (_texts(line) == "IMDB") == of_paper]
+    """Returns a table with a row per data set, units and setting.
+
+    of_paper: the rows of IMDB, next to the paper's figures; else the rows of all other data sets.
+    """
+    runs = [line for line in lines if line["bench"] == "classify" and (_data_set(line) == "IMDB") == of_paper]
     rows = [_row(group, of_paper) for group in grouped(runs)]
     quality = ["r", "paper's r", "accuracy", "paper's", "AUC", "paper's"] if of_paper else ["r", "accuracy", "AUC"]
     cost = ["epochs to 0.01", "processor s to 0.01", "processor s per epoch", "rows", "of them trained"]
@@ -48,35 +51,43 @@ def classified(lines: Sequence[Record], of_paper: bool) -> str:
 
 
 def grouped(runs: Sequence[Record]) -> list[list[Record]]:
-    """Returns groups of runs that differ in their seed alone."""
+    """Returns the runs in groups; those of one group differ only in their seed."""
     groups: dict[tuple[str, str, str], list[Record]] = {}
     for line in runs:
-        groups.setdefault((_texts(line), line["data"]["units_are"], line["setting"]), []).append(line)
+        groups.setdefault((_data_set(line), line["data"]["units_are"], line["setting"]), []).append(line)
     return list(groups.values())
 
 
-def _texts(line: Record) -> str:
+def _data_set(line: Record) -> str:
+    """Returns the name of a line's texts in the tables, for example IMDB."""
     name: str = line["data"]["train"].split(".")[0]
     return SAMPLED.get(name, name)
 
 
 def encoding(line: Record) -> str:
-    """The name of a line's encoding in the tables: the setting, after the units if these are not words."""
+    """Returns the name of a line's encoding in the tables: its setting, with the tokenizer first if there is one."""
     units, setting = line["data"]["units_are"], line["setting"]
     return setting if units == "words" else units if setting == "plain" else f"{units}, {setting}"
 
 
 def _row(runs: Sequence[Record], of_paper: bool) -> list[str]:
+    """Returns the row of a group of runs that differ only in their seed. of_paper: add cells of the paper's figures."""
     line = runs[0]
     units, setting = line["data"]["units_are"], line["setting"]
     ratio = line["per_word"] if setting == "plain" else line["ratio"]
     found = PAPER.get((units, setting))
     paper = [f"{found[0]:.2f}", f"{found[1]:.3f}", f"{found[2]:.2f}"] if found else [""] * 3
-    measured = [f"{ratio:.3f}", _over([run["accuracy"] for run in runs]), _over([run["auc"] for run in runs])]
+    measured = [
+        f"{ratio:.3f}",
+        _mean_and_range([run["accuracy"] for run in runs]),
+        _mean_and_range([run["auc"] for run in runs]),
+    ]
     quality = [cell for pair in zip(measured, paper, strict=True) for cell in pair] if of_paper else measured
-    epochs, seconds = (_over([run[name][EPSILON] for run in runs], 1) for name in ("epochs_to", "processor_s_to"))
+    epochs, seconds = (
+        _mean_and_range([run[name][EPSILON] for run in runs], 1) for name in ("epochs_to", "processor_s_to")
+    )
     return [
-        _texts(line),
+        _data_set(line),
         encoding(line),
         str(len(runs)),
         *quality,
@@ -88,43 +99,49 @@ def _row(runs: Sequence[Record], of_paper: bool) -> list[str]:
     ]
 
 
-def _over(figures: Sequence[float | None], places: int = 3) -> str:
-    """Mean, least and greatest of the runs that reached the value, and how many did."""
-    there = [figure for figure in figures if figure is not None]
-    if not there:
+def _mean_and_range(figures: Sequence[float | None], places: int = 3) -> str:
+    """Formats one figure per run as "mean (least-greatest)", followed by "n of m" where some runs have None.
+
+    None stands for a run that did not reach the value. places: digits after the decimal point.
+    """
+    reached = [figure for figure in figures if figure is not None]
+    if not reached:
         return "not reached"
-    told = f"{mean(there):.{places}f}"
+    cell = f"{mean(reached):.{places}f}"
     if len(figures) > 1:
-        told += f" ({min(there):.{places}f}-{max(there):.{places}f})"
-    return told if len(there) == len(figures) else f"{told}, {len(there)} of {len(figures)}"
+        cell += f" ({min(reached):.{places}f}-{max(reached):.{places}f})"
+    return cell if len(reached) == len(figures) else f"{cell}, {len(reached)} of {len(figures)}"
 
 
 def accuracy_spread(lines: Sequence[Record]) -> str:
-    """Accuracy by seed of every setting that has several seeds, and the points between the least and the greatest."""
+    """Returns a table of accuracy by seed, a row per setting that was run with several seeds.
+
+    The last column is the greatest less the least accuracy, in percentage points.
+    """
     rows = []
     for runs in grouped([line for line in lines if line["bench"] == "classify"]):
         found = [run["accuracy"] for run in runs]
         if len(found) > 1:
             listed = ", ".join(f"{accuracy:.3f}" for accuracy in found)
-            rows.append([_texts(runs[0]), encoding(runs[0]), listed, f"{100 * (max(found) - min(found)):.1f}"])
+            rows.append([_data_set(runs[0]), encoding(runs[0]), listed, f"{100 * (max(found) - min(found)):.1f}"])
     return table(["texts", "encoding", "accuracy by seed", "points apart"], rows)
 
 
 def losses(lines: Sequence[Record]) -> Figure:
-    """Training loss by epochs and by processor seconds: a row per texts, a line per encoding.
+    """Returns a figure of training loss by epochs and by processor seconds, a row of panels per data set.
 
-    Lines are means over seeds, bands least and greatest. Raises `DataError` for a record without runs,
-    `InstallationError` without matplotlib.
+    There is a curve per encoding: the mean over seeds, in a band from the least to the greatest. Raises `DataError` for
+    a record without runs, `InstallationError` without matplotlib.
     """
     groups = grouped([line for line in lines if line.get("bench") == "classify"])
     if not groups:
         raise DataError("the record holds no line of `classify`")
-    names = list(dict.fromkeys(_texts(group[0]) for group in groups))
+    names = list(dict.fromkeys(_data_set(group[0]) for group in groups))
     encodings = list(dict.fromkeys(encoding(group[0]) for group in groups))
     figure = new_figure(10, 3.4 * len(names))
     panels = figure.subplots(len(names), 2, squeeze=False, sharey="row")
     for group in groups:
-        row, color = panels[names.index(_texts(group[0]))], f"C{encodings.index(encoding(group[0])) % 10}"
+        row, color = panels[names.index(_data_set(group[0]))], f"C{encodings.index(encoding(group[0])) % 10}"
         losses = np.array([run["loss"] for run in group])
         spent = np.mean([np.cumsum(run["processor_s"]) for run in group], axis=0)
         for panel, at in zip(row, (np.arange(1, losses.shape[1] + 1), spent), strict=True):

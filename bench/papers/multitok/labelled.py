@@ -25,9 +25,11 @@ PRUNING = "single"  # as in the paper: a phrase that is used too rarely is repla
 
 @dataclass(frozen=True)
 class Setting:
-    """A way to encode, as the paper names them: 100,2-1,>=2 is all samples, window 2, 1 at the test, pruned below 2.
+    """A way to encode texts, in the paper's notation PERCENT,WINDOW-WINDOW[,>=USES], for example 100,2-1,>=2.
 
-    percent 0: units as they are. windows: at training and test; 0: Max. least_uses: of a phrase that is kept; 0: all.
+    percent: share of the samples that phrases are learned from; 0: no phrases, units stay as they are. windows: most
+    units in a phrase, for training texts and for test texts; 0 (Max): no limit. least_uses: phrases used less often
+    are removed; 0: none is.
     """
 
     percent: float
@@ -36,7 +38,7 @@ class Setting:
 
     @classmethod
     def parse(cls, text: str) -> Setting:
-        """Reads `plain` or PERCENT,WINDOW-WINDOW[,>=N]. Raises `MlxZipError`."""
+        """Reads a setting: `plain` or PERCENT,WINDOW-WINDOW[,>=USES]. Raises `MlxZipError`."""
         try:
             if text == PLAIN:
                 return cls(0)
@@ -52,25 +54,28 @@ class Setting:
 
 @dataclass(frozen=True)
 class Labelled:
-    """Texts and the label of each."""
+    """Texts, and the class label of each."""
 
     texts: tuple[str, ...]
     labels: tuple[int, ...]
 
     @property
     def words(self) -> int:
-        """Number of words of all texts."""
+        """Number of words of all texts together."""
         return sum(len(text.split()) for text in self.texts)
 
     def some(self, n: int | None, words: int) -> Labelled:
-        """Returns `n` texts (None: all), cut at `words` each, in a fixed random order: files may be sorted by label."""
+        """Returns `n` texts (None: all), each cut to its first `words` words.
+
+        They are drawn in a fixed random order, because files may be sorted by label.
+        """
         order = np.random.default_rng(0).permutation(len(self.texts))[:n].tolist()
         cut = tuple(" ".join(self.texts[i].split()[:words]) for i in order)
         return Labelled(cut, tuple(self.labels[i] for i in order))
 
 
 def read_labelled(path: Path) -> Labelled:
-    """Reads all texts of a file. Raises `DataError` naming file and line."""
+    """Reads all labelled texts of a .jsonl or .tsv file (.gz is unpacked). Raises `DataError` naming file and line."""
     try:
         data = gzip.decompress(path.read_bytes()) if path.name.endswith(".gz") else path.read_bytes()
         lines = data.decode("utf-8").split("\n")  # a text may hold other ends of lines
@@ -84,6 +89,7 @@ def read_labelled(path: Path) -> Labelled:
 
 
 def _labelled(path: Path, number: int, line: str) -> tuple[str, int]:
+    """Returns (text, label) of one line of a file. number: the line's, for the error message."""
     try:
         if ".tsv" in path.name:
             text, label = line.rsplit("\t", 1)
@@ -97,10 +103,11 @@ def _labelled(path: Path, number: int, line: str) -> tuple[str, int]:
 
 @dataclass(frozen=True)
 class Encoded:
-    """Ids of the texts to learn from and to judge, 1..trained where the former hold them, then those of the latter.
+    """Training and test texts as ids of an embedding table.
 
-    0 is padding. used: ids and padding. rows: of the table that the dictionary asks for, with phrases that no text
-    holds. ratio: the paper's r.
+    Id 0 is padding, ids 1..trained occur in training texts, higher ones in test texts only. trained: number of ids
+    in training texts. used: number of all ids, padding included. rows: number of rows that the whole dictionary needs,
+    with phrases that occur in no text. ratio: tokens over units of the training texts, the paper's r.
     """
 
     train: Samples
@@ -112,7 +119,10 @@ class Encoded:
 
 
 def encode(setting: Setting, units: Words | Tokens, train: list[Any], test: list[Any]) -> Encoded:
-    """Encodes texts of words or ids into what a classifier reads."""
+    """Encodes training and test texts by a setting.
+
+    units: the vocabulary of words or tokenizer ids. train, test: each text's units.
+    """
     dictionary = Dictionary(Settings(units, setting.windows[0]))
     samples = dictionary.number(train)
     first, rest = samples.cut(leading(len(samples), setting.percent))
@@ -122,7 +132,7 @@ def encode(setting: Setting, units: Words | Tokens, train: list[Any], test: list
         ids, dictionary = rewrite(dictionary, pruned, ids), pruned
     judged = dictionary.encode_all(dictionary.number(test), setting.windows[1])
     trained = np.unique(ids.ids)
-    known = np.concatenate([trained, np.setdiff1d(judged.ids, trained)])
+    known = np.concatenate([trained, np.setdiff1d(judged.ids, trained)])  # id of the dictionary by row of the table - 1
     rising = np.argsort(known)
     numbers = lambda ids: (1 + rising[np.searchsorted(known, ids, sorter=rising)]).astype(np.uint32)
     place = lambda part: Samples(numbers(part.ids), part.ends)

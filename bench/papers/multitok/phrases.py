@@ -1,13 +1,13 @@
 """MultiTok: how fast phrases are learned and used, what they cost in memory, and how far a corpus shrinks by setting.
 
-Speed is measured on given unit numbers, on one core, with the calls into the library and the arrays they make, in
+Speed is that of encoding unit numbers on one core, calls into the library and new arrays included. It is measured in
 processor time of the thread, so that waits for the core do not count. It is compared with a plain encoder in Python
-over tuples, written here from the rules: that stands for the published code, which is such a loop and is not part of
-this project; both must give the same ids. Trials of the two alternate.
+over tuples, which is written here and stands for the published code, a loop of this kind that is not part of this
+project; both must give the same ids. Trials of the two alternate.
 
-Ratios are tokens after over units before (the paper's r, definition 1), over the samples learned from and, with
---held-out, over others by the dictionary as it then is, whose words are units too, as in the published code. With
---tokenizer the units are its ids; `per_word` then has tokens over words.
+Ratios are tokens after encoding over units before (the paper's r, definition 1) of the samples that phrases are learned
+from. With --held-out there are also ratios of other samples, encoded with the learned dictionary; their words are units
+too, as in the published code. With --tokenizer the units are its ids, and `per_word` has tokens over words.
 """
 
 from __future__ import annotations
@@ -41,26 +41,40 @@ from mlx_zip.vocab.multitok import (
 PAPER_WORDS = {(100, 0): 0.57, (100, 2): 0.60, (50, 0): 0.80, (50, 2): 0.83, (25, 2): 0.93}
 PAPER_PRUNED = {0: 0.65, 2: 0.66}  # by window; "published", K = 1, all samples
 PAPER_TOKENS = {"gpt2": {(50, 2): 0.81, (33, 2): 0.88}}
-WINDOWS = (0, 2)
-AT_MOST = (1, 2)
-SLOW_TRIALS = 3  # of plain Python at most
+WINDOWS = (0, 2)  # most units in a phrase that are measured; 0: no limit
+AT_MOST = (1, 2)  # phrases used at most this often are pruned
+SLOW_TRIALS = 3  # most trials of plain Python
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of `bench multitok`."""
+    """Adds the flags of `bench multitok` to a parser."""
     add = parser.add_argument
-    add("--text", nargs="+", metavar="FILE", help="samples to learn from: .txt or .jsonl, also with .gz")
-    add("--held-out", nargs="+", metavar="FILE", help="other samples, encoded with the learned dictionary")
+    add("--text", nargs="+", metavar="FILE", help="texts to learn phrases from: .txt or .jsonl, also .gz")
+    add(
+        "--held-out",
+        nargs="+",
+        metavar="FILE",
+        help="texts to encode with the phrases learned from --text: .txt or .jsonl, also .gz (default: none)",
+    )
     add(
         "--tokenizer",
-        help="vocabulary file, as `bench tokens` takes it, whose ids are the units; then only ratios are measured",
+        help="vocabulary file of `bench tokens`; phrases are made of its ids, and only ratios are measured (default: "
+        "phrases are made of words)",
     )
-    add("--only", choices=("speed", "ratios"), help="what to measure (default: both; with --tokenizer ratios)")
-    add("--trials", type=int, default=9, help="trials per measurement (default: 9)")
+    add(
+        "--only",
+        choices=("speed", "ratios"),
+        help="measure only the speed of encoding, or only the ratios of tokens to units (default: both; with "
+        "--tokenizer ratios)",
+    )
+    add("--trials", type=int, default=9, help="timed calls per measurement (default: 9)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints one JSON line per result. Raises `MlxZipError` before anything long."""
+    """Measures speed and ratios and prints one JSON line per result.
+
+    Raises `MlxZipError` for wrong flags or files before anything is measured.
+    """
     if not args.text:
         raise MlxZipError("--text is missing")
     if args.trials < 1:
@@ -77,7 +91,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 class Corpus:
-    """Samples of units: `learned` to learn from, `held_out` others or None."""
+    """The texts of a run as samples of units.
+
+    learned: samples of --text; held_out: samples of --held-out, or None. units: their vocabulary; words: number of
+    words in --text; record: what a JSON line says of the texts.
+    """
 
     def __init__(self, args: argparse.Namespace) -> None:
         read = lambda files: [document.text for document in read_corpus(files).documents] if files else []
@@ -104,7 +122,10 @@ class Corpus:
         self.record["files"] = [name.rsplit("/", 1)[-1] for name in self.record["files"]]
 
     def dictionary(self, window: int, percent: float = 100) -> tuple[Dictionary, Samples]:
-        """A dictionary that learned from the first `percent` of the samples, and the ids of all."""
+        """Returns a dictionary learned from the first `percent` per cent of the samples, and the ids of all samples.
+
+        window: most units in a phrase; 0: no limit.
+        """
         made = Dictionary(Settings(self.units, window))
         first, rest = self.learned.cut(leading(len(self.learned), percent))
         return made, Samples.join([made.train(first), made.pass_by(rest)])
@@ -114,6 +135,7 @@ class Corpus:
 
 
 def _speeds(corpus: Corpus, trials: int) -> Iterator[dict[str, Any]]:
+    """Yields a record of speed for learning and for encoding with each window, and for encoding after pruning."""
     samples, tuples = corpus.learned, [tuple(sample.tolist()) for sample in corpus.learned]
     for window in WINDOWS:
         dictionary, ids = corpus.dictionary(window)
@@ -127,7 +149,7 @@ def _speeds(corpus: Corpus, trials: int) -> Iterator[dict[str, Any]]:
         yield {
             "what": "train",
             "setting": setting,
-            **_beside(len(samples.ids), trials, learn, slow),
+            **_compared_speed(len(samples.ids), trials, learn, slow),
             "phrases": len(dictionary),
             "bytes_per_phrase": round(bytes_per_phrase, 2),
         }
@@ -135,21 +157,24 @@ def _speeds(corpus: Corpus, trials: int) -> Iterator[dict[str, Any]]:
         slow = lambda known=known: [plain_encode(known, sample) for sample in tuples]
         if slow() != use().lists():
             raise MlxZipError("the plain encoder gives other ids than the library: one of them is wrong")
-        yield {"what": "encode", "setting": setting, **_beside(len(samples.ids), trials, use, slow)}
+        yield {"what": "encode", "setting": setting, **_compared_speed(len(samples.ids), trials, use, slow)}
         pruned = prune(dictionary, 1)
         for matching in ("longest", "walk"):
             use = lambda pruned=pruned, matching=matching: pruned.encode_all(samples, matching=matching)
             yield {
                 "what": "encode",
                 "setting": {**setting, "pruned": 1, "matching": matching},
-                **_beside(len(samples.ids), trials, use, None),
+                **_compared_speed(len(samples.ids), trials, use, None),
             }
 
 
 def plain_train(
     samples: Sequence[tuple[int, ...]], units: int, window: int
 ) -> tuple[dict[tuple[int, ...], int], list[list[int]]]:
-    """Phrases and units by their runs, with ids from 1 on, and the ids of the samples: a loop over tuples."""
+    """Learns phrases in plain Python; returns the id of every unit and phrase (from 1 on), and the ids of each sample.
+
+    samples: unit numbers. units: how many there are. window: most units in a phrase; 0: no limit.
+    """
     known: dict[tuple[int, ...], int] = {(unit,): 1 + unit for unit in range(units)}
     encoded = []
     for sample in samples:
@@ -168,7 +193,7 @@ def plain_train(
 
 
 def plain_encode(known: dict[tuple[int, ...], int], sample: tuple[int, ...]) -> list[int]:
-    """The ids of one sample by phrases that stay as they are, of any length: a loop over tuples."""
+    """Encodes one sample in plain Python without learning; returns its ids. known: the id of each unit and phrase."""
     ids, at, n = [], 0, len(sample)
     while at < n:
         end, id = at + 1, known[sample[at : at + 1]]
@@ -182,21 +207,28 @@ def plain_encode(known: dict[tuple[int, ...], int], sample: tuple[int, ...]) -> 
     return ids
 
 
-def _beside(n_units: int, trials: int, ours: Callable[[], Any], plain: Callable[[], Any] | None) -> dict[str, Any]:
-    """Millions of units per second, of ours and of plain Python, whose trials are fewer."""
+def _compared_speed(
+    n_units: int, trials: int, ours: Callable[[], Any], plain: Callable[[], Any] | None
+) -> dict[str, Any]:
+    """Times two functions that process the same `n_units` units, in turn; returns their speeds and the ratio.
+
+    Speeds are in millions of units per second. plain: the version in plain Python, which gets at most `SLOW_TRIALS`
+    trials; None: there is none.
+    """
     ours()  # warm-up
     mine, other = [], []
     for trial in range(trials):
-        mine.append(_rate(ours, n_units))
+        mine.append(_million_units_per_s(ours, n_units))
         if plain is not None and trial < SLOW_TRIALS:
-            other.append(_rate(plain, n_units))
+            other.append(_million_units_per_s(plain, n_units))
     record = {"unit": "million units per s", "ours": summary(mine)}
     if other:
         record |= {"plain_python": summary(other), "ratio": round(median(mine) / median(other), 1)}
     return record
 
 
-def _rate(call: Callable[[], Any], n_units: int) -> float:
+def _million_units_per_s(call: Callable[[], Any], n_units: int) -> float:
+    """Returns the speed of one call that processes `n_units` units, by the thread's processor time."""
     begun = time.thread_time()
     call()
     return n_units / (time.thread_time() - begun) / 1e6
@@ -206,6 +238,7 @@ def _rate(call: Callable[[], Any], n_units: int) -> float:
 
 
 def _ratios(corpus: Corpus) -> Iterator[dict[str, Any]]:
+    """Yields a record of the ratio for each percentage of samples and window, then those after pruning."""
     paper = PAPER_TOKENS.get(corpus.name, {}) if isinstance(corpus.units, Tokens) else PAPER_WORDS
     settings = dict.fromkeys([*paper, *((percent, window) for percent in (100, 50) for window in WINDOWS)])
     for percent, window in settings:
@@ -221,7 +254,7 @@ def _ratios(corpus: Corpus) -> Iterator[dict[str, Any]]:
             "per_word": round(len(ids.ids) / corpus.words, 4),
             "paper": paper.get((percent, window)),
             **{name: stats[name] for name in kept},
-            **_of_others(corpus, dictionary),
+            **_held_out_ratios(corpus, dictionary),
         }
         if percent == 100:
             yield from _prunings(corpus, dictionary, ids, setting)
@@ -230,29 +263,30 @@ def _ratios(corpus: Corpus) -> Iterator[dict[str, Any]]:
 def _prunings(
     corpus: Corpus, dictionary: Dictionary, ids: Samples, setting: dict[str, Any]
 ) -> Iterator[dict[str, Any]]:
+    """Yields a record of the ratio for each way to prune a dictionary. ids: the samples, encoded before pruning."""
     window = setting["window"]
     for at_most in AT_MOST:
         bound = growth_bound(dictionary, at_most)
         for mode in PRUNINGS:
             pruned = prune(dictionary, at_most, mode)
             again = rewrite(dictionary, pruned, ids)
-            as_paper = mode == "published" and at_most == 1 and isinstance(corpus.units, Words)
+            in_paper = mode == "published" and at_most == 1 and isinstance(corpus.units, Words)
             yield {
                 "what": "pruned",
                 "setting": {**setting, "at_most": at_most, "mode": mode},
                 "ratio": round(len(again.ids) / len(corpus.learned.ids), 4),
                 "phrases": len(pruned),
                 "memory_bytes": pruned.nbytes,
-                "paper": PAPER_PRUNED.get(window) if as_paper else None,
+                "paper": PAPER_PRUNED.get(window) if in_paper else None,
                 "growth": round(len(again.ids) / len(ids.ids), 4),
                 "lemma_printed": round(bound.printed, 4),
                 "lemma_corrected": round(bound.corrected, 4),
-                **_of_others(corpus, pruned),
+                **_held_out_ratios(corpus, pruned),
             }
 
 
-def _of_others(corpus: Corpus, dictionary: Dictionary) -> dict[str, Any]:
-    """Ratios of the held-out samples, by the most units that a phrase may have then."""
+def _held_out_ratios(corpus: Corpus, dictionary: Dictionary) -> dict[str, Any]:
+    """Returns the held-out samples' ratios of tokens to units, by the most units in a phrase; {} without samples."""
     if corpus.held_out is None:
         return {}
     n = len(corpus.held_out.ids)

@@ -14,11 +14,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def _speed(records: Records) -> str:
+def _speed_table(records: Records) -> str:
+    """Returns the table of the speed of learning and encoding, ours and plain Python's."""
     rows = [
         [
-            _doing(line),
-            _window(line),
+            _measured(line),
+            _window_cell(line),
             _spread(line["ours"]),
             _spread(line.get("plain_python")),
             f"{line['ratio']}x" if "ratio" in line else "",
@@ -30,21 +31,23 @@ def _speed(records: Records) -> str:
     return table(["", "window", "M units/s", "plain Python", "ratio", "bytes per phrase"], rows)
 
 
-def _doing(line: Record) -> str:
+def _measured(line: Record) -> str:
+    """Returns what a line of speed measures: "train", "encode", or encoding after pruning."""
     setting = line["setting"]
     return f"encode, pruned, {setting['matching']}" if "pruned" in setting else line["what"]
 
 
-def _ratios(records: Records) -> str:
+def _ratios_table(records: Records) -> str:
+    """Returns the table of ratios r of words, by percentage of samples learned from and window."""
     rows = [
         [
             f"{line['setting']['percent']} %",
-            _window(line),
+            _window_cell(line),
             f"{line['ratio']:.3f}",
-            _paper(line),
+            _paper_cell(line),
             f"{line['phrases']:,}",
             f"{line['never_used'] / line['phrases']:.0%}",
-            *_others(line),
+            *_held_out_cells(line),
         ]
         for line in records.lines("multitok")
         if line["what"] == "ratio" and line["data"]["units_are"] == "words"
@@ -53,19 +56,20 @@ def _ratios(records: Records) -> str:
     return table(header, rows)
 
 
-def _pruned(records: Records) -> str:
+def _pruned_table(records: Records) -> str:
+    """Returns the table of ratios r of words after phrases used at most K times are pruned."""
     rows = [
         [
-            _window(line),
+            _window_cell(line),
             str(line["setting"]["at_most"]),
             line["setting"]["mode"],
             f"{line['ratio']:.3f}",
-            _paper(line),
+            _paper_cell(line),
             f"{line['phrases']:,}",
             f"{line['growth']:.3f}",
             f"{line['lemma_printed']:.3f}",
             f"{line['lemma_corrected']:.3f}",
-            *_others(line)[:1],
+            *_held_out_cells(line)[:1],
         ]
         for line in records.lines("multitok")
         if line["what"] == "pruned" and line["data"]["units_are"] == "words"
@@ -74,17 +78,18 @@ def _pruned(records: Records) -> str:
     return table(header, rows)
 
 
-def _cascade(records: Records) -> str:
+def _tokenizer_ratios_table(records: Records) -> str:
+    """Returns the table of ratios r where phrases are made of a tokenizer's ids."""
     rows = [
         [
             line["data"]["units_are"],
             f"{line['setting']['percent']} %",
-            _window(line),
+            _window_cell(line),
             f"{line['ratio']:.3f}",
-            _paper(line),
+            _paper_cell(line),
             f"{line['per_word']:.3f}",
             f"{line['phrases']:,}",
-            *_others(line)[:1],
+            *_held_out_cells(line)[:1],
         ]
         for line in records.lines("multitok")
         if line["what"] == "ratio" and line["data"]["units_are"] != "words"
@@ -93,42 +98,47 @@ def _cascade(records: Records) -> str:
     return table(header, rows)
 
 
-def _packs(records: Records) -> str:
+def _packs_table(records: Records) -> str:
+    """Returns the table of base ids per id with packs made by `vocab pack learn` and by `vocab multitok export`."""
     rows = []
     for line in records.lines("packs"):
         found = {(pack["size"], pack["learner"]): pack for pack in line["packs"]}
         for size in sorted({size for size, _ in found}):
-            both = [found[size, learner] for learner in ("learn", "multitok")]
-            rates = [f"{pack['rates'][line['domain']]:.3f}" for pack in both]
+            pair = [found[size, learner] for learner in ("learn", "multitok")]
+            rates = [f"{pack['rates'][line['domain']]:.3f}" for pack in pair]
             empty = line["tests"][line["domain"]]["empty"]
             rows.append([line["domain"], f"{line['train_ids']:,}", f"{size:,}", f"{empty:.3f}", *rates])
     head = ["text", "base ids learned from", "entries", "growth alone", "vocab pack learn", "multitok export"]
     return table(head, rows)
 
 
-def _window(line: Record) -> str:
+def _window_cell(line: Record) -> str:
+    """Returns the most units in a phrase of a line's setting; "Max" for no limit."""
     return str(line["setting"]["window"] or "Max")
 
 
-def _paper(line: Record) -> str:
+def _paper_cell(line: Record) -> str:
+    """Returns the paper's r for a line's setting, "" where the paper has none."""
     return "" if line["paper"] is None else f"{line['paper']:.2f}"
 
 
-def _others(line: Record) -> list[str]:
+def _held_out_cells(line: Record) -> list[str]:
+    """Returns the ratios of held-out samples, with phrases of any length and with pairs at most."""
     held_out = line.get("held_out", {})
     return [f"{held_out[window]:.3f}" if window in held_out else "" for window in ("0", "2")]
 
 
 def _spread(figure: dict[str, Any] | None) -> str:
+    """Formats a summary as "median (least-greatest)"; "" for None."""
     return f"{figure['median']:.2f} ({figure['min']:.2f}-{figure['max']:.2f})" if figure else ""
 
 
 TABLES: dict[str, Callable[[Records], str]] = {
-    "multitok-speed": _speed,
-    "multitok-ratios": _ratios,
-    "multitok-pruned": _pruned,
-    "multitok-cascade": _cascade,
-    "multitok-packs": _packs,
+    "multitok-speed": _speed_table,
+    "multitok-ratios": _ratios_table,
+    "multitok-pruned": _pruned_table,
+    "multitok-cascade": _tokenizer_ratios_table,
+    "multitok-packs": _packs_table,
     "classifier": lambda records: classified(records.lines("classify"), of_paper=True),
     "classifier-others": lambda records: classified(records.lines("classify"), of_paper=False),
     "classifier-seeds": lambda records: accuracy_spread(records.lines("classify")),

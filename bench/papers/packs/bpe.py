@@ -10,14 +10,15 @@ from mlx_zip.codec import CodecParams
 from mlx_zip.codec.ids import Uint32s
 
 FIRST = 0x10000  # the code point that stands for base id 0: above all surrogates
-MOST = 0x110000 - FIRST  # base ids that have a code point
+MOST = 0x110000 - FIRST  # number of base ids that have a code point
 
 
 class Bpe:
-    """`size` merges of byte pair encoding over base ids, learned from texts cut into windows.
+    """Byte pair encoding with `size` merges over base ids, learned from texts that are cut into windows.
 
-    Each base id is a character and each window a word, so that no merge crosses the border of a window or a disabled
-    id. longest: base ids of a merge at most; None for no bound. Raises ValueError above `MOST` base ids.
+    texts: base ids of each text. window: base ids per window; no merge crosses a window's border or a disabled id.
+    longest: most base ids in a merge; None: no limit. Each base id is a character to the trainer, so a vocabulary of
+    more than `MOST` base ids raises ValueError.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class Bpe:
         self.tokenizer.train_from_iterator(words, trainer)
 
     def _words(self, ids: Uint32s) -> Iterator[str]:
-        """Yields the runs of ids that may merge, an id as a character."""
+        """Yields the runs of ids between disabled ids, each run as a string with one character per id."""
         for run in np.split(ids, np.flatnonzero(np.isin(ids, self.disabled))):
             if word := "".join(chr(FIRST + int(i)) for i in run if i not in self.disabled):
                 yield word
@@ -51,7 +52,7 @@ class Bpe:
         return [tuple(ord(character) - FIRST for character in token) for token, _ in tokens if len(token) > 1]
 
     def count(self, ids: Uint32s) -> int:
-        """Returns how many tokens the merges make of base ids. An id that learning never met counts one."""
+        """Returns the number of tokens that base ids are merged into; an id that learning never met is one token."""
         words = list(self._words(ids))
         found = [self.tokenizer.encode(word).tokens for word in words]
         known = sum(len(token) for tokens in found for token in tokens)

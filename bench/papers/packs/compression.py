@@ -1,13 +1,13 @@
 """What codebook packs bring: base ids per id of held-out text, for texts like those learned from and for others.
 
-A pack is learned from the training texts of one domain and tried on the held-out texts of every domain. These are cut
-into windows that are compressed one by one. The codebook of a window begins with the pack and grows by at most `GROWTH`
-entries of its own; `static` is the rate of a codebook that begins with the pack and does not grow.
+A pack is learned from the training texts of one domain and tried on the held-out texts of every domain. Held-out texts
+are cut into windows that are compressed one by one. The codebook of a window begins with the pack and grows by at most
+`GROWTH` entries of its own; `static` is the rate of a codebook that begins with the pack and does not grow.
 
 Three ways to make a pack are compared: `learn` (`mlx_zip vocab pack learn`), `multitok` (`mlx_zip vocab multitok
-export`) and `bpe` (plain byte pair encoding over base ids). `retokenized` is no pack: it is the rate of as many merges
-of plain byte pair encoding, of any length, applied by themselves, as a larger tokenizer would apply them. Rates depend
-on text, tokenizer and codec alone; the seconds of learning depend on the machine and its load.
+export`) and `bpe` (plain byte pair encoding over base ids). `retokenized` is not a pack but a larger tokenizer: it is
+the rate of as many merges of plain byte pair encoding, of any length, without a codebook. Rates depend only on text,
+tokenizer and codec; the seconds of learning depend on the machine and its load.
 """
 
 from __future__ import annotations
@@ -36,25 +36,52 @@ from mlx_zip.vocab.multitok.export import as_pack
 
 from .bpe import Bpe
 
-SIZES, GROWTH = (256, 1024, 4096), 2048
+SIZES, GROWTH = (256, 1024, 4096), 2048  # entries of packs; entries that a codebook may add to its pack
 Entries = Sequence[tuple[int, ...]]
 Learner = Callable[[CodecParams, Sequence[Uint32s], int, int], Entries]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of `packs`."""
+    """Adds the flags of `bench packs` to a parser."""
     add = parser.add_argument
-    add("--tokenizer", type=Path, required=True, metavar="FILE", help=f"a vocabulary: {KINDS}")
-    add("--train", nargs="+", required=True, metavar="DOMAIN=FILE", help="texts to learn packs from, one per domain")
-    add("--test", nargs="+", required=True, metavar="DOMAIN=FILE", help="held-out texts that every pack is tried on")
-    add("--sizes", type=int, nargs="+", default=list(SIZES), metavar="N", help=f"entries of a pack (default: {SIZES})")
-    add("--merge-size", type=int, default=4, help="base ids per entry at most (default: 4)")
-    add("--window", type=int, default=256, help="base ids compressed on their own (default: 256)")
-    add("--disabled", choices=("none", "digits"), default="none", help="ids that never merge (default: none)")
+    add("--tokenizer", type=Path, required=True, metavar="FILE", help=f"vocabulary file of the base ids: {KINDS}")
+    add(
+        "--train",
+        nargs="+",
+        required=True,
+        metavar="DOMAIN=FILE",
+        help="texts to learn packs from; one pack is learned from all files of a DOMAIN",
+    )
+    add(
+        "--test",
+        nargs="+",
+        required=True,
+        metavar="DOMAIN=FILE",
+        help="held-out texts to try every pack on; each DOMAIN of --train must be among them",
+    )
+    add(
+        "--sizes",
+        type=int,
+        nargs="+",
+        default=list(SIZES),
+        metavar="N",
+        help=f"numbers of entries in a pack, tried one by one (default: {' '.join(map(str, SIZES))})",
+    )
+    add("--merge-size", type=int, default=4, help="largest number of base ids in an entry (default: 4)")
+    add("--window", type=int, default=256, help="compress every N base ids separately (default: 256)", metavar="N")
+    add(
+        "--disabled",
+        choices=("none", "digits"),
+        default="none",
+        help="tokens that are never merged: none, or all with a digit (default: none)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints one JSON line per domain that packs are learned from. Raises `MlxZipError` before anything long."""
+    """Learns and tries packs; prints one JSON line per domain of --train.
+
+    Raises `MlxZipError` for wrong flags or files before any pack is learned.
+    """
     for name, values in (("sizes", args.sizes), ("window", [args.window])):
         if low := [n for n in values if n < 1]:
             raise MlxZipError(f"--{name} must be at least 1, got {low[0]}")
@@ -73,11 +100,11 @@ def run(args: argparse.Namespace) -> int:
         "window": args.window,
         "growth": GROWTH,
         "disabled": args.disabled,
-        "tests": {domain: _tested(params, test[domain], windows) for domain, windows in held_out.items()},
+        "tests": {domain: _test_record(params, test[domain], windows) for domain, windows in held_out.items()},
     }
     for domain, corpus in train.items():
         texts = _ids(vocabulary, corpus)
-        line = {**fixed, "domain": domain, "train": _named(corpus), "train_ids": sum(map(len, texts))}
+        line = {**fixed, "domain": domain, "train": _corpus_record(corpus), "train_ids": sum(map(len, texts))}
         sizes = sorted(args.sizes)
         line["packs"] = list(packs(params, texts, held_out, sizes, args.window))
         line["retokenized"] = [retokenized(params, texts, held_out, size, args.window) for size in sizes]
@@ -94,7 +121,12 @@ def packs(
     sizes: Sequence[int],
     window: int,
 ) -> Iterator[dict[str, Any]]:
-    """Yields, by size and learner, a pack's entries, its rate with and without growth on every domain, and seconds."""
+    """Learns a pack per size and learner from texts of one domain and yields its record.
+
+    The record has the number of entries, base ids per id on every domain of `held_out` with growth ("rates") and
+    without ("static"), and the seconds of learning. texts: base ids of each text. held_out: windows by domain. window:
+    base ids that learning compresses separately.
+    """
     for size in sizes:
         for name, learner in LEARNERS.items():
             begun = time.perf_counter()
@@ -113,58 +145,65 @@ def packs(
 def retokenized(
     params: CodecParams, texts: Sequence[Uint32s], held_out: Mapping[str, Sequence[Uint32s]], size: int, window: int
 ) -> dict[str, Any]:
-    """Base ids per token on every domain, of a tokenizer with `size` more merges and no codebook."""
+    """Returns the record of a larger tokenizer without a codebook: base ids per token on every domain of `held_out`.
+
+    The tokenizer has `size` merges more than the given one, learned from `texts`.
+    """
     bpe = Bpe(params, texts, size, window)
     rates = {name: round(sum(map(len, ids)) / sum(map(bpe.count, ids)), 4) for name, ids in held_out.items()}
     return {"size": size, "merges": len(bpe.entries()), "rates": rates}
 
 
-def _by_use(params: CodecParams, texts: Sequence[Uint32s], size: int, window: int) -> Entries:
+def vocab_pack_learn(params: CodecParams, texts: Sequence[Uint32s], size: int, window: int) -> Entries:
+    """Returns the entries of a pack of `size` entries that is made as by `mlx_zip vocab pack learn`."""
     return learn(params, texts, size, window=window).entries
 
 
 def multitok(params: CodecParams, texts: Sequence[Uint32s], size: int, window: int) -> Entries:
-    """The entries of a pack made from a MultiTok dictionary over whole texts."""
+    """Returns the entries of a pack made from a MultiTok dictionary of whole texts (`window` is ignored)."""
     dictionary = Dictionary(Settings(Tokens(params.vocab_size), params.merge_size))
     dictionary.train(Samples.of(texts))
     return as_pack(dictionary, size, params.merge_size, None, params.disabled_ids).entries
 
 
 def plain_bpe(params: CodecParams, texts: Sequence[Uint32s], size: int, window: int) -> Entries:
-    """The entries of a pack made by plain byte pair encoding."""
+    """Returns the entries of a pack made by plain byte pair encoding over base ids."""
     return Bpe(params, texts, size, window, params.merge_size).entries()
 
 
-LEARNERS: dict[str, Learner] = {"learn": _by_use, "multitok": multitok, "bpe": plain_bpe}
+LEARNERS: dict[str, Learner] = {"learn": vocab_pack_learn, "multitok": multitok, "bpe": plain_bpe}
 
 
 def rate(
     params: CodecParams, windows: Sequence[Uint32s], pack: Sequence[Sequence[int]] = (), growth: int = GROWTH
 ) -> float:
-    """Base ids per id, with a codebook that has room for the pack and for `growth` entries of the text's own."""
+    """Returns base ids per id of windows that are compressed one by one.
+
+    Each window's codebook begins with the entries of `pack` and has room for `growth` entries of the window's own.
+    """
     codec = CodecParams(
         params.vocab_size, growth + len(pack), params.merge_size, params.disabled_ids, start=pack or None
     )
     return round(sum(map(len, windows)) / sum(len(compress(codec, ids)[0]) for ids in windows), 4)
 
 
-def _tested(params: CodecParams, corpus: Any, windows: Sequence[Uint32s]) -> dict[str, Any]:
-    """What a record says of a held-out text; `empty` is its rate without a pack."""
-    return {"text": _named(corpus), "ids": sum(map(len, windows)), "empty": rate(params, windows)}
+def _test_record(params: CodecParams, corpus: Any, windows: Sequence[Uint32s]) -> dict[str, Any]:
+    """Returns what a record says of a held-out corpus: its files, number of base ids, and rate without a pack."""
+    return {"text": _corpus_record(corpus), "ids": sum(map(len, windows)), "empty": rate(params, windows)}
 
 
-def _named(corpus: Any) -> dict[str, Any]:
-    """A corpus's record, with the names of its files alone."""
+def _corpus_record(corpus: Any) -> dict[str, Any]:
+    """Returns a corpus's record with its files' names, without their folders."""
     record = corpus.record()
     return {**record, "files": [Path(name).name for name in record["files"]]}
 
 
 def _ids(vocabulary: Vocabulary, corpus: Any) -> list[Uint32s]:
-    """Base ids of each document."""
+    """Returns the base ids of each document."""
     return [as_ids(vocabulary.encode(document.text)) for document in corpus.documents]
 
 
 def _windows(texts: Sequence[Uint32s], window: int) -> list[Uint32s]:
-    """All documents end to end, cut."""
+    """Joins all documents end to end and cuts them into windows of `window` base ids; the last may be shorter."""
     joined = np.concatenate(texts)
     return [joined[at : at + window] for at in range(0, len(joined), window)]

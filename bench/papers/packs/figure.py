@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 def picture(lines: Sequence[Record]) -> Figure:
-    """Returns bits per byte against base ids per id, from lines of `pack_quality`.
+    """Returns a figure of bits per byte against base ids per id, from lines of `bench pack_quality`.
 
-    Each curve begins at the empty start; the dotted line is the base. Bars are standard errors over documents. Raises
-    `InstallationError` without matplotlib.
+    Each curve begins at the model without a pack; the dotted line is the base model. Bars are standard errors over
+    documents. Raises `InstallationError` without matplotlib.
     """
     figure = new_figure()
     panel = figure.subplots()

@@ -1,7 +1,7 @@
-"""What codebook packs cost: strict bits per byte against base ids per id, compared with the base and an empty start.
+"""What codebook packs cost: strict bits per byte against base ids per id, compared with the base and with no pack.
 
-Each document is scored on its own, every model and pack on the same ones. A zip2zip model's figure is of the canonical
-ids, each predicted from what stands before it alone, so that it compares with the base's.
+Each document is scored separately, the same documents with every model and pack. A zip2zip model's bits are those of
+the canonical ids, each predicted only from the ids before it, so that they can be compared with the base's bits.
 """
 
 from __future__ import annotations
@@ -28,41 +28,55 @@ CONTEXT = 1024
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of `bench pack_quality`."""
+    """Adds the flags of `bench pack_quality` to a parser."""
     add = parser.add_argument
     add_models(add)
-    add("--data", nargs="+", metavar="FILE", help="held-out documents, as `mlx_zip evaluate --data`")
-    add("--separator", help="line that ends a document of a text file (default: a file is one document)")
-    add("--limit-bytes", type=int, metavar="N", help="bytes of text at most, whole documents (default: all)")
+    add("--data", nargs="+", metavar="FILE", help="held-out texts to score: .txt or .jsonl files, also with .gz")
+    add("--separator", help="line that ends a document of a .txt file (default: each file is one document)")
+    add("--limit-bytes", type=int, metavar="N", help="read at most N bytes of --data (default: all)")
     add(
         "--pack",
         nargs="+",
         default=[],
         metavar="NAME=FILE",
-        help="packs to measure, each with the name of its curve in the picture",
+        help="pack files to measure; packs of the same NAME form one curve of the plot (default: no pack only)",
     )
-    add("--batch-size", type=int, default=8, help="rows scored at a time (default: 8)")
+    add("--batch-size", type=int, default=8, help="windows per model call (default: 8)")
     add(
-        "--draw", nargs=2, type=Path, metavar=("RECORD", "PNG"), help="draws a record as a picture; nothing is measured"
+        "--draw",
+        nargs=2,
+        type=Path,
+        metavar=("RECORD", "PNG"),
+        help="write a plot of the JSON lines in RECORD to the file PNG, and measure nothing",
     )
 
 
 def add_models(add: Any, required: bool = False) -> None:
-    """Declares the flags of a model, of its base, and of what a record calls them."""
-    add("--model", required=required, help="zip2zip model that takes the packs")
-    add("--base", required=required, help="plain model of the same tokenizer that it is compared with")
-    add("--model-name", help="name in the record (default: the folder's)")
-    add("--base-name", help="name in the record (default: the folder's)")
+    """Adds the flags of the model, of its base and of their names by `add`, a parser's add_argument.
+
+    required: whether --model and --base must be given.
+    """
+    add("--model", required=required, help="zip2zip model to measure with packs: a folder or a bundled model's name")
+    add(
+        "--base",
+        required=required,
+        help="plain model with the same tokenizer to compare --model with: a folder or a bundled model's name",
+    )
+    add("--model-name", help="name of --model in the JSON lines (default: its folder's name)")
+    add("--base-name", help="name of --base in the JSON lines (default: its folder's name)")
 
 
 def names_of(args: argparse.Namespace) -> dict[str, str]:
-    """Names of the texts and the models in a record."""
+    """Returns what a record calls the texts, the model and its base."""
     names = {name: getattr(args, f"{name}_name") or Path(getattr(args, name)).name for name in ("model", "base")}
     return {"data": " ".join(Path(name).name for name in args.data), **names}
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints one JSON line per start, or draws a record. Raises `MlxZipError` before anything long."""
+    """Prints one JSON line for the model without a pack and one per pack; with --draw draws a record instead.
+
+    Raises `MlxZipError` for wrong flags or files before anything is measured.
+    """
     if args.draw:
         save(picture(_read(args.draw[0])), args.draw[1])
         return 0
@@ -74,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yields a record of the empty start, then one per pack, in the order given."""
+    """Scores the documents; yields the record of the model without a pack, then one per pack in the order given."""
     from mlx_zip.generate import load
 
     packs = read_packs(args.pack)
@@ -107,7 +121,10 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def scored(bits: Bits, control: Bits, empty: Bits) -> dict[str, Any]:
-    """Returns the bits with a pack, and their ratios to the base's and to those of an empty start."""
+    """Returns the measures of a pack, with the relative change of bits per byte from the base and from no pack.
+
+    bits: the model with the pack. control: the base model. empty: the model without a pack.
+    """
     record = bits.record()
     names = ("bytes", "bits_per_byte", "bits_per_byte_standard_error", "base_ids_per_id")
     over = {"over_base": compare_bits(bits, control), "over_empty": compare_bits(bits, empty)}
@@ -115,16 +132,17 @@ def scored(bits: Bits, control: Bits, empty: Bits) -> dict[str, Any]:
     return {**{name: record[name] for name in names}, **relative}
 
 
-Named = tuple[str, str, Pack]  # the name of its curve, its file's, and a pack
+Named = tuple[str, str, Pack]  # name of the curve, name of the file, pack
 
 
 def read_packs(words: Sequence[str]) -> list[Named]:
-    """Reads the packs of --pack. Raises `MlxZipError`."""
+    """Reads the packs of --pack, given as NAME=FILE. Raises `MlxZipError`."""
     named = [_split(word) for word in words]
     return [(curve, Path(file).name, load_pack(file)) for curve, file in named]
 
 
 def _split(word: str) -> tuple[str, str]:
+    """Splits NAME=FILE. Raises `MlxZipError`."""
     name, is_there, file = word.partition("=")
     if not (name and is_there and file):
         raise MlxZipError(f"--pack takes NAME=FILE, not {word!r}")
@@ -132,13 +150,14 @@ def _split(word: str) -> tuple[str, str]:
 
 
 def check_packs(packs: Sequence[Named], model: Any, tokenizer: Any) -> None:
-    """Raises `DataError` or `CodecError` for a pack of another tokenizer, and for one that the model cannot take."""
+    """Raises `DataError` or `CodecError` for a pack of another tokenizer or one that does not fit the model."""
     for _, file, pack in packs:
         pack.check_tokenizer(tokenizer_fingerprint(tokenizer), file)
         model.make_cache(pack=pack)  # refuses what does not fit
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
+    """Reads the JSON lines of a record. Raises `MlxZipError` if there are none."""
     try:
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
     except (OSError, ValueError) as error:

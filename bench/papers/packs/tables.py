@@ -17,32 +17,41 @@ CROSSED = 1024  # entries of the packs that are tried on texts of other kinds
 LEARNERS = ("learn", "multitok", "bpe")
 
 
-def _own_kind(records: Records) -> str:
-    """Base ids per id on texts of a pack's own kind, by size, for packs of `vocab pack learn`."""
+def _own_domain_table(records: Records) -> str:
+    """Returns the table of base ids per id on held-out texts of a pack's own domain, by size of the pack.
+
+    Packs are those of `vocab pack learn`.
+    """
     lines = records.lines("packs")
     sizes = sorted({pack["size"] for pack in lines[0]["packs"]})
     rows = []
     for line in lines:
         test = line["tests"][line["domain"]]
         rates = [f"{_pack(line, size, 'learn')['rates'][line['domain']]:.3f}" for size in sizes]
-        rows.append([_text(line["domain"], test), f"{line['train_ids']:,}", f"{test['empty']:.3f}", *rates])
+        rows.append([_text_cell(line["domain"], test), f"{line['train_ids']:,}", f"{test['empty']:.3f}", *rates])
     return table(["text", "base ids learned from", "growth alone", *(f"{size:,}" for size in sizes)], rows)
 
 
-def _crossed(records: Records) -> str:
-    """Base ids per id of every domain with every pack of 1,024 entries; the pack's own domain in bold."""
+def _crossed_table(records: Records) -> str:
+    """Returns the table of base ids per id of every domain with every domain's pack, the pack's own domain in bold.
+
+    Packs have 1,024 entries.
+    """
     lines = records.lines("packs")
     tests = lines[0]["tests"]
     rows = [["none: growth alone", *(f"{test['empty']:.3f}" for test in tests.values())]]
     for line in lines:
         rates = _pack(line, CROSSED, "learn")["rates"]
-        told = [f"**{rate:.3f}**" if name == line["domain"] else f"{rate:.3f}" for name, rate in rates.items()]
-        rows.append([line["domain"], *told])
+        cells = [f"**{rate:.3f}**" if name == line["domain"] else f"{rate:.3f}" for name, rate in rates.items()]
+        rows.append([line["domain"], *cells])
     return table(["pack of", *tests], rows)
 
 
-def _learners(records: Records) -> str:
-    """Base ids per id on texts of a pack's own kind, by learner, and without growth."""
+def _learners_table(records: Records) -> str:
+    """Returns the table of base ids per id on a pack's own domain, by the way to make the pack.
+
+    Further columns: the pack of `learn` without growth of the codebook, and a larger tokenizer without a codebook.
+    """
     rows = []
     for line in records.lines("packs"):
         domain = line["domain"]
@@ -55,24 +64,27 @@ def _learners(records: Records) -> str:
 
 
 def _pack(line: Record, size: int, learner: str) -> Record:
+    """Returns a line's record of the pack with this size and learner."""
     return next(pack for pack in line["packs"] if (pack["size"], pack["learner"]) == (size, learner))
 
 
-def _text(domain: str, test: Record) -> str:
+def _text_cell(domain: str, test: Record) -> str:
+    """Returns a domain with the names of its held-out files."""
     return f"{domain} ({', '.join(name.split('.')[0] for name in test['text']['files'])})"
 
 
-def _pack_quality(records: Records) -> str:
+def _pack_quality_table(records: Records) -> str:
+    """Returns the table of bits per byte with each pack of `bench pack_quality`."""
     rows = []
     for line in records.lines("pack_quality"):
         kind = {"empty": "none", "own": "its own"}.get(line["curve"], line["curve"])
-        rows.append([kind, f"{line['entries']:,}", *_scored(line)])
+        rows.append([kind, f"{line['entries']:,}", *_scored_cells(line)])
     heads = ["pack", "entries", "base ids per id", "bits per byte", "to the control", "to no pack"]
     return table(heads, rows)
 
 
-def _price(records: Records) -> str:
-    """The bundled models' bits per byte, for the first page: the baseline, and `stories` without and with its pack."""
+def _bundled_table(records: Records) -> str:
+    """Returns the README's table of bits per byte: the baseline, and `stories` without and with its pack."""
     lines = {line["curve"]: line for line in records.lines("pack_quality")}
     empty, packed = lines["empty"], lines["its own, tuned"]
     rows = [["`stories-base`, no hypertokens", "1.000", f"{empty['base_bits_per_byte']:.3f}", ""]]
@@ -82,8 +94,8 @@ def _price(records: Records) -> str:
     return table(["bundled model", "base tokens per id read", "bits per byte", "to the baseline"], rows)
 
 
-def _scored(line: Record) -> list[str]:
-    """The cells of a pack in both tables of bits per byte."""
+def _scored_cells(line: Record) -> list[str]:
+    """Returns a pack's cells: base ids per id, bits per byte, and their change from the base and from no pack."""
     return [
         f"{line['base_ids_per_id']:.3f}",
         f"{line['bits_per_byte']:.3f}",
@@ -92,42 +104,47 @@ def _scored(line: Record) -> list[str]:
     ]
 
 
-def _pack_transfer(records: Records) -> str:
+def _pack_transfer_table(records: Records) -> str:
+    """Returns the table of bits per byte of text that training never saw, by pack."""
     rows = []
     for line in records.lines("pack_transfer"):
-        rows.append([*_start(line), *_scored(line)])
+        rows.append([*_pack_cells(line), *_scored_cells(line)])
     heads = ["pack", "entries", "base ids per id", "bits per byte", "to the base", "to no pack"]
     return table(heads, rows)
 
 
-def _pack_transfer_written(records: Records) -> str:
+def _pack_transfer_written_table(records: Records) -> str:
+    """Returns the table of base tokens per step in text that the model writes after openings it never saw, by pack.
+
+    It is written greedily and at temperature 0.7; a share is "-" where no gain was possible.
+    """
     rows = []
     for line in records.lines("pack_transfer"):
-        row = [*_start(line), f"{line['own_base_tokens_per_step']:.3f}"]
-        for told in (line["greedy"], line["sampled"]):
-            shares = (told["of_gain"], told["of_own_gain"])
-            row += [f"{told['base_tokens_per_step']:.3f}", *("-" if x is None else f"{x:.0%}" for x in shares)]
+        row = [*_pack_cells(line), f"{line['own_base_tokens_per_step']:.3f}"]
+        for written in (line["greedy"], line["sampled"]):
+            shares = (written["of_gain"], written["of_own_gain"])
+            row += [f"{written['base_tokens_per_step']:.3f}", *("-" if x is None else f"{x:.0%}" for x in shares)]
         rows.append(row)
-    told = ["of the gain", "of the authors'"]
-    return table(["pack", "entries", "theirs", "greedy", *told, "at 0.7", *told], rows)
+    heads = ["of the gain", "of the authors'"]
+    return table(["pack", "entries", "theirs", "greedy", *heads, "at 0.7", *heads], rows)
 
 
-def _start(line: Record) -> list[str]:
-    """A pack as `bench pack_transfer` names it, and its size."""
+def _pack_cells(line: Record) -> list[str]:
+    """Returns the cells that name the pack of a line of `bench pack_transfer`, and its number of entries."""
     kinds = {"empty": "none", "learned": "of the new text", "own": "of the training"}
     curve: str = line["curve"]
     return [kinds.get(curve, curve), f"{line['entries']:,}"]
 
 
 TABLES: dict[str, Callable[[Records], str]] = {
-    "packs": _own_kind,
-    "packs-crossed": _crossed,
-    "packs-learners": _learners,
+    "packs": _own_domain_table,
+    "packs-crossed": _crossed_table,
+    "packs-learners": _learners_table,
     "packs-machines": lambda records: machines(records, ("packs", "pack_quality", "pack_transfer")),
-    "pack-quality": _pack_quality,
-    "price": _price,
-    "pack-transfer": _pack_transfer,
-    "pack-transfer-written": _pack_transfer_written,
+    "pack-quality": _pack_quality_table,
+    "price": _bundled_table,
+    "pack-transfer": _pack_transfer_table,
+    "pack-transfer-written": _pack_transfer_written_table,
 }
 PICTURES: dict[str, Callable[[Records], Figure]] = {
     "docs/reports/packs.svg": lambda records: picture(records.lines("pack_quality"))

@@ -13,14 +13,14 @@ from .ablation_results import Results, Sweep
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-PANELS = ((1, "nats per id"), (2, "bits per byte"))  # where in a point of a curve, what
+PANELS = ((1, "nats per id"), (2, "bits per byte"))  # (index into a point of a training curve, label of the y axis)
 
 
 def curves(sweep: Sweep) -> Figure:
-    """Returns the figure of one sweep; several seeds of a setting are several lines of one colour.
+    """Returns the figure of one sweep: training loss against text read; the seeds of a setting share one colour.
 
-    Nats per id are what the paper draws. An id of a compressed text stands for more of it, so only bits per byte
-    compare settings. Raises `InstallationError` without matplotlib.
+    The paper draws nats per id. An id stands for more text at higher compression, so settings can be compared only by
+    bits per byte. Raises `InstallationError` without matplotlib.
     """
     figure = new_figure()
     for panel, (column, label) in zip(figure.subplots(1, 2), PANELS, strict=True):

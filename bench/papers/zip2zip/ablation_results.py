@@ -41,7 +41,7 @@ Line = dict[str, Any]
 
 
 def read_lines(path: Path) -> list[Line]:
-    """The lines of a file of results; none when there is no such file. Raises `MlxZipError` naming file and line."""
+    """Returns the JSON lines of a file of results; [] if there is no file. Raises `MlxZipError` naming the line."""
     try:
         texts = path.read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
@@ -52,6 +52,7 @@ def read_lines(path: Path) -> list[Line]:
 
 
 def _checked(path: Path, number: int, text: str) -> Line:
+    """Returns one JSON line of a file after checking its fields. Raises `MlxZipError` naming file and line number."""
     try:
         line = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -65,6 +66,7 @@ def _checked(path: Path, number: int, text: str) -> Line:
 
 
 def _is_setting(setting: Mapping[str, Any]) -> bool:
+    """Returns whether a line's setting is valid: a merge size, a seed, and an encoder unless the merge size is 1."""
     merge_size, seed = (setting.get(name) for name in ("merge_size", "seed"))
     if len(setting) != 3 or type(merge_size) is not int or type(seed) is not int or merge_size < 1 or seed < 0:
         return False
@@ -72,7 +74,7 @@ def _is_setting(setting: Mapping[str, Any]) -> bool:
 
 
 def _is_measured(conditions: Mapping[str, Any], training: Mapping[str, Any], texts: Mapping[str, Any]) -> bool:
-    """Whether every text of the conditions has its figures, and the training its curve."""
+    """Returns whether a line has numbers for every text of its conditions and for every point of its training curve."""
     valid, curve = conditions.get("valid"), training.get("curve")
     if not _are_lists(valid, 2) or not _are_lists(curve, 3) or not all(isinstance(name, str) for name, _ in valid):
         return False
@@ -84,12 +86,17 @@ def _is_measured(conditions: Mapping[str, Any], training: Mapping[str, Any], tex
 
 
 def _are_lists(value: Any, length: int) -> TypeGuard[list[list[Any]]]:
+    """Returns whether a value is a list of lists that all have this length."""
     return isinstance(value, list) and all(isinstance(one, list) and len(one) == length for one in value)
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """One of the two ablations. paper: byte-perplexities of a key on PAPER_TEXTS. found: our lines of a key."""
+    """One of the two ablations: merge sizes or hyper-encoders, which are its keys.
+
+    paper: the paper's byte-perplexities on PAPER_TEXTS, by key. label: returns a key's name in figures. found: our
+    lines, by key.
+    """
 
     name: str
     paper: Mapping[Any, tuple[float, ...]]
@@ -98,7 +105,7 @@ class Sweep:
 
 
 class Results:
-    """Lines of one ablation, sorted into sweeps. Raises `MlxZipError` when they were measured under two conditions."""
+    """Our lines, sorted into the two sweeps. Raises `MlxZipError` for lines measured under different conditions."""
 
     def __init__(self, lines: Sequence[Line]) -> None:
         self.lines = sorted(lines, key=_order)
@@ -116,6 +123,7 @@ class Results:
         self.sweeps = (self.sizes, self.encoders)
 
     def _group(self, key: str, other: str, allowed: tuple[Any, ...]) -> dict[Any, list[Line]]:
+        """Returns the lines by their setting's `key`, only those whose setting `other` is one of `allowed`."""
         groups: dict[Any, list[Line]] = {}
         for line in self.lines:
             if line["setting"][other] in allowed and line["setting"][key] is not None:
@@ -124,13 +132,14 @@ class Results:
 
 
 def _order(line: Line) -> tuple[int, int, int]:
+    """Returns the key to sort lines by: merge size, place of the encoder in `ENCODERS`, seed."""
     setting = line["setting"]
     encoder = list(ENCODERS).index(setting["encoder"]) if setting["encoder"] else -1
     return setting["merge_size"], encoder, setting["seed"]
 
 
 def setting_label(line: Line) -> str:
-    """A line's setting in words."""
+    """Returns a line's setting in words, for example "M = 3, 1 attention layer"."""
     setting = line["setting"]
     if setting["encoder"] is None:
         return f"M = {setting['merge_size']}"

@@ -22,39 +22,39 @@ from .ablation_trends import answers, cost_of_compression, paper_cost
 
 
 def tables(results: Results) -> str:
-    """Tables 7 and 8 as Markdown."""
+    """Returns the paper's tables 7 and 8 as Markdown, with our figures next to the paper's."""
     return f"Table 7: merge size\n\n{table7(results)}\n\nTable 8: hyper-encoder\n\n{table8(results)}"
 
 
 def table7(results: Results) -> str:
-    """Byte-perplexity and compression rate by merge size, ours and the paper's."""
+    """Returns the table of byte-perplexity and compression rate by merge size, ours and the paper's."""
     rate = ["compression rate (%)"] if results.lines else []
-    rows = [["M", *results.texts, *rate, *_of_paper(PAPER_TEXTS), "paper: rate (%)"]]
+    rows = [["M", *results.texts, *rate, *_paper_heads(PAPER_TEXTS), "paper: rate (%)"]]
     for m in sorted({*results.sizes.found, *PAPER_SIZES}):
         lines = results.sizes.found.get(m, [])
         rates = [100 * line["training"]["compression_rate"] for line in lines]
-        theirs = [*_shown(PAPER_SIZES.get(m)), f"{PAPER_RATES[m]:.2f}" if m in PAPER_RATES else "-"]
-        ours = [*_perplexities(lines, results.texts), _spread(rates, 2)] if results.lines else []
+        theirs = [*_paper_cells(PAPER_SIZES.get(m)), f"{PAPER_RATES[m]:.2f}" if m in PAPER_RATES else "-"]
+        ours = [*_perplexity_cells(lines, results.texts), _spread(rates, 2)] if results.lines else []
         rows.append([str(m), *ours, *theirs])
     return table(rows[0], rows[1:])
 
 
 def table8(results: Results) -> str:
-    """Byte-perplexity by encoder, ours and the paper's."""
+    """Returns the table of byte-perplexity by hyper-encoder, ours and the paper's."""
     parameters = ["parameters"] if results.lines else []
-    rows = [["encoder", *results.texts, *parameters, *_of_paper(PAPER_TEXTS)]]
+    rows = [["encoder", *results.texts, *parameters, *_paper_heads(PAPER_TEXTS)]]
     for name in ENCODERS:
         lines = results.encoders.found.get(name, [])
         if not lines and name not in PAPER_ENCODERS:
             continue
         size = f"{lines[0]['parameters']['encoders']:,}" if lines else "-"
-        ours = [*_perplexities(lines, results.texts), size] if results.lines else []
-        rows.append([ENCODERS[name][2], *ours, *_shown(PAPER_ENCODERS.get(name))])
+        ours = [*_perplexity_cells(lines, results.texts), size] if results.lines else []
+        rows.append([ENCODERS[name][2], *ours, *_paper_cells(PAPER_ENCODERS.get(name))])
     return table(rows[0], rows[1:])
 
 
 def all_figures(results: Results) -> str:
-    """A row per line and text."""
+    """Returns a table of all our figures, with a row per setting, seed and text."""
     rows = [
         [
             "setting",
@@ -89,20 +89,23 @@ def all_figures(results: Results) -> str:
     return table(rows[0], rows[1:])
 
 
-def _of_paper(names: Sequence[str]) -> list[str]:
+def _paper_heads(names: Sequence[str]) -> list[str]:
+    """Returns the column heads of the paper's figures."""
     return [f"paper: {name}" for name in names]
 
 
-def _shown(values: Sequence[float] | None) -> list[str]:
+def _paper_cells(values: Sequence[float] | None) -> list[str]:
+    """Returns the cells of the paper's figures on `PAPER_TEXTS`, "-" where the paper has none."""
     return ["-"] * len(PAPER_TEXTS) if values is None else [f"{value:.2f}" for value in values]
 
 
-def _perplexities(lines: Sequence[Line], texts: Sequence[str]) -> list[str]:
+def _perplexity_cells(lines: Sequence[Line], texts: Sequence[str]) -> list[str]:
+    """Returns a cell per text: byte-perplexity over the seeds of one setting."""
     return [_spread([line["texts"][text]["byte_perplexity"] for line in lines], 3) for text in texts]
 
 
 def _spread(values: Sequence[float], digits: int) -> str:
-    """The mean, and least and greatest where they differ."""
+    """Formats values as "mean (least to greatest)"; as one number if all are equal, and "-" if there are none."""
     if not values:
         return "-"
     low, middle, high = (f"{value:.{digits}f}" for value in (min(values), mean(values), max(values)))
@@ -110,7 +113,10 @@ def _spread(values: Sequence[float], digits: int) -> str:
 
 
 def orders(results: Results) -> str:
-    """The best and worst settings, the paper's and ours by text, and what compression costs in bits per byte."""
+    """Returns the table of best and worst settings, the paper's and ours by text.
+
+    The last row is what compression costs in bits per byte.
+    """
     found = answers(results)
     rows = [[a.question.text, a.of_paper, *(a.of_text(text) for text in results.texts)] for a in found]
     cost = [_spread([100 * value for value in cost_of_compression(results, text)], 1) for text in results.texts]
@@ -120,7 +126,7 @@ def orders(results: Results) -> str:
 
 
 def setup(results: Results) -> str:
-    """What was run, as a table of conditions."""
+    """Returns the table of the conditions under which all settings were trained."""
     c, line = results.conditions, results.lines[0]
     trained = "all weights" if c["fine_tune_type"] == "full" else f"LoRA of rank {c['lora_rank']} and the encoders"
     read = [line["training"]["bytes"] / 1e6 for line in results.lines]
@@ -141,7 +147,7 @@ def setup(results: Results) -> str:
 
 
 def longer(short: Results, long: Sequence[Record]) -> str:
-    """Bits per byte of the settings that were also trained for longer, by steps and text."""
+    """Returns the table of bits per byte of settings that were trained twice, for fewer and for more steps, by text."""
     rows = []
     for line in long:
         before = next(other for other in short.lines if other["setting"] == line["setting"])
@@ -151,15 +157,16 @@ def longer(short: Results, long: Sequence[Record]) -> str:
     return table(["bits per byte", *(f"{n} steps, {text}" for n in steps for text in short.texts)], rows)
 
 
-def _of(make: Callable[[Results], str]) -> Callable[[Records], str]:
+def _from_records(make: Callable[[Results], str]) -> Callable[[Records], str]:
+    """Returns a function that makes a table from the record `ablations` instead of from `Results`."""
     return lambda records: make(Results(records.lines("ablations")))
 
 
 TABLES: dict[str, Callable[[Records], str]] = {
-    "ablations-setup": _of(setup),
-    "ablations-merge-sizes": _of(table7),
-    "ablations-encoders": _of(table8),
-    "ablations-orders": _of(orders),
+    "ablations-setup": _from_records(setup),
+    "ablations-merge-sizes": _from_records(table7),
+    "ablations-encoders": _from_records(table8),
+    "ablations-orders": _from_records(orders),
     "ablations-longer": lambda records: longer(Results(records.lines("ablations")), records.lines("ablations-longer")),
-    "ablations-all": _of(all_figures),
+    "ablations-all": _from_records(all_figures),
 }

@@ -13,7 +13,11 @@ from .ablation_results import PAPER_ENCODERS, PAPER_SIZES, PAPER_TEXTS, Results,
 
 @dataclass(frozen=True)
 class Question:
-    """What a sweep answers: its best or worst key among some, by bits per byte."""
+    """A question to a sweep: which of some keys is best or worst by bits per byte.
+
+    sizes: whether it is about merge sizes, else about encoders. keys: those to choose from. pick: `min` for the best
+    key, `max` for the worst.
+    """
 
     text: str
     sizes: bool
@@ -21,7 +25,7 @@ class Question:
     pick: Callable[..., float]
 
     def answer(self, values: Mapping[Any, float]) -> tuple[Any, ...]:
-        """All keys that are equally best or worst; none when not every key was measured."""
+        """Returns the best (or worst) key, or several that are equal; () unless `values` has a value for every key."""
         if not all(key in values for key in self.keys):
             return ()
         wanted = self.pick(values[key] for key in self.keys)
@@ -40,7 +44,11 @@ QUESTIONS = (
 
 @dataclass(frozen=True)
 class Answers:
-    """paper: its answer per text. ours: per text, how many seeds gave which answer; empty where not measured."""
+    """The answers to one question.
+
+    label: returns a key in words. paper: the paper's answer on each of its texts. ours: for each of our texts, the
+    number of seeds by answer; empty where not measured.
+    """
 
     question: Question
     label: Callable[[Any], str]
@@ -48,30 +56,30 @@ class Answers:
     ours: Mapping[str, Counter[Any]]
 
     def shown(self, answer: Sequence[Any]) -> str:
-        """An answer in words."""
+        """Returns an answer in words; keys that are equally good are joined by "or"."""
         return " or ".join(self.label(key) for key in answer)
 
     @property
     def of_paper(self) -> str:
-        """The paper's answers and on how many of its texts each holds."""
+        """The paper's answers in words, each with the number of texts on which it holds."""
         counts = Counter(self.shown(answer) for answer in self.paper)
         return "; ".join(f"{answer} ({n} of {len(self.paper)} texts)" for answer, n in counts.items())
 
     def of_text(self, text: str) -> str:
-        """Ours on one text, with seeds where they disagree."""
+        """Returns our answer on one text in words; where seeds disagree, each answer with its number of seeds."""
         counts = self.ours[text]
         if len(counts) < 2:
             return self.label(next(iter(counts))) if counts else "not measured"
         return ", ".join(f"{self.label(key)} ({n} of {counts.total()} seeds)" for key, n in counts.most_common())
 
     def strange(self, text: str) -> list[Any]:
-        """Our answers that the paper has on none of its texts."""
+        """Returns our answers on one text that the paper gives on none of its texts."""
         known = {key for answer in self.paper for key in answer}
         return [key for key in self.ours[text] if key not in known]
 
 
 def answers(results: Results) -> list[Answers]:
-    """All questions, answered by the paper's tables and by our lines."""
+    """Returns the answers to all questions, by the paper's tables and by our lines."""
     found = []
     for question in QUESTIONS:
         sweep = results.sizes if question.sizes else results.encoders
@@ -83,6 +91,7 @@ def answers(results: Results) -> list[Answers]:
 
 
 def _per_seed(question: Question, sweep: Sweep, text: str, seeds: Sequence[int]) -> Iterator[Any]:
+    """Yields the answer of each seed on one text; several if keys are equal, none if a key was not measured."""
     for seed in seeds:
         values = {
             key: line["texts"][text]["bits_per_byte"]
@@ -94,7 +103,10 @@ def _per_seed(question: Question, sweep: Sweep, text: str, seeds: Sequence[int])
 
 
 def cost_of_compression(results: Results, text: str) -> list[float]:
-    """How many more bits per byte M = 3 takes than M = 1, as a fraction, a value per seed that has both."""
+    """Returns for each seed how many more bits per byte merge size 3 needs than merge size 1, as a fraction.
+
+    Seeds for which one of the two was not measured are left out.
+    """
     by_seed = [
         {line["setting"]["seed"]: line["texts"][text]["bits_per_byte"] for line in results.sizes.found.get(m, [])}
         for m in (1, 3)
@@ -103,6 +115,9 @@ def cost_of_compression(results: Results, text: str) -> list[float]:
 
 
 def paper_cost() -> list[float]:
-    """The same of the paper's table 7, per text: bits are the logarithm of byte-perplexity."""
+    """Returns how many more bits per byte merge size 3 needs than 1 in the paper's table 7, as a fraction, per text.
+
+    Bits per byte are the logarithm of byte-perplexity.
+    """
     pairs = zip(PAPER_SIZES[3], PAPER_SIZES[1], strict=True)
     return [math.log(third) / math.log(first) - 1 for third, first in pairs]

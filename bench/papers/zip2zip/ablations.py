@@ -1,8 +1,8 @@
 """The paper's ablations at small scale: merge size (table 7, figure 5) and hyper-encoder (table 8, figure 6).
 
-Every setting starts from the same base model, reads the same training windows and is evaluated on the same bytes, an
-entry being available from the id that created it, as in generation. No more windows are prepared than are read, for
-batches are sorted by length in ids: of a larger set every merge size would read another part.
+Every setting starts from the same base model, reads the same training windows and is evaluated on the same bytes. An
+entry may be used from the id that created it on, as in generation. No more windows are prepared than are read: batches
+are sorted by length in ids, so of a larger set every merge size would read another part.
 
 A result is a JSON line in OUT/ablations.jsonl; a setting that has one is skipped, and an interrupted setting continues
 where it stopped. Source: arXiv 2506.01084, appendix A.
@@ -30,8 +30,8 @@ from .ablation_results import ENCODERS, FIGURES, Results, read_lines
 from .ablation_tables import tables
 
 LINES = "ablations.jsonl"
-POINTS = 100  # of a training curve, at most
-_TRAINING = (
+POINTS = 100  # most points in a training curve
+_TRAINING = (  # flags that `TrainSettings` takes
     "iters",
     "batch_size",
     "optimizer",
@@ -44,12 +44,17 @@ _TRAINING = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of `bench ablations`."""
+    """Adds the flags of `bench ablations` to a parser."""
     add = parser.add_argument
-    add("--model", help="base model to start every setting from: a plain model's folder or hub id")
-    add("--data", nargs="+", metavar="FILE", help="text to train on, as `mlx_zip prepare --data` takes it")
-    add("--valid", nargs="+", metavar="FILE", help="text to evaluate on, a column of the tables each")
-    add("--out", metavar="DIR", help=f"prepared data, runs, {LINES} and the figures; an interrupted run is continued")
+    add("--model", help="plain model to start every setting from: a folder or a hub id")
+    add("--data", nargs="+", metavar="FILE", help="texts to train on, in any format of `mlx_zip prepare --data`")
+    add("--valid", nargs="+", metavar="FILE", help="held-out texts to evaluate on; each is a column of the tables")
+    add(
+        "--out",
+        metavar="DIR",
+        help=f"folder to write prepared data, training runs, results ({LINES}) and plots to; the same command "
+        "continues an interrupted run",
+    )
     setting = parser.add_argument_group("settings").add_argument
     setting(
         "--merge-sizes",
@@ -57,41 +62,73 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[1, 2, 3, 4, 5],
         metavar="M",
-        help="merge sizes to compare (default: 1 2 3 4 5)",
+        help="merge sizes to compare (most base ids in a hypertoken), all with --encoder (default: 1 2 3 4 5)",
     )
     setting(
-        "--encoder", choices=ENCODERS, default="transformer-2", help="encoder of --merge-sizes (default: transformer-2)"
+        "--encoder",
+        choices=ENCODERS,
+        default="transformer-2",
+        help="hyper-encoder with which --merge-sizes are compared (default: transformer-2)",
     )
     setting(
-        "--encoders", nargs="+", choices=ENCODERS, default=list(ENCODERS), help="encoders to compare (default: all)"
+        "--encoders",
+        nargs="+",
+        choices=ENCODERS,
+        default=list(ENCODERS),
+        help="hyper-encoders to compare, all with --merge-size (default: all)",
     )
-    setting("--merge-size", type=int, default=3, metavar="M", help="merge size of --encoders (default: 3)")
     setting(
-        "--seed", type=int, nargs="+", default=[0], help="seeds, one run each; several show what is chance (default: 0)"
+        "--merge-size",
+        type=int,
+        default=3,
+        metavar="M",
+        help="merge size with which --encoders are compared, at least 2 (default: 3)",
     )
+    setting("--seed", type=int, nargs="+", default=[0], help="random seeds, one training run each (default: 0)")
     train = parser.add_argument_group("training, the same for every setting").add_argument
-    train("--iters", type=int, default=500, help="optimizer steps (default: 500)")
-    train("--batch-size", type=int, default=16, help="samples per step (default: 16)")
-    train("--optimizer", default="adamw", help="as `mlx_zip train` (default: adamw)")
-    train("--learning-rate", type=float, default=3e-4, help="peak (default: 0.0003)")
-    train("--muon-learning-rate", type=float, default=0.02, help="peak of what Muon trains (default: 0.02)")
-    train("--warmup", type=int, help="steps to the peak (default: a twentieth of --iters)")
-    train("--fine-tune-type", choices=("full", "lora"), default="full", help="of the decoder (default: full)")
-    train("--lora-rank", type=int, default=32, help="rank of adapters (default: 32)")
-    train("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the forward pass (default: float32)")
-    train("--encoder-heads", type=int, default=4, help="attention heads of the encoders (default: 4)")
+    train("--iters", type=int, default=500, help="number of optimizer steps (default: 500)")
+    train("--batch-size", type=int, default=16, help="windows per training step (default: 16)")
+    train("--optimizer", default="adamw", help="optimizer, any that `mlx_zip train` has (default: adamw)")
+    train("--learning-rate", type=float, default=3e-4, help="peak learning rate (default: 0.0003)")
+    train(
+        "--muon-learning-rate",
+        type=float,
+        default=0.02,
+        help="peak learning rate of the weights that Muon trains (default: 0.02)",
+    )
+    train("--warmup", type=int, help="steps until the learning rate is at its peak (default: a twentieth of --iters)")
+    train(
+        "--fine-tune-type",
+        choices=("full", "lora"),
+        default="full",
+        help="train all weights of the decoder, or LoRA adapters (default: full)",
+    )
+    train("--lora-rank", type=int, default=32, help="rank of LoRA adapters (default: 32)")
+    train(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="number format of the forward pass (default: float32)",
+    )
+    train("--encoder-heads", type=int, default=4, help="attention heads of the hyper-encoders (default: 4)")
     text = parser.add_argument_group("text").add_argument
-    text("--context", type=int, default=1024, help="base ids of a window, in training and evaluation (default: 1024)")
-    text("--codebook-size", type=int, default=2048, help="hypertokens at most (default: 2048)")
+    text("--context", type=int, default=1024, help="base ids per window, in training and evaluation (default: 1024)")
+    text("--codebook-size", type=int, default=2048, help="maximum number of hypertokens (default: 2048)")
     text("--separator", help="line that ends a document of a .txt file (default: each file is one document)")
-    text("--limit", type=int, metavar="N", help="windows prepared from --data at most (default: as many as are read)")
-    text("--limit-bytes", type=int, metavar="N", help="bytes of each text of --valid at most")
+    text(
+        "--limit",
+        type=int,
+        metavar="N",
+        help="prepare at most N windows of --data (default: as many as training reads, --iters times --batch-size)",
+    )
+    text("--limit-bytes", type=int, metavar="N", help="read at most N bytes of each text of --valid (default: all)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures every setting that is missing, draws the figures and prints the tables.
+    """Trains and evaluates every setting that --out has no result of, draws the figures and prints the tables.
 
-    Exit status 0, or 130 or 143 when a signal stopped the training; the same command continues. Raises `MlxZipError`.
+    Returns exit status 0. A signal that stops training ends the process with 130 or 143; the same command continues.
+    Raises `MlxZipError`.
     """
     for name in ("model", "data", "valid", "out"):
         if not getattr(args, name):
@@ -106,7 +143,7 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class Setting:
-    """One training run. encoder: a name of `ENCODERS`, None without compression (merge size 1)."""
+    """One training run. encoder: a name in `ENCODERS`, or None for merge size 1, which has no hypertokens."""
 
     merge_size: int
     encoder: str | None
@@ -114,12 +151,15 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """What its folder is called."""
+        """Name of the run's folder, for example m3-attention-seed0."""
         return "-".join([f"m{self.merge_size}", *([self.encoder] if self.encoder else []), f"seed{self.seed}"])
 
 
 def settings(args: argparse.Namespace) -> list[Setting]:
-    """All that are asked for, each once: sizes with one encoder, encoders with one size. Raises `MlxZipError`."""
+    """Returns the settings that the flags ask for, without duplicates, for every seed.
+
+    They are each of --merge-sizes with --encoder, and each of --encoders with --merge-size. Raises `MlxZipError`.
+    """
     if low := [m for m in (*args.merge_sizes, args.merge_size) if m < 1]:
         raise MlxZipError(f"a merge size must be 1 or more, got {low[0]}")
     if args.merge_size < 2:
@@ -130,7 +170,10 @@ def settings(args: argparse.Namespace) -> list[Setting]:
 
 
 def measure_all(args: argparse.Namespace, path: Path) -> None:
-    """Appends a line per setting that `path` lacks. Raises `MlxZipError` when its lines are of other conditions."""
+    """Trains and evaluates each setting that has no line in the file `path`, and adds its line.
+
+    Raises `MlxZipError` when lines of the file were measured under other conditions.
+    """
     wanted, now = settings(args), conditions(args)
     lines = read_lines(path)
     for line in lines:
@@ -159,7 +202,10 @@ def measure_all(args: argparse.Namespace, path: Path) -> None:
 
 
 def conditions(args: argparse.Namespace) -> dict[str, Any]:
-    """What all settings of one ablation share: plain values, files by name and content. Raises `MlxZipError`."""
+    """Returns the conditions that all settings share: values of flags, and files by name and SHA-256.
+
+    Raises `MlxZipError` for a zip2zip model and for two --valid texts of the same name.
+    """
     from mlx_zip.loading import model_folder, read_config
 
     folder = model_folder(args.model)
@@ -181,7 +227,7 @@ def conditions(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _digest(path: Path) -> str | None:
-    """Of a file's content; None for what is no file here, a data set's name perhaps."""
+    """Returns the SHA-256 of a file's content in hex; None if there is no such file (a data set's name)."""
     if not path.is_file():
         return None
     with open(path, "rb") as file:
@@ -189,6 +235,7 @@ def _digest(path: Path) -> str | None:
 
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the names of conditions whose values differ between a recorded line (`before`) and now."""
     plain = json.loads(json.dumps(now))
     for name in before.keys() | plain.keys():
         if before.get(name) != plain.get(name):
@@ -196,19 +243,26 @@ def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[
 
 
 class Laboratory:
-    """Prepares, trains and evaluates in one folder, and continues what was begun there."""
+    """Prepares data, trains and evaluates in the folder `out`, and continues what was interrupted there."""
 
     def __init__(self, args: argparse.Namespace, out: Path) -> None:
         self.args, self.out = args, out
         self._windows: dict[str, Any] = {}
 
     def measure(self, setting: Setting) -> dict[str, Any]:
-        """One setting's part of its line. Raises `MlxZipError`, and `SystemExit` when a signal stopped the training."""
+        """Trains and evaluates one setting and returns what its line has of training, parameters and texts.
+
+        Raises `MlxZipError`, and `SystemExit` when a signal stopped the training.
+        """
         folder, index = self._prepare(setting.merge_size)
         run_folder = self._train(setting, folder)
         return {"training": self._training(run_folder, index), **self._evaluate(run_folder)}
 
     def _prepare(self, merge_size: int) -> tuple[Path, dict[str, Any]]:
+        """Prepares the training windows of a merge size; returns their folder and its index.
+
+        Raises `MlxZipError` unless training reads every window equally often.
+        """
         from mlx_zip.text.sources import Source
         from mlx_zip.training.prepare import PrepareOptions, prepare
 
@@ -236,6 +290,7 @@ class Laboratory:
         return out, index
 
     def _train(self, setting: Setting, data: Path) -> Path:
+        """Trains a setting on the windows in `data` and returns the run's folder; a finished run is not repeated."""
         from mlx_zip.training.run import RunOptions, train
         from mlx_zip.training.settings import EncoderOptions, TrainSettings
 
@@ -257,20 +312,27 @@ class Laboratory:
         return out
 
     def _training(self, run_folder: Path, index: Mapping[str, Any]) -> dict[str, Any]:
-        """What was read, and the curve: bytes read, nats per id, bits per byte, each since the point before."""
+        """Returns what a line says of a training run: what was read, the seconds, the compression rate and the curve.
+
+        Each point of the curve has the bytes read so far, and the mean nats per id and bits per byte since the point
+        before it. index: the index of the prepared windows.
+        """
         from mlx_zip.training.metrics import read_metrics
 
-        told = [line for line in read_metrics(run_folder) if "loss" in line]
-        totals, last = index["totals"], told[-1]
+        reports = [line for line in read_metrics(run_folder) if "loss" in line]
+        totals, last = index["totals"], reports[-1]
         return {
             **{name: last[f"seen_{name}"] for name in ("samples", "ids", "base_ids", "bytes")},
             "seconds": last["seconds"],
             "compression_rate": totals["ids"] / totals["base_ids"],
             "prepared_bytes": totals["bytes"],
-            "curve": [[line["seen_bytes"], round(line["loss"], 5), round(line["bits_per_byte"], 5)] for line in told],
+            "curve": [
+                [line["seen_bytes"], round(line["loss"], 5), round(line["bits_per_byte"], 5)] for line in reports
+            ],
         }
 
     def _evaluate(self, run_folder: Path) -> dict[str, Any]:
+        """Scores the trained model of a run on every text of --valid; returns its parameters and the texts' figures."""
         from mlx_zip.evaluation.bits import measure_bits
         from mlx_zip.generate import load
         from mlx_zip.training.run import trained_model
@@ -283,7 +345,7 @@ class Laboratory:
         return {"parameters": _parameters(model), "texts": texts}
 
     def _text(self, path: str, tokenizer: Any) -> Any:
-        """A text's windows, the same for every setting: the base's tokenizer cuts them."""
+        """Returns the windows of a --valid text. They are cut once and are the same for every setting."""
         from mlx_zip.evaluation.windows import cut_windows
         from mlx_zip.text.documents import read_corpus
 
@@ -294,7 +356,7 @@ class Laboratory:
 
 
 def _parameters(model: Any) -> dict[str, int]:
-    """Values in the decoder and in the encoders."""
+    """Returns the number of weights in the decoder and in the hyper-encoders."""
     from mlx.utils import tree_flatten
 
     leaves: Any = tree_flatten(model.parameters())
@@ -304,7 +366,7 @@ def _parameters(model: Any) -> dict[str, int]:
 
 
 def draw_all(results: Results, folder: Path) -> None:
-    """Draws each figure that there are lines for as FOLDER/NAME.png. Raises `InstallationError`."""
+    """Writes a figure of each sweep that has results to FOLDER/NAME.png. Raises `InstallationError`."""
     for sweep in results.sweeps:
         if sweep.found:
             save(curves(sweep), folder / f"{FIGURES[sweep.name]}.png")

@@ -1,8 +1,8 @@
 """The paper's figure 4: latency of a tokenizer alone, with our codec and with the published one, by bytes of text.
 
-Tokenizer and codecs run in turn on the same text; what is drawn is their sum within a trial. Both codecs get the list
-of ids a tokenizer gives, and one codebook follows the whole text. Source: arXiv 2506.01084, §3.6, figure 4, which has
-no numbers in print.
+Tokenizer and codecs run in turn on the same text; the time with a codec is the sum of tokenizer and codec in a trial.
+Both codecs get the list of ids that the tokenizer returns, and one codebook follows the whole text. Source: arXiv
+2506.01084, §3.6, figure 4, which has no numbers in print.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ CURVES = {"tokenizer": "tokenizer alone", "with_ours": "with mlx_zip", "with_ups
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of `bench codec_latency`."""
+    """Adds the flags of `bench codec_latency` to a parser."""
     add = parser.add_argument
-    add("--text", nargs="+", metavar="FILE", help="texts, .txt or .jsonl, tokenized with --tokenizer")
-    add("--tokenizer", help="tokenizer folder, hub id or vocabulary file")
-    add("--trials", type=int, default=9, help="trials per size (default: 9)")
-    add("--plot", type=Path, metavar="FILE", help="picture to draw of what was measured; FILE ends in .png or .svg")
+    add("--text", nargs="+", metavar="FILE", help="texts to tokenize and compress, .txt or .jsonl")
+    add("--tokenizer", help="tokenizer of --text: a folder, a hub id or a vocabulary file")
+    add("--trials", type=int, default=9, help="timed calls per measurement (default: 9)")
+    add("--plot", type=Path, metavar="FILE", help="write a plot of latency by bytes of text to FILE (.png or .svg)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints one JSON line per size of text, and draws them with --plot. Raises `MlxZipError`."""
+    """Measures every size of text, prints one JSON line for each and with --plot draws them. Raises `MlxZipError`."""
     if args.trials < 1:
         raise MlxZipError(f"--trials must be at least 1, got {args.trials}")
     load_before()
@@ -54,7 +54,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measure_figure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """A line per size up to the text's. Raises `MlxZipError` before any measurement."""
+    """Yields a record for each of `SIZES` that is not above the text's size.
+
+    Raises `MlxZipError` for wrong flags or files before anything is measured.
+    """
     if args.plot is not None:
         new_figure()  # a missing matplotlib is reported before anything is measured
     if args.text is None or args.tokenizer is None:
@@ -74,7 +77,10 @@ def measure_figure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def latency(vocabulary: Vocabulary, text: str, trials: int) -> dict[str, Any]:
-    """Microseconds of one text, trial by trial: tokenizer, and its sum with either codec; null where it is missing."""
+    """Returns the record of one text: microseconds of the tokenizer alone, with our codec and with the published one.
+
+    The published codec's are None where it is not installed.
+    """
     pad_id = vocabulary.size
     params = CodecParams(pad_id + 1, WINDOW, MERGE_SIZE, pad_id=pad_id)
     theirs = upstream and upstream.LZWCompressor(pad_id + 1, WINDOW, MERGE_SIZE, pad_id, [pad_id])
@@ -106,9 +112,9 @@ def latency(vocabulary: Vocabulary, text: str, trials: int) -> dict[str, Any]:
 
 
 def drawn_figure(lines: Sequence[dict[str, Any]]) -> Figure:
-    """The lines of one tokenizer as a picture: latency, and what each codec adds to it.
+    """Returns a figure of latency, and of what each codec adds to it, from the lines of one tokenizer.
 
-    Points are medians, bars least and greatest.
+    Points are medians; bars reach from the least to the greatest trial.
     """
     figure = new_figure()
     latency_panel, added_panel = figure.subplots(1, 2)
@@ -130,12 +136,16 @@ def drawn_figure(lines: Sequence[dict[str, Any]]) -> Figure:
 
 
 def added(line: dict[str, Any], name: str) -> list[float]:
-    """What a codec adds to the tokenizer's time in each trial, in per cent."""
+    """Returns the time that a codec adds to the tokenizer's in each trial, in per cent of the tokenizer's.
+
+    name: "with_ours" or "with_upstream".
+    """
     pairs = zip(line["tokenizer"]["samples"], line[name]["samples"], strict=True)
-    return [100 * (both / alone - 1) for alone, both in pairs]
+    return [100 * (total / alone - 1) for alone, total in pairs]
 
 
 def _points(panel: Any, sizes: Sequence[int], samples: Sequence[Sequence[float]], color: int, label: str) -> None:
+    """Draws a curve of medians with bars from least to greatest. samples: the trials of each size."""
     middle = [median(values) for values in samples]
     low = [m - min(values) for m, values in zip(middle, samples, strict=True)]
     high = [max(values) - m for m, values in zip(middle, samples, strict=True)]

@@ -8,13 +8,17 @@ from typing import Any
 
 from mlx_zip.errors import MlxZipError
 
-MERGE_SIZE, CODEBOOK_SIZE, RATE_WINDOW = 3, 2048, 2048  # the paper's (§3.1, table 7), but for the codebook's
+MERGE_SIZE, CODEBOOK_SIZE, RATE_WINDOW = 3, 2048, 2048  # as in the paper (§3.1, table 7), except the codebook size
 Line = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Printed:
-    """A tokenizer's two rows of table 2, bytes per token of `DOMAINS`. name: the paper's; ours: its vocabulary's."""
+    """A tokenizer's two rows of the paper's table 2: bytes per token on each of `DOMAINS`.
+
+    name: the tokenizer's name in the paper; ours: its name in our records, None if it was not measured. base: without
+    hypertokens; compressed: with them.
+    """
 
     name: str
     ours: str | None
@@ -22,14 +26,14 @@ class Printed:
     compressed: tuple[float, ...]
 
     def gain(self, domain: str) -> float | None:
-        """Compressed over base, less one, of printed numbers; None for a domain that the paper has not."""
+        """Returns the printed gain of hypertokens on a domain, compressed / base - 1; None if the paper lacks it."""
         if domain not in DOMAINS:
             return None
         i = DOMAINS.index(domain)
         return self.compressed[i] / self.base[i] - 1
 
     def bounds(self, domain: str) -> tuple[float, float]:
-        """Least and greatest gain that one decimal of each number leaves open."""
+        """Returns the least and the greatest gain on a domain that rounding to one decimal leaves possible."""
         i = DOMAINS.index(domain)
         low, high = (self.compressed[i] + step for step in (-0.05, 0.05))
         return low / (self.base[i] + 0.05) - 1, high / (self.base[i] - 0.05) - 1
@@ -44,11 +48,11 @@ TABLE_2 = (
     Printed("Phi-4-200K", "o200k_base", (4.1, 2.7, 5.4, 4.6, 4.7), (6.3, 4.1, 6.7, 5.5, 5.4)),
     Printed("Gemma-3-256K", None, (3.3, 2.3, 5.0, 4.4, 4.5), (5.6, 3.7, 6.4, 5.4, 5.4)),
 )
-PHI_35 = "llama2"  # the base ids of Phi-3.5, whose training text table 7's rates are of
+PHI_35 = "llama2"  # our name of Phi-3.5's tokenizer, with which table 7's rates were measured
 
 
 def printed_of(tokenizer: str) -> Printed | None:
-    """The paper's rows of one of our vocabularies."""
+    """Returns the paper's rows of one of our tokenizers; None if the paper does not have it."""
     return next((row for row in TABLE_2 if row.ours == tokenizer), None)
 
 
@@ -56,9 +60,9 @@ def printed_of(tokenizer: str) -> Printed | None:
 
 
 class Counts:
-    """What `bench tokens` counted, by tokenizer and text, none disabled.
+    """Lines of `bench tokens` by tokenizer and text, only those without disabled ids.
 
-    Raises `MlxZipError` for a pair that is there twice, and for a text that is not the same for every tokenizer.
+    Raises `MlxZipError` for two lines of the same tokenizer and text, and for a text whose content differs by line.
     """
 
     def __init__(self, lines: Sequence[Line]) -> None:
@@ -78,14 +82,17 @@ class Counts:
 
     @property
     def windows(self) -> list[int | str]:
-        """All windows measured, in order, whole documents last."""
+        """All window sizes that were measured, in rising order, whole documents last."""
         found = {row[0] for line in self.lines.values() for row in line["counts"]}
         return sorted(found, key=lambda window: (isinstance(window, str), window))
 
     def row(
         self, tokenizer: str, text: str, window: int | str, merge_size: int = MERGE_SIZE, size: int = CODEBOOK_SIZE
     ) -> Mapping[str, int] | None:
-        """Returns the counts of a setting; codebooks that a window cannot fill share the counts of the least."""
+        """Returns the counts of one setting by column, or None if it was not measured.
+
+        size: slots of the codebook. All codebooks that are at least as large as the window have the same counts.
+        """
         line = self.lines.get((tokenizer, text))
         for values in line["counts"] if line else ():
             row = dict(zip(line["columns"], values, strict=True)) if line else {}
@@ -95,28 +102,31 @@ class Counts:
         return None
 
     def rate(self, tokenizer: str, text: str, window: int | str, **setting: int) -> float | None:
-        """Ids over base ids."""
+        """Returns the compression rate of a setting: ids over base ids; None if it was not measured."""
         row = self.row(tokenizer, text, window, **setting)
         return row["ids"] / self.lines[tokenizer, text]["base_ids"] if row else None
 
     def base(self, tokenizer: str, text: str) -> float | None:
-        """Bytes per base id."""
+        """Returns the bytes per base id of a text; None if it was not measured."""
         line = self.lines.get((tokenizer, text))
         return line["bytes_per_base_id"] if line else None
 
     def of_domain(
         self, tokenizer: str, domain: str, window: int | str, column: str = "ids", **setting: int
     ) -> float | None:
-        """A count over base ids, the mean of a domain's texts; None where one is not measured."""
+        """Returns a count divided by base ids, the mean over a domain's texts; None unless all of them were measured.
+
+        column: which count, for example "ids".
+        """
         texts = [text for text in self.texts if domain_of(text) == domain]
         rows = [(self.row(tokenizer, text, window, **setting), text) for text in texts]
         parts = [row[column] / self.lines[tokenizer, text]["base_ids"] for row, text in rows if row]
         return sum(parts) / len(parts) if parts and len(parts) == len(texts) else None
 
     def mixed(self, tokenizer: str, window: int | str, column: str, **setting: int) -> float | None:
-        """A count over base ids in a mixture of the paper's `SHARES`, which are taken as shares of the base ids.
+        """Returns a count divided by base ids in a mixture of domains by the paper's `SHARES` of the base ids.
 
-        None unless every domain has a text, and all its texts are measured.
+        column: which count, for example "ids". None unless every domain has texts and all of them were measured.
         """
         total = 0.0
         for domain, share in SHARES.items():
@@ -128,9 +138,10 @@ class Counts:
 
 
 def domain_of(text: str) -> str:
-    """A text's domain in the paper: what stands before the first slash of its name."""
+    """Returns a text's domain in the paper: the part of its name before the first slash."""
     return text.partition("/")[0]
 
 
 def _order(domain: str) -> int:
+    """Returns the place of a domain in `DOMAINS`; that after the last for any other."""
     return DOMAINS.index(domain) if domain in DOMAINS else len(DOMAINS)

@@ -28,42 +28,47 @@ from .compression_results import (
     printed_of,
 )
 
-CLOSE = 0.03  # of the paper's gain: within 3 points
-TOKENIZERS = ("llama3", "qwen", "o200k_base", "gpt2", "llama2", "mistral_v3")  # a table each
-SEVERAL_SIZES = ("llama3", "qwen")  # counted with several sizes of codebook
+CLOSE = 0.03  # a gain is close to the paper's if it differs by at most 3 percentage points
+TOKENIZERS = ("llama3", "qwen", "o200k_base", "gpt2", "llama2", "mistral_v3")  # each has a table
+SEVERAL_SIZES = ("llama3", "qwen")  # tokenizers that were counted with several codebook sizes
 
 
 # ---- table 2
 
 
 def bytes_per_token(counts: Counts, tokenizer: str) -> str:
-    """Table 2 of one tokenizer: bytes per token by text and window, and the paper's where it has the tokenizer."""
+    """Returns table 2 for one tokenizer: bytes per token by text and window.
+
+    The paper's figures stand next to ours if the paper has this tokenizer.
+    """
     paper = printed_of(tokenizer)
     windows = [f"{window:,} ids" if isinstance(window, int) else "documents" for window in counts.windows]
     theirs = ["paper: base", "paper: with"] if paper else []
     rows = []
     for text in counts.texts:
         if (base := counts.base(tokenizer, text)) is not None:
-            cells = [_cell(base, counts.rate(tokenizer, text, window)) for window in counts.windows]
-            rows.append([text, f"{base:.2f}", *cells, *(_printed(paper, domain_of(text)) if paper else [])])
+            cells = [_rate_cell(base, counts.rate(tokenizer, text, window)) for window in counts.windows]
+            rows.append([text, f"{base:.2f}", *cells, *(_paper_cells(paper, domain_of(text)) if paper else [])])
     return table(["text", "base", *windows, *theirs], rows)
 
 
 def only_in_the_paper(counts: Counts) -> str:
-    """Table 2 of the paper's tokenizers that were not measured here."""
+    """Returns the paper's rows of table 2 for tokenizers that were not measured here."""
     rows = []
     for row in TABLE_2:
         if row.ours not in counts.tokenizers:
             rows.append([row.name, *(f"{value:.1f}" for value in row.base)])
-            rows.append(["with hypertokens", *(_printed(row, domain)[1] for domain in DOMAINS)])
+            rows.append(["with hypertokens", *(_paper_cells(row, domain)[1] for domain in DOMAINS)])
     return table(["tokenizer", *DOMAINS], rows)
 
 
-def _cell(base: float, rate: float | None) -> str:
+def _rate_cell(base: float, rate: float | None) -> str:
+    """Formats bytes per token and the gain. base: bytes per base id; rate: ids over base ids, None if not measured."""
     return "-" if rate is None else f"{base / rate:.2f} ({1 / rate - 1:+.1%})"
 
 
-def _printed(paper: Printed, domain: str) -> list[str]:
+def _paper_cells(paper: Printed, domain: str) -> list[str]:
+    """Returns the paper's bytes per token on a domain without and with hypertokens; "-" if the paper lacks it."""
     gain = paper.gain(domain)
     if gain is None:
         return ["-", "-"]
@@ -72,12 +77,16 @@ def _printed(paper: Printed, domain: str) -> list[str]:
 
 
 def gains_for_code(counts: Counts) -> str:
-    """Which windows give the paper's gain for code: a row per tokenizer and text."""
-    rows = [row for tokenizer in counts.tokenizers for row in _gains(counts, tokenizer)]
+    """Returns the table of the windows whose gain on code is close to the paper's, a row per tokenizer and text."""
+    rows = [row for tokenizer in counts.tokenizers for row in _gain_rows(counts, tokenizer)]
     return table(["tokenizer, text", "paper's gain", "open by rounding", "windows within 3 points", "nearest"], rows)
 
 
-def _gains(counts: Counts, tokenizer: str) -> Iterator[list[str]]:
+def _gain_rows(counts: Counts, tokenizer: str) -> Iterator[list[str]]:
+    """Yields a tokenizer's rows of `gains_for_code`: for all texts of code together, then for each text.
+
+    Yields nothing for a tokenizer that the paper does not have.
+    """
     paper = printed_of(tokenizer)
     gain = paper.gain("code") if paper else None
     if paper is None or gain is None:
@@ -89,33 +98,38 @@ def _gains(counts: Counts, tokenizer: str) -> Iterator[list[str]]:
         alike = {w: counts.of_domain(tokenizer, "code", w) for w in counts.windows}
         found = {"all of code, each text counting alike": alike, **found}
     for text, rates in found.items():
-        yield [f"{tokenizer}, {text}", f"{gain:+.0%}", f"{low:+.1%} to {high:+.1%}", *_close(rates, gain)]
+        yield [f"{tokenizer}, {text}", f"{gain:+.0%}", f"{low:+.1%} to {high:+.1%}", *_close_cells(rates, gain)]
 
 
-def _close(rates: Mapping[int | str, float | None], gain: float) -> list[str]:
-    """(the windows whose gain is within `CLOSE` of the paper's, the nearest one)."""
+def _close_cells(rates: Mapping[int | str, float | None], gain: float) -> list[str]:
+    """Returns two cells: the windows whose gain is within `CLOSE` of the paper's gain, and the nearest window.
+
+    rates: ids over base ids by window.
+    """
     gains = {window: 1 / rate - 1 for window, rate in rates.items() if rate}
-    close = [f"{_window(window)} ({ours:+.1%})" for window, ours in gains.items() if abs(ours - gain) <= CLOSE]
+    close = [f"{_window_label(window)} ({ours:+.1%})" for window, ours in gains.items() if abs(ours - gain) <= CLOSE]
     best = min(gains, key=lambda window: abs(gains[window] - gain))
-    return [", ".join(close) or "none", f"{_window(best)}, {100 * (gains[best] - gain):+.1f} points"]
+    return [", ".join(close) or "none", f"{_window_label(best)}, {100 * (gains[best] - gain):+.1f} points"]
 
 
-def _window(window: int | str) -> str:
+def _window_label(window: int | str) -> str:
+    """Returns a window in words, for example "windows of 1,024"."""
     return f"windows of {window:,}" if isinstance(window, int) else "whole documents"
 
 
 def by_codebook_size(counts: Counts, tokenizer: str) -> str:
-    """Gains over base ids by window and codebook size."""
-    sizes = _sizes(next(line for key, line in counts.lines.items() if key[0] == tokenizer))
+    """Returns the table of one tokenizer's gains over base ids, by text, window and codebook size."""
+    sizes = _codebook_sizes(next(line for key, line in counts.lines.items() if key[0] == tokenizer))
     windows = [window for window in counts.windows if isinstance(window, str) or window > min(sizes)]
     rows = []
     for text in counts.texts:
         rates = [counts.rate(tokenizer, text, window, size=size) for window in windows for size in sizes]
         rows.append([text, *("-" if rate is None else f"{1 / rate - 1:+.1%}" for rate in rates)])
-    return table(["text", *(f"{_window(window)}, {size:,} slots" for window in windows for size in sizes)], rows)
+    return table(["text", *(f"{_window_label(window)}, {size:,} slots" for window in windows for size in sizes)], rows)
 
 
-def _sizes(line: Line) -> list[int]:
+def _codebook_sizes(line: Line) -> list[int]:
+    """Returns the codebook sizes that a line has counts of, in rising order."""
     return sorted({row[line["columns"].index("codebook_size")] for row in line["counts"]})
 
 
@@ -123,7 +137,7 @@ def _sizes(line: Line) -> list[int]:
 
 
 def rates_by_merge_size(counts: Counts) -> str:
-    """Table 7: ids over base ids in per cent, by merge size, with the base ids of Phi-3.5."""
+    """Returns table 7: ids over base ids in per cent by merge size M, with the tokenizer of Phi-3.5."""
     rows = []
     for m, paper in PAPER_RATES.items():
         ours: list[float | None] = [1.0] * (len(counts.texts) + 1)
@@ -138,11 +152,15 @@ _FLOPS_HEAD = ["model", "L", "M", "l", "α", "paper: α", "ρ(1 + α)", "rows pe
 
 
 def flops(lines: Sequence[Line]) -> str:
-    """Table 9: shares of the hyper-encoder in training, by the paper's count and by the rows that are encoded."""
-    return table(_FLOPS_HEAD, [_flops(line) for line in lines])
+    """Returns table 9: the hyper-encoder's FLOPs in training relative to the decoder's, by model.
+
+    They are counted as in the paper, and by the rows that are encoded per id.
+    """
+    return table(_FLOPS_HEAD, [_flops_row(line) for line in lines])
 
 
-def _flops(line: Line) -> list[str]:
+def _flops_row(line: Line) -> list[str]:
+    """Returns the row of table 9 for a line of `bench flops`."""
     paper = line["paper_overhead"]
     return [
         line["model"],
@@ -159,22 +177,25 @@ def _flops(line: Line) -> list[str]:
 
 
 def flops_of_our_mixture(counts: Counts) -> str:
-    """The models of the paper's experiments at our mixture's rate and rows."""
-    rate, entries, used = _mixture(counts)
-    return table(_FLOPS_HEAD, [_flops(record(shape, rate, (entries + used) / rate)) for shape in TRAINED])
+    """Returns table 9 for the models that the paper trains, with the rate and the encoded rows of our mixture."""
+    rate, entries, used = _mixture_rates(counts)
+    return table(_FLOPS_HEAD, [_flops_row(record(shape, rate, (entries + used) / rate)) for shape in TRAINED])
 
 
 def mixture(counts: Counts) -> str:
-    """Our mixture of table 7: its rate, and the entries installed and read per id."""
-    rate, entries, used = _mixture(counts)
+    """Returns the table of our mixture: its compression rate, and the entries installed and read per id."""
+    rate, entries, used = _mixture_rates(counts)
     row = [f"{rate:.4f}", f"{entries / rate:.2f}", f"{used / rate:.2f}"]
     return table(
         ["ρ of our mixture", "entries installed per id (output rows)", "entries read per id (input rows)"], [row]
     )
 
 
-def _mixture(counts: Counts) -> tuple[float, float, float]:
-    """Ids, entries installed and entries read per base id. Raises ValueError where a domain was not measured."""
+def _mixture_rates(counts: Counts) -> tuple[float, float, float]:
+    """Returns ids, entries installed and entries read of our mixture, each divided by base ids.
+
+    Raises ValueError where a domain was not measured.
+    """
     found = [counts.mixed(PHI_35, RATE_WINDOW, column) for column in ("ids", "entries", "entries_used")]
     if any(value is None for value in found):
         raise ValueError(f"not every domain was counted with {PHI_35}")
@@ -183,12 +204,12 @@ def _mixture(counts: Counts) -> tuple[float, float, float]:
 
 
 def latency(lines: Sequence[Line]) -> str:
-    """Figure 4: milliseconds of a tokenizer alone and with each codec, by bytes of text."""
+    """Returns the table of figure 4: milliseconds of a tokenizer alone and with each codec, by bytes of text."""
     rows = []
     for line in lines:
         names = ("with_ours", "with_upstream")
         more = [f"{median(added(line, name)):+.1f}%" if line[name] else "-" for name in names]
-        times = [_ms(line[name]) for name in ("tokenizer", *names)]
+        times = [_ms_cell(line[name]) for name in ("tokenizer", *names)]
         load = f"{line['load_average']}"
         rows.append(
             [line["data"].split("; ")[-1], line["setting"]["library"], f"{line['bytes']:,}", *times, *more, load]
@@ -197,7 +218,8 @@ def latency(lines: Sequence[Line]) -> str:
     return table([*head, "added by mlx_zip", "added by zip2zip-compression", "load average"], rows)
 
 
-def _ms(times: dict[str, Any] | None) -> str:
+def _ms_cell(times: dict[str, Any] | None) -> str:
+    """Formats a summary in microseconds as milliseconds, "median (least to greatest)"; "-" for None."""
     if times is None:
         return "-"
     middle, low, high = (f"{times[name] / 1e3:.2f}" for name in ("median", "min", "max"))
@@ -205,7 +227,7 @@ def _ms(times: dict[str, Any] | None) -> str:
 
 
 def texts(counts: Counts) -> str:
-    """Files, documents and bytes of every text, and against what its ids were checked."""
+    """Returns the table of the texts: files, documents, bytes, and the implementations that gave the same ids."""
     rows = []
     for text in counts.texts:
         lines = [line for key, line in counts.lines.items() if key[1] == text]
@@ -216,19 +238,20 @@ def texts(counts: Counts) -> str:
     return table(["text", "files", "documents", "bytes", "ids checked against"], rows)
 
 
-def _of(make: Callable[..., str], *args: Any) -> Callable[[Records], str]:
+def _from_records(make: Callable[..., str], *args: Any) -> Callable[[Records], str]:
+    """Returns a function that makes a table from the record `tokens`. make: takes `Counts` and then `args`."""
     return lambda records: make(Counts(records.lines("tokens")), *args)
 
 
 TABLES: dict[str, Callable[[Records], str]] = {
-    **{f"tokens-{name}": _of(bytes_per_token, name) for name in TOKENIZERS},
-    "tokens-paper": _of(only_in_the_paper),
-    "tokens-code": _of(gains_for_code),
-    **{f"tokens-codebooks-{name}": _of(by_codebook_size, name) for name in SEVERAL_SIZES},
-    "tokens-rates": _of(rates_by_merge_size),
-    "tokens-mixture": _of(mixture),
-    "tokens-texts": _of(texts),
+    **{f"tokens-{name}": _from_records(bytes_per_token, name) for name in TOKENIZERS},
+    "tokens-paper": _from_records(only_in_the_paper),
+    "tokens-code": _from_records(gains_for_code),
+    **{f"tokens-codebooks-{name}": _from_records(by_codebook_size, name) for name in SEVERAL_SIZES},
+    "tokens-rates": _from_records(rates_by_merge_size),
+    "tokens-mixture": _from_records(mixture),
+    "tokens-texts": _from_records(texts),
     "flops": lambda records: flops(records.lines("flops")),
-    "flops-mixture": _of(flops_of_our_mixture),
+    "flops-mixture": _from_records(flops_of_our_mixture),
     "codec-latency": lambda records: latency(records.lines("codec-figure4")),
 }

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def _latency(records: Records) -> Figure:
-    """Figure 4 with the tokenizer of the first line; the table has all of them."""
+    """Returns figure 4 for the tokenizer of the first recorded line; the table shows all tokenizers."""
     lines = records.lines("codec-figure4")
     return codec_figure.drawn_figure([line for line in lines if line["data"] == lines[0]["data"]])
 

@@ -108,6 +108,7 @@ class AdaptedVocabulary:
             self._check_swaps()
 
     def _check_swaps(self) -> None:
+        """Raises `DataError` unless each swap splits a merge that exists before the swap and promotes one merge."""
         if len(self.virtual) != len(self.merges) - self.first:
             raise DataError("the rule replay needs a promoted merge for each virtual one")
         for swap, place in enumerate(self.virtual):
@@ -120,7 +121,7 @@ class AdaptedVocabulary:
 
     @property
     def letters(self) -> int:
-        """Number of multi-byte characters that are tokens of their own (byte fallback)."""
+        """Number of tokens that are single characters of several bytes, in a vocabulary with byte fallback."""
         return self.merges.letters - len(self.merges.unfinished)
 
     @property
@@ -130,7 +131,7 @@ class AdaptedVocabulary:
 
     @cached_property
     def ids(self) -> Uint32s:
-        """Base id of each id, uint32 [size], rising."""
+        """The base id of each adapted id, uint32 [number of ids], rising."""
         actual = np.ones(BYTES + len(self.merges), bool)
         actual[BYTES + np.array([*self.virtual, *self.merges.unfinished], np.intp)] = False
         added = np.array([token.id for token in self.front.added], np.uint32)
@@ -138,19 +139,19 @@ class AdaptedVocabulary:
 
     @cached_property
     def schedule(self) -> Schedule:
-        """Times at which merges are applied and split."""
+        """The times at which each merge is applied and its tokens are split, as `rule` says."""
         promoted = range(self.first, len(self.merges))
         form = Schedule.replay if self.rule == "replay" else Schedule.final
         return form(len(self.merges), self.first, self.virtual, promoted)
 
     @cached_property
     def encoder(self) -> Encoder:
-        """Encoder from bytes to tokens of `merges`."""
+        """The encoder from bytes to tokens of `merges`; tokens are not ids yet."""
         return Encoder(self.merges, self.schedule, self.front.encoder_pieces)
 
     @cached_property
     def _id_of(self) -> Uint32s:
-        """The id of each base id, `NO_ID` for those that are not kept."""
+        """The adapted id of each base id, uint32; `NO_ID` for a base id that is not in the vocabulary."""
         known = self.token_ids[self.token_ids != NO_ID]
         table = np.full(int(max(self.ids.max(), known.max())) + 1, NO_ID, np.uint32)
         table[self.ids] = np.arange(len(self.ids), dtype=np.uint32)
@@ -161,16 +162,16 @@ class AdaptedVocabulary:
         return self._id_of[encoded(self.encoder, self.front, text, self.token_ids)]
 
     def encode_bytes(self, data: bytes) -> Uint32s:
-        """Encodes any bytes -> uint32 ids, without looking for added tokens; `decode` gives the bytes back.
+        """Encodes any bytes -> uint32 ids, without looking for added tokens; `decode` returns the same bytes.
 
-        If the vocabulary spells blanks with a character of its own, that character comes back as a blank.
+        One exception: with byte fallback, the character that stands for a blank is decoded to a blank.
         """
         if self.front.pieces not in PIECES:
             return self._id_of[self.token_ids[self.encoder.encode_pieces([data])[0]]]
         return self._id_of[self.token_ids[self.encoder.encode(data)]]
 
     def ids_of(self, base_ids: Any) -> Uint32s:
-        """Returns the ids of base ids. Raises `DataError` naming one that was not kept."""
+        """Returns the adapted ids of base ids, uint32. Raises `DataError` naming a base id that was not kept."""
         base_ids = as_ids(base_ids)
         places = np.searchsorted(self.ids, base_ids)
         lost = np.flatnonzero(self.ids[np.minimum(places, len(self.ids) - 1)] != base_ids)
@@ -179,7 +180,7 @@ class AdaptedVocabulary:
         return places.astype(np.uint32)
 
     def decode(self, ids: Any) -> bytes:
-        """Returns the bytes of ids, added tokens included. Raises `DataError` naming an unknown id."""
+        """Returns the bytes that adapted ids stand for, added tokens included. Raises `DataError` for an unknown id."""
         ids = as_ids(ids)
         if len(ids) and int(ids.max()) >= len(self):
             raise DataError(f"id {int(ids.max())} is not below {len(self)}, the size of the adapted vocabulary")
@@ -188,12 +189,13 @@ class AdaptedVocabulary:
 
     @cached_property
     def _bytes(self) -> list[bytes]:
+        """The bytes that each adapted id stands for."""
         of = dict(zip(self.token_ids.tolist(), map(self.front.unspelled, self.merges.tokens), strict=True))
         of |= {token.id: token.content.encode("utf-8") for token in self.front.added}
         return [of[i] for i in self.ids.tolist()]
 
     def save(self, path: str | Path) -> None:
-        """Writes the file, whole or not at all. Raises `OSError`."""
+        """Writes the file; one that exists is replaced only by a complete one. Raises `OSError`."""
         tokens = list(map(to_text, self.merges.tokens))
         record = {
             "format": FORMAT,
@@ -219,7 +221,7 @@ class AdaptedVocabulary:
         write_json(Path(path), {**record, "sha256": _digest(record)})
 
     def check_base(self, base: BaseVocabulary) -> None:
-        """Raises `DataError` if this was adapted from another tokenizer."""
+        """Raises `DataError` if this vocabulary was adapted from another tokenizer than `base`."""
         if base.merges.fingerprint != self.fingerprint:
             raise DataError(
                 f"adapted from {self.name}, whose merges differ from those of {base.name}: adapt that tokenizer again"
@@ -242,11 +244,12 @@ def adapted(
     progress: Callable[[Swap], Any] = lambda swap: None,
     **settings: Any,
 ) -> AdaptedVocabulary:
-    """Returns the tokenizer with n actual merges that suits texts best; the texts are given as pieces and counts.
+    """Adapts a tokenizer to texts: returns the vocabulary with n of its merges, chosen by `method`.
 
-    method: "adapt" swaps merges (`settings` as in `learn.adapt`); "first-k" keeps the first n merges; "top-k" keeps the
-    n whose tokens the whole list makes most often, and needs the rule "final". Letters are always kept. Raises
-    `DataError`.
+    words: the pieces of the texts and how often each occurs (see `words_of`). n: letters are kept besides. method:
+    "adapt" begins with the first n merges and swaps some (`settings` as in `learn.adapt`); "first-k" keeps the first n;
+    "top-k" keeps the n whose tokens occur most often when all merges are applied, always with the rule "final".
+    progress is called after each swap. Raises `DataError` for an unknown method or settings out of range.
     """
     kept_merges = base.merges.letters + n
     if method not in METHODS:
@@ -265,7 +268,7 @@ def adapted(
         base.merges.fingerprint,
         base.n_merges,
         base.size,
-        _selected(base.merges, ranks),
+        _with_ranks(base.merges, ranks),
         np.array(ranks, np.uint32),
         first,
         tuple(virtual),
@@ -278,7 +281,7 @@ def adapted(
 
 
 def words_of(front: Front, texts: Iterable[str]) -> Counter[bytes]:
-    """Counts the pieces of texts, added tokens left out."""
+    """Counts the pieces that texts are split into before merging; added tokens are left out."""
     counts: Counter[bytes] = Counter()
     for text in texts:
         for part in front.parts(text):
@@ -287,8 +290,8 @@ def words_of(front: Front, texts: Iterable[str]) -> Counter[bytes]:
     return counts
 
 
-def _selected(merges: MergeList, ranks: Sequence[int]) -> MergeList:
-    """Returns the merges of these ranks, letters included, as a list in which parents come first."""
+def _with_ranks(merges: MergeList, ranks: Sequence[int]) -> MergeList:
+    """Returns a merge list with only the merges of these ranks, in this order; `ranks` begins with the letters."""
     new = np.zeros(BYTES + len(merges), np.uint32)
     new[:BYTES] = np.arange(BYTES)
     new[BYTES + np.array(ranks, np.intp)] = BYTES + np.arange(len(ranks))
@@ -296,12 +299,12 @@ def _selected(merges: MergeList, ranks: Sequence[int]) -> MergeList:
 
 
 def read_adapted(path: str | Path) -> AdaptedVocabulary:
-    """Reads a file of `AdaptedVocabulary.save`. Raises `DataError` naming the file and what is wrong with it."""
+    """Reads a file that `AdaptedVocabulary.save` wrote. Raises `DataError` naming the file and what is wrong in it."""
     path = Path(path).expanduser()
     check_in(path)
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-        return _of_record(record)
+        return _from_record(record)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
     except KeyError as error:
@@ -310,7 +313,8 @@ def read_adapted(path: str | Path) -> AdaptedVocabulary:
         raise DataError(f"{path}: {error}") from error
 
 
-def _of_record(record: Any) -> AdaptedVocabulary:
+def _from_record(record: Any) -> AdaptedVocabulary:
+    """Returns the vocabulary in a parsed file. Raises `DataError` and other errors, which `read_adapted` catches."""
     if not isinstance(record, dict) or record.get("format") != FORMAT:
         raise DataError("is no adapted vocabulary (mlx_zip vocab adapt learn writes one)")
     if record.get("version") != VERSION:
@@ -318,8 +322,8 @@ def _of_record(record: Any) -> AdaptedVocabulary:
     if record.pop("sha256") != _digest(record):
         raise DataError("is damaged, its checksum does not match: adapt again")
     record.setdefault("letters", 0)  # files of earlier versions have none
-    _check_types(record, _TYPES)
-    _check_types(base := record["base"], _BASE_TYPES, "base.")
+    _check_field_types(record, _TYPES)
+    _check_field_types(base := record["base"], _BASE_TYPES, "base.")
     if low := [name for name in ("merges", "ids") if base[name] < 0]:
         raise DataError(f"base.{low[0]} is {base[low[0]]}, below 0")
     vocabulary = AdaptedVocabulary(
@@ -342,11 +346,13 @@ def _of_record(record: Any) -> AdaptedVocabulary:
     return vocabulary
 
 
-def _check_types(record: Mapping[str, Any], types: Mapping[str, type], inside: str = "") -> None:
+def _check_field_types(record: Mapping[str, Any], types: Mapping[str, type], inside: str = "") -> None:
+    """Raises `DataError` for a field that is not of its type in `types`. inside: prefix of its name in the message."""
     for name, kind in types.items():
         if type(record[name]) is not kind:
             raise DataError(f"{inside}{name} is {record[name]!r:.80}, not of the type {kind.__name__}")
 
 
 def _digest(record: Mapping[str, Any]) -> str:
+    """Returns the sha256 in hex of a record's JSON text, with keys sorted and without blanks."""
     return sha256(json.dumps(record, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

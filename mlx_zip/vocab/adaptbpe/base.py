@@ -18,13 +18,13 @@ from numpy.typing import NDArray
 
 from mlx_zip.codec.ids import Uint32s
 from mlx_zip.errors import DataError
-from mlx_zip.vocab.adaptbpe.characters import check_blanks, of_characters
+from mlx_zip.vocab.adaptbpe.characters import check_blanks, merges_of_characters
 from mlx_zip.vocab.adaptbpe.encoder import PIECES, Encoder
 from mlx_zip.vocab.adaptbpe.merges import BYTES, NO_ID, MergeList, live
 from mlx_zip.vocab.adaptbpe.text import CHARACTERS, CUT_BY_NAME, PATTERNS, Front, pieces_of
 from mlx_zip.vocab.first_stage import (
-    BESIDE,
     BYTE_OF,
+    IDS_FILE_OF,
     AddedToken,
     Pair,
     TokenizerFile,
@@ -42,9 +42,9 @@ class BaseVocabulary:
     """A tokenizer before it is adapted.
 
     ids: uint32 [256 + M], the id of each token of `merges`, `NO_ID` for an unfinished character. front: splits text
-    into pieces. unreachable: number of tokens that nothing makes. source: the content of its tokenizer.json, None for
-    other files. ignore_merges: the tokenizer turns a piece that is a token into that token without using merges;
-    `encode` here always uses the merges.
+    into pieces. unreachable: number of tokens that no merge makes. source: the content of its tokenizer.json, None for
+    other files. ignore_merges: whether the tokenizer turns a piece that is a token into that token without using
+    merges; `encode` here always uses the merges.
     """
 
     name: str
@@ -70,12 +70,18 @@ class BaseVocabulary:
         return Encoder(self.merges, pieces=self.front.encoder_pieces)
 
     def encode(self, text: str, encoder: Encoder | None = None) -> Uint32s:
-        """Encodes a text without special tokens; faster with an `encoder()` that is kept between calls."""
+        """Returns the ids of a text, uint32, without special tokens.
+
+        encoder: a result of `encoder()`, which makes repeated calls faster; None: a new one.
+        """
         return encoded(encoder or self.encoder(), self.front, text, self.ids)
 
 
 def encoded(encoder: Encoder, front: Front, text: str, ids: Uint32s) -> Uint32s:
-    """Encodes a text: `ids[token]` for each token of the encoder, and the ids of added tokens between."""
+    """Returns the ids of a text, uint32: of the encoder's tokens and of the added tokens that `front` finds.
+
+    ids: the id of each of the encoder's tokens.
+    """
     found = [np.empty(0, np.uint32)]
     for part in front.parts(text):
         if isinstance(part, int):
@@ -88,15 +94,16 @@ def encoded(encoder: Encoder, front: Front, text: str, ids: Uint32s) -> Uint32s:
 
 
 def read_base(path: str | Path | TokenizerFile, pieces: str | None = None) -> BaseVocabulary:
-    """Reads a tokenizer, whose file name says its format. pieces: how text is cut, for files that do not say so.
+    """Reads a tokenizer to adapt; the name of its file says the format.
 
-    Raises `DataError` naming the file, and the wrong merge or line.
+    pieces: how text is split, a key of `PIECES`, for files that do not say so; None: a default for the format. Raises
+    `DataError` naming the file, and the wrong merge or line.
     """
     file = path if isinstance(path, TokenizerFile) else open_tokenizer(path)
     try:
         if file.kind == "ranks":
-            return _of_ranks(file, pieces)
-        return _of_merges(file, pieces) if file.kind == "merges" else _of_tokenizer(file, pieces)
+            return _from_ranks(file, pieces)
+        return _from_merges(file, pieces) if file.kind == "merges" else _from_tokenizer(file, pieces)
     except DataError as error:
         message = str(error)
         raise DataError(message if message.startswith(str(file.path)) else f"{file.path}: {message}") from error
@@ -105,28 +112,33 @@ def read_base(path: str | Path | TokenizerFile, pieces: str | None = None) -> Ba
 # ---- merges.txt, vocab.bpe
 
 
-def _of_merges(file: TokenizerFile, pieces: str | None) -> BaseVocabulary:
-    """Takes ids from the vocabulary file next to the list, whose other tokens are added tokens; else GPT-2's ids."""
+def _from_merges(file: TokenizerFile, pieces: str | None) -> BaseVocabulary:
+    """Returns the base vocabulary of a merge list.
+
+    The ids are those of the vocabulary file next to it, whose remaining tokens become added tokens; without such a
+    file, they are GPT-2's.
+    """
     merges = MergeList.of_bytes(file.pairs())
-    renamed = (file.path.name.replace(*names) for names in BESIDE.items() if names[0] in file.path.name)
+    renamed = (file.path.name.replace(*names) for names in IDS_FILE_OF.items() if names[0] in file.path.name)
     ids_file = next(map(file.path.with_name, renamed), None)
     if ids_file is None or not ids_file.is_file():
-        return BaseVocabulary(file.name, merges, _in_order(merges), Front(pieces or "gpt2"))
-    vocabulary = _vocabulary(ids_file)
+        return BaseVocabulary(file.name, merges, _gpt2_ids(merges), Front(pieces or "gpt2"))
+    vocabulary = _read_vocabulary(ids_file)
     names = vocabulary.keys() - set(map(to_text, merges.tokens))
     added = tuple(AddedToken(name, vocabulary[name]) for name in sorted(names, key=vocabulary.__getitem__))
-    return BaseVocabulary(file.name, merges, _ids(merges, vocabulary), Front(pieces or "gpt2", added))
+    return BaseVocabulary(file.name, merges, _ids_of_tokens(merges, vocabulary), Front(pieces or "gpt2", added))
 
 
-def _vocabulary(path: Path) -> dict[str, int]:
+def _read_vocabulary(path: Path) -> dict[str, int]:
+    """Reads the file with the ids of a merge list: spelled tokens -> ids. Raises `DataError` naming the file."""
     try:
         return vocabulary_of(json.loads(read_stored(path)))
     except ValueError as error:
         raise DataError(f"{path.name} in the same folder is not valid JSON: {error}") from error
 
 
-def _in_order(merges: MergeList) -> Uint32s:
-    """Returns GPT-2's ids: printable bytes, other bytes, merges."""
+def _gpt2_ids(merges: MergeList) -> Uint32s:
+    """Returns the ids that GPT-2 gives the tokens of a merge list: printable bytes, other bytes, merges."""
     ids = np.arange(BYTES + len(merges), dtype=np.uint32)
     ids[list(BYTE_OF.values())] = np.arange(BYTES)
     return ids
@@ -135,7 +147,8 @@ def _in_order(merges: MergeList) -> Uint32s:
 # ---- tokenizer.json
 
 
-def _of_tokenizer(file: TokenizerFile, pieces: str | None) -> BaseVocabulary:
+def _from_tokenizer(file: TokenizerFile, pieces: str | None) -> BaseVocabulary:
+    """Returns the base vocabulary of a tokenizer.json. Raises `DataError` for settings that cannot be adapted."""
     file.merges()
     data, model = file.json, file.model
     for setting in ("continuing_subword_prefix", "end_of_word_suffix", "dropout"):
@@ -151,10 +164,10 @@ def _of_tokenizer(file: TokenizerFile, pieces: str | None) -> BaseVocabulary:
         raise DataError(f"added token {one['content']!r} has single_word set, which is not supported here")
     if pieces == CHARACTERS:
         check_blanks(data)
-        merges, ids = of_characters(vocabulary, file.merges(), {token.content for token in added})
+        merges, ids = merges_of_characters(vocabulary, file.merges(), {token.content for token in added})
     else:
         merges = MergeList.of_bytes(live(file.pairs()))
-        ids = _ids(merges, vocabulary)
+        ids = _ids_of_tokens(merges, vocabulary)
     reached = {int(i) for i in ids} | {token.id for token in added}
     own = data.get("pre_tokenizer") if pieces not in PIECES else None
     front = Front(pieces, added, data.get("normalizer"), own)
@@ -163,9 +176,10 @@ def _of_tokenizer(file: TokenizerFile, pieces: str | None) -> BaseVocabulary:
 
 
 def _was_adapted(path: Path, model: Mapping[str, Any]) -> bool:
-    """Returns whether this tokenizer.json belongs to the adapted tokenizer in the same folder.
+    """Returns whether a tokenizer.json was written for the adapted tokenizer in the same folder.
 
-    A base tokenizer may also have such a file next to it; then the file has other ids and fewer merges.
+    path: the tokenizer.json. model: its field `model`. A base tokenizer that has an adapted tokenizer in its folder
+    has more ids and more merges than that one.
     """
     try:
         adapted = json.loads(path.with_name(FILE).read_text(encoding="utf-8"))
@@ -175,7 +189,8 @@ def _was_adapted(path: Path, model: Mapping[str, Any]) -> bool:
         return False
 
 
-def _ids(merges: MergeList, vocabulary: Mapping[str, int]) -> Uint32s:
+def _ids_of_tokens(merges: MergeList, vocabulary: Mapping[str, int]) -> Uint32s:
+    """Returns the id of each token of a merge list, uint32. Raises `DataError` for one that `vocabulary` lacks."""
     found = [vocabulary.get(to_text(token)) for token in merges.tokens]
     missing = [token for token, i in zip(merges.tokens, found, strict=True) if i is None]
     if missing:
@@ -187,7 +202,8 @@ def _ids(merges: MergeList, vocabulary: Mapping[str, int]) -> Uint32s:
 # ---- tiktoken ranks
 
 
-def _of_ranks(file: TokenizerFile, pieces: str | None) -> BaseVocabulary:
+def _from_ranks(file: TokenizerFile, pieces: str | None) -> BaseVocabulary:
+    """Returns the base vocabulary of a .tiktoken file, whose merges are found from the ranks of its tokens."""
     pieces = pieces or next((kind for known, kind in CUT_BY_NAME.items() if known in file.name), None)
     if pieces is None:
         raise DataError(f"the file does not say how text is cut: choose one of {', '.join(PATTERNS)} with --pieces")
@@ -207,7 +223,10 @@ def _of_ranks(file: TokenizerFile, pieces: str | None) -> BaseVocabulary:
 
 
 def _parents(token: bytes, ranks: Mapping[bytes, int]) -> Pair | None:
-    """Returns the two tokens that a token is made of when its bytes are merged by rank; None if it cannot be made."""
+    """Returns the two tokens that the last merge joins when a token's bytes are merged by rank.
+
+    None: merging by rank does not make the token.
+    """
     parts, own = [token[i : i + 1] for i in range(len(token))], ranks[token]
     while len(parts) > 2:
         rank, at = min((ranks.get(parts[i] + parts[i + 1], own), i) for i in range(len(parts) - 1))

@@ -24,7 +24,10 @@ _BLANK_DECODERS = (_REPLACE, '"Metaspace"')
 
 
 def check_blanks(data: Mapping[str, Any]) -> None:
-    """Raises `DataError` for a tokenizer.json that does not give text back, or treats the beginning of text apart."""
+    """Raises `DataError` for a tokenizer.json, here parsed, whose treatment of blanks is not supported.
+
+    Its decoder must turn the blank's character into a blank; its pre-tokenizer must treat all places in a text alike.
+    """
     steps = json.dumps(data.get("decoder"))
     if not any(form in steps for form in _BLANK_DECODERS):
         raise DataError(f"the decoder does not turn {BLANK!r} into a blank, as it must with byte fallback")
@@ -34,10 +37,12 @@ def check_blanks(data: Mapping[str, Any]) -> None:
         )
 
 
-def of_characters(vocabulary: Mapping[str, int], merges: Any, added: Set[str]) -> tuple[MergeList, Uint32s]:
-    """Returns the merge list with the letters' merges in front, and the tokens' ids, uint32 [256 + merges].
+def merges_of_characters(vocabulary: Mapping[str, int], merges: Any, added: Set[str]) -> tuple[MergeList, Uint32s]:
+    """Expresses a vocabulary with byte fallback as merges of bytes -> (merges, the id of each token uint32 [256 + M]).
 
-    merges: in the form of a tokenizer.json. added: names of added tokens, which are no letters. Raises `DataError`.
+    The merge list begins with the merges that make letters (see the module). vocabulary: tokens -> ids. merges: in the
+    form of a tokenizer.json. added: names of added tokens, which are no letters. Raises `DataError` for a wrong merge
+    and for a token that has no id.
     """
     names = vocabulary.keys() - added
     letters: dict[bytes, Pair] = {}
@@ -55,6 +60,7 @@ def of_characters(vocabulary: Mapping[str, int], merges: Any, added: Set[str]) -
 
 
 def _text_pair(merge: Any) -> Pair:
+    """Returns a merge of a tokenizer.json, of two texts, as a pair of byte strings. Raises `DataError`."""
     parts = merge.split(" ") if isinstance(merge, str) else merge
     if not isinstance(parts, list) or len(parts) != 2 or not all(isinstance(p, str) and p for p in parts):
         raise DataError(f"merge {merge!r:.80} is not two tokens")

@@ -39,10 +39,10 @@ class Encoder:
         times = schedule or Schedule.plain(len(merges))
         self.schedule = times.splitting(merges.unfinished) if merges.unfinished else times
         self._lock = threading.Lock()
-        self._bpe = _open(merges, self.schedule)
+        self._bpe = _new_bpe(merges, self.schedule)
 
     def encode(self, text: bytes) -> Uint32s:
-        """Encodes any bytes to tokens; `decode` gives the bytes back."""
+        """Encodes any bytes to tokens, uint32; `decode` returns the same bytes."""
         data, n_out = ffi.from_buffer("uint8_t[]", text), ffi.new("size_t *")
         tokens = np.empty(len(data), np.uint32)
         with self._lock:
@@ -53,7 +53,7 @@ class Encoder:
         return tokens[: n_out[0]].copy()  # a copy, so that the buffer is freed
 
     def encode_pieces(self, pieces: Sequence[bytes]) -> tuple[Uint32s, NDArray[np.int64]]:
-        """Encodes pieces that are cut already: their tokens one after the other, and where those of each piece end."""
+        """Encodes pieces, without cutting them further -> (tokens of all pieces, end of each piece's tokens)."""
         text = ffi.from_buffer("uint8_t[]", b"".join(pieces))
         ends = np.fromiter(accumulate(map(len, pieces)), np.uintp, len(pieces))
         tokens, id_ends = np.empty(len(text), np.uint32), np.empty(len(pieces), np.uintp)
@@ -76,7 +76,7 @@ class Encoder:
 
 
 def cut(text: bytes, pieces: str) -> list[bytes]:
-    """Cuts a text into pieces by a key of `PIECES`; joined they are the text."""
+    """Cuts a text into pieces; joined, the pieces are the text. pieces: how, a key of `PIECES`."""
     data, ends = ffi.from_buffer("uint8_t[]", text), np.empty(len(text), np.uintp)
     n = lib.mlxzip_pieces(PIECES[pieces], data, len(data), ffi.from_buffer("size_t[]", ends))
     found, at = [], 0
@@ -86,7 +86,8 @@ def cut(text: bytes, pieces: str) -> list[bytes]:
     return found
 
 
-def _open(merges: MergeList, schedule: Schedule) -> Any:
+def _new_bpe(merges: MergeList, schedule: Schedule) -> Any:
+    """Returns an encoder of the C library. Raises `DataError` for a schedule that contradicts the merges."""
     arrays = [np.ascontiguousarray(a) for a in (merges.parts, schedule.apply_at, schedule.split_at)]
     spec, out = ffi.new("mlxzip_bpe_spec *"), ffi.new("mlxzip_bpe **")
     spec.n_merges = len(merges)
@@ -96,6 +97,7 @@ def _open(merges: MergeList, schedule: Schedule) -> Any:
 
 
 def _check(status: int) -> None:
+    """Raises the exception for an error status of the C library; returns for MLXZIP_OK."""
     if status == lib.MLXZIP_E_MEMORY:
         raise MemoryError("the encoder is out of memory")
     if status != lib.MLXZIP_OK:

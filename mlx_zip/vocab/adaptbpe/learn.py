@@ -74,15 +74,16 @@ def adapt(
     counting: str = "overlapping",
     progress: Callable[[Swap], Any] = lambda swap: None,
 ) -> Adaptation:
-    """Adapts the first n merges of a list to texts, given as pieces and their counts; letters count in n and stay.
+    """Adapts the first n merges of a list to texts by swapping merges (p leaves, q enters; see the module).
 
-    margin: q's count must exceed p's by more than this. tie: of equally rare p, "high" removes the one of the highest
-    rank first, "low" of the lowest; of equally frequent q the lowest rank is taken. counting: how q's parents are
-    counted: "overlapping" at every position, "firing" only where they would merge (x x x has two and one). Raises
-    `DataError` for arguments out of range.
+    words: the pieces of the texts and how often each occurs. n: letters included, which are never swapped. margin: q's
+    count must exceed p's by more than this. max_swaps: None for no limit. tie: which of equally rare p is taken, that
+    of the highest ("high") or lowest rank ("low"); of equally frequent q, that of the lowest rank is. counting: where a
+    pair of neighbours counts: "overlapping" at every position, "firing" only where it would be merged (x x x has two
+    and one). progress is called after each swap. Raises `DataError` for arguments out of range.
     """
     _check_kept(merges, n)
-    _check(margin, max_swaps, tie, counting)
+    _check_settings(margin, max_swaps, tie, counting)
     corpus = _Corpus(merges, words, n, tie, counting)
     swaps: list[Swap] = []
     while max_swaps is None or len(swaps) < max_swaps:
@@ -98,9 +99,10 @@ def adapt(
 
 
 def top_k(merges: MergeList, words: Mapping[bytes, int], k: int) -> list[int]:
-    """Returns the ranks, rising, of the k merges whose tokens occur most often when the whole list encodes the texts.
+    """Returns the ranks, rising, of the k merges whose tokens occur most often when all merges are applied to texts.
 
-    Of equally frequent merges the lowest rank is taken. Letters are always included.
+    words: the pieces of the texts and how often each occurs. Of equally frequent merges, those of lowest rank are
+    taken. Letters are always included and count in k.
     """
     _check_kept(merges, k)
     tokens, ends = Encoder(merges, pieces="whole").encode_pieces(list(words))
@@ -111,12 +113,14 @@ def top_k(merges: MergeList, words: Mapping[bytes, int], k: int) -> list[int]:
 
 
 def _check_kept(merges: MergeList, n: int) -> None:
+    """Raises `DataError` unless n, the number of merges to keep, is between the number of letters and of all merges."""
     least, most = merges.letters, len(merges)
     if not least <= n <= most:
         raise DataError(f"{n - least} merges to keep are not 0..{most - least}, the number of merges in the list")
 
 
-def _check(margin: int, max_swaps: int | None, tie: str, counting: str) -> None:
+def _check_settings(margin: int, max_swaps: int | None, tie: str, counting: str) -> None:
+    """Raises `DataError` for a setting of `adapt` that is out of range."""
     if margin < 0 or (max_swaps is not None and max_swaps < 0):
         raise DataError("margin and max_swaps must be at least 0")
     if tie not in TIES:
@@ -126,10 +130,12 @@ def _check(margin: int, max_swaps: int | None, tie: str, counting: str) -> None:
 
 
 class _Corpus:
-    """Words as lists of tokens, their counts, and two heaps of candidates, in which outdated entries are skipped.
+    """The texts while merges are swapped: words as lists of tokens, counts of tokens and pairs, candidates for swaps.
 
-    counts: occurrences of each token. pairs: by rank, occurrences of the parents of each merge outside the list. The
-    sets by token and by pair hold every word that has, or had, the token or pair.
+    words, weights: the tokens of each distinct word, and how often the word occurs. counts: occurrences of each token.
+    pairs: for each merge outside the vocabulary, by rank, how often its two parents are neighbours. with_token,
+    with_pair: indices of the words that have, or had, a token or such a pair. left_out: pair of tokens -> rank of the
+    merge outside the vocabulary. rare, frequent: heaps of candidates for p and q; outdated items are skipped.
     """
 
     def __init__(self, merges: MergeList, words: Mapping[bytes, int], n: int, tie: str, counting: str) -> None:
@@ -147,7 +153,7 @@ class _Corpus:
         self.weights = list(words.values())
         self.n_tokens = sum(len(word) * weight for word, weight in zip(self.words, self.weights, strict=True))
         for at, word in enumerate(self.words):
-            self._enter(at, word)
+            self._add_counts(at, word)
         self.lowest = BYTES + merges.letters  # lowest token that may become virtual
         self.rare = [(self.counts[BYTES + rank], self.sign * rank) for rank in range(merges.letters, n)]
         self.frequent = [(-count, rank) for rank, count in enumerate(self.pairs) if rank >= n]
@@ -155,7 +161,7 @@ class _Corpus:
         heapify(self.frequent)
 
     def candidates(self) -> tuple[int, int] | None:
-        """Returns (p, q), or None if no merge is actual or none is outside the list."""
+        """Returns the ranks (p, q) of the next swap; None if no merge is left to swap out, or none to swap in."""
         rare, frequent = self.rare, self.frequent
         while rare and (BYTES + (p := self.sign * rare[0][1]) in self.virtual or rare[0][0] != self.counts[BYTES + p]):
             heappop(rare)
@@ -169,7 +175,7 @@ class _Corpus:
         touched = self.with_token.pop(gone, set()) | self.with_pair.pop(q, set())
         self.virtual.add(gone)
         del self.left_out[pair]
-        pieces = self._split(gone)
+        pieces = self._tokens_after_split(gone)
         tokens, pairs = {made}, set()
         for at in touched:
             old = self.words[at]
@@ -180,23 +186,24 @@ class _Corpus:
             self.words[at] = new
             self.n_tokens += weight * (len(new) - len(old))
             tokens.update(old)
-            pairs.update(self._leave(old, weight))
+            pairs.update(self._subtract_counts(old, weight))
             tokens.update(new)
-            pairs.update(self._enter(at, new))
+            pairs.update(self._add_counts(at, new))
         for token in tokens:
             if token >= self.lowest and token not in self.virtual:
                 heappush(self.rare, (self.counts[token], self.sign * (token - BYTES)))
         for rank in pairs:
             heappush(self.frequent, (-self.pairs[rank], rank))
 
-    def _split(self, token: int) -> list[int]:
-        """Returns the tokens that a token is split into by now."""
+    def _tokens_after_split(self, token: int) -> list[int]:
+        """Returns the tokens that a token is split into, given the merges that are virtual now."""
         if token not in self.virtual:
             return [token]
         left, right = self.parts[token - BYTES]
-        return self._split(left) + self._split(right)
+        return self._tokens_after_split(left) + self._tokens_after_split(right)
 
-    def _enter(self, at: int, word: list[int]) -> list[int]:
+    def _add_counts(self, at: int, word: list[int]) -> list[int]:
+        """Adds the word with index `at` to the counts; returns the ranks of its pairs."""
         weight, ranks = self.weights[at], self.ranks(word)
         for token in word:
             self.counts[token] += weight
@@ -206,7 +213,8 @@ class _Corpus:
             self.with_pair[rank].add(at)
         return ranks
 
-    def _leave(self, word: list[int], weight: int) -> list[int]:
+    def _subtract_counts(self, word: list[int], weight: int) -> list[int]:
+        """Subtracts a word that occurs `weight` times from the counts; returns the ranks of its pairs."""
         ranks = self.ranks(word)
         for token in word:
             self.counts[token] -= weight
@@ -215,12 +223,12 @@ class _Corpus:
         return ranks
 
     def _overlapping(self, word: list[int]) -> list[int]:
-        """Returns the ranks of the merges outside the list whose parents are neighbours, once per position."""
+        """Returns the ranks of the merges outside the vocabulary that join neighbours in a word, once per position."""
         return [rank for rank in map(self.left_out.get, pairwise(word)) if rank is not None]
 
     def _firing(self, word: list[int]) -> list[int]:
-        """Like `_overlapping`, but counts only merges that would fire."""
-        ranks, taken = [], -1  # taken: place of the second token of an equal pair
+        """Like `_overlapping`, but for x x x with equal tokens counts one pair, because only one can be merged."""
+        ranks, taken = [], -1  # taken: index of the second token of the last pair of equal tokens; -1: none
         for at, pair in enumerate(pairwise(word)):
             rank = self.left_out.get(pair)
             if rank is None or (pair[0] == pair[1] and at == taken):
@@ -231,10 +239,12 @@ class _Corpus:
 
 
 def _replaced(word: Sequence[int], token: int, pieces: Sequence[int]) -> list[int]:
+    """Returns a word with each occurrence of `token` replaced by `pieces`, the tokens that it is split into."""
     return [y for x in word for y in (pieces if x == token else (x,))] if token in word else list(word)
 
 
 def _joined(word: list[int], pair: tuple[int, int], made: int) -> list[int]:
+    """Returns a word with each occurrence of `pair` replaced by the token `made`, from left to right."""
     if pair[0] not in word:
         return word
     out, at, end = [], 0, len(word) - 1

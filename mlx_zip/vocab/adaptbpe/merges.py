@@ -92,9 +92,7 @@ class MergeList:
 
     @cached_property
     def unfinished(self) -> list[int]:
-        """Ranks of merges that make the first bytes of a character, which is no token: they are always split at the
-        end.
-        """
+        """Ranks of merges that make only the first bytes of a character; their tokens are always split at the end."""
         return [rank for rank in range(self.letters) if not is_text(self.tokens[BYTES + rank])]
 
     @cached_property
@@ -103,7 +101,7 @@ class MergeList:
         return sha256(self.parts.astype("<u4").tobytes()).hexdigest()
 
     def first(self, n: int) -> MergeList:
-        """Returns the first n merges as a list."""
+        """Returns a list of only the first n merges."""
         return MergeList(self.parts[:n], min(n, self.letters))
 
 
@@ -128,7 +126,7 @@ class Schedule:
 
     @classmethod
     def plain(cls, n_merges: int, n_applied: int | None = None) -> Schedule:
-        """Applies the first `n_applied` merges (None: all) by rank and splits nothing: ordinary byte pair encoding."""
+        """Returns a schedule that applies the first `n_applied` merges (None: all) by rank and splits nothing."""
         times = cls(np.full(n_merges, NEVER, np.uint32), np.full(n_merges, NEVER, np.uint32))
         n = n_merges if n_applied is None else n_applied
         times.apply_at[:n] = np.arange(n)
@@ -136,7 +134,7 @@ class Schedule:
 
     @classmethod
     def kept(cls, n_merges: int, kept: Iterable[int]) -> Schedule:
-        """Applies all merges by rank, then splits the tokens of those not kept."""
+        """Returns a schedule that applies all merges by rank, then splits the tokens of those not in `kept`."""
         times = cls.plain(n_merges)
         times.split_at[:] = n_merges
         times.split_at[list(kept)] = NEVER
@@ -144,8 +142,9 @@ class Schedule:
 
     @classmethod
     def replay(cls, n_merges: int, n: int, virtual: Sequence[int], promoted: Sequence[int]) -> Schedule:
-        """Applies the first n merges; then, for each swap i, splits the tokens of virtual[i] and applies
-        promoted[i].
+        """Returns a schedule that applies the first n merges and then repeats the swaps in order.
+
+        Swap i splits the tokens of merge virtual[i] and applies merge promoted[i].
         """
         times, at = cls.plain(n_merges, n), n + 2 * np.arange(len(virtual))
         times.split_at[list(virtual)] = at
@@ -154,14 +153,14 @@ class Schedule:
 
     @classmethod
     def final(cls, n_merges: int, n: int, virtual: Sequence[int], promoted: Sequence[int]) -> Schedule:
-        """Applies the first n merges and the promoted ones in order, then splits all virtual tokens."""
+        """Returns a schedule that applies the first n and the promoted merges, then splits the tokens of `virtual`."""
         times = cls.plain(n_merges, n)
         times.apply_at[list(promoted)] = n + np.arange(len(promoted))
         times.split_at[list(virtual)] = n + len(promoted)
         return times
 
     def splitting(self, ranks: Sequence[int]) -> Schedule:
-        """Returns this schedule with one more step at the end: the tokens of these merges are split."""
+        """Returns this schedule with one more step at the end, which splits the tokens of the merges `ranks`."""
         times = np.concatenate([self.apply_at, self.split_at])
         split_at = self.split_at.copy()
         split_at[list(ranks)] = times[times != NEVER].max(initial=0) + 1
@@ -169,10 +168,10 @@ class Schedule:
 
 
 def live(pairs: Sequence[Pair]) -> Iterable[Pair]:
-    """Returns the merges without those that never fire.
+    """Returns the merges without those that are never applied to any text.
 
-    If several merges make one token, only the one that is used on the token's own bytes can fire. Lists that were
-    converted from tiktoken ranks have all of them.
+    If several merges make the same token, only the one that makes it from its own bytes is ever applied. Lists that
+    were converted from tiktoken ranks contain such groups.
     """
     makes: dict[bytes, int] = {}
     several: set[bytes] = set()
@@ -195,7 +194,7 @@ def live(pairs: Sequence[Pair]) -> Iterable[Pair]:
 
 
 def _last_merge(token: bytes, ranks: Mapping[Pair, int]) -> int | None:
-    """Returns the rank of the merge that makes a token from its own bytes, None if no merge does."""
+    """Returns the rank of the last merge that is applied when a token's bytes are merged; None if they stay several."""
     parts, last = [token[i : i + 1] for i in range(len(token))], None
     while len(parts) > 1:
         rank, at = min((ranks.get((parts[i], parts[i + 1]), len(ranks)), i) for i in range(len(parts) - 1))

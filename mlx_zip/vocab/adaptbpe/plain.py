@@ -34,7 +34,7 @@ def tokenizer_json(vocabulary: AdaptedVocabulary, source: Mapping[str, Any] | No
             f"{len(vocabulary.virtual)} merges are virtual, which a tokenizer.json cannot express: "
             "use mlx_zip's own file, or the method first-k"
         )
-    return _written(vocabulary, source)
+    return _json_of(vocabulary, source)
 
 
 def lawful_json(vocabulary: AdaptedVocabulary, source: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -43,16 +43,16 @@ def lawful_json(vocabulary: AdaptedVocabulary, source: Mapping[str, Any] | None 
     A piece that is a token becomes that token. Other pieces are merged only by merges that are not virtual and have no
     virtual parts.
     """
-    data = _written(vocabulary, source)
+    data = _json_of(vocabulary, source)
     data["model"]["ignore_merges"] = bool(vocabulary.virtual)
     return data
 
 
 def make_exact(tokenizer: Any, vocabulary: AdaptedVocabulary) -> None:
-    """Makes a `tokenizers.Tokenizer` loaded from `lawful_json` give the ids of `vocabulary.encode`.
+    """Changes a `tokenizers.Tokenizer` loaded from `lawful_json`, so that it gives the ids of `vocabulary.encode`.
 
-    It then cuts every piece into its tokens before it looks them up. The tokenizer cannot be saved or copied
-    afterwards.
+    A further pre-tokenizer then cuts every piece into its tokens. It is written in Python, so the tokenizer can no
+    longer be saved or copied.
     """
     from tokenizers.pre_tokenizers import PreTokenizer, Sequence
 
@@ -62,9 +62,10 @@ def make_exact(tokenizer: Any, vocabulary: AdaptedVocabulary) -> None:
 
 
 def follow_folder(tokenizer: Any, folder: Path) -> None:
-    """Applies `make_exact` to a tokenizer from a model folder, if the model was adapted. Raises `DataError`.
+    """Applies `make_exact` to the tokenizer of a model folder if the folder's model was adapted.
 
-    A base tokenizer in the folder of its adapted file has more ids; it stays as it is.
+    A base tokenizer that is in one folder with its adapted file has more ids than that file; it is left unchanged.
+    Raises `DataError` if the adapted file cannot be read.
     """
     if (folder / FILE).is_file():
         vocabulary = read_adapted(folder / FILE)
@@ -73,29 +74,33 @@ def follow_folder(tokenizer: Any, folder: Path) -> None:
 
 
 class _Cutter:
-    """Pre-tokenizer that cuts pieces into the tokens of an adapted vocabulary; characters without a token stay
-    whole.
-    """
+    """Pre-tokenizer that cuts pieces into the tokens of an adapted vocabulary; it never cuts within a character."""
 
     def __init__(self, vocabulary: AdaptedVocabulary) -> None:
         self.encoder = Encoder(vocabulary.merges, vocabulary.schedule, "whole")
         self.spelled: Callable[[str], bytes] = str.encode if vocabulary.front.pieces == CHARACTERS else to_bytes
 
     def pre_tokenize(self, text: Any) -> None:
-        """Cuts the pieces; called by the `tokenizers` library."""
+        """Cuts the pieces of a text; called by the `tokenizers` library with its `PreTokenizedString`."""
         text.split(self._cut)
 
     def _cut(self, _: int, piece: Any) -> list[Any]:
+        """Returns one piece, a `NormalizedString` of the `tokenizers` library, cut at the ends of its tokens."""
         text, known = str(piece), self.encoder.merges.tokens
         ends = accumulate(len(known[token]) for token in self.encoder.encode(self.spelled(text)))
-        at = {end: i for i, end in enumerate(accumulate(len(self.spelled(char)) for char in text), 1)}  # by bytes
+        at = {end: i for i, end in enumerate(accumulate(len(self.spelled(char)) for char in text), 1)}  # byte -> char
         return [piece[start:end] for start, end in pairwise([0, *(at[end] for end in ends if end in at)])]
 
 
-def _written(vocabulary: AdaptedVocabulary, source: Mapping[str, Any] | None) -> dict[str, Any]:
-    data = copy.deepcopy(dict(source)) if source is not None else _made_up(vocabulary)
+def _json_of(vocabulary: AdaptedVocabulary, source: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Returns a tokenizer.json with the vocabulary's tokens and its merges that are, and use, no virtual merge.
+
+    source: the base's tokenizer.json, which is changed in a copy; None: a new one is written. Raises `DataError` if a
+    part of it names a token that was not kept.
+    """
+    data = copy.deepcopy(dict(source)) if source is not None else _json_of_merge_list(vocabulary)
     new = {int(old): i for i, old in enumerate(vocabulary.ids)}
-    spelled = _spelled(vocabulary, data["model"].get("vocab") or {})
+    spelled = _names_of_tokens(vocabulary, data["model"].get("vocab") or {})
     virtual = {BYTES + place for place in (*vocabulary.virtual, *vocabulary.merges.unfinished)}
     actual = [token for token in range(len(spelled)) if token not in virtual]
     known = {spelled[token]: new[int(vocabulary.token_ids[token])] for token in actual}
@@ -113,12 +118,12 @@ def _written(vocabulary: AdaptedVocabulary, source: Mapping[str, Any] | None) ->
         token["id"] = _new_id("added_tokens", token["id"], new)
     if data.get("padding"):
         data["padding"]["pad_id"] = _new_id("padding", data["padding"]["pad_id"], new)
-    data["post_processor"] = _renumbered(data.get("post_processor"), new)
+    data["post_processor"] = _renumbered_processor(data.get("post_processor"), new)
     return data
 
 
-def _spelled(vocabulary: AdaptedVocabulary, names: Mapping[str, int]) -> list[str]:
-    """Returns the name of each token in a tokenizer.json. names: those of the base's tokenizer.json."""
+def _names_of_tokens(vocabulary: AdaptedVocabulary, names: Mapping[str, int]) -> list[str]:
+    """Returns how a tokenizer.json spells each token. names: spelled tokens -> ids in the base's tokenizer.json."""
     if vocabulary.front.pieces != CHARACTERS:
         return list(map(to_text, vocabulary.merges.tokens))
     of = {i: name for name, i in names.items()} | {NO_ID: ""}
@@ -128,13 +133,14 @@ def _spelled(vocabulary: AdaptedVocabulary, names: Mapping[str, int]) -> list[st
 
 
 def _new_id(part: str, i: int, new: Mapping[int, int]) -> int:
+    """Returns the adapted id of base id i, from `new`. Raises `DataError` naming `part`, the field that uses the id."""
     if i not in new:
         raise DataError(f"tokenizer.json: {part} names id {i}, which the vocabulary does not keep")
     return new[i]
 
 
-def _made_up(vocabulary: AdaptedVocabulary) -> dict[str, Any]:
-    """Returns a tokenizer.json for a base that was read from a merge list."""
+def _json_of_merge_list(vocabulary: AdaptedVocabulary) -> dict[str, Any]:
+    """Returns a tokenizer.json without vocabulary and merges, for a base that had none of its own: a merge list."""
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     pieces, cutter = vocabulary.front.pieces, byte_level
     if pieces == "gpt2":
@@ -167,13 +173,16 @@ def _made_up(vocabulary: AdaptedVocabulary) -> dict[str, Any]:
     }
 
 
-def _renumbered(processor: Any, new: Mapping[int, int]) -> Any:
-    """Returns a post_processor with the new ids of the tokens that it adds."""
+def _renumbered_processor(processor: Any, new: Mapping[int, int]) -> Any:
+    """Returns a tokenizer.json's post_processor with adapted ids for the tokens that it adds.
+
+    new: base ids -> adapted ids. Raises `DataError` for a token that was not kept.
+    """
     if not isinstance(processor, dict):
         return processor
     kind = processor.get("type")
     if kind == "Sequence":
-        return {**processor, "processors": [_renumbered(step, new) for step in processor["processors"]]}
+        return {**processor, "processors": [_renumbered_processor(step, new) for step in processor["processors"]]}
     if kind == "TemplateProcessing":
         special = processor["special_tokens"]
         changed = {

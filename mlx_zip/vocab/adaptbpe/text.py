@@ -49,26 +49,29 @@ class Front:
 
     @property
     def encoder_pieces(self) -> str:
-        """The key of `PIECES` by which the encoder cuts further."""
+        """The key of `PIECES` by which the C encoder cuts its input; "whole" if `cut` has cut it already."""
         return self.pieces if self.pieces in PIECES else "whole"
 
     def unspelled(self, token: bytes) -> bytes:
-        """Returns the bytes of text that a token stands for; they differ from the token's only with byte fallback."""
+        """Returns the text that a token stands for, as bytes: with byte fallback, `BLANK` stands for a blank."""
         return token.replace(BLANK.encode(), b" ") if self.pieces == CHARACTERS else token
 
     def parts(self, text: str, with_added: bool = True) -> Iterator[bytes | int]:
-        """Yields the normalized parts of a text as bytes, and the ids of added tokens between them."""
+        """Yields the normalized parts of a text as UTF-8, and between them the ids of added tokens.
+
+        with_added: False to treat added tokens as any other text. Raises `DataError` for a lone surrogate.
+        """
         raw = [added for added in self.added if not added.normalized] if with_added else []
         late = [added for added in self.added if added.normalized] if with_added else []
-        for stretch in _found(text, raw):
+        for stretch in _with_added_tokens(text, raw):
             if isinstance(stretch, int):
                 yield stretch
             else:
-                for part in _found(self._normalized(stretch), late):
-                    yield part if isinstance(part, int) else _utf8(part)
+                for part in _with_added_tokens(self._normalized(stretch), late):
+                    yield part if isinstance(part, int) else _as_utf8(part)
 
     def cut(self, stretch: bytes) -> list[bytes]:
-        """Cuts one part of a text into pieces."""
+        """Cuts one part of a text, in UTF-8, into pieces."""
         if self.pieces in PIECES:
             return cut(stretch, self.pieces)
         if self.pieces == CHARACTERS and self.pre_tokenizer is None:
@@ -78,10 +81,12 @@ class Front:
         return [spelled(piece) for piece, _ in self._library.pre_tokenizer.pre_tokenize_str(text)]
 
     def _normalized(self, text: str) -> str:
+        """Returns a text after the normalizer, or unchanged if there is none."""
         return self._library.normalizer.normalize_str(text) if self.normalizer else text
 
     @cached_property
     def _library(self) -> Any:
+        """A `tokenizers.Tokenizer` without tokens that has the normalizer and the pre_tokenizer."""
         from tokenizers import Tokenizer
 
         empty = {"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}}
@@ -93,7 +98,7 @@ class Front:
             raise DataError(f"the tokenizers library cannot read this normalizer or pre_tokenizer: {error}") from error
 
     def record(self) -> dict[str, Any]:
-        """Returns the fields as plain values for `from_record`."""
+        """Returns the fields as plain values for a JSON file; `from_record` reads them."""
         return {**asdict(self), "added": [asdict(added) for added in self.added]}
 
     @classmethod
@@ -126,12 +131,13 @@ def pieces_of(pre_tokenizer: Any) -> str | None:
 
 
 def _splits_by(step: Any, pattern: str) -> bool:
+    """Returns whether a pre_tokenizer's step does nothing but split text by this regular expression."""
     form = ("Split", "Isolated", False, {"Regex": pattern})
     return isinstance(step, dict) and tuple(map(step.get, ("type", "behavior", "invert", "pattern"))) == form
 
 
-def _found(text: str, added: Sequence[AddedToken]) -> Iterator[str | int]:
-    """Yields parts of a text and ids of added tokens; the leftmost token wins, then the longest."""
+def _with_added_tokens(text: str, added: Sequence[AddedToken]) -> Iterator[str | int]:
+    """Yields the parts of a text and the ids of the added tokens in it; leftmost first, of these the longest."""
     if not added:
         yield from [text] if text else []
         return
@@ -146,7 +152,8 @@ def _found(text: str, added: Sequence[AddedToken]) -> Iterator[str | int]:
         yield text[at:]
 
 
-def _utf8(text: str) -> bytes:
+def _as_utf8(text: str) -> bytes:
+    """Returns a text in UTF-8, with escaped bytes restored. Raises `DataError` for a lone surrogate."""
     try:
         return text.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError as error:

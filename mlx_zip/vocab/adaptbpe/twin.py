@@ -15,7 +15,7 @@ Word = list[int]
 
 
 def merge(word: Word, parts: Sequence[int], made: int) -> Word:
-    """Joins a pair everywhere, from left to right."""
+    """Returns a word with each occurrence of the pair `parts` replaced by the token `made`, from left to right."""
     out, at = [], 0
     while at < len(word):
         if word[at : at + 2] == list(parts):
@@ -28,7 +28,7 @@ def merge(word: Word, parts: Sequence[int], made: int) -> Word:
 
 
 def split(word: Word, merges: MergeList, token: int, virtual: set[int]) -> Word:
-    """Splits a token everywhere into its parts, and virtual parts further."""
+    """Returns a word with each occurrence of `token` split into its parts, and these further if they are virtual."""
 
     def pieces(x: int) -> Word:
         if x != token and x not in virtual:
@@ -40,7 +40,7 @@ def split(word: Word, merges: MergeList, token: int, virtual: set[int]) -> Word:
 
 
 def encode(merges: MergeList, word: bytes, ranks: Sequence[int]) -> Word:
-    """Encodes one piece with these merges, in this order."""
+    """Encodes one piece: applies the merges `ranks` in this order."""
     tokens = list(word)
     for rank in ranks:
         tokens = merge(tokens, merges.parts[rank].tolist(), BYTES + rank)
@@ -48,7 +48,7 @@ def encode(merges: MergeList, word: bytes, ranks: Sequence[int]) -> Word:
 
 
 def replay(merges: MergeList, word: bytes, n: int, virtual: Sequence[int], promoted: Sequence[int]) -> Word:
-    """Encodes with the first n merges, then the swaps in order."""
+    """Encodes one piece: applies the first n merges, then for each swap splits virtual[i] and applies promoted[i]."""
     tokens, gone = encode(merges, word, range(n)), set()
     for p, q in zip(virtual, promoted, strict=True):
         gone.add(BYTES + p)
@@ -58,7 +58,7 @@ def replay(merges: MergeList, word: bytes, n: int, virtual: Sequence[int], promo
 
 
 def final(merges: MergeList, word: bytes, n: int, virtual: Sequence[int], promoted: Sequence[int]) -> Word:
-    """Encodes with the first n and the promoted merges, then splits every virtual token."""
+    """Encodes one piece: applies the first n and the promoted merges, then splits every virtual token."""
     tokens, gone = encode(merges, word, [*range(n), *promoted]), {BYTES + p for p in virtual}
     for token in gone:
         tokens = split(tokens, merges, token, gone)
@@ -66,7 +66,7 @@ def final(merges: MergeList, word: bytes, n: int, virtual: Sequence[int], promot
 
 
 def kept(merges: MergeList, word: bytes, ranks: Sequence[int]) -> Word:
-    """Encodes with all merges, then splits the tokens of those not kept."""
+    """Encodes one piece: applies all merges, then splits the tokens of those not in `ranks`."""
     tokens, gone = encode(merges, word, range(len(merges))), {BYTES + r for r in range(len(merges))}
     gone -= {BYTES + rank for rank in ranks}
     for token in gone:
@@ -83,7 +83,10 @@ def adapt(
     tie: str = "high",
     counting: str = "overlapping",
 ) -> list[tuple[int, int, int, int, int]]:
-    """Returns (p, its count, q, its count, tokens of the texts afterwards) of each swap; everything is recounted."""
+    """Returns for each swap (p, its count, q, its count, number of tokens in the texts after the swap).
+
+    Arguments are those of `learn.adapt`, but words are (piece, count) pairs. Counts are made anew for every swap.
+    """
     corpus = [(encode(merges, word, range(n)), count) for word, count in words]
     for rank in merges.unfinished:
         corpus = [(split(word, merges, BYTES + rank, set()), count) for word, count in corpus]
@@ -112,7 +115,7 @@ def adapt(
 
 
 def occurrences(word: Word, counting: str) -> dict[tuple[int, int], int]:
-    """Counts each pair at every position, or (counting "firing") only where it would merge."""
+    """Counts each pair of neighbours in a word: "overlapping" at every position, "firing" only where it would merge."""
     places = Counter(pairwise(word))
     if counting == "overlapping":
         return places

@@ -51,11 +51,12 @@ class Dictionary:
     def of(
         cls, settings: Settings, rows: Uint32s, ids: Uint32s | None = None, uses: Uint32s | None = None, **fields: Any
     ) -> Dictionary:
-        """Makes a dictionary of n runs.
+        """Returns a dictionary made from n runs of units, given as arrays.
 
         rows uint32 [n, 2]: the prefix of each run (a unit, or the number of units + an earlier row) and its last unit.
         ids uint32 [n]: rising, NO_ID for runs that are no phrases; None: consecutive ids, and the dictionary can learn
-        further. uses uint32 [units + n]. Raises `CodecError` naming a wrong row or an array of another shape.
+        further. uses uint32 [units + n]: how often training emitted each unit and run; None: never. fields: the other
+        fields of the class. Raises `CodecError` naming a wrong row or an array of another shape.
         """
         n = len(rows)
         shapes = {"rows": (rows, (n, 2)), "ids": (ids, (n,)), "uses": (uses, (settings.units.size + n,))}
@@ -63,7 +64,9 @@ class Dictionary:
             if array is not None and np.shape(array) != shape:
                 raise CodecError(f"{name} of {n} phrases must be {list(shape)}, got {list(np.shape(array))}")
         out, bad = ffi.new("mlxzip_phrases **"), ffi.new("size_t *")
-        status = lib.mlxzip_phrases_from(settings.native(), _words(rows), _words(ids), _words(uses), n, out, bad)
+        status = lib.mlxzip_phrases_from(
+            settings.native(), _uint32_pointer(rows), _uint32_pointer(ids), _uint32_pointer(uses), n, out, bad
+        )
         if status == lib.MLXZIP_E_ARG:
             wrong = f"phrase {bad[0]} repeats an earlier one, or its prefix, last unit or id is out of order"
             raise CodecError(wrong if bad[0] < n else f"{n} phrases, more than {settings.limit}")
@@ -73,7 +76,7 @@ class Dictionary:
         return self
 
     def with_unk_id(self, unk_id: int | None) -> Dictionary:
-        """Returns a copy with this id for unknown units; see `Settings`."""
+        """Returns a copy in which `unk_id` stands for unknown units; None: they are an error (see `Settings`)."""
         settings = replace(self.settings, unk_id=unk_id)
         totals = replace(self.totals)
         return self.of(settings, self.rows, self.given_ids, self.uses, totals=totals, pruning=self.pruning)
@@ -82,16 +85,16 @@ class Dictionary:
 
     @property
     def rows(self) -> Uint32s:
-        """A copy of the runs in the order of learning, uint32 [n, 2]: prefix (a node) and last unit.
+        """A copy of the runs in the order of learning, uint32 [n, 2]: prefix and last unit of each.
 
-        Node u is unit u; node number-of-units + i is the run of row i.
+        The prefix is a node: a unit's number, or the number of units + i for the run of row i.
         """
-        return _copied(lib.mlxzip_phrases_rows(self._native), 2 * self.runs).reshape(-1, 2)
+        return _copy_of(lib.mlxzip_phrases_rows(self._native), 2 * self.runs).reshape(-1, 2)
 
     @property
     def uses(self) -> Uint32s:
-        """A copy of the counts of how often training emitted each node, uint32 [units + n]."""
-        return _copied(lib.mlxzip_phrases_uses(self._native), self.settings.units.size + self.runs)
+        """How often training emitted each unit, then each run, uint32 [units + n]; a copy."""
+        return _copy_of(lib.mlxzip_phrases_uses(self._native), self.settings.units.size + self.runs)
 
     @property
     def ids(self) -> Uint32s:
@@ -103,9 +106,9 @@ class Dictionary:
 
     @property
     def lengths(self) -> Uint32s:
-        """Number of units of each node, uint32 [units + n]."""
+        """Number of units in each unit (1), then in each run, uint32 [units + n]."""
         out = np.empty(self.settings.units.size + self.runs, np.uint32)
-        lib.mlxzip_phrases_lengths(self._native, _words(out))
+        lib.mlxzip_phrases_lengths(self._native, _uint32_pointer(out))
         return out
 
     @property
@@ -137,18 +140,19 @@ class Dictionary:
     def train(self, samples: Samples, over: bool = True) -> Samples:
         """Learns from samples of units and returns their ids (the paper's algorithm 1).
 
-        over=False: the units after the last end are a sample that the next call continues. However samples are split
-        into calls, phrases and ids are equal, but an id may be returned one call later. Raises `CodecError` for an
-        unknown unit, before anything is learned, and for a pruned dictionary.
+        over: whether the last sample ends here; False: the units after the last end are the beginning of a sample that
+        the next call continues. The way in which samples are split into calls does not change phrases and ids, but an
+        id may be returned one call later. Raises `CodecError` for an unknown unit, before anything is learned, and for
+        a pruned dictionary.
         """
         if self.given_ids is not None:
             raise CodecError("a pruned dictionary cannot learn: train a new one")
         n = len(samples.ids)
-        goes_on = n > samples.ends[-1] if len(samples) else n > 0 or self._open
-        if over and goes_on:
+        continues = n > samples.ends[-1] if len(samples) else n > 0 or self._open
+        if over and continues:
             samples = Samples(samples.ids, np.append(samples.ends, np.uint64(n)))
-        emitted = self._coded(samples, lib.mlxzip_phrases_train, (), n + 1)
-        self._open = bool(goes_on and not over)
+        emitted = self._call_on_samples(samples, lib.mlxzip_phrases_train, (), n + 1)
+        self._open = bool(continues and not over)
         self.totals.add(samples, emitted)
         return emitted
 
@@ -159,27 +163,32 @@ class Dictionary:
         return emitted
 
     def encode(self, units: Any, window: int = 0, matching: str = "longest") -> Uint32s:
-        """Returns the ids of one sample of units (see `as_ids`), with phrases of at most `window` units; 0: any number.
+        """Returns the ids of one sample of units (see `as_ids`), uint32.
 
-        matching: "longest" takes the longest phrase; "walk", the published code's way, stops at the first run that is
-        no phrase. They differ only after pruning. Raises `CodecError` for an unknown unit.
+        window: maximum units of a phrase; 0: any number. matching: "longest" takes the longest phrase; "walk", as in
+        the published code, stops at the first run that is no phrase. They differ only after pruning. Raises
+        `CodecError` for an unknown unit.
         """
         return self.encode_all(Samples.of([units]), window, matching).ids
 
     def encode_all(self, samples: Samples, window: int = 0, matching: str = "longest") -> Samples:
-        """Encodes each sample as `encode` does."""
+        """Returns the ids of each sample of units, as `encode` does for one."""
         if matching not in MATCHINGS:
             raise CodecError(f"matching must be one of {', '.join(MATCHINGS)}, got {matching!r:.40}")
         if not 0 <= window <= NO_ID:
             raise CodecError(f"window must be 0 or more, got {window}")
         how = (window, matching == "longest")
-        return self._coded(samples, lib.mlxzip_phrases_encode, how, len(samples.ids))
+        return self._call_on_samples(samples, lib.mlxzip_phrases_encode, how, len(samples.ids))
 
-    def _coded(self, samples: Samples, call: Any, how: tuple[Any, ...], room: int) -> Samples:
+    def _call_on_samples(self, samples: Samples, call: Any, how: tuple[Any, ...], room: int) -> Samples:
+        """Returns the ids that a function of the C library writes for samples of units.
+
+        how: further arguments of `call`. room: maximum number of ids. Raises `CodecError` for an unknown unit.
+        """
         ids, ends = np.empty(room, np.uint32), np.empty(len(samples), np.uint64)
         counts = ffi.new("size_t[2]")
-        native, _held = _samples(samples)
-        status = call(self._native, native, *how, _words(ids), _places(ends), counts, counts + 1)
+        native, _buffers = _native_samples(samples)
+        status = call(self._native, native, *how, _uint32_pointer(ids), _uint64_pointer(ends), counts, counts + 1)
         if status == lib.MLXZIP_E_ID:
             at, size = counts[1], self.settings.units.size
             raise CodecError(f"unit {samples.ids[at]} at index {at} is not below {size}: {_CURE}")
@@ -187,20 +196,20 @@ class Dictionary:
         return Samples(ids[: counts[0]], ends)
 
     def expand(self, ids: Any) -> Uint32s:
-        """Returns the units that ids stand for, uint32; an unk_id that is no unit's id gives `units.size`.
+        """Returns the units that ids stand for, uint32; `units.size` for an unk_id that is not the id of a unit.
 
         Raises `CodecError` naming an unknown id.
         """
         return self.expand_all(Samples.of([ids])).ids
 
     def expand_all(self, ids: Samples) -> Samples:
-        """Expands each sample as `expand` does."""
+        """Returns the units of each sample of ids, as `expand` does for one."""
         counts, ends = ffi.new("size_t[2]"), np.empty(len(ids), np.uint64)
-        native, _held = _samples(ids)
+        native, _buffers = _native_samples(ids)
         out = np.empty(2 * len(ids.ids), np.uint32)
         for _ in range(2):
             status = lib.mlxzip_phrases_expand(
-                self._native, native, _words(out), len(out), _places(ends), counts, counts + 1
+                self._native, native, _uint32_pointer(out), len(out), _uint64_pointer(ends), counts, counts + 1
             )
             if status != lib.MLXZIP_E_SPACE:
                 break
@@ -211,9 +220,9 @@ class Dictionary:
         return Samples(out[: counts[0]], ends)
 
     def number(self, sequences: Iterable[Any]) -> Samples:
-        """Turns samples of words, or of a tokenizer's ids, into units.
+        """Turns samples of words, or of a tokenizer's ids, into numbers of units; `units.size` for an unknown one.
 
-        Raises `CodecError` naming an unknown word or id, unless the dictionary has an unk_id.
+        Raises `CodecError` naming an unknown word or id if the dictionary has no unk_id.
         """
         units, sequences = self.settings.units, list(sequences)
         numbered = [units.numbers(sequence) for sequence in sequences]
@@ -226,7 +235,11 @@ class Dictionary:
     # ---- reports and files
 
     def stats(self) -> dict[str, Any]:
-        """Returns counts for reports: totals and ratio of the training texts, phrases by use and by length, memory."""
+        """Returns counts for reports as a record.
+
+        They are: totals of the training texts and their ratio (tokens per unit), phrases by use and by length, bytes of
+        memory.
+        """
         n_units, phrases = self.settings.units.size, self.ids != NO_ID
         used, lengths = self.uses[n_units:][phrases], self.lengths[n_units:][phrases]
         by_length = np.bincount(lengths)
@@ -245,8 +258,9 @@ class Dictionary:
         }
 
     def saving(self, n: int) -> list[tuple[int, int]]:
-        """Returns the n phrases that saved most in training, as (id, uses); a use saves the phrase's units minus
-        one.
+        """Returns the n phrases that saved most units in training, best first, as (id, uses).
+
+        Each use of a phrase of k units saves k - 1. Phrases that saved none are left out.
         """
         n_units, phrases = self.settings.units.size, self.ids != NO_ID
         used = np.where(phrases, self.uses[n_units:], 0).astype(np.int64)
@@ -255,7 +269,7 @@ class Dictionary:
         return [(int(self.ids[i]), int(used[i])) for i in best if saved[i]]
 
     def save(self, path: str | Path) -> None:
-        """Writes one file, whole or not at all; see `mlx_zip.vocab.multitok.files`.
+        """Writes the dictionary's file (see `multitok.files`); one that exists is replaced only by a complete one.
 
         Raises `OSError`, and `CodecError` while a sample is open, because its end would be lost.
         """
@@ -277,21 +291,25 @@ class Dictionary:
 _CURE = "train the dictionary with it among its units, or give an unk_id (--unk-id) to stand for such units"
 
 
-def _samples(samples: Samples) -> tuple[Any, Any]:
+def _native_samples(samples: Samples) -> tuple[Any, Any]:
+    """Returns samples as the C library's struct, and the buffers that must live as long as the struct."""
     ids, ends = as_ids(samples.ids), np.ascontiguousarray(samples.ends, np.uint64)
     native = ffi.new("mlxzip_samples *")
-    held = _words(ids), _places(ends)
-    (native.at, native.ends), native.n, native.n_ends = held, len(ids), len(ends)
-    return native, held
+    buffers = _uint32_pointer(ids), _uint64_pointer(ends)
+    (native.at, native.ends), native.n, native.n_ends = buffers, len(ids), len(ends)
+    return native, buffers
 
 
-def _words(array: NDArray[Any] | None) -> Any:
+def _uint32_pointer(array: NDArray[Any] | None) -> Any:
+    """Returns an array as a uint32 pointer for the C library, NULL for None."""
     return ffi.NULL if array is None else ffi.from_buffer("uint32_t[]", np.ascontiguousarray(array, np.uint32))
 
 
-def _places(array: NDArray[np.uint64]) -> Any:
+def _uint64_pointer(array: NDArray[np.uint64]) -> Any:
+    """Returns a uint64 array as a pointer for the C library."""
     return ffi.from_buffer("uint64_t[]", array)
 
 
-def _copied(pointer: Any, n: int) -> Uint32s:
+def _copy_of(pointer: Any, n: int) -> Uint32s:
+    """Returns a copy of the n uint32 values at a pointer of the C library."""
     return np.frombuffer(bytes(ffi.buffer(pointer, 4 * n)) if n else b"", np.uint32)

@@ -17,11 +17,11 @@ from mlx_zip.vocab.packs import Pack
 def as_pack(
     dictionary: Dictionary, size: int, merge_size: int, tokenizer: str | None, disabled: Collection[int] = ()
 ) -> Pack:
-    """Returns the `size` phrases of 2 to `merge_size` ids that training used most, most used first.
+    """Returns a pack of at most `size` phrases of 2 to `merge_size` ids: those that training used most, best first.
 
-    tokenizer: its fingerprint (`first_stage.tokenizer_fingerprint`). disabled: ids that never merge; phrases with such
-    an id are left out, and phrases that training never used. Raises `DataError` for a dictionary over words, and if no
-    phrase is left.
+    tokenizer: fingerprint of the dictionary's tokenizer (`first_stage.tokenizer_fingerprint`), None if unknown.
+    disabled: ids that never merge. Phrases with a disabled id and phrases that training never used are left out. Raises
+    `DataError` for a dictionary over words, and if no phrase is left.
     """
     units = dictionary.settings.units
     if isinstance(units, Words):

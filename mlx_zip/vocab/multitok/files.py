@@ -44,7 +44,7 @@ class Stored:
 
 
 def write_stored(path: str | Path, stored: Stored) -> None:
-    """Writes the file, whole or not at all. Raises `OSError`."""
+    """Writes a dictionary's file; one that exists is replaced only by a complete one. Raises `OSError`."""
     settings, rows, ids = stored.settings, stored.rows, stored.ids
     units = settings.units.to_dict()
     header = {
@@ -66,7 +66,7 @@ def write_stored(path: str | Path, stored: Stored) -> None:
 
 
 def read_stored(path: str | Path) -> Stored:
-    """Reads the file. Raises `DataError` naming it, and what is missing, damaged or of another version."""
+    """Reads a dictionary's file. Raises `DataError` naming the file if it is damaged or of another version."""
     check_in(Path(path))
     try:
         line, newline, body = Path(path).read_bytes().partition(b"\n")
@@ -83,17 +83,19 @@ def read_stored(path: str | Path) -> Stored:
     if header.pop("sha256", None) != _digest(header, body):
         raise DataError(f"{path} is damaged, its checksum does not match: train the dictionary again")
     try:
-        return _made(header, np.frombuffer(body, "<u4").astype(np.uint32))
+        return _from_header(header, np.frombuffer(body, "<u4").astype(np.uint32))
     except (CodecError, DataError, ValueError, TypeError, KeyError) as error:
         raise DataError(f"{path}: {error}") from error
 
 
 def _digest(header: dict[str, Any], body: bytes) -> str:
+    """Returns the sha256 in hex of a file's header (without its field `sha256`) and of all bytes after line 1."""
     text = json.dumps(header, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode() + b"\n" + body).hexdigest()
 
 
-def _made(header: dict[str, Any], words: Uint32s) -> Stored:
+def _from_header(header: dict[str, Any], words: Uint32s) -> Stored:
+    """Returns what a file holds. words: the numbers after line 1. Raises `CodecError`, `DataError` and others."""
     units = units_from_dict(header["units"])
     if isinstance(units, Tokens) and header["version"] < VERSIONS["tokens"]:
         units = Tokens(units.size)

@@ -55,7 +55,7 @@ def prune(dictionary: Dictionary, at_most: int = 1, mode: str = "reencode") -> D
     n_units, rows, uses, ids = dictionary.settings.units.size, dictionary.rows, dictionary.uses, dictionary.ids
     used = uses[n_units:]
     kept = (ids != NO_ID) & ((used > at_most) | ((used == 0) & (mode == "published")))
-    stays = _with_prefixes(rows[:, 0], n_units, kept)
+    stays = _kept_or_prefix(rows[:, 0], n_units, kept)
     place = np.concatenate([np.arange(n_units), n_units - 1 + np.cumsum(stays)])  # new number of each kept node
     left = np.stack([place[rows[stays, 0]], rows[stays, 1]], axis=1).astype(np.uint32)
     left_ids = np.where(kept, ids, np.uint32(NO_ID))[stays]
@@ -63,8 +63,11 @@ def prune(dictionary: Dictionary, at_most: int = 1, mode: str = "reencode") -> D
     return Dictionary.of(dictionary.settings, left, left_ids, left_uses, pruning=pruning)
 
 
-def _with_prefixes(up: Uint32s, n_units: int, kept: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Returns which runs are kept or are prefixes of kept runs."""
+def _kept_or_prefix(up: Uint32s, n_units: int, kept: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Returns, for each of n runs, whether it is kept or is a prefix of a kept run: bool [n].
+
+    up: prefix of each run, as in `Dictionary.rows`. kept: whether each run is kept, bool [n].
+    """
     stays, new = kept.copy(), np.flatnonzero(kept)
     while len(new):
         above = up[new]
@@ -75,7 +78,7 @@ def _with_prefixes(up: Uint32s, n_units: int, kept: NDArray[np.bool_]) -> NDArra
 
 
 def rewrite(dictionary: Dictionary, pruned: Dictionary, ids: Samples) -> Samples:
-    """Rewrites samples once; see `Rewriter`."""
+    """Returns samples of ids of `dictionary` as ids of `pruned`; to rewrite several times, keep a `Rewriter`."""
     return Rewriter(dictionary, pruned)(ids)
 
 
@@ -90,7 +93,7 @@ class Rewriter:
             raise CodecError("samples are rewritten from an unpruned dictionary to a pruned one")
         self.dictionary, self.pruned, self.mode = dictionary, pruned, pruned.pruning.mode
         self._lengths = dictionary.lengths.astype(np.int64)
-        self._front = _fronts(dictionary, pruned, self.mode == "parent")
+        self._front = _replacements(dictionary, pruned, self.mode == "parent")
 
     def __call__(self, ids: Samples) -> Samples:
         """Returns the samples with removed phrases replaced as the pruning mode says."""
@@ -99,8 +102,8 @@ class Rewriter:
             return self.pruned.encode_all(units)
         first = self.dictionary.settings.first_id
         nodes = np.maximum(ids.ids.astype(np.int64) - first, 0)  # an unk_id below first_id is one unit, as unit 0 is
-        front = self._front[nodes]
-        spans, kept = self._lengths[nodes], self._lengths[front]
+        front = self._front[nodes]  # by token: the node that replaces its beginning; units replace the rest
+        spans, kept = self._lengths[nodes], self._lengths[front]  # units of each token, and of that node
         place = np.arange(len(units.ids)) - np.repeat(np.cumsum(spans) - spans, spans)  # of a unit in its token's run
         out = units.ids + np.uint32(first)
         out[place == 0] = np.where(front == nodes, ids.ids, (front + first).astype(np.uint32))
@@ -109,13 +112,17 @@ class Rewriter:
         return Samples(out[stays], ends.astype(np.uint64))
 
 
-def _fronts(dictionary: Dictionary, pruned: Dictionary, phrases: bool) -> NDArray[np.int64]:
-    """Returns what replaces the beginning of each node: itself, its longest kept prefix, or its first unit."""
+def _replacements(dictionary: Dictionary, pruned: Dictionary, phrases: bool) -> NDArray[np.int64]:
+    """Returns the node that replaces the beginning of each node when it is rewritten: int64 [units + runs].
+
+    That is the node itself if it is kept. For a removed phrase it is its longest kept prefix if `phrases`, else its
+    first unit. Nodes are numbered as in `Dictionary.rows`.
+    """
     n_units, up = dictionary.settings.units.size, dictionary.rows[:, 0].astype(np.int64)
-    left = np.isin(dictionary.ids, pruned.ids)  # `dictionary` has no NO_ID
+    left = np.isin(dictionary.ids, pruned.ids)  # kept phrases; `dictionary` has no NO_ID
     front = np.arange(n_units + len(up))
     stops = np.concatenate([np.ones(n_units, bool), left if phrases else np.zeros(len(left), bool)])
-    todo = n_units + np.flatnonzero(~left)
+    todo = n_units + np.flatnonzero(~left)  # nodes whose replacement is still to be shortened
     while len(todo):
         front[todo] = up[front[todo] - n_units]
         todo = todo[~stops[front[todo]]]

@@ -26,14 +26,14 @@ class Samples:
 
     @classmethod
     def of(cls, sequences: Iterable[Any]) -> Samples:
-        """Makes samples of sequences of ids. Types and errors of a sequence: see `as_ids`."""
+        """Returns sequences of ids as samples. The types of a sequence, and errors, are those of `as_ids`."""
         arrays = [as_ids(sequence) for sequence in sequences]
         ids = np.concatenate(arrays) if arrays else np.empty(0, np.uint32)
         return cls(ids, np.cumsum([len(array) for array in arrays], dtype=np.uint64))
 
     @classmethod
     def join(cls, parts: Iterable[Samples]) -> Samples:
-        """Joins parts in order; the next part continues a sequence that one part leaves open."""
+        """Returns parts joined in order; ids after the last end of a part belong to the first sequence of the next."""
         parts = [cls.of([]), *parts]
         starts = np.cumsum([0, *(len(part.ids) for part in parts[:-1])]).astype(np.uint64)
         ends = [part.ends + start for part, start in zip(parts, starts, strict=True)]
@@ -53,6 +53,6 @@ class Samples:
         return [sequence.tolist() for sequence in self]
 
     def cut(self, first: int) -> tuple[Samples, Samples]:
-        """Returns the first `first` sequences, and the rest."""
+        """Returns the first `first` sequences and the others, as two samples."""
         at = self.ends[first - 1] if first else np.uint64(0)
         return Samples(self.ids[: int(at)], self.ends[:first]), Samples(self.ids[int(at) :], self.ends[first:] - at)

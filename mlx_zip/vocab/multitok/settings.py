@@ -64,7 +64,7 @@ class Settings:
 
 @dataclass
 class Totals:
-    """Totals of encoded texts: finished samples, units before, tokens after. ratio: the paper's r (definition 1)."""
+    """Totals of encoded texts: finished samples, units in them, tokens that these became."""
 
     samples: int = 0
     units: int = 0
@@ -72,11 +72,11 @@ class Totals:
 
     @property
     def ratio(self) -> float:
-        """Tokens per unit; 1 without units."""
+        """Tokens per unit, the paper's r (definition 1); 1 without units."""
         return self.tokens / self.units if self.units else 1.0
 
     def add(self, units: Samples, ids: Samples) -> None:
-        """Adds samples and their ids to the totals."""
+        """Adds samples of units, and the ids that they were encoded to, to the totals."""
         self.samples += len(units)
         self.units += len(units.ids)
         self.tokens += len(ids.ids)

@@ -52,15 +52,15 @@ class Words:
         return np.fromiter((get(word, unknown) for word in sample), np.uint32, len(sample))
 
     def shown(self, numbers: Iterable[int]) -> str:
-        """Returns the words of numbers, joined by blanks."""
+        """Returns the words with these numbers, joined by blanks; `UNKNOWN` for a number that no word has."""
         return " ".join(self.words[number] if number < len(self.words) else UNKNOWN for number in numbers)
 
     def refusal(self, sample: Sequence[Any], at: int) -> str:
-        """Returns the message for the unknown unit at an index."""
+        """Returns the error message for the unknown word at index `at` of a sample."""
         return f"word {sample[at]!r:.60} is not among the dictionary's {self.size} words"
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns plain values for a file."""
+        """Returns the units as plain values for a file; `units_from_dict` reads them."""
         return {"kind": "words", "words": list(self.words)}
 
 
@@ -85,11 +85,11 @@ class Tokens:
         return " ".join(map(str, numbers))
 
     def refusal(self, sample: Sequence[Any], at: int) -> str:
-        """Returns the message for the unknown unit at an index."""
+        """Returns the error message for the unknown id at index `at` of a sample."""
         return f"id {sample[at]} is not below {self.size}, the tokenizer's size"
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns plain values for a file."""
+        """Returns the units as plain values for a file; `units_from_dict` reads them."""
         return {"kind": "tokens", "size": self.size, "fingerprint": self.fingerprint}
 
 
@@ -97,7 +97,7 @@ Units = Words | Tokens
 
 
 def units_from_dict(data: Any) -> Units:
-    """Reads what `to_dict` returned. Raises `DataError` naming the field."""
+    """Returns the units that `to_dict` of `Words` or `Tokens` described. Raises `DataError` naming a wrong field."""
     kind = data.get("kind") if isinstance(data, dict) else None
     if kind == "words":
         words = data.get("words")
