@@ -55,7 +55,7 @@ def main() -> int:
 
 
 def steps(model_name: str, prompt: str) -> list[Step]:
-    """The greedy answer to one request, step by step."""
+    """Returns a model's greedy answer to a request, one `Step` per generated id."""
     model, tokenizer = load(model_name)
     request = [{"role": "user", "content": prompt}]
     parts = stream_generate(model, tokenizer, request, max_tokens=MAX_TOKENS)
@@ -63,7 +63,7 @@ def steps(model_name: str, prompt: str) -> list[Step]:
 
 
 def svg(prompt: str, answer: Sequence[Step]) -> str:
-    """An SVG document: the request, the answer with a box per step, a legend and the count of steps."""
+    """Returns an SVG document: the request, the answer with a box per step, a legend and the count of steps."""
     lines = wrapped(answer)
     width, top = COLUMNS * CELL + 2 * MARGIN, MARGIN + 2 * LINE
     bottom = top + len(lines) * LINE
@@ -76,7 +76,7 @@ def svg(prompt: str, answer: Sequence[Step]) -> str:
 
 
 def wrapped(answer: Sequence[Step]) -> list[list[Cell]]:
-    """The answer's characters in lines of at most COLUMNS, broken at spaces; a longer word is cut."""
+    """Returns the answer in lines of at most `COLUMNS` characters, broken at spaces; longer words are cut."""
     lines: list[list[Cell]] = [[]]
     cells = (Cell(character, step) for step, (text, _) in enumerate(answer) for character in text)
     for word in _words(cells):
@@ -91,7 +91,7 @@ def wrapped(answer: Sequence[Step]) -> list[list[Cell]]:
 
 
 def _words(cells: Iterable[Cell]) -> list[list[Cell]]:
-    """Runs of characters that stay on one line: a word with the space before it; a newline alone."""
+    """Returns the characters in groups that stay on one line: a word with the space before it, or a newline alone."""
     words: list[list[Cell]] = []
     for cell in cells:
         if not words or cell.character in " \n" or words[-1][0].character == "\n":
@@ -101,7 +101,10 @@ def _words(cells: Iterable[Cell]) -> list[list[Cell]]:
 
 
 def _line(line: Sequence[Cell], answer: Sequence[Step], y: int) -> list[str]:
-    """One line: a box and its text for each run of characters of one step."""
+    """Returns the SVG elements of one line: a box and a text for each run of characters of the same step.
+
+    y: height of the text's baseline in pixels.
+    """
     drawn, x = [], MARGIN
     for step, run in groupby(line, key=lambda cell: cell.step):
         text = "".join(cell.character for cell in run)
@@ -112,7 +115,7 @@ def _line(line: Sequence[Cell], answer: Sequence[Step], y: int) -> list[str]:
 
 
 def _legend(answer: Sequence[Step], y: int) -> list[str]:
-    """A box per number of base tokens that occurs, and the summary."""
+    """Returns the SVG elements of the legend, a box for each number of base tokens that occurs, and of the summary."""
     drawn, x = [], MARGIN
     for tokens in sorted({min(max(step.base_tokens, 1), max(COLOURS)) for step in answer}):
         label = f" {tokens}{' or more' if tokens == max(COLOURS) else ''} "
@@ -122,11 +125,13 @@ def _legend(answer: Sequence[Step], y: int) -> list[str]:
 
 
 def _summary(answer: Sequence[Step]) -> str:
+    """Returns the number of base tokens, of steps, and their ratio, as text."""
     tokens = sum(step.base_tokens for step in answer)
     return f"{tokens} base tokens in {len(answer)} steps: {tokens / len(answer):.2f} per step"
 
 
 def _open(width: int, height: int, title: str) -> str:
+    """Returns the SVG document's opening tag, title and background."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
         f'font-family="{FONT}" font-size="15" role="img">\n<title>{escape(title)}</title>\n'
@@ -135,12 +140,13 @@ def _open(width: int, height: int, title: str) -> str:
 
 
 def _box(x: int, y: int, width: int, base_tokens: int) -> str:
+    """Returns an SVG box around text with the baseline at y, in the colour of a number of base tokens."""
     colour = COLOURS[min(max(base_tokens, 1), max(COLOURS))]
     return f'<rect x="{x + 0.5}" y="{y - 16}" width="{width - 1}" height="21" rx="4" fill="{colour}"/>'
 
 
 def _text(x: int, y: int, text: str, colour: str) -> str:
-    """Text whose characters take CELL pixels each, whatever font the reader has."""
+    """Returns an SVG text whose characters take `CELL` pixels each in any font."""
     width = len(text) * CELL
     attributes = f'x="{x}" y="{y}" fill="{colour}" textLength="{width}" lengthAdjust="spacingAndGlyphs"'
     return f'<text {attributes} xml:space="preserve">{escape(text)}</text>'

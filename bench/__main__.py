@@ -11,22 +11,43 @@ from mlx_zip.arguments import Parser
 from mlx_zip.errors import MlxZipError
 
 BENCHES = {
-    "generate": ("mlx_zip.bench.generate", "speed and memory of engines on the same texts: first id, decoding, energy"),
-    "report": ("mlx_zip.bench.report", "tables and plots of `bench generate` records of any machines and days"),
-    "compare": ("mlx_zip.bench.compare", "ratios of two files of `bench generate` records; status 1 if one got slower"),
-    "profile": ("mlx_zip.bench.profile", "where a decoding step of mlx_zip spends its time, by part"),
-    "codec": ("mlx_zip.bench.codec", "speed of the codec, like for like with zip2zip-compression"),
-    "tokens": ("mlx_zip.bench.tokens", "bytes per token with and without compression, by tokenizer and text"),
-    "flops": ("mlx_zip.bench.flops", "training FLOPs with hypertokens, by the zip2zip paper's estimate (appendix B)"),
-    "rows": ("mlx_zip.bench.rows", "the store of hyper rows: opening, looking up, memory and size on disk"),
-    "memory": ("mlx_zip.bench.memory", "memory during a long generation, with and without hypertokens"),
-    "training": ("mlx_zip.bench.training", "a training step and its parts, data preparation, memory, against mlx-lm"),
+    "generate": (
+        "mlx_zip.bench.generate",
+        "time engines on the same texts: time to first id, decoding speed, memory, energy",
+    ),
+    "report": (
+        "mlx_zip.bench.report",
+        "print tables and plots of records that `bench generate` printed on any machines and days",
+    ),
+    "compare": (
+        "mlx_zip.bench.compare",
+        "compare two files of `bench generate` records; exit status 1 if the second is slower",
+    ),
+    "profile": ("mlx_zip.bench.profile", "split the time of one decoding step of mlx_zip into its parts"),
+    "codec": ("mlx_zip.bench.codec", "time the codec, and zip2zip-compression on the same ids if it is installed"),
+    "tokens": ("mlx_zip.bench.tokens", "count bytes per token with and without compression, by tokenizer and text"),
+    "flops": (
+        "mlx_zip.bench.flops",
+        "estimate training FLOPs with hypertokens by the zip2zip paper's formula (appendix B)",
+    ),
+    "rows": (
+        "mlx_zip.bench.rows",
+        "time the store of hyper rows: opening it and looking rows up; its memory and size on disk",
+    ),
+    "memory": ("mlx_zip.bench.memory", "track memory during a long generation, with and without hypertokens"),
+    "training": (
+        "mlx_zip.bench.training",
+        "time a training step, its parts and data preparation; compare memory with mlx-lm's trainer",
+    ),
 }
-PAPERS = "mlx_zip.bench.papers.__main__"  # in a checkout only
+PAPERS = "mlx_zip.bench.papers.__main__"  # runs the papers' experiments; a checkout has it, a package does not
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the bench named by argv[0] and returns the exit status; experiments of papers too, in a checkout."""
+    """Runs the bench that argv[0] names and returns the exit status.
+
+    In a checkout argv[0] may also name an experiment of `bench/papers`.
+    """
     argv = sys.argv[1:] if argv is None else list(argv)
     if argv and argv[0] not in BENCHES and find_spec("mlx_zip.bench.papers"):
         experiments = import_module(PAPERS)
@@ -36,7 +57,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_named(choices: Mapping[str, tuple[str, str]], prog: str, description: str | None, argv: Sequence[str]) -> int:
-    """Imports and runs the module that argv[0] names; choices: name -> (module, help text). Returns the exit status."""
+    """Imports and runs the module that argv[0] names, and returns the exit status.
+
+    choices: name -> (module, help text). prog: the command in front of the name, as help shows it.
+    """
     parser = Parser(prog=prog, description=description)
     commands = parser.add_subparsers(dest="bench", required=True)
     for name, (home, summary) in choices.items():

@@ -1,12 +1,12 @@
-"""Speed of the codec, like for like with zip2zip-compression in the same run: JSON lines, times in ns per id.
+"""Times the codec, and zip2zip-compression on the same ids in the same run: JSON lines, times in ns per id.
 
 zip2zip-compression takes and gives Python lists; our codec takes lists or numpy arrays and gives arrays. So compressing
 and decoding are measured twice: arrays in and out on our side (`compress arrays`, `decode arrays`), and Python lists in
-and out on both sides (`compress lists`, `decode lists`). Decoding is the whole of it on both sides: a new codebook,
-following the ids, and their base ids. A single push from Python is what generation does once per step (`push_one`).
+and out on both sides (`compress lists`, `decode lists`). On both sides decoding includes a new codebook, following the
+ids and expanding them to base ids. `push_one` is a single push from Python, as generation does once per step.
 
-Trials of the two codecs alternate. A trial repeats a call for `TRIAL_S` seconds, so that neither always starts with the
-processor's caches filled by the other. Compressing counts base ids, everything else compressed ids.
+Trials of the two codecs alternate, and a trial repeats a call for `TRIAL_S` seconds, so that neither always finds the
+processor's caches filled by the other. Times of compressing are per base id, all others per compressed id.
 """
 
 from __future__ import annotations
@@ -36,23 +36,41 @@ TRIAL_S = 0.1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of `bench codec`."""
+    """Declares the flags of `bench codec`."""
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("--ids", type=Path, help="base ids as a .npy file (default: synthetic ids)")
     source.add_argument(
-        "--text", nargs="+", metavar="FILE", help="text files (.txt, .jsonl, also .gz) to tokenize with --tokenizer"
+        "--ids", type=Path, metavar="FILE", help="measure the base ids in FILE, a .npy array (default: made-up ids)"
     )
-    parser.add_argument("--tokenizer", help="tokenizer of --text: a folder, a hub id or a vocabulary file")
+    source.add_argument(
+        "--text",
+        nargs="+",
+        metavar="FILE",
+        help="measure the ids of these texts (.txt, .jsonl, each also .gz); needs --tokenizer",
+    )
+    parser.add_argument("--tokenizer", help="tokenizer for --text: folder, hub id or vocabulary file")
     parser.add_argument(
-        "--vocab-size", type=int, default=128_256, help="number of base ids of the tokenizer (default: 128256, Llama-3)"
+        "--vocab-size",
+        type=int,
+        default=128_256,
+        help="number of base ids of the vocabulary (default: 128256, as Llama-3's)",
     )
     parser.add_argument(
-        "--length", type=int, default=500_000, help="length of the long sequence in base ids (default: 500000)"
+        "--length",
+        type=int,
+        default=500_000,
+        help="number of base ids to use, the first of --ids or --text (default: 500000)",
     )
-    parser.add_argument("--windows", type=int, default=60, help=f"number of windows of {WINDOW} base ids (default: 60)")
-    parser.add_argument("--trials", type=int, default=9, help="trials per measurement (default: 9)")
     parser.add_argument(
-        "--policies", action="store_true", help="measure only pushes onto a full codebook of 2048 entries, by policy"
+        "--windows",
+        type=int,
+        default=60,
+        help=f"number of windows of {WINDOW} base ids, each with its own codebook (default: 60)",
+    )
+    parser.add_argument("--trials", type=int, default=9, help="number of timed runs per measurement (default: 9)")
+    parser.add_argument(
+        "--policies",
+        action="store_true",
+        help="measure only pushes onto a full codebook of 2048 entries, for every eviction policy",
     )
 
 
@@ -62,10 +80,10 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, name) < 1:
             raise MlxZipError(f"--{name} must be at least 1, got {getattr(args, name)}")
     load_before()
-    ids, data = _load(args)
+    ids, data = _read_ids(args)
     ids = np.ascontiguousarray(ids[: args.length], np.uint32)
     if args.policies:
-        return _policies(args, ids, data)
+        return _run_policies(args, ids, data)
     starts = np.linspace(0, max(0, len(ids) - WINDOW), args.windows).astype(int)
     windows = [ids[start : start + WINDOW].copy() for start in starts]
     for what, sequences, slots in (("windows", windows, WINDOW), ("sequence", [ids], 1 << 20)):
@@ -76,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
             "codebook_size": slots,
             "trials": args.trials,
         }
-        codec = _CodecPair(CodecParams(args.vocab_size, slots, MERGE_SIZE, _disabled(args.vocab_size)))
+        codec = _CodecPair(CodecParams(args.vocab_size, slots, MERGE_SIZE, _disabled_ids(args.vocab_size)))
         for record in _throughput(codec, sequences, args.trials):
             _print(record, setting, data)
         if what == "windows":
@@ -85,16 +103,18 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _policies(args: argparse.Namespace, ids: Uint32s, data: str) -> int:
+def _run_policies(args: argparse.Namespace, ids: Uint32s, data: str) -> int:
+    """Prints one JSON line per operation and eviction policy. data: where the ids are from."""
     from .codec_policies import measure_policies
 
-    params = CodecParams(args.vocab_size, WINDOW, MERGE_SIZE, _disabled(args.vocab_size))
+    params = CodecParams(args.vocab_size, WINDOW, MERGE_SIZE, _disabled_ids(args.vocab_size))
     for record in measure_policies(params, ids, args.trials):
         _print(record, {"of": "sequence", "ids_each": len(ids), "codebook_size": WINDOW, "trials": args.trials}, data)
     return 0
 
 
-def _load(args: argparse.Namespace) -> tuple[Any, str]:
+def _read_ids(args: argparse.Namespace) -> tuple[Any, str]:
+    """Returns base ids [n] from --ids or --text, or made-up ones, and a line for the records on where they are from."""
     if args.ids is not None:
         try:
             return np.load(args.ids, allow_pickle=False), f"ids from {args.ids.name}"
@@ -115,7 +135,7 @@ def _load(args: argparse.Namespace) -> tuple[Any, str]:
 
 
 def synthetic_ids(length: int, vocab_size: int) -> Uint32s:
-    """Zipf-distributed ids [length]; about half of them are in phrases that recur."""
+    """Returns `length` made-up base ids, Zipf-distributed; about half of them are in phrases that recur."""
     rng = np.random.default_rng(0)
     phrases = [rng.zipf(1.3, rng.integers(2, 6)) for _ in range(4000)]
     pieces, left = [], length
@@ -125,12 +145,16 @@ def synthetic_ids(length: int, vocab_size: int) -> Uint32s:
     return (np.concatenate(pieces) % (vocab_size - 256))[:length].astype(np.uint32)
 
 
-def _disabled(vocab_size: int) -> range:
+def _disabled_ids(vocab_size: int) -> range:
+    """The last 256 base ids, which never merge here, as a real tokenizer's special tokens do not."""
     return range(vocab_size - 256, vocab_size)
 
 
 class _CodecPair:
-    """The same codec in both packages; `theirs` is None if zip2zip-compression is not installed."""
+    """Parameters of our codec, and zip2zip-compression's objects with equal ones.
+
+    theirs: its compressor; config: its configuration; both None if the package is not installed.
+    """
 
     def __init__(self, params: CodecParams) -> None:
         self.params, pad = params, params.disabled_ids[0]
@@ -140,46 +164,53 @@ class _CodecPair:
 
 
 def _throughput(codec: _CodecPair, sequences: list[Uint32s], trials: int) -> Iterator[dict[str, Any]]:
+    """Yields a record (ns per id) for each operation that reads whole sequences, each with its own codebook."""
     params, theirs = codec.params, codec.theirs
-    emitted = [compress(params, ids)[0] for ids in sequences]
-    read, written = [ids.tolist() for ids in sequences], [ids.tolist() for ids in emitted]
-    encode = theirs and (lambda: [theirs.encode(ids) for ids in read])
-    decode = theirs and (lambda: [theirs.decode(ids) for ids in written])
-    ours: dict[str, tuple[Callable[[], Any], Any]] = {
+    compressed = [compress(params, ids)[0] for ids in sequences]
+    base_lists, compressed_lists = [ids.tolist() for ids in sequences], [ids.tolist() for ids in compressed]
+    encode = theirs and (lambda: [theirs.encode(ids) for ids in base_lists])
+    decode = theirs and (lambda: [theirs.decode(ids) for ids in compressed_lists])
+    calls: dict[str, tuple[Callable[[], Any], Any]] = {  # operation: (our call, theirs or None)
         "compress arrays": (lambda: [compress(params, ids) for ids in sequences], encode),
-        "compress lists": (lambda: [compress(params, ids)[0].tolist() for ids in read], encode),
-        "decode arrays": (lambda: [_decode(params, ids) for ids in emitted], decode),
-        "decode lists": (lambda: [_decode(params, ids).tolist() for ids in written], decode),
-        "push": (lambda: [Codebook(params).push(ids) for ids in emitted], None),
+        "compress lists": (lambda: [compress(params, ids)[0].tolist() for ids in base_lists], encode),
+        "decode arrays": (lambda: [_decode(params, ids) for ids in compressed], decode),
+        "decode lists": (lambda: [_decode(params, ids).tolist() for ids in compressed_lists], decode),
+        "push": (lambda: [Codebook(params).push(ids) for ids in compressed], None),
     }
-    for what, (call, other) in ours.items():
-        yield _compare(what, sum(map(len, read if "compress" in what else written)), trials, call, other)
+    for what, (ours, other) in calls.items():
+        count = sum(map(len, base_lists if "compress" in what else compressed_lists))
+        yield _time_both(what, count, trials, ours, other)
 
 
 def _decode(params: CodecParams, ids: Any) -> Uint32s:
-    """Base ids of compressed ids, by a codebook of their own."""
+    """Returns the base ids that compressed ids stand for, following them with a new codebook."""
     book = Codebook(params)
     book.push(ids)
     return book.expand(ids)
 
 
-def _compare(what: str, n: int, trials: int, ours: Callable[[], Any], theirs: Any) -> dict[str, Any]:
+def _time_both(what: str, count: int, trials: int, ours: Callable[[], Any], theirs: Any) -> dict[str, Any]:
+    """Returns the record of an operation: ns per id of our call and of theirs (None: not measured), trials in turns.
+
+    what: the operation's name. count: ids that one call reads.
+    """
     seconds(ours)  # warm-up
     mine, other = [], []
     for _ in range(trials):
-        mine.append(seconds(ours) / n * 1e9)
+        mine.append(seconds(ours) / count * 1e9)
         if theirs:
-            other.append(seconds(theirs) / n * 1e9)
-    record = {"what": what, "unit": "ns per id", "ids": n, "ours": summary(mine)}
+            other.append(seconds(theirs) / count * 1e9)
+    record = {"what": what, "unit": "ns per id", "ids": count, "ours": summary(mine)}
     return {**record, "upstream": summary(other) if other else None, **_note()}
 
 
 def _note() -> dict[str, str]:
+    """A field for records that says if zip2zip-compression is missing."""
     return {} if upstream else {"note": "zip2zip-compression is not installed"}
 
 
 def seconds(call: Callable[[], Any]) -> float:
-    """Mean seconds of a call within one trial."""
+    """Repeats a call until `TRIAL_S` seconds have passed and returns the mean seconds per call."""
     calls, started = 0, time.perf_counter()
     while (elapsed := time.perf_counter() - started) < TRIAL_S or not calls:
         call()
@@ -188,7 +219,7 @@ def seconds(call: Callable[[], Any]) -> float:
 
 
 def _latency(codec: _CodecPair, sequences: list[Uint32s], trials: int) -> Iterator[dict[str, Any]]:
-    """Single calls on one growing codebook: medians per trial, and the 99th percentile over all calls."""
+    """Yields a record per operation that is a single call on a growing codebook: ns per call."""
     params = codec.params
     samples: dict[str, list[list[int]]] = {name: [] for name in ("push_one", "mark", "rewind_one", "upstream")}
     for trial in range(trials):
@@ -207,16 +238,19 @@ def _latency(codec: _CodecPair, sequences: list[Uint32s], trials: int) -> Iterat
 
 
 def _percentiles(calls: list[list[int]]) -> dict[str, Any]:
+    """Returns the summary of each trial's median, and the 99th percentile of all calls. calls: ns, [trials][calls]."""
     flat = np.concatenate(calls)
     return {**summary([float(np.median(trial)) for trial in calls]), "p99": float(np.percentile(flat, 99))}
 
 
 def _nanoseconds(call: Callable[..., Any], *args: Any) -> int:
+    """Calls the function once and returns how many ns that took."""
     started = time.perf_counter_ns()
     call(*args)
     return time.perf_counter_ns() - started
 
 
 def _print(record: dict[str, Any], setting: dict[str, Any], data: str) -> None:
+    """Prints a record as one JSON line, with its setting, where its ids are from, and the machine and versions."""
     line = {"bench": "codec", **record, "setting": setting, "data": data}
     print(json.dumps({**line, **surroundings("zip2zip_compression")}), flush=True)

@@ -1,8 +1,8 @@
-"""What a push costs once the table is full, by policy: freeze installs nothing then, the others one entry per id.
+"""Times pushes onto a full codebook, by policy: freeze then installs nothing, the others one entry per id.
 
-The same base ids for all, as each policy compresses them; the first ids of each are read beforehand, until its table is
-full. `push_one` is a call of `Codebook.push` with one id, as a step of generation makes it; `push` one call for all.
-Processor time, so that what else the machine does counts less.
+All policies read the same base ids, each as it compresses them; the ids that fill the table are read before the clock
+starts. `push_one` calls `Codebook.push` once per id, as generation does; `push` passes all ids in one call.
+Times are processor time, which other work on the machine changes less than wall-clock time.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from .record import summary
 
 
 def measure_policies(params: CodecParams, base_ids: Uint32s, trials: int) -> Iterator[dict[str, Any]]:
-    """One record per policy and operation, ns per id; trials of the policies alternate.
+    """Yields one record per operation and policy, in ns per id; trials of the policies alternate.
 
-    Raises `MlxZipError` where the base ids do not fill the table.
+    Raises `MlxZipError` if the base ids are too few to fill the table.
     """
-    full = {policy: _full(replace(params, policy=policy), base_ids) for policy in POLICIES}
-    for what, read in (("push_one", _one_by_one), ("push", _whole)):
+    filled = {policy: _fill_table(replace(params, policy=policy), base_ids) for policy in POLICIES}
+    for what, read in (("push_one", _push_each), ("push", _push_all)):
         samples: dict[str, list[float]] = {policy: [] for policy in POLICIES}
         for trial in range(trials + 1):
-            for policy, (book, ids) in full.items():
+            for policy, (book, ids) in filled.items():
                 taken = _ns_per_id(read, book.copy(), ids)
                 samples[policy] += [taken] * (trial > 0)  # the first is a warm-up
-        for policy, (_, ids) in full.items():
-            over = median(samples[policy]) / median(samples["freeze"])
+        for policy, (_, ids) in filled.items():
+            ratio = median(samples[policy]) / median(samples["freeze"])
             yield {
                 "what": f"{what}, table full",
                 "policy": policy,
                 "unit": "processor ns per id",
                 "ids": len(ids),
                 "ours": summary(samples[policy]),
-                "of_freeze": round(over, 3),
+                "of_freeze": round(ratio, 3),
             }
 
 
-def _full(params: CodecParams, base_ids: Uint32s) -> tuple[Codebook, Uint32s]:
-    """A codebook whose table is full, and the ids that follow."""
+def _fill_table(params: CodecParams, base_ids: Uint32s) -> tuple[Codebook, Uint32s]:
+    """Returns a codebook whose table is full, and the compressed ids that come after those that filled it."""
     ids, book = compress(params, base_ids)[0], Codebook(params)
     new = book.push(ids)
     growing = params.codebook_size - len(params.start or ())
@@ -56,17 +56,20 @@ def _full(params: CodecParams, base_ids: Uint32s) -> tuple[Codebook, Uint32s]:
     return book, ids[book.mark() :]
 
 
-def _one_by_one(book: Codebook, ids: Any) -> None:
+def _push_each(book: Codebook, ids: Any) -> None:
+    """Pushes compressed ids one by one."""
     for one in ids:
         book.push(one)
 
 
-def _whole(book: Codebook, ids: Uint32s) -> None:
+def _push_all(book: Codebook, ids: Uint32s) -> None:
+    """Pushes compressed ids in one call."""
     book.push(ids)
 
 
 def _ns_per_id(read: Callable[[Codebook, Any], None], book: Codebook, ids: Uint32s) -> float:
-    fed = ids.tolist() if read is _one_by_one else ids
+    """Returns the processor ns per id of reading ids into a codebook by `read`: `_push_each` or `_push_all`."""
+    fed = ids.tolist() if read is _push_each else ids
     started = time.process_time_ns()
     read(book, fed)
     return (time.process_time_ns() - started) / len(ids)

@@ -2,7 +2,7 @@
 
 Two records of one command ran in turns: the ratio is the median of the trials' paired ratios. Records of two commands
 are not paired: the ratio is B's median over A's. Intervals come from 10,000 bootstrap draws of the pairs or trials.
-A figure regresses if its ratio is worse than --bound allows and the interval excludes 1; the exit status is then 1.
+A figure regresses if its ratio is worse than --bound accepts and the interval excludes 1; the exit status is then 1.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ REGRESSION = 1
 
 @dataclass(frozen=True)
 class Comparison:
-    """One figure of two records: B's over A's."""
+    """The figure `name` of two records of `bench generate`, with b's over a's as a ratio."""
 
     name: str
     a: dict[str, Any]
@@ -45,15 +45,15 @@ class Comparison:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of `bench compare`."""
+    """Declares the flags of `bench compare`."""
     add = parser.add_argument
-    add("a", metavar="A", help="file of `bench generate` records to compare with")
-    add("b", metavar="B", help="file of records to judge; with --engines it may be the same file")
+    add("a", metavar="A", help="reference: a file of records that `bench generate` printed")
+    add("b", metavar="B", help="file of records to compare with A; with --engines it may be A itself")
     add(
         "--engines",
         nargs=2,
         metavar=("A", "B"),
-        help="compare engine B of file B with engine A of file A (default: equal ones)",
+        help="engine of file A and engine of file B to compare (default: compare every engine with itself)",
     )
     add(
         "--measures",
@@ -61,15 +61,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=MEASURES,
         default=list(DEFAULT),
         metavar="NAME",
-        help=f"figures to compare (default: {' '.join(DEFAULT)})",
+        help=f"names of the figures to compare (default: {' '.join(DEFAULT)})",
     )
-    add("--bound", type=float, default=0.05, help="largest loss that is accepted, 0.05 for 5 %% (default: 0.05)")
-    add("--format", choices=FORMATS, default="markdown", help="format of the table (default: markdown)")
-    add("--seed", type=int, default=0, help="seed of the bootstrap (default: 0)")
+    add(
+        "--bound",
+        type=float,
+        default=0.05,
+        help="largest accepted loss as a fraction; above it the exit status is 1 (default: 0.05)",
+    )
+    add("--format", choices=FORMATS, default="markdown", help="format of the printed table (default: markdown)")
+    add("--seed", type=int, default=0, help="seed of the bootstrap's random draws (default: 0)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the ratios; 1 where something regresses, else 0. Raises `MlxZipError`."""
+    """Prints a table of ratios; returns 1 if a figure regresses, else 0.
+
+    Raises `MlxZipError` for a bad flag or file, and if the files have nothing in common.
+    """
     if not 0 <= args.bound < 1:
         raise MlxZipError(f"--bound must be from 0 to below 1, got {args.bound}")
     for name in args.engines or ():
@@ -80,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     ratios = [found for found in tried if found is not None]
     if not ratios:
         raise MlxZipError(f"{args.a} and {args.b} have no figure of --measures in common")
-    print(_table(ratios, args.bound, args.format))
+    print(_ratio_table(ratios, args.bound, args.format))
     worse = [found for found in ratios if found.regresses(args.bound)]
     print(f"{len(worse)} of {len(ratios)} ratios are worse by more than {args.bound:.0%}", file=sys.stderr)
     return REGRESSION if worse else 0
@@ -89,25 +97,29 @@ def run(args: argparse.Namespace) -> int:
 def matched(
     first: Sequence[dict[str, Any]], second: Sequence[dict[str, Any]], engines: Sequence[str] | None
 ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Pairs of records of equal model, text, mode and rows; of several equal ones the last.
+    """Returns pairs (A's record, B's record) of equal model, text, mode and rows; of several equal records the last.
 
-    engines: A's and B's engine; None pairs equal engines. Records without a counterpart are counted on standard error.
+    engines: (A's engine, B's engine); None pairs records of equal engines. The number of other records is
+    printed on standard error.
     Raises `MlxZipError` if there is no pair.
     """
     of_a = {key(r, engines is None): r for r in first if engines is None or r["engine"] == engines[0]}
     of_b = {key(r, engines is None): r for r in second if engines is None or r["engine"] == engines[1]}
-    both = [name for name in of_a if name in of_b]
-    if not both:
+    shared = [name for name in of_a if name in of_b]
+    if not shared:
         raise MlxZipError("the two files have no record of the same engine, model, text and settings")
-    if alone := len(of_a) + len(of_b) - 2 * len(both):
+    if alone := len(of_a) + len(of_b) - 2 * len(shared):
         print(f"{alone} record(s) are in one file only and are not compared", file=sys.stderr)
-    if any(of_a[name]["machine"] != of_b[name]["machine"] for name in both):
+    if any(of_a[name]["machine"] != of_b[name]["machine"] for name in shared):
         print("these records are of different machines", file=sys.stderr)
-    return [(of_a[name], of_b[name]) for name in both]
+    return [(of_a[name], of_b[name]) for name in shared]
 
 
 def compared(name: str, a: dict[str, Any], b: dict[str, Any], seed: int) -> Comparison | None:
-    """One figure of both records; None where either lacks it or A's is 0."""
+    """Returns the ratio of figure `name` in b to that in a; None if either record lacks it or a's median is 0.
+
+    seed: of the bootstrap's draws.
+    """
     of_a, of_b = a["figures"][name], b["figures"][name]
     if of_a is None or of_b is None or of_a["median"] == 0:
         return None
@@ -116,7 +128,8 @@ def compared(name: str, a: dict[str, Any], b: dict[str, Any], seed: int) -> Comp
     return Comparison(name, a, b, unpaired_ratio(of_a["samples"], of_b["samples"], seed))
 
 
-def _table(ratios: Sequence[Comparison], bound: float, kind: str) -> str:
+def _ratio_table(ratios: Sequence[Comparison], bound: float, kind: str) -> str:
+    """Returns the ratios as a table in format `kind`; the last column marks those that regress by more than `bound`."""
     rows = [
         [
             r.a["model"]["name"],

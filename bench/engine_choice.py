@@ -1,4 +1,4 @@
-"""Engines by name: which libraries each needs, and how it is made."""
+"""Checks engine names, and makes engines by their names."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from .lookup import PlainLookup, ZipLookup
 from .shapes import Models
 
 LIBRARIES = {"hf": ("torch", "transformers"), "hf-compiled": ("torch", "transformers"), "zip2zip": ("torch", "zip2zip")}
-ONE_REQUEST = ("hf-compiled", "zip2zip")  # they cannot go on with a conversation
+ONE_REQUEST = ("hf-compiled", "zip2zip")  # engines that cannot continue a conversation
 
 
 def check_engines(names: Sequence[str]) -> None:
-    """Raises `MlxZipError` for an unknown engine or one named twice, `InstallationError` for a library it lacks."""
+    """Raises `MlxZipError` for an unknown engine or one named twice, `InstallationError` if libraries are missing."""
     for at, name in enumerate(names):
         if name not in ENGINES:
             raise MlxZipError(f"engine {name!r} is not one of {', '.join(ENGINES)}")
@@ -29,9 +29,9 @@ def check_engines(names: Sequence[str]) -> None:
 
 
 def make_engine(name: str, models: Models, options: Any) -> Engine:
-    """An engine by its name, which `check_engines` has passed. options: `draft`, `published`, as the command's flags.
+    """Makes the engine called `name`, a name that `check_engines` accepts. options: the flags `draft` and `published`.
 
-    Raises `MlxZipError` for a model that the engine cannot have.
+    Raises `MlxZipError` if the engine cannot run these models.
     """
     if name.startswith("mlx-zip") and models.zipped is None:
         raise MlxZipError(f"{name} needs a model with hypertokens: --model or --shape")

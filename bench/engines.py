@@ -1,7 +1,7 @@
-"""Engines with one interface: each reads a prompt and emits ids, and every id is timed.
+"""Engines with one interface: each reads a prompt and emits ids, and records the time of every id.
 
-`mlx-lm` and `mlx-zip` are driven through the functions that their users call, with detokenizing, so that what is timed
-is what one gets. Forced ids (replay) still wait for the sampler's choice, so the loop keeps its shape.
+`mlx-lm` and `mlx-zip` run through the functions that their users call, detokenizing included, so users see the times
+measured here. Forced ids (replay) still wait for the sampler's choice, so that the loop does all of its usual work.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ENGINES = {
     "mlx-lm": "the plain model in mlx-lm",
     "mlx-zip": "the model with hypertokens in mlx_zip",
     "mlx-lm+lookup": "the plain model with prompt-lookup decoding, greedy, exact",
-    "mlx-zip+lookup": "the same over hypertokens",
+    "mlx-zip+lookup": "the model with hypertokens with prompt-lookup decoding, greedy, exact",
     "hf": "the plain model in transformers, eager",
     "hf-compiled": "the plain model in transformers, compiled, static cache",
     "zip2zip": "the published package (PyTorch)",
@@ -33,11 +33,13 @@ ENGINES = {
 
 @dataclass
 class Run:
-    """One request, timed. prompt_ids: ids read before the first step. times: seconds from the request to each step.
+    """One timed request.
 
-    ids: per step the ids emitted, one but for lookup. base_ids: what they stand for, cut where the text ends;
-    first_base of them came with the first step. kv_ids: ids in the KV cache at the end. row_bytes: output rows that a
-    step reads, at the end. peak_bytes: memory, where known.
+    prompt_ids: length of the prompt in the engine's ids. times: seconds from the request to the end of each step. ids:
+    those emitted at each step, one except with prompt lookup. base_ids: the base ids of all of them, cut where the text
+    ends; the first `first_base` came with the first step. text_bytes: UTF-8 bytes of the text. kv_ids: ids in the KV
+    cache at the end. row_bytes: bytes of hyper rows that a step reads at the end. peak_bytes: peak memory, None if
+    not known.
     """
 
     prompt_ids: int
@@ -51,7 +53,7 @@ class Run:
     peak_bytes: int | None = None
 
     def step(self, seconds: float, ids: Iterable[int], base_ids: Iterable[int]) -> None:
-        """One more step of the model."""
+        """Records a step: seconds since the request, the ids emitted, and the base ids they stand for."""
         self.times.append(seconds)
         self.ids.append(list(ids))
         self.base_ids += base_ids
@@ -60,9 +62,9 @@ class Run:
 
 
 class Engine:
-    """What an engine has to have.
+    """The interface of an engine.
 
-    weight_bytes: what every step reads of the weights. kv_bytes: one id's keys and values in all layers.
+    weight_bytes: bytes of weights that every step reads. kv_bytes: bytes of one id's keys and values in all layers.
     """
 
     name = ""
@@ -71,24 +73,25 @@ class Engine:
 
     @property
     def device(self) -> dict[str, Any]:
-        """What it runs on, as records say it."""
+        """The device that the engine runs on, as the records' section `device`."""
         return machine.device()
 
     def bandwidth(self) -> float:
-        """Bytes per second that a matrix-vector product reads there, measured now."""
+        """Measures how many bytes per second a matrix-vector product reads on the engine's device."""
         return machine.bandwidth()
 
     def fresh(self) -> None:
-        """Drops whatever earlier requests have left in the model, such as encoded hyper rows."""
+        """Drops what earlier requests left in the model, such as encoded hyper rows."""
 
     def start(self) -> Any:
-        """What a new conversation holds."""
+        """Returns the state of a new conversation, which `run` takes as `held`."""
         raise NotImplementedError
 
     def run(self, prompt: Sequence[int], tokens: int, replay: Sequence[int] | None = None, held: Any = None) -> Run:
-        """Reads prompt [n] base ids and emits `tokens` base tokens at most; exactly `replay` [m] base ids if given.
+        """Reads prompt [n] base ids, emits at most `tokens` base ids, and returns the timed run.
 
-        held: from `start`, to go on with a conversation.
+        replay [m]: base ids to emit instead, exactly these. held: state of the conversation to continue, from `start`;
+        None begins a new one.
         """
         raise NotImplementedError
 
@@ -100,7 +103,10 @@ class Forced:
         self.ids, self.at = list(ids), 0
 
     def __call__(self, logprobs: mx.array) -> mx.array:
-        """[1, W] -> [1]. Asked once more than there are ids (the step that is under way at the end), it repeats."""
+        """Returns the next forced id [1], after the model's own choice from logprobs [1, W] has been computed.
+
+        After the last id it repeats that one, because the decoding loop begins one step more than it emits.
+        """
         chosen = mx.argmax(logprobs, axis=-1)
         forced = self.ids[min(self.at, len(self.ids) - 1)]
         self.at += 1
@@ -108,7 +114,7 @@ class Forced:
 
 
 class MlxEngine(Engine):
-    """What the engines on MLX share: the model, its bytes, and a clean beginning and end of each run."""
+    """What the engines on MLX share. make: returns a new model object over the same weights."""
 
     def __init__(self, models: Models, make: Callable[[], Any]) -> None:
         self.make, self.tokenizer = make, models.tokenizer
@@ -117,19 +123,19 @@ class MlxEngine(Engine):
         self.kv_bytes = kv_bytes(models.base_config, activation_bytes(self.model))
 
     def fresh(self) -> None:
-        """A model object of its own; the weights are the same."""
+        """Makes a new model object over the same weights, so that nothing of earlier requests is left."""
         self.model = self.make()
 
     def start(self) -> Any:
-        """The caches of a new conversation."""
+        """Returns the caches of a new conversation."""
         from mlx_lm.models.cache import make_prompt_cache
 
         return make_prompt_cache(self.model)
 
     def run(self, prompt: Sequence[int], tokens: int, replay: Sequence[int] | None = None, held: Any = None) -> Run:
-        """See `Engine.run`. What the machine still had under way is waited for before the clock starts and at the end.
+        """See `Engine.run`. Waits for the device to be idle before the clock starts and after the run.
 
-        peak_bytes: this engine's own, its weights among them, though other engines' weights may be in memory too.
+        peak_bytes: peak memory of this engine and its weights, without other engines' weights in memory.
         """
         held = self.start() if held is None else held
         settle()
@@ -142,15 +148,17 @@ class MlxEngine(Engine):
         return run
 
     def _run(self, prompt: Sequence[int], tokens: int, replay: Sequence[int] | None, held: Any) -> Run:
+        """Runs a request as `run` does, without waiting for the device and without peak_bytes."""
         raise NotImplementedError
 
 
 class MlxLm(MlxEngine):
-    """mlx-lm's `stream_generate`."""
+    """Runs the plain model through mlx-lm's `stream_generate`."""
 
     name = "mlx-lm"
 
     def _run(self, prompt: Sequence[int], tokens: int, replay: Sequence[int] | None, held: Any) -> Run:
+        """See `MlxEngine._run`. held: the conversation's KV caches."""
         from mlx_lm import stream_generate
 
         sampler = Forced(replay) if replay is not None else None
@@ -165,7 +173,10 @@ class MlxLm(MlxEngine):
 
 
 class MlxZip(MlxEngine):
-    """`mlx_zip.stream_generate`; compression of the prompt is inside the clock. Rows are kept in memory."""
+    """Runs the model with hypertokens through `mlx_zip.stream_generate`, with a row store in memory.
+
+    The compression of the prompt is timed too.
+    """
 
     name = "mlx-zip"
 
@@ -173,6 +184,7 @@ class MlxZip(MlxEngine):
         super().__init__(models, lambda: _with_store(make()))
 
     def _run(self, prompt: Sequence[int], tokens: int, replay: Sequence[int] | None, held: Any) -> Run:
+        """See `MlxEngine._run`. held: the conversation's KV caches, and its `ZipState` last."""
         from mlx_zip.generate import stream_generate
 
         book = held[-1].books[0]
@@ -189,7 +201,7 @@ class MlxZip(MlxEngine):
 
 
 def _with_store(model: Any) -> Any:
-    """A model as `mlx_zip.load` gives it: with a row store of its own."""
+    """Gives a model a row store in memory if it has none, as `mlx_zip.load` does, and returns the model."""
     from mlx_zip.hyper import RowStore
 
     model.session.store = model.session.store or RowStore()
@@ -197,33 +209,35 @@ def _with_store(model: Any) -> Any:
 
 
 def zip_ids(book: Codebook, prompt: Sequence[int], text: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the ids of a prompt that continues a codebook, as a request compresses it, and of the text after it.
+    """Returns (compressed ids of the prompt, compressed ids of the text after it), as a request that continues `book`.
 
-    prompt, text: base ids. The codebook is not changed.
+    prompt, text: base ids. `book` is not changed.
     """
     ids = np.asarray(prompt, np.uint32)
     prompt_ids = book.compress(ids) if book.mark() else compress(book.params, ids)[0]
-    then = book.copy()
-    then.push(prompt_ids)
-    return prompt_ids, then.compress(np.asarray(text, np.uint32))
+    following = book.copy()
+    following.push(prompt_ids)
+    return prompt_ids, following.compress(np.asarray(text, np.uint32))
 
 
 def installed_bytes(state: Any) -> int:
-    """Bytes of the output rows of installed entries."""
+    """Returns the bytes of the output rows of all installed entries. state: a request's `ZipState`."""
     rows = state.outputs.rows
     return 0 if rows is None else rows[0, 0].nbytes * len(state.books[0])
 
 
 def parameters(model: Any) -> list[tuple[str, Any]]:
-    """(name, array) of an MLX model's weights."""
+    """Returns (name, array) of every weight of an MLX model."""
     from mlx.utils import tree_flatten
 
     return list(tree_flatten(model.parameters()))  # type: ignore[arg-type]
 
 
 def weight_bytes(model: Any) -> int:
-    """Bytes of weights that a step reads: all but the hyper-encoders and, if the head is a matrix of its own, the
-    embedding, of which it reads a row.
+    """Returns the bytes of weights that a step reads.
+
+    These are all weights but the hyper-encoders' and, unless it is also the head, the embedding, of which a step reads
+    only one row.
     """
     weights = parameters(model)
     untied = any(name.startswith("lm_head.") for name, _ in weights)
@@ -232,19 +246,19 @@ def weight_bytes(model: Any) -> int:
 
 
 def kv_bytes(config: Mapping[str, Any], itemsize: int) -> int:
-    """Bytes of one id's keys and values in all layers of a decoder's config, `itemsize` bytes a number."""
+    """Returns bytes of one id's keys and values in all layers. config: the decoder's; itemsize: bytes per number."""
     heads = config["num_attention_heads"]
     width = config.get("head_dim") or config["hidden_size"] // heads
     return 2 * config["num_hidden_layers"] * (config.get("num_key_value_heads") or heads) * width * itemsize
 
 
 def activation_bytes(model: Any) -> int:
-    """Bytes of a number in an MLX model's activations: those of its norms, which are never quantized."""
+    """Returns the bytes per number of a model's activations, which is that of its norms: they are never quantized."""
     return next(value for name, value in parameters(model) if name.endswith("norm.weight")).itemsize
 
 
 def settle() -> None:
-    """Waits for what the device still does, and gives its spare memory back."""
+    """Waits until the device is idle, then frees the memory that MLX keeps for reuse."""
     from mlx_lm.generate import generation_stream
 
     mx.synchronize(generation_stream)

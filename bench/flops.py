@@ -19,7 +19,7 @@ PAPER_RATE = 0.7121  # compression rate at merge size 3, windows of 2,048 (table
 
 @dataclass(frozen=True)
 class Shape:
-    """A row of table 9, or a model of the paper's experiments, which the table leaves out (paper_alpha None)."""
+    """Sizes of a model, and its α in table 9; None for models of the paper's experiments that the table lacks."""
 
     name: str
     layers: int
@@ -41,17 +41,17 @@ TRAINED = (  # M = 3 and two encoder layers (§3.1); layers from the models' own
 
 
 def training_flops(tokens: float, parameters: float) -> float:
-    """Γ ≈ 6 · N_tokens · N_params: forward and backward, attention's quadratic part left out (first equation)."""
+    """Training FLOPs Γ ≈ 6 · N_tokens · N_params: without attention's quadratic part (first equation)."""
     return 6.0 * tokens * parameters
 
 
 def hyper_overhead(encoder_layers: int, merge_size: int, layers: int) -> float:
-    """α ≈ l · M / L: the hyper-encoder's share, as if every id were an entry of M base ids (last equation, table 9)."""
+    """The hyper-encoder's share, α ≈ l · M / L, if every id is an entry of M base ids (last equation, table 9)."""
     return encoder_layers * merge_size / layers
 
 
 def zip2zip_training_flops(tokens: float, parameters: float, rate: float, overhead: float) -> float:
-    """Γ_z2z ≈ 6 · N_tokens · ρ · N_params · (1 + α) (third equation).
+    """Training FLOPs with hypertokens, Γ_z2z ≈ 6 · N_tokens · ρ · N_params · (1 + α) (third equation).
 
     tokens: base ids. rate: ρ, ids over base ids. overhead: α.
     """
@@ -59,35 +59,38 @@ def zip2zip_training_flops(tokens: float, parameters: float, rate: float, overhe
 
 
 def relative_flops(rate: float, overhead: float) -> float:
-    """Γ_z2z / Γ = ρ · (1 + α) (fourth equation). Below 1 where compression pays for the encoder."""
+    """Training FLOPs with hypertokens over those without, ρ · (1 + α) (fourth equation). rate: ρ; overhead: α."""
     return rate * (1.0 + overhead)
 
 
 def counted_overhead(encoder_layers: int, merge_size: int, layers: int, rows_per_id: float) -> float:
-    """α by the rows that are really encoded: l · M / L times encoder rows per id of the compressed text.
+    """The hyper-encoder's share α by encoded rows: l · M / L times the rows encoded per id of compressed text.
 
-    An encoder layer counts as a decoder layer, as in appendix B. rows_per_id: input rows and output rows together;
+    An encoder layer costs as much as a decoder layer, as in appendix B. rows_per_id: input and output rows together;
     two encoders that each encode every id's new entry make it 2.
     """
     return hyper_overhead(encoder_layers, merge_size, layers) * rows_per_id
 
 
 def agrees(shape: Shape) -> bool:
-    """Whether table 9 is our α, rounded to its two digits. 2 · 2 / 32 = 0.125 lies between two; the paper goes up."""
+    """Whether our α rounds to table 9's two digits; a tie such as 0.125 may round up, as in the paper."""
     alpha = hyper_overhead(shape.encoder_layers, shape.merge_size, shape.layers)
     return shape.paper_alpha is not None and abs(alpha - shape.paper_alpha) <= 0.005 + 1e-12
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of `bench flops`."""
+    """Declares the flags of `bench flops`."""
     parser.add_argument(
         "--rate",
         type=float,
         default=PAPER_RATE,
-        help=f"compression rate, ids over base ids (default: {PAPER_RATE}, the paper's)",
+        help=f"compression rate: ids per base id, above 0 and at most 1 (default: {PAPER_RATE}, the paper's)",
     )
     parser.add_argument(
-        "--rows-per-id", type=float, default=2.0, help="encoder rows per id, input and output together (default: 2)"
+        "--rows-per-id",
+        type=float,
+        default=2.0,
+        help="number of hyper rows encoded per id of compressed text, input and output rows together (default: 2)",
     )
 
 
@@ -103,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def record(shape: Shape, rate: float, rows_per_id: float) -> dict[str, Any]:
-    """A shape's record: α and ρ(1 + α) by appendix B, the paper's value, and both by the rows really encoded."""
+    """Returns a model's JSON record: α and ρ · (1 + α) by appendix B and by encoded rows, and the paper's α."""
     sizes = shape.encoder_layers, shape.merge_size, shape.layers
     alpha, counted = hyper_overhead(*sizes), counted_overhead(*sizes, rows_per_id)
     return {

@@ -1,4 +1,4 @@
-"""Times engines on the same texts: first id, decoding, memory, energy, and the share of the memory bandwidth used.
+"""Times engines on the same texts: time to first id, decoding, memory, energy, and share of the memory bandwidth.
 
 Engines run in turns within each trial and take turns in going first, so that a machine that slows down slows all of
 them. Bad requests are refused before any model is made.
@@ -26,7 +26,7 @@ from .lookup import DRAFT
 from .machine import EnergyMeter, used
 from .progress import Progress, header
 from .record import load_before, surroundings
-from .report import seen
+from .report import short_table
 from .shapes import ENCODERS, PRECISIONS, SHAPES, Models, ZipOptions, from_folders, from_shape
 from .workloads import DOMAINS, Workload, chats, cut, read_requests, read_tokenizer, sources
 
@@ -36,101 +36,140 @@ PACKAGES = ("mlx", "mlx-lm", "transformers", "torch", "zip2zip")
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags that say which model is timed."""
+    """Declares the flags that choose the model to time."""
     add = parser.add_argument_group("model").add_argument
-    add("--model", help="model with hypertokens: a folder, a hub id or a bundled model")
-    add("--base", help="plain model to compare with (default: the decoder of --model without hypertokens)")
+    add("--model", help="model with hypertokens to time: model folder, hub id or bundled model")
+    add(
+        "--base",
+        help="plain model to compare with: model folder, hub id or bundled model (default: the decoder of --model)",
+    )
     add(
         "--shape",
         choices=tuple(SHAPES),
-        help="measure random weights of this shape instead of --model; needs --mode replay",
+        help="time random weights with the layer sizes of this shape, instead of --model; needs --mode replay",
     )
     add(
         "--precision",
         choices=PRECISIONS,
         default="float32",
-        help="precision of --shape: float32, or bits per weight (default: float32)",
+        help="precision of the weights of --shape: float32, or bits per weight (default: float32)",
     )
-    add("--tokenizer", default="stories", help="tokenizer of --shape: a folder or a hub id (default: stories)")
-    add("--encoder", choices=ENCODERS, default="transformer", help="hyper-encoder of --shape (default: transformer)")
-    add("--encoder-layers", type=int, default=2, help="layers of the hyper-encoder of --shape (default: 2)")
-    add("--merge-size", type=int, default=3, help="largest number of base ids in a hypertoken of --shape (default: 3)")
-    add("--codebook-size", type=int, default=2048, help="largest number of hypertokens of --shape (default: 2048)")
+    add("--tokenizer", default="stories", help="tokenizer for --shape: folder or hub id (default: stories, bundled)")
+    add(
+        "--encoder",
+        choices=ENCODERS,
+        default="transformer",
+        help="kind of hyper-encoder of --shape (default: transformer)",
+    )
+    add("--encoder-layers", type=int, default=2, help="number of layers of the hyper-encoder of --shape (default: 2)")
+    add("--merge-size", type=int, default=3, help="maximum base ids per hypertoken of --shape (default: 3)")
+    add("--codebook-size", type=int, default=2048, help="maximum number of hypertokens of --shape (default: 2048)")
 
 
 def add_text_arguments(parser: argparse.ArgumentParser, sizes: Sequence[str]) -> None:
-    """Flags that say what is read and written. sizes: the default of --sizes."""
+    """Declares the flags that choose the texts, and how much is read and written. sizes: the default of --sizes."""
     add = parser.add_argument_group("text").add_argument
-    add("--data", type=Path, metavar="DIR", help="folder with a folder of texts per domain (default: a made-up text)")
-    add("--domains", nargs="+", default=list(DOMAINS), help=f"domains of --data to read (default: {' '.join(DOMAINS)})")
+    add(
+        "--data",
+        type=Path,
+        metavar="DIR",
+        help="folder that has a subfolder of text files for each domain (default: a made-up text)",
+    )
+    add(
+        "--domains",
+        nargs="+",
+        default=list(DOMAINS),
+        help=f"domains (subfolders) of --data to read (default: {' '.join(DOMAINS)})",
+    )
     add(
         "--text",
         nargs="+",
         default=[],
         metavar="DOMAIN=FILE",
-        help="text files (.txt, .jsonl) to read instead of --data",
+        help="text file of a domain (.txt or .jsonl, each also .gz), instead of --data; more items add more files",
     )
     add(
         "--sizes",
         nargs="+",
         default=list(sizes),
         metavar="P+G",
-        help=f"base tokens to read and to write (default: {' '.join(sizes)})",
+        help=f"P+G: base tokens to read and to write; every size given is measured (default: {' '.join(sizes)})",
     )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of `bench generate`."""
+    """Declares the flags of `bench generate`."""
     add = parser.add_argument
     add(
         "--engines",
         nargs="+",
         default=["mlx-lm", "mlx-zip"],
         metavar="ENGINE",
-        help=f"engines to compare: {', '.join(ENGINES)} (default: mlx-lm mlx-zip)",
+        help=f"engines to time on the same texts: {', '.join(ENGINES)} (default: mlx-lm mlx-zip)",
     )
     add(
         "--mode",
         choices=MODES,
         default="replay",
-        help="replay: emit the text's own continuation; free: greedy decoding; chat: conversations (default: replay)",
+        help="what engines write. replay: the text's own continuation; free: greedy decoding; chat: greedy answers in "
+        "conversations (default: replay)",
     )
-    add("--trials", type=int, default=5, help="timed runs of each engine on each text (default: 5)")
-    add("--warmup", type=int, default=1, help="untimed runs of each engine on each text before the trials (default: 1)")
+    add("--trials", type=int, default=5, help="number of timed runs of each engine on each text (default: 5)")
+    add(
+        "--warmup",
+        type=int,
+        default=1,
+        help="number of untimed runs of each engine on each text, before the timed ones (default: 1)",
+    )
     add(
         "--rows",
         nargs="+",
         choices=("warm", "cold"),
         default=["warm"],
-        help="warm: a run may use hyper rows that earlier runs encoded; cold: every run begins with none; both words "
-        "measure both, in turns (default: warm)",
+        help="hyper rows that a run may reuse. warm: those that earlier runs encoded; cold: none; give both words to "
+        "measure both in turns (default: warm)",
     )
     add(
-        "--draft", type=int, default=DRAFT, help=f"largest number of ids that prompt lookup proposes (default: {DRAFT})"
+        "--draft",
+        type=int,
+        default=DRAFT,
+        help=f"maximum number of ids that prompt lookup proposes per step, in engines with +lookup (default: {DRAFT})",
     )
-    add("--published", metavar="DIR", help="checkpoint folder for the engine zip2zip, written by `mlx_zip export`")
+    add(
+        "--published",
+        metavar="DIR",
+        help="checkpoint folder that the engine zip2zip loads, as written by `mlx_zip export`",
+    )
     add_model_arguments(parser)
     add_text_arguments(parser, SIZES)
-    add("--windows", type=int, default=1, help="number of consecutive parts of each text to run (default: 1)")
+    add(
+        "--windows",
+        type=int,
+        default=1,
+        help="number of consecutive parts of each text to measure, each of P + G base tokens (default: 1)",
+    )
     add(
         "--requests",
         type=Path,
         metavar="FILE",
-        help="requests of --mode chat, one per line (default: 64 requests for stories)",
+        help="file with the requests of --mode chat, one per line (default: 64 built-in requests for stories)",
     )
-    add("--turns", type=int, default=3, help="requests in each conversation of --mode chat (default: 3)")
+    add("--turns", type=int, default=3, help="number of requests in each conversation of --mode chat (default: 3)")
     add(
         "--conversations",
         type=int,
         default=1,
         metavar="N",
-        help="conversations of --mode chat, each with requests of its own; one record holds them all, a sample per "
+        help="number of conversations of --mode chat, with different requests; a record has one sample per "
         "conversation and trial (default: 1)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints one JSON line per engine and workload, or turn of one, as soon as it is measured. Raises `MlxZipError`."""
+    """Times the engines; prints a JSON line per engine and workload (in conversations: and turn) once it is measured.
+
+    Raises `MlxZipError` for flags, models and texts that cannot be used.
+    """
     args.rows = list(dict.fromkeys(args.rows))
     for name in ("trials", "windows", "draft", "turns", "conversations"):
         if getattr(args, name) < 1:
@@ -149,17 +188,18 @@ def run(args: argparse.Namespace) -> int:
         for record in comparison.measure(conversations):
             records.append(record)
             print(json.dumps(record), flush=True)
-        print(seen(records), file=sys.stderr)
+        print(short_table(records), file=sys.stderr)
     return 0
 
 
 def _plan(args: argparse.Namespace, workloads: Sequence[Workload]) -> str:
+    """Returns one line for standard error on what will be run: engines, number of workloads, trials and rows."""
     trials = f"{args.trials} trials after {args.warmup} warm-up, rows {' and '.join(args.rows)}"
     return f"{', '.join(args.engines)}: {len(workloads)} {args.mode} x {trials}"
 
 
 def together(workloads: Sequence[Workload]) -> list[list[Workload]]:
-    """The workloads that one record is about: all conversations of a chat, else each by itself."""
+    """Groups the workloads that share a record: all conversations of a chat, and every other workload alone."""
     chats = [one for one in workloads if one.mode == "chat"]
     return [[one] for one in workloads if one.mode != "chat"] + ([chats] if chats else [])
 
@@ -168,7 +208,10 @@ def together(workloads: Sequence[Workload]) -> list[list[Workload]]:
 
 
 def prepare(args: argparse.Namespace) -> tuple[Models, list[Workload]]:
-    """Models and workloads as the flags say; a shape's weights are made last. Raises `MlxZipError`."""
+    """Returns the models and workloads that the flags ask for; random weights are made last, after all checks.
+
+    Raises `MlxZipError` for flags, models and texts that cannot be used.
+    """
     if (args.shape is None) == (args.model is None and args.base is None):
         raise MlxZipError("name a model with --model (and --base), or random weights with --shape")
     if args.shape is None:
@@ -183,7 +226,10 @@ def prepare(args: argparse.Namespace) -> tuple[Models, list[Workload]]:
 
 
 def workloads_of(args: argparse.Namespace, tokenizer: Any, context: int | None) -> list[Workload]:
-    """What the flags ask for. Raises `MlxZipError`, also where the model's `context` has too few positions."""
+    """Returns the workloads that the flags ask for. context: the model's number of positions, None if not known.
+
+    Raises `MlxZipError` for texts that cannot be used, and for a workload that is longer than the context.
+    """
     sizes = [parse_size(text) for text in args.sizes]
     if args.mode == "chat":
         found = chats(tokenizer, read_requests(args.requests), args.conversations, args.turns, sizes[0][1])
@@ -205,7 +251,7 @@ def workloads_of(args: argparse.Namespace, tokenizer: Any, context: int | None) 
 
 
 def parse_size(text: str) -> tuple[int, int]:
-    """`512+128` as (512, 128). Raises `MlxZipError`."""
+    """Parses a size such as `512+128` to (512, 128). Raises `MlxZipError` for any other form."""
     head, _, rest = text.partition("+")
     if not (head.isdecimal() and rest.isdecimal() and int(head) >= 1 and int(rest) >= 2):
         raise MlxZipError(f"--sizes {text}: expected P+G, base tokens to read (1 or more) and to write (2 or more)")
@@ -213,7 +259,7 @@ def parse_size(text: str) -> tuple[int, int]:
 
 
 def check_fit(engines: Sequence[str], workloads: Sequence[Workload]) -> None:
-    """Raises `MlxZipError` for a workload that an engine cannot run."""
+    """Raises `MlxZipError` if a workload is a conversation and an engine cannot continue one (`ONE_REQUEST`)."""
     for name in engines:
         if name in ONE_REQUEST and any(len(workload.turns) > 1 for workload in workloads):
             raise MlxZipError(f"{name} cannot go on with a conversation: leave it out, or --turns 1")
@@ -224,7 +270,7 @@ def check_fit(engines: Sequence[str], workloads: Sequence[Workload]) -> None:
 
 @dataclass
 class Trial:
-    """One engine's run of a conversation: a `Run` and joules (None where unknown) per turn."""
+    """One engine's run of one conversation: for each turn a `Run`, and the joules it used (None if unknown)."""
 
     runs: list[Run]
     joules: list[float | None]
@@ -232,7 +278,7 @@ class Trial:
 
 @dataclass
 class Entrant:
-    """One engine with warm or cold rows, and its trials: [conversations x trials]."""
+    """An engine that is compared, with "warm" or "cold" rows, and its trials so far: [conversations][trials]."""
 
     engine: Engine
     rows: str
@@ -243,7 +289,7 @@ class EngineComparison:
     """Runs engines in turns on the same conversations and makes their records."""
 
     def __init__(self, args: argparse.Namespace, engines: Sequence[tuple[Engine, str]], models: Models) -> None:
-        """engines: each with "warm" or "cold". The memory bandwidth of every chip is measured here, once."""
+        """Measures the memory bandwidth of every chip once. engines: each with "warm" or "cold" rows."""
         self.args, self.engines, self.models = args, engines, models
         self.meter = EnergyMeter()
         self.devices = {engine.name: engine.device for engine, _ in engines}
@@ -255,7 +301,7 @@ class EngineComparison:
     def measure(self, conversations: Sequence[Workload]) -> Iterator[dict[str, Any]]:
         """Runs warm-up and trials of every engine on every conversation, then yields a record per engine and turn.
 
-        Engines take turns within a conversation, and in which of them goes first.
+        In each round all engines run a conversation one after the other; each round another engine begins.
         """
         entrants = [Entrant(engine, rows, [[] for _ in conversations]) for engine, rows in self.engines]
         rounds = range(-self.args.warmup, self.args.trials)
@@ -264,7 +310,7 @@ class EngineComparison:
                 for at, conversation in enumerate(conversations):
                     first = (trial + at) % len(entrants)
                     for entrant in [*entrants[first:], *entrants[:first]]:
-                        done = self._trial(entrant, conversation)
+                        done = self._run_conversation(entrant, conversation)
                         if trial >= 0:
                             entrant.trials[at].append(done)
                         progress.step()
@@ -272,7 +318,8 @@ class EngineComparison:
             for turn in range(len(conversations[0].turns)):
                 yield self._record(entrant, conversations, turn)
 
-    def _trial(self, entrant: Entrant, conversation: Workload) -> Trial:
+    def _run_conversation(self, entrant: Entrant, conversation: Workload) -> Trial:
+        """Runs all turns of a conversation once in the entrant's engine, and reads the energy meter around each."""
         engine = entrant.engine
         if entrant.rows == "cold":
             engine.fresh()
@@ -285,7 +332,7 @@ class EngineComparison:
         return Trial(runs, joules)
 
     def _record(self, entrant: Entrant, conversations: Sequence[Workload], turn: int) -> dict[str, Any]:
-        """One record; samples are ordered by conversation, then by trial."""
+        """Returns the record of an entrant and a turn; samples are ordered by conversation, then by trial."""
         engine, first = entrant.engine, conversations[0]
         prompts = [len(one.turns[turn].prompt) for one in conversations]
         trials = [trial for of_one in entrant.trials for trial in of_one]
@@ -301,7 +348,7 @@ class EngineComparison:
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
             "engine": engine.name,
             "mode": first.mode,
-            "model": self._model(),
+            "model": self._model_section(),
             "workload": {
                 "domain": first.domain,
                 "data": first.data,
@@ -321,8 +368,8 @@ class EngineComparison:
             **surroundings(*PACKAGES),
         }
 
-    def _model(self) -> dict[str, Any]:
-        """The record's section on the model; of random weights, their hypertokens too."""
+    def _model_section(self) -> dict[str, Any]:
+        """Returns the record's section `model`; for --shape it has the flags of the hyper-encoder and codebook too."""
         models, args = self.models, self.args
         found = {"name": models.name, "precision": models.precision, "weights": models.weights}
         names = ("encoder", "encoder_layers", "merge_size", "codebook_size") if args.shape else ()

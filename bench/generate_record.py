@@ -1,4 +1,4 @@
-"""The record of `bench generate`: a JSON object per engine and workload, or turn of one; docs/bench.md explains it."""
+"""Writes and reads the records of `bench generate`, a JSON object per engine and turn; docs/bench.md explains them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FIGURES = {  # name: (unit, what it is); one sample per trial
     "joules_per_token": ("J", "joules per emitted base token"),
     "ceiling_percent": ("%", "steps_per_s over the ceiling's"),
 }
-SECTIONS: dict[str, tuple[type, ...]] = {  # of a record, with their types
+SECTIONS: dict[str, tuple[type, ...]] = {  # fields that every record has, with their types
     "bench": (str,),
     "schema": (int,),
     "run": (str,),
@@ -50,13 +50,13 @@ SECTIONS: dict[str, tuple[type, ...]] = {  # of a record, with their types
     "versions": (dict,),
     "commit": (str, type(None)),
 }
-SINCE = ("load_average", "idle_share", "preloaded", "blas")  # fields that records made before them do not have
-KEY = ("model", "workload")  # with engine, mode and rows: what makes two records measurements of one thing
+SINCE = ("load_average", "idle_share", "preloaded", "blas")  # fields that older records lack
+KEY = ("model", "workload")  # sections that are equal in two measurements of one thing, with mode, rows and engine
 
 
 @dataclass(frozen=True)
 class Ceiling:
-    """What memory bandwidth allows: bytes that a step reads midway, and steps/s if it did nothing else."""
+    """The upper bound that memory bandwidth sets: bytes that a step halfway through reads, and steps/s at that."""
 
     bandwidth_bytes_per_s: float
     step_bytes: float
@@ -64,7 +64,10 @@ class Ceiling:
 
 
 def ceiling(bandwidth: float, weight_bytes: int, kv_bytes: int, run: Run) -> Ceiling:
-    """Bytes per step: weights, keys and values of the ids so far, output rows. bandwidth: bytes/s, measured."""
+    """Returns the upper bound on steps/s if a step only read weights, keys and values, and output rows from memory.
+
+    bandwidth: measured bytes/s. weight_bytes: of a step. kv_bytes: of one id; half of the emitted ids count.
+    """
     emitted = sum(map(len, run.ids))
     step = weight_bytes + kv_bytes * (run.kv_ids - emitted / 2) + run.row_bytes
     return Ceiling(bandwidth, step, bandwidth / step)
@@ -73,15 +76,16 @@ def ceiling(bandwidth: float, weight_bytes: int, kv_bytes: int, run: Run) -> Cei
 def figures(
     prompts: Sequence[int], runs: Sequence[Run], joules: Sequence[float | None], top: Ceiling
 ) -> dict[str, Any]:
-    """`FIGURES` of some trials: unit, median, least, greatest and samples; null where a trial has none.
+    """Returns each of `FIGURES` with unit, median, min, max and one sample per trial; None if it is unknown in a trial.
 
-    prompts: base tokens of each trial's prompt.
+    prompts: base tokens of each trial's prompt. joules: energy of each trial. top: from `ceiling`.
     """
-    trials = [_trial(*one, top) for one in zip(prompts, runs, joules, strict=True)]
-    return {name: _spread(unit, [trial[name] for trial in trials]) for name, (unit, _) in FIGURES.items()}
+    trials = [_trial_figures(*one, top) for one in zip(prompts, runs, joules, strict=True)]
+    return {name: _summarized(unit, [trial[name] for trial in trials]) for name, (unit, _) in FIGURES.items()}
 
 
-def _trial(prompt_tokens: int, run: Run, joules: float | None, top: Ceiling) -> dict[str, float | None]:
+def _trial_figures(prompt_tokens: int, run: Run, joules: float | None, top: Ceiling) -> dict[str, float | None]:
+    """Returns one trial's value of every figure in `FIGURES`, None where it is unknown."""
     first, total, steps, tokens = run.times[0], run.times[-1], len(run.times), len(run.base_ids)
     later = total - first if steps > 1 else None
     between = [b - a for a, b in zip(run.times, run.times[1:], strict=False)]
@@ -104,7 +108,8 @@ def _trial(prompt_tokens: int, run: Run, joules: float | None, top: Ceiling) -> 
     }
 
 
-def _spread(unit: str, samples: Sequence[float | None]) -> dict[str, Any] | None:
+def _summarized(unit: str, samples: Sequence[float | None]) -> dict[str, Any] | None:
+    """Returns a figure of the record: samples with median, min and max, rounded to six digits; None if one is None."""
     known = [float(f"{sample:.6g}") for sample in samples if sample is not None]
     if len(known) < len(samples):
         return None
@@ -118,7 +123,7 @@ def _spread(unit: str, samples: Sequence[float | None]) -> dict[str, Any] | None
 
 
 def counts(prompts: Sequence[int], runs: Sequence[Run]) -> dict[str, int]:
-    """Sums of what these runs read and wrote; prompts: base tokens of each one's prompt."""
+    """Returns sums over runs of what they read and wrote. prompts: base tokens of each run's prompt."""
     return {
         "prompt_tokens": sum(prompts),
         "prompt_ids": sum(run.prompt_ids for run in runs),
@@ -131,7 +136,7 @@ def counts(prompts: Sequence[int], runs: Sequence[Run]) -> dict[str, int]:
 
 
 def ceiling_record(top: Ceiling) -> dict[str, float]:
-    """A ceiling as numbers of a record."""
+    """Returns a ceiling as the record's section, rounded to six digits."""
     return {name: float(f"{value:.6g}") for name, value in asdict(top).items()}
 
 
@@ -139,9 +144,9 @@ def ceiling_record(top: Ceiling) -> dict[str, float]:
 
 
 def read_records(names: Iterable[str | Path]) -> list[dict[str, Any]]:
-    """Every record of `bench generate` in these files; lines of other benches are left out.
+    """Returns every record of `bench generate` in these files, without the lines of other benches.
 
-    Raises `MlxZipError` naming file and line for what is no record, and when there is none at all.
+    Raises `MlxZipError` with file and line for a line that is not a bench's record, and if no record is found.
     """
     found = []
     for name in names:
@@ -158,7 +163,10 @@ def read_records(names: Iterable[str | Path]) -> list[dict[str, Any]]:
 
 
 def checked(line: str, where: str) -> dict[str, Any] | None:
-    """A line as a record; None for another bench's. Raises `MlxZipError`."""
+    """Parses a line to a record; None for the record of another bench. where: file and line, for the message.
+
+    Raises `MlxZipError` for a line that is not a bench's record, or a record of `bench generate` that is not complete.
+    """
     try:
         record = json.loads(line)
     except ValueError as error:
@@ -178,19 +186,24 @@ def checked(line: str, where: str) -> dict[str, Any] | None:
 
 
 def _check_figure(figure: Any, where: str) -> None:
+    """Raises `MlxZipError` unless a record's figure is None or has the numbers median, min, max and samples."""
     if figure is None:
         return
     numbers = isinstance(figure, dict) and [figure.get(name) for name in ("median", "min", "max")]
     samples = isinstance(figure, dict) and figure.get("samples")
-    if not numbers or not isinstance(samples, list) or not samples or not all(map(_number, [*numbers, *samples])):
+    if not numbers or not isinstance(samples, list) or not samples or not all(map(_is_number, [*numbers, *samples])):
         raise MlxZipError(f"{where} is not a median with its samples")
 
 
-def _number(value: Any) -> bool:
+def _is_number(value: Any) -> bool:
+    """Whether a JSON value is a number; true and false are none."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def key(record: dict[str, Any], engine: bool = True) -> str:
-    """What a record measures, as text: equal for two measurements of one thing. engine: whether that counts."""
+    """Returns a text that two records share if they have equal model, workload, mode, rows and engine.
+
+    engine: False leaves the engine out.
+    """
     named = {name: record[name] for name in (*KEY, "mode")} | {"rows": record["setting"].get("rows")}
     return json.dumps({**named, "engine": record["engine"] if engine else None}, sort_keys=True)

@@ -20,12 +20,12 @@ from mlx_zip.errors import MlxZipError
 from .engines import MlxEngine, Run, installed_bytes, zip_ids
 from .shapes import Models
 
-GRAMS = (3, 2)  # longest first
-DRAFT = 10
+GRAMS = (3, 2)  # lengths of the runs of ids that are looked up, longest first
+DRAFT = 10  # ids that are proposed per step, by default
 
 
 class Lookup:
-    """Where runs of ids came last, over a text that grows."""
+    """Index of a growing text: where each run of 3 or 2 ids occurred last."""
 
     def __init__(self, ids: Sequence[int]) -> None:
         self.ids: list[int] = []
@@ -34,7 +34,7 @@ class Lookup:
         self.add(ids)
 
     def add(self, ids: Sequence[int]) -> None:
-        """Goes on with these ids. A run counts once something follows it."""
+        """Appends ids to the text. A run of ids can be found once another id follows it."""
         self.ids += ids
         for end in range(self._done, len(self.ids)):
             for n in GRAMS:
@@ -43,7 +43,7 @@ class Lookup:
         self._done = len(self.ids)
 
     def propose(self, most: int) -> list[int]:
-        """What followed the longest known run that the text now ends with, `most` ids at most."""
+        """Returns at most `most` ids: those after the last earlier place of the longest run that the text ends with."""
         for n in GRAMS:
             end = self._ends.get(tuple(self.ids[-n:])) if len(self.ids) >= n else None
             if end is not None:
@@ -52,13 +52,19 @@ class Lookup:
 
 
 def verify(draft: Sequence[int], chosen: Sequence[int]) -> list[int]:
-    """The ids emitted for draft [k], given the model's choices [k + 1] after the last id and after each draft id."""
+    """Returns the ids to emit for draft [k]: the model's choices up to and including the first unlike the draft.
+
+    chosen: the model's choices [k + 1] after the last id and after each draft id.
+    """
     agreed = next((i for i, (a, b) in enumerate(zip(draft, chosen, strict=False)) if a != b), len(draft))
     return list(chosen[: agreed + 1])
 
 
 def until_end(pieces: Sequence[Sequence[int]], room: int, eos: Container[int]) -> tuple[int, list[int]]:
-    """How many ids count, of those that stand for these pieces, and their base ids: to an eos, or `room` base ids."""
+    """Returns how many of the emitted ids count, and their base ids, cut after an eos or after `room` base ids.
+
+    pieces: the base ids of each emitted id. eos: the ids that end a text.
+    """
     base_ids: list[int] = []
     for n, piece in enumerate(pieces, 1):
         for one in piece:
@@ -69,40 +75,41 @@ def until_end(pieces: Sequence[Sequence[int]], room: int, eos: Container[int]) -
 
 
 class _LookupEngine(MlxEngine):
-    """The loop, which plain models and hypertokens share. A conversation holds its caches and what was said in it."""
+    """The decoding loop of both lookup engines. `held` is (caches, `Lookup` of the conversation's base ids)."""
 
     def __init__(self, models: Models, make: Any, draft: int = DRAFT) -> None:
         super().__init__(models, make)
         self.draft = draft
 
     def start(self) -> tuple[list[Any], Lookup]:
-        """The caches of a new conversation, and its text so far, in base ids.
+        """Returns the caches of a new conversation and an empty `Lookup`.
 
-        Raises `MlxZipError` for caches from which nothing can be taken back.
+        Raises `MlxZipError` for caches that cannot be trimmed, because rejected drafts must be removed.
         """
         from mlx_lm.models.cache import can_trim_prompt_cache
 
         cache = super().start()
         if not can_trim_prompt_cache(cache):
-            raise MlxZipError(f"{self.name}: this model's caches cannot be trimmed, so nothing can be taken back")
+            raise MlxZipError(f"{self.name}: this model's caches cannot be trimmed, so no draft could be rejected")
         return cache, Lookup([])
 
     def _run(self, prompt: Sequence[int], tokens: int, replay: Sequence[int] | None, held: Any) -> Run:
+        """See `MlxEngine._run`. `last` is the id that the caches still lack, `done` counts the forced ids emitted."""
         from mlx_lm.models.cache import trim_prompt_cache
 
         begun = time.perf_counter()
         cache, lookup = held
         detokenizer, eos = self.tokenizer.detokenizer, self.tokenizer.eos_token_ids
-        ids, forced = self._ids(cache, prompt, replay)
+        ids, forced = self._to_ids(cache, prompt, replay)
         run, done, last = Run(len(ids)), 0, ids[-1]
         lookup.add(prompt)
-        self._read(cache, ids[:-1])
+        self._prefill(cache, ids[:-1])
         while len(run.base_ids) < tokens and (replay is None or done < len(forced)):
             left = tokens - len(run.base_ids) if replay is None else len(forced) - done
-            draft = self._draft(cache, last, lookup.propose(min(self.draft, left - 1)))[: left - 1]
+            draft = self._to_draft(cache, last, lookup.propose(min(self.draft, left - 1)))[: left - 1]
             chosen = self._choose(cache, [last, *draft])
             emitted = verify(draft, chosen if replay is None else forced[done : done + len(draft) + 1])
-            pieces = self._pieces(cache, emitted)
+            pieces = self._base_ids_of(cache, emitted)
             counted, base_ids = until_end(pieces, tokens - len(run.base_ids), eos)
             trim_prompt_cache(cache, 1 + len(draft) - counted)
             ended = base_ids[-1] in eos
@@ -113,38 +120,45 @@ class _LookupEngine(MlxEngine):
             done, last = done + counted, emitted[counted - 1]
             if ended:
                 break
-        self._read(cache, [last])  # as the other engines leave a conversation
+        self._prefill(cache, [last])  # the caches then hold every emitted id, as in the other engines
         detokenizer.finalize()
         run.text_bytes = len(detokenizer.text.encode())
-        return self._measured(run, cache)
+        return self._with_sizes(run, cache)
 
-    def _read(self, cache: list[Any], ids: Sequence[int]) -> None:
+    def _prefill(self, cache: list[Any], ids: Sequence[int]) -> None:
+        """Reads ids into the caches, 2,048 per call."""
         for begin in range(0, len(ids), 2048):
             self.model(mx.array([ids[begin : begin + 2048]]), cache=cache)
             mx.eval([entry.state for entry in cache])
 
     def _choose(self, cache: list[Any], ids: list[int]) -> list[int]:
+        """Returns the model's greedy choice after each of these ids."""
         return mx.argmax(self._logits(cache, mx.array([ids]))[0], axis=-1).tolist()  # type: ignore[return-value]
 
-    def _ids(self, cache: list[Any], prompt: Sequence[int], replay: Sequence[int] | None) -> tuple[list, list]:
+    def _to_ids(self, cache: list[Any], prompt: Sequence[int], replay: Sequence[int] | None) -> tuple[list, list]:
+        """Returns the ids of the prompt and of the base ids to replay, as this engine reads and emits them."""
         return list(prompt), list(replay or ())
 
     def _logits(self, cache: list[Any], ids: mx.array) -> mx.array:
+        """Returns logits [1, n, W] of the model after each of ids [1, n]."""
         return self.model(ids, cache=cache)
 
-    def _draft(self, cache: list[Any], last: int, base_ids: list[int]) -> list[int]:
+    def _to_draft(self, cache: list[Any], last: int, base_ids: list[int]) -> list[int]:
+        """Returns base ids that are proposed after the emitted id `last` as ids of this engine."""
         return base_ids
 
-    def _pieces(self, cache: list[Any], emitted: list[int]) -> list[list[int]]:
+    def _base_ids_of(self, cache: list[Any], emitted: list[int]) -> list[list[int]]:
+        """Returns the base ids of each emitted id."""
         return [[one] for one in emitted]
 
-    def _measured(self, run: Run, cache: list[Any]) -> Run:
+    def _with_sizes(self, run: Run, cache: list[Any]) -> Run:
+        """Fills in the run's number of KV ids, and bytes of hyper rows if there are any, and returns it."""
         run.kv_ids = cache[0].offset
         return run
 
 
 class PlainLookup(_LookupEngine):
-    """Over base ids, with any plain model whose caches can be trimmed."""
+    """Prompt lookup over base ids, with any plain model whose caches can be trimmed."""
 
     name = "mlx-lm+lookup"
 
@@ -153,7 +167,7 @@ class PlainLookup(_LookupEngine):
 
 
 class ZipLookup(_LookupEngine):
-    """Over hypertokens: base ids are looked up, and drafted as the codebook would write them from here."""
+    """Prompt lookup over hypertokens: base ids are looked up, and the draft is compressed with the current codebook."""
 
     name = "mlx-zip+lookup"
 
@@ -164,14 +178,17 @@ class ZipLookup(_LookupEngine):
         if self.model.config.policy != "freeze":
             raise MlxZipError(f"{self.name}: it needs a codebook of policy freeze")
 
-    def _ids(self, cache: list[Any], prompt: Sequence[int], replay: Sequence[int] | None) -> tuple[list, list]:
+    def _to_ids(self, cache: list[Any], prompt: Sequence[int], replay: Sequence[int] | None) -> tuple[list, list]:
+        """See the base class."""
         prompt_ids, forced = zip_ids(cache[-1].books[0], prompt, replay or ())
         return prompt_ids.tolist(), forced.tolist()
 
     def _logits(self, cache: list[Any], ids: mx.array) -> mx.array:
-        return self.model(ids, cache=cache, causal=True)  # an entry counts from the id that made it
+        """See the base class."""
+        return self.model(ids, cache=cache, causal=True)  # at each id only the entries that are installed by then count
 
-    def _draft(self, cache: list[Any], last: int, base_ids: list[int]) -> list[int]:
+    def _to_draft(self, cache: list[Any], last: int, base_ids: list[int]) -> list[int]:
+        """See the base class. The draft is what the codebook writes for these base ids once `last` is pushed."""
         book = cache[-1].books[0]
         mark = book.mark()
         book.push(last)
@@ -179,10 +196,11 @@ class ZipLookup(_LookupEngine):
         book.rewind(mark)
         return draft
 
-    def _pieces(self, cache: list[Any], emitted: list[int]) -> list[list[int]]:
-        """Each id's base ids. An entry stays what it is, so that those of the whole draft may still be installed."""
+    def _base_ids_of(self, cache: list[Any], emitted: list[int]) -> list[list[int]]:
+        """See the base class. An entry never changes (policy freeze), so entries of rejected drafts may be there."""
         return [cache[-1].books[0].expand([one]).tolist() for one in emitted]
 
-    def _measured(self, run: Run, cache: list[Any]) -> Run:
+    def _with_sizes(self, run: Run, cache: list[Any]) -> Run:
+        """See the base class."""
         run.kv_ids, run.row_bytes = cache[-1].offset, installed_bytes(cache[-1])
         return run

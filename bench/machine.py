@@ -1,4 +1,4 @@
-"""What the machine gives while an engine runs: memory bandwidth, measured now, and energy where a counter says."""
+"""Measures the machine while an engine runs: memory bandwidth, and energy where the machine has a counter."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from typing import Any
 
 import mlx.core as mx
 
-BANDWIDTH_SIDE = 8192  # of the float32 matrix that is read, 256 MB; well above any cache
+BANDWIDTH_SIDE = 8192  # side of the float32 matrix that is read: 256 MB, more than any cache
 BANDWIDTH_TRIALS = 5
 RAPL = Path("/sys/class/powercap")
 
 
 def bandwidth() -> float:
-    """Bytes per second that MLX's default device reads now: the best of some matrix-vector products, which is what
-    decoding is.
+    """Measures how many bytes per second MLX's default device reads in a matrix-vector product, as decoding does.
+
+    The fastest of `BANDWIDTH_TRIALS` products counts.
     """
     matrix, vector = mx.ones((BANDWIDTH_SIDE, BANDWIDTH_SIDE)), mx.ones((BANDWIDTH_SIDE, 1))
     mx.eval(matrix, vector)
@@ -26,19 +27,20 @@ def bandwidth() -> float:
 
 
 def fastest(call: Callable[[], Any]) -> float:
-    """Seconds of the fastest of `BANDWIDTH_TRIALS` calls, after one warm-up call."""
+    """Returns the seconds of the fastest of `BANDWIDTH_TRIALS` calls, after one warm-up call."""
     call()
     return min(_seconds(call) for _ in range(BANDWIDTH_TRIALS))
 
 
 def _seconds(call: Callable[[], Any]) -> float:
+    """Calls the function once and returns the seconds it took."""
     begun = time.perf_counter()
     call()
     return time.perf_counter() - begun
 
 
 def device() -> dict[str, Any]:
-    """What MLX runs on, and the numbers of threads that the environment asks for."""
+    """Returns MLX's device and its chip, and the numbers of threads that environment variables set."""
     return {
         "device": str(mx.default_device()),
         "chip": str(mx.device_info(mx.default_device()).get("device_name", "unknown")),
@@ -47,30 +49,30 @@ def device() -> dict[str, Any]:
 
 
 class EnergyMeter:
-    """Joules that the machine says it has used: a Linux package counter that may be read, or an NVIDIA GPU's own.
+    """Reads the joules used so far from a Linux counter of the CPU package, if it may be read, else from an NVIDIA GPU.
 
-    `read()` is a running total, or None where the machine does not tell (a Mac does to the superuser alone).
+    source: "package", "gpu", or None where there is no counter; on a Mac only the superuser can read one.
     """
 
     def __init__(self) -> None:
         self._counters = [path for path in sorted(RAPL.glob("intel-rapl:?")) if os.access(path / "energy_uj", os.R_OK)]
-        self._gpu = None if self._counters else _nvidia()
+        self._gpu = None if self._counters else _gpu_energy()
         self.source = "package" if self._counters else "gpu" if self._gpu else None
 
     def read(self) -> float | None:
-        """Joules since some point in the past."""
+        """Returns the joules used since a fixed time in the past, None without a counter."""
         if self._counters:
             return sum(int((path / "energy_uj").read_text()) for path in self._counters) / 1e6
         return self._gpu() if self._gpu else None
 
 
 def used(before: float | None, after: float | None) -> float | None:
-    """Joules between two readings; None where there are none, or where the counter began anew."""
+    """Returns the joules between two readings; None if one of them is None or the counter restarted between them."""
     return None if before is None or after is None or after < before else after - before
 
 
-def _nvidia() -> Any:
-    """A function that reads the first GPU's energy in joules, or None where there is no such library or counter."""
+def _gpu_energy() -> Any:
+    """Returns a function that reads the first GPU's energy in joules; None without NVIDIA's library or a counter."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:

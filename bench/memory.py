@@ -1,4 +1,4 @@
-"""Memory during a long generation: what a request holds apart from KV caches and rows must not grow.
+"""Tracks memory during a long generation: what a request holds apart from KV caches and rows must not grow.
 
 Runs a tiny random model for many steps through mlx-lm's own loop, with and without hypertokens.
 `other_active_bytes` is the memory that MLX holds for everything but KV caches and rows, mostly weights. `rss_bytes`
@@ -23,13 +23,17 @@ VOCAB, SLOTS = 256, 512
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of `bench memory`."""
-    parser.add_argument("--steps", type=int, default=20_000, help="number of steps to generate (default: 20000)")
-    parser.add_argument("--every", type=int, default=2_000, help="number of steps between two readings (default: 2000)")
+    """Declares the flags of `bench memory`."""
+    parser.add_argument(
+        "--steps", type=int, default=20_000, help="number of decoding steps of each model (default: 20000)"
+    )
+    parser.add_argument(
+        "--every", type=int, default=2_000, help="number of steps between two readings of memory (default: 2000)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints one JSON line per reading and a last one with the growth between the second and the last reading."""
+    """Prints for each model a JSON line per reading, and one with the growth from the second to the last reading."""
     load_before()
     for engine, model in (("mlx-lm", _plain_model()), ("mlx-zip", _zip_model())):
         readings = []
@@ -47,6 +51,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _readings(model: Any, steps: int, every: int) -> Iterator[dict[str, Any]]:
+    """Generates `steps` ids with a model and yields its memory figures every `every` steps."""
     from mlx_lm.generate import generate_step
     from mlx_lm.models.cache import make_prompt_cache
 
@@ -70,7 +75,7 @@ def _readings(model: Any, steps: int, every: int) -> Iterator[dict[str, Any]]:
 
 
 def _rss_bytes() -> int:
-    """Resident memory in bytes: the current one on Linux, the peak elsewhere."""
+    """Returns this process's resident memory in bytes: the current one on Linux, the peak elsewhere."""
     if os.path.exists("/proc/self/statm"):
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -79,7 +84,8 @@ def _rss_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def _config() -> dict[str, Any]:
+def _tiny_config() -> dict[str, Any]:
+    """Returns the config.json of a tiny Llama."""
     return {
         "model_type": "llama",
         "hidden_size": 64,
@@ -95,12 +101,14 @@ def _config() -> dict[str, Any]:
 
 
 def _plain_model() -> Any:
+    """Makes the tiny Llama with random weights in mlx-lm."""
     from mlx_lm.models.llama import Model, ModelArgs
 
-    return _with_random_weights(Model(ModelArgs.from_dict(_config())))
+    return _with_random_weights(Model(ModelArgs.from_dict(_tiny_config())))
 
 
 def _zip_model() -> Any:
+    """Makes the tiny Llama with hypertokens and random weights in mlx_zip."""
     from mlx_zip.models import Model, ModelArgs
 
     section = {
@@ -115,11 +123,12 @@ def _zip_model() -> Any:
         },
         "pad_token_id": 0,
     }
-    config = {**_config(), "model_type": "zip2zip", "zip2zip": section}
+    config = {**_tiny_config(), "model_type": "zip2zip", "zip2zip": section}
     return _with_random_weights(Model(ModelArgs.from_dict(config)))
 
 
 def _with_random_weights(model: Any) -> Any:
+    """Fills a model with random weights, always the same ones, and returns it."""
     from mlx.utils import tree_flatten
 
     rng = np.random.default_rng(0)

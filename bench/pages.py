@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PAGES = ("README.md", "CONTRIBUTING.md", "docs/**/*.md", "bench/**/*.md", "recipes/**/*.md")  # of a checkout
-DIFFERS = 1  # exit status
+DIFFERS = 1  # exit status of --check if a page or picture would change
 _MARK = re.compile(
     r"^<!-- (?:table: ([^\n]+?)|end) -->(?=\r?$)", re.MULTILINE
 )  # begin or end of a table, each on its own line
@@ -55,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _differs(path: Path, data: bytes, only_check: bool) -> bool:
+    """Whether a file does not hold `data`; it is then written, unless `only_check`, and named on standard error."""
     old = path.read_bytes() if path.exists() else b""
     if old == data:
         return False
@@ -68,36 +69,39 @@ def _differs(path: Path, data: bytes, only_check: bool) -> bool:
 
 
 def rendering(root: Path) -> list[tuple[Path, bytes]]:
-    """Every page and picture of a checkout with the bytes that it should have; nothing is written.
+    """Returns every page and picture of a checkout with the bytes it should have; nothing is written.
 
     Raises `MlxZipError` for a page, marker or record that cannot be used, and for a table that no page shows.
     """
     records, (tables, pictures) = Records(root), registered()
-    pages = {path: _read(path) for path in pages_of(root)}
+    pages = {path: _read_page(path) for path in pages_of(root)}
     shown = {name for text in pages.values() for name in names(text)}
     found = [(path, page(path, text, tables, records).encode()) for path, text in pages.items()]
     if missing := tables.keys() - shown:
         raise MlxZipError(f"no page shows the tables {', '.join(sorted(missing))}")
     return found + [
-        (root / name, rendered(_made(name, make, records), Path(name).suffix)) for name, make in pictures.items()
+        (root / name, rendered(_make(name, make, records), Path(name).suffix)) for name, make in pictures.items()
     ]
 
 
 def pages_of(root: Path) -> list[Path]:
-    """The Markdown files of a checkout that may hold tables."""
+    """Returns the Markdown files of a checkout that may hold tables, sorted."""
     return sorted({path for pattern in PAGES for path in root.glob(pattern)})
 
 
 def names(text: str) -> list[str]:
-    """Names of the tables that a page shows."""
+    """Returns the names of the tables that a page shows."""
     return [name for name in _MARK.findall(text) if name]
 
 
 def registered() -> tuple[Tables, Pictures]:
-    """All tables and pictures, the papers' too where this is a checkout. Raises `MlxZipError` for a name used twice."""
+    """Returns all tables and pictures by name, the papers' too in a checkout.
+
+    Raises `MlxZipError` for a name that is used twice.
+    """
     tables: Tables = {}
     pictures: Pictures = {}
-    for module in (performance_tables, *_of_papers()):
+    for module in (performance_tables, *_paper_modules()):
         for known, new in ((tables, module.TABLES), (pictures, module.PICTURES)):
             if twice := known.keys() & new.keys():
                 raise MlxZipError(f"{module.__name__}: the name {min(twice)} is registered twice")
@@ -105,13 +109,14 @@ def registered() -> tuple[Tables, Pictures]:
     return tables, pictures
 
 
-def _of_papers() -> Iterator[Any]:
+def _paper_modules() -> Iterator[Any]:
+    """Yields the module `tables` of every paper."""
     for file in sorted((Path(__file__).parent / "papers").glob("*/tables.py")):
         yield import_module(f"mlx_zip.bench.papers.{file.parent.name}.tables")
 
 
 def page(path: Path, text: str, tables: Tables, records: Records) -> str:
-    """A page's text with every table made anew. Raises `MlxZipError` for an unknown name or an unpaired marker."""
+    """Returns a page with every table made anew. Raises `MlxZipError` for an unknown name or an unpaired marker."""
     out, at, opened = [], 0, None
     for mark in _MARK.finditer(text):
         if (mark[1] is None) == (opened is None):
@@ -120,8 +125,8 @@ def page(path: Path, text: str, tables: Tables, records: Records) -> str:
             out.append(text[at : mark.end()])
             at, opened = mark.end(), mark[1]
         else:
-            made = f"\n\n{_table(path, opened, tables, records)}\n\n"
-            out.append(made.replace("\n", "\r\n") if "\r\n" in text else made)
+            section = f"\n\n{_table(path, opened, tables, records)}\n\n"
+            out.append(section.replace("\n", "\r\n") if "\r\n" in text else section)
             at, opened = mark.start(), None
     if opened is not None:
         raise _unpaired(path)
@@ -129,18 +134,21 @@ def page(path: Path, text: str, tables: Tables, records: Records) -> str:
 
 
 def _unpaired(path: Path) -> MlxZipError:
+    """Returns the error for a page with a begin of a table without its end, or an end without its begin."""
     return MlxZipError(f"{path}: not every '<!-- table: NAME -->' has its '<!-- end -->'")
 
 
 def _table(path: Path, name: str, tables: Tables, records: Records) -> str:
+    """Returns the table `name` of a page: one from the records, or one of commands or flags."""
     if name in tables:
-        return _made(name, tables[name], records)
-    if (made := flag_tables.made(name)) is not None:
-        return made
+        return _make(name, tables[name], records)
+    if (found := flag_tables.named_table(name)) is not None:
+        return found
     raise MlxZipError(f"{path}: there is no table named {name!r}; known: {', '.join(tables)}, {flag_tables.KNOWN}")
 
 
-def _made(name: str, make: Callable[[Records], Any], records: Records) -> Any:
+def _make(name: str, make: Callable[[Records], Any], records: Records) -> Any:
+    """Returns `make(records)`; errors from records that lack something become a `MlxZipError` with the table's name."""
     try:
         return make(records)
     except KeyError as missing:
@@ -149,7 +157,8 @@ def _made(name: str, make: Callable[[Records], Any], records: Records) -> Any:
         raise MlxZipError(f"{name}: its records do not hold what they should: {error}") from error
 
 
-def _read(path: Path) -> str:
+def _read_page(path: Path) -> str:
+    """Returns a page's text with its line ends as they are. Raises `MlxZipError` if it is not UTF-8."""
     try:
         return path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:

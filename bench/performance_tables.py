@@ -13,8 +13,13 @@ from .records import Record, Records, libraries, machines
 from .speeds import PROFILES, PUBLISHED, REQUESTS, STORIES, TURNS, per_step, pooled_per_step, ratio, step_ratio
 from .tables import table
 
-HOST_PARTS = {"codec": "codec", "rows, host": "rows", "embedding": "embedding", "head": "head"}  # in `bench profile`
-OPERATIONS = {  # of `bench codec`
+HOST_PARTS = {
+    "codec": "codec",
+    "rows, host": "rows",
+    "embedding": "embedding",
+    "head": "head",
+}  # row's name: part of `bench profile`
+OPERATIONS = {  # operation in a `bench codec` record: its name in the table
     "compress arrays": "compress; arrays here, lists there",
     "compress lists": "compress; Python lists on both sides",
     "decode arrays": "decode; arrays here, lists there",
@@ -24,16 +29,18 @@ OPERATIONS = {  # of `bench codec`
     "mark": "mark",
     "rewind_one": "rewind by one id",
 }
-PACK = "its own, tuned"  # the pack that the bundled model begins with, in the record `pack_quality`
+PACK = "its own, tuned"  # name of the bundled model's own pack in the record `pack_quality`
 
 
 def _steps(records: Records) -> str:
+    """Returns the table of times per step over mlx-lm's at equal KV length, one row per profile."""
     found = {name: (file, records.one(file)) for name, file in PROFILES.items()}
     rows = [[name, f"`{file}`", str(step_ratio(line)), libraries(line)] for name, (file, line) in found.items()]
     return table(["", "record", "a step over mlx-lm's", "preloaded; BLAS"], rows)
 
 
 def _requests(records: Records) -> str:
+    """Returns the table of whole requests, mlx_zip over mlx-lm, one row per kind of text."""
     rows = []
     for text, file in REQUESTS.items():
         pair = records.pair(file)
@@ -52,6 +59,7 @@ def _requests(records: Records) -> str:
 
 
 def _stories(records: Records) -> str:
+    """Returns the table of the bundled model's conversations over its base's, by story, with cold and warm rows."""
     if STORIES not in records.files:
         return not_yet(STORIES)
     rows = []
@@ -65,11 +73,12 @@ def _stories(records: Records) -> str:
 
 
 def not_yet(name: str) -> str:
-    """What stands in place of a table whose record has not been made."""
+    """Returns the sentence shown in place of a table whose record has not been made."""
     return f"Not measured yet: there is no record `{name}`."
 
 
 def _published(records: Records) -> str:
+    """Returns the table of mlx_zip over the published package, one row per precision of the weights."""
     rows = []
     for precision, file in PUBLISHED.items():
         pair = records.pair(file, "zip2zip")
@@ -79,44 +88,47 @@ def _published(records: Records) -> str:
 
 
 def _parts(records: Records) -> str:
+    """Returns the table of a step's parts in us: before the work on host time, after it, and of the bundled model."""
     before, after, bundled = map(records.one, ("profile-before", "profile-warm", "profile-stories"))
-    both = (before, after, bundled)
-    rows = [["step over mlx-lm's at equal KV length", *(f"{step_ratio(record).value:.2f}" for record in both)]]
-    rows.append(["rows, apart", *(_us(record["parts"]["rows"]["apart_us"]) for record in both)])
+    profiles = (before, after, bundled)
+    rows = [["step over mlx-lm's at equal KV length", *(f"{step_ratio(record).value:.2f}" for record in profiles)]]
+    rows.append(["rows, apart", *(_us(record["parts"]["rows"]["apart_us"]) for record in profiles)])
     for name, part in HOST_PARTS.items():
-        rows.append([name, *(_us(record["parts"][part]["host_us"]) for record in both)])
-    rows.append(["host work of mlx_zip, by the wall's clock", *(_us(record["ours_us"]) for record in both)])
-    rows.append(["host work of mlx_zip, processor time", "-", *(_us(r["ours_cpu_us"]) for r in both[1:])])
-    rows.append(["preloaded; BLAS", *map(libraries, both)])
+        rows.append([name, *(_us(record["parts"][part]["host_us"]) for record in profiles)])
+    rows.append(["host work of mlx_zip, by the wall's clock", *(_us(record["ours_us"]) for record in profiles)])
+    rows.append(["host work of mlx_zip, processor time", "-", *(_us(r["ours_cpu_us"]) for r in profiles[1:])])
+    rows.append(["preloaded; BLAS", *map(libraries, profiles)])
     return table(["us per step, median", "before", "after", "bundled model"], rows)
 
 
 def _us(figure: Mapping[str, float]) -> str:
+    """Returns a figure's median as text; the figure is in us."""
     return f"{figure['median']:,.0f}"
 
 
 def _codec(records: Records) -> str:
-    """Both codecs' times, and how many times as fast ours is: median of paired trials with its interval."""
+    """Returns the table of both codecs' times, and how many times as fast ours is, with its 95 % interval."""
     if "codec" not in records.files:
         return not_yet("codec")
     rows = []
     for line in records.lines("codec"):
-        of = (
+        measured = (
             "windows of" if line["setting"]["of"] == "windows" else "one sequence of"
         ) + f" {line['setting']['ids_each']:,} ids"
         times = [f"{line[side]['median']:,.0f}" if line[side] else "-" for side in ("ours", "upstream")]
-        rows.append([OPERATIONS[line["what"]], of, line["unit"], *times, _times_as_fast(line)])
+        rows.append([OPERATIONS[line["what"]], measured, line["unit"], *times, _times_as_fast(line)])
     return table(["", "of", "unit", "mlx_zip", "zip2zip-compression", "times as fast"], rows)
 
 
 def _times_as_fast(line: Record) -> str:
+    """Returns theirs over ours, the median of paired trials with its interval; "-" if theirs was not measured."""
     if not line["upstream"]:
         return "-"
     return str(paired_ratio(line["ours"]["samples"], line["upstream"]["samples"]))
 
 
 def _speed(records: Records) -> str:
-    """What a user feels of the bundled model, with its price in bits per byte."""
+    """Returns the table of the bundled model's speed for a user, with the bits per byte that it costs."""
     if STORIES not in records.files:
         return not_yet(STORIES)
     price = next(line for line in records.lines("pack_quality") if line["curve"] == PACK)
@@ -131,6 +143,7 @@ def _speed(records: Records) -> str:
 
 
 def _machines(records: Records) -> str:
+    """Returns the table of where and how each record of docs/performance.md was measured."""
     names = [*PROFILES.values(), *REQUESTS.values(), *PUBLISHED.values(), "profile-stories", "profile-before", "rows"]
     return machines(records, sorted(name for name in (*names, STORIES, "codec") if name in records.files))
 

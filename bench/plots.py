@@ -20,7 +20,7 @@ STABLE: dict[Any, Any] = {"svg.hashsalt": "mlx_zip", "svg.fonttype": "none"}  # 
 
 @dataclass(frozen=True)
 class Curve:
-    """Points (x, y) from left to right."""
+    """A named line through points (x, y), from left to right."""
 
     name: str
     points: Sequence[tuple[float, float]]
@@ -28,7 +28,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Panel:
-    """One chart: the names of its axes, and its curves."""
+    """One chart: the labels of its axes x and y, and its curves."""
 
     x: str
     y: str
@@ -36,7 +36,7 @@ class Panel:
 
 
 def new_figure(width: float = 10, height: float = 4) -> Figure:
-    """An empty figure of `width` x `height` inches, without a window. Raises `InstallationError` without matplotlib."""
+    """Returns an empty figure of width x height inches. Raises `InstallationError` without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -45,7 +45,7 @@ def new_figure(width: float = 10, height: float = 4) -> Figure:
 
 
 def lines(panels: Sequence[Panel], title: str | None = None) -> Figure:
-    """Line charts side by side. Curves of one name have one colour and appear once in the legend, below."""
+    """Draws line charts side by side. Curves of one name have one colour and one place in the legend below."""
     figure = new_figure(3.6 * len(panels), 3.8)
     colours: dict[str, str] = {}
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
@@ -64,7 +64,7 @@ def lines(panels: Sequence[Panel], title: str | None = None) -> Figure:
 
 
 def rendered(figure: Figure, suffix: str) -> bytes:
-    """The figure as the bytes of an .svg or .png file; the same figure gives the same bytes."""
+    """Returns the figure as the bytes of an .svg or .png file; the same figure gives the same bytes."""
     import matplotlib
 
     out = BytesIO()
@@ -75,14 +75,14 @@ def rendered(figure: Figure, suffix: str) -> bytes:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Writes the figure as .svg or .png, whole or not at all. Raises `MlxZipError` for another ending or a bad path."""
+    """Writes the figure to a .svg or .png file, whole or not at all. Raises `MlxZipError` if it cannot."""
     if path.suffix not in FORMATS:
         raise MlxZipError(f"{path}: a picture's name ends in {' or '.join(FORMATS)}")
     write_bytes(path, rendered(figure, path.suffix))
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Writes a file whole or not at all. Raises `MlxZipError`."""
+    """Writes a file whole or not at all. Raises `MlxZipError` if it cannot be written."""
     try:
         with whole_file(path) as partial:
             partial.write_bytes(data)

@@ -37,27 +37,30 @@ CLOCKS = ("host_us", "cpu_us", "apart_us")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of `bench profile`."""
+    """Declares the flags of `bench profile`."""
     add = parser.add_argument
     add(
         "--mode",
         choices=("replay", "free"),
         default="replay",
-        help="replay: the text's own continuation is forced; free: greedy decoding (default: replay)",
+        help="what engines write. replay: the text's own continuation; free: greedy decoding (default: replay)",
     )
-    add("--trials", type=int, default=5, help="timed runs of each of the five ways (default: 5)")
+    add("--trials", type=int, default=5, help="number of timed runs in each of the five ways to run (default: 5)")
     add(
         "--rows",
         choices=("warm", "cold"),
         default="warm",
-        help="warm: runs may use hyper rows that earlier runs encoded; cold: each run begins with none (default: warm)",
+        help="hyper rows that a run may reuse. warm: those that earlier runs encoded; cold: none (default: warm)",
     )
     add_model_arguments(parser)
     add_text_arguments(parser, SIZES)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints one JSON line per text and size, and its table on standard error. Raises `MlxZipError`."""
+    """Prints one JSON line per text and size, and a table of its parts on standard error.
+
+    Raises `MlxZipError` for flags, models and texts that cannot be used.
+    """
     if args.trials < 1:
         raise MlxZipError(f"--trials must be at least 1, got {args.trials}")
     args.windows = 1
@@ -76,7 +79,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 class Steps:
-    """Seconds of all steps but the first, [trials x steps], whole and by part."""
+    """Times in seconds of the steps of one way to run, without the first step of every run.
+
+    whole: all steps. medians: the median step of each run. parts: all steps, by part.
+    """
 
     def __init__(self) -> None:
         self.whole: list[float] = []
@@ -84,7 +90,7 @@ class Steps:
         self.parts: dict[str, list[float]] = defaultdict(list)
 
     def add(self, run: Run, marks: Sequence[Seconds]) -> None:
-        """A run, and what its tracer had added up at each of its steps (none: it was not traced)."""
+        """Adds a run. marks: the tracer's totals at each of its steps; empty for a run without a tracer."""
         whole = np.diff(run.times)
         self.whole += whole.tolist()
         self.medians.append(float(np.median(whole)))
@@ -97,47 +103,51 @@ class Steps:
 
 
 class StepProfiler:
-    """Runs one model in both engines in five ways and makes the records."""
+    """Runs a model with hypertokens and its plain one in five ways, and makes the records."""
 
     def __init__(self, args: argparse.Namespace, models: Models) -> None:
+        """models: with a model with hypertokens."""
         assert models.zipped is not None
         self.args, self.models = args, models
         self.plain, self.zipped = MlxLm(models, models.plain), MlxZip(models, models.zipped)
 
     def measure(self, workload: Workload) -> dict[str, Any]:
-        """A record; the first round warms up and does not count."""
+        """Runs a workload in five ways, in turns, and returns its record. A first round is a warm-up."""
         ways = {name: Steps() for name in ("mlx-lm", "mlx-zip", "mlx-lm traced", "mlx-zip traced", "mlx-zip apart")}
         for trial in range(-1, self.args.trials):
-            whole, _ = self._run_zip(workload, None)
+            untraced, _ = self._run_zip(workload, None)
             runs = {
-                "mlx-zip": (whole, ()),
-                "mlx-lm": self._run_plain(workload, whole, None),
+                "mlx-zip": (untraced, ()),
+                "mlx-lm": self._run_plain(workload, untraced, None),
                 "mlx-zip traced": self._run_zip(workload, Tracer(ZIP_HOOKS)),
-                "mlx-lm traced": self._run_plain(workload, whole, Tracer(self._plain_hooks())),
+                "mlx-lm traced": self._run_plain(workload, untraced, Tracer(self._plain_hooks())),
                 "mlx-zip apart": self._run_zip(workload, Tracer(ZIP_HOOKS, apart=True)),
             }
             for name, (one, marks) in runs.items():
                 if trial >= 0:
                     ways[name].add(one, marks)
-        return self._record(workload, whole, ways)
+        return self._record(workload, untraced, ways)
 
     def _plain_hooks(self) -> tuple[Hook, ...]:
+        """Returns the functions to time in mlx-lm's step, the plain model's own forward pass among them."""
         return (*PLAIN_HOOKS, Hook("blocks", type(self.plain.model), "__call__"))
 
     def _run_zip(self, workload: Workload, tracer: Tracer | None) -> tuple[Run, Sequence[Seconds]]:
+        """Runs the workload in mlx_zip, without earlier rows if --rows is cold; returns the run and tracer's marks."""
         if self.args.rows == "cold":
             self.zipped.fresh()
         turn = workload.turns[0]
         return _traced(self.zipped, tracer, turn.prompt, turn.tokens, turn.text)
 
     def _run_plain(self, workload: Workload, like: Run, tracer: Tracer | None) -> tuple[Run, Sequence[Seconds]]:
-        """As many ids as the other run read and emitted, forced: the head of the prompt and of the text."""
+        """Runs mlx-lm with as many prompt ids and forced ids as `like`, mlx_zip's run, so with equal KV length."""
         turn, steps = workload.turns[0], len(like.ids)
         text = (*(turn.text or ()), *turn.prompt)
         forced = [text[i % len(text)] for i in range(steps)]
         return _traced(self.plain, tracer, turn.prompt[: like.prompt_ids], steps, forced)
 
-    def _record(self, workload: Workload, whole: Run, ways: dict[str, Steps]) -> dict[str, Any]:
+    def _record(self, workload: Workload, untraced: Run, ways: dict[str, Steps]) -> dict[str, Any]:
+        """Returns the record. untraced: mlx_zip's last run without clocks. ways: the steps of each way to run."""
         turn, host, apart = workload.turns[0], ways["mlx-zip traced"], ways["mlx-zip apart"]
         ours, ours_cpu = (np.sum([host.parts[part + clock] for part in OURS], axis=0) for clock in ("", CPU))
         ratios = np.divide(ways["mlx-zip"].medians, ways["mlx-lm"].medians)
@@ -161,7 +171,11 @@ class StepProfiler:
                 "tokens": turn.tokens,
             },
             "setting": {"trials": args.trials, "rows": args.rows},
-            "counts": {"prompt_ids": whole.prompt_ids, "steps": len(whole.times), "base_tokens": len(whole.base_ids)},
+            "counts": {
+                "prompt_ids": untraced.prompt_ids,
+                "steps": len(untraced.times),
+                "base_tokens": len(untraced.base_ids),
+            },
             "unit": "us per step",
             "steps": {name: _figure(way.whole, way.medians) for name, way in ways.items()},
             "ratio": {"median": _round(float(np.median(ratios))), "samples": [_round(r) for r in ratios.tolist()]},
@@ -182,26 +196,28 @@ class StepProfiler:
 
 
 def _traced(engine: Any, tracer: Tracer | None, *request: Any) -> tuple[Run, Sequence[Seconds]]:
+    """Runs a request in an engine, with a tracer if there is one; returns the run and the tracer's marks."""
     if tracer is None:
         return engine.run(*request), ()
     with tracer:
         return engine.run(*request), tracer.marks
 
 
-def _figure(seconds: Sequence[float], trials: Sequence[float] = ()) -> dict[str, Any]:
-    """Mean, median and 90th percentile in us; of whole steps the medians of the trials too."""
+def _figure(seconds: Sequence[float], trial_medians: Sequence[float] = ()) -> dict[str, Any]:
+    """Returns mean, median and 90th percentile in us, and with trial_medians (seconds) those in us as `samples`."""
     us = 1e6 * np.asarray(seconds)
     found = {"mean": us.mean(), "median": np.median(us), "p90": np.quantile(us, 0.9)}
     figure: dict[str, Any] = {name: _round(float(value)) for name, value in found.items()}
-    return {**figure, "samples": [_round(1e6 * trial) for trial in trials]} if trials else figure
+    return {**figure, "samples": [_round(1e6 * one) for one in trial_medians]} if trial_medians else figure
 
 
 def _round(value: float) -> float:
+    """Rounds to five significant digits."""
     return float(f"{value:.5g}")
 
 
 def split_table(record: dict[str, Any]) -> str:
-    """A record for the eye: its parts as Markdown, and the steps they are parts of."""
+    """Returns a record's parts as a Markdown table with a heading, and a line on its whole steps."""
     parts, steps = record["parts"], record["steps"]
     rows = [
         [

@@ -1,8 +1,8 @@
-"""Clocks around the parts of a step: functions of mlx_zip, mlx-lm and MLX, wrapped while a tracer is open.
+"""Clocks around the parts of a step: functions of mlx_zip, mlx-lm and MLX are wrapped while a tracer is open.
 
-A function's time is its own: what it calls that has a clock too is taken out. Two clocks run: the wall's, and the
-thread's processor time, in which the thread is not counted while others have its core. A hook that finds no such
-function is an error, so that this list follows the code.
+A function's time does not include wrapped functions that it calls. Two clocks run: wall-clock time, and the thread's
+processor time, which does not count waiting for a core. A hook whose function does not exist is an error, so that this
+list follows the code.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import mlx.core as mx
 
 from mlx_zip.errors import MlxZipError
 
-PARTS = {  # in a step's order
+PARTS = {  # name: what it is; in a step's order
     "wait": "reading the last id: waiting for the device",
     "call": "the model call besides what follows: checks, positions",
     "codec": "codebook: learning the id, listing entries, expanding",
@@ -35,25 +35,40 @@ PARTS = {  # in a step's order
     "replay": "forcing the id",
     "loop": "what is left: the loop, the bench itself",
 }
-OURS = ("call", "codec", "rows", "embedding", "head", "canonical", "text", "response")  # what mlx_zip adds on the host
+OURS = (
+    "call",
+    "codec",
+    "rows",
+    "embedding",
+    "head",
+    "canonical",
+    "text",
+    "response",
+)  # parts that mlx_zip adds to mlx-lm's on the host
 
 CPU = " cpu"  # suffix of a part's name for its processor time
 
-Seconds = defaultdict[str, float]  # by part, and by part + CPU
-Made = Callable[[tuple[Any, ...], Any], Any]
+Seconds = defaultdict[str, float]  # part, or part + CPU: seconds
+Made = Callable[[tuple[Any, ...], Any], Any]  # (arguments, result) of a call: the arrays that it made
 
 
 def _result(args: tuple[Any, ...], result: Any) -> Any:
+    """The arrays that a call made are its result."""
     return result
 
 
 def _table(args: tuple[Any, ...], result: Any) -> Any:
-    return args[2].rows  # of `Session._fill(self, state, table, ...)`
+    """The array that a call of `Session._fill(self, state, table, ...)` made is the table's rows."""
+    return args[2].rows
 
 
 @dataclass(frozen=True)
 class Hook:
-    """A function of a part. owner: module, class, or "module:Class". made(args, result): arrays it is to evaluate."""
+    """A function whose time counts for a part of the step.
+
+    owner: module, class, or "module:Class". made: gives the arrays that a call made, which are evaluated when parts are
+    timed apart; None if there are none.
+    """
 
     part: str
     owner: Any
@@ -61,7 +76,7 @@ class Hook:
     made: Made | None = None
 
     def home(self) -> Any:
-        """Module or class that has the function. Raises `MlxZipError` when there is none."""
+        """Returns the module or class that has the function. Raises `MlxZipError` if the function does not exist."""
         home = self.owner
         if isinstance(home, str):
             module, _, kind = home.partition(":")
@@ -82,7 +97,7 @@ PLAIN_HOOKS = (
 )
 ZIP_HOOKS = (
     *PLAIN_HOOKS,
-    *(Hook("wait", f"mlx_zip.models.{room}", "read_ids") for room in ("zip_model", "ahead")),
+    *(Hook("wait", f"mlx_zip.models.{module}", "read_ids") for module in ("zip_model", "ahead")),
     Hook("call", MODEL, "__call__"),
     Hook("embedding", MODEL, "_embed", _result),
     *(Hook("rows", ROWS, name, _table) for name in ("_fill", "_fill_one")),
@@ -99,13 +114,18 @@ ZIP_HOOKS = (
 
 
 class Tracer:
-    """While open, adds up seconds by part; a mark per id that is emitted. apart: evaluate each part before the next."""
+    """While open, adds up seconds by part in `totals`, and appends a copy of them to `marks` at each emitted id.
+
+    apart: evaluate the arrays of each part before the next part begins.
+    """
 
     def __init__(self, hooks: tuple[Hook, ...], apart: bool = False) -> None:
         self.hooks, self.apart = hooks, apart
         self.totals: Seconds = defaultdict(float)
         self.marks: list[Seconds] = []
-        self._inner: list[tuple[float, float]] = []  # seconds (both clocks) of hooked functions inside each that runs
+        self._inner: list[
+            tuple[float, float]
+        ] = []  # for each wrapped call that runs: (wall, processor) seconds of the wrapped calls inside it
         self._undo: list[tuple[Any, str, Any]] = []
 
     def __enter__(self) -> Tracer:
@@ -125,6 +145,7 @@ class Tracer:
             setattr(home, name, before)
 
     def _timed(self, hook: Hook, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Wraps a function so that the time of its calls counts for the hook's part."""
         made, cpu = hook.made if self.apart else None, hook.part + CPU
 
         def call(*args: Any, **options: Any) -> Any:
@@ -147,6 +168,8 @@ class Tracer:
         return call
 
     def _marking(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Wraps `Run.step` so that each call first appends a copy of the totals to the marks."""
+
         def call(*args: Any) -> Any:
             self.marks.append(self.totals.copy())
             return function(*args)

@@ -1,4 +1,4 @@
-"""What a person sees on standard error while a bench runs: one header line, and how far it is."""
+"""Shows on standard error what a bench measures and how far it is."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any, TextIO
 
 from .record import load_before
 
-EVERY_S = 20.0  # between two lines where standard error is not a terminal
+EVERY_S = 20.0  # seconds between two lines where standard error is not a terminal
 
 
 def header(bench: str, model: str, device: dict[str, Any], plan: str) -> None:
-    """Prints what is measured, on what, and how busy the machine was before."""
+    """Prints one line: the bench, model and device, how busy the machine was before, and `plan`: what will be run."""
     load = load_before()
     idle = "" if load["idle_share"] is None else f", processors {load['idle_share']:.0%} idle"
     where = f"{device['chip']} ({device['device']})"
@@ -20,7 +20,10 @@ def header(bench: str, model: str, device: dict[str, Any], plan: str) -> None:
 
 
 class Progress:
-    """Counts finished parts: a bar on a terminal, elsewhere a line about every `EVERY_S` seconds."""
+    """Shows how many of `total` parts are finished: a bar on a terminal, else a line about every `EVERY_S` seconds.
+
+    part: the word for a part, such as "trial".
+    """
 
     def __init__(self, part: str, total: int, out: TextIO | None = None) -> None:
         self.part, self.total, self.out = part, total, out or sys.stderr
@@ -36,7 +39,7 @@ class Progress:
             self.out.flush()
 
     def step(self) -> None:
-        """One more part is finished."""
+        """Counts one more finished part and shows it."""
         self.done += 1
         now = time.monotonic()
         left = (now - self.begun) / self.done * (self.total - self.done)

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-DRAWS = 10_000
+DRAWS = 10_000  # bootstrap samples
 QUANTILES = (0.025, 0.975)
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """The median of paired ratios and its 95 % interval. n: pairs."""
+    """A ratio with its 95 % interval, from `low` to `high`. n: number of ratios, or of trials, that it comes from."""
 
     value: float
     low: float
@@ -24,12 +24,12 @@ class Ratio:
         return f"{self.value:.2f} ({self.low:.2f} to {self.high:.2f})"
 
     def over(self, divisor: float) -> Ratio:
-        """Value and interval divided by a number."""
+        """Returns the ratio with value and interval divided by a number."""
         return Ratio(self.value / divisor, self.low / divisor, self.high / divisor, self.n)
 
 
 def paired_ratio(a: Sequence[float], b: Sequence[float], groups: int | None = None, seed: int = 0) -> Ratio:
-    """Median of b / a, pair by pair, a [n] and b [n] measured in turns.
+    """Returns the median of b / a, pair by pair, with its interval. a [n] and b [n] were measured in turns.
 
     groups: how many equal groups of neighbouring pairs belong together, such as the trials of one conversation; a
     group counts once, by its median, because its trials repeat one text. None: every pair is a group of its own.
@@ -39,7 +39,7 @@ def paired_ratio(a: Sequence[float], b: Sequence[float], groups: int | None = No
 
 
 def of_samples(ratios: Sequence[float], seed: int = 0) -> Ratio:
-    """Median of ratios [n] and its 95 % interval by bootstrap: `DRAWS` times n of them are drawn with replacement."""
+    """Returns the median of ratios [n] and its interval by bootstrap: `DRAWS` samples of n drawn with replacement."""
     samples = np.asarray(ratios, float)
     if not len(samples):
         raise ValueError("no trials")
@@ -49,7 +49,7 @@ def of_samples(ratios: Sequence[float], seed: int = 0) -> Ratio:
 
 
 def unpaired_ratio(a: Sequence[float], b: Sequence[float], seed: int = 0) -> Ratio:
-    """Median of b [m] over median of a [n], of trials that did not run in turns; both are drawn independently."""
+    """Returns the median of b [m] over that of a [n], with its interval, for trials that did not run in turns."""
     rng = np.random.default_rng(seed)
     drawn = [np.median(rng.choice(np.asarray(x, float), (DRAWS, len(x))), axis=1) for x in (a, b)]
     low, high = np.quantile(drawn[1] / drawn[0], QUANTILES)

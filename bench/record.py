@@ -16,7 +16,7 @@ from typing import Any
 
 
 def summary(samples: Sequence[float]) -> dict[str, Any]:
-    """Raw samples with their median, least and greatest."""
+    """Returns samples with their median, min and max, rounded to three decimals."""
     return {
         "median": round(median(samples), 3),
         "min": round(min(samples), 3),
@@ -25,20 +25,23 @@ def summary(samples: Sequence[float]) -> dict[str, Any]:
     }
 
 
-IDLE_S = 2.0  # how long the processors are watched before a command measures
-BLAS = re.compile(r"blas|lapack|mkl|blis|libgoto|Accelerate")
+IDLE_S = 2.0  # seconds for which the idle share of the processors is measured before a command measures
+BLAS = re.compile(r"blas|lapack|mkl|blis|libgoto|Accelerate")  # in names of libraries
 
 
 def surroundings(*packages: str) -> dict[str, Any]:
-    """Machine, Python, versions of `packages` (null where one is not installed), commit if known, load, libraries."""
+    """Returns what every record carries: machine, Python, versions, commit, load and libraries.
+
+    packages: whose versions are given, besides mlx_zip's and numpy's; None for one that is not installed.
+    """
     return {**_installation(*packages), **load_before(), "preloaded": preloaded(), "blas": blas_libraries()}
 
 
 @cache
 def load_before() -> dict[str, float | None]:
-    """Load average, and the share of all processors' time that was idle over `IDLE_S` seconds.
+    """Returns the load average, and the share of all processors' time that is idle during the next `IDLE_S` seconds.
 
-    Both are taken at the first call of a process and kept; commands call it before they measure. idle_share is null
+    Later calls return the values of the first one, so commands call this before they measure. idle_share is None
     where the system has no /proc/stat.
     """
     load = round(os.getloadavg()[0], 2)
@@ -52,7 +55,10 @@ def load_before() -> dict[str, float | None]:
 
 
 def _processor_times() -> tuple[int, int] | None:
-    """(idle, all) ticks of all processors since the start; waiting for a disk counts as idle."""
+    """Returns (idle ticks, all ticks) of all processors since the system started; None without /proc/stat.
+
+    Waiting for a disk counts as idle.
+    """
     try:
         ticks = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
     except FileNotFoundError:
@@ -61,13 +67,13 @@ def _processor_times() -> tuple[int, int] | None:
 
 
 def preloaded() -> list[str]:
-    """Names of the libraries that the environment loads before all others, such as a BLAS."""
+    """Returns the names of the libraries that LD_PRELOAD or its Mac counterpart loads first, such as a BLAS."""
     names = os.environ.get("LD_PRELOAD", os.environ.get("DYLD_INSERT_LIBRARIES", ""))
     return [Path(name).name for name in names.replace(":", " ").split()]
 
 
 def blas_libraries() -> list[str] | None:
-    """Names of the BLAS and LAPACK libraries that this process has loaded; None where the system does not say."""
+    """Returns the names of the BLAS and LAPACK libraries that this process has loaded; None without /proc."""
     try:
         maps = Path("/proc/self/maps").read_text().splitlines()
     except FileNotFoundError:
@@ -78,6 +84,7 @@ def blas_libraries() -> list[str] | None:
 
 @cache
 def _installation(*packages: str) -> dict[str, Any]:
+    """Returns machine, Python, versions of mlx_zip, numpy and `packages`, and commit."""
     return {
         "machine": f"{platform.system()} {platform.machine()}, {_processor()}, {os.cpu_count()} cores",
         "python": platform.python_version(),
@@ -87,6 +94,7 @@ def _installation(*packages: str) -> dict[str, Any]:
 
 
 def _version(name: str) -> str | None:
+    """Returns the version of an installed package, else None."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -94,6 +102,7 @@ def _version(name: str) -> str | None:
 
 
 def _processor() -> str:
+    """Returns the processor's name."""
     info = Path("/proc/cpuinfo")
     if info.exists():
         names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if "model name" in line]
@@ -104,10 +113,12 @@ def _processor() -> str:
 
 
 def _commit() -> str | None:
+    """Returns the short hash of the checkout's commit; None outside a checkout."""
     return _output("git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "--short", "HEAD")
 
 
 def _output(*command: str) -> str | None:
+    """Runs a command and returns what it prints, stripped; None if it fails, takes over 10 s or prints nothing."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
     except (OSError, subprocess.SubprocessError):

@@ -1,4 +1,4 @@
-"""Recorded JSON lines, found by name: those of the harness, and those that each paper's folder keeps."""
+"""Reads recorded JSON lines by name: those of the harness, and those in each paper's folder."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from mlx_zip.errors import MlxZipError
 
 from .tables import table
 
-PLACES = ("bench/records", "bench/papers/*/records")  # of a checkout
+PLACES = ("bench/records", "bench/papers/*/records")  # folders of a checkout
 Record = dict[str, Any]
-_BUILD = re.compile(r"_?(-[0-9a-f]{8})?\.(so|dylib).*")  # of a library's file name
+_BUILD = re.compile(
+    r"_?(-[0-9a-f]{8})?\.(so|dylib).*"
+)  # build and version in a library's file name, which tables leave out
 
 
 class Records:
-    """The records of a checkout by file name without its ending: `Records(root).lines("packs")`."""
+    """The records of a checkout, by file name without `.jsonl`: `Records(root).lines("packs")` reads packs.jsonl."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -27,7 +29,7 @@ class Records:
 
     @cached_property
     def files(self) -> dict[str, Path]:
-        """Record name -> its file. Raises `MlxZipError` for a name that is in two folders."""
+        """Returns record name -> its file. Raises `MlxZipError` for a name that is in two folders."""
         found: dict[str, Path] = {}
         for path in sorted(path for place in PLACES for path in self.root.glob(f"{place}/*.jsonl")):
             if path.stem in found:
@@ -36,26 +38,30 @@ class Records:
         return found
 
     def one(self, name: str) -> Record:
-        """The only line of a file. Raises `MlxZipError` if there are more or none."""
+        """Returns the only line of a file. Raises `MlxZipError` if the file has more lines or none."""
         lines = self.lines(name)
         if len(lines) != 1:
             raise MlxZipError(f"{self.files[name]}: {len(lines)} records, not one")
         return lines[0]
 
     def pair(self, name: str, base: str = "mlx-lm", turn: int = 0, rows: str | None = None) -> tuple[Record, Record]:
-        """(the base engine's record, mlx-zip's) of one turn. rows: "warm" or "cold"; None takes whichever there is."""
+        """Returns (record of the engine `base`, record of mlx-zip) for one turn, counted from 0.
+
+        rows: "warm" or "cold"; None if the file has only one of them.
+        """
         lines = [line for line in self.lines(name) if line["workload"]["turn"] == turn]
         found = {line["engine"]: line for line in lines if rows in (None, line["setting"]["rows"])}
         return found[base], found["mlx-zip"]
 
     def _lines(self, name: str) -> list[Record]:
+        """Returns all lines of a file. Raises `MlxZipError` if there is none of that name."""
         if name not in self.files:
             raise MlxZipError(f"there is no record {name}.jsonl in {' or '.join(PLACES)} of {self.root}")
         return read_lines(self.files[name])
 
 
 def read_lines(path: Path) -> list[Record]:
-    """The JSON lines of a file. Raises `MlxZipError` naming the file."""
+    """Returns the JSON lines of a file. Raises `MlxZipError` with its name if it is not such a file."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -67,11 +73,12 @@ def read_lines(path: Path) -> list[Record]:
 
 
 def _no_number(text: str) -> float:
+    """Refuses NaN and infinities, which Python's JSON parser would accept."""
     raise ValueError(f"{text} is no number")
 
 
 def machines(records: Records, names: Sequence[str]) -> str:
-    """A table of where and how each record was measured; "-" for what a record does not say."""
+    """Returns a table of where and how each record was measured; "-" for what a record lacks."""
     rows = []
     for name in names:
         line = records.lines(name)[0]
@@ -91,18 +98,18 @@ def machines(records: Records, names: Sequence[str]) -> str:
 
 
 def trials(line: Record) -> int | None:
-    """The number of trials that was fixed before the first one, if the record has it."""
+    """Returns the record's number of trials, which was fixed before the first one; None if the record lacks it."""
     return line.get("setting", {}).get("trials", line.get("trials"))
 
 
 def busy(line: Record) -> str:
-    """Load average and idle share of the processors before the command, as a table shows them."""
+    """Returns load average and idle share of the processors before the command, as a table's cell."""
     load, idle = stated(line, "load_average"), line.get("idle_share")
     return ", ".join(["-" if load is None else str(load), *([] if idle is None else [f"{idle:.0%} idle"])])
 
 
 def libraries(line: Record) -> str:
-    """Preloaded libraries and the BLAS in use, as a table shows them."""
+    """Returns preloaded libraries and the BLAS in use, as a table's cell."""
     preloaded, blas = stated(line, "preloaded"), line.get("blas")
     shown = "-" if preloaded is None else ", ".join(preloaded) or "none"
     used = sorted({_BUILD.sub("", name) for name in blas or ()})
@@ -110,5 +117,5 @@ def libraries(line: Record) -> str:
 
 
 def stated(line: Record, name: str) -> Any:
-    """A field of the record, or of its `device`, where older records of `bench generate` have it; else None."""
+    """Returns a field of a record, or of its section `device` (older records of `bench generate`); None without it."""
     return line.get(name, line.get("device", {}).get(name) if isinstance(line.get("device"), dict) else None)

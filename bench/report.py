@@ -1,4 +1,4 @@
-"""Tables and plots of the records of `bench generate`, of any machines and days.
+"""Prints tables and draws plots of records that `bench generate` printed on any machines and days.
 
 `--table 6` is the paper's table 6: prefill and decoding in base tokens/s by length of the prompt, each engine
 compared with the base, machine by machine. A plot shows decoding, with the upper bound by memory bandwidth at each bar.
@@ -23,7 +23,7 @@ from .records import busy, libraries
 from .speeds import ratio
 from .tables import FORMATS, table
 
-BASE = "mlx-lm"  # what the others are held against; on a machine without it, transformers
+BASE = "mlx-lm"  # engine that the others are compared with; where it did not run, transformers
 BASES = (BASE, "hf-compiled", "hf")
 COLUMNS = {  # heading: (figure, divisor)
     "first id, ms": ("ttft_ms", 1),
@@ -36,9 +36,12 @@ COLUMNS = {  # heading: (figure, divisor)
     "peak, MB": ("peak_bytes", 1e6),
     "J per base token": ("joules_per_token", 1),
 }
-COLUMNS_FELT = ("base tokens per step", "base tokens/s", "bytes/s", "first id, ms")
-RATIOS = {"base tokens/s, to the base": "base_tokens_per_s", "bytes/s, to the base": "bytes_per_s"}
-BUSY = ("load average, idle share", "preloaded; BLAS")
+SHORT_COLUMNS = ("base tokens per step", "base tokens/s", "bytes/s", "first id, ms")  # of `short_table`
+RATIOS = {  # heading: figure, as a ratio to the base engine's
+    "base tokens/s, to the base": "base_tokens_per_s",
+    "bytes/s, to the base": "bytes_per_s",
+}
+BUSY = ("load average, idle share", "preloaded; BLAS")  # headings
 PAPER = {  # arXiv 2506.01084, table 6: setting -> method -> prefill and decoding at 256, 512, 1024 and 2048 + 256
     "Apple M1, Phi-3-4B (paper)": {
         "base": (165.0, 7.3, 211.3, 7.5, 200.9, 7.1, 196.6, 6.8),
@@ -60,22 +63,22 @@ Records = Sequence[dict[str, Any]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of `bench report`."""
+    """Declares the flags of `bench report`."""
     add = parser.add_argument
-    add("records", nargs="+", metavar="RECORDS", help="files of `bench generate` records")
+    add("records", nargs="+", metavar="RECORDS", help="files of records that `bench generate` printed")
     add(
         "--table",
         choices=("all", "6"),
         default="all",
-        help="all: a row per record; 6: laid out as the paper's table 6 (default: all)",
+        help="all: one row per record; 6: speed by prompt length, as table 6 of the zip2zip paper (default: all)",
     )
-    add("--format", choices=FORMATS, default="markdown", help="format of the table (default: markdown)")
-    add("--paper", action="store_true", help="add the paper's own figures to --table 6")
-    add("--plot", type=Path, metavar="FILE", help="picture of decoding to write; FILE ends in .png or .svg")
+    add("--format", choices=FORMATS, default="markdown", help="format of the printed table (default: markdown)")
+    add("--paper", action="store_true", help="add the zip2zip paper's own figures to --table 6")
+    add("--plot", type=Path, metavar="FILE", help="write a plot of decoding speed to FILE (.png or .svg)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the table and writes the plot. Raises `MlxZipError` before anything is printed."""
+    """Prints the table and writes the plot, if asked for. Raises `MlxZipError` before anything is printed."""
     if args.plot is not None and args.plot.suffix not in PICTURES:
         raise MlxZipError(f"--plot {args.plot}: the name must end in .png or .svg")
     records = read_records(args.records)
@@ -90,14 +93,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def all_records(records: Records, kind: str) -> str:
-    """A row per record: medians with least and greatest trial, and ratios to the base with their 95 % intervals."""
+    """Returns a table with a row per record: medians with smallest and largest trial, and ratios to the base engine.
+
+    kind: "markdown" or "csv".
+    """
     header = ["machine", "model", "text", "mode", "engine", *COLUMNS, *RATIOS, "trials", *BUSY]
     rows = [
         [
             setting(record),
             model_name(record),
-            _text(record),
-            _mode(record),
+            _workload_text(record),
+            _mode_and_rows(record),
             record["engine"],
             *(_cell(record["figures"][name], divisor) for name, divisor in COLUMNS.values()),
             *against_base(record, records),
@@ -110,22 +116,25 @@ def all_records(records: Records, kind: str) -> str:
     return table(header, rows, kind)
 
 
-def seen(records: Records) -> str:
-    """The table that `bench generate` shows a person after each text: the figures one feels, and ratios to the base."""
-    heads = ["engine", "rows", *COLUMNS_FELT, *RATIOS]
+def short_table(records: Records) -> str:
+    """Returns the table that `bench generate` shows after each text: what a user notices, and ratios to the base."""
+    heads = ["engine", "rows", *SHORT_COLUMNS, *RATIOS]
     rows = []
     for record in records:
         turn = record["workload"]["turn"]
         name = f"{record['engine']}, turn {turn + 1}" if record["workload"]["turns"] > 1 else record["engine"]
-        felt = [_cell(record["figures"][COLUMNS[column][0]], 1) for column in COLUMNS_FELT]
-        rows.append([name, record["setting"]["rows"], *felt, *against_base(record, records)])
-    return f"{_text(records[0])}, {records[0]['mode']}, {_samples(records[0])}\n\n{table(heads, rows)}\n"
+        cells = [_cell(record["figures"][COLUMNS[column][0]], 1) for column in SHORT_COLUMNS]
+        rows.append([name, record["setting"]["rows"], *cells, *against_base(record, records)])
+    return f"{_workload_text(records[0])}, {records[0]['mode']}, {_samples(records[0])}\n\n{table(heads, rows)}\n"
 
 
 def against_base(record: dict[str, Any], records: Records) -> list[str]:
-    """`RATIOS` of a record over the base engine that ran in turns with it; "-" for the base itself or without one."""
-    same = [r for r in records if r["run"] == record["run"] and key(r, engine=False) == key(record, engine=False)]
-    base = next((r for name in BASES for r in same if r["engine"] == name), record)
+    """Returns the ratios in `RATIOS` of a record to the base engine that ran in turns with it.
+
+    "-" for the base engine itself, without one, and for a figure that is not known.
+    """
+    same_run = [r for r in records if r["run"] == record["run"] and key(r, engine=False) == key(record, engine=False)]
+    base = next((r for name in BASES for r in same_run if r["engine"] == name), record)
     shown = []
     for name in RATIOS.values():
         figures = [one["figures"][name] for one in (base, record)]
@@ -134,33 +143,37 @@ def against_base(record: dict[str, Any], records: Records) -> list[str]:
 
 
 def _samples(record: dict[str, Any]) -> str:
+    """Returns a record's number of trials as a cell, with its number of conversations if it has several."""
     conversations, trials = record["workload"].get("conversations", 1), record["setting"]["trials"]
     return f"{conversations} conversations x {trials}" if conversations > 1 else str(trials)
 
 
 def setting(record: dict[str, Any]) -> str:
-    """What the engine ran on: the GPU, or the machine of a CPU."""
+    """Returns the name of what the engine ran on: the GPU's or, for a CPU, the machine's."""
     return record["machine"] if "cpu" in record["device"]["device"] else record["device"]["chip"]
 
 
 def model_name(record: dict[str, Any]) -> str:
-    """Name and precision; of a shape, that its weights are random."""
+    """Returns the model's name and precision, with "random" if its weights are random."""
     model = record["model"]
     bits = {"16": "16 bit", "8": "8 bit", "4": "4 bit", "as stored": ""}.get(model["precision"], model["precision"])
     return ", ".join(filter(None, [model["name"], bits, "random" if model["weights"] == "random" else ""]))
 
 
-def _mode(record: dict[str, Any]) -> str:
+def _mode_and_rows(record: dict[str, Any]) -> str:
+    """Returns a record's mode, with whether its rows were warm or cold."""
     return f"{record['mode']}, rows {record['setting']['rows']}"
 
 
-def _text(record: dict[str, Any]) -> str:
+def _workload_text(record: dict[str, Any]) -> str:
+    """Returns a record's text, size and, in a conversation, turn (from 1), such as `code 512+128`."""
     workload = record["workload"]
     turn = f", turn {workload['turn'] + 1}" if workload["turns"] > 1 else ""
     return f"{workload['domain']} {workload['prompt_tokens']}+{workload['tokens']}{turn}"
 
 
 def _cell(figure: dict[str, Any] | None, divisor: float) -> str:
+    """Returns a figure as a cell, "median (min to max)", divided by `divisor`; "-" if it is not known."""
     if figure is None:
         return "-"
     middle, low, high = (_short(figure[name] / divisor) for name in ("median", "min", "max"))
@@ -168,6 +181,7 @@ def _cell(figure: dict[str, Any] | None, divisor: float) -> str:
 
 
 def _short(value: float) -> str:
+    """Returns a number as text with about three digits."""
     return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
@@ -175,7 +189,11 @@ def _short(value: float) -> str:
 
 
 def table6(records: Records, kind: str, paper: bool = False) -> str:
-    """Prefill and decoding by size, a row per engine, then its difference from the base; domains and windows pooled."""
+    """Returns table 6 of the paper for these records: base tokens/s of prefill and decoding, by size.
+
+    Each engine has a row, and one with its difference from the base. Domains and windows are pooled. kind: "markdown"
+    or "csv". paper: add the paper's own figures.
+    """
     sizes = sorted({*map(size_of, records), *(PAPER_SIZES if paper else ())})
     header = ["setting", "method", *(f"{p}+{g} {what}" for p, g in sizes for what in ("prefill", "decode"))]
     rows = []
@@ -191,58 +209,63 @@ def table6(records: Records, kind: str, paper: bool = False) -> str:
 def _rows6(
     name: str, rates: Mapping[str, Mapping[Size, tuple[float | None, float | None]]], sizes: Sequence[Size]
 ) -> list[list[str]]:
+    """Returns the rows of the setting `name`. rates: engine -> size -> (prefill, decoding), None if not known."""
     base = next((method for method in ("base", *BASES) if method in rates), None)
     rows = []
     for method, found in rates.items():
         values = [found.get(size, (None, None)) for size in sizes]
-        rows.append([name, method, *(_tps(value) for pair in values for value in pair)])
+        rows.append([name, method, *(_rate_cell(value) for pair in values for value in pair)])
         if base not in (None, method):
-            held = [rates[base].get(size, (None, None)) for size in sizes]
-            pairs = [(a, b) for mine, other in zip(values, held, strict=True) for a, b in zip(mine, other, strict=True)]
+            base_values = [rates[base].get(size, (None, None)) for size in sizes]
+            both = zip(values, base_values, strict=True)
+            pairs = [(a, b) for mine, others in both for a, b in zip(mine, others, strict=True)]
             rows.append([name, f"{method}, against {base}", *(_percent(a, b) for a, b in pairs)])
     return rows
 
 
-def _tps(value: float | None) -> str:
+def _rate_cell(value: float | None) -> str:
+    """Returns a rate as a cell; "-" if it is not known."""
     return "-" if value is None else f"{value:.1f}"
 
 
 def _percent(value: float | None, base: float | None) -> str:
+    """Returns a rate's difference from the base's in percent; "-" if one of them is not known."""
     return "-" if value is None or base is None else f"{value / base - 1:+.1%}"
 
 
 def size_of(record: dict[str, Any]) -> Size:
-    """(base tokens to read, base tokens to write)."""
+    """Returns the record's (base tokens to read, base tokens to write)."""
     return record["workload"]["prompt_tokens"], record["workload"]["tokens"]
 
 
 def by_setting(records: Records) -> dict[str, dict[str, dict[Size, list[dict[str, Any]]]]]:
-    """Records by machine, model, mode and day, then engine (in the order of `ENGINES`), then size.
+    """Groups records by machine, model and mode, then by engine (in the order of `ENGINES`), then by size.
 
-    A day counts where a machine has several.
+    Records of several days are grouped by day too.
     """
     days = defaultdict(set)
     for record in records:
-        days[_place(record)].add(record["time"][:10])
+        days[_machine_and_model(record)].add(record["time"][:10])
     found: dict[str, Any] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
     for record in sorted(records, key=lambda record: list(ENGINES).index(record["engine"])):
-        place = _place(record)
+        place = _machine_and_model(record)
         name = f"{place}, {record['time'][:10]}" if len(days[place]) > 1 else place
         found[name][record["engine"]][size_of(record)].append(record)
     return found
 
 
-def _place(record: dict[str, Any]) -> str:
-    return f"{setting(record)}: {model_name(record)}, {_mode(record)}"
+def _machine_and_model(record: dict[str, Any]) -> str:
+    """Returns the name of a record's machine, model and mode."""
+    return f"{setting(record)}: {model_name(record)}, {_mode_and_rows(record)}"
 
 
 def rate(records: Records) -> tuple[float | None, float | None]:
-    """Base tokens/s of prefill and decoding over several records: all tokens over all median times."""
+    """Returns base tokens/s of prefill and of decoding over several records: all tokens over all median times."""
     return _pooled(records, "prefill_tokens_per_s"), _pooled(records, "base_tokens_per_s")
 
 
 def _pooled(records: Records, name: str) -> float | None:
-    """The records' rates, weighted by base tokens: total tokens over total seconds."""
+    """Returns the rate `name` over several records: all tokens over all seconds; None if a record lacks it."""
     which = "prompt_tokens" if name.startswith("prefill") else "base_tokens"
     known = [(record["counts"][which], record["figures"][name]) for record in records]
     if any(figure is None for _, figure in known):
@@ -251,7 +274,7 @@ def _pooled(records: Records, name: str) -> float | None:
 
 
 def ceiling_rate(records: Records) -> float:
-    """Base tokens/s that the memory bandwidth allows these records, at the base tokens per step that they had."""
+    """Returns the upper bound on base tokens/s by memory bandwidth, at the records' base tokens per step."""
     tokens = sum(record["counts"]["base_tokens"] for record in records)
     return tokens / sum(record["counts"]["steps"] / record["ceiling"]["steps_per_s"] for record in records)
 
@@ -260,9 +283,9 @@ def ceiling_rate(records: Records) -> float:
 
 
 def draw(path: Path, records: Records) -> None:
-    """Writes a panel per machine, model and mode: bars of decoding by size and engine, each one's ceiling as a line.
+    """Writes a plot of decoding speed: a panel per machine, model and mode, a bar per size and engine.
 
-    The file appears whole or not at all. Raises `InstallationError` without matplotlib.
+    A line at each bar is the upper bound by memory bandwidth. Raises `InstallationError` without matplotlib.
     """
     found = by_setting(records)
     figure = new_figure(7, 3.2 * len(found))
@@ -273,6 +296,7 @@ def draw(path: Path, records: Records) -> None:
 
 
 def _draw_panel(panel: Any, name: str, engines: dict[str, dict[Size, list[dict[str, Any]]]]) -> None:
+    """Draws one panel. engines: engine -> size -> its records."""
     sizes = sorted(_flat(engines.values()))
     width = 0.8 / len(engines)
     for i, (engine, of) in enumerate(engines.items()):
@@ -289,4 +313,5 @@ def _draw_panel(panel: Any, name: str, engines: dict[str, dict[Size, list[dict[s
 
 
 def _flat(groups: Iterable[Iterable[Size]]) -> set[Size]:
+    """Returns the different sizes in all groups."""
     return {size for group in groups for size in group}

@@ -1,7 +1,7 @@
-"""The row store: opening it, looking rows up, putting rows in; in memory and on disk, and its limits.
+"""Times the row store: opening it, looking rows up and storing rows, in memory and on disk; and its memory.
 
-Rows are random and their entries made up, as no model is needed: a row is bytes to the store. On disk the rows looked
-up are spread over all that are stored, once after opening (first touch) and again; files stay in the system's cache.
+Rows and their entries are random: to the store a row is just bytes, so no model is needed. On disk the rows looked
+up are spread over all stored ones: once right after opening, and once again. The system keeps the files in its cache.
 """
 
 from __future__ import annotations
@@ -24,22 +24,32 @@ from mlx_zip.hyper.row_files import RowSet, files_in, total_bytes
 from mlx_zip.hyper.row_folder import RowFolder
 from mlx_zip.hyper.store import RowKind
 
-MERGE_SIZE = 4
-CHUNK = 8192  # rows put in at once
+MERGE_SIZE = 4  # base ids per entry
+CHUNK = 8192  # rows stored in one call
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of `bench rows`."""
-    parser.add_argument("--rows", type=int, default=1_000_000, help="rows stored on disk (default: 1000000)")
-    parser.add_argument("--width", type=int, default=256, help="values per row, float32 (default: 256)")
-    parser.add_argument("--batch", type=int, default=1024, help="rows looked up at once (default: 1024)")
-    parser.add_argument("--memory-bytes", type=int, default=8 << 20, help="bound in memory (default: 8 MiB)")
-    parser.add_argument("--trials", type=int, default=9, help="timed calls per measurement (default: 9)")
-    parser.add_argument("--folder", help="where to make the store, which is removed at the end (default: temporary)")
+    """Declares the flags of `bench rows`."""
+    parser.add_argument(
+        "--rows", type=int, default=1_000_000, help="number of rows to store on disk (default: 1000000)"
+    )
+    parser.add_argument("--width", type=int, default=256, help="number of float32 values per row (default: 256)")
+    parser.add_argument("--batch", type=int, default=1024, help="number of rows to look up in one call (default: 1024)")
+    parser.add_argument(
+        "--memory-bytes",
+        type=int,
+        default=8 << 20,
+        help="maximum bytes of rows that the store keeps in memory (default: 8388608, 8 MiB)",
+    )
+    parser.add_argument("--trials", type=int, default=9, help="number of timed runs per measurement (default: 9)")
+    parser.add_argument(
+        "--folder",
+        help="existing folder in which the store is made, deleted at the end (default: the system's temporary folder)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints one JSON line."""
+    """Measures the store and prints one JSON line."""
     load_before()
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         print(json.dumps(measure(Path(folder), args) | {"trials": args.trials} | surroundings("mlx")), flush=True)
@@ -47,22 +57,22 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measure(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """The record: times in milliseconds or microseconds per row, sizes in bytes."""
+    """Fills a store in the folder and returns the record: times in ms or in us per row, sizes in bytes."""
     rows = RowSet(bytes(32), MERGE_SIZE, 4 * args.width)
-    bound = 2 * args.rows * (rows.row_bytes + 64) + (1 << 20)
-    fill_s = _fill(folder, rows, args, bound)
+    disk_limit = 2 * args.rows * (rows.row_bytes + 64) + (1 << 20)
+    fill_s = _fill(folder, rows, args, disk_limit)
     rng = np.random.default_rng(1)
     wanted = [rng.integers(0, args.rows, args.batch) for _ in range(args.trials)]
     opened, first, again, single = [], [], [], []
     for chosen in wanted:
         begun = time.perf_counter()
-        disk = RowFolder(folder, bound)
+        disk = RowFolder(folder, disk_limit)
         disk.find(rows, _keys(chosen[:1]))
         opened.append(1000 * (time.perf_counter() - begun))
-        first.append(_micros(lambda disk=disk, chosen=chosen: disk.find(rows, _keys(chosen)), args.batch))
-        again.append(_micros(lambda disk=disk, chosen=chosen: disk.find(rows, _keys(chosen)), args.batch))
+        first.append(_us_per_row(lambda disk=disk, chosen=chosen: disk.find(rows, _keys(chosen)), args.batch))
+        again.append(_us_per_row(lambda disk=disk, chosen=chosen: disk.find(rows, _keys(chosen)), args.batch))
         one = _keys(chosen[:1])
-        single.append(_micros(lambda disk=disk, one=one: disk.find(rows, one), 1))
+        single.append(_us_per_row(lambda disk=disk, one=one: disk.find(rows, one), 1))
         disk.close()
     return {
         "bench": "rows",
@@ -75,34 +85,37 @@ def measure(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         "lookup_first_us_per_row": summary(first),
         "lookup_us_per_row": summary(again),
         "lookup_of_one_us": summary(single),
-        **_through_store(folder, args, bound, wanted),
+        **_through_store(folder, args, disk_limit, wanted),
     }
 
 
-def _through_store(folder: Path, args: argparse.Namespace, bound: int, wanted: list[np.ndarray]) -> dict[str, Any]:
-    """What a model sees: rows as an array on the device, through memory and disk; and the memory that it costs."""
+def _through_store(folder: Path, args: argparse.Namespace, disk_limit: int, wanted: list[np.ndarray]) -> dict[str, Any]:
+    """Times look-ups as a model makes them: rows as arrays on the device, from disk and then from memory.
+
+    wanted: the numbers of the rows [batch] to look up in each trial. The memory that the store costs is measured too.
+    """
     kind = RowKind(RowSet(bytes(32), MERGE_SIZE, 4 * args.width), mx.float32, True)
     lengths = np.full(args.batch, MERGE_SIZE)
     from_disk, from_memory, before = [], [], _rss_bytes()
-    with RowStore(folder, memory_bytes=args.memory_bytes, folder_bytes=bound) as store:
+    with RowStore(folder, memory_bytes=args.memory_bytes, folder_bytes=disk_limit) as store:
         for chosen in wanted:
             keys = _keys(chosen)
-            take: Callable[[], Any] = lambda keys=keys: mx.eval(store.rows(kind, keys, lengths, _never))
-            from_disk.append(_micros(take, args.batch))
-            from_memory.append(_micros(take, args.batch))
+            take: Callable[[], Any] = lambda keys=keys: mx.eval(store.rows(kind, keys, lengths, _no_encoder))
+            from_disk.append(_us_per_row(take, args.batch))
+            from_memory.append(_us_per_row(take, args.batch))
         return {
             "store_from_disk_us_per_row": summary(from_disk),
             "store_from_memory_us_per_row": summary(from_memory),
             "store_memory_bytes": store.nbytes,
             "store_memory_bound_bytes": args.memory_bytes,
-            "rss_growth_bytes": _rss_bytes() - before,  # mapped pages of the files that were read are among it
+            "rss_growth_bytes": _rss_bytes() - before,  # includes mapped pages of the files that were read
         }
 
 
-def _fill(folder: Path, rows: RowSet, args: argparse.Namespace, bound: int) -> float:
-    """Stores rows 0..N-1; seconds."""
+def _fill(folder: Path, rows: RowSet, args: argparse.Namespace, disk_limit: int) -> float:
+    """Stores all rows, with random bytes, and returns the seconds that took."""
     data = np.random.default_rng(0).integers(0, 256, (CHUNK, rows.row_bytes), np.uint8)
-    disk, begun = RowFolder(folder, bound), time.perf_counter()
+    disk, begun = RowFolder(folder, disk_limit), time.perf_counter()
     for first in range(0, args.rows, CHUNK):
         keys = _keys(np.arange(first, min(first + CHUNK, args.rows)))
         disk.add(rows, keys, data[: len(keys)])
@@ -111,16 +124,18 @@ def _fill(folder: Path, rows: RowSet, args: argparse.Namespace, bound: int) -> f
 
 
 def _keys(numbers: np.ndarray) -> np.ndarray:
-    """A made-up entry per number: [N, MERGE_SIZE] uint32, all different."""
+    """Returns a made-up entry for each row number: [N, MERGE_SIZE] uint32, all different."""
     n = numbers.astype(np.uint32)
     return np.stack([n % 50_021, n // 50_021, n * np.uint32(2_654_435_761) >> 16, n % 7], axis=1).astype(np.uint32)
 
 
-def _micros(act: Callable[[], Any], count: int) -> float:
+def _us_per_row(act: Callable[[], Any], count: int) -> float:
+    """Calls the function once and returns us per row; `count` rows are looked up in it."""
     begun = time.perf_counter()
     act()
     return (time.perf_counter() - begun) / count * 1e6
 
 
-def _never(base_ids: Any, lengths: Any) -> mx.array:
+def _no_encoder(base_ids: Any, lengths: Any) -> mx.array:
+    """Stands where a model encodes rows that are not stored; here all are, so a call is an error."""
     raise AssertionError("a stored row was not found")

@@ -1,8 +1,8 @@
-"""What is timed: models of named shapes with random weights, or models from folders, each plain and with hypertokens.
+"""Makes the models to time: named shapes with random weights, or models from folders, plain and with hypertokens.
 
-Random weights are made in memory, array by array in the type they are kept in, so that a large shape needs no file and
-no more memory than itself. The plain model and the one with hypertokens share the decoder's arrays. A shape says how
-long a step takes, not what it writes: random weights are for replay.
+Random weights are made in memory, one array at a time in its final number type, so that a large shape needs no file and
+no more memory than its weights. The plain model and the one with hypertokens share the decoder's arrays. A shape shows
+how long a step takes; random weights write no text, so they are for --mode replay.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from mlx_zip.config import SIDES
 from mlx_zip.errors import MlxZipError
 from mlx_zip.layout import is_zip
 
-GROUP_SIZE = 64
+GROUP_SIZE = 64  # weights that share a scale in a quantized layer
 PRECISIONS = ("float32", "16", "8", "4")
 ENCODERS = ("transformer", "res_latent_attn", "attention", "averaging")
-_LONG = [1.0 + 0.7 * i for i in range(48)]  # the real factors change no time
+_LONG = [1.0 + 0.7 * i for i in range(48)]  # made-up factors: other values would take equal time
 SHAPES: dict[str, dict[str, Any]] = {
     "small-125m": {
         "model_type": "llama",
@@ -80,9 +80,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class ZipOptions:
-    """The hypertokens of a shape: kind and layers of the encoders, which are untied, and the codebook.
+    """Hypertokens of random weights: kind and layers of the hyper-encoders, which are untied, and the codebook.
 
-    `res_latent_attn` works in half the model's width.
+    The encoder `res_latent_attn` works in half the model's width.
     """
 
     encoder: str = "transformer"
@@ -93,11 +93,11 @@ class ZipOptions:
 
 @dataclass(frozen=True)
 class Models:
-    """A model in both forms, which the engines are made from.
+    """A model without and with hypertokens, from which the engines are made.
 
-    name, precision, weights ("random" or "trained"): what records say. plain, zipped: make a model object, a fresh one
-    at each call, over the same weights; zipped is None where there is no model with hypertokens. base_config: the
-    decoder's. folder: of a plain model that other libraries may read.
+    name, precision, weights ("random" or "trained"): for the records. plain, zipped: functions that make a new model
+    object over the same weights, without and with hypertokens; zipped is None if there is no model with hypertokens.
+    base_config: the decoder's config.json. folder: the plain model's, for engines of other libraries; None without one.
     """
 
     name: str
@@ -111,12 +111,15 @@ class Models:
 
     @property
     def context(self) -> int | None:
-        """Positions the decoder has, where its config says."""
+        """The decoder's number of positions; None if its config does not have it."""
         return self.base_config.get("max_position_embeddings")
 
 
 def from_shape(name: str, precision: str, tokenizer: Any, options: ZipOptions, seed: int = 0) -> Models:
-    """Random weights of a named shape. Raises `MlxZipError` for an unknown one and one too narrow for the tokenizer."""
+    """Makes models with random weights of a shape in `SHAPES`.
+
+    Raises `MlxZipError` for an unknown name, and for a shape with fewer base ids than the tokenizer.
+    """
     if name not in SHAPES:
         raise MlxZipError(f"shape {name!r} is not one of {', '.join(SHAPES)}")
     return from_config(name, SHAPES[name], precision, tokenizer, options, seed)
@@ -125,7 +128,7 @@ def from_shape(name: str, precision: str, tokenizer: Any, options: ZipOptions, s
 def from_config(
     name: str, config: Mapping[str, Any], precision: str, tokenizer: Any, options: ZipOptions, seed: int = 0
 ) -> Models:
-    """Random weights of a decoder's config.json. precision: one of `PRECISIONS`; 8 and 4 are bits of a weight."""
+    """Makes models with random weights for a decoder's config.json. precision: "float32", or "16", "8" or "4" bits."""
     from mlx_zip.models import Model, ModelArgs
 
     if precision not in PRECISIONS:
@@ -143,15 +146,16 @@ def from_config(
         weights="random",
         base_config=config,
         tokenizer=tokenizer,
-        plain=lambda: _filled(_plain(config), decoder, quantization),
-        zipped=lambda: _filled(Model(args), weights, quantization),
+        plain=lambda: _with_weights(_plain_model(config), decoder, quantization),
+        zipped=lambda: _with_weights(Model(args), weights, quantization),
     )
 
 
 def from_folders(model: str | None, base: str | None) -> Models:
-    """Models as they are stored: one with hypertokens and its base. Without `base`, the decoder of the first itself.
+    """Loads stored models: `model` with hypertokens and the plain `base`, each a folder, hub id, bundled model or None.
 
-    Raises `MlxZipError` where they are not what their flags say or do not belong together.
+    Without `base` the plain model is the decoder of `model`. Raises `MlxZipError` for a model of the wrong kind and for
+    models with tokenizers of different sizes.
     """
     from mlx_zip.loading import load, model_folder
 
@@ -173,18 +177,18 @@ def from_folders(model: str | None, base: str | None) -> Models:
         weights="trained",
         base_config=vars(plain.args) if zipped is None else zipped.args.decoder_config,
         tokenizer=tokenizer or base_tokenizer,
-        plain=_decoder_of(zipped) if plain is None else _again(plain, base),
-        zipped=None if zipped is None else _again(zipped, model),
+        plain=_decoder_maker(zipped) if plain is None else _maker(plain, base),
+        zipped=None if zipped is None else _maker(zipped, model),
         folder=model_folder(base) if base else None,
     )
 
 
 def sliced(models: Models, ids: Any) -> Callable[[], Any]:
-    """Makes the plain model with these rows alone of its embedding and head, quantized or not. ids: uint32 [n]."""
+    """Returns a function that makes the plain model with only these rows of its embedding and head. ids: uint32 [n]."""
     whole, chosen = models.plain(), mx.array(ids)
-    of_ids = lambda name: {"embed_tokens", "lm_head"} & set(name.split("."))
+    has_id_rows = lambda name: {"embed_tokens", "lm_head"} & set(name.split("."))
     found: dict[str, Any] = dict(tree_flatten(whole.parameters()))
-    weights = {name: mx.take(value, chosen, axis=0) if of_ids(name) else value for name, value in found.items()}
+    weights = {name: mx.take(value, chosen, axis=0) if has_id_rows(name) else value for name, value in found.items()}
     mx.eval(weights)
     packed = {
         name: {key: getattr(module, key) for key in ("group_size", "bits", "mode")}
@@ -204,15 +208,18 @@ def sliced(models: Models, ids: Any) -> Callable[[], Any]:
     return make
 
 
-def _again(loaded: Any, name: Any) -> Callable[[], Any]:
-    """Another object of a loaded model's class over its weights, beginning with the pack that it begins with."""
+def _maker(loaded: Any, name: Any) -> Callable[[], Any]:
+    """Returns a function that makes new model objects over a loaded model's weights, each beginning with its pack.
+
+    name: where it was loaded from.
+    """
     from mlx_zip.loading import model_folder, read_config
 
     weights, quantization = dict(tree_flatten(loaded.parameters())), read_config(model_folder(name)).get("quantization")
     pack = loaded.session.pack if is_zip(loaded) else None
 
     def make() -> Any:
-        model = _filled(type(loaded)(loaded.args), weights, quantization)
+        model = _with_weights(type(loaded)(loaded.args), weights, quantization)
         if pack is not None:
             model.take_pack(pack)
         return model
@@ -220,24 +227,30 @@ def _again(loaded: Any, name: Any) -> Callable[[], Any]:
     return make
 
 
-def _decoder_of(zipped: Any) -> Callable[[], Any]:
+def _decoder_maker(zipped: Any) -> Callable[[], Any]:
+    """Returns a function that makes the plain decoder over the weights of a model with hypertokens."""
     config = zipped.args.decoder_config
     weights = _without_encoders(dict(tree_flatten(zipped.parameters())))
-    return lambda: _filled(_plain(config), weights, config.get("quantization"))
+    return lambda: _with_weights(_plain_model(config), weights, config.get("quantization"))
 
 
 def _dtype(precision: str) -> mx.Dtype:
-    """Of activations and of what is not quantized: the CPU is slow at quantized products in 16 bit."""
+    """Returns the number type of activations and of weights that are not quantized.
+
+    Quantized models on the CPU have float32, because quantized products in 16 bit are slow there.
+    """
     if precision == "float32" or (precision != "16" and mx.default_device() == mx.Device(mx.cpu)):
         return mx.float32
     return mx.bfloat16
 
 
 def _quantization(precision: str) -> dict[str, Any] | None:
+    """Returns the quantization for a config.json; None if the precision is not 8 or 4 bits."""
     return {"group_size": GROUP_SIZE, "bits": int(precision)} if precision in ("8", "4") else None
 
 
 def _section(config: Mapping[str, Any], options: ZipOptions) -> dict[str, Any]:
+    """Returns the section `zip2zip` of a config.json. config: the decoder's."""
     width, heads = config["hidden_size"], config["num_attention_heads"]
     encoder: dict[str, Any] = {"hidden_size": width, "tie_encoders": False}
     if options.encoder != "averaging":
@@ -258,7 +271,10 @@ def _section(config: Mapping[str, Any], options: ZipOptions) -> dict[str, Any]:
 
 
 def _random_weights(model: Any, dtype: mx.Dtype, quantization: Mapping[str, Any] | None) -> dict[str, mx.array]:
-    """Evaluated one by one, so that only one array at a time is there twice."""
+    """Returns a model's random weights in their final number type or quantized.
+
+    They are evaluated one by one, so that at most one array is in memory twice.
+    """
     model.set_dtype(dtype)
     if quantization:
         nn.quantize(model, **quantization, class_predicate=_quantizable(model))
@@ -269,15 +285,17 @@ def _random_weights(model: Any, dtype: mx.Dtype, quantization: Mapping[str, Any]
 
 
 def _quantizable(model: Any) -> Callable[[str, Any], bool]:
+    """Returns the predicate of `nn.quantize`: whether a layer can be quantized and the model allows it."""
     return lambda path, module: hasattr(module, "to_quantized") and model.quant_predicate(path, module)
 
 
 def _without_encoders(weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
+    """Returns the weights without those of the hyper-encoders."""
     return {name: value for name, value in weights.items() if not name.startswith(SIDES)}
 
 
-def _plain(config: Mapping[str, Any]) -> Any:
-    """mlx-lm's own class of a decoder's config."""
+def _plain_model(config: Mapping[str, Any]) -> Any:
+    """Makes mlx-lm's own model for a decoder's config.json, with weights still to be loaded."""
     from mlx_lm.utils import _get_classes
 
     from mlx_zip.loading import rope_settings
@@ -287,7 +305,8 @@ def _plain(config: Mapping[str, Any]) -> Any:
     return model(args.from_dict(full))
 
 
-def _filled(model: Any, weights: Mapping[str, mx.array], quantization: Mapping[str, Any] | None) -> Any:
+def _with_weights(model: Any, weights: Mapping[str, mx.array], quantization: Mapping[str, Any] | None) -> Any:
+    """Loads weights into a model, whose layers are quantized first as the weights are, and returns the model."""
     if quantization:
         common = {key: quantization[key] for key in ("group_size", "bits")}
         special = {key: value for key, value in quantization.items() if isinstance(value, Mapping)}

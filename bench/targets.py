@@ -1,4 +1,4 @@
-"""Speed targets of docs/performance.md, each with its bound and what the records say."""
+"""The speed targets of docs/performance.md: each with its bound, and what the records have for it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from .tables import table
 
 @dataclass(frozen=True)
 class Target:
-    """A figure and its bound. most: whether the bound is the most it may be, else the least."""
+    """A figure of the records and its bound.
+
+    measured: computes the figure. most: True for an upper bound, False for a lower one. unit: follows the number.
+    """
 
     name: str
     bound: float
@@ -22,7 +25,7 @@ class Target:
     unit: str = ""
 
     def row(self, records: Records) -> list[str]:
-        """Name, bound, what was measured, and whether the median and its whole interval are within the bound."""
+        """Returns name, bound, measured figure, and whether its median and its whole interval are within the bound."""
         found = self.measured(records)
         value = found.value if isinstance(found, Ratio) else found
         worst = value if not isinstance(found, Ratio) else found.high if self.most else found.low
@@ -31,25 +34,30 @@ class Target:
         return [self.name, bound, f"{shown}{self.unit}", self._judged(value, worst)]
 
     def _judged(self, value: float, worst: float) -> str:
+        """Returns whether the median is within the bound. worst: the end of its interval that is nearest to failing."""
         is_met, surely = ((x <= self.bound if self.most else x >= self.bound) for x in (value, worst))
         return "missed" if not is_met else "met" if surely else "met; the interval reaches past it"
 
 
-def _rate_over_compression(records: Records) -> Ratio:
+def _speedup_over_compression(records: Records) -> Ratio:
+    """Returns the gain in base tokens/s on code over base tokens per step: 1 if a step is as fast as mlx-lm's."""
     pair = records.pair(REQUESTS["code"])
     return ratio(pair, "base_tokens_per_s").over(per_step(pair))
 
 
 def _first_id_over_length(records: Records) -> Ratio:
+    """Returns the time to the first id on code over mlx-lm's, divided by how much shorter the compressed prompt is."""
     pair = records.pair(REQUESTS["code"])
     return ratio(pair, "ttft_ms").over(shortening(pair))
 
 
-def _bytes(turn: int, rows: str) -> Callable[[Records], Ratio]:
+def _bytes_per_s(turn: int, rows: str) -> Callable[[Records], Ratio]:
+    """Returns the measure of a story's bytes/s over the base's. turn: the story, from 0; rows: "cold" or "warm"."""
     return lambda records: ratio(records.pair(STORIES, turn=turn, rows=rows), "bytes_per_s")
 
 
 def _over_published(precision: str) -> Callable[[Records], Ratio]:
+    """Returns the measure of steps/s over the published package's. precision: a key of `PUBLISHED`."""
     return lambda records: ratio(records.pair(PUBLISHED[precision], "zip2zip"), "steps_per_s")
 
 
@@ -57,10 +65,17 @@ TARGETS = (
     Target("zip step over mlx-lm's at equal KV length, rows warm", 1.04, lambda r: step_ratio(r.one("profile-warm"))),
     Target("the same, cold, two transformer layers", 1.25, lambda r: step_ratio(r.one("profile-cold-transformer"))),
     Target("the same, cold, `res_latent_attn`", 1.15, lambda r: step_ratio(r.one("profile-cold-latent"))),
-    Target("code, 1,024 + 256, warm: base tokens/s over compression x mlx-lm's", 0.95, _rate_over_compression, False),
+    Target(
+        "code, 1,024 + 256, warm: base tokens/s over compression x mlx-lm's", 0.95, _speedup_over_compression, False
+    ),
     Target("the same: time to first id over mlx-lm's x compressed length", 1.1, _first_id_over_length),
     *(
-        Target(f"bundled model, bytes/s over its base's: {TURNS[turn]} story, {rows}", 1.35, _bytes(turn, rows), False)
+        Target(
+            f"bundled model, bytes/s over its base's: {TURNS[turn]} story, {rows}",
+            1.35,
+            _bytes_per_s(turn, rows),
+            False,
+        )
         for turn in (0, 2)
         for rows in ("cold", "warm")
     ),
@@ -92,6 +107,6 @@ TARGETS = (
 
 
 def all_targets(records: Records) -> str:
-    """The table of all targets; those of the bundled model only once its record is there."""
+    """Returns the table of all targets, without those of the bundled model while its record is missing."""
     known = [target for target in TARGETS if STORIES in records.files or "bytes/s over its base" not in target.name]
     return table(["", "wanted", "measured", ""], [target.row(records) for target in known])

@@ -1,8 +1,8 @@
-"""Bytes per token with and without compression: tokenizers x domains x merge size x window x codebook size.
+"""Counts bytes per token with and without compression: tokenizers x domains x merge size x window x codebook size.
 
 The ids of a domain's documents follow one another and are cut into windows, each with a codebook of its own;
-"document" is a window per document, whatever its length. Every byte of text counts once. Nothing here is timed: the
-numbers depend on the text, the tokenizer and the codec alone. Source: arXiv 2506.01084, table 2 and table 7's rates.
+"document" is one window per document, whatever its length. Every byte of text counts once. Nothing is timed: the
+numbers depend only on text, tokenizer and codec. Source: arXiv 2506.01084, table 2, and the rates of table 7.
 """
 
 from __future__ import annotations
@@ -28,30 +28,37 @@ from mlx_zip.text.vocabularies import Vocabulary, read_vocabulary
 
 from .record import surroundings
 
-WHOLE = "document"
-COLUMNS = ["window", "merge_size", "codebook_size", "ids", "entries", "entries_used"]
+WHOLE = "document"  # value of --windows: a document is one window
+COLUMNS = ["window", "merge_size", "codebook_size", "ids", "entries", "entries_used"]  # of each row of `counts`
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of `bench tokens`."""
+    """Declares the flags of `bench tokens`."""
     add = parser.add_argument
-    add("--tokenizers", type=Path, nargs="+", default=[], metavar="FILE", help=f"vocabularies: {KINDS}")
+    add("--tokenizers", type=Path, nargs="+", default=[], metavar="FILE", help=f"vocabulary files to compare: {KINDS}")
     add(
         "--text",
         nargs="+",
         default=[],
         metavar="DOMAIN=FILE",
-        help="text file of a domain (.txt or .jsonl, also .gz); several of one domain add up; fields of a .jsonl line "
-        "are named after the file (default: text), for example math=FILE:question+answer",
+        help="text file of a domain (.txt or .jsonl, each also .gz); several files of a domain are joined; fields of a "
+        ".jsonl line to read follow the file's name (default: text), for example math=FILE:question+answer",
     )
-    add("--limit-bytes", type=int, metavar="N", help="largest number of bytes to read per domain (default: all)")
-    add("--merge-sizes", type=int, nargs="+", default=[2, 3, 4, 5], metavar="M", help="merge sizes (default: 2 3 4 5)")
+    add("--limit-bytes", type=int, metavar="N", help="read at most N bytes of each domain's text (default: all)")
+    add(
+        "--merge-sizes",
+        type=int,
+        nargs="+",
+        default=[2, 3, 4, 5],
+        metavar="M",
+        help="maximum base ids per hypertoken; every value is measured (default: 2 3 4 5)",
+    )
     add(
         "--windows",
         nargs="+",
         default=["1024", "2048", "4096", "8192", WHOLE],
         metavar="N",
-        help=f"window lengths in base ids, or {WHOLE} for whole documents (default: 1024 2048 4096 8192 {WHOLE})",
+        help=f"base ids per window, or {WHOLE} for one window per document (default: 1024 2048 4096 8192 {WHOLE})",
     )
     add(
         "--codebook-sizes",
@@ -59,20 +66,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[2048],
         metavar="N",
-        help="codebook sizes; of the sizes that no window can fill, only the smallest is measured (default: 2048)",
+        help="maximum number of hypertokens; of the values that a window cannot fill only the smallest is measured "
+        "(default: 2048)",
     )
-    add("--disabled", choices=("none", "digits"), default="none", help="base ids that never merge (default: none)")
+    add(
+        "--disabled",
+        choices=("none", "digits"),
+        default="none",
+        help="base ids that never become part of a hypertoken; digits: those whose text is digits (default: none)",
+    )
     add(
         "--policy",
         choices=POLICIES,
         default="freeze",
-        help="eviction policy of a full codebook (default: freeze, as the published codec)",
+        help="what a full codebook does with a new entry. freeze: no new entries; lru: evict the least recently used; "
+        "use-count: evict the least often used (default: freeze, as the published codec)",
     )
-    add("--check", action="store_true", help="compare the ids of every window with those of zip2zip-compression")
+    add(
+        "--check",
+        action="store_true",
+        help="stop with an error if zip2zip-compression, which must be installed, gives other ids for a window",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints one JSON line per tokenizer and domain. Raises `MlxZipError` before anything long."""
+    """Prints one JSON line per tokenizer and domain. Raises `MlxZipError` for wrong flags before any text is read."""
     windows = _checked(args)
     upstream = _upstream() if args.check else None
     corpora = read_domains(args.text, args.limit_bytes)
@@ -89,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _checked(args: argparse.Namespace) -> list[int | None]:
-    """The windows, None for whole documents."""
+    """Checks the flags and returns the windows of --windows, None for whole documents. Raises `MlxZipError`."""
     for name in ("tokenizers", "text"):
         if not getattr(args, name):
             raise MlxZipError(f"--{name} is missing")
@@ -109,7 +127,7 @@ def _checked(args: argparse.Namespace) -> list[int | None]:
 def _settings(
     windows: Sequence[int | None], merge_sizes: Sequence[int], codebook_sizes: Sequence[int]
 ) -> Iterator[Any]:
-    """(window, merge size, codebook size); of the sizes that a window cannot fill, the least."""
+    """Yields (window, merge size, codebook size), with only the smallest of the sizes that a window cannot fill."""
     sizes = sorted(set(codebook_sizes))
     for window in windows:
         fillable = [size for size in sizes if window is None or size < window]
@@ -123,9 +141,9 @@ def _settings(
 def read_domains(
     texts: Sequence[str], limit_bytes: int | None = None, separator: str | None = None
 ) -> dict[str, Corpus]:
-    """Documents by domain, from arguments `DOMAIN=FILE[:FIELD[+FIELD]]`, in their order, cut at `limit_bytes` each.
+    """Reads documents by domain, from arguments `DOMAIN=FILE[:FIELD[+FIELD]]`, at most `limit_bytes` of each domain.
 
-    separator: a line that ends a document of a text file. Raises `DataError` naming the argument, or file and line.
+    separator: a line that ends a document of a text file. Raises `DataError` with the argument, or with file and line.
     """
     files: dict[str, list[str]] = {}
     columns: dict[str, dict[str, str]] = {}
@@ -141,6 +159,7 @@ def read_domains(
 
 
 def _columns(argument: str, fields: str) -> dict[str, str]:
+    """Parses `FIELD` or `PROMPT+COMPLETION` to a map of column -> field. argument: all of --text, for the error."""
     names = fields.split("+") if fields else []
     if len(names) > 2 or not all(names):
         raise DataError(f"--text {argument!r}: one field or two with + between")
@@ -159,11 +178,12 @@ def measure(
     upstream: Any = None,
     policy: str = "freeze",
 ) -> dict[str, Any]:
-    """Base ids of a corpus, and a row of `COLUMNS` per setting.
+    """Returns the number of base ids of a corpus, and its counts under each setting, as rows of `COLUMNS`.
 
-    settings: (window or None, merge size, codebook size). entries: installed ones, of all windows; entries_used: those
-    emitted at least once, one that comes again counted once. upstream: the module zip2zip_compression; raises
-    `MlxZipError` where its ids differ. policy: of full codebooks.
+    settings: (window, None for whole documents; merge size; codebook size). In the rows, entries are all installed ones
+    and entries_used those emitted at least once. disabled: base ids that never merge. upstream: the module
+    zip2zip_compression, whose ids are compared with ours; None: no comparison. Raises `MlxZipError` if they differ, and
+    `DataError` for a corpus without ids.
     """
     documents = [np.array(vocabulary.encode(document.text), np.uint32) for document in corpus.documents]
     stream = np.concatenate(documents)
@@ -172,7 +192,7 @@ def measure(
     counts = []
     for window, merge_size, codebook_size in settings:
         pieces = documents if window is None else [stream[i : i + window] for i in range(0, len(stream), window)]
-        # one id more than there are: a pad id that no text has
+        # the vocabulary has one id more than the tokenizer: a pad id that no text has
         params = CodecParams(vocabulary.size + 1, codebook_size, merge_size, disabled, vocabulary.size, policy=policy)
         counted = count(params, pieces)
         counts.append([window or WHOLE, merge_size, codebook_size, *counted])
@@ -192,24 +212,27 @@ def measure(
 
 
 def count(params: CodecParams, pieces: Sequence[Uint32s]) -> tuple[int, int, int]:
-    """Ids, entries installed and entries emitted, over pieces with a codebook each."""
+    """Compresses pieces with a codebook each; returns numbers of ids, of entries installed and of those emitted."""
     ids = entries = used = 0
     for piece in pieces:
         emitted, installed = compress(params, piece)
         ids += len(emitted)
-        came, emitted_once = len(installed), len(np.unique(emitted[emitted >= params.vocab_size]))
+        n_installed, n_used = len(installed), len(np.unique(emitted[emitted >= params.vocab_size]))
         if params.policy != "freeze":
-            came, emitted_once = _in_turn(params, emitted)
-        entries, used = entries + came, used + emitted_once
+            n_installed, n_used = _count_with_eviction(params, emitted)
+        entries, used = entries + n_installed, used + n_used
     return ids, entries, used
 
 
-def _in_turn(params: CodecParams, emitted: Uint32s) -> tuple[int, int]:
-    """Where an id stands for one entry here and for another there: entries that came, and different ones emitted."""
+def _count_with_eviction(params: CodecParams, emitted: Uint32s) -> tuple[int, int]:
+    """Returns the numbers of entries installed and of different ones emitted, under a policy that evicts.
+
+    An id then stands for different entries over time, so emitted entries count as different by their base ids.
+    """
     book = Codebook(params)
-    came = len(book.push(emitted))
+    n_installed = len(book.push(emitted))
     rows, lengths = book.logged()
-    return came, len(np.unique(rows[lengths > 1], axis=0))
+    return n_installed, len(np.unique(rows[lengths > 1], axis=0))
 
 
 def check(params: CodecParams, pieces: Sequence[Uint32s], upstream: Any) -> None:
@@ -222,6 +245,7 @@ def check(params: CodecParams, pieces: Sequence[Uint32s], upstream: Any) -> None
 
 
 def _upstream() -> Any:
+    """Returns the module zip2zip_compression. Raises `InstallationError` without it."""
     try:
         import zip2zip_compression
     except ImportError as error:

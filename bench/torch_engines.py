@@ -1,7 +1,7 @@
-"""The engines on PyTorch: transformers, eager and compiled, and the published zip2zip package; each by its `generate`.
+"""The engines on PyTorch: transformers, eager and compiled, and the published zip2zip package; all through `generate`.
 
-They run where torch finds a GPU, else on the CPU. Times are taken where `generate` hands an id out; the ids are
-detokenized there by the same code as in the other engines. Replay raises the score of the next id above all others.
+They run on a GPU if torch finds one, else on the CPU. A time is taken when `generate` emits an id; the ids are
+detokenized there by the code of the other engines. Replay raises the score of the next id above all others.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ DTYPES = {"float32": torch.float32, "16": torch.bfloat16, "as stored": "auto"}
 
 
 def make_torch_engine(name: str, models: Models, published: str | None) -> Engine:
-    """`hf`, `hf-compiled` or `zip2zip`, the last of a checkpoint in the published format (`mlx_zip export` writes it).
+    """Makes the engine `hf`, `hf-compiled` or `zip2zip`. published: the checkpoint folder for zip2zip.
 
-    Raises `MlxZipError` for a model that the engine cannot have.
+    Raises `MlxZipError` if the engine cannot run these models.
     """
     if name == "zip2zip":
         if published is None:
@@ -38,22 +38,23 @@ def make_torch_engine(name: str, models: Models, published: str | None) -> Engin
 
 
 class _TorchEngine(Engine):
-    """What these engines share: `generate`, watched from outside. model: whose `generate` is called."""
+    """What these engines share: they time the ids that a model's `generate` emits."""
 
     def __init__(self, models: Models, model: Any, decoder: Any) -> None:
+        """model: whose `generate` is called. decoder: the plain model in it, whose weights a step reads."""
         self.tokenizer, self.model, self.torch_device = models.tokenizer, model.eval(), decoder.device
         self.weight_bytes = _weight_bytes(decoder)
         self.kv_bytes = kv_bytes(models.base_config, next(decoder.parameters()).element_size())
 
     @property
     def device(self) -> dict[str, Any]:
-        """What torch runs on."""
+        """The device that torch runs on."""
         gpu = self.torch_device.type == "cuda"
         found = {"device": "cuda", "chip": torch.cuda.get_device_name(self.torch_device)} if gpu else {}
         return {**super().device, **found}
 
     def bandwidth(self) -> float:
-        """By torch where it has a GPU, else by MLX: the CPU is one."""
+        """See `Engine.bandwidth`. A GPU is measured by torch, the CPU by MLX."""
         if self.torch_device.type != "cuda":
             return super().bandwidth()
         matrix = torch.ones((machine.BANDWIDTH_SIDE, machine.BANDWIDTH_SIDE), device=self.torch_device)
@@ -66,7 +67,11 @@ class _TorchEngine(Engine):
         return matrix.nbytes / machine.fastest(read)
 
     def _generate(self, run: Run, begun: float, ids: Sequence[int], steps: int, watch: _Watch, **options: Any) -> Run:
-        """ids: all that the conversation holds and the new prompt. Fills `run` and gives it back."""
+        """Runs `generate` for at most `steps` ids, fills `run` and returns it.
+
+        begun: when the request began. ids: the conversation so far and the new prompt. watch: receives the
+        emitted ids. options: further arguments of `generate`.
+        """
         from transformers import LogitsProcessorList, StoppingCriteriaList
 
         inputs = torch.tensor([list(ids)], device=self.torch_device)
@@ -82,7 +87,7 @@ class _TorchEngine(Engine):
                 eos_token_id=sorted(self.tokenizer.eos_token_ids) or None,
                 pad_token_id=0,
                 streamer=watch,
-                stopping_criteria=StoppingCriteriaList([watch.full]),
+                stopping_criteria=StoppingCriteriaList([watch.is_full]),
                 logits_processor=LogitsProcessorList([watch.force] if watch.forced is not None else []),
                 **options,
             )
@@ -95,9 +100,10 @@ class _TorchEngine(Engine):
 
 @dataclass
 class _Watch:
-    """Stands where `generate` asks for a streamer, a processor of scores and a criterion to stop.
+    """The streamer of `generate`; its methods are the logits processor (`force`) and stopping criterion (`is_full`).
 
-    expand: the base ids of an emitted id; asked once per id, in order. read: ids before the first one.
+    expand: returns the base ids of an emitted id; called once per id, in order. tokens: most base ids to emit. forced:
+    ids to replay, None for free generation. read: number of ids before the first emitted one.
     """
 
     detokenizer: Any
@@ -112,7 +118,7 @@ class _Watch:
     _seen_prompt: bool = False
 
     def put(self, ids: torch.Tensor) -> None:
-        """The prompt at first, then each id."""
+        """Takes an emitted id and records its step. The first call has the prompt and is ignored."""
         if not self._seen_prompt:
             self._seen_prompt = True
             return
@@ -124,36 +130,40 @@ class _Watch:
         self.run.step(time.perf_counter() - self.begun, [emitted], base_ids)
 
     def _piece(self, at: int, emitted: int) -> Sequence[int]:
+        """Returns the base ids of the emitted id number `at`, expanding it when asked for the first time."""
         if at == len(self._pieces):
             self._pieces.append(self.expand(emitted))
         return self._pieces[at]
 
     def end(self) -> None:
-        """Nothing more comes."""
+        """Ends the text: no more ids come."""
         self.detokenizer.finalize()
 
     def text(self) -> str:
-        """All text so far."""
+        """Returns all text so far."""
         return self.detokenizer.text
 
     def force(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Scores [1, W] in which the next forced id is the highest, for ids [1, n] so far."""
+        """Returns scores [1, W] with that of the next forced id raised above all others. ids: [1, n] so far."""
         assert self.forced is not None
         scores[:, self.forced[min(ids.shape[1] - self.read, len(self.forced) - 1)]] = torch.inf
         return scores
 
-    def full(self, ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        """[1] bool: whether ids [1, n] stand for as many base tokens as were asked for."""
+    def is_full(self, ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        """Returns whether ids [1, n] stand for as many base ids as were asked for, as bool [1]."""
         self._piece(ids.shape[1] - self.read - 1, int(ids[0, -1]))
         return torch.full((1,), sum(map(len, self._pieces)) >= self.tokens, device=ids.device)
 
 
 class Transformers(_TorchEngine):
-    """transformers' `generate` on the plain model; compiled: with a static cache, its forward pass by torch.compile."""
+    """Runs the plain model through transformers' `generate`.
+
+    compiled: with a static cache and a forward pass by torch.compile; else eager.
+    """
 
     def __init__(self, models: Models, compiled: bool) -> None:
         self.name = "hf-compiled" if compiled else "hf"
-        model = _plain(models, self.name)
+        model = _plain_model(models, self.name)
         super().__init__(models, model, model)
         self.options: dict[str, Any] = {}
         if compiled:
@@ -164,7 +174,7 @@ class Transformers(_TorchEngine):
             self.options = {"cache_implementation": "static", "compile_config": config}
 
     def start(self) -> dict[str, Any]:
-        """Ids read so far, and transformers' cache of them."""
+        """Returns the state of a new conversation: its ids so far, and transformers' cache of them."""
         return {"ids": [], "cache": None}
 
     def run(self, prompt: Sequence[int], tokens: int, replay: Sequence[int] | None = None, held: Any = None) -> Run:
@@ -184,7 +194,10 @@ class Transformers(_TorchEngine):
 
 
 class Published(_TorchEngine):
-    """The zip2zip package. Prompts are compressed by our codec, inside the clock: both give the same ids."""
+    """Runs the published zip2zip package.
+
+    Our codec compresses the prompts, which is timed; the package's own gives the same ids.
+    """
 
     name = "zip2zip"
 
@@ -204,25 +217,28 @@ class Published(_TorchEngine):
             manager.pad_token_id,
         )
         end, width = self.params.vocab_size + self.params.codebook_size, model.base_model.config.vocab_size
-        self.barred = list(range(end, width + self.params.codebook_size))  # ids that the package cannot read back
+        self.barred = list(
+            range(end, width + self.params.codebook_size)
+        )  # ids that the package may emit but cannot expand
 
     def run(self, prompt: Sequence[int], tokens: int, replay: Sequence[int] | None = None, held: Any = None) -> Run:
-        """See `Engine.run`; a conversation it cannot hold."""
-        fresh = Codebook(self.params)
-        forced = None if replay is None else zip_ids(fresh, prompt, replay)[1].tolist()
+        """See `Engine.run`. It cannot continue a conversation: `held` is ignored."""
+        book = Codebook(self.params)
+        forced = None if replay is None else zip_ids(book, prompt, replay)[1].tolist()
         begun = time.perf_counter()
         ids, _ = compress(self.params, np.asarray(prompt, np.uint32))
-        fresh.push(ids)
+        book.push(ids)
 
         def expand(one: int) -> list[int]:
-            fresh.push(one)
-            return fresh.expand([one]).tolist()
+            book.push(one)
+            return book.expand([one]).tolist()
 
         watch = _Watch(self.tokenizer.detokenizer, self.tokenizer.eos_token_ids, expand, tokens, forced)
         return self._generate(Run(len(ids)), begun, ids.tolist(), tokens, watch, suppress_tokens=self.barred or None)
 
 
-def _plain(models: Models, name: str) -> Any:
+def _plain_model(models: Models, name: str) -> Any:
+    """Loads the plain model in transformers, or makes it with random weights. name: the engine's, for errors."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if models.precision not in DTYPES:
@@ -240,11 +256,12 @@ def _plain(models: Models, name: str) -> Any:
 
 
 def _device() -> torch.device:
+    """Returns the GPU if torch finds one, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _weight_bytes(decoder: Any) -> int:
-    """What a step reads: all but an embedding that is not the head too."""
+    """Returns the bytes of weights that a step reads: all but those of an embedding that is not also the head."""
     embedding = decoder.get_input_embeddings()
     tied = decoder.get_output_embeddings().weight is getattr(embedding, "weight", None)
     skipped = 0 if tied else sum(value.nbytes for value in embedding.parameters(recurse=False))

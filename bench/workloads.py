@@ -1,7 +1,7 @@
-"""What the engines read and write: texts of a domain cut into prompt and continuation, or requests to a chat model.
+"""Makes what engines read and write: texts cut into prompt and continuation, and conversations with a chat model.
 
 A text's continuation can be forced (replay): every engine then emits exactly its bytes, in its own ids. Without text
-files a made-up text stands in, so that a fresh machine runs; records call it synthetic.
+files a made-up text is used, so that every machine can run a bench; records call it synthetic.
 """
 
 from __future__ import annotations
@@ -22,8 +22,15 @@ from mlx_zip.text.tokenizers import load_tokenizer
 
 DOMAINS = ("code", "math", "chat", "multilingual", "web")
 SYNTHETIC = "synthetic"
-CHARACTERS_PER_ID = 16  # more than any tokenizer here reads into one, so that a text is not tokenized to its end
-FIELDS = (("text", "code"), ("question", "answer"), ("prompt", "canonical_solution"), ("text",))  # of a JSON line
+CHARACTERS_PER_ID = (
+    16  # more than the ids of any tokenizer here have on average, so that a long text is not tokenized whole
+)
+FIELDS = (
+    ("text", "code"),
+    ("question", "answer"),
+    ("prompt", "canonical_solution"),
+    ("text",),
+)  # of a JSON line; the first that it has
 WHO = ("a dog", "a cat", "a girl", "a boy", "a bird", "a bear", "a fox", "a frog")
 WHAT = (
     "a red ball",
@@ -35,7 +42,7 @@ WHAT = (
     "a lost key",
     "a new friend",
 )
-REQUESTS = tuple(  # WHO[i] with WHAT[i] first, then each with the next thing, and so on: 64 different stories
+REQUESTS = tuple(  # 64 different stories: each of WHO with each of WHAT
     f"Tell me a story about {who} and {WHAT[(i + shift) % len(WHAT)]}."
     for shift in range(len(WHAT))
     for i, who in enumerate(WHO)
@@ -44,7 +51,7 @@ REQUESTS = tuple(  # WHO[i] with WHAT[i] first, then each with the next thing, a
 
 @dataclass(frozen=True)
 class Turn:
-    """prompt: base ids to read. text: base ids to write, when they are forced. tokens: base tokens to write at most."""
+    """One request. prompt: base ids to read. tokens: most base ids to write. text: base ids to replay, or None."""
 
     prompt: tuple[int, ...]
     tokens: int
@@ -53,7 +60,11 @@ class Turn:
 
 @dataclass(frozen=True)
 class Workload:
-    """Turns of one request or conversation. mode: "replay", "free" or "chat". data: where the text is from."""
+    """One request or conversation: its turns.
+
+    mode: "replay", "free" or "chat". data: names of the files that the text is from. window: number of the part of the
+    text, or of the conversation, from 0.
+    """
 
     domain: str
     mode: str
@@ -63,13 +74,14 @@ class Workload:
 
     @property
     def positions(self) -> int:
-        """Positions that a plain model needs at most; between turns an eos may be added."""
+        """The most positions that a plain model needs; one eos per turn is included."""
         return sum(len(turn.prompt) + turn.tokens + 1 for turn in self.turns)
 
 
 def read_tokenizer(where: str | Path) -> Any:
-    """Returns mlx-lm's wrapper of a tokenizer of any kind that is read here, with the streaming detokenizer that mlx-lm
-    takes for it, so that mlx-lm's own loop is timed as it runs. Raises `DataError`.
+    """Reads a tokenizer of any kind and returns it in mlx-lm's wrapper, with the detokenizer that mlx-lm would choose.
+
+    So mlx-lm's own loop is timed as it runs for its users. Raises `DataError` for a tokenizer that cannot be read.
     """
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -78,7 +90,7 @@ def read_tokenizer(where: str | Path) -> Any:
 
 
 def _mlx_lm_detokenizer(tokenizer: Any) -> Any:
-    """The class that mlx-lm chooses when it finds this decoder in a tokenizer.json."""
+    """Returns the detokenizer class that mlx-lm would choose for this tokenizer's decoder."""
     from mlx_lm import tokenizer_utils as utils
 
     decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
@@ -94,9 +106,9 @@ def _mlx_lm_detokenizer(tokenizer: Any) -> Any:
 
 
 def sources(texts: Sequence[str], data: Path | None, domains: Sequence[str]) -> dict[str, list[Path]]:
-    """Files by domain: from DOMAIN=FILE items, else from a folder with `<domain>/*`, else none: a made-up text.
+    """Returns the files of each domain: from DOMAIN=FILE items, else from data/DOMAIN, else none (made-up text).
 
-    Of a domain's folder the files with `test` in their names are taken, if there are any. Raises `MlxZipError`.
+    Raises `MlxZipError` for an item of another form, and for a domain without files.
     """
     if texts:
         found: dict[str, list[Path]] = {}
@@ -112,6 +124,7 @@ def sources(texts: Sequence[str], data: Path | None, domains: Sequence[str]) -> 
 
 
 def _files_of(data: Path, domain: str) -> list[Path]:
+    """Returns the files in data/domain, only those with `.test.` in their names if there are any."""
     files = [path for path in sorted((data / domain).glob("*")) if path.is_file()]
     if not files:
         raise MlxZipError(f"--data {data}: no text in {domain}/; choose with --domains")
@@ -121,9 +134,9 @@ def _files_of(data: Path, domain: str) -> list[Path]:
 def cut(
     domain: str, files: Sequence[Path], tokenizer: Any, prompt: int, tokens: int, windows: int, mode: str
 ) -> list[Workload]:
-    """`windows` stretches of a domain's text, one after the other: `prompt` base ids to read, then `tokens` to write.
+    """Cuts the start of a text into `windows` workloads: each `prompt` base ids to read, then `tokens` to write.
 
-    Raises `MlxZipError` when the text is too short.
+    Raises `MlxZipError` for a text that is too short or holds an eos.
     """
     need = windows * (prompt + tokens)
     ids = _first_ids(_text(files), tokenizer, need)
@@ -138,7 +151,7 @@ def cut(
 
 
 def chats(tokenizer: Any, requests: Sequence[str], conversations: int, turns: int, tokens: int) -> list[Workload]:
-    """Conversations of `turns` requests each, in the order of the requests, every request answered freely.
+    """Makes conversations of `turns` requests each, in the order of the requests; `tokens`: most base ids of an answer.
 
     Raises `MlxZipError` for too few requests.
     """
@@ -150,6 +163,7 @@ def chats(tokenizer: Any, requests: Sequence[str], conversations: int, turns: in
 
 
 def _chat(tokenizer: Any, requests: Sequence[str], tokens: int, window: int) -> Workload:
+    """Makes one conversation of these requests, with the tokenizer's chat template. window: its number, from 0."""
     from mlx_zip.text.prompts import encode_prompt
 
     prompts = [encode_prompt(tokenizer, [{"role": "user", "content": text}]) for text in requests]
@@ -160,7 +174,7 @@ def _chat(tokenizer: Any, requests: Sequence[str], tokens: int, window: int) -> 
 
 
 def read_requests(file: Path | None) -> list[str]:
-    """The requests of a file, one a line; without a file 64 for stories."""
+    """Returns the requests of a file, one per line; without a file the 64 built-in ones for stories."""
     if file is None:
         return list(REQUESTS)
     lines = [line.strip() for line in _read(file).splitlines()]
@@ -168,6 +182,7 @@ def read_requests(file: Path | None) -> list[str]:
 
 
 def _first_ids(pieces: Iterator[str], tokenizer: Any, count: int) -> list[int]:
+    """Returns the first `count` base ids of the text in these pieces, tokenizing little more of it than needed."""
     text, enough = "", count * CHARACTERS_PER_ID
     while True:
         while len(text) < enough and (piece := next(pieces, None)) is not None:
@@ -179,7 +194,7 @@ def _first_ids(pieces: Iterator[str], tokenizer: Any, count: int) -> list[int]:
 
 
 def _text(files: Sequence[Path]) -> Iterator[str]:
-    """Yields documents of the files in turns, each followed by an empty line."""
+    """Yields the documents of the files, one of each file in turn, each followed by an empty line."""
     if not files:
         yield from _synthetic()
         return
@@ -188,6 +203,7 @@ def _text(files: Sequence[Path]) -> Iterator[str]:
 
 
 def _documents(file: Path) -> Iterator[str]:
+    """Yields a file's documents: the texts of its JSON lines, else its paragraphs. Raises `MlxZipError`."""
     text = _read(file)
     if ".jsonl" not in file.name:
         yield from text.split("\n\n")
@@ -202,6 +218,7 @@ def _documents(file: Path) -> Iterator[str]:
 
 
 def _read(file: Path) -> str:
+    """Returns a file's text, unzipped if it is a .gz. Raises `MlxZipError` if it is not UTF-8."""
     try:
         data = file.read_bytes()
         return (gzip.decompress(data) if file.name.endswith(".gz") else data).decode("utf-8")
@@ -210,7 +227,7 @@ def _read(file: Path) -> str:
 
 
 def _synthetic() -> Iterator[str]:
-    """Sentences of made-up words, Zipf-distributed, half of them ones that came before."""
+    """Yields sentences of made-up words without end; about half of them repeat an earlier sentence."""
     rng = np.random.default_rng(0)
     letters = np.array(list("etaoinsrhldcumfpgwyb"))
     words = ["".join(rng.choice(letters, rng.integers(2, 9))) for _ in range(3000)]

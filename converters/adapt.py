@@ -35,8 +35,8 @@ from mlx_zip.vocab.adaptbpe.plain import lawful_json
 from mlx_zip.vocab.packs import IN_FOLDER
 
 ROWS = ("embed_tokens", "lm_head")  # modules whose tensors have a row per id
-_PAIRS = {"forced_decoder_ids": 1, "sequence_bias": 0}  # lists of pairs, and which side holds ids
-_COPIED = ("special_tokens_map.json", "chat_template.json", "chat_template.jinja")
+_PAIRS = {"forced_decoder_ids": 1, "sequence_bias": 0}  # config key of a list of pairs: which half of a pair holds ids
+_COPIED = ("special_tokens_map.json", "chat_template.json", "chat_template.jinja")  # files that name no ids
 _ENDINGS = ("_token_id", "_token_ids", "_token_index", "suppress_tokens", "bad_words_ids", "force_words_ids")
 
 
@@ -59,10 +59,10 @@ def adapt(model: str | Path, vocabulary: str | Path, mlx_path: str | Path, progr
         raise ConversionError(
             f"{vocabulary}: added tokens differ from those of {place.name}: learn the vocabulary again"
         )
-    new = {int(old): i for i, old in enumerate(kept.ids)}
-    config = _config(read_object(place.folder / "config.json"), new)
-    weights = _selected(load(read_model_files(place.folder)), kept.ids)
-    files = _files(place.folder, kept, base.source, new)
+    new_ids = {int(old): new for new, old in enumerate(kept.ids)}
+    config = _adapted_config(read_object(place.folder / "config.json"), new_ids)
+    weights = _select_rows(load(read_model_files(place.folder)), kept.ids)
+    files = _renumbered_files(place.folder, kept, base.source, new_ids)
     if (place.folder / IN_FOLDER).exists():
         warnings.warn(f"the tuned rows in {IN_FOLDER} are left out: they were tuned for other weights", stacklevel=2)
     with output.new_folder(out) as folder, progress_bar(len(weights), progress) as step:
@@ -94,10 +94,10 @@ def adapt(model: str | Path, vocabulary: str | Path, mlx_path: str | Path, progr
     return out
 
 
-def _selected(weights: dict[str, mx.array], ids: Any) -> dict[str, mx.array]:
-    """Returns all tensors, with the kept rows only in those that have a row per id. The result is lazy.
+def _select_rows(weights: dict[str, mx.array], ids: Any) -> dict[str, mx.array]:
+    """Returns all tensors by name, lazily; the embedding and the head have only the rows of `ids`, the kept old ids.
 
-    Raises `ConversionError` for a tensor of the same height that is not known to have a row per id.
+    Raises `ConversionError` if another tensor has as many rows as the embedding, because it might have one per id too.
     """
     rows = {name: array for name, array in weights.items() if set(name.split(".")[:-1]) & set(ROWS)}
     if not rows:
@@ -115,7 +115,10 @@ def _selected(weights: dict[str, mx.array], ids: Any) -> dict[str, mx.array]:
 
 
 def _parameters(weights: Mapping[str, mx.array], quantization: Mapping[str, Any]) -> int:
-    """Returns the number of parameters; a packed tensor counts as the weights that it stands for."""
+    """Returns the number of parameters of a model, each weight of a quantized layer counted as one.
+
+    quantization: the section of config.json, {} for an unquantized model.
+    """
     packed = {name.removesuffix(".scales") for name in weights if name.endswith(".scales")}
     count = 0
     for name, array in weights.items():
@@ -128,8 +131,11 @@ def _parameters(weights: Mapping[str, mx.array], quantization: Mapping[str, Any]
     return count
 
 
-def _config(config: dict[str, Any], new: Mapping[int, int]) -> dict[str, Any]:
-    """Returns config.json with the new size and ids. Raises `ConversionError` for a multimodal model."""
+def _adapted_config(config: dict[str, Any], new: Mapping[int, int]) -> dict[str, Any]:
+    """Returns config.json with the new vocabulary size and ids. new: old id -> new id.
+
+    Raises `ConversionError` for a multimodal model.
+    """
     if "vocab_size" not in config:
         raise ConversionError("config.json has no vocab_size of its own: only plain text models can be adapted")
     made = {**_renumbered("config.json", config, new), "vocab_size": len(new)}
@@ -139,7 +145,10 @@ def _config(config: dict[str, Any], new: Mapping[int, int]) -> dict[str, Any]:
 
 
 def _zip_section(section: dict[str, Any], new: Mapping[int, int]) -> dict[str, Any]:
-    """Returns the zip2zip section over the new ids, without the pack's entries that hold ids which are not kept."""
+    """Returns config.json's zip2zip section with new ids. new: old id -> new id.
+
+    Entries of the model's pack that contain an id without a new one are left out, with a warning.
+    """
     old = ZipConfig.from_dict({key: value for key, value in section.items() if key not in RECORD_KEYS})
     if high := [i for i in new if i >= old.vocab_size]:
         raise ConversionError(f"the vocabulary keeps id {high[0]}, but hypertokens begin at {old.vocab_size}")
@@ -155,10 +164,14 @@ def _zip_section(section: dict[str, Any], new: Mapping[int, int]) -> dict[str, A
     return {**kept, **made.to_dict()}
 
 
-def _files(
+def _renumbered_files(
     folder: Path, kept: AdaptedVocabulary, source: Mapping[str, Any] | None, new: Mapping[int, int]
 ) -> dict[str, Any]:
-    """Returns the other JSON files that name ids, renumbered; vocab.json and the like are left out."""
+    """Returns the JSON files of the tokenizer and of generation with new ids, by file name.
+
+    folder: the model's. source: its tokenizer.json, None if it has none. new: old id -> new id. vocab.json and other
+    files that tokenizer.json makes superfluous are left out.
+    """
     files = {"tokenizer.json": lawful_json(kept, source)}
     own = folder / CONFIG
     if own.is_file():
@@ -179,9 +192,10 @@ def _files(
 
 
 def _new_ids(place: str, tokens: Iterable[tuple[str, Any]], new: Mapping[int, int]) -> list[int]:
-    """Returns the new ids of added tokens. Raises `ConversionError` for a token that is not kept.
+    """Returns the new ids of (token, old id) pairs. place: file and key, for messages. new: old id -> new id.
 
-    Transformers would give such a token an id after the last one, where the embedding has no row.
+    Raises `ConversionError` for a token that is not kept: transformers would give it an id after the last one, where
+    the embedding has no row.
     """
     tokens = list(tokens)
     for token, i in tokens:
@@ -194,15 +208,20 @@ def _new_ids(place: str, tokens: Iterable[tuple[str, Any]], new: Mapping[int, in
 
 
 def _id_of(key: str) -> int | str:
+    """Returns a JSON key as an id if it is one, else the key itself."""
     return int(key) if key.isdecimal() else key
 
 
 def _text_of(token: Any) -> Any:
+    """Returns the text of a token in tokenizer_config.json, which is an object with `content` or the text itself."""
     return token.get("content") if isinstance(token, dict) else token
 
 
 def _renumbered(file: str, data: Mapping[str, Any], new: Mapping[int, int]) -> dict[str, Any]:
-    """Returns the data with new ids under every key that holds ids. Raises `ConversionError` for an id not kept."""
+    """Returns the content of a JSON file with new ids under every key that holds ids. new: old id -> new id.
+
+    file: its name, for messages. Raises `ConversionError` for an id that is not kept.
+    """
 
     def value_of(key: str, value: Any) -> Any:
         if isinstance(value, list):

@@ -15,11 +15,15 @@ from mlx_zip.flags import add_pack
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags; imports nothing heavy."""
     add = parser.add_argument
-    add("--hf-path", "--model", required=True, help="checkpoint to convert: a folder or a Hugging Face hub id")
+    add("--hf-path", "--model", required=True, help="checkpoint to convert: folder or hub id")
     add("--mlx-path", default="mlx_model", help="folder to write; it must not exist yet (default: %(default)s)")
     add("-q", "--quantize", action="store_true", help="quantize decoder, embedding and head (default: not quantized)")
-    add("--q-group-size", type=int, help="weights that share a scale in a quantized layer (default: 64, or --q-mode's)")
-    add("--q-bits", type=int, help="bits per quantized weight (default: 4, or --q-mode's)")
+    add(
+        "--q-group-size",
+        type=int,
+        help="number of weights that share a scale in a quantized layer (default: the --q-mode's own, 64 for affine)",
+    )
+    add("--q-bits", type=int, help="bits per quantized weight (default: the --q-mode's own, 4 for affine)")
     add(
         "--q-mode",
         default="affine",
@@ -29,30 +33,47 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--quant-predicate",
         choices=["mixed_2_6", "mixed_3_4", "mixed_3_6", "mixed_4_6"],
-        help="recipe that gives layers different numbers of bits (default: all layers alike)",
+        help="mlx-lm recipe that gives some layers more bits than others, named by the two numbers of bits (default: "
+        "all layers alike)",
     )
     add(
         "--dtype",
         choices=["float16", "bfloat16", "float32"],
-        help="type of the stored tensors (default: the source decoder's)",
+        help="type of the tensors to write (default: that of the checkpoint's decoder)",
     )
-    add("-d", "--dequantize", action="store_true", help="dequantize a converted model that is quantized")
-    add("--revision", help="branch, tag or commit of a hub checkpoint (zip2zip++ releases: hf) (default: main)")
+    add("-d", "--dequantize", action="store_true", help="dequantize the model of --hf-path, a quantized converted one")
+    add(
+        "--revision",
+        help="branch, tag or commit of a hub checkpoint; zip2zip++ releases are in the branch hf (default: main)",
+    )
     add("--upload-repo", help="hub repository to upload the converted model to (default: no upload)")
-    add("--trust-remote-code", action="store_true", help="run and copy Python code that comes with the tokenizer")
-    add("--keep-adapter", action="store_true", help="keep a LoRA unmerged, in the folder adapters/ of the output")
-    add("--lora-only", action="store_true", help="convert a plain PEFT LoRA to an mlx-lm adapter folder")
+    add(
+        "--trust-remote-code",
+        action="store_true",
+        help="run Python code that comes with the tokenizer, and copy it to the output (default: off)",
+    )
+    add(
+        "--keep-adapter",
+        action="store_true",
+        help="write the checkpoint's LoRA adapter to the folder adapters/ of the output, instead of merging it",
+    )
+    add(
+        "--lora-only",
+        action="store_true",
+        help="convert a PEFT LoRA adapter without hypertokens to an mlx-lm adapter folder; no model is written",
+    )
     add(
         "--canonical",
         action=argparse.BooleanOptionalAction,
         default=None,
         help="forbid ids that the compressor would never write, unless together they hold over half the probability "
-        "(default: as in the source; published checkpoints do not)",
+        "(default: as in the checkpoint; published ones do not)",
     )
     add_pack(
         add,
-        "pack (.json, .npz or .npy) that every request of the written model begins with; several packs are merged; "
-        "rows that were tuned for the written weights are kept (default: the source's pack, if it has one)",
+        "pack file (.json, .npz or .npy) whose entries every codebook of the written model begins with; repeat the "
+        "flag to merge packs; tuned rows must belong to the written weights (default: the checkpoint's own pack, if it "
+        "has one)",
         aliases=["--codebook"],
     )
     add(
@@ -60,13 +81,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=["freeze", "lru", "use-count"],
         help="what a full codebook does. freeze: stop adding entries; lru: evict the least recently used entry; "
         "use-count: evict the least often used one. Training and canonical decoding need freeze "
-        "(default: as in the source; published checkpoints freeze)",
+        "(default: as in the checkpoint; published ones freeze)",
     )
-    add("--encoder-bits", type=int, choices=[4, 8], help="bits per weight of the hyper-encoders (default: unquantized)")
+    add(
+        "--encoder-bits",
+        type=int,
+        choices=[4, 8],
+        help="bits per quantized weight of the hyper-encoders (default: not quantized)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Converts and prints the folder's path. Raises `MlxZipError`."""
+    """Converts the checkpoint and prints the path of the written folder; returns 0. Raises `MlxZipError`."""
     from mlx_zip.converters import convert
 
     flags = (

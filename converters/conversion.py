@@ -81,7 +81,7 @@ def convert(
         write_adapter(out, source.complete(place), dtype, progress)
     else:
         prepared = prepare(place, dtype, keep_adapter, trust_remote_code)
-        _decide(prepared.config["zip2zip"], canonical, policy)
+        _set_options(prepared.config["zip2zip"], canonical, policy)
         packs = read_packs(pack)
         if packs is not None:
             begin_with(prepared, packs, trust_remote_code)
@@ -96,6 +96,7 @@ def convert(
 
 
 def _refuse_with_lora_only(recipe: Recipe, others: bool) -> None:
+    """Raises `ConversionError` for options that --lora-only cannot use. others: whether any besides `recipe` is set."""
     if recipe != Recipe() or others:
         raise ConversionError(
             "--lora-only writes an adapter alone; it takes no quantization, no --keep-adapter, no --canonical, "
@@ -103,8 +104,11 @@ def _refuse_with_lora_only(recipe: Recipe, others: bool) -> None:
         )
 
 
-def _decide(section: dict[str, Any], canonical: bool | None, policy: str | None) -> None:
-    """Writes the given values into the config's zip2zip section. Raises `ConfigError` if they contradict each other."""
+def _set_options(section: dict[str, Any], canonical: bool | None, policy: str | None) -> None:
+    """Sets `canonical` and `policy` in the config's zip2zip section; None leaves the source's value.
+
+    Raises `ConfigError` if they contradict each other.
+    """
     if canonical is not None:
         section["canonical"] = canonical
     if policy is not None:

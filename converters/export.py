@@ -37,8 +37,8 @@ ARCHITECTURES = {  # what transformers calls the decoders that config.json names
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
 }
-_OURS = ("zip2zip", "quantization", "quantization_config")  # sections of config.json that the decoder's own has not
-_NOT_THERE = {  # encoder kinds the package cannot run, and why
+_OURS = ("zip2zip", "quantization", "quantization_config")  # sections of config.json that PyTorch's has not
+_REFUSED_ENCODERS = {  # encoder kinds that zip2zip 0.2.0 cannot run, and why
     "averaging": "it knows no such kind",
     "attention": "its own class fails as soon as a model calls it",
 }
@@ -46,7 +46,10 @@ _NOT_THERE = {  # encoder kinds the package cannot run, and why
 
 @dataclass
 class _Export:
-    """A model with lazy weights, checked and not yet written. config: the decoder's config.json."""
+    """A checked model with lazy weights, not yet written.
+
+    config, zip_config: the contents of config.json (the decoder's) and zip2zip_config.json. facts: the tokenizer's.
+    """
 
     model: Any
     config: dict[str, Any]
@@ -88,22 +91,27 @@ def export(
 
 
 def _prepare(place: Place, dtype: str | None, drop_start: bool, trust_remote_code: bool) -> _Export:
+    """Reads and checks a converted model; dequantizes it, merges its adapter and casts it, all lazily."""
     facts = read_tokenizer(place.folder, trust_remote_code)
     config = read_object(place.folder / "config.json")
     model, _ = load_converted(place)
     _check(model, facts, drop_start, (place.folder / ADAPTED).is_file())
-    model = _plain(model, place.folder, quantized=bool(config.get("quantization")))
+    model = _dequantized(model, place.folder, quantized=bool(config.get("quantization")))
     stored = dtype or str(model.model.embed_tokens.weight.dtype).removeprefix("mlx.core.")
-    model = _merged(model, place.folder / ADAPTERS)
+    model = _with_adapter_merged(model, place.folder / ADAPTERS)
     cast_floats(model, DTYPES[stored])
     return _Export(model, _decoder_config(config, stored), _zip_config(model.config), facts)
 
 
 def _check(model: Any, facts: TokenizerFacts, drop_start: bool, adapted: bool) -> None:
-    """Raises `ConversionError` for a model that zip2zip 0.2.0 cannot run; warns if it would run it differently."""
+    """Raises `ConversionError` for a model that zip2zip 0.2.0 cannot run; warns if it would run it differently.
+
+    drop_start: whether the model's pack may be left out. adapted: whether the folder has an adapted vocabulary.
+    """
     config: ZipConfig = model.config
-    if (kind := config.encoder.kind) in _NOT_THERE:
-        raise ConversionError(f"zip2zip 0.2.0 cannot run the {kind!r} encoder: {_NOT_THERE[kind]}; nothing to export")
+    if (kind := config.encoder.kind) in _REFUSED_ENCODERS:
+        why = _REFUSED_ENCODERS[kind]
+        raise ConversionError(f"zip2zip 0.2.0 cannot run the {kind!r} encoder: {why}; nothing to export")
     if config.codebook_size == 0:
         raise ConversionError("zip2zip 0.2.0 cannot run a model without a codebook (max_codebook_size 0)")
     if facts.pad_id != config.pad_id:
@@ -133,6 +141,7 @@ def _check(model: Any, facts: TokenizerFacts, drop_start: bool, adapted: bool) -
 
 
 def _about_gemma(soft_cap: float | None) -> str:
+    """Returns the warning for a Gemma model. soft_cap: limit of its logits, None if it has none."""
     cap = f", and its soft cap lifts entries that are not installed from -inf to -{soft_cap:g}" if soft_cap else ""
     return (
         "zip2zip 0.2.0 runs Gemma differently: on transformers 5 it loses the embedding scale (it replaces the layer "
@@ -140,8 +149,8 @@ def _about_gemma(soft_cap: float | None) -> str:
     )
 
 
-def _plain(model: Any, folder: Path, quantized: bool) -> Any:
-    """Returns the model with its quantized layers dequantized."""
+def _dequantized(model: Any, folder: Path, quantized: bool) -> Any:
+    """Returns the model with its quantized layers dequantized, with a warning if there are any."""
     if not quantized:
         return model
     from mlx_lm.utils import dequantize_model
@@ -150,8 +159,8 @@ def _plain(model: Any, folder: Path, quantized: bool) -> Any:
     return dequantize_model(model)
 
 
-def _merged(model: Any, adapters: Path) -> Any:
-    """Returns the model with the adapter in its folder merged, computed in float32."""
+def _with_adapter_merged(model: Any, adapters: Path) -> Any:
+    """Returns the model with the adapter in the folder `adapters` merged in float32, if there is that folder."""
     if not adapters.is_dir():
         return model
     from mlx_lm.tuner.utils import load_adapters
@@ -172,7 +181,7 @@ def _merged(model: Any, adapters: Path) -> Any:
 
 
 def _decoder_config(config: dict[str, Any], stored: str) -> dict[str, Any]:
-    """Returns the decoder's config.json as transformers reads it, without our sections."""
+    """Returns the decoder's config.json as transformers reads it. config: ours. stored: name of the tensors' type."""
     kind = config["zip2zip"]["base_model_type"]
     plain = {key: value for key, value in config.items() if key not in _OURS}
     plain |= {"model_type": kind, "torch_dtype": stored}
@@ -183,13 +192,14 @@ def _decoder_config(config: dict[str, Any], stored: str) -> dict[str, Any]:
 
 
 def _zip_config(config: ZipConfig) -> dict[str, Any]:
-    """Returns zip2zip_config.json, without our own keys: the package refuses keys that it does not know."""
+    """Returns the content of zip2zip_config.json with zip2zip's keys only, because zip2zip refuses unknown ones."""
     made = replace(config, format_version=2, base_model=SELF_CONTAINED, start=None, canonical=False).to_dict()
     del made["pad_token_id"]
     return made
 
 
 def _write(out: Path, place: Place, made: _Export, trust_remote_code: bool, progress: bool) -> None:
+    """Writes the checkpoint `made` to the new folder `out`. place: the source, whose tokenizer files are copied."""
     from mlx_lm.utils import get_total_parameters
 
     weights, parameters = parameters_of(made.model), get_total_parameters(made.model)
@@ -211,6 +221,7 @@ def _write(out: Path, place: Place, made: _Export, trust_remote_code: bool, prog
 
 
 def _card(place: Place) -> str:
+    """Returns the text of README.md. place: the exported model."""
     return (
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n- zip2zip\n- mlx_zip\n---\n\n"
         f"# {place.name}, exported for PyTorch\n\n"

@@ -36,14 +36,15 @@ class Place:
 
 
 def local(path: str | Path) -> Place | None:
-    """The folder if there is one at `path`, or a bundled model of that name."""
+    """Returns the folder at `path`, or else the bundled model of that name, or None if there is neither."""
     folder = here_or_bundled(path)
     return Place(folder, folder.resolve().name) if os.path.isdir(folder) else None
 
 
 def fetch(name: str, revision: str | None, patterns: list[str]) -> Place:
-    """Downloads the files of a hub repository that match `patterns`, unless they are in the cache.
+    """Returns the local copy of a hub repository's files that match `patterns`; downloads those not in the cache.
 
+    name: the repository's hub id. revision: branch, tag or commit, None for the main branch.
     Raises `ConversionError` when `name` is neither a folder nor a repository that can be reached.
     """
     if not _REPOSITORY.fullmatch(name) or set(name) == {"."}:
@@ -83,7 +84,7 @@ def check_repository(name: str) -> None:
 
 
 def model_card(source: Place, base: Place, version: str) -> str:
-    """README.md of a converted model."""
+    """Returns the text of README.md for a converted model. source: the checkpoint. base: its base model."""
     names = dict.fromkeys(place.name for place in (source, base) if place.revision)
     based_on = "".join(f"- {name}\n" for name in names)
     return (

@@ -53,6 +53,7 @@ class Pair:
 
     @property
     def rank(self) -> int:
+        """The rank r."""
         return self.down.shape[0]
 
 
@@ -88,6 +89,7 @@ def read_lora(folder: Path) -> Lora:
 
 
 def _refuse_unsupported(config: Mapping[str, Any]) -> None:
+    """Raises `ConversionError` for options of adapter_config.json that would change the result and are not read."""
     if config.get("peft_type") != "LORA":
         raise ConversionError(f"{CONFIG}: peft_type {config.get('peft_type')!r} is not LORA")
     if config.get("bias", "none") != "none":
@@ -103,6 +105,7 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
 
 
 def _pair(module: str, half: Mapping[str, Tensor], config: Mapping[str, Any]) -> Pair:
+    """Returns the adapter of one module. half: its tensors, "A" and "B". Raises `ConversionError`."""
     if half.keys() != {"A", "B"}:
         raise ConversionError(f"{WEIGHTS}: {module} has only one of lora_A and lora_B")
     down, up = half["A"], half["B"]
@@ -118,7 +121,10 @@ def _pair(module: str, half: Mapping[str, Tensor], config: Mapping[str, Any]) ->
 
 
 def _pattern(config: Mapping[str, Any], key: str, module: str, default: Any) -> Any:
-    """Returns the value of the first pattern that matches the end of the module's path, as PEFT does."""
+    """Returns a module's own rank or alpha, as PEFT finds it, or `default` if no pattern matches the module.
+
+    config[key] maps patterns to values; the first pattern that matches the end of the module's path counts.
+    """
     patterns = config.get(key) or {}
     if not isinstance(patterns, dict):
         raise ConversionError(f"{CONFIG}: {key} must be an object, got {patterns!r}")
@@ -132,6 +138,7 @@ def _pattern(config: Mapping[str, Any], key: str, module: str, default: Any) -> 
 
 
 def _number(config: Mapping[str, Any], key: str, default: float | None) -> float:
+    """Returns the number under a key, or `default` if the key is missing. Raises `ConversionError` for no number."""
     value = config.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1 << 53:
         name = {"a": "lora_alpha"}.get(key, key)
@@ -140,7 +147,10 @@ def _number(config: Mapping[str, Any], key: str, default: float | None) -> float
 
 
 def check_targets(lora: Lora, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises `ConversionError` unless every adapted module is a linear layer of the decoder with fitting shapes."""
+    """Raises `ConversionError` unless every adapted module is a linear layer of the decoder with fitting shapes.
+
+    shapes: tensor name -> shape, of all tensors of the decoder.
+    """
     if unknown := [m for m in lora.pairs if f"{m}.weight" not in shapes or not _LAYER.search(m)]:
         raise ConversionError(f"the adapter changes modules other than the decoder layers' own: {some(unknown)}")
     for module, pair in lora.pairs.items():
@@ -150,7 +160,7 @@ def check_targets(lora: Lora, shapes: Mapping[str, tuple[int, ...]]) -> None:
 
 
 def merge(weights: dict[str, mx.array], lora: Lora) -> None:
-    """Adds the adapter to the weights it changes, computed in float32 (lazily)."""
+    """Adds the adapter to the weights that it changes, in place and lazily; these become float32."""
     for module, pair in lora.pairs.items():
         arrays = load({"down": pair.down, "up": pair.up})
         down, up = arrays["down"].astype(mx.float32), arrays["up"].astype(mx.float32)

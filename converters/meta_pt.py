@@ -24,7 +24,7 @@ _MARK = object()
 
 
 class Opaque:
-    """An object whose class is not built. name: the class's, if known; state, items: what the pickle sets on it."""
+    """Stands for an object that is not built. name: its class, "?" if unknown. state, items: what the pickle sets."""
 
     def __init__(self, name: str = "?") -> None:
         self.name = name
@@ -56,6 +56,7 @@ def _plain_dict(value: Any) -> dict[Any, Any] | None:
 
 
 def _flag(args: dict[Any, Any], name: str, path: Path) -> bool:
+    """Returns whether an option in `args` is true; a missing one is false. Raises `ConversionError` for an object."""
     value = args.get(name, False)
     if value is not None and not isinstance(value, bool | int | float | str):
         raise ConversionError(f"{path.name}: args.{name} is not a plain value")
@@ -81,6 +82,7 @@ def read_meta(path: Path) -> Any:
 
 
 def _zip_pickle(path: Path) -> bytes:
+    """Returns the pickle in a zip file of torch, its only member called data.pkl."""
     with zipfile.ZipFile(path) as archive:
         names = [i for i in archive.infolist() if i.filename == "data.pkl" or i.filename.endswith("/data.pkl")]
         if len(names) != 1:
@@ -93,7 +95,7 @@ def _zip_pickle(path: Path) -> bytes:
 
 
 def _legacy(path: Path, data: bytes) -> Any:
-    """Reads torch's old format: magic number, protocol, system info and the object, each a separate pickle."""
+    """Returns the object in torch's old format: magic number, protocol, system info and object, a pickle each."""
     stream = io.BytesIO(data)
     try:
         if _one_pickle(stream) != _LEGACY_MAGIC:
@@ -110,6 +112,7 @@ class _PickleError(Exception):
 
 
 def _one_pickle(stream: io.BytesIO) -> Any:
+    """Reads one pickle, leaving the stream after it, and returns its object. Raises `_PickleError`."""
     try:
         return _Machine().run(pickletools.genops(stream))
     except (ValueError, IndexError, KeyError, TypeError, OverflowError, EOFError) as error:
@@ -117,13 +120,14 @@ def _one_pickle(stream: io.BytesIO) -> Any:
 
 
 class _Machine:
-    """Pickle's stack machine, restricted to plain values."""
+    """Pickle's stack machine, restricted to plain values. stack: values and marks. memo: number -> stored value."""
 
     def __init__(self) -> None:
         self.stack: list[Any] = []
         self.memo: dict[int, Any] = {}
 
     def run(self, operations: Iterator[tuple[Any, Any, int | None]]) -> Any:
+        """Runs operations up to STOP and returns the object on the stack. operations: those of `pickletools.genops`."""
         for done, (opcode, argument, _) in enumerate(operations):
             if done == MAX_OPERATIONS:
                 raise _PickleError(f"it has more than {MAX_OPERATIONS} operations")
@@ -149,6 +153,7 @@ class _Machine:
         return values
 
     def pop(self, count: int) -> list[Any]:
+        """Removes and returns the topmost `count` values."""
         if len(self.stack) < count:
             raise _PickleError("its stack runs empty")
         values = self.stack[len(self.stack) - count :]
@@ -156,6 +161,7 @@ class _Machine:
         return values
 
     def extend(self, values: list[Any]) -> None:
+        """Appends values to the list on top of the stack; those for an `Opaque` are dropped."""
         target = self.stack[-1]
         if isinstance(target, list):
             target.extend(values)
@@ -163,6 +169,7 @@ class _Machine:
             raise _PickleError("it appends to something that is not a list")
 
     def set_items(self, values: list[Any]) -> None:
+        """Sets items of the dict or `Opaque` on top of the stack. values: keys and values in turn."""
         target = self.stack[-1]
         items = target.items if isinstance(target, Opaque) else target
         if not isinstance(items, dict) or len(values) % 2:
@@ -171,11 +178,12 @@ class _Machine:
             items[_key(key)] = value
 
     def opaque(self, consumed: list[Any]) -> None:
-        """Pushes an `Opaque` for an object that would be built from `consumed`: a class and its arguments."""
+        """Pushes an `Opaque` in place of an object. consumed: its class and arguments, already off the stack."""
         name = consumed[0].name if consumed and isinstance(consumed[0], Opaque) else "?"
         self.stack.append(Opaque(name))
 
     def build(self) -> None:
+        """Takes a state off the stack and sets it on the `Opaque` below."""
         (state,) = self.pop(1)
         if not isinstance(self.stack[-1], Opaque):
             raise _PickleError("it sets the state of a plain value")
@@ -183,7 +191,7 @@ class _Machine:
 
 
 def _key(key: Any) -> Any:
-    """Returns keys that hash without recursion as they are, and a new `Opaque` for any other key."""
+    """Returns a dict key as it is if hashing it cannot recurse, else a new `Opaque` in its place."""
     return key if key is None or isinstance(key, str | int | float | bytes) else Opaque()
 
 
@@ -224,20 +232,24 @@ _Handler = Callable[[_Machine, Any], object]
 
 
 def _dict(values: list[Any]) -> dict[Any, Any]:
+    """Returns the dict made of keys and values in turn."""
     if len(values) % 2:
         raise _PickleError("a dict has a key without value")
     return {_key(k): v for k, v in zip(values[::2], values[1::2], strict=True)}
 
 
 def _get(m: _Machine, index: Any) -> None:
+    """Pushes a value that was stored in the memo."""
     m.stack.append(m.memo[int(index)])
 
 
 def _put(m: _Machine, index: Any) -> None:
+    """Stores the value on top of the stack in the memo."""
     m.memo[int(index)] = m.stack[-1]
 
 
 def _instance(m: _Machine, name: Any) -> None:
+    """Pushes an `Opaque` for an object of the class `name`, whose arguments lie above the last mark."""
     m.pop_mark()
     m.stack.append(Opaque(str(name)))
 
@@ -279,6 +291,7 @@ _HANDLERS: dict[str, _Handler] = {
 
 
 def _handler(name: str) -> _Handler:
+    """Returns the function that runs an opcode. Raises `_PickleError` for an opcode that is not read."""
     if name not in _HANDLERS:
         raise _PickleError(f"opcode {name} is not read")
     return _HANDLERS[name]

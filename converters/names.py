@@ -49,7 +49,11 @@ def plan_decoder(found: Table, expected: Shapes) -> Plan:
 
 
 def plan_override(base: Plan, found: Table, expected: Shapes, file_name: str) -> Plan:
-    """Replaces tensors of `base` by those of a partial decoder; all others keep the base's values."""
+    """Returns the plan `base` with tensors replaced by those of a partial decoder.
+
+    found: the partial decoder's tensors. expected: the model's names and shapes. Raises `ConversionError`, naming
+    `file_name`, for unknown or misshapen tensors and for a file that replaces nothing.
+    """
     extra = {name: t for name, t in found.items() if not name.endswith(_ROTARY_BUFFER)}
     twin = base.twin
     if {EMBEDDING, HEAD} & extra.keys() and HEAD not in expected:
@@ -64,7 +68,11 @@ def plan_override(base: Plan, found: Table, expected: Shapes, file_name: str) ->
 
 
 def plan_encoders(found: Table, expected: Shapes, tied: bool) -> Plan:
-    """Matches the encoder file's tensors. Tied encoders use one side and ignore the other, as upstream does."""
+    """Matches the tensors of the encoder file with `expected`, the encoders' names and shapes in the model.
+
+    tied: whether input and output share an encoder; the output's tensors are then left out, as in zip2zip. Raises
+    `ConversionError` listing unknown, missing or misshapen names.
+    """
     plan = Plan(dict(found))
     if tied:
         extra = [name for name in found if name.startswith(SIDES[1])]
@@ -76,6 +84,7 @@ def plan_encoders(found: Table, expected: Shapes, tied: bool) -> Plan:
 
 
 def _check_positions(found: Table, expected: Shapes) -> None:
+    """Raises `ConversionError` if an encoder's position embedding has another merge size than the config."""
     for side in SIDES:
         name = f"{side}pos_embed.weight"
         if name in found and name in expected and found[name].shape[:1] != expected[name][:1]:
@@ -85,7 +94,10 @@ def _check_positions(found: Table, expected: Shapes) -> None:
 
 
 def check(found: Table, expected: Shapes, what: str) -> None:
-    """Raises `ConversionError` unless names and shapes are exactly the expected ones and all tensors are floats."""
+    """Raises `ConversionError` unless names and shapes are exactly the expected ones and all tensors are floats.
+
+    what: the part of the model, for the message.
+    """
     problems = []
     if unknown := found.keys() - expected.keys():
         problems.append(f"unknown: {some(unknown)}")

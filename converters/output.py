@@ -51,8 +51,8 @@ def write_model(
 ) -> None:
     """Writes `model*.safetensors` and its index, and empties `weights` tensor by tensor to save memory.
 
-    parameters: their number, for the index. on_tensor(name, array, bytes) is called for each stored tensor. framework:
-    "mlx" or "pt", the format named in the files' metadata.
+    weights: tensors by name. parameters: number of parameters, for the index. on_tensor(name, array, bytes) is called
+    after each tensor is written. framework: "mlx" or "pt", the format named in the files' metadata.
     """
     shards = _shards(weights)
     total = sum(array.nbytes for array in weights.values())
@@ -68,6 +68,7 @@ def write_model(
 
 
 def _shards(weights: Mapping[str, mx.array]) -> list[list[str]]:
+    """Returns the sorted names in groups, one for each file of at most `MAX_SHARD_BYTES`."""
     shards: list[list[str]] = [[]]
     size = 0
     for name in sorted(weights):
@@ -82,7 +83,10 @@ def _shards(weights: Mapping[str, mx.array]) -> list[list[str]]:
 def write_tensors(
     path: Path, arrays: dict[str, mx.array], on_tensor: OnTensor | None = None, framework: str = "mlx"
 ) -> None:
-    """Writes one safetensors file, tensors ordered by item size (for alignment) and name. Empties `arrays`."""
+    """Writes one safetensors file, and empties `arrays` tensor by tensor to save memory.
+
+    Tensors are ordered by item size, for alignment, and by name. on_tensor, framework: as in `write_model`.
+    """
     order = sorted(arrays, key=lambda name: (-arrays[name].itemsize, name))
     header: dict[str, Any] = {"__metadata__": {"format": framework}}
     end = 0

@@ -32,9 +32,9 @@ DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 class Prepared:
     """A model with lazy weights; everything is checked and nothing is written yet.
 
-    config: the content of config.json, without the fingerprint. tokenizer, facts: the tokenizer's folder, and how it
-    loads there. card: the text of README.md. kept: an adapter that stays unmerged. pack: a pack with tuned rows that
-    the folder will contain.
+    config: the content of config.json, without the fingerprint. tokenizer: the folder of the tokenizer's files. facts:
+    properties that the copied tokenizer must have too. card: the text of README.md. kept: an adapter to write unmerged,
+    or None. pack: a pack with tuned rows to write, or None.
     """
 
     model: nn.Module
@@ -47,7 +47,11 @@ class Prepared:
 
 
 def prepare(place: Place, dtype: str | None, keep_adapter: bool, trust_remote_code: bool) -> Prepared:
-    """Reads and checks a published checkpoint or a converted model. Raises `ConversionError` or `ConfigError`."""
+    """Reads and checks a published checkpoint or a converted model; returns it with lazy weights.
+
+    dtype: name of the type to cast to, None for the source's. keep_adapter: leave the checkpoint's adapter unmerged.
+    Raises `ConversionError` or `ConfigError`.
+    """
     if source.is_converted(place):
         if keep_adapter:
             raise ConversionError(f"{place.name} is converted already; there is no adapter to keep")
@@ -58,6 +62,7 @@ def prepare(place: Place, dtype: str | None, keep_adapter: bool, trust_remote_co
 def _prepare_checkpoint(
     checkpoint: source.Checkpoint, dtype: str | None, keep_adapter: bool, trust_remote_code: bool
 ) -> Prepared:
+    """Reads and checks a published checkpoint; see `prepare`."""
     check_config(checkpoint.base_config)
     overrides = _apply_meta(checkpoint)
     facts = read_tokenizer(checkpoint.base.folder, trust_remote_code)
@@ -77,13 +82,13 @@ def _prepare_checkpoint(
     model.load_weights(list(weights.items()), strict=True)
     cast_floats(model, DTYPES[stored])
     adapter = None if lora is None else "kept" if keep_adapter else "merged"
-    _record(config, checkpoint, stored, overrides, adapter, plan, encoders)
+    _record_source(config, checkpoint, stored, overrides, adapter, plan, encoders)
     card = hub.model_card(checkpoint.place, checkpoint.base, mlx_zip.__version__)
     return Prepared(model, config, checkpoint.base.folder, facts, card, lora if keep_adapter else None)
 
 
 def _apply_meta(checkpoint: source.Checkpoint) -> dict[str, bool]:
-    """Lets meta.pt override the encoder's options, as upstream does; returns the changed ones."""
+    """Changes the encoder's options in `checkpoint` to those in meta.pt, as zip2zip does; returns the changed ones."""
     encoder = checkpoint.zip_config.get("encoder")
     if checkpoint.meta is None or checkpoint.zip_config.get("encoder_type") != "res_latent_attn":
         return {}
@@ -99,9 +104,9 @@ def _apply_meta(checkpoint: source.Checkpoint) -> dict[str, bool]:
 
 
 def _check_sizes(config: ZipConfig, base: dict[str, Any], facts: TokenizerFacts) -> None:
-    """Checks the encoder's width, and the id boundary against embedding and tokenizer.
+    """Checks that the encoder has the model's width, and that hypertoken ids begin after the tokenizer's last id.
 
-    Raises `ConversionError` or `ConfigError`.
+    base: the base model's config. Raises `ConversionError` or `ConfigError`.
     """
     if config.encoder.model_size != base["hidden_size"]:
         key = "model_hidden_size" if config.encoder.model_hidden_size else "hidden_size"
@@ -112,7 +117,10 @@ def _check_sizes(config: ZipConfig, base: dict[str, Any], facts: TokenizerFacts)
 
 
 def _config(checkpoint: source.Checkpoint, zip_config: ZipConfig) -> dict[str, Any]:
-    """Returns config.json: the base's keys, our model type and the zip2zip section, without code and local paths."""
+    """Returns the content of config.json: the base model's keys, our model type and the zip2zip section.
+
+    Keys that name Python code or local paths are left out.
+    """
     base = {k: v for k, v in checkpoint.base_config.items() if k not in ("auto_map", "_name_or_path", "zip2zip")}
     section = {**zip_config.to_dict(), "base_model_type": base["model_type"]}
     if zip_config.base_model and Path(zip_config.base_model).is_absolute():
@@ -123,6 +131,7 @@ def _config(checkpoint: source.Checkpoint, zip_config: ZipConfig) -> dict[str, A
 def _plans(
     checkpoint: source.Checkpoint, model: nn.Module, zip_config: ZipConfig, lora: Lora | None
 ) -> tuple[names.Plan, names.Plan]:
+    """Returns which source tensor fills which tensor of the decoder, and of the encoders. Raises `ConversionError`."""
     shapes = {name: tuple(array.shape) for name, array in parameters_of(model).items()}
     encoder_shapes = {name: shape for name, shape in shapes.items() if name.startswith(SIDES)}
     decoder_shapes = {name: shape for name, shape in shapes.items() if name not in encoder_shapes}
@@ -152,7 +161,7 @@ def _check_twin(plan: names.Plan, weights: dict[str, mx.array]) -> None:
 
 
 def cast_floats(model: nn.Module, dtype: mx.Dtype) -> None:
-    """Casts every float tensor of the model, lazily and in place."""
+    """Casts the model's float tensors to `dtype` lazily and in place, but for those that `cast_predicate` excludes."""
     keep = getattr(model, "cast_predicate", lambda _: True)
 
     def cast(name: str, array: mx.array) -> mx.array:
@@ -161,7 +170,7 @@ def cast_floats(model: nn.Module, dtype: mx.Dtype) -> None:
     model.update(tree_map_with_path(cast, model.parameters()))
 
 
-def _record(
+def _record_source(
     config: dict[str, Any],
     checkpoint: source.Checkpoint,
     dtype: str,
@@ -169,7 +178,10 @@ def _record(
     adapter: str | None,
     *plans: names.Plan,
 ) -> None:
-    """Records in the config what the model was made from."""
+    """Writes into config.json's content what the model was made from.
+
+    overrides: encoder options that meta.pt changed. adapter: "kept", "merged" or None. plans: how tensors were matched.
+    """
     config["torch_dtype"] = dtype
     if "dtype" in config:
         config["dtype"] = dtype
@@ -188,7 +200,7 @@ def _record(
 
 
 def _prepare_converted(place: Place, dtype: str | None, trust_remote_code: bool) -> Prepared:
-    """Reads a model that was converted before."""
+    """Reads and checks a model that was converted before; see `prepare`."""
     source.check_converted(place)
     model, config = load_converted(place)
     section = config["zip2zip"]

@@ -24,7 +24,13 @@ QuantPredicate = Callable[[str, nn.Module], bool | dict[str, Any]]
 
 @dataclass(frozen=True)
 class Recipe:
-    """What to quantize and how. Raises `ConversionError` for values that are unknown or contradict each other."""
+    """What to quantize and how.
+
+    quantize: decoder, embedding and head. group_size, bits: None for the mode's own. mode: one of `MODES`. predicate: a
+    name in `RECIPES`, a function of a layer's path and module, or None for all layers. encoder_bits: bits of the
+    hyper-encoders' weights, None to leave them. dequantize: instead, dequantize everything. Raises `ConversionError`
+    for values that are unknown or contradict each other.
+    """
 
     quantize: bool = False
     group_size: int | None = None
@@ -49,9 +55,9 @@ class Recipe:
 
 
 def quantize_model(model: nn.Module, config: dict[str, Any], recipe: Recipe) -> tuple[nn.Module, dict[str, Any]]:
-    """Returns the model and its config with decoder, embedding and head quantized, or with everything dequantized.
+    """Returns the model and its config, quantized or dequantized as the recipe says, the encoders as they were.
 
-    Raises `ConversionError`, also if no layer would be quantized.
+    Raises `ConversionError` if the recipe does not fit the model or would quantize no layer.
     """
     from mlx_lm import utils
 
@@ -83,7 +89,10 @@ def quantize_model(model: nn.Module, config: dict[str, Any], recipe: Recipe) -> 
 
 
 def _check_widths(model: Any, recipe: Recipe) -> list[str]:
-    """Returns the layers whose width the group size does not divide. Raises `ConversionError` if these are all."""
+    """Returns the paths of layers whose width is no multiple of the group size, which therefore stay unquantized.
+
+    Raises `ConversionError` if no other layer is left.
+    """
     group = recipe.group_size or GROUP_SIZES[recipe.mode]
     widths = {
         path: module.weight.shape[-1]
@@ -102,7 +111,10 @@ def _check_widths(model: Any, recipe: Recipe) -> list[str]:
 
 
 def _predicate(model: Any, recipe: Recipe) -> QuantPredicate:
-    """Returns the caller's predicate, restricted to the layers that the model allows (never the encoders)."""
+    """Returns the function that says which layers to quantize: the recipe's, for layers that the model allows.
+
+    The model never allows the encoders.
+    """
     chosen: Any = recipe.predicate
     if isinstance(chosen, str):
         from mlx_lm.convert import mixed_quant_predicate_builder
@@ -114,7 +126,10 @@ def _predicate(model: Any, recipe: Recipe) -> QuantPredicate:
 
 
 def quantize_encoders(model: nn.Module, config: dict[str, Any], recipe: Recipe) -> None:
-    """Quantizes the encoders' linear layers whose width is a multiple of a group size; records each in `config`."""
+    """Quantizes the encoders' linear layers in place if the recipe asks for it, and records each in `config`.
+
+    A layer whose width is no multiple of a group size stays as it is.
+    """
     if recipe.encoder_bits is None:
         return
     chosen: dict[str, dict[str, Any]] = {}

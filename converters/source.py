@@ -21,9 +21,10 @@ PARTIAL = "model.safetensors"
 class Checkpoint:
     """A published zip2zip checkpoint.
 
-    base: the place of decoder, config.json and tokenizer; the checkpoint itself in format 2. zip_config, base_config:
-    the parsed JSON. decoder, encoders, partial: tensors by name; partial overrides the decoder. adapter: the PEFT
-    folder or None. meta: its meta.pt or None.
+    base: the place of decoder, config.json and tokenizer; in format 2 that is the checkpoint itself. zip_config: the
+    content of zip2zip_config.json. base_config: the content of the base's config.json. decoder, encoders: tensors by
+    name. partial: tensors that replace some of the decoder's, {} for none. adapter: the folder of a PEFT adapter, or
+    None. meta: the path of meta.pt, or None.
     """
 
     place: Place
@@ -38,7 +39,10 @@ class Checkpoint:
 
 
 def locate(path: str, revision: str | None) -> Place:
-    """Returns the folder at `path`, or downloads the configuration files of that hub repository."""
+    """Returns the folder at `path`, or that of a hub repository, of which only the configuration is downloaded.
+
+    Raises `ConversionError`, also for a folder with a `revision`.
+    """
     if (place := hub.local(path)) is None:
         return hub.fetch(path, revision, hub.CONFIGS)
     if revision is not None:
@@ -47,22 +51,22 @@ def locate(path: str, revision: str | None) -> Place:
 
 
 def complete(place: Place) -> Place:
-    """Downloads the rest of a hub repository, at the commit whose configuration was downloaded."""
+    """Returns the place with all files of a checkpoint; those of a hub repository are downloaded at its commit."""
     if place.revision is None:
         return place
     return hub.fetch(place.name, place.revision, hub.CHECKPOINT)
 
 
 def is_converted(place: Place) -> bool:
-    """Returns whether the folder is a converted model."""
+    """Returns whether the folder is a model that mlx_zip wrote: its config.json has a zip2zip section."""
     config = place.folder / "config.json"
     return config.is_file() and "zip2zip" in read_object(config)
 
 
 def open_checkpoint(place: Place) -> Checkpoint:
-    """Reads the configs and all headers of a checkpoint.
+    """Reads the configs of a checkpoint and lists its tensors, without their data.
 
-    Raises `ConversionError` for a missing or corrupt file, and for a folder of another kind.
+    Raises `ConversionError` for a missing or corrupt file, and for a folder that is no zip2zip checkpoint.
     """
     folder = place.folder
     if not (folder / CONFIG).is_file():
@@ -89,6 +93,7 @@ def open_checkpoint(place: Place) -> Checkpoint:
 
 
 def _other_kind(folder: Path) -> str:
+    """Returns what a folder that is no zip2zip checkpoint seems to be, and what to do with it, for a message."""
     if (folder / ADAPTER_CONFIG).is_file():
         return "it is a PEFT adapter; convert it on its own with --lora-only"
     if (folder / "config.json").is_file():
@@ -97,20 +102,25 @@ def _other_kind(folder: Path) -> str:
 
 
 def _base(place: Place, zip_config: dict[str, Any]) -> Place:
-    """Finds the base model: ".", a folder relative to the config, any other folder, or a hub id, in this order."""
+    """Returns the place of the base model that the checkpoint's config names.
+
+    The name may be "." for the checkpoint itself, a folder relative to the checkpoint, any other folder, or a hub id;
+    they are tried in this order.
+    """
     name = zip_config.get("base_model_name_or_path")
     if not isinstance(name, str) or not name:
         raise ConversionError(f"{CONFIG}: base_model_name_or_path must be a string, got {name!r}")
     if name == SELF_CONTAINED:
         return place
-    if (beside := hub.local(place.folder / name)) is not None:
-        return beside
+    if (relative := hub.local(place.folder / name)) is not None:
+        return relative
     if (elsewhere := hub.local(name)) is not None:
         return elsewhere
     return hub.fetch(name, None, hub.BASE)
 
 
 def _base_config(base: Place) -> dict[str, Any]:
+    """Returns the base model's config.json. Raises `ConversionError` if it is missing or the model is quantized."""
     if not (base.folder / "config.json").is_file():
         raise ConversionError(f"the base model {base.name} has no config.json")
     config = read_object(base.folder / "config.json")
@@ -121,6 +131,7 @@ def _base_config(base: Place) -> dict[str, Any]:
 
 
 def _encoders(folder: Path, zip_config: dict[str, Any]) -> Table:
+    """Returns the tensors of the encoder file; {} for averaging, which has none. Raises `ConversionError`."""
     for name in ENCODER_FILES:
         if (folder / name).is_file():
             return read_header(folder / name)
@@ -130,6 +141,6 @@ def _encoders(folder: Path, zip_config: dict[str, Any]) -> Table:
 
 
 def check_converted(place: Place) -> None:
-    """Raises `ConversionError` if a converted model cannot be converted again."""
+    """Raises `ConversionError` for a converted model with an unmerged adapter, which converting again would lose."""
     if (place.folder / "adapters").is_dir():
         raise ConversionError(f"{place.name} keeps an adapter, which would be lost; convert its original instead")

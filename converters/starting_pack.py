@@ -15,7 +15,10 @@ from mlx_zip.vocab.packs import IN_FOLDER, pack_in_folder
 
 
 def begin_with(prepared: Prepared, packs: Packs, trust_remote_code: bool) -> None:
-    """Makes the model begin with these packs, merged. Raises `DataError` or `ConversionError` if they do not fit."""
+    """Makes every codebook of the model begin with the entries of these packs, merged.
+
+    Raises `DataError` or `ConversionError` if they do not fit the model or its tokenizer.
+    """
     check_tokenizers(packs, load_tokenizer(prepared.tokenizer, trust_remote_code))
     config: Any = prepared.model.config
     try:
@@ -27,7 +30,7 @@ def begin_with(prepared: Prepared, packs: Packs, trust_remote_code: bool) -> Non
 
 
 def keep_pack(prepared: Prepared, trust_remote_code: bool) -> None:
-    """Keeps the pack in the source's folder, if it has one.
+    """Sets `prepared.pack` to the tuned pack in the source's folder, None if there is none.
 
     Raises `ModelError` or `DataError` for a pack of another model or tokenizer.
     """
@@ -39,10 +42,10 @@ def keep_pack(prepared: Prepared, trust_remote_code: bool) -> None:
 
 
 def check_rows(prepared: Prepared, packs: Packs | None) -> None:
-    """Checks that tuned rows were tuned for the weights that will be written.
+    """Checks that the tuned rows of `prepared.pack` were tuned for the weights that will be written.
 
-    packs: what the caller gave, None if the pack is the source's own. Rows of other weights are an error in the first
-    case, and are left out with a warning in the second. Raises `ConversionError`.
+    packs: the packs that the caller gave, None if `prepared.pack` is the source's own. If the rows were tuned for other
+    weights, given packs raise `ConversionError`, and the source's own pack is left out with a warning.
     """
     pack, model = prepared.pack, cast(Any, prepared.model)
     if pack is None or pack.rows is None:

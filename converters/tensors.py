@@ -129,17 +129,22 @@ def _check_extents(path: Path, header: Mapping[str, Any], data_bytes: int) -> No
 
 
 def _entry_fields(entry: Any) -> tuple[Any, Any, Any]:
+    """Returns dtype, shape and byte range of a header entry, unchecked; three times None if it has no dtype."""
     if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
         return None, None, None
     return entry["dtype"], entry.get("shape"), entry.get("data_offsets")
 
 
 def _sizes(value: Any) -> bool:
+    """Returns whether a value is a list of integers from 0 to 2^62 - 1."""
     return isinstance(value, list) and all(type(v) is int and 0 <= v < 1 << 62 for v in value)
 
 
 def read_model_files(folder: Path) -> Table:
-    """Returns the tensors of a Hugging Face model folder: of `model.safetensors`, or of the shards in its index."""
+    """Returns the tensors of a Hugging Face model folder, by name and without their data.
+
+    They are those of the files in the folder's index, or else of `model.safetensors`. Raises `ConversionError`.
+    """
     if (folder / INDEX).is_file():
         return _read_shards(folder)
     if (folder / "model.safetensors").is_file():
@@ -149,6 +154,7 @@ def read_model_files(folder: Path) -> Table:
 
 
 def _read_shards(folder: Path) -> Table:
+    """Returns the tensors of all files that the index names. Raises `ConversionError` if it and the files disagree."""
     weight_map = read_object(folder / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ConversionError(f"{INDEX} has no weight_map")

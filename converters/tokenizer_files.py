@@ -37,7 +37,10 @@ _PROBE = "Hello, wörld!  def f(x):\n\treturn 12345 # \u4f60\u597d \U0001f600"
 
 @dataclass(frozen=True)
 class TokenizerFacts:
-    """Properties of a tokenizer that copying must keep: class, number of ids, pad id, and the ids of a probe text."""
+    """Properties of a tokenizer that a copy must have too.
+
+    kind: its class's name. length: number of ids. pad_id: see `read_tokenizer`. probe: the ids of a fixed text.
+    """
 
     kind: str
     length: int
@@ -46,10 +49,9 @@ class TokenizerFacts:
 
 
 def read_tokenizer(folder: Path, trust_remote_code: bool = False) -> TokenizerFacts:
-    """Loads the tokenizer in `folder`. Its pad id is the pad token's, else the eos token's (as zip2zip 0.2.0), else
-    None.
+    """Loads the tokenizer in `folder` and returns its properties. Raises `ConversionError` if that fails.
 
-    Raises `ConversionError` if transformers cannot load it.
+    Its pad id is that of the pad token, else of the eos token, as in zip2zip 0.2.0, else None.
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoTokenizer
@@ -81,7 +83,7 @@ def _quiet_transformers() -> Iterator[None]:
 
 
 def copy_tokenizer(source: Path, target: Path, facts: TokenizerFacts, trust_remote_code: bool = False) -> None:
-    """Copies the tokenizer's files and checks that the copy loads as `facts` says.
+    """Copies the tokenizer's files from `source` to `target`, and checks that the copy has the properties `facts`.
 
     transformers chooses some tokenizer classes by config.json's model_type, which is "zip2zip" in the converted folder.
     The class is then written into tokenizer_config.json. Python files are copied only if `trust_remote_code`.
@@ -100,6 +102,7 @@ def copy_tokenizer(source: Path, target: Path, facts: TokenizerFacts, trust_remo
 
 
 def _check_same(folder: Path, facts: TokenizerFacts, trust_remote_code: bool) -> None:
+    """Raises `ConversionError` unless the tokenizer in `folder` has the properties `facts`."""
     found = read_tokenizer(folder, trust_remote_code)
     if found != facts:
         raise ConversionError(

@@ -25,7 +25,11 @@ ADAPTERS = "adapters"  # the folder of a kept adapter inside the output
 
 
 def write_model_folder(out: Path, prepared: Prepared, trust_remote_code: bool, progress: bool) -> None:
-    """Writes the model's folder, with a fingerprint of its hyper-row sets. Raises `ConversionError`."""
+    """Writes the prepared model to the new folder `out`, with a fingerprint of the weights that hypertoken rows depend
+    on.
+
+    progress: whether to draw a bar on a terminal. Raises `ConversionError`.
+    """
     from mlx_lm.utils import get_total_parameters
 
     model, config = prepared.model, prepared.config
@@ -54,13 +58,16 @@ def write_model_folder(out: Path, prepared: Prepared, trust_remote_code: bool, p
 
 @contextlib.contextmanager
 def progress_bar(total: int, progress: bool) -> Iterator[Callable[[], object]]:
-    """Gives a function that counts one written tensor; draws a bar on stderr if that is a terminal."""
+    """Gives a function to call after each of `total` tensors; draws a bar if `progress` and stderr is a terminal."""
     with tqdm(total=total, desc="Writing", unit="tensor", disable=None if progress else True, file=sys.stderr) as bar:
         yield bar.update
 
 
 def write_adapter(out: Path, place: Place, dtype: str | None, progress: bool) -> None:
-    """Writes a plain PEFT LoRA as an mlx-lm adapter folder. Raises `ConversionError`."""
+    """Writes the PEFT LoRA adapter at `place` as an mlx-lm adapter folder. Raises `ConversionError`.
+
+    dtype: name of the type to cast to, None for the adapter's own.
+    """
     lora = read_lora(place.folder)
     with output.new_folder(out) as folder, progress_bar(1, progress) as step:
         _write_lora(folder, lora, DTYPES[dtype] if dtype else None)
@@ -68,6 +75,7 @@ def write_adapter(out: Path, place: Place, dtype: str | None, progress: bool) ->
 
 
 def _write_lora(folder: Path, lora: Lora, dtype: mx.Dtype | None) -> None:
+    """Writes the two files of an mlx-lm adapter into an existing folder."""
     weights, config = mlx_adapter(lora, dtype)
     output.write_tensors(folder / "adapters.safetensors", weights)
     write_json(folder / "adapter_config.json", config)

@@ -15,7 +15,7 @@ _WRONG_TYPE = re.compile(r"invalid (\w+) value: (.*)", re.S)
 
 
 class Parser(argparse.ArgumentParser):
-    """An `ArgumentParser` whose errors are one line on stderr and exit status 2; its sub-parsers are alike."""
+    """An `ArgumentParser` that reports each error as one line on stderr with exit status 2, in sub-parsers too."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -37,6 +37,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"error: {line}\n")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Raises `ArgumentError` for a value that is none of the action's choices, with the likeliest ones meant."""
         if action.choices is None or value in action.choices:
             return
         choices = [str(choice) for choice in action.choices]
@@ -48,7 +49,7 @@ class Parser(argparse.ArgumentParser):
         raise argparse.ArgumentError(action, message)
 
     def _reworded(self, message: str) -> str:
-        """argparse's message without its "argument " and in plainer words."""
+        """Returns argparse's error message in plainer words."""
         if message.startswith("the following arguments are required: "):
             needed = message.partition(": ")[2]
             unknown = [word for word in self._words if self._is_unknown(word)]
@@ -60,17 +61,18 @@ class Parser(argparse.ArgumentParser):
         return _WRONG_TYPE.sub(lambda m: f"{m[2]} is not {_KINDS.get(m[1], f'a valid {m[1]}')}", message)
 
     def _with_choices(self, needed: str) -> str:
-        """Adds the names to choose from if what is needed is a command, method or action."""
+        """Returns the name of a missing argument, followed by the names to choose from if it is a subcommand."""
         commands = [action for action in self._actions if isinstance(action, argparse._SubParsersAction)]
         choices = [choice.dest for action in commands for choice in action._choices_actions]
         return f"{needed}: {', '.join(choices)}" if choices and needed == _name(commands[0]) else needed
 
     def _is_unknown(self, word: str) -> bool:
+        """Returns whether a word looks like a flag (--name or --name=value) and no flag begins with it."""
         flag = word.partition("=")[0]
         return flag[:2] == "--" and flag != "--" and not any(known.startswith(flag) for known in self._visible(True))
 
     def _unknown(self, words: Sequence[str]) -> str:
-        """What to say of words that nothing takes: the first flag among them, or the first value."""
+        """Returns the error message for words that no flag or argument takes; it names the first flag among them."""
         word = next((word for word in words if word[:1] == "-"), words[0])
         flag = word.partition("=")[0]
         if flag[:1] != "-":
@@ -79,11 +81,13 @@ class Parser(argparse.ArgumentParser):
         return f"unknown flag {flag}; {hint}"
 
     def _visible(self, hidden: bool = False) -> list[str]:
+        """Returns the names of all flags that --help shows, or of all flags if `hidden`."""
         actions = [action for action in self._actions if hidden or action.help != argparse.SUPPRESS]
         return [flag for action in actions for flag in action.option_strings]
 
 
 def _name(action: argparse.Action) -> str:
+    """Returns the name of an argument as --help shows it."""
     return str(action.metavar or action.dest)
 
 

@@ -1,4 +1,4 @@
-"""The packs that a command or a call begins with: read, merged, checked against a model, and recorded."""
+"""The packs that a user chose for a model: reading, merging, checking against the model, and recording them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Packs:
-    """The packs of --pack by file name, and the one pack that they are merged into."""
+    """The chosen packs. files: each by its file name. merged: the one pack that all of them are merged into."""
 
     files: dict[str, Pack]
     merged: Pack
 
 
 def read_packs(packs: PackLike | Sequence[PackLike] | None) -> Packs | None:
-    """Returns one pack or several, each a path or a `Pack`, with their merger; None for None.
+    """Reads one pack or several, each a path or a `Pack`, and merges them; returns None for None.
 
     Raises `DataError` naming a file that is no pack.
     """
@@ -38,10 +38,11 @@ def read_packs(packs: PackLike | Sequence[PackLike] | None) -> Packs | None:
 
 
 def load_options(packs: Packs | None, codebook_size: int | None, plain: bool) -> dict[str, Any]:
-    """Returns `load`'s arguments `pack` and `codebook_size`. plain: whether the model has no hypertokens of its own.
+    """Returns the arguments `pack` and `codebook_size` to call `load` with.
 
-    A pack with tuned rows is loaded with the model. A pack without rows is given to each request instead, and an empty
-    pack takes the place of a zip2zip model's own.
+    packs: the chosen packs, None for the model's own. codebook_size: maximum number of hypertokens, None for the
+    model's own. plain: whether it is a plain model. A pack with tuned rows is loaded with the model. A pack without
+    rows is given to each request later; a zip2zip model is then loaded with an empty pack in place of its own.
     """
     from mlx_zip.vocab.packs import Pack
 
@@ -60,15 +61,15 @@ def is_plain(name: str, revision: str | None = None) -> bool:
 
 
 def record(packs: Packs | None, model: Any) -> dict[str, Any]:
-    """Returns a record's fields on a zip2zip model's codebook: its slots, and the fingerprint of the pack in them.
+    """Returns the size of a zip2zip model's codebook and the fingerprint of its pack, by name; {} for a plain model.
 
-    That pack is the one of --pack, or else the tuned pack in the model's folder.
+    The fingerprint is that of the chosen packs, else of the tuned pack in the model's folder, else None.
     """
     if not is_zip(model):
         return {}
     own = model.session.pack
-    mark = own and own.pack if packs is None else packs.merged.fingerprint
-    return {"codebook_size": model.layout.codebook_size, "codebook_fingerprint": mark}
+    fingerprint = own and own.pack if packs is None else packs.merged.fingerprint
+    return {"codebook_size": model.layout.codebook_size, "codebook_fingerprint": fingerprint}
 
 
 def check(packs: Packs, model: Any, tokenizer: Any) -> None:
@@ -89,7 +90,10 @@ def check(packs: Packs, model: Any, tokenizer: Any) -> None:
 
 
 def check_tokenizers(packs: Packs, tokenizer: Any) -> None:
-    """Checks each pack by itself, because a merged pack does not know the tokenizer if one of its parts does not."""
+    """Raises `DataError` naming a pack that was made for another tokenizer.
+
+    Each pack is checked by itself, because a merged pack has a tokenizer only if all of its parts have it.
+    """
     from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 
     if any(pack.tokenizer is not None for pack in packs.files.values()):

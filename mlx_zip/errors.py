@@ -100,6 +100,7 @@ def explained_imports() -> Iterator[None]:
 
 
 def _install_mlx() -> str:
+    """Returns the command that installs MLX on this system."""
     if sys.platform == "darwin":
         return install_hint("mlx")
     return f"{install_hint(extra='cpu')} (with an NVIDIA GPU: '.[mlx-cuda]')"

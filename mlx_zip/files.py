@@ -76,11 +76,12 @@ def whole_folder(path: Path, replace: bool = True) -> Iterator[Path]:
 
 
 def _partial(path: Path) -> Path:
+    """Returns the temporary path next to `path`, which differs between processes."""
     return path.with_name(f".{path.name}.partial-{os.getpid()}")
 
 
 def remove_partials(folder: Path) -> None:
-    """Removes unfinished files that killed processes left in a folder; only for the folder's `sole_user`."""
+    """Removes unfinished files that killed processes left in a folder. Call it only as the folder's `sole_user`."""
     for left in (*folder.glob(".*.partial-*"), *folder.glob(".*.old-*")):
         if left.is_dir():
             shutil.rmtree(left, ignore_errors=True)
@@ -102,6 +103,7 @@ def sole_user(folder: Path) -> Iterator[bool]:
 
 
 def _locked(handle: int) -> bool:
+    """Locks an open folder if it can be locked; returns False if another process holds the lock."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -145,7 +147,10 @@ def check_out(path: Path, what: str = "", suffix: str = "") -> None:
 
 
 def check_in(path: Path) -> None:
-    """Raises `DataError` for a folder, a device or a pipe, whose reading may never end; a missing file is no error."""
+    """Raises `DataError` if there is a folder, device or pipe at `path`; a missing file is no error here.
+
+    Reading a device or pipe may never end.
+    """
     with contextlib.suppress(OSError):  # for example of a name that is too long: reading will report it
         if path.exists() and not path.is_file():
             raise DataError(f"{path}: is a folder or device, not a file")

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 PACK = (
-    "pack (.json, .npz or .npy) whose entries the codebook begins with, in place of the model's own pack; several "
-    "packs are merged (default: the model's own pack, if it has one)"
+    "pack file (.json, .npz or .npy) whose entries every codebook begins with, for a plain model one that was tuned "
+    "for it; repeat the flag to merge packs (default: the model's own pack, if it has one)"
 )
 _FILLING = "to fill windows with several documents, use --fill-windows"
 
@@ -21,9 +21,9 @@ def add_pack(
 ) -> None:
     """Declares --pack FILE, which may be repeated: `args.pack` is a list of file names, or None without the flag.
 
-    add: a parser's or group's `add_argument`. aliases: older names of the flag, which --help does not show.
-    filled_windows: True in the commands whose --pack and --no-pack, without a value, once meant --fill-windows: both
-    are errors that name that flag.
+    add: a parser's or group's `add_argument`. purpose: the help text. aliases: older names of the flag, which --help
+    does not show. filled_windows: True in commands where --pack without a value and --no-pack were once the names of
+    --fill-windows; both are then errors that name that flag.
     """
     flag: dict[str, Any] = {"dest": "pack", "metavar": "FILE", "action": "append"}
     add("--pack", help=purpose, **{**flag, **({"action": _FileOrHint, "nargs": "?"} if filled_windows else {})})
@@ -34,7 +34,7 @@ def add_pack(
 
 
 class _FileOrHint(argparse.Action):
-    """Appends a file name; without one, an error that names --fill-windows."""
+    """Appends the file name to the flag's list; ends with an error that names --fill-windows if there is no value."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         if values is None:
@@ -43,7 +43,7 @@ class _FileOrHint(argparse.Action):
 
 
 class _Hint(argparse.Action):
-    """An error that names --fill-windows."""
+    """Ends the command with an error that names --fill-windows."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         parser.error(f"{option_string} is gone: windows are filled with --fill-windows, and not with --no-fill-windows")

@@ -92,7 +92,7 @@ def _own_version() -> str:
 
 
 def attempt(name: str, check: Callable[[], tuple[bool | None, str]]) -> Check:
-    """Runs one check; an error that a broken installation or device can raise makes it fail with that message."""
+    """Runs one check and returns its result; an error of the library, device or files counts as a failed check."""
     try:
         passed, figure = check()
     except (MlxZipError, OSError, RuntimeError, ValueError) as error:
@@ -114,11 +114,13 @@ def check_codec(golden: Path) -> list[Check]:
 
 
 def _count(same: Callable[[Any], bool], cases: list[Any]) -> tuple[bool, str]:
+    """Returns whether all cases agree with their records, and how many do. same: checks one case."""
     wrong = [case["name"] for case in cases if not same(case)]
     return not wrong, f"{len(cases) - len(wrong)} of {len(cases)} equal" + (f"; not: {', '.join(wrong)}" * bool(wrong))
 
 
 def _params(case: Any) -> Any:
+    """Returns the codec parameters of a recorded case."""
     from mlx_zip.codec import CodecParams
 
     c = case["config"]
@@ -127,6 +129,7 @@ def _params(case: Any) -> Any:
 
 
 def _encodes(case: Any) -> bool:
+    """Returns whether compressing a case's base ids gives the recorded ids and codebook, and decodes as recorded."""
     from mlx_zip.codec import compress
 
     params = _params(case)
@@ -136,9 +139,10 @@ def _encodes(case: Any) -> bool:
 
 
 def _decodes(case: Any) -> bool:
-    """Returns whether a case decodes as recorded.
+    """Returns whether expanding a case's ids gives the recorded base ids and codebook.
 
-    Ids that are neither installed nor next must be refused, although the published package accepts some of them.
+    Hypertokens that are neither in the codebook nor the next to be created must be refused, although the published
+    package accepts some of them.
     """
     from mlx_zip.codec import Codebook
 
@@ -152,6 +156,7 @@ def _decodes(case: Any) -> bool:
 
 
 def _pairs(entries: Any) -> list[list[Any]]:
+    """Returns codebook entries as [id, base ids] lists, the form of the records."""
     return [[int(i), list(map(int, base_ids))] for i, base_ids in entries]
 
 
@@ -183,12 +188,14 @@ def _load(folder: Path) -> tuple[Any, Any]:
 
 
 def _recorded(source: Path) -> tuple[Any, Any]:
+    """Returns the recorded prompts and ids (JSON) and arrays (NumPy) of a checkpoint."""
     import numpy as np
 
     return json.loads((source / "expected.json").read_text(encoding="utf-8")), np.load(source / "expected.npz")
 
 
 def _rows(source: Path, model: Any, _: Any) -> tuple[bool, str]:
+    """Returns whether the hypertoken rows agree with the recorded ones, and the largest difference as text."""
     import numpy as np
 
     from mlx_zip.codec import compress
@@ -204,6 +211,7 @@ def _rows(source: Path, model: Any, _: Any) -> tuple[bool, str]:
 
 
 def _logits(source: Path, model: Any, _: Any) -> tuple[bool, str]:
+    """Returns whether the logits agree with the recorded ones, and the largest difference as text."""
     import mlx.core as mx
     import numpy as np
 
@@ -211,7 +219,7 @@ def _logits(source: Path, model: Any, _: Any) -> tuple[bool, str]:
     worst, closed = 0.0, True
     for k, prompt in enumerate(expected["prompts"]):
         ours = np.array(model(mx.array([prompt["compressed_ids"]])))[0, :, : model.layout.end]
-        theirs = arrays[f"p{k}_logits"][:, : model.layout.end]  # they leave the base tail open, we mask it
+        theirs = arrays[f"p{k}_logits"][:, : model.layout.end]  # zip2zip does not mask the columns after that
         is_open = ~np.isneginf(theirs)
         closed = closed and bool(np.array_equal(is_open, ~np.isneginf(ours)))
         worst = _worse(worst, ours[is_open] - theirs[is_open])
@@ -220,13 +228,14 @@ def _logits(source: Path, model: Any, _: Any) -> tuple[bool, str]:
 
 
 def _worse(worst: float, difference: Any) -> float:
-    """Returns the larger of the two magnitudes; NaN stays NaN, which no tolerance passes."""
+    """Returns the larger of `worst` and the largest magnitude in `difference`; NaN if either is NaN."""
     import numpy as np
 
     return float(np.maximum(worst, np.abs(difference).max()))
 
 
 def _greedy(source: Path, model: Any, tokenizer: Any) -> tuple[bool, str]:
+    """Returns whether greedy generation gives the recorded ids, and how many are equal as text."""
     from mlx_zip.generate import stream_generate
 
     prompts = _recorded(source)[0]["prompts"]
@@ -244,7 +253,10 @@ def _greedy(source: Path, model: Any, tokenizer: Any) -> tuple[bool, str]:
 
 
 def measure(golden: Path, folder: Path) -> list[Check]:
-    """Measures rough speeds, medians of a few trials, to compare machines."""
+    """Measures rough speeds to compare machines by; each is the median of a few trials.
+
+    golden: the recorded checkpoints. folder: the models that `check_models` converted.
+    """
     plain, zipped = golden / "models" / PLAIN / "base", folder / PLAIN
     checks = [
         attempt("codec: compress 2,048 ids", _compress_speed),
@@ -256,6 +268,7 @@ def measure(golden: Path, folder: Path) -> list[Check]:
 
 
 def _timed(work: Callable[[], Any]) -> list[float]:
+    """Runs `work` once to warm up, then `TRIALS` times; returns the seconds of each trial."""
     work()  # warm-up
     times = []
     for _ in range(TRIALS):
@@ -273,6 +286,7 @@ def _synthetic_ids(count: int) -> Any:
 
 
 def _compress_speed() -> tuple[None, str]:
+    """Measures how many base ids per second the codec compresses."""
     from mlx_zip.codec import CodecParams, compress
 
     params, ids = CodecParams(32000, 2048, 3), _synthetic_ids(2048)
@@ -281,6 +295,7 @@ def _compress_speed() -> tuple[None, str]:
 
 
 def _push_speed() -> tuple[None, str]:
+    """Measures how long a codebook takes to read one id."""
     from mlx_zip.codec import Codebook, CodecParams
 
     book, times = Codebook(CodecParams(32000, 2048, 3)), []
@@ -292,6 +307,7 @@ def _push_speed() -> tuple[None, str]:
 
 
 def _bandwidth() -> tuple[None, str]:
+    """Measures the memory bandwidth: bytes read and written per second when 1 is added to a 64 MB array."""
     import mlx.core as mx
 
     x = mx.zeros((16 << 20,), mx.float32)
@@ -300,6 +316,7 @@ def _bandwidth() -> tuple[None, str]:
 
 
 def _step_time(folder: Path) -> str:
+    """Returns the median time per step when the model in `folder` continues 32 ids, as text."""
     from mlx_zip.generate import stream_generate
 
     model, tokenizer = _load(folder)

@@ -84,12 +84,13 @@ def command_parser(name: str, prog: str) -> Parser:
 
 
 def _run(name: str, prog: str, argv: Sequence[str] | None) -> int:
+    """Parses the words of one command and runs it; returns the exit status. prog: the command's name in messages."""
     args = command_parser(name, prog).parse_args(argv)
     return _guarded(lambda: import_module(COMMANDS[name][0]).run(args))
 
 
 def _guarded(command: Callable[[], int | None]) -> int:
-    """Runs a command and returns its exit status; prints an error of ours, or of our output, as one line."""
+    """Runs a command and returns its exit status; prints an `MlxZipError` or a failure to write output as one line."""
     if sys.stdout is None:  # closed by the caller, who wants no output
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (until exit)
     quiet_libraries()
@@ -110,7 +111,7 @@ def _guarded(command: Callable[[], int | None]) -> int:
 def quiet_libraries() -> None:
     """Silences warnings of the Hugging Face libraries, and their progress bars unless stderr is a terminal.
 
-    Only commands call this. A variable that the user has set stays. The libraries read these when they are imported.
+    Only commands call this, before they import those libraries. An environment variable that the user has set stays.
     """
     for name in ("TRANSFORMERS_VERBOSITY", "HF_HUB_VERBOSITY", "DATASETS_VERBOSITY"):
         os.environ.setdefault(name, "error")

@@ -24,40 +24,54 @@ _DEFAULTS = {"merge_size": 3, "codebook_size": 2048, "policy": "freeze"}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags."""
     add = parser.add_argument
-    add("file", metavar="FILE", help="UTF-8 text; - reads standard input")
+    add("file", metavar="FILE", help="UTF-8 text file to compress, or - for standard input")
     add(
         "--tokenizer",
         required=True,
-        help="model folder, tokenizer file, bundled model or hub id; a converted model's own codec is used",
+        help="tokenizer of the text: tokenizer file, folder, hub id or bundled model; a converted model also gives the "
+        "default codec settings",
     )
-    add("--merge-size", type=int, help="maximum base tokens per hypertoken (default: 3, or the converted model's)")
+    add(
+        "--merge-size",
+        type=int,
+        help="maximum number of base tokens per hypertoken (default: 3, or the converted model's)",
+    )
     add("--codebook-size", type=int, help="maximum number of hypertokens (default: 2048, or the converted model's)")
     add(
         "--policy",
         choices=["freeze", "lru", "use-count"],
-        help="what a full codebook does with a new entry. freeze: no new entries; lru: evict the least recently used; "
-        "use-count: evict the least often used (default: freeze, or the converted model's)",
+        help="what a full codebook does. freeze: stop adding entries; lru: evict the least recently used entry; "
+        "use-count: evict the least often used one (default: freeze, or the converted model's)",
     )
-    add("--window", type=int, help="compress every N base tokens separately (default: the whole text at once)")
+    add(
+        "--window",
+        type=int,
+        metavar="N",
+        help="compress each N base tokens of the text separately (default: the whole text at once)",
+    )
     add(
         "--disabled",
         nargs="*",
         choices=_NEVER_MERGED,
-        help="kinds of tokens that never become part of a hypertoken (default: specials)",
+        help="kinds of tokens that never become part of a hypertoken, or nothing for none (default: specials, or the "
+        "converted model's)",
     )
     add(
         "--show",
         type=int,
         default=20,
         metavar="N",
-        help="number of hypertokens to list, those that save most first (default: 20)",
+        help="number of hypertokens to list, those that save the most ids first (default: 20)",
     )
-    add("--json", action="store_true", help="print one JSON object")
+    add("--json", action="store_true", help="print one JSON object instead of the table")
 
 
 @dataclass
 class Tally:
-    """Totals over all windows. uses: entry (base ids) -> times emitted."""
+    """Totals over all windows of a text. ids: emitted ids. entries: hypertokens created, used or not.
+
+    uses: base ids of a hypertoken -> number of times that it was emitted.
+    """
 
     base_tokens: int = 0
     ids: int = 0
@@ -65,12 +79,12 @@ class Tally:
     uses: Counter[tuple[int, ...]] = field(default_factory=Counter)
 
     def saved(self, entry: tuple[int, ...]) -> int:
-        """Ids that an entry's uses have saved."""
+        """Returns the number of ids that the uses of one hypertoken saved. entry: its base ids."""
         return self.uses[entry] * (len(entry) - 1)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compresses and prints; 0. Raises `MlxZipError`."""
+    """Compresses the text and prints what its hypertokens save; returns 0. Raises `MlxZipError`."""
     if args.show < 0 or (args.window is not None and args.window < 1):
         raise GenerationError("--show must be at least 0 and --window at least 1")
     from mlx_zip.text.vocabularies import read_vocabulary
@@ -91,7 +105,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_text(file: str) -> str:
-    """The text of a file or of standard input. Raises `GenerationError` when it is missing, empty or not UTF-8."""
+    """Returns the text of a file, or of standard input for "-".
+
+    Raises `GenerationError` for a text that is missing, empty or not UTF-8.
+    """
     if file == "-" and sys.stdin is None:
         raise GenerationError("standard input is closed")
     try:
@@ -107,7 +124,7 @@ def read_text(file: str) -> str:
 
 
 def own_codec(name: str) -> Any:
-    """The codec parameters of the converted model in a folder or bundled, None for any other tokenizer."""
+    """Returns the codec parameters of the converted or bundled model called `name`, None if it is no such model."""
     folder = here_or_bundled(name)
     file = folder / "config.json"
     try:
@@ -122,7 +139,10 @@ def own_codec(name: str) -> Any:
 
 
 def codec_params(vocabulary: Vocabulary, own: Any, args: argparse.Namespace) -> Any:
-    """The codec: the flags' values, else the converted model's `own`, else the defaults."""
+    """Returns the codec parameters: each from its flag, else from the converted model, else the default.
+
+    own: the converted model's parameters, None without such a model.
+    """
     from mlx_zip.codec import CodecParams
 
     chosen = {
@@ -140,7 +160,7 @@ def codec_params(vocabulary: Vocabulary, own: Any, args: argparse.Namespace) -> 
 
 
 def compress_windows(params: Any, ids: Sequence[int], window: int) -> Tally:
-    """Compresses each window of base ids from an empty codebook."""
+    """Compresses each window of `window` base ids, beginning with a fresh codebook, and returns the totals."""
     from mlx_zip.codec import Codebook, compress
 
     tally = Tally()
@@ -158,6 +178,7 @@ def compress_windows(params: Any, ids: Sequence[int], window: int) -> Tally:
 
 
 def _record(params: Any, tally: Tally, text_bytes: int) -> dict[str, Any]:
+    """Returns the figures that are printed, by name."""
     return {
         "text_bytes": text_bytes,
         "base_tokens": tally.base_tokens,
@@ -174,11 +195,13 @@ def _record(params: Any, tally: Tally, text_bytes: int) -> dict[str, Any]:
 
 
 def _line(vocabulary: Vocabulary, tally: Tally, entry: tuple[int, ...]) -> dict[str, Any]:
+    """Returns the printed figures of one hypertoken. entry: its base ids."""
     text = vocabulary.decode(list(entry))
     return {"text": text, "base_ids": list(entry), "uses": tally.uses[entry], "saved_ids": tally.saved(entry)}
 
 
 def _table(record: dict[str, Any], top: Sequence[dict[str, Any]]) -> str:
+    """Returns the figures as plain text. top: the listed hypertokens, as `_line` gives them."""
     lines = [
         f"{record['base_tokens']} base tokens -> {record['ids']} ids ({record['base_tokens_per_id']:.3f} per id), "
         f"{record['hyper_share']:.1%} of them hypertokens",

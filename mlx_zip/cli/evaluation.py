@@ -24,7 +24,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--out", metavar="FILE", help="JSON file to write with all figures, settings and versions (default: none)")
     add("--json", dest="out", default=argparse.SUPPRESS, help=argparse.SUPPRESS)  # --out's old name
-    add("--trust-remote-code", action="store_true", help="run Python code that comes with the tokenizer")
+    add(
+        "--trust-remote-code",
+        action="store_true",
+        help="run Python code that comes with the tokenizer (default: off)",
+    )
     add(
         "--canonical",
         action=argparse.BooleanOptionalAction,
@@ -32,74 +36,118 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="forbid ids that the compressor would never write, unless together they hold over half the probability "
         "(default: as each model's config says)",
     )
-    add("--batch-size", type=int, default=8, help="windows, conversations or requests per model call (default: 8)")
+    add(
+        "--batch-size",
+        type=int,
+        default=8,
+        help="number of windows, conversations or task requests that one model call handles (default: 8)",
+    )
     packs.add_flags(add, filled_windows=True)
     rows.add_flags(add)
-    add("--seed", type=int, default=0, help="random seed of sampling and of few-shot examples (default: 0)")
+    add(
+        "--seed",
+        type=int,
+        default=0,
+        help="seed of the random numbers, for sampling and for the choice of few-shot examples (default: 0)",
+    )
     _add_text(parser.add_argument_group("bits per byte").add_argument)
     _add_rates(parser.add_argument_group("rates of generation").add_argument)
     _add_tasks(parser.add_argument_group("benchmark tasks (lm-evaluation-harness)").add_argument)
 
 
 def _add_text(add: Any) -> None:
+    """Declares the flags of bits per byte."""
     add(
         "--data",
         nargs="+",
         default=(),
         metavar="FILE",
-        help="texts to score: .txt or .jsonl files, also with .gz, or a data set (default: none are scored)",
+        help="text to evaluate: .txt or .jsonl files, also with .gz, or data sets (default: none)",
     )
     add("--separator", help="line that ends a document of a .txt file (default: each file is one document)")
     add(
         "--fill-windows",
         action=argparse.BooleanOptionalAction,
         default=False,
-        help="fill windows with several documents, an eos between them (default: one document per window)",
+        help="fill each window with text of several documents, an eos between two (default: each document begins a "
+        "new window)",
     )
     add(
         "--context",
         type=int,
-        help="base ids per window (default: as many as the first model can read, at most 1024) and per request of a "
-        "task (default: as many as the first model can read)",
+        help="maximum number of base ids per window and per task request (default: as many as the first model can "
+        "read; for windows at most 1024)",
     )
-    add("--limit-bytes", type=int, help="stop after this many UTF-8 bytes of text (default: all of it)")
+    add("--limit-bytes", type=int, metavar="N", help="read at most N bytes of --data (default: all)")
     add(
         "--availability",
         choices=AVAILABILITY,
         default="causal",
-        help="legacy scores hypertokens before they exist, as upstream does; not comparable (default: causal)",
+        help="from where on a hypertoken has probability. causal: from where it was created, as in generation; legacy: "
+        "in its whole window, as zip2zip's own evaluation does, so the bits are not comparable (default: causal)",
     )
 
 
 def _add_rates(add: Any) -> None:
+    """Declares the flags of the rates of generation."""
     add(
         "--generate",
         type=int,
         metavar="N",
         help="number of conversations to generate, to measure base tokens per step (default: none)",
     )
-    add("--prompts", metavar="FILE", help=".jsonl file with prompt or messages (default: the openings of --data)")
-    add("--opening", type=int, default=8, help="base ids of each document that serve as its prompt (default: 8)")
-    add("--turns", type=int, default=1, help="requests per conversation; the last one is measured (default: 1)")
-    add("--keep-cache", action="store_true", help="continue each turn from the cache, as in a chat (default: anew)")
+    add(
+        "--prompts",
+        metavar="FILE",
+        help=".jsonl file of requests, each an object with prompt or messages (default: the first words of each "
+        "document of --data, see --opening)",
+    )
+    add(
+        "--opening",
+        type=int,
+        default=8,
+        help="number of base ids at the beginning of a document that are its prompt, without --prompts (default: 8)",
+    )
+    add(
+        "--turns",
+        type=int,
+        default=1,
+        help="number of requests per conversation; the table shows the last one's figures (default: 1)",
+    )
+    add(
+        "--keep-cache",
+        action="store_true",
+        help="continue each turn from the cache of the turn before, as in a chat (default: read earlier turns anew)",
+    )
     add("--max-tokens", "-m", type=int, default=256, help="maximum number of base tokens per turn (default: 256)")
     add("--temp", type=float, default=0.0, help="sampling temperature; 0 is greedy (default: 0)")
-    add("--top-p", type=float, default=1.0, help="nucleus sampling: probability that is kept (default: 1)")
+    add(
+        "--top-p",
+        type=float,
+        default=1.0,
+        help="nucleus sampling: sample from the likeliest ids that together have this probability (default: 1)",
+    )
     add("--stop", nargs="+", default=(), help="strings that end a turn (default: none)")
 
 
 def _add_tasks(add: Any) -> None:
-    add("--tasks", nargs="+", default=(), help="names of tasks, separated by spaces or commas (default: none)")
-    add("--include-path", metavar="DIR", help="folder with further task files (default: none)")
-    add("--num-shots", type=int, help="examples before each question (default: the task's)")
+    """Declares the flags of the benchmark tasks."""
+    add(
+        "--tasks",
+        nargs="+",
+        default=(),
+        help="names of tasks to run, separated by spaces or commas; lm-eval ls tasks lists them (default: none)",
+    )
+    add("--include-path", metavar="DIR", help="folder with task files of your own (default: none)")
+    add("--num-shots", type=int, help="number of solved examples shown before each question (default: the task's own)")
     add("--limit", type=int, help="maximum number of questions per task (default: all)")
     add(
         "--border",
         choices=("whole", "split"),
         default="whole",
-        help="compress a question and its answer as one text, or separately (default: whole)",
+        help="how a question and its answer are compressed. whole: as one text; split: separately (default: whole)",
     )
-    add("--apply-chat-template", action="store_true", help="render questions with the chat template")
+    add("--apply-chat-template", action="store_true", help="render each question with the model's chat template")
     add("--confirm-run-unsafe-code", action="store_true", help="allow tasks that run the model's answers as code")
 
 

@@ -17,72 +17,120 @@ from mlx_zip.layout import is_zip
 REFUSED = {  # flags of mlx_lm.generate that cannot work here, and why
     "max_kv_size": "a rotating KV cache forgets ids that the codebook still knows",
     "draft_model": "a draft model proposes base ids, and hypertokens cannot be verified against them",
-    "num_draft_tokens": "it belongs to --draft-model",
+    "num_draft_tokens": "it has a meaning only together with --draft-model",
     "image": "the supported models read text only",
-    "quantize_activations": "hypertoken rows are computed from the head's own weights, which it replaces",
+    "quantize_activations": "hypertoken rows are computed from the head's weights, which this flag would replace",
 }
 _COLOURS, _LONGER = {2: "36", 3: "32", 4: "33"}, "35"  # by base tokens: cyan, green, yellow; magenta for longer ones
 _NUMBERS = {  # sampling flags: (type, default, help); None is off
     "temp": (float, 0.0, "sampling temperature; 0 is greedy"),
-    "top_p": (float, 1.0, "nucleus sampling: keep the likeliest ids up to this probability"),
+    "top_p": (float, 1.0, "nucleus sampling: sample from the likeliest ids that together have this probability"),
     "min_p": (float, 0.0, "drop ids less likely than this fraction of the likeliest id's probability"),
-    "top_k": (int, 0, "keep the k likeliest ids; 0 keeps all"),
+    "top_k": (int, 0, "sample from this many likeliest ids; 0 samples from all"),
     "xtc_probability": (
         float,
         0.0,
-        "probability per step that XTC sampling drops all but the least likely of the top choices",
+        "probability per step that XTC sampling drops the ids above --xtc-threshold, except the least likely of them",
     ),
-    "xtc_threshold": (float, 0.1, "probability that a candidate needs for XTC"),
-    "min_tokens_to_keep": (int, 1, "minimum number of ids that min-p keeps"),
-    "seed": (int, None, "seed of the random numbers"),
-    "repetition_penalty": (float, None, "divide the logits of recent base tokens by this"),
-    "repetition_context_size": (int, 20, "number of recent base tokens that the repetition penalty sees"),
-    "presence_penalty": (float, None, "subtract this from the logits of recent base tokens"),
-    "presence_context_size": (int, 20, "number of recent base tokens that the presence penalty sees"),
-    "frequency_penalty": (float, None, "subtract this once per occurrence among recent base tokens"),
-    "frequency_context_size": (int, 20, "number of recent base tokens that the frequency penalty sees"),
+    "xtc_threshold": (float, 0.1, "probability above which XTC sampling may drop an id"),
+    "min_tokens_to_keep": (int, 1, "minimum number of ids that --min-p keeps"),
+    "seed": (int, None, "seed of the random numbers (default: none, so sampled texts differ from run to run)"),
+    "repetition_penalty": (
+        float,
+        None,
+        "number that divides positive logits of recent base tokens and multiplies negative ones (default: none)",
+    ),
+    "repetition_context_size": (int, 20, "number of recent base tokens to which --repetition-penalty applies"),
+    "presence_penalty": (float, None, "number subtracted from the logits of recent base tokens (default: none)"),
+    "presence_context_size": (int, 20, "number of recent base tokens to which --presence-penalty applies"),
+    "frequency_penalty": (
+        float,
+        None,
+        "number subtracted from a base token's logit once per recent occurrence of that token (default: none)",
+    ),
+    "frequency_context_size": (int, 20, "number of recent base tokens to which --frequency-penalty applies"),
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags; those of mlx_lm.generate keep their names and defaults."""
     add = parser.add_argument
-    add("--model", help="model folder, hub id or bundled model (default: stories, which tells children's stories)")
-    add("--revision", help="branch, tag or commit of a hub model")
-    add("--trust-remote-code", action="store_true", help="let the tokenizer run code of its own")
-    add("--adapter-path", help="folder of an mlx-lm adapter; an adapter of mlx_zip train is merged by mlx_zip convert")
-    add("--extra-eos-token", nargs="+", default=(), help="more tokens that end the text")
-    add("--system-prompt", help="system message in front of the prompt; needs a chat template")
+    add(
+        "--model",
+        help="model to run: folder, hub id or bundled model (default: stories, a bundled model of children's stories)",
+    )
+    add("--revision", help="branch, tag or commit of a hub model (default: main)")
+    add(
+        "--trust-remote-code",
+        action="store_true",
+        help="run Python code that comes with the tokenizer (default: off)",
+    )
+    add(
+        "--adapter-path",
+        help="folder of an mlx-lm adapter to load with the model (default: none); merge an adapter of mlx_zip train "
+        "with mlx_zip convert instead",
+    )
+    add(
+        "--extra-eos-token",
+        nargs="+",
+        default=(),
+        help="tokens that end the text, in addition to the tokenizer's own (default: none)",
+    )
+    add("--system-prompt", help="system message placed before the prompt; needs a chat template (default: none)")
     add(
         "--prompt",
         "-p",
         default="hello",
         action=_Given,
-        help="user message (default: hello); - reads standard input as UTF-8",
+        help="user message, or - to read it from standard input as UTF-8 (default: hello, without --model a request "
+        "for a story)",
     )
-    add("--prefill-response", help="text that the answer begins with; it becomes part of the prompt")
+    add("--prefill-response", help="beginning of the answer, which the model continues (default: none)")
     add(
         "--max-tokens",
         "-m",
         type=int,
         default=100,
         action=_Given,
-        help="base tokens to generate at most (default: 100, without --model 400)",
+        help="maximum number of base tokens to generate (default: 100, without --model 400)",
     )
-    add("--stop", nargs="+", default=(), help="strings that end the text; they are not printed")
+    add("--stop", nargs="+", default=(), help="strings that end the text; they are not printed (default: none)")
     for name, (kind, default, text) in _NUMBERS.items():
         shown = f" (default: {default:g})" if default is not None else ""
         add("--" + name.replace("_", "-"), type=kind, default=default, help=text + shown)
     add(
         "--logit-bias",
-        help='JSON map of base ids to what is added to their logits, at most 1000, for example {"42": -5}',
+        help='JSON map from at most 1000 base ids to numbers added to their logits, for example {"42": -5} '
+        "(default: none)",
     )
-    add("--ignore-chat-template", action="store_true", help="use the prompt as it is")
-    add("--use-default-chat-template", action="store_true", help="accepted as in mlx_lm; the model's template is used")
-    add("--chat-template-config", help="JSON map of further arguments for the chat template")
-    add("--verbose", type=_flag, default=True, metavar="BOOL", help="False prints only the text")
-    add("--prefill-step-size", type=int, default=2048, help="prompt ids that one model call reads (default: 2048)")
-    add("--prompt-cache-file", help="prompt cache in the format of mlx_lm.cache_prompt; the prompt continues it")
+    add(
+        "--ignore-chat-template",
+        action="store_true",
+        help="give the prompt to the model as plain text, without the chat template",
+    )
+    add(
+        "--use-default-chat-template",
+        action="store_true",
+        help="no effect; accepted because mlx_lm.generate has it (the model's own chat template is used)",
+    )
+    add("--chat-template-config", help="JSON map of further arguments for the chat template (default: none)")
+    add(
+        "--verbose",
+        type=_flag,
+        default=True,
+        metavar="BOOL",
+        help="True prints the text and figures on speed and memory; False prints the text alone (default: True)",
+    )
+    add(
+        "--prefill-step-size",
+        type=int,
+        default=2048,
+        help="maximum number of prompt ids that one model call reads (default: 2048)",
+    )
+    add(
+        "--prompt-cache-file",
+        help="prompt cache to continue with the prompt, in the format of mlx_lm.cache_prompt (default: none)",
+    )
     add(
         "--canonical",
         action=argparse.BooleanOptionalAction,
@@ -91,17 +139,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(default: as in the model's config.json)",
     )
     packs.add_flags(add)
-    add("--kv-bits", type=int, help="bits of a quantized KV cache (default: not quantized)")
-    add("--kv-group-size", type=int, default=64, help="group size of a quantized KV cache (default: 64)")
-    add("--quantized-kv-start", type=int, default=5000, help="ids before the KV cache is quantized (default: 5000)")
+    add("--kv-bits", type=int, help="bits per number in a quantized KV cache (default: not quantized)")
+    add(
+        "--kv-group-size",
+        type=int,
+        default=64,
+        help="number of values that share a scale in a quantized KV cache (default: 64)",
+    )
+    add(
+        "--quantized-kv-start",
+        type=int,
+        default=5000,
+        help="number of ids in the KV cache from which on --kv-bits quantizes it (default: 5000)",
+    )
     rows.add_flags(add)
     add(
         "--color",
         choices=("auto", "always", "never"),
         default="auto",
-        help="colour hypertokens by their length in base tokens (default: auto, on a terminal)",
+        help="when to colour hypertokens by their length in base tokens; auto: on a terminal (default: auto)",
     )
-    add("--json", action="store_true", help="print one JSON object at the end instead of the text")
+    add("--json", action="store_true", help="print one JSON object with text and figures at the end, not the text")
     add("--max-kv-size", type=int, help="refused: " + REFUSED["max_kv_size"])
     add("--draft-model", help="refused: " + REFUSED["draft_model"])
     add("--num-draft-tokens", type=int, help="refused: " + REFUSED["num_draft_tokens"])
@@ -110,14 +168,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Generates and prints; 0, or 130 after Ctrl-C. Raises `MlxZipError`."""
+    """Generates a text and prints it; returns 0, or 130 after Ctrl-C. Raises `MlxZipError`."""
     for name, reason in REFUSED.items():
         if getattr(args, name) is not None and getattr(args, name) is not False:
             raise GenerationError(f"--{name.replace('_', '-')} cannot be used: {reason}; mlx_lm.generate has it")
     if args.model == "":
         raise GenerationError("no model: --model is empty")
     if args.model is None and args.prompt_cache_file is None:
-        _tell_a_story(args)
+        _choose_bundled_model(args)
     options = {name: getattr(args, name) for name in _NUMBERS}
     options["logit_bias"] = _logit_bias(args.logit_bias)
     prompt = read_prompt(args.prompt)
@@ -164,28 +222,28 @@ def run(args: argparse.Namespace) -> int:
 
 
 def notes(args: argparse.Namespace, model: str, has_hypertokens: bool) -> list[str]:
-    """Returns the lines that a terminal gets before the text: defaults that were taken, and what the colours mean."""
-    told = []
+    """Returns the lines printed before the text on a terminal: default model and prompt, and what the colours mean."""
+    lines = []
     if not hasattr(args, "given_prompt"):
-        told.append(f"model {Path(model).name}, prompt {args.prompt!r} (choose with --model and --prompt)")
+        lines.append(f"model {Path(model).name}, prompt {args.prompt!r} (choose with --model and --prompt)")
     if has_hypertokens and _coloured(args.color, sys.stdout):
         named = [f"\x1b[{colour}m{n}\x1b[0m" for n, colour in _COLOURS.items()]
         named.append(f"\x1b[{_LONGER}m{max(_COLOURS) + 1} or more\x1b[0m")
-        told.append(f"coloured text took one step for {', '.join(named)} base tokens")
-    return told
+        lines.append(f"coloured text took one step for {', '.join(named)} base tokens")
+    return lines
 
 
 class _Given(argparse.Action):
-    """Stores a value, and that it was given: as `given_<name>`."""
+    """Stores a flag's value, and sets `given_<name>` to True to tell a given value from the default."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         setattr(namespace, self.dest, values)
         setattr(namespace, f"given_{self.dest}", True)
 
 
-def _tell_a_story(args: argparse.Namespace) -> None:
-    """Without a model the bundled one is meant; a prompt and a length that suit it go with it unless they are given."""
-    args.model = str(bundled.bundled_model(bundled.DEFAULT))  # not what a folder here of that name holds
+def _choose_bundled_model(args: argparse.Namespace) -> None:
+    """Sets the bundled model in `args`, and its own default prompt and length unless the user gave them."""
+    args.model = str(bundled.bundled_model(bundled.DEFAULT))  # even if a folder of that name is here
     if not hasattr(args, "given_prompt"):
         args.prompt = bundled.PROMPT
     if not hasattr(args, "given_max_tokens"):
@@ -195,9 +253,10 @@ def _tell_a_story(args: argparse.Namespace) -> None:
 def show(
     responses: Any, args: argparse.Namespace, out: TextIO, store: Any = None, codebook: dict[str, Any] | None = None
 ) -> int:
-    """Prints the text as it comes and the figures after it; Ctrl-C ends both cleanly.
+    """Prints each response's text as it arrives, then the figures; returns 0, or 130 after Ctrl-C.
 
-    store: the `RowStore` used. codebook: what --json says of it.
+    responses: those of `stream_generate`. store: the `RowStore` whose row counts --json prints, None for no counts.
+    codebook: further fields for --json.
     """
     from mlx_zip.generate import RULE, footer
 
@@ -228,7 +287,10 @@ def show(
 
 
 def _record(args: argparse.Namespace, text: str, last: Any, status: int) -> dict[str, Any]:
-    """What --json prints. Counts are base tokens, but for steps and prompt_ids."""
+    """Returns the object that --json prints. *_tokens count base tokens; steps and prompt_ids count ids.
+
+    last: the final response, None if Ctrl-C came before the first. status: not 0 if Ctrl-C ended the text.
+    """
     record = {"model": args.model, "text": text, "finish_reason": "interrupted" if status else last.finish_reason}
     if last is None:
         return record
@@ -248,13 +310,16 @@ def _record(args: argparse.Namespace, text: str, last: Any, status: int) -> dict
 
 
 def _rows(store: Any) -> dict[str, int]:
-    """How many hyper rows were encoded, and how many were there already."""
+    """Returns the number of hypertoken rows by origin: encoded, from memory, from disk; {} without a store."""
     names = () if store is None else ("encoded", "from_memory", "from_disk")
     return {f"rows_{name}": getattr(store, name) for name in names}
 
 
 def read_prompt(prompt: str) -> str:
-    r"""The prompt's text: `\n` and `\t` written out are replaced as in mlx_lm, `-` reads standard input."""
+    r"""Returns the text of --prompt: `-` reads standard input; backslash-n and backslash-t become newline and tab.
+
+    Raises `GenerationError` for an empty prompt or one that is not UTF-8.
+    """
     prompt = prompt.replace("\\n", "\n").replace("\\t", "\t")
     if prompt == "-":
         if sys.stdin is None:
@@ -269,9 +334,10 @@ def read_prompt(prompt: str) -> str:
 
 
 def read_chat(tokenizer: Any, prompt: str, args: argparse.Namespace, continues: bool) -> Any:
-    """Returns the prompt for `stream_generate`: a conversation where there is a chat template, else the text.
+    """Returns the prompt for `stream_generate`: a `Chat` if a chat template is used, else the text.
 
-    continues: whether a saved cache holds what comes before, so that only the message and what follows it is read.
+    continues: whether a saved prompt cache precedes the prompt. The result is then the base ids of the rendered
+    conversation from the user's message on.
     """
     from mlx_zip.text.prompts import Chat, encode_text
 
@@ -284,6 +350,7 @@ def read_chat(tokenizer: Any, prompt: str, args: argparse.Namespace, continues: 
 
 
 def _refuse_chat_flags(args: argparse.Namespace) -> None:
+    """Raises `GenerationError` if a flag was given that only a chat template can use."""
     chat = {"system_prompt", "prefill_response", "chat_template_config", "use_default_chat_template"}
     if given := sorted(name for name in chat if getattr(args, name)):
         flags = ", ".join("--" + name.replace("_", "-") for name in given)
@@ -291,6 +358,7 @@ def _refuse_chat_flags(args: argparse.Namespace) -> None:
 
 
 def _add_eos(tokenizer: Any, tokens: list[str]) -> None:
+    """Makes tokens, each a token's text or an id in digits, end the text. Raises `GenerationError`."""
     vocabulary = tokenizer.get_vocab()
     for token in tokens:
         if token not in vocabulary and not (token.isdecimal() and len(token) < 10 and int(token) < len(tokenizer)):
@@ -299,7 +367,10 @@ def _add_eos(tokenizer: Any, tokens: list[str]) -> None:
 
 
 def _read_cache(args: argparse.Namespace) -> tuple[list[Any], dict[str, Any]]:
-    """The saved prompt cache and its metadata. Raises `GenerationError` when it cannot be used as asked."""
+    """Returns the prompt cache of --prompt-cache-file and its metadata.
+
+    Raises `GenerationError` for a file that is no prompt cache, and for flags that contradict what was saved.
+    """
     from mlx_lm.models.cache import QuantizedKVCache, load_prompt_cache
 
     file = args.prompt_cache_file
@@ -326,6 +397,7 @@ def _read_cache(args: argparse.Namespace) -> tuple[list[Any], dict[str, Any]]:
 
 
 def _json_map(flag: str, text: str | None) -> dict[str, Any]:
+    """Returns a flag's value, parsed as a JSON object; {} if it was not given. Raises `GenerationError`."""
     try:
         value = json.loads(text or "{}")
     except (ValueError, RecursionError) as error:
@@ -336,6 +408,7 @@ def _json_map(flag: str, text: str | None) -> dict[str, Any]:
 
 
 def _logit_bias(text: str | None) -> dict[int, float]:
+    """Returns the value of --logit-bias as base id -> number. Raises `GenerationError`."""
     biases = _json_map("--logit-bias", text)
     for key, value in biases.items():
         if not key.isdecimal() or isinstance(value, bool) or not isinstance(value, int | float):
@@ -347,11 +420,12 @@ def _logit_bias(text: str | None) -> dict[int, float]:
 
 
 def _coloured(choice: str, out: TextIO) -> bool:
+    """Returns whether to colour what is written to `out`. choice: the value of --color."""
     return choice == "always" or (choice == "auto" and out.isatty() and not os.environ.get("NO_COLOR"))
 
 
 def _paint(response: Any) -> str:
-    """The text, coloured by how many base tokens its id stands for; newlines stay outside the colour."""
+    """Returns a response's text in the colour of its number of base tokens; newlines stay uncoloured."""
     length = len(response.base_ids)
     if length < 2 or not response.text:
         return response.text
@@ -360,4 +434,5 @@ def _paint(response: Any) -> str:
 
 
 def _flag(text: str) -> bool:
+    """Returns the value of --verbose: False for "false" or "f" in any case, else True, as in mlx_lm."""
     return text.lower() not in ("false", "f")

@@ -10,10 +10,11 @@ INTERVAL_S = 30.0
 
 
 class Progress:
-    """Counts what is done of a whole; a context manager that gives the function which counts.
+    """Shows progress on stderr. Use as `with Progress(...) as count`, and call `count(n)` when n more are done.
 
-    total: how many `unit` there are. name: of what they are, the last part of a path is shown. On a terminal a bar is
-    drawn and removed at the end; elsewhere one line is printed at most every `interval_s` seconds.
+    total: the number of units to do. unit: their name, in the plural. name: a path or name of what is worked on, of
+    which the last part is shown. On a terminal a bar is drawn, and removed at the end; elsewhere a line is printed at
+    most every `interval_s` seconds.
     """
 
     def __init__(self, total: int, unit: str, name: str, interval_s: float = INTERVAL_S) -> None:
@@ -22,6 +23,7 @@ class Progress:
         self._printed_at = self._begun
 
     def _new_bar(self) -> Any:
+        """Returns a tqdm bar, None if stderr is no terminal."""
         if sys.stderr is None or not sys.stderr.isatty():
             return None
         from tqdm import tqdm
@@ -32,7 +34,7 @@ class Progress:
         return self
 
     def __call__(self, done: int) -> None:
-        """Counts `done` more."""
+        """Adds `done` units to those done, and updates what is shown."""
         self.done += done
         if self._bar is not None:
             self._bar.update(done)
@@ -41,6 +43,7 @@ class Progress:
             self._print()
 
     def _print(self) -> None:
+        """Prints one line: units done, rate and time left."""
         rate = self.done / max(1e-9, time.monotonic() - self._begun)
         left = (self.total - self.done) / rate if self.done else 0.0
         line = f"{self.name}: {self.done:,} of {self.total:,} {self.unit}, {rate:.3g} per s, {clock(left)} left"

@@ -22,7 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "action",
         metavar="ACTION",
         choices=("show", "purge"),
-        help="show: print the number of files and bytes; purge: delete the stored rows, and the folder if then empty",
+        help="show: print the number of files and bytes in the folder; purge: delete the stored rows, then the folder "
+        "if it is empty",
     )
     parser.add_argument(
         "folder",
@@ -33,7 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the files and bytes that exist or were deleted; returns 0. Raises `GenerationError` without a folder."""
+    """Prints how many files and bytes are in the folder or were deleted; returns 0.
+
+    Raises `GenerationError` without a folder.
+    """
     from mlx_zip.hyper.row_files import disk_bytes, files_in
     from mlx_zip.hyper.row_folder import purge
 
@@ -61,8 +65,8 @@ def add_flags(add: Any) -> None:
     add(
         "--row-cache",
         metavar="DIR|off",
-        help="folder that keeps encoded hypertoken rows for later runs, or off; only you can read it, and it holds "
-        f"pieces of your texts (default: ${ENVIRONMENT}, or off)",
+        help="folder that keeps encoded hypertoken rows for later runs, or off for none; it holds pieces of your texts "
+        f"and only you can read it (default: ${ENVIRONMENT}, else off)",
     )
     add(
         "--row-cache-bytes",
@@ -73,18 +77,20 @@ def add_flags(add: Any) -> None:
 
 
 def open_store(args: argparse.Namespace) -> Any:
-    """The `RowStore` that the flags ask for: in the folder and in memory, or in memory only."""
+    """Returns the store of hypertoken rows that the flags ask for: in memory, and in the folder if one is given."""
     from mlx_zip.hyper.store import FOLDER_BYTES, RowStore
 
     return RowStore(_folder(args.row_cache), folder_bytes=args.row_cache_bytes or FOLDER_BYTES)
 
 
 def _folder(given: str | None) -> Path | None:
+    """Returns the folder of stored rows, None for "off". given: the flag's value, None to ask the environment."""
     name = os.environ.get(ENVIRONMENT, OFF) if given is None else given
     return None if name in (OFF, "") else Path(name).expanduser()
 
 
 def _size(text: str) -> int:
+    """Returns a size such as 500M in bytes; K, M and G are powers of 1000."""
     match = _SIZE.fullmatch(text)
     if match is None or not int(match[1]):
         raise argparse.ArgumentTypeError(f"{text!r} is not a size in bytes, for example 500M or 2G")

@@ -30,11 +30,12 @@ from mlx_zip.vocab.tuned import AnyStart
 
 @dataclass(frozen=True)
 class Bits:
-    """The result of scoring n windows with one model. bits float64 [n], n_bytes int64 [n]: cost and text of each
-    window.
+    """The result of scoring n windows with one model.
 
-    base_ids, ids, hypertokens: counts without each window's first id, which is context. hyper_mass: mean probability of
-    all hypertokens together, per id. seconds: for compression and scoring. peak_bytes: MLX's peak memory.
+    bits: what the text of each window costs the model, float64 [n]. n_bytes: UTF-8 bytes of that text, int64 [n].
+    base_ids, ids, hypertokens: totals over all windows, without the id before each window, which is not scored.
+    hyper_mass: mean over ids of the probability of all hypertokens together. seconds: time of compression and scoring.
+    peak_bytes: MLX's peak memory. availability: see `score`; None for a plain model.
     """
 
     bits: NDArray[np.float64]
@@ -49,7 +50,7 @@ class Bits:
 
     @property
     def bits_per_byte(self) -> float:
-        """Bits of all windows / bytes of all windows."""
+        """Bits of all windows divided by bytes of all windows."""
         return float(self.bits.sum() / self.n_bytes.sum())
 
     @property
@@ -64,7 +65,7 @@ class Bits:
 
     @property
     def compression_rate(self) -> float:
-        """ids / base ids: 1 without hypertokens, lower is better. Source: zip2zip, Definition A.1."""
+        """Number of ids per base id: 1 without hypertokens, lower is better. Source: zip2zip, Definition A.1."""
         return self.ids / self.base_ids
 
     @property
@@ -73,7 +74,7 @@ class Bits:
         return self.hypertokens / self.ids
 
     def record(self) -> dict[str, Any]:
-        """Returns the figures of a report; rates are per second of compression and scoring."""
+        """Returns the figures by name, as a report holds them; *_per_s: per second of compression and scoring."""
         return {
             "bits_per_byte": self.bits_per_byte,
             "bits_per_byte_standard_error": self.standard_error,
@@ -102,9 +103,10 @@ def measure_bits(
     start: AnyStart | None = None,
     progress: Callable[[int], None] = lambda rows: None,
 ) -> Bits:
-    """Scores every window with a zip2zip or a plain mlx-lm model.
+    """Scores every window with a zip2zip or a plain mlx-lm model and returns the figures.
 
-    availability: see `score`; start: see `compress_row`. progress: called with the number of windows just scored.
+    batch_size: windows per model call. availability: see `score`; start: see `compress_row`. progress: called with the
+    number of windows just scored.
     Raises `DataError` if a window has more base ids than the model has positions.
     """
     check_context(model, max(len(window.base_ids) for window in windows.windows))
@@ -141,8 +143,12 @@ def check_context(model: Any, base_ids: int) -> None:
 
 
 def window_bits(window: Window, row: Compressed, scored: Scored) -> float:
-    """Returns the bits of the ids that stand for some of a window's text."""
-    starts = row.ends[:-1] - row.spans[0]  # of each id after the prefix, in base ids of the window
+    """Returns what a window's text costs in bits, the sum over ids that stand for text; an eos between documents is
+    not counted.
+
+    row: the id before the window and the window's base ids, compressed. scored: the model's predictions of that row.
+    """
+    starts = row.ends[:-1] - row.spans[0]  # index in the window of the first base id of each id after the prefix
     counted = np.logical_or.reduceat(window.scored, starts)
     return float(-scored.logprobs[counted].sum() / math.log(2))
 
@@ -157,7 +163,10 @@ def ratio_error(values: NDArray[np.float64], weights: NDArray[np.int64]) -> floa
 
 
 def compare_bits(model: Bits, baseline: Bits) -> dict[str, float | None]:
-    """Returns the differences from a baseline on the same windows, with the standard error of paired differences."""
+    """Returns how much more bits per byte a model needs than the baseline, with the standard error over windows.
+
+    Raises `DataError` if the two were not measured on the same windows.
+    """
     if not np.array_equal(model.n_bytes, baseline.n_bytes):
         raise DataError("the two models were not measured on the same windows")
     difference = model.bits_per_byte - baseline.bits_per_byte

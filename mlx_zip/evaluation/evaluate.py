@@ -32,12 +32,12 @@ from mlx_zip.text.documents import Corpus, read_corpus
 from mlx_zip.text.tokenizers import load_tokenizer
 
 CONTEXT = 1024
-_NOT_RECORDED = {
+_NOT_RECORDED = {  # settings that the record holds elsewhere, or that change no figure
     "data",
     "canonical",
     "trust_remote_code",
     "confirm_run_unsafe_code",
-}  # stand elsewhere or change nothing
+}
 Progress = Callable[[int, str, str], AbstractContextManager[Callable[[int], None]]]
 
 
@@ -45,12 +45,14 @@ Progress = Callable[[int, str, str], AbstractContextManager[Callable[[int], None
 class Evaluation:
     """What to measure of every model. Raises `DataError` for settings that contradict each other.
 
-    data: text files or data sets, for bits per byte; separator, limit_bytes: see `read_corpus`. context: base ids per
-    window and per request of a task; None for what the first model can read, at most 1024 per window. fill_windows:
-    see `cut_windows`. availability: see `score`. generate: conversations to generate, None for none; prompts: a file
-    (None: the first `opening` base ids of each document); turns: requests per conversation; max_tokens to stop: see
-    `rates.Settings`. tasks to confirm_run_unsafe_code: see `run_tasks`. batch_size: windows, conversations or requests
-    per model call. canonical: decode canonically, None for what each model's config says.
+    data: text files or data sets to score in bits per byte. separator, limit_bytes: see `read_corpus`. context: maximum
+    number of base ids per window and per task request; None for what the first model can read, at most 1024 per window.
+    fill_windows: see `cut_windows`. availability: see `score`. generate: number of conversations to generate, None for
+    none. prompts: file of their requests; None takes the first `opening` base ids of each document. turns: requests per
+    conversation. keep_cache, max_tokens, temp, top_p, stop: see `rates.Settings`. tasks, include_path, num_shots,
+    limit, apply_chat_template, confirm_run_unsafe_code: see `run_tasks`. border: see `harness`. batch_size: windows,
+    conversations or requests per model call. canonical: whether to decode canonically, None for what each model's
+    config says.
     """
 
     data: Sequence[str] = ()
@@ -94,17 +96,17 @@ class Evaluation:
         Sampling(temp=self.temp, top_p=self.top_p, seed=self.seed)  # raises for values out of range
 
     def record(self) -> dict[str, Any]:
-        """Returns the settings that a record keeps."""
+        """Returns the settings by name, without those that the record holds elsewhere."""
         kept = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _NOT_RECORDED}
         return kept | {"stop": list(self.stop), "tasks": list(self.tasks)}
 
 
 @dataclass
 class _Inputs:
-    """Everything that is read before a model is loaded, and the first model's bits, which others are compared with.
+    """Everything that is read before a model is loaded, and the figures of the first model, the baseline.
 
-    folders: each model's. context: base ids per window. task_context: base ids per request of a task, None until the
-    first model is loaded.
+    folders: each model's folder, by the name that the user gave. context: base ids per window. task_context: base ids
+    per task request, None until the first model is loaded. manager: the harness's `TaskManager`, None without tasks.
     """
 
     folders: dict[str, Path]
@@ -119,7 +121,7 @@ class _Inputs:
 
 
 def no_progress(total: int, unit: str, name: str) -> AbstractContextManager[Callable[[int], None]]:
-    """Shows nothing. total: how many `unit` are to be done for the model `name`; gives a function that counts them."""
+    """Shows no progress. Gives a function to call with the number of `unit` done, of `total` for the model `name`."""
     return nullcontext(lambda done: None)
 
 
@@ -135,9 +137,10 @@ def evaluate(
 ) -> dict[str, Any]:
     """Returns the record of all figures (see `report.make_record`); the first model is the baseline of the others.
 
-    models: folders, hub ids or bundled names. pack: one pack or several that are merged, each a path or a `Pack`, with
-    which every codebook begins; codebook_size: slots in place of a zip2zip model's own; row_store: see `load`.
-    progress: see `no_progress`. announce: called once, before a model is loaded, with what will be measured.
+    models: folders, hub ids or bundled names. what: what to measure. pack: one pack or several to merge, each a path or
+    a `Pack`, whose entries every codebook begins with; None for each model's own. codebook_size: maximum number of
+    hypertokens, None for each model's own. row_store: see `load`. progress: see `no_progress`. announce: called once,
+    before a model is loaded, with a line that says what will be measured.
 
     Raises `MlxZipError` for what cannot be read or does not fit together, mostly before any model is loaded.
     """
@@ -161,6 +164,7 @@ def evaluate(
 
 
 def _prepare(models: Sequence[str], what: Evaluation, packs: Packs | None) -> _Inputs:
+    """Reads and checks all inputs of an evaluation, with every model's tokenizer but without its weights."""
     corpus = read_corpus(what.data, what.separator, what.limit_bytes) if what.data else None
     prompts = None if what.prompts is None else read_prompts(what.prompts)
     manager = benchmark.check_tasks(what.tasks, what.include_path, what.num_shots, what.limit, what.seed)
@@ -181,7 +185,7 @@ def _prepare(models: Sequence[str], what: Evaluation, packs: Packs | None) -> _I
 
 
 def _window_of(config: Mapping[str, Any]) -> int:
-    """Returns the base ids of a window that a model of this config can read, at most `CONTEXT`."""
+    """Returns how many base ids per window a model with this config.json can read, at most `CONTEXT`."""
     inner = config.get("text_config")
     nested = inner.get("max_position_embeddings") if isinstance(inner, Mapping) else None
     positions = config.get("max_position_embeddings", nested)
@@ -189,7 +193,10 @@ def _window_of(config: Mapping[str, Any]) -> int:
 
 
 def _check_windows(inputs: _Inputs, corpus: Corpus, tokenizer: Any, name: str, first: str, fill_windows: bool) -> None:
-    """Cuts the windows with the first model's tokenizer; raises `DataError` if another model's gives other windows."""
+    """Cuts the text into windows with a model's tokenizer, and stores those of the first model in `inputs`.
+
+    name: the model. first: the first model. Raises `DataError` if the windows differ from the first model's.
+    """
     windows = cut_windows(tokenizer, corpus.documents, inputs.context, fill_windows)
     if inputs.windows is None:
         inputs.windows = windows
@@ -201,6 +208,7 @@ def _check_windows(inputs: _Inputs, corpus: Corpus, tokenizer: Any, name: str, f
 
 
 def _header(models: Sequence[str], what: Evaluation, inputs: _Inputs) -> str:
+    """Returns the line that says what will be measured: models, text, generation, tasks and device."""
     parts = [f"models: {', '.join(models)}" + (" (the first is the baseline)" if len(models) > 1 else "")]
     if inputs.corpus is not None and inputs.windows is not None:
         parts.append(
@@ -219,6 +227,7 @@ def _header(models: Sequence[str], what: Evaluation, inputs: _Inputs) -> str:
 
 
 def _count(number: int, what: str) -> str:
+    """Returns a number with its noun, in the plural unless it is 1."""
     return f"{number:,} {what}" + "s" * (number != 1)
 
 
@@ -255,7 +264,7 @@ def _measure(
 def _load(
     folder: Path, what: Evaluation, packs: Packs | None, codebook_size: int | None, row_store: RowStore | None
 ) -> tuple[Any, Any]:
-    """Loads a model and its tokenizer; a plain model gets the pack only if that was tuned for it."""
+    """Loads a model and its tokenizer; a plain model is loaded with the pack only if its rows were tuned for it."""
     options = {
         "trust_remote_code": what.trust_remote_code,
         "canonical": what.canonical,
@@ -273,10 +282,12 @@ def _load(
 
 
 def _start(inputs: _Inputs) -> Any:
+    """Returns the entries of the given packs, merged; None without packs, for each model's own."""
     return None if inputs.packs is None else inputs.packs.merged.start
 
 
 def _bits(name: str, model: Any, what: Evaluation, inputs: _Inputs, progress: Progress) -> dict[str, Any]:
+    """Returns the figures of a model's bits per byte, for later models with the differences from the first."""
     assert inputs.windows is not None
     with progress(len(inputs.windows.windows), "windows", name) as step:
         bits = measure_bits(model, inputs.windows, what.batch_size, what.availability, _start(inputs), step)
@@ -289,6 +300,7 @@ def _bits(name: str, model: Any, what: Evaluation, inputs: _Inputs, progress: Pr
 def _rates(
     name: str, model: Any, tokenizer: Any, what: Evaluation, inputs: _Inputs, progress: Progress
 ) -> dict[str, Any]:
+    """Generates the conversations with a model and returns the figures of its rates."""
     names = ("max_tokens", "temp", "top_p", "seed", "batch_size", "keep_cache")
     options = {option: getattr(what, option) for option in names}
     settings = Settings(**options, stop=tuple(what.stop), start=_start(inputs))
@@ -297,6 +309,7 @@ def _rates(
 
 
 def _tasks(model: Any, tokenizer: Any, what: Evaluation, inputs: _Inputs) -> dict[str, Any]:
+    """Runs the benchmark tasks with a model and returns their results."""
     names = ("include_path", "num_shots", "limit", "apply_chat_template", "seed", "confirm_run_unsafe_code")
     options = {name: getattr(what, name) for name in (*names, "batch_size", "border")}
     options |= {"manager": inputs.manager, "start": _start(inputs), "context": inputs.task_context}

@@ -40,12 +40,12 @@ _KNOWN = {"until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k",
 class ZipLM(TemplateLM):
     """A loaded model and its tokenizer for `lm_eval.simple_evaluate(model=ZipLM(model, tokenizer), ...)`.
 
-    context: maximum number of base ids per request (default: the model's positions, or 2048). batch_size: rows per
-    model call. border: "whole" or "split", see the module. max_gen_toks: base tokens to generate if a task does not
-    say. start: entries of a pack in place of a zip2zip model's own. seed: of sampled generation; it increases by one
-    with every batch.
+    context: maximum number of base ids per request, None for the model's positions, or 2048 if its config does not
+    limit them. batch_size: requests per model call. border: "whole" or "split", see the module. max_gen_toks: maximum
+    number of base tokens to generate for a task that does not say. start: entries of a pack that every codebook begins
+    with, None for the model's own. seed: seed of the first batch of sampled texts; each later batch adds one.
 
-    truncated: number of requests so far whose beginning was cut off. Raises `DataError` for bad arguments.
+    The attribute `truncated` counts the requests whose beginning was cut off. Raises `DataError` for bad arguments.
     """
 
     def __init__(
@@ -93,17 +93,19 @@ class ZipLM(TemplateLM):
 
     @property
     def _adds_bos(self) -> bool:
+        """Whether the tokenizer begins every text with a bos."""
         return self.tokenizer.encode("")[:1] == [self.tokenizer.bos_token_id]
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Encodes context and continuation as one text and cuts it where the context's ids end.
+        """Encodes context and continuation as one text; returns the base ids of each.
 
-        Spaces at the end of the context belong to the continuation.
+        The cut is after as many ids as the context has alone. Spaces at the end of the context are moved to the
+        continuation.
         """
         bare = context.rstrip()
         continuation = context[len(bare) :] + continuation
         whole = self.tok_encode(bare + continuation)
-        cut = min(len(self.tok_encode(bare)), len(whole) - 1)  # one id may have swallowed the continuation
+        cut = min(len(self.tok_encode(bare)), len(whole) - 1)  # one id may stand for text on both sides of the cut
         return whole[:cut], whole[cut:]
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
@@ -125,6 +127,10 @@ class ZipLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
+        """Returns each continuation's log-probability, and whether greedy generation would write its ids.
+
+        requests: ((context, continuation), base ids of the context, base ids of the continuation).
+        """
         pairs = [self._row(text, context, continuation) for (_, text), context, continuation in requests]
         scores = score(self.model, [row for row, _ in pairs], self.batch_size)
         answers = []
@@ -135,25 +141,29 @@ class ZipLM(TemplateLM):
         return answers
 
     def _row(self, text: str, context: list[int], continuation: list[int]) -> tuple[Compressed, int]:
-        """Returns a request as the model reads it, and the index of the first id that counts."""
+        """Returns a request as the model reads it, and the index of its first id that is part of the score.
+
+        text: the continuation. context, continuation: base ids.
+        """
         parts = [np.array(ids, np.uint32) for ids in (self._fitting(context, continuation, text), continuation)]
         border = len(parts[0])
         if self.border == "whole":
             parts = [np.concatenate(parts)]
         row = compress_row(self.model, *parts, start=self.start)
         first = int(np.searchsorted(row.ends, border, side="right"))
-        if first == 0:  # a start entry stands for all of the context: nothing comes before it
+        if first == 0:  # one entry of the pack stands for the whole context, and no id comes before it
             row = compress_row(self.model, np.array([self.prefix_token_id], np.uint32), *parts, start=self.start)
             border += 1
             first = int(np.searchsorted(row.ends, border, side="right"))
-        if row.ends[first - 1] == border:  # no id spans it, so generation would begin here
+        if row.ends[first - 1] == border:  # no id stands for text on both sides, so generation would begin here
             row = replace(row, breaks=tuple({*row.breaks, first - 1}))
         return row, first
 
     def _fitting(self, context: list[int], continuation: list[int], text: str) -> list[int]:
-        """Returns the end of a context that leaves room for the continuation.
+        """Returns the last ids of a context, as many as fit into the model with the continuation.
 
-        The continuation's last base id takes no position, because it is predicted but not read.
+        The continuation's last base id takes no position, because it is predicted but not read. text: the continuation,
+        for the message. Raises `DataError` for a continuation that is empty or does not fit.
         """
         room = self.max_length + 1 - len(continuation)
         if room < 1 or not continuation:
@@ -161,7 +171,7 @@ class ZipLM(TemplateLM):
         return self._end(context or [self.prefix_token_id], room)
 
     def _end(self, context: list[int], room: int) -> list[int]:
-        """Returns the last `room` ids of a context."""
+        """Returns the last `room` ids of a context; counts it in `truncated` if that shortens it."""
         self.truncated += len(context) > room
         return context[-room:]
 
@@ -200,13 +210,14 @@ class ZipLM(TemplateLM):
         return texts
 
     def _prompt(self, context: str, max_tokens: int) -> list[int]:
-        """Returns the end of the context that leaves room for `max_tokens`."""
+        """Returns the context's last base ids, as many as leave room for `max_tokens` more. Raises `DataError`."""
         room = self.max_length - max_tokens
         if room < 1:
             raise DataError(f"max_gen_toks {max_tokens} leaves no room in a context of {self.max_length} base ids")
         return self._end(self.tok_encode(context) or [self.prefix_token_id], room)
 
     def _generate(self, prompts: Sequence[list[int]], options: Mapping[str, Any], seed: int) -> list[str]:
+        """Returns the text generated after each prompt, in one batch. options: those of `stream_generate`."""
         options = {**options, "seed": seed, "pack": self.start if is_zip(self.model) else None}
         texts = [""] * len(prompts)
         if len(prompts) == 1:
@@ -218,6 +229,10 @@ class ZipLM(TemplateLM):
 
 
 def _max_length(model: Any, context: int | None) -> int:
+    """Returns the maximum number of base ids per request. context: what the user asked for, None for the model's own.
+
+    Raises `DataError` if the model cannot read so many.
+    """
     limit = context_limit(model)
     if context is None:
         return limit or MAX_LENGTH
@@ -229,7 +244,10 @@ def _max_length(model: Any, context: int | None) -> int:
 
 
 def _generation_options(given: Mapping[str, Any], max_gen_toks: int) -> dict[str, Any]:
-    """Returns the harness's generation arguments as options of `stream_generate`; greedy unless a task samples."""
+    """Returns a task's generation arguments as options of `stream_generate`; greedy unless the task samples.
+
+    max_gen_toks: maximum number of base tokens if the task does not say. Raises `DataError` for unknown arguments.
+    """
     if unknown := sorted(given.keys() - _KNOWN):
         raise DataError(f"generation arguments {', '.join(unknown)} of this task are not supported")
     until = given.get("until") or []

@@ -26,10 +26,12 @@ GRAM = 4
 
 @dataclass(frozen=True)
 class Settings:
-    """How text is generated. max_tokens: base tokens per turn. keep_cache: see `measure_rates`.
+    """How text is generated.
 
-    stop: strings that end a turn. temp, top_p, seed: as in `stream_generate`; the index of a batch's first row is added
-    to the seed. start: entries of a pack in place of a zip2zip model's own.
+    max_tokens: maximum number of base tokens per turn. temp, top_p, seed: as in `stream_generate`; the index of a
+    batch's first conversation is added to the seed. batch_size: conversations per model call. stop: strings that end a
+    turn. keep_cache: see `measure_rates`. start: entries of a pack that every codebook begins with, None for the
+    model's own.
     """
 
     max_tokens: int = 256
@@ -46,7 +48,7 @@ class Settings:
             raise DataError(f"the batch size (--batch-size) must be at least 1, got {self.batch_size}")
 
     def record(self) -> dict[str, Any]:
-        """What a report holds: of a starting codebook only its size."""
+        """Returns the settings by name; of the pack's entries only their number."""
         return {**asdict(self), "start": len(self.start or ())}
 
 
@@ -54,10 +56,11 @@ class Settings:
 class Story:
     """One generated turn with its counts.
 
-    prompt: base ids read before the turn. base_ids: generated base ids that count. steps: emitted ids. canonical:
-    number of ids that canonical compression makes of the same base ids after the same context, None for a plain model.
-    invalid: emitted ids that were neither base ids nor installed. grams, repeated: 4-grams of base ids, and those that
-    occurred before in the turn.
+    prompt: number of base ids read before the turn. base_ids: generated base ids, without those after the end of the
+    text. steps: number of generated ids. hypertokens: how many of them are hypertokens. canonical: number of ids into
+    which the compressor would make the same base ids after the same context, None for a plain model. invalid: number of
+    generated ids that were neither base ids nor entries of the codebook. grams: number of 4-grams of base ids.
+    repeated: how many of these had occurred before in the turn. finish_reason: see `TextStream`.
     """
 
     text: str
@@ -74,16 +77,20 @@ class Story:
 
 @dataclass
 class _Turn:
-    """The sum of a turn's responses."""
+    """What a turn has generated so far. prompt: its base ids. tokens: generated ids.
+
+    context: the codebook at the beginning of the turn, None for a new request.
+    """
 
     prompt: list[int]
-    context: Codebook | None = None  # the codebook that the turn starts from
+    context: Codebook | None = None
     text: str = ""
     tokens: list[int] = field(default_factory=list)
     base_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
 
     def take(self, response: Any) -> None:
+        """Adds the next response of `stream_generate`."""
         self.text += response.text
         self.tokens.append(response.token)
         self.base_ids += response.base_ids
@@ -97,7 +104,7 @@ def measure_rates(
     settings: Settings,
     progress: Callable[[int], None] = lambda turns: None,
 ) -> Rates:
-    """Generates every turn of every conversation; all must have the same number of turns.
+    """Generates every turn of every conversation and returns the figures; all must have the same number of turns.
 
     By default each turn is a new request whose context is compressed canonically, as on a server without caches, and
     conversations run in batches. keep_cache: each turn continues from the cache of the turn before, as far as their
@@ -115,6 +122,7 @@ def measure_rates(
 
 
 def _keeps_cache(model: Any, settings: Settings) -> bool:
+    """Returns whether turns continue from the cache of the turn before."""
     return settings.keep_cache and is_zip(model)
 
 
@@ -126,7 +134,7 @@ def can_batch(model: Any) -> bool:
 def _run(
     model: Any, tokenizer: Any, rows: Sequence[Conversation], settings: Settings, seed: int, progress: Callable
 ) -> list[list[Story]]:
-    """Generates some conversations together; returns stories as [conversation][turn]."""
+    """Generates some conversations in one batch; returns stories as [conversation][turn]."""
     cache = model.make_cache(pack=settings.start) if _keeps_cache(model, settings) else None
     stories: list[list[Story]] = [[] for _ in rows]
     for number in range(len(rows[0].prompts)):
@@ -143,6 +151,10 @@ def _run(
 def _responses(
     model: Any, tokenizer: Any, turns: Sequence[_Turn], cache: list[Any] | None, settings: Settings, seed: int
 ) -> Iterator[tuple[int, Any]]:
+    """Generates one turn of some conversations; yields (index of the conversation, response).
+
+    cache: the cache to continue from, of the only conversation; None for new requests.
+    """
     options: dict[str, Any] = {name: getattr(settings, name) for name in ("max_tokens", "temp", "top_p", "stop")}
     options["seed"] = seed
     if cache is None and is_zip(model):
@@ -164,14 +176,14 @@ def _codebook(cache: Sequence[Any]) -> Codebook:
 
 
 def _keep_common(cache: list[Any], prompt: Sequence[int]) -> int:
-    """Trims a cache to the ids that the prompt begins with and returns how many base ids they stand for.
+    """Trims a cache to the ids that the prompt begins with; returns the number of base ids that they stand for.
 
-    At least the prompt's last base id is left to read.
+    cache: a zip2zip model's. prompt: base ids, of which at least the last one is left to read.
     """
     book = _codebook(cache)
-    held, ids = book.base_ids().tolist(), book.ids
-    limit = min(len(held), len(prompt) - 1)
-    common = next((i for i in range(limit) if held[i] != prompt[i]), limit)
+    cached, ids = book.base_ids().tolist(), book.ids
+    limit = min(len(cached), len(prompt) - 1)
+    common = next((i for i in range(limit) if cached[i] != prompt[i]), limit)
     ends = np.cumsum(book.logged()[1], dtype=np.int64)
     kept = int(np.searchsorted(ends, common, side="right"))
     trim_prompt_cache(cache, len(ids) - kept)
@@ -179,6 +191,7 @@ def _keep_common(cache: list[Any], prompt: Sequence[int]) -> int:
 
 
 def _measure(model: Any, turn: _Turn, start: AnyStart | None) -> Story:
+    """Returns the counts of a finished turn. start: entries of a pack, None for the model's own."""
     grams, repeated = repeated_grams(turn.base_ids)
     canonical, invalid, hypertokens = None, 0, 0
     if is_zip(model):
@@ -201,22 +214,27 @@ def _measure(model: Any, turn: _Turn, start: AnyStart | None) -> Story:
 
 
 def canonical_steps(book: Codebook, prompt: Sequence[int], base_ids: Sequence[int]) -> int:
-    """Returns how many ids canonical compression makes of base ids after a prompt. `book` reads the prompt."""
+    """Returns into how many ids the compressor turns base ids after a prompt.
+
+    book: the codebook before the prompt; the prompt is pushed to it. prompt: base ids.
+    """
     book.push(_prompt_ids(book, prompt))
     return len(book.compress(np.array(base_ids, np.uint32)))
 
 
 def _prompt_ids(book: Codebook, prompt: Sequence[int]) -> Uint32s:
-    """Returns the ids that a request reads of its prompt, after those in its cache; as `Request` compresses them."""
+    """Returns the ids that a request reads for the part of its prompt that its cache does not hold.
+
+    book: the codebook of the cache. prompt: base ids. They are compressed as by `Request`.
+    """
     rest = np.array(prompt[book.base_length :], np.uint32)
     return book.compress(rest) if book.mark() else compress(book.params, rest)[0]
 
 
 def count_invalid(book: Codebook, tokens: Sequence[int]) -> int:
-    """Returns how many emitted ids were neither base ids nor installed entries, by replaying them from a copy of
-    `book`.
+    """Returns how many generated ids were neither base ids nor entries of the codebook when they were generated.
 
-    Such an id installs nothing in the replay, as in a decoder.
+    book: the codebook before the first of them; it is not changed. An invalid id creates no entry.
     """
     book, invalid = book.copy(), 0
     for token in tokens:
@@ -228,21 +246,24 @@ def count_invalid(book: Codebook, tokens: Sequence[int]) -> int:
 
 
 def repeated_grams(base_ids: Sequence[int], size: int = GRAM) -> tuple[int, int]:
-    """Returns how many runs of `size` base ids a text has, and how many of them occurred in it before."""
+    """Returns how many runs of `size` base ids a text has, and how many of these had occurred earlier in the text."""
     grams = Counter(tuple(base_ids[i : i + size]) for i in range(len(base_ids) - size + 1))
     return grams.total(), grams.total() - len(grams)
 
 
 @dataclass(frozen=True)
 class Rates:
-    """turns: for each turn, the stories of all conversations in order. seconds: for everything, including prompts."""
+    """The result of generating conversations with one model.
+
+    turns: for each turn, the stories of all conversations in order. seconds: time for all turns, prompts included.
+    """
 
     turns: tuple[tuple[Story, ...], ...]
     seconds: float
     settings: Settings
 
     def record(self) -> dict[str, Any]:
-        """The last turn's figures, every turn's, and the last turn's texts."""
+        """Returns the last turn's figures by name and its texts, and the figures of every turn under "turns"."""
         by_turn = [summary(stories) for stories in self.turns]
         base_tokens = sum(turn["base_tokens"] for turn in by_turn)
         return {
@@ -256,7 +277,10 @@ class Rates:
 
 
 def summary(stories: Sequence[Story]) -> dict[str, Any]:
-    """Returns totals of stories and ratios of totals. canonical_*: None for a plain model, which does not compress."""
+    """Returns totals over stories and ratios of totals, by name. canonical_* and of_canonical: None for a plain model.
+
+    of_canonical: ids that the compressor would need for the same texts, divided by the steps that were taken.
+    """
     base_tokens = sum(len(story.base_ids) for story in stories)
     steps = sum(story.steps for story in stories)
     canonical = sum(story.canonical or 0 for story in stories) if stories[0].canonical is not None else None

@@ -16,6 +16,7 @@ Format = Callable[[Any], str]
 
 
 def _number(digits: int) -> Format:
+    """Returns a function that formats a number with so many digits after the point."""
     return lambda value: f"{value:.{digits}f}"
 
 
@@ -118,7 +119,9 @@ def table(record: Mapping[str, Any]) -> str:
 
 
 def _labels(names: Sequence[str]) -> list[str]:
-    """Returns the last part of each path or hub id, or two or three parts if fewer would make two names equal."""
+    """Returns a short name for each model: the last one to three parts of its path or hub id, as few as keep the names
+    different.
+    """
     parts = [name.rstrip("/").split("/") for name in names]
     for depth in (1, 2, 3):
         labels = ["/".join(part[-depth:])[-32:] or name for part, name in zip(parts, names, strict=True)]
@@ -128,7 +131,10 @@ def _labels(names: Sequence[str]) -> list[str]:
 
 
 def _rows(parts: Sequence[Mapping[str, Any] | None], lines: Sequence[tuple[str, str, Format]]) -> list[list[str]]:
-    """Returns a row for every figure that at least one model has."""
+    """Returns a table row [label, value per model] for each figure that at least one model has.
+
+    parts: each model's figures, None if it has none. lines: (label, key of the figure, function that formats it).
+    """
     rows = []
     for label, key, shown in lines:
         values = [None if part is None else part.get(key) for part in parts]
@@ -138,31 +144,33 @@ def _rows(parts: Sequence[Mapping[str, Any] | None], lines: Sequence[tuple[str, 
 
 
 def _task_rows(parts: Sequence[Mapping[str, Any] | None]) -> list[list[str]]:
+    """Returns a table row [metric, value per model] for each metric of the tasks. parts: each model's task results."""
     found = [{label: (value, error) for label, value, error in figures(part)} if part else {} for part in parts]
     labels = dict.fromkeys(label for column in found for label in column)
     return [[label, *(_with_error(*column.get(label, (None, None))) for column in found)] for label in labels]
 
 
 def _with_error(value: float | None, error: float | None) -> str:
+    """Returns a value with its standard error as text; "-" if there is no value."""
     if value is None:
         return "-"
     return f"{value:.4f}" if error is None else f"{value:.4f} ± {error:.4f}"
 
 
 def _legend(models: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns a line per row, or few rows, of the table that says what the row means."""
+    """Returns the lines below the table that explain its rows."""
     shown = [part for part in _MEANINGS if any(model.get(part) for model in models)]
     lines = [f"- {line}" for part in shown for line in _MEANINGS[part]]
     return ["", *lines] if lines else []
 
 
 def _notes(record: Mapping[str, Any]) -> list[str]:
-    """Returns the warnings that belong to the table's figures."""
+    """Returns the lines below the table that say what limits its figures, or how they were measured."""
     notes, texts = [], [model["text"] for model in record["models"] if model.get("text")]
     if any(text["availability"] == "legacy" for text in texts):
         notes.append(
-            "Availability legacy: hypertokens have probability before they exist. These bits are not what generation "
-            "sees and are not comparable with any others."
+            "Availability legacy: hypertokens have probability before they exist, which is not so in generation. These "
+            "bits are not comparable with any others."
         )
     data = record.get("data")
     if data and data.get("altered_documents"):

@@ -30,10 +30,10 @@ LOGITS = 1 << 25  # values of one call's logits: 128 MB in float32
 
 @dataclass(frozen=True)
 class Compressed:
-    """A row as a model reads it: ids uint32 [n], and spans [n], the number of base ids that each id stands for.
+    """A text as a model reads it: ids uint32 [n], and spans int64 [n], the number of base ids that each id stands for.
 
-    start: the pack entries that it was compressed with, None for the model's own. breaks: indices of ids that end a
-    part and were chosen without regard to what follows.
+    start: the entries that its codebook began with, None for the model's own pack. breaks: index of the last id of each
+    part but the last; parts were compressed separately, so that id does not depend on what follows.
     """
 
     ids: Uint32s
@@ -43,15 +43,15 @@ class Compressed:
 
     @property
     def ends(self) -> NDArray[np.int64]:
-        """Number of base ids up to and including each id, int64 [n]."""
+        """For each id the number of base ids that it and all ids before it stand for, int64 [n]."""
         return np.cumsum(self.spans)
 
 
 @dataclass(frozen=True)
 class Scored:
-    """A model's predictions of a row's ids 1 to n - 1, each given all ids before it.
+    """A model's predictions of the second to the last of a row's n ids, each given all ids before it; arrays [n - 1].
 
-    logprobs float64: natural logarithms. greedy bool: whether the id was the likeliest. hyper_mass float64: the
+    logprobs: natural logarithm of the id's probability. greedy: whether the id was the likeliest one. hyper_mass:
     probability of all hypertokens together.
     """
 
@@ -97,6 +97,7 @@ def codec(model: Any, start: AnyStart | None = None) -> CodecParams:
 
 @lru_cache(maxsize=4)
 def _with_start(params: CodecParams, start: AnyStart) -> CodecParams:
+    """Returns the codec parameters with other starting entries; cached, because checking many entries takes time."""
     try:
         return replace(params, start=start)
     except CodecError as error:
@@ -104,6 +105,7 @@ def _with_start(params: CodecParams, start: AnyStart) -> CodecParams:
 
 
 def _check_ids(ids: Uint32s, limit: int | None) -> None:
+    """Raises `DataError` for an id of at least `limit`, the model's number of base ids; None for no check."""
     if limit is not None and len(ids) and ids.max() >= limit:
         raise DataError(
             f"the tokenizer makes id {ids.max()}, the model has base ids 0 to {limit - 1}: "
@@ -142,6 +144,7 @@ def score(
 
 
 def _check(row: Compressed, result: Scored, i: int) -> None:
+    """Raises `ModelError` if a log-probability is not finite. i: the row's index, for the message."""
     bad = np.flatnonzero(~np.isfinite(result.logprobs))
     if len(bad):
         at = int(bad[0])
@@ -151,7 +154,10 @@ def _check(row: Compressed, result: Scored, i: int) -> None:
 
 
 def _batches(model: Any, rows: Sequence[Compressed], batch_size: int) -> list[list[int]]:
-    """Returns indices of rows of similar length, the longest rows first, so that too little memory shows early."""
+    """Returns lists of row indices, one list per model call; rows of a list have similar lengths.
+
+    The longest rows come first, so that memory runs out at once if it does.
+    """
     by_length = sorted(range(len(rows)), key=lambda i: -len(rows[i].ids))
     size = 1 if _by_base_length(model) else batch_size
     return [by_length[begin : begin + size] for begin in range(0, len(rows), size)]
@@ -163,6 +169,7 @@ def _by_base_length(model: Any) -> bool:
 
 
 def _score_batch(model: Any, rows: Sequence[Compressed], availability: str) -> list[Scored]:
+    """Scores some rows together, in as many model calls as memory needs. availability: see `score`."""
     lengths = [len(row.ids) for row in rows]
     pad_id = model.config.pad_id if is_zip(model) else 0
     ids = np.full((len(rows), max(lengths)), pad_id, np.int32)
@@ -184,7 +191,9 @@ def _score_batch(model: Any, rows: Sequence[Compressed], availability: str) -> l
 
 
 def _excluded(model: Any, rows: Sequence[Compressed]) -> tuple[NDArray[np.int64], ...]:
-    """Returns what a canonical model forbids, each [pairs]: row, index of an id, and an id that cannot follow it."""
+    """Returns which ids a canonical model forbids, as three arrays of one length: row, index of an id in that row, and
+    an id that cannot follow there. They are empty for any other model.
+    """
     if not is_zip(model) or not model.config.canonical:
         return (np.zeros(0, np.int64),) * 3
     found = [excluded_behind(Codebook(codec(model, row.start)), row.ids[:-1], row.breaks) for row in rows]
@@ -193,16 +202,17 @@ def _excluded(model: Any, rows: Sequence[Compressed]) -> tuple[NDArray[np.int64]
 
 
 def _make_cache(model: Any, rows: Sequence[Compressed]) -> list[Any]:
+    """Returns a new cache for a batch of rows, whose codebooks begin with each row's `start`."""
     if not is_zip(model):
         return make_prompt_cache(model)
     return model.make_cache(left_padding=[0] * len(rows), pack=[row.start for row in rows])
 
 
 def _calls(model: Any, rows: Sequence[Compressed], shape: tuple[int, ...], availability: str) -> list[tuple[int, int]]:
-    """Returns the columns (begin, end) of each call, limited by memory; no call has columns on both sides of LongRoPE's
-    border.
+    """Returns the columns (begin, end) that each model call reads: so few that its logits fit into memory.
 
-    In generation the short factors hold up to the border, so they must hold in a call that ends there.
+    shape: of the padded batch. No call has columns on both sides of LongRoPE's border, because the columns before it
+    must be read with the short factors, as in generation.
     """
     batch, end = shape[0], shape[1] - 1
     if availability == "legacy":
@@ -223,7 +233,10 @@ def _longrope_border(model: Any, rows: Sequence[Compressed]) -> int:
 
 
 def _read(model: Any, logits: mx.array, targets: NDArray[np.int32]) -> tuple[Any, Any, Any]:
-    """Logits [B, L, W] and the ids that follow [B, L] -> log-probabilities, greedy, hyper mass, each [B, L]."""
+    """Returns log-probabilities, whether each id is the likeliest, and hypertoken probability, each [B, L].
+
+    logits: [B, L, W]. targets: the ids that follow, [B, L].
+    """
     logits = logits.astype(mx.float32)
     wanted = mx.array(targets)
     total = mx.logsumexp(logits, axis=-1)

@@ -60,12 +60,13 @@ def run_tasks(
     manager: Any = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Returns the harness's results {task: {metric: value}}, its versions, and the number of examples per task.
+    """Runs benchmark tasks and returns a dict: "results" {task: {metric: value}}, versions, and counts of questions.
 
-    Also "context", the base ids a request may have, and "truncated", the requests whose beginning was cut off. tasks:
-    names that the harness knows; include_path: a folder with further task files. num_shots: examples before each
-    question; limit: questions per task. manager: what `check_tasks` returned for the same arguments. options: those of
-    `ZipLM`. Raises what `check_tasks` raises.
+    "context" is the maximum number of base ids per request, "truncated" the number of requests whose beginning was cut
+    off. tasks: names that the harness knows. include_path: a folder with further task files. num_shots: solved examples
+    before each question, None for the task's own number. limit: maximum number of questions per task, None for all.
+    confirm_run_unsafe_code: whether tasks may run the model's answers as code. manager: what `check_tasks` returned for
+    the same arguments, None to check them here. options: those of `ZipLM`. Raises what `check_tasks` raises.
     """
     manager = manager or check_tasks(tasks, include_path, num_shots, limit, seed)
     harness = _import()
@@ -93,7 +94,7 @@ def run_tasks(
 
 
 def _plain(value: Any) -> Any:
-    """Returns numpy's numbers as Python's and NaN as None, so that JSON can hold them."""
+    """Returns a value with NumPy's numbers turned into Python's, and NaN and infinity into None, for JSON."""
     if isinstance(value, Mapping):
         return {str(key): _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -103,6 +104,7 @@ def _plain(value: Any) -> Any:
 
 
 def _import() -> Any:
+    """Returns the module `harness`. Raises `InstallationError` without lm-evaluation-harness."""
     try:
         from mlx_zip.evaluation import harness
     except ImportError as error:

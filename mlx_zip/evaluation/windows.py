@@ -21,7 +21,10 @@ from mlx_zip.text.token_facts import encode_with_bytes
 
 @dataclass(frozen=True)
 class Window:
-    """base_ids uint32 [n]; scored bool [n]: False for an eos between documents; n_bytes: UTF-8 bytes of its text."""
+    """A piece of text that is scored on its own.
+
+    base_ids: uint32 [n]. scored: bool [n], False for an eos between documents. n_bytes: UTF-8 bytes of its text.
+    """
 
     base_ids: Uint32s
     scored: NDArray[np.bool_]
@@ -30,8 +33,9 @@ class Window:
 
 @dataclass(frozen=True)
 class Windows:
-    """prefix: the id that is read before each window. altered: number of documents that their base ids do not decode
-    to.
+    """All windows of some documents. prefix: the id that a model reads before each window.
+
+    altered: number of documents whose base ids decode to another text.
     """
 
     windows: tuple[Window, ...]
@@ -51,9 +55,9 @@ def all_equal(a: Sequence[Window], b: Sequence[Window]) -> bool:
 def cut_windows(tokenizer: Any, documents: Sequence[Document], context: int, fill_windows: bool = False) -> Windows:
     """Encodes documents and cuts them into windows of at most `context` base ids.
 
-    Each document begins a new window. With `fill_windows` documents follow one another with an eos between them, and
-    only the last window is shorter. Bytes are counted at the characters where ids begin, so the windows' bytes add up
-    to the text's, even if a window ends inside a character. Raises `DataError`.
+    Each document begins a new window, unless `fill_windows`: then documents follow one another with an eos between two,
+    and only the last window is shorter. The windows' bytes add up to the text's, even if a window ends inside a
+    character. Raises `DataError`.
     """
     if context < 1:
         raise DataError(f"the context (--context) must be at least 1 base id, got {context}")
@@ -77,6 +81,7 @@ Stream = tuple[Uint32s, NDArray[np.bool_], NDArray[np.int64]]  # ids, scored, by
 
 
 def _encoded(tokenizer: Any, document: Document) -> Stream:
+    """Returns a document as base ids, all scored, with the bytes of each. Raises `DataError` if it gives no id."""
     ids, n_bytes = encode_with_bytes(tokenizer, document.text)
     if not len(ids):
         raise DataError(f"{document.source}: the tokenizer makes no token of its {document.n_bytes} bytes")
@@ -84,7 +89,7 @@ def _encoded(tokenizer: Any, document: Document) -> Stream:
 
 
 def _packed(tokenizer: Any, streams: Sequence[Stream]) -> Stream:
-    """Returns all documents as one stream with an eos between two."""
+    """Returns all documents as one stream, with an unscored eos between two. Raises `DataError`."""
     if tokenizer.eos_token_id is None:
         raise DataError("the tokenizer has no eos token to stand between packed documents (--fill-windows)")
     eos = np.array([tokenizer.eos_token_id], np.uint32), np.zeros(1, np.bool_), np.zeros(1, np.int64)
@@ -93,10 +98,12 @@ def _packed(tokenizer: Any, streams: Sequence[Stream]) -> Stream:
 
 
 def _cut(ids: Uint32s, scored: NDArray[np.bool_], n_bytes: NDArray[np.int64], context: int) -> Iterator[Window]:
+    """Yields a stream (see `Stream`) as windows of `context` base ids; the last one may be shorter."""
     for begin in range(0, len(ids), context):
         part = slice(begin, begin + context)
         yield Window(ids[part], scored[part], int(n_bytes[part].sum()))
 
 
 def _decoded(tokenizer: Any, ids: Uint32s) -> str:
+    """Returns the text of base ids, special tokens included."""
     return tokenizer.decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -1,4 +1,4 @@
-"""What generation is measured on: prompts from a file or the openings of documents, and conversations made of them."""
+"""Prompts, from a file or from the beginnings of documents, and the conversations that generation is measured on."""
 
 from __future__ import annotations
 
@@ -19,18 +19,21 @@ Messages = list[dict[str, str]]
 
 @dataclass(frozen=True)
 class Prompt:
-    """text to be continued, or chat messages to be answered."""
+    """One request to a model: text to be continued, or chat messages to be answered."""
 
     content: str | Messages
 
     @property
     def is_chat(self) -> bool:
-        """Whether it goes through the chat template."""
+        """Whether the prompt is chat messages, which the chat template renders."""
         return not isinstance(self.content, str)
 
 
 def read_prompts(file: str | Path) -> list[Prompt]:
-    """A .jsonl[.gz] file of objects with `messages` (role and content) or `prompt` (text). Raises `DataError`."""
+    """Reads prompts from a .jsonl or .jsonl.gz file of objects with `messages` (role and content) or `prompt` (text).
+
+    Raises `DataError` naming the file and line.
+    """
     if kind_of(str(file)) != "json":
         raise DataError(f"{file}: prompts are read from a .jsonl file")
     prompts = [_prompt(item.where, item.raw) for item in Reader(Source((str(file),)))]
@@ -40,6 +43,7 @@ def read_prompts(file: str | Path) -> list[Prompt]:
 
 
 def _prompt(where: str, line: bytes) -> Prompt:
+    """Returns the prompt in one line of a file. where: file and line number, for messages. Raises `DataError`."""
     try:
         record = loads(line.decode("utf-8"))
     except (ValueError, RecursionError) as error:
@@ -51,13 +55,17 @@ def _prompt(where: str, line: bytes) -> Prompt:
 
 
 def _are_messages(value: Any) -> bool:
+    """Returns whether a value is a list of objects whose role and content are text."""
     return isinstance(value, list) and all(
         isinstance(m, Mapping) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in value
     )
 
 
 def openings(tokenizer: Any, documents: Sequence[Document], base_ids: int) -> list[Prompt]:
-    """The first `base_ids` base ids of each document, as text."""
+    """Returns the text of the first `base_ids` base ids of each document; documents without such text are left out.
+
+    Raises `DataError` if `base_ids` is below 1.
+    """
     if base_ids < 1:
         raise DataError(f"openings (--opening) must be at least 1 base id long, got {base_ids}")
     texts = [_opening(tokenizer, document.text, base_ids) for document in documents]
@@ -65,16 +73,18 @@ def openings(tokenizer: Any, documents: Sequence[Document], base_ids: int) -> li
 
 
 def _opening(tokenizer: Any, text: str, base_ids: int) -> str:
+    """Returns the beginning of a text that its first `base_ids` base ids stand for."""
     n_bytes = encode_with_bytes(tokenizer, text)[1][:base_ids].sum()
     return text.encode("utf-8")[:n_bytes].decode("utf-8", "ignore")
 
 
 def make_conversations(prompts: Sequence[Prompt], count: int, turns: int, repeat: bool) -> list[list[Prompt]]:
-    """`count` conversations of `turns` prompts. The last prompts are those of the file in order, whatever `turns` is.
+    """Returns `count` conversations of `turns` prompts each.
 
-    The earlier turns of conversation i are the prompts that follow i in the file, the nearest last. repeat: whether
-    more conversations than prompts make sense (sampling). Raises `DataError` when there are too few prompts, or
-    prompts of both kinds for one conversation.
+    The last prompt of conversation i is prompt i, whatever `turns` is. The turns before it are the prompts that follow
+    prompt i, the nearest one last. repeat: whether prompts may be used again when there are fewer than `count`, which
+    makes sense for sampled text. Raises `DataError` when there are too few prompts, and when conversations of several
+    turns would mix texts with chat messages.
     """
     n = len(prompts)
     if count < 1 or turns < 1:
@@ -90,7 +100,10 @@ def make_conversations(prompts: Sequence[Prompt], count: int, turns: int, repeat
 
 @dataclass
 class Conversation:
-    """One conversation as it grows: what the next turn's prompt is, in base ids."""
+    """One conversation as it grows. prompts: one per turn. turn: index of the next turn.
+
+    For each turn call `next_prompt`, then `answer` with what the model wrote.
+    """
 
     tokenizer: Any
     prompts: Sequence[Prompt]
@@ -99,9 +112,9 @@ class Conversation:
     _ids: list[int] = field(default_factory=list)
 
     def next_prompt(self) -> list[int]:
-        """Base ids of all that the model reads before it writes this turn: earlier turns, then the new prompt.
+        """Returns the base ids that the model reads before it writes this turn: earlier turns, then the new prompt.
 
-        Chats are rendered anew by the template, as a server does; texts follow their predecessors behind an eos.
+        A chat is rendered as a whole by the template, as on a server. A text follows the earlier texts after an eos.
         """
         prompt = self.prompts[self.turn]
         if prompt.is_chat:
@@ -112,7 +125,7 @@ class Conversation:
         return list(self._ids)
 
     def answer(self, text: str, base_ids: Sequence[int]) -> None:
-        """Takes what the model wrote: text and the base ids that count, an eos at the end included."""
+        """Adds what the model wrote in this turn. base_ids: those of `text`, with the eos if the model wrote one."""
         if self.prompts[self.turn].is_chat:
             self._messages.append({"role": "assistant", "content": text})
         eos = self.tokenizer.eos_token_id

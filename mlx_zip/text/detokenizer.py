@@ -1,4 +1,4 @@
-"""Base ids to text, one id at a time, with the text that the tokenizer's own `decode` gives."""
+"""Turns base ids into text, one id at a time, so that the whole text is that of the tokenizer's own `decode`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ REPLACEMENT = "\ufffd"  # stands for bytes that are no complete character (yet)
 class Detokenizer:
     """Streams the text of ids with mlx-lm's interface: `add_token`, `text`, `last_segment`, `finalize`, `reset`.
 
-    `text` grows only; an incomplete character is held back until `finalize`. Each id costs a `decode` of the few ids
-    since the last but one piece of text, so that spaces between words, which a decoder may drop at the beginning of a
-    text, come out as in a `decode` of all ids.
+    `text` is the text so far and only grows; an incomplete character is held back until `finalize`. Each id costs one
+    `decode` of the few ids since the last but one piece of text: a decoder may drop a space at the beginning of a text,
+    so the ids of the piece before are decoded too.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -27,12 +27,12 @@ class Detokenizer:
         self._begin = self._shown = 0  # ids from `_begin` are decoded; those before `_shown` are in the text
 
     def add_token(self, token: int) -> None:
-        """Takes the next id."""
+        """Adds the next id, and its text to `text` unless the text ends within a character."""
         self.tokens.append(token)
         self._extend(final=False)
 
     def finalize(self) -> None:
-        """Adds what was held back."""
+        """Adds the text that was held back to `text`."""
         self._extend(final=True)
 
     @property
@@ -42,6 +42,7 @@ class Detokenizer:
         return segment
 
     def _extend(self, final: bool) -> None:
+        """Adds the text of new ids to `text`. final: add incomplete characters too."""
         known, whole = (self._decode(end) for end in (self._shown, len(self.tokens)))
         if len(whole) <= len(known) or (whole.endswith(REPLACEMENT) and not final):
             return
@@ -49,5 +50,6 @@ class Detokenizer:
         self._begin, self._shown = self._shown, len(self.tokens)
 
     def _decode(self, end: int) -> str:
+        """Returns the text of the ids from `_begin` up to the index `end`."""
         ids = self.tokens[self._begin : end]
         return self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)

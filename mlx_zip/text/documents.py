@@ -1,4 +1,4 @@
-"""The texts an evaluation reads, as training does: documents of files and data sets, up to a limit in bytes."""
+"""Documents for evaluation, read from files and data sets up to a limit in bytes."""
 
 from __future__ import annotations
 
@@ -15,20 +15,23 @@ from mlx_zip.text.sources import Reader, Record, Skipped, Source, parse
 
 @dataclass(frozen=True)
 class Document:
-    """text: not empty. source: the file and line it came from."""
+    """One text, never empty. source: the file and line that it came from."""
 
     text: str
     source: str
 
     @property
     def n_bytes(self) -> int:
-        """UTF-8 bytes."""
+        """Length of the text in UTF-8 bytes."""
         return len(self.text.encode("utf-8"))
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """What is evaluated. empty: records without text, which were skipped. cut: whether the limit ended the reading."""
+    """The documents of an evaluation. empty: number of records without text, which were skipped.
+
+    cut: whether the limit in bytes ended the reading.
+    """
 
     files: tuple[str, ...]
     documents: tuple[Document, ...]
@@ -37,11 +40,11 @@ class Corpus:
 
     @property
     def n_bytes(self) -> int:
-        """UTF-8 bytes of all documents."""
+        """Length of all documents together in UTF-8 bytes."""
         return sum(document.n_bytes for document in self.documents)
 
     def record(self) -> dict[str, Any]:
-        """What a report says of it; sha256 over each document's bytes and a zero byte."""
+        """Returns what a report says of the documents, by name; sha256 covers each document's bytes and a zero byte."""
         digest = hashlib.sha256()
         for document in self.documents:
             digest.update(document.text.encode("utf-8") + b"\0")
@@ -61,13 +64,14 @@ def read_corpus(
     limit_bytes: int | None = None,
     columns: Mapping[str, str] | None = None,
 ) -> Corpus:
-    """The documents of text files, JSON lines and data sets; see `mlx_zip.text.sources.Source`.
+    """Reads the documents of text files, JSON lines and data sets; see `mlx_zip.text.sources.Source`.
 
-    A record with a prompt and a completion is one text. separator: a line that ends a document of a text file.
-    limit_bytes: stop after so many bytes of text; the last document is cut before the character that would exceed it.
-    columns: what a record calls our keys, as in `Source`.
-    Unlike in training a record that cannot be read is not skipped: raises `DataError` naming file and line, also for
-    conversations, which have no text of their own.
+    A record with a prompt and a completion is one text. separator: line that ends a document in a text file, None if
+    each file is one document. limit_bytes: maximum bytes of text, None for all; the last document is cut after the last
+    whole character that fits. columns: as in `Source`.
+
+    Raises `DataError` naming file and line for a record that cannot be read, which training would skip, and for a
+    conversation, which has no text of its own.
     """
     if limit_bytes is not None and limit_bytes < 1:
         raise DataError(f"limit_bytes (--limit-bytes) must be at least 1, got {limit_bytes}")
@@ -92,18 +96,22 @@ def read_corpus(
 
 
 def _documents(source: Source, enough: float) -> Iterator[Document]:
-    """Records as documents, empty ones too; of one that comes in parts no more than just above `enough` bytes."""
-    held, n_bytes = [], 0
+    """Yields each record as a document, also those without text.
+
+    enough: number of bytes after which a document that comes in parts is yielded before its last part.
+    """
+    parts, n_bytes = [], 0
     for item in Reader(source):
         record = parse(item, source.columns)
-        held.append(_text(record))
+        parts.append(_text(record))
         n_bytes += item.size
         if isinstance(record, Skipped) or not record.continues or n_bytes > enough:
-            yield Document("".join(held), record.where)
-            held, n_bytes = [], 0
+            yield Document("".join(parts), record.where)
+            parts, n_bytes = [], 0
 
 
 def _text(record: Record | Skipped) -> str:
+    """Returns the text of a record, "" for an empty one. Raises `DataError` if it was skipped for a fault."""
     if isinstance(record, Skipped):
         if record.empty:
             return ""

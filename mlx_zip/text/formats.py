@@ -28,9 +28,10 @@ _O200K = (
     rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# How a text is split before ranks apply; no rank file says so. By the name of the vocabulary. Source: its publisher.
+# Patterns that split a text before its ranks apply, by name of the vocabulary; rank files do not hold them.
+# Source: the publishers of the vocabularies.
 PATTERNS = {name: text.PATTERNS[kind] for name, kind in text.CUT_BY_NAME.items()} | {"o200k": _O200K}
-COMPOSED = "qwen"  # the vocabularies whose tokenizer composes characters (NFC) first
+COMPOSED = "qwen"  # part of the names of vocabularies whose tokenizer first normalizes text to NFC
 PIECES, UNKNOWN = "vocab.txt", "[UNK]"
 KINDS = (
     "tokenizer.json, NAME.tiktoken, NAME.model (SentencePiece), encoder.json with vocab.bpe, vocab.json with "
@@ -39,12 +40,12 @@ KINDS = (
 
 
 def is_tokenizer_file(path: Path) -> bool:
-    """Whether a file's name is one of `KINDS`."""
+    """Returns whether a file's name is one of `KINDS`."""
     return _plain(path).endswith(("tokenizer.json", ".tiktoken", ".model", *IDS_FILE_OF, *IDS_FILE_OF.values(), PIECES))
 
 
 def name_of(path: Path) -> str:
-    """What to call a tokenizer: its file's name without the part that all such files share, or else its folder's."""
+    """Returns a short name for a tokenizer file: its name without the ending of its kind, or else its folder's name."""
     plain = _plain(path)
     for ending in ("tokenizer.json", ".tiktoken", ".model", *IDS_FILE_OF, *IDS_FILE_OF.values(), PIECES):
         plain = plain.removesuffix(ending)
@@ -63,6 +64,7 @@ def read_library(path: Path) -> Any:
 
 
 def _read(path: Path) -> Any:
+    """Returns the `tokenizers.Tokenizer` of a file; what kind of file it is follows from its name."""
     plain = _plain(path)
     if not is_tokenizer_file(path):
         raise DataError(f"{path}: not the name of a tokenizer file ({KINDS})")
@@ -103,11 +105,15 @@ def pattern_of(path: Path) -> str:
 
 
 def _plain(path: Path) -> str:
+    """Returns a file's name without .gz."""
     return path.name.removesuffix(".gz")
 
 
 def _partner(path: Path, endings: dict[str, str]) -> Path:
-    """The other file of a pair, compressed or not, by the ending that it has in place of this file's."""
+    """Returns the path of the other file of a pair, for example vocab.json for merges.txt, or .gz if only that exists.
+
+    endings: how this file's name ends -> how the other's does.
+    """
     plain = _plain(path)
     own = next(ending for ending in endings if plain.endswith(ending))
     other = path.with_name(plain.removesuffix(own) + endings[own])
@@ -116,6 +122,7 @@ def _partner(path: Path, endings: dict[str, str]) -> Path:
 
 
 def _ranks(path: Path) -> Any:
+    """Returns the tokenizer of a .tiktoken file, which lists tokens by rank."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     pattern = pattern_of(path)
@@ -138,6 +145,7 @@ def _ranks(path: Path) -> Any:
 
 
 def _byte_pairs(vocabulary: Path, merges: Path) -> Any:
+    """Returns the tokenizer of a merge list, with the ids of a JSON vocabulary. Raises `DataError`."""
     try:
         file = TokenizerFile(merges, "merges", read_stored(merges))
         return file.library(vocabulary_of(json.loads(read_stored(vocabulary))))
@@ -146,7 +154,10 @@ def _byte_pairs(vocabulary: Path, merges: Path) -> Any:
 
 
 def _word_pieces(path: Path) -> Any:
-    """BERT's word pieces. Text is made lower case unless the name says `cased`, for the list does not say it."""
+    """Returns the tokenizer of a list of BERT's word pieces, one per line.
+
+    Text is made lower case unless the file's name contains `cased` without `un`; the list itself does not say it.
+    """
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     try:
@@ -164,7 +175,7 @@ def _word_pieces(path: Path) -> Any:
 
 
 def special_names(tokenizer: Any) -> dict[str, str]:
-    """Returns the special tokens by which transformers knows them: those of well-known names that a vocabulary has."""
+    """Returns a tokenizer's special tokens by transformers' names, such as eos_token, as far as they are well known."""
     known = {
         "bos_token": ("<s>", "<|endoftext|>", "[CLS]"),
         "eos_token": ("</s>", "<|endoftext|>", "[SEP]"),

@@ -19,7 +19,7 @@ _ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a name has the form owner/name, which no local path with a leading dot, slash or tilde has."""
+    """Returns whether a name has the form owner/name; a path with a leading dot, slash or tilde has not."""
     return _ID.fullmatch(name) is not None and not name.endswith((".", "/"))
 
 
@@ -42,7 +42,7 @@ def download(
 
 
 def hub_errors() -> tuple[type[Exception], ...]:
-    """All that the hub client raises; its own HTTP error derives from the transport library it uses."""
+    """Returns the exceptions that the hub client raises, those of the HTTP library that it uses included."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     return (OSError, HFValidationError, *(base for base in HfHubHTTPError.__bases__ if issubclass(base, Exception)))

@@ -19,10 +19,10 @@ _FAILURES = (OSError, ValueError, TypeError, LookupError, AttributeError, NotImp
 def rows(
     name: str, subsets: tuple[str, ...] = (), split: str = "train", revision: str | None = None
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """(place, row) of a data set, as they are stored; of several subsets a row from each in turn, until all have ended.
+    """Yields (place, row) for each row of a data set, in its order; of several subsets one row from each in turn.
 
-    A name on the hub is streamed, not stored. Raises `DataError` naming the data set, `InstallationError` without the
-    library.
+    place: name, subset and number of the row, for messages. A data set on the hub is streamed, not stored. Raises
+    `DataError` naming the data set, and `InstallationError` without the `datasets` library.
     """
     library = _library()
     with _explained(name, library):
@@ -37,6 +37,7 @@ def rows(
 
 
 def _open(library: ModuleType, name: str, subset: str | None, split: str, revision: str | None) -> Any:
+    """Returns the rows of one subset of a data set, as an iterable of mappings; None: the only or default subset."""
     folder = Path(name)
     _check_files(folder)
     if folder.is_dir() and ((folder / "state.json").exists() or (folder / "dataset_dict.json").exists()):
@@ -52,7 +53,7 @@ def _open(library: ModuleType, name: str, subset: str | None, split: str, revisi
 
 
 def _check_files(folder: Path) -> None:
-    """Raises `DataError` for a device or pipe in a folder, whose end the library would wait for."""
+    """Raises `DataError` for a device or pipe in a folder, from which the library would read without end."""
     for root, folders, files in os.walk(folder):
         folders[:] = [one for one in folders if not one.startswith((".", "__"))]  # which the library leaves out
         for one in files:
@@ -61,6 +62,7 @@ def _check_files(folder: Path) -> None:
 
 
 def _library() -> ModuleType:
+    """Returns the module `datasets`. Raises `InstallationError` if it is not installed."""
     try:
         import datasets
     except ImportError as error:
@@ -70,7 +72,7 @@ def _library() -> ModuleType:
 
 @contextmanager
 def _explained(name: str, library: ModuleType) -> Iterator[None]:
-    """What the library raises for a name, subset or split that is not there, bad files and a lost connection."""
+    """Turns the library's errors on a data set (not found, bad files, lost connection) into a `DataError`."""
     from huggingface_hub.errors import HfHubHTTPError
 
     http_error: Any = HfHubHTTPError.__bases__[0]  # of the HTTP library underneath, which differs by version

@@ -72,7 +72,10 @@ class Chat:
         return ids
 
     def _marked(self, answers: Mapping[str, Sequence[int]]) -> tuple[Messages, dict[str, Sequence[int]]]:
-        """The messages with marks in place of known answers, and the ids that each mark stands for."""
+        """Returns the messages with a mark in place of each known answer, and {mark: ids of that answer}.
+
+        answers: as in `ids`.
+        """
         emitted: dict[str, Sequence[int]] = {}
         turns = [dict(turn) for turn in self.turns]
         for i, turn in enumerate(turns[: None if self.prefill is None else -1]):
@@ -83,7 +86,10 @@ class Chat:
         return turns, emitted
 
     def _parts(self, tokenizer: Any, marked: Messages, emitted: Mapping[str, Any]) -> list[str]:
-        """The rendered texts between marks; the whole text alone if the template alters a marked message."""
+        """Returns the rendered texts between the marks; the whole text alone if the template alters a marked message.
+
+        marked, emitted: what `_marked` returned.
+        """
         whole, text = self.text(tokenizer), self.text(tokenizer, marked)
         contents = [str(turn["content"]) for turn, other in zip(self.turns, marked, strict=True) if turn != other]
         parts = [text]
@@ -96,11 +102,12 @@ class Chat:
 
 
 def _joined(parts: Sequence[str], contents: Sequence[str]) -> str:
+    """Returns the text of parts with a content between every two; there is one content fewer than parts."""
     return parts[0] + "".join(content + part for content, part in zip(contents, parts[1:], strict=True))
 
 
 def as_chat(prompt: Any) -> Chat | None:
-    """Returns a conversation, given as `Chat` or as a list of messages, and None for any other prompt."""
+    """Returns the conversation that a prompt is: a `Chat` or a list of messages; None for any other prompt."""
     if isinstance(prompt, Chat):
         return prompt
     is_list = isinstance(prompt, Sequence) and not isinstance(prompt, str) and len(prompt) > 0
@@ -144,7 +151,10 @@ def render_chat(tokenizer: Any, messages: Messages, **options: Any) -> str:
 
 
 def check_unicode(what: str, text: str) -> None:
-    """Raises `GenerationError` for half of a surrogate pair, as the command line has for a byte that is no UTF-8."""
+    """Raises `GenerationError` for text with half of a surrogate pair, which UTF-8 cannot hold. what: its name there.
+
+    Python puts one into a command-line argument for each byte that is not UTF-8.
+    """
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -152,7 +162,10 @@ def check_unicode(what: str, text: str) -> None:
 
 
 def encode_text(tokenizer: Any, text: str, special: bool = False) -> list[int]:
-    """Returns the base ids of a text. special: whether to add the tokenizer's special tokens, unless bos leads it."""
+    """Returns the base ids of a text, [] for "". special: add special tokens, unless the text begins with bos.
+
+    Raises `GenerationError` for text that is not valid Unicode.
+    """
     check_unicode("the prompt", text)
     if not text:
         return []
@@ -162,6 +175,7 @@ def encode_text(tokenizer: Any, text: str, special: bool = False) -> list[int]:
 
 
 def _plain_ids(prompt: Any) -> list[int]:
+    """Returns a list or array of base ids as a list. Raises `GenerationError` for anything else."""
     ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
     if not isinstance(ids, list | tuple) or any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
         raise GenerationError("a prompt is a string, a list of chat messages or a flat list of base ids")

@@ -22,7 +22,11 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # wire types
 
 @dataclass(frozen=True)
 class Pieces:
-    """A model file's content: its pieces as (text, score, kind) by id, the algorithm, and how text is normalized."""
+    """The content of a model file.
+
+    pieces: (text, score, kind) of each id. algorithm: `UNIGRAM` or `BPE`. charsmap: compiled replacement rules, b"" for
+    none. dummy_prefix: whether a space is put before the text. single_spaces: whether runs of spaces become one.
+    """
 
     path: Path
     pieces: tuple[tuple[str, float, int], ...]
@@ -48,14 +52,16 @@ class Pieces:
 
     @property
     def _unknown(self) -> str | None:
+        """Text of the piece for unknown characters, None if there is none."""
         return next((text for text, _, kind in self.pieces if kind == _UNKNOWN), None)
 
     @property
     def _has_bytes(self) -> bool:
+        """Whether there are pieces for single bytes, which spell unknown characters."""
         return any(kind == _BYTE for _, _, kind in self.pieces)
 
     def _bpe(self) -> Any:
-        """Each piece is merged from any two that make it, the pieces of a higher score first."""
+        """Returns the BPE model: any two pieces that make a third may merge, those with the highest score first."""
         from tokenizers import models
 
         ids = {text: i for i, (text, _, _) in enumerate(self.pieces)}
@@ -69,6 +75,7 @@ class Pieces:
         return models.BPE(ids, merges, unk_token=self._unknown, fuse_unk=True, byte_fallback=self._has_bytes)
 
     def _unigram(self) -> Any:
+        """Returns the unigram model."""
         from tokenizers import models
 
         unknown = next((i for i, piece in enumerate(self.pieces) if piece[2] == _UNKNOWN), None)
@@ -76,6 +83,7 @@ class Pieces:
         return models.Unigram(scores, unknown, self._has_bytes)
 
     def _normalizer(self) -> Any:
+        """Returns the steps that change a text before it is cut into pieces."""
         from tokenizers import Regex, normalizers
 
         steps: list[Any] = [normalizers.Precompiled(self.charsmap)] if self.charsmap else []
@@ -86,6 +94,7 @@ class Pieces:
         return normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
 
     def _decoder(self) -> Any:
+        """Returns the steps that make a text of pieces."""
         from tokenizers import decoders
 
         steps: list[Any] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -115,11 +124,15 @@ def read_pieces(path: Path) -> Pieces:
 
 
 def _piece(fields: dict[int, Any]) -> tuple[str, float, int]:
+    """Returns text, score and kind of a piece. fields: those of its protobuf message, by number."""
     return fields[1].decode("utf-8"), struct.unpack("<f", fields.get(2, b"\0\0\0\0"))[0], fields.get(3, _NORMAL)
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """(field number, value) of a protobuf message: an integer, or the bytes of anything else."""
+    """Yields (field number, value) for each field of a protobuf message; a value is an integer, or bytes.
+
+    Raises `ValueError` for data that are no such message.
+    """
     at = 0
     while at < len(data):
         key, at = _varint(data, at)
@@ -140,6 +153,7 @@ def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """Returns the variable-length integer that begins at byte `at`, and the index of the byte after it."""
     value = shift = 0
     while True:
         byte = data[at]

@@ -26,19 +26,18 @@ CODE = (
     *(".jl", ".hs", ".ml", ".ex", ".exs", ".erl", ".clj", ".cs", ".fs", ".dart", ".zig", ".nim", ".sql", ".sh"),
 )
 KEYS = ("text", "messages", "prompt", "completion", "tools")
-LONGEST = 1 << 22  # bytes of text tokenized at once; what is longer goes on at the next line, as the same document
+LONGEST = 1 << 22  # bytes after which a document is cut at the next line into items that are tokenized one by one
 _BOM = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True)
 class Source:
-    """What is read as one stream: files and data sets, in order.
+    """Files and data sets that are read one after the other, as one stream of records.
 
-    data: .txt, .jsonl and source files, each also with .gz, .parquet files, folders of source files, and folders and
-    hub names of data sets. share: its
-    part of a mixture. separator: a line that ends a document of a .txt file; without one a file is one document.
-    columns: what a record calls our keys ("text", "messages", "prompt", "completion", "tools"). subsets, split,
-    revision: of a data set; several subsets are read in turn, a row from each.
+    data: .txt, .jsonl and source files, each also with .gz; .parquet files; folders of source files; folders and hub
+    names of data sets. share: weight of this source in a mixture. separator: line that ends a document in a .txt file,
+    None if each file is one document. columns: one of `KEYS` -> the name that records have for it. subsets, split,
+    revision: those of a data set; several subsets are read in turn, one row from each.
     """
 
     data: tuple[str, ...]
@@ -75,9 +74,10 @@ class Source:
 
 @dataclass(frozen=True)
 class Item:
-    """One record as it was found. kind: "text" (UTF-8 bytes), "json" (a line's bytes) or "row" (a mapping).
+    """One record as it was read, not yet parsed. where: its file and line, or data set and row.
 
-    continues: more of the same document follows in the next item.
+    kind: what `raw` holds: "text" (UTF-8 bytes), "json" (the bytes of a line) or "row" (a mapping). continues: whether
+    the next item is more of the same document.
     """
 
     where: str
@@ -87,13 +87,17 @@ class Item:
 
     @property
     def size(self) -> int:
-        """Roughly the bytes of its text."""
+        """Approximate number of bytes of the record's text."""
         return sum(len(str(v)) for v in self.raw.values()) if self.kind == "row" else len(self.raw)
 
 
 @dataclass(frozen=True)
 class Record:
-    """One document or conversation: `messages`, or `text`, which may follow a `prompt` that is not to be learnt."""
+    """One document or conversation: either `messages`, or `text`.
+
+    where, continues: as in `Item`. prompt: text before `text` that a model reads but is not trained to write. tools:
+    the conversation's tools for the chat template.
+    """
 
     where: str
     text: str | None = None
@@ -105,7 +109,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Skipped:
-    """An item that gives no record. empty: there is no text in it, which is no fault."""
+    """An item that gives no record, and the reason. empty: the reason is that it has no text, which is no fault."""
 
     where: str
     reason: str
@@ -113,17 +117,17 @@ class Skipped:
 
 
 class Reader:
-    """The items of a source, in order. Raises `DataError` naming the file or data set that cannot be read."""
+    """Iterates over the items of a source, in order. Raises `DataError` naming what cannot be read."""
 
     def __init__(self, source: Source) -> None:
         source.check()
-        self.source, self._behind = source, 0
+        self.source, self._finished_bytes = source, 0
         self._file: BinaryIO | None = None
 
     @property
     def stored(self) -> int:
-        """Bytes of files read so far, as they are stored."""
-        return self._behind + (self._file.tell() if self._file is not None else 0)
+        """Number of bytes of files read so far; of compressed files their compressed bytes."""
+        return self._finished_bytes + (self._file.tell() if self._file is not None else 0)
 
     def __iter__(self) -> Iterator[Item]:
         for name in self.source.data:
@@ -138,14 +142,14 @@ class Reader:
                     yield from _documents(file, self._lines(file), self.source.separator)
 
     def _lines(self, name: str) -> Iterator[bytes]:
-        """Lines with their ends."""
+        """Yields the lines of a file, compressed or not, with their newlines and without a byte-order mark."""
         try:
             with open(name, "rb") as file:
                 self._file = file
                 lines: Any = gzip.GzipFile(fileobj=file) if name.endswith(".gz") else file
                 for n, line in enumerate(lines):
                     yield line.removeprefix(_BOM) if n == 0 else line
-                self._behind += file.tell()
+                self._finished_bytes += file.tell()
                 self._file = None
         except (OSError, EOFError, zlib.error) as error:
             raise DataError(f"{name} cannot be read: {getattr(error, 'strerror', None) or error}") from error
@@ -154,29 +158,34 @@ class Reader:
 
 
 def _documents(name: str, lines: Iterator[bytes], separator: str | None) -> Iterator[Item]:
-    """Documents end at lines that are the separator; newlines around it are not part of them."""
+    """Yields the documents of a text file as items; those longer than `LONGEST` bytes come in parts.
+
+    name: the file's, for `Item.where`. separator: line between two documents, which belongs to neither, nor do newlines
+    around it; None if the file is one document.
+    """
     end = None if separator is None else separator.encode("utf-8")
-    held: list[bytes] = []
+    pending: list[bytes] = []  # lines of the item that is not yet complete, which begins at line `first`
     size, first = 0, 1
     for n, line in enumerate(lines, start=1):
         if end is not None and line.rstrip(b"\r\n") == end:
-            yield Item(f"{name}:{first}", "text", b"".join(held).strip(b"\r\n"))
-            held, size, first = [], 0, n + 1
+            yield Item(f"{name}:{first}", "text", b"".join(pending).strip(b"\r\n"))
+            pending, size, first = [], 0, n + 1
             continue
         if size >= LONGEST:
-            yield Item(f"{name}:{first}", "text", b"".join(held), continues=True)
-            held, size, first = [], 0, n
-        held.append(line)
+            yield Item(f"{name}:{first}", "text", b"".join(pending), continues=True)
+            pending, size, first = [], 0, n
+        pending.append(line)
         size += len(line)
-    rest = b"".join(held)
+    rest = b"".join(pending)
     if end is None or rest.strip():
         yield Item(f"{name}:{first}", "text", rest if end is None else rest.strip(b"\r\n"))
 
 
 def kind_of(name: str) -> str:
-    """How a name is read: "text", "json", "folder" or "data set". Raises `DataError` for any other kind.
+    """Returns how a file, folder or data set is read: "text", "json", "folder" or "data set".
 
-    A folder with source files (`CODE`) is read as texts, each file a document, unless it holds a data set's own files.
+    "folder": a folder with source files (`CODE`) and no files of a data set; each source file is a document. Raises
+    `DataError` for a name that is nothing of these.
     """
     plain = name.removesuffix(".gz")
     path = Path(name)
@@ -199,7 +208,10 @@ def kind_of(name: str) -> str:
 
 
 def files_of(name: str) -> list[str]:
-    """The files that a name is read from, in order; of a data set only a .parquet file. Raises as `kind_of`."""
+    """Returns the files that a name is read from, in order; for a data set only a .parquet file, else none.
+
+    Raises `DataError`, as `kind_of`.
+    """
     kind = kind_of(name)
     if kind == "folder":
         return [file for file in _files_in(Path(name)) if file.endswith(TEXT + CODE)]
@@ -207,17 +219,18 @@ def files_of(name: str) -> list[str]:
 
 
 def is_local(name: str) -> bool:
-    """Whether a name is read from files that are not a data set's, so that their size says how much there is."""
+    """Returns whether a name is read from files that are not a data set's, so that their size is known beforehand."""
     return kind_of(name) != "data set"
 
 
 def _is_source(files: list[str]) -> bool:
+    """Returns whether a folder with these files is a folder of source files, not a stored data set."""
     own = (hub_data.PARQUET, ".arrow", "/dataset_dict.json", "/dataset_info.json")
     return any(file.endswith(CODE) for file in files) and not any(file.endswith(own) for file in files)
 
 
 def _files_in(folder: Path) -> list[str]:
-    """The files in a folder and those below it, sorted, without hidden ones and folders that begin with __."""
+    """Returns the sorted files in a folder and its subfolders, without hidden ones and folders that begin with __."""
     found: list[str] = []
     for root, folders, files in os.walk(folder):
         folders[:] = [one for one in folders if not one.startswith((".", "__"))]
@@ -226,7 +239,7 @@ def _files_in(folder: Path) -> list[str]:
 
 
 def parse(item: Item, columns: Mapping[str, str] | None = None) -> Record | Skipped:
-    """The record in an item. columns: as in `Source`."""
+    """Returns the record in an item, or why it has none. columns: as in `Source`."""
     try:
         if item.kind == "text":
             return _text(item, item.raw.decode("utf-8"))
@@ -241,6 +254,7 @@ def parse(item: Item, columns: Mapping[str, str] | None = None) -> Record | Skip
 
 
 def _from_fields(item: Item, fields: dict[str, Any], columns: Mapping[str, str]) -> Record | Skipped:
+    """Returns the record of an item with fields. fields: value of each of `KEYS`, None if missing."""
     if fields["messages"] is not None:
         return _conversation(item, fields["messages"], fields["tools"])
     if fields["prompt"] is not None and fields["completion"] is not None:
@@ -254,6 +268,7 @@ def _from_fields(item: Item, fields: dict[str, Any], columns: Mapping[str, str])
 
 
 def _text(item: Item, text: Any, prompt: str | None = None) -> Record | Skipped:
+    """Returns the record of an item with text, and with a prompt before it if there is one."""
     if not isinstance(text, str):
         return Skipped(item.where, f"{'text' if prompt is None else 'completion'} is {type(text).__name__}, not text")
     if not text.strip() and not item.continues:
@@ -264,6 +279,7 @@ def _text(item: Item, text: Any, prompt: str | None = None) -> Record | Skipped:
 
 
 def _conversation(item: Item, messages: Any, tools: Any) -> Record | Skipped:
+    """Returns the record of an item with chat messages, which may have tools."""
     if not isinstance(messages, list):
         return Skipped(item.where, f"messages is {type(messages).__name__}, not a list")
     for k, message in enumerate(messages):
@@ -281,7 +297,10 @@ def _conversation(item: Item, messages: Any, tools: Any) -> Record | Skipped:
 
 
 def _not_unicode(text: str) -> str | None:
-    """JSON can spell half of a surrogate pair, which no UTF-8 text holds."""
+    """Returns the reason why a text is not valid Unicode, None if it is.
+
+    JSON can spell half of a surrogate pair, which UTF-8 cannot hold.
+    """
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

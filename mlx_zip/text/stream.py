@@ -1,7 +1,7 @@
-"""Emitted base ids to text as it may be shown.
+"""Turns generated base ids into text that may be shown, and finds where a text ends.
 
-The tokenizer's streaming detokenizer does the bytes. Here a sequence's end is found: an eos, a stop string (matched on
-text, wherever token borders lie) or the token limit.
+A text ends at an eos, at a stop string (matched on text, wherever token borders lie) or at the token limit. The
+tokenizer's streaming detokenizer makes text of ids.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ class StopMatcher:
         self._held = ""
 
     def feed(self, text: str) -> str:
-        """Takes the next piece, gives what may be shown; `matched` tells whether a stop string ended the text."""
+        """Takes the next piece of text and returns the text that may now be shown.
+
+        `matched` is True afterwards if a stop string ended the text.
+        """
         if not self.stops:
             return text
         text = self._held + text
@@ -40,19 +43,23 @@ class StopMatcher:
         return text[:shown]
 
     def flush(self) -> str:
-        """The text held back, when no more will come."""
+        """Returns the text held back. Call it when no more text will come."""
         held, self._held = self._held, ""
         return held
 
     def _open_prefix(self, text: str) -> int:
-        """Length of the longest end of `text` that begins a stop string."""
+        """Returns the length of the longest end of `text` that is the beginning of a stop string."""
         longest = max(map(len, self.stops), default=1) - 1
         tails = range(min(longest, len(text)), 0, -1)
         return next((n for n in tails if any(stop.startswith(text[-n:]) for stop in self.stops)), 0)
 
 
 class Piece(NamedTuple):
-    """text: what may now be shown. base_ids: the ids that count, eos included. finish_reason: see `TextStream`."""
+    """What one generated id adds to a text. text: what may now be shown.
+
+    base_ids: its base ids up to the end of the text, eos included. finish_reason: "stop" or "length" if the text has
+    ended (see `TextStream`), else None.
+    """
 
     text: str
     base_ids: tuple[int, ...]
@@ -80,7 +87,10 @@ class TextStream:
         self.base_tokens = 0
 
     def feed(self, expansion: Sequence[int], last: bool = False) -> Piece:
-        """Takes one emitted id's base ids; `last` says that no more can follow (the context is full)."""
+        """Takes the base ids of one generated id and returns what it adds to the text.
+
+        last: whether no more can follow, because the context is full.
+        """
         text = ""
         for n, base_id in enumerate(expansion, start=1):
             self.base_tokens += 1
@@ -94,22 +104,24 @@ class TextStream:
         return Piece(text, tuple(expansion), None)
 
     def _segment(self, base_id: int) -> str:
+        """Returns the text that one more base id completes; "" for an id without a token."""
         if base_id >= self._tokens:
             return ""
         self._detokenizer.add_token(base_id)
         return self._new_text()
 
     def _new_text(self) -> str:
-        """What the detokenizer has beyond what it gave before.
+        """Returns the detokenizer's text beyond what was taken before.
 
-        Its text may shrink for a while: behind a byte-fallback decoder, one byte of a next character turns the
-        characters just before it, bytes too, into replacements.
+        Its text may shrink for a while: with a byte-fallback decoder, the first byte of a character turns characters
+        before it that are spelt in bytes into replacement characters, until it is complete.
         """
         text = self._detokenizer.text
         new, self._taken = text[self._taken :], max(self._taken, len(text))
         return new
 
     def _close(self, text: str, counted: tuple[int, ...], reason: str) -> Piece:
+        """Returns the last piece with all text held back. counted: its base ids. reason: why the text ends here."""
         self._detokenizer.finalize()
         text += self._stops.feed(self._new_text())
         if self._stops.matched:

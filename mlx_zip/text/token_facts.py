@@ -11,29 +11,29 @@ from mlx_zip.codec.ids import Uint32s
 
 
 def special_ids(tokenizer: Any) -> set[int]:
-    """Ids of tokens that mark something and are no text."""
+    """Returns the ids of special tokens, which mark something and are no text."""
     added = tokenizer.added_tokens_decoder
     return {*tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}
 
 
 def digit_ids(tokenizer: Any) -> set[int]:
-    """Ids of all tokens whose text has a digit in it."""
+    """Returns the ids of all tokens whose text has a digit in it."""
     ids = sorted(set(tokenizer.get_vocab().values()))
     texts = tokenizer.batch_decode([[i] for i in ids], skip_special_tokens=False)
     return {i for i, text in zip(ids, texts, strict=True) if any(map(str.isdigit, text))}
 
 
 def lead_ids(tokenizer: Any) -> tuple[int, ...]:
-    """The ids that the tokenizer puts in front of a text by itself, as a prompt gets them."""
+    """Returns the ids that the tokenizer adds before a text by itself, for example bos."""
     bare, whole = tokenizer.encode("a", add_special_tokens=False), tokenizer.encode("a")
     return next((tuple(whole[:i]) for i in range(len(whole)) if whole[i : i + len(bare)] == bare), ())
 
 
 def encode_with_bytes(tokenizer: Any, text: str) -> tuple[Uint32s, NDArray[np.int64]]:
-    """Text -> base ids uint32 [n], no special tokens added, and the UTF-8 bytes from each id's first character on.
+    """Returns a text's base ids, uint32 [n], without special tokens, and the UTF-8 bytes of each, int64 [n].
 
-    Of ids that begin at one character the last has its bytes. A tokenizer that knows no offsets gets the bytes
-    spread evenly; the sum is the text's in every case.
+    An id has the bytes from its first character up to the next id's; of ids that begin at the same character the last
+    one has them. If the tokenizer knows no offsets, the bytes are spread evenly. The sum is always the text's bytes.
     """
     inner = getattr(tokenizer, "_tokenizer", tokenizer)
     encoded = inner(text, add_special_tokens=False, return_offsets_mapping=inner.is_fast, verbose=False)

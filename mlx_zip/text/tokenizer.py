@@ -31,7 +31,7 @@ class Tokenizer:
 
     @property
     def has_thinking(self) -> bool:
-        """Whether the vocabulary has tokens that frame thinking."""
+        """Whether the vocabulary has tokens that mark the beginning and end of thinking."""
         vocabulary = self._tokenizer.get_vocab()
         return any(begin in vocabulary and end in vocabulary for begin, end in _THINKING)
 
@@ -41,9 +41,9 @@ class Tokenizer:
         return Detokenizer(self._tokenizer)
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], tokenize: bool = True, **options: Any) -> Any:
-        """Renders chat messages to text, or to ids with `tokenize`; `options` go to the template.
+        """Renders chat messages to ids, or to text with tokenize=False. options: further arguments of the template.
 
-        As in mlx-lm the template gets `enable_thinking` unless it is given: whether the tokenizer can mark thinking.
+        As in mlx-lm, `enable_thinking` is `has_thinking` unless `options` has it.
         """
         options = {"enable_thinking": self.has_thinking, "return_dict": False} | options
         return self._tokenizer.apply_chat_template(list(messages), tokenize=tokenize, **options)

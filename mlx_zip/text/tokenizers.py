@@ -17,7 +17,7 @@ from mlx_zip.text.tokenizer import Tokenizer
 from mlx_zip.vocab.adaptbpe.plain import follow_folder
 from mlx_zip.vocab.first_stage import open_tokenizer
 
-_SETTINGS = ("tokenizer.json", "tokenizer_config.json", "config.json")  # what a folder for transformers has one of
+_SETTINGS = ("tokenizer.json", "tokenizer_config.json", "config.json")  # a folder for transformers has one of these
 
 
 def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> Tokenizer:
@@ -42,10 +42,10 @@ def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> Tokeniz
 
 
 def tokenizer_folder(name: str | Path, trust_remote_code: bool = False) -> Path:
-    """Returns the folder of a tokenizer: `name` itself, the folder of a tokenizer.json, a bundled model's, or the
-    downloaded one of a hub id, of which only the tokenizer's files are fetched.
+    """Returns the folder of a tokenizer; of a hub id only the tokenizer's files are downloaded.
 
-    Raises `DataError`, at once for a name that is no hub id.
+    name: a folder, a tokenizer.json, a bundled model's name or a hub id. Raises `DataError`, without asking the hub if
+    the name is no hub id.
     """
     path = here_or_bundled(name)
     if path.name == "tokenizer.json" and path.is_file():
@@ -62,12 +62,12 @@ def tokenizer_folder(name: str | Path, trust_remote_code: bool = False) -> Path:
 
 
 def names_a_file(name: str) -> bool:
-    """Whether a name can only be a local path: it is no hub id."""
+    """Returns whether a name can only be a local path, because it has not the form of a hub id."""
     return not hub.is_hub_id(name)
 
 
 def token_bytes(name: str | Path) -> list[bytes]:
-    """Returns the bytes of each id of a byte-level tokenizer; special ids and ids without a token have none.
+    """Returns the bytes of each id of a byte-level tokenizer; b"" for special ids and ids without a token.
 
     name: as of `load_tokenizer`, or a .json list of tokens in hex. Raises `DataError`.
     """
@@ -79,14 +79,17 @@ def token_bytes(name: str | Path) -> list[bytes]:
 
 
 def _lone_file(path: Path) -> Path | None:
-    """The file to read without transformers' settings: one that was named, or the pair of files in a folder."""
+    """Returns the tokenizer file to read without transformers' settings, None if transformers should read `path`.
+
+    That file is `path` itself, unless it is a tokenizer.json, or one of GPT-2's two files in a folder without settings.
+    """
     if path.is_dir():
         return None if any((path / name).is_file() for name in _SETTINGS) else pair_in(path)
     return path if is_tokenizer_file(path) and path.is_file() and path.name != "tokenizer.json" else None
 
 
 def _wrapped(library: Any) -> Any:
-    """A `tokenizers.Tokenizer` as one of transformers, with the special tokens of its vocabulary."""
+    """Returns a `tokenizers.Tokenizer` as a transformers tokenizer, with the special tokens of its vocabulary."""
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast(tokenizer_object=library, **special_names(library))
@@ -94,7 +97,7 @@ def _wrapped(library: Any) -> Any:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Silences what transformers warns of while it loads a tokenizer: our model type and the spelling of its rope."""
+    """Silences transformers' warnings about our model type and its rope settings while a tokenizer is loaded."""
     logger = logging.getLogger("transformers.configuration_utils")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""Vocabularies for what needs no chat template: text to base ids and back, from any tokenizer file."""
+"""Vocabularies turn text into base ids and back, read from any tokenizer file; they have no chat template."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from mlx_zip.vocab.adaptbpe.plain import follow_folder
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """encode: text -> base ids, all below `size`, nothing added. decode: ids -> text. text_of: an id's text.
+    """A tokenizer reduced to functions between text and ids.
 
-    special_ids: ids that mark something and are no text. library: which library encodes.
+    encode: text -> base ids, all below `size`, without special tokens. decode: ids -> text. text_of: id -> its text.
+    special_ids: ids that mark something and are no text. library: the library that encodes.
     """
 
     name: str
@@ -32,7 +33,7 @@ class Vocabulary:
         return f"Vocabulary({self.name!r}, size={self.size})"
 
     def digit_ids(self) -> list[int]:
-        """Ids whose text, blanks aside, is digits: what zip2zip++ keeps from merging."""
+        """Returns the ids whose text is digits, apart from spaces; zip2zip++ never merges them."""
         texts = ((i, self.text_of(i).strip("▁ ")) for i in range(self.size))
         return [i for i, text in texts if text.isascii() and text.isdigit()]
 
@@ -65,6 +66,7 @@ def read_vocabulary(name: str | Path) -> Vocabulary:
 
 
 def _of_transformers(name: str) -> Vocabulary:
+    """Returns the vocabulary of a tokenizer that transformers loads."""
     tokenizer: Any = load_tokenizer(name)
     decode = lambda ids: tokenizer.decode(list(ids))
     return Vocabulary(

@@ -15,7 +15,7 @@ from mlx_zip.errors import MlxZipError
 
 from .bundle import install
 from .recipe import STAGES, run
-from .runner import Recipe, in_process_of_its_own
+from .runner import Recipe, run_in_own_process
 from .settings import SCALES
 from .texts import needs
 
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.processes < 1:
         print(f"error: --processes must be at least 1, got {args.processes}", file=sys.stderr)
         return 2
-    call = partial(in_process_of_its_own, trainers=args.processes)
+    call = partial(run_in_own_process, trainers=args.processes)
     recipe = Recipe(settings, data, out, check=not args.no_checksum, call=call)
     try:
         run(recipe, args.stage)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 
 def _set(text: str) -> frozenset[str]:
+    """Returns the words of a text that are separated by blanks."""
     return frozenset(text.split())
 
 

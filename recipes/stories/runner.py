@@ -23,7 +23,7 @@ from .settings import Settings
 STOPPED = (130, 143, -signal.SIGINT, -signal.SIGTERM)  # exit statuses of a command that was asked to stop
 
 
-def in_process_of_its_own(module: str, arguments: Sequence[str], folder: Path, trainers: int = 1) -> int:
+def run_in_own_process(module: str, arguments: Sequence[str], folder: Path, trainers: int = 1) -> int:
     """Runs `python -m MODULE ARGUMENTS` in a folder and returns its exit status.
 
     trainers: number of processes that run `mlx_zip train` together and share its batches over MLX's ring on this
@@ -75,7 +75,7 @@ class Recipe:
     data: Path
     out: Path
     check: bool = True
-    call: Callable[[str, Sequence[str], Path], int] = in_process_of_its_own
+    call: Callable[[str, Sequence[str], Path], int] = run_in_own_process
     say: Callable[[str], None] = on_stderr
 
     def command(self, name: str, flags: Mapping[str, Any]) -> None:

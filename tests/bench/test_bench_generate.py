@@ -293,7 +293,7 @@ def test_joules_come_from_a_counter_that_may_be_read(tmp_path, monkeypatch):
 
 def test_without_a_counter_there_are_no_joules(tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "RAPL", tmp_path)
-    monkeypatch.setattr(machine, "_nvidia", lambda: None)
+    monkeypatch.setattr(machine, "_gpu_energy", lambda: None)
     meter = machine.EnergyMeter()
     assert (meter.source, meter.read(), machine.used(None, None)) == (None, None, None)
 

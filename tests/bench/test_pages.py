@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mlx_zip.bench.pages import main, pages_of, registered
+from mlx_zip.bench import pages
+from mlx_zip.bench.pages import main, names, pages_of, registered
 from mlx_zip.bench.ratios import Ratio
 from mlx_zip.bench.records import PLACES, Records
 from mlx_zip.bench.speeds import ratio
@@ -19,15 +20,35 @@ ROOT = REPO
 RECORDS = "bench/records"
 
 
-@pytest.fixture
-def checkout(tmp_path):
-    """Pages and records, to be changed."""
-    wanted = [path for place in PLACES for path in ROOT.glob(f"{place}/*.jsonl")]
-    for path in [*wanted, *pages_of(ROOT), *(ROOT / name for name in registered()[1])]:
-        copy = tmp_path / path.relative_to(ROOT)
+PAGES = ("README.md", "docs/performance.md")  # of the checkouts made here
+PICTURE = "docs/reports/hbpe.svg"
+
+
+def copy_to(folder, paths):
+    for path in paths:
+        copy = folder / path.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, copy)
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """All records, two pages with tables and no picture, to be changed."""
+    copy_to(tmp_path, [path for place in PLACES for path in ROOT.glob(f"{place}/*.jsonl")])
+    copy_to(tmp_path, [ROOT / page for page in PAGES])
+    shown = {name for page in PAGES for name in names((ROOT / page).read_text())}
+    tables = {name: make for name, make in registered()[0].items() if name in shown}
+    monkeypatch.setattr(pages, "registered", lambda: (tables, {}))
     return tmp_path
+
+
+@pytest.fixture
+def pictured(checkout, monkeypatch):
+    """The checkout with one picture."""
+    copy_to(checkout, [ROOT / PICTURE])
+    tables, pictures = pages.registered()[0], {PICTURE: registered()[1][PICTURE]}
+    monkeypatch.setattr(pages, "registered", lambda: (tables, pictures))
+    return checkout
 
 
 def test_the_tables_of_this_checkout_are_those_of_its_records_and_parsers():
@@ -193,16 +214,16 @@ def test_every_target_of_the_page_is_measured(spoken):
     assert {row[-1] for row in rows} <= {"met", "met; the interval reaches past it", "missed"}
 
 
-def test_a_picture_is_the_same_for_the_same_figures_and_compared_only_with_its_own_matplotlib(checkout, capsys):
+def test_a_picture_is_the_same_for_the_same_figures_and_compared_only_with_its_own_matplotlib(pictured, capsys):
     pytest.importorskip("matplotlib")
-    picture = checkout / "docs/reports/hbpe.svg"
+    picture = pictured / PICTURE
     data = picture.read_bytes()
     picture.write_bytes(data.replace(b"<svg", b"<!-- changed --><svg", 1))
-    assert main(["--check", "--root", str(checkout)]) == 1
+    assert main(["--check", "--root", str(pictured)]) == 1
     picture.write_bytes(re.sub(rb"Matplotlib v[\d.]+", b"Matplotlib v0.1", data))
-    assert main(["--check", "--root", str(checkout)]) == 0
+    assert main(["--check", "--root", str(pictured)]) == 0
     assert "drawn by another version of matplotlib" in capsys.readouterr().err
-    assert main(["--root", str(checkout)]) == 0
+    assert main(["--root", str(pictured)]) == 0
     assert picture.read_bytes() == data
 
 

@@ -58,14 +58,14 @@ def data_of(args):
 
 def test_both_parts_of_a_text_keep_their_bytes(texts):
     data = data_of(parse(texts))
-    corpus, _, table = data.of("patches", 8)
+    corpus, _, table = data.material("patches", 8)
     read = table.decode(table.encode(corpus.ids.reshape(-1)))
     assert b"".join(data.train).startswith(read)
     assert len(read) == corpus.n_bytes
-    for corpora in (data.of("space", 8), data.of("bytes", 8)):
+    for corpora in (data.material("space", 8), data.material("bytes", 8)):
         assert corpora[0].n_bytes <= sum(map(len, data.train))
         assert corpora[0].n_bytes > 0.8 * sum(map(len, data.train))
-    assert data.of("space", 8)[1].n_bytes > 0
+    assert data.material("space", 8)[1].n_bytes > 0
 
 
 def test_the_entropies_that_give_the_threshold_are_those_that_cut(texts, monkeypatch):
@@ -77,7 +77,7 @@ def test_the_entropies_that_give_the_threshold_are_those_that_cut(texts, monkeyp
 
     monkeypatch.setattr(hbpe_data, "byte_entropies", byte_entropies)
     data.byte_model = object()
-    data.of("entropy", 8)
+    data.material("entropy", 8)
     assert sorted(foreseen) == sorted({*data.train, *data.test})
 
 
@@ -92,7 +92,7 @@ def test_a_first_stage_that_is_named_makes_the_ids(texts, tmp_path):
 @pytest.mark.parametrize("vocabulary", [300, 2000])
 def test_the_equal_model_has_no_more_parameters_than_plain_but_hardly_fewer(texts, vocabulary):
     args = parse(texts, "--vocab-size", vocabulary, "--latent", "1,64,96,2")
-    table = data_of(args).of("patches", 8)[2]
+    table = data_of(args).material("patches", 8)[2]
     latent = bench.equal_latent(table, args.latent, args.local)
     size = lambda tower: parameters_of(PatchModel(PatchConfig(table.merges.symbols, 8, tower, args.local)))
     plain = parameters_of(bench.PlainModel(bench.PlainConfig(len(table), args.latent)))

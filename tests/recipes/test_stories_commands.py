@@ -12,7 +12,7 @@ import pytest
 from recipes.stories import __main__ as main
 from recipes.stories import packs
 from recipes.stories.bundle import measures
-from recipes.stories.runner import as_words, in_process_of_its_own
+from recipes.stories.runner import as_words, run_in_own_process
 from recipes.stories.settings import FULL, TINY
 
 
@@ -27,12 +27,12 @@ signal.signal(signal.SIGTERM, lambda *_: (print('saved', flush=True), sys.exit(1
 print('up', flush=True)
 time.sleep(60)
 """
-PARENT = "import sys; from pathlib import Path; from recipes.stories.runner import in_process_of_its_own as run; "
+PARENT = "import sys; from pathlib import Path; from recipes.stories.runner import run_in_own_process as run; "
 
 
 def test_a_command_runs_in_the_folder_and_gives_its_status(tmp_path):
     (tmp_path / "seven.py").write_text("import sys; sys.exit(7)")
-    assert in_process_of_its_own("seven", [], tmp_path) == 7
+    assert run_in_own_process("seven", [], tmp_path) == 7
 
 
 FAKE = """
@@ -46,12 +46,12 @@ sys.exit(5 if place["MLX_RANK"] == "1" else 0)
 
 def test_training_shares_its_batches_between_processes_and_nothing_else_does(tmp_path):
     (tmp_path / "mlx_zip.py").write_text(FAKE)  # stands before the installed package in the folder it runs in
-    assert in_process_of_its_own("mlx_zip", ["train", "--iters", "1"], tmp_path, trainers=2) == 5
+    assert run_in_own_process("mlx_zip", ["train", "--iters", "1"], tmp_path, trainers=2) == 5
     ran = [json.loads((tmp_path / f"ran-{rank}").read_text()) for rank in (0, 1)]
     assert ran[0] == ran[1]
     assert ran[0][0] == ["train", "--iters", "1"]
     assert len({host for hosts in ran[0][1] for host in hosts}) == 2
-    assert in_process_of_its_own("mlx_zip", ["prepare"], tmp_path, trainers=2) == 0
+    assert run_in_own_process("mlx_zip", ["prepare"], tmp_path, trainers=2) == 0
     assert json.loads((tmp_path / "ran-None").read_text()) == [["prepare"], None]
 
 

@@ -41,7 +41,7 @@ def models(seed: int = 0, **changes: Any) -> Models:
         weights="random",
         base_config=zipped.args.decoder_config,
         tokenizer=tiny_text.byte_level(),
-        plain=shapes._decoder_of(zipped),
+        plain=shapes._decoder_maker(zipped),
         zipped=lambda: zipped,
     )
 

@@ -139,7 +139,7 @@ def _names(files: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Result:
-    """What a model needs for a text.
+    """A model's score on a text, and the model's size.
 
     ids: number of ids that the model reads; tokens: number of base ids. file_bytes: size of the weight files;
     weight_bytes: bytes of weights that a decoding step reads. spans: for each document the (first byte, end) of each
@@ -183,7 +183,7 @@ class Bench:
         return self.line(found, whole, kept) | {"share": share, "merges": n, "method": method}
 
     def score(self, folder: Path, documents: Sequence[Document]) -> Result:
-        """Loads the model in a folder and returns what it needs for the documents."""
+        """Loads the model in a folder and scores the documents with it, strictly."""
         from mlx_zip.generate import load
 
         model, tokenizer = load(folder)

@@ -137,7 +137,7 @@ def encoding(base: BaseVocabulary, text: str, n: int, trials: int) -> dict[str, 
     data, kept = text.encode("utf-8"), adapted(base, words_of(base.front, [text]), n)
     plain, library = base.encoder(), _library(base)
     theirs = library.encode_batch_fast([text])[0].ids
-    same = np.array_equal(_order(base)[plain.encode(data)], theirs)
+    same = np.array_equal(_library_ids(base)[plain.encode(data)], theirs)
     if not same:
         raise MlxZipError(f"{base.name}: the tokenizers library gives other ids, so speeds do not compare")
     ways: dict[str, Callable[[], float]] = {  # each encodes the text once and returns the seconds
@@ -185,7 +185,7 @@ def _library(base: BaseVocabulary) -> Any:
     return Tokenizer.from_str(json.dumps(tokenizer_json(whole, base.source)))
 
 
-def _order(base: BaseVocabulary) -> Any:
+def _library_ids(base: BaseVocabulary) -> Any:
     """Returns the `tokenizers` library's id of each of our tokens, an array indexed by our id."""
     return adapted(base, Counter(), base.n_merges, method="first-k").ids_of(base.ids)
 

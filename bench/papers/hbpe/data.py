@@ -59,7 +59,7 @@ class Data:
         """Mean bytes per first-stage token of the training windows; the end of a document is a token of 0 bytes."""
         return float(self._sizes(self.tokens)[self.ids[0]].mean())
 
-    def of(self, kind: str, patch_size: int) -> Material:
+    def material(self, kind: str, patch_size: int) -> Material:
         """Returns training windows, test windows and table of patches for one kind of model (`KINDS` of `model.py`).
 
         The table is None for `plain` and `bytes`, which have no patches. patch_size: most symbols in a patch of

@@ -187,7 +187,7 @@ class Run:
 def measure(one: Run, data: Data, args: argparse.Namespace) -> dict[str, Any]:
     """Trains one model (or continues its training), evaluates it on the test text and returns its record."""
     begun = time.perf_counter()
-    material = data.of(one.kind, one.patch_size)
+    material = data.material(one.kind, one.patch_size)
     train_on, test_on, table = material
     prepared_s = time.perf_counter() - begun
     model = _new_model(one, material, data, args)

@@ -152,7 +152,7 @@ def _chinese_table(records: Any) -> str:
 
 
 def _sizes_table(records: Any) -> str:
-    """Returns the table behind the paper's figure 7: models over patches by patch size S."""
+    """Returns the table of models over patches by patch size S, which the paper draws as figure 7."""
     rows = [
         [
             str(line["config"]["patch_size"]),
@@ -185,6 +185,7 @@ def _spent_cells(line: Line) -> list[str]:
 
 
 def _bits_cell(line: Line) -> str:
+    """Formats a model's bits per byte of held-out text."""
     return f"{line['bits_per_byte']:.3f}"
 
 

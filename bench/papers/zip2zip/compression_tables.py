@@ -83,7 +83,10 @@ def gains_for_code(counts: Counts) -> str:
 
 
 def _gain_rows(counts: Counts, tokenizer: str) -> Iterator[list[str]]:
-    """Yields a tokenizer's rows of `gains_for_code`: all texts of code together, then each; none without the paper."""
+    """Yields a tokenizer's rows of `gains_for_code`: for all texts of code together, then for each text.
+
+    Yields nothing for a tokenizer that the paper does not have.
+    """
     paper = printed_of(tokenizer)
     gain = paper.gain("code") if paper else None
     if paper is None or gain is None:
