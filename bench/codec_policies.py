@@ -57,11 +57,13 @@ def _fill_table(params: CodecParams, base_ids: Uint32s) -> tuple[Codebook, Uint3
 
 
 def _push_each(book: Codebook, ids: Any) -> None:
+    """Pushes compressed ids one by one."""
     for one in ids:
         book.push(one)
 
 
 def _push_all(book: Codebook, ids: Uint32s) -> None:
+    """Pushes compressed ids in one call."""
     book.push(ids)
 
 

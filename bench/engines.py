@@ -148,6 +148,7 @@ class MlxEngine(Engine):
         return run
 
     def _run(self, prompt: Sequence[int], tokens: int, replay: Sequence[int] | None, held: Any) -> Run:
+        """Runs a request as `run` does, without waiting for the device and without peak_bytes."""
         raise NotImplementedError
 
 
@@ -157,6 +158,7 @@ class MlxLm(MlxEngine):
     name = "mlx-lm"
 
     def _run(self, prompt: Sequence[int], tokens: int, replay: Sequence[int] | None, held: Any) -> Run:
+        """See `MlxEngine._run`. held: the conversation's KV caches."""
         from mlx_lm import stream_generate
 
         sampler = Forced(replay) if replay is not None else None
@@ -182,6 +184,7 @@ class MlxZip(MlxEngine):
         super().__init__(models, lambda: _with_store(make()))
 
     def _run(self, prompt: Sequence[int], tokens: int, replay: Sequence[int] | None, held: Any) -> Run:
+        """See `MlxEngine._run`. held: the conversation's KV caches, and its `ZipState` last."""
         from mlx_zip.generate import stream_generate
 
         book = held[-1].books[0]

@@ -86,14 +86,14 @@ def add_text_arguments(parser: argparse.ArgumentParser, sizes: Sequence[str]) ->
         nargs="+",
         default=[],
         metavar="DOMAIN=FILE",
-        help="text file of a domain (.txt or .jsonl, each also .gz), instead of --data; several per domain if needed",
+        help="text file of a domain (.txt or .jsonl, each also .gz), instead of --data; more items add more files",
     )
     add(
         "--sizes",
         nargs="+",
         default=list(sizes),
         metavar="P+G",
-        help=f"P base tokens to read and G to write; every size given is measured (default: {' '.join(sizes)})",
+        help=f"P+G: base tokens to read and to write; every size given is measured (default: {' '.join(sizes)})",
     )
 
 

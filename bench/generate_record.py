@@ -196,6 +196,7 @@ def _check_figure(figure: Any, where: str) -> None:
 
 
 def _is_number(value: Any) -> bool:
+    """Whether a JSON value is a number; true and false are none."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

@@ -94,6 +94,7 @@ class _LookupEngine(MlxEngine):
         return cache, Lookup([])
 
     def _run(self, prompt: Sequence[int], tokens: int, replay: Sequence[int] | None, held: Any) -> Run:
+        """See `MlxEngine._run`. `last` is the id that the caches still lack, `done` counts the forced ids emitted."""
         from mlx_lm.models.cache import trim_prompt_cache
 
         begun = time.perf_counter()
@@ -178,13 +179,16 @@ class ZipLookup(_LookupEngine):
             raise MlxZipError(f"{self.name}: it needs a codebook of policy freeze")
 
     def _to_ids(self, cache: list[Any], prompt: Sequence[int], replay: Sequence[int] | None) -> tuple[list, list]:
+        """See the base class."""
         prompt_ids, forced = zip_ids(cache[-1].books[0], prompt, replay or ())
         return prompt_ids.tolist(), forced.tolist()
 
     def _logits(self, cache: list[Any], ids: mx.array) -> mx.array:
+        """See the base class."""
         return self.model(ids, cache=cache, causal=True)  # at each id only the entries that are installed by then count
 
     def _to_draft(self, cache: list[Any], last: int, base_ids: list[int]) -> list[int]:
+        """See the base class. The draft is what the codebook writes for these base ids once `last` is pushed."""
         book = cache[-1].books[0]
         mark = book.mark()
         book.push(last)
@@ -197,5 +201,6 @@ class ZipLookup(_LookupEngine):
         return [cache[-1].books[0].expand([one]).tolist() for one in emitted]
 
     def _with_sizes(self, run: Run, cache: list[Any]) -> Run:
+        """See the base class."""
         run.kv_ids, run.row_bytes = cache[-1].offset, installed_bytes(cache[-1])
         return run

@@ -106,6 +106,7 @@ class StepProfiler:
     """Runs a model with hypertokens and its plain one in five ways, and makes the records."""
 
     def __init__(self, args: argparse.Namespace, models: Models) -> None:
+        """models: with a model with hypertokens."""
         assert models.zipped is not None
         self.args, self.models = args, models
         self.plain, self.zipped = MlxLm(models, models.plain), MlxZip(models, models.zipped)

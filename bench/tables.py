@@ -15,15 +15,18 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "mar
 
 
 def _csv(rows: Sequence[Sequence[str]]) -> str:
+    """Returns rows as CSV, without a last line end."""
     out = io.StringIO()
     csv.writer(out, lineterminator="\n").writerows(rows)
     return out.getvalue().rstrip("\n")
 
 
 def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Returns header and rows as a Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(_escaped(cell) for cell in line)} |" for line in lines)
 
 
 def _escaped(cell: str) -> str:
+    """Returns a cell with its bars escaped, which would end it in Markdown."""
     return cell.replace("|", "\\|")

@@ -1,7 +1,7 @@
-"""What training costs: a step and its parts, the preparation of data, and memory next to mlx-lm's own LoRA trainer.
+"""Measures training: time of a step and its parts, data preparation, and memory compared with mlx-lm's LoRA trainer.
 
-Without --model and --data a small decoder with random weights reads made-up ids, which shows that everything runs and
-about where the time goes; figures worth quoting are those of a model and of prepared text.
+Without --model and --data a small decoder with random weights reads synthetic ids: enough to see that everything runs
+and roughly where the time goes. Figures to quote need a real model and prepared text.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .record import summary, surroundings
 PARTS = ("step", "prepare", "memory")
 TRAINERS = ("mlx_zip", "mlx-lm", "mlx-lm same ids")
 VOCAB, SLOTS = 2048, 2048
-DOCUMENT = 200  # base ids of a made-up document
+DOCUMENT = 200  # base ids per synthetic document
 SMALL = {
     "model_type": "llama",
     "hidden_size": 128,
@@ -47,24 +47,29 @@ SMALL = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of `bench training`."""
+    """Declares the flags of `bench training`."""
     add = parser.add_argument
     add(
         "--model",
         help="plain model to train: model folder or hub id; needs --data (default: a small Llama with random weights)",
     )
-    add("--data", help="folder that `mlx_zip prepare` made for --model, with hypertokens (default: made-up ids)")
+    add("--data", help="folder that `mlx_zip prepare` made for --model, with hypertokens (default: synthetic ids)")
     add("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts of the bench to run (default: all)")
-    add("--context", type=int, default=256, help="number of base ids per made-up sample (default: 256)")
-    add("--merge-size", type=int, default=3, help="maximum base ids per hypertoken of made-up samples (default: 3)")
+    add("--context", type=int, default=256, help="number of base ids per synthetic sample (default: 256)")
+    add("--merge-size", type=int, default=3, help="maximum base ids per hypertoken of synthetic samples (default: 3)")
     add(
         "--prepare-ids",
         type=int,
         default=500_000,
-        help="number of made-up base ids that the part prepare compresses, without --data (default: 500000)",
+        help="number of synthetic base ids that the part prepare compresses, without --data (default: 500000)",
     )
     add("--batch-size", type=int, default=4, help="number of samples per training step (default: 4)")
-    add("--batches", type=int, default=3, help="number of different batches to step on in turn (default: 3)")
+    add(
+        "--batches",
+        type=int,
+        default=3,
+        help="number of different batches that the timed steps use in turn (default: 3)",
+    )
     add("--trials", type=int, default=9, help="number of timed runs per measurement (default: 9)")
     add("--memory-steps", type=int, default=4, help="number of steps of each trainer in the part memory (default: 4)")
     add(
@@ -78,26 +83,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         choices=("float32", "bfloat16"),
         default="float32",
-        help="number type of the forward pass (default: float32)",
+        help="number type of the forward and backward pass (default: float32)",
     )
     add(
         "--compile",
         choices=("auto", "on", "off"),
         default="auto",
-        help="compile the training step (default: auto, as in `mlx_zip train`)",
+        help="compile the training step; auto: on every device but the CPU (default: auto)",
     )
     add(
         "--encoder",
         choices=("attention", "transformer", "res_latent_attn"),
         default="res_latent_attn",
-        help="kind of hyper-encoder (default: res_latent_attn)",
+        help="kind of hyper-encoder to add to the model (default: res_latent_attn)",
     )
     add("--encoder-layers", type=int, default=2, help="number of layers of the hyper-encoder (default: 2)")
     add("--memory-of", choices=TRAINERS, help="run only this trainer, in this process, and print its peak memory")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints one JSON line per part. Raises `MlxZipError`."""
+    """Measures, and prints one JSON line per part. Returns 0. Raises `MlxZipError`."""
     for name in ("context", "prepare_ids", "batch_size", "batches", "trials", "memory_steps"):
         if getattr(args, name) < 1:
             raise MlxZipError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
@@ -117,15 +122,15 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class Documents:
-    """Base ids of documents, one after the other, and the codec that compresses them."""
+    """Documents as base ids, the codec that compresses them, and the base ids per window (`context`)."""
 
     ids: list[Uint32s]
     params: CodecParams
     context: int
 
 
-def made_up(length: int, context: int, merge_size: int) -> Documents:
-    """Zipf-distributed ids of which half stand in phrases that come again."""
+def synthetic_documents(length: int, context: int, merge_size: int) -> Documents:
+    """Returns `length` Zipf-distributed base ids, half of them in repeated phrases, cut into documents."""
     disabled = range(VOCAB - 256, VOCAB)
     ids = synthetic_ids(length, VOCAB)
     cuts = range(DOCUMENT, len(ids), DOCUMENT)
@@ -133,7 +138,7 @@ def made_up(length: int, context: int, merge_size: int) -> Documents:
 
 
 def write_shard(folder: Path, documents: Documents, name: str = "shard-00000") -> dict[str, float]:
-    """Base ids to a shard as `mlx_zip prepare` makes it, one core; seconds of each stage."""
+    """Writes documents as a shard, as `mlx_zip prepare` does, on one core; returns the seconds of each stage."""
     from mlx_zip.training.encoding import Piece
     from mlx_zip.training.shards import ShardWriter
     from mlx_zip.training.windows import compress_window, cut
@@ -153,7 +158,7 @@ def write_shard(folder: Path, documents: Documents, name: str = "shard-00000") -
 
 
 def write_prepared(folder: Path, documents: Documents) -> Path:
-    """A prepared folder of one shard."""
+    """Writes a prepared folder of one shard and returns it."""
     from mlx_zip.training.shards import codec_record, write_index
 
     write_shard(folder, documents)
@@ -164,7 +169,7 @@ def write_prepared(folder: Path, documents: Documents) -> Path:
 
 
 def read_back(data: Path) -> Documents:
-    """The base ids of a prepared folder's samples."""
+    """Returns the samples of a prepared folder as base ids."""
     from mlx_zip.training.shards import Shards
 
     shards = Shards(data)
@@ -172,7 +177,7 @@ def read_back(data: Path) -> Documents:
 
 
 def expanded(shards: Any, indices: Sequence[int]) -> Iterator[Uint32s]:
-    """The base ids of some samples."""
+    """Yields the base ids of some samples. shards: `Shards`. indices: the samples' numbers."""
     for i in indices:
         book = Codebook(shards[i].params(shards.params))
         book.push(shards[i].ids)
@@ -180,7 +185,7 @@ def expanded(shards: Any, indices: Sequence[int]) -> Iterator[Uint32s]:
 
 
 class Bench:
-    """One run: the base, the samples, and the three measurements. folder: for what is written."""
+    """The three measurements, on one base model and its samples. folder: where temporary data are written."""
 
     def __init__(self, args: argparse.Namespace, folder: Path) -> None:
         from mlx_zip.loading import model_folder, read_config
@@ -194,7 +199,9 @@ class Bench:
         self.data_name = "synthetic: Zipf ids with repeated phrases, not a real text"
         if args.data is None:
             samples = 4 * args.batch_size * args.batches
-            self.data = write_prepared(folder, made_up(samples * args.context, args.context, args.merge_size))
+            self.data = write_prepared(
+                folder, synthetic_documents(samples * args.context, args.context, args.merge_size)
+            )
         else:
             self.data, self.data_name = Path(args.data), Path(args.data).name
         self.shards = Shards(self.data)
@@ -205,7 +212,7 @@ class Bench:
 
     @property
     def setting(self) -> dict[str, Any]:
-        """What a record says of how it was measured."""
+        """The settings of the measurement, which its record keeps."""
         names = (
             "batch_size",
             "batches",
@@ -228,7 +235,7 @@ class Bench:
     # ---- a step and its parts
 
     def step(self) -> dict[str, Any]:
-        """See `training_step`."""
+        """Measures a step and its parts; returns the record, see `training_step`."""
         from mlx_zip.training.batches import batch_order
 
         from .training_step import measure_steps
@@ -240,9 +247,11 @@ class Bench:
         return measure_steps(*models, samples, self.shards.params, settings, self.args.trials).record()
 
     def _plain(self) -> CodecParams:
+        """Returns the codec without a codebook."""
         return replace(self.shards.params, codebook_size=0, start=None)
 
     def _model(self, params: CodecParams) -> Any:
+        """Returns the base model, made a zip2zip one if the codec has a codebook."""
         from mlx_zip.training.settings import EncoderOptions
         from mlx_zip.training.starting_model import start_model
 
@@ -250,6 +259,7 @@ class Bench:
         return start_model(self.base, None if self.base else SMALL, params, encoder)[0]
 
     def _settings(self, fine_tune_type: str) -> Any:
+        """Returns training settings from the flags."""
         from mlx_zip.training.settings import TrainSettings
 
         args = self.args
@@ -266,9 +276,9 @@ class Bench:
     # ---- preparation
 
     def prepare(self) -> dict[str, Any]:
-        """Base ids/s from tokenized documents to a shard on disk, and each stage's part of the time."""
+        """Measures base ids per second from tokenized documents to a shard on disk, and the time of each stage."""
         if self.args.data is None:
-            documents = made_up(self.args.prepare_ids, self.shards.context, self.shards.params.merge_size)
+            documents = synthetic_documents(self.args.prepare_ids, self.shards.context, self.shards.params.merge_size)
         else:
             documents = read_back(self.data)
         n, rates, stages = sum(map(len, documents.ids)), [], []
@@ -289,9 +299,9 @@ class Bench:
     # ---- memory
 
     def memory(self) -> dict[str, Any]:
-        """Peak memory of LoRA training, each trainer in a process of its own.
+        """Measures the peak memory of LoRA training, each trainer in a process of its own.
 
-        mlx-lm reads the base ids of the same texts; "same ids" cuts them to as many as ours are compressed.
+        mlx-lm reads the base ids of the same texts; "same ids" cuts each sample to as many ids as it has compressed.
         """
         peaks = {trainer: self._in_a_process(trainer) for trainer in TRAINERS}
         ours, same_text, same_ids = (peaks[trainer]["peak_bytes"] for trainer in TRAINERS)
@@ -304,6 +314,7 @@ class Bench:
         }
 
     def _in_a_process(self, trainer: str) -> dict[str, Any]:
+        """Returns what `memory_of` measures in a new process."""
         args = self.args
         flags = ["--memory-of", trainer]
         for name in (
@@ -330,7 +341,7 @@ class Bench:
         return json.loads(done.stdout.splitlines()[-1])
 
     def memory_of(self, trainer: str) -> dict[str, Any]:
-        """Trains some steps in this process and reads its peak memory, weights included."""
+        """Trains some steps in this process; returns its peak memory, weights included, and its longest sample."""
         import mlx.core as mx
 
         mx.random.seed(0)
@@ -344,6 +355,7 @@ class Bench:
         return {"peak_bytes": mx.get_peak_memory(), "longest_ids": longest}
 
     def _ours(self) -> int:
+        """Trains with `mlx_zip train`'s trainer; returns the ids of the longest sample."""
         from mlx_zip.training.objective import LossWeights, Trainee
         from mlx_zip.training.shards import Joined
         from mlx_zip.training.starting_model import freeze
@@ -355,7 +367,10 @@ class Bench:
         return int(self.shards.lengths.max())
 
     def _mlx_lm(self, same_ids: bool = False) -> int:
-        """mlx-lm's trainer on the base ids of our samples, in the dtype and with the adapters that ours has."""
+        """Trains with mlx-lm's trainer on the samples' base ids, in our dtype; returns the longest sample's ids.
+
+        same_ids: cut each sample to as many base ids as it has compressed ids.
+        """
         import mlx.optimizers as optim
         from mlx_lm.tuner.trainer import TrainingArgs, train
 

@@ -1,9 +1,9 @@
-"""The parts of a training step, each timed on its own, in turn, on the same batches.
+"""Times the parts of a training step, each on its own, on the same batches.
 
-A zip2zip step is held against what it cannot do without: the step of the same decoder without hypertokens on as many
-ids, and the encoders' forward and backward pass over the batch's distinct entries. What the step takes beyond these
-is its overhead: the rows' way into the embedding and the head, more columns in the loss, padding, and the encoders'
-second forward pass, which a step has to save memory.
+A zip2zip step is compared with what it cannot do without: a step of the same decoder without hypertokens on as many
+ids, and the encoders' forward and backward pass over the batch's distinct entries. The rest is overhead: moving rows
+into the embedding and the head, more columns in the loss, padding, and the encoders' second forward pass, which a step
+takes to save memory.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ from .record import summary
 
 @dataclass
 class Measured:
-    """Seconds of each part, a sample per trial, and the batches that were measured."""
+    """Results: seconds of each part, one value per trial, and the batches that were measured."""
 
     seconds: dict[str, list[float]]
     batches: list[Batch]
 
     def record(self) -> dict[str, Any]:
-        """Medians in ms, the ratio to what is unavoidable, and what sharing entries saves."""
-        told = {name: summary([1e3 * s for s in samples]) for name, samples in self.seconds.items()}
+        """Returns the record: times in ms, their ratio to what is unavoidable, and what sharing entries saves."""
+        parts = {name: summary([1e3 * s for s in samples]) for name, samples in self.seconds.items()}
         least = np.add(self.seconds["plain step"], self.seconds["encoders"])
         ratios = np.divide(self.seconds["zip step"], least)
         distinct, installed = (sum(getattr(b, name) for b in self.batches) for name in ("distinct", "installed"))
         ids, base_ids = (sum(getattr(b, name) for b in self.batches) for name in ("ids", "base_ids"))
         return {
             "unit": "ms",
-            "parts": told,
+            "parts": parts,
             "ratio": summary(ratios.tolist()),
             "target": 1.3,
             "ids": ids,
@@ -59,7 +59,7 @@ class Measured:
             "installed_entries": installed,
             "distinct_of_installed": round(distinct / installed, 3) if installed else None,
             "installed_per_id": round(installed / ids, 3),
-            "entries_read": sum(map(_reads, self.batches)),
+            "entries_read": sum(map(_entries_read, self.batches)),
         }
 
 
@@ -71,9 +71,12 @@ def measure_steps(
     settings: TrainSettings,
     trials: int,
 ) -> Measured:
-    """Times every part `trials` times, the batches in turn; each batch goes once through all parts before that."""
+    """Times every part `trials` times, on one batch after the other, after one warm-up of every part per batch.
+
+    samples: those of each batch. params: their codec.
+    """
     batches = [make_batch(some, params) for some in samples]
-    whole, plain = Whole(zip_model, settings), Whole(plain_model, settings)
+    whole, plain = TrainedModel(zip_model, settings), TrainedModel(plain_model, settings)
     calls = [_calls(whole, plain, some, batch, params) for some, batch in zip(samples, batches, strict=True)]
     seconds: dict[str, list[float]] = {name: [] for name in calls[0]}
     for trial in range(-len(batches), trials):
@@ -85,8 +88,9 @@ def measure_steps(
 
 
 def _calls(
-    whole: Whole, plain: Whole, samples: list[Sample], batch: Batch, params: CodecParams
+    whole: TrainedModel, plain: TrainedModel, samples: list[Sample], batch: Batch, params: CodecParams
 ) -> dict[str, Callable[[], Any]]:
+    """Returns the parts to time, by name. whole, plain: with and without hypertokens. samples: the batch's."""
     parts, without = Parts(whole, batch), without_hypertokens(batch, params.vocab_size)
     return {
         "zip step": lambda: whole.step(batch),
@@ -100,19 +104,21 @@ def _calls(
 
 
 def without_hypertokens(batch: Batch, vocab_size: int) -> Batch:
-    """The same batch for the plain decoder: as many ids and targets, a base id where a hypertoken stands."""
+    """Returns a batch of as many ids and targets for the plain decoder, with base id 0 in place of hypertokens."""
     targets = batch.arrays["targets"]
     arrays = {**batch.arrays, "targets": np.where(targets < vocab_size, targets, 0)}
     kept = ("inputs", "targets", "weights")
     return replace(batch, arrays={name: arrays[name] for name in kept}, distinct=0, installed=0)
 
 
-def _reads(batch: Batch) -> int:
+def _entries_read(batch: Batch) -> int:
+    """Returns the number of distinct entries that the batch's inputs use."""
     rows = batch.arrays["input_rows"]
     return len(np.unique(rows[rows >= 0]))
 
 
 def _seconds(call: Callable[[], Any]) -> float:
+    """Returns the seconds that a call takes, evaluation of its result included."""
     mx.synchronize()
     began = time.perf_counter()
     mx.eval(call())
@@ -120,8 +126,8 @@ def _seconds(call: Callable[[], Any]) -> float:
     return time.perf_counter() - began
 
 
-class Whole:
-    """A model that is trained as a run trains it."""
+class TrainedModel:
+    """A model with its optimizer, trained as a run trains it."""
 
     def __init__(self, model: nn.Module, settings: TrainSettings) -> None:
         freeze(model, settings)
@@ -133,13 +139,16 @@ class Whole:
         self.stepper = Stepper(self.trainee, self.optimizer, settings, mx.distributed.init())
 
     def step(self, batch: Batch) -> list[mx.array]:
-        """One step; nothing is left to evaluate."""
+        """Trains one step; returns no arrays, because all are evaluated already."""
         self.stepper.step([batch], [False])
         return []
 
 
 def rows_at_once(model: Any, samples: Samples) -> list[mx.array]:
-    """What `mlx_zip.models.whole.encode_rows` gives, by one forward pass that keeps its activations: the least cost."""
+    """Returns what `mlx_zip.models.whole.encode_rows` does, in one forward pass that keeps its activations.
+
+    That is the least that the encoders can cost.
+    """
     output = model.row_encoder(matrix_rows(model.head_matrix, samples.entries), samples.lengths)
     if model.config.encoder.tie_encoders and model.traits.tied:
         return [output[samples.read], output]
@@ -148,7 +157,7 @@ def rows_at_once(model: Any, samples: Samples) -> list[mx.array]:
 
 
 class Part(nn.Module):
-    """What a part is differentiated by: modules that the model shares, and arrays that come to it from other parts."""
+    """What a part's gradients are for: modules of the model, and arrays that other parts would give it."""
 
     def __init__(self, **parts: Any) -> None:
         super().__init__()
@@ -157,9 +166,9 @@ class Part(nn.Module):
 
 
 class Parts:
-    """The parts of a step over one batch: each method gives a call that computes the part's value and gradients."""
+    """The parts of a step on one batch; each method returns a call that computes the part's value and gradients."""
 
-    def __init__(self, whole: Whole, batch: Batch) -> None:
+    def __init__(self, whole: TrainedModel, batch: Batch) -> None:
         self.whole, self.model = whole, whole.model
         self.arrays = to_device(batch)
         self.samples: Samples = samples_of(self.arrays)
@@ -167,11 +176,11 @@ class Parts:
 
     @cached_property
     def dtype(self) -> mx.Dtype:
-        """What the forward pass computes in."""
+        """The number type of the forward pass."""
         return LOW[self.whole.settings.dtype] or mx.float32
 
     def encoders(self) -> Callable[[], Any]:
-        """Rows of the distinct entries: input rows of those that are read, output rows of all."""
+        """Makes rows of the distinct entries: input rows of those that inputs use, output rows of all."""
         names = ("input_encoder", "output_encoder")
         part = Part(**{name: self.model[name] for name in names if name in self.model})
 
@@ -182,7 +191,7 @@ class Parts:
         return self._call(part, loss)
 
     def body(self) -> Callable[[], Any]:
-        """The decoder's blocks, from embeddings that are given."""
+        """Runs the decoder's blocks on random embeddings."""
         model = self.model
         h = self._normal(*self.samples.inputs.shape, model.config.encoder.model_size)
         part: Any = Part(layers=model.model.layers, norm=model.model.norm, h=h)
@@ -195,7 +204,7 @@ class Parts:
         return self._call(part, loss)
 
     def head(self) -> Callable[[], Any]:
-        """Logits over [base | entries] and the cross entropy, from hidden states and rows that are given."""
+        """Computes logits of base ids and entries, and the cross entropy, from random hidden states and rows."""
         model, width = self.model, self.model.config.encoder.model_size
         tied = model.traits.tied
         part: Any = Part(
@@ -213,7 +222,7 @@ class Parts:
         return self._call(part, loss)
 
     def optimizer(self) -> Callable[[], Any]:
-        """Clipping and the update of the weights, from gradients that are given."""
+        """Clips constant gradients and updates the weights with them."""
         trainee, optimizer = self.whole.trainee, self.whole.optimizer
         gradients = tree_map(lambda value: 1e-3 * mx.ones_like(value), trainee.trainable_parameters())
         mx.eval(gradients)
@@ -226,7 +235,7 @@ class Parts:
         return call
 
     def _call(self, part: nn.Module, loss: Callable[[], mx.array]) -> Callable[[], Any]:
-        """Value and gradients of a part, in the step's dtype, compiled where the step is."""
+        """Returns a call for value and gradients of a part's loss, in the step's dtype, compiled if the step is."""
         settings = self.whole.settings
 
         def lowered() -> mx.array:
@@ -242,6 +251,7 @@ class Parts:
         return mx.compile(compute, inputs=[part.state], outputs=[part.state])
 
     def _normal(self, *shape: int) -> mx.array:
+        """Returns random normal values in the step's dtype."""
         values = mx.random.normal(shape).astype(self.dtype)
         mx.eval(values)
         return values

@@ -46,8 +46,9 @@ class Followers:
         if book.params.policy != "freeze":
             raise ConfigError(f"canonical decoding needs a codebook of policy freeze, not {book.params.policy}")
         self.vocab_size, self.size = book.params.vocab_size, 0
+        # _known: all entries. _begin: the slots of all entries that begin with some base ids. _endings: for base ids
+        # that an entry begins with, (the entry's slot, the rest of the entry), in slot order.
         self._known: set[BaseIds] = set()
-        # _endings: for each beginning of entries, the entries' (slot, rest). _begin: for each beginning, the slots.
         self._endings: defaultdict[BaseIds, list[tuple[int, BaseIds]]] = defaultdict(list)
         self._begin: defaultdict[BaseIds, list[int]] = defaultdict(list)
         self.grow(book)
@@ -102,7 +103,7 @@ class Exclusions:
         """
         self._followers.grow(self.book)
         if one in self._excluded:
-            self.begin_part()  # the model chose an id that is not canonical: its text goes on from there
+            self.begin_part()  # the model chose an excluded id all the same (`unless_most`): start anew with it
         last = tuple(self.book.expand(one).tolist())
         longer = [(begun + last, n) for begun, n in self._open if len(begun + last) < self._longest]
         self._open = [*longer, (last, installed)]

@@ -1,8 +1,7 @@
-"""Generation with a model over patches: the large model runs once per patch, the small decoder once per symbol.
+"""Generates text with a patch model: the large model runs once per patch, the small decoder once per symbol.
 
-A patch that the decoder writes need not be a token of the first stage, nor encoded as one would be. What is read back
-is the canonical patch of its bytes where that fits S symbols, so that equal bytes always look the same to the model,
-and else the patch as it was written.
+The decoder may write a patch that the tokenizer would never make. The model therefore reads back the canonical patch of
+the same bytes, so that equal bytes always look the same to it; or the patch as written if that one is too long.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from mlx_zip.models.hbpe_folder import SavedPatchModel
 from mlx_zip.text.prompts import check_unicode
 from mlx_zip.vocab.hbpe import MARK, Merges, check_mode
 
-COLDEST = 1e-30  # what is below it takes the likeliest symbol too, and logits over it would leave float32
+COLDEST = 1e-30  # smallest temperature used: already greedy, and dividing by less would leave float32
 
 
 def generate_patches(
@@ -33,13 +32,12 @@ def generate_patches(
     seed: int = 0,
     mode: str = "stop",
 ) -> Iterator[list[int]]:
-    """Patches as the decoder writes them, one after the other; `merges.decode` gives their bytes.
+    """Yields patches as the decoder writes them, each a list of symbols; `merges.decode` gives their bytes.
 
-    prompt: patches to begin with, as a table or `merges.encode` makes them. Ends after `max_patches`, or behind a patch
-    of the mark alone, the end of a document, which is given too. temperature 0 takes the likeliest symbol. mode: of the
-    table that the model was trained with, by which its own patches are read back.
-    Raises `GenerationError` for merges of another model, for a prompt of patches that are too long, or a number out of
-    range.
+    prompt: patches to continue, as a table or `merges.encode` makes them. It ends after `max_patches` patches, or after
+    yielding the patch that is only the end mark, which ends a document. temperature: of sampling; 0: greedy. mode: that
+    of the table that the model was trained with. Raises `GenerationError` for merges of another model, a prompt of
+    patches that are too long, or a number out of range.
     """
     config = model.config
     if (merges.symbols, merges.patch_size) != (config.symbols, config.patch_size):
@@ -60,9 +58,9 @@ def generate_patches(
 
 @dataclass(frozen=True)
 class Written:
-    """A patch that a model has written, and the text that it brought to an end, in whole characters.
+    """A patch that a model wrote, and the whole characters of text that are complete with it.
 
-    The last one may have no patch: its text is what stayed incomplete.
+    The last one may have an empty patch: its text stands for bytes that never made a whole character.
     """
 
     text: str
@@ -72,10 +70,11 @@ class Written:
 def generate_text(
     saved: SavedPatchModel, prompt: str = "", max_patches: int = 100, temperature: float = 0.0, seed: int = 0
 ) -> Iterator[Written]:
-    """Text patch by patch, behind a prompt or from the beginning of a document: `generate_patches` with a model folder.
+    """Yields text patch by patch, after a prompt or, without one, from the beginning of a document.
 
-    Bytes of a character that is not complete are held back; what stays incomplete at the end is the character U+FFFD.
-    Raises `GenerationError` for a number out of range, and for a prompt that is not valid Unicode.
+    The other arguments are those of `generate_patches`. Bytes of an incomplete character are held back until it is
+    complete; at the end they become U+FFFD. Raises `GenerationError` for a number out of range, and for a prompt that
+    is not valid Unicode.
     """
     check_unicode("the prompt", prompt)
     table = saved.text.table
@@ -86,6 +85,7 @@ def generate_text(
 
 
 def _as_text(patches: Iterable[list[int]], merges: Merges) -> Iterator[Written]:
+    """Yields each patch with the text that is complete with it."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     for patch in patches:
         yield Written(decoder.decode(merges.decode(patch)), patch)
@@ -94,13 +94,13 @@ def _as_text(patches: Iterable[list[int]], merges: Merges) -> Iterator[Written]:
 
 
 def read_back(merges: Merges, patch: Sequence[int], mode: str = "stop") -> list[int]:
-    """What the model reads for a patch that it wrote: the canonical patch of its bytes, if that fits."""
+    """Returns the patch that the model reads after writing `patch`: the canonical one of its bytes, if it fits."""
     canonical = merges.encode(merges.decode(patch), mode)
     return canonical if len(canonical) <= merges.patch_size else list(patch)
 
 
 def filled(patch: Sequence[int], size: int) -> list[int]:
-    """A patch as a row of S symbols, filled with the mark. Raises `GenerationError` if it is empty or too long."""
+    """Returns a patch as a row of `size` symbols, filled with `MARK`. Raises `GenerationError` if empty or too long."""
     if not 1 <= len(patch) <= size:
         raise GenerationError(f"a patch has 1 to {size} symbols, its mark counted, got {len(patch)}")
     return [*map(int, patch), *[MARK] * (size - len(patch))]
@@ -115,6 +115,7 @@ def _generate(
     key: mx.array,
     mode: str,
 ) -> Iterator[list[int]]:
+    """Yields patches after the prompt's rows; arguments as in `generate_patches`, already checked."""
     cache = model.latent.make_cache()
     x = model.begin(1)
     if rows:
@@ -122,15 +123,15 @@ def _generate(
     for _ in range(max_patches):
         h = model.latent(x, "causal", cache)[:, -1]
         key, own = mx.random.split(key)
-        patch = _write(model, h, temperature, own)
+        patch = _write_patch(model, h, temperature, own)
         yield patch
         if patch == [MARK]:
             return
         x = model.encode(mx.array([filled(read_back(merges, patch, mode), merges.patch_size)]))[None]
 
 
-def _write(model: PatchModel, h: mx.array, temperature: float, key: mx.array) -> list[int]:
-    """One patch from a state h [1, D]: symbols up to the mark, or S of them."""
+def _write_patch(model: PatchModel, h: mx.array, temperature: float, key: mx.array) -> list[int]:
+    """Returns one patch that the decoder writes from the state h [1, D]: symbols up to the end mark, at most S."""
     cache, patch = model.decoder.make_cache(), list[int]()
     x = model.down(h)[:, None]
     while len(patch) < model.config.patch_size and patch[-1:] != [MARK]:

@@ -35,6 +35,7 @@ class _CacheFinder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
+        """Returns the cache module's spec with `_CacheLoader` as its loader; None for any other module."""
         if name != _CACHE_MODULE:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)

@@ -42,7 +42,7 @@ CANNOT_TRIM = (
     "the conversation differs from what the cache holds, and this model's cache cannot be trimmed: begin with a new "
     "cache"
 )
-_NOTES: WeakKeyDictionary[Any, Notes] = WeakKeyDictionary()  # by the cache's last entry
+_NOTES: WeakKeyDictionary[Any, Notes] = WeakKeyDictionary()  # the key is the cache's last entry
 
 
 def notes_on(cache: Sequence[Any]) -> Notes:

@@ -11,7 +11,7 @@
 #define PREFETCH(address) ((void)(address))
 #endif
 
-enum { AHEAD = 12 }; /* units; a prefetched cell has arrived by then */
+enum { AHEAD = 12 }; /* a cell is prefetched so many units before it is read, so that it has arrived by then */
 #define NO_ID ((uint32_t)MLXZIP_NO_ID)
 
 /* A cell of the index is 0, or slot + 1 in its lower bits and the top of the hash above. At most half the cells are
@@ -20,7 +20,7 @@ struct mlxzip_phrases {
   mlxzip_phrases_spec spec;
   uint32_t *cells, *rows, *uses; /* a row: prefix, last unit */
   uint32_t *ids;                 /* NULL: all ids follow from first_id */
-  uint32_t *inner;               /* one bit per node: a longer run begins with it */
+  uint32_t *inner;               /* one bit per node: 1 if a longer run begins with it */
   size_t mask, n, cap;
   unsigned bits;
   uint32_t open, depth; /* the run at the end of the units trained so far, if depth > 0 */

@@ -11,8 +11,8 @@
 
 /* Entries by slot, and an open-addressing index: a cell is 0, or slot + 1 in its lower bits and the top bits of the
  * hash above. At most a quarter of the cells are used, or half in a large table. Under FREEZE entries are removed only
- * in the reverse order of installation, so clearing a cell never breaks a probe chain; turns.c closes the gap
- * otherwise. */
+ * in the reverse order of installation, so clearing a cell never breaks a probe chain. Under the other policies turns.c
+ * closes the gap in the chain. */
 typedef struct {
   uint32_t *cells;
   size_t mask;
@@ -88,11 +88,11 @@ static inline bool mlxzip_plain(const mlxzip_params *p, uint32_t id) {
 
 /* Returns the number of cells for cap entries. */
 size_t mlxzip_cells(size_t cap);
-/* Makes `cells` the index, of `size` cells, and adds all entries, which have these hashes. */
+/* Makes the array `cells`, of `size` cells, the table's index and adds all entries to it. hashes: one per entry. */
 void mlxzip_index(mlxzip_table *t, uint32_t *cells, size_t size, const uint64_t *hashes);
-/* Makes room for cap entries, at least doubling, in a table that owns its arrays. False without memory. Rows have
- * MLXZIP_MAX_MERGE spare places at the end, so that a row can be copied in one piece of fixed size. Slot -1 exists too
- * and stands for any base id: hash 0, length 1, and a row of a 0 and fill ids. */
+/* Makes room for cap entries, at least doubling, in a table that owns its arrays. Returns false if there is no memory.
+ * `rows` has MLXZIP_MAX_MERGE spare places at the end, so that any row can be copied in a piece of fixed size. Slot -1
+ * exists too and stands for any base id: its hash is 0, its length 1, and its row a 0 followed by fill ids. */
 bool mlxzip_grow(mlxzip_table *t, const mlxzip_params *p, size_t cap);
 void mlxzip_table_free(mlxzip_table *t);
 

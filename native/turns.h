@@ -1,5 +1,5 @@
-/* Internal: what a codebook stores for the policies LRU and USE_COUNT: the order of eviction, every entry that was ever
- * installed, and for each id of the log what undoes it. */
+/* Internal: what a codebook stores for the policies LRU and USE_COUNT: the order in which entries are evicted, every
+ * entry that was ever installed, and for each id of the log what is needed to undo reading it. */
 #ifndef MLXZIP_TURNS_H
 #define MLXZIP_TURNS_H
 
@@ -7,7 +7,8 @@
 
 #define MLXZIP_NONE UINT32_MAX
 
-/* A growing slot in the list of eviction. Node i + 1 is slot i after the start entries; node 0 is both ends. */
+/* A slot in the list of eviction, a ring in which the next entry to evict comes first. Start entries have no node: node
+ * i + 1 is slot start.n + i. Node 0 marks both ends of the list. */
 typedef struct {
   uint32_t older, newer; /* neighbours: evicted before it, and after it */
   uint32_t uses;         /* its class: the uses of its entry under USE_COUNT, 0 under LRU */
@@ -18,19 +19,19 @@ typedef struct {
 typedef struct {
   uint32_t node;        /* the slot it took */
   uint32_t left;        /* number of the entry that it evicted, NONE if the slot was free */
-  uint32_t older, uses; /* of the node before the installation */
+  uint32_t older, uses; /* what the node held before the installation */
 } mlxzip_coming;
 
 /* A logged id. */
 typedef struct {
   uint32_t entry; /* number of the entry that it stood for, NONE for a base id */
-  uint32_t older; /* of its node before this use, NONE if no growing entry was used */
+  uint32_t older; /* what its node's `older` was before this use, NONE if no growing entry was used */
   uint32_t made;  /* growing entries installed up to this id */
 } mlxzip_step;
 
 typedef struct {
   mlxzip_node *nodes;
-  uint32_t *last; /* per class: its node that is evicted last, 0 for an empty class */
+  uint32_t *last; /* per class (see mlxzip_node.uses): its node that is evicted last, 0 for an empty class */
   mlxzip_step *steps;
   mlxzip_coming *comings;
   uint32_t *rows; /* padded ids of all growing entries ever installed */
@@ -39,7 +40,7 @@ typedef struct {
   uint32_t reading; /* node of the id that is being read, which is not evicted; 0 for none */
 } mlxzip_turns;
 
-/* Makes room for a log of `ids` ids, of which the last `more` are new. False without memory. */
+/* Makes room for a log of `ids` ids, of which the last `more` are new. Returns false if there is no memory. */
 bool mlxzip_turns_reserve(mlxzip_turns *t, const mlxzip_params *p, const mlxzip_table *table, size_t ids, size_t more);
 void mlxzip_turns_free(mlxzip_turns *t);
 

@@ -1,4 +1,4 @@
-"""`mlx_zip vocab hbpe fit`, `generate` and `evaluate`: models over patches, from a text to a text."""
+"""`mlx_zip vocab hbpe fit`, `generate` and `evaluate`: train, run and measure models that read patches."""
 
 from __future__ import annotations
 
@@ -29,84 +29,103 @@ _SETTINGS = {
     "save_every": 100,
 }
 _PURPOSES = {
-    "batch_size": "windows per step",
-    "learning_rate": "peak learning rate of a cosine schedule that ends at a twentieth of it",
-    "seed": "seed of new weights and of the order of the windows",
+    "iters": "number of optimizer steps in the whole run",
+    "batch_size": "number of windows per step",
+    "learning_rate": "peak learning rate of the cosine schedule, which ends at a twentieth of it",
+    "seed": "random seed of new weights and of the order of the windows",
 }
 
 
 def fit_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of `fit`."""
+    """Declares the flags of `fit`."""
     add = parser.add_argument
     add(
         "out",
         metavar="RUN",
-        help="folder of the run: checkpoints, metrics.jsonl, and in the end model/; continues what is there",
+        help="folder for checkpoints, metrics.jsonl and the finished model/; a run found there is continued",
     )
-    _data(add, "texts to learn from")
-    add("--valid", nargs="+", default=[], metavar="FILE", help="texts to measure the finished model on")
+    _add_data(add, "texts to learn from")
+    add(
+        "--valid",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="texts to measure the finished model on: .txt or .jsonl files, also as .gz (default: none)",
+    )
     add(
         "--tokenizer",
         type=Path,
         metavar="FILE",
-        help="first stage: tokenizer.json or a folder with one, vocab.bpe or merges.txt (default: learned from the "
-        "texts)",
+        help="tokenizer whose tokens become patches: tokenizer.json or a folder with one, vocab.bpe or merges.txt "
+        "(default: a BPE learned from --data)",
     )
-    add("--vocab-size", type=int, default=4096, help="tokens of a first stage that is learned (default: 4096)")
+    add(
+        "--vocab-size",
+        type=int,
+        default=4096,
+        help="number of tokens in a tokenizer that is learned, without --tokenizer (default: 4096)",
+    )
     add(
         "--patch-size",
         type=int,
         default=10,
         metavar="S",
-        help="symbols of a patch at most, its end mark counted (default: 10)",
+        help="maximum symbols per patch, its end mark included (default: 10)",
     )
-    add("--mode", choices=("stop", "full"), default="stop", help="as of `learn` (default: stop)")
-    add("--context", type=int, default=128, help="patches of a window (default: 128)")
+    add(
+        "--mode",
+        choices=("stop", "full"),
+        default="stop",
+        help="merges applied to a token that is too long. stop: only until it fits; full: all of them (default: stop)",
+    )
+    add("--context", type=int, default=128, help="number of patches per window (default: 128)")
     add(
         "--latent",
         type=read_tower,
         default=FIT_LATENT,
         metavar="LAYERS,WIDTH,FFN,HEADS",
-        help="large transformer, which runs once per patch (default: 4,256,704,4)",
+        help="size of the large transformer, which runs once per patch; FFN: width of its MLP (default: 4,256,704,4)",
     )
     add(
         "--local",
         type=read_tower,
         default=FIT_LOCAL,
         metavar="LAYERS,WIDTH,FFN,HEADS",
-        help="local encoder and decoder, each (default: 2,128,128,2)",
+        help="size of the local encoder and of the local decoder, which read and write a patch's symbols; FFN: width "
+        "of the MLP (default: 2,128,128,2)",
     )
     add_some(add, _SETTINGS, _PURPOSES)
-    add("--json", action="store_true", help="print one JSON object, no progress")
+    add("--json", action="store_true", help="print one JSON object, and no progress")
 
 
 def generate_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of `generate`."""
+    """Declares the flags of `generate`."""
     add = parser.add_argument
-    add("model", metavar="MODEL", help="folder that fit wrote, RUN/model")
-    add("--prompt", "-p", help="text to go on from; - reads standard input as UTF-8 (default: begin a document)")
-    add("--max-patches", "-m", type=int, default=100, help="patches to write at most (default: 100)")
+    add("model", metavar="MODEL", help="model folder that `mlx_zip vocab hbpe fit` wrote: RUN/model")
+    add("--prompt", "-p", help="text to continue; - reads UTF-8 text from standard input (default: begin a document)")
+    add("--max-patches", "-m", type=int, default=100, help="maximum number of patches to write (default: 100)")
     add("--temp", type=float, default=0.0, help="sampling temperature; 0 is greedy (default: 0)")
-    add("--seed", type=int, default=0, help="seed of the random numbers (default: 0)")
+    add("--seed", type=int, default=0, help="random seed of sampling (default: 0)")
     add("--json", action="store_true", help="print one JSON object at the end instead of the text")
 
 
 def evaluate_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of `evaluate`."""
-    parser.add_argument("model", metavar="MODEL", help="folder that fit wrote, RUN/model")
-    _data(parser.add_argument, "texts to measure on")
-    parser.add_argument("--batch-size", type=int, default=16, help="windows per model call (default: 16)")
+    """Declares the flags of `evaluate`."""
+    parser.add_argument("model", metavar="MODEL", help="model folder that `mlx_zip vocab hbpe fit` wrote: RUN/model")
+    _add_data(parser.add_argument, "texts to measure on")
+    parser.add_argument("--batch-size", type=int, default=16, help="number of windows per model call (default: 16)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
-def _data(add: Any, purpose: str) -> None:
-    add("--data", nargs="+", required=True, metavar="FILE", help=f"{purpose}: .txt or .jsonl, also with .gz")
+def _add_data(add: Any, purpose: str) -> None:
+    """Declares --data, --separator and --limit-bytes; purpose: what the texts are for."""
+    add("--data", nargs="+", required=True, metavar="FILE", help=f"{purpose}: .txt or .jsonl files, also as .gz")
     add("--separator", help="line that ends a document of a .txt file (default: each file is one document)")
-    add("--limit-bytes", type=int, metavar="N", help="of --data at most")
+    add("--limit-bytes", type=int, metavar="N", help="read at most N bytes of --data (default: all)")
 
 
 def fit(args: argparse.Namespace) -> int:
-    """Trains and writes the model folder; 0, or 130/143 when a signal ended the run early. Raises `MlxZipError`."""
+    """Trains, and writes the model folder. Returns 0, or 130/143 when a signal ended the run. Raises `MlxZipError`."""
     from mlx_zip.training.hbpe_fit import MODEL, FitOptions, evaluate_texts
     from mlx_zip.training.hbpe_fit import fit as train
     from mlx_zip.training.settings import TrainSettings
@@ -135,7 +154,7 @@ def fit(args: argparse.Namespace) -> int:
 
 
 def generate(args: argparse.Namespace) -> int:
-    """Streams text; 0, or 130 after Ctrl-C. Raises `MlxZipError`."""
+    """Prints text as it is generated. Returns 0, or 130 after Ctrl-C. Raises `MlxZipError`."""
     from mlx_zip.models.hbpe_folder import load_patch_model
     from mlx_zip.patches import generate_text
     from mlx_zip.vocab.hbpe import MARK
@@ -143,7 +162,9 @@ def generate(args: argparse.Namespace) -> int:
     prompt = "" if args.prompt is None else read_prompt(args.prompt)
     saved = load_patch_model(args.model)
     begun = time.perf_counter()
-    parts, status = _shown(prompt, generate_text(saved, prompt, args.max_patches, args.temp, args.seed), args.json)
+    parts, status = _print_parts(
+        prompt, generate_text(saved, prompt, args.max_patches, args.temp, args.seed), args.json
+    )
     seconds = max(time.perf_counter() - begun, 1e-9)
     text, patches = "".join(part.text for part in parts), [part.patch for part in parts if part.patch]
     n_bytes, ended = len(text.encode("utf-8")), patches[-1:] == [[MARK]]
@@ -170,8 +191,8 @@ def generate(args: argparse.Namespace) -> int:
     return status
 
 
-def _shown(prompt: str, written: Iterator[Written], silent: bool) -> tuple[list[Written], int]:
-    """What was written, on standard output as it comes; and 130 if Ctrl-C ended it, else 0."""
+def _print_parts(prompt: str, written: Iterator[Written], silent: bool) -> tuple[list[Written], int]:
+    """Prints the prompt and each part as it comes, unless silent; returns the parts, and 130 after Ctrl-C, else 0."""
     parts = []
     try:
         for part in written:
@@ -185,7 +206,7 @@ def _shown(prompt: str, written: Iterator[Written], silent: bool) -> tuple[list[
 
 
 def evaluate(args: argparse.Namespace) -> int:
-    """Prints bits per byte; 0. Raises `MlxZipError`."""
+    """Measures a model and prints its bits per byte. Returns 0. Raises `MlxZipError`."""
     from mlx_zip.errors import DataError
     from mlx_zip.models.hbpe_folder import load_patch_model
     from mlx_zip.training.hbpe_fit import evaluate_texts
@@ -202,6 +223,7 @@ def evaluate(args: argparse.Namespace) -> int:
 
 
 def _print(found: dict[str, Any]) -> None:
+    """Prints the figures that `evaluate_texts` returned."""
     words = "" if found["fertility"] is None else f", {found['fertility']:.3f} patches per word"
     print(f"{found['bits_per_byte']:.4f} bits per byte: {found['documents']} documents, {found['bytes']} bytes")
     print(

@@ -53,9 +53,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _encode_flags(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags of `encode`."""
     add = parser.add_argument
     add("dictionary", metavar="DICTIONARY", help=DICTIONARY)
-    add_text_flags(add)
+    add_text_flags(add, "the one that the dictionary was trained with, if any; otherwise such a unit is an error")
     add(
         "--matching",
         choices=("longest", "walk"),
@@ -109,6 +110,7 @@ def _encode(args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
 
 
 def _stats_flags(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags of `stats`."""
     add = parser.add_argument
     add("dictionary", metavar="DICTIONARY", help=DICTIONARY)
     add(

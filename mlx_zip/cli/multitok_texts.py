@@ -20,8 +20,11 @@ DATA = ".txt, .jsonl or source files (or with .gz), .parquet files, folders or h
 TRAINED = {"samples": "samples", "units": "corpus_units", "tokens": "corpus_tokens", "ratio": "ratio"}
 
 
-def add_text_flags(add: Any) -> None:
-    """Declares the flags of `train` and `encode` that name texts and say what their units and samples are."""
+def add_text_flags(add: Any, unk_id: str) -> None:
+    """Declares the flags of `train` and `encode` that name texts and define their units and samples.
+
+    unk_id: the default of --unk-id, for its help line.
+    """
     add(
         "--tokenizer",
         metavar="NAME",
@@ -41,8 +44,7 @@ def add_text_flags(add: Any) -> None:
         "--unk-id",
         type=int,
         metavar="ID",
-        help="id that stands for every unit that the dictionary does not have (default: the id that the dictionary was "
-        "trained with; if there is none, such a unit is an error)",
+        help=f"id that stands for every unit that the dictionary does not have (default: {unk_id})",
     )
 
 

@@ -27,7 +27,7 @@ _SETTINGS = ("window", "first_id", "limit", "unk_id")
 def train_flags(parser: argparse.ArgumentParser) -> None:
     """Declares the flags."""
     add = parser.add_argument
-    add_text_flags(add)
+    add_text_flags(add, "none; such a unit is an error")
     add(
         "--held-out",
         nargs="+",
@@ -115,9 +115,9 @@ def _check(args: argparse.Namespace) -> tuple[Path, Path | None]:
     from mlx_zip.vocab.multitok import leading
 
     if args.prune_mode and args.prune is None:
-        raise GenerationError("--prune-mode goes with --prune K")
+        raise GenerationError("--prune-mode needs --prune K")
     if args.words_of and args.tokenizer:
-        raise GenerationError("--words-of goes with words, not with a tokenizer, whose ids are all units")
+        raise GenerationError("--words-of cannot be used with --tokenizer: all ids of a tokenizer are units already")
     read = [*args.data, *(args.words_of or ()), *(args.held_out or ()), args.tokenizer]
     out = writable("--out", args.out, read=read)
     if args.encoded is not None:

@@ -1,4 +1,4 @@
-"""`mlx_zip vocab pack tune`: trains the rows of a pack's entries for one model, which stays as it is."""
+"""`mlx_zip vocab pack tune`: trains the embedding rows of a pack's entries for one model, whose weights stay frozen."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EXAMPLE = """example:
   mlx_zip vocab pack tune my.npz --model stories --data train.txt --separator '<|endofstory|>' --out tuned.npz
   mlx_zip generate --model stories --pack tuned.npz --prompt "..."
 """
-HELD_OUT = 20  # of so many windows one is held out where no other texts are named
+HELD_OUT = 20  # without --valid, every 20th window of --data is held out
 _DEFAULTS = {
     "iters": 300,
     "batch_size": 8,
@@ -34,58 +34,84 @@ _DEFAULTS = {
     "save_every": 50,
     "keep": 2,
 }
-_PURPOSES = {"batch_size": "windows per step", "seed": "seed of the order of the windows"}
+_PURPOSES = {
+    "iters": "number of optimizer steps in the whole run",
+    "batch_size": "number of windows per step",
+    "seed": "random seed of the order of the windows",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the flags."""
+    """Declares the flags of `pack tune`."""
     parser.epilog, parser.formatter_class = EXAMPLE, argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
-    add("file", metavar="FILE", help="a pack")
-    add("--model", required=True, help="model folder, bundled model or hub id, zip2zip or plain")
+    add("file", metavar="FILE", help="pack file to tune, as written by `mlx_zip vocab pack learn`")
+    add(
+        "--model",
+        required=True,
+        help="model folder, bundled model or hub id to tune the pack for, zip2zip or plain",
+    )
     add_text_flags(parser)
-    add("--out", required=True, type=Path, help="the tuned pack to write, a .npz file")
+    add("--out", required=True, type=Path, help="file for the tuned pack, .npz")
     add(
         "--run",
         type=Path,
         metavar="DIR",
-        help="folder of checkpoints and metrics.jsonl; continued if there (default: OUT without .npz)",
+        help="folder for checkpoints and metrics.jsonl; a run found there is continued (default: OUT without .npz)",
     )
-    add("--valid", nargs="+", metavar="NAME", help=f"texts to hold out (default: one of {HELD_OUT} windows of --data)")
+    add(
+        "--valid",
+        nargs="+",
+        metavar="NAME",
+        help=f"texts to validate on, named as for --data (default: one in {HELD_OUT} windows of --data is held out)",
+    )
     add(
         "--most-ids",
         type=int,
         default=5_000_000,
         metavar="N",
-        help="base ids to learn from at most, the first ones (default: 5000000)",
+        help="learn from the first N base ids of the texts (default: 5000000)",
     )
-    add("--valid-ids", type=int, default=32768, metavar="N", help="base ids held out at most (default: 32768)")
-    add("--context", type=int, default=512, help="base ids of a window at most (default: 512)")
-    add("--codebook-size", type=int, help="hypertokens at most: the pack's and those that grow (default: the model's)")
+    add("--valid-ids", type=int, default=32768, metavar="N", help="validate on at most N base ids (default: 32768)")
+    add("--context", type=int, default=512, help="maximum base ids per window (default: 512)")
+    add(
+        "--codebook-size",
+        type=int,
+        help="maximum number of hypertokens in a zip2zip model's codebook, the pack's entries included (default: the "
+        "model's)",
+    )
     add(
         "--position-mode",
         choices=("compressed", "base_token_end"),
-        help="where a plain model's hypertokens stand (default: compressed)",
+        help="how a plain model counts positions; compressed: by id, base_token_end: by base id (default: compressed)",
     )
     add(
         "--dtype",
         choices=("float32", "bfloat16"),
         default="float32",
-        help="what the forward pass computes in (default: float32)",
+        help="number type of the forward and backward pass (default: float32)",
     )
     add(
         "--dequantize",
         action="store_true",
-        help="compute with a quantized model's weights as floats: the same function, quicker, in more memory",
+        help="compute with a quantized model's weights as floats, which is faster and takes more memory (default: off)",
     )
-    add("--save-dtype", choices=("float32", "float16"), default="float32", help="of the rows (default: float32)")
+    add(
+        "--save-dtype",
+        choices=("float32", "float16"),
+        default="float32",
+        help="floating-point type of the saved rows (default: float32)",
+    )
     add_some(add, _DEFAULTS, _PURPOSES)
-    add("--plot", action="store_true", help="draw curves.png in the run's folder (needs matplotlib)")
+    add("--plot", action="store_true", help="draw curves.png in the folder of --run; needs matplotlib (default: off)")
     add_json(add)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Tunes; 0, or 130/143 when a signal ended the run early, its last step saved. Raises `MlxZipError`."""
+    """Tunes the pack and writes it. Raises `MlxZipError`.
+
+    Returns the exit status: 0, or 130/143 when a signal ended the run early, after its last step was saved.
+    """
     from mlx_zip.training.settings import TrainSettings
     from mlx_zip.training.tuning import dequantized, load_frozen, tune
     from mlx_zip.vocab.packs import SUFFIX, load_pack
@@ -98,9 +124,9 @@ def run(args: argparse.Namespace) -> int:
     if args.out.resolve() in (place.resolve(), *place.resolve().parents):
         raise DataError(f"--run {place}: the tuned pack is to be a file at {args.out}; choose another --run")
     if args.plot:
-        from mlx_zip.training.curves import drawing
+        from mlx_zip.training.curves import load_matplotlib
 
-        drawing()  # rather now than when the run is over
+        load_matplotlib()  # fails now rather than after the run
     chosen = {name: getattr(args, name) for name in _DEFAULTS}
     settings = TrainSettings(optimizer="adam", weight_decay=0.0, val_batches=0, dtype=args.dtype, **chosen)
     pack = load_pack(args.file)
@@ -122,7 +148,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace, pack: Any) -> tuple[Any, Any, bool]:
-    """The codec and tokenizer that the pack meets, and whether the model is plain. Raises `DataError`."""
+    """Returns the plan (codec and context), the tokenizer, and whether the model is plain. Raises `DataError`."""
     from mlx_zip.training.planning import make_plan
     from mlx_zip.training.prepare_options import PrepareOptions
 
@@ -130,9 +156,9 @@ def _plan(args: argparse.Namespace, pack: Any) -> tuple[Any, Any, bool]:
         raise DataError(f"{args.file}: a pack without entries has no rows to tune")
     plain = is_plain(args.model)
     if plain and args.codebook_size is not None:
-        raise DataError("--codebook-size: a plain model's codebook is the pack, and nothing grows")
+        raise DataError("--codebook-size: a plain model's codebook holds the pack's entries and never grows")
     if not plain and args.position_mode is not None:
-        raise DataError("--position-mode is for plain models: a zip2zip model's config says where hypertokens stand")
+        raise DataError("--position-mode is for plain models: a zip2zip model's config sets it")
     sizes = (len(pack.entries), pack.merge_size) if plain else (args.codebook_size, None)
     options = PrepareOptions(
         sources=sources(args),
@@ -149,14 +175,14 @@ def _plan(args: argparse.Namespace, pack: Any) -> tuple[Any, Any, bool]:
 
 
 def _texts(args: argparse.Namespace, plan: Any, tokenizer: Any) -> tuple[Any, Any]:
-    """The windows to train on and those held out, under the codec. Raises `DataError`."""
+    """Returns the compressed windows to train on, and those to validate on. Raises `DataError`."""
     from mlx_zip.text.sources import Source
     from mlx_zip.training.texts import compress_windows, cut_pieces, read_pieces
 
-    def windows(some: Any, most: int) -> list[Any]:
-        return cut_pieces(list(read_pieces(some, tokenizer, most, tell)), tokenizer, plan.context)
+    def windows(some: Any, most_ids: int) -> list[Any]:
+        return cut_pieces(list(read_pieces(some, tokenizer, most_ids, report)), tokenizer, plan.context)
 
-    tell = lambda line: print(line, file=sys.stderr)
+    report = lambda line: print(line, file=sys.stderr)
     own, data = sources(args), windows(sources(args), args.most_ids)
     if args.valid is None:
         data, held = [one for i, one in enumerate(data, 1) if i % HELD_OUT], data[HELD_OUT - 1 :: HELD_OUT]
@@ -165,17 +191,19 @@ def _texts(args: argparse.Namespace, plan: Any, tokenizer: Any) -> tuple[Any, An
         other = Source(tuple(args.valid), 1.0, like.separator, like.columns, like.subsets, like.split)
         other.check()
         held = windows((other,), args.valid_ids)
-    held = _first(held, args.valid_ids)
+    held = _first_windows(held, args.valid_ids)
     if not held:
-        raise DataError(f"the texts make fewer than {HELD_OUT} windows, of which none is held out: name some (--valid)")
+        raise DataError(
+            f"the texts make fewer than {HELD_OUT} windows, too few to hold one out: name some with --valid"
+        )
     return compress_windows(plan.params, data, "--data"), compress_windows(plan.params, held, "the held-out text")
 
 
-def _first(windows: list[Any], most: int) -> list[Any]:
-    """The first windows, up to so many base ids, but one at least."""
+def _first_windows(windows: list[Any], most_ids: int) -> list[Any]:
+    """Returns the first windows that together have at most `most_ids` base ids; the first one in any case."""
     kept, ids = [], 0
     for one in windows:
-        if kept and ids + len(one.ids) > most:
+        if kept and ids + len(one.ids) > most_ids:
             break
         kept.append(one)
         ids += len(one.ids)
@@ -183,6 +211,7 @@ def _first(windows: list[Any], most: int) -> list[Any]:
 
 
 def _write(args: argparse.Namespace, pack: Any, found: Any, texts: tuple[Any, Any], tokenizer: Any) -> None:
+    """Writes the tuned pack and prints what it gains. found: what `tune` returned. texts: to train, to validate on."""
     from mlx_zip.vocab.first_stage import tokenizer_fingerprint
     from mlx_zip.vocab.packs import Pack, save_pack
 

@@ -1,4 +1,4 @@
-"""`mlx_zip prepare`: text, conversations and data sets to shards of compressed samples, ready to train on."""
+"""`mlx_zip prepare`: turns texts, conversations and data sets into compressed samples to train on."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import os
 from pathlib import Path
 from typing import Any
 
+from mlx_zip.cli.actions import TOKENIZER
 from mlx_zip.errors import DataError
 from mlx_zip.flags import add_pack
 
 _MOST_WORKERS = 8
-_OF_DATA = ("separator", "columns", "subset", "split")  # flags that a mixture sets per source
-_SAME_NAME = (
+_OF_DATA = ("separator", "columns", "subset", "split")  # flags that a mixture sets for each source itself
+_SAME_NAME = (  # flags that are options of `PrepareOptions` under the same name
     "model",
     "tokenizer",
     "context",
@@ -31,129 +32,142 @@ _SAME_NAME = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the flags."""
+    """Declares the flags of `prepare`."""
     add_source_flags(parser)
     add_codec_flags(parser)
     add = parser.add_argument
-    add("--out", required=True, help="folder to write; a folder that the same command left unfinished is completed")
-    add("--context", type=int, default=1024, help="maximum length of a sample in base ids (default: 1024)")
+    add("--out", required=True, help="folder to write; one that the same command left unfinished is completed")
+    add("--context", type=int, default=1024, help="maximum base ids per sample (default: 1024)")
     add_pack(
         add,
-        "pack (.json, .npz or .npy) whose entries the codebook begins with (default: the model's pack, if any)",
+        "pack (.json, .npz or .npy) whose entries the codebook begins with (default: the model's own pack, if it has "
+        "one)",
         aliases=["--start"],
         filled_windows=True,
     )
     add(
         "--empty-start",
         action="store_true",
-        help="begin codebooks without entries although the model has a pack of its own (default: off)",
+        help="begin codebooks without entries, even if the model has a pack of its own (default: off)",
     )
     add("--no-start", dest="empty_start", action="store_true", help=argparse.SUPPRESS)
     add(
         "--start-draw",
         type=int,
         metavar="K",
-        help="number of entries of --pack that are drawn anew for each sample (default: all entries, no drawing)",
+        help="begin each sample with K entries drawn at random from --pack (default: with all its entries)",
     )
     add(
         "--fill-windows",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="fill samples with several records (default: yes for documents, no for conversations)",
+        help="put several records into one sample until it is full (default: yes for documents, no for conversations)",
     )
     add(
         "--train-on",
         choices=("answers", "all"),
         default="answers",
-        help="what the loss counts; answers: assistant turns and completions, all: everything (default: answers)",
+        help="what the loss counts in conversations; answers: assistant turns and completions, all: everything "
+        "(default: answers)",
     )
-    add("--limit", type=int, metavar="N", help="maximum number of samples (default: no limit)")
+    add("--limit", type=int, metavar="N", help="write at most N samples (default: no limit)")
     add(
         "--max-skipped",
         type=int,
         default=100,
         metavar="N",
-        help="maximum number of wrong records that are skipped (default: 100)",
+        help="skip at most N invalid records, then fail (default: 100)",
     )
     add(
         "--shard-samples",
         type=int,
         default=1024,
         metavar="N",
-        help="approximate number of samples per shard (default: 1024)",
+        help="approximate number of samples per shard, the unit of work and of files (default: 1024)",
     )
-    add("--seed", type=int, default=0, help="seed of the entries that --start-draw draws (default: 0)")
-    add("--workers", type=int, help=f"number of processes (default: one per core, at most {_MOST_WORKERS})")
+    add("--seed", type=int, default=0, help="random seed of the entries that --start-draw draws (default: 0)")
+    add("--workers", type=int, help=f"number of worker processes (default: one per core, at most {_MOST_WORKERS})")
 
 
 def add_source_flags(parser: argparse.ArgumentParser) -> None:
-    """Declares the flags that name a tokenizer and texts; `sources` reads the latter."""
+    """Declares the flags that name a tokenizer and texts; `sources` returns the texts that they name."""
     add = parser.add_argument
     add(
         "--model",
-        help="model folder, bundled model or hub id, whose tokenizer is used and, of a zip2zip model, its codec",
+        help="model folder, bundled model or hub id; gives the tokenizer and, if it is a zip2zip model, the codec",
     )
-    add("--tokenizer", help="tokenizer in place of a --model: folder, tokenizer.json, bundled model or hub id")
+    add("--tokenizer", help=f"tokenizer to use instead of --model: {TOKENIZER}")
     add_text_flags(parser)
 
 
 def add_text_flags(parser: argparse.ArgumentParser) -> None:
-    """Declares the flags that name texts; `sources` reads them."""
+    """Declares the flags that name texts; `sources` returns the texts that they name."""
     add = parser.add_argument
-    add("--trust-remote-code", action="store_true", help="let the tokenizer run code of its own (default: off)")
+    add(
+        "--trust-remote-code",
+        action="store_true",
+        help="run Python code that comes with the tokenizer (default: off)",
+    )
     add(
         "--data",
         nargs="+",
         metavar="NAME",
-        help="texts: .txt, .jsonl and source files such as .py (all also .gz), .parquet files, folders of source "
-        "files, and folders or hub names of data sets",
+        help="texts to read: .txt, .jsonl and source files such as .py (each also as .gz), .parquet files, folders of "
+        "source files, and data sets by folder or hub name",
     )
     add(
         "--mixture",
         metavar="FILE",
-        help="texts in place of --data: a .yaml file of sources with shares, or zip2zip for the paper's",
+        help="instead of --data: a .yaml file that lists sources and their shares, or the word zip2zip for the zip2zip "
+        "paper's mixture",
     )
-    add("--separator", help="a line that ends a document within a .txt file (default: a file is one document)")
+    add("--separator", help="line that ends a document of a .txt file (default: each file is one document)")
     add(
         "--columns",
         nargs="+",
         default=[],
         metavar="KEY=NAME",
-        help="names of the records' columns where they are not text, messages, prompt, completion and tools, for "
-        "example text=content",
+        help="columns of the records that are not named text, messages, prompt, completion or tools, for example "
+        "text=content to read texts from the column content (default: none)",
     )
     add(
         "--subset",
         nargs="+",
         default=[],
-        help="subsets of a data set, of which rows are read in turn (default: its default subset)",
+        help="subsets of a data set to read, one row of each in turn (default: its default subset)",
     )
-    add("--split", help="split of a data set (default: train)")
+    add("--split", help="split of a data set to read (default: train)")
 
 
 def add_codec_flags(parser: argparse.ArgumentParser) -> None:
-    """Declares the flags that set the codec where a model does not."""
+    """Declares the flags that set the codec; without them a zip2zip model's own is used."""
     add = parser.add_argument
     add(
         "--merge-size", type=int, help="maximum base ids per hypertoken; 1: no hypertokens (default: the model's, or 3)"
     )
-    add("--codebook-size", type=int, help="maximum number of hypertokens; 0: none (default: the model's, or 2048)")
+    add(
+        "--codebook-size",
+        type=int,
+        help="maximum number of hypertokens in a codebook; 0: none (default: the model's, or 2048)",
+    )
     add(
         "--protect",
         action="append",
         default=[],
         metavar="WHAT",
-        help="more ids that never merge: digits, or ids separated by commas; may be repeated (default: none)",
+        help="further ids that never become part of a hypertoken: the word digits, or ids separated by commas; may be "
+        "repeated (default: none)",
     )
     add(
         "--disable",
         metavar="IDS",
-        help="ids that never merge, separated by commas (default: the model's, or the special tokens)",
+        help="ids that never become part of a hypertoken, separated by commas (default: the model's, or the special "
+        "tokens)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prepares and prints a summary; 0. Raises `MlxZipError`."""
+    """Prepares the data and prints a summary. Returns the exit status 0. Raises `MlxZipError`."""
     from mlx_zip.training.prepare import PrepareOptions, prepare
 
     options = PrepareOptions(
@@ -170,13 +184,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _one_pack(files: list[str] | None) -> Path | None:
+    """Returns the file of --pack, None without the flag. Raises `DataError` for several."""
     if files is not None and len(files) > 1:
         raise DataError("prepare takes one --pack: merge several first with `mlx_zip vocab pack merge`")
     return None if files is None else Path(files[0])
 
 
 def sources(args: argparse.Namespace) -> tuple[Any, ...]:
-    """The sources that the flags name. Raises `DataError`."""
+    """Returns the sources of text that --data or --mixture name. Raises `DataError`."""
     from mlx_zip.text.sources import Source
     from mlx_zip.training.mixture import load_mixture
 
@@ -184,13 +199,14 @@ def sources(args: argparse.Namespace) -> tuple[Any, ...]:
         raise DataError("name either --data or --mixture")
     if args.mixture is not None:
         if given := [f"--{name}" for name in _OF_DATA if getattr(args, name)]:
-            raise DataError(f"{', '.join(given)} cannot go with --mixture: each of its sources says so itself")
+            raise DataError(f"{', '.join(given)} cannot go with --mixture, whose sources set them one by one")
         return load_mixture(args.mixture)
     columns = dict(_column(text) for text in args.columns)
     return (Source(tuple(args.data), 1.0, args.separator, columns, tuple(args.subset), args.split or "train"),)
 
 
 def _column(text: str) -> tuple[str, str]:
+    """Returns (key, name) of one value of --columns. Raises `DataError`."""
     key, equals, name = text.partition("=")
     if not (key and equals and name):
         raise DataError(f"--columns {text!r} is not of the form KEY=NAME")
@@ -198,11 +214,12 @@ def _column(text: str) -> tuple[str, str]:
 
 
 def disabled_ids(args: argparse.Namespace) -> tuple[int, ...] | None:
-    """The ids of --disable; None where it is not given. Raises `DataError`."""
+    """Returns the ids of --disable, or None if it is not given. Raises `DataError`."""
     return None if args.disable is None else _ids(args.disable)
 
 
 def _ids(text: str) -> tuple[int, ...]:
+    """Returns the ids of a text that separates them by commas. Raises `DataError`."""
     parts = [part.strip() for part in text.split(",")] if text.strip() else []
     if not all(part.isdecimal() and len(part) < 12 for part in parts):
         raise DataError(f"--disable {text!r} is not a list of ids with commas between")
@@ -210,7 +227,7 @@ def _ids(text: str) -> tuple[int, ...]:
 
 
 def summary(out: str, index: dict[str, Any]) -> str:
-    """What was prepared, in a few lines."""
+    """Returns a few lines on what was prepared. out: the folder. index: what `prepare` returned."""
     totals, skipped = index["totals"], index["skipped"]
     lines = [
         f"{totals['samples']} samples in {len(index['shards'])} shards: {out}",

@@ -1,4 +1,4 @@
-"""Flags made of a dataclass of settings: name, type, choices and help are those of its fields."""
+"""Declares flags from the fields of a settings dataclass: name, type, choices and help."""
 
 from __future__ import annotations
 
@@ -21,12 +21,15 @@ ENCODER_FLAGS = {  # field of EncoderOptions: its flag's name
 
 
 def flag(name: str) -> str:
-    """Returns a setting's name as a flag: merge_size becomes --merge-size."""
+    """Returns the flag of a setting: `save_every` becomes `--save-every`."""
     return f"--{name.replace('_', '-')}"
 
 
 def add_all(add: Any, cls: type[TrainSettings] | type[EncoderOptions], names: Mapping[str, str] | None = None) -> None:
-    """Declares every setting of a class as a flag whose value is None unless given; names: those of the flags."""
+    """Declares every field of a settings class as a flag whose value is None unless given.
+
+    add: a parser's `add_argument`. names: field name -> flag name, where the two differ.
+    """
     for one in fields(cls):
         name, kind = (names or {}).get(one.name, one.name), str(one.type)
         if kind == "bool":
@@ -36,7 +39,11 @@ def add_all(add: Any, cls: type[TrainSettings] | type[EncoderOptions], names: Ma
 
 
 def add_some(add: Any, defaults: Mapping[str, Any], purposes: Mapping[str, str] | None = None) -> None:
-    """Declares some training settings with defaults of the command's own; purposes: help texts in place of theirs."""
+    """Declares some training settings as flags with defaults of the command's own.
+
+    add: a parser's `add_argument`. defaults: setting -> default. purposes: setting -> help text, where it is not the
+    setting's own.
+    """
     known = {one.name: one for one in fields(TrainSettings)}
     for name, default in defaults.items():
         one = known[name]

@@ -1,4 +1,4 @@
-"""`mlx_zip train`: train a model on prepared data; every setting is a flag, a line of a YAML file, or its default."""
+"""`mlx_zip train`: trains a model on prepared data. Each setting comes from a flag, a YAML file, or its default."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from mlx_zip.errors import TrainingError
 from mlx_zip.training.mlx_lm_names import NAMES, translate
 from mlx_zip.training.settings import SAVE_DTYPES, SAVES, VALID_SHARE, EncoderOptions, RunOptions, TrainSettings
 
-STOPPED = {signal.SIGINT: 130, signal.SIGTERM: 143}
+STOPPED = {signal.SIGINT: 130, signal.SIGTERM: 143}  # signal that ended a run: exit status
 _SETTINGS = {one.name: str(one.type) for one in fields(TrainSettings)}
-_KINDS: dict[str, type | tuple[type, ...]] = {  # of what is no setting: what a YAML file may hold
+_KINDS: dict[str, type | tuple[type, ...]] = {  # types that a YAML file may hold for names that are not settings
     **dict.fromkeys(("model", "from_scratch", "tokenizer", "out", "save", "save_dtype"), str),
     **dict.fromkeys(("report_to", "project_name", "adapter_path", "resume_adapter_file"), str),
     **dict.fromkeys(("plot", "canonical", "mask_prompt"), bool),
@@ -29,61 +29,78 @@ _WORDS: dict[Any, str] = {str: "text", bool: "true or false", int: "a whole numb
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the flags."""
+    """Declares the flags of `train`."""
     add = parser.add_argument
-    add("--model", help="model folder or hub id to start from, zip2zip or plain")
+    add("--model", help="model folder, bundled model or hub id to start from, zip2zip or plain")
     add(
         "--from-scratch",
         metavar="CONFIG",
-        help="config.json of a model to start with random weights (with --tokenizer)",
+        help="config.json of a model that starts with random weights, instead of --model; needs --tokenizer",
     )
-    add("--tokenizer", help="folder of the tokenizer (default: the model's)")
-    add("--data", nargs="+", help="folders that `mlx_zip prepare` made")
-    add("--valid", nargs="+", default=None, help="prepared folders to validate on, instead of a share of --data")
+    add("--tokenizer", help="folder of the tokenizer (default: the folder of --model)")
+    add("--data", nargs="+", help="folders of training data, as written by `mlx_zip prepare`")
+    add(
+        "--valid",
+        nargs="+",
+        default=None,
+        help="folders of validation data, as written by `mlx_zip prepare` (default: --valid-share of --data)",
+    )
     add(
         "--valid-share",
         type=float,
         metavar="SHARE",
-        help=f"share of the samples that is held out for validation; 0: none (default: {VALID_SHARE}, or what the run "
-        "in --out began with)",
+        help="share of the samples in --data to hold out for validation, from 0 to below 1; 0: none (default: "
+        f"{VALID_SHARE}, or 0 with --valid; a continued run keeps its own)",
     )
-    add("--out", help="folder of the run: checkpoints, metrics.jsonl, and in the end model/; a run there is continued")
-    add(
-        "-c", "--config", help="YAML file of flags, written with underscores; flags on the command line take precedence"
-    )
+    add("--out", help="folder for checkpoints, metrics.jsonl and the finished model/; a run found there is continued")
+    add("-c", "--config", help="YAML file of flags, named with underscores; flags on the command line take precedence")
     add(
         "--save",
         choices=SAVES,
-        help="what a finished run leaves; model: a whole folder OUT/model, adapter: LoRA and hyper-encoders alone in "
-        "OUT/adapter (default: model)",
+        help="what a finished run writes; model: a whole model folder OUT/model, adapter: only LoRA adapters and "
+        "hyper-encoders in OUT/adapter (default: model)",
     )
-    add("--save-dtype", choices=SAVE_DTYPES, help="number type of the saved weights (default: float32)")
+    add("--save-dtype", choices=SAVE_DTYPES, help="floating-point type of the saved weights (default: float32)")
     add(
         "--canonical",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="train a zip2zip model on the probabilities of canonical decoding, and save a model that decodes so "
-        "(default: what its config says)",
+        help="train and save a model for canonical decoding, in which ids that the compressor would never write get no "
+        "probability (default: as the model's config says)",
     )
-    add("--plot", action="store_true", default=None, help="draw curves.png when the run ends (needs matplotlib)")
+    add(
+        "--plot",
+        action="store_true",
+        default=None,
+        help="draw OUT/curves.png when the run ends; needs matplotlib (default: off)",
+    )
     add_all(add, TrainSettings)
     add_all(add, EncoderOptions, ENCODER_FLAGS)
     _add_mlx_lm_names(parser.add_argument_group("mlx-lm's names").add_argument)
 
 
 def _add_mlx_lm_names(add: Any) -> None:
-    """Declares flags of `mlx_lm.lora`; those without a counterpart are hidden, and refused with the reason."""
-    add("--num-layers", type=int, metavar="N", help="mlx-lm's name of --lora-layers")
-    add("--adapter-path", metavar="DIR", help="mlx-lm's name of --out with --save adapter")
-    add("--max-seq-length", type=int, metavar="N", help="check that the data were prepared with at most N base ids")
+    """Declares the flags of `mlx_lm.lora`; those without a counterpart here are hidden, and are errors when given."""
+    add("--num-layers", type=int, metavar="N", help="mlx-lm's name for --lora-layers N")
+    add("--adapter-path", metavar="DIR", help="mlx-lm's name for --out DIR --save adapter")
+    add(
+        "--max-seq-length",
+        type=int,
+        metavar="N",
+        help="fail if --data holds samples of more than N base ids (default: no check)",
+    )
     add(
         "--mask-prompt",
         action="store_true",
         default=None,
-        help="check that the data were prepared so that prompts do not count (`mlx_zip prepare --train-on answers`)",
+        help="fail if --data was prepared with a loss on prompts (`mlx_zip prepare --train-on all`; default: no check)",
     )
-    add("--report-to", metavar="NAMES", help="services to send reports to: wandb, swanlab or wandb,swanlab")
-    add("--project-name", metavar="NAME", help="project of --report-to (default: the service's own)")
+    add(
+        "--report-to",
+        metavar="NAMES",
+        help="services that get the run's reports: wandb, swanlab or wandb,swanlab (default: none)",
+    )
+    add("--project-name", metavar="NAME", help="project for the reports of --report-to (default: the service's own)")
     for name in ("resume_adapter_file", "test_batches", "clear_cache_threshold"):
         add(flag(name), help=argparse.SUPPRESS)
     for name in ("train", "test", "trust_remote_code"):
@@ -91,14 +108,14 @@ def _add_mlx_lm_names(add: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Trains; 0, or 130/143 when a signal ended the run early, its last step saved."""
+    """Trains. Returns 0, or 130/143 when a signal ended the run early, after its last step was saved."""
     given = {name: value for name, value in vars(args).items() if value is not None and name != "config"}
     values = _merged(_read_yaml(args.config), given)
     options, settings = run_options(values), TrainSettings.from_dict({n: values[n] for n in _SETTINGS if n in values})
     if values.get("plot"):
-        from mlx_zip.training.curves import drawing
+        from mlx_zip.training.curves import load_matplotlib
 
-        drawing()  # rather now than when the run is over
+        load_matplotlib()  # fails now rather than after the run
     from mlx_zip.training.machines import is_first
     from mlx_zip.training.run import train
 
@@ -123,7 +140,7 @@ def _merged(of_file: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_options(values: dict[str, Any]) -> RunOptions:
-    """What a run reads and writes, by the flags. Raises `TrainingError` naming one that is missing."""
+    """Returns what a run reads and writes, from the flags' values. Raises `TrainingError` naming a missing flag."""
     for name in ("data", "out"):
         if not values.get(name):
             raise TrainingError(f"--{name} is missing")
@@ -136,12 +153,13 @@ def run_options(values: dict[str, Any]) -> RunOptions:
 
 
 def stopped(step: int, number: int) -> int:
-    """Says on stderr that a signal ended a run early; returns the exit status."""
+    """Prints on stderr that signal `number` ended a run early, after `step`; returns the exit status."""
     print(f"stopped after step {step}; the same command goes on from there", file=sys.stderr)
     return STOPPED[signal.Signals(number)]
 
 
 def _read_yaml(path: str | None) -> dict[str, Any]:
+    """Returns the values of a --config file by name, none without a file. Raises `TrainingError` naming the file."""
     if path is None:
         return {}
     import yaml
@@ -162,7 +180,10 @@ def _read_yaml(path: str | None) -> dict[str, Any]:
 
 
 def _checked(path: str, name: str, value: Any) -> Any:
-    """A value of the YAML file. YAML reads 3e-4, without a point, as text, and on as true."""
+    """Returns one value of the YAML file, checked. Raises `TrainingError` for one of another type than the flag's.
+
+    YAML reads 3e-4, without a decimal point, as text, and `on` as true: both are put right.
+    """
     if name in _FOLDERS:
         if not all(isinstance(one, str) for one in (value if isinstance(value, list) else [value])):
             raise TrainingError(f"--config {path}: {name} must be names of folders, got {value!r}")

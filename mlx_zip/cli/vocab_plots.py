@@ -26,11 +26,11 @@ def plot_file(name: str | None, read: Iterable[str | Path | None] = ()) -> Path 
     """
     if name is None:
         return None
-    from mlx_zip.training.curves import drawing
+    from mlx_zip.training.curves import load_matplotlib
 
     if Path(name).suffix not in SUFFIXES:
         raise DataError(f"--plot {name}: a plot is a {' or '.join(SUFFIXES)} file")
-    drawing()
+    load_matplotlib()
     return writable("--plot", name, read=read)
 
 
@@ -60,9 +60,9 @@ def draw_bars(path: Path, bars: Mapping[str, Mapping[str, float]], axes: tuple[s
 
 def _new_figure(axes: tuple[str, str]) -> tuple[Any, Any]:
     """Returns a matplotlib figure and its only plot, with these labels of the x and y axis."""
-    from mlx_zip.training.curves import drawing
+    from mlx_zip.training.curves import load_matplotlib
 
-    figure = drawing()[0](figsize=(7, 4), layout="constrained")
+    figure = load_matplotlib()[0](figsize=(7, 4), layout="constrained")
     axis = figure.subplots()
     axis.set(xlabel=axes[0], ylabel=axes[1])
     return figure, axis

@@ -38,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _learn_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags of `learn`."""
     add = parser.add_argument
     add("--tokenizer", required=True, metavar="NAME", help=f"tokenizer to adapt: {TOKENIZER}")
     add(
@@ -75,20 +76,31 @@ def _learn_arguments(parser: argparse.ArgumentParser) -> None:
         "--rule",
         choices=("replay", "final"),
         help="how new texts are encoded. replay: the swaps are repeated in order; final: all merges are applied, then "
-        "the tokens that were swapped out are split (default: replay; final for top-k)",
+        "tokens that are not kept are split (default: replay; final for top-k)",
     )
-    add("--margin", type=int, metavar="N", help="swap only if more than N tokens are saved (default: 0)")
-    add("--max-swaps", type=int, metavar="N", help="maximum number of swaps (default: as many as save tokens)")
+    add(
+        "--margin",
+        type=int,
+        metavar="N",
+        help="with --method adapt: swap only if more than N tokens are saved (default: 0)",
+    )
+    add(
+        "--max-swaps",
+        type=int,
+        metavar="N",
+        help="with --method adapt: maximum number of swaps (default: as many as save tokens)",
+    )
     add(
         "--tie",
         choices=("high", "low"),
-        help="which of equally rare merges is swapped out first: the one of high or of low rank (default: high)",
+        help="with --method adapt: which of equally rare merges is swapped out first, the one of high or of low rank "
+        "(default: high)",
     )
     add(
         "--counting",
         choices=("overlapping", "firing"),
-        help="how the pair that a merge joins is counted. overlapping: at every position; firing: only where it would "
-        "be joined (default: overlapping)",
+        help="with --method adapt: how the pair that a merge joins is counted. overlapping: at every position; firing: "
+        "only where it would be joined (default: overlapping)",
     )
     add(
         "--pieces",
@@ -105,6 +117,7 @@ def _learn_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _show_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags of `show`."""
     add = parser.add_argument
     add("file", metavar="FILE", help=_ADAPTED)
     add(
@@ -127,6 +140,7 @@ def _show_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _encode_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags of `encode`."""
     add = parser.add_argument
     add("file", metavar="FILE", help=_ADAPTED)
     add(
@@ -145,6 +159,7 @@ def _encode_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _convert_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags of `convert`."""
     add = parser.add_argument
     add("file", metavar="FILE", help=_ADAPTED)
     add(
@@ -242,7 +257,7 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
     """Returns the settings of --method for `adapted`. Raises `GenerationError` for a flag of another method."""
     chosen = {name: value for name in (*_SWAPS, "rule") if (value := getattr(args, name)) is not None}
     if args.method != "adapt" and (lost := [name for name in chosen if name in _SWAPS]):
-        raise GenerationError(f"--{lost[0].replace('_', '-')} goes with --method adapt, which swaps merges")
+        raise GenerationError(f"--{lost[0].replace('_', '-')} needs --method adapt, the only one that swaps merges")
     if args.method == "top-k" and args.rule == "replay":
         raise GenerationError("--rule replay has no swaps to replay with --method top-k, whose rule is final")
     return _SWAPS | chosen if args.method == "adapt" else chosen

@@ -68,8 +68,8 @@ class RowStore:
         """
         keys = np.where(np.arange(base_ids.shape[1]) < lengths[:, None], base_ids, np.uint32(_NO_ID))
         names = self._names(kind, keys)
-        held = [self._memory.get(name) for name in names]
-        absent = [i for i, row in enumerate(held) if row is None]
+        held = [self._memory.get(name) for name in names]  # per entry its row as bytes, or None
+        absent = [i for i, row in enumerate(held) if row is None]  # indices of entries without a row so far
         self.from_memory += len(names) - len(absent)
         if absent and self._disk is not None and kind.durable:
             absent = self._read(self._disk, kind, keys, names, held, absent)
@@ -118,13 +118,13 @@ class RowStore:
         self._fresh.clear()
 
     def flush(self) -> None:
-        """Settles, and writes new rows to the folder."""
+        """Keeps the rows encoded so far, as `settle` does, and writes new rows to the folder."""
         self.settle()
         if self._disk is not None:
             self._disk.flush()
 
     def close(self) -> None:
-        """Settles, writes new rows and closes the files. Waits up to 2 s if another process is writing."""
+        """Does what `flush` does, and closes the files. Waits up to 2 s if another process is writing."""
         self.settle()
         if self._disk is not None:
             self._disk.close()
@@ -238,6 +238,6 @@ def _in_order(
 
 
 def _to_device(kind: RowKind, rows: Sequence[bytes]) -> mx.array:
-    """The rows as an array [N, D] of the kind's dtype."""
+    """Returns rows given as bytes as an array [N, D] of the kind's dtype."""
     data = np.frombuffer(b"".join(rows), np.uint8).reshape(len(rows), kind.rows.row_bytes)
     return mx.array(data).view(kind.dtype)

@@ -19,6 +19,7 @@ def recomputed(module: nn.Module, call: Callable[[mx.array], Any], x: mx.array) 
     first = module.parameters()
 
     def again(parameters: Any, x: mx.array) -> Any:
+        """Returns `call(x)`, run with the first run's weights and these trained ones."""
         own = module.parameters()
         module.update(first)
         module.update(parameters)

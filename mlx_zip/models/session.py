@@ -61,7 +61,7 @@ class Session:
         return self.for_copy()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled without the store, which holds memory and open files of this process."""
+        """Pickles the session without its store, which holds memory and open files of this process."""
         return Session, (self.config, None, None, self.pack)
 
     # ---- the weights that rows depend on

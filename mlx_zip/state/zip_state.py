@@ -305,6 +305,7 @@ class ZipState:
 
     @state.setter
     def state(self, value: Sequence[Any]) -> None:
+        """Rebuilds the state from saved parts, of version 1 or 2."""
         params, ids, lengths, left_padding, offset, long_rope, *marks = checked_state(
             value, {STATE_VERSION: 7, TUNED_VERSION: 8}
         )

@@ -1,1 +1,1 @@
-"""Training: prepared samples, the objective over a growing vocabulary, and a loop that survives interruption."""
+"""Training: prepared samples, the loss over base ids and hypertokens, and a loop that can be resumed."""

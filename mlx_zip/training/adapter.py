@@ -1,9 +1,9 @@
-"""What LoRA training made, without its base: the published format 1, a PEFT adapter and the encoders.
+"""Saves what LoRA training changed, without the base model: a PEFT adapter and the hyper-encoders (format 1).
 
     adapter_config.json, adapter_model.safetensors    LoRA layers of the decoder, named as PEFT does
     zip2zip_config.json, zip2zip_encoders.safetensors  codec and hyper-encoders (only for a zip2zip model)
 
-`mlx_zip convert` reads it back onto its base. Source of the format: zip2zip 0.2.0, peft 0.21 (`LoraConfig`).
+`mlx_zip convert` puts the folder and its base model together. Source: zip2zip 0.2.0, peft 0.21 (`LoraConfig`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ _PT = {"format": "pt"}
 
 
 def check_savable(model: nn.Module, config: Mapping[str, Any], settings: TrainSettings, from_scratch: bool) -> None:
-    """Raises `TrainingError` for a run whose result is more than an adapter and encoders. Ask before training."""
+    """Raises `TrainingError` if the run's result cannot be saved as an adapter and encoders. Called before training.
+
+    config: the model's config.json. from_scratch: whether the weights began random.
+    """
     if settings.fine_tune_type == "full" or from_scratch:
         raise TrainingError("--save adapter is for LoRA or encoders on a base; this run trains all weights")
     if not isinstance(model, Model):
@@ -48,7 +51,9 @@ def check_savable(model: nn.Module, config: Mapping[str, Any], settings: TrainSe
 
 
 def save_adapter(folder: Path, model: Any, base: str, settings: TrainSettings, dtype: str = "float32") -> None:
-    """Writes the folder, whole or not at all. base: hub id or path of the plain model it is for.
+    """Writes the adapter folder, whole or not at all. base: hub id or path of the plain model that was trained.
+
+    dtype: floating-point type of the saved weights.
 
     Raises `TrainingError` when it cannot be written.
     """
@@ -70,12 +75,14 @@ def save_adapter(folder: Path, model: Any, base: str, settings: TrainSettings, d
 
 
 def _zip_config(model: Model, base: str) -> dict[str, Any]:
+    """Returns zip2zip_config.json for the trained model. base: as in `save_adapter`."""
     found = replace(model.config, format_version=1, base_model=base).to_dict()
     del found["pad_token_id"]  # the package takes it from the tokenizer, and refuses keys it does not know
     return found
 
 
 def _peft_config(pairs: Mapping[str, LoRALinear], base: str, settings: TrainSettings, layers: int) -> dict[str, Any]:
+    """Returns adapter_config.json. pairs: the LoRA layers by name. layers: number of blocks in the model."""
     numbers = {int(found[1]) for name in pairs if (found := _LAYER.search(name))}
     return {
         "peft_type": "LORA",
@@ -92,7 +99,7 @@ def _peft_config(pairs: Mapping[str, LoRALinear], base: str, settings: TrainSett
 
 
 def _peft_weights(pairs: Mapping[str, LoRALinear], dtype: mx.Dtype) -> dict[str, mx.array]:
-    """PEFT keeps A [r, in] and B [out, r]; mlx-lm their transposes."""
+    """Returns the LoRA weights under PEFT's names: A [r, in] and B [out, r], which mlx-lm keeps transposed."""
     prefix, weights = "base_model.model.", {}
     for name, layer in pairs.items():
         weights[f"{prefix}{name}.lora_A.weight"] = mx.contiguous(layer.lora_a.T).astype(dtype)

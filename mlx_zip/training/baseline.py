@@ -1,4 +1,4 @@
-"""What a model costs without hypertokens: the base that a trained zip2zip model is compared with."""
+"""Measures a model without hypertokens: the baseline that a trained zip2zip model is compared with."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from mlx_zip.training.trainer import Trainer
 
 
 def base_bits_per_byte(trainer: Trainer) -> float:
-    """Bits per byte of the validation samples, read by the trainer's model as base ids alone.
+    """Returns bits per byte of the validation samples when the trainer's model reads them as base ids only.
 
-    Before the first step that is the figure of the model that training begins with. Of a sample with a mask, base ids
-    count whose hypertoken does.
+    Called before the first step, it measures the model that training begins with. A base id counts if the id that it
+    was compressed into counts.
     """
     assert trainer.valid is not None
     params, nats, n_bytes = trainer.valid.params, 0.0, 0
@@ -38,7 +38,7 @@ def base_bits_per_byte(trainer: Trainer) -> float:
 
 
 def expanded(sample: Sample, params: CodecParams) -> Sample:
-    """A sample as base ids, each of which counts if the id that stood for it did."""
+    """Returns a sample with its ids expanded to base ids; a base id counts if the id that it comes from counts."""
     if not grows(params):
         return sample
     book = Codebook(sample.params(params))
@@ -48,6 +48,10 @@ def expanded(sample: Sample, params: CodecParams) -> Sample:
 
 
 def _base_nats(model: Any, batch: Batch, long: bool) -> dict[str, mx.array]:
+    """Returns `nats` and `count` of a batch of base ids. long: use LongRoPE's long factors.
+
+    A zip2zip model gets one entry that no position may predict.
+    """
     arrays = to_device(batch)
     if not isinstance(model, Model):
         return plain_nats(model(arrays["inputs"]), arrays)

@@ -1,6 +1,6 @@
-"""Samples to the arrays of one step: shared entries, availability, targets, padded to shapes that recur.
+"""Turns samples into the arrays of one training step: inputs, targets, entries, padded to shapes that recur.
 
-All of it runs on the host, in numpy and the C codec; nothing is learnt here.
+All of this runs on the CPU, in numpy and the C codec.
 """
 
 from __future__ import annotations
@@ -17,19 +17,21 @@ from mlx_zip.codec import Codebook, CodecParams
 from mlx_zip.errors import CodecError, DataError
 from mlx_zip.training.shards import Sample, grows
 
-BUCKETS_PER_OCTAVE = 8  # padded sizes: at most 12.5 % too long, and few enough for compiled steps to recur
+BUCKETS_PER_OCTAVE = 8  # padded sizes per doubling: at most 12.5 % padding, and few shapes to compile steps for
 SORTED_TOGETHER = 32  # batches whose samples are sorted by length before they are cut, so that little is padding
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One step's samples as arrays; `arrays` holds what `Samples` names, and:
+    """The samples of one step as arrays. `arrays` holds the arrays of `mlx_zip.models.whole.Samples`, and:
 
-    targets [B, L] int32: the column each position should predict, base id or vocab_size + slot. weights [B, L]
-    float32: 1 where the loss counts. available [B, L] int32: how many slots are open there. excluded_at, excluded [P]
-    int32, of a canonical model: a position, counted through all rows, and a column that its target cannot be.
-    A codec without codebook gives inputs, targets and weights alone. samples: their indices. ids, base_ids, n_bytes:
-    of the real part. longest: ids of the longest sample. distinct, installed: entries before and after sharing.
+    targets [B, L] int32: the id each position should predict, a base id or vocab_size + slot. weights [B, L] float32:
+    1 where the loss counts, else 0. available [B, L] int32: the number of slots that may be predicted there.
+    excluded_at, excluded [P] int32, only for canonical decoding: pairs of a position (row * L + column) and an id that
+    cannot follow there. Without a codebook there are inputs, targets and weights only.
+
+    samples: the samples' indices. ids, base_ids, n_bytes: their sums, padding not counted. longest: inputs of the
+    longest sample. installed: entries of all samples; distinct: those that are left when equal ones are shared.
     """
 
     arrays: dict[str, NDArray[Any]]
@@ -51,16 +53,17 @@ def make_batch(
     base_positions: bool = False,
     canonical: bool = False,
 ) -> Batch:
-    """The arrays of some samples of two ids or more.
+    """Returns the arrays of some samples, each of two ids or more.
 
-    availability: "causal" opens an entry from the position that created it, as generation does; "legacy" opens the
-    sample's whole codebook everywhere (arXiv 2506.01084 §2.4). base_positions: positions count base ids. canonical:
-    say what the compressor would not have written (`mlx_zip.canonical`); "legacy" knows no such thing. Raises
-    `DataError` naming a sample that its codebook cannot read, or that stands for other text than was prepared.
+    indices: the samples' numbers, for messages. availability: "causal" lets an entry be predicted from the position
+    that installs it, as generation does; "legacy" lets every position predict all of the sample's entries (arXiv
+    2506.01084 §2.4). base_positions: add `index`, positions counted in base ids. canonical: add the ids that the
+    compressor would not have written (`mlx_zip.canonical`), under "causal" only. Raises `DataError` naming a sample
+    that its codebook cannot read, or whose base ids are not as many as recorded.
     """
     if params.policy != "freeze":
         raise DataError(f"training follows codebooks of policy freeze, not {params.policy}")
-    books = _follow(samples, params, indices or range(len(samples)), availability)
+    books = _read_samples(samples, params, indices or range(len(samples)), availability)
     longest = max(len(book.inputs) for book in books)
     length = bucket(longest)
     arrays = {
@@ -85,8 +88,8 @@ def make_batch(
     return batch
 
 
-def _excluded(books: list[_Followed], params: CodecParams, length: int) -> dict[str, NDArray[Any]]:
-    """Positions and columns; padded with the position after the last one."""
+def _excluded(books: list[_ReadSample], params: CodecParams, length: int) -> dict[str, NDArray[Any]]:
+    """Returns `excluded_at` and `excluded` of a batch, see `Batch`; padded with the position after the last one."""
     pairs = [book.excluded(params) for book in books]
     at = np.concatenate([i + row * length for row, (i, _) in enumerate(pairs)])
     more = bucket(len(at), least=32) - len(at)
@@ -96,33 +99,39 @@ def _excluded(books: list[_Followed], params: CodecParams, length: int) -> dict[
     }
 
 
-def _follow(
+def _read_samples(
     samples: Sequence[Sample], params: CodecParams, indices: Sequence[int], availability: str
-) -> list[_Followed]:
+) -> list[_ReadSample]:
+    """Reads each sample with its codebook. Raises `DataError` naming a damaged sample by its index."""
     books = []
     for i, sample in zip(indices, samples, strict=True):
         try:
-            books.append(_Followed(sample, params, availability))
+            books.append(_ReadSample(sample, params, availability))
         except (CodecError, DataError) as error:
             raise DataError(f"sample {i} is damaged: {error}; delete its folder and prepare the data again") from error
     return books
 
 
-def _with_entries(batch: Batch, books: list[_Followed], params: CodecParams, length: int) -> Batch:
-    entries, lengths, where = _distinct([book.entries for book in books])
-    more = bucket(len(entries), least=32) - len(entries)  # padding entries, one base id long: means over them exist
+def _with_entries(batch: Batch, books: list[_ReadSample], params: CodecParams, length: int) -> Batch:
+    """Returns the batch with its distinct entries, and which of them each slot and each input holds."""
+    entries, lengths, held = _distinct([book.entries for book in books])
+    more = bucket(len(entries), least=32) - len(entries)  # padding entries have one base id, so that means exist
     batch.arrays.update(
         available=_pad([book.available for book in books], length),
         entries=np.pad(entries, ((0, more), (0, 0)), constant_values=params.fill).astype(np.int32),
         lengths=np.pad(lengths, (0, more), constant_values=1).astype(np.int32),
-        slots=_pad(where, bucket(max(map(len, where)), least=32)),
-        **_read_entries([book.slots_read for book in books], where, length),
+        slots=_pad(held, bucket(max(map(len, held)), least=32)),
+        **_read_entries([book.slots_read for book in books], held, length),
     )
-    return replace(batch, distinct=len(entries), installed=sum(map(len, where)))
+    return replace(batch, distinct=len(entries), installed=sum(map(len, held)))
 
 
-class _Followed:
-    """One sample, followed by its codebook as generation would."""
+class _ReadSample:
+    """One sample, read id by id with its codebook, as generation would; n ids give n - 1 positions.
+
+    inputs, targets, weights, index, available [n - 1]: see `Batch`. slots_read [n - 1]: the slot of a hypertoken in
+    the inputs, -1 for a base id. entries: base ids and lengths of all its entries, in slot order.
+    """
 
     def __init__(self, sample: Sample, params: CodecParams, availability: str) -> None:
         params = sample.params(params)
@@ -142,7 +151,7 @@ class _Followed:
         closed = (self.targets >= params.vocab_size + self.available) & ~np.isin(self.targets, params.disabled_ids)
         if closed.any():
             at = int(np.argmax(closed))
-            raise DataError(f"id {self.targets[at]} at {at + 1} has no entry where it is to be predicted")
+            raise DataError(f"id {self.targets[at]} at {at + 1} has no entry yet where it is to be predicted")
         spans = book.spans(sample.ids)
         if (base_ids := int(spans.sum())) != sample.base_ids:
             raise DataError(f"its ids stand for {base_ids} base ids, not for {sample.base_ids} as recorded")
@@ -150,32 +159,37 @@ class _Followed:
         self.start, self.ids = params.start, sample.ids
 
     def excluded(self, params: CodecParams) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Pairs of a position whose loss counts and a column that is no canonical target there; each [pairs]."""
+        """Returns two arrays [pairs]: positions whose loss counts, and ids that the compressor would not write next."""
         found = excluded_behind(Codebook(replace(params, start=self.start)), self.ids[:-1])
         at, column = np.unique(np.stack(found), axis=1)
-        broken = at[self.targets[at] == column]  # a text's parts that were compressed one by one meet here
+        broken = at[self.targets[at] == column]  # two parts of a text meet here that were compressed one by one
         kept = (self.weights[at] > 0) & ~np.isin(at, broken)
         return at[kept], column[kept]
 
 
 def _distinct(books: list[tuple[NDArray[Any], NDArray[Any]]]) -> tuple[NDArray[Any], NDArray[Any], list[NDArray[Any]]]:
-    """Each distinct entry once, as base_ids [U, S] and lengths [U], and per sample which of them its slots hold.
+    """Returns the distinct entries of all samples, base ids [U, S] and lengths [U], and `held`.
 
-    Entries of equal base ids are one entry, whichever samples installed them: their rows are equal too.
+    books: base ids and lengths of each sample's entries. held: for each sample and slot, the index of its entry among
+    the U distinct ones. Entries of equal base ids have equal rows, whichever samples installed them.
     """
     rows = np.concatenate([ids for ids, _ in books]).astype(np.uint32)
     lengths = np.concatenate([n for _, n in books]).astype(np.uint32)
     keys = np.ascontiguousarray(np.column_stack([rows, lengths])).view(np.dtype((np.void, 4 * (rows.shape[1] + 1))))
     _, first, inverse = np.unique(keys.reshape(-1), return_index=True, return_inverse=True)
-    where = np.split(inverse.reshape(-1), np.cumsum([len(n) for _, n in books])[:-1])
-    return rows[first], lengths[first], where
+    held = np.split(inverse.reshape(-1), np.cumsum([len(n) for _, n in books])[:-1])
+    return rows[first], lengths[first], held
 
 
 def _read_entries(
-    slots: list[NDArray[np.int64]], where: list[NDArray[np.int64]], length: int
+    slots: list[NDArray[np.int64]], held: list[NDArray[np.int64]], length: int
 ) -> dict[str, NDArray[Any]]:
-    """Which entries the inputs read, and where each hypertoken finds its row among them."""
-    entry = [np.where(s < 0, -1, w[np.maximum(s, 0)] if len(w) else -1) for s, w in zip(slots, where, strict=True)]
+    """Returns `read`, the distinct entries that inputs use, and `input_rows`: each input's index into it, or -1.
+
+    slots: for each sample the slot that each input uses, -1 for a base id. held: as `_distinct` returns it. `read` is
+    sorted and padded, `input_rows` is padded to `length`.
+    """
+    entry = [np.where(s < 0, -1, h[np.maximum(s, 0)] if len(h) else -1) for s, h in zip(slots, held, strict=True)]
     read = np.unique(np.concatenate(entry))
     read = read[read >= 0]
     rows = [np.where(e < 0, -1, np.searchsorted(read, e)) for e in entry]
@@ -183,12 +197,13 @@ def _read_entries(
 
 
 def bucket(n: int, least: int = 8) -> int:
-    """The padded size for n: a multiple of an eighth of the power of two below it, at least `least`."""
+    """Returns the size to pad n values to: the next of eight evenly spaced sizes per doubling, at least `least`."""
     step = max(least, (1 << max(0, n - 1).bit_length()) // (2 * BUCKETS_PER_OCTAVE))
     return max(least, -(-n // step) * step)
 
 
 def _pad(rows: Sequence[NDArray[Any]], length: int, dtype: Any = np.int32, fill: int = 0) -> NDArray[Any]:
+    """Returns arrays of different lengths as one [rows, length], padded with `fill`."""
     out = np.full((len(rows), length), fill, dtype)
     for row, values in zip(out, rows, strict=True):
         row[: len(values)] = values
@@ -198,11 +213,12 @@ def _pad(rows: Sequence[NDArray[Any]], length: int, dtype: Any = np.int32, fill:
 def batch_order(
     lengths: NDArray[np.int64], batch_size: int, seed: int, epoch: int, starts: NDArray[np.int64] | None = None
 ) -> list[NDArray[np.int64]]:
-    """The batches of one epoch as arrays of sample indices; a function of its arguments alone.
+    """Returns the batches of one epoch, each an array of sample indices. Equal arguments give equal batches.
 
-    Samples are shuffled, sorted within runs of batches by `starts` and by length, cut, and the batches shuffled again.
-    Samples of fewer than two ids predict nothing and are left out, as are those that do not fill a batch. starts: of
-    every sample, entries of its starting codebook; those of a batch are then of a size, but where two sizes meet.
+    lengths: ids of every sample. starts: number of entries in every sample's starting codebook; None: no entries.
+    Samples are shuffled; groups of them are sorted by `starts` and length and cut into batches, so that a batch needs
+    little padding; then the batches are shuffled. Left out: samples of fewer than two ids, which predict nothing, and
+    those that do not fill a batch.
     """
     rng = np.random.default_rng([seed, epoch])
     order = rng.permutation(np.flatnonzero(lengths >= 2))
@@ -214,4 +230,5 @@ def batch_order(
 
 
 def _cut(values: NDArray[np.int64], size: int) -> Iterator[NDArray[np.int64]]:
+    """Yields parts of `size` values; the last one may be shorter."""
     return (values[i : i + size] for i in range(0, len(values), size))

@@ -1,11 +1,11 @@
-"""Checkpoints: folders that appear whole, hold all that the next step depends on, and are checked when read.
+"""Checkpoints: folders that are written whole, hold all that the next step depends on, and are checked on reading.
 
-    step-000200/  trained.safetensors    the weights that are trained
-                  optimizer.safetensors  the optimizer's state and the random state
-                  state.json             step, how much was read, fingerprint of the run
+    step-000200/  trained.safetensors    the trained weights
+                  optimizer.safetensors  the optimizer's and the random generator's state
+                  state.json             `Progress` and the run's fingerprint
 
-A run killed at any moment finds its last whole checkpoint again; a half-written one has another name, and is removed
-by the next one.
+A run that is killed at any moment finds its last complete checkpoint. An incomplete one has another name, and is
+removed when the next checkpoint is written.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _RANDOM = "random."
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands: step: optimizer steps done. seen_*: what they read, over all machines."""
+    """Where a run stands. step: optimizer steps done. seen_*: what they read, over all machines. seconds: run time."""
 
     step: int = 0
     seen_samples: int = 0
@@ -46,20 +46,20 @@ class Progress:
 def save_checkpoint(
     run: Path, trainee: nn.Module, optimizer: optim.Optimizer, progress: Progress, fingerprint: str, keep: int
 ) -> Path:
-    """Writes the checkpoint of `progress.step` and removes all but the last `keep`.
+    """Writes the checkpoint of `progress.step`, removes all but the last `keep`, and returns its folder.
 
-    Raises `TrainingError` when it cannot be written, or holds NaN or inf; earlier ones stay as they are.
+    Raises `TrainingError` if it cannot be written, or would hold NaN or inf; earlier checkpoints stay as they are.
     """
     path = run / FOLDER / folder_name(progress.step)
     trained = dict(tree_flatten(trainee.trainable_parameters()))
-    if wrong := no_numbers(trained):
+    if wrong := first_not_finite(trained):
         raise TrainingError(
             f"step {progress.step} left values that are not numbers in {wrong}; the checkpoint before it stays good: "
             "lower the learning rate"
         )
     state = {name: value for name, value in tree_flatten(optimizer.state) if isinstance(value, mx.array)}
     state[f"{_RANDOM}0"] = random_key()
-    for left in run.glob(f"{FOLDER}/.step-*"):  # by processes that were killed: one run writes here at a time
+    for left in run.glob(f"{FOLDER}/.step-*"):  # of killed processes: only one process writes here at a time
         shutil.rmtree(left, ignore_errors=True)
     try:
         with whole_folder(path) as folder:
@@ -74,23 +74,26 @@ def save_checkpoint(
 
 
 def checkpoints(run: Path) -> list[tuple[int, Path]]:
-    """(step, folder) of the whole checkpoints of a run, oldest first."""
+    """Returns (step, folder) of each complete checkpoint of a run, oldest first."""
     folder = run / FOLDER
     found = ((_NAME.fullmatch(path.name), path) for path in (folder.iterdir() if folder.is_dir() else ()))
     return sorted((int(match[1]), path) for match, path in found if match)
 
 
 def load_checkpoint(path: Path, trainee: nn.Module, optimizer: optim.Optimizer, fingerprint: str) -> Progress:
-    """Puts a checkpoint's weights, optimizer and random state back. Raises `TrainingError` naming what does not fit."""
+    """Restores weights, optimizer and random state from a checkpoint, and returns its progress.
+
+    fingerprint: that of this run. Raises `TrainingError` naming what cannot be read or does not fit.
+    """
     try:
         state = json.loads((path / "state.json").read_text(encoding="utf-8"))
         mark = state.pop("fingerprint")
         progress = Progress(**state)
-        if mark == fingerprint:  # else what is wrong is that it belongs elsewhere
+        if mark == fingerprint:  # else another run's checkpoint is reported below
             _check_progress(path, progress)
         trained: Any = mx.load(str(path / "trained.safetensors"))
         saved: Any = mx.load(str(path / "optimizer.safetensors"))
-        mx.eval(trained, saved)  # until then nothing has been read
+        mx.eval(trained, saved)  # reads the files
     except (OSError, ValueError, RuntimeError, TypeError, AttributeError, KeyError) as error:
         raise TrainingError(f"{path} cannot be read: {error}; delete it to go on from the one before") from error
     if mark != fingerprint:
@@ -98,7 +101,7 @@ def load_checkpoint(path: Path, trainee: nn.Module, optimizer: optim.Optimizer, 
     optimizer.init(trainee.trainable_parameters())
     key = saved.pop(f"{_RANDOM}0", mx.array([]))
     _check(path / "trained.safetensors", trained, trainee.trainable_parameters())
-    if wrong := no_numbers(trained):
+    if wrong := first_not_finite(trained):
         raise TrainingError(f"{path} holds values that are not numbers in {wrong}; delete it to go on from before")
     _check(path / "optimizer.safetensors", {**saved, "key": key}, {**optimizer.state, "key": random_key()})
     trainee.update(tree_unflatten(list(trained.items())))
@@ -109,14 +112,14 @@ def load_checkpoint(path: Path, trainee: nn.Module, optimizer: optim.Optimizer, 
 
 
 def _check(path: Path, found: Mapping[str, mx.array], tree: Any) -> None:
-    """Raises `TrainingError` unless a file's arrays are those of a tree, by name, shape and dtype."""
+    """Raises `TrainingError` unless a file's arrays have the names, shapes and dtypes of `tree`'s."""
     wanted = {name: (value.shape, value.dtype) for name, value in tree_flatten(tree) if isinstance(value, mx.array)}
     if {name: (value.shape, value.dtype) for name, value in found.items()} != wanted:
         raise TrainingError(f"{path} does not hold what this run trains; delete {path.parent.name} to go on without it")
 
 
 def _check_progress(path: Path, progress: Progress) -> None:
-    """Raises `ValueError` for counts that cannot be, or those of another step than the folder's name says."""
+    """Raises `ValueError` for a count that is out of range, and for another step than the folder is named for."""
     counts = vars(progress)
     for name, value in counts.items():
         whole = name != "seconds"
@@ -126,31 +129,31 @@ def _check_progress(path: Path, progress: Progress) -> None:
         raise ValueError(f"it is that of step {progress.step}")
 
 
-def no_numbers(arrays: Mapping[str, mx.array]) -> str:
-    """The name of the first array with a NaN or inf in it, "" when there is none."""
+def first_not_finite(arrays: Mapping[str, mx.array]) -> str:
+    """Returns the name of the first array that holds a NaN or inf, "" if none does."""
     finite = {name: mx.isfinite(value).all() for name, value in arrays.items()}
     mx.eval(finite)
     return next((name for name, fine in finite.items() if not fine.item()), "")
 
 
 def folder_name(step: int) -> str:
-    """What the checkpoint of a step is called."""
+    """Returns the name of the folder for the checkpoint of a step."""
     return f"step-{step:06d}"
 
 
 def random_key() -> mx.array:
-    """MLX's random state: one key, uint32 [2]."""
+    """Returns MLX's random state: one key, uint32 [2]."""
     state: Any = mx.random.state
     return state[0]
 
 
 def set_random_key(key: mx.array) -> None:
-    """Puts a random state back; MLX takes it as a seed whose halves are the key."""
+    """Restores a random state; MLX takes it as a 64-bit seed whose two halves are the key."""
     halves: Any = key.tolist()
     high, low = halves
     mx.random.seed(high << 32 | low)
 
 
 def steps_of(progress: Progress) -> mx.array:
-    """Its counts but the time, int64 [5]."""
+    """Returns all counts but the seconds, int64 [5], to send to other machines."""
     return mx.array(list(vars(progress).values())[:-1], mx.int64)

@@ -17,8 +17,8 @@ PANELS = (
 )
 
 
-def drawing() -> tuple[Any, Any]:
-    """matplotlib's Figure and the canvas it is drawn on. Raises `InstallationError` without the library."""
+def load_matplotlib() -> tuple[Any, Any]:
+    """Returns matplotlib's classes for a figure and its canvas. Raises `InstallationError` without the library."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -28,8 +28,11 @@ def drawing() -> tuple[Any, Any]:
 
 
 def draw(run: Path, lines: Sequence[dict[str, Any]]) -> Path:
-    """Four panels over the optimizer steps; validation and training loss share one panel."""
-    figure_class, canvas = drawing()
+    """Draws `curves.png` in the run's folder and returns its path. lines: the run's log.
+
+    Each of the four panels shows one quantity over the optimizer steps, in training and in validation.
+    """
+    figure_class, canvas = load_matplotlib()
     figure = figure_class(figsize=(10, 6), layout="constrained")
     canvas(figure)
     for panel, (key, label) in zip(figure.subplots(2, 2).flat, PANELS, strict=True):

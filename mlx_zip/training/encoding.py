@@ -1,4 +1,4 @@
-"""Records to base ids: what the loss counts of them, and the UTF-8 bytes each id stands for."""
+"""Turns records into base ids, and says which of them the loss counts and how many UTF-8 bytes each stands for."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ from mlx_zip.text.token_facts import lead_ids, special_ids
 
 TRAIN_ON = ("answers", "all")
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
-_TAIL = 4  # ids after a turn's end, among which its eos may be: a template writes a line end after it
+_TAIL = 4  # last ids of a conversation that may include its eos: some templates write a line end after it
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One document or conversation: ids uint32 [n], counted bool [n], n_bytes int64 [n]: bytes per id, 0 for specials.
+    """One document or conversation as base ids, not yet cut into windows.
 
-    lead: ids that begin every window of it, and are not among `ids`. conversation: or a prompt and its completion.
+    ids uint32 [n]. counted bool [n]: whether the loss counts an id. n_bytes int64 [n]: UTF-8 bytes of each id, 0 for
+    special ones. lead: ids to put in front of every window, not part of `ids`. conversation: whether it is one, or a
+    prompt and its completion.
     """
 
     ids: Uint32s
@@ -37,8 +39,10 @@ class Piece:
 
 
 class Encoder:
-    """Turns records into pieces. train_on: "answers" counts what the assistant says of a conversation, and the
-    completion of a prompt; "all" counts everything. A document is counted whole.
+    """Turns records into pieces.
+
+    train_on: "answers" counts the assistant's turns of a conversation, and the completion of a prompt; "all" counts
+    everything. Documents are always counted whole.
     """
 
     def __init__(self, tokenizer: Any, train_on: str = "answers") -> None:
@@ -51,7 +55,10 @@ class Encoder:
         self.lead = lead_ids(tokenizer)
 
     def encode(self, records: Sequence[Record]) -> list[Piece | Skipped]:
-        """One piece per record, in order, or why there is none. Raises `DataError` where no loss mask can be made."""
+        """Returns, for each record in order, its piece, or `Skipped` with the reason why it gives none.
+
+        Raises `DataError` for a chat template in which the assistant's turns cannot be found.
+        """
         plain = [record.text for record in records if record.messages is None and record.prompt is None]
         found = iter(self._fast.encode_batch_fast(plain, add_special_tokens=False))
         return [
@@ -60,13 +67,17 @@ class Encoder:
         ]
 
     def _document(self, record: Record, ids: Sequence[int]) -> Piece | Skipped:
+        """Returns the piece of a document, whose text has the base ids `ids`."""
         found = np.array(ids, np.uint32)
         n_bytes = self._bytes(record.text or "", found)
         end = [] if record.continues else self._eos
         return self._piece(record, found, np.ones(len(found), np.bool_), n_bytes, end, self.lead)
 
     def _answered(self, record: Record) -> Piece | Skipped:
-        """A conversation, or a prompt and its completion, which is one where the tokenizer has a chat template."""
+        """Returns the piece of a conversation, or of a prompt and its completion.
+
+        With a chat template the latter is rendered as a conversation, else the two are joined as they are.
+        """
         if record.messages is None and not self.tokenizer.has_chat_template:
             prompt = record.prompt or ""
             text = prompt + (record.text or "")
@@ -78,7 +89,7 @@ class Encoder:
         return self._with_spans(record, text, spans, templated=True)
 
     def _render(self, record: Record) -> tuple[str, list[tuple[int, int]]]:
-        """The text of a conversation, and where in it the assistant speaks."""
+        """Returns the text of a conversation, and (begin, end) in characters of each assistant turn that counts."""
         messages = record.messages or (
             {"role": "user", "content": record.prompt},
             {"role": "assistant", "content": record.text},
@@ -101,18 +112,21 @@ class Encoder:
     def _with_spans(
         self, record: Record, text: str, spans: Sequence[tuple[int, int]], templated: bool
     ) -> Piece | Skipped:
+        """Returns the piece of a text of which the characters in `spans` count. templated: a chat template wrote it."""
         encoding = self._fast.encode(text, add_special_tokens=False)
         ids = np.array(encoding.ids, np.uint32)
         counted = np.full(len(ids), self.train_on == "all")
         if self.train_on == "answers":
             places = np.array(encoding.offsets, np.int64).reshape(-1, 2)
-            places[1:, 0] = np.minimum(places[1:, 0], places[:-1, 1])  # some leave out the space a token begins with
+            places[1:, 0] = np.minimum(
+                places[1:, 0], places[:-1, 1]
+            )  # some tokenizers leave out the space that a token begins with
             for begin, end in spans:
                 counted |= (places[:, 0] >= begin) & (places[:, 1] <= end)
         if not counted.any():
             return Skipped(record.where, "nothing to learn: no answer in it", empty=True)
         bos, lead = self.tokenizer.bos_token_id, self.lead
-        if templated:  # such a text has its own special ids
+        if templated:  # the template writes its own special ids
             lead = (bos,) if bos is not None and ids[0] == bos else ()
         ended = templated and not self.tokenizer.eos_token_ids.isdisjoint(ids[-_TAIL:].tolist())
         end = [] if ended else self._eos
@@ -128,9 +142,10 @@ class Encoder:
         lead: tuple[int, ...],
         conversation: bool = False,
     ) -> Piece | Skipped:
+        """Returns the piece of an encoded record, `end` appended and `lead` taken off its front."""
         if not len(ids):
-            return Skipped(record.where, "the tokenizer makes no id of it", empty=True)
-        begin = len(lead) if ids[: len(lead)].tolist() == list(lead) else 0  # it begins each window anyway
+            return Skipped(record.where, "the tokenizer makes no ids of its text", empty=True)
+        begin = len(lead) if ids[: len(lead)].tolist() == list(lead) else 0  # added to each window later
         return Piece(
             np.concatenate([ids[begin:], np.array(end, np.uint32)]),
             np.concatenate([counted[begin:], np.full(len(end), counted[-1])]),
@@ -141,23 +156,27 @@ class Encoder:
 
     @cached_property
     def _eos(self) -> list[int]:
+        """The id that ends a text, as a list; empty if the tokenizer has none."""
         return [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
 
     # ---- bytes
 
     def _bytes(self, text: str, ids: Uint32s) -> NDArray[np.int64]:
-        """UTF-8 bytes per id, special ids 0; the others and the specials' own names add up to the text's bytes."""
+        """Returns the UTF-8 bytes of each id, 0 for special ids; they add up to the text without its special tokens."""
         lengths, special = self._lengths
         n_bytes, total = lengths[ids], len(text.encode("utf-8"))
         if len(ids) and n_bytes.sum() == total + 1 and self._begins_with_space(int(ids[0])):
             n_bytes[0] -= 1  # the space that SentencePiece puts in front of a text
         if n_bytes.sum() != total:
-            n_bytes = self._bytes_by_place(text)
+            n_bytes = self._bytes_by_offset(text)
         n_bytes[special[ids]] = 0
         return n_bytes
 
-    def _bytes_by_place(self, text: str) -> NDArray[np.int64]:
-        """For tokenizers that rewrite their text: bytes up to where each id ends. Of ids in one character the first."""
+    def _bytes_by_offset(self, text: str) -> NDArray[np.int64]:
+        """Returns the UTF-8 bytes of each id by the offsets where ids end, for tokenizers that rewrite their text.
+
+        Of several ids within one character the first gets its bytes.
+        """
         ends = [end for _, end in self._fast.encode(text, add_special_tokens=False).offsets]
         characters = np.frombuffer(text.encode("utf-32-le"), np.uint32)
         widths = 1 + (characters >= 0x80).astype(np.int64) + (characters >= 0x800) + (characters >= 0x10000)
@@ -168,7 +187,7 @@ class Encoder:
 
     @cached_property
     def _lengths(self) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """UTF-8 bytes of every token, [ids] int64, and whether it is special, [ids] bool."""
+        """The UTF-8 bytes of every token, int64 [V], and whether it is special, bool [V]."""
         vocabulary = self.tokenizer.get_vocab()
         added = {i: token.content for i, token in self.tokenizer.added_tokens_decoder.items()}
         lengths = np.zeros(1 + max(max(vocabulary.values()), max(added, default=0)), np.int64)
@@ -186,11 +205,12 @@ class Encoder:
         return lengths, special
 
     def _begins_with_space(self, token_id: int) -> bool:
+        """Whether a token begins with SentencePiece's sign for a space."""
         return (self._fast.id_to_token(token_id) or "").startswith("▁")
 
 
 def _is_byte_level(tokens: set[str]) -> bool:
-    """Whether tokens are spelt in the 256 letters that stand for bytes."""
+    """Whether all tokens are spelt in the 256 characters by which byte-level BPE writes bytes."""
     from tokenizers.pre_tokenizers import ByteLevel
 
     return set("".join(tokens)) <= set(ByteLevel.alphabet())

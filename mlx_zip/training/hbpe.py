@@ -1,7 +1,7 @@
-"""Training models over patches, and plain ones to compare with, from scratch: the same windows, the same measure.
+"""Trains and measures models that read patches, and plain models to compare with, from random weights.
 
-A run's steps depend on its seed, settings and data alone; it is resumed from its last checkpoint as if it had never
-stopped. Everything that the optimizer does is `mlx_zip train`'s: AdamW, warm-up, cosine, clipping.
+A run's steps depend only on its seed, settings and data, and a resumed run gives the numbers of an uninterrupted one.
+Optimizers, schedule and clipping are those of `mlx_zip train`.
 """
 
 from __future__ import annotations
@@ -37,8 +37,11 @@ Uint32s = NDArray[np.uint32]
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """A text in windows. ids uint32 [W, T]; unit_bytes int64 [V]: how many bytes each id has; rows uint16 [V, S]: its
-    patch, None where the ids themselves are read. Raises `DataError` for ids that have none.
+    """A text cut into W windows of T ids.
+
+    ids uint32 [W, T]. unit_bytes int64 [V]: bytes that each id stands for. rows uint16 [V, S]: each id's patch of S
+    symbols, filled with `MARK`; None for a model that reads the ids themselves. Raises `DataError` for an empty text
+    and for an id outside the vocabulary.
     """
 
     ids: Uint32s
@@ -54,18 +57,18 @@ class Corpus:
 
     @cached_property
     def lengths(self) -> NDArray[np.int64]:
-        """Symbols of each id's patch, the mark counted."""
+        """Number of symbols in each id's patch, its end mark included, int64 [V]."""
         assert self.rows is not None
         marked = self.rows == MARK
         return np.where(marked.any(axis=1), marked.argmax(axis=1) + 1, self.rows.shape[1])
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of all windows."""
+        """Bytes that all windows stand for."""
         return int(self.unit_bytes[self.ids].sum())
 
     def fingerprint(self) -> str:
-        """A digest of what is read."""
+        """Returns a hex digest of ids, bytes and patches."""
         digest = sha256(repr(self.ids.shape).encode())
         for part in (self.ids, self.unit_bytes, self.rows):
             digest.update(b"" if part is None else part.tobytes())
@@ -73,14 +76,17 @@ class Corpus:
 
 
 def windows(documents: Sequence[Sequence[int]], end: int, length: int) -> Uint32s:
-    """Documents in one sequence, each followed by the id `end`, cut into windows of `length`; the rest is left out."""
+    """Joins documents, each followed by the id `end`, and returns windows [W, length] of them; a rest is left out."""
     ids = np.fromiter((i for document in documents for i in (*document, end)), np.uint32)
     whole = len(ids) // length
     return ids[: whole * length].reshape(whole, length)
 
 
 def nats(model: PatchModel | PlainModel, corpus: Corpus, ids: Uint32s) -> mx.array:
-    """Negative log-likelihood of windows [B, T], a sum; of every symbol of every patch, marks too, or of every id."""
+    """Returns the summed negative log-likelihood of windows `ids` [B, T], in nats.
+
+    A patch model predicts every symbol of every patch, end marks included; a plain model predicts every id.
+    """
     if isinstance(model, PlainModel):
         targets = mx.array(ids.astype(np.int32))
         return nn.losses.cross_entropy(model(targets), targets, reduction="sum")
@@ -88,7 +94,10 @@ def nats(model: PatchModel | PlainModel, corpus: Corpus, ids: Uint32s) -> mx.arr
 
 
 def _patch_nats(model: PatchModel, corpus: Corpus, ids: Uint32s) -> mx.array:
-    """Equal patches are encoded once, the decoder stops at the longest patch, the head reads what is no padding."""
+    """Returns `nats` of a patch model.
+
+    Equal patches are encoded once, the decoder runs up to the longest patch, and the head skips padding.
+    """
     assert corpus.rows is not None
     kinds, index = np.unique(ids, return_inverse=True)
     lengths = corpus.lengths[ids.reshape(-1)]
@@ -103,7 +112,7 @@ def _patch_nats(model: PatchModel, corpus: Corpus, ids: Uint32s) -> mx.array:
 
 
 def check_fit(model: PatchModel | PlainModel, corpus: Corpus) -> None:
-    """Raises `DataError` unless the model can read the text: MLX itself does not notice an id that a table lacks."""
+    """Raises `DataError` unless the model knows every id or symbol of the text, which MLX itself does not check."""
     if isinstance(model, PlainModel):
         units, known = int(corpus.ids.max()) + 1, model.config.vocab_size
     elif corpus.rows is None or corpus.rows.shape[1] != model.config.patch_size:
@@ -116,15 +125,16 @@ def check_fit(model: PatchModel | PlainModel, corpus: Corpus) -> None:
 
 
 def check_run(model: PatchModel | PlainModel, corpus: Corpus, settings: TrainSettings) -> None:
-    """Raises `DataError` as `check_fit`, and `TrainingError` when the text does not fill a batch."""
+    """Raises `DataError` if the model cannot read the text, `TrainingError` if the text does not fill one batch."""
     check_fit(model, corpus)
     if len(corpus.ids) < settings.batch_size:
         raise TrainingError(f"{len(corpus.ids)} windows do not fill a batch of {settings.batch_size}")
 
 
 def evaluate(model: PatchModel | PlainModel, corpus: Corpus, batch_size: int = 16) -> dict[str, Any]:
-    """Bits per byte of all windows, each read on its own; nats, bytes, units (patches or ids). `DataError` if the model
-    cannot read the text.
+    """Measures all windows, each read on its own. Raises `DataError` if the model cannot read the text.
+
+    Returns `bits_per_byte`, `nats`, `bytes`, and `units`, the number of patches or ids. batch_size: windows per call.
     """
     check_fit(model, corpus)
     total = 0.0
@@ -140,7 +150,10 @@ def evaluate(model: PatchModel | PlainModel, corpus: Corpus, batch_size: int = 1
 
 
 def byte_entropies(model: PlainModel, data: bytes, window: int, batch_size: int = 16) -> NDArray[np.float32]:
-    """Entropy in nats of each byte to come, foreseen by a model over bytes within windows of `window`: [len(data)]."""
+    """Returns the entropy, in nats, of a byte model's prediction of each byte, float32 [len(data)].
+
+    window: bytes that the model reads at a time; each window begins anew. batch_size: windows per call.
+    """
     filled = np.frombuffer(data + bytes(-len(data) % window), np.uint8).reshape(-1, window).astype(np.int32)
     out = []
     for at in range(0, len(filled), batch_size):
@@ -159,13 +172,14 @@ def train(
     until: int | None = None,
     asked: Asked = lambda: None,
 ) -> Progress:
-    """Trains until `settings.iters` steps are done, on from the run's last checkpoint, and saves the last step.
+    """Trains from the run's last checkpoint until `settings.iters` steps are done, and saves the last step.
 
-    until: stop after this step already; the same run goes on later, as if it had never stopped. asked: of
-    `stop_signals`, by which the run stops after any step.
-    Of the settings these count: iters, batch_size (windows), the optimizer's, seed, steps_per_report, save_every, keep.
-    Raises as `check_run`, `TrainingError` when the loss is not a number or a checkpoint is not of this run, `Stopped`
-    when a signal asked for it and the last step is saved.
+    until: stop after this step already; a later call continues the run. asked: function of `stop_signals`; the run
+    stops after the step in which it first returns a signal. Settings used: iters, batch_size (windows), seed,
+    steps_per_report, save_every, keep, and those of the optimizer.
+
+    Returns the progress. Raises as `check_run` does, `TrainingError` if the loss is not a number or the checkpoint is
+    another run's, and `Stopped` after a signal, when the last step is saved.
     """
     check_run(model, corpus, settings)
     job = PatchTrainer(model, corpus, settings, run)
@@ -178,7 +192,7 @@ def train(
 
 
 class PatchTrainer:
-    """A model over patches or ids as a `Job`: one process, no validation on the way."""
+    """Trains a patch model or a plain one as a `Job`: in one process, without validation during the run."""
 
     def __init__(self, model: PatchModel | PlainModel, corpus: Corpus, settings: TrainSettings, run: Path) -> None:
         self.model, self.corpus, self.settings, self.run = model, corpus, settings, run
@@ -191,10 +205,10 @@ class PatchTrainer:
         self._log = Metrics(run, self.progress.step)
         self._value_and_grad = nn.value_and_grad(model, lambda ids: nats(model, corpus, ids) / ids.size)
         self._batches = _batches(corpus, settings, self.progress.step)
-        self._last: tuple[float, Uint32s, float] = (0.0, corpus.ids[:0], 0.0)  # loss, ids and seconds of a step
+        self._last: tuple[float, Uint32s, float] = (0.0, corpus.ids[:0], 0.0)  # loss, ids and seconds of the last step
 
     def header(self) -> list[str]:
-        """What is trained, on what, and where the run goes on."""
+        """Returns lines on what is trained, on what data, and at which step the run resumes."""
         parameters = parameters_of(self.model)
         done = self.progress.step
         return [
@@ -204,14 +218,14 @@ class PatchTrainer:
         ]
 
     def step(self, stop: bool) -> bool:
-        """Trains on the next windows; see `Job`."""
+        """Trains one step on the next windows and returns `stop`; see `Job`."""
         began, ids = time.perf_counter(), next(self._batches)
         loss, gradients = self._value_and_grad(ids)
         gradients, norm = clip(gradients, self.settings.max_grad_norm)
         self.optimizer.update(self.model, gradients)
         mx.eval(loss, norm, self.model.parameters(), self.optimizer.state)
         seconds = time.perf_counter() - began
-        self.progress = _after(self.progress, self.corpus, ids, seconds)
+        self.progress = _advanced(self.progress, self.corpus, ids, seconds)
         if not np.isfinite([loss.item(), norm.item()]).all():
             raise TrainingError(
                 f"step {self.progress.step}: the loss or its gradient is not a number; the last checkpoint is good: "
@@ -221,7 +235,7 @@ class PatchTrainer:
         return stop
 
     def report(self) -> str:
-        """Logs the loss of the last step; see `Job`."""
+        """Logs the loss of the last step and returns its figures in words; see `Job`."""
         loss, ids, seconds = self._last
         bits = bits_per_byte(loss * ids.size, int(self.corpus.unit_bytes[ids].sum()))
         rate = learning_rate(self.optimizer)
@@ -229,16 +243,17 @@ class PatchTrainer:
         return f"loss {loss:.3f}, {bits:.3f} bits per byte, {ids.size / max(seconds, 1e-9):,.0f} ids/s"
 
     def validate(self) -> None:
-        """There is no validation on the way; see `Job`."""
+        """Does nothing: there is no validation during the run; see `Job`."""
 
     def save(self) -> None:
-        """Writes the checkpoint of this step, unless it is there; see `Job`."""
+        """Writes the checkpoint of this step, unless it exists; see `Job`."""
         found = checkpoints(self.run)
         if self.progress.step and (not found or found[-1][0] != self.progress.step):
             save_checkpoint(self.run, self.model, self.optimizer, self.progress, self.mark, self.settings.keep)
 
 
-def _after(done: Progress, corpus: Corpus, ids: Uint32s, seconds: float) -> Progress:
+def _advanced(done: Progress, corpus: Corpus, ids: Uint32s, seconds: float) -> Progress:
+    """Returns `done` plus one step that read the windows `ids` in `seconds`."""
     return replace(
         done,
         step=done.step + 1,
@@ -251,7 +266,10 @@ def _after(done: Progress, corpus: Corpus, ids: Uint32s, seconds: float) -> Prog
 
 
 def _batches(corpus: Corpus, settings: TrainSettings, step: int) -> Iterator[Uint32s]:
-    """The windows of steps from `step` on; an order of its own for each pass over the text, which drops the rest."""
+    """Yields the windows [B, T] of each step from `step` on.
+
+    Each pass over the text has a random order of its own; windows that do not fill its last batch are left out.
+    """
     per_pass, order = len(corpus.ids) // settings.batch_size, np.zeros(0, np.int64)
     for k in range(step, settings.iters):
         if k == step or k % per_pass == 0:
@@ -261,6 +279,7 @@ def _batches(corpus: Corpus, settings: TrainSettings, step: int) -> Iterator[Uin
 
 
 def _fingerprint(model: PatchModel | PlainModel, corpus: Corpus, settings: TrainSettings) -> str:
+    """Returns a hex digest of what decides the run's numbers: the model's config, the data and the settings."""
     left_out = {"steps_per_report", "save_every", "keep", *ADDED_LATER}
     chosen = sorted((name, value) for name, value in settings.to_dict().items() if name not in left_out)
     facts = type(model).__name__, model.config.to_dict(), chosen, corpus.fingerprint()

@@ -1,4 +1,4 @@
-"""A model over patches from texts to a model folder: first stage, table, training; and its measure on other texts."""
+"""Makes a patch model from texts: tokenizer, patch table, training, model folder; and measures it on other texts."""
 
 from __future__ import annotations
 
@@ -32,14 +32,16 @@ from mlx_zip.vocab.hbpe_measures import (
 from mlx_zip.vocab.hbpe_text import PatchText
 from mlx_zip.vocab.hbpe_tokens import learn_tokenizer, read_tokenizer
 
-MODEL = "model"  # of a run's folder: what a finished run leaves
+MODEL = "model"  # folder inside the run's folder that a finished run writes
 
 
 @dataclass(frozen=True)
 class FitOptions:
-    """What is trained. tokenizer: file of the first stage, None: a byte-level BPE of `vocab_size` tokens is learned.
+    """The patch model to train.
 
-    context: patches of a window. latent, local: the transformers.
+    tokenizer: file of the tokenizer whose tokens become patches; None: a byte-level BPE of `vocab_size` tokens is
+    learned. patch_size: maximum symbols per patch. mode: "stop" or "full", see `Merges`. context: patches per window.
+    latent, local: sizes of the large transformer, and of the local encoder and decoder.
     """
 
     tokenizer: Path | None = None
@@ -58,11 +60,12 @@ class FitOptions:
 def fit(
     texts: Sequence[str], options: FitOptions, settings: TrainSettings, out: Path, quiet: bool = True
 ) -> SavedPatchModel:
-    """Trains in the folder `out`, on from its last checkpoint, and leaves `out/model`.
+    """Trains a patch model on documents, writes `out/model` and returns the saved model.
 
-    texts: the documents. The first Ctrl-C or SIGTERM ends training after the next step, which is saved: raises
-    `Stopped`. Raises `DataError`, `ConfigError`, and `TrainingError` as `hbpe.train` does, when the folder holds
-    something else, or when another process trains there.
+    texts: the documents. out: the run's folder; a run found there is continued from its last checkpoint. The first
+    Ctrl-C or SIGTERM ends training after the current step, saves it and raises `Stopped`. Raises `DataError`,
+    `ConfigError`, and `TrainingError` as `hbpe.train` does, if the folder holds something else, or if another process
+    trains there.
     """
     text = _first_stage(texts, options)
     ids = windows([text.ids(one) for one in texts], text.end, options.context)
@@ -89,10 +92,12 @@ def fit(
 
 
 def evaluate_texts(saved: SavedPatchModel, texts: Sequence[str], batch_size: int = 16) -> dict[str, Any]:
-    """Bits per byte of documents, each followed by its end, in windows of `saved.context` patches, the last shorter.
+    """Measures a patch model on documents. Raises `DataError` for texts without bytes.
 
-    Also bytes, patches, symbols_per_patch, bytes_per_patch, fertility (patches per word), forward_flops_per_byte
-    (paper's count, with the symbols that there are) and exact: whether the patches spell the texts.
+    The documents, each followed by an end mark, are read in windows of `saved.context` patches; the last is shorter.
+    Returns bits_per_byte, bytes, documents, patches, bytes_per_patch, symbols_per_patch, fertility (patches per word;
+    None without words), forward_flops_per_byte (counted as in the paper, for the mean symbols per patch of these
+    texts), parameters, and exact: whether the patches spell the texts byte by byte.
     """
     ids = windows([saved.text.ids(one) for one in texts], saved.text.end, 1).reshape(-1)
     whole = len(ids) // saved.context * saved.context
@@ -120,6 +125,7 @@ def evaluate_texts(saved: SavedPatchModel, texts: Sequence[str], batch_size: int
 
 
 def _first_stage(texts: Sequence[str], options: FitOptions) -> PatchText:
+    """Returns the tokenizer of the options, or one learned from the texts, with its table of patches."""
     if options.tokenizer is None:
         tokenizer = learn_tokenizer(texts, options.vocab_size)
     else:
@@ -128,7 +134,7 @@ def _first_stage(texts: Sequence[str], options: FitOptions) -> PatchText:
 
 
 def _record(texts: Sequence[str], text: PatchText, options: FitOptions, settings: TrainSettings) -> dict[str, Any]:
-    """What makes a run this run, as `open_run` takes it."""
+    """Returns the record by which `open_run` knows the run again: settings, options, and a digest of the texts."""
     digest = sha256()
     for one in texts:
         digest.update(one.encode("utf-8") + b"\0")

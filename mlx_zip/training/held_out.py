@@ -1,4 +1,4 @@
-"""A part of the training samples kept for validation."""
+"""Holds out a share of the training samples for validation."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import numpy as np
 
 from mlx_zip.training.shards import Chosen, Joined
 
-LEAST = 4  # samples that are held out, where the data have enough of them
-MOST_SHARE = 5  # at most a fifth of the samples
+LEAST = 4  # samples to hold out at least, if the data have enough
+MOST_SHARE = 5  # hold out at most one in 5 samples
 
 
 def held_out_count(data: Joined, share: float, batch_size: int) -> int:
-    """How many samples are held out at a share: `LEAST` or more, as long as a batch is left; 0 for a share of 0."""
+    """Returns the number of samples to hold out: `share` of them, at least `LEAST`, at most one in `MOST_SHARE`.
+
+    One batch is always left to train on. 0 for a share of 0.
+    """
     usable = int((data.lengths >= 2).sum())
     if not share:
         return 0
@@ -20,7 +23,7 @@ def held_out_count(data: Joined, share: float, batch_size: int) -> int:
 
 
 def split(data: Joined, count: int, seed: int) -> tuple[Joined | Chosen, Chosen | None]:
-    """The samples to train on and `count` to validate on, drawn by the seed; (data, None) for a count of 0."""
+    """Returns the samples to train on, and `count` random ones to validate on; (data, None) for a count of 0."""
     if not count:
         return data, None
     drawn = np.random.default_rng([seed, count]).permutation(np.flatnonzero(data.lengths >= 2))[:count]

@@ -1,4 +1,4 @@
-"""The one training loop: steps, reports, validations and checkpoints of whatever is trained, and an orderly end."""
+"""The training loop that all trainers share: steps, reports, validations and checkpoints."""
 
 from __future__ import annotations
 
@@ -11,35 +11,36 @@ from mlx_zip.training.stopping import Asked
 
 
 class Job(Protocol):
-    """What the loop trains. It loads its last checkpoint itself, and `progress` then says where it stands."""
+    """A trainer that the loop runs. It has loaded its last checkpoint; `progress` says where it stands."""
 
     progress: Progress
 
     def step(self, stop: bool) -> bool:
-        """Trains one step and counts it in `progress`. stop: whether a signal asked this machine to stop.
+        """Trains one step and counts it in `progress`. stop: whether this machine has received a stop signal.
 
-        Returns whether one asked any machine of the run.
+        Returns whether any machine of the run has received one.
         """
         ...
 
     def report(self) -> str:
-        """Logs the steps since the last report; returns their figures in words."""
+        """Logs the steps since the last report and returns their figures in words."""
         ...
 
     def validate(self) -> str | None:
-        """Logs the loss on validation data; returns it in words, None where there are no such data."""
+        """Logs the loss on validation data and returns it in words, or None without such data."""
         ...
 
     def save(self) -> None:
-        """Writes the checkpoint of this step, unless it is there."""
+        """Writes the checkpoint of this step, unless it exists."""
         ...
 
 
 def run_steps(job: Job, settings: TrainSettings, bar: ProgressBar, asked: Asked, until: int | None = None) -> bool:
-    """Trains until `settings.iters` steps are done, `until` of them, or a signal asks to stop; the last step is saved.
+    """Trains up to step `settings.iters`, step `until`, or a stop signal, and saves the last step.
 
-    A step is reported every `steps_per_report` steps and at the end, validated every `steps_per_eval` steps and when
-    the run is finished, saved every `save_every` steps. Returns whether a signal asked to stop.
+    Reports every `steps_per_report` steps and at the end, validates every `steps_per_eval` steps and after step
+    `iters`, saves every `save_every` steps. asked: returns the stop signal received, or None. Returns whether a signal
+    ended the run.
     """
     last, stopping = min(until or settings.iters, settings.iters), False
     while job.progress.step < last and not stopping:

@@ -1,4 +1,4 @@
-"""Several machines in one run: what they must agree on, so that none goes on alone or waits for one that has ended."""
+"""Keeps the machines of one run in step: none continues alone, or waits for one that has failed."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ T = TypeVar("T")
 
 
 def together(group: mx.distributed.Group, action: Callable[[], T]) -> T:
-    """The action's result; when it fails on any machine it fails on all.
+    """Runs an action on every machine and returns its result; a failure on one machine is an error on all.
 
-    Raises its own `MlxZipError`, or `TrainingError` where the others' was.
+    Raises the action's `MlxZipError` where it failed, `TrainingError` on the other machines.
     """
     try:
         result = action()
@@ -29,7 +29,7 @@ def together(group: mx.distributed.Group, action: Callable[[], T]) -> T:
 
 
 def summed(group: mx.distributed.Group, *counts: int) -> list[int]:
-    """Each count, summed over the machines."""
+    """Returns each count summed over the machines."""
     if group.size() == 1:
         return list(counts)
     total: Any = mx.distributed.all_sum(mx.array(counts, mx.int64), group=group)
@@ -37,9 +37,10 @@ def summed(group: mx.distributed.Group, *counts: int) -> list[int]:
 
 
 def from_first(group: mx.distributed.Group, tree: Any) -> Any:
-    """A tree of arrays as the first machine has it; every machine gives one of the same names, shapes and dtypes.
+    """Returns the first machine's tree of arrays, on every machine.
 
-    They are sent one by one in the order of their names: that of a dictionary is each machine's own.
+    tree: this machine's own, with the names, shapes and dtypes of the first one's. Arrays are sent in the order of
+    their names, because dictionaries may be ordered differently on each machine.
     """
     if group.size() == 1:
         return tree
@@ -53,7 +54,7 @@ def from_first(group: mx.distributed.Group, tree: Any) -> Any:
 
 
 def check_equal(group: mx.distributed.Group, digest: str, what: str) -> None:
-    """Raises `TrainingError` on every machine when a hex digest is not the same on all."""
+    """Raises `TrainingError` on every machine unless all have one hex digest. what: its contents, for the message."""
     own = mx.array(list(bytes.fromhex(digest)), mx.int32)
     differs = not mx.array_equal(from_first(group, {"digest": own})["digest"], own).item()
     if summed(group, int(differs))[0]:
@@ -61,5 +62,5 @@ def check_equal(group: mx.distributed.Group, digest: str, what: str) -> None:
 
 
 def is_first() -> bool:
-    """Whether this process is the machine that writes: the first of a run, or the only one."""
+    """Whether this process is the one that writes files: the first machine of a run, or the only one."""
     return mx.distributed.init().rank() == 0

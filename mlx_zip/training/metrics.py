@@ -1,4 +1,4 @@
-"""The log of a run: one JSON line per report or validation, and the curves drawn from it."""
+"""The log of a run, one JSON line per report or validation, and the curves drawn from it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FILE = "metrics.jsonl"
 
 
 class Metrics:
-    """The run's log, one JSON object a line. Lines of later steps than `step`, where a run is resumed, are removed."""
+    """The run's log file, one JSON object per line. step: where the run resumes; lines of later steps are removed."""
 
     def __init__(self, run: Path, step: int) -> None:
         self.path = run / FILE
@@ -27,7 +27,7 @@ class Metrics:
             raise TrainingError(f"cannot write {self.path}: {error}") from error
 
     def add(self, **values: Any) -> None:
-        """Appends one line and hands it to the system at once."""
+        """Appends one line and closes the file, so that others can read it at once. Raises `TrainingError`."""
         try:
             with open(self.path, "a", encoding="utf-8") as file:
                 file.write(json.dumps(values) + "\n")
@@ -36,9 +36,9 @@ class Metrics:
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """The lines of a run's log; a last line cut short by a crash is left out, as is all after the first damaged line.
+    """Returns the lines of a run's log up to the first damaged one, such as a last line cut short by a crash.
 
-    Raises `DataError` for a folder or a pipe of its name.
+    Raises `DataError` if the log is no ordinary file.
     """
     path = run / FILE
     if not path.exists():
@@ -57,7 +57,7 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
 
 
 def plot(run: Path) -> Path:
-    """Draws `curves.png` from the run's log: loss, bits per byte, learning rate and speed over the steps.
+    """Draws loss, bits per byte, learning rate and speed from the run's log; returns the path of `curves.png`.
 
     Raises `TrainingError` when there is nothing to draw, `InstallationError` without matplotlib.
     """
@@ -70,7 +70,7 @@ def plot(run: Path) -> Path:
 
 
 def peak_rss_bytes() -> int:
-    """Most resident memory of this process so far, in bytes."""
+    """Returns the peak resident memory of this process so far, in bytes."""
     import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,4 +1,4 @@
-"""Mixtures: sources with shares by base ids, which of them to read next, and how much of each to keep."""
+"""Mixtures of sources by shares of base ids: reads them, chooses which source is next, and how much to keep."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 from mlx_zip.errors import DataError
 from mlx_zip.text.sources import Source
 
-READY = Path(__file__).parent / "mixtures"  # NAME.yaml, chosen by name
+READY = Path(__file__).parent / "mixtures"  # bundled mixtures, NAME.yaml
 _LISTS = ("data", "subsets")
 
 
 def load_mixture(name: str | Path) -> tuple[Source, ...]:
-    """The sources of a mixture: a .yaml file, or the name of a ready one ("zip2zip").
+    """Returns the sources of a mixture. name: a .yaml file, or the name of a bundled mixture ("zip2zip").
 
-    The file holds `sources`, a list of maps with the fields of `Source`; files are named from the folder it lies in.
+    The file holds `sources`, a list of maps with the fields of `Source`; paths in it are relative to its folder.
     Raises `DataError` naming the file and the source.
     """
     import yaml
@@ -40,6 +40,7 @@ def load_mixture(name: str | Path) -> tuple[Source, ...]:
 
 
 def _source(path: Path, n: int, fields: Any) -> Source:
+    """Returns source number n (from 1) of the mixture file. Raises `DataError` naming both."""
     if not isinstance(fields, dict):
         raise DataError(f"mixture {path}: source {n} is not a map")
     known = set(Source.__dataclass_fields__)
@@ -50,14 +51,15 @@ def _source(path: Path, n: int, fields: Any) -> Source:
     if not isinstance(fields.get("columns", {}), Mapping):
         raise DataError(f"mixture {path}: source {n}: columns must be a map")
     lists = {key: _names(path, n, key, fields[key]) for key in _LISTS if key in fields}
-    beside = tuple(str(path.parent / name) if (path.parent / name).exists() else name for name in lists["data"])
+    data = tuple(str(path.parent / name) if (path.parent / name).exists() else name for name in lists["data"])
     try:
-        return Source(**{**fields, **lists, "data": beside})
+        return Source(**{**fields, **lists, "data": data})
     except DataError as error:
         raise DataError(f"mixture {path}: source {n}: {error}") from error
 
 
 def _names(path: Path, n: int, key: str, value: Any) -> tuple[str, ...]:
+    """Returns the names in field `key` of source number n, which holds one or a list. Raises `DataError`."""
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
         raise DataError(f"mixture {path}: source {n}: {key} must be a name or a list of names")
@@ -65,10 +67,10 @@ def _names(path: Path, n: int, key: str, value: Any) -> tuple[str, ...]:
 
 
 def next_sources(shares: Sequence[float], shards: Sequence[Sequence[int]], size: int) -> list[int]:
-    """From which source each of the next `size` shards comes, so that base ids keep to the shares.
+    """Returns the source of each of the next `size` shards, so that the sources' base ids approach their shares.
 
-    shards: base ids of every finished shard, per source. A shard to come counts as its source's mean; sources that
-    have none yet come first, once each.
+    shares: of each source. shards: per source, the base ids of each finished shard. A future shard is taken to have
+    its source's mean. While some sources have no shard, those sources are returned, once each.
     """
     if new := [s for s, done in enumerate(shards) if not done]:
         return new
@@ -76,27 +78,28 @@ def next_sources(shares: Sequence[float], shards: Sequence[Sequence[int]], size:
     totals = [float(sum(done)) for done in shards]
     chosen: list[int] = []
     for _ in range(size):
-        behind = min(range(len(shares)), key=lambda s: (totals[s] / shares[s], s))
-        totals[behind] += means[behind]
-        chosen.append(behind)
+        neediest = min(range(len(shares)), key=lambda s: (totals[s] / shares[s], s))
+        totals[neediest] += means[neediest]
+        chosen.append(neediest)
     return chosen
 
 
 def kept_samples(shares: Sequence[float], base_ids: Sequence[NDArray[np.int64]], limit: int | None) -> list[int]:
-    """How many samples of each source to keep: its first ones, as many as its share of base ids allows.
+    """Returns how many first samples of each source to keep, so that their base ids are in the ratio of the shares.
 
-    base_ids: per source, of each sample in order. One source is kept whole. limit: most samples of all together.
+    shares: of each source. base_ids: per source, the base ids of each sample. limit: maximum number of samples of all
+    sources together; None: as many as the scarcest source, which is kept whole, allows.
     """
     ends = [np.cumsum(each) for each in base_ids]
     whole = min((float(end[-1]) if len(end) else 0.0) / share for end, share in zip(ends, shares, strict=True))
 
-    def kept(total: float) -> list[int]:
+    def counts(total: float) -> list[int]:  # samples per source that give about `total` base ids together
         return [int(np.searchsorted(e, share * total + 0.5)) for e, share in zip(ends, shares, strict=True)]
 
-    if limit is None or sum(kept(whole)) <= limit:
-        return kept(whole)
-    low, high = 0.0, whole  # keeps at most `limit`; keeps more
+    if limit is None or sum(counts(whole)) <= limit:
+        return counts(whole)
+    low, high = 0.0, whole  # totals that keep at most `limit` samples, and more than that
     while high - low > 0.25 / max(shares):
         middle = (low + high) / 2
-        low, high = (middle, high) if sum(kept(middle)) <= limit else (low, middle)
-    return kept(low)
+        low, high = (middle, high) if sum(counts(middle)) <= limit else (low, middle)
+    return counts(low)

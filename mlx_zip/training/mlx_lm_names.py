@@ -1,4 +1,4 @@
-"""mlx-lm's names for training settings: each is translated to ours, or refused by name with the reason.
+"""Translates mlx-lm's names for training settings to ours, or refuses them with the reason.
 
 Source: mlx-lm 0.32, `mlx_lm.lora` (flags and `CONFIG_DEFAULTS`) and its `lora_config.yaml`.
 """
@@ -12,7 +12,7 @@ from mlx_zip.errors import TrainingError
 
 Values = dict[str, Any]
 
-_HARMLESS: dict[str, tuple[Any, ...]] = {  # what asks for nothing, as mlx-lm's own defaults do
+_HARMLESS: dict[str, tuple[Any, ...]] = {  # values that change nothing, such as mlx-lm's defaults; these are ignored
     "resume_adapter_file": ("",),
     "test": (False,),
     "train": (True,),
@@ -39,7 +39,7 @@ _OF_TEXTS = (
     "tools_feature",
 )
 _REFUSED |= dict.fromkeys(_OF_TEXTS, "columns are named when data are prepared: `mlx_zip prepare --columns KEY=NAME`")
-_OPTIMIZER_OPTIONS = {  # what our optimizers do, which an optimizer_config may say too
+_OPTIMIZER_OPTIONS = {  # fixed options of our optimizers; an optimizer_config may only repeat them
     "adamw": {"betas": [0.9, 0.95], "eps": 1e-8, "bias_correction": True},
     "adam": {"betas": [0.9, 0.999], "eps": 1e-8, "bias_correction": True},
     "sgd": {"momentum": 0.0, "weight_decay": 0.0, "dampening": 0.0, "nesterov": False},
@@ -50,17 +50,17 @@ _SCHEDULE = {"name", "warmup", "warmup_init", "arguments"}
 
 
 def translate(values: Mapping[str, Any], iters: int = 1000) -> Values:
-    """The values by our names; names that are not mlx-lm's stay as they are, and None counts as not given.
+    """Returns the settings under our names; other names than mlx-lm's stay, and None counts as not given.
 
-    iters: steps of a run that `values` gives none. Raises `TrainingError` naming what has no counterpart here and
-    what to use instead, or two names of one setting.
+    iters: the run's steps if `values` does not say. Raises `TrainingError` for a setting that has no counterpart here,
+    saying what to use instead, and for a setting that is given by two names.
     """
     found = {name: value for name, value in values.items() if value is not None}
     for name, reason in _REFUSED.items():
         if name in found and not any(found[name] is h or found[name] == h for h in _HARMLESS.get(name, ())):
             raise TrainingError(f"{name} of mlx-lm: {reason}")
         found.pop(name, None)
-    found.pop("test_batches", None)  # speaks of `test`, which is refused where it is asked for
+    found.pop("test_batches", None)  # only used by `test`, which is refused above
     if found.get("fine_tune_type") == "dora":
         raise TrainingError("fine_tune_type dora of mlx-lm: DoRA is not supported; use lora")
     if found.get("val_batches") == -1:
@@ -72,9 +72,13 @@ def translate(values: Mapping[str, Any], iters: int = 1000) -> Values:
 
 
 def _add(found: Values, name: str, ours: Values) -> None:
+    """Adds `ours`, translated from mlx-lm's `name`, to the settings. Raises `TrainingError` for one already given."""
     if twice := [one for one in ours if one in found]:
         raise TrainingError(f"{name} of mlx-lm and {twice[0]} name one setting; give one of them")
     found.update(ours)
+
+
+# ---- one function per name of mlx-lm: value, settings given and steps of the run -> settings under our names
 
 
 def _num_layers(value: Any, found: Values, iters: int) -> Values:
@@ -117,7 +121,7 @@ def _lr_schedule(value: Any, found: Values, iters: int) -> Values:
     arguments = given.get("arguments")
     if given.get("name") != "cosine_decay" or not isinstance(arguments, list) or len(arguments) not in (2, 3):
         raise TrainingError(
-            "lr_schedule of mlx-lm: only cosine_decay with its peak, steps and end is done here; for another one use "
+            "lr_schedule of mlx-lm: only cosine_decay with arguments [peak, steps, end] is supported; for another use "
             "--learning-rate, --min-learning-rate and --warmup"
         )
     if given.get("warmup_init"):
@@ -128,14 +132,14 @@ def _lr_schedule(value: Any, found: Values, iters: int) -> Values:
             f"lr_schedule of mlx-lm: its {arguments[1]} steps are not iters minus warmup ({total} - {warmup}); the "
             "cosine ends here where the run does"
         )
-    found.pop("learning_rate", None)  # which mlx-lm too leaves aside then
+    found.pop("learning_rate", None)  # mlx-lm ignores it too when there is a schedule
     end = arguments[2] if len(arguments) > 2 else 0.0
     rates = {"learning_rate": _number(arguments[0]), "min_learning_rate": _number(end)}
     return {**rates, **({"warmup": warmup} if warmup else {})}
 
 
 def _number(value: Any) -> Any:
-    """YAML reads 1e-5, without a point, as text."""
+    """Returns a number given as text as a float, any other value as it is: YAML reads 1e-5 as text."""
     try:
         return float(value) if isinstance(value, str) else value
     except ValueError:
@@ -143,6 +147,7 @@ def _number(value: Any) -> Any:
 
 
 def _mapping(name: str, value: Any, known: set[str]) -> Values:
+    """Returns a setting's value as a dict. Raises `TrainingError` unless it is a mapping of known keys."""
     if not isinstance(value, Mapping):
         raise TrainingError(f"{name} of mlx-lm must be a mapping, got {value!r}")
     if unknown := sorted(map(str, value.keys() - known)):

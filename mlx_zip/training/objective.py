@@ -1,7 +1,7 @@
-"""The objective: cross entropy over [base | entries], and the two losses that may be added to it.
+"""The objective: cross entropy over base ids and entries together, and two optional losses.
 
-Every loss is a sum over the positions that count, so that gradients of several batches, on several machines, add up
-and one division by the number of positions makes them those of one large batch.
+Every loss is a sum over the positions that count. Gradients of several batches and machines can so be added, and one
+division by the number of positions gives those of one large batch.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from mlx_zip.models.whole import Outputs, Samples, encode, run_whole
 from mlx_zip.training.batches import Batch
 
 EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
-CLOSED = -1e30  # logit of an entry that is not available; finite, so that gradients of it are 0 and not NaN
+CLOSED = -1e30  # logit of an entry that is not available; finite, so that its gradient is 0 and not NaN
 
 
 @dataclass(frozen=True)
 class LossWeights:
-    """Weights of the losses that are added to the cross entropy; 0 leaves one out.
+    """Weights of the losses that are added to the cross entropy; 0 leaves a loss out.
 
     reconstruction: lambda of arXiv 2506.01084 eq. 3. token_type: binary cross entropy of "the next id is a
-    hypertoken" (zip2zip++ uses 0.05). reconstruct_entries: how many entries of a batch the reconstruction looks at.
+    hypertoken" (zip2zip++ uses 0.05). reconstruct_entries: maximum number of entries per batch for the
+    reconstruction loss.
     """
 
     reconstruction: float = 0.0
@@ -35,10 +36,10 @@ class LossWeights:
 
 
 class Trainee(nn.Module):
-    """What is trained: the model and the heads that only training needs.
+    """The model, and the heads that only training needs.
 
-    decoder: f_psi of eq. 3, from a hyper row [D] to merge_size vectors [D], each compared with the model's own
-    matrix. type_head: from the hidden state to one logit.
+    decoder: f_psi of eq. 3, which maps a hyper row [D] to merge_size vectors [D] that the model's own matrix turns
+    into logits. type_head: maps a hidden state [D] to the logit of "the next id is a hypertoken".
     """
 
     def __init__(self, model: nn.Module, weights: LossWeights) -> None:
@@ -52,12 +53,15 @@ class Trainee(nn.Module):
             if weights.token_type:
                 self.type_head = nn.Linear(width, 1)
 
-    def prepared(self, batch: Batch) -> Batch:
-        """A batch as `losses` wants it; on the host, while the device is busy with another."""
+    def prepare_batch(self, batch: Batch) -> Batch:
+        """Returns a batch with the arrays that `losses` needs; runs on the CPU while the device trains on another."""
         return batch
 
     def losses(self, arrays: dict[str, mx.array], long: bool = False) -> dict[str, mx.array]:
-        """Sums over the positions that count, float32 scalars: `nats` and `count`, and what else is asked for."""
+        """Returns sums over the positions that count, float32 scalars: `nats`, `count`, and each loss with a weight.
+
+        arrays: those of a `Batch`. long: use LongRoPE's long factors.
+        """
         if not isinstance(self.model, Model):
             return plain_nats(self.model(arrays["inputs"]), arrays)
         if "entries" not in arrays:
@@ -72,34 +76,38 @@ class Trainee(nn.Module):
         return sums
 
     def total(self, sums: dict[str, mx.array]) -> mx.array:
-        """What is minimised, before the division by `count`."""
+        """Returns the weighted sum of the losses, which training minimises; not yet divided by `count`."""
         added = [name for name in ("reconstruction", "token_type") if name in sums]
         return sum((getattr(self._weights, name) * sums[name] for name in added), sums["nats"])
 
     def _reconstruction(self, out: Outputs, arrays: dict[str, mx.array]) -> mx.array:
-        """Mean cross entropy of entries' base ids, read back from their rows of both sides."""
+        """Returns the mean cross entropy of entries' base ids, predicted from their input and their output rows."""
         size = arrays["entries"].shape[0]
         n = min(self._weights.reconstruct_entries, size)
         chosen = (mx.arange(n) * size) // n  # spread over the batch's entries, which are sorted by their ids
         entries, lengths = arrays["entries"][chosen], arrays["lengths"][chosen]
         real = (mx.arange(entries.shape[1]) < lengths[:, None]) & (lengths[:, None] > 1)
-        both = [
-            self._rebuilt(out.output_rows[chosen], self.model.head_matrix, entries),
-            self._rebuilt(
+        both_sides = [
+            self._reconstruction_nats(out.output_rows[chosen], self.model.head_matrix, entries),
+            self._reconstruction_nats(
                 encode(self.model.input_encoder, self.model.model.embed_tokens, entries, lengths),
                 self.model.model.embed_tokens,
                 entries,
             ),
         ]
-        return sum((nats * real).sum() for nats in both) / (2 * mx.maximum(real.sum(), 1))
+        return sum((nats * real).sum() for nats in both_sides) / (2 * mx.maximum(real.sum(), 1))
 
-    def _rebuilt(self, rows: mx.array, matrix: nn.Module, entries: mx.array) -> mx.array:
-        """Nats [N, S] of the entries' base ids, given their rows [N, D]."""
+    def _reconstruction_nats(self, rows: mx.array, matrix: nn.Module, entries: mx.array) -> mx.array:
+        """Returns nats [N, S] of the base ids of `entries` [N, S], predicted from their rows [N, D].
+
+        matrix: the embedding or head that turns the decoder's vectors into logits.
+        """
         guesses = self.decoder(rows).reshape(*entries.shape, -1)
         logits = matrix.as_linear(guesses) if isinstance(matrix, EMBEDDINGS) else matrix(guesses)
         return nn.losses.cross_entropy(logits.astype(mx.float32), entries)
 
     def _token_type(self, out: Outputs, arrays: dict[str, mx.array]) -> mx.array:
+        """Returns the summed binary cross entropy of "the next id is a hypertoken"."""
         is_hyper = (arrays["targets"] >= out.base.shape[-1]).astype(mx.float32)
         logits = self.type_head(out.hidden)[..., 0].astype(mx.float32)
         loss = nn.losses.binary_cross_entropy(logits, is_hyper, with_logits=True, reduction="none")
@@ -107,22 +115,23 @@ class Trainee(nn.Module):
 
 
 def samples_of(arrays: dict[str, mx.array], long: bool = False) -> Samples:
-    """The part of a batch that the model reads."""
+    """Returns the arrays of a batch that the model reads. long: use LongRoPE's long factors."""
     names = ("inputs", "read", "input_rows", "entries", "lengths", "slots")
     return Samples(*(arrays[name] for name in names), index=arrays.get("index"), long=long)
 
 
 def plain_nats(logits: mx.array, arrays: dict[str, mx.array]) -> dict[str, mx.array]:
-    """Cross entropy of a model without hypertokens: logits [B, L, V]."""
+    """Returns `nats` and `count`: summed cross entropy of logits [B, L, V] over base ids, and positions that count."""
     nats = nn.losses.cross_entropy(logits.astype(mx.float32), arrays["targets"])
     return {"nats": (nats * arrays["weights"]).sum(), "count": arrays["weights"].sum()}
 
 
 def joint_nats(base: mx.array, hyper: mx.array, arrays: dict[str, mx.array]) -> dict[str, mx.array]:
-    """Cross entropy over [base | entries that are available]: base [B, L, V], hyper [B, L, K] logits.
+    """Returns `nats` and `count`: summed cross entropy over base ids and available entries, and positions that count.
 
-    The two parts are normalised together without ever being put side by side. Source: arXiv 2506.01084 eq. 2. A
-    canonical model's batch says what is excluded: the probabilities are then those that it decodes with.
+    base [B, L, V], hyper [B, L, K]: logits of base ids and of slots; they are normalised together without being
+    concatenated. arrays: those of a `Batch`; with `excluded` in it, the probabilities are those of canonical decoding.
+    Source: arXiv 2506.01084 eq. 2.
     """
     base, hyper = base.astype(mx.float32), hyper.astype(mx.float32)
     vocab, slots = base.shape[-1], hyper.shape[-1]
@@ -142,9 +151,10 @@ def joint_nats(base: mx.array, hyper: mx.array, arrays: dict[str, mx.array]) -> 
 
 
 def canonical_gain(base: mx.array, hyper: mx.array, normaliser: mx.array, arrays: dict[str, mx.array]) -> mx.array:
-    """Nats [B, L], at most 0, that each target gains as nothing excluded gets probability, unless that is the most.
+    """Returns nats [B, L], at most 0: how much cheaper each target is when excluded ids get no probability.
 
-    The same as excluded logits of minus infinity (`mlx_zip.canonical.unless_most`), without a second pass over all.
+    It is 0 where excluded ids hold most of the probability. base, hyper: logits as in `joint_nats`; normaliser [B, L]:
+    their logsumexp. Equals setting excluded logits to minus infinity (`mlx_zip.canonical`), without a second pass.
     """
     at, column = arrays["excluded_at"], arrays["excluded"]
     batch, length, vocab = base.shape
@@ -153,5 +163,5 @@ def canonical_gain(base: mx.array, hyper: mx.array, normaliser: mx.array, arrays
     in_base = base[row, place, mx.where(is_hyper, 0, column)]
     in_hyper = hyper[row, place, mx.where(is_hyper, column - vocab, 0)]
     share = mx.where(real, mx.exp(mx.where(is_hyper, in_hyper, in_base) - normaliser[row, place]), 0)
-    held = mx.zeros(batch * length).at[mx.where(real, at, 0)].add(share).reshape(batch, length)
-    return mx.log1p(-mx.where(held <= canonical.MOST, held, 0))
+    excluded = mx.zeros(batch * length).at[mx.where(real, at, 0)].add(share).reshape(batch, length)  # their probability
+    return mx.log1p(-mx.where(excluded <= canonical.MOST, excluded, 0))

@@ -1,4 +1,4 @@
-"""Optimizers and schedule: mlx's own, put together."""
+"""Makes a run's optimizer and learning-rate schedule from MLX's, and clips gradients."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mlx_zip.training.settings import TrainSettings
 
 
 def make_optimizer(settings: TrainSettings) -> optim.Optimizer:
-    """The optimizer of a run. "muon" trains the blocks' and encoders' matrices with Muon, all else with AdamW."""
+    """Returns a run's optimizer. "muon" is Muon for the matrices of blocks and encoders, AdamW for the rest."""
     rate = _schedule(settings, settings.learning_rate)
     decay = settings.weight_decay
     if settings.optimizer == "muon":
@@ -22,7 +22,7 @@ def make_optimizer(settings: TrainSettings) -> optim.Optimizer:
         return optim.MultiOptimizer([muon, adamw], [_is_hidden_matrix])
     if settings.optimizer == "adamw":
         return optim.AdamW(rate, betas=[0.9, 0.95], weight_decay=decay, bias_correction=True)
-    if settings.optimizer == "adafactor":  # by default it takes a rate of its own making
+    if settings.optimizer == "adafactor":  # by default it would choose its own rate
         return optim.Adafactor(rate, relative_step=False, scale_parameter=False)
     if settings.optimizer == "adam":
         return optim.Adam(rate, bias_correction=True)
@@ -30,19 +30,22 @@ def make_optimizer(settings: TrainSettings) -> optim.Optimizer:
 
 
 def _schedule(settings: TrainSettings, peak: float) -> Any:
-    """Linear warm-up to `peak`, then a cosine that ends where the run does, at the same fraction for every peak."""
+    """Returns a schedule: linear warm-up to `peak`, then a cosine until the run's end.
+
+    Its final rate is the share of `peak` that `min_learning_rate` is of `learning_rate`.
+    """
     end = peak * (settings.min_learning_rate / settings.learning_rate if settings.learning_rate else 0.0)
     arguments = [peak, max(1, settings.iters - settings.warmup), end]
     return build_schedule({"name": "cosine_decay", "arguments": arguments, "warmup": settings.warmup})
 
 
 def _is_hidden_matrix(path: str, value: mx.array) -> bool:
-    """Whether Muon is for it: a matrix, but neither an embedding nor a head."""
+    """Whether Muon trains this weight: a matrix, but neither an embedding nor a head. path: the weight's name."""
     return value.ndim == 2 and not any(name in path for name in ("embed", "lm_head", "type_head", "decoder"))
 
 
 def learning_rate(optimizer: optim.Optimizer) -> float:
-    """The rate of the last step (of AdamW's part, when there are two)."""
+    """Returns the learning rate of the last step; with Muon, that of AdamW."""
     if isinstance(optimizer, optim.MultiOptimizer):
         optimizer = optimizer.optimizers[-1]
     rate: Any = optimizer.learning_rate.item()
@@ -50,7 +53,7 @@ def learning_rate(optimizer: optim.Optimizer) -> float:
 
 
 def clip(gradients: Any, limit: float) -> tuple[Any, mx.array]:
-    """Gradients scaled to a norm of at most `limit` (0: as they are), and their norm before."""
+    """Returns the gradients, scaled down to norm `limit` if theirs is larger (0: never), and their norm before that."""
     leaves: Any = tree_flatten(gradients)
     norm = mx.sqrt(sum((g.astype(mx.float32).square().sum() for _, g in leaves), mx.array(0.0)))
     if not limit:

@@ -1,4 +1,4 @@
-"""The rows of a pack as all that is trained: the model around them is frozen."""
+"""Trains the rows of a pack's entries, and nothing else: the model is frozen."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from mlx_zip.training.objective import LossWeights, Trainee, joint_nats, samples
 
 
 class PackTrainee(Trainee):
-    """A frozen model and the rows [P, D] of the entries that every sample begins with, which are trained.
+    """A frozen model, and the trained rows of the P entries that every sample begins with.
 
-    output_rows: one per entry; input_rows too, unless the model's two sides are one.
+    output_rows [P, D]: one row per entry. input_rows [P, D]: likewise; absent if the model uses the same rows for input
+    and output.
     """
 
     def __init__(self, model: Model, input_rows: mx.array, output_rows: mx.array) -> None:
@@ -29,15 +30,18 @@ class PackTrainee(Trainee):
 
     @property
     def read_rows(self) -> mx.array:
-        """The rows [P, D] that are read."""
+        """The rows [P, D] that the pack's entries have in the input."""
         return self.output_rows if self.model.sides_are_one else self.input_rows
 
-    def prepared(self, batch: Batch) -> Batch:
-        """Sorts the pack's entries out: see `sort_out`."""
-        return replace(batch, arrays=sort_out(batch.arrays, batch.distinct, len(self.output_rows)))
+    def prepare_batch(self, batch: Batch) -> Batch:
+        """Returns the batch with the pack's entries separated from the others, see `separate_pack`."""
+        return replace(batch, arrays=separate_pack(batch.arrays, batch.distinct, len(self.output_rows)))
 
     def losses(self, arrays: dict[str, mx.array], long: bool = False) -> dict[str, mx.array]:
-        """`nats` and `count` over [base | pack | what grew]; the rows of what grew are the encoder's."""
+        """Returns `nats` and `count` over base ids, the pack's entries, and entries that the samples installed.
+
+        Rows of the latter come from the hyper-encoder.
+        """
         samples = samples_of(arrays, long)
         grown = encode_rows(self.model, samples)
         read, output = mx.concatenate([self.read_rows, grown[0]]), mx.concatenate([self.output_rows, grown[1]])
@@ -45,32 +49,35 @@ class PackTrainee(Trainee):
         return joint_nats(out.base, out.hyper, arrays)
 
 
-def sort_out(arrays: dict[str, NDArray], distinct: int, pack: int) -> dict[str, NDArray]:
-    """A batch's arrays, of which `distinct` entries are real, when rows of the first `pack` slots are at hand.
+def separate_pack(arrays: dict[str, NDArray], distinct: int, pack: int) -> dict[str, NDArray]:
+    """Returns a batch's arrays for a model that already has rows for the pack's entries.
 
-    entries, lengths: of what grew alone. slots: where the row of each slot is among [pack | what grew]. read: which of
-    those that grew are read; input_rows: where each hypertoken's row is among [pack | those]. Every sample has the
-    pack's entries in its first slots, in one order.
+    arrays: those of a `Batch` whose samples all have the pack's entries in their first `pack` slots, in one order.
+    distinct: number of real entries, which come before the padding. "Grown" entries are those outside the pack.
+
+    entries, lengths: only of grown entries. slots: index of each slot's row in [pack rows | grown rows]. read: the
+    grown entries that inputs use, as indices into `entries`. input_rows: index of each input's row in [pack rows | rows
+    of `read`], -1 for a base id.
     """
-    place = np.full(len(arrays["entries"]), -1)
+    place = np.full(len(arrays["entries"]), -1)  # index of each entry in [pack | grown]
     place[arrays["slots"][0, :pack]] = np.arange(pack)
     grown = np.flatnonzero(place[:distinct] < 0)
     place[grown] = pack + np.arange(len(grown))
     read = place[arrays["read"][: int(arrays["input_rows"].max()) + 1]]
-    more = read >= pack
-    where = np.where(more, pack + np.cumsum(more) - 1, read)
+    is_grown = read >= pack
+    new_index = np.where(is_grown, pack + np.cumsum(is_grown) - 1, read)  # of each entry in the old `read`
     rows = arrays["input_rows"]
     return {
         **arrays,
         "entries": _padded(arrays["entries"][grown], arrays["entries"]),
         "lengths": _padded(arrays["lengths"][grown], arrays["lengths"]),
         "slots": np.maximum(place[arrays["slots"]], 0).astype(np.int32),
-        "read": _padded((read[more] - pack).astype(np.int32), np.zeros(1, np.int32)),
-        "input_rows": np.where(rows < 0, -1, where[rows] if len(where) else -1).astype(np.int32),
+        "read": _padded((read[is_grown] - pack).astype(np.int32), np.zeros(1, np.int32)),
+        "input_rows": np.where(rows < 0, -1, new_index[rows] if len(new_index) else -1).astype(np.int32),
     }
 
 
 def _padded(values: NDArray, like: NDArray) -> NDArray:
-    """To a length that recurs, with copies of the first of `like`."""
+    """Returns the values, padded to a size of `bucket` with copies of the first value of `like`."""
     more = bucket(len(values), least=32) - len(values)
     return np.concatenate([values, np.repeat(like[:1], more, axis=0)])

@@ -1,4 +1,4 @@
-"""From the options of `prepare` to its plan: the tokenizer, its codec, and what a later run is compared with."""
+"""Turns the options of `prepare` into a plan: tokenizer, codec, and the settings that a later run must match."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MERGE_SIZE, CODEBOOK_SIZE = 3, 2048
 
 
 def make_plan(options: PrepareOptions, pads: bool = True) -> tuple[Plan, Any, dict[str, Any]]:
-    """The plan, its tokenizer, and the settings that make the result what it is. Raises `DataError`; writes nothing.
+    """Returns the plan, its tokenizer, and all settings that the result depends on. Raises `DataError`; writes nothing.
 
     pads: False if the samples are never padded, so that the tokenizer needs no pad or eos token.
     """
@@ -66,7 +66,10 @@ def _tokenizer_place(options: PrepareOptions) -> Path:
 
 
 def codec_for(options: PrepareOptions, tokenizer: Any, config: Mapping[str, Any], pads: bool = True) -> CodecParams:
-    """The codec: the options, else the zip2zip model's own, else one made for the tokenizer. Raises `DataError`."""
+    """Returns the codec: each option, else the zip2zip model's own value, else a default. Raises `DataError`.
+
+    config: the model's config.json, empty without a model. pads: whether samples are padded and so need a pad id.
+    """
     own = own_codec(config)
     tokens = 1 + max(tokenizer.get_vocab().values())
     vocab_size = own.vocab_size if own is not None else _model_rows(config) or tokens
@@ -81,7 +84,7 @@ def codec_for(options: PrepareOptions, tokenizer: Any, config: Mapping[str, Any]
         disabled = special_ids(tokenizer)
     disabled |= _protected(options.protect, tokenizer)
     if high := [i for i in disabled if not 0 <= i < vocab_size]:
-        raise DataError(f"id {high[0]}, which is never to merge, is no base id (0 to {vocab_size - 1})")
+        raise DataError(f"id {high[0]}, which must never merge, is not a base id (0 to {vocab_size - 1})")
     sizes = (
         options.codebook_size if options.codebook_size is not None else own.codebook_size if own else CODEBOOK_SIZE,
         options.merge_size if options.merge_size is not None else own.merge_size if own else MERGE_SIZE,
@@ -101,7 +104,7 @@ def codec_for(options: PrepareOptions, tokenizer: Any, config: Mapping[str, Any]
 
 
 def own_codec(config: Mapping[str, Any]) -> CodecParams | None:
-    """The codec of a zip2zip model by its config.json, None for another. Raises `ConfigError`."""
+    """Returns the codec in a zip2zip model's config.json, None for another model. Raises `ConfigError`."""
     if "zip2zip" not in config:
         return None
     from mlx_zip.models import ModelArgs
@@ -110,7 +113,7 @@ def own_codec(config: Mapping[str, Any]) -> CodecParams | None:
 
 
 def _model_rows(config: Mapping[str, Any]) -> int | None:
-    """Rows of a plain model's embedding, by its config."""
+    """Returns the rows of a model's embedding by its config.json; None without a config. Raises `DataError`."""
     text = config.get("text_config")
     rows = config.get("vocab_size", text.get("vocab_size") if isinstance(text, Mapping) else None)
     if config and (isinstance(rows, bool) or not isinstance(rows, int) or rows < 1):
@@ -119,6 +122,7 @@ def _model_rows(config: Mapping[str, Any]) -> int | None:
 
 
 def _pad_id(tokenizer: Any, needed: bool) -> int | None:
+    """Returns the tokenizer's pad id, else its eos id, else None; `DataError` instead of None if one is needed."""
     for token_id in (tokenizer.pad_token_id, tokenizer.eos_token_id):
         if token_id is not None:
             return int(token_id)
@@ -128,6 +132,7 @@ def _pad_id(tokenizer: Any, needed: bool) -> int | None:
 
 
 def _protected(protect: tuple[str, ...], tokenizer: Any) -> set[int]:
+    """Returns the ids that --protect names: those of digits, or listed ones. Raises `DataError`."""
     found: set[int] = set()
     for what in protect:
         if what == "digits":
@@ -141,7 +146,7 @@ def _protected(protect: tuple[str, ...], tokenizer: Any) -> set[int]:
 
 
 def _pack(path: Path, tokenizer: Any) -> Start:
-    """The entries of a pack. Raises `DataError` when it is of another tokenizer."""
+    """Returns the entries of a pack file. Raises `DataError` if it was made for another tokenizer."""
     pack = load_pack(path)
     if pack.tokenizer is not None:
         pack.check_tokenizer(tokenizer_fingerprint(tokenizer), str(path))
@@ -149,7 +154,7 @@ def _pack(path: Path, tokenizer: Any) -> Start:
 
 
 def _pool(options: PrepareOptions, params: CodecParams, tokenizer: Any) -> Start:
-    """The pack to draw from, checked against the codec."""
+    """Returns the entries of --pack, from which --start-draw draws. Raises `DataError` if they do not fit the codec."""
     path, draw = options.pack, options.start_draw or 0
     assert path is not None
     pool = _pack(path, tokenizer)
@@ -166,7 +171,7 @@ def _pool(options: PrepareOptions, params: CodecParams, tokenizer: Any) -> Start
 
 
 def _settings(options: PrepareOptions, plan: Plan, tokenizer: Any) -> dict[str, Any]:
-    """Everything that the result depends on, as plain values. Long lists are digests."""
+    """Returns everything that the result depends on, as plain values; digests instead of long lists."""
     packs = plan.params.start if plan.pool is None else plan.pool
     tokens = 1 + max(tokenizer.get_vocab().values())
     return {
@@ -177,7 +182,7 @@ def _settings(options: PrepareOptions, plan: Plan, tokenizer: Any) -> dict[str, 
         "context": options.context,
         "start": None if packs is None else _digest(str(packs)),
         "start_draw": options.start_draw,
-        "pack": options.fill_windows,  # the key of folders that exist
+        "pack": options.fill_windows,  # an older name, kept so that existing folders can be continued
         "train_on": options.train_on,
         "shard_samples": options.shard_samples,
         "seed": options.seed,
@@ -186,6 +191,7 @@ def _settings(options: PrepareOptions, plan: Plan, tokenizer: Any) -> dict[str, 
 
 
 def _source_settings(source: Source) -> dict[str, Any]:
+    """Returns a source's fields, with the SHA-256 of each of its local files."""
     files = [file for name in source.data for file in files_of(name)]
     digests = {name: _file_digest(name) for name in files}
     return {**asdict(source), "data": list(source.data), "subsets": list(source.subsets), "sha256": digests}

@@ -1,6 +1,6 @@
-"""`prepare`: files and data sets become shards of compressed samples with loss masks.
+"""`prepare`: turns files and data sets into shards of compressed samples with loss masks.
 
-The result is the same for any number of workers. An interrupted run goes on with the shards that are missing.
+The result is the same for any number of workers. After an interruption only the missing shards are made.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from mlx_zip.training.prepared_folder import POOL, PreparedFolder
 from mlx_zip.training.sharding import Chunk, Plan, ShardMaker, cut_chunks, make_in_worker, start_worker
 from mlx_zip.training.shards import codec_record
 
-ROUND = 16  # shards between two looks at how a mixture stands
-Records = list[list[dict[str, Any]]]  # per source, of each shard in order
+ROUND = 16  # shards that are chosen at a time, by the shares that a mixture has reached
+Records = list[list[dict[str, Any]]]  # for each source, the records of its shards in order
 
 
 def prepare(
@@ -37,11 +37,11 @@ def prepare(
 ) -> dict[str, Any]:
     """Prepares data and returns the index of the folder.
 
-    workers: processes; the result does not depend on them. progress: a bar on stderr, if that is a terminal. report:
-    takes a line for every record that is skipped as wrong (default: stderr). A folder that an interrupted run with the
-    same options left is completed; a finished one is returned as it is.
+    workers: number of processes. progress: show a bar on stderr, if that is a terminal. report: is called with a line
+    for every invalid record that is skipped; None prints it on stderr. A folder that an interrupted run with the same
+    options left is completed; for a finished one its index is returned.
 
-    Raises `DataError` naming file and line, or what does not fit; then no index has been written.
+    Raises `DataError` naming file and line, or the option that does not fit; no index is written then.
     """
     report = report or (lambda line: print(line, file=sys.stderr))
     if workers < 1:
@@ -63,7 +63,7 @@ def prepare(
                 raise
     except BrokenProcessPool as error:
         raise DataError(f"a worker process was killed, by lack of memory perhaps; {_GO_ON}") from error
-    except OSError as error:  # reading has errors of its own
+    except OSError as error:  # errors of reading are `DataError`s by now
         raise DataError(f"{options.out} cannot be written: {error.strerror or error}; {_GO_ON}") from error
 
 
@@ -73,7 +73,7 @@ Make = Callable[[Sequence[Chunk]], Iterator[dict[str, Any]]]
 
 @contextmanager
 def _workers(plan: Plan, tokenizer: Any, workers: int) -> Iterator[Make]:
-    """Something that makes shards of chunks and gives their records in the same order."""
+    """Yields a function that makes a shard of each chunk, in `workers` processes, and returns the records in order."""
     if workers == 1:
         maker = ShardMaker(plan, tokenizer)
         yield lambda chunks: map(maker.make, chunks)
@@ -89,7 +89,7 @@ def _workers(plan: Plan, tokenizer: Any, workers: int) -> Iterator[Make]:
 
 
 class _Run:
-    """One run of `prepare`: readers, what is done, and the bar."""
+    """One run of `prepare`: its readers, the records of finished shards, and the progress bar."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class _Run:
         )
 
     def make_shards(self, make: Make) -> None:
-        """Reads and makes shards until a source has ended or there are enough samples."""
+        """Reads the sources and makes shards, until a source has ended or there are enough samples."""
         number, ended = 0, False
         with self.bar:
             while not ended and not self._enough():
@@ -138,20 +138,22 @@ class _Run:
                 self._make_round(make, chunks)
 
     def _make_round(self, make: Make, chunks: Sequence[Chunk]) -> None:
+        """Makes the shards of some chunks, unless an earlier run has made them, and adds up their records."""
         done = {chunk.number: self.folder.record(chunk.name) for chunk in chunks}
         made = make([chunk for chunk in chunks if done[chunk.number] is None])
         for chunk in chunks:
             record = done[chunk.number]
             if record is None:
                 record = next(made)
-                self._tell(record)
+                self._report_skipped(record)
             self.records[chunk.source].append(record)
             self._count(record)
             base_ids = sum(r["base_ids"] for done in self.records for r in done)
             self.bar.set_postfix_str(f"{base_ids:,} base ids", refresh=False)
             self.bar.update(chunk.stored - self.bar.n)
 
-    def _tell(self, record: dict[str, Any]) -> None:
+    def _report_skipped(self, record: dict[str, Any]) -> None:
+        """Reports the invalid records of a shard: the first ones in words, the number of all others."""
         notes = record["notes"]
         more = record["skipped"].get("wrong", 0) - len(notes)
         for note in [*notes, *([f"{more} more wrong records after these"] if more else [])]:
@@ -159,6 +161,7 @@ class _Run:
             self.report(f"skipped {note}")
 
     def _count(self, record: dict[str, Any]) -> None:
+        """Adds up the skipped records of a shard. Raises `DataError` for more than `max_skipped` invalid ones."""
         self.skipped.update(record["skipped"])
         if self.skipped["wrong"] > self.options.max_skipped:
             first = next(r["notes"][0] for done in self.records for r in done if r["notes"])
@@ -172,13 +175,15 @@ class _Run:
         return limit is not None and all(self.records) and sum(self._kept(None)) >= limit
 
     def _kept(self, limit: int | None) -> list[int]:
+        """Returns how many first samples of each source to keep, see `kept_samples`."""
         return kept_samples(self.shares, [self._base_ids(done) for done in self.records], limit)
 
     def _base_ids(self, done: Sequence[dict[str, Any]]) -> NDArray[np.int64]:
+        """Returns the base ids of each sample in some shards, given the shards' records."""
         return np.concatenate([self.folder.base_ids(r) for r in done] or [np.empty(0, np.int64)])
 
     def finish(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """Chooses the samples, writes the index, removes what it does not name."""
+        """Chooses the samples to keep, writes the index and returns it; removes files that it does not name."""
         kept = self._kept(self.options.limit)
         if not all(kept):
             poorest = min(range(len(kept)), key=lambda s: sum(record["base_ids"] for record in self.records[s]))
@@ -209,6 +214,7 @@ class _Run:
         return self.folder.close(index)
 
     def _shards(self, kept: Sequence[int]) -> Iterator[dict[str, Any]]:
+        """Yields the records of the shards to keep, cut to the `kept` first samples of each source."""
         for done, left in zip(self.records, kept, strict=True):
             for record in done:
                 n = min(left, record["samples"])
@@ -217,7 +223,7 @@ class _Run:
                     yield self.folder.first_samples(record, n, self.plan.start_draw)
 
     def _source_records(self, shards: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """What each source gave, and its share of all base ids."""
+        """Returns each source's samples, base ids, and share of all base ids."""
         whole = sum(record["base_ids"] for record in shards)
         found = []
         for s, source in enumerate(self.options.sources):

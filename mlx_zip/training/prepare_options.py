@@ -1,4 +1,4 @@
-"""What `prepare` is asked to do: one frozen record, checked when it is made."""
+"""The options of `prepare`: one frozen record, checked when it is made."""
 
 from __future__ import annotations
 
@@ -12,17 +12,20 @@ from mlx_zip.training.encoding import TRAIN_ON
 
 @dataclass(frozen=True)
 class PrepareOptions:
-    """What is to be prepared.
+    """What to prepare, from which texts.
 
-    sources: one, or a mixture. out: the folder to write. model: folder or hub id of a model whose tokenizer and codec
-    are used; or tokenizer: a tokenizer alone. context: maximum base ids of a window. merge_size, codebook_size: None
-    for the model's, else 3 and 2048; merge size 1 or codebook size 0 leaves the base ids as they are. disable: ids that
-    never merge, None for the special ones. protect: more of them, "digits" or ids with commas.
-    pack: file of a pack that codebooks begin with, None for the model's own. empty_start: begin without entries.
-    start_draw: how many entries of the pack are drawn anew for each sample, None for no drawing.
-    fill_windows: put several records into one window; None does so for documents, not for conversations.
-    train_on: see `Encoder`. shard_samples: approximate samples per shard. limit: maximum number of samples.
-    max_skipped: maximum number of wrong records. Raises `DataError` naming an option that cannot be.
+    sources: one source, or those of a mixture. out: the folder to write. model: folder or hub id of a model, which
+    gives the tokenizer and, if it is a zip2zip model, the codec; tokenizer: instead of it, a tokenizer.
+    context: maximum base ids per window. merge_size, codebook_size: None: the model's, else 3 and 2048; merge size 1 or
+    codebook size 0 leaves base ids uncompressed. disable: ids that never merge; None: the model's, else the special
+    ids. protect: further such ids, "digits" or ids separated by commas.
+    pack: file of the pack that codebooks begin with; None: the model's own. empty_start: begin without entries.
+    start_draw: number of the pack's entries that are drawn at random for each sample; None: all entries, no drawing.
+    fill_windows: put several records into one window; None: yes for documents, no for conversations.
+    train_on: see `Encoder`. shard_samples: approximate samples per shard. seed: of the drawing. limit: maximum number
+    of samples; None: no limit. max_skipped: maximum number of invalid records that are skipped.
+
+    Raises `DataError` naming an option that is not allowed.
     """
 
     sources: tuple[Source, ...]

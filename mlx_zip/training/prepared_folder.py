@@ -1,8 +1,8 @@
-"""The folder that data are prepared in: what is finished in it, and for which settings.
+"""The folder that data are prepared in: which shards are finished, and for which settings.
 
-While it grows it holds `prepare.json`, the settings, and after each shard's arrays a record of it. Then the index
-takes the place of both. A record is written after what it speaks of, so what is there can be relied on, whenever the
-run was stopped.
+While data are prepared, it holds the settings (`prepare.json`) and a record of each finished shard. The index replaces
+both in the end. A shard's record is written after its arrays, so a shard with a record is complete, whenever the run
+was stopped.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _INDEX = {"shards", "totals", "skipped", "records", "windowed", "sources"}
 
 
 class PreparedFolder:
-    """A folder to prepare data in, one process at a time, as a context.
+    """A folder to prepare data in, for one process at a time; a context manager.
 
-    Everything but `open` is for a folder that `open` has accepted.
+    Call `open` first: all other methods need a folder that it has accepted.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -45,17 +45,17 @@ class PreparedFolder:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Lets another process have the folder."""
+        """Lets another process use the folder."""
         self._held.close()
 
     def open(self, settings: Mapping[str, Any], report: Callable[[str], object]) -> dict[str, Any] | None:
-        """Makes the folder, or finds one that the same settings have begun; returns the index if it is finished.
+        """Makes the folder, or continues one with the same settings; returns its index if it is finished, else None.
 
-        Unfinished data of other settings without a finished shard are removed, which `report` is given a line about: a
-        run that failed is not in the way of the next one.
+        Unfinished data of other settings without a finished shard are removed, so that a failed run does not block the
+        next one; `report` is called with a line that says so.
 
-        Raises `DataError` for a folder with other content or other settings, one that another process prepares data
-        in, and a finished one that is damaged; and `OSError`.
+        Raises `DataError` for a folder with other files, one with finished shards of other settings, one that another
+        process prepares data in, and a finished one that is damaged; and `OSError`.
         """
         settings = json.loads(json.dumps(settings))
         if self.folder.exists() and not self.folder.is_dir():
@@ -92,6 +92,7 @@ class PreparedFolder:
         return index
 
     def _read(self, path: Path) -> dict[str, Any] | None:
+        """Returns the object in a JSON file, None without a file. Raises `DataError` if it is damaged."""
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -103,7 +104,7 @@ class PreparedFolder:
         return data
 
     def record(self, name: str) -> dict[str, Any] | None:
-        """The record of a finished shard."""
+        """Returns the record of a shard, None if the shard is not finished. Raises `DataError` if it is damaged."""
         path = record_file(self.folder, name)
         found = self._read(path)
         if found is not None and not (found.keys() >= _RECORD and found["name"] == name):
@@ -111,7 +112,7 @@ class PreparedFolder:
         return found
 
     def base_ids(self, record: Mapping[str, Any]) -> NDArray[np.int64]:
-        """Base ids of each sample of a finished shard."""
+        """Returns the base ids of each sample of a finished shard, given its record."""
         name = record["name"]
         if name not in self._base:
             file = part_file(self.folder, name, "base")
@@ -121,7 +122,10 @@ class PreparedFolder:
         return self._base[name]
 
     def first_samples(self, record: Mapping[str, Any], samples: int, start_width: int) -> dict[str, Any]:
-        """The record of a shard with the first samples of a finished one, which is written if it is not all of them."""
+        """Returns the record of a shard that holds the first `samples` samples of a finished one.
+
+        That is the finished shard itself, or a new one that is written. start_width: as in `ShardWriter`.
+        """
         if samples == record["samples"]:
             return {key: record[key] for key in _COUNTS}
         name = record["name"]
@@ -137,28 +141,29 @@ class PreparedFolder:
         return writer.close() | {"source": record["source"]}
 
     def close(self, index: dict[str, Any]) -> dict[str, Any]:
-        """Writes the index and removes what is not part of the prepared data."""
+        """Writes the index, removes files that are not part of the data, and returns the index as read back."""
         write_index(self.folder, index)
         index = self._read(self.folder / INDEX) or {}
         self._clean(index)
         return index
 
     def give_up(self) -> None:
-        """Removes all that was written, unless a shard is finished: then a later run goes on from there."""
+        """Removes all that was written, unless a shard is finished, from which a later run can continue."""
         if self.folder.exists() and not self._has_shards():
             self.discard()
 
     def _has_shards(self) -> bool:
-        """Whether a shard is finished."""
+        """Returns whether a shard is finished."""
         return any(self.folder.glob("shard-*.json"))
 
     def discard(self) -> None:
-        """Removes all that was written, and the folder if it was not there before."""
+        """Removes all that was written, and the folder too if `open` made it."""
         self._clean({"shards": []})
         if self._made:
             shutil.rmtree(self.folder)
 
     def _clean(self, index: Mapping[str, Any]) -> None:
+        """Removes all files of `prepare` that an index does not name; other files stay."""
         named = {record["name"] for record in index["shards"]}
         pool = _POOL_FILES if index.get("pool") else set()
         for path in self.folder.iterdir():
@@ -168,7 +173,7 @@ class PreparedFolder:
 
 
 def _difference(begun: Any, settings: Mapping[str, Any]) -> str:
-    """The first setting that differs, with both values; "" if none does."""
+    """Returns the first setting that differs, with both values, in words; "" if none does."""
     old, new = dict(_flat(begun)), dict(_flat(settings))
     for key in sorted(old.keys() | new.keys()):
         if old.get(key) != new.get(key):
@@ -178,7 +183,7 @@ def _difference(begun: Any, settings: Mapping[str, Any]) -> str:
 
 
 def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of nested settings."""
+    """Yields (dotted key, value) for each value of nested settings."""
     pairs = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else None
     if pairs is None:
         yield key or "settings", value

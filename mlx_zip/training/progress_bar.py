@@ -1,4 +1,4 @@
-"""How far a run is: a bar on a terminal, a line per report elsewhere; both on standard error."""
+"""Shows how far a run is on standard error: as a bar on a terminal, elsewhere as one line per report."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from tqdm import tqdm
 
 
 def duration(seconds: float) -> str:
-    """A duration in hours, minutes and seconds: 1:02:03."""
+    """Returns a duration as hours, minutes and seconds, such as 1:02:03."""
     minutes, s = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{s:02d}"
 
 
 class ProgressBar:
-    """Counts steps up to `total`, as a context. done: steps of earlier processes. quiet: show nothing."""
+    """Counts and shows steps up to `total`; a context manager. done: steps done before. quiet: show nothing."""
 
     def __init__(self, total: int, done: int = 0, quiet: bool = False) -> None:
         self.total, self.done, self.quiet = total, done, quiet
@@ -42,7 +42,7 @@ class ProgressBar:
                 self._bar.write(line, file=sys.stderr)
 
     def report(self, figures: str) -> None:
-        """Shows the figures of the last steps: in the bar, or on a line with the steps done and the time left."""
+        """Shows figures of the last steps: in the bar, or on a line with the steps done and the time left."""
         if self._bar.disable:
             self.say(f"step {self.done:,} of {self.total:,}: {figures}, {self._left()} left")
         else:
@@ -54,5 +54,6 @@ class ProgressBar:
         self._bar.update(1)
 
     def _left(self) -> str:
+        """Returns the time left, estimated from the steps so far."""
         per_step = (time.monotonic() - self._began) / max(1, self.done - self._first)
         return duration(per_step * (self.total - self.done))

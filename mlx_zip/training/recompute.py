@@ -1,4 +1,4 @@
-"""Gradient checkpointing: a block's activations are computed again in the backward pass instead of kept."""
+"""Gradient checkpointing: computes a block's activations again in the backward pass instead of keeping them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from mlx_zip.models.recompute import recomputed
 
 
 def recompute_activations(blocks: Sequence[nn.Module]) -> None:
-    """Makes these blocks recompute, and no others of their class; names and weights stay as they are.
+    """Makes these blocks recompute their activations in the backward pass; names and weights stay as they are.
 
-    They must not draw random numbers: the second pass would draw others. (mlx-lm's `grad_checkpoint` changes the
-    class itself, and with it every model of the process.)
+    The blocks must not draw random numbers, because the second pass would draw others. Other blocks of their class are
+    not affected, unlike with mlx-lm's `grad_checkpoint`, which changes the class itself.
     """
     made: dict[type, type] = {}
     for block in blocks:
@@ -26,6 +26,8 @@ def recompute_activations(blocks: Sequence[nn.Module]) -> None:
 
 
 def _recomputed(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a block's `__call__` that recomputes its activations. call: the original one."""
+
     def checkpointed(block: Any, x: mx.array, *args: Any, **kwargs: Any) -> Any:
         return recomputed(block, lambda x: call(block, x, *args, **kwargs), x)
 

@@ -1,4 +1,4 @@
-"""A training run from beginning to end: the model, the data, the loop, the saved folder."""
+"""Runs training from beginning to end: loads model and data, trains, and saves the result."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 
 
 def train(options: RunOptions, settings: TrainSettings, quiet: bool = False) -> Outcome:
-    """Runs, or goes on with, the training run in `options.out`; a finished one leaves `out/model` or `out/adapter`.
+    """Trains in `options.out`, from its last checkpoint on; when finished, writes `out/model` or `out/adapter`.
 
     Raises `TrainingError`, `DataError`, `ConfigError`, `ModelError`.
     """
@@ -48,19 +48,19 @@ def train(options: RunOptions, settings: TrainSettings, quiet: bool = False) -> 
     check_equal(group, sha256(facts.encode()).hexdigest(), "model, data or settings")
     assert isinstance(start.data, Joined)
     data, valid = split(start.data, summed(group, start.held_out)[0], settings.seed)  # the first machine's count
-    with _alone(group, options.out):
+    with _sole_trainer(group, options.out):
         return _run(group, options, settings, replace(start, data=data, valid=start.valid or valid), quiet)
 
 
 @contextmanager
-def _alone(group: mx.distributed.Group, out: Path) -> Iterator[None]:
-    """No other process trains in the folder: each would take the other's checkpoints for its own."""
+def _sole_trainer(group: mx.distributed.Group, out: Path) -> Iterator[None]:
+    """Keeps other processes from training in the folder. Raises `TrainingError` if one does already."""
     with sole_user(out) if group.rank() == 0 else nullcontext(True) as alone:
-        together(group, lambda: _refuse_others(out, alone))
+        together(group, lambda: _check_alone(out, alone))
         yield
 
 
-def _refuse_others(out: Path, alone: bool) -> None:
+def _check_alone(out: Path, alone: bool) -> None:
     if not alone:
         raise TrainingError(f"another process trains in {out}; wait for it, or choose another --out")
 
@@ -68,6 +68,7 @@ def _refuse_others(out: Path, alone: bool) -> None:
 def _run(
     group: mx.distributed.Group, options: RunOptions, settings: TrainSettings, start: _Start, quiet: bool
 ) -> Outcome:
+    """Trains what `_start` returned, and saves the result if all steps are done."""
     trainee = Trainee(start.model, LossWeights(settings.reconstruction, settings.token_type))
     if settings.grad_checkpoint:
         recompute_activations(start.model.layers)
@@ -97,10 +98,12 @@ def _say(lines: list[str]) -> None:
 
 @dataclass(frozen=True)
 class _Start:
-    """All that a run begins with, read and checked. folder: of the model or, from scratch, of the tokenizer.
+    """All that a run begins with, loaded and checked.
 
-    fingerprint: of this command. run_fingerprint: of the run in the folder, which may have begun with fewer steps.
-    held_out: samples of data to hold out, on the first machine; 0 on the others.
+    config: the model's config.json. folder: the model's or, from scratch, the tokenizer's. data, valid: samples to
+    train and to validate on. record: what the run trains, see `open_run`. fingerprint: of this command.
+    run_fingerprint: of the run in the folder, which may have begun with fewer steps. held_out: number of samples of
+    `data` to hold out, on the first machine; 0 on the others.
     """
 
     model: Any
@@ -116,7 +119,7 @@ class _Start:
 
 
 def _start(options: RunOptions, settings: TrainSettings, first: bool) -> _Start:
-    """first: this is the machine that writes."""
+    """Loads and checks all that a run begins with. first: whether this machine is the one that writes files."""
     options.check()
     check_services(options.report_to)
     check_prepared(options)
@@ -159,7 +162,10 @@ def _start(options: RunOptions, settings: TrainSettings, first: bool) -> _Start:
 
 
 def _valid_share(options: RunOptions, begun: Begun | None) -> float:
-    """The share of the samples to hold out. Raises `TrainingError` for another one than the run began with."""
+    """Returns the share of the samples to hold out. Raises `TrainingError` unless it is that of the run in the folder.
+
+    begun: that run, None for a new one.
+    """
     asked = options.valid_share
     if begun is not None:
         if asked not in (None, begun.valid_share):
@@ -171,7 +177,10 @@ def _valid_share(options: RunOptions, begun: Begun | None) -> float:
 
 
 def _may_raise(out: Path, begun: Begun, iters: int) -> bool:
-    """Whether a run goes on under another number of steps: the one it was raised to, or more if it is finished."""
+    """Whether a run continues with another number of steps than it began with; raises `TrainingError` if it must not.
+
+    Allowed are the number it was raised to before and, once that is reached, any larger one.
+    """
     if iters == begun.iters == begun.raised_to:
         return False
     if iters == begun.raised_to:
@@ -184,19 +193,20 @@ def _may_raise(out: Path, begun: Begun, iters: int) -> bool:
 
 
 def _with_iters(record: dict[str, Any], iters: int) -> dict[str, Any]:
-    """A run's record with another number of steps."""
+    """Returns a run's record with another number of steps."""
     fixed = record["fixed"]
     return {**record, "fixed": {**fixed, "settings": {**fixed["settings"], "iters": iters}}}
 
 
 def _check_tokenizer(part: Shards, tokenizer: Any, folder: str | Path) -> None:
-    """The data must have been prepared with this tokenizer, if they say with which."""
+    """Raises `DataError` if the data say that they were prepared with another tokenizer. folder: for the message."""
     made_with = (part.index.get("tokenizer") or {}).get("fingerprint")
     if made_with is not None and made_with != tokenizer_fingerprint(tokenizer):
         raise DataError(f"{part.folder} was prepared with another tokenizer than the one in {folder}; prepare it again")
 
 
 def _save(options: RunOptions, settings: TrainSettings, start: _Start, outcome: Outcome) -> None:
+    """Writes what a finished run leaves: the model's folder or the adapter's."""
     if options.save == ADAPTER:
         place = Path(str(options.model)).expanduser()
         base = str(place.resolve()) if place.is_dir() else str(options.model)
@@ -208,7 +218,10 @@ def _save(options: RunOptions, settings: TrainSettings, start: _Start, outcome: 
 
 
 def _check_sizes(config: Mapping[str, Any], data: Joined, tokens: int) -> None:
-    """Every id of the data must have a row, and the context must fit."""
+    """Raises `TrainingError` unless every id has a row and the model's context fits the windows.
+
+    config: the model's config.json. tokens: number of tokens in the tokenizer.
+    """
     rows = config.get("vocab_size")
     if isinstance(rows, int) and data.params.vocab_size > rows:
         raise TrainingError(f"{data} has base ids up to {data.params.vocab_size}, the model has {rows} rows")
@@ -220,6 +233,7 @@ def _check_sizes(config: Mapping[str, Any], data: Joined, tokens: int) -> None:
 
 
 def _record(options: RunOptions, settings: TrainSettings, data: Joined) -> dict[str, Any]:
+    """Returns what the run trains, by which the same command knows it again, see `open_run`."""
     origin = options.model if options.scratch is None else options.scratch.name
     return {
         "fixed": {"model": Path(origin).name if origin else None, "settings": settings.deciding()},
@@ -230,7 +244,7 @@ def _record(options: RunOptions, settings: TrainSettings, data: Joined) -> dict[
 
 
 def _data_record(part: Shards) -> dict[str, Any]:
-    """What a prepared folder holds and was made of, wherever it and its sources lie."""
+    """Returns what a prepared folder holds and was made from, without any paths, so that folders may be moved."""
     settings = part.index.get("settings") or {}
     try:
         digests = [sorted(source["sha256"].values()) for source in settings.get("sources", ())]
@@ -241,7 +255,7 @@ def _data_record(part: Shards) -> dict[str, Any]:
 
 
 def trained_model(out: Path) -> Path:
-    """The model folder that a finished run left. Raises `TrainingError` if it is not finished."""
+    """Returns the model folder of a finished run. Raises `TrainingError` if the run is not finished."""
     if not (out / MODEL / "config.json").exists():
         raise TrainingError(f"{out} has no finished model yet")
     return out / MODEL

@@ -1,4 +1,4 @@
-"""The folder of a run: the record of what it trains, which the same command must meet again to go on."""
+"""The folder of a run, with a record of what it trains; only a command with an equal record may continue the run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RECORD = "train.json"
 
 @dataclass(frozen=True)
 class Begun:
-    """What the record of a run says: the steps it began with, those it was raised to, and the share held out."""
+    """A run by its record: the steps it began with, those it was raised to later, and the share held out."""
 
     iters: int
     raised_to: int
@@ -24,7 +24,7 @@ class Begun:
 
 
 def begun_run(out: Path) -> Begun | None:
-    """The run in a folder, None where there is none, or its record cannot be read: `open_run` then says why."""
+    """Returns the run in a folder; None if there is none, or if its record is damaged, which `open_run` reports."""
     try:
         record = read_object(out / RECORD) if (out / RECORD).exists() else {}
         iters = record["fixed"]["settings"]["iters"]
@@ -36,7 +36,7 @@ def begun_run(out: Path) -> Begun | None:
 
 
 def raise_iters(out: Path, iters: int) -> None:
-    """Records that a finished run goes on until so many steps. Raises `TrainingError`."""
+    """Records that a finished run continues up to `iters` steps. Raises `TrainingError`."""
     try:
         write_json(out / RECORD, {**read_object(out / RECORD), "raised_to": iters})
     except OSError as error:
@@ -44,7 +44,10 @@ def raise_iters(out: Path, iters: int) -> None:
 
 
 def open_run(out: Path, record: dict[str, Any], mark: str, flag: str = "--out") -> None:
-    """Makes the run's folder, or checks that it is this run's. flag: what names the folder."""
+    """Makes the run's folder, or checks that the folder is this run's. Raises `TrainingError` if it is not.
+
+    record: what the run trains. mark: fingerprint of model, settings and record. flag: the flag that names the folder.
+    """
     path, advice = out / RECORD, f"choose another {flag}"
     if path.exists():
         before = read_object(path, f"; {advice}")
@@ -62,7 +65,7 @@ def open_run(out: Path, record: dict[str, Any], mark: str, flag: str = "--out") 
 
 
 def _difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Which of the recorded facts differ, by name."""
+    """Returns the names of the settings and other facts that differ between two records, separated by commas."""
     fixed, new = before.get("fixed"), now["fixed"]["settings"]
     old = fixed.get("settings") if isinstance(fixed, dict) else None
     old = old if isinstance(old, dict) else {}
@@ -72,7 +75,7 @@ def _difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 
 def read_object(path: Path, hint: str = "") -> dict[str, Any]:
-    """A JSON object from a file. Raises `TrainingError`, its message ending in `hint`."""
+    """Returns the JSON object in a file. Raises `TrainingError`, its message ending in `hint`."""
     try:
         check_in(path)
         found = json.loads(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""A trained model as an ordinary model folder."""
+"""Saves a trained model as an ordinary model folder."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from mlx_zip.models import Model
 from mlx_zip.register import MODEL_TYPE
 
 GENERATION = "generation_config.json"
-STALE = ("dtype", "auto_map")  # of the base's config.json: another name of torch_dtype; code that is not copied
+STALE = ("dtype", "auto_map")  # left out of config.json: an older name of torch_dtype; code that is not copied
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
 
 def fuse(model: nn.Module) -> None:
-    """Folds LoRA layers into the layers below them, in place and in float32.
+    """Merges LoRA layers into the linear layers that they adapt, in place and in float32.
 
-    A quantized layer becomes a float one: rounding it again would lose much of what was learnt.
+    A quantized layer becomes a float one, because rounding it again would lose much of what was learned.
     """
     layers = [(name, module) for name, module in model.named_modules() if hasattr(module, "fuse")]
     for _, module in layers:
@@ -46,10 +46,10 @@ def save_trained(
     dtype: str = "float32",
     origin: Path | None = None,
 ) -> None:
-    """Writes the model folder, whole or not at all; LoRA layers are folded in first, and the model is cast.
+    """Writes the model folder, whole or not at all. Merges LoRA layers and casts weights to `dtype`, in place.
 
-    record: what it was trained from, kept in config.json's zip2zip section, or under `mlx_zip` for a plain model.
-    origin: the model's or tokenizer's folder; its generation_config.json names further ids that end a text.
+    config: the model's config.json. record: what it was trained from, which config.json keeps. origin: folder of the
+    model or tokenizer that training began with, whose generation_config.json is copied.
     Raises `TrainingError` when it cannot be written.
     """
     fuse(model)
@@ -75,7 +75,7 @@ def save_trained(
 
 
 def _fingerprint(model: Model, config: Mapping[str, Any]) -> dict[str, str]:
-    """The names of the model's hyper-row sets, as the converter writes them."""
+    """Returns the fingerprints of what makes hyper rows, which config.json keeps; config: that of the saved model."""
     prints = Fingerprints()
     named: Any = tree_flatten(model.parameters())
     for name, array in named:

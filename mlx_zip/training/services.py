@@ -1,4 +1,4 @@
-"""Reports to services: mlx-lm's callbacks for wandb and swanlab, fed with the lines of a run's log."""
+"""Sends the lines of a run's log to wandb and swanlab, through mlx-lm's callbacks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ _AS_MLX_LM = {  # our name: mlx-lm's
 
 
 def check_services(names: str | None) -> None:
-    """Raises `TrainingError` for a service that mlx-lm does not know, `InstallationError` for one not installed."""
+    """Raises `TrainingError` for an unknown service, `InstallationError` for one that is not installed.
+
+    names: services separated by commas; None for none.
+    """
     for name in _split(names):
         if name not in SERVICES:
             raise TrainingError(f"--report-to {name}: only {' and '.join(SERVICES)} are known")
@@ -31,7 +34,7 @@ def _split(names: str | None) -> list[str]:
 
 
 class Services:
-    """Sends lines of the log to the services of `options.report_to`; begins a run of theirs when it is made."""
+    """Sends lines of the log to the services in `options.report_to`, where the constructor begins a new run."""
 
     def __init__(self, options: RunOptions, settings: TrainSettings) -> None:
         from mlx_lm.tuner.callbacks import get_reporting_callbacks
@@ -44,7 +47,7 @@ class Services:
         )
 
     def send(self, line: dict[str, Any]) -> None:
-        """Sends a line: a report of training, or one of validation; a line of neither is left out."""
+        """Sends a line with a training or a validation loss; ignores any other line."""
         if self._callback is None:
             return
         info = {_AS_MLX_LM.get(name, name): value for name, value in line.items()}

@@ -1,4 +1,4 @@
-"""What a training run is asked to do, stated once: defaults, checks, and the help texts that make the flags.
+"""The settings of a training run: defaults, checks, and the help texts that become the flags' help.
 
 No MLX here: `mlx_zip train --help` reads this file and nothing heavier.
 """
@@ -23,10 +23,17 @@ AVAILABILITY = ("causal", "legacy")
 MODEL, ADAPTER = "model", "adapter"
 SAVES = (MODEL, ADAPTER)
 SAVE_DTYPES = ("float32", "float16", "bfloat16")
-VALID_SHARE = 0.02  # of the samples, where neither flag nor run says otherwise
-CHANGE_NO_NUMBER = ("steps_per_report", "steps_per_eval", "val_batches", "save_every", "keep", "compile")
-ADDED_LATER = ("lora_keys",)  # recorded only where they are set: runs begun without them go on
-LARGEST = 2**63 - 1  # what MLX counts with
+VALID_SHARE = 0.02  # share of the samples that is held out by default
+CHANGE_NO_NUMBER = (  # settings that do not change what a run computes
+    "steps_per_report",
+    "steps_per_eval",
+    "val_batches",
+    "save_every",
+    "keep",
+    "compile",
+)
+ADDED_LATER = ("lora_keys",)  # recorded only if set, so that runs begun by older versions can be continued
+LARGEST = 2**63 - 1  # largest integer that MLX counts with
 KINDS = {"int": int, "float": (int, float), "str": str, "bool": bool}
 
 
@@ -39,17 +46,17 @@ def setting(
     shown: str | None = None,
     metavar: str | None = None,
 ) -> Any:
-    """A dataclass field that also makes a flag.
+    """Returns a dataclass field whose metadata also declares a command-line flag.
 
-    text: the flag's help. choices: what a text may be. least: the smallest whole number. shown: the default in words,
-    where the value would not say it. metavar: what stands for the value in the help.
+    text: the flag's help. choices: the texts that are allowed. least: the smallest whole number that is allowed. shown:
+    the default in words, for the help. metavar: the placeholder for the value in the help.
     """
     about = {"help": text, "choices": choices, "least": least, "shown": shown, "metavar": metavar}
     return field(default=default, metadata=about)
 
 
 def help_of(one: Field[Any], default: Any = MISSING) -> str:
-    """The help line of a setting with its default; default: another one than the setting's own."""
+    """Returns the help line of a setting, default included. default: the default to show instead of the setting's."""
     value = one.default if default is MISSING else default
     shown = one.metadata["shown"] or ("off" if value is False else "on" if value is True else value)
     return f"{one.metadata['help']} (default: {shown})"
@@ -59,51 +66,63 @@ def help_of(one: Field[Any], default: Any = MISSING) -> str:
 class TrainSettings:
     """Settings of a run; names follow mlx-lm's `lora` command where it has them.
 
-    Each field's metadata says what it is for. The learning rate rises over `warmup` steps and falls along a cosine.
+    Each field's help text says what it sets. The learning rate rises over `warmup` steps, then falls along a cosine.
     lora_dropout and grad_checkpoint exclude each other. Trained weights stay float32 whatever `dtype` is. Raises
-    `TrainingError` naming a value that cannot be.
+    `TrainingError` naming a setting whose value is not allowed.
     """
 
-    iters: int = setting(1000, "optimizer steps of the whole run; may be raised on a finished run", least=1)
-    batch_size: int = setting(4, "samples per batch, over all machines", least=1)
-    grad_accumulation_steps: int = setting(1, "batches per optimizer step", least=1)
-    optimizer: str = setting("adamw", "muon trains matrices with Muon and the rest with AdamW", choices=OPTIMIZERS)
+    iters: int = setting(
+        1000, "number of optimizer steps in the whole run; more of them continue a finished run", least=1
+    )
+    batch_size: int = setting(4, "number of samples per batch, counted over all machines", least=1)
+    grad_accumulation_steps: int = setting(1, "number of batches whose gradients are added up for one step", least=1)
+    optimizer: str = setting(
+        "adamw", "optimizer; muon: Muon for the matrices of blocks and encoders, AdamW for the rest", choices=OPTIMIZERS
+    )
     learning_rate: float = setting(3e-4, "peak learning rate of the cosine schedule")
     min_learning_rate: float = setting(1e-5, "final learning rate of the cosine schedule")
-    muon_learning_rate: float = setting(0.02, "peak learning rate of the matrices that Muon trains")
-    warmup: int = setting(0, "steps in which the learning rate rises from 0 to its peak", least=0)
-    weight_decay: float = setting(0.01, "weight decay of AdamW")
-    max_grad_norm: float = setting(1.0, "norm to which larger gradients are scaled down; 0: never")
+    muon_learning_rate: float = setting(
+        0.02, "peak learning rate of the matrices that --optimizer muon trains with Muon"
+    )
+    warmup: int = setting(0, "number of first steps in which the learning rate rises from 0 to its peak", least=0)
+    weight_decay: float = setting(0.01, "weight decay that AdamW applies")
+    max_grad_norm: float = setting(
+        1.0, "maximum gradient norm, to which larger gradients are scaled down; 0: no maximum"
+    )
     fine_tune_type: str = setting(
         "lora",
-        "what is trained; lora: adapters and hyper-encoders, encoders: hyper-encoders alone, full: all weights",
+        "weights to train; lora: LoRA adapters and hyper-encoders, encoders: only hyper-encoders, full: all weights",
         choices=FINE_TUNE_TYPES,
     )
-    lora_layers: int = setting(-1, "blocks that get adapters, counted from the last one; -1: all")
-    lora_rank: int = setting(32, "rank of the adapters", least=1)
-    lora_scale: float = setting(1.0, "factor of the adapters' output (alpha / rank)")
-    lora_dropout: float = setting(0.0, "share of the adapters' inputs that is dropped in training")
+    lora_layers: int = setting(-1, "number of blocks that get LoRA adapters, counted from the last block; -1: all")
+    lora_rank: int = setting(32, "rank of the LoRA adapters", least=1)
+    lora_scale: float = setting(1.0, "factor that multiplies the LoRA adapters' output (alpha / rank)")
+    lora_dropout: float = setting(0.0, "share of the LoRA adapters' inputs that is dropped in training")
     lora_keys: str = setting(
         "",
-        "linear layers of a block that get adapters, separated by commas, such as self_attn.q_proj",
+        "linear layers of a block that get LoRA adapters, separated by commas, for example self_attn.q_proj",
         shown="all linear layers",
     )
     availability: str = setting(
         "causal",
-        "entries open to a position; causal: those installed before it, legacy: the sample's whole codebook",
+        "hypertokens that a position may predict; causal: those installed by then, legacy: all of the sample's",
         choices=AVAILABILITY,
     )
-    reconstruction: float = setting(0.0, "weight of the reconstruction loss (lambda in arXiv 2506.01084, eq. 3)")
-    token_type: float = setting(0.0, "weight of the loss on whether the next id is a hypertoken")
+    reconstruction: float = setting(
+        0.0, "weight of the reconstruction loss (lambda in arXiv 2506.01084, eq. 3); 0: off"
+    )
+    token_type: float = setting(0.0, "weight of the loss on whether the next id is a hypertoken; 0: off")
     dtype: str = setting("float32", "number type of the forward and backward pass", choices=DTYPES)
-    grad_checkpoint: bool = setting(False, "compute activations twice instead of keeping them, to save memory")
-    compile: str = setting("auto", "compile the step; auto: everywhere but on the CPU backend", choices=COMPILE)
-    seed: int = setting(0, "seed of new weights, dropout and the order of the samples", least=0)
-    steps_per_report: int = setting(10, "steps between two reports of the training loss", least=1)
-    steps_per_eval: int = setting(200, "steps between two validations", least=1)
-    val_batches: int = setting(25, "batches of a validation; 0: all", least=0)
-    save_every: int = setting(100, "steps between two checkpoints", least=1)
-    keep: int = setting(2, "checkpoints that are kept, the last ones", least=1)
+    grad_checkpoint: bool = setting(
+        False, "save memory: compute activations again in the backward pass instead of keeping them"
+    )
+    compile: str = setting("auto", "compile the training step; auto: on every device but the CPU", choices=COMPILE)
+    seed: int = setting(0, "random seed of new weights, dropout and the order of the samples", least=0)
+    steps_per_report: int = setting(10, "number of steps between two reports of the training loss", least=1)
+    steps_per_eval: int = setting(200, "number of steps between two validations", least=1)
+    val_batches: int = setting(25, "number of batches per validation; 0: all validation samples", least=0)
+    save_every: int = setting(100, "number of steps between two checkpoints", least=1)
+    keep: int = setting(2, "number of checkpoints to keep, the latest ones", least=1)
 
     def __post_init__(self) -> None:
         for one in fields(self):
@@ -119,6 +138,7 @@ class TrainSettings:
             raise TrainingError(f"warmup {self.warmup} must be shorter than the run's {self.iters} iters")
 
     def _check_type(self, name: str, kind: Any) -> None:
+        """Raises `TrainingError` unless a setting is of its type; makes a float of a whole number where one is due."""
         value = getattr(self, name)
         if not isinstance(value, KINDS[kind]) or (isinstance(value, bool) and kind != "bool"):
             raise TrainingError(f"{name} must be of type {kind}, got {value!r}")
@@ -128,6 +148,7 @@ class TrainSettings:
             object.__setattr__(self, name, math.inf if value > sys.float_info.max else float(value))
 
     def _check_range(self, one: Field[Any]) -> None:
+        """Raises `TrainingError` unless a setting is one of its choices, or within its bounds."""
         value, choices, least = getattr(self, one.name), one.metadata["choices"], one.metadata["least"]
         if choices is not None and value not in choices:
             raise TrainingError(f"{one.name} {value!r} is not one of {', '.join(choices)}")
@@ -138,48 +159,54 @@ class TrainSettings:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TrainSettings:
-        """Builds from a mapping. Raises `TrainingError` for a name that is none of the settings."""
+        """Returns the settings of a mapping. Raises `TrainingError` for a name that is not a setting."""
         unknown = values.keys() - {one.name for one in fields(cls)}
         if unknown:
             raise TrainingError(f"unknown training settings: {', '.join(sorted(unknown))}")
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
-        """All settings by name."""
+        """Returns all settings by name."""
         return asdict(self)
 
     def deciding(self) -> dict[str, Any]:
-        """The settings that decide the run's numbers, by name: what a run records and compares when it is resumed."""
+        """Returns the settings that change what is computed, by name; a run records them and compares them later."""
         left_out = {*CHANGE_NO_NUMBER, *(name for name in ADDED_LATER if not getattr(self, name))}
         return {name: value for name, value in self.to_dict().items() if name not in left_out}
 
 
 @dataclass(frozen=True)
 class EncoderOptions:
-    """The hyper-encoder that a plain model gets. Field names as in zip2zip 0.2.0's encoder config.
+    """The hyper-encoder that is added to a plain model. Field names are those of zip2zip 0.2.0's encoder config.
 
-    kind: one of `ENCODER_FIELDS`. size: width of the encoder; None for the model's, from which only `res_latent_attn`
-    may differ. intermediate_size: None for four times `size`.
+    kind: one of `ENCODER_FIELDS`. size: the encoder's width; None: the model's width, the only one allowed unless kind
+    is `res_latent_attn`. intermediate_size: width of its MLP; None: four times `size`.
     """
 
     kind: str = setting(
-        "res_latent_attn", "hyper-encoder that a plain model gets", choices=tuple(sorted(ENCODER_FIELDS))
+        "res_latent_attn", "kind of hyper-encoder to add to a plain model", choices=tuple(sorted(ENCODER_FIELDS))
     )
-    num_hidden_layers: int = setting(2, "layers of the new hyper-encoder")
-    num_heads: int = setting(4, "attention heads of the new hyper-encoder")
+    num_hidden_layers: int = setting(2, "number of layers in a hyper-encoder added to a plain model")
+    num_heads: int = setting(4, "number of attention heads in a hyper-encoder added to a plain model")
     size: int | None = setting(
-        None, "width of the new hyper-encoder; only res_latent_attn may differ", shown="the model's"
+        None,
+        "width of a hyper-encoder added to a plain model; only res_latent_attn may be narrower or wider than the model",
+        shown="the model's",
     )
-    intermediate_size: int | None = setting(None, "width of the new hyper-encoder's MLP", shown="four times its width")
-    tie_encoders: bool = setting(False, "one new hyper-encoder makes both input and output rows")
+    intermediate_size: int | None = setting(
+        None, "width of the MLP in a hyper-encoder added to a plain model", shown="four times --encoder-size"
+    )
+    tie_encoders: bool = setting(
+        False, "add one hyper-encoder to a plain model for both input and output rows, instead of one for each"
+    )
     position_mode: str = setting(
         "compressed",
-        "positions of a plain model with new encoders; compressed: one per id, base_token_end: one per base id",
+        "how a plain model with new hyper-encoders counts positions; compressed: by id, base_token_end: by base id",
         choices=POSITION_MODES,
     )
 
     def config(self, width: int) -> EncoderConfig:
-        """The encoder's config for a model of width D. Raises `ConfigError`."""
+        """Returns the hyper-encoder's config for a model of the given width. Raises `ConfigError`."""
         if not isinstance(self.kind, str) or self.kind not in ENCODER_FIELDS:
             raise ConfigError(f"encoder {self.kind!r} is not one of {', '.join(sorted(ENCODER_FIELDS))}")
         size = width if self.size is None else self.size
@@ -203,13 +230,15 @@ class EncoderOptions:
 class RunOptions:
     """What a run reads and writes.
 
-    data, valid: prepared folders. out: the run's folder. model: folder or hub id to start from, or None with
-    `scratch`, the path of a config.json, and `tokenizer`, a folder. encoder: for a plain model on compressed data.
-    canonical: train on the probabilities of canonical decoding, and save a model that decodes so; None for what the
-    model's config says. save: what a finished run leaves, one of `SAVES`. save_dtype: number type of what is saved.
-    valid_share: share of the samples of `data` that is held out; None for `VALID_SHARE`, or what the run in `out` began
-    with; 0 for none. max_seq_length, mask_prompt: what the prepared data must be like, None for any. report_to,
-    project_name: services of mlx-lm's callbacks ("wandb", "swanlab", or both with a comma) and the project there.
+    data, valid: prepared folders to train and to validate on. out: the run's folder. model: folder or hub id to start
+    from. scratch, tokenizer: instead of `model`, the path of a config.json whose model begins with random weights, and
+    the tokenizer's folder. encoder: the hyper-encoder that a plain model gets if the data are compressed. canonical:
+    train on the probabilities of canonical decoding, and save a model that decodes so; None: as the model's config
+    says. save: what a finished run writes, one of `SAVES`. save_dtype: floating-point type of the saved weights.
+    valid_share: share of the samples of `data` that is held out; None: `VALID_SHARE`, or the share that the run in
+    `out` began with; 0: none. max_seq_length: base ids that a prepared sample may have at most; mask_prompt: whether
+    the data must have been prepared without a loss on prompts; None: not checked. report_to: services that get the
+    run's reports ("wandb", "swanlab", or both with a comma). project_name: name of the project there.
     """
 
     data: Sequence[Path]
@@ -229,7 +258,7 @@ class RunOptions:
     project_name: str | None = None
 
     def check(self) -> None:
-        """Raises `TrainingError` naming what is missing or cannot be."""
+        """Raises `TrainingError` naming an option that is missing or not allowed."""
         if (self.model is None) == (self.scratch is None):
             raise TrainingError("give --model, or --from-scratch with a config.json")
         if self.save not in SAVES:

@@ -1,4 +1,4 @@
-"""One shard of prepared data from one chunk of items; what every worker process does."""
+"""Makes one shard of prepared data from one chunk of items; worker processes run this."""
 
 from __future__ import annotations
 
@@ -21,12 +21,16 @@ from mlx_zip.training.shards import ShardWriter
 from mlx_zip.training.windows import compress_window, cut
 
 NOTED = 20  # skipped records that a shard names; the others are counted
-BYTES_PER_ID = 4  # a guess, for how much text fills a shard
+BYTES_PER_ID = 4  # rough guess, to estimate how much text fills a shard
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What all shards of a run share. columns: per source. pool: entries that starting codebooks are drawn from."""
+    """What all shards of a `prepare` run share; fields as in `PrepareOptions`.
+
+    tokenizer: its file or folder. params: the codec. columns: for each source, the names of its records' columns.
+    pool: entries that each sample's starting codebook is drawn from; start_draw: how many are drawn, 0 without a pool.
+    """
 
     out: Path
     tokenizer: Path
@@ -43,9 +47,9 @@ class Plan:
 
 @dataclass(frozen=True)
 class Chunk:
-    """The items of one shard. number: of the shard. source: where in the mixture they come from.
+    """The items that become one shard. number: the shard's number. source: index of their source in the mixture.
 
-    stored: bytes of all files that had been read when it was cut.
+    stored: bytes of all files that had been read when the chunk was complete, for the progress bar.
     """
 
     number: int
@@ -55,13 +59,16 @@ class Chunk:
 
     @property
     def name(self) -> str:
-        """The shard's name."""
+        """The shard's name, which its files begin with."""
         return f"shard-{self.number:05d}"
 
 
 @dataclass
 class Tally:
-    """What became of a chunk's records. skipped: counts by kind. notes: the first skipped ones, in words."""
+    """Counts of a chunk's records. skipped: how many of each kind. notes: why the first `NOTED` were skipped.
+
+    records: all records. windowed: those longer than the context.
+    """
 
     skipped: Counter[str] = field(default_factory=Counter)
     notes: list[str] = field(default_factory=list)
@@ -69,44 +76,47 @@ class Tally:
     windowed: int = 0
 
     def skip(self, skipped: Skipped) -> None:
-        """Counts a record that gave nothing."""
+        """Counts a record that was skipped, and notes why."""
         self.skipped["empty" if skipped.empty else "wrong"] += 1
         if not skipped.empty and len(self.notes) < NOTED:
             self.notes.append(f"{skipped.where}: {skipped.reason}")
 
 
 def cut_chunks(items: Iterator[Item], samples: int, context: int, fill: bool | None) -> Iterator[tuple[Item, ...]]:
-    """Items in groups that give about `samples` windows each; a function of the items alone."""
-    held: list[Item] = []
-    filled = 0.0
+    """Yields groups of items that give about `samples` windows each. Equal items give equal groups.
+
+    context: base ids per window. fill: as `fill_windows` in `PrepareOptions`.
+    """
+    group: list[Item] = []
+    windows = 0.0
     for item in items:
-        held.append(item)
+        group.append(item)
         size = item.size / (BYTES_PER_ID * context)
-        filled += size if (_is_document(item) if fill is None else fill) else max(1.0, size)
-        if filled >= samples:
-            yield tuple(held)
-            held, filled = [], 0.0
-    if held:
-        yield tuple(held)
+        windows += size if (_is_document(item) if fill is None else fill) else max(1.0, size)
+        if windows >= samples:
+            yield tuple(group)
+            group, windows = [], 0.0
+    if group:
+        yield tuple(group)
 
 
 def _is_document(item: Item) -> bool:
-    """A guess before it is parsed."""
+    """Guesses, before an item is parsed, whether it is a document and not a conversation."""
     keys = ("messages", "prompt") if item.kind == "row" else (b'"messages"', b'"prompt"')
     return item.kind == "text" or not any(key in item.raw for key in keys)
 
 
 class ShardMaker:
-    """Makes shards of a plan; holds the tokenizer."""
+    """Makes the shards of a plan. tokenizer: the plan's, if it is loaded already."""
 
     def __init__(self, plan: Plan, tokenizer: Any = None) -> None:
         self.plan = plan
         self.encoder = Encoder(tokenizer or load_tokenizer(plan.tokenizer, plan.trust_remote_code), plan.train_on)
 
     def make(self, chunk: Chunk) -> dict[str, Any]:
-        """Writes a shard, then its record, and returns that.
+        """Writes the arrays of a shard, then its record, and returns the record.
 
-        Raises `DataError` for what is not a single record's fault, and `OSError`.
+        Invalid records are skipped and counted; other failures raise `DataError` or `OSError`.
         """
         tally = Tally()
         pieces = self._pieces(chunk, tally)
@@ -124,6 +134,7 @@ class ShardMaker:
         return record
 
     def _pieces(self, chunk: Chunk, tally: Tally) -> list[Piece]:
+        """Returns the encoded records of a chunk, and counts all of them in `tally`."""
         parsed = [parse(item, self.plan.columns[chunk.source]) for item in chunk.items]
         encoded = iter(self.encoder.encode([record for record in parsed if isinstance(record, Record)]))
         found = [next(encoded) if isinstance(record, Record) else record for record in parsed]
@@ -138,6 +149,7 @@ class ShardMaker:
         return pieces
 
     def _add_samples(self, writer: ShardWriter, pieces: list[Piece], number: int, tally: Tally) -> int:
+        """Cuts pieces into windows, compresses and adds them to shard `number`; returns how many samples were added."""
         plan, rng, samples = self.plan, np.random.default_rng([self.plan.seed, number]), 0
         for window in cut(pieces, plan.context, plan.fill_windows, self.encoder.lead):
             params, rows = plan.params, None
@@ -154,7 +166,7 @@ class ShardMaker:
 
 
 def record_file(folder: Path, name: str) -> Path:
-    """Where the record of a finished shard lies until the index is written."""
+    """Returns the path of a finished shard's record, which exists until the index is written."""
     return folder / f"{name}.json"
 
 
@@ -164,9 +176,9 @@ _maker: ShardMaker | None = None
 
 
 def start_worker(plan: Plan) -> None:
-    """Prepares a worker process: one thread of tokenizing; Ctrl-C ends it without a word, and so does its parent's end.
+    """Prepares a worker process: one tokenizer thread; it exits silently on Ctrl-C, and when its parent exits.
 
-    Nothing is lost by that: every file it writes appears whole.
+    Nothing is lost by that, because every file is written whole or not at all.
     """
     import multiprocessing
     import os
@@ -183,7 +195,7 @@ def start_worker(plan: Plan) -> None:
 
 
 def make_in_worker(chunk: Chunk) -> dict[str, Any]:
-    """`ShardMaker.make` in a worker process."""
+    """Runs `ShardMaker.make` in a worker process."""
     if _maker is None:
         raise DataError("a worker process was not started as one")
     return _maker.make(chunk)

@@ -1,15 +1,15 @@
-"""Prepared samples on disk: memory-mapped arrays, one codebook per sample.
+"""Reads and writes prepared samples: memory-mapped arrays, one codebook per sample.
 
-A prepared folder holds `index.json` and, per shard, arrays in numpy's own format, all samples end to end:
+A prepared folder holds `index.json` and, for each shard, these .npy files, in which samples follow one another:
 
     NAME.ids.npy    uint32 [ids]         compressed ids
     NAME.mask.npy   bool   [ids]         whether the loss counts this id
-    NAME.ends.npy   int64  [samples]     where each sample ends in the two above
+    NAME.ends.npy   int64  [samples]     where each sample ends in ids and mask
     NAME.base.npy   int64  [samples]     base ids of each sample
     NAME.bytes.npy  int64  [samples]     UTF-8 bytes of each sample's text
     NAME.start.npy  int32  [samples, K]  rows of the pool that are the sample's starting codebook (only with a pool)
 
-The codebook itself is not stored: it follows from the ids. Every file appears whole or not at all; the index last.
+The codebook itself is not stored, because it follows from the ids. Every file is written whole; the index is the last.
 """
 
 from __future__ import annotations
@@ -40,9 +40,11 @@ PARTS = {"ids": np.uint32, "mask": np.bool_, "ends": np.int64, "base": np.int64,
 
 @dataclass(frozen=True)
 class Sample:
-    """One training sample: ids uint32 [n] as the model reads them, mask bool [n], and what they stand for.
+    """One training sample.
 
-    base_ids, n_bytes: base ids and UTF-8 bytes of the text. start: the sample's own starting codebook, in slot order.
+    ids uint32 [n]: compressed ids. mask bool [n]: whether the loss counts an id. base_ids, n_bytes: how many base ids
+    and UTF-8 bytes they stand for. start: entries that this sample's codebook begins with, in slot order; None: the
+    codec's own.
     """
 
     ids: Uint32s
@@ -52,19 +54,19 @@ class Sample:
     start: Start | None = None
 
     def params(self, params: CodecParams) -> CodecParams:
-        """`params` with this sample's starting codebook. Raises `CodecError` if it does not fit."""
+        """Returns `params` with this sample's starting codebook. Raises `CodecError` if that does not fit."""
         return params if self.start is None else replace(params, start=self.start)
 
 
 def grows(params: CodecParams) -> bool:
-    """Whether a codec can ever have an entry."""
+    """Whether a codec can have entries: its codebook has slots, and entries may have two base ids or more."""
     return params.codebook_size > 0 and params.merge_size > 1
 
 
 class ShardWriter:
     """Collects the samples of one shard and writes them: `add` each, then `close`.
 
-    start_width: K, how many pool rows each sample brings; 0 without a pool.
+    start_width: K, the number of pool rows that each sample's codebook begins with; 0 without a pool.
     """
 
     def __init__(self, folder: Path, name: str, start_width: int = 0) -> None:
@@ -77,7 +79,7 @@ class ShardWriter:
     def add(
         self, ids: Uint32s, mask: NDArray[np.bool_], base_ids: int, n_bytes: int, start: NDArray[np.int32] | None = None
     ) -> None:
-        """Adds a sample; the arrays are kept, not copied."""
+        """Adds a sample, without copying its arrays. start [K]: pool rows that its codebook begins with."""
         if len(ids) != len(mask):
             raise DataError(f"{self.name}: a sample has {len(ids)} ids and {len(mask)} mask values")
         self._ids.append(ids)
@@ -108,27 +110,27 @@ class ShardWriter:
 
 
 def part_file(folder: Path, name: str, part: str) -> Path:
-    """Where one array of a shard lies."""
+    """Returns the path of one array of a shard. part: a key of `PARTS`, or "start"."""
     return folder / f"{name}.{part}.npy"
 
 
 def codec_record(params: CodecParams) -> dict[str, Any]:
-    """The codec's parameters as the index holds them; a starting codebook and a policy are not among them."""
+    """Returns the codec's parameters as the index holds them: without starting codebook and policy."""
     record = asdict(replace(params, start=None))
     del record["start"], record["policy"]
     return {**record, "disabled_ids": list(params.disabled_ids)}
 
 
 def write_index(folder: Path, index: Mapping[str, Any]) -> None:
-    """Writes `index.json`, which makes the folder readable."""
+    """Writes `index.json`; from then on the folder can be read."""
     write_json(Path(folder) / INDEX, {"version": VERSION, **index})
 
 
 class Shards:
     """The samples of a prepared folder, memory-mapped: `len(shards)`, `shards[i] -> Sample`.
 
-    index: the whole record. params: the codec. context: most base ids of one sample. Raises `DataError` naming the
-    file when the folder is none, is unfinished or its files do not fit together.
+    index: the content of index.json. params: the codec. context: maximum base ids per sample. Raises `DataError` naming
+    the file if the folder is not prepared data, is unfinished, or holds files that do not fit together.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -136,7 +138,9 @@ class Shards:
         self.index = _read_index(self.folder)
         try:
             params = CodecParams(**self.index["codec"])
-            self.params = params if grows(params) else replace(params, codebook_size=0, merge_size=1)  # all the same
+            self.params = (
+                params if grows(params) else replace(params, codebook_size=0, merge_size=1)
+            )  # one form for no codebook
             self.context = _count("context", self.index["context"], least=1)
             records = [(str(record["name"]), _count("samples", record["samples"])) for record in self.index["shards"]]
         except (KeyError, TypeError, ValueError, CodecError) as error:
@@ -150,6 +154,7 @@ class Shards:
         self._ends = list(accumulate(samples for _, samples in records))
 
     def _open(self, name: str, samples: int) -> dict[str, NDArray[Any]]:
+        """Returns the arrays of a shard by part. Raises `DataError` unless they fit each other and `samples`."""
         arrays = {part: read_array(part_file(self.folder, name, part), dtype) for part, dtype in PARTS.items()}
         if self._pool is not None:
             arrays["start"] = read_array(part_file(self.folder, name, "start"), np.int32, ndim=2)
@@ -237,9 +242,9 @@ class Joined:
 
 
 class Chosen:
-    """Some samples of prepared data, each under its own number: the others are of length 0, and are never read.
+    """Some samples of prepared data, numbered as in the whole data; all others have length 0 and are never read.
 
-    chosen: bool [samples].
+    chosen: bool [samples], which ones.
     """
 
     def __init__(self, data: Joined, chosen: NDArray[np.bool_]) -> None:
@@ -271,7 +276,7 @@ class Chosen:
 
 
 def is_prepared(folder: Path) -> bool:
-    """Whether a path is a folder that holds an index of prepared data, be it damaged."""
+    """Whether a path is a folder with an index of prepared data, which may be damaged."""
     path = folder / INDEX
     if not path.is_file():
         return False
@@ -283,6 +288,7 @@ def is_prepared(folder: Path) -> bool:
 
 
 def _read_index(folder: Path) -> dict[str, Any]:
+    """Returns the content of a folder's index.json. Raises `DataError`."""
     path = folder / INDEX
     try:
         index = json.loads(path.read_text(encoding="utf-8"))
@@ -296,13 +302,14 @@ def _read_index(folder: Path) -> dict[str, Any]:
 
 
 def _count(name: str, value: Any, least: int = 0) -> int:
+    """Returns the value if it is a whole number of `least` or more. Raises `ValueError` naming it otherwise."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name} is {value!r}, not a whole number of {least} or more")
     return value
 
 
 def read_array(path: Path, dtype: Any, ndim: int = 1) -> NDArray[Any]:
-    """A .npy file, mapped into memory. Raises `DataError` naming it when it is damaged or holds something else."""
+    """Returns the array of a .npy file, memory-mapped. Raises `DataError` if it is damaged or of another type."""
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError, tokenize.TokenError) as error:  # the last: a damaged header
@@ -314,6 +321,7 @@ def read_array(path: Path, dtype: Any, ndim: int = 1) -> NDArray[Any]:
 
 
 def _read_pool(folder: Path, name: str, width: int) -> list[tuple[int, ...]]:
+    """Returns the entries of the pool file `name`. width: the codec's merge size. Raises `DataError`."""
     rows = read_array(folder / name, np.uint32, ndim=2)
     lengths = read_array((folder / name).with_suffix(".lengths.npy"), np.int64)
     if rows.shape != (len(lengths), width) or np.any((lengths < 2) | (lengths > width)):

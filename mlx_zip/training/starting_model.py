@@ -1,4 +1,4 @@
-"""What a run starts from: a model made zip-capable, a zip2zip model, a plain one, or one built from a config."""
+"""Makes the model that a run starts from: a zip2zip one, a plain one, with new hyper-encoders or random weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from mlx_zip.register import MODEL_TYPE
 from mlx_zip.training.settings import EncoderOptions, TrainSettings
 from mlx_zip.training.shards import grows
 
-SAMPLED_ROWS = 1024  # rows of a matrix that its scale is estimated from
+SAMPLED_ROWS = 1024  # rows from which the scale of a matrix is estimated
 
 
 def start_model(
@@ -36,23 +36,25 @@ def start_model(
     encoder: EncoderOptions,
     canonical: bool | None = None,
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """The model to train on data of codec `params`, and its config.json.
+    """Returns the model to train on data of codec `params`, and its config.json.
 
-    folder: a model folder, zip2zip or plain; else `scratch`, a config.json's content, gives random weights. A plain
-    model becomes a zip2zip one with new encoders when the codec has a codebook. A zip2zip model takes over the data's
-    codebook size, and longer entries too. canonical: whether it decodes canonically from here on, None for what its
-    config says. Raises `TrainingError` when it has another codec in any other way, or a policy other than freeze, and
-    for a plain model that is to be canonical, `ConfigError` for a model type that is not supported.
+    folder: a model folder, zip2zip or plain. scratch: with folder None, the content of a config.json, whose model gets
+    random weights. encoder: the hyper-encoder that a plain model gets if the codec has a codebook. A zip2zip model
+    gets the data's codebook size, and their merge size if it is larger. canonical: whether the model decodes
+    canonically from now on; None: as its config says.
+
+    Raises `TrainingError` if the model's codec differs in another way, has a policy other than freeze, or if a model
+    without a codebook is to decode canonically; `ConfigError` for a model type that is not supported.
     """
     config = dict(scratch or {}) if folder is None else read_config(folder)
     if not isinstance(config.get("model_type"), str):
         raise ConfigError("config.json of the new model names no model_type")
     config |= rope_settings(config)
     if config.get("model_type") == MODEL_TYPE:
-        wanted = _decoding(_with_codec(config, params), canonical)
+        wanted = _with_canonical(_with_codec(config, params), canonical)
         return (_build(wanted) if folder is None else _load_with_positions(folder, config, wanted)), wanted
     if grows(params):
-        config = _decoding(zip_config(config, params, encoder), canonical)
+        config = _with_canonical(zip_config(config, params, encoder), canonical)
     elif canonical:
         raise TrainingError("canonical decoding needs a codebook, and the data were prepared without one")
     if folder is None:
@@ -68,7 +70,7 @@ def start_model(
 
 
 def zip_config(base: Mapping[str, Any], params: CodecParams, encoder: EncoderOptions) -> dict[str, Any]:
-    """config.json of a plain model made zip-capable."""
+    """Returns the config.json of the zip2zip model that a plain model becomes. base: the plain model's config.json."""
     if params.pad_id is None:
         raise TrainingError("the data were prepared without a pad id; prepare them with the model's tokenizer")
     width = base.get("hidden_size")
@@ -90,13 +92,13 @@ def zip_config(base: Mapping[str, Any], params: CodecParams, encoder: EncoderOpt
     return {**base, "model_type": MODEL_TYPE, "zip2zip": section}
 
 
-def _decoding(config: dict[str, Any], canonical: bool | None) -> dict[str, Any]:
-    """config.json of a zip2zip model that decodes canonically, or does not; None leaves it as it is."""
+def _with_canonical(config: dict[str, Any], canonical: bool | None) -> dict[str, Any]:
+    """Returns a zip2zip model's config.json with canonical decoding on or off; None leaves it as it is."""
     return config if canonical is None else {**config, "zip2zip": {**config["zip2zip"], "canonical": canonical}}
 
 
 def _with_codec(config: dict[str, Any], params: CodecParams) -> dict[str, Any]:
-    """config.json of a zip2zip model with the codebook size and the merge size of `params`."""
+    """Returns a zip2zip model's config.json with the codebook size and the merge size of `params`."""
     found = ModelArgs.from_dict(config).zip_config
     theirs = found.codec_params
     if theirs.policy != "freeze":
@@ -114,9 +116,12 @@ def _with_codec(config: dict[str, Any], params: CodecParams) -> dict[str, Any]:
 
 
 def _load_with_positions(folder: Path, config: dict[str, Any], wanted: dict[str, Any]) -> nn.Module:
-    """A zip2zip model with the codec of `wanted`; positions that its encoders lack begin as the last that they have."""
+    """Loads a zip2zip model with the codec of `wanted`, whose entries may be longer than those of `config`.
+
+    config: the model's own config.json. Position embeddings that its encoders lack are copies of their last one.
+    """
     before, after = (one["zip2zip"]["compression"]["max_subtokens"] for one in (config, wanted))
-    if before == after:  # how many slots there are is no matter to the weights
+    if before == after:  # the number of slots does not change the weights
         return _load(folder, wanted)
     if "quantization" in config:
         raise TrainingError(f"{folder} is quantized: its entries of {before} base ids cannot become longer ({after})")
@@ -130,6 +135,7 @@ def _load_with_positions(folder: Path, config: dict[str, Any], wanted: dict[str,
 
 
 def _build(config: dict[str, Any]) -> nn.Module:
+    """Returns a model with random weights. Raises `ConfigError`."""
     try:
         model_class, arguments = _get_classes(config)
         return model_class(arguments.from_dict(config))
@@ -138,6 +144,7 @@ def _build(config: dict[str, Any]) -> nn.Module:
 
 
 def _load(folder: Path, config: dict[str, Any], strict: bool = True) -> nn.Module:
+    """Loads a folder's weights under `config`. strict: the tensors must match exactly. Raises `TrainingError`."""
     try:
         return load_model(folder, lazy=False, strict=strict, model_config=config)[0]
     except load_failures() as error:
@@ -145,7 +152,10 @@ def _load(folder: Path, config: dict[str, Any], strict: bool = True) -> nn.Modul
 
 
 def _check_decoder(folder: Path, model: Model) -> None:
-    """Every decoder tensor must have come from the file, and no other: loading was lenient for the encoders' sake."""
+    """Raises `TrainingError` unless the files hold exactly the decoder's tensors.
+
+    Loading did not check this, because new encoders are not in the files.
+    """
     found: dict[str, mx.array] = {}
     for file in sorted(folder.glob("model*.safetensors")):
         found |= mx.load(str(file))  # type: ignore[arg-type]  # lazy: only names and shapes are looked at
@@ -158,7 +168,7 @@ def _check_decoder(folder: Path, model: Model) -> None:
 
 
 def _check_fit(folder: Path, model: Model) -> None:
-    """Tensors of other shapes than the config's: they show when a call is put together, and nothing is computed."""
+    """Raises `TrainingError` if weights have other shapes than the config says. Builds a call, without computing it."""
     try:
         model(mx.zeros((1, 1), mx.int32))
     except (ValueError, TypeError, RuntimeError) as error:
@@ -166,10 +176,10 @@ def _check_fit(folder: Path, model: Model) -> None:
 
 
 def init_encoders(model: Model) -> None:
-    """Scales new encoders so that their first rows look like the rows of the matrix they read.
+    """Initialises new encoders so that the rows they make have the scale of the matrix whose rows they read.
 
-    `res_latent_attn` begins as its residual, the first base row (zip2zip++'s zero-initialised output); a post-norm
-    transformer ends in a norm, whose gain becomes the matrix's own scale. The others are left as drawn.
+    `res_latent_attn` begins as its residual, the first base id's row, because its output is set to zero (as in
+    zip2zip++). A `transformer` ends in a norm, whose gain is set to the matrix's scale. Other kinds stay random.
     """
     sides: list[tuple[Any, Any]] = [(model.input_encoder, model.model.embed_tokens)]
     if not model.config.encoder.tie_encoders:
@@ -185,7 +195,7 @@ def init_encoders(model: Model) -> None:
 
 
 def freeze(model: nn.Module, settings: TrainSettings) -> None:
-    """Chooses what is trained, and puts LoRA layers in. Raises `TrainingError` when nothing would be."""
+    """Freezes what is not trained, and adds LoRA layers. Raises `TrainingError` if nothing is left to train."""
     if settings.dtype == "float32" or settings.fine_tune_type == "full":
         model.set_dtype(mx.float32)
     if settings.fine_tune_type == "full":
@@ -209,7 +219,7 @@ def freeze(model: nn.Module, settings: TrainSettings) -> None:
 
 
 def _lora_keys(names: str, blocks: Sequence[nn.Module]) -> list[str]:
-    """The layers named in lora_keys. Raises `TrainingError` for one that no block has."""
+    """Returns the layers that `names` lists, separated by commas. Raises `TrainingError` for one that no block has."""
     keys = [name.strip() for name in names.split(",") if name.strip()]
     found = {name for block in blocks for name, _ in block.named_modules() if name}
     if unknown := [name for name in keys if name not in found]:
@@ -218,9 +228,10 @@ def _lora_keys(names: str, blocks: Sequence[nn.Module]) -> list[str]:
 
 
 def fingerprint(model: nn.Module, config: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
-    """What must be equal for a checkpoint to be resumed: config, the vectors of the weights, and `facts`.
+    """Returns a hex digest of a run's model and facts; only a run of an equal digest may resume its checkpoints.
 
-    What is frozen is not in a checkpoint, so a row of each frozen matrix counts too.
+    It covers config.json, `facts`, every weight's name, shape and dtype, the values of all vectors and, because frozen
+    weights are not in a checkpoint, the first row of each frozen matrix.
     """
     digest = hashlib.sha256(json.dumps([config, facts], sort_keys=True, default=str).encode())
     trained = {name for name, _ in tree_flatten(model.trainable_parameters())}

@@ -1,4 +1,4 @@
-"""One optimizer step: gradients of one or more batches, added over batches and machines, divided once, applied."""
+"""Takes one optimizer step: adds gradients over batches and machines, divides them once, and applies them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from mlx_zip.training.objective import Trainee
 from mlx_zip.training.optimizer import clip
 from mlx_zip.training.settings import TrainSettings
 
-READ = ("ids", "base_ids", "n_bytes")
+READ = ("ids", "base_ids", "n_bytes")  # counts of a batch that are summed over a step
 LOW = {"float32": None, "bfloat16": mx.bfloat16}
 
 
 class Stepper:
-    """Holds the two functions of a step, compiled where that pays: `gradients` of a batch, `apply` of their sum."""
+    """Takes optimizer steps with two functions, which may be compiled: gradients of a batch, and the update."""
 
     def __init__(
         self, trainee: Trainee, optimizer: optim.Optimizer, settings: TrainSettings, group: mx.distributed.Group
@@ -34,23 +34,24 @@ class Stepper:
         on = settings.compile == "on" or (settings.compile == "auto" and mx.default_device() != mx.cpu)
         if on:
             state = [trainee.state, mx.random.state]
-            both = [trainee.state, optimizer.state]
+            both_states = [trainee.state, optimizer.state]
             self._gradients = mx.compile(self._batch_gradients, inputs=state, outputs=state)
-            self._apply = mx.compile(self._update, inputs=both, outputs=both)
+            self._apply = mx.compile(self._update, inputs=both_states, outputs=both_states)
 
     def step(self, batches: list[Batch], long: list[bool], stop: bool = False) -> dict[str, float]:
-        """Trains on this machine's part of one step's batches; returns the sums over all machines.
+        """Trains one step on this machine's part of its batches; returns figures over all machines.
 
-        `nats`, `count` and the other losses' sums, `grad_norm` of the mean gradient before clipping, and how much was
-        read: `samples`, `ids`, `base_ids`, `n_bytes`. `stop` counts the machines that asked to stop, so that all know.
+        long: for each batch, whether to use LongRoPE's long factors. stop: whether this machine was asked to stop.
+        Returns the sums of `nats`, `count` and the other losses; `grad_norm` of the mean gradient before clipping; how
+        much was read: `samples`, `ids`, `base_ids`, `n_bytes`; and `stop`, the number of machines asked to stop.
         """
         gradients, sums = None, None
         for batch, is_long in zip(batches, long, strict=True):
             some, gradients = self._gradients(to_device(batch), gradients, is_long)
             sums = some if sums is None else {name: sums[name] + some[name] for name in sums}
-            ours, theirs = parted(gradients)
-            mx.eval(sums, ours)  # before the hyper-encoders', which come last and hold nothing of the decoder's
-            mx.eval(theirs)
+            decoder, encoders = split_gradients(gradients)
+            mx.eval(sums, decoder)  # first: the encoders' gradients come last and need no activations of the decoder
+            mx.eval(encoders)
         assert sums is not None
         sums |= {name: mx.array(sum(getattr(batch, name) for batch in batches), mx.int64) for name in READ}
         sums["stop"] = mx.array(int(stop))
@@ -62,30 +63,34 @@ class Stepper:
         return {name: float(value.item()) for name, value in found.items()}
 
     def losses(self, batch: Batch, long: bool) -> dict[str, float]:
-        """The sums of one batch without training."""
+        """Returns the sums of the losses on one batch, without training. long: as in `step`."""
         sums: dict[str, Any] = self.trainee.losses(to_device(batch), long)
         return {name: float(value.item()) for name, value in sums.items()}
 
     def _objective(self, arrays: dict[str, mx.array], long: bool) -> tuple[mx.array, dict[str, mx.array]]:
+        """Returns the loss to minimise and all sums, computed in the settings' dtype."""
         if self._low is None:
             sums = self.trainee.losses(arrays, long)
             return self.trainee.total(sums), sums
-        full = self.trainee.parameters()  # what is frozen too, or a float32 base would compute in float32
-        self.trainee.update(tree_map(self._lowered, full))
+        original = self.trainee.parameters()  # frozen ones too, else a float32 base would compute in float32
+        self.trainee.update(tree_map(self._to_low, original))
         sums = self.trainee.losses(arrays, long)
-        self.trainee.update(full)
+        self.trainee.update(original)
         return self.trainee.total(sums), sums
 
-    def _lowered(self, value: mx.array) -> mx.array:
+    def _to_low(self, value: mx.array) -> mx.array:
+        """Returns floating-point values in the lower precision, others as they are."""
         return value.astype(self._low) if mx.issubdtype(value.dtype, mx.floating) else value
 
     def _batch_gradients(self, arrays: dict[str, mx.array], previous: Any, long: bool) -> tuple[Any, Any]:
+        """Returns the sums of a batch, and its gradients added to `previous`, those of earlier batches or None."""
         (_, sums), gradients = self._value_and_grad(arrays, long)
         if previous is not None:
             gradients = tree_map(mx.add, gradients, previous)
         return sums, gradients
 
     def _update(self, gradients: Any, count: mx.array) -> mx.array:
+        """Applies gradients, divided by the `count` positions of all machines; returns their norm before clipping."""
         size = self.group.size()
         gradients = average_gradients(gradients, self.group)
         scale = size / mx.maximum(count, 1.0)
@@ -95,8 +100,8 @@ class Stepper:
         return norm
 
 
-def parted(gradients: Any) -> tuple[list[mx.array], list[mx.array]]:
-    """Gradients of the decoder and of the hyper-encoders."""
+def split_gradients(gradients: Any) -> tuple[list[mx.array], list[mx.array]]:
+    """Returns the decoder's gradients and the hyper-encoders'."""
     flat: Any = tree_flatten(gradients)
     return (
         [value for name, value in flat if not name.removeprefix("model.").startswith(SIDES)],
@@ -105,5 +110,5 @@ def parted(gradients: Any) -> tuple[list[mx.array], list[mx.array]]:
 
 
 def to_device(batch: Batch) -> dict[str, mx.array]:
-    """The batch's arrays as MLX arrays."""
+    """Returns the batch's arrays as MLX arrays."""
     return {name: mx.array(value) for name, value in batch.arrays.items()}

@@ -1,4 +1,4 @@
-"""An orderly end: the first Ctrl-C or SIGTERM asks a run to stop after its step, a second one ends it at once."""
+"""Stops a run cleanly: the first Ctrl-C or SIGTERM stops it after the current step, a second one at once."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 from mlx_zip.training.checkpoint import Progress
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-Asked = Callable[[], int | None]
+Asked = Callable[[], int | None]  # returns the stop signal received, None before one
 
 
 class Stopped(KeyboardInterrupt):
-    """A run that was asked to stop, and whose last step is saved. progress: where it stands; number: the signal."""
+    """Raised when a signal has stopped a run, whose last step is saved. progress: the run's. number: the signal's."""
 
     def __init__(self, progress: Progress, number: int) -> None:
         super().__init__(f"stopped after step {progress.step}")
@@ -24,21 +24,21 @@ class Stopped(KeyboardInterrupt):
 
 @contextmanager
 def stop_signals() -> Iterator[Asked]:
-    """Gives a function that returns the signal that asked to stop, None before one did; it works after the block too.
+    """Yields a function that returns the first stop signal received, or None; it may be called after the block too.
 
-    Signals reach the main thread alone: in another thread the function always returns None.
+    Only the main thread receives signals: in another thread the function always returns None.
     """
-    heard: list[int] = []
+    received: list[int] = []
 
     def ask(number: int, _: Any) -> None:
-        if heard:
+        if received:
             raise KeyboardInterrupt
-        heard.append(number)
+        received.append(number)
 
     main = threading.current_thread() is threading.main_thread()
     before = {number: signal.signal(number, ask) for number in STOP_SIGNALS if main}
     try:
-        yield lambda: heard[0] if heard else None
+        yield lambda: received[0] if received else None
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

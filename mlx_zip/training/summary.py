@@ -1,4 +1,4 @@
-"""What a run says of itself: a header when it begins; when it is finished, what its figures mean and what is next."""
+"""Lines that a run prints: a header when it begins; in the end its figures, hints, and what to do next."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ from mlx_zip.training.progress_bar import duration
 from mlx_zip.training.settings import ADAPTER, RunOptions
 from mlx_zip.training.trainer import Data, Trainer
 
-FEW_BASE_IDS = 1_000_000  # below which new hyper-encoders have hardly begun to pay
-PASSES = 4  # over the data, beyond which a rising validation loss is called too little data
-FALLS = 0.005  # share by which the last validation must be better than the one before to be called still falling
+FEW_BASE_IDS = 1_000_000  # new hyper-encoders trained on fewer base ids hardly help yet
+PASSES = 4  # passes over the data after which a rising validation loss is blamed on too little data
+FALLS = 0.005  # share by which a validation must change to count as falling or rising
 
 
 def header(trainer: Trainer, what: str) -> list[str]:
-    """What is trained, in words, its parameters, the device, the data, and the step that a run goes on from."""
+    """Returns lines on what is trained, on which device and data, and at which step a run resumes.
+
+    what: what is trained, in words.
+    """
     arrays: Any = tree_flatten(trainer.trainee.trainable_parameters())
     trained = sum(array.size for _, array in arrays)
     total = get_total_parameters(trainer.trainee)
@@ -37,13 +40,14 @@ def header(trainer: Trainer, what: str) -> list[str]:
 
 
 def _counts(data: Data) -> str:
+    """Returns the number of usable samples and of their base ids, in words."""
     usable = data.lengths >= 2
     base_ids, ids = int(data.base_ids[usable].sum()), int(data.lengths[usable].sum())
     return f"{int(usable.sum()):,} samples, {base_ids:,} base ids ({base_ids / max(ids, 1):.2f} per id)"
 
 
 def closing(trainer: Trainer, options: RunOptions) -> list[str]:
-    """What a finished run's figures mean, hints, and the commands to go on with."""
+    """Returns lines on a finished run: what its figures mean, hints, and the commands to run next."""
     done = trainer.progress
     passes = done.seen_samples / max(1, int((trainer.data.lengths >= 2).sum()))
     lines = [
@@ -58,6 +62,7 @@ def closing(trainer: Trainer, options: RunOptions) -> list[str]:
 
 
 def _quality(log: list[dict[str, Any]], bits: list[float]) -> list[str]:
+    """Returns lines on the last validation, compared with the model before training. bits: bits per byte, in order."""
     last = next(line for line in reversed(log) if "val_bits_per_byte" in line)
     base = next((line["base_bits_per_byte"] for line in log if "base_bits_per_byte" in line), None)
     lines = [f"held-out text: {bits[-1]:.4f} bits per byte"]
@@ -71,7 +76,11 @@ def _quality(log: list[dict[str, Any]], bits: list[float]) -> list[str]:
 
 
 def hints(bits: list[float], passes: float, done: Progress, new_encoders: bool) -> list[str]:
-    """Plain advice on steps and data. bits: validations in their order; passes: over the data."""
+    """Returns advice on more steps or more data.
+
+    bits: bits per byte of each validation, in order. passes: how often the data were read. done: the run's progress.
+    new_encoders: whether the model has hyper-encoders.
+    """
     found = []
     if len(bits) > 1 and bits[-1] < bits[-2] * (1 - FALLS):
         found.append(f"the validation figure still falls: the same command with --iters {2 * done.step} goes on")
@@ -89,6 +98,7 @@ def hints(bits: list[float], passes: float, done: Progress, new_encoders: bool) 
 
 
 def _next_commands(options: RunOptions, done: Progress) -> list[str]:
+    """Returns the commands that use what the run has written."""
     if options.save == ADAPTER:
         folder = shlex.quote(str(options.out / ADAPTER))
         return [f"next: mlx_zip convert --hf-path {folder} --mlx-path FOLDER puts it together with its base"]

@@ -1,4 +1,4 @@
-"""Texts in memory, for what is learned from a few million ids at most: read, cut into windows, compressed."""
+"""Reads, cuts and compresses texts in memory, for training on a few million base ids at most."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ from mlx_zip.training.windows import Window, compress_window, cut
 def read_pieces(
     sources: Sequence[Source], tokenizer: Any, most_ids: int, skipped: Callable[[str], object]
 ) -> Iterator[Piece]:
-    """Record after record until there are `most_ids` base ids, all of which count; skipped(line): a record is wrong."""
+    """Yields the pieces of one record after the other until they have `most_ids` base ids; the loss counts all of them.
+
+    skipped: is called with a line for every invalid record.
+    """
     encoder, read = Encoder(tokenizer, "all"), 0
     for source in sources:
         for item in Reader(source):
@@ -40,9 +43,9 @@ def read_pieces(
 
 
 def cut_pieces(pieces: Sequence[Piece], tokenizer: Any, context: int) -> list[Window]:
-    """Windows of at most `context` base ids, none with parts of two records, as a request reads them.
+    """Returns windows of at most `context` base ids, each with the text of one record only.
 
-    A tokenizer that puts no id in front of a text gets bos or eos there, so that the first id too has one before it.
+    If the tokenizer puts no id in front of a text, bos or else eos is put there, so that the first id can be predicted.
     """
     first = next((i for i in (tokenizer.bos_token_id, tokenizer.eos_token_id) if i is not None), None)
     lead = () if first is None else (int(first),)
@@ -51,7 +54,7 @@ def cut_pieces(pieces: Sequence[Piece], tokenizer: Any, context: int) -> list[Wi
 
 @dataclass(frozen=True, eq=False)
 class Texts:
-    """Windows as samples of one codec: what a `Trainer` reads. name: what messages call them."""
+    """Compressed windows as samples that a `Trainer` reads. params: their codec. name: what messages call them."""
 
     params: CodecParams
     samples: Sequence[Sample]
@@ -78,12 +81,12 @@ class Texts:
 
     @cached_property
     def starts(self) -> NDArray[np.int64]:
-        """Entries of the starting codebook, the codec's own, int64 [len(self)]."""
+        """Entries of every sample's starting codebook, which is the codec's, int64 [len(self)]."""
         return np.full(len(self), len(self.params.start or ()), np.int64)
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hex digest of the ids and of which of them count."""
+        """Hex digest of the codec, the ids, and which of them the loss counts."""
         digest = sha256(self.params.to_bytes())
         for sample in self.samples:
             digest.update(len(sample.ids).to_bytes(8, "little") + sample.ids.tobytes() + sample.mask.tobytes())
@@ -91,7 +94,10 @@ class Texts:
 
 
 def compress_windows(params: CodecParams, windows: Sequence[Window], name: str) -> Texts:
-    """Windows under a codec. Raises `DataError` where there are none, or an id is no base id of it."""
+    """Returns windows compressed by a codec. Raises `DataError` without windows, or for an id that is no base id of it.
+
+    name: what messages call them.
+    """
     if not windows:
         raise DataError(f"{name}: there is no text")
     samples = [Sample(*compress_window(params, one), len(one.ids), one.n_bytes) for one in windows]

@@ -1,4 +1,4 @@
-"""The training loop: deterministic batches, checkpoints, metrics, and an orderly end whatever ends it."""
+"""Trains a model: deterministic batches, steps on one or several machines, checkpoints, reports and validations."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ Data = Joined | Chosen | Texts
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: its progress, and the signal that stopped it early, if one did."""
+    """How a run ended. progress: where it stands. stopped_by: the signal that stopped it early, None if none did."""
 
     progress: Progress
     stopped_by: int | None = None
 
 
 def check_data(data: Data, valid: Data | None, settings: TrainSettings) -> None:
-    """Raises `TrainingError` or `DataError` where there is no batch to train on, or no sample to validate on.
+    """Raises `TrainingError` or `DataError` if there is no batch to train on, or no sample to validate on.
 
-    A run asks before it makes its folder, which would then be taken.
+    Called before a run makes its folder, so that a failure leaves none.
     """
     size = mx.distributed.init().size()
     if settings.batch_size % size:
@@ -66,9 +66,9 @@ def check_data(data: Data, valid: Data | None, settings: TrainSettings) -> None:
 class Trainer:
     """One run in one folder. Raises `TrainingError`, `DataError`.
 
-    trainee: what is trained, its parameters frozen or not as they shall be. data, valid: samples, prepared or in
-    memory. run: the folder of checkpoints and metrics. fingerprint: what must be equal for a checkpoint to be resumed.
-    quiet: show no progress. observe: is given each line of the log, too.
+    trainee: the model to train, with all other parameters frozen. data, valid: samples to train and to validate on.
+    run: folder of checkpoints and metrics. fingerprint: a checkpoint is resumed only if its fingerprint equals this.
+    quiet: show no progress. observe: is called with each line of the log.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Trainer:
         self.stepper = Stepper(trainee, self.optimizer, settings, self.group)
 
     def _resumed(self) -> Progress:
-        """The first machine's last checkpoint, or its new weights, on every machine: one disk decides."""
+        """Restores the first machine's last checkpoint, or its new weights, on every machine; returns the progress."""
         mx.random.seed(self.settings.seed)
         progress = together(self.group, self._load)
         if self.group.size() == 1:
@@ -114,6 +114,7 @@ class Trainer:
         return replace(Progress(*shared["steps"].tolist()), seconds=progress.seconds)
 
     def _load(self) -> Progress:
+        """Restores the last checkpoint on the first machine and returns its progress; zero if there is none."""
         found = checkpoints(self.run) if self.group.rank() == 0 else []
         if not found:
             return Progress()
@@ -122,7 +123,7 @@ class Trainer:
     # ---- the loop
 
     def train(self) -> Outcome:
-        """Trains until `iters` steps are done or a signal asks to stop, on all machines; the last step is saved."""
+        """Trains on all machines until `iters` steps are done or a signal stops the run; saves the last step."""
         self._log = together(self.group, self._metrics)
         self.trainee.train()
         self._since = _SinceReport(self.progress)
@@ -134,7 +135,7 @@ class Trainer:
         return Outcome(self.progress, (asked() or signal.SIGTERM) if stopped else None)
 
     def step(self, stop: bool) -> bool:
-        """Trains on the next batches; see `Job`."""
+        """Trains one step on the next batches; see `Job`."""
         began = time.perf_counter()  # waiting for data is part of the step
         batches = self._upcoming.result()
         self._upcoming = self._pool.submit(self._batches, self.progress.step + 1)
@@ -159,10 +160,11 @@ class Trainer:
         return sums["stop"] > 0
 
     def save(self) -> None:
-        """Writes the checkpoint of this step, unless it is there; see `Job`."""
+        """Writes the checkpoint of this step, unless it exists; see `Job`."""
         together(self.group, self._checkpoint)
 
     def _checkpoint(self) -> None:
+        """Writes the checkpoint of this step on the first machine, unless it exists."""
         if self.group.rank() > 0:
             return
         found = checkpoints(self.run)
@@ -173,7 +175,7 @@ class Trainer:
     # ---- data
 
     def _batches(self, step: int) -> list[Batch]:
-        """This machine's part of one step's batches."""
+        """Returns this machine's part of each batch of step `step`, which counts from 0."""
         accumulate = self.settings.grad_accumulation_steps
         per_epoch = len(self._order(0))
         out = []
@@ -183,12 +185,14 @@ class Trainer:
         return out
 
     def _order(self, epoch: int) -> list[np.ndarray]:
+        """Returns the batches of an epoch as arrays of sample numbers, see `batch_order`."""
         if epoch not in self._orders:
             order = batch_order(self._lengths, self.settings.batch_size, self.settings.seed, epoch, self._starts)
             self._orders = {e: o for e, o in self._orders.items() if e in (0, epoch - 1)} | {epoch: order}
         return self._orders[epoch]
 
     def _make(self, data: Data, indices: Any) -> Batch:
+        """Returns the batch of the samples with these numbers. Raises `DataError` naming a damaged one."""
         samples: list[Sample] = [data[int(i)] for i in indices]
         model = self.trainee.model
         config = model.config if isinstance(model, Model) else None
@@ -201,12 +205,12 @@ class Trainer:
                 base_positions=config is not None and config.position_mode == "base_token_end",
                 canonical=config is not None and config.canonical,
             )
-            return self.trainee.prepared(batch)
+            return self.trainee.prepare_batch(batch)
         except DataError as error:
             raise DataError(f"{data}: {error}") from error
 
     def is_long(self, batch: Batch) -> bool:
-        """Whether LongRoPE's long factors are due: some position lies beyond the original context."""
+        """Whether a batch needs LongRoPE's long factors: some position lies beyond the model's original context."""
         model = self.trainee.model
         context = model.traits.long_context if isinstance(model, Model) else None
         if context is None:
@@ -217,15 +221,16 @@ class Trainer:
     # ---- reports
 
     def log(self, line: dict[str, Any]) -> None:
-        """Adds a line to the run's log before `train`, unless it is there; on the first machine alone."""
+        """Adds a line to the run's log before `train`, on the first machine, unless the log has it already."""
         if self.group.rank() == 0 and line not in read_metrics(self.run):
             Metrics(self.run, self.progress.step).add(**line)
 
     def _metrics(self) -> Metrics | None:
+        """Opens the run's log; None on any machine but the first."""
         return Metrics(self.run, self.progress.step) if self.group.rank() == 0 else None
 
     def report(self) -> str:
-        """Logs the steps since the last report; see `Job`."""
+        """Logs the steps since the last report and returns their figures in words; see `Job`."""
         line = self._since.line(self.progress)
         line |= {"learning_rate": learning_rate(self.optimizer), "peak_rss_bytes": peak_rss_bytes()}
         line["peak_mlx_bytes"] = mx.get_peak_memory()
@@ -235,11 +240,12 @@ class Trainer:
         return f"loss {line['loss']:.3f}{bits}, {line['base_ids_per_s']:,.0f} base tokens/s"
 
     def _write(self, line: dict[str, Any]) -> None:
+        """Adds a line to the log, on the first machine, and passes it to `observe`."""
         together(self.group, lambda: None if self._log is None else self._log.add(**line))
         self.observe(line)
 
     def validate(self) -> str | None:
-        """Logs the loss on the validation samples; see `Job`."""
+        """Logs the loss on the validation samples and returns it in words; see `Job`."""
         if self.valid is None:
             return None
         line = {"step": self.progress.step, **self.validation()}
@@ -248,7 +254,7 @@ class Trainer:
         return f"validation {line['val_bits_per_byte']:.4f} bits per byte, {per_step:.3f} base tokens per step"
 
     def validation(self) -> dict[str, float]:
-        """Loss in nats per id, bits per byte and base tokens per step on the validation samples (see `val_batches`)."""
+        """Measures the model on `validation_batches`: loss in nats per id, bits per byte, base tokens per step."""
         nats, count, n_bytes, base_ids, ids = 0.0, 0.0, 0, 0, 0
         self.trainee.eval()
         assert self.valid is not None
@@ -265,7 +271,10 @@ class Trainer:
         }
 
     def validation_batches(self) -> Iterator[np.ndarray]:
-        """Numbers of the validation samples, by batch: all, or `val_batches` batches spread over the lengths."""
+        """Yields the numbers of the validation samples, by batch.
+
+        These are all samples, or those of `val_batches` batches, spread evenly over the lengths.
+        """
         assert self.valid is not None
         size = self.settings.batch_size
         usable = np.flatnonzero(self.valid.lengths >= 2)
@@ -277,17 +286,18 @@ class Trainer:
 
 
 class _SinceReport:
-    """Sums of the steps since the last report."""
+    """Sums of the steps since the last report. since: the progress at that report."""
 
     def __init__(self, since: Progress) -> None:
         self.since, self.sums, self.steps = since, dict[str, float](), 0
 
     def add(self, sums: dict[str, float]) -> None:
+        """Adds the sums of one step, as `Stepper.step` returns them."""
         self.steps += 1
         self.sums = {name: self.sums.get(name, 0.0) + value for name, value in sums.items()}
 
     def line(self, now: Progress) -> dict[str, Any]:
-        """The report: losses per id, rates per second, and totals since the run began."""
+        """Returns the log line: losses per id, rates per second, and totals since the run began. now: the progress."""
         seconds, since = max(now.seconds - self.since.seconds, 1e-9), self.since
         count = max(self.sums["count"], 1.0)
         n_bytes = max(now.seen_bytes - since.seen_bytes, 1)

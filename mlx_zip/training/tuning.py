@@ -1,4 +1,4 @@
-"""Tuning a pack: its rows trained on its texts, from the first step to rows that a pack file keeps."""
+"""Tunes a pack: trains the rows of its entries on texts, for one frozen model."""
 
 from __future__ import annotations
 
@@ -38,7 +38,11 @@ DTYPES = {"float16": np.float16, "float32": np.float32}
 
 @dataclass(frozen=True)
 class Tuned:
-    """What came of it. rows: None where a signal ended the run early. before, after: held-out bits per byte."""
+    """The result of `tune`.
+
+    rows: the tuned rows, None if a signal ended the run early. before, after: held-out bits per byte before the first
+    and after the last step; `after` is None if `rows` is.
+    """
 
     rows: TunedRows | None
     outcome: Outcome
@@ -47,9 +51,10 @@ class Tuned:
 
 
 def load_frozen(name: str, params: CodecParams, position_mode: str, trust_remote_code: bool = False) -> Model:
-    """The model that a pack is tuned for, under a codec: a zip2zip one, or a plain one given a codebook for it.
+    """Loads the model that a pack is tuned for, with the codec `params`; a plain model gets a codebook.
 
-    position_mode: of the latter; the former has its own. trust_remote_code: as in `load`.
+    name: model folder, bundled model or hub id. position_mode: how a plain model counts positions; a zip2zip model has
+    its own way. trust_remote_code: as in `load`.
     """
     folder = model_folder(name)
     if read_config(folder)["model_type"] == MODEL_TYPE:
@@ -62,14 +67,14 @@ def load_frozen(name: str, params: CodecParams, position_mode: str, trust_remote
 
 
 def dequantized(model: Model, dtype: str = "float32") -> Model:
-    """The same model with weights that are no longer quantized, also in its encoders; a model without any is itself.
+    """Returns the model with quantized weights turned into floats, in its encoders too.
 
-    dtype: what it is to compute in, "float32" or "bfloat16".
+    dtype: number type in which the model will compute, "float32" or "bfloat16".
     """
     from mlx_lm.utils import dequantize_model
 
     if dtype == "float32":
-        model.set_dtype(mx.float32)  # before: scales of 16 bits would make weights that are rounded to as many
+        model.set_dtype(mx.float32)  # first, else 16-bit scales would make weights rounded to 16 bits
     made: Any = dequantize_model(model)
     return made
 
@@ -87,13 +92,14 @@ def tune(
     save_dtype: str = "float32",
     quiet: bool = False,
 ) -> Tuned:
-    """Tunes, or goes on tuning, the rows of a pack; the model, which is changed by it, stays frozen.
+    """Tunes the rows of a pack's entries, from the run's last checkpoint if there is one. The model is frozen.
 
-    data, valid: samples that begin with the pack's entries. run: folder of checkpoints and metrics. plain: whether the
-    model is plain on its own. name: fingerprint of the model that the rows are for, where `model` is a dequantized one.
-    save_dtype: one of `DTYPES`, of the rows. Begins with the rows that the pack has for this model, else with those of
-    the model's encoder (of a plain model the mean of the parts' rows). Of the settings those that choose what is
-    trained have no part. Raises `TrainingError`, `DataError`.
+    data, valid: samples to train and to validate on, whose codebooks begin with the pack's entries. run: folder of
+    checkpoints and metrics. plain: whether the model was plain when it was loaded. name: fingerprint of the model that
+    the rows are for; None: that of `model`, which is wrong for a dequantized one. save_dtype: number type of the saved
+    rows, one of `DTYPES`. The first rows are those that the pack has for this model, else those that the model's
+    encoder makes (for a plain model, the mean of the base ids' rows). `fine_tune_type` and LoRA settings are ignored;
+    `settings.dtype` may change the model's. Raises `TrainingError`, `DataError`.
     """
     _check_context(model, data, valid)
     check_data(data, valid, settings)
@@ -117,13 +123,14 @@ def tune(
         if outcome.progress.step < settings.iters:
             return Tuned(None, outcome, before, None)
         after = trainer.validation()["val_bits_per_byte"]
-    output = _kept(trainee.output_rows, save_dtype)
-    read = output if model.sides_are_one else _kept(trainee.read_rows, save_dtype)
+    output = _as_numpy(trainee.output_rows, save_dtype)
+    read = output if model.sides_are_one else _as_numpy(trainee.read_rows, save_dtype)
     codec = plain_codec(params, model.config.position_mode) if plain else None
     return Tuned(TunedRows(read, output, name, codec), outcome, before, after)
 
 
 def _check_context(model: Model, data: Texts, valid: Texts) -> None:
+    """Raises `TrainingError` for a window that is longer than the model's context."""
     context = model.args.config.get("max_position_embeddings")
     longest = max(sample.base_ids for sample in (*data.samples, *valid.samples))
     if isinstance(context, int) and longest > context:
@@ -131,7 +138,7 @@ def _check_context(model: Model, data: Texts, valid: Texts) -> None:
 
 
 def _first_rows(pack: Pack, model: Model, name: str, params: CodecParams) -> list[mx.array]:
-    """Input and output rows [P, D] float32."""
+    """Returns the input rows and the output rows to begin with, float32 [P, D] each. name: as in `tune`."""
     if pack.rows is not None and pack.rows.model == name and pack.rows.one == model.sides_are_one:
         return [mx.array(rows.astype(np.float32)) for rows in (pack.rows.input, pack.rows.output)]
     rows = [side.astype(mx.float32) for side in model.rows(*_padded(pack.entries, params))]
@@ -140,6 +147,7 @@ def _first_rows(pack: Pack, model: Model, name: str, params: CodecParams) -> lis
 
 
 def _padded(entries: Sequence[Sequence[int]], params: CodecParams) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+    """Returns the entries as base ids [P, merge_size], padded, and their lengths [P]."""
     lengths = np.array([len(entry) for entry in entries], np.int64)
     base_ids = np.full((len(entries), params.merge_size), params.fill, np.uint32)
     for row, entry in zip(base_ids, entries, strict=True):
@@ -147,12 +155,15 @@ def _padded(entries: Sequence[Sequence[int]], params: CodecParams) -> tuple[NDAr
     return base_ids, lengths
 
 
-def _kept(rows: mx.array, dtype: str) -> NDArray[Any]:
+def _as_numpy(rows: mx.array, dtype: str) -> NDArray[Any]:
     return np.array(rows).astype(DTYPES[dtype])
 
 
 def _first_bits(trainer: Trainer, first: Any, run: Path) -> float:
-    """Held-out bits per byte before the first step, with the rows `first`, or as a resumed run's log says."""
+    """Returns held-out bits per byte before the first step: from a resumed run's log, else measured with `first`.
+
+    first: the rows to begin with, by parameter name.
+    """
     for line in read_metrics(run):
         if line["step"] == 0 and isinstance(line.get("val_bits_per_byte"), float):
             return line["val_bits_per_byte"]
@@ -165,6 +176,7 @@ def _first_bits(trainer: Trainer, first: Any, run: Path) -> float:
 
 
 def _record(pack: Pack, name: str, data: Texts, valid: Texts, settings: TrainSettings) -> dict[str, Any]:
+    """Returns the record by which `open_run` knows the run again: model, settings, pack and texts."""
     fixed = settings.deciding()
     return {
         "fixed": {"model": name, "settings": fixed},

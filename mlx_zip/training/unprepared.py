@@ -1,4 +1,4 @@
-"""What `mlx_zip train` says of data that were not prepared: the command that prepares them."""
+"""Checks the data of `mlx_zip train`; errors for unprepared data name the command that prepares them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from mlx_zip.training.prepared_folder import STATE
 from mlx_zip.training.settings import RunOptions
 from mlx_zip.training.shards import Joined, is_prepared
 
-SPLITS = ("train.jsonl", "valid.jsonl", "test.jsonl")  # of a folder as mlx-lm reads it
+SPLITS = ("train.jsonl", "valid.jsonl", "test.jsonl")  # files of a data folder for mlx-lm
 
 
 def check_prepared(options: RunOptions) -> None:
-    """Raises `DataError` for data that are not there, or not prepared, with the command to run first."""
+    """Raises `DataError` for data that are missing or not prepared, naming the command to run first."""
     for folder in (*options.data, *options.valid):
         if is_prepared(folder):
             continue
@@ -28,7 +28,7 @@ def check_prepared(options: RunOptions) -> None:
 
 
 def _texts(path: Path) -> list[tuple[str, str]]:
-    """(texts, folder to prepare them in) for a file, a folder or a hub name."""
+    """Returns (texts, folder to prepare them in) for each text file in a folder, or for a file or a hub name itself."""
     found = [name for name in SPLITS if (path / name).is_file()]
     if found:
         return [(str(path / name), f"{path.name}-{Path(name).stem}") for name in found]
@@ -36,6 +36,7 @@ def _texts(path: Path) -> list[tuple[str, str]]:
 
 
 def _command(options: RunOptions, data: str, out: str) -> str:
+    """Returns the `mlx_zip prepare` command that prepares the texts `data` in the folder `out`."""
     origin = ["--model", options.model] if options.model else ["--tokenizer", str(options.tokenizer or "FOLDER")]
     context = ["--context", str(options.max_seq_length)] if options.max_seq_length else []
     counted = ["--train-on", "all"] if options.mask_prompt is False else []
@@ -43,7 +44,7 @@ def _command(options: RunOptions, data: str, out: str) -> str:
 
 
 def check_as_asked(options: RunOptions, data: Joined) -> None:
-    """Raises `DataError` where --max-seq-length or --mask-prompt ask for data that were prepared otherwise."""
+    """Raises `DataError` if the data were prepared otherwise than --max-seq-length or --mask-prompt ask for."""
     for part in data.parts:
         if options.max_seq_length is not None and part.context > options.max_seq_length:
             raise DataError(

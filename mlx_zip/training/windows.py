@@ -1,4 +1,4 @@
-"""Pieces to samples: windows of base ids, compressed as a causal model can emit them, masks carried along."""
+"""Cuts pieces into windows of base ids and compresses these, together with their loss masks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mlx_zip.training.encoding import Piece
 
 @dataclass(frozen=True)
 class Window:
-    """ids uint32 [n] base ids, counted bool [n]: whether the loss does; n_bytes: UTF-8 bytes of the text in it."""
+    """A window of base ids: ids uint32 [n]; counted bool [n]: whether the loss counts an id; n_bytes: UTF-8 bytes."""
 
     ids: Uint32s
     counted: NDArray[np.bool_]
@@ -25,11 +25,11 @@ class Window:
 
 
 def cut(pieces: Sequence[Piece], context: int, fill: bool | None, lead: tuple[int, ...]) -> Iterator[Window]:
-    """Windows of at most `context` base ids, in order; each begins with its piece's lead, which is not counted.
+    """Yields windows of at most `context` base ids, in order. Each begins with a lead, which the loss does not count.
 
-    fill: put several pieces into one window, after `lead`, so that only the last window of a run is shorter; None does
-    so for documents, and leaves each conversation on its own. The first id of a window has nothing before it and is
-    never counted.
+    fill: True: join pieces, so that all windows but the last are full; each begins with `lead`. False: cut each piece
+    on its own; its windows begin with its own lead. None: True for documents, False for conversations. The first id of
+    a window is never counted, because nothing stands before it.
     """
     for filled, run in groupby(pieces, lambda piece: not piece.conversation if fill is None else fill):
         if filled:
@@ -40,6 +40,7 @@ def cut(pieces: Sequence[Piece], context: int, fill: bool | None, lead: tuple[in
 
 
 def _joined(run: Sequence[Piece]) -> tuple[Uint32s, NDArray[np.bool_], NDArray[np.int64]]:
+    """Returns `ids`, `counted` and `n_bytes` of pieces, each joined into one array."""
     return (
         np.concatenate([piece.ids for piece in run]),
         np.concatenate([piece.counted for piece in run]),
@@ -50,20 +51,21 @@ def _joined(run: Sequence[Piece]) -> tuple[Uint32s, NDArray[np.bool_], NDArray[n
 def _cut(
     ids: Uint32s, counted: NDArray[np.bool_], n_bytes: NDArray[np.int64], context: int, lead: tuple[int, ...]
 ) -> Iterator[Window]:
+    """Yields the windows of one sequence; the arrays are those of a `Piece`."""
     front, room = np.array(lead, np.uint32), context - len(lead)
     uncounted = np.zeros(len(lead), np.bool_)
     for begin in range(0, len(ids), room):
         part = slice(begin, begin + room)
-        learnt = np.concatenate([uncounted, counted[part]])
-        learnt[0] = False
-        yield Window(np.concatenate([front, ids[part]]), learnt, int(n_bytes[part].sum()))
+        in_loss = np.concatenate([uncounted, counted[part]])
+        in_loss[0] = False
+        yield Window(np.concatenate([front, ids[part]]), in_loss, int(n_bytes[part].sum()))
 
 
 def compress_window(params: CodecParams, window: Window) -> tuple[Uint32s, NDArray[np.bool_]]:
-    """Ids uint32 [m] and mask bool [m]: an id counts only if all base ids in it do.
+    """Returns a window's compressed ids uint32 [m] and loss mask bool [m].
 
-    No id is one that its codebook has not installed yet, so a causal model could have emitted each. Raises
-    `DataError` for an id that is no base id of the codec.
+    A hypertoken counts only if all its base ids do. Every id is known to the codebook at its place, so a causal model
+    could write it there. Raises `DataError` for an id that is no base id of the codec.
     """
     book = Codebook(params)
     try:

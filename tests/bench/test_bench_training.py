@@ -11,8 +11,8 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlx_zip.bench import training
-from mlx_zip.bench.training import Bench, made_up, read_back, write_prepared, write_shard
-from mlx_zip.bench.training_step import Parts, Whole, without_hypertokens
+from mlx_zip.bench.training import Bench, read_back, synthetic_documents, write_prepared, write_shard
+from mlx_zip.bench.training_step import Parts, TrainedModel, without_hypertokens
 from mlx_zip.codec import Codebook
 from mlx_zip.errors import MlxZipError
 from mlx_zip.models.whole import encode_rows
@@ -104,7 +104,7 @@ def samples_of(bench, n=3):
 
 
 def whole(bench, kind="lora"):
-    return Whole(bench._model(bench.shards.params), TrainSettings(iters=1, fine_tune_type=kind, lora_rank=2))
+    return TrainedModel(bench._model(bench.shards.params), TrainSettings(iters=1, fine_tune_type=kind, lora_rank=2))
 
 
 def test_the_plain_step_reads_as_many_ids_without_any_hypertoken(bench):
@@ -172,7 +172,7 @@ def test_sharing_is_counted_over_the_measured_batches(capsys, bench):
 
 
 def test_a_measured_shard_holds_the_documents(tmp_path):
-    documents = made_up(700, 64, 3)
+    documents = synthetic_documents(700, 64, 3)
     assert write_shard(tmp_path, documents).keys() == {"cut", "compress", "write"}
     shards = Shards(write_prepared(tmp_path, documents))
     found = []

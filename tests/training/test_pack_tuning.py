@@ -70,7 +70,7 @@ def random_rows(model, seed=0):
 
 def sums_of(trainee, data):
     canonical = trainee.model.config.canonical
-    batch = trainee.prepared(make_batch(data.samples, data.params, range(len(data)), canonical=canonical))
+    batch = trainee.prepare_batch(make_batch(data.samples, data.params, range(len(data)), canonical=canonical))
     return {name: float(value) for name, value in trainee.losses(to_device(batch)).items()}
 
 
@@ -111,7 +111,7 @@ def test_gradients_are_of_the_rows_alone_and_right():
     trainee = PackTrainee(model, *random_rows(model))
     assert set(dict(trainee.trainable_parameters())) >= {"input_rows", "output_rows"}
     assert not trainee.trainable_parameters()["model"].get("layers")
-    batch = to_device(trainee.prepared(make_batch(data.samples, data.params, range(4))))
+    batch = to_device(trainee.prepare_batch(make_batch(data.samples, data.params, range(4))))
 
     def nats(name, rows):
         setattr(trainee, name, rows)
