@@ -338,7 +338,8 @@ class EngineComparison:
         trials = [trial for of_one in entrant.trials for trial in of_one]
         runs, joules = [trial.runs[turn] for trial in trials], [trial.joules[turn] for trial in trials]
         read = [prompt for prompt in prompts for _ in range(self.args.trials)]
-        top = ceiling(self.bytes_per_s[engine.name], engine.weight_bytes, engine.kv_bytes, runs[0])
+        bandwidth = self.bytes_per_s[engine.name]
+        tops = [ceiling(bandwidth, engine.weight_bytes, engine.kv_bytes, run) for run in runs]
         several = {"conversations": len(conversations)} if len(conversations) > 1 else {}
         setting = {name: getattr(self.args, name) for name in ("trials", "warmup", "draft")}
         return {
@@ -361,8 +362,8 @@ class EngineComparison:
             },
             "setting": {**setting, "rows": entrant.rows},
             "counts": counts(prompts, [of_one[0].runs[turn] for of_one in entrant.trials]),
-            "figures": figures(read, runs, joules, top),
-            "ceiling": ceiling_record(top),
+            "figures": figures(read, runs, joules, tops),
+            "ceiling": ceiling_record(tops),
             "energy_source": self.meter.source,
             "device": self.devices[engine.name],
             **surroundings(*PACKAGES),

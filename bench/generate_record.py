@@ -74,13 +74,13 @@ def ceiling(bandwidth: float, weight_bytes: int, kv_bytes: int, run: Run) -> Cei
 
 
 def figures(
-    prompts: Sequence[int], runs: Sequence[Run], joules: Sequence[float | None], top: Ceiling
+    prompts: Sequence[int], runs: Sequence[Run], joules: Sequence[float | None], tops: Sequence[Ceiling]
 ) -> dict[str, Any]:
     """Returns each of `FIGURES` with unit, median, min, max and one sample per trial; None if it is unknown in a trial.
 
-    prompts: base tokens of each trial's prompt. joules: energy of each trial. top: from `ceiling`.
+    prompts: base tokens of each trial's prompt. joules: energy of each trial. tops: the ceiling of each trial.
     """
-    trials = [_trial_figures(*one, top) for one in zip(prompts, runs, joules, strict=True)]
+    trials = [_trial_figures(*one) for one in zip(prompts, runs, joules, tops, strict=True)]
     return {name: _summarized(unit, [trial[name] for trial in trials]) for name, (unit, _) in FIGURES.items()}
 
 
@@ -135,9 +135,10 @@ def counts(prompts: Sequence[int], runs: Sequence[Run]) -> dict[str, int]:
     }
 
 
-def ceiling_record(top: Ceiling) -> dict[str, float]:
-    """Returns a ceiling as the record's section, rounded to six digits."""
-    return {name: float(f"{value:.6g}") for name, value in asdict(top).items()}
+def ceiling_record(tops: Sequence[Ceiling]) -> dict[str, float]:
+    """Returns the record's section on the trials' ceilings, for the mean bytes of a step, rounded to six digits."""
+    bandwidth, step = tops[0].bandwidth_bytes_per_s, sum(top.step_bytes for top in tops) / len(tops)
+    return {name: float(f"{value:.6g}") for name, value in asdict(Ceiling(bandwidth, step, bandwidth / step)).items()}
 
 
 # ---- reading

@@ -8,7 +8,7 @@ import pytest
 
 from mlx_zip.bench import engine_choice, engines, generate, machine, workloads
 from mlx_zip.bench.engines import MlxZip
-from mlx_zip.bench.generate_record import FIGURES, SECTIONS, SINCE, ceiling, checked, figures
+from mlx_zip.bench.generate_record import FIGURES, SECTIONS, SINCE, ceiling, ceiling_record, checked, figures
 from mlx_zip.bench.shapes import ENCODERS, ZipOptions, from_config, from_folders
 from mlx_zip.bench.workloads import Turn, Workload, chats, cut, read_tokenizer, sources
 from mlx_zip.errors import InstallationError, MlxZipError
@@ -111,7 +111,7 @@ def test_figures_are_those_of_the_steps():
     run = made_run(step_s=0.1, steps=5, first_s=0.5, per_step=2)
     top = ceiling(1e6, 1000, 10, run)
     assert top.step_bytes == 1000 + 10 * (11 - 5 / 2)
-    found = figures([8, 8], [run, run], [3.0, 4.0], top)
+    found = figures([8, 8], [run, run], [3.0, 4.0], [top, top])
     expected = {
         "ttft_ms": 500,
         "prefill_tokens_per_s": 16,
@@ -132,10 +132,20 @@ def test_figures_are_those_of_the_steps():
     assert found["joules"]["samples"] == [3, 4]
 
 
+def test_every_trial_has_its_own_ceiling():
+    run, longer = made_run(step_s=0.1, steps=5), made_run(step_s=0.1, steps=5)
+    longer.kv_ids *= 2
+    tops = [ceiling(1e6, 1000, 10, one) for one in (run, longer)]
+    found = figures([8, 8], [run, longer], [None, None], tops)["ceiling_percent"]["samples"]
+    assert found == pytest.approx([100 * 10 / top.steps_per_s for top in tops], rel=1e-5)
+    mean = (tops[0].step_bytes + tops[1].step_bytes) / 2
+    assert ceiling_record(tops)["steps_per_s"] == pytest.approx(1e6 / mean, rel=1e-5)
+
+
 def test_what_is_not_known_is_null():
     run = made_run(steps=1)
     run.peak_bytes = None
-    found = figures([8], [run], [None], ceiling(1e6, 1000, 10, run))
+    found = figures([8], [run], [None], [ceiling(1e6, 1000, 10, run)])
     unknown = {"steps_per_s", "step_ms", "base_tokens_per_s", "peak_bytes", "joules", "joules_per_token"}
     assert {name for name, figure in found.items() if figure is None} == {*unknown, "ceiling_percent"}
 
