@@ -30,7 +30,6 @@ FLOORS = [  # from the ground up; a room is the first name below `mlx_zip`; some
         "patches",
         "request",
         "sampling",
-        "session",
         "sessions",
     },
     {"engine", "training", "evaluation"},
