@@ -67,7 +67,7 @@ def load(
         with quiet_transformers(), bare_exceptions_as_value_errors():
             loaded = mlx_load(
                 str(folder),
-                adapter_path=adapter_path,
+                adapter_path=None if adapter_path is None else str(Path(adapter_path).expanduser()),
                 tokenizer_config={"trust_remote_code": trust_remote_code, **(tokenizer_config or {})},
                 model_config={**rope_settings(config), **changes},
                 lazy=lazy,

@@ -42,7 +42,7 @@ def run_steps(job: Job, settings: TrainSettings, bar: ProgressBar, asked: Asked,
     `iters`, saves every `save_every` steps. asked: returns the stop signal received, or None. Returns whether a signal
     ended the run.
     """
-    last, stopping = min(until or settings.iters, settings.iters), False
+    last, stopping = settings.iters if until is None else min(until, settings.iters), False
     while job.progress.step < last and not stopping:
         stopping = job.step(asked() is not None)
         bar.advance()

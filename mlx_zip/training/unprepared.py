@@ -24,6 +24,10 @@ def check_prepared(options: RunOptions) -> None:
         if not folder.exists() and not is_hub_id(str(folder)):
             raise DataError(f"{folder}: no such file or folder; --data names a folder that `mlx_zip prepare` made")
         lines = [_command(options, *names) for names in _texts(folder)]
+        if not folder.exists():
+            raise DataError(
+                f"{folder}: no such folder; if it is the name of a data set, prepare it first: {' and '.join(lines)}"
+            )
         raise DataError(f"{folder} is not prepared data; prepare it first: {' and '.join(lines)}")
 
 

@@ -222,3 +222,19 @@ def test_a_plain_models_theta_reaches_its_rope(tmp_path):
     rope = {"rope_type": "default", "rope_theta": 123456.0}
     (folder / "config.json").write_text(json.dumps({**config, "rope_parameters": rope}))
     assert load(folder)[0].args.rope_theta == 123456.0
+
+
+def test_an_adapter_path_may_begin_with_a_tilde(tmp_path, monkeypatch):
+    seen = {}
+
+    def look(*args, **options):
+        seen.update(options)
+        raise ValueError("seen enough")
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr("mlx_zip.loading.mlx_load", look)
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    with pytest.raises(ModelError, match="seen enough"):
+        load(GOLDEN_MODELS / "llama_transformer_tied_lora" / "base", adapter_path="~/adapter")
+    assert seen["adapter_path"] == str(tmp_path / "adapter")

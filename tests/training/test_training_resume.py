@@ -11,6 +11,7 @@ import subprocess
 import time
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -21,9 +22,10 @@ from mlx_zip import MlxZipError
 from mlx_zip.errors import DataError, TrainingError
 from mlx_zip.training.batches import batch_order
 from mlx_zip.training.checkpoint import checkpoints
+from mlx_zip.training.loop import run_steps
 from mlx_zip.training.metrics import FILE, Metrics, read_metrics
 from mlx_zip.training.run import train
-from mlx_zip.training.settings import EncoderOptions
+from mlx_zip.training.settings import EncoderOptions, TrainSettings
 from mlx_zip.training.trainer import Trainer
 from support.crashing import crash_after
 from support.processes import Command
@@ -432,3 +434,8 @@ def test_validation_data_without_a_sample_are_refused(tmp_path):
     empty = write_shards(tmp_path / "empty", samples=0)
     with pytest.raises(DataError, match="no sample to validate on"):
         train(options(tmp_path / "run", valid=[empty]), settings(), quiet=True)
+
+
+def test_a_run_until_step_zero_trains_nothing():
+    job = SimpleNamespace(progress=SimpleNamespace(step=0), save=lambda: None)
+    assert not run_steps(job, TrainSettings(iters=2), SimpleNamespace(), lambda: None, until=0)

@@ -57,6 +57,13 @@ def test_data_of_another_length_or_with_other_masks_are_refused(tmp_path, capsys
     assert "mlx_zip prepare --train-on answers" in said(capsys, "train", *flags, "--mask-prompt")
 
 
+def test_a_name_that_is_neither_folder_nor_data_set_here_is_told_with_both_hints(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    found = said(capsys, "train", "--model", "m", "--data", "data/prepard", "--out", tmp_path / "run")
+    assert "data/prepard: no such folder" in found
+    assert "mlx_zip prepare --model m --data data/prepard" in found
+
+
 def test_unfinished_data_are_to_be_finished(tmp_path, capsys):
     (tmp_path / "begun").mkdir()
     (tmp_path / "begun" / "prepare.json").write_text("{}")
