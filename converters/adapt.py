@@ -157,7 +157,9 @@ def _zip_section(section: dict[str, Any], new: Mapping[int, int]) -> dict[str, A
     start = [tuple(new[i] for i in entry) for entry in old.start or () if all(i in new for i in entry)]
     if old.start and len(start) < len(old.start):
         lost = len(old.start) - len(start)
-        warnings.warn(f"{lost} entries of the starting codebook hold ids that are not kept; left out", stacklevel=2)
+        warnings.warn(
+            f"{lost} entries of the pack hold ids that are not kept; these entries are left out", stacklevel=2
+        )
     disabled = tuple(sorted(new[i] for i in old.disabled_ids if i in new))
     made = replace(old, vocab_size=len(new), pad_id=new[old.pad_id], disabled_ids=disabled, start=tuple(start) or None)
     kept = {key: value for key, value in section.items() if key not in ("start", "fingerprint")}

@@ -135,7 +135,7 @@ def _check(model: Any, facts: TokenizerFacts, drop_start: bool, adapted: bool) -
     if config.canonical:
         warnings.warn("zip2zip writes ids that are not canonical too: what it generates may differ", stacklevel=2)
     if config.start is not None:
-        warnings.warn(f"the starting codebook of {len(config.start)} entries is left out", stacklevel=2)
+        warnings.warn(f"the pack of {len(config.start)} entries that the model begins with is left out", stacklevel=2)
     if model.traits.embed_scale != 1.0:
         warnings.warn(_about_gemma(model.traits.soft_cap), stacklevel=2)
 

@@ -375,7 +375,9 @@ def _print(args: argparse.Namespace, path: Path, pack: Any, texts: list[str] | N
 
 def _lines(path: Path, pack: Any, about: dict[str, Any], best: list[dict[str, Any]]) -> list[str]:
     """Returns what a pack holds as lines to print. about: facts from its file. best: entries to list."""
-    lines = [f"{path}: {len(pack.entries):,} entries of 2 to {pack.merge_size} base ids, {pack.fingerprint[:12]}"]
+    lines = [
+        f"{path}: {len(pack.entries):,} entries of 2 to {pack.merge_size} base ids, fingerprint {pack.fingerprint[:12]}"
+    ]
     if _has_numbers(about, "base_ids", "ids", "ids_without", "window"):
         lines.append(f"learned from {_rate(about)}, in windows of {about['window']}")
         held_out = about.get("held_out")

@@ -47,7 +47,9 @@ def check_savable(model: nn.Module, config: Mapping[str, Any], settings: TrainSe
     if model.config.canonical:
         raise TrainingError("--save adapter: the format has no place for canonical decoding; save the model")
     if model.config.start is not None:
-        raise TrainingError("--save adapter: the format has no place for the data's starting codebook; save the model")
+        raise TrainingError(
+            "--save adapter: the format has no place for the pack that the data were prepared with; save the model"
+        )
 
 
 def save_adapter(folder: Path, model: Any, base: str, settings: TrainSettings, dtype: str = "float32") -> None:

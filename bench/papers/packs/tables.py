@@ -91,7 +91,7 @@ def _bundled_table(records: Records) -> str:
     for name, line in (("`stories` without its pack", empty), ("`stories`", packed)):
         bits = f"{line['bits_per_byte']:.3f}"
         rows.append([name, f"{line['base_ids_per_id']:.3f}", bits, f"{line['over_base']:+.1%}"])
-    return table(["bundled model", "base tokens per id read", "bits per byte", "to the baseline"], rows)
+    return table(["bundled model", "base ids per id", "bits per byte", "to the baseline"], rows)
 
 
 def _scored_cells(line: Record) -> list[str]:
