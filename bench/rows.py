@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trials", type=int, default=9, help="number of timed runs per measurement (default: 9)")
     parser.add_argument(
         "--folder",
-        help="existing folder in which the store is made, deleted at the end (default: the system's temporary folder)",
+        help="existing folder to make the store in; only the store is deleted at the end (default: temporary folder)",
     )
 
 

@@ -71,7 +71,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="number of different batches that the timed steps use in turn (default: 3)",
     )
     add("--trials", type=int, default=9, help="number of timed runs per measurement (default: 9)")
-    add("--memory-steps", type=int, default=4, help="number of steps of each trainer in the part memory (default: 4)")
+    add(
+        "--memory-steps",
+        type=int,
+        default=4,
+        help="steps that each trainer runs while its memory is measured (default: 4)",
+    )
     add(
         "--fine-tune-type",
         choices=("lora", "full"),

@@ -94,7 +94,8 @@ def model_card(source: Place, base: Place, version: str) -> str:
         "A zip2zip model: while it reads and writes, recurring token runs become hypertokens, so the same text takes\n"
         "fewer steps. This folder was made by `mlx_zip convert` "
         f"{version}; what it was made from is recorded in the `zip2zip`\nsection of `config.json`.\n\n"
-        '```bash\npip install .  # in a clone of mlx_zip\nmlx_zip generate --model <this folder or repository> --prompt "Hello"\n```\n\n'
+        "```bash\npip install .  # in a clone of mlx_zip\n"
+        'mlx_zip generate --model <this folder or repository> --prompt "Hello"\n```\n\n'
         "It runs with mlx_zip; `mlx_lm.generate`, `chat` and `server` cannot turn hypertokens into text.\n"
         "The licence is that of the models above.\n"
     )

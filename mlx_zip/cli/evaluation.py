@@ -83,7 +83,7 @@ def _add_text(add: Any) -> None:
         "--availability",
         choices=AVAILABILITY,
         default="causal",
-        help="from where on a hypertoken has probability. causal: from where it was created, as in generation; legacy: "
+        help="when a hypertoken may be predicted. causal: only after it was created, as in generation; legacy: "
         "in its whole window, as zip2zip's own evaluation does, so the bits are not comparable (default: causal)",
     )
 
@@ -119,7 +119,7 @@ def _add_rates(add: Any) -> None:
         action="store_true",
         help="continue each turn from the cache of the turn before, as in a chat (default: read earlier turns anew)",
     )
-    add("--max-tokens", "-m", type=int, default=256, help="maximum number of base tokens per turn (default: 256)")
+    add("--max-tokens", "-m", type=int, default=256, help="maximum base tokens to generate per reply (default: 256)")
     add("--temp", type=float, default=0.0, help="sampling temperature; 0 is greedy (default: 0)")
     add(
         "--top-p",

@@ -181,12 +181,14 @@ def _score_batch(model: Any, rows: Sequence[Compressed], availability: str) -> l
     parts = []
     for begin, end in _calls(model, rows, ids.shape, availability):
         logits = model(mx.array(ids[:, begin:end]), cache=cache, **options)
+        # canonical: ids that the compressor would never write get no probability, unless they hold most of it
         if len(here := np.flatnonzero((begin <= at) & (at < end))):
             canonical = mx.array(logits)
             canonical[mx.array(row[here]), mx.array(at[here] - begin), mx.array(excluded[here])] = -mx.inf
             logits = unless_most(canonical, logits)
         parts.append(_read(model, logits, ids[:, begin + 1 : end + 1]))
     logprobs, greedy, mass = (np.concatenate(part, axis=1) for part in zip(*parts, strict=True))
+    # position t scores id t + 1, so a row of n ids has n - 1 scores
     return [Scored(logprobs[b, : n - 1], greedy[b, : n - 1], mass[b, : n - 1]) for b, n in enumerate(lengths)]
 
 

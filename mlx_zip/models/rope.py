@@ -47,6 +47,7 @@ class Rope(nn.Module):
     """
 
     def __init__(self, dims: int, short: mx.array, long: mx.array | None = None, magnitude: float = 1.0) -> None:
+        """Keeps the arguments, which the class describes."""
         super().__init__()
         self.dims, self.magnitude = dims, magnitude
         self._short, self._long = short, short if long is None else long

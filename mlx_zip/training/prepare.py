@@ -171,6 +171,7 @@ class _Run:
             )
 
     def _enough(self) -> bool:
+        """Returns whether every source has finished a shard and the samples to keep reach `options.limit`."""
         limit = self.options.limit
         return limit is not None and all(self.records) and sum(self._kept(None)) >= limit
 

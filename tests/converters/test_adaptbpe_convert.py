@@ -333,7 +333,7 @@ def test_a_starting_codebook_is_renumbered_and_what_is_lost_is_told(made, tmp_pa
     two = kept.ids[100:102].tolist()
     config["zip2zip"]["start"] = [two, [two[0], lost]]
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.warns(UserWarning, match="1 entries of the starting codebook hold ids that are not kept"):
+    with pytest.warns(UserWarning, match="1 entries of the pack hold ids that are not kept"):
         smaller, _ = made(folder)
     assert json.loads((smaller / "config.json").read_text())["zip2zip"]["start"] == [[100, 101]]
 

@@ -247,7 +247,7 @@ def test_a_starting_codebook_is_refused_unless_it_is_dropped(tmp_path: Path) -> 
     with pytest.raises(ConversionError, match=r"codebook of 2 entries.*--drop-start"):
         export(model, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    with pytest.warns(UserWarning, match="2 entries is left out"):
+    with pytest.warns(UserWarning, match="pack of 2 entries that the model begins with is left out"):
         out = export(model, tmp_path / "out", drop_start=True)
     assert "start" not in json.loads((out / "zip2zip_config.json").read_text())
 

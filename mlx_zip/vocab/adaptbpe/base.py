@@ -78,9 +78,10 @@ class BaseVocabulary:
 
 
 def encoded(encoder: Encoder, front: Front, text: str, ids: Uint32s) -> Uint32s:
-    """Returns the ids of a text, uint32: of the encoder's tokens and of the added tokens that `front` finds.
+    """Returns the ids of a text, uint32.
 
-    ids: the id of each of the encoder's tokens.
+    Added tokens keep the id that `front` gives them; a token of the encoder becomes `ids[token]`. Between added tokens
+    the encoder splits the text itself where it knows the tokenizer's splitting rule; otherwise `front` splits it.
     """
     found = [np.empty(0, np.uint32)]
     for part in front.parts(text):

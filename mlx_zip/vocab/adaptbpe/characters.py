@@ -40,9 +40,10 @@ def check_blanks(data: Mapping[str, Any]) -> None:
 def merges_of_characters(vocabulary: Mapping[str, int], merges: Any, added: Set[str]) -> tuple[MergeList, Uint32s]:
     """Expresses a vocabulary with byte fallback as merges of bytes -> (merges, the id of each token uint32 [256 + M]).
 
-    The merge list begins with the merges that make letters (see the module). vocabulary: tokens -> ids. merges: in the
-    form of a tokenizer.json. added: names of added tokens, which are no letters. Raises `DataError` for a wrong merge
-    and for a token that has no id.
+    The list begins with merges that join the UTF-8 bytes of each one-character token; a partial character on the way
+    has no token of its own and gets the id `NO_ID`. vocabulary: tokens -> ids. merges: in the form of a
+    tokenizer.json. added: names of added tokens, which are left out. Raises `DataError` for a malformed merge and for
+    a complete token that the vocabulary lacks.
     """
     names = vocabulary.keys() - added
     letters: dict[bytes, Pair] = {}
