@@ -42,7 +42,7 @@ class Cell(NamedTuple):
 
 
 def main() -> int:
-    """Draws the picture; returns the exit status."""
+    """Writes an SVG picture of a model's answer, a box for each step; returns the exit status."""
     parser = Parser(prog="python -m mlx_zip.apps.picture", description=PURPOSE)
     parser.add_argument("--model", default=DEFAULT, help=f"model folder, hub id or bundled model (default: {DEFAULT})")
     parser.add_argument("--prompt", default=PROMPT, help=f"the request (default: {PROMPT!r})")

@@ -28,7 +28,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--steps", type=int, default=20_000, help="number of decoding steps of each model (default: 20000)"
     )
     parser.add_argument(
-        "--every", type=int, default=2_000, help="number of steps between two readings of memory (default: 2000)"
+        "--every",
+        type=int,
+        default=2_000,
+        help="number of decoding steps between two readings of memory (default: 2000)",
     )
 
 

@@ -58,8 +58,8 @@ def keep_notes(cache: Sequence[Any], notes: Notes) -> None:
 def held_ids(cache: Sequence[Any]) -> int:
     """Returns how many ids a cache holds; a hypertoken counts as one.
 
-    Entries of a plain model's cache that have no offset (mlx-lm's `ArraysCache`) do not count ids. A cache of such
-    entries alone holds the ids that were noted.
+    A zip2zip model's cache has a log of its ids. For a plain model's cache this is the largest `offset` of its entries
+    or, if no entry has an offset (mlx-lm's `ArraysCache`), the number of ids that `notes_on` recorded for the cache.
     """
     state = find_state(cache)
     if state is not None:

@@ -34,14 +34,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--merge-size",
         type=int,
-        help="maximum number of base tokens per hypertoken (default: 3, or the converted model's)",
+        help="maximum number of base tokens per hypertoken (default: 3, or that of a converted model in --tokenizer)",
     )
-    add("--codebook-size", type=int, help="maximum number of hypertokens (default: 2048, or the converted model's)")
+    add(
+        "--codebook-size",
+        type=int,
+        help="maximum number of hypertokens (default: 2048, or that of a converted model in --tokenizer)",
+    )
     add(
         "--policy",
         choices=["freeze", "lru", "use-count"],
         help="what a full codebook does. freeze: stop adding entries; lru: evict the least recently used entry; "
-        "use-count: evict the least often used one (default: freeze, or the converted model's)",
+        "use-count: evict the least often used one (default: freeze, or that of a converted model in "
+        "--tokenizer)",
     )
     add(
         "--window",

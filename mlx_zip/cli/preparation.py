@@ -127,8 +127,8 @@ def add_text_flags(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="KEY=NAME",
-        help="columns of the records that are not named text, messages, prompt, completion or tools, for example "
-        "text=content to read texts from the column content (default: none)",
+        help="where a field of the records has another name, as FIELD=NAME ...: text=content reads the text from "
+        "content; fields: text, messages, prompt, completion, tools (default: these names)",
     )
     add(
         "--subset",

@@ -147,7 +147,7 @@ def _encode_arguments(parser: argparse.ArgumentParser) -> None:
         "--data",
         required=True,
         metavar="FILE",
-        help="UTF-8 text to encode, or with --decode ids separated by blanks; - reads standard input",
+        help="UTF-8 text file to encode, or with --decode a file of ids separated by blanks; - reads standard input",
     )
     add("--decode", action="store_true", help="read ids and print their text (default: read text and print its ids)")
     add(
