@@ -224,6 +224,14 @@ def test_every_library_that_is_imported_is_declared():
     assert {name.replace("_", "-") for name in named if name} <= declared
 
 
+def test_mlx_and_mlx_lm_have_an_upper_bound_wherever_they_are_asked_for():
+    project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
+    lines = [*project["dependencies"], *(line for extra in project["optional-dependencies"].values() for line in extra)]
+    asked = [line for line in lines if line.startswith("mlx") and not line.startswith("mlx_zip")]
+    assert len(asked) == 4  # mlx-lm; mlx on a Mac, on a CPU, with CUDA
+    assert [line for line in asked if ",<" not in line] == []
+
+
 @pytest.mark.parametrize("extra", ["cpu", "bench", "test", "lint", "dev"])
 def test_what_builds_and_tests_the_project_does_not_ask_for_torch(extra):
     extras = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["optional-dependencies"]
