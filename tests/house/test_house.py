@@ -15,7 +15,7 @@ import mlx_zip
 from support.places import REPO
 
 FLOORS = [  # from the ground up; a room is the first name below `mlx_zip`; some of these rooms are still to be built
-    {"errors", "files", "flags", "register", "bundled", "arguments", "tf32"},
+    {"errors", "files", "flags", "register", "bundled", "arguments", "tf32", "device"},
     {"layout", "config", "codec"},
     {"vocab"},
     {"text"},
@@ -48,7 +48,7 @@ HEAVY = {  # where a library that is large or optional may be imported; the decl
     "zip2zip": {"bench"},
     "zip2zip_compression": {"bench"},
     "transformers": {"text", "converters", "bench", "recipes", *DOORS},
-    "mlx": {"hyper", "state", "models", *LOOPS, "converters", "bench", *DOORS},
+    "mlx": {"device", "hyper", "state", "models", *LOOPS, "converters", "bench", *DOORS},
     "mlx_lm": {"models", *LOOPS, "converters", "bench", *DOORS},
 }
 DISTRIBUTIONS = {
