@@ -131,6 +131,11 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
+def at_home(name: str | os.PathLike[str]) -> Path:
+    """Returns a path with a leading ~ or ~USER replaced by that user's home folder; an unknown user's is left as is."""
+    return Path(os.path.expanduser(name))
+
+
 def check_out(path: Path, what: str = "", suffix: str = "") -> None:
     """Raises `DataError` if no file can be written at `path`; writes nothing, so it can be called before long work.
 
