@@ -57,7 +57,8 @@ def check_data(data: Data, valid: Data | None, settings: TrainSettings) -> None:
     if settings.batch_size % size:
         raise TrainingError(f"batch_size {settings.batch_size} must be divisible by the {size} machines")
     if (usable := int((data.lengths >= 2).sum())) < settings.batch_size:
-        raise TrainingError(f"{data}: {usable} usable samples do not fill a batch of {settings.batch_size}")
+        lacking = f"{usable} usable samples do not fill a batch of {settings.batch_size}"
+        raise TrainingError(f"{data}: {lacking}: prepare more text, or choose a smaller --batch-size")
     if valid is not None and not (valid.lengths >= 2).any():
         raise DataError(f"{valid}: no sample to validate on")
 
