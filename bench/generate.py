@@ -18,14 +18,14 @@ from statistics import mean
 from typing import Any
 
 from mlx_zip.errors import MlxZipError
+from mlx_zip.progress import ProgressBar
 
 from .engine_choice import ONE_REQUEST, check_engines, make_engine
 from .engines import ENGINES, Engine, Run
 from .generate_record import SCHEMA, ceiling, ceiling_record, counts, figures
 from .lookup import DRAFT
 from .machine import EnergyMeter, used
-from .progress import Progress, header
-from .record import load_before, surroundings
+from .record import header, load_before, surroundings
 from .report import short_table
 from .shapes import ENCODERS, PRECISIONS, SHAPES, Models, ZipOptions, from_folders, from_shape
 from .workloads import DOMAINS, Workload, chats, cut, read_requests, read_tokenizer, sources
@@ -305,7 +305,7 @@ class EngineComparison:
         """
         entrants = [Entrant(engine, rows, [[] for _ in conversations]) for engine, rows in self.engines]
         rounds = range(-self.args.warmup, self.args.trials)
-        with Progress("trial", len(rounds) * len(conversations) * len(entrants)) as progress:
+        with ProgressBar(len(rounds) * len(conversations) * len(entrants), "trial", "Measuring") as count:
             for trial in rounds:
                 for at, conversation in enumerate(conversations):
                     first = (trial + at) % len(entrants)
@@ -313,7 +313,7 @@ class EngineComparison:
                         done = self._run_conversation(entrant, conversation)
                         if trial >= 0:
                             entrant.trials[at].append(done)
-                        progress.step()
+                        count()
         for entrant in entrants:
             for turn in range(len(conversations[0].turns)):
                 yield self._record(entrant, conversations, turn)

@@ -25,8 +25,7 @@ from mlx_zip.errors import MlxZipError
 from .engines import MlxLm, MlxZip, Run
 from .generate import PACKAGES, add_model_arguments, add_text_arguments, prepare
 from .profile_hooks import CPU, OURS, PARTS, PLAIN_HOOKS, ZIP_HOOKS, Hook, Seconds, Tracer
-from .progress import header
-from .record import load_before, surroundings
+from .record import header, load_before, surroundings
 from .shapes import Models
 from .tables import table
 from .workloads import Workload

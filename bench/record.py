@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from functools import cache
@@ -52,6 +53,14 @@ def load_before() -> dict[str, float | None]:
     after = _processor_times() or before
     idle, total = (b - a for a, b in zip(before, after, strict=True))
     return {"load_average": load, "idle_share": round(idle / total, 3) if total else None}
+
+
+def header(bench: str, model: str, device: dict[str, Any], plan: str) -> None:
+    """Prints one line: the bench, model and device, how busy the machine was before, and `plan`: what will be run."""
+    load = load_before()
+    idle = "" if load["idle_share"] is None else f", processors {load['idle_share']:.0%} idle"
+    where = f"{device['chip']} ({device['device']})"
+    print(f"bench {bench}: {model} on {where}; {plan}; load average {load['load_average']}{idle}", file=sys.stderr)
 
 
 def _processor_times() -> tuple[int, int] | None:

@@ -6,7 +6,6 @@ files a made-up text is used, so that every machine can run a bench; records cal
 
 from __future__ import annotations
 
-import gzip
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,8 @@ from typing import Any
 import numpy as np
 
 from mlx_zip.errors import MlxZipError
+from mlx_zip.text.documents import read_corpus
+from mlx_zip.text.sources import Item, Reader, Record, Skipped, Source, parse
 from mlx_zip.text.tokenizers import load_tokenizer
 
 DOMAINS = ("code", "math", "chat", "multilingual", "web")
@@ -25,12 +26,11 @@ SYNTHETIC = "synthetic"
 CHARACTERS_PER_ID = (
     16  # more than the ids of any tokenizer here have on average, so that a long text is not tokenized whole
 )
-FIELDS = (
-    ("text", "code"),
-    ("question", "answer"),
-    ("prompt", "canonical_solution"),
-    ("text",),
-)  # of a JSON line; the first that it has
+COLUMNS = (  # names of the fields of a record with two texts; a record with a text alone is read with any of them
+    {"prompt": "text", "completion": "code"},
+    {"prompt": "question", "completion": "answer"},
+    {"completion": "canonical_solution"},
+)
 WHO = ("a dog", "a cat", "a girl", "a boy", "a bird", "a bear", "a fox", "a frog")
 WHAT = (
     "a red ball",
@@ -174,10 +174,13 @@ def _chat(tokenizer: Any, requests: Sequence[str], tokens: int, window: int) -> 
 
 
 def read_requests(file: Path | None) -> list[str]:
-    """Returns the requests of a file, one per line; without a file the 64 built-in ones for stories."""
+    """Returns the requests of a text file, one per line; without a file the 64 built-in ones for stories.
+
+    Raises `DataError` for a file that cannot be read or has no requests.
+    """
     if file is None:
         return list(REQUESTS)
-    lines = [line.strip() for line in _read(file).splitlines()]
+    lines = [line.strip() for document in read_corpus([file]).documents for line in document.text.splitlines()]
     return [line for line in lines if line]
 
 
@@ -203,27 +206,23 @@ def _text(files: Sequence[Path]) -> Iterator[str]:
 
 
 def _documents(file: Path) -> Iterator[str]:
-    """Yields a file's documents: the texts of its JSON lines, else its paragraphs. Raises `MlxZipError`."""
-    text = _read(file)
-    if ".jsonl" not in file.name:
-        yield from text.split("\n\n")
-        return
-    for number, line in enumerate(text.splitlines(), start=1):
-        try:
-            record = json.loads(line)
-            fields = next(fields for fields in FIELDS if all(isinstance(record.get(name), str) for name in fields))
-        except (ValueError, AttributeError, StopIteration) as error:
-            raise MlxZipError(f"{file}: line {number} is not a JSON object with a text") from error
-        yield "\n".join(record[name] for name in fields)
+    """Yields a file's documents: the texts of its records, or the paragraphs of a text. Raises `MlxZipError`."""
+    for item in Reader(Source((str(file),))):
+        text = _text_of(item)
+        yield from text.split("\n\n") if item.kind == "text" else [text]
 
 
-def _read(file: Path) -> str:
-    """Returns a file's text, unzipped if it is a .gz. Raises `MlxZipError` if it is not UTF-8."""
-    try:
-        data = file.read_bytes()
-        return (gzip.decompress(data) if file.name.endswith(".gz") else data).decode("utf-8")
-    except (OSError, EOFError, ValueError) as error:
-        raise MlxZipError(f"{file} cannot be read as UTF-8 text: {error}") from error
+def _text_of(item: Item) -> str:
+    """Returns the text of a record, its two texts on lines of their own, or "". Raises `MlxZipError` for a fault."""
+    found = [parse(item, columns) for columns in COLUMNS]
+    record = next((one for one in found if isinstance(one, Record)), parse(item))
+    if isinstance(record, Skipped):
+        if record.empty:
+            return ""
+        raise MlxZipError(f"{record.where}: {record.reason}")
+    if record.text is None:
+        raise MlxZipError(f"{record.where}: a conversation has no text of its own")
+    return record.text if record.prompt is None else f"{record.prompt}\n{record.text}"
 
 
 def _synthetic() -> Iterator[str]:

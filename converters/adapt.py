@@ -23,12 +23,13 @@ from mlx_zip.config import ZipConfig
 from mlx_zip.converters import hub, output
 from mlx_zip.converters.tensors import load, read_model_files, read_object
 from mlx_zip.converters.tokenizer_files import CONFIG, TEMPLATES, read_tokenizer
-from mlx_zip.converters.writing import ADAPTERS, progress_bar
+from mlx_zip.converters.writing import ADAPTERS
 from mlx_zip.errors import ConversionError
 from mlx_zip.files import write_json
 from mlx_zip.hyper import Fingerprints
 from mlx_zip.models import ModelArgs
 from mlx_zip.models.zip_model import RECORD_KEYS
+from mlx_zip.progress import ProgressBar
 from mlx_zip.vocab.adaptbpe.adapted import AdaptedVocabulary, read_adapted
 from mlx_zip.vocab.adaptbpe.base import FILE, read_base
 from mlx_zip.vocab.adaptbpe.plain import lawful_json
@@ -65,7 +66,7 @@ def adapt(model: str | Path, vocabulary: str | Path, mlx_path: str | Path, progr
     files = _renumbered_files(place.folder, kept, base.source, new_ids)
     if (place.folder / IN_FOLDER).exists():
         warnings.warn(f"the tuned rows in {IN_FOLDER} are left out: they were tuned for other weights", stacklevel=2)
-    with output.new_folder(out) as folder, progress_bar(len(weights), progress) as step:
+    with output.new_folder(out) as folder, ProgressBar(len(weights), "tensor", "Writing", shown=progress) as step:
         prints = Fingerprints()
 
         def stored(name: str, array: mx.array, data: memoryview) -> None:

@@ -17,7 +17,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--hf-path", "--model", required=True, help="checkpoint to convert: folder or hub id")
     add("--mlx-path", default="mlx_model", help="folder to write; it must not exist yet (default: %(default)s)")
-    add("-q", "--quantize", action="store_true", help="quantize decoder, embedding and head (default: not quantized)")
+    add(
+        "-q",
+        "--quantize",
+        action="store_true",
+        help="quantize decoder, embedding and head, and the hyper-encoders to --encoder-bits (default: not quantized)",
+    )
     add(
         "--q-group-size",
         type=int,
@@ -85,9 +90,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--encoder-bits",
-        type=int,
-        choices=[4, 8],
-        help="bits per quantized weight of the hyper-encoders (default: not quantized)",
+        type=lambda word: int(word) if word.isdecimal() else word,
+        choices=[4, 8, "none"],
+        help="bits per quantized weight of the hyper-encoders; none: leave them unquantized (default: 8 with -q, else "
+        "none)",
     )
 
 

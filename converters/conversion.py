@@ -38,7 +38,7 @@ def convert(
     quant_predicate: QuantPredicate | str | None = None,
     keep_adapter: bool = False,
     lora_only: bool = False,
-    encoder_bits: int | None = None,
+    encoder_bits: int | str | None = None,
     canonical: bool | None = None,
     pack: PackLike | Sequence[PackLike] | None = None,
     policy: str | None = None,
@@ -52,11 +52,12 @@ def convert(
     cast. mlx_path: must not exist; it appears whole or not at all. Arguments up to `quant_predicate` are those of
     `mlx_lm.convert`. dtype: "float16", "bfloat16" or "float32"; None for the type of the source's decoder.
     keep_adapter: leave a PEFT LoRA unmerged, in `adapters/` inside the output. lora_only: `hf_path` is a plain PEFT
-    LoRA, and the output an mlx-lm adapter folder. encoder_bits: 4 or 8 to quantize the hyper-encoders too. canonical:
-    whether the model decodes canonically (`mlx_zip.canonical`), None for what the source says. pack: a pack, or several
-    that are merged, with which every request of the model begins, each a path or a `Pack`; None for the source's. Tuned
-    rows are kept if they were tuned for the weights that are written. policy: what a full codebook does (see
-    `CodecParams`), None for what the source says. codebook: the old name of `pack`.
+    LoRA, and the output an mlx-lm adapter folder. encoder_bits: bits of the hyper-encoders' weights, 4 or 8; "none"
+    leaves them as they are; None is 8 with `quantize`, else "none". canonical: whether the model decodes canonically
+    (`mlx_zip.canonical`), None for what the source says. pack: a pack, or several that are merged, with which every
+    request of the model begins, each a path or a `Pack`; None for the source's. Tuned rows are kept if they were tuned
+    for the weights that are written. policy: what a full codebook does (see `CodecParams`), None for what the source
+    says. codebook: the old name of `pack`.
 
     Raises `ConversionError` or `ConfigError` for a source or arguments that cannot be converted, `DataError` for a pack
     that cannot be read or does not fit, and `ModelError` for tuned rows that are not this model's. Each message names

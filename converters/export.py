@@ -21,9 +21,10 @@ from mlx_zip.converters.hub import Place
 from mlx_zip.converters.prepared import DTYPES, cast_floats, load_converted, parameters_of
 from mlx_zip.converters.tensors import read_object
 from mlx_zip.converters.tokenizer_files import ADAPTED, TokenizerFacts, copy_tokenizer, read_tokenizer
-from mlx_zip.converters.writing import ADAPTERS, progress_bar
+from mlx_zip.converters.writing import ADAPTERS
 from mlx_zip.errors import ConversionError
 from mlx_zip.files import write_json
+from mlx_zip.progress import ProgressBar
 
 FLAG = "--out"
 ENCODERS = source.ENCODER_FILES[0]
@@ -127,7 +128,7 @@ def _check(model: Any, facts: TokenizerFacts, drop_start: bool, adapted: bool) -
         )
     if config.start is not None and not drop_start:
         raise ConversionError(
-            f"the model starts from a codebook of {len(config.start)} entries, which zip2zip's format cannot hold; "
+            f"the model begins with a pack of {len(config.start)} entries, which zip2zip's format cannot hold; "
             "leave it out with --drop-start (ids then differ from this model's)"
         )
     if adapted:
@@ -207,7 +208,7 @@ def _write(out: Path, place: Place, made: _Export, trust_remote_code: bool, prog
     encoders = {name: weights.pop(name) for name in list(weights) if name.startswith(SIDES)}
     parameters -= sum(array.size for array in encoders.values())
     total = len(weights) + len(encoders)
-    with output.new_folder(out, FLAG) as folder, progress_bar(total, progress) as step:
+    with output.new_folder(out, FLAG) as folder, ProgressBar(total, "tensor", "Writing", shown=progress) as step:
 
         def stored(name: str, array: mx.array, data: memoryview) -> None:
             step()

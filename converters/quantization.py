@@ -1,4 +1,4 @@
-"""Quantizes as `mlx_lm.convert` does, and the hyper-encoders on request; records the choice of each layer."""
+"""Quantizes as `mlx_lm.convert` does, and the hyper-encoders to 8 bits; records the choice of each layer."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from mlx_zip.errors import ConversionError
 MODES = ("affine", "mxfp4", "nvfp4", "mxfp8")
 RECIPES = ("mixed_2_6", "mixed_3_4", "mixed_3_6", "mixed_4_6")  # mlx_lm.convert.QUANT_RECIPES
 ENCODER_BITS = (4, 8)
+KEEP = "none"  # encoder_bits that leaves the encoders as they are
 GROUP_SIZES = {"affine": 64, "mxfp4": 32, "nvfp4": 16, "mxfp8": 32}  # the defaults of mlx_lm.utils.quantize_model
 _GROUPS = (64, 32)  # group sizes tried for an encoder layer, best first
 
@@ -28,8 +29,8 @@ class Recipe:
 
     quantize: decoder, embedding and head. group_size, bits: None for the mode's own. mode: one of `MODES`. predicate: a
     name in `RECIPES`, a function of a layer's path and module, or None for all layers. encoder_bits: bits of the
-    hyper-encoders' weights, None to leave them. dequantize: instead, dequantize everything. Raises `ConversionError`
-    for values that are unknown or contradict each other.
+    hyper-encoders' weights; "none" leaves them as they are; None is 8 with `quantize`, else "none". dequantize:
+    instead, dequantize everything. Raises `ConversionError` for values that are unknown or contradict each other.
     """
 
     quantize: bool = False
@@ -37,7 +38,7 @@ class Recipe:
     bits: int | None = None
     mode: str = "affine"
     predicate: QuantPredicate | str | None = None
-    encoder_bits: int | None = None
+    encoder_bits: int | str | None = None
     dequantize: bool = False
 
     def __post_init__(self) -> None:
@@ -50,8 +51,15 @@ class Recipe:
             raise ConversionError(f"quant_predicate {self.predicate!r} is not one of {', '.join(RECIPES)}")
         if isinstance(self.predicate, str) and self.mode != "affine":
             raise ConversionError("mixed quantization recipes are affine; leave q_mode out")
-        if self.encoder_bits is not None and self.encoder_bits not in ENCODER_BITS:
-            raise ConversionError(f"encoder_bits {self.encoder_bits} is not one of 4, 8")
+        if self.encoder_bits not in (*ENCODER_BITS, KEEP, None):
+            raise ConversionError(f"encoder_bits {self.encoder_bits} is not one of 4, 8, {KEEP}")
+
+    @property
+    def bits_of_encoders(self) -> int | None:
+        """Bits per weight that the hyper-encoders get; None to leave them as they are."""
+        if self.encoder_bits is None:
+            return 8 if self.quantize else None
+        return self.encoder_bits if isinstance(self.encoder_bits, int) else None
 
 
 def quantize_model(model: nn.Module, config: dict[str, Any], recipe: Recipe) -> tuple[nn.Module, dict[str, Any]]:
@@ -126,26 +134,37 @@ def _predicate(model: Any, recipe: Recipe) -> QuantPredicate:
 
 
 def quantize_encoders(model: nn.Module, config: dict[str, Any], recipe: Recipe) -> None:
-    """Quantizes the encoders' linear layers in place if the recipe asks for it, and records each in `config`.
+    """Quantizes the encoders' linear layers in place if the recipe says so, and records each in `config`.
 
-    A layer whose width is no multiple of a group size stays as it is.
+    A layer is quantized in groups of 64 weights if 64 divides its width, else of 32. A layer whose width neither
+    divides stays as it is, and a warning names it. Raises `ConversionError` if bits were asked for and no layer fits.
     """
-    if recipe.encoder_bits is None:
+    bits = recipe.bits_of_encoders
+    if bits is None:
         return
     chosen: dict[str, dict[str, Any]] = {}
+    left_out: list[str] = []
 
     def predicate(path: str, module: nn.Module) -> bool | dict[str, Any]:
         if not path.startswith(SIDES) or not isinstance(module, nn.Linear):
             return False
         group = next((g for g in _GROUPS if module.weight.shape[-1] % g == 0), None)
         if group is None:
+            left_out.append(path)
             return False
-        chosen[path] = {"group_size": group, "bits": recipe.encoder_bits, "mode": "affine"}
+        chosen[path] = {"group_size": group, "bits": bits, "mode": "affine"}
         return chosen[path]
 
     nn.quantize(model, class_predicate=predicate)
-    if not chosen:
+    if not chosen and recipe.encoder_bits is not None:
         raise ConversionError(f"encoder_bits changes nothing: no encoder layer's width is a multiple of {_GROUPS[-1]}")
-    default = {"group_size": _GROUPS[0], "bits": recipe.encoder_bits, "mode": "affine"}
-    config["quantization"] = {**(config.get("quantization") or default), **chosen}
-    config["quantization_config"] = config["quantization"]
+    if left_out:
+        warnings.warn(
+            f"{len(left_out)} encoder layers are not quantized, because their width is not a multiple of "
+            f"{_GROUPS[-1]}: {some(sorted(left_out), 3)}",
+            stacklevel=2,
+        )
+    if chosen:
+        default = {"group_size": _GROUPS[0], "bits": bits, "mode": "affine"}
+        config["quantization"] = {**(config.get("quantization") or default), **chosen}
+        config["quantization_config"] = config["quantization"]

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import mlx.core as mx
 from mlx.utils import tree_map
-from tqdm import tqdm
 
 from mlx_zip.converters import output
 from mlx_zip.converters.hub import Place
@@ -19,6 +15,7 @@ from mlx_zip.converters.tokenizer_files import copy_tokenizer
 from mlx_zip.files import write_json
 from mlx_zip.hyper import Fingerprints
 from mlx_zip.models import ModelArgs
+from mlx_zip.progress import ProgressBar
 from mlx_zip.vocab.packs import IN_FOLDER, save_pack
 
 ADAPTERS = "adapters"  # the folder of a kept adapter inside the output
@@ -37,7 +34,7 @@ def write_model_folder(out: Path, prepared: Prepared, trust_remote_code: bool, p
     parameters = get_total_parameters(model)
     model.update(tree_map(lambda _: mx.array([]), model.parameters()))  # only `weights` holds them now
     prints = Fingerprints()
-    with output.new_folder(out) as folder, progress_bar(len(weights), progress) as step:
+    with output.new_folder(out) as folder, ProgressBar(len(weights), "tensor", "Writing", shown=progress) as step:
 
         def stored(name: str, array: mx.array, data: memoryview) -> None:
             prints.add(name, array, data)
@@ -56,20 +53,13 @@ def write_model_folder(out: Path, prepared: Prepared, trust_remote_code: bool, p
             _write_lora(folder / ADAPTERS, prepared.kept, None)
 
 
-@contextlib.contextmanager
-def progress_bar(total: int, progress: bool) -> Iterator[Callable[[], object]]:
-    """Gives a function to call after each of `total` tensors; draws a bar if `progress` and stderr is a terminal."""
-    with tqdm(total=total, desc="Writing", unit="tensor", disable=None if progress else True, file=sys.stderr) as bar:
-        yield bar.update
-
-
 def write_adapter(out: Path, place: Place, dtype: str | None, progress: bool) -> None:
     """Writes the PEFT LoRA adapter at `place` as an mlx-lm adapter folder. Raises `ConversionError`.
 
     dtype: name of the type to cast to, None for the adapter's own.
     """
     lora = read_lora(place.folder)
-    with output.new_folder(out) as folder, progress_bar(1, progress) as step:
+    with output.new_folder(out) as folder, ProgressBar(1, "tensor", "Writing", shown=progress) as step:
         _write_lora(folder, lora, DTYPES[dtype] if dtype else None)
         step()
 

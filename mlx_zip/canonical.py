@@ -152,7 +152,7 @@ def unless_most(canonical: mx.array, logits: mx.array) -> mx.array:
     return mx.where(left >= before + math.log(1 - MOST), canonical, logits)
 
 
-def excluded_behind(
+def excluded_after(
     book: Codebook, ids: Uint32s, ends: Collection[int] = ()
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Finds which ids cannot follow each of the given ids, and returns pairs as two arrays int64 [pairs].

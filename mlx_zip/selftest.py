@@ -23,6 +23,7 @@ from typing import Any
 from mlx_zip.cli.actions import writable
 from mlx_zip.errors import CodecError, MlxZipError
 from mlx_zip.files import whole_file
+from mlx_zip.tf32 import full_precision, tf32_line
 
 ROWS_TOLERANCE, LOGITS_TOLERANCE = 2e-5, 2e-4
 PLAIN = "llama_transformer_tied_lora"  # its base folder is a plain mlx-lm model of the same size
@@ -47,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Checks, measures, writes the report and prints its path; returns 0 if every check passed, else 1."""
+    full_precision()  # the recorded results are float32; before MLX computes anything
     out = writable("--out", args.out)
     golden = Path(str(files("mlx_zip.golden")))
     with tempfile.TemporaryDirectory() as folder:
@@ -262,6 +264,7 @@ def measure(golden: Path, folder: Path) -> list[Check]:
         attempt("codec: compress 2,048 ids", _compress_speed),
         attempt("codec: push one id", _push_speed),
         attempt("memory: read and write 64 MB", _bandwidth),
+        attempt("TF32 in float32 products", lambda: (None, tf32_line())),
         attempt("step, plain tiny model", lambda: (None, _step_time(plain))),
     ]
     return [*checks, attempt("step, same model with hypertokens", lambda: (None, _step_time(zipped)))]

@@ -19,6 +19,7 @@ from typing import Any
 import mlx_zip
 from mlx_zip.arguments import Parser
 from mlx_zip.cli.actions import printable
+from mlx_zip.device import choose_device
 from mlx_zip.errors import MlxZipError, explained_imports
 
 # name: (module with add_arguments(parser) and run(args) -> int | None, or main(argv) for bench and vocab; what it does)
@@ -96,6 +97,7 @@ def _guarded(command: Callable[[], int | None]) -> int:
     quiet_libraries()
     try:
         with _signals_as_exit(), explained_imports():
+            choose_device()
             return command() or 0
     except MlxZipError as error:
         return _failed(error)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -109,10 +108,3 @@ def writable(
 def printable(text: str) -> str:
     """Returns the text with unprintable characters escaped, so that text from a file cannot control the terminal."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
-def progress(task: str, unit: str, total: int | None = None, **options: Any) -> Any:
-    """Returns a progress bar on stderr that is removed at its end; it is shown on terminals only."""
-    from tqdm import tqdm
-
-    return tqdm(total=total, desc=task, unit=unit, file=sys.stderr, disable=None, leave=False, **options)

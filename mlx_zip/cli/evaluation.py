@@ -8,7 +8,6 @@ from typing import Any
 
 from mlx_zip.cli import packs, rows
 from mlx_zip.cli.actions import writable
-from mlx_zip.cli.progress import Progress
 
 AVAILABILITY = ("causal", "legacy")
 
@@ -169,7 +168,7 @@ def run(args: argparse.Namespace) -> int:
             pack=args.pack,
             codebook_size=args.codebook_size,
             row_store=store,
-            progress=Progress,
+            progress=True,
             announce=lambda line: print(line, file=sys.stderr),
         )
     print(report.table(record))

@@ -13,6 +13,7 @@ from typing import Any
 
 from mlx_zip.cli.actions import TOKENIZER
 from mlx_zip.errors import DataError
+from mlx_zip.progress import ProgressBar
 
 BATCH = 1 << 18  # units after which a batch of samples ends
 DICTIONARY = "dictionary, as written by `mlx_zip vocab multitok train`"
@@ -93,14 +94,13 @@ class Texts:
 
     def _documents(self) -> Iterator[tuple[str, bool]]:
         """Yields (part of a document, whether the document ends with this part); shows a progress bar."""
-        from mlx_zip.cli.actions import progress
         from mlx_zip.text.sources import Reader, Skipped, Source, files_of, is_local, parse
 
         source = Source(tuple(self.files), separator=self.separator)
         local = all(map(is_local, self.files))
         total = sum(Path(file).stat().st_size for name in self.files for file in files_of(name)) if local else None
         reader, digest = Reader(source), sha256()
-        with progress("Reading", "B", total, unit_scale=True) as bar:
+        with ProgressBar(total, "byte", "Reading") as count:
             for item in reader:
                 record = parse(item)
                 if isinstance(record, Skipped):
@@ -112,7 +112,7 @@ class Texts:
                     text = (record.prompt or "") + record.text
                     digest.update(b"%d " % len(text) + text.encode("utf-8"))
                     yield text, not record.continues
-                bar.update(reader.stored - bar.n)
+                count.reach(reader.stored)
         if self._seen not in (b"", digest.digest()):
             raise self.changed()
         self._seen = digest.digest()

@@ -5,15 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mlx_zip.cli import pack_tuning
-from mlx_zip.cli.actions import TOKENIZER, add_actions, add_json, check_at_least, printable, progress, writable
+from mlx_zip.cli.actions import TOKENIZER, add_actions, add_json, check_at_least, printable, writable
 from mlx_zip.cli.preparation import add_codec_flags, add_source_flags, disabled_ids, sources
 from mlx_zip.cli.vocab_plots import add_plot, draw_curves, plot_file
 from mlx_zip.errors import DataError
+from mlx_zip.progress import ProgressBar
 
 EXAMPLE = """example:
   mlx_zip vocab pack learn --model stories --data train.txt --separator '<|endofstory|>' --size 1024 --out my.npz
@@ -105,6 +105,9 @@ def _learn(args: argparse.Namespace) -> int:
     save_pack(args.out, pack)
     if plot is not None:
         _plot(plot, found.entries, lambda part, of: measured(plan.params, part, of, args.window), texts, held_out)
+    if len(found.entries) < args.size and not cost:
+        shortfall = f"the texts repeat enough for {len(found.entries):,} of the {args.size:,} entries of --size"
+        print(f"{shortfall}; give more text for more entries", file=sys.stderr)
     _print(args, args.out, pack)
     return 0
 
@@ -147,10 +150,10 @@ def _read(args: argparse.Namespace, texts: Any, tokenizer: Any) -> list[Any]:
     from mlx_zip.training.texts import read_pieces
 
     found = []
-    with progress("Reading", "id", args.most_ids, unit_scale=True) as bar:
-        for piece in read_pieces(texts, tokenizer, args.most_ids, partial(bar.write, file=sys.stderr)):
+    with ProgressBar(args.most_ids, "id", "Reading") as count:
+        for piece in read_pieces(texts, tokenizer, args.most_ids, count.say):
             found.append(piece.ids)
-            bar.update(len(piece.ids))
+            count(len(piece.ids))
     return found
 
 
@@ -322,6 +325,8 @@ def _check(args: argparse.Namespace) -> int:
     if pack.rows is not None:
         _check_rows(args, pack)
     _print(args, Path(args.file), pack)
+    if not args.json:
+        print(f"{args.model} can use this pack")
     return 0
 
 

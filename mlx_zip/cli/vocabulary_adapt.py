@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.bundled import here_or_bundled
-from mlx_zip.cli.actions import TOKENIZER, add_actions, add_json, first_stage, printable, progress, writable
+from mlx_zip.cli.actions import TOKENIZER, add_actions, add_json, first_stage, printable, writable
 from mlx_zip.cli.vocab_plots import add_plot, draw_bars, plot_file
 from mlx_zip.errors import DataError, GenerationError
+from mlx_zip.progress import ProgressBar
 
 _EXAMPLE = """examples:
   mlx_zip vocab adapt learn --tokenizer model-folder --data notes.txt papers.jsonl --merges 15000 --out adapted.json
@@ -209,10 +210,8 @@ def _learn(args: argparse.Namespace) -> int:
     texts, held_out = _texts(args, args.data), _texts(args, args.held_out)
     begun = time.perf_counter()
     words = words_of(base.front, _with_progress("Counting", texts))
-    with progress("Adapting", "swap") as bar:
-        vocabulary = adapted(
-            base, words, args.merges, method=args.method, progress=lambda swap: bar.update(), **settings
-        )
+    with ProgressBar(None, "swap", "Adapting") as count:
+        vocabulary = adapted(base, words, args.merges, method=args.method, progress=lambda swap: count(), **settings)
     took_s = time.perf_counter() - begun
     exact = None if plain is None else tokenizer_json(vocabulary, base.source)
     vocabulary.save(out)
@@ -339,10 +338,10 @@ def _texts(args: argparse.Namespace, files: list[str]) -> list[str]:
 
 def _with_progress(task: str, texts: list[str]) -> Iterator[str]:
     """Yields the texts and shows a progress bar."""
-    with progress(task, "text", len(texts)) as bar:
+    with ProgressBar(len(texts), "text", task) as count:
         for text in texts:
             yield text
-            bar.update()
+            count()
 
 
 def _record(vocabulary: Any, base: Any) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from mlx_zip.evaluation.windows import Windows, cut_windows
 from mlx_zip.hyper import RowStore, model_fingerprint
 from mlx_zip.layout import is_zip
 from mlx_zip.loading import load, model_folder, read_config
+from mlx_zip.progress import ProgressBar
 from mlx_zip.sampling import Sampling
 from mlx_zip.text.conversations import Prompt, make_conversations, openings, read_prompts
 from mlx_zip.text.documents import Corpus, read_corpus
@@ -38,7 +38,6 @@ _NOT_RECORDED = {  # settings that the record holds elsewhere, or that change no
     "trust_remote_code",
     "confirm_run_unsafe_code",
 }
-Progress = Callable[[int, str, str], AbstractContextManager[Callable[[int], None]]]
 
 
 @dataclass(frozen=True)
@@ -120,11 +119,6 @@ class _Inputs:
     baseline: Bits | None = None
 
 
-def no_progress(total: int, unit: str, name: str) -> AbstractContextManager[Callable[[int], None]]:
-    """Shows no progress. Gives a function to call with the number of `unit` done, of `total` for the model `name`."""
-    return nullcontext(lambda done: None)
-
-
 def evaluate(
     models: Sequence[str],
     what: Evaluation,
@@ -132,15 +126,15 @@ def evaluate(
     pack: Any = None,
     codebook_size: int | None = None,
     row_store: RowStore | None = None,
-    progress: Progress = no_progress,
+    progress: bool = False,
     announce: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Returns the record of all figures (see `report.make_record`); the first model is the baseline of the others.
 
     models: folders, hub ids or bundled names. what: what to measure. pack: one pack or several to merge, each a path or
     a `Pack`, whose entries every codebook begins with; None for each model's own. codebook_size: maximum number of
-    hypertokens, None for each model's own. row_store: see `load`. progress: see `no_progress`. announce: called once,
-    before a model is loaded, with a line that says what will be measured.
+    hypertokens, None for each model's own. row_store: see `load`. progress: whether to show it on stderr. announce:
+    called once, before a model is loaded, with a line that says what will be measured.
 
     Raises `MlxZipError` for what cannot be read or does not fit together, mostly before any model is loaded.
     """
@@ -240,7 +234,7 @@ def _measure(
     inputs: _Inputs,
     codebook_size: int | None,
     row_store: RowStore | None,
-    progress: Progress,
+    progress: bool,
 ) -> dict[str, Any]:
     """Loads a model, measures all that was asked for, and returns its part of the record."""
     model, tokenizer = _load(inputs.folders[name], what, inputs.packs, codebook_size, row_store)
@@ -286,10 +280,10 @@ def _start(inputs: _Inputs) -> Any:
     return None if inputs.packs is None else inputs.packs.merged.start
 
 
-def _bits(name: str, model: Any, what: Evaluation, inputs: _Inputs, progress: Progress) -> dict[str, Any]:
+def _bits(name: str, model: Any, what: Evaluation, inputs: _Inputs, progress: bool) -> dict[str, Any]:
     """Returns the figures of a model's bits per byte, for later models with the differences from the first."""
     assert inputs.windows is not None
-    with progress(len(inputs.windows.windows), "windows", name) as step:
+    with ProgressBar(len(inputs.windows.windows), "window", name, shown=progress) as step:
         bits = measure_bits(model, inputs.windows, what.batch_size, what.availability, _start(inputs), step)
     if inputs.baseline is None:
         inputs.baseline = bits
@@ -297,14 +291,12 @@ def _bits(name: str, model: Any, what: Evaluation, inputs: _Inputs, progress: Pr
     return bits.record() | compare_bits(bits, inputs.baseline)
 
 
-def _rates(
-    name: str, model: Any, tokenizer: Any, what: Evaluation, inputs: _Inputs, progress: Progress
-) -> dict[str, Any]:
+def _rates(name: str, model: Any, tokenizer: Any, what: Evaluation, inputs: _Inputs, progress: bool) -> dict[str, Any]:
     """Generates the conversations with a model and returns the figures of its rates."""
     names = ("max_tokens", "temp", "top_p", "seed", "batch_size", "keep_cache")
     options = {option: getattr(what, option) for option in names}
     settings = Settings(**options, stop=tuple(what.stop), start=_start(inputs))
-    with progress(len(inputs.conversations) * what.turns, "turns", name) as step:
+    with ProgressBar(len(inputs.conversations) * what.turns, "turn", name, shown=progress) as step:
         return measure_rates(model, tokenizer, inputs.conversations, settings, step).record()
 
 

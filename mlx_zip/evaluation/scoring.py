@@ -16,7 +16,7 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 from numpy.typing import NDArray
 
-from mlx_zip.canonical import excluded_behind, unless_most
+from mlx_zip.canonical import excluded_after, unless_most
 from mlx_zip.codec import Codebook, CodecParams
 from mlx_zip.codec.ids import Uint32s
 from mlx_zip.errors import CodecError, DataError, ModelError
@@ -198,7 +198,7 @@ def _excluded(model: Any, rows: Sequence[Compressed]) -> tuple[NDArray[np.int64]
     """
     if not is_zip(model) or not model.config.canonical:
         return (np.zeros(0, np.int64),) * 3
-    found = [excluded_behind(Codebook(codec(model, row.start)), row.ids[:-1], row.breaks) for row in rows]
+    found = [excluded_after(Codebook(codec(model, row.start)), row.ids[:-1], row.breaks) for row in rows]
     which = np.repeat(np.arange(len(rows)), [len(at) for at, _ in found])
     return which, np.concatenate([at for at, _ in found]), np.concatenate([ids for _, ids in found])
 

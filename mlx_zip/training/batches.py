@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_zip.canonical import excluded_behind
+from mlx_zip.canonical import excluded_after
 from mlx_zip.codec import Codebook, CodecParams
 from mlx_zip.errors import CodecError, DataError
 from mlx_zip.training.shards import Sample, grows
@@ -160,7 +160,7 @@ class _ReadSample:
 
     def excluded(self, params: CodecParams) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Returns two arrays [pairs]: positions whose loss counts, and ids that the compressor would not write next."""
-        found = excluded_behind(Codebook(replace(params, start=self.start)), self.ids[:-1])
+        found = excluded_after(Codebook(replace(params, start=self.start)), self.ids[:-1])
         at, column = np.unique(np.stack(found), axis=1)
         broken = at[self.targets[at] == column]  # two parts of a text meet here that were compressed one by one
         kept = (self.weights[at] > 0) & ~np.isin(at, broken)

@@ -23,10 +23,9 @@ from numpy.typing import NDArray
 from mlx_zip.errors import DataError, TrainingError
 from mlx_zip.models.hbpe import PatchModel, PlainModel, parameters_of
 from mlx_zip.training.checkpoint import Progress, checkpoints, load_checkpoint, save_checkpoint
-from mlx_zip.training.loop import run_steps
+from mlx_zip.training.loop import run_steps, steps_bar
 from mlx_zip.training.metrics import Metrics
 from mlx_zip.training.optimizer import clip, learning_rate, make_optimizer
-from mlx_zip.training.progress_bar import ProgressBar
 from mlx_zip.training.settings import ADDED_LATER, TrainSettings
 from mlx_zip.training.stopping import Asked, Stopped
 from mlx_zip.vocab.hbpe import MARK
@@ -183,7 +182,7 @@ def train(
     """
     check_run(model, corpus, settings)
     job = PatchTrainer(model, corpus, settings, run)
-    with ProgressBar(settings.iters if until is None else min(until, settings.iters), job.progress.step, quiet) as bar:
+    with steps_bar(settings, job.progress.step, quiet, until) as bar:
         bar.say(job.header())
         stopped = run_steps(job, settings, bar, asked, until)
     if stopped and job.progress.step < settings.iters:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import Protocol
 
+from mlx_zip.progress import ProgressBar
 from mlx_zip.training.checkpoint import Progress
-from mlx_zip.training.progress_bar import ProgressBar
 from mlx_zip.training.settings import TrainSettings
 from mlx_zip.training.stopping import Asked
 
@@ -35,6 +36,12 @@ class Job(Protocol):
         ...
 
 
+def steps_bar(settings: TrainSettings, done: int, quiet: bool, until: int | None = None) -> ProgressBar:
+    """Returns the bar of a run up to the step where `run_steps` ends; only its reports are lines. done: steps done."""
+    last = settings.iters if until is None else min(until, settings.iters)
+    return ProgressBar(last, "step", "Training", done, shown=not quiet, interval_s=math.inf)
+
+
 def run_steps(job: Job, settings: TrainSettings, bar: ProgressBar, asked: Asked, until: int | None = None) -> bool:
     """Trains up to step `settings.iters`, step `until`, or a stop signal, and saves the last step.
 
@@ -45,7 +52,7 @@ def run_steps(job: Job, settings: TrainSettings, bar: ProgressBar, asked: Asked,
     last, stopping = settings.iters if until is None else min(until, settings.iters), False
     while job.progress.step < last and not stopping:
         stopping = job.step(asked() is not None)
-        bar.advance()
+        bar()
         step = job.progress.step
         if step % settings.steps_per_report == 0 or stopping or step == last:
             bar.report(job.report())

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 import mlx_zip
 from mlx_zip.codec.pack import write_pack
 from mlx_zip.errors import DataError
+from mlx_zip.progress import ProgressBar
 from mlx_zip.text.sources import Reader, files_of, is_local
 from mlx_zip.training.mixture import kept_samples, next_sources
 from mlx_zip.training.planning import make_plan
@@ -99,8 +100,6 @@ class _Run:
         progress: bool,
         report: Callable[[str], object],
     ) -> None:
-        from tqdm import tqdm
-
         self.options, self.plan, self.folder, self.report = options, plan, folder, report
         self.shares = [source.share for source in options.sources]
         self.readers = [Reader(source) for source in options.sources]
@@ -112,14 +111,7 @@ class _Run:
         names = [name for source in options.sources for name in source.data]
         local = all(map(is_local, names))
         total = sum(Path(file).stat().st_size for name in names for file in files_of(name)) if local else None
-        self.bar = tqdm(
-            total=total,
-            unit="B",
-            unit_scale=True,
-            desc="Preparing",
-            file=sys.stderr,
-            disable=None if progress else True,
-        )
+        self.bar = ProgressBar(total, "byte", "Preparing", shown=progress)
 
     def make_shards(self, make: Make) -> None:
         """Reads the sources and makes shards, until a source has ended or there are enough samples."""
@@ -149,8 +141,8 @@ class _Run:
             self.records[chunk.source].append(record)
             self._count(record)
             base_ids = sum(r["base_ids"] for done in self.records for r in done)
-            self.bar.set_postfix_str(f"{base_ids:,} base ids", refresh=False)
-            self.bar.update(chunk.stored - self.bar.n)
+            self.bar.note(f"{base_ids:,} base ids")
+            self.bar.reach(chunk.stored)
 
     def _report_skipped(self, record: dict[str, Any]) -> None:
         """Reports the invalid records of a shard: the first ones in words, the number of all others."""

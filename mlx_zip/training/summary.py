@@ -10,9 +10,9 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import get_total_parameters
 
 from mlx_zip.layout import is_zip
+from mlx_zip.progress import clock
 from mlx_zip.training.checkpoint import Progress
 from mlx_zip.training.metrics import read_metrics
-from mlx_zip.training.progress_bar import duration
 from mlx_zip.training.settings import ADAPTER, RunOptions
 from mlx_zip.training.trainer import Data, Trainer
 
@@ -51,7 +51,7 @@ def closing(trainer: Trainer, options: RunOptions) -> list[str]:
     done = trainer.progress
     passes = done.seen_samples / max(1, int((trainer.data.lengths >= 2).sum()))
     lines = [
-        f"{done.step:,} steps in {duration(done.seconds)}: {done.seen_samples:,} samples read, {passes:.1f} times the "
+        f"{done.step:,} steps in {clock(done.seconds)}: {done.seen_samples:,} samples read, {passes:.1f} times the "
         f"data, {done.seen_base_ids:,} base ids"
     ]
     log = read_metrics(options.out)

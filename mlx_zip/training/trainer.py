@@ -26,12 +26,11 @@ from mlx_zip.training.checkpoint import (
     set_random_key,
     steps_of,
 )
-from mlx_zip.training.loop import run_steps
+from mlx_zip.training.loop import run_steps, steps_bar
 from mlx_zip.training.machines import from_first, together
 from mlx_zip.training.metrics import Metrics, peak_rss_bytes, read_metrics
 from mlx_zip.training.objective import Trainee
 from mlx_zip.training.optimizer import learning_rate, make_optimizer
-from mlx_zip.training.progress_bar import ProgressBar
 from mlx_zip.training.settings import TrainSettings
 from mlx_zip.training.shards import Chosen, Joined, Sample
 from mlx_zip.training.stepping import Stepper
@@ -58,7 +57,8 @@ def check_data(data: Data, valid: Data | None, settings: TrainSettings) -> None:
     if settings.batch_size % size:
         raise TrainingError(f"batch_size {settings.batch_size} must be divisible by the {size} machines")
     if (usable := int((data.lengths >= 2).sum())) < settings.batch_size:
-        raise TrainingError(f"{data}: {usable} usable samples do not fill a batch of {settings.batch_size}")
+        lacking = f"{usable} usable samples do not fill a batch of {settings.batch_size}"
+        raise TrainingError(f"{data}: {lacking}: prepare more text, or choose a smaller --batch-size")
     if valid is not None and not (valid.lengths >= 2).any():
         raise DataError(f"{valid}: no sample to validate on")
 
@@ -128,7 +128,7 @@ class Trainer:
         self.trainee.train()
         self._since = _SinceReport(self.progress)
         done = self.progress.step
-        bar = ProgressBar(self.settings.iters, done, self.quiet)
+        bar = steps_bar(self.settings, done, self.quiet)
         with stop_signals() as asked, bar, ThreadPoolExecutor(1) as self._pool:
             self._upcoming = self._pool.submit(self._batches, done)
             stopped = run_steps(self, self.settings, bar, asked)

@@ -1,10 +1,7 @@
-"""`mlx_zip bench`: help without a name, errors on one line, and what a person sees while a bench runs."""
+"""`mlx_zip bench`: help without a name, errors on one line, and what a record says of the machine."""
 
-from io import StringIO
-
-from mlx_zip.bench import progress, record
+from mlx_zip.bench import record
 from mlx_zip.bench.__main__ import BENCHES, main
-from mlx_zip.bench.progress import Progress
 
 
 def test_without_a_name_the_help_lists_every_bench(capsys):
@@ -16,29 +13,6 @@ def test_without_a_name_the_help_lists_every_bench(capsys):
 def test_an_error_is_one_line(capsys):
     assert main(["codec", "--trials", "0"]) == 2
     assert capsys.readouterr().err == "error: --trials must be at least 1, got 0\n"
-
-
-class Terminal(StringIO):
-    def isatty(self):
-        return True
-
-
-def test_a_terminal_shows_a_bar_that_goes_away_at_the_end():
-    out = Terminal()
-    with Progress("trial", 4, out) as shown:
-        shown.step()
-    assert "trial 1 of 4, about" in out.getvalue()
-    assert out.getvalue().endswith("\r\x1b[K")
-
-
-def test_elsewhere_a_line_is_printed_now_and_then(monkeypatch):
-    out = StringIO()
-    with Progress("trial", 4, out) as shown:
-        shown.step()
-        assert out.getvalue() == ""
-        monkeypatch.setattr(progress, "EVERY_S", 0.0)
-        shown.step()
-    assert out.getvalue().startswith("trial 2 of 4, about")
 
 
 def test_load_is_taken_once_before_anything_is_measured(monkeypatch):

@@ -49,6 +49,29 @@ def test_a_text_that_is_too_short_or_ends_within_is_refused(tmp_path):
         cut("web", [file], tokenizer, 12, 8, 1, "replay")
 
 
+@pytest.mark.parametrize("names", [("question", "answer"), ("text", "code"), ("prompt", "canonical_solution")])
+def test_a_record_of_two_texts_is_read_as_both_on_lines_of_their_own(names, tmp_path):
+    tokenizer = read_tokenizer("stories")
+    file, plain = tmp_path / "a.jsonl", tmp_path / "a.txt"
+    file.write_text((json.dumps(dict(zip(names, ("once upon", "a time"), strict=True))) + "\n") * 9)
+    plain.write_text("once upon\na time\n\n" * 9)
+    assert cut("web", [file], tokenizer, 12, 8, 1, "replay")[0].turns == (
+        cut("web", [plain], tokenizer, 12, 8, 1, "replay")[0].turns
+    )
+
+
+def test_a_record_without_a_text_is_refused_with_its_line(tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": ""}\n{"title": "x"}\n')
+    with pytest.raises(MlxZipError, match=r"a\.jsonl:2: has neither text"):
+        cut("web", [file], tiny_text.byte_level(), 1, 1, 1, "replay")
+
+
+def test_requests_are_the_lines_of_a_file_that_are_not_empty(tmp_path):
+    (tmp_path / "asked.txt").write_text("  Who?\n\nWhat?\n")
+    assert workloads.read_requests(tmp_path / "asked.txt") == ["Who?", "What?"]
+
+
 def test_texts_are_found_by_domain_held_out_ones_first(tmp_path):
     (tmp_path / "code").mkdir()
     for name in ("x.train.txt", "x.test.txt"):

@@ -1,4 +1,4 @@
-"""Quantizing: as mlx_lm.convert does, encoders only on request, and every choice replayed by mlx-lm's loader."""
+"""Quantizing: as mlx_lm.convert does, encoders to 8 bits, and every choice replayed by mlx-lm's loader."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def checkpoint(tmp_path: Path) -> Path:
     ],
     ids=str,
 )
-def test_decoder_embedding_and_head_are_quantized_and_encoders_are_not(
+def test_decoder_embedding_and_head_are_quantized_and_encoders_are_kept_on_request(
     options: dict[str, Any], group: int, bits: int, checkpoint: Path, tmp_path: Path
 ) -> None:
-    out = convert(checkpoint, tmp_path / "out", quantize=True, **options)
+    out = convert(checkpoint, tmp_path / "out", quantize=True, encoder_bits="none", **options)
     model, _ = loaded(out)
     names = kinds(model)
     assert quantized(model) == {name for name in names if not name.startswith(("input_encoder", "output_encoder"))}
@@ -64,7 +64,7 @@ def test_a_mixed_recipe_gives_layers_different_bits(checkpoint: Path, tmp_path: 
     bits = {name: module.bits for name, module in model.named_modules() if isinstance(module, QUANTIZED)}
     assert bits["lm_head"] == 6
     assert bits["model.layers.0.self_attn.q_proj"] == 3
-    assert not any(name.startswith(("input_encoder", "output_encoder")) for name in bits)
+    assert {bits[name] for name in bits if name.startswith(("input_encoder", "output_encoder"))} == {8}
 
 
 def test_a_callers_predicate_decides_within_the_decoder(checkpoint: Path, tmp_path: Path) -> None:
@@ -72,7 +72,37 @@ def test_a_callers_predicate_decides_within_the_decoder(checkpoint: Path, tmp_pa
         checkpoint, tmp_path / "out", quantize=True, q_group_size=32, quant_predicate=lambda path, _: "mlp" in path
     )
     model, _ = loaded(out)
-    assert quantized(model) == {name for name in kinds(model) if "mlp" in name and name.startswith("model.")}
+    decoder = {name for name in quantized(model) if name.startswith(("model.", "lm_head"))}
+    assert decoder == {name for name in kinds(model) if "mlp" in name and name.startswith("model.")}
+
+
+@pytest.mark.parametrize("options", [{}, {"q_bits": 8}, {"q_mode": "mxfp4"}], ids=str)
+def test_the_encoders_are_quantized_to_8_bits_with_the_decoder(
+    options: dict[str, Any], checkpoint: Path, tmp_path: Path
+) -> None:
+    out = convert(checkpoint, tmp_path / "out", quantize=True, **{"q_group_size": 32, **options})
+    model, _ = loaded(out)
+    assert quantized(model) == set(kinds(model))
+    layer = model.output_encoder.layers[0].mlp.fc2
+    assert (layer.bits, layer.group_size, layer.mode) == (8, 64, "affine")
+    assert mx.isfinite(model(IDS)[0, -1, : VOCAB + 1]).all()
+
+
+def test_the_default_is_8_bits_by_weights_and_by_fingerprint(checkpoint: Path, tmp_path: Path) -> None:
+    options = {"quantize": True, "q_group_size": 32}
+    found = {
+        bits: convert(checkpoint, tmp_path / str(bits), encoder_bits=bits, **options) for bits in (None, 8, "none")
+    }
+    weights = {bits: (folder / "model.safetensors").read_bytes() for bits, folder in found.items()}
+    names = {bits: config_of(folder)["zip2zip"]["fingerprint"] for bits, folder in found.items()}
+    assert (weights[None], names[None]) == (weights[8], names[8])
+    assert names[None]["input"] != names["none"]["input"]
+    assert names[None]["output"] != names["none"]["output"]
+
+
+def test_encoders_are_kept_when_nothing_else_is_quantized(checkpoint: Path, tmp_path: Path) -> None:
+    model, _ = loaded(convert(checkpoint, tmp_path / "out"))
+    assert quantized(model) == set()
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -96,7 +126,9 @@ def test_encoders_and_decoder_can_be_quantized_differently(checkpoint: Path, tmp
 
 def test_encoder_layers_no_group_size_divides_stay_as_they_are(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "src", "res_latent_attn")  # intermediate 40: w2 reads 40 columns
-    model, _ = loaded(convert(tmp_path / "src", tmp_path / "out", encoder_bits=8))
+    with pytest.warns(UserWarning, match=r"encoder layers are not quantized, .* multiple of 32: .*input_encoder"):
+        out = convert(tmp_path / "src", tmp_path / "out", encoder_bits=8)
+    model, _ = loaded(out)
     names = quantized(model)
     assert "input_encoder.layers.0.w1" in names
     assert "input_encoder.layers.0.w2" not in names
@@ -168,6 +200,7 @@ def test_a_folder_with_a_kept_adapter_is_not_converted_again(checkpoint: Path, t
         ({"quantize": True, "quant_predicate": "mixed_9_9"}, "mixed_9_9"),
         ({"quantize": True, "quant_predicate": "mixed_3_6", "q_mode": "mxfp4"}, "affine"),
         ({"encoder_bits": 5}, "encoder_bits 5"),
+        ({"encoder_bits": "all"}, "encoder_bits all is not one of 4, 8, none"),
         ({"q_bits": 8}, "--q-bits has no effect without -q"),
         ({"dtype": "int8"}, "dtype 'int8'"),
     ],
@@ -201,8 +234,26 @@ def test_quantizing_nothing_is_an_error_that_says_what_to_do(
 
 
 def test_layers_that_no_group_fits_are_named_in_a_warning(checkpoint: Path, tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="layers are not quantized, because their width is not a multiple of"):
+    with pytest.warns(
+        UserWarning, match="layers are not quantized, because their width is not a multiple of the group"
+    ):
         convert(checkpoint, tmp_path / "out", quantize=True)
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+def test_encoders_that_no_group_fits_are_kept_by_default_and_an_error_when_asked_for(
+    bits: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_checkpoint(tmp_path / "src", num_attention_heads=4, head_dim=16, intermediate_size=64)
+    monkeypatch.setattr("mlx_zip.converters.quantization._GROUPS", (96, 80))
+    options: dict[str, Any] = {"quantize": True, "q_group_size": 32, "encoder_bits": bits}
+    if bits is not None:
+        with pytest.raises(ConversionError, match="no encoder layer's width is a multiple of 80"):
+            convert(tmp_path / "src", tmp_path / "out", **options)
+        return
+    with pytest.warns(UserWarning, match="encoder layers are not quantized"):
+        out = convert(tmp_path / "src", tmp_path / "out", **options)
+    assert not any(name.startswith(("input_encoder", "output_encoder")) for name in quantized(loaded(out)[0]))
 
 
 def test_dequantizing_a_model_that_is_not_quantized_warns(checkpoint: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mlx_lm.generate import generate_step
 
 from mlx_zip import cli
-from mlx_zip.canonical import CanonicalDecoding, Followers, excluded_behind
+from mlx_zip.canonical import CanonicalDecoding, Followers, excluded_after
 from mlx_zip.codec import Codebook, CodecParams
 from mlx_zip.config import ZipConfig
 from mlx_zip.errors import ConfigError
@@ -52,7 +52,7 @@ few = st.lists(st.integers(0, 5), min_size=2, max_size=60)
 def test_no_id_of_canonical_text_is_excluded(params, base_ids):
     book = Codebook(params)
     written = book.compress(base_ids)
-    at, excluded = excluded_behind(book, written[:-1])
+    at, excluded = excluded_after(book, written[:-1])
     assert [i for i, one in zip(at, excluded, strict=True) if written[i + 1] == one] == []
 
 
@@ -66,7 +66,7 @@ def test_excluded_are_exactly_the_ids_that_would_have_been_merged(params, texts)
         book.push(part)
         written += part.tolist()
         ends.append(len(written) - 1)
-    at, excluded = excluded_behind(Codebook(params), np.array(written, np.uint32), ends[:-1])
+    at, excluded = excluded_after(Codebook(params), np.array(written, np.uint32), ends[:-1])
     running, begin = Codebook(params), 0
     before = running.copy()
     for i, one in enumerate(written):
@@ -96,8 +96,8 @@ def test_an_entry_that_is_installed_by_the_id_itself_excludes_nothing_behind_it(
 def test_an_id_that_ends_a_part_excludes_nothing():
     book = Codebook(CodecParams(10, 8, 3, (0,), 0))
     ids = np.array([5, 6, 7, 5], np.uint32)
-    assert set(excluded_behind(book, ids)[0].tolist()) == {3}
-    assert excluded_behind(book, ids, ends=(3,))[0].tolist() == []
+    assert set(excluded_after(book, ids)[0].tolist()) == {3}
+    assert excluded_after(book, ids, ends=(3,))[0].tolist() == []
     assert len(book) == 0
 
 
@@ -110,7 +110,7 @@ def test_the_processor_follows_a_codebook_id_by_id():
             book.push(one)
         logits = only(mx.array([0]), mx.zeros((1, 40)))
         found.append(np.flatnonzero(np.isinf(np.array(logits[0]))).tolist())
-    at, excluded = excluded_behind(Codebook(book.params), np.array(read, np.uint32), ends=range(3))
+    at, excluded = excluded_after(Codebook(book.params), np.array(read, np.uint32), ends=range(3))
     assert found == [[], *(sorted(set(excluded[at == i].tolist())) for i in range(3, len(read)))]
     assert any(found)
 
@@ -146,10 +146,10 @@ def test_an_id_stays_where_excluded_ids_hold_most_of_the_probability(logit, stay
 
 def test_behind_an_id_that_was_excluded_only_what_it_begins_itself_counts():
     book = Codebook(CodecParams(10, 8, 3, (0,), 0, ((5, 6), (5, 6, 7))))
-    apart, together = excluded_behind(book, np.array([5, 6, 4], np.uint32)), np.array([10, 4], np.uint32)
+    apart, together = excluded_after(book, np.array([5, 6, 4], np.uint32)), np.array([10, 4], np.uint32)
     assert {6, 10, 11} & set(apart[1][apart[0] == 0].tolist()) == {6}
     assert 7 not in apart[1][apart[0] == 1]
-    at, excluded = excluded_behind(book, together)
+    at, excluded = excluded_after(book, together)
     assert 7 in excluded[at == 0]
 
 
@@ -164,7 +164,7 @@ def test_generated_ids_are_those_of_the_compressor_but_where_the_model_is_set_on
         book = Codebook(model.config.codec_params)
         prompt = book.compress(tiny.base_ids(50))
         book.push(prompt)
-        at, excluded = excluded_behind(book, np.array(found, np.uint32))
+        at, excluded = excluded_after(book, np.array(found, np.uint32))
         cache, feed, least = model.make_cache(), prompt.tolist(), 1.0
         for i, one in enumerate(found):
             logits = tiny.last_logits(model, feed, cache).astype(np.float64)

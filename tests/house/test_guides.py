@@ -27,9 +27,10 @@ def test_the_chat_of_the_guide_answers_both_requests(capsys):
 def test_the_memory_table_follows_from_its_assumptions(name):
     billions, width, layers, kv_width = SHAPES[name]
     weights = [billions * bits / 8 for bits in (4.5, 8.5, 16)]
-    encoders = 48 * width**2 * 2 / 1e9
+    encoders = [48 * width**2 * bits / 8e9 for bits in (8.5, 8.5, 16)]
     rows = 4096 * width * 2 * 2 / 1e9
     cache = 2 * layers * kv_width * 2 * 1000 / 1e9
-    totals = [of_weights + encoders + rows + 4 * cache + 0.5 for of_weights in weights]
-    cells = [*(f"{value:.1f}" for value in [*weights, encoders]), f"{cache:.3f}", *(f"{total:.1f}" for total in totals)]
+    totals = [a + b + rows + 4 * cache + 0.5 for a, b in zip(weights, encoders, strict=True)]
+    both = f"{encoders[0]:.1f} / {encoders[2]:.1f}"
+    cells = [*(f"{one:.1f}" for one in weights), both, f"{cache:.3f}", *(f"{total:.1f}" for total in totals)]
     assert f"| {name} | {' | '.join(cells)} |" in USE

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mlx_zip import Codebook, CodecParams
-from mlx_zip.canonical import excluded_behind
+from mlx_zip.canonical import excluded_after
 from mlx_zip.errors import DataError
 from mlx_zip.evaluation.scoring import Compressed, score
 from mlx_zip.models.whole import run_whole
@@ -281,7 +281,7 @@ def test_what_the_loss_leaves_out_and_a_broken_run_exclude_nothing():
     sample = Sample(broken, np.arange(len(broken)) != 4, 13, 13)
     arrays = make_batch([sample], params, canonical=True).arrays
     pairs = set(zip(arrays["excluded_at"].tolist(), arrays["excluded"].tolist(), strict=True))
-    at, column = excluded_behind(Codebook(params), broken[:-1])
+    at, column = excluded_after(Codebook(params), broken[:-1])
     every = set(zip(at.tolist(), column.tolist(), strict=True))
     real = {(i, c) for i, c in pairs if i < arrays["inputs"].size}
     wrong = {i for i, c in every if broken[i + 1] == c}

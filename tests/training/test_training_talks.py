@@ -47,7 +47,7 @@ def test_a_run_says_what_it_trains_how_far_it_is_and_what_came_of_it(tmp_path, c
     for part in ("loss ", " bits per byte, ", " base tokens/s, ", " left"):
         assert part in lines[2]
     assert lines[4].startswith("step 4: validation ")
-    assert lines[5].startswith("4 steps in 0:00:0")
+    assert lines[5].startswith("4 steps in 0:0")
     assert "held-out text: " in lines[6]
     assert "before training, without hypertokens: " in lines[6]
     assert "base tokens of that text on average" in lines[7]

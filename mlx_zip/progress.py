@@ -1,0 +1,117 @@
+"""Progress on stderr: a bar on a terminal, and elsewhere a line now and then, with rate and time left."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable
+from typing import Any
+
+INTERVAL_S = 30.0
+SCALED = ("byte", "id")  # units that a bar counts in thousands and millions
+
+
+class ProgressBar:
+    """Counts units of work and shows how many are done. Use as `with ProgressBar(...) as count`, and call `count(n)`.
+
+    total: number of units to do; None: not known. unit: name of one unit. name: the task, or a path of which the last
+    part is shown. done: units done before. shown: False to show nothing. On a terminal a bar is drawn, and removed at
+    the end. Elsewhere a line is printed at most every `interval_s` seconds.
+    """
+
+    def __init__(
+        self,
+        total: int | None,
+        unit: str,
+        name: str,
+        done: int = 0,
+        shown: bool = True,
+        interval_s: float = INTERVAL_S,
+    ) -> None:
+        self.total, self.unit, self.name = total, unit, name.rstrip("/").rsplit("/", 1)[-1]
+        self.done = self._first = done
+        self._shown, self._interval_s = shown and sys.stderr is not None, interval_s
+        self._bar = self._new_bar() if self._shown and sys.stderr.isatty() else None
+        self._begun = self._printed_at = time.monotonic()
+
+    def _new_bar(self) -> Any:
+        """Returns a tqdm bar on stderr."""
+        from tqdm import tqdm
+
+        return tqdm(
+            total=self.total,
+            initial=self.done,
+            unit=f" {self.unit}",
+            unit_scale=self.unit in SCALED,
+            desc=self.name,
+            file=sys.stderr,
+            dynamic_ncols=True,
+            leave=False,
+        )
+
+    def __enter__(self) -> ProgressBar:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def __call__(self, count: int = 1) -> None:
+        """Adds `count` units to those done, and updates what is shown."""
+        self.reach(self.done + count)
+
+    def reach(self, done: int) -> None:
+        """Sets the number of units done, and updates what is shown."""
+        if self._bar is not None:
+            self._bar.update(done - self.done)
+        self.done = done
+        if self._bar is None and done != self.total and time.monotonic() - self._printed_at >= self._interval_s:
+            self._printed_at = time.monotonic()
+            self.say(f"{self.name}: {self._counts()}")
+
+    def note(self, figures: str) -> None:
+        """Shows figures of the work so far in the bar; nothing where there is none."""
+        if self._bar is not None:
+            self._bar.set_postfix_str(figures, refresh=False)
+
+    def clear(self) -> None:
+        """Removes the bar from the screen until it is next drawn, so that something else can be printed."""
+        if self._bar is not None:
+            self._bar.clear()
+
+    def report(self, figures: str) -> None:
+        """Shows figures of the last units: in the bar, elsewhere on a line with the units done and the time left."""
+        if self._bar is None:
+            self.say(f"{self.unit} {self.done:,} of {self.total:,}: {figures}, {clock(self._left_s())} left")
+        else:
+            self._bar.set_postfix_str(figures)
+
+    def say(self, lines: str | Iterable[str]) -> None:
+        """Prints lines on stderr, above the bar if there is one, unless nothing is to be shown."""
+        for line in [lines] if isinstance(lines, str) else lines:
+            if self._bar is not None:
+                self._bar.write(line, file=sys.stderr)
+            elif self._shown:
+                print(line, file=sys.stderr, flush=True)
+
+    def _counts(self) -> str:
+        """Returns in words: units done, rate and time left; without the time if the total is not known."""
+        rate = f"{self._per_s():.3g} per s"
+        if self.total is None:
+            return f"{self.done:,} {self.unit}s, {rate}"
+        return f"{self.done:,} of {self.total:,} {self.unit}s, {rate}, {clock(self._left_s())} left"
+
+    def _per_s(self) -> float:
+        """Returns the mean number of units per second so far."""
+        return (self.done - self._first) / max(1e-9, time.monotonic() - self._begun)
+
+    def _left_s(self) -> float:
+        """Returns the seconds left at the mean rate so far; 0 if nothing is done."""
+        return ((self.total or 0) - self.done) / self._per_s() if self.done > self._first else 0.0
+
+
+def clock(seconds: float) -> str:
+    """Returns a duration as m:ss, or h:mm:ss from an hour on."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
