@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import mlx_zip.codec._native as native
 
+if not hasattr(native.lib, "mlxzip_add_python_calls"):
+    raise ImportError("mlx_zip's C extension is older than its Python code: run `pip install --no-deps -e .` again")
 if native.lib.mlxzip_add_python_calls() != native.lib.MLXZIP_OK:
     raise MemoryError("the codec's functions could not be made: out of memory")
 
