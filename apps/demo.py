@@ -86,7 +86,7 @@ def tell_story() -> None:
         return
     colour = "never" if os.environ.get("NO_COLOR") else "always"
     if colour == "always":
-        say("   In colour: \x1b[36mtwo\x1b[0m or \x1b[32mthree\x1b[0m base tokens that took one step together.")
+        say("   In colour: \x1b[36mtwo\x1b[0m, \x1b[32mthree\x1b[0m or \x1b[33mfour\x1b[0m base tokens of one step.")
     mlx_zip("generate", "--color", colour, "--prompt", PROMPT, "--max-tokens", MAX_TOKENS)
 
 
