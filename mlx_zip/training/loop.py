@@ -52,6 +52,8 @@ def run_steps(job: Job, settings: TrainSettings, bar: ProgressBar, asked: Asked,
     last, stopping = settings.iters if until is None else min(until, settings.iters), False
     while job.progress.step < last and not stopping:
         stopping = job.step(asked() is not None)
+        if stopping:
+            job.save()  # before anything is shown: the terminal may be closed
         bar()
         step = job.progress.step
         if step % settings.steps_per_report == 0 or stopping or step == last:
