@@ -139,7 +139,12 @@ def sync(path: Path, full: bool = True) -> None:
 
 
 def at_home(name: str | os.PathLike[str]) -> Path:
-    """Returns a path with a leading ~ or ~USER replaced by that user's home folder; an unknown user's is left as is."""
+    """Returns a path with a leading ~ or ~USER replaced by that user's home folder; an unknown user's is left as is.
+
+    Raises `DataError` for what is no path.
+    """
+    if not isinstance(name, str | os.PathLike):
+        raise DataError(f"a path must be text, got {name!r:.80}")
     return Path(os.path.expanduser(name))
 
 
