@@ -9,8 +9,6 @@ from typing import Any
 from mlx_zip.cli import packs, rows
 from mlx_zip.cli.actions import writable
 
-AVAILABILITY = ("causal", "legacy")
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags."""
@@ -56,6 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_text(add: Any) -> None:
     """Declares the flags of bits per byte."""
+    from mlx_zip.config import AVAILABILITY
+
     add(
         "--data",
         nargs="+",

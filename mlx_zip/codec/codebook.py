@@ -16,6 +16,14 @@ from mlx_zip.errors import CodecError
 _push, _push_one, _installed = lib.mlxzip_push, lib.mlxzip_push_one, lib.mlxzip_installed
 
 
+def compress_next(book: Codebook, ids: Any) -> Uint32s:
+    """Compresses base ids as a request reads them after what a codebook holds -> uint32 [n]; `book` is not changed.
+
+    A text at its very beginning is compressed whole, by `compress`, and what follows by `Codebook.compress`.
+    """
+    return book.compress(ids) if book.mark() else compress(book.params, ids)[0]
+
+
 def compress(params: CodecParams, ids: Any) -> tuple[Uint32s, Entries]:
     """Compresses a whole sequence of n base ids -> (ids uint32 [<= n], the entries after the last id).
 
