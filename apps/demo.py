@@ -16,14 +16,17 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.bundled import DEFAULT, MAX_TOKENS, PROMPT, bundled_model
+from mlx_zip.device import choose_device
 from mlx_zip.errors import ModelError
-from mlx_zip.generate import load, stream_generate
+from mlx_zip.tf32 import full_precision
 
 CHECKPOINT = Path(str(files("mlx_zip.golden"))) / "models/phi3_reslatent_mean_untied_v2"
 
 
 def main() -> int:
     """Runs the demo; returns 0 if all ids equal the recorded ones, else 1."""
+    full_precision()  # the recorded ids come from float32; before anything imports MLX
+    choose_device()
     expected = json.loads((CHECKPOINT / "expected.json").read_text(encoding="utf-8"))
     prompts = expected["prompts"]
     with tempfile.TemporaryDirectory() as folder:
@@ -58,6 +61,8 @@ def mlx_zip(*arguments: object) -> None:
 
 def compare(model_folder: Path, prompts: list[dict[str, Any]]) -> int:
     """Generates from the recorded prompts and counts equal ids; returns 0 if all are equal, else 1."""
+    from mlx_zip.generate import load, stream_generate
+
     model, tokenizer = load(str(model_folder))
     equal = total = 0
     for prompt in prompts:
@@ -81,7 +86,7 @@ def tell_story() -> None:
         return
     colour = "never" if os.environ.get("NO_COLOR") else "always"
     if colour == "always":
-        say("   In colour: \x1b[36mtwo\x1b[0m or \x1b[32mthree\x1b[0m base tokens that took one step together.")
+        say("   In colour: \x1b[36mtwo\x1b[0m, \x1b[32mthree\x1b[0m or \x1b[33mfour\x1b[0m base tokens of one step.")
     mlx_zip("generate", "--color", colour, "--prompt", PROMPT, "--max-tokens", MAX_TOKENS)
 
 

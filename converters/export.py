@@ -128,7 +128,7 @@ def _check(model: Any, facts: TokenizerFacts, drop_start: bool, adapted: bool) -
         )
     if config.start is not None and not drop_start:
         raise ConversionError(
-            f"the model starts from a codebook of {len(config.start)} entries, which zip2zip's format cannot hold; "
+            f"the model begins with a pack of {len(config.start)} entries, which zip2zip's format cannot hold; "
             "leave it out with --drop-start (ids then differ from this model's)"
         )
     if adapted:

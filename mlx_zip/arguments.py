@@ -67,7 +67,16 @@ class Parser(argparse.ArgumentParser):
         message = message.removeprefix("argument ")
         for theirs, ours in _NUMBERS.items():
             message = message.replace(f": expected {theirs}", f" needs {ours}")
+        message += self._dash_hint(message)
         return _WRONG_TYPE.sub(lambda m: f"{m[2]} is not {_KINDS.get(m[1], f'a valid {m[1]}')}", message)
+
+    def _dash_hint(self, message: str) -> str:
+        """Returns how to give the value if a flag "needs" one and the word after it begins with - but is no flag."""
+        names = message.partition(" needs ")[0].split("/") if " needs " in message else []
+        for flag, word in zip(self._words, self._words[1:], strict=False):
+            if flag in names and word[:1] == "-" and not any(known.startswith(word) for known in self._visible(True)):
+                return f"; one that begins with - is given as {flag}={word}"
+        return ""
 
     def _with_choices(self, needed: str) -> str:
         """Returns the name of a missing argument, followed by the names to choose from if it is a subcommand."""

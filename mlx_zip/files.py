@@ -16,6 +16,7 @@ from typing import Any
 from mlx_zip.errors import DataError
 
 _INTEGERS = re.compile(r"(?<=\[)\n[\s\d,-]+\n\s*(?=\])")  # no string holds a newline
+_NO_FULL_SYNC = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOTTY)  # file systems without F_FULLFSYNC
 _NO_LOCKS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK, errno.EBADF)  # the last: a folder on NFS
 
 
@@ -115,20 +116,40 @@ def _locked(handle: int) -> bool:
 
 
 def sync_tree(folder: Path) -> None:
-    """Flushes a folder and everything in it to disk."""
+    """Flushes a folder and everything in it to disk; a Mac's disk empties its own cache once, at the end."""
     for root, _, files in os.walk(folder):
         for name in files:
-            sync(Path(root, name))
-        sync(Path(root))
+            sync(Path(root, name), full=False)
+        sync(Path(root), full=False)
+    sync(folder)
 
 
-def sync(path: Path) -> None:
-    """Flushes one file or folder to disk."""
+def sync(path: Path, full: bool = True) -> None:
+    """Flushes one file or folder to disk.
+
+    On a Mac, `os.fsync` leaves the data in the disk's own cache, which a power cut empties. full: empty that cache too
+    (F_FULLFSYNC), where the system and the file system can.
+    """
     handle = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        if not (full and _full_sync(handle)):
+            os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def _full_sync(handle: int) -> bool:
+    """Flushes an open file and the cache of its disk; returns False where there is no such call."""
+    command = getattr(fcntl, "F_FULLFSYNC", None)  # Macs only
+    if command is None:
+        return False
+    try:
+        fcntl.fcntl(handle, command)
+    except OSError as error:
+        if error.errno not in _NO_FULL_SYNC:
+            raise
+        return False
+    return True
 
 
 def check_out(path: Path, what: str = "", suffix: str = "") -> None:

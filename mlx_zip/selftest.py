@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Checks, measures, writes the report and prints its path; returns 0 if every check passed, else 1."""
-    full_precision()  # the recorded results are float32; before anything imports MLX
+    full_precision()  # the recorded results are float32; before MLX computes anything
     out = writable("--out", args.out)
     golden = Path(str(files("mlx_zip.golden")))
     with tempfile.TemporaryDirectory() as folder:

@@ -21,8 +21,9 @@ SOURCES = [
     "pieces.c",
     "bpe.c",
     "patches.c",
+    "python.c",
 ]
-HEADERS = ["mlxzip.h", "rows.h", "phrases.h", "bpe.h", "patches.h"]
+HEADERS = ["mlxzip.h", "rows.h", "phrases.h", "bpe.h", "patches.h", "python.h"]
 
 
 def contract() -> str:

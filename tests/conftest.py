@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from mlx_zip.device import choose_device
 from mlx_zip.tf32 import full_precision
 from support.places import SHARED
 
 full_precision()  # recorded results are float32; before anything imports MLX
+choose_device()  # MLX_ZIP_DEVICE=cpu runs the tests on the CPU; before anything imports mlx_lm
 if "PYTEST_XDIST_WORKER" in os.environ:  # before any library that counts cores is imported
     for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"):
         os.environ.setdefault(variable, "1")

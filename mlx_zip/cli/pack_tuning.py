@@ -185,6 +185,7 @@ def _texts(args: argparse.Namespace, plan: Any, tokenizer: Any) -> tuple[Any, An
     report = lambda line: print(line, file=sys.stderr)
     own, data = sources(args), windows(sources(args), args.most_ids)
     if args.valid is None:
+        _check_enough(len(data), plan.context)
         data, held = [one for i, one in enumerate(data, 1) if i % HELD_OUT], data[HELD_OUT - 1 :: HELD_OUT]
     else:
         like = own[0]
@@ -193,10 +194,17 @@ def _texts(args: argparse.Namespace, plan: Any, tokenizer: Any) -> tuple[Any, An
         held = windows((other,), args.valid_ids)
     held = _first_windows(held, args.valid_ids)
     if not held:
-        raise DataError(
-            f"the texts make fewer than {HELD_OUT} windows, too few to hold one out: name some with --valid"
-        )
+        raise DataError(f"--valid {' '.join(args.valid)}: no text to validate on")
     return compress_windows(plan.params, data, "--data"), compress_windows(plan.params, held, "the held-out text")
+
+
+def _check_enough(windows: int, context: int) -> None:
+    """Raises `DataError` if there are too few windows to hold one out. context: maximum base ids per window."""
+    if windows < HELD_OUT:
+        raise DataError(
+            f"--data makes {windows} windows (one text, or {context} base ids of one); to hold one out for validation, "
+            f"at least {HELD_OUT} are needed: give more text, or name validation texts with --valid"
+        )
 
 
 def _first_windows(windows: list[Any], most_ids: int) -> list[Any]:

@@ -170,9 +170,11 @@ def run(args: argparse.Namespace) -> int:
     """Prepares the data and prints a summary. Returns the exit status 0. Raises `MlxZipError`."""
     from mlx_zip.training.prepare import PrepareOptions, prepare
 
+    if not args.out:
+        raise DataError("--out is empty: name the folder to write")
     options = PrepareOptions(
         sources=sources(args),
-        out=Path(args.out),
+        out=Path(args.out).expanduser(),
         disable=disabled_ids(args),
         protect=tuple(args.protect),
         pack=_one_pack(args.pack),

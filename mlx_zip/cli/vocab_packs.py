@@ -105,6 +105,9 @@ def _learn(args: argparse.Namespace) -> int:
     save_pack(args.out, pack)
     if plot is not None:
         _plot(plot, found.entries, lambda part, of: measured(plan.params, part, of, args.window), texts, held_out)
+    if len(found.entries) < args.size and not cost:
+        shortfall = f"the texts repeat enough for {len(found.entries):,} of the {args.size:,} entries of --size"
+        print(f"{shortfall}; give more text for more entries", file=sys.stderr)
     _print(args, args.out, pack)
     return 0
 
@@ -322,6 +325,8 @@ def _check(args: argparse.Namespace) -> int:
     if pack.rows is not None:
         _check_rows(args, pack)
     _print(args, Path(args.file), pack)
+    if not args.json:
+        print(f"{args.model} can use this pack")
     return 0
 
 

@@ -8,12 +8,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_zip.codec._native import ffi, lib
+from mlx_zip.codec.calls import calls_for_one_id
 from mlx_zip.codec.entries import Entries, Installed
-from mlx_zip.codec.ids import Uint32s, as_ids
+from mlx_zip.codec.ids import Uint32s, as_ids, as_one_id
 from mlx_zip.codec.params import CodecParams, check, saved
 from mlx_zip.errors import CodecError
 
-_push, _push_one, _installed = lib.mlxzip_push, lib.mlxzip_push_one, lib.mlxzip_installed
+_UINT32 = np.dtype(np.uint32)
 
 
 def compress_next(book: Codebook, ids: Any) -> Uint32s:
@@ -61,8 +62,9 @@ class Codebook:
 
     `len(book)` is the number of installed entries. One call with many ids and many calls with one id give equal books.
     An entry that id t installs can be emitted as id t+1. An id stands for the entry that its slot holds when the id is
-    read, before a new entry is installed. After an error the book is unchanged. Use a book in one thread at a time; the
-    C library releases the interpreter lock. The id log, all ids read so far, takes 12 bytes per id.
+    read, before a new entry is installed. After an error the book is unchanged. Use a book in one thread at a time.
+    Calls release the interpreter lock, except `push` and `expand` of one id, which are shorter than releasing it. The
+    id log, all ids read so far, takes 12 bytes per id.
     """
 
     def __init__(self, params: CodecParams) -> None:
@@ -74,9 +76,9 @@ class Codebook:
         """Sets all attributes. book: a codebook of the C library, which this object frees when it is deleted."""
         self.params, self.rewinds = params, 0  # rewinds: number of rewinds so far
         self._book = ffi.gc(book, lib.mlxzip_free)
-        self._push_buffer: Any = None  # buffers that calls with one id use again; None before the first of them
-        self._expand_buffers: Any = None
-        self._entry_buffers: Any = None
+        owner = self._book, params.native  # what the calls for one id keep alive
+        self._push_one, self._expand_one = calls_for_one_id(owner, int(ffi.cast("uintptr_t", book)))
+        self._entry_buffers: Any = None  # buffers that `words` uses again; None before its first call
 
     @classmethod
     def _around(cls, params: CodecParams, book: Any) -> Codebook:
@@ -92,39 +94,40 @@ class Codebook:
         accepted if the run of base ids before it can be extended (LZW's KwKwK). Raises `CodecError` for any other id,
         and then has read none.
         """
-        return self._push_one(ids) if type(ids) is int else self._push_array(as_ids(ids))
-
-    def _push_one(self, x: int) -> Installed:
-        """Reads one id without building an array first, because every step of a generation calls it."""
-        if self._push_buffer is None:
-            self._push_buffer = ffi.new("uint32_t[]", self.params.merge_size + 2)
-            self._push_result = ffi.buffer(self._push_buffer)
-        try:
-            n = _push_one(self._book, x, self._push_buffer)
-        except OverflowError:
-            raise CodecError(f"id {x} at index 0 is outside 0..2^32-1") from None
-        if n < 0:
-            _raise_for_id(n, self.params, [x], 0, self)
-        return Installed(self.params, n, 1, self._push_result[:])
+        packed = self._push_one(ids)
+        if packed is None:
+            one = as_one_id(ids)
+            packed = None if one is None else self._push_one(one)
+            if packed is None:  # several ids, or an error, which the general call names
+                return self._push_array(as_ids(ids))
+        new = Installed()
+        new._params, new._packed = self.params, packed
+        return new
 
     def _push_array(self, ids: Uint32s) -> Installed:
         """Reads all ids of an array, or none if one of them is refused."""
         bad, n_ids = ffi.new("size_t *"), len(ids)
-        n = _push(self._book, _id_pointer(ids), n_ids, bad)
+        n = lib.mlxzip_push(self._book, _id_pointer(ids), n_ids, bad)
         if n < 0:
             _raise_for_id(n, self.params, ids, bad[0], self)
-        packed = np.empty(n + n * self.params.merge_size + (n + n_ids + 3) // 4, np.uint32)
-        _installed(self._book, n_ids, _id_pointer(packed))
-        return Installed(self.params, n, n_ids, packed)
+        packed = np.empty(n * (4 * (1 + self.params.merge_size) + 1) + n_ids, np.uint8)
+        lib.mlxzip_installed(self._book, n_ids, ffi.cast("uint32_t *", ffi.from_buffer(packed)))
+        new = Installed()
+        new._params, new._packed, new._n_ids = self.params, packed, n_ids
+        return new
 
     def expand(self, ids: Any) -> Uint32s:
         """Returns the base ids that one id or n ids stand for now, uint32. The book is unchanged.
 
         Raises `CodecError` for an id that is neither a base id, nor disabled, nor an installed hypertoken.
         """
-        if type(ids) is int:
-            return self._expand_one(ids)
-        ids = as_ids(ids)
+        words = self._expand_one(ids)
+        if words is None and (one := as_one_id(ids)) is not None:
+            words = self._expand_one(one)
+        return self._expand_array(as_ids(ids)) if words is None else np.frombuffer(words, _UINT32)
+
+    def _expand_array(self, ids: Uint32s) -> Uint32s:
+        """Returns the base ids that n ids stand for now. Errors as in `expand`."""
         counts = ffi.new("size_t[2]")
         out = np.empty(len(ids) * min(self.params.merge_size, 4), np.uint32)
         status = lib.mlxzip_expand(
@@ -138,21 +141,6 @@ class Codebook:
         if status != lib.MLXZIP_OK:
             _raise_for_id(status, self.params, ids, counts[1], self)
         return out[: counts[0]]
-
-    def _expand_one(self, x: int) -> Uint32s:
-        """Expands one id without building an array first, because every step of a generation calls it."""
-        if self._expand_buffers is None:
-            room = max(1, self.params.merge_size)
-            self._expand_buffers = ffi.new("uint32_t[]", 1 + room), ffi.new("size_t[2]"), room
-        ids, counts, room = self._expand_buffers
-        try:
-            ids[0] = x
-        except OverflowError:
-            raise CodecError(f"id {x} at index 0 is outside 0..2^32-1") from None
-        status = lib.mlxzip_expand(self._book, ids, 1, ids + 1, room, counts, counts + 1)
-        if status != lib.MLXZIP_OK:
-            _raise_for_id(status, self.params, [x], 0, self)
-        return np.frombuffer(bytes(ffi.buffer(ids + 1, 4 * counts[0])), np.uint32)
 
     def spans(self, ids: Any) -> NDArray[np.int32]:
         """Returns the number of base ids that each id stands for now, int32 [n]. Errors as in `expand`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import overload
+from typing import TYPE_CHECKING, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,14 +69,27 @@ class Installed(Entries):
 
     Slots are consecutive until the table is full. After that, under lru and use-count, an entry takes the slot of an
     evicted one, and an entry that was installed early in a long push may be evicted again by its end.
-    The arrays are made when they are read, because most steps of a generation never read them.
+    The arrays are made when they are read, because most steps of a generation never read them. `Codebook` sets the
+    fields, because an `__init__` with arguments would take longer than reading the id.
 
-    n: number of entries. n_ids: number of pushed ids. packed: the entries as `mlxzip_installed` writes them: slots,
-    base ids, lengths, then one byte per pushed id, 1 if that id installed an entry.
+    _n_ids: number of pushed ids. _packed: the entries as `mlxzip_installed` writes them: slots, base ids, lengths, then
+    one byte per pushed id, 1 if that id installed an entry.
     """
 
-    def __init__(self, params: CodecParams, n: int, n_ids: int, packed: bytes | Uint32s) -> None:
-        self._params, self._n, self._n_ids, self._packed = params, n, n_ids, packed
+    if TYPE_CHECKING:
+
+        def __init__(self) -> None: ...
+    else:
+        __init__ = object.__init__
+
+    _params: CodecParams
+    _packed: bytes | NDArray[np.uint8]
+    _n_ids = 1
+
+    @cached_property
+    def _n(self) -> int:
+        """Number of entries."""
+        return (len(self._packed) - self._n_ids) // (4 * (1 + self._params.merge_size) + 1)
 
     @cached_property
     def vocab_size(self) -> int:  # type: ignore[override]

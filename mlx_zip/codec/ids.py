@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mlx_zip.codec.calls import words_of
 from mlx_zip.errors import CodecError
 
 Uint32s = NDArray[np.uint32]
@@ -22,6 +23,8 @@ def as_ids(ids: Any) -> Uint32s:
         return ids
     if isinstance(ids, list | tuple | range):
         ids = _from_sequence(ids)
+    elif type(ids) is int:
+        ids = _from_sequence([ids])
     array = np.asarray(ids)
     if array.dtype.kind not in "iu":
         raise TypeError(f"ids must be integers, not {array.dtype}")
@@ -36,9 +39,25 @@ def as_ids(ids: Any) -> Uint32s:
     return array.astype(np.uint32)
 
 
+def as_one_id(ids: Any) -> int | None:
+    """Returns a numpy scalar, or the only id of a list or an array, as an int; None for anything else."""
+    if isinstance(ids, np.integer):
+        return int(ids)
+    if type(ids) is list:
+        return ids[0] if len(ids) == 1 and type(ids[0]) is int else None
+    if type(ids) is np.ndarray and ids.size == 1 and ids.ndim <= 1 and ids.dtype.kind in "iu":
+        return ids.item()
+    return None
+
+
 def _from_sequence(ids: list[Any] | tuple[Any, ...] | range) -> NDArray[Any]:
-    """Converts a list, tuple or range of integers to int64 [n]. Raises `TypeError`, `CodecError` as `as_ids` does."""
+    """Converts a list, tuple or range of integers -> uint32 [n], or int64 [n] that may be out of range.
+
+    Raises `TypeError` and `CodecError` as `as_ids` does.
+    """
     if not isinstance(ids, range):
+        if (words := words_of(list(ids) if isinstance(ids, tuple) else ids)) is not None:
+            return np.frombuffer(words, np.uint32)
         for kind in set(map(type, ids)):
             if kind is bool or not issubclass(kind, int | np.integer):
                 raise TypeError(f"ids must be integers, not {kind.__name__}")

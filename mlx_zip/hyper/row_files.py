@@ -63,7 +63,8 @@ class RowSet:
 class RowFile:
     """One file of a set, open and memory-mapped. Raises `OSError`, `DamagedFileError` or `ForeignFileError`.
 
-    cells: number of index cells. capacity: number of records that may be written. stride: bytes per record.
+    cells: number of index cells. capacity: number of records that may be written. stride: bytes per record. The map is
+    made once per open file, because on a Mac each map that Python makes flushes the disk's cache.
     """
 
     handle = -1

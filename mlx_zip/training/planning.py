@@ -18,7 +18,7 @@ from mlx_zip.text.token_facts import digit_ids, lead_ids, special_ids
 from mlx_zip.text.tokenizers import load_tokenizer, tokenizer_folder
 from mlx_zip.training.prepare_options import PrepareOptions
 from mlx_zip.training.sharding import Plan
-from mlx_zip.training.shards import codec_record
+from mlx_zip.training.shards import codec_record, is_prepared
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 from mlx_zip.vocab.packs import load_pack
 
@@ -32,6 +32,8 @@ def make_plan(options: PrepareOptions, pads: bool = True) -> tuple[Plan, Any, di
     """
     for source in options.sources:
         source.check()
+        if done := [name for name in source.data if is_prepared(Path(name))]:
+            raise DataError(f"{done[0]} is prepared already; `mlx_zip train --data {done[0]}` trains on it")
     folder = _tokenizer_place(options)
     tokenizer = load_tokenizer(folder, options.trust_remote_code)
     config = read_config(folder) if options.model is not None else {}

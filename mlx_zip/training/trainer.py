@@ -57,7 +57,8 @@ def check_data(data: Data, valid: Data | None, settings: TrainSettings) -> None:
     if settings.batch_size % size:
         raise TrainingError(f"batch_size {settings.batch_size} must be divisible by the {size} machines")
     if (usable := int((data.lengths >= 2).sum())) < settings.batch_size:
-        raise TrainingError(f"{data}: {usable} usable samples do not fill a batch of {settings.batch_size}")
+        lacking = f"{usable} usable samples do not fill a batch of {settings.batch_size}"
+        raise TrainingError(f"{data}: {lacking}: prepare more text, or choose a smaller --batch-size")
     if valid is not None and not (valid.lengths >= 2).any():
         raise DataError(f"{valid}: no sample to validate on")
 
@@ -141,9 +142,10 @@ class Trainer:
         sums = self.stepper.step(batches, [self.is_long(b) for b in batches], stop=stop)
         if not all(map(math.isfinite, sums.values())):
             step, which = self.progress.step + 1, sorted({i for batch in batches for i in batch.samples})
+            good = "; the last checkpoint stays good" if checkpoints(self.run) else ""
             raise TrainingError(
-                f"step {step}: the loss or its gradient is not a number ({sums['nats']}); samples {which} of "
-                f"{self.data}. The last checkpoint is good: lower the learning rate or remove the samples"
+                f"step {step}: the loss or its gradient is not a number; samples {which} of {self.data}: lower the "
+                f"learning rate or remove the samples{good}"
             )
         self._since.add(sums)
         done = self.progress

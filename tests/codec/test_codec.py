@@ -1,6 +1,7 @@
 """The codec's Python face: what it takes, what it gives back, what it refuses."""
 
 import copy
+import gc
 import pickle
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 
 from mlx_zip import Codebook, CodecError, CodecParams, compress
 from mlx_zip.codec import pad_batch
+from mlx_zip.codec.calls import words_of
 
 PARAMS = CodecParams(vocab_size=10, codebook_size=8, merge_size=3, disabled_ids=[8], pad_id=9)
 IDS = [1, 2, 1, 2, 1, 2]
@@ -105,11 +107,49 @@ def test_lists_tuples_and_integer_arrays_are_the_same_ids(ids):
     assert Codebook(PARAMS).push(ids).slots.tolist() == [0, 1, 2]
 
 
-@pytest.mark.parametrize("one", [1, np.uint32(1), np.int64(1), np.array(1)])
+ONE = [1, np.uint32(1), np.int64(1), np.array(1), [1], (1,), [np.int64(1)], np.array([1]), np.array([1], np.uint8)]
+
+
+@pytest.mark.parametrize("one", ONE)
 def test_one_id_needs_no_list(one):
     book = Codebook(PARAMS)
-    book.push(one)
-    assert book.ids.tolist() == [1]
+    book.push(2)
+    new = book.push(one)
+    assert book.ids.tolist() == [2, 1]
+    assert (list(new), new.at.tolist(), new.base_ids.tolist()) == ([(10, (2, 1))], [0], [[2, 1, 9]])
+    assert book.expand(one).tolist() == [1]
+    assert len(book.push(8)) == 0
+
+
+def test_the_calls_for_one_id_keep_their_codebook_alive():
+    push_one, expand_one = (lambda book: (book._push_one, book._expand_one))(started())
+    gc.collect()
+    assert push_one(3) is not None
+    assert expand_one(10) == np.array([1, 2], np.uint32).tobytes()
+
+
+class Number:
+    """What counts as an integer in Python but is none that ids may be."""
+
+    def __index__(self):
+        return 1
+
+
+NEITHER = [-1, 1 << 32, 1 << 70, True, 1.0, "1", None, Number(), np.int64(1), [1]]
+
+
+@pytest.mark.parametrize("other", NEITHER)
+def test_the_fast_calls_leave_all_but_plain_ids_to_the_general_ones(other):
+    book = started()
+    assert (book._push_one(other), book._expand_one(other), words_of([1, other])) == (None, None, None)
+    assert book.ids.tolist() == IDS
+
+
+def test_a_list_of_ids_becomes_their_words():
+    ids = [0, 1, (1 << 32) - 1]
+    assert words_of(ids) == np.array(ids, np.uint32).tobytes()
+    assert words_of([]) == b""
+    assert words_of(tuple(ids)) is None
 
 
 @pytest.mark.parametrize("empty", [[], (), range(0), np.array([], np.uint32)])
@@ -118,7 +158,11 @@ def test_no_ids_are_lawful(empty):
     assert (len(ids), len(entries), len(Codebook(PARAMS).push(empty))) == (0, 0, 0)
 
 
-@pytest.mark.parametrize("bad", [-1, 1 << 32, 1 << 70, [1, -1], [1, 1 << 32], [1 << 70], np.array([-1]), [[1, 2]] * 2])
+OUTSIDE = [-1, 1 << 32, 1 << 70, [-1], [1, -1], [1, 1 << 32], [1 << 70], [np.int64(-1)], (-1,), [[1, 2]] * 2, [[1]]]
+OUTSIDE += [np.int64(-1), np.uint64(1 << 32), np.array([-1]), np.array([1 << 32]), np.array([[1]])]
+
+
+@pytest.mark.parametrize("bad", OUTSIDE)
 def test_ids_outside_the_range_of_ids_are_refused_and_change_nothing(bad):
     book = started()
     with pytest.raises((CodecError, TypeError)):
@@ -126,7 +170,10 @@ def test_ids_outside_the_range_of_ids_are_refused_and_change_nothing(bad):
     assert book.ids.tolist() == IDS
 
 
-@pytest.mark.parametrize("bad", [1.0, True, None, "1", [1.0], [True], ["1"], np.array([1.0]), np.array([True])])
+NO_INTEGER = [1.0, True, None, "1", np.float64(1), np.bool(True)]
+
+
+@pytest.mark.parametrize("bad", [*NO_INTEGER, *([x] for x in NO_INTEGER), np.array([1.0]), np.array([True])])
 def test_what_is_no_integer_is_a_type_error_and_changes_nothing(bad):
     book = started()
     with pytest.raises(TypeError):

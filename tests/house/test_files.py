@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 from pathlib import Path
 
@@ -100,3 +101,70 @@ def test_a_folder_that_must_be_new_is_not_replaced(tmp_path):
 def test_a_list_of_integers_stands_on_one_line(tmp_path):
     write_json(tmp_path / "file", {"ids": [1, -2, 3], "names": ["1,\n2"]})
     assert (tmp_path / "file").read_text() == '{\n  "ids": [1, -2, 3],\n  "names": [\n    "1,\\n2"\n  ]\n}\n'
+
+
+# ---- a Mac, whose disk has a cache of its own
+
+
+class Mac:
+    """Records flushes by name of what was flushed; `fails` is the error of F_FULLFSYNC."""
+
+    def __init__(self, monkeypatch, fails: int | None = None) -> None:
+        self.flushed: list[tuple[str, str]] = []
+        self.fails = fails
+        monkeypatch.setattr(fcntl, "F_FULLFSYNC", 51, raising=False)
+        monkeypatch.setattr(fcntl, "fcntl", self.fcntl)
+        monkeypatch.setattr(os, "fsync", lambda handle: self.note("fsync", handle))
+
+    def note(self, call: str, handle: int) -> None:
+        name = Path(os.readlink(f"/proc/self/fd/{handle}")).name
+        self.flushed.append((call, name.split(".partial")[0].lstrip(".")))
+
+    def fcntl(self, handle: int, command: int) -> int:
+        assert command == 51
+        if self.fails:
+            raise OSError(self.fails, os.strerror(self.fails))
+        self.note("full", handle)
+        return 0
+
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="names of open files are read from /proc")
+
+
+@needs_proc
+def test_a_file_empties_the_disk_s_cache_on_a_mac_before_and_after_it_gets_its_name(tmp_path, monkeypatch):
+    mac = Mac(monkeypatch)
+    write_json(tmp_path / "file", 1)
+    assert mac.flushed == [("full", "file"), ("full", tmp_path.name)]
+
+
+@needs_proc
+def test_a_folder_empties_the_disk_s_cache_on_a_mac_once_for_all_its_files(tmp_path, monkeypatch):
+    mac = Mac(monkeypatch)
+    with whole_folder(tmp_path / "out") as partial:
+        for name in ("a", "b"):
+            (partial / name).write_text(name)
+    assert sorted(mac.flushed[:2]) == [("fsync", "a"), ("fsync", "b")]
+    assert mac.flushed[2:] == [("fsync", "out"), ("full", "out"), ("full", tmp_path.name)]
+
+
+@needs_proc
+def test_a_file_system_without_a_full_flush_gets_an_ordinary_one(tmp_path, monkeypatch):
+    mac = Mac(monkeypatch, fails=errno.ENOTSUP)
+    write_json(tmp_path / "file", 1)
+    assert mac.flushed == [("fsync", "file"), ("fsync", tmp_path.name)]
+
+
+def test_a_disk_that_fails_while_it_flushes_is_an_error(tmp_path, monkeypatch):
+    Mac(monkeypatch, fails=errno.EIO)
+    with pytest.raises(OSError, match="Input/output error"):
+        write_json(tmp_path / "file", 1)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(hasattr(fcntl, "F_FULLFSYNC"), reason="a Mac")
+def test_other_systems_flush_as_ever(tmp_path, monkeypatch):
+    flushed = []
+    monkeypatch.setattr(os, "fsync", flushed.append)
+    write_json(tmp_path / "file", 1)
+    assert len(flushed) == 2

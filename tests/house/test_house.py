@@ -15,7 +15,7 @@ import mlx_zip
 from support.places import REPO
 
 FLOORS = [  # from the ground up; a room is the first name below `mlx_zip`; some of these rooms are still to be built
-    {"errors", "files", "register", "bundled", "arguments", "progress", "tf32"},
+    {"errors", "files", "register", "bundled", "arguments", "progress", "tf32", "device"},
     {"layout", "config", "codec"},
     {"vocab"},
     {"text"},
@@ -49,7 +49,7 @@ HEAVY = {  # where a library that is large or optional may be imported; the decl
     "zip2zip": {"bench"},
     "zip2zip_compression": {"bench"},
     "transformers": {"text", "converters", "bench", "recipes", *DOORS},
-    "mlx": {"hyper", "state", "models", *LOOPS, "converters", "bench", *DOORS},
+    "mlx": {"device", "hyper", "state", "models", *LOOPS, "converters", "bench", *DOORS},
     "mlx_lm": {"models", *LOOPS, "converters", "bench", *DOORS},
 }
 DISTRIBUTIONS = {
@@ -223,6 +223,14 @@ def test_every_library_that_is_imported_is_declared():
     foreign = used - set(sys.stdlib_module_names) - {"mlx_zip", "recipes", "__future__"}
     named = {DISTRIBUTIONS.get(name, name) for name in foreign}
     assert {name.replace("_", "-") for name in named if name} <= declared
+
+
+def test_mlx_and_mlx_lm_have_an_upper_bound_wherever_they_are_asked_for():
+    project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
+    lines = [*project["dependencies"], *(line for extra in project["optional-dependencies"].values() for line in extra)]
+    asked = [line for line in lines if line.startswith("mlx") and not line.startswith("mlx_zip")]
+    assert len(asked) == 4  # mlx-lm; mlx on a Mac, on a CPU, with CUDA
+    assert [line for line in asked if ",<" not in line] == []
 
 
 @pytest.mark.parametrize("extra", ["cpu", "bench", "test", "lint", "dev"])

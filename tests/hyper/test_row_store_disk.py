@@ -1,5 +1,6 @@
 """Rows in files: whatever has become of them, never a wrong row, never a crash, one warning."""
 
+import mmap
 import os
 import stat
 
@@ -8,7 +9,7 @@ import pytest
 
 from mlx_zip import RowStore
 from mlx_zip.hyper import row_folder
-from mlx_zip.hyper.row_files import files_in
+from mlx_zip.hyper.row_files import files_in, number_of
 from support.stored_rows import WIDTH, Encoder, N, check, entries, file_of, fill, kind, true_rows, warnings
 
 HEADER, STRIDE = 4096, 16 + 4 * WIDTH + 8
@@ -223,3 +224,35 @@ def test_a_file_that_is_a_link_is_not_followed(tmp_path):
     (tmp_path / "rows" / f"{kind().rows.name}-000001.rows").symlink_to(tmp_path / "other")
     check(tmp_path / "rows")
     assert (tmp_path / "other").read_bytes() == b"precious"
+
+
+# ---- maps, each of which costs a full flush of the disk on a Mac
+
+
+@pytest.fixture
+def maps(monkeypatch):
+    """The sizes of all maps that are made during a test."""
+    made: list[int] = []
+    plain = mmap.mmap
+    monkeypatch.setattr(mmap, "mmap", lambda handle, size, **more: made.append(size) or plain(handle, size, **more))
+    return made
+
+
+def test_a_file_is_mapped_once_however_often_it_is_read_and_written(tmp_path, maps):
+    with RowStore(tmp_path, memory_bytes=0) as store:
+        for n in range(10, N, 10):
+            store.rows(kind(), *entries(n), Encoder())
+            store.flush()
+    assert store.from_disk > 0
+    assert len(maps) == len(files_in(tmp_path)) == 1
+
+
+def test_a_second_model_and_a_full_file_are_the_only_reasons_for_another_map(tmp_path, maps):
+    with RowStore(tmp_path, memory_bytes=0, folder_bytes=1 << 17) as store:
+        for which in (kind(1), kind(2)):
+            for n in (50, 100, 150, 200, 200, 150):
+                store.rows(which, *entries(n), Encoder())
+                store.flush()
+    newest = {path.name[:32]: number_of(path) for path in files_in(tmp_path)}
+    assert len(newest) == 2
+    assert len(maps) == sum(newest.values())

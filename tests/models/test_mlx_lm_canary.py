@@ -1,6 +1,7 @@
 """What we use of mlx-lm beyond its documented interface, one test per name: a new release fails here first, by name."""
 
 import inspect
+import json
 from dataclasses import is_dataclass
 from importlib import import_module
 from types import SimpleNamespace
@@ -8,6 +9,7 @@ from types import SimpleNamespace
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from mlx.utils import tree_flatten
 
 import mlx_zip  # registers the model type and the cache class, before mlx_lm is imported  # noqa: F401
 from mlx_zip.models.architectures import FAMILIES
@@ -235,3 +237,96 @@ def test_the_mixed_recipes_are_those_we_offer():
 
     assert tuple(sorted(QUANT_RECIPES)) == tuple(sorted(RECIPES))
     assert list(inspect.signature(mixed_quant_predicate_builder).parameters)[:3] == ["recipe", "model", "group_size"]
+
+
+# ---- training
+
+
+def blocks(count: int = 2) -> nn.Module:
+    """A model of some blocks, which is all that training asks of one here."""
+    model = nn.Module()
+    model.layers = [block("llama") for _ in range(count)]
+    return model
+
+
+def test_a_cosine_schedule_rises_over_warmup_steps_and_ends_at_its_last_argument():
+    from mlx_lm.tuner.utils import build_schedule
+
+    rate = build_schedule({"name": "cosine_decay", "arguments": [0.5, 10, 0.1], "warmup": 5})
+    found = [float(rate(mx.array(step))) for step in (0, 5, 16)]
+    assert found == pytest.approx([0.0, 0.5, 0.1], abs=1e-6)
+
+
+def test_lora_layers_are_put_into_the_last_blocks_and_by_name():
+    from mlx_lm.tuner.lora import LoRALinear
+    from mlx_lm.tuner.utils import linear_to_lora_layers
+
+    def adapted(**options) -> set[str]:
+        model = blocks()
+        linear_to_lora_layers(model, 1, {"rank": 2, "scale": 3.0, "dropout": 0.0, **options})
+        return {name for name, module in model.named_modules() if isinstance(module, LoRALinear)}
+
+    attention = {f"layers.1.self_attn.{name}_proj" for name in "qkvo"}
+    assert adapted() == attention | {f"layers.1.mlp.{name}_proj" for name in ("gate", "up", "down")}
+    assert adapted(keys=["self_attn.q_proj"]) == {"layers.1.self_attn.q_proj"}
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_a_lora_layer_adds_its_scaled_product_and_fuses_to_the_same(quantized):
+    from mlx_lm.tuner.lora import LoRALinear
+
+    linear = nn.Linear(64, 32, bias=False)
+    layer = LoRALinear.from_base(linear.to_quantized(64, 8) if quantized else linear, r=2, scale=3.0)
+    layer.lora_b = mx.random.normal((2, 32))
+    assert (layer.lora_a.shape, layer.lora_b.shape, layer.scale) == ((64, 2), (2, 32), 3.0)
+    x = mx.random.normal((5, 64))
+    wanted = layer.linear(x) + 3.0 * (x @ layer.lora_a) @ layer.lora_b
+    assert mx.allclose(layer(x), wanted, atol=1e-5)
+    fused = layer.fuse(dequantize=True)
+    assert type(fused) is nn.Linear
+    assert mx.allclose(fused(x), wanted, atol=1e-4)
+    assert isinstance(layer.fuse(), nn.QuantizedLinear) == quantized
+
+
+def test_adapters_are_loaded_from_two_files_by_layer_name(tmp_path):
+    from mlx_lm.tuner.utils import load_adapters
+
+    lora = {"rank": 2, "scale": 3.0, "dropout": 0.0, "keys": ["self_attn.q_proj"]}
+    config = {"fine_tune_type": "lora", "num_layers": 2, "lora_parameters": lora}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    name = "layers.1.self_attn.q_proj.lora_b"
+    mx.save_safetensors(str(tmp_path / "adapters.safetensors"), {name: mx.ones((2, 16))})
+    model = load_adapters(blocks(), str(tmp_path))
+    assert mx.array_equal(dict(tree_flatten(model.parameters()))[name], mx.ones((2, 16)))
+
+
+def test_a_causal_mask_of_a_window_is_true_where_a_position_may_look():
+    from mlx_lm.models.base import create_causal_mask
+
+    assert create_causal_mask(3, window_size=2).tolist() == [
+        [True, False, False],
+        [True, True, False],
+        [False, True, True],
+    ]
+
+
+def test_a_small_model_is_saved_as_one_file_with_an_index(tmp_path):
+    from mlx_lm.utils import save_model
+
+    save_model(tmp_path / "out", nn.Linear(4, 3))
+    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == [
+        "model.safetensors",
+        "model.safetensors.index.json",
+    ]
+    assert sorted(mx.load(str(tmp_path / "out" / "model.safetensors"))) == ["bias", "weight"]
+
+
+def test_a_dequantized_model_has_float_layers_of_the_same_values():
+    from mlx_lm.utils import dequantize_model
+
+    model = nn.Sequential(nn.Embedding(32, 64), nn.Linear(64, 32))
+    nn.quantize(model, group_size=32, bits=8)
+    before = model(mx.arange(8))
+    made = dequantize_model(model)
+    assert [type(layer) for layer in made.layers] == [nn.Embedding, nn.Linear]
+    assert mx.allclose(made(mx.arange(8)), before, atol=1e-4)

@@ -397,7 +397,7 @@ def test_what_cannot_be_tuned_is_an_error_and_nothing_is_written(run):
         (("--context", 1), "context"),
         (("--valid-ids", 0), "--valid-ids"),
         (("--iters", 0), "iters"),
-        (("--most-ids", 5), "--valid"),
+        (("--most-ids", 5), "at least 20 are needed: give more text, or name validation texts with --valid"),
         (("--position-mode", "compressed"), "plain models"),
         (("--out", "no/x.npz"), "--out no/x.npz"),
         (("--valid", "nowhere.txt"), "nowhere.txt"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import resource
@@ -20,6 +21,7 @@ import pytest
 
 from mlx_zip import MlxZipError
 from mlx_zip.errors import DataError, TrainingError
+from mlx_zip.files import sole_user
 from mlx_zip.training.batches import batch_order
 from mlx_zip.training.checkpoint import checkpoints
 from mlx_zip.training.loop import run_steps
@@ -355,6 +357,37 @@ def test_weights_that_are_no_numbers_stop_the_run_before_anything_is_saved(tmp_p
     assert checkpoints(tmp_path / "run") == []
 
 
+def test_a_run_that_failed_before_its_first_checkpoint_is_not_in_the_way_of_one_with_other_settings(tmp_path):
+    with pytest.raises(TrainingError, match="step 1: ") as failed:
+        train(options(tmp_path / "run", valid_share=0.2), settings(lora_scale=1e300), quiet=True)
+    assert "checkpoint" not in str(failed.value)
+    assert train(options(tmp_path / "run"), settings(seed=1), quiet=True).progress.step == 6
+    record = json.loads((tmp_path / "run" / "train.json").read_text())
+    assert record["fixed"]["settings"]["seed"] == 1
+    assert "valid_share" not in record
+    whole = options(tmp_path / "whole")
+    train(whole, settings(seed=1), quiet=True)
+    assert losses(tmp_path / "run") == losses(whole.out)
+
+
+def test_a_run_without_a_checkpoint_that_another_process_trains_is_left_alone(tmp_path):
+    with pytest.raises(TrainingError, match="step 1: "):
+        train(options(tmp_path / "run"), settings(lora_scale=1e300), quiet=True)
+    before = (tmp_path / "run" / "train.json").read_bytes()
+    with sole_user(tmp_path / "run"), pytest.raises(TrainingError, match=r"another process trains in .*run"):
+        train(options(tmp_path / "run"), settings(), quiet=True)
+    assert (tmp_path / "run" / "train.json").read_bytes() == before
+
+
+def test_a_file_of_the_users_that_is_called_like_a_runs_record_is_left_alone(tmp_path):
+    (tmp_path / "run").mkdir()
+    for text in ("[1]", '{"fingerprint": 1}', "no JSON"):
+        (tmp_path / "run" / "train.json").write_text(text)
+        with pytest.raises(TrainingError, match="choose another --out"):
+            train(options(tmp_path / "run"), settings(), quiet=True)
+        assert (tmp_path / "run" / "train.json").read_text() == text
+
+
 @contextmanager
 def no_file_larger_than(size: int) -> Any:
     """Writing more fails, as on a full disk."""
@@ -426,7 +459,7 @@ def test_lines_behind_the_resumed_step_are_dropped(tmp_path):
 
 
 def test_a_batch_larger_than_the_data_is_refused(tmp_path):
-    with pytest.raises(TrainingError, match="24 usable samples do not fill a batch of 25"):
+    with pytest.raises(TrainingError, match=r"24 usable samples do not fill a batch of 25: .*smaller --batch-size"):
         train(options(tmp_path / "run"), settings(batch_size=25), quiet=True)
 
 

@@ -132,6 +132,15 @@ def test_tuned_packs_are_merged_with_their_rows_or_without(run):
     assert load_pack("ac.npz").rows is None
 
 
+def test_a_text_that_repeats_too_little_for_the_size_is_reported(run, text):
+    flags = ("vocab", "pack", "learn", "--tokenizer", tokenizer_folder(), "--data", text, "--out", "a.npz")
+    assert "give more text" not in run(*flags, "--size", 8)[2]
+    text.write_text("cat")
+    status, _, err = run(*flags, "--size", 8)
+    assert status == 0
+    assert "for 0 of the 8 entries of --size; give more text for more entries" in err
+
+
 def test_protected_ids_are_in_no_entry(learn, text):
     text.write_text("12 cats and 12 dogs and 12 cats. " * 20)
     learn("a.npz", "--tokenizer", tokenizer_folder(), "--protect", "digits", "--merge-size", 3)
@@ -150,7 +159,8 @@ def spell(entry):
 def test_a_model_takes_a_pack_of_its_tokenizer_and_begins_with_it(run, learn, tmp_path):
     model = tiny_text.converted(MODEL)
     learn("a.npz", "--model", model, "--size", 8)
-    assert run("vocab", "pack", "check", "a.npz", "--model", model)[0] == 0
+    status, out, _ = run("vocab", "pack", "check", "a.npz", "--model", model)
+    assert (status, out.splitlines()[-1]) == (0, f"{model} can use this pack")
     prompt = ("generate", "--model", model, "--prompt", TEXT[:48], "--ignore-chat-template", "--json")
     prompt = (*prompt, "--max-tokens", 8)
     plain, packed = (json.loads(run(*prompt, *flags)[1]) for flags in ((), ("--pack", "a.npz")))
