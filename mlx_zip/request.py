@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,8 +79,9 @@ class Request:
         max_tokens: int,
         stop: str | Sequence[str] | None,
     ) -> None:
-        if max_tokens == 0 or max_tokens < -1:
-            raise GenerationError(f"max_tokens (--max-tokens) must be at least 1, or -1 for no limit, got {max_tokens}")
+        if not isinstance(max_tokens, int | np.integer) or max_tokens == 0 or max_tokens < -1:
+            rule = "must be an integer of at least 1, or -1 for no limit"
+            raise GenerationError(f"max_tokens (--max-tokens) {rule}, got {max_tokens!r:.80}")
         state = find_state(cache)
         self._state, self._row = state, 0
         self._canonical = state is not None and model.config.canonical
@@ -106,8 +107,7 @@ class Request:
         tokens = math.inf if max_tokens == -1 else max_tokens
         limit = min(tokens, room) if by_base else tokens
         self.max_steps = -1 if (steps := min(tokens, room)) == math.inf else int(steps)
-        stops = (stop,) if isinstance(stop, str) else stop or ()
-        self._text = TextStream(tokenizer, None if limit == math.inf else int(limit), stops)
+        self._text = TextStream(tokenizer, None if limit == math.inf else int(limit), _stops(stop))
         self.steps = self.hypertokens = self.bytes = 0
 
     def bind(self, cache: Sequence[Any], row: int) -> None:
@@ -202,6 +202,15 @@ class Request:
             return (token,)
         book = self._state.books[self._row]
         return (token,) if token < book.params.vocab_size else book.expand(token).tolist()
+
+
+def _stops(stop: str | Iterable[str] | None) -> tuple[str, ...]:
+    """Returns stop strings as a tuple. Raises `GenerationError` for what is neither text nor a list."""
+    if stop is None or isinstance(stop, str):
+        return () if stop is None else (stop,)
+    if not isinstance(stop, Iterable) or isinstance(stop, bytes):
+        raise GenerationError(f"stop (--stop) must be text or a list of texts, got {stop!r:.80}")
+    return tuple(stop)
 
 
 def _base_id_limit(model: Any, tokenizer: Any) -> int:

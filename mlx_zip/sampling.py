@@ -7,6 +7,7 @@ tokens: the context is what the ids read so far expand to, and a hypertoken gets
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
@@ -81,7 +82,9 @@ class Sampling:
         return cls(**options)
 
     def __post_init__(self) -> None:
-        self._check("temp", "a finite number >= 0", 0 <= self.temp < math.inf)
+        for name in ("temp", "top_p", "min_p", "xtc_probability", "xtc_threshold"):
+            self._check(name, "a finite number", _is_finite(getattr(self, name)))
+        self._check("temp", "0, or from 1e-30 to 1e30", self.temp == 0 or 1e-30 <= self.temp <= 1e30)
         self._check("top_p", "from 0 to 1", 0 <= self.top_p <= 1)
         self._check("min_p", "from 0 to 1", 0 <= self.min_p <= 1)
         self._check("min_tokens_to_keep", "an integer >= 1", _is_integer(self.min_tokens_to_keep, 1))
@@ -92,10 +95,10 @@ class Sampling:
         for kind in ("repetition", "presence", "frequency"):
             size, penalty = f"{kind}_context_size", getattr(self, f"{kind}_penalty")
             self._check(size, "an integer from 1 to 2^31-1", _is_integer(getattr(self, size), 1, 2**31 - 1))
-            self._check(f"{kind}_penalty", "a finite number", penalty is None or math.isfinite(penalty))
+            self._check(f"{kind}_penalty", "a finite number", penalty is None or _is_finite(penalty))
         self._check("repetition_penalty", "above 0", self.repetition_penalty is None or self.repetition_penalty > 0)
-        biases = (self.logit_bias or {}).values()
-        fits = all(bias <= MOST_BIAS for bias in biases)
+        biases = self.logit_bias or {}
+        fits = isinstance(biases, Mapping) and all(_is_number(bias) and bias <= MOST_BIAS for bias in biases.values())
         self._check("logit_bias", f"a map of base ids to numbers up to {MOST_BIAS:g}", fits)
 
     def _check(self, name: str, rule: str, holds: bool) -> None:
@@ -218,6 +221,16 @@ class BasePenalties:
         entries = self.state.books[self.row].entries
         real = np.arange(entries.base_ids.shape[1]) < np.asarray(entries.lengths)[:, None]
         return np.concatenate([term, np.where(real, term[np.where(real, entries.base_ids, 0)], 0).sum(axis=1)])
+
+
+def _is_number(value: Any) -> bool:
+    """Returns whether value is an int or a float."""
+    return isinstance(value, int | float)
+
+
+def _is_finite(value: Any) -> bool:
+    """Returns whether value is an int or a float, and neither infinite nor NaN."""
+    return _is_number(value) and -sys.float_info.max <= value <= sys.float_info.max
 
 
 def _is_integer(value: Any, low: int, high: float = math.inf) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 from mlx_zip.cli.actions import TOKENIZER
 from mlx_zip.errors import DataError
+from mlx_zip.files import at_home
 from mlx_zip.flags import add_pack
 
 _MOST_WORKERS = 8
@@ -174,7 +175,7 @@ def run(args: argparse.Namespace) -> int:
         raise DataError("--out is empty: name the folder to write")
     options = PrepareOptions(
         sources=sources(args),
-        out=Path(args.out).expanduser(),
+        out=at_home(args.out),
         disable=disabled_ids(args),
         protect=tuple(args.protect),
         pack=_one_pack(args.pack),

@@ -114,7 +114,7 @@ def as_pack(pack: PackLike) -> Pack:
     if isinstance(pack, Pack):
         return pack
     if isinstance(pack, str | PathLike):
-        return load_pack(Path(pack).expanduser())
+        return load_pack(files.at_home(pack))
     raise DataError(f"pack must be the path of a pack file or a Pack (mlx_zip.load_pack), not {type(pack).__name__}")
 
 
