@@ -14,7 +14,7 @@ from mlx_lm.sample_utils import LogitsProcessor
 
 from mlx_zip import sessions
 from mlx_zip.canonical import CanonicalDecoding
-from mlx_zip.codec import compress
+from mlx_zip.codec import compress_next
 from mlx_zip.errors import GenerationError
 from mlx_zip.layout import is_zip
 from mlx_zip.sampling import Sampling
@@ -60,6 +60,22 @@ class GenerationResponse:
     def hyper_share(self) -> float:
         """Share of the emitted ids that are hypertokens."""
         return self.hypertokens / self.steps
+
+    def figures(self) -> dict[str, Any]:
+        """Returns the figures by name, with units. *_tokens count base tokens; steps and prompt_ids count ids."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "prompt_ids": self.prompt_ids,
+            "prompt_tokens_per_s": self.prompt_tps,
+            "generation_tokens": self.generation_tokens,
+            "steps": self.steps,
+            "hypertokens": self.hypertokens,
+            "base_tokens_per_step": self.base_tokens_per_step,
+            "hyper_share": self.hyper_share,
+            "generation_tokens_per_s": self.generation_tps,
+            "text_bytes": self.bytes,
+            "peak_memory_gb": self.peak_memory,
+        }
 
 
 class Request:
@@ -121,12 +137,10 @@ class Request:
         if self._state is None:
             return ids
         book = self._state.books[self._row]  # with the request's own start entries, which may differ from the model's
-        if kept == 0:
-            return compress(book.params, ids)[0]
         if kept < book.mark():
             book = book.copy()
             book.rewind(kept)
-        return book.compress(ids)
+        return compress_next(book, ids)
 
     def take_cache(self) -> None:
         """Trims the cache to the ids that the prompt follows.

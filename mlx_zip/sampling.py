@@ -160,6 +160,20 @@ class Sampling:
         return bool(self.logit_bias or self.repetition_penalty or self.presence_penalty or self.frequency_penalty)
 
 
+def as_logit_bias(biases: Mapping[str, Any]) -> dict[int, float]:
+    """Returns a JSON map from base ids to numbers as `Sampling.logit_bias`.
+
+    Raises `GenerationError` for a key that is no base id, and for a value that is no number.
+    """
+    for key, value in biases.items():
+        if not key.isdecimal() or isinstance(value, bool) or not isinstance(value, int | float):
+            raise GenerationError(f"--logit-bias: {key!r}: {value!r} is not a base id with a number")
+    try:
+        return {int(key): float(value) for key, value in biases.items()}
+    except (ValueError, OverflowError) as error:  # digits beyond what Python converts
+        raise GenerationError(f"--logit-bias: a number is too long: {error}") from error
+
+
 def base_ids_only(model: Any) -> LogitsProcessor:
     """Returns a logits processor that forbids hypertokens, for mlx-lm's own `stream_generate` and `generate`.
 
