@@ -63,6 +63,12 @@ def first_line(error: BaseException) -> str:
     return lines[0].strip() if lines else type(error).__name__
 
 
+def reason(error: BaseException) -> str:
+    """Returns why something failed: the system's words without number and path, or the message's first line."""
+    words = error.strerror if isinstance(error, OSError) else None
+    return str(words or first_line(error))
+
+
 def missing_library(purpose: str, *libraries: str, extra: str = "") -> InstallationError:
     """Returns the error for libraries that are not installed, with the command that installs them.
 

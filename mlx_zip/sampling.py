@@ -7,6 +7,7 @@ tokens: the context is what the ids read so far expand to, and a hypertoken gets
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
@@ -82,7 +83,9 @@ class Sampling:
         return cls(**options)
 
     def __post_init__(self) -> None:
-        self._check("temp", "a finite number >= 0", 0 <= self.temp < math.inf)
+        for name in ("temp", "top_p", "min_p", "xtc_probability", "xtc_threshold"):
+            self._check(name, "a finite number", _is_finite(getattr(self, name)))
+        self._check("temp", "0, or from 1e-30 to 1e30", self.temp == 0 or 1e-30 <= self.temp <= 1e30)
         self._check("top_p", "from 0 to 1", 0 <= self.top_p <= 1)
         self._check("min_p", "from 0 to 1", 0 <= self.min_p <= 1)
         self._check("min_tokens_to_keep", "an integer >= 1", _is_integer(self.min_tokens_to_keep, 1))
@@ -93,10 +96,10 @@ class Sampling:
         for kind in ("repetition", "presence", "frequency"):
             size, penalty = f"{kind}_context_size", getattr(self, f"{kind}_penalty")
             self._check(size, "an integer from 1 to 2^31-1", _is_integer(getattr(self, size), 1, 2**31 - 1))
-            self._check(f"{kind}_penalty", "a finite number", penalty is None or math.isfinite(penalty))
+            self._check(f"{kind}_penalty", "a finite number", penalty is None or _is_finite(penalty))
         self._check("repetition_penalty", "above 0", self.repetition_penalty is None or self.repetition_penalty > 0)
-        biases = (self.logit_bias or {}).values()
-        fits = all(bias <= MOST_BIAS for bias in biases)
+        biases = self.logit_bias or {}
+        fits = isinstance(biases, Mapping) and all(_is_number(bias) and bias <= MOST_BIAS for bias in biases.values())
         self._check("logit_bias", f"a map of base ids to numbers up to {MOST_BIAS:g}", fits)
 
     def _check(self, name: str, rule: str, holds: bool) -> None:
@@ -156,6 +159,20 @@ class Sampling:
     def _has_penalties(self) -> bool:
         """Whether any penalty or bias is set."""
         return bool(self.logit_bias or self.repetition_penalty or self.presence_penalty or self.frequency_penalty)
+
+
+def as_logit_bias(biases: Mapping[str, Any]) -> dict[int, float]:
+    """Returns a JSON map from base ids to numbers as `Sampling.logit_bias`.
+
+    Raises `GenerationError` for a key that is no base id, and for a value that is no number.
+    """
+    for key, value in biases.items():
+        if not key.isdecimal() or isinstance(value, bool) or not isinstance(value, int | float):
+            raise GenerationError(f"--logit-bias: {key!r}: {value!r} is not a base id with a number")
+    try:
+        return {int(key): float(value) for key, value in biases.items()}
+    except (ValueError, OverflowError) as error:  # digits beyond what Python converts
+        raise GenerationError(f"--logit-bias: a number is too long: {error}") from error
 
 
 def base_ids_only(model: Any) -> LogitsProcessor:
@@ -277,6 +294,16 @@ class _EntrySums:
                 of[at] = term[entries].sum(axis=1)
         self._rows, self._lengths, self._sums = rows, lengths, sums
         return sums
+
+
+def _is_number(value: Any) -> bool:
+    """Returns whether value is an int or a float."""
+    return isinstance(value, int | float)
+
+
+def _is_finite(value: Any) -> bool:
+    """Returns whether value is an int or a float, and neither infinite nor NaN."""
+    return _is_number(value) and -sys.float_info.max <= value <= sys.float_info.max
 
 
 def _is_integer(value: Any, low: int, high: float = math.inf) -> bool:

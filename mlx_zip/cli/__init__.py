@@ -20,7 +20,7 @@ import mlx_zip
 from mlx_zip.arguments import Parser
 from mlx_zip.cli.actions import printable
 from mlx_zip.device import choose_device
-from mlx_zip.errors import MlxZipError, explained_imports
+from mlx_zip.errors import MlxZipError, explained_imports, reason
 
 # name: (module with add_arguments(parser) and run(args) -> int | None, or main(argv) for bench and vocab; what it does)
 COMMANDS = {
@@ -115,8 +115,9 @@ def quiet_libraries() -> None:
 
     Only commands call this, before they import those libraries. An environment variable that the user has set stays.
     """
-    for name in ("TRANSFORMERS_VERBOSITY", "HF_HUB_VERBOSITY", "DATASETS_VERBOSITY"):
+    for name in ("TRANSFORMERS_VERBOSITY", "HF_HUB_VERBOSITY"):
         os.environ.setdefault(name, "error")
+    os.environ.setdefault("DATASETS_VERBOSITY", "critical")  # it logs each error that it raises too
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     if sys.stderr is None or not sys.stderr.isatty():
         for name in ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"):
@@ -149,6 +150,7 @@ def _signals_as_exit() -> Iterator[None]:
 
 def _failed(error: Exception) -> int:
     """Prints an error as one line of at most 1000 characters; control characters are escaped. Returns 2."""
-    line = " ".join(str(error).split())
+    named = f"{error.filename}: " if isinstance(error, OSError) and error.filename else ""
+    line = " ".join((named + reason(error) if isinstance(error, OSError) else str(error)).split())
     print(f"error: {printable(line[:1000])}", file=sys.stderr)
     return 2

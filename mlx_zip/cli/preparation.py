@@ -7,9 +7,10 @@ import os
 from pathlib import Path
 from typing import Any
 
+from mlx_zip.arguments import add_pack
 from mlx_zip.cli.actions import TOKENIZER
 from mlx_zip.errors import DataError
-from mlx_zip.flags import add_pack
+from mlx_zip.files import at_home
 
 _MOST_WORKERS = 8
 _OF_DATA = ("separator", "columns", "subset", "split")  # flags that a mixture sets for each source itself
@@ -170,9 +171,11 @@ def run(args: argparse.Namespace) -> int:
     """Prepares the data and prints a summary. Returns the exit status 0. Raises `MlxZipError`."""
     from mlx_zip.training.prepare import PrepareOptions, prepare
 
+    if not args.out:
+        raise DataError("--out is empty: name the folder to write")
     options = PrepareOptions(
         sources=sources(args),
-        out=Path(args.out),
+        out=at_home(args.out),
         disable=disabled_ids(args),
         protect=tuple(args.protect),
         pack=_one_pack(args.pack),

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.cli.settings_flags import ENCODER_FLAGS, add_all, flag
-from mlx_zip.errors import TrainingError
+from mlx_zip.errors import TrainingError, reason
+from mlx_zip.files import at_home
 from mlx_zip.training.mlx_lm_names import NAMES, translate
 from mlx_zip.training.settings import SAVE_DTYPES, SAVES, VALID_SHARE, EncoderOptions, RunOptions, TrainSettings
 
@@ -147,7 +148,11 @@ def run_options(values: dict[str, Any]) -> RunOptions:
     encoder = {name: values[named] for name, named in ENCODER_FLAGS.items() if values.get(named) is not None}
     direct = {one.name for one in fields(RunOptions)} - {"encoder", "scratch"}
     chosen: dict[str, Any] = {name: values[name] for name in direct if name in values}
-    chosen |= {"data": _paths(values["data"]), "valid": _paths(values.get("valid") or []), "out": Path(values["out"])}
+    chosen |= {
+        "data": _paths(values["data"]),
+        "valid": _paths(values.get("valid") or []),
+        "out": at_home(values["out"]),
+    }
     chosen |= {"scratch": _path(values.get("from_scratch")), "tokenizer": _path(values.get("tokenizer"))}
     return RunOptions(**chosen, encoder=EncoderOptions(**encoder))
 
@@ -162,12 +167,12 @@ def _read_yaml(path: str | None) -> dict[str, Any]:
     """Returns the values of a --config file by name, none without a file. Raises `TrainingError` naming the file."""
     if path is None:
         return {}
-    import yaml
+    from mlx_zip.training.yaml_file import read_yaml
 
     try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise TrainingError(f"--config {path} cannot be read: {' '.join(str(error).split())}") from error
+        values = read_yaml(at_home(path)) or {}
+    except (OSError, ValueError) as error:
+        raise TrainingError(f"--config {path} cannot be read: {reason(error)}") from error
     if not isinstance(values, dict):
         raise TrainingError(f"--config {path} holds no settings")
     known = {*_SETTINGS, *ENCODER_FLAGS.values(), *_KINDS, *_FOLDERS, *NAMES}
@@ -184,6 +189,8 @@ def _checked(path: str, name: str, value: Any) -> Any:
 
     YAML reads 3e-4, without a decimal point, as text, and `on` as true: both are put right.
     """
+    if any("\0" in one for one in (value if isinstance(value, list) else [value]) if isinstance(one, str)):
+        raise TrainingError(f"--config {path}: {name} must not hold a null character")
     if name in _FOLDERS:
         if not all(isinstance(one, str) for one in (value if isinstance(value, list) else [value])):
             raise TrainingError(f"--config {path}: {name} must be names of folders, got {value!r}")
@@ -202,8 +209,8 @@ def _checked(path: str, name: str, value: Any) -> Any:
 
 
 def _paths(value: str | list[str]) -> list[Path]:
-    return [Path(one) for one in ([value] if isinstance(value, str) else value)]
+    return [at_home(one) for one in ([value] if isinstance(value, str) else value)]
 
 
 def _path(value: str | None) -> Path | None:
-    return None if value is None else Path(value)
+    return None if value is None else at_home(value)

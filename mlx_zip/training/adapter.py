@@ -20,7 +20,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.tuner.lora import LoRALinear
 
 from mlx_zip.config import SIDES
-from mlx_zip.errors import TrainingError
+from mlx_zip.errors import TrainingError, reason
 from mlx_zip.files import whole_folder, write_json
 from mlx_zip.models import Model
 from mlx_zip.training.saving import DTYPES
@@ -73,7 +73,7 @@ def save_adapter(folder: Path, model: Any, base: str, settings: TrainSettings, d
                     cast = {name: value.astype(DTYPES[dtype]) for name, value in encoders.items()}
                     mx.save_safetensors(str(partial / ENCODERS), cast, _PT)
     except (OSError, RuntimeError) as error:
-        raise TrainingError(f"cannot write {folder}: {error}; the last checkpoint stays good") from error
+        raise TrainingError(f"cannot write {folder}: {reason(error)}; the last checkpoint stays good") from error
 
 
 def _zip_config(model: Model, base: str) -> dict[str, Any]:

@@ -4,6 +4,9 @@
                   optimizer.safetensors  the optimizer's and the random generator's state
                   state.json             `Progress` and the run's fingerprint
 
+On the CPU a resumed run gives the numbers of one that never stopped, bit for bit. GPUs add up the gradients of gathered
+rows in an order that changes from run to run, so there the last digits differ.
+
 A run that is killed at any moment finds its last complete checkpoint. An incomplete one has another name, and is
 removed when the next checkpoint is written.
 """
@@ -23,7 +26,7 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 from mlx.utils import tree_flatten, tree_unflatten
 
-from mlx_zip.errors import TrainingError
+from mlx_zip.errors import TrainingError, reason
 from mlx_zip.files import whole_folder, write_json
 
 FOLDER = "checkpoints"
@@ -67,7 +70,7 @@ def save_checkpoint(
             mx.save_safetensors(str(folder / "optimizer.safetensors"), state)
             write_json(folder / "state.json", {**vars(progress), "fingerprint": fingerprint})
     except (OSError, RuntimeError) as error:
-        raise TrainingError(f"cannot write {path}: {error}; the checkpoint before it stays good") from error
+        raise TrainingError(f"cannot write {path}: {reason(error)}; the checkpoint before it stays good") from error
     for _, old in checkpoints(run)[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
     return path
@@ -95,7 +98,9 @@ def load_checkpoint(path: Path, trainee: nn.Module, optimizer: optim.Optimizer, 
         saved: Any = mx.load(str(path / "optimizer.safetensors"))
         mx.eval(trained, saved)  # reads the files
     except (OSError, ValueError, RuntimeError, TypeError, AttributeError, KeyError) as error:
-        raise TrainingError(f"{path} cannot be read: {error}; delete it to go on from the one before") from error
+        raise TrainingError(
+            f"{path} cannot be read: {reason(error)}; delete it to go on from the one before"
+        ) from error
     if mark != fingerprint:
         raise TrainingError(f"{path} belongs to another model, codec, data or settings; choose another folder")
     optimizer.init(trainee.trainable_parameters())

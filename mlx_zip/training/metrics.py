@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.errors import TrainingError
+from mlx_zip.errors import TrainingError, reason
 from mlx_zip.files import check_in, whole_file
 
 FILE = "metrics.jsonl"
@@ -24,7 +24,7 @@ class Metrics:
             with whole_file(self.path) as partial:
                 partial.write_text(text, encoding="utf-8")
         except OSError as error:
-            raise TrainingError(f"cannot write {self.path}: {error}") from error
+            raise TrainingError(f"cannot write {self.path}: {reason(error)}") from error
 
     def add(self, **values: Any) -> None:
         """Appends one line and closes the file, so that others can read it at once. Raises `TrainingError`."""
@@ -32,7 +32,7 @@ class Metrics:
             with open(self.path, "a", encoding="utf-8") as file:
                 file.write(json.dumps(values) + "\n")
         except OSError as error:
-            raise TrainingError(f"cannot write {self.path}: {error}") from error
+            raise TrainingError(f"cannot write {self.path}: {reason(error)}") from error
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_zip.errors import DataError
+from mlx_zip.errors import DataError, reason
 from mlx_zip.text.sources import Source
 
 READY = Path(__file__).parent / "mixtures"  # bundled mixtures, NAME.yaml
@@ -22,16 +22,16 @@ def load_mixture(name: str | Path) -> tuple[Source, ...]:
     The file holds `sources`, a list of maps with the fields of `Source`; paths in it are relative to its folder.
     Raises `DataError` naming the file and the source.
     """
-    import yaml
+    from mlx_zip.training.yaml_file import read_yaml
 
     path = Path(name)
     if not path.is_file() and (READY / f"{name}.yaml").is_file():
         path = READY / f"{name}.yaml"
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        data = read_yaml(path)
+    except (OSError, ValueError) as error:
         ready = ", ".join(sorted(file.stem for file in READY.glob("*.yaml")))
-        message = f"mixture {name} cannot be read: {' '.join(str(error).split())}"
+        message = f"mixture {name} cannot be read: {reason(error)}"
         raise DataError(f"{message}; give a .yaml file or one of {ready}") from error
     listed = data.get("sources") if isinstance(data, dict) and data.keys() == {"sources"} else None
     if not isinstance(listed, list) or not listed:

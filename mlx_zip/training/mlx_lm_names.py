@@ -96,15 +96,22 @@ def _adapter_path(value: Any, found: Values, iters: int) -> Values:
 def _lora_parameters(value: Any, found: Values, iters: int) -> Values:
     given = _mapping("lora_parameters", value, set(_LORA))
     if isinstance(given.get("keys"), list | tuple):
-        given["keys"] = ",".join(map(str, given["keys"]))
-    return {_LORA[name]: _number(one) if name in ("scale", "dropout") else one for name, one in given.items() if one}
+        given["keys"] = ",".join(map(str, given["keys"]))  # without a key: as if not given
+    return {
+        _LORA[name]: _number(one) if name in ("scale", "dropout") else one
+        for name, one in given.items()
+        if one not in (None, "")
+    }
 
 
 def _optimizer_config(value: Any, found: Values, iters: int) -> Values:
     if not isinstance(value, Mapping):
         raise TrainingError(f"optimizer_config of mlx-lm must map optimizers to their options, got {value!r}")
     chosen = found.get("optimizer", "adamw")
-    given = dict(value.get(chosen) or {})
+    given = value.get(chosen) or {}
+    if not isinstance(given, Mapping):
+        raise TrainingError(f"optimizer_config of mlx-lm: {chosen} must be a mapping, got {given!r}")
+    given = dict(given)
     ours = {"weight_decay": _number(given.pop("weight_decay"))} if chosen == "adamw" and "weight_decay" in given else {}
     fixed = _OPTIMIZER_OPTIONS.get(chosen, {})
     for name, one in given.items():
@@ -127,6 +134,10 @@ def _lr_schedule(value: Any, found: Values, iters: int) -> Values:
     if given.get("warmup_init"):
         raise TrainingError("lr_schedule of mlx-lm: warmup_init is always 0 here; leave it out")
     warmup, total = given.get("warmup") or 0, found.get("iters", iters)
+    if not isinstance(warmup, int):
+        raise TrainingError(f"lr_schedule of mlx-lm: warmup must be a whole number, got {warmup!r}")
+    if not isinstance(total, int):
+        return {}  # `TrainSettings` will name iters
     if arguments[1] != total - warmup:
         raise TrainingError(
             f"lr_schedule of mlx-lm: its {arguments[1]} steps are not iters minus warmup ({total} - {warmup}); the "

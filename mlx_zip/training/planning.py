@@ -11,6 +11,7 @@ from typing import Any
 from mlx_zip.codec import CodecParams
 from mlx_zip.codec.pack import Start
 from mlx_zip.errors import CodecError, DataError
+from mlx_zip.files import at_home
 from mlx_zip.loading import read_config
 from mlx_zip.text.formats import is_tokenizer_file
 from mlx_zip.text.sources import Source, files_of
@@ -18,7 +19,7 @@ from mlx_zip.text.token_facts import digit_ids, lead_ids, special_ids
 from mlx_zip.text.tokenizers import load_tokenizer, tokenizer_folder
 from mlx_zip.training.prepare_options import PrepareOptions
 from mlx_zip.training.sharding import Plan
-from mlx_zip.training.shards import codec_record
+from mlx_zip.training.shards import codec_record, is_prepared
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 from mlx_zip.vocab.packs import load_pack
 
@@ -32,6 +33,8 @@ def make_plan(options: PrepareOptions, pads: bool = True) -> tuple[Plan, Any, di
     """
     for source in options.sources:
         source.check()
+        if done := [name for name in source.data if is_prepared(Path(name))]:
+            raise DataError(f"{done[0]} is prepared already; `mlx_zip train --data {done[0]}` trains on it")
     folder = _tokenizer_place(options)
     tokenizer = load_tokenizer(folder, options.trust_remote_code)
     config = read_config(folder) if options.model is not None else {}
@@ -59,7 +62,7 @@ def make_plan(options: PrepareOptions, pads: bool = True) -> tuple[Plan, Any, di
 
 def _tokenizer_place(options: PrepareOptions) -> Path:
     """Returns the tokenizer file of --tokenizer, or the folder of a tokenizer.json, model or hub id."""
-    file = Path(options.tokenizer or "").expanduser()
+    file = at_home(options.tokenizer or "")
     if options.model is None and file.is_file() and is_tokenizer_file(file) and file.name != "tokenizer.json":
         return file
     return tokenizer_folder(options.model or options.tokenizer or "", options.trust_remote_code)

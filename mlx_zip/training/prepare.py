@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 import mlx_zip
 from mlx_zip.codec.pack import write_pack
-from mlx_zip.errors import DataError
+from mlx_zip.errors import DataError, reason
 from mlx_zip.progress import ProgressBar
 from mlx_zip.text.sources import Reader, files_of, is_local
 from mlx_zip.training.mixture import kept_samples, next_sources
@@ -65,7 +65,8 @@ def prepare(
     except BrokenProcessPool as error:
         raise DataError(f"a worker process was killed, by lack of memory perhaps; {_GO_ON}") from error
     except OSError as error:  # errors of reading are `DataError`s by now
-        raise DataError(f"{options.out} cannot be written: {error.strerror or error}; {_GO_ON}") from error
+        go_on = f"; {_GO_ON}" if any(options.out.glob("shard-*.json")) else ""
+        raise DataError(f"{options.out} cannot be written: {reason(error)}{go_on}") from error
 
 
 _GO_ON = "the shards written so far stay: run the same again to go on"

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_zip.errors import DataError
+from mlx_zip.errors import DataError, reason
 from mlx_zip.files import remove_partials, sole_user, write_json
 from mlx_zip.training.sharding import record_file
 from mlx_zip.training.shards import INDEX, PARTS, Shards, ShardWriter, part_file, read_array, write_index
@@ -98,7 +98,7 @@ class PreparedFolder:
         except FileNotFoundError:
             return None
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{path} cannot be read: {error}; delete the folder and prepare again") from error
+            raise DataError(f"{path} cannot be read: {reason(error)}; delete the folder and prepare again") from error
         if not isinstance(data, dict):
             raise DataError(f"{path} is damaged; delete the folder and prepare again")
         return data
@@ -148,8 +148,9 @@ class PreparedFolder:
         return index
 
     def give_up(self) -> None:
-        """Removes all that was written, unless a shard is finished, from which a later run can continue."""
-        if self.folder.exists() and not self._has_shards():
+        """Removes all that was written, unless a shard with samples is finished, from which a later run continues."""
+        names = (path.stem for path in self.folder.glob("shard-*.json"))
+        if self.folder.exists() and not any((self.record(name) or {}).get("samples") for name in names):
             self.discard()
 
     def _has_shards(self) -> bool:

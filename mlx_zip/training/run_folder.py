@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.errors import DataError, TrainingError
-from mlx_zip.files import check_in, write_json
+from mlx_zip.errors import DataError, TrainingError, reason
+from mlx_zip.files import check_in, sole_user, write_json
+from mlx_zip.training.metrics import FILE
 
 RECORD = "train.json"
 
@@ -24,9 +25,12 @@ class Begun:
 
 
 def begun_run(out: Path) -> Begun | None:
-    """Returns the run in a folder; None if there is none, or if its record is damaged, which `open_run` reports."""
+    """Returns the run in a folder that has saved a step; None without one, or if its record is damaged.
+
+    `open_run` reports a damaged record.
+    """
     try:
-        record = read_object(out / RECORD) if (out / RECORD).exists() else {}
+        record = {} if _is_unstarted(out) else read_object(out / RECORD)
         iters = record["fixed"]["settings"]["iters"]
         if not isinstance(iters, int):
             return None
@@ -35,33 +39,65 @@ def begun_run(out: Path) -> Begun | None:
         return None
 
 
+def _is_unstarted(out: Path, hint: str = "") -> bool:
+    """Whether a folder holds nothing but the record, and perhaps the log, of a run that has saved no step.
+
+    Raises `TrainingError`, its message ending in `hint`, if the record is damaged.
+    """
+    names = _names(out)
+    if RECORD not in names or not names <= {RECORD, FILE}:
+        return False
+    return read_object(out / RECORD, hint).keys() >= {"fingerprint", "fixed", "data"}
+
+
+def _names(out: Path) -> set[str]:
+    """Returns the names in a folder, without hidden ones; none for what is not a folder."""
+    return {path.name for path in out.iterdir() if not path.name.startswith(".")} if out.is_dir() else set()
+
+
 def raise_iters(out: Path, iters: int) -> None:
     """Records that a finished run continues up to `iters` steps. Raises `TrainingError`."""
     try:
         write_json(out / RECORD, {**read_object(out / RECORD), "raised_to": iters})
     except OSError as error:
-        raise TrainingError(f"cannot write {out}: {error}") from error
+        raise TrainingError(f"cannot write {out}: {reason(error)}") from error
 
 
 def open_run(out: Path, record: dict[str, Any], mark: str, flag: str = "--out") -> None:
     """Makes the run's folder, or checks that the folder is this run's. Raises `TrainingError` if it is not.
 
+    A run that ended before its first checkpoint gives way to this one.
+
     record: what the run trains. mark: fingerprint of model, settings and record. flag: the flag that names the folder.
     """
     path, advice = out / RECORD, f"choose another {flag}"
+    if _is_unstarted(out, f"; {advice}"):
+        _remove(out, advice)
     if path.exists():
         before = read_object(path, f"; {advice}")
         same_data = before.get("data") == json.loads(json.dumps(record["data"]))
         if before.get("fingerprint") != mark or not same_data:
             raise TrainingError(f"{out} holds another run ({_difference(before, record)}); {advice}")
         return
-    if out.is_dir() and any(not path.name.startswith(".") for path in out.iterdir()):
+    if _names(out):
         raise TrainingError(f"{out} is not empty and holds no run; {advice}")
     try:
         out.mkdir(parents=True, exist_ok=True)
         write_json(path, {**record, "fingerprint": mark})
     except OSError as error:
-        raise TrainingError(f"cannot write {out}: {error}") from error
+        raise TrainingError(f"cannot write {out}: {reason(error)}") from error
+
+
+def _remove(out: Path, advice: str) -> None:
+    """Removes the record and the log of a run that has saved no step. Raises `TrainingError` if it runs now."""
+    try:
+        with sole_user(out) as alone:
+            if not alone:
+                raise TrainingError(f"another process trains in {out}; wait for it, or {advice}")
+            (out / FILE).unlink(missing_ok=True)
+            (out / RECORD).unlink()
+    except OSError as error:
+        raise TrainingError(f"cannot write {out}: {reason(error)}") from error
 
 
 def _difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
@@ -80,7 +116,7 @@ def read_object(path: Path, hint: str = "") -> dict[str, Any]:
         check_in(path)
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError, DataError) as error:
-        raise TrainingError(f"{path} cannot be read: {error}{hint}") from error
+        raise TrainingError(f"{path} cannot be read: {reason(error)}{hint}") from error
     if not isinstance(found, dict):
         raise TrainingError(f"{path} holds no JSON object{hint}")
     return found

@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.utils import save_config, save_model
 
 import mlx_zip
-from mlx_zip.errors import TrainingError
+from mlx_zip.errors import TrainingError, reason
 from mlx_zip.files import whole_folder
 from mlx_zip.hyper import Fingerprints, host_bytes
 from mlx_zip.models import Model
@@ -71,7 +71,7 @@ def save_trained(
             if origin is not None and (origin / GENERATION).is_file():
                 shutil.copyfile(origin / GENERATION, partial / GENERATION)
     except (OSError, RuntimeError) as error:
-        raise TrainingError(f"cannot write {folder}: {error}; the last checkpoint stays good") from error
+        raise TrainingError(f"cannot write {folder}: {reason(error)}; the last checkpoint stays good") from error
 
 
 def _fingerprint(model: Model, config: Mapping[str, Any]) -> dict[str, str]:

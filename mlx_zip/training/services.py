@@ -22,6 +22,8 @@ def check_services(names: str | None) -> None:
 
     names: services separated by commas; None for none.
     """
+    if names and not _split(names):
+        raise TrainingError(f"--report-to {names!r} names no service; give {' or '.join(SERVICES)}")
     for name in _split(names):
         if name not in SERVICES:
             raise TrainingError(f"--report-to {name}: only {' and '.join(SERVICES)} are known")

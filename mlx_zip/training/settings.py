@@ -12,14 +12,13 @@ from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.config import ENCODER_FIELDS, POSITION_MODES, EncoderConfig
+from mlx_zip.config import AVAILABILITY, ENCODER_FIELDS, POSITION_MODES, EncoderConfig
 from mlx_zip.errors import ConfigError, TrainingError
 
 OPTIMIZERS = ("adamw", "adam", "muon", "sgd", "adafactor")
 FINE_TUNE_TYPES = ("lora", "full", "encoders")
 DTYPES = ("float32", "bfloat16")
 COMPILE = ("auto", "on", "off")
-AVAILABILITY = ("causal", "legacy")
 MODEL, ADAPTER = "model", "adapter"
 SAVES = (MODEL, ADAPTER)
 SAVE_DTYPES = ("float32", "float16", "bfloat16")
@@ -35,6 +34,7 @@ CHANGE_NO_NUMBER = (  # settings that do not change what a run computes
 ADDED_LATER = ("lora_keys",)  # recorded only if set, so that runs begun by older versions can be continued
 LARGEST = 2**63 - 1  # largest integer that MLX counts with
 KINDS = {"int": int, "float": (int, float), "str": str, "bool": bool}
+WORDS = {"int": "a whole number", "float": "a number", "str": "text", "bool": "true or false"}
 
 
 def setting(
@@ -141,7 +141,7 @@ class TrainSettings:
         """Raises `TrainingError` unless a setting is of its type; makes a float of a whole number where one is due."""
         value = getattr(self, name)
         if not isinstance(value, KINDS[kind]) or (isinstance(value, bool) and kind != "bool"):
-            raise TrainingError(f"{name} must be of type {kind}, got {value!r}")
+            raise TrainingError(f"{name} must be {WORDS[kind]}, got {value!r}")
         if kind == "int" and abs(value) > LARGEST:
             raise TrainingError(f"{name} is too large: {value}")
         if kind == "float":
@@ -265,6 +265,9 @@ class RunOptions:
             raise TrainingError(f"save {self.save!r} is not one of {', '.join(SAVES)}")
         if self.save_dtype not in SAVE_DTYPES:
             raise TrainingError(f"save_dtype {self.save_dtype!r} is not one of {', '.join(SAVE_DTYPES)}")
+        most = self.max_seq_length
+        if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
+            raise TrainingError(f"max_seq_length must be a whole number of 1 or more, got {most!r}")
         share = self.valid_share
         if share is not None and not (isinstance(share, int | float) and 0 <= share < 1):
             raise TrainingError(f"valid_share must be a number from 0 to below 1, got {share!r}")

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from mlx_zip.codec import CodecParams
 from mlx_zip.codec.ids import Uint32s
 from mlx_zip.codec.pack import Start
-from mlx_zip.errors import CodecError, DataError
+from mlx_zip.errors import CodecError, DataError, reason
 from mlx_zip.files import whole_file, write_json
 
 VERSION = 1
@@ -295,7 +295,7 @@ def _read_index(folder: Path) -> dict[str, Any]:
     except (FileNotFoundError, NotADirectoryError):
         raise DataError(f"{folder} is not prepared data, or unfinished: `mlx_zip prepare` makes it") from None
     except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{path} cannot be read: {error}; {_AGAIN}") from error
+        raise DataError(f"{path} cannot be read: {reason(error)}; {_AGAIN}") from error
     if not isinstance(index, dict) or index.get("version") != VERSION:
         raise DataError(f"{path} is not version {VERSION} of prepared data; {_AGAIN}")
     return index
@@ -313,7 +313,7 @@ def read_array(path: Path, dtype: Any, ndim: int = 1) -> NDArray[Any]:
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError, tokenize.TokenError) as error:  # the last: a damaged header
-        raise DataError(f"{path} cannot be read: {error}; {_AGAIN}") from error
+        raise DataError(f"{path} cannot be read: {reason(error)}; {_AGAIN}") from error
     if not isinstance(array, np.ndarray) or array.ndim != ndim or array.dtype != dtype:
         found = f"{array.ndim} dimensions of {array.dtype}" if isinstance(array, np.ndarray) else "an archive"
         raise DataError(f"{path} holds {found}, not {ndim} of {np.dtype(dtype)}; {_AGAIN}")

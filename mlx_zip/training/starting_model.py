@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -108,11 +108,24 @@ def _with_codec(config: dict[str, Any], params: CodecParams) -> dict[str, Any]:
         )
     sizes = {"codebook_size": params.codebook_size, "merge_size": params.merge_size}
     if replace(theirs, start=None, **sizes) != replace(params, start=None) or params.merge_size < theirs.merge_size:
-        raise TrainingError(f"the data were prepared for another codec ({params}) than the model's ({theirs})")
+        raise TrainingError(
+            f"the data were prepared for another codec than the model's ({_difference(params, theirs)}): prepare them "
+            "with `mlx_zip prepare --model`, naming this model"
+        )
     if (theirs.codebook_size, theirs.merge_size) == (params.codebook_size, params.merge_size):
         return config
     kept = {key: value for key, value in config["zip2zip"].items() if key in RECORD_KEYS}
     return {**config, "zip2zip": {**replace(found, **sizes).to_dict(), **kept}}
+
+
+def _difference(data: CodecParams, model: CodecParams) -> str:
+    """Returns the parameters in which two codecs differ, in words."""
+    differ = [one.name for one in fields(data) if getattr(data, one.name) != getattr(model, one.name)]
+    lists = [f"other {name}" for name in differ if name == "disabled_ids"]
+    numbers = [name for name in differ if name not in ("disabled_ids", "start")]
+    return "; ".join(
+        [*(f"{name} {getattr(data, name)}, the model's {getattr(model, name)}" for name in numbers), *lists]
+    )
 
 
 def _load_with_positions(folder: Path, config: dict[str, Any], wanted: dict[str, Any]) -> nn.Module:
@@ -221,6 +234,8 @@ def freeze(model: nn.Module, settings: TrainSettings) -> None:
 def _lora_keys(names: str, blocks: Sequence[nn.Module]) -> list[str]:
     """Returns the layers that `names` lists, separated by commas. Raises `TrainingError` for one that no block has."""
     keys = [name.strip() for name in names.split(",") if name.strip()]
+    if not keys:
+        raise TrainingError(f"lora_keys {names!r} names no layer; leave it out for all linear layers")
     found = {name for block in blocks for name, _ in block.named_modules() if name}
     if unknown := [name for name in keys if name not in found]:
         raise TrainingError(f"lora_keys: no block has a layer {', '.join(unknown)}")

@@ -22,7 +22,8 @@ def check_prepared(options: RunOptions) -> None:
         if (folder / STATE).is_file():
             raise DataError(f"{folder} is not finished: run the same `mlx_zip prepare` again, which goes on with it")
         if not folder.exists() and not is_hub_id(str(folder)):
-            raise DataError(f"{folder}: no such file or folder; --data names a folder that `mlx_zip prepare` made")
+            flag = "--data" if folder in options.data else "--valid"
+            raise DataError(f"{folder}: no such file or folder; {flag} names a folder that `mlx_zip prepare` made")
         lines = [_command(options, *names) for names in _texts(folder)]
         if not folder.exists():
             raise DataError(

@@ -35,6 +35,12 @@ def refused(capsys, *words):
         ("generate --temp x", "--temp: 'x' is not a number"),
         ("generate --prompt", "--prompt/-p needs a value"),
         ("generate --prompt=--", "--prompt=--: -- cannot be a flag's value"),
+        (
+            "prepare --separator --- --out o",
+            "--separator needs a value; one that begins with - is given as --separator=---",
+        ),
+        ("prepare --data -a.txt", "--data needs at least one value; one that begins with - is given as --data=-a.txt"),
+        ("prepare --out --data x", "--out needs a value"),
         ("convert", "mlx_zip convert needs --hf-path/--model (mlx_zip convert --help shows how)"),
         (
             "convert --hf-pth x",

@@ -12,7 +12,7 @@ from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
 import mlx_zip.generate
 from mlx_zip import cli
-from mlx_zip.cli import generation
+from mlx_zip.cli import colours, generation
 from mlx_zip.generate import GenerationResponse, load, stream_generate
 from support import tiny_text
 from support.cli_cases import MODEL, PROMPT
@@ -157,7 +157,7 @@ class Terminal(io.StringIO):
 )
 def test_colour_is_for_terminals_and_yields_to_no_color(choice, out, no_color, coloured, monkeypatch):
     monkeypatch.setenv("NO_COLOR", no_color)
-    assert generation._coloured(choice, out) is coloured
+    assert colours.coloured(choice, out) is coloured
 
 
 def test_colour_changes_nothing_but_the_colour(run, model):
@@ -288,7 +288,7 @@ def test_output_that_cannot_be_written_is_one_line(monkeypatch, capsys, model):
 
     monkeypatch.setattr(sys, "stdout", Full())
     status = cli.main(["generate", "--model", model, "--prompt", "a", "-m", "2"])
-    assert (status, capsys.readouterr().err) == (2, "error: [Errno 28] No space left on device\n")
+    assert (status, capsys.readouterr().err) == (2, "error: No space left on device\n")
 
 
 def test_an_error_cannot_steer_the_terminal(run):

@@ -213,6 +213,17 @@ OUT_OF_RANGE = [
     ("logit_bias", {3: float("nan")}),
     ("logit_bias", {3: float("inf")}),
     ("logit_bias", {3: 1e4}),
+    ("logit_bias", {3: "a"}),
+    ("logit_bias", [3]),
+    ("temp", "1"),
+    ("temp", None),
+    ("temp", 1e-300),  # its inverse is infinite in float32
+    ("temp", 1e300),
+    ("temp", np.float32(1)),  # mlx-lm's compiled samplers take Python's numbers only
+    ("top_p", "a"),
+    ("xtc_threshold", None),
+    ("repetition_penalty", "a"),
+    ("presence_penalty", 10**400),
 ]
 
 

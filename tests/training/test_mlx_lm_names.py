@@ -138,12 +138,23 @@ def test_an_optimizers_options_are_taken_where_they_are_ours():
         ({"lr_schedule": {"name": "cosine_decay", "arguments": [1.0, 10]}, "iters": 20}, "its 10 steps are not"),
         ({"lr_schedule": {"name": "cosine_decay", "arguments": [1.0, 10], "warmup_init": 0.1}}, "warmup_init"),
         ({"lora_parameters": {"alpha": 3}}, "lora_parameters .*unknown alpha"),
+        ({"optimizer_config": {"adamw": 5}}, "optimizer_config of mlx-lm: adamw must be a mapping, got 5"),
+        ({"optimizer_config": {"adamw": [1]}}, r"optimizer_config .*: adamw must be a mapping, got \[1\]"),
+        (
+            {"lr_schedule": {"name": "cosine_decay", "warmup": "x", "arguments": [1.0, 10]}},
+            "lr_schedule of mlx-lm: warmup must be a whole number, got 'x'",
+        ),
     ],
     ids=str,
 )
 def test_what_has_no_counterpart_is_refused_by_name(values, reason):
     with pytest.raises(TrainingError, match=reason):
         translate(values)
+
+
+def test_a_zero_in_lora_parameters_is_passed_on_and_nothing_is_not():
+    given = {"rank": 0, "scale": 0.0, "dropout": None, "keys": []}
+    assert translate({"lora_parameters": given}) == {"lora_rank": 0, "lora_scale": 0.0}
 
 
 def test_a_misspelled_name_is_answered_with_the_nearest_one(tmp_path, capsys):

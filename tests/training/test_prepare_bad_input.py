@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -150,3 +151,64 @@ def test_a_finished_shard_that_does_not_fit_its_record_is_named(begun, data):
     path.write_bytes(b"")
     with pytest.raises(DataError, match=r"shard-00000\.base\.npy cannot be read"):
         prepared(begun, data, shard_samples=8)
+
+
+# ---- paths
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """The one line on stderr of a `prepare` that is refused."""
+    argv = ["prepare", "--tokenizer", str(tokenizer_folder()), "--workers", "1", *words]
+    assert main(argv) == 2
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    return told
+
+
+@pytest.mark.parametrize("name", ["pipe.txt", "pipe.jsonl", "sources"])
+def test_a_pipe_among_the_texts_is_named_and_not_waited_for(name, tmp_path, capsys):
+    (tmp_path / "sources").mkdir()
+    (tmp_path / "sources" / "a.py").write_text("x = 1\n" * 50)
+    place = tmp_path / "sources" / "b.py" if name == "sources" else tmp_path / name
+    os.mkfifo(place)
+    told = said(capsys, "--data", str(tmp_path / name), "--out", str(tmp_path / "out"))
+    assert f"{place}: is a folder or device, not a file" in told
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_name_that_is_too_long_is_named_without_an_error_number(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert f"error: {'t' * 300}.txt: File name too long" in said(capsys, "--data", "t" * 300 + ".txt", "--out", "o")
+
+
+def test_an_empty_out_is_not_the_working_folder(data, tmp_path, capsys, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert "--out is empty" in said(capsys, "--data", data, "--out", "")
+    assert list(Path().iterdir()) == []
+
+
+def test_out_takes_a_home_folder(data, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    argv = ["prepare", "--tokenizer", str(tokenizer_folder()), "--data", data, "--out", "~/out", "--workers", "1"]
+    assert main(argv) == 0
+    assert (tmp_path / "out" / "index.json").exists()
+
+
+def test_an_out_that_cannot_be_made_is_not_to_be_run_again(data, tmp_path, capsys):
+    told = said(capsys, "--data", data, "--out", f"{data}/out")
+    assert told == f"error: {data}/out cannot be written: Not a directory\n"
+
+
+def test_prepared_data_are_not_prepared_again(data, tmp_path, capsys):
+    prepared(tmp_path / "first", data)
+    told = said(capsys, "--data", str(tmp_path / "first"), "--out", str(tmp_path / "out"))
+    assert f"{tmp_path / 'first'} is prepared already; `mlx_zip train --data" in told
+    assert not (tmp_path / "out").exists()
+
+
+def test_records_that_are_all_wrong_leave_no_folder(tmp_path):
+    wrong = write_lines(tmp_path / "a.jsonl", ["5"] * 40)
+    with pytest.raises(DataError, match="40 wrong records, more than"):
+        prepared(tmp_path / "out", wrong, shard_samples=8, max_skipped=30)
+    assert not (tmp_path / "out").exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -322,3 +323,50 @@ def test_a_run_that_failed_lets_the_next_one_in(copied, monkeypatch):
         with pytest.raises(TrainingError, match="gone wrong"):
             again(copied)
     assert again(copied).progress.step == 4
+
+
+# ---- what a command says
+
+
+def train_argv(home: Path, out: Path, *more: Any) -> list[Any]:
+    return ["train", "--model", home / "plain", "--data", home / "data", "--out", out, *FLAGS, *more]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--batch-size", "25"], "24 usable samples do not fill a batch of 25: .*smaller --batch-size"),
+        (["--max-seq-length", "0"], "max_seq_length must be a whole number of 1 or more, got 0"),
+        (["--lora-keys", ","], "lora_keys ',' names no layer"),
+        (["--report-to", ","], "--report-to ',' names no service"),
+        (["--valid", "nowhere"], "nowhere: no such file or folder; --valid names a folder"),
+        (["-c", "nowhere.yaml"], "--config nowhere.yaml cannot be read: No such file or directory$"),
+    ],
+    ids=lambda one: one[0] if isinstance(one, list) else "",
+)
+def test_a_flag_that_cannot_be_met_is_named_with_what_to_do(flags, words, home, tmp_path, capsys):
+    assert re.search(words, refused(capsys, *train_argv(home, tmp_path / "out", *flags)))
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_out_that_cannot_be_made_is_named_once(home, capsys):
+    file = home / "plain" / "config.json"
+    assert refused(capsys, *train_argv(home, file / "x")) == f"error: cannot write {file / 'x'}: Not a directory\n"
+
+
+def test_the_parts_of_the_codec_that_differ_are_named(home, tmp_path, capsys):
+    argv = ["train", "--model", home / "run" / "model", "--data", tmp_path / "data", "--out", tmp_path / "out"]
+    index = json.loads((shutil.copytree(home / "data", tmp_path / "data") / "index.json").read_text())
+    index["codec"] |= {"disabled_ids": [0, 1], "vocab_size": 99}
+    (tmp_path / "data" / "index.json").write_text(json.dumps(index))
+    told = refused(capsys, *argv)
+    assert "another codec than the model's (vocab_size 99, the model's 96; other disabled_ids)" in told
+    assert "mlx_zip prepare --model" in told
+
+
+def test_paths_take_a_home_folder(home, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    shutil.copytree(home / "data", tmp_path / "data")
+    argv = ["train", "--model", home / "plain", "--data", "~/data", "--out", "~/out", *FLAGS, "--iters", "1"]
+    assert main([str(word) for word in argv]) == 0
+    assert (tmp_path / "out" / "model" / "config.json").exists()

@@ -88,11 +88,16 @@ def test_a_yaml_file_sets_what_the_flags_do_not(tmp_path, monkeypatch):
     [
         ("surprise: 1", "unknown surprise"),
         ("learning_rate: fast", "learning_rate must be a number"),
-        ("iters: 2.5", "iters must be of type int"),
-        ("grad_checkpoint: 'yes'", "grad_checkpoint must be of type bool"),
+        ("iters: 2.5", "iters must be a whole number"),
+        ("grad_checkpoint: 'yes'", "grad_checkpoint must be true or false"),
         ("save_dtype: int8", "save_dtype 'int8' is not one of"),
         ("- 1", "holds no settings"),
-        ("a: [", "cannot be read"),
+        ("a: [", "c.yaml cannot be read: line 1: expected the node content"),
+        ("iters: 5\niters: 6", "c.yaml cannot be read: line 2: iters is given twice"),
+        ("lora_parameters: {rank: 4, rank: 8}", "c.yaml cannot be read: line 1: rank is given twice"),
+        ("{[a]: 5}", "c.yaml cannot be read: line 1: found unhashable key"),
+        ('out: "a\\0b"', "out must not hold a null character"),
+        ('data: ["a\\0b"]', "data must not hold a null character"),
     ],
 )
 def test_a_yaml_file_that_cannot_be_is_one_line(text, match, tmp_path, capsys):

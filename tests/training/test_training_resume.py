@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import resource
@@ -20,6 +21,7 @@ import pytest
 
 from mlx_zip import MlxZipError
 from mlx_zip.errors import DataError, TrainingError
+from mlx_zip.files import sole_user
 from mlx_zip.training.batches import batch_order
 from mlx_zip.training.checkpoint import checkpoints
 from mlx_zip.training.loop import run_steps
@@ -29,6 +31,7 @@ from mlx_zip.training.settings import EncoderOptions, TrainSettings
 from mlx_zip.training.trainer import Trainer
 from support.crashing import crash_after
 from support.processes import Command
+from support.same_numbers import assert_same_losses, assert_same_weights, is_exact
 from support.tiny_training import (
     CODEC,
     ENCODER,
@@ -48,10 +51,37 @@ def weights(out: Path) -> dict[str, np.ndarray]:
 
 
 def assert_same_run(found: Path, expected: Path) -> None:
-    assert losses(found) == losses(expected)
-    one, other = weights(found), weights(expected)
-    assert one.keys() == other.keys()
-    assert all((one[name] == other[name]).all() for name in one)
+    assert_same_losses(losses(found), losses(expected))
+    assert_same_weights(weights(found), weights(expected))
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes a GPU the default device, by its name."""
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+
+
+def test_a_run_on_the_cpu_is_compared_bit_for_bit():
+    if not is_exact():
+        pytest.skip("the default device is a GPU")
+    for compare, one, other in (
+        (assert_same_losses, [(1, 2.0)], [(1, 2.0000001)]),
+        (assert_same_weights, {"a": np.array([1.0, 2.0])}, {"a": np.array([1.0, 2.0000001])}),
+    ):
+        compare(one, one)
+        with pytest.raises(AssertionError):
+            compare(one, other)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_run_on_a_gpu_is_compared_with_a_tolerance_that_a_wrong_one_misses():
+    for compare, one, near, far in (
+        (assert_same_losses, [(1, 2.0)], [(1, 2.0001)], [(1, 2.01)]),
+        (assert_same_weights, {"a": np.ones(9)}, {"a": np.full(9, 1.001)}, {"a": np.full(9, 1.02)}),
+    ):
+        compare(one, near)
+        with pytest.raises(AssertionError):
+            compare(one, far)
 
 
 @pytest.mark.parametrize(
@@ -355,6 +385,37 @@ def test_weights_that_are_no_numbers_stop_the_run_before_anything_is_saved(tmp_p
     assert checkpoints(tmp_path / "run") == []
 
 
+def test_a_run_that_failed_before_its_first_checkpoint_is_not_in_the_way_of_one_with_other_settings(tmp_path):
+    with pytest.raises(TrainingError, match="step 1: ") as failed:
+        train(options(tmp_path / "run", valid_share=0.2), settings(lora_scale=1e300), quiet=True)
+    assert "checkpoint" not in str(failed.value)
+    assert train(options(tmp_path / "run"), settings(seed=1), quiet=True).progress.step == 6
+    record = json.loads((tmp_path / "run" / "train.json").read_text())
+    assert record["fixed"]["settings"]["seed"] == 1
+    assert "valid_share" not in record
+    whole = options(tmp_path / "whole")
+    train(whole, settings(seed=1), quiet=True)
+    assert losses(tmp_path / "run") == losses(whole.out)
+
+
+def test_a_run_without_a_checkpoint_that_another_process_trains_is_left_alone(tmp_path):
+    with pytest.raises(TrainingError, match="step 1: "):
+        train(options(tmp_path / "run"), settings(lora_scale=1e300), quiet=True)
+    before = (tmp_path / "run" / "train.json").read_bytes()
+    with sole_user(tmp_path / "run"), pytest.raises(TrainingError, match=r"another process trains in .*run"):
+        train(options(tmp_path / "run"), settings(), quiet=True)
+    assert (tmp_path / "run" / "train.json").read_bytes() == before
+
+
+def test_a_file_of_the_users_that_is_called_like_a_runs_record_is_left_alone(tmp_path):
+    (tmp_path / "run").mkdir()
+    for text in ("[1]", '{"fingerprint": 1}', "no JSON"):
+        (tmp_path / "run" / "train.json").write_text(text)
+        with pytest.raises(TrainingError, match="choose another --out"):
+            train(options(tmp_path / "run"), settings(), quiet=True)
+        assert (tmp_path / "run" / "train.json").read_text() == text
+
+
 @contextmanager
 def no_file_larger_than(size: int) -> Any:
     """Writing more fails, as on a full disk."""
@@ -426,7 +487,7 @@ def test_lines_behind_the_resumed_step_are_dropped(tmp_path):
 
 
 def test_a_batch_larger_than_the_data_is_refused(tmp_path):
-    with pytest.raises(TrainingError, match="24 usable samples do not fill a batch of 25"):
+    with pytest.raises(TrainingError, match=r"24 usable samples do not fill a batch of 25: .*smaller --batch-size"):
         train(options(tmp_path / "run"), settings(batch_size=25), quiet=True)
 
 

@@ -1,0 +1,37 @@
+"""Reads YAML files that people write; each name may be given once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+
+class _Loader(yaml.SafeLoader):
+    """Builds plain values only, and refuses a mapping that gives one name twice."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """Returns the node of the next mapping. Raises `yaml.YAMLError` for a name that it gives twice."""
+        node = super().compose_mapping_node(anchor)
+        given: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in given:
+                raise yaml.MarkedYAMLError(problem=f"{key.value} is given twice", problem_mark=key.start_mark)
+            given.add(str(key.value))
+        return node
+
+
+def read_yaml(path: Path) -> Any:
+    """Returns the content of a YAML file. Raises `OSError`, and `ValueError` naming the line and the problem."""
+    try:
+        return yaml.load(path.read_text(encoding="utf-8-sig"), _Loader)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(_words(error)) from error
+
+
+def _words(error: yaml.YAMLError | RecursionError) -> str:
+    """Returns line and problem of an error on one line."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return f"line {error.problem_mark.line + 1}: {' '.join(str(error.problem).split())}"
+    return " ".join(str(error).split())
