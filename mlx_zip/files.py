@@ -144,6 +144,16 @@ def sync(path: Path, full: bool = True) -> None:
         os.close(handle)
 
 
+def at_home(name: str | os.PathLike[str]) -> Path:
+    """Returns a path with a leading ~ or ~USER replaced by that user's home folder; an unknown user's is left as is.
+
+    Raises `DataError` for what is no path.
+    """
+    if not isinstance(name, str | os.PathLike):
+        raise DataError(f"a path must be text, got {name!r:.80}")
+    return Path(os.path.expanduser(name))
+
+
 def _full_sync(handle: int) -> bool:
     """Flushes an open file and the cache of its disk; returns False where there is no such call."""
     command = getattr(fcntl, "F_FULLFSYNC", None)  # Macs only

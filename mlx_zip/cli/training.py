@@ -12,6 +12,7 @@ from typing import Any
 
 from mlx_zip.cli.settings_flags import ENCODER_FLAGS, add_all, flag
 from mlx_zip.errors import TrainingError, reason
+from mlx_zip.files import at_home
 from mlx_zip.training.mlx_lm_names import NAMES, translate
 from mlx_zip.training.settings import SAVE_DTYPES, SAVES, VALID_SHARE, EncoderOptions, RunOptions, TrainSettings
 
@@ -150,7 +151,7 @@ def run_options(values: dict[str, Any]) -> RunOptions:
     chosen |= {
         "data": _paths(values["data"]),
         "valid": _paths(values.get("valid") or []),
-        "out": Path(values["out"]).expanduser(),
+        "out": at_home(values["out"]),
     }
     chosen |= {"scratch": _path(values.get("from_scratch")), "tokenizer": _path(values.get("tokenizer"))}
     return RunOptions(**chosen, encoder=EncoderOptions(**encoder))
@@ -169,7 +170,7 @@ def _read_yaml(path: str | None) -> dict[str, Any]:
     from mlx_zip.training.yaml_file import read_yaml
 
     try:
-        values = read_yaml(Path(path).expanduser()) or {}
+        values = read_yaml(at_home(path)) or {}
     except (OSError, ValueError) as error:
         raise TrainingError(f"--config {path} cannot be read: {reason(error)}") from error
     if not isinstance(values, dict):
@@ -208,8 +209,8 @@ def _checked(path: str, name: str, value: Any) -> Any:
 
 
 def _paths(value: str | list[str]) -> list[Path]:
-    return [Path(one).expanduser() for one in ([value] if isinstance(value, str) else value)]
+    return [at_home(one) for one in ([value] if isinstance(value, str) else value)]
 
 
 def _path(value: str | None) -> Path | None:
-    return None if value is None else Path(value).expanduser()
+    return None if value is None else at_home(value)

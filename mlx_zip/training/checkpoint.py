@@ -4,6 +4,9 @@
                   optimizer.safetensors  the optimizer's and the random generator's state
                   state.json             `Progress` and the run's fingerprint
 
+On the CPU a resumed run gives the numbers of one that never stopped, bit for bit. GPUs add up the gradients of gathered
+rows in an order that changes from run to run, so there the last digits differ.
+
 A run that is killed at any moment finds its last complete checkpoint. An incomplete one has another name, and is
 removed when the next checkpoint is written.
 """

@@ -12,7 +12,7 @@ from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
 import mlx_zip.generate
 from mlx_zip import cli
-from mlx_zip.cli import generation
+from mlx_zip.cli import colours, generation
 from mlx_zip.generate import GenerationResponse, load, stream_generate
 from support import tiny_text
 from support.cli_cases import MODEL, PROMPT
@@ -157,7 +157,7 @@ class Terminal(io.StringIO):
 )
 def test_colour_is_for_terminals_and_yields_to_no_color(choice, out, no_color, coloured, monkeypatch):
     monkeypatch.setenv("NO_COLOR", no_color)
-    assert generation._coloured(choice, out) is coloured
+    assert colours.coloured(choice, out) is coloured
 
 
 def test_colour_changes_nothing_but_the_colour(run, model):

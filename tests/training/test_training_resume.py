@@ -32,6 +32,7 @@ from mlx_zip.training.settings import EncoderOptions, TrainSettings
 from mlx_zip.training.trainer import Trainer
 from support.crashing import crash_after
 from support.processes import Command
+from support.same_numbers import assert_same_losses, assert_same_weights, is_exact
 from support.tiny_training import (
     CODEC,
     ENCODER,
@@ -51,10 +52,37 @@ def weights(out: Path) -> dict[str, np.ndarray]:
 
 
 def assert_same_run(found: Path, expected: Path) -> None:
-    assert losses(found) == losses(expected)
-    one, other = weights(found), weights(expected)
-    assert one.keys() == other.keys()
-    assert all((one[name] == other[name]).all() for name in one)
+    assert_same_losses(losses(found), losses(expected))
+    assert_same_weights(weights(found), weights(expected))
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes a GPU the default device, by its name."""
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+
+
+def test_a_run_on_the_cpu_is_compared_bit_for_bit():
+    if not is_exact():
+        pytest.skip("the default device is a GPU")
+    for compare, one, other in (
+        (assert_same_losses, [(1, 2.0)], [(1, 2.0000001)]),
+        (assert_same_weights, {"a": np.array([1.0, 2.0])}, {"a": np.array([1.0, 2.0000001])}),
+    ):
+        compare(one, one)
+        with pytest.raises(AssertionError):
+            compare(one, other)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_run_on_a_gpu_is_compared_with_a_tolerance_that_a_wrong_one_misses():
+    for compare, one, near, far in (
+        (assert_same_losses, [(1, 2.0)], [(1, 2.0001)], [(1, 2.01)]),
+        (assert_same_weights, {"a": np.ones(9)}, {"a": np.full(9, 1.001)}, {"a": np.full(9, 1.02)}),
+    ):
+        compare(one, near)
+        with pytest.raises(AssertionError):
+            compare(one, far)
 
 
 @pytest.mark.parametrize(
