@@ -14,7 +14,7 @@ from mlx_lm.sample_utils import LogitsProcessor
 
 from mlx_zip import sessions
 from mlx_zip.canonical import CanonicalDecoding
-from mlx_zip.codec import compress
+from mlx_zip.codec import compress_next
 from mlx_zip.errors import GenerationError
 from mlx_zip.layout import is_zip
 from mlx_zip.sampling import Sampling
@@ -61,6 +61,22 @@ class GenerationResponse:
         """Share of the emitted ids that are hypertokens."""
         return self.hypertokens / self.steps
 
+    def figures(self) -> dict[str, Any]:
+        """Returns the figures by name, with units. *_tokens count base tokens; steps and prompt_ids count ids."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "prompt_ids": self.prompt_ids,
+            "prompt_tokens_per_s": self.prompt_tps,
+            "generation_tokens": self.generation_tokens,
+            "steps": self.steps,
+            "hypertokens": self.hypertokens,
+            "base_tokens_per_step": self.base_tokens_per_step,
+            "hyper_share": self.hyper_share,
+            "generation_tokens_per_s": self.generation_tps,
+            "text_bytes": self.bytes,
+            "peak_memory_gb": self.peak_memory,
+        }
+
 
 class Request:
     """One sequence from prompt to text: compresses the prompt, keeps the limits, counts what is emitted.
@@ -87,6 +103,7 @@ class Request:
         self._canonical = state is not None and model.config.canonical
         self._cache, chat = cache, as_chat(prompt)
         self._notes = sessions.notes_on(cache)
+        self._reader = self._notes.reader  # of the last request that used the cache, later this one's own mark
         begun, self._held = sessions.is_begun(cache), sessions.held_ids(cache)
         used_ids, used_base = self._held, self._held if state is None else state.books[0].base_length
         base_ids = encode_prompt(tokenizer, prompt, begun, sessions.answers_in(cache) if chat else None)
@@ -120,12 +137,10 @@ class Request:
         if self._state is None:
             return ids
         book = self._state.books[self._row]  # with the request's own start entries, which may differ from the model's
-        if kept == 0:
-            return compress(book.params, ids)[0]
         if kept < book.mark():
             book = book.copy()
             book.rewind(kept)
-        return book.compress(ids)
+        return compress_next(book, ids)
 
     def take_cache(self) -> None:
         """Trims the cache to the ids that the prompt follows.
@@ -133,9 +148,15 @@ class Request:
         Raises `GenerationError`, with the cache unchanged, if it cannot be trimmed, or was used since the
         request was made.
         """
-        if sessions.held_ids(self._cache) != self._held:
+        if sessions.held_ids(self._cache) != self._held or self._notes.reader is not self._reader:
             raise GenerationError("the prompt cache was used since stream_generate was called: call it again")
         sessions.trim_to(self._cache, self._kept_ids)
+        self._reader = self._notes.reader = object()
+
+    def check_cache(self) -> None:
+        """Raises `GenerationError` if another request has used the cache since this one took it."""
+        if self._notes.reader is not self._reader:
+            raise GenerationError("another request used the prompt cache in the middle of this answer, which ends here")
 
     def processors(self, options: Sampling, others: Sequence[LogitsProcessor] = ()) -> list[LogitsProcessor]:
         """Returns the sequence's logits processors: penalties, then `others`, then canonical decoding if it is on."""
@@ -156,6 +177,8 @@ class Request:
         An answer is not noted if a stop string cut it, the caller left early, or the prompt began it, because then the
         emitted ids are not exactly those of the answer.
         """
+        if self._notes.reader is not self._reader:
+            return  # the cache holds another request's ids now
         sessions.keep_notes(self._cache, self._notes)
         if self._emitted:
             sessions.note_read(self._cache, [*self.prompt_ids.tolist(), *self._emitted])

@@ -10,8 +10,6 @@ from mlx_zip.cli import packs, rows
 from mlx_zip.cli.actions import writable
 from mlx_zip.errors import DataError
 
-AVAILABILITY = ("causal", "legacy")
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags."""
@@ -57,6 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_text(add: Any) -> None:
     """Declares the flags of bits per byte."""
+    from mlx_zip.config import AVAILABILITY
+
     add(
         "--data",
         nargs="+",

@@ -7,10 +7,10 @@ import os
 from pathlib import Path
 from typing import Any
 
+from mlx_zip.arguments import add_pack
 from mlx_zip.cli.actions import TOKENIZER
 from mlx_zip.errors import DataError
 from mlx_zip.files import at_home
-from mlx_zip.flags import add_pack
 
 _MOST_WORKERS = 8
 _OF_DATA = ("separator", "columns", "subset", "split")  # flags that a mixture sets for each source itself

@@ -78,3 +78,15 @@ class Tokenizer:
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._tokenizer, name)
+
+
+def add_eos_tokens(tokenizer: Any, tokens: Iterable[str]) -> None:
+    """Makes further tokens end a text: each a token's text, or an id in digits.
+
+    tokenizer: a `Tokenizer`, or mlx-lm's wrapper. Raises `GenerationError` for one that is no token.
+    """
+    vocabulary = tokenizer.get_vocab()
+    for token in tokens:
+        if token not in vocabulary and not (token.isdecimal() and len(token) < 10 and int(token) < len(tokenizer)):
+            raise GenerationError(f"--extra-eos-token {token!r} is not a token of this tokenizer")
+        tokenizer.add_eos_token(token)
