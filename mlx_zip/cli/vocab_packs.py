@@ -107,7 +107,7 @@ def _learn(args: argparse.Namespace) -> int:
     save_pack(args.out, pack)
     if plot is not None:
         _plot(plot, found.entries, lambda part, of: measured(plan.params, part, of, args.window), texts, held_out)
-    if len(found.entries) < args.size and not cost:
+    if len(found.entries) < args.size and not cost and not args.json:
         shortfall = f"the texts repeat enough for {len(found.entries):,} of the {args.size:,} entries of --size"
         print(f"{shortfall}; give more text for more entries", file=sys.stderr)
     _print(args, args.out, pack)
