@@ -222,3 +222,11 @@ def test_a_full_disk_before_the_first_shard_leaves_no_folder(data, tmp_path, mon
     with pytest.raises(DataError, match=r"out cannot be written: No space left on device$"):
         prepared(tmp_path / "out", data)
     assert not (tmp_path / "out").exists()
+
+
+def test_the_working_folder_is_a_data_set_too(tmp_path, monkeypatch):
+    pytest.importorskip("datasets")
+    (tmp_path / "set").mkdir()
+    texts(tmp_path / "set" / "train.jsonl", stories(5))
+    monkeypatch.chdir(tmp_path / "set")
+    assert len(prepared(tmp_path / "out", ".")) > 0
