@@ -86,6 +86,8 @@ def _learn(args: argparse.Namespace) -> int:
     plan, tokenizer, _ = make_plan(options, pads=False)
     texts = _read(args, options.sources, tokenizer)
     held_out = _read(args, held_out_texts, tokenizer) if held_out_texts else []
+    if held_out_texts and not any(map(len, held_out)):
+        raise DataError(f"--held-out {', '.join(args.held_out)}: no text to measure on")
     cost = _head_cost(args)
     found = learn(plan.params, texts, args.size, window=args.window, head_cost=cost, progress=_progress)
     about: dict[str, Any] = {
@@ -105,7 +107,7 @@ def _learn(args: argparse.Namespace) -> int:
     save_pack(args.out, pack)
     if plot is not None:
         _plot(plot, found.entries, lambda part, of: measured(plan.params, part, of, args.window), texts, held_out)
-    if len(found.entries) < args.size and not cost:
+    if len(found.entries) < args.size and not cost and not args.json:
         shortfall = f"the texts repeat enough for {len(found.entries):,} of the {args.size:,} entries of --size"
         print(f"{shortfall}; give more text for more entries", file=sys.stderr)
     _print(args, args.out, pack)
@@ -238,6 +240,8 @@ def _show(args: argparse.Namespace) -> int:
     if args.tokenizer is not None:
         tokenizer = _tokenizer(args.tokenizer)
         _check_tokenizer(pack, tokenizer, args.file)
+        if wrong := [i for entry in entries for i in entry if i >= len(tokenizer)]:
+            raise DataError(f"{args.file} holds the id {wrong[0]}, and {args.tokenizer} has only {len(tokenizer)} ids")
         texts = [tokenizer.decode(list(entry)) for entry in entries]
     else:
         texts = _own_texts(pack)[: args.show] or [" ".join(map(str, entry)) for entry in entries]
