@@ -158,8 +158,10 @@ class CanonicalDecoding:
         self._installed, self._next = len(self.book), (mark + 1, rewinds)
         if not excluded:
             return logits
-        canonical = mx.array(logits)
-        canonical[:, mx.array(excluded)] = -mx.inf
+        closed = mx.array(-mx.inf, logits.dtype)
+        canonical = mx.put_along_axis(
+            logits, mx.array(excluded)[None], closed, axis=1
+        )  # fewer operations than c[:, i] = x
         return unless_most(canonical, logits)
 
 
