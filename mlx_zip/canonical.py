@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from itertools import takewhile
 
 import mlx.core as mx
@@ -138,9 +138,29 @@ class CanonicalDecoding:
         self._installed, self._next = len(self.book), (mark + 1, rewinds)
         if not excluded:
             return logits
-        canonical = mx.array(logits)
-        canonical[:, mx.array(excluded)] = -mx.inf
-        return unless_most(canonical, logits)
+        return without(logits, excluded, self.end)
+
+    @property
+    def end(self) -> int:
+        """The number of columns of logits that can be other than -inf."""
+        return self.book.params.vocab_size + len(self.book)
+
+
+def without(logits: mx.array, excluded: Sequence[int], end: int) -> mx.array:
+    """Returns logits [1, W] with the ids `excluded` at -inf, unless they have more than `MOST` of the probability.
+
+    Equals `unless_most`, in fewer operations. end: all columns from here on are -inf already.
+    """
+    ids = mx.array(list(set(excluded)))[None]
+    chosen = mx.take_along_axis(logits, ids, axis=-1)
+    share, whole = mx.logsumexp(chosen.astype(mx.float32)), mx.logsumexp(logits[:, :end].astype(mx.float32))
+    return mx.put_along_axis(logits, ids, _closed_unless(chosen, share, whole), axis=-1)
+
+
+@mx.compile
+def _closed_unless(chosen: mx.array, share: mx.array, whole: mx.array) -> mx.array:
+    """Returns logits `chosen` if their logsumexp `share` is more than `MOST` of that of all, `whole`; else -inf."""
+    return mx.where(share - whole > math.log(MOST), chosen, -mx.inf)
 
 
 def unless_most(canonical: mx.array, logits: mx.array) -> mx.array:
