@@ -138,22 +138,17 @@ class CanonicalDecoding:
         self._installed, self._next = len(self.book), (mark + 1, rewinds)
         if not excluded:
             return logits
-        return without(logits, excluded, self.end)
-
-    @property
-    def end(self) -> int:
-        """The number of columns of logits that can be other than -inf."""
-        return self.book.params.vocab_size + len(self.book)
+        return without(logits, excluded)
 
 
-def without(logits: mx.array, excluded: Sequence[int], end: int) -> mx.array:
+def without(logits: mx.array, excluded: Sequence[int]) -> mx.array:
     """Returns logits [1, W] with the ids `excluded` at -inf, unless they have more than `MOST` of the probability.
 
-    Equals `unless_most`, in fewer operations. end: all columns from here on are -inf already.
+    Equals `unless_most`, in fewer operations.
     """
     ids = mx.array(list(set(excluded)))[None]
     chosen = mx.take_along_axis(logits, ids, axis=-1)
-    share, whole = mx.logsumexp(chosen.astype(mx.float32)), mx.logsumexp(logits[:, :end].astype(mx.float32))
+    share, whole = mx.logsumexp(chosen.astype(mx.float32)), mx.logsumexp(logits.astype(mx.float32))
     return mx.put_along_axis(logits, ids, _closed_unless(chosen, share, whole), axis=-1)
 
 

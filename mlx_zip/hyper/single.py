@@ -42,7 +42,7 @@ class SingleEncoder:
 def _forward(encoder: Any, matrix: nn.Module, merge_size: int, pad_id: int, as_float: bool) -> Dense:
     """Returns the encoder's function of x [1, n, D], the base rows of one entry -> row [1, D]."""
     if isinstance(encoder, Averaging):
-        return lambda x: x.mean(axis=1)
+        return lambda x: x.sum(axis=1) / x.shape[1]
     if isinstance(encoder, ResLatentAttention):
         return _res_latent(encoder, as_float)
     if isinstance(encoder, Transformer):
@@ -51,7 +51,7 @@ def _forward(encoder: Any, matrix: nn.Module, merge_size: int, pad_id: int, as_f
     else:
         assert isinstance(encoder, Attention)
         positions, layers = encoder.pos_embed.weight, [_only_attention(encoder.attention, as_float)]
-    padding = _padding_sums(encoder, matrix, merge_size, pad_id)
+    padding = _padding(encoder, matrix, merge_size, pad_id)
 
     def forward(x: mx.array) -> mx.array:
         n = x.shape[1]
@@ -59,7 +59,7 @@ def _forward(encoder: Any, matrix: nn.Module, merge_size: int, pad_id: int, as_f
             x = x + positions[:n].astype(x.dtype)
         for layer in layers:
             x = layer(x)
-        return (x.sum(axis=1) + padding[n]) * (1 / merge_size)
+        return mx.concatenate([x, padding[:, n:]], axis=1).mean(axis=1)
 
     return forward
 
@@ -78,8 +78,7 @@ def _res_latent(encoder: ResLatentAttention, as_float: bool) -> Dense:
         for layer in layers:
             x = layer(x)
         x = norm(x)
-        row = leave(x[:, -1] if causal else x.sum(axis=1))
-        row = row if causal else row * (1 / n)
+        row = leave(x[:, -1] if causal else x.sum(axis=1) / n)
         return row + first if residual else row
 
     return forward
@@ -163,8 +162,8 @@ def _dense(layer: Any, as_float: bool) -> Dense:
     return lambda x: mx.quantized_matmul(x, weight, scales, biases, transpose=True, **settings)
 
 
-def _padding_sums(encoder: Any, matrix: nn.Module, merge_size: int, pad_id: int) -> list[mx.array]:
-    """Returns for n = 0..merge_size what the padding after n real positions adds to the encoder's sum, each [1, D].
+def _padding(encoder: Any, matrix: nn.Module, merge_size: int, pad_id: int) -> mx.array:
+    """Returns what the encoder's layers make of padding at each position, [1, merge_size, width].
 
     A position of padding is not attended to and attends to nothing, so its output depends on no other position.
     """
@@ -174,9 +173,8 @@ def _padding_sums(encoder: Any, matrix: nn.Module, merge_size: int, pad_id: int)
     nothing = mx.zeros((1, 1, merge_size, merge_size), mx.bool_)
     for layer in encoder.layers if isinstance(encoder, Transformer) else [encoder.attention]:
         x = layer(x, nothing)
-    sums = [x[:, n:].sum(axis=1) for n in range(merge_size)] + [mx.zeros_like(x[:, 0])]
-    mx.eval(sums)
-    return sums
+    mx.eval(x)
+    return x
 
 
 def is_supported(encoder: nn.Module) -> bool:

@@ -19,7 +19,7 @@ import numpy as np
 
 from mlx_zip.config import ZipConfig
 from mlx_zip.errors import ConfigError, ModelError
-from mlx_zip.hyper import encode_entries, make_encoder
+from mlx_zip.hyper import RowTable, encode_entries, make_encoder
 from mlx_zip.layout import Layout
 from mlx_zip.models.architectures import make_decoder
 from mlx_zip.models.inputs import PositionedCache, check_shape, cut_offsets, kv_length, length_of, read_ids
@@ -270,9 +270,10 @@ class Model(nn.Module):
 
     def _embed_slots(self, h: mx.array, state: ZipState, slots: np.ndarray) -> mx.array:
         """Returns h [B, L, D] with the input rows of slots [B, L] put in; where slots is -1, h stays."""
-        self.session.fill_inputs(state, self.input_side, *state.missing_inputs(slots))
+        if not self.sides_are_one:
+            self.session.fill_inputs(state, self.input_side, *state.missing_inputs(slots))
         where = mx.array(slots)
-        rows = state.inputs.take(mx.maximum(where, 0))
+        rows = self.read_table(state).take(mx.maximum(where, 0))
         return mx.where((where >= 0)[..., None], rows.astype(h.dtype), h)
 
     def _embed_evicted(self, h: mx.array, state: ZipState, ids: np.ndarray, slots: np.ndarray) -> mx.array:
@@ -294,11 +295,18 @@ class Model(nn.Module):
         if not hyper:
             return h
         slot = self.layout.slot(one)
-        if not state.encoded_inputs[0, slot]:
+        if not self.sides_are_one and not state.encoded_inputs[0, slot]:
             self.session.fill_inputs(state, self.input_side, np.array([0]), np.array([slot]))
-        rows = state.inputs.rows
+        rows = self.read_table(state).rows
         assert rows is not None
         return rows[:, slot : slot + 1].astype(h.dtype)  # `h` only provides the type here
+
+    def read_table(self, state: ZipState) -> RowTable:
+        """Returns the table that a call reads input rows from: the output table if both sides have the same rows.
+
+        Bodies that run ahead always read `state.inputs` (`mlx_zip.models.ahead`).
+        """
+        return state.outputs if self.sides_are_one else state.inputs
 
     def fill_outputs(self, state: ZipState) -> None:
         """Puts the missing output rows of all installed entries into the output table."""

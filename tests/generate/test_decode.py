@@ -279,7 +279,7 @@ def test_an_id_that_does_not_exist_is_an_error_and_changes_nothing(wrong):
 
 @pytest.mark.parametrize("ahead", [True, False])
 def test_a_row_that_exists_is_not_encoded_again(ahead, monkeypatch):
-    """Output rows: one per installed entry. Input rows: as many where bodies run ahead, else one per hypertoken read."""
+    """Output rows: one per installed entry. Input rows: as many if bodies run ahead, else one per hypertoken read."""
     model, encoded = tiny.tiny_model(), []
     encode = Session.encode
     monkeypatch.setattr(Session, "encode", lambda self, *args: encoded.append(len(args[-1])) or encode(self, *args))
