@@ -78,7 +78,9 @@ def _res_latent(encoder: ResLatentAttention, as_float: bool) -> Dense:
         for layer in layers:
             x = layer(x)
         x = norm(x)
-        row = leave(x[:, -1] if causal else x.sum(axis=1) / n)
+        row = (
+            leave(x[:, -1]) if causal else leave(x.sum(axis=1)) / n
+        )  # divided last, as one operation with the residual
         return row + first if residual else row
 
     return forward
