@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_zip.codec import Codebook, compress
+from mlx_zip.codec import Codebook, compress_next
 from mlx_zip.config import SIDES
 
 from . import machine
@@ -213,8 +213,7 @@ def zip_ids(book: Codebook, prompt: Sequence[int], text: Sequence[int]) -> tuple
 
     prompt, text: base ids. `book` is not changed.
     """
-    ids = np.asarray(prompt, np.uint32)
-    prompt_ids = book.compress(ids) if book.mark() else compress(book.params, ids)[0]
+    prompt_ids = compress_next(book, np.asarray(prompt, np.uint32))
     following = book.copy()
     following.push(prompt_ids)
     return prompt_ids, following.compress(np.asarray(text, np.uint32))

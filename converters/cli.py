@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-from mlx_zip.flags import add_pack
+from mlx_zip.arguments import add_pack
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mlx_zip.errors import ModelError
+from mlx_zip.files import at_home
 
 FOLDER = Path(__file__).parent / "bundle"
 NAMES = {
@@ -32,7 +33,12 @@ def bundled_model(name: str) -> Path:
 def here_or_bundled(name: str | Path) -> Path:
     """Returns the path itself, or the bundled folder for a bundled model's name; a local model folder takes precedence.
 
-    Raises `ModelError` if that bundled model is not installed.
+    Raises `ModelError` if that bundled model is not installed, and for a path that the system cannot look up, for
+    example one that is too long.
     """
-    path = Path(name).expanduser()
+    path = at_home(name)
+    try:
+        path.exists()
+    except OSError as error:
+        raise ModelError(f"{name!s:.80}: {error.strerror or error}") from error
     return bundled_model(str(name)) if str(name) in NAMES and not (path / "config.json").is_file() else path

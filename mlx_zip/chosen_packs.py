@@ -11,6 +11,7 @@ from mlx_zip.errors import CodecError, GenerationError
 from mlx_zip.layout import is_zip
 
 if TYPE_CHECKING:
+    from mlx_zip.config import ZipConfig
     from mlx_zip.vocab.packs import Pack, PackLike
 
 
@@ -74,17 +75,21 @@ def record(packs: Packs | None, model: Any) -> dict[str, Any]:
 
 def check(packs: Packs, model: Any, tokenizer: Any) -> None:
     """Raises `GenerationError` or `DataError` naming the packs if they do not fit the model or its tokenizer."""
-    name, entries = f"--pack {' '.join(packs.files)}", packs.merged.entries
     check_tokenizers(packs, tokenizer)
-    if not is_zip(model):
-        return
-    if len(entries) > (room := model.config.codebook_size):
+    if is_zip(model):
+        check_codec(packs, model.config)
+
+
+def check_codec(packs: Packs, config: ZipConfig) -> None:
+    """Raises `GenerationError` naming the packs if their entries do not fit a zip2zip model's codebook."""
+    name, entries = f"--pack {' '.join(packs.files)}", packs.merged.entries
+    if len(entries) > (room := config.codebook_size):
         raise GenerationError(
             f"{name}: {len(entries)} entries, but the model's codebook has {room} slots; give it more "
             "(--codebook-size), or make a smaller pack with `mlx_zip vocab pack merge --size`"
         )
     try:
-        replace(model.config.codec_params, start=entries)
+        replace(config.codec_params, start=entries)
     except CodecError as error:
         raise GenerationError(f"{name} does not fit the model: {error}") from error
 

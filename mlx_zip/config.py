@@ -15,6 +15,7 @@ from mlx_zip.errors import CodecError, ConfigError
 
 SIDES = ("input_encoder.", "output_encoder.")  # prefixes of the hyper-encoders' tensors
 POSITION_MODES = ("compressed", "base_token_end")
+AVAILABILITY = ("causal", "legacy")  # when an entry can be predicted: once it is installed; anywhere in its text
 MAX_LAYERS = 4096  # far above any real model; layers are built before their tensors are read
 SELF_CONTAINED = "."  # format 2: the base model is in the checkpoint's own folder
 

@@ -26,6 +26,7 @@ from mlx_zip.loading import load
 from mlx_zip.request import GenerationResponse, Request, base_config
 from mlx_zip.sampling import Sampling, SamplingOptions
 from mlx_zip.state import find_state, split_packs
+from mlx_zip.text.tokenizer import as_tokenizer
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 from mlx_zip.vocab.packs import PackLike, as_pack
 
@@ -100,15 +101,26 @@ def stream_generate(
     read or is of another tokenizer.
     """
     options = Sampling.of(sampling, signature(stream_generate).parameters)
+    _check_functions(
+        sampler=sampler, logits_processors=logits_processors, prompt_progress_callback=prompt_progress_callback
+    )
+    tokenizer = as_tokenizer(tokenizer)
     start = _start_entries(pack, start, tokenizer)
     cache = _new_cache(model, start)
     if prompt_cache is not None:
-        if len(prompt_cache) != len(cache) or (find_state(prompt_cache) is None) != (find_state(cache) is None):
+        if (
+            not isinstance(prompt_cache, Sequence)
+            or len(prompt_cache) != len(cache)
+            or (find_state(prompt_cache) is None) != (find_state(cache) is None)
+        ):
             raise GenerationError("the prompt cache was not made for this model")
         cache = prompt_cache
         if is_zip(model):
-            model.check_cache(cache)[1].begun_with([start])
-    _check_kv(model, cache, kv_bits, kv_group_size, prefill_step_size)
+            state = model.check_cache(cache)[1]
+            if len(state.books) > 1:
+                raise GenerationError(f"the prompt cache is of a batch of {len(state.books)} sequences, not of one")
+            state.begun_with([start])
+    _check_kv(model, cache, kv_bits, kv_group_size, prefill_step_size, quantized_kv_start)
     request = Request(model, tokenizer, prompt, cache, max_tokens=max_tokens, stop=stop)
     sampler = _make_sampler(options, sampler, model, tokenizer)
     processors = request.processors(options, logits_processors or ())
@@ -155,6 +167,7 @@ def _responses(
             yield response
             if finish_reason is not None:
                 return
+            request.check_cache()
     finally:
         request.note(tokenizer, finish_reason)
 
@@ -205,8 +218,9 @@ def batch_generate(
     of the prompts generated one by one, except that under LongRoPE the longest row chooses the factors for all (as in
     transformers). Raises `GenerationError` before anything runs.
     """
+    responses = stream_batch(model, tokenizer, prompts, max_tokens, **options)
     texts = [""] * len(prompts)
-    for row, response in stream_batch(model, tokenizer, prompts, max_tokens, **options):
+    for row, response in responses:
         texts[row] += response.text
     return texts
 
@@ -228,9 +242,11 @@ def stream_batch(
 
     Options are as in `stream_generate`, but pack may also be a list of one pack per prompt, None for the model's own.
     """
-    if not prompts or isinstance(prompts, str):
+    if not isinstance(prompts, Sequence) or isinstance(prompts, str) or not prompts:
         raise GenerationError("no prompts: give a list of at least one")
     options = Sampling.of(sampling, signature(stream_batch).parameters)
+    _check_functions(sampler=sampler)
+    tokenizer = as_tokenizer(tokenizer)
     start = _start_entries(pack, start, tokenizer)
     _check_kv(model, (), None, KV_GROUP_SIZES[0], prefill_step_size)
     starts = split_packs(start, len(prompts))
@@ -344,12 +360,25 @@ def _make_sampler(options: Sampling, sampler: Sampler | None, model: Any, tokeni
     return options.make_sampler(width, never_excluded)
 
 
-def _check_kv(model: Any, cache: Sequence[Any], bits: int | None, group_size: int, chunk: int) -> None:
+def _check_functions(**given: Any) -> None:
+    """Raises `GenerationError` for an argument that is neither None, a function nor a list of functions."""
+    for name, value in given.items():
+        if value is not None and not all(map(callable, value if isinstance(value, list | tuple) else [value])):
+            raise GenerationError(f"{name}: {value!r:.80} is no function")
+
+
+def _check_kv(
+    model: Any, cache: Sequence[Any], bits: int | None, group_size: int, chunk: int, quantized_from: int = 0
+) -> None:
     """Raises `GenerationError` for a prefill chunk or a KV quantization that cannot be; bits: None for none."""
-    if chunk < 1:
-        raise GenerationError(f"prefill_step_size (--prefill-step-size) must be at least 1, got {chunk}")
+    if not isinstance(chunk, int) or chunk < 1:
+        raise GenerationError(
+            f"prefill_step_size (--prefill-step-size) must be an integer of at least 1, got {chunk!r}"
+        )
     if bits is None:
         return
+    if not isinstance(quantized_from, int):
+        raise GenerationError(f"quantized_kv_start (--quantized-kv-start) must be an integer, got {quantized_from!r}")
     if bits not in KV_BITS:
         raise GenerationError(f"kv_bits (--kv-bits) must be one of {KV_BITS}, got {bits}")
     if group_size not in KV_GROUP_SIZES:

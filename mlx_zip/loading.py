@@ -14,13 +14,13 @@ from mlx_lm.utils import load as mlx_load
 
 from mlx_zip.bundled import NAMES, here_or_bundled
 from mlx_zip.errors import DataError, MlxZipError, ModelError, bare_exceptions_as_value_errors, first_line
-from mlx_zip.files import check_in
+from mlx_zip.files import at_home, check_in
 from mlx_zip.hyper import RowStore
 from mlx_zip.layout import is_zip
 from mlx_zip.models.packed import packed_config
 from mlx_zip.register import MODEL_TYPE
 from mlx_zip.text import hub
-from mlx_zip.text.tokenizers import quiet_transformers
+from mlx_zip.text.tokenizers import damaged_json, quiet_transformers
 from mlx_zip.vocab.adaptbpe.plain import follow_folder
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 from mlx_zip.vocab.packs import IN_FOLDER, Pack, as_pack, pack_in_folder
@@ -67,7 +67,7 @@ def load(
         with quiet_transformers(), bare_exceptions_as_value_errors():
             loaded = mlx_load(
                 str(folder),
-                adapter_path=None if adapter_path is None else str(Path(adapter_path).expanduser()),
+                adapter_path=None if adapter_path is None else str(at_home(adapter_path)),
                 tokenizer_config={"trust_remote_code": trust_remote_code, **(tokenizer_config or {})},
                 model_config={**rope_settings(config), **changes},
                 lazy=lazy,
@@ -76,7 +76,7 @@ def load(
     except MlxZipError:
         raise
     except load_failures() as error:
-        raise ModelError(f"cannot load {folder}: {first_line(error)}") from error
+        raise ModelError(f"cannot load {folder}: {damaged_json(folder) or first_line(error)}") from error
     model: Any = loaded[0]
     follow_folder(getattr(loaded[1], "backend_tokenizer", None), folder)
     if pack is not None and pack.tokenizer is not None:
@@ -100,7 +100,7 @@ def _check_adapter(path: str | None, model: str | Path) -> None:
     """
     if path is None:
         return
-    folder = Path(path).expanduser()
+    folder = at_home(path)
     try:
         is_peft = "peft_type" in json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
     except OSError as error:

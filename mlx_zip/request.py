@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from mlx_lm.sample_utils import LogitsProcessor
 
 from mlx_zip import sessions
 from mlx_zip.canonical import CanonicalDecoding
-from mlx_zip.codec import compress
+from mlx_zip.codec import compress_next
 from mlx_zip.errors import GenerationError
 from mlx_zip.layout import is_zip
 from mlx_zip.sampling import Sampling
@@ -61,6 +61,22 @@ class GenerationResponse:
         """Share of the emitted ids that are hypertokens."""
         return self.hypertokens / self.steps
 
+    def figures(self) -> dict[str, Any]:
+        """Returns the figures by name, with units. *_tokens count base tokens; steps and prompt_ids count ids."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "prompt_ids": self.prompt_ids,
+            "prompt_tokens_per_s": self.prompt_tps,
+            "generation_tokens": self.generation_tokens,
+            "steps": self.steps,
+            "hypertokens": self.hypertokens,
+            "base_tokens_per_step": self.base_tokens_per_step,
+            "hyper_share": self.hyper_share,
+            "generation_tokens_per_s": self.generation_tps,
+            "text_bytes": self.bytes,
+            "peak_memory_gb": self.peak_memory,
+        }
+
 
 class Request:
     """One sequence from prompt to text: compresses the prompt, keeps the limits, counts what is emitted.
@@ -79,13 +95,15 @@ class Request:
         max_tokens: int,
         stop: str | Sequence[str] | None,
     ) -> None:
-        if max_tokens == 0 or max_tokens < -1:
-            raise GenerationError(f"max_tokens (--max-tokens) must be at least 1, or -1 for no limit, got {max_tokens}")
+        if not isinstance(max_tokens, int | np.integer) or max_tokens == 0 or max_tokens < -1:
+            rule = "must be an integer of at least 1, or -1 for no limit"
+            raise GenerationError(f"max_tokens (--max-tokens) {rule}, got {max_tokens!r:.80}")
         state = find_state(cache)
         self._state, self._row = state, 0
         self._canonical = state is not None and model.config.canonical
         self._cache, chat = cache, as_chat(prompt)
         self._notes = sessions.notes_on(cache)
+        self._reader = self._notes.reader  # of the last request that used the cache, later this one's own mark
         begun, self._held = sessions.is_begun(cache), sessions.held_ids(cache)
         used_ids, used_base = self._held, self._held if state is None else state.books[0].base_length
         base_ids = encode_prompt(tokenizer, prompt, begun, sessions.answers_in(cache) if chat else None)
@@ -106,8 +124,7 @@ class Request:
         tokens = math.inf if max_tokens == -1 else max_tokens
         limit = min(tokens, room) if by_base else tokens
         self.max_steps = -1 if (steps := min(tokens, room)) == math.inf else int(steps)
-        stops = (stop,) if isinstance(stop, str) else stop or ()
-        self._text = TextStream(tokenizer, None if limit == math.inf else int(limit), stops)
+        self._text = TextStream(tokenizer, None if limit == math.inf else int(limit), _stops(stop))
         self.steps = self.hypertokens = self.bytes = 0
 
     def bind(self, cache: Sequence[Any], row: int) -> None:
@@ -120,12 +137,10 @@ class Request:
         if self._state is None:
             return ids
         book = self._state.books[self._row]  # with the request's own start entries, which may differ from the model's
-        if kept == 0:
-            return compress(book.params, ids)[0]
         if kept < book.mark():
             book = book.copy()
             book.rewind(kept)
-        return book.compress(ids)
+        return compress_next(book, ids)
 
     def take_cache(self) -> None:
         """Trims the cache to the ids that the prompt follows.
@@ -133,9 +148,15 @@ class Request:
         Raises `GenerationError`, with the cache unchanged, if it cannot be trimmed, or was used since the
         request was made.
         """
-        if sessions.held_ids(self._cache) != self._held:
+        if sessions.held_ids(self._cache) != self._held or self._notes.reader is not self._reader:
             raise GenerationError("the prompt cache was used since stream_generate was called: call it again")
         sessions.trim_to(self._cache, self._kept_ids)
+        self._reader = self._notes.reader = object()
+
+    def check_cache(self) -> None:
+        """Raises `GenerationError` if another request has used the cache since this one took it."""
+        if self._notes.reader is not self._reader:
+            raise GenerationError("another request used the prompt cache in the middle of this answer, which ends here")
 
     def processors(self, options: Sampling, others: Sequence[LogitsProcessor] = ()) -> list[LogitsProcessor]:
         """Returns the sequence's logits processors: penalties, then `others`, then canonical decoding if it is on."""
@@ -156,6 +177,8 @@ class Request:
         An answer is not noted if a stop string cut it, the caller left early, or the prompt began it, because then the
         emitted ids are not exactly those of the answer.
         """
+        if self._notes.reader is not self._reader:
+            return  # the cache holds another request's ids now
         sessions.keep_notes(self._cache, self._notes)
         if self._emitted:
             sessions.note_read(self._cache, [*self.prompt_ids.tolist(), *self._emitted])
@@ -202,6 +225,15 @@ class Request:
             return (token,)
         book = self._state.books[self._row]
         return (token,) if token < book.params.vocab_size else book.expand(token).tolist()
+
+
+def _stops(stop: str | Iterable[str] | None) -> tuple[str, ...]:
+    """Returns stop strings as a tuple. Raises `GenerationError` for what is neither text nor a list."""
+    if stop is None or isinstance(stop, str):
+        return () if stop is None else (stop,)
+    if not isinstance(stop, Iterable) or isinstance(stop, bytes):
+        raise GenerationError(f"stop (--stop) must be text or a list of texts, got {stop!r:.80}")
+    return tuple(stop)
 
 
 def _base_id_limit(model: Any, tokenizer: Any) -> int:

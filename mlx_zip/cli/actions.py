@@ -92,15 +92,15 @@ def writable(
     flag: names the file in errors. what, suffix: the kind of file and the only suffix it may have ("" for any). read:
     other files that the command reads or writes. Raises `DataError` if the file cannot be written or is one of `read`.
     """
-    from mlx_zip.files import check_out
+    from mlx_zip.files import at_home, check_out
 
-    path = Path(name).expanduser()
+    path = at_home(name)
     try:
         check_out(path, what, suffix)
     except DataError as error:
         raise DataError(f"{flag} {error}") from error
     for other in read:
-        if other is not None and os.path.realpath(Path(other).expanduser()) == os.path.realpath(path):
+        if other is not None and os.path.realpath(at_home(other)) == os.path.realpath(path):
             raise DataError(f"{flag} {path}: the same command reads or writes that file; name another one")
     return path
 

@@ -8,8 +8,7 @@ from typing import Any
 
 from mlx_zip.cli import packs, rows
 from mlx_zip.cli.actions import writable
-
-AVAILABILITY = ("causal", "legacy")
+from mlx_zip.errors import DataError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,6 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_text(add: Any) -> None:
     """Declares the flags of bits per byte."""
+    from mlx_zip.config import AVAILABILITY
+
     add(
         "--data",
         nargs="+",
@@ -158,7 +159,9 @@ def run(args: argparse.Namespace) -> int:
     from mlx_zip.evaluation.evaluate import Evaluation, evaluate
     from mlx_zip.files import write_json
 
-    args.tasks = [name for part in args.tasks for name in part.split(",") if name]
+    given, args.tasks = args.tasks, [name for part in args.tasks for name in part.split(",") if name]
+    if given and not args.tasks:
+        raise DataError("--tasks names no task; lm-eval ls tasks lists them")
     what = Evaluation(**{field.name: getattr(args, field.name) for field in fields(Evaluation)})
     out = None if args.out is None else writable("--out", args.out, read=[*args.data, args.prompts])
     with rows.open_store(args) as store:

@@ -126,6 +126,7 @@ def _add_data(add: Any, purpose: str) -> None:
 
 def fit(args: argparse.Namespace) -> int:
     """Trains, and writes the model folder. Returns 0, or 130/143 when a signal ended the run. Raises `MlxZipError`."""
+    from mlx_zip.files import at_home
     from mlx_zip.training.hbpe_fit import MODEL, FitOptions, evaluate_texts
     from mlx_zip.training.hbpe_fit import fit as train
     from mlx_zip.training.settings import TrainSettings
@@ -136,7 +137,7 @@ def fit(args: argparse.Namespace) -> int:
     options = FitOptions(args.tokenizer, **{name: getattr(args, name) for name in _SIZES})
     texts = _texts(args.data, args.separator, args.limit_bytes)
     valid = _texts(args.valid, args.separator, None) if args.valid else []
-    out = Path(args.out).expanduser()
+    out = at_home(args.out)
     try:
         saved = train(texts, options, settings, out, quiet=args.json)
     except Stopped as early:

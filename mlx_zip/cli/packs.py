@@ -6,14 +6,14 @@ import argparse
 from typing import Any
 
 from mlx_zip import chosen_packs
+from mlx_zip.arguments import add_pack
 from mlx_zip.chosen_packs import Packs, check, is_plain, record
-from mlx_zip.flags import add_pack
 
 __all__ = ["Packs", "add_flags", "check", "is_plain", "load_options", "read", "record"]
 
 
 def add_flags(add: Any, filled_windows: bool = False) -> None:
-    """Declares --pack (see `mlx_zip.flags.add_pack`) and --codebook-size."""
+    """Declares --pack (see `mlx_zip.arguments.add_pack`) and --codebook-size."""
     add_pack(add, filled_windows=filled_windows)
     add(
         "--codebook-size",

@@ -7,9 +7,10 @@ import os
 from pathlib import Path
 from typing import Any
 
+from mlx_zip.arguments import add_pack
 from mlx_zip.cli.actions import TOKENIZER
 from mlx_zip.errors import DataError
-from mlx_zip.flags import add_pack
+from mlx_zip.files import at_home
 
 _MOST_WORKERS = 8
 _OF_DATA = ("separator", "columns", "subset", "split")  # flags that a mixture sets for each source itself
@@ -174,7 +175,7 @@ def run(args: argparse.Namespace) -> int:
         raise DataError("--out is empty: name the folder to write")
     options = PrepareOptions(
         sources=sources(args),
-        out=Path(args.out).expanduser(),
+        out=at_home(args.out),
         disable=disabled_ids(args),
         protect=tuple(args.protect),
         pack=_one_pack(args.pack),

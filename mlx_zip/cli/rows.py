@@ -85,8 +85,10 @@ def open_store(args: argparse.Namespace) -> Any:
 
 def _folder(given: str | None) -> Path | None:
     """Returns the folder of stored rows, None for "off". given: the flag's value, None to ask the environment."""
+    from mlx_zip.files import at_home
+
     name = os.environ.get(ENVIRONMENT, OFF) if given is None else given
-    return None if name in (OFF, "") else Path(name).expanduser()
+    return None if name in (OFF, "") else at_home(name)
 
 
 def _size(text: str) -> int:

@@ -12,10 +12,11 @@ from typing import Any
 
 from mlx_zip.cli.settings_flags import ENCODER_FLAGS, add_all, flag
 from mlx_zip.errors import TrainingError, reason
+from mlx_zip.files import at_home
 from mlx_zip.training.mlx_lm_names import NAMES, translate
 from mlx_zip.training.settings import SAVE_DTYPES, SAVES, VALID_SHARE, EncoderOptions, RunOptions, TrainSettings
 
-STOPPED = {signal.SIGINT: 130, signal.SIGTERM: 143}  # signal that ended a run: exit status
+STOPPED = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}  # signal that ended a run: exit status
 _SETTINGS = {one.name: str(one.type) for one in fields(TrainSettings)}
 _KINDS: dict[str, type | tuple[type, ...]] = {  # types that a YAML file may hold for names that are not settings
     **dict.fromkeys(("model", "from_scratch", "tokenizer", "out", "save", "save_dtype"), str),
@@ -108,7 +109,7 @@ def _add_mlx_lm_names(add: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Trains. Returns 0, or 130/143 when a signal ended the run early, after its last step was saved."""
+    """Trains. Returns 0, or 129/130/143 when a signal ended the run early, after its last step was saved."""
     given = {name: value for name, value in vars(args).items() if value is not None and name != "config"}
     values = _merged(_read_yaml(args.config), given)
     options, settings = run_options(values), TrainSettings.from_dict({n: values[n] for n in _SETTINGS if n in values})
@@ -150,7 +151,7 @@ def run_options(values: dict[str, Any]) -> RunOptions:
     chosen |= {
         "data": _paths(values["data"]),
         "valid": _paths(values.get("valid") or []),
-        "out": Path(values["out"]).expanduser(),
+        "out": at_home(values["out"]),
     }
     chosen |= {"scratch": _path(values.get("from_scratch")), "tokenizer": _path(values.get("tokenizer"))}
     return RunOptions(**chosen, encoder=EncoderOptions(**encoder))
@@ -169,7 +170,7 @@ def _read_yaml(path: str | None) -> dict[str, Any]:
     from mlx_zip.training.yaml_file import read_yaml
 
     try:
-        values = read_yaml(Path(path).expanduser()) or {}
+        values = read_yaml(at_home(path)) or {}
     except (OSError, ValueError) as error:
         raise TrainingError(f"--config {path} cannot be read: {reason(error)}") from error
     if not isinstance(values, dict):
@@ -208,8 +209,8 @@ def _checked(path: str, name: str, value: Any) -> Any:
 
 
 def _paths(value: str | list[str]) -> list[Path]:
-    return [Path(one).expanduser() for one in ([value] if isinstance(value, str) else value)]
+    return [at_home(one) for one in ([value] if isinstance(value, str) else value)]
 
 
 def _path(value: str | None) -> Path | None:
-    return None if value is None else Path(value).expanduser()
+    return None if value is None else at_home(value)

@@ -4,8 +4,8 @@
 """
 
 from mlx_zip.codec.batch import pad_batch
-from mlx_zip.codec.codebook import Codebook, compress
+from mlx_zip.codec.codebook import Codebook, compress, compress_next
 from mlx_zip.codec.entries import Entries, Installed
 from mlx_zip.codec.params import CodecParams
 
-__all__ = ["Codebook", "CodecParams", "Entries", "Installed", "compress", "pad_batch"]
+__all__ = ["Codebook", "CodecParams", "Entries", "Installed", "compress", "compress_next", "pad_batch"]

@@ -17,6 +17,14 @@ from mlx_zip.errors import CodecError
 _UINT32 = np.dtype(np.uint32)
 
 
+def compress_next(book: Codebook, ids: Any) -> Uint32s:
+    """Compresses base ids as a request reads them after what a codebook holds -> uint32 [n]; `book` is not changed.
+
+    A text at its very beginning is compressed whole, by `compress`, and what follows by `Codebook.compress`.
+    """
+    return book.compress(ids) if book.mark() else compress(book.params, ids)[0]
+
+
 def compress(params: CodecParams, ids: Any) -> tuple[Uint32s, Entries]:
     """Compresses a whole sequence of n base ids -> (ids uint32 [<= n], the entries after the last id).
 

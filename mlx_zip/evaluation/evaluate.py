@@ -17,6 +17,7 @@ from mlx_zip import chosen_packs
 from mlx_zip.chosen_packs import Packs
 from mlx_zip.errors import DataError
 from mlx_zip.evaluation import tasks as benchmark
+from mlx_zip.evaluation.before_loading import check_codebook_size, check_model, check_prompts, check_windows
 from mlx_zip.evaluation.bits import Bits, compare_bits, measure_bits
 from mlx_zip.evaluation.rates import Settings, measure_rates
 from mlx_zip.evaluation.report import make_record
@@ -138,8 +139,9 @@ def evaluate(
 
     Raises `MlxZipError` for what cannot be read or does not fit together, mostly before any model is loaded.
     """
+    check_codebook_size(codebook_size)
     packs = chosen_packs.read_packs(pack)
-    inputs = _prepare(models, what, packs)
+    inputs = _prepare(models, what, packs, codebook_size)
     announce(_header(models, what, inputs))
     records = []
     for name in models:
@@ -157,8 +159,8 @@ def evaluate(
 # ---- before the first model is loaded
 
 
-def _prepare(models: Sequence[str], what: Evaluation, packs: Packs | None) -> _Inputs:
-    """Reads and checks all inputs of an evaluation, with every model's tokenizer but without its weights."""
+def _prepare(models: Sequence[str], what: Evaluation, packs: Packs | None, codebook_size: int | None) -> _Inputs:
+    """Reads and checks all inputs of an evaluation, with every model's config and tokenizer but without its weights."""
     corpus = read_corpus(what.data, what.separator, what.limit_bytes) if what.data else None
     prompts = None if what.prompts is None else read_prompts(what.prompts)
     manager = benchmark.check_tasks(what.tasks, what.include_path, what.num_shots, what.limit, what.seed)
@@ -166,6 +168,7 @@ def _prepare(models: Sequence[str], what: Evaluation, packs: Packs | None) -> _I
     context = what.context if what.context is not None else _window_of(read_config(folders[models[0]]))
     inputs = _Inputs(folders, packs, corpus, context, what.context, manager=manager)
     for number, name in enumerate(models):
+        check_model(folders[name], codebook_size, packs)
         tokenizer = load_tokenizer(folders[name], what.trust_remote_code)
         if packs is not None:
             chosen_packs.check_tokenizers(packs, tokenizer)
@@ -175,6 +178,7 @@ def _prepare(models: Sequence[str], what: Evaluation, packs: Packs | None) -> _I
             if prompts is None and corpus is not None:
                 prompts = openings(tokenizer, corpus.documents, what.opening)
             inputs.conversations = make_conversations(prompts or [], what.generate, what.turns, repeat=what.temp > 0)
+        check_prompts(tokenizer, inputs.conversations)
     return inputs
 
 
@@ -199,6 +203,7 @@ def _check_windows(inputs: _Inputs, corpus: Corpus, tokenizer: Any, name: str, f
             f"{name} has another tokenizer than {first}, so their windows are not the same text; "
             "evaluate each model separately: bits per byte of whole documents can still be compared"
         )
+    check_windows(inputs.folders[name], windows)
 
 
 def _header(models: Sequence[str], what: Evaluation, inputs: _Inputs) -> str:

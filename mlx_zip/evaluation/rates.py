@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
-from mlx_lm.models.cache import KVCache, make_prompt_cache, trim_prompt_cache
+from mlx_lm.models.cache import KVCache, make_prompt_cache
 
-from mlx_zip.codec import Codebook, compress
-from mlx_zip.codec.ids import Uint32s
+from mlx_zip import sessions
+from mlx_zip.codec import Codebook, compress_next
 from mlx_zip.errors import DataError
 from mlx_zip.evaluation.scoring import codec
 from mlx_zip.generate import stream_batch, stream_generate
@@ -164,7 +164,9 @@ def _responses(
         return
     prompt = turns[0].prompt
     if cache is not None:
-        prompt, turns[0].context = prompt[_keep_common(cache, prompt) :], _codebook(cache)
+        kept_ids, kept_base_ids = sessions.common_prefix(cache, prompt)
+        sessions.trim_to(cache, kept_ids)
+        prompt, turns[0].context = prompt[kept_base_ids:], _codebook(cache)
     yield from ((0, r) for r in stream_generate(model, tokenizer, prompt, prompt_cache=cache, **options))
 
 
@@ -173,21 +175,6 @@ def _codebook(cache: Sequence[Any]) -> Codebook:
     state = find_state(cache)
     assert state is not None
     return state.books[0].copy()
-
-
-def _keep_common(cache: list[Any], prompt: Sequence[int]) -> int:
-    """Trims a cache to the ids that the prompt begins with; returns the number of base ids that they stand for.
-
-    cache: a zip2zip model's. prompt: base ids, of which at least the last one is left to read.
-    """
-    book = _codebook(cache)
-    cached, ids = book.base_ids().tolist(), book.ids
-    limit = min(len(cached), len(prompt) - 1)
-    common = next((i for i in range(limit) if cached[i] != prompt[i]), limit)
-    ends = np.cumsum(book.logged()[1], dtype=np.int64)
-    kept = int(np.searchsorted(ends, common, side="right"))
-    trim_prompt_cache(cache, len(ids) - kept)
-    return int(ends[kept - 1]) if kept else 0
 
 
 def _measure(model: Any, turn: _Turn, start: AnyStart | None) -> Story:
@@ -216,19 +203,10 @@ def _measure(model: Any, turn: _Turn, start: AnyStart | None) -> Story:
 def canonical_steps(book: Codebook, prompt: Sequence[int], base_ids: Sequence[int]) -> int:
     """Returns into how many ids the compressor turns base ids after a prompt.
 
-    book: the codebook before the prompt; the prompt is pushed to it. prompt: base ids.
+    prompt: base ids. book: the codebook before the prompt, or after its first base ids; the prompt is pushed to it.
     """
-    book.push(_prompt_ids(book, prompt))
+    book.push(compress_next(book, np.array(prompt[book.base_length :], np.uint32)))
     return len(book.compress(np.array(base_ids, np.uint32)))
-
-
-def _prompt_ids(book: Codebook, prompt: Sequence[int]) -> Uint32s:
-    """Returns the ids that a request reads for the part of its prompt that its cache does not hold.
-
-    book: the codebook of the cache. prompt: base ids. They are compressed as by `Request`.
-    """
-    rest = np.array(prompt[book.base_length :], np.uint32)
-    return book.compress(rest) if book.mark() else compress(book.params, rest)[0]
 
 
 def count_invalid(book: Codebook, tokens: Sequence[int]) -> int:

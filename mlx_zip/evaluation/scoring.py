@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 from mlx_zip.canonical import excluded_after, unless_most
 from mlx_zip.codec import Codebook, CodecParams
 from mlx_zip.codec.ids import Uint32s
+from mlx_zip.config import AVAILABILITY
 from mlx_zip.errors import CodecError, DataError, ModelError
 from mlx_zip.layout import is_zip
 from mlx_zip.request import base_config
 from mlx_zip.vocab.tuned import AnyStart
 
-AVAILABILITY = ("causal", "legacy")
 LOGITS = 1 << 25  # values of one call's logits: 128 MB in float32
 
 

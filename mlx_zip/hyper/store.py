@@ -17,6 +17,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from mlx_zip.files import at_home
 from mlx_zip.hyper.fingerprint import host_bytes
 from mlx_zip.hyper.row_files import RowSet
 from mlx_zip.hyper.row_folder import RowFolder
@@ -55,7 +56,7 @@ class RowStore:
         self, folder: str | Path | None = None, *, memory_bytes: int = MEMORY_BYTES, folder_bytes: int = FOLDER_BYTES
     ) -> None:
         self._memory = _Memory(memory_bytes)
-        self._disk = None if folder is None else RowFolder(Path(folder).expanduser(), folder_bytes)
+        self._disk = None if folder is None else RowFolder(at_home(folder), folder_bytes)
         self._prefixes: dict[RowKind, bytes] = {}  # the number of each kind, as bytes: rows' names begin with it
         self._fresh: list[tuple[RowKind, list[bytes], mx.array]] = []  # encoded since `settle`: names, rows as bytes
         self.encoded = self.from_memory = self.from_disk = 0

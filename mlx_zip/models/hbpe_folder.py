@@ -22,7 +22,7 @@ from mlx.utils import tree_flatten
 
 import mlx_zip
 from mlx_zip.errors import ConfigError, DataError, ModelError
-from mlx_zip.files import whole_folder, write_json
+from mlx_zip.files import at_home, whole_folder, write_json
 from mlx_zip.models.hbpe import PatchConfig, PatchModel
 from mlx_zip.vocab.hbpe_table import PatchTable
 from mlx_zip.vocab.hbpe_text import PatchText
@@ -75,7 +75,7 @@ def load_patch_model(folder: str | Path) -> SavedPatchModel:
 
     Raises `ConfigError`, `DataError` or `ModelError` naming the file that is missing, damaged or of another model.
     """
-    folder = Path(folder).expanduser()
+    folder = at_home(folder)
     config = _config(folder / CONFIG)
     try:
         sizes = PatchConfig.from_dict(config["sizes"])

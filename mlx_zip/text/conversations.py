@@ -10,11 +10,9 @@ from typing import Any
 
 from mlx_zip.errors import DataError
 from mlx_zip.text.documents import Document
-from mlx_zip.text.prompts import encode_prompt
+from mlx_zip.text.prompts import Messages, encode_prompt
 from mlx_zip.text.sources import Reader, Source, kind_of
 from mlx_zip.text.token_facts import encode_with_bytes
-
-Messages = list[dict[str, str]]
 
 
 @dataclass(frozen=True)
@@ -108,7 +106,7 @@ class Conversation:
     tokenizer: Any
     prompts: Sequence[Prompt]
     turn: int = 0
-    _messages: Messages = field(default_factory=list)
+    _messages: list[Mapping[str, Any]] = field(default_factory=list)
     _ids: list[int] = field(default_factory=list)
 
     def next_prompt(self) -> list[int]:

@@ -59,7 +59,7 @@ def read_library(path: Path) -> Any:
             return _read(path)
     except DataError:
         raise
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         raise DataError(f"{path} cannot be read as a tokenizer: {error}") from error
 
 
@@ -149,7 +149,7 @@ def _byte_pairs(vocabulary: Path, merges: Path) -> Any:
     try:
         file = TokenizerFile(merges, "merges", read_stored(merges))
         return file.library(vocabulary_of(json.loads(read_stored(vocabulary))))
-    except (ValueError, DataError) as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{vocabulary} and {merges.name} are no byte-level vocabulary: {error}") from error
 
 

@@ -11,9 +11,10 @@ from typing import Any
 
 from mlx_zip.errors import DataError, missing_library
 from mlx_zip.files import check_in
+from mlx_zip.text.hub import hub_errors
 
 PARQUET = ".parquet"
-_FAILURES = (OSError, ValueError, TypeError, LookupError, AttributeError, NotImplementedError)
+_FAILURES = (ValueError, TypeError, LookupError, AttributeError, NotImplementedError)
 
 
 def rows(
@@ -73,12 +74,9 @@ def _library() -> ModuleType:
 @contextmanager
 def _explained(name: str, library: ModuleType) -> Iterator[None]:
     """Turns the library's errors on a data set (not found, bad files, lost connection) into a `DataError`."""
-    from huggingface_hub.errors import HfHubHTTPError
-
-    http_error: Any = HfHubHTTPError.__bases__[0]  # of the HTTP library underneath, which differs by version
     try:
         yield
     except DataError:
         raise
-    except (library.exceptions.DatasetsError, http_error, *_FAILURES) as error:
+    except (library.exceptions.DatasetsError, *hub_errors(), *_FAILURES) as error:
         raise DataError(f"{name} cannot be read: {' '.join(str(error).split())[:300]}") from error

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlx_zip.errors import GenerationError
+from mlx_zip.errors import GenerationError, bare_exceptions_as_value_errors
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -20,7 +20,7 @@ class Chat:
 
     messages: {"role", "content"} each. system: a system message to put in front of them. prefill: how the answer
     begins; it becomes part of the prompt. options: further arguments of the template. Raises `GenerationError` for
-    options that the prompt sets itself.
+    fields of another type, and for options that the prompt sets itself.
     """
 
     messages: Messages
@@ -29,6 +29,12 @@ class Chat:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if not _are_messages(self.messages):
+            raise GenerationError("a conversation is a list of messages, each a map with the keys role and content")
+        if not all(isinstance(text, str | None) for text in (self.system, self.prefill)):
+            raise GenerationError("the system message and the beginning of the answer must be text")
+        if not isinstance(self.options, Mapping) or not all(isinstance(key, str) for key in self.options):
+            raise GenerationError("template options, --chat-template-config: they must be a map from names to values")
         if taken := sorted(self.options.keys() & _OURS):
             raise GenerationError(
                 f"template options, --chat-template-config: {', '.join(taken)} cannot be set here; the prompt sets it"
@@ -122,6 +128,11 @@ def as_chat(prompt: Any) -> Chat | None:
     return Chat(prompt) if is_list and isinstance(prompt[0], Mapping) else None
 
 
+def _are_messages(value: Any) -> bool:
+    """Returns whether a value is a list of maps."""
+    return isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(m, Mapping) for m in value)
+
+
 def encode_prompt(
     tokenizer: Any, prompt: Any, continues: bool = False, answers: Mapping[str, Sequence[int]] | None = None
 ) -> list[int]:
@@ -148,12 +159,18 @@ def render_chat(tokenizer: Any, messages: Messages, **options: Any) -> str:
     Raises `GenerationError` with the template's words, or when the text it makes is not valid Unicode.
     """
     from jinja2 import TemplateError
+    from transformers.utils import chat_template_utils as of_tools
 
     try:
         text = tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
-    except (TemplateError, ValueError, TypeError, ArithmeticError, LookupError, AttributeError) as error:
-        # no template, or what its code raises for options that it cannot take
-        raise GenerationError(f"the chat template cannot render the messages: {error}") from error
+    except (
+        TemplateError,
+        of_tools.DocstringParsingException,
+        of_tools.TypeHintParsingException,
+        *(ValueError, TypeError, ArithmeticError, LookupError, AttributeError, RecursionError, MemoryError),
+    ) as error:  # no template, or what its code raises for options that it cannot take
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise GenerationError(f"the chat template cannot render the messages: {reason}") from error
     check_unicode("what the chat template makes of the messages", text)
     return text
 
@@ -172,14 +189,18 @@ def check_unicode(what: str, text: str) -> None:
 def encode_text(tokenizer: Any, text: str, special: bool = False) -> list[int]:
     """Returns the base ids of a text, [] for "". special: add special tokens, unless the text begins with bos.
 
-    Raises `GenerationError` for text that is not valid Unicode.
+    Raises `GenerationError` for text that is not valid Unicode or that the tokenizer cannot encode.
     """
     check_unicode("the prompt", text)
     if not text:
         return []
     bos = tokenizer.bos_token
     special = special and (bos is None or not text.startswith(bos))
-    return list(tokenizer.encode(text, add_special_tokens=special))
+    try:
+        with bare_exceptions_as_value_errors():
+            return list(tokenizer.encode(text, add_special_tokens=special))
+    except (ValueError, TypeError) as error:  # a vocabulary without a token for unknown text, or a damaged setting
+        raise GenerationError(f"the tokenizer cannot encode the prompt: {error}") from error
 
 
 def _plain_ids(prompt: Any) -> list[int]:

@@ -5,6 +5,7 @@ Source of the format: sentencepiece_model.proto (ModelProto: pieces 1, trainer_s
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -106,18 +107,18 @@ def read_pieces(path: Path) -> Pieces:
     try:
         fields = list(_fields(read_stored(path)))
         pieces = tuple(_piece(dict(_fields(value))) for number, value in fields if number == 1)
-        trainer, normalizer = (dict(_fields(dict(fields).get(number, b""))) for number in (2, 3))
+        trainer, normalizer = (dict(_fields(_value(dict(fields), number, b""))) for number in (2, 3))
         if not pieces:
             raise ValueError("it has no pieces")
         return Pieces(
             path,
             pieces,
-            trainer.get(3, UNIGRAM),
-            normalizer.get(2, b""),
-            bool(normalizer.get(3, 1)),
-            bool(normalizer.get(4, 1)),
+            _value(trainer, 3, UNIGRAM),
+            _value(normalizer, 2, b""),
+            bool(_value(normalizer, 3, 1)),
+            bool(_value(normalizer, 4, 1)),
         )
-    except (ValueError, IndexError, TypeError, AttributeError, struct.error) as error:
+    except (ValueError, IndexError, TypeError, struct.error) as error:
         if isinstance(error, DataError):
             raise
         raise DataError(f"{path}: no SentencePiece model: {error}") from error
@@ -125,7 +126,18 @@ def read_pieces(path: Path) -> Pieces:
 
 def _piece(fields: dict[int, Any]) -> tuple[str, float, int]:
     """Returns text, score and kind of a piece. fields: those of its protobuf message, by number."""
-    return fields[1].decode("utf-8"), struct.unpack("<f", fields.get(2, b"\0\0\0\0"))[0], fields.get(3, _NORMAL)
+    score = struct.unpack("<f", _value(fields, 2, b"\0\0\0\0"))[0]
+    if not math.isfinite(score):
+        raise ValueError(f"a piece has the score {score}")
+    return _value(fields, 1, b"").decode("utf-8"), score, _value(fields, 3, _NORMAL)
+
+
+def _value(fields: dict[int, Any], number: int, default: Any) -> Any:
+    """Returns a field's value, or `default` if it is missing. Raises `ValueError` if their types differ."""
+    value = fields.get(number, default)
+    if type(value) is not type(default):
+        raise ValueError(f"field {number} has the wrong type")
+    return value
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from mlx_zip.errors import GenerationError
-from mlx_zip.text.tokenizer import Tokenizer
+from mlx_zip.text.tokenizer import as_tokenizer
 
 
 class StopMatcher:
@@ -21,8 +21,10 @@ class StopMatcher:
 
     def __init__(self, stops: Iterable[str]) -> None:
         self.stops = tuple(stops)
-        if not all(self.stops):
+        if "" in self.stops:
             raise GenerationError("a stop string (--stop) is empty")
+        if wrong := [stop for stop in self.stops if not isinstance(stop, str)]:
+            raise GenerationError(f"a stop string (--stop) must be text, got {wrong[0]!r:.80}")
         self.matched = False
         self._held = ""
 
@@ -77,7 +79,7 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Any, max_tokens: int | None = None, stop: Iterable[str] = ()) -> None:
-        tokenizer = tokenizer if hasattr(tokenizer, "detokenizer") else Tokenizer(tokenizer)
+        tokenizer = as_tokenizer(tokenizer)
         self._detokenizer = tokenizer.detokenizer
         self._tokens = len(tokenizer)  # embeddings may have more rows than there are tokens
         self._eos = frozenset(tokenizer.eos_token_ids)

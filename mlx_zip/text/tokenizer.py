@@ -8,9 +8,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from mlx_zip.errors import GenerationError
 from mlx_zip.text.detokenizer import Detokenizer
 
 _THINKING = ("<think>", "</think>"), ("<longcat_think>", "</longcat_think>"), ("<|channel>", "<channel|>")
+
+
+def as_tokenizer(tokenizer: Any) -> Any:
+    """Returns our `Tokenizer` or mlx-lm's `TokenizerWrapper` as given, and a bare tokenizer of transformers wrapped.
+
+    Raises `GenerationError` for anything else.
+    """
+    if hasattr(tokenizer, "detokenizer"):
+        return tokenizer
+    if not hasattr(tokenizer, "eos_token_id") or not hasattr(tokenizer, "encode"):
+        raise GenerationError(f"tokenizer must be the one that load returns, not {type(tokenizer).__name__}")
+    return Tokenizer(tokenizer)
 
 
 class Tokenizer:
@@ -65,3 +78,15 @@ class Tokenizer:
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._tokenizer, name)
+
+
+def add_eos_tokens(tokenizer: Any, tokens: Iterable[str]) -> None:
+    """Makes further tokens end a text: each a token's text, or an id in digits.
+
+    tokenizer: a `Tokenizer`, or mlx-lm's wrapper. Raises `GenerationError` for one that is no token.
+    """
+    vocabulary = tokenizer.get_vocab()
+    for token in tokens:
+        if token not in vocabulary and not (token.isdecimal() and len(token) < 10 and int(token) < len(tokenizer)):
+            raise GenerationError(f"--extra-eos-token {token!r} is not a token of this tokenizer")
+        tokenizer.add_eos_token(token)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import warnings
 from collections.abc import Iterator
@@ -37,8 +38,24 @@ def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> Tokeniz
             tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
             follow_folder(getattr(tokenizer, "backend_tokenizer", None), folder)
             return Tokenizer(tokenizer)
-    except (OSError, ValueError, TypeError, LookupError, AttributeError, ImportError) as error:
-        raise DataError(f"the tokenizer in {folder} cannot be loaded: {first_line(error)[:300]}") from error
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, ImportError, RecursionError) as error:
+        reason = damaged_json(folder) or first_line(error)[:300]
+        raise DataError(f"the tokenizer in {folder} cannot be loaded: {reason}") from error
+
+
+def damaged_json(folder: Path) -> str | None:
+    """Returns which JSON file of a model's folder holds no object, and why; None if each that is there holds one.
+
+    The libraries that load a model do not say which file they could not read.
+    """
+    for name in _SETTINGS:
+        file = folder / name
+        try:
+            if file.is_file() and not isinstance(json.loads(file.read_bytes()), dict):
+                return f"{name} holds no JSON object"
+        except (OSError, ValueError, RecursionError) as error:
+            return f"{name} is not valid JSON: {first_line(error)}"
+    return None
 
 
 def tokenizer_folder(name: str | Path, trust_remote_code: bool = False) -> Path:

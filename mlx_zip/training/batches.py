@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from mlx_zip.canonical import excluded_after
 from mlx_zip.codec import Codebook, CodecParams
 from mlx_zip.errors import CodecError, DataError
+from mlx_zip.training.padding import CLOSE, Padding
 from mlx_zip.training.shards import Sample, grows
 
-BUCKETS_PER_OCTAVE = 8  # padded sizes per doubling: at most 12.5 % padding, and few shapes to compile steps for
 SORTED_TOGETHER = 32  # batches whose samples are sorted by length before they are cut, so that little is padding
 
 
@@ -32,6 +32,7 @@ class Batch:
 
     samples: the samples' indices. ids, base_ids, n_bytes: their sums, padding not counted. longest: inputs of the
     longest sample. installed: entries of all samples; distinct: those that are left when equal ones are shared.
+    padding: the rules that the arrays' sizes follow.
     """
 
     arrays: dict[str, NDArray[Any]]
@@ -42,6 +43,7 @@ class Batch:
     longest: int
     distinct: int = 0
     installed: int = 0
+    padding: Padding = CLOSE
 
 
 def make_batch(
@@ -52,20 +54,22 @@ def make_batch(
     availability: str = "causal",
     base_positions: bool = False,
     canonical: bool = False,
+    padding: Padding = CLOSE,
 ) -> Batch:
     """Returns the arrays of some samples, each of two ids or more.
 
     indices: the samples' numbers, for messages. availability: "causal" lets an entry be predicted from the position
     that installs it, as generation does; "legacy" lets every position predict all of the sample's entries (arXiv
     2506.01084 §2.4). base_positions: add `index`, positions counted in base ids. canonical: add the ids that the
-    compressor would not have written (`mlx_zip.canonical`), under "causal" only. Raises `DataError` naming a sample
-    that its codebook cannot read, or whose base ids are not as many as recorded.
+    compressor would not have written (`mlx_zip.canonical`), under "causal" only. padding: rules for the arrays' sizes,
+    which change no loss but its last digits. Raises `DataError` naming a sample that its codebook cannot read, or whose
+    base ids are not as many as recorded.
     """
     if params.policy != "freeze":
         raise DataError(f"training follows codebooks of policy freeze, not {params.policy}")
     books = _read_samples(samples, params, indices or range(len(samples)), availability)
     longest = max(len(book.inputs) for book in books)
-    length = bucket(longest)
+    length = padding.length(longest)
     arrays = {
         "inputs": _pad([np.where(book.slots_read < 0, book.inputs, 0) for book in books], length),
         "targets": _pad([book.targets for book in books], length),
@@ -78,21 +82,22 @@ def make_batch(
         base_ids=sum(sample.base_ids for sample in samples),
         n_bytes=sum(sample.n_bytes for sample in samples),
         longest=longest,
+        padding=padding,
     )
     if grows(params):
         batch = _with_entries(batch, books, params, length)
     if base_positions:
         arrays["index"] = _pad([book.index for book in books], length)
     if canonical and availability == "causal" and grows(params):
-        arrays |= _excluded(books, params, length)
+        arrays |= _excluded(books, params, length, padding)
     return batch
 
 
-def _excluded(books: list[_ReadSample], params: CodecParams, length: int) -> dict[str, NDArray[Any]]:
+def _excluded(books: list[_ReadSample], params: CodecParams, length: int, padding: Padding) -> dict[str, NDArray[Any]]:
     """Returns `excluded_at` and `excluded` of a batch, see `Batch`; padded with the position after the last one."""
     pairs = [book.excluded(params) for book in books]
     at = np.concatenate([i + row * length for row, (i, _) in enumerate(pairs)])
-    more = bucket(len(at), least=32) - len(at)
+    more = padding.pairs(len(at)) - len(at)
     return {
         "excluded_at": np.pad(at, (0, more), constant_values=len(books) * length).astype(np.int32),
         "excluded": np.pad(np.concatenate([column for _, column in pairs]), (0, more)).astype(np.int32),
@@ -115,13 +120,14 @@ def _read_samples(
 def _with_entries(batch: Batch, books: list[_ReadSample], params: CodecParams, length: int) -> Batch:
     """Returns the batch with its distinct entries, and which of them each slot and each input holds."""
     entries, lengths, held = _distinct([book.entries for book in books])
-    more = bucket(len(entries), least=32) - len(entries)  # padding entries have one base id, so that means exist
+    padding, most = batch.padding, max(map(len, held))
+    more = padding.entries(len(entries)) - len(entries)  # padding entries have one base id, so that means exist
     batch.arrays.update(
         available=_pad([book.available for book in books], length),
         entries=np.pad(entries, ((0, more), (0, 0)), constant_values=params.fill).astype(np.int32),
         lengths=np.pad(lengths, (0, more), constant_values=1).astype(np.int32),
-        slots=_pad(held, bucket(max(map(len, held)), least=32)),
-        **_read_entries([book.slots_read for book in books], held, length),
+        slots=_pad(held, padding.slots(most, length, params.codebook_size)),
+        **_read_entries([book.slots_read for book in books], held, length, padding, len(entries) + more),
     )
     return replace(batch, distinct=len(entries), installed=sum(map(len, held)))
 
@@ -182,24 +188,18 @@ def _distinct(books: list[tuple[NDArray[Any], NDArray[Any]]]) -> tuple[NDArray[A
 
 
 def _read_entries(
-    slots: list[NDArray[np.int64]], held: list[NDArray[np.int64]], length: int
+    slots: list[NDArray[np.int64]], held: list[NDArray[np.int64]], length: int, padding: Padding, entries: int
 ) -> dict[str, NDArray[Any]]:
     """Returns `read`, the distinct entries that inputs use, and `input_rows`: each input's index into it, or -1.
 
     slots: for each sample the slot that each input uses, -1 for a base id. held: as `_distinct` returns it. `read` is
-    sorted and padded, `input_rows` is padded to `length`.
+    sorted and padded, `input_rows` is padded to `length`. entries: padded number of all entries.
     """
     entry = [np.where(s < 0, -1, h[np.maximum(s, 0)] if len(h) else -1) for s, h in zip(slots, held, strict=True)]
     read = np.unique(np.concatenate(entry))
     read = read[read >= 0]
     rows = [np.where(e < 0, -1, np.searchsorted(read, e)) for e in entry]
-    return {"read": _pad([read], bucket(len(read), least=32))[0], "input_rows": _pad(rows, length, fill=-1)}
-
-
-def bucket(n: int, least: int = 8) -> int:
-    """Returns the size to pad n values to: the next of eight evenly spaced sizes per doubling, at least `least`."""
-    step = max(least, (1 << max(0, n - 1).bit_length()) // (2 * BUCKETS_PER_OCTAVE))
-    return max(least, -(-n // step) * step)
+    return {"read": _pad([read], padding.read(len(read), entries))[0], "input_rows": _pad(rows, length, fill=-1)}
 
 
 def _pad(rows: Sequence[NDArray[Any]], length: int, dtype: Any = np.int32, fill: int = 0) -> NDArray[Any]:

@@ -4,6 +4,9 @@
                   optimizer.safetensors  the optimizer's and the random generator's state
                   state.json             `Progress` and the run's fingerprint
 
+On the CPU a resumed run gives the numbers of one that never stopped, bit for bit. GPUs add up the gradients of gathered
+rows in an order that changes from run to run, so there the last digits differ.
+
 A run that is killed at any moment finds its last complete checkpoint. An incomplete one has another name, and is
 removed when the next checkpoint is written.
 """
@@ -67,7 +70,8 @@ def save_checkpoint(
             mx.save_safetensors(str(folder / "optimizer.safetensors"), state)
             write_json(folder / "state.json", {**vars(progress), "fingerprint": fingerprint})
     except (OSError, RuntimeError) as error:
-        raise TrainingError(f"cannot write {path}: {reason(error)}; the checkpoint before it stays good") from error
+        good = "; the checkpoint before it stays good" if checkpoints(run) else ""
+        raise TrainingError(f"cannot write {path}: {reason(error)}{good}") from error
     for _, old in checkpoints(run)[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
     return path

@@ -1,7 +1,7 @@
 """Trains and measures models that read patches, and plain models to compare with, from random weights.
 
-A run's steps depend only on its seed, settings and data, and a resumed run gives the numbers of an uninterrupted one.
-Optimizers, schedule and clipping are those of `mlx_zip train`.
+A run's steps depend only on its seed, settings and data. On the CPU, a resumed run gives the numbers of an
+uninterrupted one; on a GPU, up to rounding. Optimizers, schedule and clipping are those of `mlx_zip train`.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from mlx_zip.progress import ProgressBar
 from mlx_zip.training.checkpoint import Progress
+from mlx_zip.training.memory import give_back, wired_memory
 from mlx_zip.training.settings import TrainSettings
 from mlx_zip.training.stopping import Asked
 
@@ -46,12 +47,20 @@ def run_steps(job: Job, settings: TrainSettings, bar: ProgressBar, asked: Asked,
     """Trains up to step `settings.iters`, step `until`, or a stop signal, and saves the last step.
 
     Reports every `steps_per_report` steps and at the end, validates every `steps_per_eval` steps and after step
-    `iters`, saves every `save_every` steps. asked: returns the stop signal received, or None. Returns whether a signal
-    ended the run.
+    `iters`, saves every `save_every` steps. Memory is wired on a Mac meanwhile, and given back after every step. asked:
+    returns the stop signal received, or None. Returns whether a signal ended the run.
     """
+    with wired_memory():
+        return _run_steps(job, settings, bar, asked, until)
+
+
+def _run_steps(job: Job, settings: TrainSettings, bar: ProgressBar, asked: Asked, until: int | None) -> bool:
     last, stopping = settings.iters if until is None else min(until, settings.iters), False
     while job.progress.step < last and not stopping:
         stopping = job.step(asked() is not None)
+        give_back()
+        if stopping:
+            job.save()  # before anything is shown: the terminal may be closed
         bar()
         step = job.progress.step
         if step % settings.steps_per_report == 0 or stopping or step == last:

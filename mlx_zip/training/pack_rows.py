@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 
 from mlx_zip.models import Model
 from mlx_zip.models.whole import encode_rows, run_whole
-from mlx_zip.training.batches import Batch, bucket
+from mlx_zip.training.batches import Batch
 from mlx_zip.training.objective import LossWeights, Trainee, joint_nats, samples_of
+from mlx_zip.training.padding import CLOSE, Padding
 
 
 class PackTrainee(Trainee):
@@ -35,7 +36,7 @@ class PackTrainee(Trainee):
 
     def prepare_batch(self, batch: Batch) -> Batch:
         """Returns the batch with the pack's entries separated from the others, see `separate_pack`."""
-        return replace(batch, arrays=separate_pack(batch.arrays, batch.distinct, len(self.output_rows)))
+        return replace(batch, arrays=separate_pack(batch.arrays, batch.distinct, len(self.output_rows), batch.padding))
 
     def losses(self, arrays: dict[str, mx.array], long: bool = False) -> dict[str, mx.array]:
         """Returns `nats` and `count` over base ids, the pack's entries, and entries that the samples installed.
@@ -49,11 +50,12 @@ class PackTrainee(Trainee):
         return joint_nats(out.base, out.hyper, arrays)
 
 
-def separate_pack(arrays: dict[str, NDArray], distinct: int, pack: int) -> dict[str, NDArray]:
+def separate_pack(arrays: dict[str, NDArray], distinct: int, pack: int, padding: Padding = CLOSE) -> dict[str, NDArray]:
     """Returns a batch's arrays for a model that already has rows for the pack's entries.
 
     arrays: those of a `Batch` whose samples all have the pack's entries in their first `pack` slots, in one order.
-    distinct: number of real entries, which come before the padding. "Grown" entries are those outside the pack.
+    distinct: number of real entries, which come before the padding. padding: rules for the arrays' sizes. "Grown"
+    entries are those outside the pack.
 
     entries, lengths: only of grown entries. slots: index of each slot's row in [pack rows | grown rows]. read: the
     grown entries that inputs use, as indices into `entries`. input_rows: index of each input's row in [pack rows | rows
@@ -66,18 +68,18 @@ def separate_pack(arrays: dict[str, NDArray], distinct: int, pack: int) -> dict[
     read = place[arrays["read"][: int(arrays["input_rows"].max()) + 1]]
     is_grown = read >= pack
     new_index = np.where(is_grown, pack + np.cumsum(is_grown) - 1, read)  # of each entry in the old `read`
-    rows = arrays["input_rows"]
+    rows, size = arrays["input_rows"], padding.entries(len(grown))
+    grown_read = (read[is_grown] - pack).astype(np.int32)
     return {
         **arrays,
-        "entries": _padded(arrays["entries"][grown], arrays["entries"]),
-        "lengths": _padded(arrays["lengths"][grown], arrays["lengths"]),
+        "entries": _padded(arrays["entries"][grown], arrays["entries"], size),
+        "lengths": _padded(arrays["lengths"][grown], arrays["lengths"], size),
         "slots": np.maximum(place[arrays["slots"]], 0).astype(np.int32),
-        "read": _padded((read[is_grown] - pack).astype(np.int32), np.zeros(1, np.int32)),
+        "read": _padded(grown_read, np.zeros(1, np.int32), padding.read(len(grown_read), size)),
         "input_rows": np.where(rows < 0, -1, new_index[rows] if len(new_index) else -1).astype(np.int32),
     }
 
 
-def _padded(values: NDArray, like: NDArray) -> NDArray:
-    """Returns the values, padded to a size of `bucket` with copies of the first value of `like`."""
-    more = bucket(len(values), least=32) - len(values)
-    return np.concatenate([values, np.repeat(like[:1], more, axis=0)])
+def _padded(values: NDArray, like: NDArray, size: int) -> NDArray:
+    """Returns the values, padded to `size` with copies of the first value of `like`."""
+    return np.concatenate([values, np.repeat(like[:1], size - len(values), axis=0)])

@@ -11,6 +11,7 @@ from typing import Any
 from mlx_zip.codec import CodecParams
 from mlx_zip.codec.pack import Start
 from mlx_zip.errors import CodecError, DataError
+from mlx_zip.files import at_home
 from mlx_zip.loading import read_config
 from mlx_zip.text.formats import is_tokenizer_file
 from mlx_zip.text.sources import Source, files_of
@@ -61,7 +62,7 @@ def make_plan(options: PrepareOptions, pads: bool = True) -> tuple[Plan, Any, di
 
 def _tokenizer_place(options: PrepareOptions) -> Path:
     """Returns the tokenizer file of --tokenizer, or the folder of a tokenizer.json, model or hub id."""
-    file = Path(options.tokenizer or "").expanduser()
+    file = at_home(options.tokenizer or "")
     if options.model is None and file.is_file() and is_tokenizer_file(file) and file.name != "tokenizer.json":
         return file
     return tokenizer_folder(options.model or options.tokenizer or "", options.trust_remote_code)

@@ -15,7 +15,7 @@ import mlx.core as mx
 
 import mlx_zip
 from mlx_zip.errors import DataError, TrainingError
-from mlx_zip.files import sole_user
+from mlx_zip.files import at_home, sole_user
 from mlx_zip.loading import model_folder
 from mlx_zip.text.tokenizers import load_tokenizer
 from mlx_zip.training.adapter import check_savable, save_adapter
@@ -208,7 +208,7 @@ def _check_tokenizer(part: Shards, tokenizer: Any, folder: str | Path) -> None:
 def _save(options: RunOptions, settings: TrainSettings, start: _Start, outcome: Outcome) -> None:
     """Writes what a finished run leaves: the model's folder or the adapter's."""
     if options.save == ADAPTER:
-        place = Path(str(options.model)).expanduser()
+        place = at_home(str(options.model))
         base = str(place.resolve()) if place.is_dir() else str(options.model)
         save_adapter(options.out / ADAPTER, start.model, base, settings, options.save_dtype)
         return

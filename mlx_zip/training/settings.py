@@ -12,14 +12,13 @@ from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.config import ENCODER_FIELDS, POSITION_MODES, EncoderConfig
+from mlx_zip.config import AVAILABILITY, ENCODER_FIELDS, POSITION_MODES, EncoderConfig
 from mlx_zip.errors import ConfigError, TrainingError
 
 OPTIMIZERS = ("adamw", "adam", "muon", "sgd", "adafactor")
 FINE_TUNE_TYPES = ("lora", "full", "encoders")
 DTYPES = ("float32", "bfloat16")
 COMPILE = ("auto", "on", "off")
-AVAILABILITY = ("causal", "legacy")
 MODEL, ADAPTER = "model", "adapter"
 SAVES = (MODEL, ADAPTER)
 SAVE_DTYPES = ("float32", "float16", "bfloat16")

@@ -20,19 +20,28 @@ READ = ("ids", "base_ids", "n_bytes")  # counts of a batch that are summed over 
 LOW = {"float32": None, "bfloat16": mx.bfloat16}
 
 
+def is_compiled(settings: TrainSettings) -> bool:
+    """Returns whether a run's steps are compiled."""
+    return settings.compile == "on" or (settings.compile == "auto" and mx.default_device() != mx.cpu)
+
+
 class Stepper:
-    """Takes optimizer steps with two functions, which may be compiled: gradients of a batch, and the update."""
+    """Takes optimizer steps with two functions, which may be compiled: gradients of a batch, and the update.
+
+    traces: how often Python has run one of the two functions. If they are compiled, that is once per combination of
+    shapes; other steps run the compiled code alone.
+    """
 
     def __init__(
         self, trainee: Trainee, optimizer: optim.Optimizer, settings: TrainSettings, group: mx.distributed.Group
     ) -> None:
         self.trainee, self.optimizer, self.settings, self.group = trainee, optimizer, settings, group
+        self.traces = 0
         self._low = LOW[settings.dtype]
         self._value_and_grad = nn.value_and_grad(trainee, self._objective)
         self._gradients: Any = self._batch_gradients
         self._apply: Any = self._update
-        on = settings.compile == "on" or (settings.compile == "auto" and mx.default_device() != mx.cpu)
-        if on:
+        if is_compiled(settings):
             state = [trainee.state, mx.random.state]
             both_states = [trainee.state, optimizer.state]
             self._gradients = mx.compile(self._batch_gradients, inputs=state, outputs=state)
@@ -84,6 +93,7 @@ class Stepper:
 
     def _batch_gradients(self, arrays: dict[str, mx.array], previous: Any, long: bool) -> tuple[Any, Any]:
         """Returns the sums of a batch, and its gradients added to `previous`, those of earlier batches or None."""
+        self.traces += 1
         (_, sums), gradients = self._value_and_grad(arrays, long)
         if previous is not None:
             gradients = tree_map(mx.add, gradients, previous)
@@ -91,6 +101,7 @@ class Stepper:
 
     def _update(self, gradients: Any, count: mx.array) -> mx.array:
         """Applies gradients, divided by the `count` positions of all machines; returns their norm before clipping."""
+        self.traces += 1
         size = self.group.size()
         gradients = average_gradients(gradients, self.group)
         scale = size / mx.maximum(count, 1.0)

@@ -28,12 +28,14 @@ from mlx_zip.training.checkpoint import (
 )
 from mlx_zip.training.loop import run_steps, steps_bar
 from mlx_zip.training.machines import from_first, together
+from mlx_zip.training.memory import give_back
 from mlx_zip.training.metrics import Metrics, peak_rss_bytes, read_metrics
 from mlx_zip.training.objective import Trainee
 from mlx_zip.training.optimizer import learning_rate, make_optimizer
+from mlx_zip.training.padding import CLOSE, FEW
 from mlx_zip.training.settings import TrainSettings
 from mlx_zip.training.shards import Chosen, Joined, Sample
-from mlx_zip.training.stepping import Stepper
+from mlx_zip.training.stepping import Stepper, is_compiled
 from mlx_zip.training.stopping import stop_signals
 from mlx_zip.training.texts import Texts
 
@@ -197,6 +199,7 @@ class Trainer:
         samples: list[Sample] = [data[int(i)] for i in indices]
         model = self.trainee.model
         config = model.config if isinstance(model, Model) else None
+        compiled = data is self.data and is_compiled(self.settings)  # validation is not
         try:
             batch = make_batch(
                 samples,
@@ -205,6 +208,7 @@ class Trainer:
                 availability=self.settings.availability,
                 base_positions=config is not None and config.position_mode == "base_token_end",
                 canonical=config is not None and config.canonical,
+                padding=FEW if compiled else CLOSE,
             )
             return self.trainee.prepare_batch(batch)
         except DataError as error:
@@ -235,6 +239,8 @@ class Trainer:
         line = self._since.line(self.progress)
         line |= {"learning_rate": learning_rate(self.optimizer), "peak_rss_bytes": peak_rss_bytes()}
         line["peak_mlx_bytes"] = mx.get_peak_memory()
+        if is_compiled(self.settings):
+            line["traces"] = self.stepper.traces  # since the process began
         self._since = _SinceReport(self.progress)
         self._write(line)
         bits = f", {line['bits_per_byte']:.3f} bits per byte" if self.progress.seen_bytes else ""
@@ -262,6 +268,7 @@ class Trainer:
         for indices in self.validation_batches():
             batch = self._make(self.valid, indices)
             sums = self.stepper.losses(batch, self.is_long(batch))
+            give_back()
             nats, count = nats + sums["nats"], count + sums["count"]
             n_bytes, base_ids, ids = n_bytes + batch.n_bytes, base_ids + batch.base_ids - len(indices), ids + batch.ids
         self.trainee.train()

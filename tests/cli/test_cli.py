@@ -12,7 +12,7 @@ from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
 import mlx_zip.generate
 from mlx_zip import cli
-from mlx_zip.cli import generation
+from mlx_zip.cli import colours, generation
 from mlx_zip.generate import GenerationResponse, load, stream_generate
 from support import tiny_text
 from support.cli_cases import MODEL, PROMPT
@@ -157,7 +157,7 @@ class Terminal(io.StringIO):
 )
 def test_colour_is_for_terminals_and_yields_to_no_color(choice, out, no_color, coloured, monkeypatch):
     monkeypatch.setenv("NO_COLOR", no_color)
-    assert generation._coloured(choice, out) is coloured
+    assert colours.coloured(choice, out) is coloured
 
 
 def test_colour_changes_nothing_but_the_colour(run, model):
@@ -417,3 +417,11 @@ def test_an_adapter_as_training_saves_it_names_the_command_that_merges_it(run, t
     assert f"mlx_zip convert --hf-path {tmp_path} --mlx-path OUT" in err
     status, _, err = run("--adapter-path", tmp_path / "none")
     assert (status, "is no folder with an adapter_config.json" in err) == (2, True)
+
+
+def test_ctrl_c_while_a_command_is_imported_is_no_traceback(monkeypatch, capsys):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "command_parser", interrupted)
+    assert (cli.main(["train"]), capsys.readouterr().err) == (130, "")

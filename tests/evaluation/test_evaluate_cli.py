@@ -1,6 +1,7 @@
 """`mlx_zip evaluate`, in process: models side by side, a table for people and a record for machines."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -154,6 +155,74 @@ def test_a_missing_second_model_is_named_before_the_first_is_loaded(run, zipped,
     monkeypatch.setattr("mlx_zip.evaluation.evaluate.load", None)
     status, _, err, _ = run("--model", zipped, "--model", "/no/such", "--data", text)
     assert (status, err.startswith("error: /no/such: no such model folder")) == (2, True)
+
+
+def damaged(model, folder, file, content):
+    """A copy of a model's folder with another content of one file; None: without that file."""
+    shutil.copytree(model, folder)
+    (folder / file).unlink()
+    if content is not None:
+        (folder / file).write_bytes(content)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "reason"),
+    [
+        ("model.safetensors", None, "second has no weights (model*.safetensors)"),
+        ("model.safetensors", b"junk" * 99, "second/model.safetensors cannot be read: "),
+        ("model.safetensors", b"", "second/model.safetensors cannot be read: "),
+        ("config.json", b'{"model_type": "zip2zip"}', "zip2zip"),
+    ],
+)
+def test_a_damaged_second_model_is_named_before_the_first_is_loaded(
+    file, content, reason, run, zipped, text, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("mlx_zip.evaluation.evaluate.load", None)
+    second = damaged(zipped, tmp_path / "second", file, content)
+    status, out, err, _ = run("--model", zipped, "--model", second, "--data", text)
+    assert (status, out, err.count("\n"), reason in err) == (2, "", 1, True)
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (("--codebook-size", -5), "--codebook-size must be from 0 to 1048576, got -5"),
+        (("--codebook-size", 10**11), "--codebook-size must be from 0 to 1048576"),
+        (("--codebook-size", 1, "--pack", "PACK"), "2 entries, but the model's codebook has 1 slots"),
+        (("--tasks", ","), "--tasks names no task"),
+    ],
+)
+def test_what_no_model_can_meet_is_one_line_before_a_model_is_loaded(
+    flags, reason, run, base, zipped, text, tmp_path, monkeypatch
+):
+    ids = load(zipped)[1].encode("cat mat", add_special_tokens=False)
+    monkeypatch.setattr("mlx_zip.evaluation.evaluate.load", None)
+    (tmp_path / "pack.json").write_text(json.dumps([ids[:2], ids[1:3]]))
+    flags = [tmp_path / "pack.json" if flag == "PACK" else flag for flag in flags]
+    status, out, err, _ = run("--model", base, "--model", zipped, "--data", text, *flags)
+    assert (status, out) == (2, "")
+    assert reason in err
+    assert err.count("\n") == 1
+
+
+def test_a_chat_template_that_is_missing_is_named_before_the_model_is_loaded(run, words, text, tmp_path, monkeypatch):
+    monkeypatch.setattr("mlx_zip.evaluation.evaluate.load", None)
+    (tmp_path / "p.jsonl").write_text('{"messages": [{"role": "user", "content": "w5"}]}')
+    status, out, err, _ = run("--model", words, "--data", text, "--generate", 1, "--prompts", tmp_path / "p.jsonl")
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert "prompt 1: the chat template cannot render the messages" in err
+
+
+def test_windows_too_long_for_the_second_model_are_named_before_the_first_is_loaded(run, words, tmp_path, monkeypatch):
+    monkeypatch.setattr("mlx_zip.evaluation.evaluate.load", None)
+    config = json.loads((Path(words) / "config.json").read_text())
+    second = damaged(
+        words, tmp_path / "short", "config.json", json.dumps({**config, "max_position_embeddings": 9}).encode()
+    )
+    (tmp_path / "t.txt").write_text("w5 w6 " * 20)
+    status, _, err, _ = run("--model", words, "--model", second, "--data", tmp_path / "t.txt")
+    assert (status, err.count("\n"), "do not fit the model's 9 positions" in err) == (2, 1, True)
 
 
 def test_a_header_says_on_stderr_what_will_be_measured(run, zipped, base, text):

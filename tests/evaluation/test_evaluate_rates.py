@@ -9,13 +9,12 @@ import pytest
 from mlx_lm.models import gemma3_text, llama
 from mlx_lm.models.cache import trim_prompt_cache
 
-from mlx_zip.codec import Codebook
+from mlx_zip import sessions
+from mlx_zip.codec import Codebook, compress_next
 from mlx_zip.errors import DataError
 from mlx_zip.evaluation.rates import (
     Settings,
     Story,
-    _keep_common,
-    _prompt_ids,
     count_invalid,
     measure_rates,
     repeated_grams,
@@ -90,13 +89,14 @@ def test_the_replayed_prompt_is_the_one_that_was_read(prompt):
     cache = MODEL.make_cache()
     found = responses(prompt, prompt_cache=cache)
     read = cache[-1].books[0].ids[: found[-1].prompt_ids]
-    assert _prompt_ids(Codebook(PARAMS), TOKENIZER.encode(prompt)).tolist() == read.tolist()
+    assert compress_next(Codebook(PARAMS), TOKENIZER.encode(prompt)).tolist() == read.tolist()
 
 
 def test_of_a_prompt_that_a_cache_holds_whole_the_end_is_read_again():
     cache, prompt = MODEL.make_cache(), TOKENIZER.encode("no no no no no no")
     responses(prompt, prompt_cache=cache)
-    kept = _keep_common(cache, prompt)
+    kept_ids, kept = sessions.common_prefix(cache, prompt)
+    sessions.trim_to(cache, kept_ids)
     book = cache[-1].books[0]
     assert book.expand(book.ids).tolist() == prompt[:kept]
     assert kept < len(prompt)

@@ -15,7 +15,7 @@ from mlx_zip.errors import GenerationError, MlxZipError
 from mlx_zip.generate import batch_generate, generate, load, stream_generate
 from mlx_zip.state import find_state
 from support import tiny
-from support.generating import ENDLESS, MODEL, PROMPT, ids, never_ending, plain_model, run, text
+from support.generating import ENDLESS, MODEL, PROMPT, TOKENIZER, ids, never_ending, plain_model, run, text
 from support.places import SHARED
 
 PARAMS = MODEL.config.codec_params
@@ -196,19 +196,41 @@ def test_a_cache_of_another_kind_of_model_is_refused():
         ({"prompt": [3] * 10_000}, "the model's context has 512"),
         ({"max_tokens": 0}, "--max-tokens"),
         ({"max_tokens": -2}, "--max-tokens"),
+        ({"max_tokens": 1.5}, "--max-tokens"),
+        ({"max_tokens": float("nan")}, "--max-tokens"),
+        ({"max_tokens": None}, "--max-tokens"),
         ({"prefill_step_size": 0}, "--prefill-step-size"),
         ({"kv_bits": 7}, "--kv-bits"),
         ({"kv_bits": 4, "kv_group_size": 48}, "--kv-group-size"),
         ({"kv_bits": 4, "kv_group_size": 64}, "does not divide the head width 16"),
         ({"top_k": 10_000}, "--top-k"),
         ({"stop": [""]}, "--stop"),
+        ({"stop": 5}, "--stop"),
+        ({"stop": [5]}, "--stop"),
+        ({"stop": b"a"}, "--stop"),
+        ({"prefill_step_size": 1.5}, "--prefill-step-size"),
+        ({"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": "a"}, "--quantized-kv-start"),
+        ({"prompt": [{"role": "user", "content": "a"}, None]}, "list of messages"),
+        ({"sampler": 5}, "sampler: 5 is no function"),
+        ({"logits_processors": [5]}, "logits_processors"),
+        ({"tokenizer": None}, "not NoneType"),
     ],
 )
 def test_a_bad_request_is_refused_before_anything_runs(options, named):
     cache = MODEL.make_cache()
     with pytest.raises(GenerationError, match=named):
-        stream_generate(MODEL, ENDLESS, **{"prompt": PROMPT, "prompt_cache": cache, **options})
+        stream_generate(MODEL, **{"tokenizer": ENDLESS, "prompt": PROMPT, "prompt_cache": cache, **options})
     assert find_state(cache).offset == 0
+
+
+def test_what_is_no_list_of_entries_is_refused_as_a_cache():
+    with pytest.raises(GenerationError, match="not made for this model"):
+        stream_generate(MODEL, ENDLESS, PROMPT, prompt_cache=5)
+
+
+def test_a_bare_tokenizer_of_transformers_gives_the_text_of_the_wrapped_one():
+    options = {"max_tokens": 20, "temp": 1.0, "seed": 4}
+    assert generate(MODEL, TOKENIZER._tokenizer, PROMPT, **options) == generate(MODEL, TOKENIZER, PROMPT, **options)
 
 
 def test_a_prompt_that_only_fits_compressed_is_taken():
@@ -282,7 +304,7 @@ def test_penalties_in_a_batch_are_those_of_each_row():
     assert batch_generate(MODEL, ENDLESS, PROMPTS, **options) == alone
 
 
-@pytest.mark.parametrize("prompts", [[], "one text"])
+@pytest.mark.parametrize("prompts", [[], "one text", None, 5, np.array([[5, 6], [7, 8]])])
 def test_what_is_no_list_of_prompts_is_refused(prompts):
     with pytest.raises(GenerationError, match="no prompts"):
         batch_generate(MODEL, ENDLESS, prompts)

@@ -1,9 +1,13 @@
 """Conversations as prompts: system message, prefill, template options, and answers by the ids emitted for them."""
 
 import pytest
+from tokenizers import Tokenizer as Words
+from tokenizers import models
+from transformers import PreTrainedTokenizerFast
 
 from mlx_zip.errors import GenerationError
-from mlx_zip.text.prompts import Chat
+from mlx_zip.text.prompts import Chat, encode_text
+from mlx_zip.text.tokenizer import Tokenizer
 from support import tiny_text
 
 TEMPLATE = (
@@ -50,6 +54,51 @@ def test_options_reach_the_template():
 def test_options_that_the_prompt_sets_itself_are_refused(name):
     with pytest.raises(GenerationError, match=f"chat-template-config.*{name}"):
         Chat([user("b")], options={name: 1})
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": None},
+        {"messages": "hello"},
+        {"messages": [user("b"), 5]},
+        {"system": 5},
+        {"prefill": 5},
+        {"options": None},
+        {"options": {5: 1}},
+    ],
+)
+def test_what_is_no_conversation_is_refused(fields):
+    with pytest.raises(GenerationError):
+        Chat(**{"messages": [user("b")], **fields})
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ raise_exception('first\nsecond') }}",
+        "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+        "{{ 1 // 0 }}",
+        "{{ messages['x'].y }}",
+        "{% if %}",
+    ],
+)
+def test_a_template_that_fails_is_one_line(template):
+    with pytest.raises(GenerationError, match=r"the chat template cannot render the messages: .") as caught:
+        Chat([user("b")]).text(tokenizer(template))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_tool_that_the_template_cannot_describe_is_refused():
+    with pytest.raises(GenerationError, match="docstring"):
+        Chat([user("b")], options={"tools": [lambda x: x]}).text(tokenizer())
+
+
+def test_text_that_the_tokenizer_has_no_ids_for_is_refused():
+    words = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=Words(models.WordLevel({"a": 0}, unk_token="?"))))
+    assert encode_text(words, "a") == [0]
+    with pytest.raises(GenerationError, match="the tokenizer cannot encode the prompt: WordLevel error"):
+        encode_text(words, "b")
 
 
 def test_the_next_turn_begins_with_the_last_user_message():

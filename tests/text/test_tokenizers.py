@@ -8,7 +8,7 @@ import pytest
 from mlx_zip import cli, load
 from mlx_zip.bench.workloads import read_tokenizer
 from mlx_zip.converters.adapt import adapt
-from mlx_zip.errors import DataError
+from mlx_zip.errors import DataError, MlxZipError
 from mlx_zip.text import hub
 from mlx_zip.text.tokenizers import load_tokenizer
 from mlx_zip.text.vocabularies import read_vocabulary
@@ -75,6 +75,38 @@ def test_a_name_without_a_slash_is_refused_at_once_and_in_one_line(monkeypatch, 
     assert "nosuch: no folder with a tokenizer" in err
     with pytest.raises(DataError, match="nosuch: no folder with a tokenizer"):
         load_tokenizer("nosuch")
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("[" * 100_000, "is not valid JSON"),
+        ("[1]", "holds no JSON object"),
+        ("{", "is not valid JSON"),
+    ],
+)
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("way", ["load", "load_tokenizer"])
+def test_a_damaged_file_of_a_folder_is_named(way, name, content, told, tmp_path):
+    folder = shutil.copytree(PLAIN, tmp_path / "base")
+    (folder / name).write_text(content)
+    with pytest.raises(MlxZipError, match=f"cannot (be )?load.*: {name} {told}"):
+        WAYS[way](folder)
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, "{"])
+def test_a_vocabulary_that_is_no_json_is_named(content, tmp_path):
+    (tmp_path / "vocab.json").write_text(content)
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
+    with pytest.raises(DataError, match=r"vocab\.json and merges\.txt"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["~nobody-of-that-name/x", "x" * 300, "x" * 300 + "/y"])
+@pytest.mark.parametrize("way", ["load", "load_tokenizer", "read_vocabulary"])
+def test_a_name_that_no_path_can_have_is_refused(way, name):
+    with pytest.raises(MlxZipError, match=r"^[x~]"):
+        WAYS[way](name)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 import gzip
 import json
+import math
+import struct
 import unicodedata
 from pathlib import Path
 
@@ -26,6 +28,11 @@ TEXTS = (
     "  it's 12345 67 times,\r\nHELLO's HTTPServer\n",
     "e\u0301",
 )
+
+
+def piece(fields: bytes) -> bytes:
+    """A SentencePiece model of one piece, whose protobuf message is given."""
+    return b"\x0a" + bytes([len(fields)]) + fields
 
 
 def read_back(vocabulary, text: str = TEXT) -> list[bytes]:
@@ -120,6 +127,11 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
         ("some.model", b"no model", "no SentencePiece model"),
         ("encoder.json", b"[1]", "cannot be read"),
         ("tokenizer.json", b"{}", "is no tokenizer.json"),
+        ("some.model", b"", "it has no pieces"),
+        ("some.model", piece(b"\x08\x05"), "field 1 has the wrong type"),
+        ("some.model", piece(b"\x0a\x01a\x1a\x01x"), "field 3 has the wrong type"),
+        ("some.model", piece(b"\x0a\x01a\x15" + struct.pack("<f", math.nan)), "a piece has the score nan"),
+        ("some.model", piece(b"\x0a\x01a") + b"\x1a\x02\x10\x05", "field 2 has the wrong type"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_named(tmp_path, name, content, told):

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +32,7 @@ from mlx_zip.training.settings import EncoderOptions, TrainSettings
 from mlx_zip.training.trainer import Trainer
 from support.crashing import crash_after
 from support.processes import Command
+from support.same_numbers import assert_same_losses, assert_same_weights, is_exact
 from support.tiny_training import (
     CODEC,
     ENCODER,
@@ -50,10 +52,37 @@ def weights(out: Path) -> dict[str, np.ndarray]:
 
 
 def assert_same_run(found: Path, expected: Path) -> None:
-    assert losses(found) == losses(expected)
-    one, other = weights(found), weights(expected)
-    assert one.keys() == other.keys()
-    assert all((one[name] == other[name]).all() for name in one)
+    assert_same_losses(losses(found), losses(expected))
+    assert_same_weights(weights(found), weights(expected))
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes a GPU the default device, by its name."""
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+
+
+def test_a_run_on_the_cpu_is_compared_bit_for_bit():
+    if not is_exact():
+        pytest.skip("the default device is a GPU")
+    for compare, one, other in (
+        (assert_same_losses, [(1, 2.0)], [(1, 2.0000001)]),
+        (assert_same_weights, {"a": np.array([1.0, 2.0])}, {"a": np.array([1.0, 2.0000001])}),
+    ):
+        compare(one, one)
+        with pytest.raises(AssertionError):
+            compare(one, other)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_run_on_a_gpu_is_compared_with_a_tolerance_that_a_wrong_one_misses():
+    for compare, one, near, far in (
+        (assert_same_losses, [(1, 2.0)], [(1, 2.0001)], [(1, 2.01)]),
+        (assert_same_weights, {"a": np.ones(9)}, {"a": np.full(9, 1.001)}, {"a": np.full(9, 1.02)}),
+    ):
+        compare(one, near)
+        with pytest.raises(AssertionError):
+            compare(one, far)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +201,7 @@ def stopped_with(number: int, out: Path, steps: int) -> int:
     return status
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
 def test_a_signal_saves_the_last_step_and_the_run_goes_on_from_there(number, status, uninterrupted):
     out = uninterrupted.parent / f"stopped-{number}"
     assert stopped_with(number, out, steps=3) == status
@@ -318,6 +347,16 @@ def damage(path: Path, harm: str) -> None:
         path.write_bytes(bytes(len(whole)))
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("raised_to", "x"), ("raised_to", True), ("valid_share", 5), ("valid_share", "x")]
+)
+def test_a_record_with_a_value_that_cannot_be_is_named(name, value, half_done):
+    path = half_done.out / "train.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), name: value}))
+    with pytest.raises(TrainingError, match=rf"train\.json: {name} is {value!r}; choose another --out"):
+        train(replace(half_done, valid_share=None), settings(), quiet=True)
+
+
 def test_a_folder_with_other_things_in_it_is_refused(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "letter.txt").write_text("dear")
@@ -438,6 +477,14 @@ def test_a_folder_that_cannot_be_written_is_one_clear_error(tmp_path):
     )
     with pytest.raises(TrainingError, match="cannot write"):
         train(run, settings(), quiet=True)
+
+
+def test_a_file_in_place_of_the_model_is_left_alone(half_done):
+    (half_done.out / "model").write_text("mine")
+    with pytest.raises(TrainingError, match=r"cannot write .*model: is a file, not a folder; the last checkpoint"):
+        train(half_done, settings(), quiet=True)
+    assert (half_done.out / "model").read_text() == "mine"
+    assert not [path for path in half_done.out.iterdir() if path.name.startswith(".")]
 
 
 def test_a_checkpoint_folder_that_cannot_be_written_is_one_clear_error(tmp_path):

@@ -23,6 +23,7 @@ from mlx_zip.training.run import train
 from mlx_zip.training.shards import Joined
 from mlx_zip.training.summary import hints
 from support.crashing import crash_after
+from support.same_numbers import assert_same_losses
 from support.tiny_training import PLAIN, losses, options, settings, write_shards
 
 TINY = ["--encoder", "transformer", "--encoder-layers", "1", "--encoder-heads", "2", "--lora-rank", "2"]
@@ -142,7 +143,7 @@ def test_a_finished_run_goes_on_when_iters_are_raised_and_only_then(tmp_path, mo
     whole = options(tmp_path / "whole")
     train(whole, settings(iters=4), quiet=True)
     train(whole, settings(iters=8), quiet=True)
-    assert losses(whole.out) == losses(made.out), "resuming is exact in the added steps too"
+    assert_same_losses(losses(whole.out), losses(made.out))  # resuming is exact in the added steps too
 
 
 def test_hints_are_given_where_the_figures_ask_for_them():

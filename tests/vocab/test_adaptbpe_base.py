@@ -3,7 +3,6 @@
 import base64
 import gzip
 import json
-from functools import partial
 
 import pytest
 from hypothesis import given
@@ -20,26 +19,8 @@ from support.adaptbpe_cases import (
     HEAD,
     TEXT,
     library_ids,
-    read_fixture,
-    write_head,
-    write_tokenizer,
 )
 from support.places import GOLDEN_MODELS
-
-
-@pytest.fixture
-def source():
-    return read_fixture()
-
-
-@pytest.fixture
-def write(tmp_path):
-    return partial(write_tokenizer, tmp_path)
-
-
-@pytest.fixture(scope="module")
-def head(tmp_path_factory):
-    return write_head(tmp_path_factory.mktemp("head"))
 
 
 @pytest.fixture(scope="module", params=["llama_transformer_tied_lora/base", "phi3_reslatent_mean_untied_v2"])

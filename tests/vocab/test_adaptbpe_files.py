@@ -1,7 +1,6 @@
 """The adapted tokenizer and its own file; a tokenizer.json where it can say the same."""
 
 import json
-from functools import partial
 from hashlib import sha256
 
 import numpy as np
@@ -21,25 +20,7 @@ from support.adaptbpe_cases import (
     TEXT,
     library,
     library_ids,
-    read_fixture,
-    write_head,
-    write_tokenizer,
 )
-
-
-@pytest.fixture
-def source():
-    return read_fixture()
-
-
-@pytest.fixture
-def write(tmp_path):
-    return partial(write_tokenizer, tmp_path)
-
-
-@pytest.fixture(scope="module")
-def head(tmp_path_factory):
-    return write_head(tmp_path_factory.mktemp("head"))
 
 
 def cut_down(base, n=300, **options):

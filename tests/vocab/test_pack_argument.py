@@ -5,8 +5,8 @@ import argparse
 import numpy as np
 import pytest
 
+from mlx_zip.arguments import add_pack
 from mlx_zip.errors import DataError
-from mlx_zip.flags import add_pack
 from mlx_zip.vocab.packs import Pack, as_pack, load_pack, save_pack
 from mlx_zip.vocab.tuned import TunedRows
 

@@ -120,15 +120,15 @@ def run(args: argparse.Namespace) -> int:
     test = read_domains(args.test, args.limit_bytes, args.separator)
     if train.keys() != test.keys():
         raise DataError(f"--train and --test name different texts: {', '.join(sorted(train.keys() ^ test.keys()))}")
-    bench = Bench(args)
+    models = AdaptedModels(args)
     for name, corpus in train.items():
-        words = words_of(bench.base.front, [document.text for document in corpus.documents])
-        whole = bench.score(bench.folder, test[name].documents)
+        words = words_of(models.base.front, [document.text for document in corpus.documents])
+        whole = models.score(models.folder, test[name].documents)
         texts = {"train_bytes": corpus.n_bytes, "test": {**test[name].record(), "files": _names(test[name].files)}}
-        bench.print_line(name, bench.line(whole, whole) | texts)
+        models.print_line(name, models.line(whole, whole) | texts)
         for share in args.shares:
             for method in args.methods:
-                bench.print_line(name, bench.adapt(words, share, method, test[name].documents, whole) | texts)
+                models.print_line(name, models.adapt(words, share, method, test[name].documents, whole) | texts)
     return 0
 
 
@@ -159,8 +159,8 @@ class Result:
     bits: tuple[Any, ...] = ()
 
 
-class Bench:
-    """Adapts and measures one model. args: the command's flags; folder: the model's; base: its vocabulary."""
+class AdaptedModels:
+    """Adapts one model and scores the results. args: the command's flags; folder: the model's; base: its vocabulary."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         from mlx_zip.loading import model_folder

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 
 from mlx_zip.codec.ids import Uint32s, as_ids
 from mlx_zip.errors import DataError
-from mlx_zip.files import check_in, write_json
+from mlx_zip.files import at_home, check_in, write_json
 from mlx_zip.vocab.adaptbpe.base import BaseVocabulary, encoded
 from mlx_zip.vocab.adaptbpe.encoder import PIECES, Encoder
 from mlx_zip.vocab.adaptbpe.learn import Swap, adapt, top_k
@@ -300,7 +300,7 @@ def _with_ranks(merges: MergeList, ranks: Sequence[int]) -> MergeList:
 
 def read_adapted(path: str | Path) -> AdaptedVocabulary:
     """Reads a file that `AdaptedVocabulary.save` wrote. Raises `DataError` naming the file and what is wrong in it."""
-    path = Path(path).expanduser()
+    path = at_home(path)
     check_in(path)
     try:
         record = json.loads(path.read_text(encoding="utf-8"))

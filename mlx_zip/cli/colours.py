@@ -1,0 +1,29 @@
+"""Colours hypertokens on a terminal by their number of base tokens."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, TextIO
+
+COLOURS, LONGER = {2: "36", 3: "32", 4: "33"}, "35"  # by base tokens: cyan, green, yellow; magenta for longer ones
+
+
+def coloured(choice: str, out: TextIO) -> bool:
+    """Returns whether to colour what is written to `out`. choice: the value of --color."""
+    return choice == "always" or (choice == "auto" and out.isatty() and not os.environ.get("NO_COLOR"))
+
+
+def paint(response: Any) -> str:
+    """Returns a response's text in the colour of its number of base tokens; newlines stay uncoloured."""
+    length = len(response.base_ids)
+    if length < 2 or not response.text:
+        return response.text
+    colour = COLOURS.get(length, LONGER)
+    return "\n".join(f"\x1b[{colour}m{line}\x1b[0m" if line else "" for line in response.text.split("\n"))
+
+
+def legend() -> str:
+    """Returns the line that says, in the colours themselves, what they mean."""
+    named = [f"\x1b[{colour}m{n}\x1b[0m" for n, colour in COLOURS.items()]
+    named.append(f"\x1b[{LONGER}m{max(COLOURS) + 1} or more\x1b[0m")
+    return f"coloured text took one step for {', '.join(named)} base tokens"

@@ -1,0 +1,202 @@
+"""The flags of `mlx_zip generate`: those of mlx_lm.generate, by their names and defaults, and a few of ours."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from mlx_zip.cli import packs, rows
+
+REFUSED = {  # flags of mlx_lm.generate that cannot work here, and why
+    "max_kv_size": "a rotating KV cache forgets ids that the codebook still knows",
+    "draft_model": "a draft model proposes base ids, and hypertokens cannot be verified against them",
+    "num_draft_tokens": "it has a meaning only together with --draft-model",
+    "image": "the supported models read text only",
+    "quantize_activations": "hypertoken rows are computed from the head's weights, which this flag would replace",
+}
+NUMBERS = {  # sampling flags: (type, default, help); None is off
+    "temp": (float, 0.0, "sampling temperature; 0 is greedy"),
+    "top_p": (float, 1.0, "nucleus sampling: sample from the likeliest ids that together have this probability"),
+    "min_p": (float, 0.0, "drop ids less likely than this fraction of the likeliest id's probability"),
+    "top_k": (int, 0, "sample from this many likeliest ids; 0 samples from all"),
+    "xtc_probability": (
+        float,
+        0.0,
+        "probability per step that XTC sampling drops the ids above --xtc-threshold, except the least likely of them",
+    ),
+    "xtc_threshold": (float, 0.1, "probability above which XTC sampling may drop an id"),
+    "min_tokens_to_keep": (int, 1, "minimum number of ids that --min-p keeps"),
+    "seed": (int, None, "seed of the random numbers (default: none, so sampled texts differ from run to run)"),
+    "repetition_penalty": (
+        float,
+        None,
+        "number that divides positive logits of recent base tokens and multiplies negative ones (default: none)",
+    ),
+    "repetition_context_size": (int, 20, "number of recent base tokens to which --repetition-penalty applies"),
+    "presence_penalty": (float, None, "number subtracted from the logits of recent base tokens (default: none)"),
+    "presence_context_size": (int, 20, "number of recent base tokens to which --presence-penalty applies"),
+    "frequency_penalty": (
+        float,
+        None,
+        "number subtracted from a base token's logit once per recent occurrence of that token (default: none)",
+    ),
+    "frequency_context_size": (int, 20, "number of recent base tokens to which --frequency-penalty applies"),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags; those of mlx_lm.generate keep their names and defaults."""
+    add = parser.add_argument
+    add(
+        "--model",
+        help="model to run: folder, hub id or bundled model (default: stories, a bundled model of children's stories)",
+    )
+    add("--revision", help="branch, tag or commit of a hub model (default: main)")
+    add(
+        "--trust-remote-code",
+        action="store_true",
+        help="run Python code that comes with the tokenizer (default: off)",
+    )
+    add(
+        "--adapter-path",
+        help="folder of an mlx-lm adapter to load with the model (default: none); merge an adapter of mlx_zip train "
+        "with mlx_zip convert instead",
+    )
+    add(
+        "--extra-eos-token",
+        nargs="+",
+        default=(),
+        help="tokens that end the text, in addition to the tokenizer's own (default: none)",
+    )
+    _add_prompt(add)
+    _add_sampling(add)
+    _add_template(add)
+    _add_cache(add)
+    _add_output(add)
+    _add_refused(add)
+
+
+def _add_prompt(add: Any) -> None:
+    """Declares the flags of the prompt and of how the chat template renders it."""
+    add("--system-prompt", help="system message placed before the prompt; needs a chat template (default: none)")
+    add(
+        "--prompt",
+        "-p",
+        default="hello",
+        action=_Given,
+        help="user message, or - to read it from standard input as UTF-8 (default: hello, without --model a request "
+        "for a story)",
+    )
+    add("--prefill-response", help="beginning of the answer, which the model continues (default: none)")
+
+
+def _add_sampling(add: Any) -> None:
+    """Declares the flags of the length of the text, of what ends it, and of how ids are sampled."""
+    add(
+        "--max-tokens",
+        "-m",
+        type=int,
+        default=100,
+        action=_Given,
+        help="maximum number of base tokens to generate (default: 100, without --model 400)",
+    )
+    add("--stop", nargs="+", default=(), help="strings that end the text; they are not printed (default: none)")
+    for name, (kind, default, text) in NUMBERS.items():
+        shown = f" (default: {default:g})" if default is not None else ""
+        add("--" + name.replace("_", "-"), type=kind, default=default, help=text + shown)
+    add(
+        "--logit-bias",
+        help='JSON map from at most 1000 base ids to numbers added to their logits, for example {"42": -5} '
+        "(default: none)",
+    )
+
+
+def _add_template(add: Any) -> None:
+    """Declares the flags of the chat template, and --verbose."""
+    add(
+        "--ignore-chat-template",
+        action="store_true",
+        help="give the prompt to the model as plain text, without the chat template",
+    )
+    add(
+        "--use-default-chat-template",
+        action="store_true",
+        help="no effect; accepted because mlx_lm.generate has it (the model's own chat template is used)",
+    )
+    add("--chat-template-config", help="JSON map of further arguments for the chat template (default: none)")
+    add(
+        "--verbose",
+        type=_flag,
+        default=True,
+        metavar="BOOL",
+        help="True prints the text and figures on speed and memory; False prints the text alone (default: True)",
+    )
+
+
+def _add_cache(add: Any) -> None:
+    """Declares the flags of prompt caches, packs, the KV cache and the row store."""
+    add(
+        "--prefill-step-size",
+        type=int,
+        default=2048,
+        help="maximum number of prompt ids that one model call reads (default: 2048)",
+    )
+    add(
+        "--prompt-cache-file",
+        help="prompt cache to continue with the prompt, in the format of mlx_lm.cache_prompt (default: none)",
+    )
+    add(
+        "--canonical",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="forbid ids that the compressor would never write, unless together they hold over half the probability "
+        "(default: as in the model's config.json)",
+    )
+    packs.add_flags(add)
+    add("--kv-bits", type=int, help="bits per number in a quantized KV cache (default: not quantized)")
+    add(
+        "--kv-group-size",
+        type=int,
+        default=64,
+        help="number of values that share a scale in a quantized KV cache (default: 64)",
+    )
+    add(
+        "--quantized-kv-start",
+        type=int,
+        default=5000,
+        help="number of ids in the KV cache from which on --kv-bits quantizes it (default: 5000)",
+    )
+    rows.add_flags(add)
+
+
+def _add_output(add: Any) -> None:
+    """Declares the flags of how the text is printed."""
+    add(
+        "--color",
+        choices=("auto", "always", "never"),
+        default="auto",
+        help="when to colour hypertokens by their length in base tokens; auto: on a terminal (default: auto)",
+    )
+    add("--json", action="store_true", help="print one JSON object with text and figures at the end, not the text")
+
+
+def _add_refused(add: Any) -> None:
+    """Declares the flags of mlx_lm.generate that are refused, with the reasons as help."""
+    add("--max-kv-size", type=int, help="refused: " + REFUSED["max_kv_size"])
+    add("--draft-model", help="refused: " + REFUSED["draft_model"])
+    add("--num-draft-tokens", type=int, help="refused: " + REFUSED["num_draft_tokens"])
+    add("--image", nargs="+", help="refused: " + REFUSED["image"])
+    add("--quantize-activations", "-qa", action="store_true", help="refused: " + REFUSED["quantize_activations"])
+
+
+class _Given(argparse.Action):
+    """Stores a flag's value, and sets `given_<name>` to True to tell a given value from the default."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        setattr(namespace, self.dest, values)
+        setattr(namespace, f"given_{self.dest}", True)
+
+
+def _flag(text: str) -> bool:
+    """Returns the value of --verbose: False for "false" or "f" in any case, else True, as in mlx_lm."""
+    return text.lower() not in ("false", "f")
