@@ -23,7 +23,7 @@ import numpy as np
 from mlx_zip.arguments import check_at_least
 from mlx_zip.codec import Codebook, CodecParams, compress
 from mlx_zip.codec.ids import Uint32s
-from mlx_zip.errors import MlxZipError
+from mlx_zip.errors import MlxZipError, reason
 
 from .record import load_before, summary, surroundings
 
@@ -118,7 +118,7 @@ def _read_ids(args: argparse.Namespace) -> tuple[Any, str]:
         try:
             return np.load(args.ids, allow_pickle=False), f"ids from {args.ids.name}"
         except (OSError, ValueError) as error:
-            raise MlxZipError(f"--ids {args.ids} cannot be read: {error}") from error
+            raise MlxZipError(f"--ids {args.ids} cannot be read as a .npy array: {reason(error)}") from error
     if args.text is None:
         return synthetic_ids(args.length, args.vocab_size), "synthetic: Zipf ids with repeated phrases, not a real text"
     if args.tokenizer is None:

@@ -84,6 +84,8 @@ def run(args: argparse.Namespace) -> int:
         if name not in ENGINES:
             raise MlxZipError(f"engine {name!r} is not one of {', '.join(ENGINES)}")
     pairs = matched(read_records([args.a]), read_records([args.b]), args.engines)
+    if args.seed < 0:
+        raise MlxZipError(f"--seed must be at least 0, got {args.seed}")
     tried = [compared(name, a, b, args.seed) for a, b in pairs for name in args.measures]
     ratios = [found for found in tried if found is not None]
     if not ratios:

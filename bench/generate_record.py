@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from mlx_zip.errors import MlxZipError
+from mlx_zip.errors import MlxZipError, reason
 
 from .engines import Run
 
@@ -154,7 +154,7 @@ def read_records(names: Iterable[str | Path]) -> list[dict[str, Any]]:
         try:
             lines = Path(name).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise MlxZipError(f"{name} cannot be read: {error}") from error
+            raise MlxZipError(f"{name} cannot be read: {reason(error)}") from error
         for number, line in enumerate(lines, 1):
             if line.strip() and (record := checked(line, f"{name}, line {number}")) is not None:
                 found.append(record)
@@ -170,7 +170,7 @@ def checked(line: str, where: str) -> dict[str, Any] | None:
     """
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise MlxZipError(f"{where}: not JSON: {error}") from error
     if not isinstance(record, dict) or not isinstance(record.get("bench"), str):
         raise MlxZipError(f"{where}: not a record of a bench")
@@ -181,6 +181,10 @@ def checked(line: str, where: str) -> dict[str, Any] | None:
     for name, kinds in SECTIONS.items():
         if not isinstance(record.get(name), kinds) or name not in record:
             raise MlxZipError(f"{where}: {name} is missing or of a wrong kind")
+    if wrong := [name for name in ("load_average", "idle_share") if not _is_number(record.get(name) or 0)]:
+        raise MlxZipError(f"{where}: {wrong[0]} is not a number")
+    if wrong := [name for name in ("preloaded", "blas") if not _are_names(record.get(name) or [])]:
+        raise MlxZipError(f"{where}: {wrong[0]} is not a list of names")
     for name in FIGURES:
         _check_figure(record["figures"].get(name, ...), f"{where}: figure {name}")
     return record
@@ -194,6 +198,11 @@ def _check_figure(figure: Any, where: str) -> None:
     samples = isinstance(figure, dict) and figure.get("samples")
     if not numbers or not isinstance(samples, list) or not samples or not all(map(_is_number, [*numbers, *samples])):
         raise MlxZipError(f"{where} is not a median with its samples")
+
+
+def _are_names(value: Any) -> bool:
+    """Whether a JSON value is a list of texts."""
+    return isinstance(value, list) and all(isinstance(one, str) for one in value)
 
 
 def _is_number(value: Any) -> bool:

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -21,6 +20,7 @@ import numpy as np
 
 from mlx_zip.arguments import check_at_least
 from mlx_zip.errors import MlxZipError
+from mlx_zip.progress import ProgressBar
 
 from .engines import MlxLm, MlxZip, Run
 from .generate import PACKAGES, add_model_arguments, add_text_arguments, prepare
@@ -69,10 +69,12 @@ def run(args: argparse.Namespace) -> int:
     profiler = StepProfiler(args, models)
     plan = f"{len(workloads)} texts, {args.trials} trials of five ways to run, rows {args.rows}"
     header("profile", models.name, profiler.zipped.device, plan)
-    for workload in workloads:
-        record = profiler.measure(workload)
-        print(json.dumps(record), flush=True)
-        print(split_table(record), file=sys.stderr)
+    with ProgressBar(len(workloads) * (args.trials + 1), "round", "Measuring") as count:
+        for workload in workloads:
+            record = profiler.measure(workload, count)
+            count.clear()
+            print(json.dumps(record), flush=True)
+            count.say(split_table(record))
     return 0
 
 
@@ -109,8 +111,11 @@ class StepProfiler:
         self.args, self.models = args, models
         self.plain, self.zipped = MlxLm(models, models.plain), MlxZip(models, models.zipped)
 
-    def measure(self, workload: Workload) -> dict[str, Any]:
-        """Runs a workload in five ways, in turns, and returns its record. A first round is a warm-up."""
+    def measure(self, workload: Workload, count: Callable[[], object]) -> dict[str, Any]:
+        """Runs a workload in five ways, in turns, and returns its record. A first round is a warm-up.
+
+        count: is called after each round.
+        """
         ways = {name: Steps() for name in ("mlx-lm", "mlx-zip", "mlx-lm traced", "mlx-zip traced", "mlx-zip apart")}
         for trial in range(-1, self.args.trials):
             untraced, _ = self._run_zip(workload, None)
@@ -124,6 +129,7 @@ class StepProfiler:
             for name, (one, marks) in runs.items():
                 if trial >= 0:
                     ways[name].add(one, marks)
+            count()
         return self._record(workload, untraced, ways)
 
     def _plain_hooks(self) -> tuple[Hook, ...]:

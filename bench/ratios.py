@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -40,9 +41,15 @@ def paired_ratio(a: Sequence[float], b: Sequence[float], groups: int | None = No
 
 def of_samples(ratios: Sequence[float], seed: int = 0) -> Ratio:
     """Returns the median of ratios [n] and its interval by bootstrap: `DRAWS` samples of n drawn with replacement."""
-    samples = np.asarray(ratios, float)
-    if not len(samples):
+    if not len(ratios):
         raise ValueError("no trials")
+    return _bootstrap(tuple(ratios), seed)
+
+
+@lru_cache(maxsize=1024)
+def _bootstrap(ratios: tuple[float, ...], seed: int) -> Ratio:
+    """Returns what `of_samples` does; pages ask for the ratio of one record in several tables."""
+    samples = np.asarray(ratios, float)
     drawn = samples[np.random.default_rng(seed).integers(0, len(samples), (DRAWS, len(samples)))]
     low, high = np.quantile(np.median(drawn, axis=1), QUANTILES)
     return Ratio(float(np.median(samples)), float(low), float(high), len(samples))

@@ -9,7 +9,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.errors import MlxZipError
+from mlx_zip.errors import MlxZipError, reason
 
 from .tables import table
 
@@ -65,7 +65,7 @@ def read_lines(path: Path) -> list[Record]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise MlxZipError(f"{path} cannot be read: {error}") from error
+        raise MlxZipError(f"{path} cannot be read: {reason(error)}") from error
     try:
         return [json.loads(line, parse_constant=_no_number) for line in lines if line]
     except (ValueError, RecursionError) as error:

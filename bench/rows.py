@@ -19,10 +19,12 @@ import numpy as np
 
 from mlx_zip.bench.memory import _rss_bytes
 from mlx_zip.bench.record import load_before, summary, surroundings
+from mlx_zip.errors import MlxZipError
 from mlx_zip.hyper import RowStore
 from mlx_zip.hyper.row_files import RowSet, files_in, total_bytes
 from mlx_zip.hyper.row_folder import RowFolder
 from mlx_zip.hyper.store import RowKind
+from mlx_zip.progress import ProgressBar
 
 MERGE_SIZE = 4  # base ids per entry
 CHUNK = 8192  # rows stored in one call
@@ -49,7 +51,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures the store and prints one JSON line."""
+    """Measures the store and prints one JSON line. Raises `MlxZipError` naming a flag that cannot be met."""
+    for name in ("rows", "width", "batch", "memory_bytes", "trials"):
+        if getattr(args, name) < 1:
+            raise MlxZipError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+    if args.folder is not None and not Path(args.folder).is_dir():
+        raise MlxZipError(f"--folder {args.folder} is not an existing folder")
     load_before()
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         print(json.dumps(measure(Path(folder), args) | {"trials": args.trials} | surroundings("mlx")), flush=True)
@@ -64,16 +71,18 @@ def measure(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     rng = np.random.default_rng(1)
     wanted = [rng.integers(0, args.rows, args.batch) for _ in range(args.trials)]
     opened, first, again, single = [], [], [], []
-    for chosen in wanted:
-        begun = time.perf_counter()
-        disk = RowFolder(folder, disk_limit)
-        disk.find(rows, _keys(chosen[:1]))
-        opened.append(1000 * (time.perf_counter() - begun))
-        first.append(_us_per_row(lambda disk=disk, chosen=chosen: disk.find(rows, _keys(chosen)), args.batch))
-        again.append(_us_per_row(lambda disk=disk, chosen=chosen: disk.find(rows, _keys(chosen)), args.batch))
-        one = _keys(chosen[:1])
-        single.append(_us_per_row(lambda disk=disk, one=one: disk.find(rows, one), 1))
-        disk.close()
+    with ProgressBar(args.trials, "trial", "Looking up") as count:
+        for chosen in wanted:
+            begun = time.perf_counter()
+            disk = RowFolder(folder, disk_limit)
+            disk.find(rows, _keys(chosen[:1]))
+            opened.append(1000 * (time.perf_counter() - begun))
+            first.append(_us_per_row(lambda disk=disk, chosen=chosen: disk.find(rows, _keys(chosen)), args.batch))
+            again.append(_us_per_row(lambda disk=disk, chosen=chosen: disk.find(rows, _keys(chosen)), args.batch))
+            one = _keys(chosen[:1])
+            single.append(_us_per_row(lambda disk=disk, one=one: disk.find(rows, one), 1))
+            disk.close()
+            count()
     return {
         "bench": "rows",
         "rows": args.rows,
@@ -116,10 +125,12 @@ def _fill(folder: Path, rows: RowSet, args: argparse.Namespace, disk_limit: int)
     """Stores all rows, with random bytes, and returns the seconds that took."""
     data = np.random.default_rng(0).integers(0, 256, (CHUNK, rows.row_bytes), np.uint8)
     disk, begun = RowFolder(folder, disk_limit), time.perf_counter()
-    for first in range(0, args.rows, CHUNK):
-        keys = _keys(np.arange(first, min(first + CHUNK, args.rows)))
-        disk.add(rows, keys, data[: len(keys)])
-    disk.close()
+    with ProgressBar(args.rows, "row", "Storing") as count:
+        for first in range(0, args.rows, CHUNK):
+            keys = _keys(np.arange(first, min(first + CHUNK, args.rows)))
+            disk.add(rows, keys, data[: len(keys)])
+            count(len(keys))
+        disk.close()
     return time.perf_counter() - begun
 
 

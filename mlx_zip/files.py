@@ -37,8 +37,10 @@ def whole_file(path: Path) -> Iterator[Path]:
         partial.replace(path)
         sync(path.parent)
     except OSError as error:
+        if error.filename == str(partial):
+            error.filename = str(path)
         if error.errno is None:  # NumPy reports a full disk by a message alone, which a file name would hide
-            raise OSError(errno.EIO, str(error), str(path)) from error
+            raise OSError(errno.EIO, f"the disk may be full ({error})", str(path)) from error
         error.filename = error.filename or str(path)  # the system names no file when the disk is full
         raise
     finally:
@@ -55,6 +57,8 @@ def whole_folder(path: Path, replace: bool = True) -> Iterator[Path]:
     partial = _partial(path)
     old = path.with_name(f".{path.name}.old-{os.getpid()}")
     new_parents = [parent for parent in path.absolute().parents if not os.path.lexists(parent)]
+    if path.exists() and not path.is_dir():
+        raise OSError(errno.ENOTDIR, "is a file, not a folder", str(path))
     try:
         shutil.rmtree(partial, ignore_errors=True)  # left by a killed process that had our id
         partial.mkdir(parents=True)
@@ -70,6 +74,8 @@ def whole_folder(path: Path, replace: bool = True) -> Iterator[Path]:
         if old.exists() and not path.exists():  # the new folder could not take its place
             old.rename(path)
         shutil.rmtree(partial, ignore_errors=True)
+        if old.is_symlink():
+            old.unlink()
         shutil.rmtree(old, ignore_errors=True)
         for parent in new_parents:
             with contextlib.suppress(OSError):  # not empty: it holds the folder that was written
@@ -139,7 +145,12 @@ def sync(path: Path, full: bool = True) -> None:
 
 
 def at_home(name: str | os.PathLike[str]) -> Path:
-    """Returns a path with a leading ~ or ~USER replaced by that user's home folder; an unknown user's is left as is."""
+    """Returns a path with a leading ~ or ~USER replaced by that user's home folder; an unknown user's is left as is.
+
+    Raises `DataError` for what is no path.
+    """
+    if not isinstance(name, str | os.PathLike):
+        raise DataError(f"a path must be text, got {name!r:.80}")
     return Path(os.path.expanduser(name))
 
 

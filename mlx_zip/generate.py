@@ -115,7 +115,10 @@ def stream_generate(
             raise GenerationError("the prompt cache was not made for this model")
         cache = prompt_cache
         if is_zip(model):
-            model.check_cache(cache)[1].begun_with([start])
+            state = model.check_cache(cache)[1]
+            if len(state.books) > 1:
+                raise GenerationError(f"the prompt cache is of a batch of {len(state.books)} sequences, not of one")
+            state.begun_with([start])
     _check_kv(model, cache, kv_bits, kv_group_size, prefill_step_size, quantized_kv_start)
     request = Request(model, tokenizer, prompt, cache, max_tokens=max_tokens, stop=stop)
     sampler = _make_sampler(options, sampler, model, tokenizer)
@@ -163,6 +166,7 @@ def _responses(
             yield response
             if finish_reason is not None:
                 return
+            request.check_cache()
     finally:
         request.note(tokenizer, finish_reason)
 

@@ -103,6 +103,7 @@ class Request:
         self._canonical = state is not None and model.config.canonical
         self._cache, chat = cache, as_chat(prompt)
         self._notes = sessions.notes_on(cache)
+        self._reader = self._notes.reader  # of the last request that used the cache, later this one's own mark
         begun, self._held = sessions.is_begun(cache), sessions.held_ids(cache)
         used_ids, used_base = self._held, self._held if state is None else state.books[0].base_length
         base_ids = encode_prompt(tokenizer, prompt, begun, sessions.answers_in(cache) if chat else None)
@@ -147,9 +148,15 @@ class Request:
         Raises `GenerationError`, with the cache unchanged, if it cannot be trimmed, or was used since the
         request was made.
         """
-        if sessions.held_ids(self._cache) != self._held:
+        if sessions.held_ids(self._cache) != self._held or self._notes.reader is not self._reader:
             raise GenerationError("the prompt cache was used since stream_generate was called: call it again")
         sessions.trim_to(self._cache, self._kept_ids)
+        self._reader = self._notes.reader = object()
+
+    def check_cache(self) -> None:
+        """Raises `GenerationError` if another request has used the cache since this one took it."""
+        if self._notes.reader is not self._reader:
+            raise GenerationError("another request used the prompt cache in the middle of this answer, which ends here")
 
     def processors(self, options: Sampling, others: Sequence[LogitsProcessor] = ()) -> list[LogitsProcessor]:
         """Returns the sequence's logits processors: penalties, then `others`, then canonical decoding if it is on."""
@@ -170,6 +177,8 @@ class Request:
         An answer is not noted if a stop string cut it, the caller left early, or the prompt began it, because then the
         emitted ids are not exactly those of the answer.
         """
+        if self._notes.reader is not self._reader:
+            return  # the cache holds another request's ids now
         sessions.keep_notes(self._cache, self._notes)
         if self._emitted:
             sessions.note_read(self._cache, [*self.prompt_ids.tolist(), *self._emitted])

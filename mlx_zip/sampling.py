@@ -17,6 +17,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.sample_utils import LogitsProcessor, Sampler, make_logits_processors, make_sampler
 
+from mlx_zip.codec import Codebook
 from mlx_zip.errors import GenerationError
 from mlx_zip.state import ZipState
 
@@ -190,51 +191,109 @@ class BasePenalties:
     A base id is penalised as in mlx-lm. A hypertoken gets the sum of its base ids' biases, presence and frequency
     penalties, and the repetition penalty r once for each of its k base ids that were seen (a factor r^k). Logits of
     -inf stay -inf.
+
+    A call touches only columns that have a penalty or a bias, and computes those of entries anew only if they changed.
     """
 
     def __init__(self, sampling: Sampling, state: ZipState, row: int) -> None:
         self.sampling, self.state, self.row = sampling, state, row
-        self._bias = np.zeros(state.books[row].params.vocab_size, dtype=np.float32)
+        # Terms over base ids, [V + 1]: bias, 1 where the repetition penalty applies, and what is subtracted. The last
+        # element is 0 and stands for the padding of entries.
+        size = state.books[row].params.vocab_size + 1
+        self._bias, self._seen, self._taken = (np.zeros(size, np.float32) for _ in range(3))
+        self._terms = self._bias, self._seen, self._taken
         for base_id, value in (sampling.logit_bias or {}).items():
             self._bias[base_id] = value
+        self._biased, self._context = np.flatnonzero(self._bias), np.zeros(0, np.int64)
+        self._changed = np.zeros(size, bool)  # base ids whose terms have changed since the last call
+        self._sums = _EntrySums(self._terms, state.books[row].params.merge_size)
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
         """Returns logits [1, W] after penalties. The ids are taken from the codebook's log; `tokens` is not used."""
-        seen, taken = self._base_terms()
-        bias, seen, taken = (self._with_hypertokens(term) for term in (self._bias, seen, taken))
-        columns = np.flatnonzero((bias != 0) | (seen != 0) | (taken != 0))
+        columns, (bias, seen, taken) = self._column_terms()
         if not len(columns):
             return logits
         at = mx.array(columns)
-        factor = (self.sampling.repetition_penalty or 1.0) ** mx.array(seen[columns])
-        chosen = logits[:, at].astype(mx.float32) + mx.array(bias[columns])
-        chosen = mx.where(chosen < 0, chosen * factor, chosen / factor) - mx.array(taken[columns])
+        factor = (self.sampling.repetition_penalty or 1.0) ** mx.array(seen)
+        chosen = mx.take(logits, at, axis=1).astype(mx.float32) + mx.array(bias)
+        chosen = mx.where(chosen < 0, chosen * factor, chosen / factor) - mx.array(taken)
         return mx.put_along_axis(logits, at[None], chosen, axis=1)  # in the dtype of the logits
 
-    def _base_terms(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns two arrays [V] over base ids: 1 where the repetition penalty applies, and what presence and
-        frequency penalties subtract from the logit.
+    def _column_terms(self) -> tuple[np.ndarray, list[np.ndarray]]:
+        """Returns the columns [N] in which any of the three terms is not 0, and the terms there, [N] each."""
+        changed = self._update_context()
+        self._changed[changed] = True
+        sums = self._sums.update(self.state.books[self.row], self._changed)
+        self._changed[changed] = False
+        context = self._context
+        others = (self._bias[context] == 0) & ((self._seen[context] != 0) | (self._taken[context] != 0))
+        base_ids = np.concatenate([self._biased, context[others]])
+        slots = np.flatnonzero(sums.any(axis=0))
+        columns = np.concatenate([base_ids, len(self._bias) - 1 + slots])
+        return columns, [
+            np.concatenate([term[base_ids], of[slots]]) for term, of in zip(self._terms, sums, strict=True)
+        ]
+
+    def _update_context(self) -> np.ndarray:
+        """Computes the terms for the context of now and returns the base ids whose terms have changed."""
+        repeated, present, counted = self._contexts()
+        context = np.unique(np.concatenate([repeated, present, counted]))
+        both = np.concatenate([self._context, context])
+        seen, taken = self._seen[both], self._taken[both]
+        self._seen[both] = self._taken[both] = 0
+        self._seen[repeated] = 1
+        if self.sampling.presence_penalty:
+            self._taken[present] += self.sampling.presence_penalty
+        if self.sampling.frequency_penalty:
+            np.add.at(self._taken, counted, self.sampling.frequency_penalty)
+        self._context = context
+        return both[(seen != self._seen[both]) | (taken != self._taken[both])]
+
+    def _contexts(self) -> list[np.ndarray]:
+        """Returns the last base tokens that were read, as many as each penalty looks at; none for one that is off."""
+        options, book = self.sampling, self.state.books[self.row]
+        counts = [
+            options.repetition_context_size if options.repetition_penalty else 0,
+            options.presence_context_size if options.presence_penalty else 0,
+            options.frequency_context_size if options.frequency_penalty else 0,
+        ]
+        last = book.base_ids(max(0, book.mark() - max(counts)))  # the last n ids have at least n base tokens
+        last = last[last < len(self._bias) - 1]  # a batch's ended row reads a pad id, which may be no base id
+        return [last[max(0, len(last) - count) :] for count in counts]
+
+
+class _EntrySums:
+    """For each entry of a codebook, the sums of some terms over its base ids.
+
+    terms: arrays [V + 1] over base ids, with 0 in the last place. They may be changed between updates.
+    """
+
+    def __init__(self, terms: Sequence[np.ndarray], merge_size: int) -> None:
+        self._terms = terms
+        self._rows, self._lengths = np.zeros((0, merge_size), np.uint32), np.zeros(0, np.uint8)
+        self._sums = np.zeros((len(terms), 0), np.float32)
+
+    def update(self, book: Codebook, changed: np.ndarray) -> np.ndarray:
+        """Returns the sums [number of terms, entries], computed anew for new entries and those with a changed base id.
+
+        changed [V + 1] bool: base ids whose terms may have changed since the last update.
         """
-        chosen, size = self.sampling, self.state.books[self.row].params.vocab_size
-        seen, taken = np.zeros(size, dtype=np.float32), np.zeros(size, dtype=np.float32)
-        if chosen.repetition_penalty:
-            seen[self._last_base_tokens(chosen.repetition_context_size)] = 1
-        if chosen.presence_penalty:
-            taken[self._last_base_tokens(chosen.presence_context_size)] += chosen.presence_penalty
-        if chosen.frequency_penalty:
-            np.add.at(taken, self._last_base_tokens(chosen.frequency_context_size), chosen.frequency_penalty)
-        return seen, taken
-
-    def _last_base_tokens(self, count: int) -> np.ndarray:
-        """Returns the last `count` base tokens that were read."""
-        book = self.state.books[self.row]
-        return book.base_ids(max(0, book.mark() - count))[-count:]  # the last `count` ids have at least as many
-
-    def _with_hypertokens(self, term: np.ndarray) -> np.ndarray:
-        """Returns a term [V] over base ids extended to hypertokens, [V + entries]: the sum over an entry's base ids."""
-        entries = self.state.books[self.row].entries
-        real = np.arange(entries.base_ids.shape[1]) < np.asarray(entries.lengths)[:, None]
-        return np.concatenate([term, np.where(real, term[np.where(real, entries.base_ids, 0)], 0).sum(axis=1)])
+        rows, lengths = book.rows(0, len(book))
+        n, width = rows.shape
+        known = min(n, len(self._lengths))
+        stale = np.ones(n, bool)
+        stale[:known] = lengths[:known] != self._lengths[:known]
+        found = changed.take(rows, mode="clip")  # padding may be no base id; it makes some entries stale in vain
+        found[:known] |= rows[:known] != self._rows[:known]
+        stale[np.flatnonzero(found) // width] = True
+        sums = np.empty((len(self._terms), n), np.float32)
+        sums[:, :known] = self._sums[:, :known]
+        if len(at := np.flatnonzero(stale)):
+            entries = np.where(np.arange(width) < lengths[at, None], rows[at], len(changed) - 1)
+            for of, term in zip(sums, self._terms, strict=True):
+                of[at] = term[entries].sum(axis=1)
+        self._rows, self._lengths, self._sums = rows, lengths, sums
+        return sums
 
 
 def _is_number(value: Any) -> bool:

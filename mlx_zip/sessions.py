@@ -28,14 +28,15 @@ from mlx_zip.state import find_state
 
 @dataclass
 class Notes:
-    """Notes on a plain model's cache.
+    """Notes on a cache.
 
-    ids: all base ids that it holds. answers: the text of each answer, and its base ids as they were
-    emitted.
+    ids: all base ids that a plain model's cache holds. answers: for a plain model's cache, the text of each answer, and
+    its base ids as they were emitted. reader: mark of the request that used the cache last, None before the first.
     """
 
     ids: list[int] = field(default_factory=list)
     answers: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    reader: object = None
 
 
 CANNOT_TRIM = (

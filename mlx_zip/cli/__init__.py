@@ -86,8 +86,7 @@ def command_parser(name: str, prog: str) -> Parser:
 
 def _run(name: str, prog: str, argv: Sequence[str] | None) -> int:
     """Parses the words of one command and runs it; returns the exit status. prog: the command's name in messages."""
-    args = command_parser(name, prog).parse_args(argv)
-    return _guarded(lambda: import_module(COMMANDS[name][0]).run(args))
+    return _guarded(lambda: import_module(COMMANDS[name][0]).run(command_parser(name, prog).parse_args(argv)))
 
 
 def _guarded(command: Callable[[], int | None]) -> int:

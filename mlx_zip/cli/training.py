@@ -16,7 +16,7 @@ from mlx_zip.files import at_home
 from mlx_zip.training.mlx_lm_names import NAMES, translate
 from mlx_zip.training.settings import SAVE_DTYPES, SAVES, VALID_SHARE, EncoderOptions, RunOptions, TrainSettings
 
-STOPPED = {signal.SIGINT: 130, signal.SIGTERM: 143}  # signal that ended a run: exit status
+STOPPED = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}  # signal that ended a run: exit status
 _SETTINGS = {one.name: str(one.type) for one in fields(TrainSettings)}
 _KINDS: dict[str, type | tuple[type, ...]] = {  # types that a YAML file may hold for names that are not settings
     **dict.fromkeys(("model", "from_scratch", "tokenizer", "out", "save", "save_dtype"), str),
@@ -109,7 +109,7 @@ def _add_mlx_lm_names(add: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Trains. Returns 0, or 130/143 when a signal ended the run early, after its last step was saved."""
+    """Trains. Returns 0, or 129/130/143 when a signal ended the run early, after its last step was saved."""
     given = {name: value for name, value in vars(args).items() if value is not None and name != "config"}
     values = _merged(_read_yaml(args.config), given)
     options, settings = run_options(values), TrainSettings.from_dict({n: values[n] for n in _SETTINGS if n in values})

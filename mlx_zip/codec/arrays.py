@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from mlx_zip.errors import DataError
 from mlx_zip.files import check_in
 
+_MAGIC = (b"PK\x03\x04", b"PK\x05\x06", b"\x93NUMPY")  # of an archive, an empty archive, an array
 _DAMAGE = (  # RuntimeError: an encrypted archive or an unknown compression; MemoryError: a huge shape
     OSError,
     ValueError,
@@ -41,6 +42,7 @@ def read_npz(path: Path, what: str, names: Collection[str] | None = None) -> dic
     what: the expected kind of file, for the message. Raises `DataError` naming the file if it cannot be read.
     """
     with _as_data_errors(path, what):
+        _check_magic(path)
         archive = np.load(path, allow_pickle=False)
         if not isinstance(archive, np.lib.npyio.NpzFile):
             raise DataError(f"{path} cannot be read as {what}: it is not an archive of arrays")
@@ -54,11 +56,19 @@ def read_npz(path: Path, what: str, names: Collection[str] | None = None) -> dic
 def read_npy(path: Path, what: str) -> NDArray[Any]:
     """Returns the array of a .npy file. Parameters and errors are those of `read_npz`."""
     with _as_data_errors(path, what):
+        _check_magic(path)
         array = np.load(path, allow_pickle=False)
     if not isinstance(array, np.ndarray):
         array.close()
         raise DataError(f"{path} cannot be read as {what}: it is an archive of arrays, whose name ends with .npz")
     return array
+
+
+def _check_magic(path: Path) -> None:
+    """Raises `ValueError` for a file that begins neither as .npz nor as .npy; NumPy would take it for a pickle."""
+    with open(path, "rb") as file:
+        if not file.read(6).startswith(_MAGIC):
+            raise ValueError("it is neither a .npz nor a .npy file")
 
 
 @contextmanager
@@ -73,4 +83,6 @@ def _as_data_errors(path: Path, what: str) -> Iterator[None]:
     except DataError:
         raise
     except _DAMAGE as error:
-        raise DataError(f"{path} cannot be read as {what}: {getattr(error, 'strerror', None) or error}") from error
+        reason = getattr(error, "strerror", None) or str(error)
+        reason = "it holds Python objects, not numbers" if "allow_pickle" in reason else reason
+        raise DataError(f"{path} cannot be read as {what}: {reason}") from error

@@ -5,7 +5,18 @@
 
 from __future__ import annotations
 
-import mlx_zip.codec._native as native
+from pathlib import Path
+
+try:
+    import mlx_zip.codec._native as native
+except ModuleNotFoundError as error:
+    if error.name != "mlx_zip.codec._native":
+        raise
+    sources = Path(__file__).parents[2]
+    raise ImportError(
+        f"{sources} has the sources of mlx_zip without its C extension: run `pip install -e .` there, "
+        "or start Python in another folder"
+    ) from error
 
 if not hasattr(native.lib, "mlxzip_add_python_calls"):
     raise ImportError("mlx_zip's C extension is older than its Python code: run `pip install --no-deps -e .` again")

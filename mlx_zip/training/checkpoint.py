@@ -70,7 +70,8 @@ def save_checkpoint(
             mx.save_safetensors(str(folder / "optimizer.safetensors"), state)
             write_json(folder / "state.json", {**vars(progress), "fingerprint": fingerprint})
     except (OSError, RuntimeError) as error:
-        raise TrainingError(f"cannot write {path}: {reason(error)}; the checkpoint before it stays good") from error
+        good = "; the checkpoint before it stays good" if checkpoints(run) else ""
+        raise TrainingError(f"cannot write {path}: {reason(error)}{good}") from error
     for _, old in checkpoints(run)[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
     return path

@@ -59,6 +59,8 @@ def _run_steps(job: Job, settings: TrainSettings, bar: ProgressBar, asked: Asked
     while job.progress.step < last and not stopping:
         stopping = job.step(asked() is not None)
         give_back()
+        if stopping:
+            job.save()  # before anything is shown: the terminal may be closed
         bar()
         step = job.progress.step
         if step % settings.steps_per_report == 0 or stopping or step == last:

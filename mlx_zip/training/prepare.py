@@ -59,7 +59,7 @@ def prepare(
                 with _workers(plan, tokenizer, workers) as make:
                     run.make_shards(make)
                 return run.finish(settings)
-            except DataError:
+            except (DataError, OSError):
                 folder.give_up()
                 raise
     except BrokenProcessPool as error:

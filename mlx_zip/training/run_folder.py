@@ -25,18 +25,24 @@ class Begun:
 
 
 def begun_run(out: Path) -> Begun | None:
-    """Returns the run in a folder that has saved a step; None without one, or if its record is damaged.
+    """Returns the run in a folder that has saved a step; None without one, or if its record is another command's.
 
-    `open_run` reports a damaged record.
+    Raises `TrainingError` for a damaged record.
     """
-    try:
-        record = {} if _is_unstarted(out) else read_object(out / RECORD)
-        iters = record["fixed"]["settings"]["iters"]
-        if not isinstance(iters, int):
-            return None
-        return Begun(iters, record.get("raised_to", iters), float(record.get("valid_share", 0.0)))
-    except (TrainingError, LookupError, TypeError, ValueError):
+    path, hint = out / RECORD, "; choose another --out"
+    if not path.exists() or _is_unstarted(out, hint):
         return None
+    record = read_object(path, hint)
+    try:
+        iters = record["fixed"]["settings"]["iters"]
+    except (LookupError, TypeError):
+        return None  # `open_run` reports it
+    found = {"iters": iters, "raised_to": record.get("raised_to", iters), "valid_share": record.get("valid_share", 0.0)}
+    for name, value in found.items():
+        whole = isinstance(value, int if name != "valid_share" else int | float) and not isinstance(value, bool)
+        if not whole or not value >= 0 or (name == "valid_share" and value >= 1):
+            raise TrainingError(f"{path}: {name} is {value!r}{hint}")
+    return Begun(**found)
 
 
 def _is_unstarted(out: Path, hint: str = "") -> bool:

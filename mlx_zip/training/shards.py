@@ -144,7 +144,7 @@ class Shards:
             self.context = _count("context", self.index["context"], least=1)
             records = [(str(record["name"]), _count("samples", record["samples"])) for record in self.index["shards"]]
         except (KeyError, TypeError, ValueError, CodecError) as error:
-            raise DataError(f"{self.folder / INDEX}: {error!r}; {_AGAIN}") from error
+            raise DataError(f"{self.folder / INDEX}: {reason(error)}; {_AGAIN}") from error
         made_with = self.index.get("tokenizer")
         if made_with is not None and not isinstance(made_with, dict):
             raise DataError(f"{self.folder / INDEX}: tokenizer is {made_with!r:.40}; {_AGAIN}")

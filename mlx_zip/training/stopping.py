@@ -1,4 +1,4 @@
-"""Stops a run cleanly: the first Ctrl-C or SIGTERM stops it after the current step, a second one at once."""
+"""Stops a run cleanly: the first Ctrl-C, SIGTERM or SIGHUP stops it after the current step, a second one at once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from mlx_zip.training.checkpoint import Progress
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 Asked = Callable[[], int | None]  # returns the stop signal received, None before one
 
 
@@ -26,7 +26,8 @@ class Stopped(KeyboardInterrupt):
 def stop_signals() -> Iterator[Asked]:
     """Yields a function that returns the first stop signal received, or None; it may be called after the block too.
 
-    Only the main thread receives signals: in another thread the function always returns None.
+    Only the main thread receives signals: in another thread the function always returns None. A signal that is ignored,
+    as SIGHUP under nohup, stays ignored.
     """
     received: list[int] = []
 
@@ -36,7 +37,8 @@ def stop_signals() -> Iterator[Asked]:
         received.append(number)
 
     main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.signal(number, ask) for number in STOP_SIGNALS if main}
+    ours = [number for number in STOP_SIGNALS if main and signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, ask) for number in ours}
     try:
         yield lambda: received[0] if received else None
     finally:

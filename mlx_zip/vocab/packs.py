@@ -83,7 +83,7 @@ class Pack:
 
 def load_pack(path: str | Path) -> Pack:
     """Reads a pack from a .npz, .json or .npy file. Raises `DataError` naming a file that is missing or no pack."""
-    path = Path(path)
+    path = files.at_home(path)
     entries = read_pack(path)
     if path.suffix != SUFFIX:
         return Pack(entries, name=str(path))
@@ -114,7 +114,7 @@ def as_pack(pack: PackLike) -> Pack:
     if isinstance(pack, Pack):
         return pack
     if isinstance(pack, str | PathLike):
-        return load_pack(files.at_home(pack))
+        return load_pack(pack)
     raise DataError(f"pack must be the path of a pack file or a Pack (mlx_zip.load_pack), not {type(pack).__name__}")
 
 

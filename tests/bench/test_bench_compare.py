@@ -118,6 +118,7 @@ def test_other_machines_are_told(capsys):
     [
         ({"domain": "math"}, [], "have no record of the same engine"),
         ({}, ["--bound", "-1"], "--bound must be from 0 to below 1"),
+        ({}, ["--seed", "-1"], "--seed must be at least 0, got -1"),
         ({}, ["--engines", "mlx-lm", "vllm"], "engine 'vllm' is not one of"),
         ({}, ["--measures", "joules"], "no figure of --measures in common"),
     ],

@@ -159,6 +159,11 @@ def damaged(change):
         (damaged(lambda r: r["figures"].pop("ttft_ms")), "figure ttft_ms is not a median"),
         (damaged(lambda r: r["figures"]["ttft_ms"].update(samples=[])), "figure ttft_ms is not a median"),
         (damaged(lambda r: r["figures"]["ttft_ms"].update(median="1")), "figure ttft_ms is not a median"),
+        (damaged(lambda r: r.update(idle_share="x")), "idle_share is not a number"),
+        (damaged(lambda r: r.update(load_average=[1])), "load_average is not a number"),
+        (damaged(lambda r: r.update(preloaded=[1])), "preloaded is not a list of names"),
+        (damaged(lambda r: r.update(blas="x")), "blas is not a list of names"),
+        ("[" * 99_999, "line 1: not JSON"),
         ('{"bench": "codec"}', "no record of `bench generate`"),
     ],
 )
@@ -170,7 +175,7 @@ def test_what_is_no_record_is_named(tmp_path, line, message):
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(MlxZipError, match=r"none\.jsonl cannot be read"):
+    with pytest.raises(MlxZipError, match=r"none\.jsonl cannot be read: No such file or directory$"):
         read_records([tmp_path / "none.jsonl"])
 
 

@@ -417,3 +417,11 @@ def test_an_adapter_as_training_saves_it_names_the_command_that_merges_it(run, t
     assert f"mlx_zip convert --hf-path {tmp_path} --mlx-path OUT" in err
     status, _, err = run("--adapter-path", tmp_path / "none")
     assert (status, "is no folder with an adapter_config.json" in err) == (2, True)
+
+
+def test_ctrl_c_while_a_command_is_imported_is_no_traceback(monkeypatch, capsys):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "command_parser", interrupted)
+    assert (cli.main(["train"]), capsys.readouterr().err) == (130, "")

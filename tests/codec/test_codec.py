@@ -376,3 +376,10 @@ def test_the_codec_needs_neither_mlx_nor_torch():
     code = "import sys, mlx_zip.codec; print({'mlx', 'mlx_lm', 'torch', 'transformers'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+def test_sources_without_the_extension_say_how_to_build_it():
+    code = "import sys; sys.modules['mlx_zip.codec._native'] = None; import mlx_zip.codec"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "without its C extension: run `pip install -e .` there" in done.stderr.splitlines()[-1]

@@ -271,6 +271,38 @@ def test_a_stream_that_nobody_reads_leaves_the_cache_as_it_was(kind):
         next(stream)
 
 
+@both
+def test_an_answer_whose_cache_another_request_takes_ends_with_an_error(kind):
+    model, tokenizer = loaded(kind)
+    cache, messages, _ = first_turn(kind)
+    first = stream_generate(model, tokenizer, messages, 40, prompt_cache=cache)
+    next(first)
+    other = [message("user", "Where is the dog?")]
+    text, _ = answer(kind, other, cache)
+    with pytest.raises(GenerationError, match="another request used the prompt cache"):
+        next(first)
+    assert text == answer(kind, other, new_cache(model))[0]
+    assert continues_as_fresh(kind, [*other, message("assistant", text), message("user", "And then?")], cache)
+
+
+@both
+def test_a_request_whose_cache_another_one_took_before_it_began_ends_with_an_error(kind):
+    model, tokenizer = loaded(kind)
+    cache, messages, _ = first_turn(kind)
+    waiting = stream_generate(model, tokenizer, messages, 40, prompt_cache=cache)
+    had = held(cache)
+    answer(kind, messages[:1], cache)
+    assert held(cache) == had  # so only a mark can show that the cache was used
+    with pytest.raises(GenerationError, match="the prompt cache was used since"):
+        next(waiting)
+
+
+def test_the_cache_of_a_batch_is_refused():
+    model, tokenizer = loaded("zip2zip")
+    with pytest.raises(GenerationError, match="of a batch of 2 sequences"):
+        stream_generate(model, tokenizer, [message("user", ASKED)], prompt_cache=model.make_cache(left_padding=[0, 1]))
+
+
 def test_a_copy_of_a_zip2zip_models_cache_knows_the_answers():
     cache, messages, had = first_turn("zip2zip", seed=3)
     twin = copy.deepcopy(cache)

@@ -1,5 +1,6 @@
 """Sampling options, and penalties in base-token space."""
 
+import copy
 import math
 
 import mlx.core as mx
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 from mlx_lm.sample_utils import make_logits_processors
 
-from mlx_zip.codec import compress
+from mlx_zip.codec import CodecParams, compress
 from mlx_zip.errors import GenerationError
 from mlx_zip.sampling import MOST_BIAS, Sampling, base_ids_only
 from mlx_zip.state import ZipState
@@ -110,6 +111,58 @@ def test_a_rewound_codebook_takes_its_tokens_out_of_the_context():
     state.books[0].push([7, 8, 9])
     state.books[0].rewind(mark)
     assert np.array_equal(before, processed(options, state, logits))
+
+
+def plainly(options, book, logits):
+    """`BasePenalties` in its plain form, which computes every column at every call."""
+    size = book.params.vocab_size
+    bias, seen, taken = np.zeros((3, size), np.float32)
+    for base_id, value in (options.logit_bias or {}).items():
+        bias[base_id] = value
+    base_ids = book.base_ids()
+    if options.repetition_penalty:
+        seen[base_ids[-options.repetition_context_size :]] = 1
+    if options.presence_penalty:
+        taken[base_ids[-options.presence_context_size :]] += options.presence_penalty
+    if options.frequency_penalty:
+        np.add.at(taken, base_ids[-options.frequency_context_size :], options.frequency_penalty)
+    rows, real = book.entries.base_ids, np.arange(book.params.merge_size) < book.entries.lengths[:, None]
+    sums = [np.where(real, term[np.where(real, rows, 0)], 0).sum(axis=1) for term in (bias, seen, taken)]
+    bias, seen, taken = (np.concatenate(both) for both in zip((bias, seen, taken), sums, strict=True))
+    at = mx.array(np.flatnonzero((bias != 0) | (seen != 0) | (taken != 0)))
+    if not at.size:
+        return logits
+    factor = (options.repetition_penalty or 1.0) ** mx.array(seen)[at]
+    chosen = logits[:, at].astype(mx.float32) + mx.array(bias)[at]
+    chosen = mx.where(chosen < 0, chosen * factor, chosen / factor) - mx.array(taken)[at]
+    return mx.put_along_axis(logits, at[None], chosen, axis=1)
+
+
+ODD = {  # sums that may be 0, or differ in their last bits
+    "odd biases": {"logit_bias": {base_id: 0.1 * base_id - 1.5 for base_id in range(0, 40, 2)}},
+    "odd frequency": {"frequency_penalty": 0.3, "presence_penalty": -0.3, "repetition_penalty": 1.1},
+}
+
+
+@pytest.mark.parametrize("merge_size", [2, 3, 16])
+@pytest.mark.parametrize("policy", ["freeze", "lru"])
+@pytest.mark.parametrize("name", [*ONE_BY_ONE, *ODD])
+def test_penalties_that_follow_a_request_equal_the_plain_form_bit_for_bit(name, policy, merge_size):
+    options, pad_id = Sampling(**{**ONE_BY_ONE, **ODD}[name]), 39 if merge_size == 2 else None
+    rng, params = np.random.default_rng(3), CodecParams(40, 20, merge_size, [39], pad_id, [(1, 2)], policy)
+    state = ZipState(params)
+    (processor,) = options.make_processors(params.vocab_size, state)
+    for step in range(60):
+        book = state.books[0]
+        if step % 20 == 19:
+            state.trim(int(rng.integers(1, 15)))
+        elif step == 30:
+            state = processor.state = copy.deepcopy(state)  # another codebook in the same place
+        else:
+            state.advance(int(rng.integers(0, 4 if step % 3 else 40 + len(book))))
+        logits = mx.array(rng.normal(0, 3, (1, 64)).astype(np.float32))
+        made, plain = processor(mx.array([0]), logits), plainly(options, state.books[0], logits)
+        assert np.array_equal(np.array(made).view(np.uint32), np.array(plain).view(np.uint32))
 
 
 def test_without_penalties_there_is_nothing_to_process():

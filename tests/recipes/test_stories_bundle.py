@@ -1,5 +1,6 @@
 """The bundled models: found by name, the default of `mlx_zip generate`, small, and able to tell a story."""
 
+import functools
 import json
 import tomllib
 from pathlib import Path
@@ -131,11 +132,22 @@ def test_the_bundle_is_small():
     assert sum(file.stat().st_size for file in bundled.FOLDER.rglob("*") if file.is_file()) <= MOST_BYTES
 
 
+@functools.cache
+def loaded(name):
+    return load(name)
+
+
+@functools.cache
+def first_story(name):
+    """The steps of a bundled model's story for the bundled prompt, once for the tests that look at it."""
+    request = [{"role": "user", "content": bundled.PROMPT}]
+    return list(stream_generate(*loaded(name), request, max_tokens=700))
+
+
 @there
 @pytest.mark.parametrize("name", bundled.NAMES)
 def test_a_bundled_model_ends_its_story_by_itself(name):
-    model, tokenizer = load(name)
-    last = list(stream_generate(model, tokenizer, [{"role": "user", "content": bundled.PROMPT}], max_tokens=700))[-1]
+    last = first_story(name)[-1]
     assert last.finish_reason == "stop"
     assert last.generation_tokens > 50
 
@@ -150,7 +162,7 @@ def test_the_bundled_models_story_is_about_what_was_asked_for(capsys):
 
 @there
 def test_most_of_what_is_asked_for_stands_in_the_stories():
-    model, tokenizer = load("stories")
+    model, tokenizer = loaded("stories")
     found = []
     for words in ASKED:
         request = [{"role": "user", "content": f"Tell me a story about a {words[0]} and a {words[1]}."}]
@@ -160,7 +172,9 @@ def test_most_of_what_is_asked_for_stands_in_the_stories():
             if all(word in told for word in words):
                 break  # the rest of the story can only hold them again
         found += [word in told for word in words]
-    assert sum(found) > len(found) / 2, dict(zip(ASKED, zip(found[::2], found[1::2], strict=True), strict=True))
+        if sum(found) > len(ASKED):
+            break  # more than half of all words, whatever the other stories hold
+    assert sum(found) > len(ASKED), dict(zip(ASKED, zip(found[::2], found[1::2], strict=True), strict=True))
 
 
 @there
@@ -184,12 +198,11 @@ def test_its_pack_is_not_in_the_way_of_others_nor_of_data_without(tmp_path):
 
 @there
 def test_the_bundled_model_uses_hypertokens():
-    model, tokenizer = load("stories")
-    turns = [{"role": "user", "content": bundled.PROMPT}]
-    for _ in range(2):
-        steps = list(stream_generate(model, tokenizer, turns, max_tokens=700))
-        turns += [
-            {"role": "assistant", "content": "".join(step.text for step in steps)},
-            {"role": "user", "content": "Another one, please."},
-        ]
-        assert steps[-1].base_tokens_per_step > 1.6
+    first = first_story("stories")
+    turns = [
+        {"role": "user", "content": bundled.PROMPT},
+        {"role": "assistant", "content": "".join(step.text for step in first)},
+        {"role": "user", "content": "Another one, please."},
+    ]
+    second = list(stream_generate(*loaded("stories"), turns, max_tokens=700))
+    assert min(story[-1].base_tokens_per_step for story in (first, second)) > 1.6

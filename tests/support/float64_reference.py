@@ -6,7 +6,8 @@ batches, nothing shared between samples, no padding.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from math import erf
 from typing import Any
 
@@ -18,6 +19,8 @@ from mlx_zip.training.shards import Sample
 
 Array = NDArray[np.float64]
 Weights = Mapping[str, Array]
+Row = Callable[[tuple[int, ...], bool], Array]  # of an entry, by the input or the output encoder
+_erf = np.frompyfunc(erf, 1, 1)
 
 
 def rms_norm(x: Array, gain: Array, eps: float = 1e-5) -> Array:
@@ -40,7 +43,7 @@ def log_softmax(x: Array) -> Array:
 
 
 def gelu(x: Array) -> Array:
-    return 0.5 * x * (1 + np.vectorize(erf)(x / np.sqrt(2)))
+    return 0.5 * x * (1 + _erf(x / np.sqrt(2)).astype(np.float64))
 
 
 def rotate(x: Array, positions: Array, theta: float = 10_000.0) -> Array:
@@ -149,25 +152,26 @@ class Reference:
         entries = [tuple(entry) for _, entry in book.entries]
         return sample, entries, counts if self.availability == "causal" else [len(book)] * len(counts)
 
-    def rows(self, p: Weights, entries: Sequence[tuple[int, ...]], output: bool) -> Array:
-        """Hyper rows [n, D] of one side's encoder."""
+    def row(self, p: Weights, entry: tuple[int, ...], output: bool) -> Array:
+        """The hyper row [D] of an entry by one side's encoder."""
         section = self.config["zip2zip"]
         side = "output_encoder" if output and not section["encoder"]["tie_encoders"] else "input_encoder"
         matrix = p["lm_head.weight" if output and not self.tied else "model.embed_tokens.weight"]
         kind, heads = section["encoder_type"], section["encoder"]["num_heads"]
         size, pad = self.codec.merge_size, matrix[self.codec.pad_id]
-        return np.array([encoder_row(p, side, matrix[list(e)], pad, size, kind, heads) for e in entries])
+        return encoder_row(p, side, matrix[list(entry)], pad, size, kind, heads)
 
     def loss(self, p: Weights) -> float:
-        parts = np.sum([self._sample(p, *followed) for followed in self.followed], axis=0)
+        row = cache(lambda entry, output: self.row(p, entry, output))
+        parts = np.sum([self._sample(p, row, *followed) for followed in self.followed], axis=0)
         nats, count, types = parts
-        extra = self.reconstruction * count * self._rebuilt(p) if self.reconstruction else 0.0
+        extra = self.reconstruction * count * self._rebuilt(p, row) if self.reconstruction else 0.0
         return float((nats + extra + self.token_type * types) / count)
 
-    def _sample(self, p: Weights, sample: Sample, entries: list[tuple[int, ...]], counts: list[int]) -> Array:
+    def _sample(self, p: Weights, row: Row, sample: Sample, entries: list[tuple[int, ...]], counts: list[int]) -> Array:
         vocab = self.codec.vocab_size
         embed = p["model.embed_tokens.weight"]
-        inputs, outputs = self.rows(p, entries, False), self.rows(p, entries, True)
+        inputs, outputs = (np.array([row(entry, output) for entry in entries]) for output in (False, True))
         ids = sample.ids.tolist()
         hidden = decoder(p, np.array([embed[i] if i < vocab else inputs[i - vocab] for i in ids[:-1]]), self.config)
         head = embed if self.tied else p["lm_head.weight"]
@@ -182,14 +186,16 @@ class Reference:
                 types += weight * (np.log1p(np.exp(-score)) if target >= vocab else np.log1p(np.exp(score)))
         return np.array([nats, count, types])
 
-    def _rebuilt(self, p: Weights) -> float:
+    def _rebuilt(self, p: Weights, row: Row) -> float:
         """Mean nats of all entries' base ids, decoded from both rows. Source: arXiv 2506.01084 eq. 3."""
         entries = sorted({entry for _, found, _ in self.followed for entry in found})
         nats: list[float] = []
         for output in (False, True):
             matrix = p["lm_head.weight" if output and not self.tied else "model.embed_tokens.weight"]
-            for entry, row in zip(entries, self.rows(p, entries, output), strict=True):
-                guesses = (p["decoder.weight"] @ row + p["decoder.bias"]).reshape(self.codec.merge_size, -1)
+            for entry in entries:
+                guesses = (p["decoder.weight"] @ row(entry, output) + p["decoder.bias"]).reshape(
+                    self.codec.merge_size, -1
+                )
                 logs = log_softmax(guesses @ matrix.T)
                 nats += [-logs[k, base] for k, base in enumerate(entry)]
         return float(np.mean(nats))

@@ -91,9 +91,15 @@ def tree(folder: Path) -> dict[str, bytes]:
 
 def ids_of(text: str, folder: Path | None = None) -> list[int]:
     """The base ids of a text, without special ids."""
+    return _tokenizer(folder or tokenizer_folder()).encode(text, add_special_tokens=False)
+
+
+@cache
+def _tokenizer(folder: Path) -> Any:
+    """The tokenizer of a folder, loaded once: tests ask for the ids of many short texts."""
     from mlx_zip.text.tokenizers import load_tokenizer
 
-    return load_tokenizer(folder or tokenizer_folder()).encode(text, add_special_tokens=False)
+    return load_tokenizer(folder)
 
 
 def stories(n: int, words: int = 30) -> list[str]:

@@ -212,3 +212,13 @@ def test_records_that_are_all_wrong_leave_no_folder(tmp_path):
     with pytest.raises(DataError, match="40 wrong records, more than"):
         prepared(tmp_path / "out", wrong, shard_samples=8, max_skipped=30)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_full_disk_before_the_first_shard_leaves_no_folder(data, tmp_path, monkeypatch):
+    def full(*_: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(ShardMaker, "make", full)
+    with pytest.raises(DataError, match=r"out cannot be written: No space left on device$"):
+        prepared(tmp_path / "out", data)
+    assert not (tmp_path / "out").exists()

@@ -163,6 +163,13 @@ def test_an_index_with_counts_that_cannot_be_is_named(key, value, copied):
         Shards(copied / "data")
 
 
+def test_an_index_without_its_shards_is_named_in_plain_words(copied):
+    path = copied / "data" / "index.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "shards": None}))
+    with pytest.raises(DataError, match=r"index\.json: 'NoneType' object is not iterable; delete the folder"):
+        Shards(copied / "data")
+
+
 def test_an_index_nested_too_deeply_and_one_of_odd_settings_are_named(copied):
     path = copied / "data" / "index.json"
     index = json.loads(path.read_text())

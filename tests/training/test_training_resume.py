@@ -11,6 +11,7 @@ import signal
 import subprocess
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -200,7 +201,7 @@ def stopped_with(number: int, out: Path, steps: int) -> int:
     return status
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
 def test_a_signal_saves_the_last_step_and_the_run_goes_on_from_there(number, status, uninterrupted):
     out = uninterrupted.parent / f"stopped-{number}"
     assert stopped_with(number, out, steps=3) == status
@@ -346,6 +347,16 @@ def damage(path: Path, harm: str) -> None:
         path.write_bytes(bytes(len(whole)))
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("raised_to", "x"), ("raised_to", True), ("valid_share", 5), ("valid_share", "x")]
+)
+def test_a_record_with_a_value_that_cannot_be_is_named(name, value, half_done):
+    path = half_done.out / "train.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), name: value}))
+    with pytest.raises(TrainingError, match=rf"train\.json: {name} is {value!r}; choose another --out"):
+        train(replace(half_done, valid_share=None), settings(), quiet=True)
+
+
 def test_a_folder_with_other_things_in_it_is_refused(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "letter.txt").write_text("dear")
@@ -466,6 +477,14 @@ def test_a_folder_that_cannot_be_written_is_one_clear_error(tmp_path):
     )
     with pytest.raises(TrainingError, match="cannot write"):
         train(run, settings(), quiet=True)
+
+
+def test_a_file_in_place_of_the_model_is_left_alone(half_done):
+    (half_done.out / "model").write_text("mine")
+    with pytest.raises(TrainingError, match=r"cannot write .*model: is a file, not a folder; the last checkpoint"):
+        train(half_done, settings(), quiet=True)
+    assert (half_done.out / "model").read_text() == "mine"
+    assert not [path for path in half_done.out.iterdir() if path.name.startswith(".")]
 
 
 def test_a_checkpoint_folder_that_cannot_be_written_is_one_clear_error(tmp_path):

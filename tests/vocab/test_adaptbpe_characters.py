@@ -45,6 +45,18 @@ def vocabulary(base, words, request):
 
 
 @pytest.fixture(scope="module")
+def first(base, words):
+    """The vocabulary of the base's first merges."""
+    return adapted(base, words, MERGES, method="first-k")
+
+
+@pytest.fixture(scope="module")
+def plain(base, first):
+    """The library's tokenizer of the first merges, as its tokenizer.json says."""
+    return Tokenizer.from_str(json.dumps(tokenizer_json(first, base.source)))
+
+
+@pytest.fixture(scope="module")
 def library():
     return Tokenizer.from_file(str(FILE))
 
@@ -89,15 +101,12 @@ def test_the_librarys_tokenizer_made_exact_gives_the_same_ids(vocabulary, exact,
 
 
 @given(text=TEXTS)
-def test_without_virtual_merges_its_tokenizer_json_says_it_all(base, words, text):
-    first = adapted(base, words, MERGES, method="first-k")
-    plain = Tokenizer.from_str(json.dumps(tokenizer_json(first, base.source)))
+def test_without_virtual_merges_its_tokenizer_json_says_it_all(first, plain, text):
     assert plain.encode(text, add_special_tokens=False).ids == first.encode(text).tolist()
     assert plain.decode(first.encode("a “cat” ò").tolist()) == "a “cat” ò"
 
 
-def test_it_compresses_its_own_text_better_than_the_first_merges(base, words, vocabulary):
-    first = adapted(base, words, MERGES, method="first-k")
+def test_it_compresses_its_own_text_better_than_the_first_merges(base, first, vocabulary):
     text = "The cat and the dog ran away."
     assert len(base.encode(text)) <= len(vocabulary.encode(text)) < len(first.encode(text))
 

@@ -1,6 +1,7 @@
 """Codebook packs: what is learned, and what a file of one must be."""
 
 import json
+import pickle
 from dataclasses import replace
 
 import numpy as np
@@ -184,6 +185,27 @@ def test_a_damaged_pack_is_refused(change, told, tmp_path):
     about = change(json.loads(kept["about"].tobytes()))
     np.savez(path, **{**kept, "about": np.frombuffer(json.dumps(about).encode(), np.uint8)})
     with pytest.raises(DataError, match=told):
+        load_pack(path)
+
+
+@pytest.mark.parametrize("name", ["p.npz", "p.npy"])
+@pytest.mark.parametrize("content", [b"", b"hello world", b"\0" * 100, b"[[1, 2]]", pickle.dumps([[1, 2]])])
+def test_a_file_of_another_kind_is_refused_without_a_word_of_pickles(content, name, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=r"neither a \.npz nor a \.npy file") as caught:
+        load_pack(tmp_path / name)
+    assert "pickle" not in str(caught.value)
+
+
+def test_a_pack_of_python_objects_is_refused(tmp_path):
+    np.savez(tmp_path / "p.npz", entries=np.array([[1, [2]]], object), lengths=np.array([2]))
+    with pytest.raises(DataError, match="it holds Python objects, not numbers"):
+        load_pack(tmp_path / "p.npz")
+
+
+@pytest.mark.parametrize("path", [None, 5, b"p.npz"])
+def test_what_is_no_path_is_no_pack(path):
+    with pytest.raises(DataError, match="a path must be text"):
         load_pack(path)
 
 
