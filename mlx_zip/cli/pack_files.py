@@ -45,6 +45,8 @@ def show(args: argparse.Namespace) -> int:
     if args.tokenizer is not None:
         tokenizer = _tokenizer(args.tokenizer)
         _check_tokenizer(pack, tokenizer, args.file)
+        if wrong := [i for entry in entries for i in entry if i >= len(tokenizer)]:
+            raise DataError(f"{args.file} holds the id {wrong[0]}, and {args.tokenizer} has only {len(tokenizer)} ids")
         texts = [tokenizer.decode(list(entry)) for entry in entries]
     else:
         texts = _own_texts(pack)[: args.show] or [" ".join(map(str, entry)) for entry in entries]

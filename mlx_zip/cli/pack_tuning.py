@@ -191,9 +191,9 @@ def _texts(args: argparse.Namespace, plan: Any, tokenizer: Any) -> tuple[Any, An
         other = Source(tuple(args.valid), 1.0, like.separator, like.columns, like.subsets, like.split)
         other.check()
         held = windows((other,), args.valid_ids)
+        if not held:
+            raise DataError(f"--valid {' '.join(args.valid)}: no text to validate on")
     held = _first_windows(held, args.valid_ids)
-    if not held:
-        raise DataError(f"--valid {' '.join(args.valid)}: no text to validate on")
     return compress_windows(plan.params, data, "--data"), compress_windows(plan.params, held, "the held-out text")
 
 

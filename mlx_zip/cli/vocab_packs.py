@@ -86,6 +86,8 @@ def _learn(args: argparse.Namespace) -> int:
     plan, tokenizer, _ = make_plan(options, pads=False)
     texts = _read(args, options.sources, tokenizer)
     held_out = _read(args, held_out_texts, tokenizer) if held_out_texts else []
+    if held_out_texts and not any(map(len, held_out)):
+        raise DataError(f"--held-out {', '.join(args.held_out)}: no text to measure on")
     cost = _head_cost(args)
     found = learn(plan.params, texts, args.size, window=args.window, head_cost=cost, progress=_progress)
     about: dict[str, Any] = {
@@ -105,7 +107,7 @@ def _learn(args: argparse.Namespace) -> int:
     save_pack(args.out, pack)
     if plot is not None:
         _plot(plot, found.entries, lambda part, of: measured(plan.params, part, of, args.window), texts, held_out)
-    if len(found.entries) < args.size and not cost:
+    if len(found.entries) < args.size and not cost and not args.json:
         shortfall = f"the texts repeat enough for {len(found.entries):,} of the {args.size:,} entries of --size"
         print(f"{shortfall}; give more text for more entries", file=sys.stderr)
     pack_files.show_pack(args, args.out, pack)
