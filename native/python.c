@@ -1,5 +1,5 @@
-/* Built-in functions that Python calls without cffi: push and expand of one id, which generation calls at every step,
- * and the conversion of a list of ints.
+/* Built-in functions that Python calls without cffi: push and expand of one id and reading one entry, which generation
+ * calls at every step, and the conversion of a list of ints.
  *
  * cffi makes a tuple of the arguments, releases the interpreter lock and takes it again. Together that takes twice as
  * long as reading an id. So the calls for one id keep the lock. They read at most merge_size base ids, except that a
@@ -48,8 +48,19 @@ static PyObject *expand_one(PyObject *self, PyObject *arg) {
   return PyBytes_FromStringAndSize((const char *)dst, (Py_ssize_t)(n * sizeof *dst));
 }
 
+/* entry_words(slot: int) -> bytes | None: returns the base ids of the entry in a slot, as uint32 words. */
+static PyObject *entry_words(PyObject *self, PyObject *arg) {
+  const mlxzip_codebook *book = PyCapsule_GetPointer(self, NAME);
+  uint32_t slot, dst[MLXZIP_MAX_MERGE];
+  uint8_t n;
+  if (!book) return NULL;
+  if (!as_id(arg, &slot) || mlxzip_entries(book, slot, 1, dst, &n) != MLXZIP_OK) Py_RETURN_NONE;
+  return PyBytes_FromStringAndSize((const char *)dst, (Py_ssize_t)(n * sizeof *dst));
+}
+
 static PyMethodDef PUSH_ONE = {"push_one", push_one, METH_O, NULL};
 static PyMethodDef EXPAND_ONE = {"expand_one", expand_one, METH_O, NULL};
+static PyMethodDef ENTRY_WORDS = {"entry_words", entry_words, METH_O, NULL};
 
 /* words_of(ids: list[int]) -> bytes | None: returns ids as uint32 words. No Python code runs while the list is read. */
 static PyObject *words_of(PyObject *module, PyObject *ids) {
@@ -78,7 +89,8 @@ static PyObject *hold(PyObject *owner, void *book) {
   return capsule;
 }
 
-/* calls_for_one_id(owner, address) -> (push_one, expand_one) of the codebook at this address, which `owner` frees. */
+/* calls_for_one_id(owner, address) -> (push_one, expand_one, entry_words) of the codebook at this address, which
+ * `owner` frees. */
 static PyObject *calls_for_one_id(PyObject *module, PyObject *args) {
   PyObject *owner, *address;
   (void)module;
@@ -87,9 +99,10 @@ static PyObject *calls_for_one_id(PyObject *module, PyObject *args) {
   PyObject *capsule = PyErr_Occurred() ? NULL : hold(owner, book);
   if (!capsule) return NULL;
   PyObject *push = PyCFunction_New(&PUSH_ONE, capsule), *expand = PyCFunction_New(&EXPAND_ONE, capsule);
-  PyObject *both = push && expand ? PyTuple_Pack(2, push, expand) : NULL;
-  Py_DECREF(capsule), Py_XDECREF(push), Py_XDECREF(expand);
-  return both;
+  PyObject *entry = PyCFunction_New(&ENTRY_WORDS, capsule);
+  PyObject *all = push && expand && entry ? PyTuple_Pack(3, push, expand, entry) : NULL;
+  Py_DECREF(capsule), Py_XDECREF(push), Py_XDECREF(expand), Py_XDECREF(entry);
+  return all;
 }
 
 static PyMethodDef CALLS = {"calls_for_one_id", calls_for_one_id, METH_VARARGS, NULL};
@@ -102,7 +115,7 @@ static bool add(PyObject *module, PyMethodDef *method) {
   return added;
 }
 
-mlxzip_status mlxzip_add_python_calls(void) {
+mlxzip_status mlxzip_add_calls(void) {
   PyGILState_STATE state = PyGILState_Ensure(); /* cffi has released the lock */
   PyObject *module = PyImport_AddModule("mlx_zip.codec._native");
   bool added = add(module, &CALLS) && add(module, &WORDS);

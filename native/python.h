@@ -7,7 +7,7 @@
 /* BEGIN CFFI */
 /* Adds the functions `calls_for_one_id` and `words_of` to the extension module, which must have been imported.
  * E_MEMORY. */
-mlxzip_status mlxzip_add_python_calls(void);
+mlxzip_status mlxzip_add_calls(void);
 /* END CFFI */
 
 #endif

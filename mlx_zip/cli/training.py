@@ -14,12 +14,20 @@ from mlx_zip.cli.settings_flags import ENCODER_FLAGS, add_all, flag
 from mlx_zip.errors import TrainingError, reason
 from mlx_zip.files import at_home
 from mlx_zip.training.mlx_lm_names import NAMES, translate
-from mlx_zip.training.settings import SAVE_DTYPES, SAVES, VALID_SHARE, EncoderOptions, RunOptions, TrainSettings
+from mlx_zip.training.settings import (
+    ADAPTED_BITS,
+    SAVE_DTYPES,
+    SAVES,
+    VALID_SHARE,
+    EncoderOptions,
+    RunOptions,
+    TrainSettings,
+)
 
 STOPPED = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}  # signal that ended a run: exit status
 _SETTINGS = {one.name: str(one.type) for one in fields(TrainSettings)}
 _KINDS: dict[str, type | tuple[type, ...]] = {  # types that a YAML file may hold for names that are not settings
-    **dict.fromkeys(("model", "from_scratch", "tokenizer", "out", "save", "save_dtype"), str),
+    **dict.fromkeys(("model", "from_scratch", "tokenizer", "out", "save", "save_dtype", "adapted_bits"), str),
     **dict.fromkeys(("report_to", "project_name", "adapter_path", "resume_adapter_file"), str),
     **dict.fromkeys(("plot", "canonical", "mask_prompt"), bool),
     "max_seq_length": int,
@@ -61,7 +69,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what a finished run writes; model: a whole model folder OUT/model, adapter: only LoRA adapters and "
         "hyper-encoders in OUT/adapter (default: model)",
     )
-    add("--save-dtype", choices=SAVE_DTYPES, help="floating-point type of the saved weights (default: float32)")
+    add(
+        "--save-dtype",
+        choices=SAVE_DTYPES,
+        help="floating-point type of the saved weights (default: float32; after a quantized --model, that model's own)",
+    )
+    add(
+        "--adapted-bits",
+        choices=ADAPTED_BITS,
+        help="bits per weight, in the saved model, of a quantized model's layers that had LoRA adapters; base: as many "
+        "as before, none: not quantized (default: 8)",
+    )
     add(
         "--canonical",
         action=argparse.BooleanOptionalAction,

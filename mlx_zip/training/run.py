@@ -25,6 +25,7 @@ from mlx_zip.training.held_out import held_out_count, split
 from mlx_zip.training.machines import check_equal, summed, together
 from mlx_zip.training.objective import LossWeights, Trainee
 from mlx_zip.training.recompute import recompute_activations
+from mlx_zip.training.requantize import type_to_save
 from mlx_zip.training.run_folder import Begun, begun_run, open_run, raise_iters, read_object
 from mlx_zip.training.saving import save_trained
 from mlx_zip.training.services import Services, check_services
@@ -103,7 +104,7 @@ class _Start:
     config: the model's config.json. folder: the model's or, from scratch, the tokenizer's. data, valid: samples to
     train and to validate on. record: what the run trains, see `open_run`. fingerprint: of this command.
     run_fingerprint: of the run in the folder, which may have begun with fewer steps. held_out: number of samples of
-    `data` to hold out, on the first machine; 0 on the others.
+    `data` to hold out, on the first machine; 0 on the others. dtype: floating-point type of the saved weights.
     """
 
     model: Any
@@ -116,6 +117,7 @@ class _Start:
     fingerprint: str
     run_fingerprint: str
     held_out: int
+    dtype: str
 
 
 def _start(options: RunOptions, settings: TrainSettings, first: bool) -> _Start:
@@ -141,6 +143,7 @@ def _start(options: RunOptions, settings: TrainSettings, first: bool) -> _Start:
     _check_sizes(config, data, len(tokenizer))
     if options.save == ADAPTER:
         check_savable(model, config, settings, from_scratch=folder is None)
+    dtype = options.save_dtype or type_to_save(model)
     freeze(model, settings)
     check_data(data, valid, settings)
     record = _record(options, settings, data)
@@ -158,7 +161,7 @@ def _start(options: RunOptions, settings: TrainSettings, first: bool) -> _Start:
         if begun is not None and settings.iters != begun.raised_to:
             raise_iters(options.out, settings.iters)
     origin = folder or Path(tokenizer_folder)
-    return _Start(model, config, tokenizer, origin, data, valid, record, mark, run_mark, held_out)
+    return _Start(model, config, tokenizer, origin, data, valid, record, mark, run_mark, held_out, dtype)
 
 
 def _valid_share(options: RunOptions, begun: Begun | None) -> float:
@@ -210,11 +213,13 @@ def _save(options: RunOptions, settings: TrainSettings, start: _Start, outcome: 
     if options.save == ADAPTER:
         place = at_home(str(options.model))
         base = str(place.resolve()) if place.is_dir() else str(options.model)
-        save_adapter(options.out / ADAPTER, start.model, base, settings, options.save_dtype)
+        save_adapter(options.out / ADAPTER, start.model, base, settings, start.dtype)
         return
     source = {**start.record["fixed"], **vars(outcome.progress)}
     folder = options.out / MODEL
-    save_trained(folder, start.model, start.config, start.tokenizer, source, options.save_dtype, start.folder)
+    save_trained(
+        folder, start.model, start.config, start.tokenizer, source, start.dtype, start.folder, options.adapted_bits
+    )
 
 
 def _check_sizes(config: Mapping[str, Any], data: Joined, tokens: int) -> None:

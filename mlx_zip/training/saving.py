@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_flatten
 from mlx_lm.utils import save_config, save_model
 
 import mlx_zip
@@ -18,23 +18,13 @@ from mlx_zip.files import whole_folder
 from mlx_zip.hyper import Fingerprints, host_bytes
 from mlx_zip.models import Model
 from mlx_zip.register import MODEL_TYPE
+from mlx_zip.training.requantize import fuse, quantization, quantize_encoders_again
+from mlx_zip.training.settings import UNQUANTIZED
 
 GENERATION = "generation_config.json"
-STALE = ("dtype", "auto_map")  # left out of config.json: an older name of torch_dtype; code that is not copied
+# left out of config.json: an older name of torch_dtype; code that is not copied; layers that are quantized no more
+STALE = ("dtype", "auto_map", "quantization", "quantization_config")
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
-
-
-def fuse(model: nn.Module) -> None:
-    """Merges LoRA layers into the linear layers that they adapt, in place and in float32.
-
-    A quantized layer becomes a float one, because rounding it again would lose much of what was learned.
-    """
-    layers = [(name, module) for name, module in model.named_modules() if hasattr(module, "fuse")]
-    for _, module in layers:
-        module.set_dtype(mx.float32)
-    fused = [(name, module.fuse(dequantize=True)) for name, module in layers]
-    if fused:
-        model.update_modules(tree_unflatten(fused))
 
 
 def save_trained(
@@ -45,17 +35,21 @@ def save_trained(
     record: Mapping[str, Any],
     dtype: str = "float32",
     origin: Path | None = None,
+    adapted_bits: str = UNQUANTIZED,
 ) -> None:
     """Writes the model folder, whole or not at all. Merges LoRA layers and casts weights to `dtype`, in place.
 
-    config: the model's config.json. record: what it was trained from, which config.json keeps. origin: folder of the
-    model or tokenizer that training began with, whose generation_config.json is copied.
-    Raises `TrainingError` when it cannot be written.
+    config: config.json of the model that training began with; hyper-encoders that were quantized then are quantized
+    again as they were. record: what it was trained from, which config.json keeps. origin: folder of the model or
+    tokenizer that training began with, whose generation_config.json is copied. adapted_bits: as in `fuse`. Raises
+    `TrainingError` when the folder cannot be written.
     """
-    fuse(model)
+    fuse(model, adapted_bits)
+    quantize_encoders_again(model, config)
     model.set_dtype(DTYPES[dtype])
     record = {**record, "dtype": dtype, "mlx_zip": mlx_zip.__version__}
     saved = {**{key: value for key, value in config.items() if key not in STALE}, "torch_dtype": dtype}
+    saved |= quantization(model, config)
     if config.get("model_type") == MODEL_TYPE:
         section = {key: value for key, value in config["zip2zip"].items() if key != "fingerprint"}
         saved["zip2zip"] = {**section, "source": record}

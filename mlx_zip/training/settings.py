@@ -22,6 +22,8 @@ COMPILE = ("auto", "on", "off")
 MODEL, ADAPTER = "model", "adapter"
 SAVES = (MODEL, ADAPTER)
 SAVE_DTYPES = ("float32", "float16", "bfloat16")
+BASE, UNQUANTIZED = "base", "none"
+ADAPTED_BITS = (BASE, "6", "8", UNQUANTIZED)
 VALID_SHARE = 0.02  # share of the samples that is held out by default
 CHANGE_NO_NUMBER = (  # settings that do not change what a run computes
     "steps_per_report",
@@ -234,7 +236,9 @@ class RunOptions:
     from. scratch, tokenizer: instead of `model`, the path of a config.json whose model begins with random weights, and
     the tokenizer's folder. encoder: the hyper-encoder that a plain model gets if the data are compressed. canonical:
     train on the probabilities of canonical decoding, and save a model that decodes so; None: as the model's config
-    says. save: what a finished run writes, one of `SAVES`. save_dtype: floating-point type of the saved weights.
+    says. save: what a finished run writes, one of `SAVES`. save_dtype: floating-point type of the saved weights; None:
+    float32, or that of a quantized model that training began with. adapted_bits: one of `ADAPTED_BITS`, bits per weight
+    that a quantized model's layers get in the saved model if they had LoRA adapters.
     valid_share: share of the samples of `data` that is held out; None: `VALID_SHARE`, or the share that the run in
     `out` began with; 0: none. max_seq_length: base ids that a prepared sample may have at most; mask_prompt: whether
     the data must have been prepared without a loss on prompts; None: not checked. report_to: services that get the
@@ -250,7 +254,8 @@ class RunOptions:
     encoder: EncoderOptions = field(default_factory=EncoderOptions)
     canonical: bool | None = None
     save: str = MODEL
-    save_dtype: str = "float32"
+    save_dtype: str | None = None
+    adapted_bits: str = "8"
     valid_share: float | None = None
     max_seq_length: int | None = None
     mask_prompt: bool | None = None
@@ -263,8 +268,10 @@ class RunOptions:
             raise TrainingError("give --model, or --from-scratch with a config.json")
         if self.save not in SAVES:
             raise TrainingError(f"save {self.save!r} is not one of {', '.join(SAVES)}")
-        if self.save_dtype not in SAVE_DTYPES:
+        if self.save_dtype is not None and self.save_dtype not in SAVE_DTYPES:
             raise TrainingError(f"save_dtype {self.save_dtype!r} is not one of {', '.join(SAVE_DTYPES)}")
+        if self.adapted_bits not in ADAPTED_BITS:
+            raise TrainingError(f"adapted_bits {self.adapted_bits!r} is not one of {', '.join(ADAPTED_BITS)}")
         most = self.max_seq_length
         if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
             raise TrainingError(f"max_seq_length must be a whole number of 1 or more, got {most!r}")

@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import linear_to_lora_layers
-from mlx_lm.utils import _get_classes, load_model
+from mlx_lm.utils import _get_classes, dequantize_model, load_model
 
 from mlx_zip.codec import CodecParams
 from mlx_zip.config import SIDES, ZipConfig
@@ -225,8 +225,8 @@ def freeze(model: nn.Module, settings: TrainSettings) -> None:
         linear_to_lora_layers(model, layers, lora)
     if isinstance(model, Model):
         for encoder in (model.input_encoder, model.row_encoder):
-            encoder.unfreeze()
-            encoder.set_dtype(mx.float32)
+            encoder.set_dtype(mx.float32)  # first, else 16-bit scales would make weights rounded to 16 bits
+            dequantize_model(encoder).unfreeze()  # quantized weights could not be trained
     if not tree_flatten(model.trainable_parameters()):
         raise TrainingError(f"--fine-tune-type {settings.fine_tune_type} leaves nothing to train in this model")
 

@@ -224,10 +224,12 @@ def test_an_id_that_is_not_installed_cannot_be_expanded(ask):
 def test_one_id_expands_as_a_list_of_it_does():
     book = started()
     for one in [*range(PARAMS.vocab_size), *range(PARAMS.vocab_size, PARAMS.vocab_size + len(book))]:
-        assert book.expand(one).tolist() == book.expand([one]).tolist()
+        assert list(book.base_ids_of(one)) == book.expand(one).tolist() == book.expand((one,)).tolist()
     for bad in (PARAMS.vocab_size + len(book), -1, 2**32):
         with pytest.raises(CodecError, match=f"id {bad} at index 0"):
             book.expand(bad)
+        with pytest.raises(CodecError, match=f"id {bad} at index 0"):
+            book.base_ids_of(bad)
 
 
 def test_an_entrys_words_are_its_base_ids():
@@ -236,9 +238,15 @@ def test_an_entrys_words_are_its_base_ids():
     assert len(book) > 1
     for slot, (_, entry) in enumerate(book.entries):
         assert np.frombuffer(book.words(slot), np.uint32).tolist() == list(entry)
-    for slot in (len(book), -1):
+        assert book.entry(slot) == entry
+    for slot in (len(book), -1, 1 << 32, 1 << 70):
         with pytest.raises(CodecError):
             book.words(slot)
+
+
+def test_an_entry_is_read_by_its_slot_also_where_its_id_is_disabled():
+    book = Codebook(CodecParams(10, 8, 3, [10], start=[(1, 2)]))
+    assert (book.entry(0), book.base_ids_of(10)) == ((1, 2), (10,))
 
 
 def test_the_last_id_is_that_of_the_log():

@@ -7,14 +7,17 @@ from functools import cache
 import mlx.core as mx
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from mlx_lm.models import llama
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, make_prompt_cache, trim_prompt_cache
 
 from mlx_zip import load, stream_generate
 from mlx_zip.errors import GenerationError
 from mlx_zip.layout import is_zip
-from mlx_zip.sessions import notes_on
+from mlx_zip.sessions import answers_in, notes_on
 from mlx_zip.state import find_state
+from mlx_zip.text.prompts import Chat
 from support import tiny_text
 from support.places import GOLDEN_MODELS
 
@@ -82,12 +85,18 @@ def fresh_ids(kind, cache, n, max_tokens):
 def continues_as_fresh(kind, prompt, cache, **options):
     """Whether an answer's greedy ids are those of a new cache that reads the same ids as one prompt."""
     model, tokenizer = loaded(kind)
-    steps = [r.token for r in stream_generate(model, tokenizer, prompt, 12, prompt_cache=cache, **options)]
+    return as_fresh(kind, cache, stream_generate(model, tokenizer, prompt, 12, prompt_cache=cache, **options))
+
+
+def as_fresh(kind, cache, responses):
+    """Whether the ids of an answer that has just been generated with a cache are those of a new cache."""
+    model, tokenizer = loaded(kind)
+    steps = [r.token for r in responses]
     if is_zip(model):
         return steps == fresh_ids(kind, cache, held(cache) - len(steps), len(steps))
     read = notes_on(cache).ids[: -len(steps)]
     assert len(read) == held(cache) - len(steps)
-    return steps == [r.token for r in stream_generate(model, tokenizer, read, 12)]
+    return steps == [r.token for r in stream_generate(model, tokenizer, read, len(steps))]
 
 
 @both
@@ -146,6 +155,47 @@ def test_another_system_message_is_read_from_where_it_differs(kind):
     text, last = answer(kind, messages, cache)
     assert 0 < last.cached_tokens < 24
     assert text == answer(kind, messages, new_cache(model))[0]
+
+
+def edited(edit, n, cache, messages):
+    """The cache and the messages after one edit; n says where, and what is written there."""
+    at, text = n % len(messages), ("", " hi ", ASKED, "What?")[n % 4]
+    if edit == "write":
+        messages[at] = {**messages[at], "content": text}
+    elif edit == "drop" and len(messages) > 1:
+        del messages[at]
+    elif edit == "branch":
+        messages = messages[: at + 1]
+    elif edit == "system":
+        messages = [message("system", text), *(m for m in messages if m["role"] != "system")]
+    elif edit == "copy":
+        cache = copy.deepcopy(cache)
+    elif edit == "trim" and held(cache) > n:
+        trim_prompt_cache(cache, n)
+    return cache, messages if messages[-1]["role"] == "user" else [*messages, message("user", text)]
+
+
+EDITS = ("ask", "write", "drop", "branch", "system", "copy", "trim")
+
+
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(
+    kind=st.sampled_from(list(NAMES)),
+    edits=st.lists(st.tuples(st.sampled_from(EDITS), st.integers(0, 9)), min_size=2, max_size=5),
+)
+def test_after_any_edits_the_cache_begins_with_the_conversation_and_goes_on_as_a_fresh_one(kind, edits):
+    model, tokenizer = loaded(kind)
+    cache, messages = new_cache(model), [message("user", ASKED)]
+    for edit, n in [("ask", 0), *edits]:
+        cache, messages = edited(edit, n, cache, messages)
+        wanted = Chat(messages).ids(tokenizer, answers_in(cache))
+        responses = list(stream_generate(model, tokenizer, messages, 6, prompt_cache=cache))
+        state = find_state(cache)
+        base_ids = notes_on(cache).ids if state is None else state.books[0].base_ids(0).tolist()
+        assert base_ids[: len(wanted)] == wanted
+        assert responses[-1].cached_tokens + responses[-1].prompt_tokens == len(wanted)
+        assert as_fresh(kind, cache, responses)
+        messages = [*messages, message("assistant", "".join(r.text for r in responses))]
 
 
 @both

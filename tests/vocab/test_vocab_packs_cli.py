@@ -226,10 +226,15 @@ def test_a_model_is_not_loaded_with_a_pack_of_another_tokenizer():
         (("learn", "--tokenizer", "T", "--data", "none.txt", "--out", "a.npz"), "none.txt"),
         (("learn", "--tokenizer", "T", "--data", "empty.txt", "--out", "a.npz"), "the corpus is empty"),
         (("learn", "--tokenizer", "T", "--data", "text.txt", "--out", "no/a.npz"), "no/a.npz"),
+        (
+            ("learn", "--tokenizer", "T", "--data", "text.txt", "--held-out", "empty.txt", "--out", "a.npz"),
+            "--held-out empty.txt: no text to measure on",
+        ),
         (("learn", "--data", "text.txt", "--out", "a.npz"), "name either a model or a tokenizer"),
         (("show", "none.npz"), "none.npz"),
         (("show", "good.npz", "--entries", "-3"), "--show must be at least 0"),
         (("show", "text.txt"), "text.txt"),
+        (("show", "big.json", "--tokenizer", "T"), "big.json holds the id 99999999, and"),
         (("merge", "none.npz", "--out", "a.npz"), "none.npz"),
         (("merge", "good.npz", "--out", "a.npz", "--size", "0"), "--size must be at least"),
         (("check", "good.npz", "--model", "T"), "config.json"),
@@ -237,6 +242,7 @@ def test_a_model_is_not_loaded_with_a_pack_of_another_tokenizer():
 )
 def test_what_cannot_be_is_said_in_a_line_and_nothing_is_written(flags, told, run, text, tmp_path):
     (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "big.json").write_text("[[5, 99999999]]")
     save_pack("good.npz", Pack(((5, 6),)))
     status, out, err = run("vocab", "pack", *(tokenizer_folder() if flag == "T" else flag for flag in flags))
     assert (status, out) == (2, "")
