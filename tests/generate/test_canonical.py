@@ -362,7 +362,7 @@ def test_rows_of_a_batch_exclude_what_each_would_alone():
     logits = mx.array(np.random.default_rng(1).normal(0, 2, (4, 13)).astype(np.float32))
     excluded = [[3, 5, 5], [], [2], [0, 1, 4, 6]]
     together = np.array(without_in_rows(logits, excluded, never=12))
-    for row, ids in enumerate(excluded):
-        alone = without(logits[row : row + 1], ids) if ids else logits[row : row + 1]
+    for row, own in enumerate(excluded):
+        alone = without(logits[row : row + 1], own) if own else logits[row : row + 1]
         np.testing.assert_array_equal(together[row], np.array(alone)[0])
     assert without_in_rows(logits, [[], [], [], []], never=12) is logits
