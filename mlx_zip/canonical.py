@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from functools import lru_cache
 
 import mlx.core as mx
@@ -150,19 +150,51 @@ class CanonicalDecoding:
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
         """Returns logits [1, W]. The last id is taken from the codebook; `tokens` is not used."""
+        excluded = self.excluded()
+        return without(logits, excluded) if excluded else logits
+
+    def excluded(self) -> list[int]:
+        """Returns the ids that cannot follow what the codebook has read. Call it once, as `__call__` does."""
         mark, rewinds = self.book.mark(), self.book.rewinds
         if self._exclusions is None or (mark, rewinds) != self._next:
             self._exclusions, excluded = Exclusions(self.book), []
         else:
             excluded = self._exclusions.read(self.book.last, self._installed)
         self._installed, self._next = len(self.book), (mark + 1, rewinds)
-        if not excluded:
-            return logits
-        closed = mx.array(-mx.inf, logits.dtype)
-        canonical = mx.put_along_axis(
-            logits, mx.array(excluded)[None], closed, axis=1
-        )  # fewer operations than c[:, i] = x
-        return unless_most(canonical, logits)
+        return excluded
+
+
+def without(logits: mx.array, excluded: Sequence[int]) -> mx.array:
+    """Returns logits [1, W] with the ids `excluded` at -inf, unless they have more than `MOST` of the probability.
+
+    Equals `unless_most`, in fewer operations.
+    """
+    ids = mx.array(list(set(excluded)))[None]
+    chosen = mx.take_along_axis(logits, ids, axis=-1)
+    return mx.put_along_axis(logits, ids, _closed_unless(chosen, *_sums(chosen, logits)), axis=-1)
+
+
+def without_in_rows(logits: mx.array, excluded: Sequence[Sequence[int]], never: int) -> mx.array:
+    """Returns logits [B, W] after `without` for each row's own ids. never: an id that is excluded in no row."""
+    lists = [list(set(ids)) for ids in excluded]
+    if not (width := max(map(len, lists))):
+        return logits
+    ids = mx.array([[*row, *[never] * (width - len(row))] for row in lists])
+    real = mx.array([[True] * len(row) + [False] * (width - len(row)) for row in lists])
+    chosen = mx.take_along_axis(logits, ids, axis=-1)
+    closed = _closed_unless(chosen, *_sums(mx.where(real, chosen, -mx.inf), logits))
+    return mx.put_along_axis(logits, ids, mx.where(real, closed, chosen), axis=-1)
+
+
+def _sums(chosen: mx.array, logits: mx.array) -> list[mx.array]:
+    """Returns the logsumexp [B, 1] of some logits [B, K] and of all [B, W], in float32."""
+    return [mx.logsumexp(x.astype(mx.float32), axis=-1, keepdims=True) for x in (chosen, logits)]
+
+
+@mx.compile
+def _closed_unless(chosen: mx.array, share: mx.array, whole: mx.array) -> mx.array:
+    """Returns logits `chosen` if their logsumexp `share` is more than `MOST` of that of all, `whole`; else -inf."""
+    return mx.where(share - whole > math.log(MOST), chosen, -mx.inf)
 
 
 def unless_most(canonical: mx.array, logits: mx.array) -> mx.array:

@@ -25,6 +25,7 @@ FLOORS = [  # from the ground up; a room is the first name below `mlx_zip`; some
         "canonical",
         "chosen_packs",
         "decode",
+        "decode_batch",
         "generate",
         "loading",
         "patches",
