@@ -1,12 +1,12 @@
 /* Built-in functions that Python calls without cffi: push and expand of one id and reading one entry, which generation
- * calls at every step, and the conversion of a list of ints.
+ * calls at every step, and the conversion of a list of ints and back.
  *
  * cffi makes a tuple of the arguments, releases the interpreter lock and takes it again. Together that takes twice as
  * long as reading an id. So the calls for one id keep the lock. They read at most merge_size base ids, except that a
  * push may have to enlarge the table; that time is spread over all pushes.
  *
- * All return None instead of an error, and for an argument that is not exactly an int or a list of ints. The codebook
- * is unchanged then, and the caller takes the general way, which accepts more types and says what is wrong.
+ * All but `ids_of` return None instead of an error, and for an argument that is not exactly an int or a list of ints.
+ * The codebook is unchanged then, and the caller takes the general way, which accepts more types and says what is wrong.
  */
 #ifndef Py_LIMITED_API
 #define Py_LIMITED_API 0x030B0000
@@ -79,6 +79,22 @@ static PyObject *words_of(PyObject *module, PyObject *ids) {
   return words;
 }
 
+/* ids_of(words: bytes) -> tuple[int, ...]: returns ids that are given as uint32 words. */
+static PyObject *ids_of(PyObject *module, PyObject *words) {
+  char *bytes;
+  Py_ssize_t size;
+  (void)module;
+  if (PyBytes_AsStringAndSize(words, &bytes, &size) < 0) return NULL;
+  PyObject *ids = PyTuple_New(size / 4);
+  for (Py_ssize_t i = 0; ids && i < size / 4; i++) {
+    uint32_t id;
+    memcpy(&id, bytes + 4 * i, sizeof id);
+    PyObject *number = PyLong_FromUnsignedLong(id);
+    if (!number || PyTuple_SetItem(ids, i, number) < 0) Py_CLEAR(ids);
+  }
+  return ids;
+}
+
 static void forget_owner(PyObject *capsule) { Py_XDECREF(PyCapsule_GetContext(capsule)); }
 
 /* Returns a capsule of the codebook at an address; it keeps the object `owner` alive. */
@@ -107,6 +123,7 @@ static PyObject *calls_for_one_id(PyObject *module, PyObject *args) {
 
 static PyMethodDef CALLS = {"calls_for_one_id", calls_for_one_id, METH_VARARGS, NULL};
 static PyMethodDef WORDS = {"words_of", words_of, METH_O, NULL};
+static PyMethodDef IDS = {"ids_of", ids_of, METH_O, NULL};
 
 static bool add(PyObject *module, PyMethodDef *method) {
   PyObject *function = PyCFunction_New(method, NULL);
@@ -118,7 +135,7 @@ static bool add(PyObject *module, PyMethodDef *method) {
 mlxzip_status mlxzip_add_calls(void) {
   PyGILState_STATE state = PyGILState_Ensure(); /* cffi has released the lock */
   PyObject *module = PyImport_AddModule("mlx_zip.codec._native");
-  bool added = add(module, &CALLS) && add(module, &WORDS);
+  bool added = add(module, &CALLS) && add(module, &WORDS) && add(module, &IDS);
   if (!added) PyErr_Clear();
   PyGILState_Release(state);
   return added ? MLXZIP_OK : MLXZIP_E_MEMORY;

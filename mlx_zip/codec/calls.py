@@ -1,6 +1,6 @@
 """Functions of the C library that are called without cffi, because cffi's calls would take longer than their work.
 
-`native/python.c` says what they do. All return None instead of raising an error.
+`native/python.c` says what they do. All but `ids_of` return None instead of raising an error.
 """
 
 from __future__ import annotations
@@ -23,4 +23,4 @@ if not hasattr(native.lib, "mlxzip_add_calls"):
 if native.lib.mlxzip_add_calls() != native.lib.MLXZIP_OK:
     raise MemoryError("the codec's functions could not be made: out of memory")
 
-calls_for_one_id, words_of = native.calls_for_one_id, native.words_of
+calls_for_one_id, words_of, ids_of = native.calls_for_one_id, native.words_of, native.ids_of

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_zip.codec._native import ffi, lib
-from mlx_zip.codec.calls import calls_for_one_id
+from mlx_zip.codec.calls import calls_for_one_id, ids_of
 from mlx_zip.codec.entries import Entries, Installed
 from mlx_zip.codec.ids import Uint32s, as_ids, as_one_id
 from mlx_zip.codec.params import CodecParams, check, saved
@@ -183,12 +183,12 @@ class Codebook:
 
     def entry(self, slot: int) -> tuple[int, ...]:
         """Returns the base ids of the entry in `slot`. Raises `CodecError` for a slot without an entry."""
-        return tuple(memoryview(self.words(slot)).cast("I"))
+        return ids_of(self.words(slot))
 
     def base_ids_of(self, one: int) -> tuple[int, ...]:
         """Returns the base ids that one id stands for now. Does what `expand` does, without making an array."""
         words = self._expand_one(one)
-        return tuple(self.expand(one).tolist()) if words is None else tuple(memoryview(words).cast("I"))
+        return tuple(self.expand(one).tolist()) if words is None else ids_of(words)
 
     def logged(self, first: int = 0, n: int | None = None) -> tuple[Uint32s, NDArray[np.uint8]]:
         """Returns what n ids of the log stood for when they were read.

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 import numpy as np
@@ -28,8 +27,7 @@ STATE_VERSION, TUNED_VERSION = 1, 2
 HostIds = int | np.ndarray  # ids of one call: [B, L] uint32, or a number for one id of a single sequence
 
 
-@dataclass(frozen=True)
-class Advance:
+class Advance(NamedTuple):
     """How many entries are installed after a call.
 
     live [B]: after the whole call. available [B, L]: after each of its ids. Both are plain numbers if the call had one
@@ -74,6 +72,7 @@ class ZipState:
         self.offset = 0
         self.long_rope = False
         self.answers: dict[str, tuple[int, ...]] = {}
+        self._fitting: CodecParams | None = None  # a codec that `fits` has found to fit
         self._forget_loop()
         self._forget_rows()
 
@@ -90,7 +89,9 @@ class ZipState:
 
     def fits(self, params: CodecParams) -> bool:
         """Returns whether a model with this codec can continue this state: all but the start entries must be equal."""
-        return same_but_start(self.books[0].params, params)
+        if params is not self._fitting and same_but_start(self.books[0].params, params):
+            self._fitting = params  # every step asks about the same codec again
+        return params is self._fitting
 
     def __repr__(self) -> str:
         """Returns sizes per sequence, never arrays."""
@@ -152,9 +153,9 @@ class ZipState:
         batch size is not this state's.
         """
         if isinstance(ids, int):
-            new = self.books[0].push(ids)
+            book = self.books[0]
+            new, live = book.push(ids), len(book)
             self.offset += 1
-            live = len(self.books[0])
             if self.can_evict and len(new):
                 self._mark_rows_missing(0, new.slots)
             return Advance(live, live)
@@ -239,9 +240,7 @@ class ZipState:
 
     def outputs_encoded(self) -> bool:
         """Returns whether every installed entry has its output row."""
-        if self.can_evict and any(self.replaced):
-            return False
-        return self.encoded_outputs == [len(book) for book in self.books]
+        return self.encoded_outputs == list(map(len, self.books)) and not any(self.replaced)
 
     def mark_outputs_encoded(self) -> None:
         """Marks every installed entry's output row as encoded."""
@@ -339,7 +338,7 @@ class ZipState:
             book.push(part)
         self.left_padding, self.books, self.tuned = padding.tolist(), books, tuned
         self.offset, self.long_rope = int(offset), bool(long_rope)
-        self.answers = {}
+        self.answers, self._fitting = {}, None
         self._forget_loop()
         self._forget_rows()
 
@@ -394,7 +393,7 @@ class ZipState:
         twin.left_padding = list(self.left_padding)
         twin.books = [book.copy() for book in self.books]
         twin.offset, twin.long_rope = self.offset, self.long_rope
-        twin.answers = dict(self.answers)
+        twin.answers, twin._fitting = dict(self.answers), self._fitting
         twin._forget_loop()
         twin.inputs, twin.outputs = self.inputs.copy(), cast(HeadTable, self.outputs.copy())
         twin.encoded_inputs = self.encoded_inputs.copy()

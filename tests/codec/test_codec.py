@@ -12,7 +12,7 @@ import pytest
 
 from mlx_zip import Codebook, CodecError, CodecParams, compress
 from mlx_zip.codec import pad_batch
-from mlx_zip.codec.calls import words_of
+from mlx_zip.codec.calls import ids_of, words_of
 
 PARAMS = CodecParams(vocab_size=10, codebook_size=8, merge_size=3, disabled_ids=[8], pad_id=9)
 IDS = [1, 2, 1, 2, 1, 2]
@@ -145,10 +145,12 @@ def test_the_fast_calls_leave_all_but_plain_ids_to_the_general_ones(other):
     assert book.ids.tolist() == IDS
 
 
-def test_a_list_of_ids_becomes_their_words():
+def test_a_list_of_ids_becomes_their_words_and_words_become_ids():
     ids = [0, 1, (1 << 32) - 1]
     assert words_of(ids) == np.array(ids, np.uint32).tobytes()
     assert words_of([]) == b""
+    assert ids_of(words_of(ids)) == tuple(ids)
+    assert ids_of(b"") == ()
     assert words_of(tuple(ids)) is None
 
 
