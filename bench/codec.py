@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from mlx_zip.arguments import check_at_least
 from mlx_zip.codec import Codebook, CodecParams, compress
 from mlx_zip.codec.ids import Uint32s
 from mlx_zip.errors import MlxZipError, reason
@@ -76,9 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints one JSON line per measurement. Raises `MlxZipError` for a flag out of range or a file it cannot read."""
-    for name in ("length", "windows", "trials"):
-        if getattr(args, name) < 1:
-            raise MlxZipError(f"--{name} must be at least 1, got {getattr(args, name)}")
+    check_at_least(args, 1, "length", "windows", "trials")
     load_before()
     ids, data = _read_ids(args)
     ids = np.ascontiguousarray(ids[: args.length], np.uint32)

@@ -12,11 +12,11 @@ import sys
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from mlx_zip.arguments import check_at_least
 from mlx_zip.errors import MlxZipError
 from mlx_zip.progress import ProgressBar
 
@@ -171,11 +171,8 @@ def run(args: argparse.Namespace) -> int:
     Raises `MlxZipError` for flags, models and texts that cannot be used.
     """
     args.rows = list(dict.fromkeys(args.rows))
-    for name in ("trials", "windows", "draft", "turns", "conversations"):
-        if getattr(args, name) < 1:
-            raise MlxZipError(f"--{name} must be at least 1, got {getattr(args, name)}")
-    if args.warmup < 0:
-        raise MlxZipError(f"--warmup must be at least 0, got {args.warmup}")
+    check_at_least(args, 1, "trials", "windows", "draft", "turns", "conversations")
+    check_at_least(args, 0, "warmup")
     check_engines(args.engines)
     load_before()
     models, workloads = prepare(args)
@@ -346,7 +343,6 @@ class EngineComparison:
             "bench": "generate",
             "schema": SCHEMA,
             "run": self.run_id,
-            "time": datetime.now(UTC).isoformat(timespec="seconds"),
             "engine": engine.name,
             "mode": first.mode,
             "model": self._model_section(),

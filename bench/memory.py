@@ -17,6 +17,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from mlx_zip.errors import MlxZipError
+
 from .record import load_before, surroundings
 
 VOCAB, SLOTS = 256, 512
@@ -36,7 +38,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints for each model a JSON line per reading, and one with the growth from the second to the last reading."""
+    """Prints for each model a JSON line per reading, and one with the growth from the second to the last reading.
+
+    Raises `MlxZipError` for a number below 1.
+    """
+    for name in ("steps", "every"):
+        if getattr(args, name) < 1:
+            raise MlxZipError(f"--{name} must be at least 1, got {getattr(args, name)}")
     load_before()
     for engine, model in (("mlx-lm", _plain_model()), ("mlx-zip", _zip_model())):
         readings = []

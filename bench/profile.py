@@ -13,12 +13,12 @@ import argparse
 import json
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
+from mlx_zip.arguments import check_at_least
 from mlx_zip.errors import MlxZipError
 from mlx_zip.progress import ProgressBar
 
@@ -60,8 +60,7 @@ def run(args: argparse.Namespace) -> int:
 
     Raises `MlxZipError` for flags, models and texts that cannot be used.
     """
-    if args.trials < 1:
-        raise MlxZipError(f"--trials must be at least 1, got {args.trials}")
+    check_at_least(args, 1, "trials")
     args.windows = 1
     load_before()
     models, workloads = prepare(args)
@@ -161,7 +160,6 @@ class StepProfiler:
         return {
             "bench": "profile",
             "schema": SCHEMA,
-            "time": datetime.now(UTC).isoformat(timespec="seconds"),
             "model": {
                 "name": models.name,
                 "precision": models.precision,

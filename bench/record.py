@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -31,11 +32,17 @@ BLAS = re.compile(r"blas|lapack|mkl|blis|libgoto|Accelerate")  # in names of lib
 
 
 def surroundings(*packages: str) -> dict[str, Any]:
-    """Returns what every record carries: machine, Python, versions, commit, load and libraries.
+    """Returns what every record carries: time (UTC), machine, Python, versions, commit, load and libraries.
 
     packages: whose versions are given, besides mlx_zip's and numpy's; None for one that is not installed.
     """
-    return {**_installation(*packages), **load_before(), "preloaded": preloaded(), "blas": blas_libraries()}
+    return {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        **_installation(*packages),
+        **load_before(),
+        "preloaded": preloaded(),
+        "blas": blas_libraries(),
+    }
 
 
 @cache

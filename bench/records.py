@@ -88,7 +88,7 @@ def machines(records: Records, names: Sequence[str]) -> str:
                 line.get("machine", "-"),
                 line.get("commit") or "-",
                 line.get("time", "-")[:10],
-                str(trials(line) or "-"),
+                runs(line),
                 busy(line),
                 libraries(line),
             ]
@@ -100,6 +100,14 @@ def machines(records: Records, names: Sequence[str]) -> str:
 def trials(line: Record) -> int | None:
     """Returns the record's number of trials, which was fixed before the first one; None if the record lacks it."""
     return line.get("setting", {}).get("trials", line.get("trials"))
+
+
+def runs(line: Record) -> str:
+    """Returns the number of trials as a table's cell; with several conversations it is that of each of them."""
+    found, conversations = trials(line), line.get("workload", {}).get("conversations")
+    if found is None:
+        return "-"
+    return str(found) if conversations is None else f"{found} of each of {conversations} conversations"
 
 
 def busy(line: Record) -> str:

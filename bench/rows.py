@@ -17,6 +17,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from mlx_zip.arguments import check_at_least
 from mlx_zip.bench.memory import _rss_bytes
 from mlx_zip.bench.record import load_before, summary, surroundings
 from mlx_zip.errors import MlxZipError
@@ -52,9 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measures the store and prints one JSON line. Raises `MlxZipError` naming a flag that cannot be met."""
-    for name in ("rows", "width", "batch", "memory_bytes", "trials"):
-        if getattr(args, name) < 1:
-            raise MlxZipError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+    check_at_least(args, 1, "rows", "width", "batch", "memory_bytes", "trials")
     if args.folder is not None and not Path(args.folder).is_dir():
         raise MlxZipError(f"--folder {args.folder} is not an existing folder")
     load_before()

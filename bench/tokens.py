@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from mlx_zip.arguments import check_at_least
 from mlx_zip.codec import Codebook, CodecParams, compress
 from mlx_zip.codec.ids import Uint32s
 from mlx_zip.codec.params import POLICIES
@@ -113,9 +114,7 @@ def _checked(args: argparse.Namespace) -> list[int | None]:
             raise MlxZipError(f"--{name} is missing")
     if args.check and args.policy != "freeze":
         raise MlxZipError(f"--check: zip2zip-compression knows no policy {args.policy}, only freeze")
-    for name in ("merge_sizes", "codebook_sizes"):
-        if low := [n for n in getattr(args, name) if n < 1]:
-            raise MlxZipError(f"--{name.replace('_', '-')} must be at least 1, got {low[0]}")
+    check_at_least(args, 1, "merge_sizes", "codebook_sizes")
     if wrong := [w for w in args.windows if w != WHOLE and not re.fullmatch("[1-9][0-9]{0,8}", w)]:
         raise MlxZipError(f"--windows: {wrong[0]!r} is neither a number of ids nor {WHOLE!r}")
     for codebook_size in args.codebook_sizes:  # the codec's own bounds, before any text is read

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from mlx_zip.arguments import check_at_least
 from mlx_zip.codec import Codebook, CodecParams
 from mlx_zip.codec.ids import Uint32s
 from mlx_zip.errors import MlxZipError
@@ -108,9 +109,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measures, and prints one JSON line per part. Returns 0. Raises `MlxZipError`."""
-    for name in ("context", "prepare_ids", "batch_size", "batches", "trials", "memory_steps"):
-        if getattr(args, name) < 1:
-            raise MlxZipError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+    check_at_least(args, 1, "context", "prepare_ids", "batch_size", "batches", "trials", "memory_steps")
     if (args.model is None) != (args.data is None):
         raise MlxZipError("--model and --data go together: the data are prepared with the model's tokenizer")
     with tempfile.TemporaryDirectory(prefix="mlx_zip-bench-") as folder:

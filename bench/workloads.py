@@ -114,7 +114,7 @@ def sources(texts: Sequence[str], data: Path | None, domains: Sequence[str]) -> 
         found: dict[str, list[Path]] = {}
         for item in texts:
             domain, _, name = item.partition("=")
-            if not name or not Path(name).is_file():
+            if not domain or not name or not Path(name).is_file():
                 raise MlxZipError(f"--text {item}: expected DOMAIN=FILE with a file that exists")
             found.setdefault(domain, []).append(Path(name))
         return found

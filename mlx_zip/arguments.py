@@ -13,6 +13,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
+from mlx_zip.errors import DataError
+
 _KINDS = {"int": "a whole number", "float": "a number"}
 _NUMBERS = {"one argument": "a value", "at least one argument": "at least one value"}
 _WRONG_TYPE = re.compile(r"invalid (\w+) value: (.*)", re.S)
@@ -116,7 +118,25 @@ def _nearest(word: str, choices: Iterable[str]) -> str:
     return f"did you mean {' or '.join(close)}?" if close else ""
 
 
-# ---- shared flags
+# ---- shared flags and checks
+
+
+def check_at_least(args: argparse.Namespace, least: int, *names: str) -> None:
+    """Raises `DataError` for the first of the named flags with a value below `least`; a flag not given (None) passes.
+
+    names: flags as `args` holds them, for example "most_ids" for --most-ids. All values of a flag with several are
+    checked.
+    """
+    for name in names:
+        value = getattr(args, name)
+        for one in value if isinstance(value, list | tuple) else [value]:
+            if one is not None and one < least:
+                raise DataError(f"--{name.replace('_', '-')} must be at least {least}, got {one}")
+
+
+def add_separator(add: Any) -> None:
+    """Declares --separator, of the commands that read documents."""
+    add("--separator", help="line that ends a document of a .txt file (default: each file is one document)")
 
 
 def add_pack(

@@ -10,6 +10,7 @@ the new row, and enqueues head and sampler after the body. Thus the device does 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import mlx.core as mx
@@ -50,13 +51,14 @@ def decode_steps(
     steps = _Steps(model, cache, sampler, processors, after_call, ahead)
     y, logprobs = steps.prefill(prompt, prefill_step_size, progress)
     n = 0
-    while n != max_steps:
-        token, following = steps.step(y)
-        yield token, logprobs
-        if n % CLEAR_EVERY == 0:
-            mx.clear_cache()
-        y, logprobs = following
-        n += 1
+    with steps.submitting():
+        while n != max_steps:
+            token, following = steps.step(y)
+            yield token, logprobs
+            if n % CLEAR_EVERY == 0:
+                mx.clear_cache()
+            y, logprobs = following
+            n += 1
 
 
 class _Steps:
@@ -106,6 +108,16 @@ class _Steps:
         report(len(prompt), len(prompt))
         return y, logprobs
 
+    @contextmanager
+    def submitting(self) -> Iterator[None]:
+        """Where the body does not run ahead, has a step's parts computed while the rest of the step is still built."""
+        state = self.cache[-1]
+        state.submit, before = state.submit if self.ahead else mx.async_eval, state.submit
+        try:
+            yield
+        finally:
+            state.submit = before
+
     def step(self, y: mx.array) -> tuple[int, tuple[mx.array, mx.array]]:
         """Runs the step that reads y; returns y as a number, and the next y with its logprobs, still being computed.
 
@@ -114,7 +126,7 @@ class _Steps:
         before = self.cache[-1].offset
         try:
             with mx.stream(generation_stream):
-                logits = self._logits(y[:, None])
+                logits = self._logits(y)
                 if self.processors:
                     self.tokens = mx.concatenate([self.tokens, y.astype(self.tokens.dtype)])
                 return cast(int, y.item()), self._choose(logits[:, -1])
@@ -122,20 +134,21 @@ class _Steps:
             self.model.forget(self.cache, before)
             raise
 
-    def _logits(self, ids: mx.array) -> mx.array:
-        """Returns logits [1, 1, W] of one id, ids [1, 1]; enqueues the body first where `ahead` allows it."""
-        h = None if self.ahead is None else self.ahead.run(ids)
+    def _logits(self, y: mx.array) -> mx.array:
+        """Returns logits [1, 1, W] of one id, y [1]; enqueues the body first where `ahead` allows it."""
+        h = None if self.ahead is None else self.ahead.run(y)
         if self.ahead is None or h is None:
-            return self.model(ids, cache=self.cache)
+            return self.model(y[:, None], cache=self.cache)
         mx.async_eval(h)
-        return self.ahead.follow(h, ids)
+        return self.ahead.follow(h, y)
 
     def _choose(self, logits: mx.array) -> tuple[mx.array, mx.array]:
         """Returns the id y [1] that is chosen from logits [1, W], and its logprobs [W], and starts computing both."""
         for processor in self.processors:
             logits = processor(self.tokens, logits)
         self.after_call(self.cache)
-        logprobs = logits - mx.logsumexp(logits, keepdims=True)
+        end = self.model.layout.hyper_id(len(self.cache[-1].books[0]))  # from here on, all columns are -inf
+        logprobs = logits - mx.logsumexp(logits[:, :end], keepdims=True)
         y = self.sampler(logprobs)
         mx.async_eval(y, logprobs, *self.model.session.pending_rows())
         return y, logprobs[0]

@@ -19,6 +19,7 @@ from mlx_lm.models.cache import BatchKVCache, KVCache, RotatingKVCache, make_pro
 from mlx_lm.sample_utils import LogitsProcessor, Sampler
 
 from mlx_zip.decode import decode_steps
+from mlx_zip.decode_batch import BatchLoop
 from mlx_zip.errors import GenerationError
 from mlx_zip.layout import is_zip
 from mlx_zip.loading import load
@@ -262,72 +263,36 @@ def stream_batch(
     for row, request in enumerate(requests):
         request.bind(cache, row)
     sampler = _make_sampler(options, sampler, model, tokenizer)
-    processors = [request.processors(options) for request in requests]
-    logits = _batch_logits(model, cache, ids, prefill_step_size)
-    return _with_wired_memory(model, _batch_responses(requests, logits, processors, sampler, pad_id, options.seed))
-
-
-def _batch_logits(model: Any, cache: list[Any], ids: np.ndarray, chunk: int) -> Callable[[np.ndarray | None], mx.array]:
-    """Returns a function that reads the ids just emitted [B], or the prompts if given None, and returns logits [B, W].
-
-    ids: the prompts, left-padded. chunk: ids of the prompts per call.
-    """
-
-    def logits(emitted: np.ndarray | None) -> mx.array:
-        if emitted is not None:
-            return model(mx.array(emitted[:, None]), cache=cache)[:, -1]
-        last = ids.shape[1] - 1
-        for begin in range(0, last, chunk):
-            model(mx.array(ids[:, begin : min(begin + chunk, last)]), cache=cache)
-            mx.eval([entry.state for entry in cache])
-        return model(mx.array(ids[:, last:]), cache=cache)[:, -1]
-
-    return logits
+    loop = BatchLoop(
+        model,
+        cache,
+        ids,
+        sampler=sampler,
+        processors=[request.processors(options) for request in requests],
+        prompts=[request.prompt_ids.tolist() for request in requests],
+        pad_id=pad_id,
+        chunk=prefill_step_size,
+    )
+    return _with_wired_memory(model, _batch_responses(requests, loop, options.seed))
 
 
 def _batch_responses(
-    requests: Sequence[Request],
-    logits: Callable[[np.ndarray | None], mx.array],
-    processors: Sequence[Sequence[LogitsProcessor]],
-    sampler: Sampler,
-    pad_id: int,
-    seed: int | None,
+    requests: Sequence[Request], loop: BatchLoop, seed: int | None
 ) -> Iterator[tuple[int, GenerationResponse]]:
-    """Yields (row, response) per emitted id until all rows have ended. A row that has ended reads `pad_id` meanwhile.
-
-    logits: what `_batch_logits` returned. processors: logits processors of each row.
-    """
+    """Yields (row, response) per emitted id until all rows have ended."""
     _seed_random(seed)
     for request in requests:
         request.start()
-    open_rows, emitted = set(range(len(requests))), None
-    read = [request.prompt_ids.tolist() for request in requests]
-    while open_rows:
-        rows = logits(emitted)
-        if any(processors):
-            rows = _apply_processors(rows, processors, read)
-        logprobs = rows - mx.logsumexp(rows, axis=-1, keepdims=True)
-        emitted = np.array(sampler(logprobs)).astype(np.int32)
-        for row in sorted(open_rows):
-            read[row].append(int(emitted[row]))
-            response = requests[row].emit(int(emitted[row]), logprobs[row])
+    open_rows = list(range(len(requests)))
+    for tokens, logprobs in loop:
+        for row in open_rows:
+            response = requests[row].emit(tokens[row], logprobs[row])
             yield row, response
             if response.finish_reason is not None:
-                open_rows.discard(row)
-        emitted[[row for row in range(len(requests)) if row not in open_rows]] = pad_id
-
-
-def _apply_processors(
-    logits: mx.array, processors: Sequence[Sequence[LogitsProcessor]], read: Sequence[list[int]]
-) -> mx.array:
-    """Returns logits [B, W] after each row's own processors; read: the ids that each row has read."""
-    rows = []
-    for row, chain in enumerate(processors):
-        one = logits[row : row + 1]
-        for processor in chain:
-            one = processor(mx.array(read[row]), one)
-        rows.append(one)
-    return mx.concatenate(rows)
+                loop.end(row)
+        open_rows = loop.open_rows()
+        if not open_rows:
+            return
 
 
 def _start_entries(pack: Any, start: Sequence[Any] | None, tokenizer: Any) -> Any:

@@ -224,7 +224,7 @@ class Request:
         if self._state is None:
             return (token,)
         book = self._state.books[self._row]
-        return (token,) if token < book.params.vocab_size else book.expand(token).tolist()
+        return book.base_ids_of(token)
 
 
 def _stops(stop: str | Iterable[str] | None) -> tuple[str, ...]:

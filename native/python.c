@@ -1,12 +1,12 @@
-/* Built-in functions that Python calls without cffi: push and expand of one id, which generation calls at every step,
- * and the conversion of a list of ints.
+/* Built-in functions that Python calls without cffi: push and expand of one id and reading one entry, which generation
+ * calls at every step, and the conversion of a list of ints and back.
  *
  * cffi makes a tuple of the arguments, releases the interpreter lock and takes it again. Together that takes twice as
  * long as reading an id. So the calls for one id keep the lock. They read at most merge_size base ids, except that a
  * push may have to enlarge the table; that time is spread over all pushes.
  *
- * All return None instead of an error, and for an argument that is not exactly an int or a list of ints. The codebook
- * is unchanged then, and the caller takes the general way, which accepts more types and says what is wrong.
+ * All but `ids_of` return None instead of an error, and for an argument that is not exactly an int or a list of ints.
+ * The codebook is unchanged then, and the caller takes the general way, which accepts more types and says what is wrong.
  */
 #ifndef Py_LIMITED_API
 #define Py_LIMITED_API 0x030B0000
@@ -48,8 +48,19 @@ static PyObject *expand_one(PyObject *self, PyObject *arg) {
   return PyBytes_FromStringAndSize((const char *)dst, (Py_ssize_t)(n * sizeof *dst));
 }
 
+/* entry_words(slot: int) -> bytes | None: returns the base ids of the entry in a slot, as uint32 words. */
+static PyObject *entry_words(PyObject *self, PyObject *arg) {
+  const mlxzip_codebook *book = PyCapsule_GetPointer(self, NAME);
+  uint32_t slot, dst[MLXZIP_MAX_MERGE];
+  uint8_t n;
+  if (!book) return NULL;
+  if (!as_id(arg, &slot) || mlxzip_entries(book, slot, 1, dst, &n) != MLXZIP_OK) Py_RETURN_NONE;
+  return PyBytes_FromStringAndSize((const char *)dst, (Py_ssize_t)(n * sizeof *dst));
+}
+
 static PyMethodDef PUSH_ONE = {"push_one", push_one, METH_O, NULL};
 static PyMethodDef EXPAND_ONE = {"expand_one", expand_one, METH_O, NULL};
+static PyMethodDef ENTRY_WORDS = {"entry_words", entry_words, METH_O, NULL};
 
 /* words_of(ids: list[int]) -> bytes | None: returns ids as uint32 words. No Python code runs while the list is read. */
 static PyObject *words_of(PyObject *module, PyObject *ids) {
@@ -68,6 +79,22 @@ static PyObject *words_of(PyObject *module, PyObject *ids) {
   return words;
 }
 
+/* ids_of(words: bytes) -> tuple[int, ...]: returns ids that are given as uint32 words. */
+static PyObject *ids_of(PyObject *module, PyObject *words) {
+  char *bytes;
+  Py_ssize_t size;
+  (void)module;
+  if (PyBytes_AsStringAndSize(words, &bytes, &size) < 0) return NULL;
+  PyObject *ids = PyTuple_New(size / 4);
+  for (Py_ssize_t i = 0; ids && i < size / 4; i++) {
+    uint32_t id;
+    memcpy(&id, bytes + 4 * i, sizeof id);
+    PyObject *number = PyLong_FromUnsignedLong(id);
+    if (!number || PyTuple_SetItem(ids, i, number) < 0) Py_CLEAR(ids);
+  }
+  return ids;
+}
+
 static void forget_owner(PyObject *capsule) { Py_XDECREF(PyCapsule_GetContext(capsule)); }
 
 /* Returns a capsule of the codebook at an address; it keeps the object `owner` alive. */
@@ -78,7 +105,8 @@ static PyObject *hold(PyObject *owner, void *book) {
   return capsule;
 }
 
-/* calls_for_one_id(owner, address) -> (push_one, expand_one) of the codebook at this address, which `owner` frees. */
+/* calls_for_one_id(owner, address) -> (push_one, expand_one, entry_words) of the codebook at this address, which
+ * `owner` frees. */
 static PyObject *calls_for_one_id(PyObject *module, PyObject *args) {
   PyObject *owner, *address;
   (void)module;
@@ -87,13 +115,15 @@ static PyObject *calls_for_one_id(PyObject *module, PyObject *args) {
   PyObject *capsule = PyErr_Occurred() ? NULL : hold(owner, book);
   if (!capsule) return NULL;
   PyObject *push = PyCFunction_New(&PUSH_ONE, capsule), *expand = PyCFunction_New(&EXPAND_ONE, capsule);
-  PyObject *both = push && expand ? PyTuple_Pack(2, push, expand) : NULL;
-  Py_DECREF(capsule), Py_XDECREF(push), Py_XDECREF(expand);
-  return both;
+  PyObject *entry = PyCFunction_New(&ENTRY_WORDS, capsule);
+  PyObject *all = push && expand && entry ? PyTuple_Pack(3, push, expand, entry) : NULL;
+  Py_DECREF(capsule), Py_XDECREF(push), Py_XDECREF(expand), Py_XDECREF(entry);
+  return all;
 }
 
 static PyMethodDef CALLS = {"calls_for_one_id", calls_for_one_id, METH_VARARGS, NULL};
 static PyMethodDef WORDS = {"words_of", words_of, METH_O, NULL};
+static PyMethodDef IDS = {"ids_of", ids_of, METH_O, NULL};
 
 static bool add(PyObject *module, PyMethodDef *method) {
   PyObject *function = PyCFunction_New(method, NULL);
@@ -102,10 +132,10 @@ static bool add(PyObject *module, PyMethodDef *method) {
   return added;
 }
 
-mlxzip_status mlxzip_add_python_calls(void) {
+mlxzip_status mlxzip_add_calls(void) {
   PyGILState_STATE state = PyGILState_Ensure(); /* cffi has released the lock */
   PyObject *module = PyImport_AddModule("mlx_zip.codec._native");
-  bool added = add(module, &CALLS) && add(module, &WORDS);
+  bool added = add(module, &CALLS) && add(module, &WORDS) && add(module, &IDS);
   if (!added) PyErr_Clear();
   PyGILState_Release(state);
   return added ? MLXZIP_OK : MLXZIP_E_MEMORY;

@@ -5,9 +5,9 @@
 #include "mlxzip.h"
 
 /* BEGIN CFFI */
-/* Adds the functions `calls_for_one_id` and `words_of` to the extension module, which must have been imported.
+/* Adds the functions `calls_for_one_id`, `words_of` and `ids_of` to the extension module, which must have been imported.
  * E_MEMORY. */
-mlxzip_status mlxzip_add_python_calls(void);
+mlxzip_status mlxzip_add_calls(void);
 /* END CFFI */
 
 #endif

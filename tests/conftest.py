@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,14 @@ choose_device()  # MLX_ZIP_DEVICE=cpu runs the tests on the CPU; before anything
 if "PYTEST_XDIST_WORKER" in os.environ:  # before any library that counts cores is imported
     for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"):
         os.environ.setdefault(variable, "1")
+
+gc.disable()  # while tests are collected: half a million objects are made, and all of them stay
+
+
+def pytest_collection_finish() -> None:
+    """Lets the collector run from here on, without what was there before the first test: modules and test items."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_report_header() -> str:

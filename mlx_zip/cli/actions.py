@@ -19,6 +19,10 @@ TOKENIZER = (
     "model folder, bundled model, hub id, or a file (plain or .gz): tokenizer.json, NAME.tiktoken, NAME.model "
     "(SentencePiece), vocab.bpe, merges.txt or NAME.vocab.txt (BERT)"
 )
+DATA = (
+    ".txt, .jsonl and source files such as .py (each also as .gz), .parquet files, folders of source files, and data "
+    "sets by folder or hub name"
+)
 
 
 def add_actions(
@@ -51,16 +55,6 @@ def add_actions(
 def add_json(add: Any) -> None:
     """Declares --json."""
     add("--json", action="store_true", help="print the result as one JSON object instead of text (default: off)")
-
-
-def check_at_least(args: argparse.Namespace, least: int, *names: str) -> None:
-    """Raises `DataError` for the first of the named flags with a value below `least`; a flag not given (None) passes.
-
-    names: flags as `args` holds them, for example "most_ids" for --most-ids.
-    """
-    for name in names:
-        if (value := getattr(args, name)) is not None and value < least:
-            raise DataError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
 
 
 def first_stage(name: str) -> Any:

@@ -6,8 +6,9 @@ import argparse
 import sys
 from typing import Any
 
+from mlx_zip.arguments import add_separator
 from mlx_zip.cli import packs, rows
-from mlx_zip.cli.actions import writable
+from mlx_zip.cli.actions import DATA, writable
 from mlx_zip.errors import DataError
 
 
@@ -62,9 +63,9 @@ def _add_text(add: Any) -> None:
         nargs="+",
         default=(),
         metavar="FILE",
-        help="text to evaluate: .txt or .jsonl files, also with .gz, or data sets (default: none)",
+        help=f"texts to evaluate: {DATA} (default: none)",
     )
-    add("--separator", help="line that ends a document of a .txt file (default: each file is one document)")
+    add_separator(add)
     add(
         "--fill-windows",
         action=argparse.BooleanOptionalAction,

@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     options = {name: getattr(args, name) for name in (*NUMBERS, *PASSED_ON)}
     options["logit_bias"] = as_logit_bias(biases)
     chosen, saved = packs.read(args), _saved_cache(args)
-    name: str = args.model if saved is None else saved.model_for(args.model)
+    name: Any = args.model if saved is None else saved.model_for(args.model)
     with rows.open_store(args) as store:
         model, tokenizer = load(
             name,

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mlx_zip.arguments import add_separator, check_at_least
+from mlx_zip.cli.actions import DATA
 from mlx_zip.cli.generation import read_prompt
 from mlx_zip.cli.settings_flags import add_some
 from mlx_zip.cli.training import stopped
@@ -50,7 +52,7 @@ def fit_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="FILE",
-        help="texts to measure the finished model on: .txt or .jsonl files, also as .gz (default: none)",
+        help=f"texts to measure the finished model on: {DATA} (default: none)",
     )
     add(
         "--tokenizer",
@@ -119,8 +121,8 @@ def evaluate_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_data(add: Any, purpose: str) -> None:
     """Declares --data, --separator and --limit-bytes; purpose: what the texts are for."""
-    add("--data", nargs="+", required=True, metavar="FILE", help=f"{purpose}: .txt or .jsonl files, also as .gz")
-    add("--separator", help="line that ends a document of a .txt file (default: each file is one document)")
+    add("--data", nargs="+", required=True, metavar="FILE", help=f"{purpose}: {DATA}")
+    add_separator(add)
     add("--limit-bytes", type=int, metavar="N", help="read at most N bytes of --data (default: all)")
 
 
@@ -208,12 +210,10 @@ def _print_parts(prompt: str, written: Iterator[Written], silent: bool) -> tuple
 
 def evaluate(args: argparse.Namespace) -> int:
     """Measures a model and prints its bits per byte. Returns 0. Raises `MlxZipError`."""
-    from mlx_zip.errors import DataError
     from mlx_zip.models.hbpe_folder import load_patch_model
     from mlx_zip.training.hbpe_fit import evaluate_texts
 
-    if args.batch_size < 1:
-        raise DataError(f"--batch-size must be at least 1, got {args.batch_size}")
+    check_at_least(args, 1, "batch_size")
     saved = load_patch_model(args.model)
     found = evaluate_texts(saved, _texts(args.data, args.separator, args.limit_bytes), args.batch_size)
     if args.json:

@@ -8,7 +8,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from mlx_zip.cli.actions import TOKENIZER, add_actions, add_json, check_at_least, writable
+from mlx_zip.arguments import check_at_least
+from mlx_zip.cli.actions import TOKENIZER, add_actions, add_json, writable
 from mlx_zip.cli.multitok_export import export, export_flags
 from mlx_zip.cli.multitok_texts import (
     DICTIONARY,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from mlx_zip.cli.actions import TOKENIZER, add_json, check_at_least, writable
+from mlx_zip.arguments import check_at_least
+from mlx_zip.cli.actions import TOKENIZER, add_json, writable
 from mlx_zip.cli.multitok_texts import DICTIONARY, tokenizer_for
 from mlx_zip.errors import DataError
 

@@ -11,13 +11,12 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.cli.actions import TOKENIZER
+from mlx_zip.cli.actions import DATA, TOKENIZER
 from mlx_zip.errors import DataError
 from mlx_zip.progress import ProgressBar
 
 BATCH = 1 << 18  # units after which a batch of samples ends
 DICTIONARY = "dictionary, as written by `mlx_zip vocab multitok train`"
-DATA = ".txt, .jsonl or source files (or with .gz), .parquet files, folders or hub names of data sets"
 TRAINED = {"samples": "samples", "units": "corpus_units", "tokens": "corpus_tokens", "ratio": "ratio"}
 
 

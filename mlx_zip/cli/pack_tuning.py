@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from mlx_zip.arguments import check_at_least
 from mlx_zip.cli.actions import add_json, writable
 from mlx_zip.cli.packs import is_plain
 from mlx_zip.cli.preparation import add_text_flags, sources
@@ -116,9 +117,7 @@ def run(args: argparse.Namespace) -> int:
     from mlx_zip.training.tuning import dequantized, load_frozen, tune
     from mlx_zip.vocab.packs import SUFFIX, load_pack
 
-    for name in ("most_ids", "valid_ids"):
-        if getattr(args, name) < 1:
-            raise DataError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+    check_at_least(args, 1, "most_ids", "valid_ids")
     args.out = writable("--out", args.out, "a pack", SUFFIX, read=[args.file])
     place = args.run or args.out.with_suffix("")
     if args.out.resolve() in (place.resolve(), *place.resolve().parents):

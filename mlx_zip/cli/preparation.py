@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.arguments import add_pack
-from mlx_zip.cli.actions import TOKENIZER
+from mlx_zip.arguments import add_pack, add_separator
+from mlx_zip.cli.actions import DATA, TOKENIZER
 from mlx_zip.errors import DataError
 from mlx_zip.files import at_home
 
@@ -113,8 +113,7 @@ def add_text_flags(parser: argparse.ArgumentParser) -> None:
         "--data",
         nargs="+",
         metavar="NAME",
-        help="texts to read: .txt, .jsonl and source files such as .py (each also as .gz), .parquet files, folders of "
-        "source files, and data sets by folder or hub name",
+        help=f"texts to read: {DATA}",
     )
     add(
         "--mixture",
@@ -122,7 +121,7 @@ def add_text_flags(parser: argparse.ArgumentParser) -> None:
         help="instead of --data: a .yaml file that lists sources and their shares, or the word zip2zip for the zip2zip "
         "paper's mixture",
     )
-    add("--separator", help="line that ends a document of a .txt file (default: each file is one document)")
+    add_separator(add)
     add(
         "--columns",
         nargs="+",

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.bundled import here_or_bundled
-from mlx_zip.cli.actions import TOKENIZER, add_actions, add_json, first_stage, printable, writable
-from mlx_zip.cli.vocab_plots import add_plot, draw_bars, plot_file
+from mlx_zip.cli import vocabulary_adapt_flags as flags
+from mlx_zip.cli.actions import add_actions, first_stage, printable, writable
+from mlx_zip.cli.vocab_plots import draw_bars, plot_file
 from mlx_zip.errors import DataError, GenerationError
 from mlx_zip.progress import ProgressBar
 
@@ -24,173 +25,11 @@ _EXAMPLE = """examples:
   mlx_zip vocab adapt encode adapted.json --data ids.txt --decode
   mlx_zip vocab adapt convert adapted.json --model model-folder --out smaller-model
 """
-_ADAPTED = "adapted tokenizer, as written by `mlx_zip vocab adapt learn`"
-_SWAPS = {
-    "margin": 0,
-    "max_swaps": None,
-    "tie": "high",
-    "counting": "overlapping",
-}  # settings of --method adapt: defaults
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the actions and their flags."""
     add_actions(parser, ACTIONS, _EXAMPLE)
-
-
-def _learn_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the flags of `learn`."""
-    add = parser.add_argument
-    add("--tokenizer", required=True, metavar="NAME", help=f"tokenizer to adapt: {TOKENIZER}")
-    add(
-        "--data",
-        "--text",
-        dest="data",
-        nargs="+",
-        required=True,
-        metavar="FILE",
-        help="texts to adapt the tokenizer to: .txt or .jsonl, plain or .gz",
-    )
-    add(
-        "--held-out",
-        nargs="+",
-        default=[],
-        metavar="FILE",
-        help="texts to measure the adapted tokenizer on; nothing is learned from them",
-    )
-    add(
-        "--merges",
-        type=int,
-        required=True,
-        metavar="N",
-        help="number of merges in the adapted tokenizer, besides the 256 bytes and the added tokens",
-    )
-    add("--out", required=True, metavar="FILE", help="file to write the adapted tokenizer to (JSON)")
-    add(
-        "--method",
-        choices=("adapt", "first-k", "top-k"),
-        default="adapt",
-        help="which N merges are kept. adapt: the first N, of which rare ones are swapped for ones that save more "
-        "tokens; first-k: the first N; top-k: the N used most in the texts (default: adapt)",
-    )
-    add(
-        "--rule",
-        choices=("replay", "final"),
-        help="how new texts are encoded. replay: the swaps are repeated in order; final: all merges are applied, then "
-        "tokens that are not kept are split (default: replay; final for top-k)",
-    )
-    add(
-        "--margin",
-        type=int,
-        metavar="N",
-        help="with --method adapt: swap only if more than N tokens are saved (default: 0)",
-    )
-    add(
-        "--max-swaps",
-        type=int,
-        metavar="N",
-        help="with --method adapt: maximum number of swaps (default: as many as save tokens)",
-    )
-    add(
-        "--tie",
-        choices=("high", "low"),
-        help="with --method adapt: which of equally rare merges is swapped out first, the one of high or of low rank "
-        "(default: high)",
-    )
-    add(
-        "--counting",
-        choices=("overlapping", "firing"),
-        help="with --method adapt: how the pair that a merge joins is counted. overlapping: at every position; firing: "
-        "only where it would be joined (default: overlapping)",
-    )
-    add(
-        "--pieces",
-        choices=("gpt2", "cl100k", "digits", "whole"),
-        help="how text is split before merging, for a tokenizer file that does not say so (default: gpt2 for merge "
-        "lists; by its name for a .tiktoken file)",
-    )
-    add(
-        "--tokenizer-json",
-        metavar="FILE",
-        help="also write the adapted tokenizer to FILE as a tokenizer.json; an error if a merge was swapped out",
-    )
-    _common(add, "--data, and at most N of --held-out")
-
-
-def _show_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the flags of `show`."""
-    add = parser.add_argument
-    add("file", metavar="FILE", help=_ADAPTED)
-    add(
-        "--tokenizer",
-        "--base",
-        dest="tokenizer",
-        metavar="NAME",
-        help=f"tokenizer that was adapted, to check that and to count its tokens in --data too: {TOKENIZER}",
-    )
-    add(
-        "--data",
-        "--text",
-        dest="data",
-        nargs="+",
-        default=[],
-        metavar="FILE",
-        help="texts to count tokens in: .txt or .jsonl, plain or .gz",
-    )
-    _common(add, "--data")
-
-
-def _encode_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the flags of `encode`."""
-    add = parser.add_argument
-    add("file", metavar="FILE", help=_ADAPTED)
-    add(
-        "--data",
-        required=True,
-        metavar="FILE",
-        help="UTF-8 text file to encode, or with --decode a file of ids separated by blanks; - reads standard input",
-    )
-    add("--decode", action="store_true", help="read ids and print their text (default: read text and print its ids)")
-    add(
-        "--base-ids",
-        action="store_true",
-        help="print base ids instead of adapted ids; with --decode, read base ids (default: off)",
-    )
-    add_json(add)
-
-
-def _convert_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the flags of `convert`."""
-    add = parser.add_argument
-    add("file", metavar="FILE", help=_ADAPTED)
-    add(
-        "--model",
-        required=True,
-        metavar="NAME",
-        help="model whose tokenizer was adapted: folder or bundled model, plain or zip2zip, quantized or not",
-    )
-    add(
-        "--out",
-        "--mlx-path",
-        dest="out",
-        required=True,
-        metavar="DIR",
-        help="folder to write the converted model to; it must not exist",
-    )
-
-
-def _common(add: Any, texts: str) -> None:
-    """Declares the flags that `learn` and `show` share. texts: what --limit-bytes limits."""
-    add(
-        "--columns",
-        nargs="+",
-        default=[],
-        metavar="KEY=NAME",
-        help="column of .jsonl records that holds the text, as text=NAME (default: text)",
-    )
-    add("--limit-bytes", type=int, metavar="N", help=f"read at most N bytes of {texts} (default: all)")
-    add_plot(add, "bytes per token of the adapted and the base tokenizer")
-    add_json(add)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -254,12 +93,12 @@ def _plot(path: Path | None, record: dict[str, Any]) -> None:
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
     """Returns the settings of --method for `adapted`. Raises `GenerationError` for a flag of another method."""
-    chosen = {name: value for name in (*_SWAPS, "rule") if (value := getattr(args, name)) is not None}
-    if args.method != "adapt" and (lost := [name for name in chosen if name in _SWAPS]):
+    chosen = {name: value for name in (*flags.SWAPS, "rule") if (value := getattr(args, name)) is not None}
+    if args.method != "adapt" and (lost := [name for name in chosen if name in flags.SWAPS]):
         raise GenerationError(f"--{lost[0].replace('_', '-')} needs --method adapt, the only one that swaps merges")
     if args.method == "top-k" and args.rule == "replay":
         raise GenerationError("--rule replay has no swaps to replay with --method top-k, whose rule is final")
-    return _SWAPS | chosen if args.method == "adapt" else chosen
+    return flags.SWAPS | chosen if args.method == "adapt" else chosen
 
 
 def _show(args: argparse.Namespace) -> int:
@@ -422,8 +261,16 @@ def _count_lines(texts: str, base: str, counts: dict[str, Any]) -> list[str]:
 
 
 ACTIONS = {
-    "learn": (_learn_arguments, "adapt a tokenizer to texts and write the adapted one", _learn),
-    "show": (_show_arguments, "show what an adapted tokenizer keeps, check its base, count its tokens in texts", _show),
-    "encode": (_encode_arguments, "turn a text into ids, or ids into text", _encode),
-    "convert": (_convert_arguments, "write a model folder that keeps the adapted tokenizer's rows and ids", _convert),
+    "learn": (flags.learn_arguments, "adapt a tokenizer to texts and write the adapted one", _learn),
+    "show": (
+        flags.show_arguments,
+        "show what an adapted tokenizer keeps, check its base, count its tokens in texts",
+        _show,
+    ),
+    "encode": (flags.encode_arguments, "turn a text into ids, or ids into text", _encode),
+    "convert": (
+        flags.convert_arguments,
+        "write a model folder that keeps the adapted tokenizer's rows and ids",
+        _convert,
+    ),
 }

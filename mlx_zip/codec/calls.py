@@ -1,6 +1,6 @@
 """Functions of the C library that are called without cffi, because cffi's calls would take longer than their work.
 
-`native/python.c` says what they do. All return None instead of raising an error.
+`native/python.c` says what they do. All but `ids_of` return None instead of raising an error.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ except ModuleNotFoundError as error:
         "or start Python in another folder"
     ) from error
 
-if not hasattr(native.lib, "mlxzip_add_python_calls"):
+if not hasattr(native.lib, "mlxzip_add_calls"):
     raise ImportError("mlx_zip's C extension is older than its Python code: run `pip install --no-deps -e .` again")
-if native.lib.mlxzip_add_python_calls() != native.lib.MLXZIP_OK:
+if native.lib.mlxzip_add_calls() != native.lib.MLXZIP_OK:
     raise MemoryError("the codec's functions could not be made: out of memory")
 
-calls_for_one_id, words_of = native.calls_for_one_id, native.words_of
+calls_for_one_id, words_of, ids_of = native.calls_for_one_id, native.words_of, native.ids_of

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_zip.codec._native import ffi, lib
-from mlx_zip.codec.calls import calls_for_one_id
+from mlx_zip.codec.calls import calls_for_one_id, ids_of
 from mlx_zip.codec.entries import Entries, Installed
 from mlx_zip.codec.ids import Uint32s, as_ids, as_one_id
 from mlx_zip.codec.params import CodecParams, check, saved
@@ -77,8 +77,8 @@ class Codebook:
         self.params, self.rewinds = params, 0  # rewinds: number of rewinds so far
         self._book = ffi.gc(book, lib.mlxzip_free)
         owner = self._book, params.native  # what the calls for one id keep alive
-        self._push_one, self._expand_one = calls_for_one_id(owner, int(ffi.cast("uintptr_t", book)))
-        self._entry_buffers: Any = None  # buffers that `words` uses again; None before its first call
+        calls = calls_for_one_id(owner, int(ffi.cast("uintptr_t", book)))
+        self._push_one, self._expand_one, self._entry_words = calls
 
     @classmethod
     def _around(cls, params: CodecParams, book: Any) -> Codebook:
@@ -176,14 +176,19 @@ class Codebook:
 
         Raises `CodecError` for a slot without an entry.
         """
-        if self._entry_buffers is None:
-            self._entry_buffers = ffi.new("uint32_t[]", max(1, self.params.merge_size)), ffi.new("uint8_t[1]")
-        row, length = self._entry_buffers
-        try:
-            check(lib.mlxzip_entries(self._book, slot, 1, row, length))
-        except OverflowError:
-            raise CodecError(f"slot {slot} is out of range") from None
-        return ffi.buffer(row, 4 * length[0])[:]
+        words = self._entry_words(slot)
+        if words is None:
+            raise CodecError(f"slot {slot} has no entry: the codebook has {len(self)}")
+        return words
+
+    def entry(self, slot: int) -> tuple[int, ...]:
+        """Returns the base ids of the entry in `slot`. Raises `CodecError` for a slot without an entry."""
+        return ids_of(self.words(slot))
+
+    def base_ids_of(self, one: int) -> tuple[int, ...]:
+        """Returns the base ids that one id stands for now. Does what `expand` does, without making an array."""
+        words = self._expand_one(one)
+        return tuple(self.expand(one).tolist()) if words is None else ids_of(words)
 
     def logged(self, first: int = 0, n: int | None = None) -> tuple[Uint32s, NDArray[np.uint8]]:
         """Returns what n ids of the log stood for when they were read.

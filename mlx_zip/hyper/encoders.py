@@ -54,7 +54,7 @@ class Attention(nn.Module):
 
     def __call__(self, x: mx.array, lengths: mx.array) -> mx.array:
         """Returns hyper rows [N, D] of entries x [N, S, D] with lengths [N]."""
-        x = x + self.pos_embed.weight.astype(x.dtype)
+        x = x + self.pos_embed.weight[: x.shape[1]].astype(x.dtype)
         return self.attention(x, both_real(x, lengths)).mean(axis=1)
 
 
@@ -70,7 +70,7 @@ class Transformer(nn.Module):
     def __call__(self, x: mx.array, lengths: mx.array) -> mx.array:
         """Returns hyper rows [N, D] of entries x [N, S, D] with lengths [N]."""
         if "pos_embed" in self:
-            x = x + self.pos_embed.weight.astype(x.dtype)
+            x = x + self.pos_embed.weight[: x.shape[1]].astype(x.dtype)
         mask = both_real(x, lengths)
         for layer in self.layers:
             x = layer(x, mask)
@@ -99,7 +99,7 @@ class ResLatentAttention(nn.Module):
         first = x[:, 0]
         if "proj_in" in self:
             x = self.proj_in(x)
-        x = x + self.pos_embed.weight.astype(x.dtype)
+        x = x + self.pos_embed.weight[: x.shape[1]].astype(x.dtype)
         mask = self._mask(x, lengths)
         for layer in self.layers:
             x = layer(x, mask)

@@ -22,6 +22,7 @@ import numpy as np
 from mlx_zip.hyper.fingerprint import host_bytes
 from mlx_zip.hyper.row_files import RowSet
 from mlx_zip.hyper.rows import encode_entries
+from mlx_zip.hyper.single import SingleEncoder, is_supported
 from mlx_zip.hyper.store import RowKind
 
 FORMAT = 1  # raise it when a change makes encoders compute other rows
@@ -46,27 +47,29 @@ class _Known:
 
 
 class RowKinds:
-    """The kinds of a model's rows, one per side.
+    """The kinds of a model's rows, one per side, and its encoders for single entries.
 
     recorded: the fingerprints in the model's config, by side. A side without one gets a random name, and its rows are
-    not kept on disk.
+    not kept on disk. pad_id: the base id that pads entries of fewer than `merge_size` base ids.
     """
 
-    def __init__(self, recorded: Any, merge_size: int) -> None:
+    def __init__(self, recorded: Any, merge_size: int, pad_id: int) -> None:
         self._recorded: Mapping[str, Any] = recorded if isinstance(recorded, Mapping) else {}
-        self._merge_size = merge_size
+        self._merge_size, self._pad_id = merge_size, pad_id
         self._known: dict[str, _Known] = {}
+        self._singles: dict[str, tuple[_Known, SingleEncoder | None]] = {}
         self._changed = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RowKinds:
         """Returns kinds for a copied model, which never equal the original's: the copy's weights may be changed."""
-        twin = RowKinds(self._recorded, self._merge_size)
+        twin = RowKinds(self._recorded, self._merge_size, self._pad_id)
         twin.forget()
         return twin
 
     def forget(self) -> None:
         """Makes both sides use new kinds, which no other model has. Call it when weights have changed."""
         self._known.clear()
+        self._singles.clear()
         self._changed = True
 
     def kind(self, side: str, encoder: nn.Module, matrix: nn.Module) -> RowKind:
@@ -79,6 +82,16 @@ class RowKinds:
         kind = self._make(side, encoder, matrix)
         self._known[side] = _Known(kind, encoder, matrix, [*places(encoder), *places(matrix)])
         return kind
+
+    def single(self, side: str, encoder: nn.Module, matrix: nn.Module) -> SingleEncoder | None:
+        """Returns the side's encoder for single entries, made from its weights of now; None if it cannot be made."""
+        self.kind(side, encoder, matrix)
+        known, made = self._known[side], self._singles.get(side)
+        if made is None or made[0] is not known:
+            supported = is_supported(encoder)
+            single = SingleEncoder(encoder, matrix, self._merge_size, self._pad_id) if supported else None
+            made = self._singles[side] = known, single
+        return made[1]
 
     def _make(self, side: str, encoder: nn.Module, matrix: nn.Module) -> RowKind:
         """Returns a new kind; its rows may be kept on disk if the config has a fingerprint that still applies."""

@@ -1,29 +1,36 @@
-"""A model call for one id in two parts, so that the device can begin before the host has read the id.
+"""A model call for one id per sequence in two parts, so that the device can begin before the host has read the id.
 
-`run` enqueues the decoder's body. `follow` reads the id, updates the codebooks and enqueues the head.
+`run` builds the decoder's body over ids that are still on the device. `follow` reads the ids, updates the codebooks and
+builds the head. The host then reads an id while the body that it belongs to runs: it must read the array of the step
+that chose the id, because MLX makes every array of a graph ready at the graph's end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 
-from mlx_zip.models.inputs import read_ids
+from mlx_zip.models.inputs import cut_offsets, read_ids
 from mlx_zip.models.positions import positions_ahead
 from mlx_zip.models.zip_model import Model
 from mlx_zip.state import HostIds, ZipState
 
 
 class Ahead:
-    """Runs a model on one request's cache, one id per sequence at a time. `run` and `follow` together are one call."""
+    """Runs a model on one request's cache, one id per sequence at a time. `run` and `follow` together are one call.
+
+    A body that reads an id which the host has not seen finds the id's input row in the table of input rows. So `run`
+    first puts the rows of all installed entries there.
+    """
 
     def __init__(self, model: Model, cache: Sequence[Any]) -> None:
         self.model, self.cache = model, cache
 
     def run(self, ids: mx.array) -> mx.array | None:
-        """Returns the body's output [B, 1, D] for ids [B, 1], which the host need not have read; pass it to `follow`.
+        """Returns the body's output [B, 1, D] for ids [B], which the host need not have read; pass it to `follow`.
 
         Until `follow` returns, the KV caches are one id longer than the codebooks. If `run` or `follow` raises, call
         `Model.forget` to trim them. Returns None and changes nothing if the ids may make LongRoPE switch between its
@@ -32,42 +39,70 @@ class Ahead:
         model = self.model
         kv, state = model.check_cache(self.cache)
         model.bind_tuned(state)
+        self._fill_inputs(state)
+        table, layout = state.inputs, model.layout
+        capacity = layout.codebook_size if table.array is None else table.array.shape[1]
         if ids.dtype == mx.uint64:  # in MLX, uint64 combined with a signed integer becomes a float
             ids = ids.astype(mx.int64)
+        base, hyper, slots = _split(layout.vocab_size, capacity, ids[:, None])
         rule = model.config.position_mode, model.traits.long_context
-        positions = positions_ahead(state, ids, *rule, model.layout, model.config.merge_size)
+        positions = positions_ahead(state, hyper, slots, *rule, model.config.merge_size)
         if positions is None:
             return None
-        hyper, table = model.layout.is_hyper(ids), model.read_table(state)
-        h = model.model.embed_tokens(mx.where(hyper | (ids < 0), 0, ids))  # a negative id makes `follow` raise
-        if table.rows is not None:
-            slots = mx.clip(model.layout.slot(ids), 0, table.rows.shape[1] - 1)
-            h = mx.where(hyper[..., None], table.take(slots).astype(h.dtype), h)
-        return model.run_layers(model.scaled(h), kv, positions)
+        h = model.model.embed_tokens(base)
+        if table.array is not None:
+            rows = table.array[0, slots] if len(ids) == 1 else table.take(slots)
+            h = _chosen(hyper, rows, h)
+        h = model.run_layers(model.scaled(h), kv, positions)
+        cut_offsets(kv, state.left_padding)
+        return h
 
     def follow(self, h: mx.array, ids: mx.array) -> mx.array:
-        """Reads ids [B, 1] and returns their logits [B, 1, W]; h [B, 1, D] is what `run(ids)` returned.
+        """Reads ids [B] and returns their logits [B, 1, W]; h [B, 1, D] is what `run(ids)` returned.
 
-        The body runs a second time if some hypertoken among the ids had no input row during `run`, because the
-        hypertoken is read for the first time or was installed by this very id. Raises what `Model.__call__` raises.
+        The body runs a second time if a sequence's id is a hypertoken that is installed by being read (LZW's KwKwK),
+        because it had no row during `run`; `state.second_bodies` counts that. Raises what `Model.__call__` raises.
         """
         model, kv, state = self.model, self.cache[:-1], self.cache[-1]
-        host_ids, before = read_ids(ids, state), [len(book) for book in state.books]
+        host_ids = read_ids(ids, state)
         model.session.settle()
+        had_rows = self._are_installed(state, host_ids)
         advance = state.advance(host_ids)
-        if not self._had_input_rows(state, host_ids, before):
+        model.fill_outputs(state)
+        if not had_rows:
+            state.second_bodies += 1
             for layer_cache in kv:
                 layer_cache.trim(1)
             h = model.hidden(kv, state, host_ids)
         return model.joint_head(h, state, advance, causal=False)
 
-    def _had_input_rows(self, state: ZipState, ids: HostIds, installed: Sequence[int]) -> bool:
-        """Returns whether every hypertoken among ids [B, 1] had its input row before the ids were read.
+    def _fill_inputs(self, state: ZipState) -> None:
+        """Puts the missing input rows of all installed entries into the table of input rows."""
+        sequence, slots = state.missing_installed_inputs()
+        if len(slots):
+            self.model.fill_outputs(state)
+            state.read_in_turns()
+            self.model.session.fill_inputs(state, self.model.input_side, sequence, slots)
 
-        installed [B]: number of entries per sequence at that time.
-        """
-        column, layout = [ids] if isinstance(ids, int) else ids[:, 0].tolist(), self.model.layout
-        slots = [(b, layout.slot(one)) for b, one in enumerate(column) if layout.is_hyper(one)]
-        if self.model.sides_are_one:
-            return all(slot < installed[b] for b, slot in slots)
-        return all(slot < installed[b] and state.encoded_inputs[b, slot] for b, slot in slots)
+    def _are_installed(self, state: ZipState, ids: HostIds) -> bool:
+        """Returns whether every hypertoken among ids [B, 1] is installed before the state reads the ids."""
+        end = self.model.layout.vocab_size
+        if isinstance(ids, int):
+            return ids < end + len(state.books[0])
+        return all(one < end + len(book) for one, book in zip(ids[:, 0].tolist(), state.books, strict=True))
+
+
+@partial(mx.compile, shapeless=True)
+def _split(vocab_size: int, capacity: int, ids: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+    """Returns for ids [B, 1]: base ids, 0 in place of a hypertoken; whether they are hypertokens; their slots.
+
+    Slots are kept below `capacity`, and a negative id counts as base id 0: `follow` raises for such ids.
+    """
+    hyper = ids >= vocab_size
+    return mx.where(hyper | (ids < 0), 0, ids), hyper, mx.clip(ids - vocab_size, 0, capacity - 1)
+
+
+@partial(mx.compile, shapeless=True)
+def _chosen(hyper: mx.array, rows: mx.array, h: mx.array) -> mx.array:
+    """Returns rows [B, 1, D] where hyper [B, 1] is true, else h [B, 1, D], in the dtype of h."""
+    return mx.where(hyper[..., None], rows.astype(h.dtype), h)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import mlx.core as mx
@@ -19,7 +20,7 @@ def check_shape(ids: mx.array) -> None:
 
 
 def read_ids(ids: mx.array, state: ZipState) -> HostIds:
-    """Returns ids [B, L] on the host, as uint32 or, where `takes_one` allows it, as one number.
+    """Returns ids [B, L] on the host, as uint32 or, where `takes_one` allows it, as one number. Ids [B] become [B, 1].
 
     This is the only time that a model call waits for the device. The one id of a generation step is read without
     numpy: reading half a gigabyte of weights has evicted numpy's code from the processor's caches, and using numpy
@@ -29,7 +30,7 @@ def read_ids(ids: mx.array, state: ZipState) -> HostIds:
         one = cast(int, ids.item())
         _check_range(one, one)
         return one
-    host = np.array(ids)
+    host = np.array(ids).reshape(len(ids), -1)
     if host.dtype != np.uint32:
         _check_range(int(host.min()), int(host.max()))
     return np.ascontiguousarray(host.astype(np.uint32, copy=False))
@@ -66,3 +67,15 @@ def kv_length(cache: Any) -> int:
     A batch cache counts them in `_idx`, because its `offset` holds one number per sequence.
     """
     return cache._idx if hasattr(cache, "_idx") else cache.offset
+
+
+def cut_offsets(kv: Sequence[Any], left_padding: Sequence[int]) -> None:
+    """Sets the offsets of a batch's KV caches, which a model call has just moved on, to plain arrays [B].
+
+    mlx-lm adds to these offsets lazily and nothing here reads them, so they would become a chain of operations that
+    grows with every step. left_padding [B]: ids of padding per sequence.
+    """
+    if kv and hasattr(kv[0], "_idx"):
+        offset = mx.array([kv[0]._idx - n for n in left_padding])
+        for cache in kv:
+            cache.offset = offset

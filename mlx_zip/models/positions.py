@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from mlx_zip.layout import Layout
 from mlx_zip.models.inputs import length_of
 from mlx_zip.models.rope import Positions
 from mlx_zip.state import HostIds, ZipState
@@ -27,9 +26,11 @@ def positions_of(state: ZipState, ids: HostIds, mode: str, context: int | None) 
 
 
 def positions_ahead(
-    state: ZipState, ids: mx.array, mode: str, context: int | None, layout: Layout, merge_size: int
+    state: ZipState, hyper: mx.array, slots: mx.array, mode: str, context: int | None, merge_size: int
 ) -> Positions | None:
     """Returns the positions of ids [B, 1] that the state has not read yet.
+
+    hyper [B, 1]: whether each id is a hypertoken. slots [B, 1]: its slot then, else any slot.
 
     Returns None if the ids may make LongRoPE switch between its short and long factors.
     """
@@ -40,9 +41,15 @@ def positions_ahead(
     first, last = int(done.max()), int(done.max()) + merge_size - 1  # range of the longest sequence's next position
     if _is_long(first, context) != state.long_rope or _is_long(last, context) != state.long_rope:
         return None
-    column = mx.where(layout.is_hyper(ids), mx.clip(layout.slot(ids), 0, layout.codebook_size - 1) + 1, 0)
-    spans = mx.take_along_axis(mx.array(state.spans()), column, axis=1)
-    return Positions(index=mx.array(done)[:, None] + spans - 1, long=state.long_rope)
+    spans = mx.array(state.spans())
+    spans = spans[0, slots] if len(done) == 1 else mx.take_along_axis(spans, slots, axis=1)
+    return Positions(index=_ends(mx.array(done[:, None] - 1), hyper, spans), long=state.long_rope)
+
+
+@mx.compile
+def _ends(last: mx.array, hyper: mx.array, spans: mx.array) -> mx.array:
+    """Returns the positions [B, 1] of ids that come after the positions `last` [B, 1] and have these spans [B, 1]."""
+    return last + mx.where(hyper, spans, 1)
 
 
 def _compressed(state: ZipState, begin: int, end: int, context: int | None) -> Positions:

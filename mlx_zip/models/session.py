@@ -42,7 +42,7 @@ class Session:
         self, config: ZipConfig, fingerprints: Any, store: RowStore | None = None, pack: TunedStart | None = None
     ) -> None:
         self.config, self.store, self.pack = config, store, pack
-        self._kinds = RowKinds(fingerprints, config.merge_size)
+        self._kinds = RowKinds(fingerprints, config.merge_size, config.pad_id)
         self._name = ModelName()
 
     def for_copy(self) -> Session:
@@ -90,10 +90,18 @@ class Session:
 
     def rows(self, side: Side, base_ids: np.ndarray, lengths: np.ndarray) -> mx.array:
         """Returns rows [N, D] of N > 0 entries, from the store or encoded: base_ids [N, merge_size], lengths [N]."""
-        encode = partial(encode_entries, side.encoder, side.matrix)
+        encode = partial(self.encode, side)
         if self.store is None or side.training:
             return encode(base_ids, lengths)
         return self.store.rows(self._kind(side), base_ids, lengths, encode)
+
+    def encode(self, side: Side, base_ids: np.ndarray, lengths: np.ndarray) -> mx.array:
+        """Returns rows [N, D] of N > 0 entries, encoded now; a single entry takes a quicker way, except in training."""
+        if len(lengths) == 1 and not side.training:
+            single = self._kinds.single(side.name, side.encoder, side.matrix)
+            if single is not None:
+                return single(mx.array(base_ids[:, : int(lengths[0])]))
+        return encode_entries(side.encoder, side.matrix, base_ids, lengths)
 
     def _kind(self, side: Side) -> RowKind:
         """Returns the store's name for the rows that this side makes with its weights of now."""
@@ -101,41 +109,45 @@ class Session:
 
     # ---- the row tables of a request
 
-    def fill_inputs(self, state: ZipState, side: Side, slots: np.ndarray) -> None:
-        """Puts the missing input rows of slots [B, L] into the input table; -1 in slots stands for no hypertoken."""
-        sequence, wanted = state.missing_inputs(slots)
-        self._fill(state, state.inputs, side, sequence, wanted)
-        state.encoded_inputs[sequence, wanted] = True
+    def fill_inputs(self, state: ZipState, side: Side, sequence: np.ndarray, slots: np.ndarray) -> None:
+        """Puts the input rows of the entries at (sequence [N], slots [N]), which are missing, into the input table.
 
-    def fill_input(self, state: ZipState, side: Side, slot: int) -> None:
-        """Puts the input row of one slot into the input table, for a state of one sequence. The row must be missing."""
-        self._fill_one(state, state.inputs, side, slot)
-        state.encoded_inputs[0, slot] = True
+        side: the input side, or the output side if both sides have the same rows; output rows must be filled then.
+        """
+        if len(slots) == 0:
+            return
+        if side.name == "output":
+            rows = state.outputs.at(sequence, slots)
+        elif len(slots) == 1 and len(state.books) == 1:
+            rows = self._one_row(state, side, int(slots[0]))
+        else:
+            rows = self.rows(side, *state.entries(sequence, slots))
+        if len(slots) == 1 and len(state.books) == 1:
+            state.inputs.put_one(int(slots[0]), rows, self.config.codebook_size)
+        else:
+            state.inputs.put(sequence, slots, rows, self.config.codebook_size)
+        state.encoded_inputs[sequence, slots] = True
 
     def fill_outputs(self, state: ZipState, side: Side) -> None:
         """Puts the missing output rows of all installed entries into the output table."""
-        slot = state.only_missing_output()
-        if slot is None:
-            self._fill(state, state.outputs, side, *state.missing_outputs())
+        slot, limit = state.only_missing_output(), self.config.codebook_size
+        if slot is not None:
+            state.outputs.put_one(slot, self._one_row(state, side, slot), limit)
         else:
-            self._fill_one(state, state.outputs, side, slot)
+            sequence, slots = state.missing_outputs()
+            if len(slots):
+                state.outputs.put(sequence, slots, self.rows(side, *state.entries(sequence, slots)), limit)
         state.mark_outputs_encoded()
 
-    def _fill(self, state: ZipState, table: RowTable, side: Side, sequence: np.ndarray, slots: np.ndarray) -> None:
-        """Puts the rows of the entries at (sequence [N], slots [N]) into one side's table, in one pass."""
-        if len(slots) == 0:
-            return
-        rows = self.rows(side, *state.entries(sequence, slots))
-        table.put(sequence, slots, rows, self.config.codebook_size)
-
-    def _fill_one(self, state: ZipState, table: RowTable, side: Side, slot: int) -> None:
-        """Does what `_fill` does, for one slot of a single sequence: faster, as a row in memory needs no numpy."""
+    def _one_row(self, state: ZipState, side: Side, slot: int) -> mx.array:
+        """Returns the row [1, D] of one slot of a single sequence; a row in memory is found without numpy."""
         book, row = state.books[0], None
         if self.store is not None and not side.training:
             row = self.store.row(self._kind(side), book.words(slot))
         if row is None:
             row = self.rows(side, *book.rows(slot, 1))
-        table.put_one(slot, row, self.config.codebook_size)
+            state.submit(row)
+        return row
 
     # ---- tuned rows
 
@@ -160,7 +172,8 @@ class Session:
     def put_tuned(self, state: ZipState, sides: Sequence[tuple[Side, RowTable]]) -> None:
         """Puts the tuned rows of all sequences into the tables, cast to the type of encoded rows.
 
-        sides: each side to fill, with its table.
+        sides: each side to fill, with its table. Where both sides have the same rows, only the output side is filled;
+        input rows are copied from it when they are read.
         """
         for b, pack in enumerate(state.tuned):
             if isinstance(pack, TunedStart):
@@ -168,7 +181,7 @@ class Session:
                 for side, table in sides:
                     rows = pack.rows.output if side.name == "output" else pack.rows.input
                     table.put(sequence, slots, mx.array(rows).astype(self._kind(side).dtype), self.config.codebook_size)
-        state.mark_tuned_rows()
+        state.mark_tuned_rows([side.name for side, _ in sides])
 
 
 def check_tuned(pack: TunedStart, model: str, one: bool, width: int) -> None:

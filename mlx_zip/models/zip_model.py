@@ -8,7 +8,7 @@ Source: arXiv 2506.01084 §2, zip2zip 0.2.0.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,7 +22,7 @@ from mlx_zip.errors import ConfigError, ModelError
 from mlx_zip.hyper import RowTable, encode_entries, make_encoder
 from mlx_zip.layout import Layout
 from mlx_zip.models.architectures import make_decoder
-from mlx_zip.models.inputs import PositionedCache, check_shape, kv_length, length_of, read_ids
+from mlx_zip.models.inputs import PositionedCache, check_shape, cut_offsets, kv_length, length_of, read_ids
 from mlx_zip.models.positions import positions_of
 from mlx_zip.models.rope import Positions
 from mlx_zip.models.session import Session, Side, check_tuned
@@ -129,6 +129,7 @@ class Model(nn.Module):
         advance = state.advance(host_ids)
         with ExitStack() as on_error:  # after an interrupt, for example, codebook and KV caches must still agree
             on_error.callback(self.forget, cache, before)
+            self.fill_outputs(state)  # first, so that new rows can be encoded while the rest of the call is built
             logits = self.joint_head(self.hidden(kv, state, host_ids), state, advance, causal)
             on_error.pop_all()
         return logits
@@ -249,7 +250,9 @@ class Model(nn.Module):
                 cache.trim(kv_length(cache))
             positions = positions_of(state, ids, *rule)
         state.long_rope = positions.long
-        return self.run_layers(self._embed(state, ids), kv, positions)[:, -length:]
+        h = self.run_layers(self._embed(state, ids), kv, positions, state.submit)[:, -length:]
+        cut_offsets(kv, state.left_padding)
+        return h
 
     def _embed(self, state: ZipState, ids: HostIds) -> mx.array:
         """Returns embeddings [B, L, D] of ids [B, L]: from the embedding, or from input rows for hypertokens."""
@@ -267,10 +270,8 @@ class Model(nn.Module):
 
     def _embed_slots(self, h: mx.array, state: ZipState, slots: np.ndarray) -> mx.array:
         """Returns h [B, L, D] with the input rows of slots [B, L] put in; where slots is -1, h stays."""
-        if self.sides_are_one:
-            self._fill_outputs(state)
-        else:
-            self.session.fill_inputs(state, self.side("input"), slots)
+        if not self.sides_are_one:
+            self.session.fill_inputs(state, self.input_side, *state.missing_inputs(slots))
         where = mx.array(slots)
         rows = self.read_table(state).take(mx.maximum(where, 0))
         return mx.where((where >= 0)[..., None], rows.astype(h.dtype), h)
@@ -294,30 +295,41 @@ class Model(nn.Module):
         if not hyper:
             return h
         slot = self.layout.slot(one)
-        if self.sides_are_one:
-            self._fill_outputs(state)
-        elif not state.encoded_inputs[0, slot]:
-            self.session.fill_input(state, self.side("input"), slot)
+        if not self.sides_are_one and not state.encoded_inputs[0, slot]:
+            self.session.fill_inputs(state, self.input_side, np.array([0]), np.array([slot]))
         rows = self.read_table(state).rows
         assert rows is not None
         return rows[:, slot : slot + 1].astype(h.dtype)  # `h` only provides the type here
 
     def read_table(self, state: ZipState) -> RowTable:
-        """Returns the table that input rows are read from: the output table if both sides have the same rows."""
+        """Returns the table that a call reads input rows from: the output table if both sides have the same rows.
+
+        Bodies that run ahead always read `state.inputs` (`mlx_zip.models.ahead`).
+        """
         return state.outputs if self.sides_are_one else state.inputs
 
-    def _fill_outputs(self, state: ZipState) -> None:
+    def fill_outputs(self, state: ZipState) -> None:
         """Puts the missing output rows of all installed entries into the output table."""
         if not state.outputs_encoded():
             self.session.fill_outputs(state, self.side("output"))
+
+    @property
+    def input_side(self) -> Side:
+        """The side that input rows are encoded for: the output side if both sides have the same rows."""
+        return self.side("output" if self.sides_are_one else "input")
 
     def scaled(self, h: mx.array) -> mx.array:
         """Returns embeddings h times Gemma's factor, or h itself for other models."""
         scale = self.traits.embed_scale
         return h if scale == 1.0 else h * mx.array(scale).astype(h.dtype)
 
-    def run_layers(self, h: mx.array, kv: Sequence[Any], positions: Positions) -> mx.array:
-        """Runs the decoder's body: embeddings h [B, L, D] -> output [B, L, D]. The KV caches take up L more ids."""
+    def run_layers(
+        self, h: mx.array, kv: Sequence[Any], positions: Positions, submit: Callable[[mx.array], None] | None = None
+    ) -> mx.array:
+        """Runs the decoder's body: embeddings h [B, L, D] -> output [B, L, D]. The KV caches take up L more ids.
+
+        submit: called with each layer's output as soon as it is built.
+        """
         masks: dict[int | None, Any] = {}
         as_array = self.traits.mask_as_array and h.shape[1] > 1
         end = kv_length(kv[0]) + h.shape[1]
@@ -327,6 +339,8 @@ class Model(nn.Module):
             if window not in masks:
                 masks[window] = cache.make_mask(h.shape[1], window_size=window, return_array=as_array)
             h = layer(h, masks[window], PositionedCache(cache, positions))
+            if submit is not None:
+                submit(h)
         return self.model.norm(h)
 
     # ---- from the body's output to logits
@@ -334,23 +348,18 @@ class Model(nn.Module):
     def joint_head(self, h: mx.array, state: ZipState, advance: Advance, causal: bool) -> mx.array:
         """Returns logits [B, L, W] of the body's output h [B, L, D], columns in the order of `Layout`.
 
-        advance: what `ZipState.advance` returned for the ids. causal: as in `__call__`.
+        advance: what `ZipState.advance` returned for the ids. causal: as in `__call__`. The output table must hold the
+        rows of all installed entries (`fill_outputs`).
         """
-        self._fill_outputs(state)
         base = self.base_logits(h)
         parts, columns = [base[..., : self.layout.vocab_size]], self.layout.vocab_size
-        if state.outputs.rows is not None:
-            hyper = (h @ state.outputs.rows.swapaxes(-1, -2)).astype(base.dtype)
+        if state.outputs.array is not None:
+            hyper = (h @ state.outputs.array).astype(base.dtype)
             hyper = self.cap(self._with_evicted(hyper, h, advance.evicted) if causal and advance.evicted else hyper)
-            installed = advance.available if causal else advance.live
-            if not isinstance(installed, int):
-                installed = mx.array(installed if causal else installed[:, None])[..., None]
-            is_open = mx.arange(hyper.shape[-1]) < installed
-            parts.append(mx.where(is_open, hyper, -mx.inf))
-            columns += hyper.shape[-1]
-        rest = self.layout.width - columns
-        if rest:
-            parts.append(mx.full((*base.shape[:-1], rest), -mx.inf, base.dtype))
+            parts.append(_only_open(hyper, advance.available if causal else advance.live))
+            columns += parts[-1].shape[-1]
+        closed = mx.array(-mx.inf, base.dtype)
+        parts.append(mx.broadcast_to(closed, (*base.shape[:-1], self.layout.width - columns)))
         return mx.concatenate(parts, axis=-1)
 
     def base_logits(self, h: mx.array) -> mx.array:
@@ -453,3 +462,15 @@ class Model(nn.Module):
     def quant_predicate(self, path: str, module: nn.Module) -> bool:
         """Returns whether mlx-lm may quantize the module at `path`: every module but those of the hyper-encoders."""
         return not path.startswith(("input_encoder", "output_encoder"))
+
+
+def _only_open(hyper: mx.array, installed: int | np.ndarray) -> mx.array:
+    """Returns the slots' logits hyper [B, L, slots] with -inf for slots that cannot be chosen.
+
+    installed: how many of the slots can be chosen; one number for a single sequence, and then the other slots are cut
+    off; else [B] or, per position, [B, L].
+    """
+    if isinstance(installed, int):
+        return hyper[..., :installed]
+    limit = mx.array(installed if installed.ndim == 2 else installed[:, None])[..., None]
+    return mx.where(mx.arange(hyper.shape[-1]) < limit, hyper, -mx.inf)

@@ -9,16 +9,15 @@ rows. After loading, rows are encoded again, or taken from the pack, at the next
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 import numpy as np
 
 from mlx_zip.codec import CodecParams
 from mlx_zip.errors import CodecError, ModelError
-from mlx_zip.hyper import RowTable
+from mlx_zip.hyper import HeadTable, RowTable, TurningTable
 from mlx_zip.state.evictions import Evicted, differ, evicted_in_call
 from mlx_zip.state.saved import checked_state, params_from_json, params_to_json, tuned_from_json, tuned_to_json
 from mlx_zip.state.starts import Tuned, books_of, checked_tuned, same_but_start, start_of
@@ -28,8 +27,7 @@ STATE_VERSION, TUNED_VERSION = 1, 2
 HostIds = int | np.ndarray  # ids of one call: [B, L] uint32, or a number for one id of a single sequence
 
 
-@dataclass(frozen=True)
-class Advance:
+class Advance(NamedTuple):
     """How many entries are installed after a call.
 
     live [B]: after the whole call. available [B, L]: after each of its ids. Both are plain numbers if the call had one
@@ -48,7 +46,10 @@ class ZipState:
     params: the codec of all sequences, or one per sequence; these may differ in their start entries only. left_padding
     [B]: per sequence, how many of its first ids are padding. books: one `Codebook` per sequence. offset: ids read per
     sequence, left padding included; equals the KV caches' length. long_rope: whether the KV caches were filled with
-    LongRoPE's long factors. inputs, outputs: the tables of input and output rows.
+    LongRoPE's long factors. inputs, outputs: the tables of input and output rows. second_bodies: how many steps of
+    generation ran the decoder's body twice (`mlx_zip.models.ahead`). submit: called by a model call with arrays that it
+    will not change any more, so that a decode loop can have them computed while the rest is built; by default it does
+    nothing. Neither of the last two is saved or copied.
 
     encoded_inputs [B, codebook_size]: whether the slot's entry has its input row in the table. encoded_outputs: per
     sequence, a count n such that the first n slots were given output rows; replaced: per sequence, the slots among them
@@ -71,6 +72,8 @@ class ZipState:
         self.offset = 0
         self.long_rope = False
         self.answers: dict[str, tuple[int, ...]] = {}
+        self._fitting: CodecParams | None = None  # a codec that `fits` has found to fit
+        self._forget_loop()
         self._forget_rows()
 
     @property
@@ -86,7 +89,9 @@ class ZipState:
 
     def fits(self, params: CodecParams) -> bool:
         """Returns whether a model with this codec can continue this state: all but the start entries must be equal."""
-        return same_but_start(self.books[0].params, params)
+        if params is not self._fitting and same_but_start(self.books[0].params, params):
+            self._fitting = params  # every step asks about the same codec again
+        return params is self._fitting
 
     def __repr__(self) -> str:
         """Returns sizes per sequence, never arrays."""
@@ -96,13 +101,25 @@ class ZipState:
         ids, entries, base = (list(part) for part in zip(*sizes, strict=True))
         return f"<ZipState of {len(sizes)} sequences: {ids} ids, {entries} entries, {base} base tokens>"
 
+    def _forget_loop(self) -> None:
+        """Sets what a decode loop keeps here to how it is before one begins."""
+        self.second_bodies = 0
+        self.submit: Callable[..., None] = _keep_lazy
+
+    def read_in_turns(self) -> None:
+        """Makes the table of input rows a `TurningTable`, for bodies that begin before the host has read their id."""
+        if not isinstance(self.inputs, TurningTable):
+            self.inputs = TurningTable.of(self.inputs)
+
     def _forget_rows(self) -> None:
         """Empties the row tables; the next model call fills them again."""
         batch = len(self.books)
-        self.inputs, self.outputs = RowTable(batch), RowTable(batch)
+        self.inputs: RowTable = RowTable(batch)
+        self.outputs = HeadTable(batch)
         self.encoded_inputs = np.zeros((batch, self.books[0].params.codebook_size), dtype=bool)
         self.encoded_outputs = [0] * batch
         self.replaced: list[set[int]] = [set() for _ in range(batch)]
+        self._spans, self._spanned = np.zeros(self.encoded_inputs.shape, np.int32), [0] * batch
         self.tuned_bound = all(one is None for one in self.tuned)
 
     def begun_with(self, packs: Sequence[Any]) -> None:
@@ -114,12 +131,12 @@ class ZipState:
         starts = [start_of(pack) for pack in packs]
         self.tuned = [checked_tuned(*one) for one in zip(self.books, self.tuned, starts, strict=True)]
 
-    def mark_tuned_rows(self) -> None:
-        """Records that the tuned rows of all sequences are in the tables."""
+    def mark_tuned_rows(self, sides: Sequence[str]) -> None:
+        """Records that the tuned rows of all sequences are in the tables of these sides, "input" or "output"."""
         for b, (one, book) in enumerate(zip(self.tuned, self.books, strict=True)):
             if one is not None:
                 n = len(book.params.start or ())
-                self.encoded_inputs[b, :n] = True
+                self.encoded_inputs[b, :n] = "input" in sides
                 self.encoded_outputs[b] = n
         self.tuned_bound = True
 
@@ -136,9 +153,9 @@ class ZipState:
         batch size is not this state's.
         """
         if isinstance(ids, int):
-            new = self.books[0].push(ids)
+            book = self.books[0]
+            new, live = book.push(ids), len(book)
             self.offset += 1
-            live = len(self.books[0])
             if self.can_evict and len(new):
                 self._mark_rows_missing(0, new.slots)
             return Advance(live, live)
@@ -188,15 +205,14 @@ class ZipState:
         return np.array([book.base_length for book in self.books], dtype=np.int32)
 
     def spans(self) -> np.ndarray:
-        """Returns lengths in base ids, [B, 1 + codebook_size] int32.
-
-        Column 0 is the length of a base id, 1. Column 1 + s is the length of slot s's entry, or 0 without one.
+        """Returns the length in base ids of each slot's entry, [B, codebook_size] int32; 0 without one. Do not change
+        it: the state returns the array again.
         """
-        out = np.zeros((len(self.books), 1 + self.books[0].params.codebook_size), dtype=np.int32)
-        out[:, 0] = 1
         for b, book in enumerate(self.books):
-            out[b, 1 : 1 + len(book)] = book.rows(0, len(book))[1]
-        return out
+            first = 0 if self.can_evict else self._spanned[b]
+            self._spans[b, first : len(book)] = book.rows(first, len(book) - first)[1]
+            self._spanned[b] = len(book)
+        return self._spans
 
     def _padding_columns(self, begin: int, length: int) -> np.ndarray:
         """Returns per sequence how many of the `length` columns from column `begin` on are left padding, [B]."""
@@ -224,9 +240,7 @@ class ZipState:
 
     def outputs_encoded(self) -> bool:
         """Returns whether every installed entry has its output row."""
-        if self.can_evict and any(self.replaced):
-            return False
-        return self.encoded_outputs == [len(book) for book in self.books]
+        return self.encoded_outputs == list(map(len, self.books)) and not any(self.replaced)
 
     def mark_outputs_encoded(self) -> None:
         """Marks every installed entry's output row as encoded."""
@@ -268,6 +282,11 @@ class ZipState:
         """
         read = [np.unique(row[row >= 0]) for row in slots]
         return _sequence_and_slot([row[~done[row]] for row, done in zip(read, self.encoded_inputs, strict=True)])
+
+    def missing_installed_inputs(self) -> tuple[np.ndarray, np.ndarray]:
+        """Returns where installed entries have no input row yet, as (sequence [N], slot [N])."""
+        books = zip(self.encoded_inputs, self.books, strict=True)
+        return _sequence_and_slot([np.flatnonzero(~done[: len(book)]) for done, book in books])
 
     def entries(self, sequence: np.ndarray, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns the entries at (sequence [N], slots [N]) as base_ids [N, merge_size], padded, and lengths [N]."""
@@ -319,7 +338,8 @@ class ZipState:
             book.push(part)
         self.left_padding, self.books, self.tuned = padding.tolist(), books, tuned
         self.offset, self.long_rope = int(offset), bool(long_rope)
-        self.answers = {}
+        self.answers, self._fitting = {}, None
+        self._forget_loop()
         self._forget_rows()
 
     @classmethod
@@ -351,6 +371,8 @@ class ZipState:
                 self.replaced[b] = {slot for slot in self.replaced[b] if slot < len(book)}
             self.encoded_outputs[b] = min(self.encoded_outputs[b], len(book))
             self.encoded_inputs[b, len(book) :] = False
+            self._spanned[b] = min(self._spanned[b], len(book))
+            self._spans[b, len(book) :] = 0
         return n
 
     def size(self) -> int:
@@ -371,16 +393,22 @@ class ZipState:
         twin.left_padding = list(self.left_padding)
         twin.books = [book.copy() for book in self.books]
         twin.offset, twin.long_rope = self.offset, self.long_rope
-        twin.answers = dict(self.answers)
-        twin.inputs, twin.outputs = self.inputs.copy(), self.outputs.copy()
+        twin.answers, twin._fitting = dict(self.answers), self._fitting
+        twin._forget_loop()
+        twin.inputs, twin.outputs = self.inputs.copy(), cast(HeadTable, self.outputs.copy())
         twin.encoded_inputs = self.encoded_inputs.copy()
         twin.encoded_outputs = list(self.encoded_outputs)
         twin.replaced = [set(slots) for slots in self.replaced]
+        twin._spans, twin._spanned = self._spans.copy(), list(self._spanned)
         twin.tuned, twin.tuned_bound = list(self.tuned), self.tuned_bound
         return twin
 
     def __copy__(self) -> ZipState:
         return copy.deepcopy(self)  # a shallow copy would share codebooks
+
+
+def _keep_lazy(*arrays: mx.array) -> None:
+    """Does nothing: the arrays are computed when somebody needs them."""
 
 
 def find_state(cache: Sequence[Any]) -> ZipState | None:

@@ -50,7 +50,8 @@ def _open(library: ModuleType, name: str, subset: str | None, split: str, revisi
         return saved[split]
     if name.endswith(PARQUET):
         return library.load_dataset("parquet", data_files=name, split="train", streaming=True)
-    return library.load_dataset(name, subset, split=split, revision=revision, streaming=True)
+    place = str(folder.resolve()) if folder.is_dir() else name  # the library finds no data set called "."
+    return library.load_dataset(place, subset, split=split, revision=revision, streaming=True)
 
 
 def _check_files(folder: Path) -> None:

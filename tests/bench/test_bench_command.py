@@ -1,5 +1,7 @@
 """`mlx_zip bench`: help without a name, errors on one line, and what a record says of the machine."""
 
+import pytest
+
 from mlx_zip.bench import record
 from mlx_zip.bench.__main__ import BENCHES, main
 
@@ -13,6 +15,12 @@ def test_without_a_name_the_help_lists_every_bench(capsys):
 def test_an_error_is_one_line(capsys):
     assert main(["codec", "--trials", "0"]) == 2
     assert capsys.readouterr().err == "error: --trials must be at least 1, got 0\n"
+
+
+@pytest.mark.parametrize("flag", ["--steps", "--every"])
+def test_a_bench_of_memory_without_a_step_is_refused(flag, capsys):
+    assert main(["memory", flag, "0"]) == 2
+    assert capsys.readouterr().err == f"error: {flag} must be at least 1, got 0\n"
 
 
 def test_load_is_taken_once_before_anything_is_measured(monkeypatch):

@@ -346,6 +346,7 @@ def test_without_a_counter_there_are_no_joules(tmp_path, monkeypatch):
         (["--trials", "0"], "--trials must be at least 1, got 0"),
         (["--warmup", "-1"], "--warmup must be at least 0"),
         (["--text", "code=none.txt"], "expected DOMAIN=FILE"),
+        (["--text", f"={__file__}"], "expected DOMAIN=FILE"),
         (["--data", "nowhere"], "no text in code/"),
         (["--tokenizer", "nowhere"], "nowhere: no folder with a tokenizer, no tokenizer file"),
         (["--model", "stories"], "name a model"),

@@ -12,7 +12,7 @@ import pytest
 
 from mlx_zip import Codebook, CodecError, CodecParams, compress
 from mlx_zip.codec import pad_batch
-from mlx_zip.codec.calls import words_of
+from mlx_zip.codec.calls import ids_of, words_of
 
 PARAMS = CodecParams(vocab_size=10, codebook_size=8, merge_size=3, disabled_ids=[8], pad_id=9)
 IDS = [1, 2, 1, 2, 1, 2]
@@ -145,10 +145,12 @@ def test_the_fast_calls_leave_all_but_plain_ids_to_the_general_ones(other):
     assert book.ids.tolist() == IDS
 
 
-def test_a_list_of_ids_becomes_their_words():
+def test_a_list_of_ids_becomes_their_words_and_words_become_ids():
     ids = [0, 1, (1 << 32) - 1]
     assert words_of(ids) == np.array(ids, np.uint32).tobytes()
     assert words_of([]) == b""
+    assert ids_of(words_of(ids)) == tuple(ids)
+    assert ids_of(b"") == ()
     assert words_of(tuple(ids)) is None
 
 
@@ -224,10 +226,12 @@ def test_an_id_that_is_not_installed_cannot_be_expanded(ask):
 def test_one_id_expands_as_a_list_of_it_does():
     book = started()
     for one in [*range(PARAMS.vocab_size), *range(PARAMS.vocab_size, PARAMS.vocab_size + len(book))]:
-        assert book.expand(one).tolist() == book.expand([one]).tolist()
+        assert list(book.base_ids_of(one)) == book.expand(one).tolist() == book.expand((one,)).tolist()
     for bad in (PARAMS.vocab_size + len(book), -1, 2**32):
         with pytest.raises(CodecError, match=f"id {bad} at index 0"):
             book.expand(bad)
+        with pytest.raises(CodecError, match=f"id {bad} at index 0"):
+            book.base_ids_of(bad)
 
 
 def test_an_entrys_words_are_its_base_ids():
@@ -236,9 +240,15 @@ def test_an_entrys_words_are_its_base_ids():
     assert len(book) > 1
     for slot, (_, entry) in enumerate(book.entries):
         assert np.frombuffer(book.words(slot), np.uint32).tolist() == list(entry)
-    for slot in (len(book), -1):
+        assert book.entry(slot) == entry
+    for slot in (len(book), -1, 1 << 32, 1 << 70):
         with pytest.raises(CodecError):
             book.words(slot)
+
+
+def test_an_entry_is_read_by_its_slot_also_where_its_id_is_disabled():
+    book = Codebook(CodecParams(10, 8, 3, [10], start=[(1, 2)]))
+    assert (book.entry(0), book.base_ids_of(10)) == ((1, 2), (10,))
 
 
 def test_the_last_id_is_that_of_the_log():

@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 from mlx_lm.generate import generate_step
 
 from mlx_zip import cli
-from mlx_zip.canonical import CanonicalDecoding, Followers, excluded_after
+from mlx_zip.canonical import (
+    CanonicalDecoding,
+    Followers,
+    excluded_after,
+    unless_most,
+    without,
+    without_in_rows,
+)
 from mlx_zip.codec import Codebook, CodecParams
 from mlx_zip.config import ZipConfig
 from mlx_zip.errors import ConfigError
@@ -336,3 +343,26 @@ def test_an_evaluation_says_whether_other_ids_had_probability(tmp_path, capsys):
         "yes",
         "no",
     ]
+
+
+@pytest.mark.parametrize("excluded", [[3], [3, 3, 7], [0, 1, 2, 5, 9], list(range(12))])
+def test_excluding_in_few_operations_equals_excluding_plainly(excluded):
+    rng = np.random.default_rng(len(excluded))
+    found, expected = [], []
+    for scale in (0.1, 1.0, 5.0):
+        logits = mx.array(rng.normal(0, scale, (1, 13)).astype(np.float32))
+        closed = mx.array(logits)
+        closed[:, mx.array(sorted(set(excluded)))] = -mx.inf
+        found.append(np.array(without(logits, excluded)))
+        expected.append(np.array(unless_most(closed, logits)))
+    np.testing.assert_array_equal(np.stack(found), np.stack(expected))
+
+
+def test_rows_of_a_batch_exclude_what_each_would_alone():
+    logits = mx.array(np.random.default_rng(1).normal(0, 2, (4, 13)).astype(np.float32))
+    excluded = [[3, 5, 5], [], [2], [0, 1, 4, 6]]
+    together = np.array(without_in_rows(logits, excluded, never=12))
+    for row, own in enumerate(excluded):
+        alone = without(logits[row : row + 1], own) if own else logits[row : row + 1]
+        np.testing.assert_array_equal(together[row], np.array(alone)[0])
+    assert without_in_rows(logits, [[], [], [], []], never=12) is logits

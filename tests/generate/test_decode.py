@@ -17,6 +17,7 @@ from mlx_zip.errors import CodecError, ModelError
 from mlx_zip.hyper import RowStore
 from mlx_zip.models import Model
 from mlx_zip.models.ahead import Ahead
+from mlx_zip.models.session import Session
 from support import tiny
 
 STEPS = 48  # the codebook of 64 entries is full after 38
@@ -36,6 +37,16 @@ def decode(model, cache=None, prompt=None, max_steps=STEPS, **options):
 def waiting(model, **options):
     """mlx-lm's own loop over the same model: it learns each id before it builds the next step."""
     return generate_step(mx.array(prompt_of(model).astype(np.int32)), model, max_tokens=STEPS, **options)
+
+
+def self_installed(model, emitted):
+    """How many of these ids, which follow the prompt, are hypertokens that are installed by being read."""
+    book, found = Codebook(model.config.codec_params), 0
+    book.push(prompt_of(model))
+    for one in emitted:
+        found += one == model.layout.hyper_id(len(book))
+        book.push(one)
+    return found
 
 
 def assert_equal(steps, expected):
@@ -78,10 +89,12 @@ def test_ids_are_those_of_a_loop_that_waits(encoder, mode, temp, counted):
     expected = list(waiting(model, sampler=make_sampler(temp)))
     counted.update(ahead=0, waited=0, again=0)
     mx.random.seed(3)
-    assert_equal(decode(model, sampler=make_sampler(temp)), expected)
+    cache = model.make_cache()
+    assert_equal(decode(model, cache, sampler=make_sampler(temp)), expected)
     assert max(token for token, _ in expected) >= tiny.VOCAB
     assert counted["ahead"] == STEPS
-    assert 0 < counted["again"] - 1 < STEPS  # the prompt's last id is one of them
+    assert counted["again"] - 1 == cache[-1].second_bodies  # the prompt's last id is one of them
+    assert cache[-1].second_bodies == self_installed(model, [token for token, _ in expected])
     assert counted["waited"] == 0
 
 
@@ -272,14 +285,14 @@ def test_an_id_that_does_not_exist_is_an_error_and_changes_nothing(wrong):
     assert {entry.offset for entry in cache} == {len(prompt_of(model)) + 2}
 
 
-def test_a_row_that_exists_is_not_encoded_again(monkeypatch):
-    """Output rows: one per installed entry. Input rows: one per hypertoken that is read."""
-    import mlx_zip.models.session as module
-
+@pytest.mark.parametrize("ahead", [True, False])
+def test_a_row_that_exists_is_not_encoded_again(ahead, monkeypatch):
+    """Output rows: one per installed entry. Input rows: as many if bodies run ahead, else one per hypertoken read."""
     model, encoded = tiny.tiny_model(), []
-    encode = module.encode_entries
-    monkeypatch.setattr(module, "encode_entries", lambda e, m, ids, n: encoded.append(len(n)) or encode(e, m, ids, n))
+    encode = Session.encode
+    monkeypatch.setattr(Session, "encode", lambda self, *args: encoded.append(len(args[-1])) or encode(self, *args))
     cache = model.make_cache()
-    list(decode(model, cache))
+    list(decode(model, cache, ahead=ahead))
     book = cache[-1].books[0]
-    assert sum(encoded) == len(book) + len({i for i in book.ids.tolist() if i >= tiny.VOCAB})
+    read = len(book) if ahead else len({i for i in book.ids.tolist() if i >= tiny.VOCAB})
+    assert sum(encoded) == len(book) + read

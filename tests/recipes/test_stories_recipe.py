@@ -60,7 +60,6 @@ def made(tmp_path_factory):
     run(recipe, list(STAGES)[:-1])
     gc.freeze()  # `evaluate` collects garbage before each model; the libraries' own objects are none
     run(recipe)
-    gc.unfreeze()
     return recipe, here.ran
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from mlx_zip.cli import main
 from mlx_zip.errors import DataError
 from mlx_zip.files import sole_user
+from mlx_zip.training import sharding
 from mlx_zip.training.mixture import load_mixture
 from mlx_zip.training.sharding import ShardMaker
 from support.prepared import prepared, stories, texts, tokenizer_folder, tree, write_lines
@@ -222,3 +224,24 @@ def test_a_full_disk_before_the_first_shard_leaves_no_folder(data, tmp_path, mon
     with pytest.raises(DataError, match=r"out cannot be written: No space left on device$"):
         prepared(tmp_path / "out", data)
     assert not (tmp_path / "out").exists()
+
+
+def test_the_working_folder_is_a_data_set_too(tmp_path, monkeypatch):
+    pytest.importorskip("datasets")
+    (tmp_path / "set").mkdir()
+    texts(tmp_path / "set" / "train.jsonl", stories(5))
+    monkeypatch.chdir(tmp_path / "set")
+    assert len(prepared(tmp_path / "out", ".")) > 0
+
+
+@pytest.mark.parametrize("before", [signal.SIG_IGN, signal.default_int_handler])
+def test_a_worker_ignores_ctrl_c_if_its_parent_does(before, monkeypatch):
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")  # which `start_worker` sets
+    monkeypatch.setattr(sharding, "_maker", None)
+    monkeypatch.setattr(sharding, "ShardMaker", lambda *_: None)
+    found = signal.signal(signal.SIGINT, before)
+    try:
+        sharding.start_worker(None)  # type: ignore[arg-type]
+        assert signal.getsignal(signal.SIGINT) == (signal.SIG_IGN if before == signal.SIG_IGN else signal.SIG_DFL)
+    finally:
+        signal.signal(signal.SIGINT, found)

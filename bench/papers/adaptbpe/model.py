@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from mlx_zip.arguments import add_separator
 from mlx_zip.bench.engines import weight_bytes
 from mlx_zip.bench.plots import save
 from mlx_zip.bench.record import surroundings
@@ -71,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=FILE",
         help="held-out texts to measure bits per byte on; each NAME must also be in --train",
     )
-    add("--separator", help="line that ends a document of a .txt file (default: each file is one document)")
+    add_separator(add)
     add(
         "--shares",
         nargs="+",

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from mlx_zip.arguments import check_at_least
 from mlx_zip.bench.engines import MlxLm
 from mlx_zip.bench.machine import device
 from mlx_zip.bench.record import summary, surroundings
@@ -67,9 +68,8 @@ def run(args: argparse.Namespace) -> int:
     """
     if (args.model is None) == (args.shape is None):
         raise MlxZipError("name a model with --model or a shape with --shape, one of them")
-    for name, least in (("tokens", 4), ("trials", 1)):
-        if getattr(args, name) < least:
-            raise MlxZipError(f"--{name} must be at least {least}, got {getattr(args, name)}")
+    check_at_least(args, 4, "tokens")
+    check_at_least(args, 1, "trials")
     if wrong := [share for share in args.keep if not 0 < share <= 1]:
         raise MlxZipError(f"--keep {wrong[0]:g} is not a share above 0, 1 at most")
     tokenizer = read_tokenizer(args.tokenizer) if args.shape else None

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from mlx_zip.arguments import check_at_least
 from mlx_zip.bench.record import summary, surroundings
 from mlx_zip.bench.tokens import read_domains
 from mlx_zip.errors import DataError, MlxZipError
@@ -77,8 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
     Raises `MlxZipError` for wrong flags before anything is measured.
     """
-    if args.trials < 1:
-        raise MlxZipError(f"--trials must be at least 1, got {args.trials}")
+    check_at_least(args, 1, "trials")
     train, test = _joined(args.train), _joined(args.test)
     if train.keys() != test.keys():
         raise DataError(f"--train and --test name different texts: {', '.join(sorted(train.keys() ^ test.keys()))}")

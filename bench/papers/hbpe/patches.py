@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from mlx_zip.arguments import check_at_least
 from mlx_zip.bench.record import summary, surroundings
 from mlx_zip.errors import MlxZipError
 from mlx_zip.text.vocabularies import read_vocabulary
@@ -55,8 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measures every patch size and prints one JSON line for each. Raises `MlxZipError`."""
-    if args.trials < 1:
-        raise MlxZipError(f"--trials must be at least 1, got {args.trials}")
+    check_at_least(args, 1, "trials")
     tokens = read_tokens(args.tokenizer)
     text = None if args.text is None else _text(args.text)
     ids = None if text is None else np.array(first_stage(args.tokenizer)(text), np.uint32)

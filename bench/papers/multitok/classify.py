@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from mlx_zip.arguments import check_at_least
 from mlx_zip.bench.plots import save
 from mlx_zip.bench.record import surroundings
 from mlx_zip.errors import DataError, MlxZipError
@@ -138,12 +139,8 @@ def _checked(args: argparse.Namespace) -> list[Setting]:
     """Checks the flags and returns the settings of --settings. Raises `MlxZipError`."""
     if missing := [f"--{name}" for name in ("train", "test") if getattr(args, name) is None]:
         raise MlxZipError(f"{' and '.join(missing)} missing; or give --figure to draw what the record holds")
-    for name in _COUNTS:
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise MlxZipError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
-    if low := [seed for seed in args.seeds if seed < 0]:
-        raise MlxZipError(f"--seeds must be at least 0, got {low[0]}")
+    check_at_least(args, 1, *_COUNTS)
+    check_at_least(args, 0, "seeds")
     if not 0 < args.learning_rate < float("inf"):
         raise MlxZipError(f"--learning-rate must be above 0, got {args.learning_rate}")
     return [Setting.parse(text) for text in args.settings]

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 from typing import Any
 
+from mlx_zip.arguments import check_at_least
 from mlx_zip.bench.record import summary, surroundings
 from mlx_zip.errors import MlxZipError
 from mlx_zip.text.documents import read_corpus
@@ -77,8 +78,7 @@ def run(args: argparse.Namespace) -> int:
     """
     if not args.text:
         raise MlxZipError("--text is missing")
-    if args.trials < 1:
-        raise MlxZipError(f"--trials must be at least 1, got {args.trials}")
+    check_at_least(args, 1, "trials")
     if args.tokenizer and args.only == "speed":
         raise MlxZipError("--only speed measures words: leave --tokenizer out")
     corpus = Corpus(args)

@@ -17,12 +17,12 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from mlx_zip.arguments import check_at_least
 from mlx_zip.bench.record import load_before, surroundings
 from mlx_zip.bench.tokens import read_domains
 from mlx_zip.codec import CodecParams, compress
@@ -82,9 +82,7 @@ def run(args: argparse.Namespace) -> int:
 
     Raises `MlxZipError` for wrong flags or files before any pack is learned.
     """
-    for name, values in (("sizes", args.sizes), ("window", [args.window])):
-        if low := [n for n in values if n < 1]:
-            raise MlxZipError(f"--{name} must be at least 1, got {low[0]}")
+    check_at_least(args, 1, "sizes", "window")
     load_before()
     CodecParams(1, GROWTH + max(args.sizes), args.merge_size)  # refuses a size out of range before texts are read
     vocabulary, train, test = read_vocabulary(args.tokenizer), read_domains(args.train), read_domains(args.test)
@@ -108,7 +106,6 @@ def run(args: argparse.Namespace) -> int:
         sizes = sorted(args.sizes)
         line["packs"] = list(packs(params, texts, held_out, sizes, args.window))
         line["retokenized"] = [retokenized(params, texts, held_out, size, args.window) for size in sizes]
-        line["time"] = datetime.now(UTC).isoformat(timespec="seconds")
         print(json.dumps({**line, **surroundings(vocabulary.library, "tokenizers")}), flush=True)
         print(f"{domain}: {len(line['packs'])} packs", file=sys.stderr)
     return 0

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
+from mlx_zip.arguments import add_separator, check_at_least
 from mlx_zip.bench.record import surroundings
 from mlx_zip.codec import Codebook
 from mlx_zip.errors import MlxZipError
@@ -55,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="texts of a kind that training never saw, .txt or .jsonl files, also with .gz: a pack is learned from the "
         "first half of the documents, the second half is held out",
     )
-    add("--separator", help="line that ends a document of a .txt file (default: each file is one document)")
+    add_separator(add)
     add(
         "--limit-bytes",
         type=int,
@@ -108,15 +109,7 @@ def run(args: argparse.Namespace) -> int:
 
     Raises `MlxZipError` for wrong flags or files before anything is measured.
     """
-    for name, values in (
-        ("sizes", args.sizes),
-        ("window", [args.window]),
-        ("stories", [args.stories]),
-        ("opening", [args.opening]),
-        ("tokens", [args.tokens]),
-    ):
-        if low := [n for n in values if n < 1]:
-            raise MlxZipError(f"--{name} must be at least 1, got {low[0]}")
+    check_at_least(args, 1, "sizes", "window", "stories", "opening", "tokens")
     for line in measure(args):
         print(json.dumps(line), flush=True)
     return 0

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mlx_zip.arguments import add_separator
 from mlx_zip.bench.plots import save
 from mlx_zip.bench.record import surroundings
 from mlx_zip.errors import MlxZipError
@@ -114,7 +115,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = parser.add_argument_group("text").add_argument
     text("--context", type=int, default=1024, help="base ids per window, in training and evaluation (default: 1024)")
     text("--codebook-size", type=int, default=2048, help="maximum number of hypertokens (default: 2048)")
-    text("--separator", help="line that ends a document of a .txt file (default: each file is one document)")
+    add_separator(text)
     text(
         "--limit",
         type=int,

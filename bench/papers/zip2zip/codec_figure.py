@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from mlx_zip.arguments import check_at_least
 from mlx_zip.bench.codec import MERGE_SIZE, WINDOW, seconds, upstream
 from mlx_zip.bench.plots import new_figure, save
 from mlx_zip.bench.record import load_before, summary, surroundings
@@ -41,8 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measures every size of text, prints one JSON line for each and with --plot draws them. Raises `MlxZipError`."""
-    if args.trials < 1:
-        raise MlxZipError(f"--trials must be at least 1, got {args.trials}")
+    check_at_least(args, 1, "trials")
     load_before()
     found = []
     for line in measure_figure(args):

@@ -1,0 +1,125 @@
+"""The decode loop of several sequences together, one id per sequence and step.
+
+As in `mlx_zip.decode`, a step begins before the host has read its ids where that gains something: on a GPU the body is
+enqueued first (`mlx_zip.models.ahead`), a plain model's whole step is, and while a step runs the caller handles the ids
+before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.generate import generation_stream
+from mlx_lm.sample_utils import LogitsProcessor, Sampler
+
+from mlx_zip.canonical import CanonicalDecoding, without_in_rows
+from mlx_zip.layout import is_zip
+from mlx_zip.models.ahead import Ahead
+
+
+class BatchLoop:
+    """Reads B prompts and emits their ids. Iterating yields (ids [B] as numbers, logprobs [B, W]) without an end.
+
+    ids [B, L]: the prompts, left-padded, for `cache`. processors: logits processors per sequence; the ids that they get
+    are those that the sequence has read. pad_id: what a sequence reads after it was passed to `end`. chunk: ids of the
+    prompts per model call. ahead: as in `decode_steps`.
+
+    When ids are yielded, the next step has begun, which reads them, also those of a sequence that ends with them.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        cache: list[Any],
+        ids: np.ndarray,
+        *,
+        sampler: Sampler,
+        processors: Sequence[Sequence[LogitsProcessor]],
+        prompts: Sequence[Sequence[int]],
+        pad_id: int,
+        chunk: int,
+        ahead: bool | None = None,
+    ) -> None:
+        on_gpu = mx.default_device() == mx.Device(mx.gpu)
+        self.model, self.cache, self.ids, self.chunk = model, cache, ids, chunk
+        self.sampler, self.processors, self.pad_id = sampler, processors, pad_id
+        self._read = [list(prompt) for prompt in prompts]
+        self._ended: set[int] = set()
+        self._zip = is_zip(model)
+        self._ahead = Ahead(model, cache) if self._zip and (on_gpu if ahead is None else ahead) else None
+
+    def end(self, row: int) -> None:
+        """Ends a sequence: from the next step on it reads the pad id, and its processors are not called."""
+        self._ended.add(row)
+
+    def __iter__(self) -> Iterator[tuple[list[int], mx.array]]:
+        with mx.stream(generation_stream):
+            y, logprobs = self._choose(self._prefill())
+        if self._zip and self._ahead is None:
+            self.cache[-1].submit = mx.async_eval
+        while True:
+            tokens, following = self._step(y)
+            yield tokens, logprobs
+            y, logprobs = following
+
+    def _prefill(self) -> mx.array:
+        """Reads the prompts, and returns the logits [B, W] after their last ids."""
+        last = self.ids.shape[1] - 1
+        for begin in range(0, last, self.chunk):
+            self.model(mx.array(self.ids[:, begin : min(begin + self.chunk, last)]), cache=self.cache)
+            mx.eval([entry.state for entry in self.cache])
+        return self.model(mx.array(self.ids[:, last:]), cache=self.cache)[:, -1]
+
+    def _step(self, y: mx.array) -> tuple[list[int], tuple[mx.array, mx.array]]:
+        """Runs the step that reads y [B]; returns y as numbers, and the next y with its logprobs, still computed."""
+        with mx.stream(generation_stream):
+            read = self._padded(y)
+            h = None if self._ahead is None else self._ahead.run(read)
+            if h is not None:
+                mx.async_eval(h)
+            logits = None if self._zip else self.model(read[:, None], cache=self.cache)[:, -1]
+            tokens: list[int] = y.tolist()  # type: ignore[assignment]
+            if logits is None and h is not None and self._ahead is not None:
+                logits = self._ahead.follow(h, read)[:, -1]
+            elif logits is None:
+                logits = self.model(read[:, None], cache=self.cache)[:, -1]
+            for row in self.open_rows():
+                self._read[row].append(tokens[row])
+            return tokens, self._choose(logits)
+
+    def _padded(self, y: mx.array) -> mx.array:
+        """Returns y [B] with the pad id for sequences that have ended."""
+        if not self._ended:
+            return y
+        ended = mx.array([row in self._ended for row in range(len(self.processors))])
+        return mx.where(ended, self.pad_id, y.astype(mx.int32))
+
+    def open_rows(self) -> list[int]:
+        """Returns the sequences that have not ended."""
+        return [row for row in range(len(self.processors)) if row not in self._ended]
+
+    def _choose(self, logits: mx.array) -> tuple[mx.array, mx.array]:
+        """Returns the ids y [B] that are chosen from logits [B, W], and their logprobs, and starts computing both."""
+        logits = self._processed(logits)
+        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        y = self.sampler(logprobs)
+        mx.async_eval(y, logprobs, *(self.model.session.pending_rows() if self._zip else ()))
+        return y, logprobs
+
+    def _processed(self, logits: mx.array) -> mx.array:
+        """Returns logits [B, W] after the processors of the sequences that have not ended."""
+        chains = [() if row in self._ended else chain for row, chain in enumerate(self.processors)]
+        if not any(chains):
+            return logits
+        if all(len(chain) <= 1 and all(isinstance(one, CanonicalDecoding) for one in chain) for chain in chains):
+            return without_in_rows(logits, [chain[0].excluded() if chain else [] for chain in chains], self.pad_id)
+        rows = []
+        for row, chain in enumerate(chains):
+            one = logits[row : row + 1]
+            for processor in chain:
+                one = processor(mx.array(self._read[row]), one)
+            rows.append(one)
+        return mx.concatenate(rows)

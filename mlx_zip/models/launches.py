@@ -1,0 +1,76 @@
+"""Counts the kernels that a GPU would launch for a graph: what a step costs beyond the bytes that it reads.
+
+A launch is an operation that is no view. On the CPU, MLX builds some operations of many parts that a GPU runs as one
+kernel (`mx.fast`), and mlx_zip takes other ways there. `gpu_forms` makes a model build its graph as on a GPU, so that
+launches can be counted on any machine. Such a graph must not be evaluated: the stand-ins compute nothing useful.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import mlx.core as mx
+
+from mlx_zip.models import norm, rope
+
+VIEWS = {"AsStrided", "Broadcast", "Depends", "DynamicSlice", "ExpandDims", "Flatten", "Reshape", "Slice", "Split"}
+VIEWS |= {"Squeeze", "StopGradient", "Transpose", "Unflatten", "View"}
+_NODE = re.compile(r'\{ *(\d+) \[label ="([^"]*)", shape=rectangle\]')
+
+
+def launches(*arrays: mx.array) -> Counter[str]:
+    """Returns how many operations of each name must still run to compute lazy arrays; views are not counted."""
+    dot: Any = io.StringIO()
+    mx.export_to_dot(dot, *arrays)
+    names = dict(_NODE.findall(dot.getvalue())).values()
+    return Counter(name for name in names if name not in VIEWS)
+
+
+@contextmanager
+def gpu_forms() -> Iterator[None]:
+    """Inside, models build the graphs that they build on a GPU, with one operation for each call of `mx.fast`."""
+    with ExitStack() as patches:
+        for module in (norm, rope):
+            patches.enter_context(patch.object(module, "steps_on_cpu", lambda x: False))
+        for name, stand_in in _STAND_INS.items():
+            patches.enter_context(patch.object(mx.fast, name, stand_in))
+        patches.enter_context(patch.object(mx, "dequantize", _dequantized))
+        yield
+
+
+def _norm(x: mx.array, *args: Any, **options: Any) -> mx.array:
+    """Stands in for `mx.fast.rms_norm` and `layer_norm`: one operation that is no view and is fused with no other."""
+    return mx.softmax(x, axis=-1)
+
+
+def _rope(x: mx.array, *args: Any, offset: Any = 0, **options: Any) -> mx.array:
+    """Stands in for `mx.fast.rope`, whose offset may be an array."""
+    out = mx.softmax(x, axis=-1)
+    return mx.depends(out, [offset]) if isinstance(offset, mx.array) else out  # type: ignore[attr-defined]
+
+
+def _attention(q: mx.array, k: mx.array, v: mx.array, *args: Any, mask: Any = None, **options: Any) -> mx.array:
+    """Stands in for `mx.fast.scaled_dot_product_attention`."""
+    others = [k, v, *([mask] if isinstance(mask, mx.array) else [])]
+    return mx.depends(mx.softmax(q, axis=-1), others)  # type: ignore[attr-defined]
+
+
+def _dequantized(w: mx.array, scales: mx.array, *args: Any, bits: int = 4, **options: Any) -> mx.array:
+    """Stands in for `mx.dequantize`."""
+    values = mx.softmax(mx.broadcast_to(scales[..., :1], (*w.shape[:-1], w.shape[-1] * 32 // bits)), axis=-1)
+    others = [w, *(one for one in args if isinstance(one, mx.array)), *options.values()]
+    return mx.depends(values, [one for one in others if isinstance(one, mx.array)])  # type: ignore[attr-defined]
+
+
+_STAND_INS = {
+    "rms_norm": _norm,
+    "layer_norm": _norm,
+    "rope": _rope,
+    "scaled_dot_product_attention": _attention,
+}

@@ -1,0 +1,245 @@
+"""Steps whose body begins before the host has read their id: what waits, runs twice, is launched and is copied."""
+
+import threading
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.sample_utils import make_sampler
+from mlx_lm.utils import _get_classes
+
+from mlx_zip.canonical import CanonicalDecoding
+from mlx_zip.codec import compress
+from mlx_zip.decode import decode_steps
+from mlx_zip.hyper import HeadTable, RowStore, RowTable, TurningTable
+from mlx_zip.models import Model, ModelArgs
+from mlx_zip.models.ahead import Ahead
+from mlx_zip.models.launches import gpu_forms, launches
+from support import tiny
+
+WARM, PER_SIDE, BASE_TOKEN_END, CANONICAL = 10, 30, 3, 6  # launches that a step may add to mlx-lm's
+STEPS = 24
+
+
+def prompt_of(model):
+    return compress(model.config.codec_params, tiny.base_ids(30))[0]
+
+
+def read(model):
+    """A cache that has read the prompt, and the id that follows it."""
+    cache = model.make_cache()
+    logits = model(mx.array(prompt_of(model).astype(np.int32))[None], cache=cache)
+    y = mx.argmax(logits[:, -1], axis=-1)
+    mx.eval(y, [entry.state for entry in cache[:-1]])
+    return cache, y
+
+
+def added(steps):
+    """How many launches each step adds to the graph of all steps before it; steps yields the arrays that each makes."""
+    arrays, totals = [], [0]
+    for made in steps:
+        arrays.append(made)
+        totals.append(sum(launches(*arrays).values()))
+    return np.diff(totals).tolist()
+
+
+def chosen(logits):
+    return mx.argmax(logits - mx.logsumexp(logits, keepdims=True), axis=-1)
+
+
+def zip_steps(model, ids, cache, canonical):
+    ahead, processor = Ahead(model, cache), CanonicalDecoding(cache[-1].books[0])
+    processor(None, mx.zeros((1, model.layout.width)))
+    for one in ids:
+        y = mx.array([one])
+        logits = ahead.follow(ahead.run(y), y)[:, -1]
+        yield chosen(processor(None, logits) if canonical else logits)
+
+
+def plain_steps(model, ids):
+    """The steps of mlx-lm's own model of the same shape."""
+    config = {"rope_theta": 10000.0, **model.args.decoder_config}
+    kind, arguments = _get_classes(config)
+    plain = kind(arguments.from_dict(config))
+    if quantized(model):
+        tiny.quantize(plain)
+    mx.eval(plain.parameters())
+    cache = make_prompt_cache(plain)
+    mx.eval(plain(mx.array([[3, 4, 5]]), cache=cache), [entry.state for entry in cache])
+    for one in ids:
+        yield chosen(plain(mx.array([[one % tiny.VOCAB]]), cache=cache)[:, -1])
+
+
+def quantized(model):
+    return "scales" in model.model.embed_tokens
+
+
+def counted(model, warm, canonical=False):
+    """Launches that each step adds to mlx-lm's, from the second on, and whether the step installs an entry."""
+    model.eval()
+    model.session.store = RowStore() if warm else None
+    emitted = [
+        token
+        for token, _ in decode_steps(
+            model,
+            prompt_of(model),
+            model.make_cache(),
+            max_steps=STEPS,
+            sampler=make_sampler(0),
+            prefill_step_size=64,
+            ahead=True,
+        )
+    ]
+    if warm:
+        model.session.store.flush()
+    cache, _ = read(model)
+    mx.eval(Ahead(model, cache).run(mx.array([5])))  # the prompt's entries have input rows from here on
+    cache[0].trim(1), [entry.trim(1) for entry in cache[1:-1]]
+    book, installs = cache[-1].books[0].copy(), []
+    for one in emitted:
+        installs.append(len(book.push(one)) > 0)
+    with gpu_forms():
+        ours, plain = added(zip_steps(model, emitted, cache, canonical)), added(plain_steps(model, emitted))
+    return [one - other for one, other in zip(ours, plain, strict=True)][1:], installs[1:]
+
+
+SHAPES = [("llama", "res_latent_attn"), ("llama", "transformer"), ("qwen3", "transformer"), ("gemma", "transformer")]
+
+
+@pytest.mark.parametrize("mode", ["compressed", "base_token_end"])
+@pytest.mark.parametrize(("family", "encoder"), SHAPES)
+def test_a_warm_step_adds_few_launches_to_mlx_lms(family, encoder, mode):
+    model = tiny.tiny_model(family, encoder, position_mode=mode)
+    more, installs = counted(model, warm=True)
+    assert any(installs)
+    assert 0 < max(more) <= WARM + (BASE_TOKEN_END if mode == "base_token_end" else 0)
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+@pytest.mark.parametrize("encoder", ["res_latent_attn", "transformer"])
+def test_a_cold_step_adds_few_launches_per_side(encoder, bits):
+    sizes = {"hidden_size": 64, "num_heads": 4, "num_hidden_layers": 2, "intermediate_size": 64}
+    if encoder == "res_latent_attn":
+        sizes |= {"hidden_size": 32, "model_hidden_size": 64}
+    config = tiny.tiny_config("llama", encoder)
+    config["zip2zip"]["encoder"] |= sizes
+    model = Model(ModelArgs.from_dict(config))
+    mx.eval(model.parameters())
+    if bits:
+        tiny.quantize(model)
+    more, installs = counted(model, warm=False)
+    assert any(installs)
+    assert WARM < max(more) <= WARM + 2 * PER_SIDE
+
+
+def test_canonical_decoding_adds_few_launches():
+    model = tiny.tiny_model()
+    assert 0 < max(counted(model, warm=True, canonical=True)[0]) <= WARM + CANONICAL
+
+
+def test_the_id_is_on_the_host_while_its_body_still_runs(monkeypatch):
+    model = tiny.tiny_model()
+    cache, y = read(model)
+    run_layers, slow = Model.run_layers, mx.random.normal((1100, 1100))
+    mx.eval(slow)
+
+    def with_a_slow_end(self, *args):
+        h = run_layers(self, *args)
+        return h + 0 * (slow @ (slow + h.sum())).sum()
+
+    monkeypatch.setattr(Model, "run_layers", with_a_slow_end)
+    ahead, ended = Ahead(model, cache), threading.Event()
+    h = ahead.run(y)
+    mx.async_eval(h)
+    waiter = threading.Thread(target=lambda: (mx.eval(h), ended.set()))
+    waiter.start()
+    logits = ahead.follow(h, y)
+    assert not ended.is_set()
+    assert cache[-1].books[0].last == y.item()
+    waiter.join()
+    assert np.isfinite(np.array(logits)[0, 0, : tiny.VOCAB]).all()
+
+
+def test_a_hypertoken_that_is_installed_by_being_read_runs_the_body_again():
+    model = tiny.tiny_model()
+    cache, plain = model.make_cache(), model.make_cache()
+    ids = [5, model.layout.hyper_id(0), 7]  # the second stands for 5 5 and is installed by being read
+    model(mx.array([[3, 5]]), cache=cache)
+    model(mx.array([[3, 5]]), cache=plain)
+    del ids[0]
+    book = cache[-1].books[0]
+    ids[0] = model.layout.hyper_id(len(book))
+    ahead = Ahead(model, cache)
+    for one in ids:
+        y = mx.array([one])
+        np.testing.assert_allclose(
+            np.array(ahead.follow(ahead.run(y), y)), np.array(model(y[None], cache=plain)), atol=1e-5
+        )
+    assert cache[-1].second_bodies == 1
+    assert plain[-1].second_bodies == 0
+
+
+# ---- tables
+
+
+def address(array):
+    """Where an array's values are in memory."""
+    mx.eval(array)
+    return np.array(array, copy=False).__array_interface__["data"][0]
+
+
+def viewed(array):
+    """A view of all of an array, which holds its values as an operation in flight does."""
+    view = None if array is None else array[..., :]
+    mx.eval([] if view is None else view.reshape(-1))
+    return view
+
+
+def test_a_row_is_written_in_place_while_a_body_holds_the_copy_that_it_reads():
+    table, row, places = TurningTable.of(RowTable(1)), mx.ones((1, 8)), set()
+    for slot in range(20):
+        body = viewed(table.array)  # a body in flight reads this copy
+        table.put_one(slot, slot * row, 64)
+        places.add(address(table.array))
+        del body
+    assert len(places) == 2
+    np.testing.assert_array_equal(np.array(table.rows)[0, :20, 0], np.arange(20))
+
+
+def test_without_turns_the_same_writes_copy_the_table():
+    """What the test above would see if a table did not turn."""
+    table, held = RowTable(1), []
+    for slot in range(5):
+        table.put_one(slot, mx.ones((1, 8)), 64)
+        held.append(viewed(table.array))
+    assert len({address(one) for one in held}) == len(held)
+
+
+def test_an_output_row_is_written_in_place():
+    table, row = HeadTable(1), mx.ones((1, 8))
+    table.put_one(0, row, 64)
+    first = address(table.array)
+    for slot in range(1, 20):
+        table.put_one(slot, slot * row, 64)
+        assert address(table.array) == first
+    np.testing.assert_array_equal(np.array(table.rows)[0, 1:20, 3], np.arange(1, 20))
+
+
+@pytest.mark.parametrize("kind", [RowTable, HeadTable, lambda batch: TurningTable.of(RowTable(batch))])
+def test_every_table_holds_what_was_put_last(kind):
+    rng, batch, width, limit = np.random.default_rng(0), 2, 5, 600
+    table, expected = kind(batch), np.zeros((batch, limit, width), np.float32)
+    for _ in range(40):
+        n = int(rng.integers(1, 6))
+        sequence, slots = rng.integers(0, batch, n), rng.permutation(limit)[:n]
+        rows = rng.normal(size=(n, width)).astype(np.float32)
+        table.put(sequence, slots, mx.array(rows), limit)
+        expected[sequence, slots] = rows
+        found = np.array(table.rows)
+        np.testing.assert_array_equal(found, expected[:, : found.shape[1]])
+        np.testing.assert_array_equal(np.array(table.at(sequence, slots)), rows)
+    twin = table.copy()
+    table.put(np.array([0]), np.array([0]), mx.full((1, width), 9.0), limit)
+    np.testing.assert_array_equal(np.array(twin.rows), expected[:, : found.shape[1]])
+    assert table.nbytes >= expected[:, : found.shape[1]].nbytes
