@@ -57,9 +57,9 @@ def _result(args: tuple[Any, ...], result: Any) -> Any:
     return result
 
 
-def _table(args: tuple[Any, ...], result: Any) -> Any:
-    """The array that a call of `Session._fill(self, state, table, ...)` made is the table's rows."""
-    return args[2].rows
+def _tables(args: tuple[Any, ...], result: Any) -> Any:
+    """The arrays that a call of `Session.fill_inputs(self, state, ...)` or `fill_outputs` made are in the tables."""
+    return [table.array for table in (args[1].inputs, args[1].outputs)]
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ ZIP_HOOKS = (
     *(Hook("wait", f"mlx_zip.models.{module}", "read_ids") for module in ("zip_model", "ahead")),
     Hook("call", MODEL, "__call__"),
     Hook("embedding", MODEL, "_embed", _result),
-    *(Hook("rows", ROWS, name, _table) for name in ("_fill", "_fill_one")),
+    *(Hook("rows", ROWS, name, _tables) for name in ("fill_inputs", "fill_outputs")),
     Hook("rows", ROWS, "settle"),
     Hook("blocks", MODEL, "run_layers", _result),
     Hook("head", MODEL, "joint_head", _result),

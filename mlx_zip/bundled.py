@@ -40,5 +40,5 @@ def here_or_bundled(name: str | Path) -> Path:
     try:
         path.exists()
     except OSError as error:
-        raise ModelError(f"{name!s:.80}: {error.strerror or error}") from error
+        raise ModelError(f"{name!s:.80}: no such model folder ({error.strerror or error})") from error
     return bundled_model(str(name)) if str(name) in NAMES and not (path / "config.json").is_file() else path

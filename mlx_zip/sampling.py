@@ -17,7 +17,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.sample_utils import LogitsProcessor, Sampler, make_logits_processors, make_sampler
 
-from mlx_zip.codec import Codebook
+from mlx_zip.entry_sums import EntrySums
 from mlx_zip.errors import GenerationError
 from mlx_zip.state import ZipState
 
@@ -206,7 +206,13 @@ class BasePenalties:
             self._bias[base_id] = value
         self._biased, self._context = np.flatnonzero(self._bias), np.zeros(0, np.int64)
         self._changed = np.zeros(size, bool)  # base ids whose terms have changed since the last call
-        self._sums = _EntrySums(self._terms, state.books[row].params.merge_size)
+        options = (
+            sampling.logit_bias,
+            sampling.repetition_penalty,
+            sampling.presence_penalty or sampling.frequency_penalty,
+        )
+        self._used = [index for index, option in enumerate(options) if option]  # which of the terms may not be 0
+        self._sums = EntrySums([self._terms[i] for i in self._used], state.books[row].params.merge_size)
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
         """Returns logits [1, W] after penalties. The ids are taken from the codebook's log; `tokens` is not used."""
@@ -230,9 +236,10 @@ class BasePenalties:
         base_ids = np.concatenate([self._biased, context[others]])
         slots = np.flatnonzero(sums.any(axis=0))
         columns = np.concatenate([base_ids, len(self._bias) - 1 + slots])
-        return columns, [
-            np.concatenate([term[base_ids], of[slots]]) for term, of in zip(self._terms, sums, strict=True)
-        ]
+        terms = [np.zeros(len(columns), np.float32)] * 3
+        for index, of in zip(self._used, sums, strict=True):
+            terms[index] = np.concatenate([self._terms[index][base_ids], of[slots]])
+        return columns, terms
 
     def _update_context(self) -> np.ndarray:
         """Computes the terms for the context of now and returns the base ids whose terms have changed."""
@@ -260,40 +267,6 @@ class BasePenalties:
         last = book.base_ids(max(0, book.mark() - max(counts)))  # the last n ids have at least n base tokens
         last = last[last < len(self._bias) - 1]  # a batch's ended row reads a pad id, which may be no base id
         return [last[max(0, len(last) - count) :] for count in counts]
-
-
-class _EntrySums:
-    """For each entry of a codebook, the sums of some terms over its base ids.
-
-    terms: arrays [V + 1] over base ids, with 0 in the last place. They may be changed between updates.
-    """
-
-    def __init__(self, terms: Sequence[np.ndarray], merge_size: int) -> None:
-        self._terms = terms
-        self._rows, self._lengths = np.zeros((0, merge_size), np.uint32), np.zeros(0, np.uint8)
-        self._sums = np.zeros((len(terms), 0), np.float32)
-
-    def update(self, book: Codebook, changed: np.ndarray) -> np.ndarray:
-        """Returns the sums [number of terms, entries], computed anew for new entries and those with a changed base id.
-
-        changed [V + 1] bool: base ids whose terms may have changed since the last update.
-        """
-        rows, lengths = book.rows(0, len(book))
-        n, width = rows.shape
-        known = min(n, len(self._lengths))
-        stale = np.ones(n, bool)
-        stale[:known] = lengths[:known] != self._lengths[:known]
-        found = changed.take(rows, mode="clip")  # padding may be no base id; it makes some entries stale in vain
-        found[:known] |= rows[:known] != self._rows[:known]
-        stale[np.flatnonzero(found) // width] = True
-        sums = np.empty((len(self._terms), n), np.float32)
-        sums[:, :known] = self._sums[:, :known]
-        if len(at := np.flatnonzero(stale)):
-            entries = np.where(np.arange(width) < lengths[at, None], rows[at], len(changed) - 1)
-            for of, term in zip(sums, self._terms, strict=True):
-                of[at] = term[entries].sum(axis=1)
-        self._rows, self._lengths, self._sums = rows, lengths, sums
-        return sums
 
 
 def _is_number(value: Any) -> bool:

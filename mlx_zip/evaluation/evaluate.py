@@ -168,10 +168,10 @@ def _prepare(models: Sequence[str], what: Evaluation, packs: Packs | None, codeb
     context = what.context if what.context is not None else _window_of(read_config(folders[models[0]]))
     inputs = _Inputs(folders, packs, corpus, context, what.context, manager=manager)
     for number, name in enumerate(models):
-        check_model(folders[name], codebook_size, packs)
         tokenizer = load_tokenizer(folders[name], what.trust_remote_code)
         if packs is not None:
             chosen_packs.check_tokenizers(packs, tokenizer)
+        check_model(folders[name], codebook_size, packs)
         if corpus is not None:
             _check_windows(inputs, corpus, tokenizer, name, models[0], what.fill_windows)
         if number == 0 and what.generate is not None:

@@ -6,6 +6,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
+_CPU = mx.Device(mx.cpu)
+
 
 class RMSNorm(nn.RMSNorm):
     """x / sqrt(mean(x^2) + eps) * weight over the last axis, float32 inside."""
@@ -27,7 +29,7 @@ def steps_on_cpu(x: mx.array) -> bool:
     MLX has no CPU kernels for norm and rotation: it runs 8 and 15 separate operations, and starting each costs more
     than its arithmetic. Compiled, norm and rotation are 3 and 4 operations, and the layers share cosines and sines.
     """
-    return x.ndim > 1 and x.shape[-2] == 1 and x.dtype == mx.float32 and mx.default_device() == mx.Device(mx.cpu)
+    return x.shape[-2:-1] == (1,) and x.dtype == mx.float32 and mx.default_device() == _CPU
 
 
 def with_quick_norms(block: nn.Module) -> None:

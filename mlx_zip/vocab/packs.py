@@ -81,7 +81,7 @@ class Pack:
             )
 
 
-def load_pack(path: str | Path) -> Pack:
+def load_pack(path: str | PathLike[str]) -> Pack:
     """Reads a pack from a .npz, .json or .npy file. Raises `DataError` naming a file that is missing or no pack."""
     path = files.at_home(path)
     entries = read_pack(path)

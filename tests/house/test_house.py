@@ -32,6 +32,7 @@ FLOORS = [  # from the ground up; a room is the first name below `mlx_zip`; some
         "prompt_cache",
         "request",
         "sampling",
+        "entry_sums",
         "sessions",
     },
     {"engine", "training", "evaluation"},

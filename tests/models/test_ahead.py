@@ -3,7 +3,6 @@
 import threading
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
@@ -64,22 +63,12 @@ def plain_steps(model, ids):
     kind, arguments = _get_classes(config)
     plain = kind(arguments.from_dict(config))
     if quantized(model):
-        quantize(plain)
+        tiny.quantize(plain)
     mx.eval(plain.parameters())
     cache = make_prompt_cache(plain)
     mx.eval(plain(mx.array([[3, 4, 5]]), cache=cache), [entry.state for entry in cache])
     for one in ids:
         yield chosen(plain(mx.array([[one % tiny.VOCAB]]), cache=cache)[:, -1])
-
-
-def quantize(model):
-    """Quantizes the layers that the converter quantizes, to 8 bits."""
-
-    def fits(path, module):
-        return hasattr(module, "to_quantized") and "pos_embed" not in path and module.weight.shape[-1] % 32 == 0
-
-    nn.quantize(model, 32, 8, class_predicate=fits)
-    mx.eval(model.parameters())
 
 
 def quantized(model):
@@ -138,7 +127,7 @@ def test_a_cold_step_adds_few_launches_per_side(encoder, bits):
     model = Model(ModelArgs.from_dict(config))
     mx.eval(model.parameters())
     if bits:
-        quantize(model)
+        tiny.quantize(model)
     more, installs = counted(model, warm=False)
     assert any(installs)
     assert WARM < max(more) <= WARM + 2 * PER_SIDE

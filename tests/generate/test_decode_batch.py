@@ -1,0 +1,117 @@
+"""The decode loop of batches: the ids of a loop that waits for each step, wherever bodies run ahead."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.sample_utils import make_sampler
+
+from mlx_zip.canonical import CanonicalDecoding
+from mlx_zip.codec import compress
+from mlx_zip.decode_batch import BatchLoop
+from mlx_zip.models.launches import launches
+from support import tiny
+
+STEPS, LENGTHS = 30, (40, 25, 33)
+
+
+def prompts_of(model):
+    return [compress(model.config.codec_params, tiny.base_ids(n, seed))[0] for seed, n in enumerate(LENGTHS)]
+
+
+def loop_of(model, ahead, canonical=False, processors=None, chunk=64):
+    prompts = prompts_of(model)
+    width = max(map(len, prompts))
+    ids = np.full((len(prompts), width), tiny.PAD, np.int32)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - len(prompt) :] = prompt
+    cache = model.make_cache(left_padding=[width - len(prompt) for prompt in prompts])
+    chains = processors or [[CanonicalDecoding(book)] if canonical else [] for book in cache[-1].books]
+    loop = BatchLoop(
+        model,
+        cache,
+        ids,
+        sampler=make_sampler(0),
+        processors=chains,
+        prompts=[prompt.tolist() for prompt in prompts],
+        pad_id=tiny.PAD,
+        chunk=chunk,
+        ahead=ahead,
+    )
+    return loop, cache
+
+
+def emitted(loop, end=()):
+    """The ids of all steps [STEPS, B]. end: (step, row) at which a row ends."""
+    out = []
+    for _, (tokens, _) in zip(range(STEPS), loop, strict=False):
+        out.append(tokens)
+        for row in [row for step, row in end if step == len(out)]:
+            loop.end(row)
+    return np.array(out)
+
+
+def waiting(model):
+    """The ids of a loop that waits for every step."""
+    prompts = prompts_of(model)
+    out = []
+    for prompt in prompts:
+        cache, ids = model.make_cache(), mx.array(prompt.astype(np.int32))[None]
+        row = []
+        for _ in range(STEPS):
+            ids = mx.argmax(model(ids, cache=cache)[:, -1], axis=-1)[:, None]
+            row.append(ids.item())
+        out.append(row)
+    return np.array(out).T
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("mode", ["compressed", "base_token_end"])
+@pytest.mark.parametrize("family", ["llama", "phi3", "gemma2"])
+def test_ids_are_those_of_each_prompt_alone(family, mode, ahead):
+    model = tiny.tiny_model(family, position_mode=mode)
+    if family == "phi3":
+        model.traits = type(model.traits)(**{**vars(model.traits), "long_context": None})
+    loop, cache = loop_of(model, ahead)
+    expected = waiting(model)
+    np.testing.assert_array_equal(emitted(loop), expected)
+    assert expected.max() >= tiny.VOCAB
+    assert cache[-1].second_bodies == 0
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_a_row_that_ends_leaves_the_others_as_they_are(ahead):
+    model = tiny.tiny_model()
+    whole = emitted(loop_of(model, ahead)[0])
+    loop, cache = loop_of(model, ahead)
+    found = emitted(loop, end=[(4, 1), (9, 0)])
+    np.testing.assert_array_equal(found[:, 2], whole[:, 2])
+    np.testing.assert_array_equal(found[:9, 0], whole[:9, 0])
+    assert cache[-1].books[1].ids.tolist()[-1] == tiny.PAD
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_canonical_rows_are_those_of_a_processor_per_row(ahead):
+    model = tiny.tiny_model(seed=2)
+    together = emitted(loop_of(model, ahead, canonical=True)[0])
+    loop, cache = loop_of(model, ahead)
+    loop.processors = [[CanonicalDecoding(book), lambda tokens, logits: logits] for book in cache[-1].books]
+    np.testing.assert_array_equal(together, emitted(loop))
+    assert (together != emitted(loop_of(model, ahead)[0])).any()
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_processors_get_the_ids_that_their_row_has_read(ahead):
+    model, seen = tiny.tiny_model(), [[], [], []]
+    chains = [[lambda tokens, logits, own=own: own.append(tokens.tolist()) or logits] for own in seen]
+    out = emitted(loop_of(model, ahead, processors=chains)[0])
+    for row, prompt in enumerate(prompts_of(model)):
+        assert seen[row][0] == prompt.tolist()
+        assert seen[row][-1] == [*prompt.tolist(), *out[:, row].tolist()]
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_offsets_of_kv_caches_are_plain_arrays_after_every_step(ahead):
+    loop, cache = loop_of(tiny.tiny_model(), ahead)
+    emitted(loop)
+    assert [sum(launches(entry.offset).values()) for entry in cache[:-1]] == [0] * (len(cache) - 1)
+    assert cache[0].offset.tolist() == [cache[0]._idx - n for n in cache[-1].left_padding]
