@@ -360,8 +360,8 @@ class Bench:
 
     def _ours(self) -> int:
         """Trains with `mlx_zip train`'s trainer; returns the ids of the longest sample."""
+        from mlx_zip.training.joined import Joined
         from mlx_zip.training.objective import LossWeights, Trainee
-        from mlx_zip.training.shards import Joined
         from mlx_zip.training.starting_model import freeze
         from mlx_zip.training.trainer import Trainer
 

@@ -56,10 +56,15 @@ def bare_exceptions_as_value_errors() -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of an error's message, or its class when it has none."""
+    """Returns the first line of an error's message, or its class when it has none.
+
+    If that line ends in a colon, the lines that it announces are joined to it.
+    """
     if isinstance(error, KeyError):
         return f"key {error} is missing"
     lines = str(error).strip().splitlines()
+    if lines and lines[0].rstrip().endswith(":"):
+        return " ".join(str(error).split())
     return lines[0].strip() if lines else type(error).__name__
 
 

@@ -112,6 +112,13 @@ class ProgressBar:
         return ((self.total or 0) - self.done) / self._per_s() if self.done > self._first else 0.0
 
 
+def counted(number: int, noun: str) -> str:
+    """Returns a number with its noun, which is in the plural unless the number is 1: "1 entry", "1,024 entries"."""
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number:,} {noun.removesuffix('y')}ies" if noun.endswith("ry") else f"{number:,} {noun}s"
+
+
 def clock(seconds: float) -> str:
     """Returns a duration as m:ss, or h:mm:ss from an hour on."""
     minutes, rest = divmod(round(seconds), 60)

@@ -15,6 +15,7 @@ from mlx_zip.cli.actions import DATA
 from mlx_zip.cli.generation import read_prompt
 from mlx_zip.cli.settings_flags import add_some
 from mlx_zip.cli.training import stopped
+from mlx_zip.progress import counted
 from mlx_zip.vocab.hbpe_measures import FIT_LATENT, FIT_LOCAL, read_tower
 
 if TYPE_CHECKING:
@@ -226,7 +227,8 @@ def evaluate(args: argparse.Namespace) -> int:
 def _print(found: dict[str, Any]) -> None:
     """Prints the figures that `evaluate_texts` returned."""
     words = "" if found["fertility"] is None else f", {found['fertility']:.3f} patches per word"
-    print(f"{found['bits_per_byte']:.4f} bits per byte: {found['documents']} documents, {found['bytes']} bytes")
+    texts = f"{counted(found['documents'], 'document')}, {counted(found['bytes'], 'byte')}"
+    print(f"{found['bits_per_byte']:.4f} bits per byte: {texts}")
     print(
         f"{found['bytes_per_patch']:.3f} bytes and {found['symbols_per_patch']:.3f} symbols per patch{words}; "
         f"{found['forward_flops_per_byte']:.3g} FLOPs per byte, {found['parameters']} parameters"

@@ -13,7 +13,7 @@ from typing import Any
 
 from mlx_zip.cli.actions import DATA, TOKENIZER
 from mlx_zip.errors import DataError
-from mlx_zip.progress import ProgressBar
+from mlx_zip.progress import ProgressBar, counted
 
 BATCH = 1 << 18  # units after which a batch of samples ends
 DICTIONARY = "dictionary, as written by `mlx_zip vocab multitok train`"
@@ -60,8 +60,9 @@ def rate(totals: Any) -> dict[str, Any]:
 
 def rate_line(record: dict[str, Any]) -> str:
     """Returns a record of `rate` as one line of text."""
-    counts = f"{record['samples']} samples: {record['units']} units -> {record['tokens']} tokens"
-    return f"{counts} ({record['ratio']:.3f} per unit)"
+    names = ("sample", "unit", "token")
+    samples, units, tokens = (counted(record[f"{name}s"], name) for name in names)
+    return f"{samples}: {units} -> {tokens} ({record['ratio']:.3f} per unit)"
 
 
 @dataclass

@@ -11,6 +11,7 @@ from mlx_zip.arguments import check_at_least
 from mlx_zip.cli.actions import TOKENIZER, add_json, printable, writable
 from mlx_zip.cli.vocab_plots import add_plot, draw_curves, plot_file
 from mlx_zip.errors import DataError
+from mlx_zip.progress import counted
 
 
 def show_flags(parser: argparse.ArgumentParser) -> None:
@@ -189,9 +190,8 @@ def show_pack(args: argparse.Namespace, path: Path, pack: Any, texts: list[str] 
 
 def _lines(path: Path, pack: Any, about: dict[str, Any], best: list[dict[str, Any]]) -> list[str]:
     """Returns what a pack holds as lines to print. about: facts from its file. best: entries to list."""
-    lines = [
-        f"{path}: {len(pack.entries):,} entries of 2 to {pack.merge_size} base ids, fingerprint {pack.fingerprint[:12]}"
-    ]
+    entries = f"{counted(len(pack.entries), 'entry')} of 2 to {pack.merge_size} base ids"
+    lines = [f"{path}: {entries}, fingerprint {pack.fingerprint[:12]}"]
     if _has_numbers(about, "base_ids", "ids", "ids_without", "window"):
         lines.append(f"learned from {_rate(about)}, in windows of {about['window']}")
         held_out = about.get("held_out")

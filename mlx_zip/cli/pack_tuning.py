@@ -16,6 +16,7 @@ from mlx_zip.cli.preparation import add_text_flags, sources
 from mlx_zip.cli.settings_flags import add_some
 from mlx_zip.cli.training import stopped
 from mlx_zip.errors import DataError
+from mlx_zip.progress import counted
 
 EXAMPLE = """example:
   mlx_zip vocab pack tune my.npz --model stories --data train.txt --separator '<|endofstory|>' --out tuned.npz
@@ -201,8 +202,8 @@ def _check_enough(windows: int, context: int) -> None:
     """Raises `DataError` if there are too few windows to hold one out. context: maximum base ids per window."""
     if windows < HELD_OUT:
         raise DataError(
-            f"--data makes {windows} windows (one text, or {context} base ids of one); to hold one out for validation, "
-            f"at least {HELD_OUT} are needed: give more text, or name validation texts with --valid"
+            f"--data makes {counted(windows, 'window')} (one text, or {context} base ids of one); to hold one "
+            f"out for validation, at least {HELD_OUT} are needed: give more text, or name validation texts with --valid"
         )
 
 
@@ -244,5 +245,5 @@ def _write(args: argparse.Namespace, pack: Any, found: Any, texts: tuple[Any, An
         kept = {"file": str(args.out), "entries": len(pack.entries), "fingerprint": tuned.fingerprint}
         print(json.dumps(kept | about))
         return
-    print(f"{args.out}: {len(pack.entries):,} entries tuned for {about['model']}, {tuned.fingerprint[:12]}")
+    print(f"{args.out}: {counted(len(pack.entries), 'entry')} tuned for {about['model']}, {tuned.fingerprint[:12]}")
     print(f"{about['held_out_bytes']:,} bytes held out: {found.before:.4f} bits per byte before, {found.after:.4f} now")

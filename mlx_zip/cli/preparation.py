@@ -11,6 +11,7 @@ from mlx_zip.arguments import add_pack, add_separator
 from mlx_zip.cli.actions import DATA, TOKENIZER
 from mlx_zip.errors import DataError
 from mlx_zip.files import at_home
+from mlx_zip.progress import counted
 
 _MOST_WORKERS = 8
 _OF_DATA = ("separator", "columns", "subset", "split")  # flags that a mixture sets for each source itself
@@ -203,8 +204,18 @@ def sources(args: argparse.Namespace) -> tuple[Any, ...]:
         if given := [f"--{name}" for name in _OF_DATA if getattr(args, name)]:
             raise DataError(f"{', '.join(given)} cannot go with --mixture, whose sources set them one by one")
         return load_mixture(args.mixture)
+    _check_data_set(args)
     columns = dict(_column(text) for text in args.columns)
     return (Source(tuple(args.data), 1.0, args.separator, columns, tuple(args.subset), args.split or "train"),)
+
+
+def _check_data_set(args: argparse.Namespace) -> None:
+    """Raises `DataError` for --subset or --split if --data names no data set."""
+    from mlx_zip.text.sources import is_local
+
+    given = [f"--{name}" for name in ("subset", "split") if getattr(args, name)]
+    if given and all(is_local(name) for name in args.data):
+        raise DataError(f"{', '.join(given)}: of data sets only, and --data {' '.join(args.data)} names none")
 
 
 def _column(text: str) -> tuple[str, str]:
@@ -231,12 +242,13 @@ def _ids(text: str) -> tuple[int, ...]:
 def summary(out: str, index: dict[str, Any]) -> str:
     """Returns a few lines on what was prepared. out: the folder. index: what `prepare` returned."""
     totals, skipped = index["totals"], index["skipped"]
+    per_id = totals["base_ids"] / totals["ids"]
     lines = [
-        f"{totals['samples']} samples in {len(index['shards'])} shards: {out}",
-        f"{totals['base_ids']} base ids -> {totals['ids']} ids ({totals['base_ids'] / totals['ids']:.3f} per id), "
-        f"{totals['bytes']} bytes of text",
-        f"{index['records']} records: {index['windowed']} longer than the context, "
-        + ", ".join(f"{n} {kind}" for kind, n in sorted(skipped.items())),
+        f"{counted(totals['samples'], 'sample')} in {counted(len(index['shards']), 'shard')}: {out}",
+        f"{counted(totals['base_ids'], 'base id')} -> {counted(totals['ids'], 'id')} ({per_id:.3f} per id), "
+        f"{counted(totals['bytes'], 'byte')} of text",
+        f"{counted(index['records'], 'record')}: {index['windowed']:,} longer than the context, "
+        + ", ".join(f"{n:,} {kind}" for kind, n in sorted(skipped.items())),
     ]
     if len(index["sources"]) > 1:
         lines += [f"{source['share']:7.2%}  {', '.join(source['data'])}" for source in index["sources"]]

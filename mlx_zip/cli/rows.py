@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.errors import GenerationError
+from mlx_zip.progress import counted
 
 ENVIRONMENT = "MLX_ZIP_ROW_CACHE"
 OFF = "off"
@@ -57,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _counted(count: int, size: int) -> str:
-    return f"{count} file{'' if count == 1 else 's'}, {size} bytes"
+    return f"{counted(count, 'file')}, {size} bytes"
 
 
 def add_flags(add: Any) -> None:

@@ -13,7 +13,7 @@ from mlx_zip.cli.actions import add_actions, add_json, writable
 from mlx_zip.cli.preparation import add_codec_flags, add_source_flags, disabled_ids, sources
 from mlx_zip.cli.vocab_plots import add_plot, draw_curves, plot_file
 from mlx_zip.errors import DataError
-from mlx_zip.progress import ProgressBar
+from mlx_zip.progress import ProgressBar, counted
 
 EXAMPLE = """example:
   mlx_zip vocab pack learn --model stories --data train.txt --separator '<|endofstory|>' --size 1024 --out my.npz
@@ -89,7 +89,8 @@ def _learn(args: argparse.Namespace) -> int:
     if held_out_texts and not any(map(len, held_out)):
         raise DataError(f"--held-out {', '.join(args.held_out)}: no text to measure on")
     cost = _head_cost(args)
-    found = learn(plan.params, texts, args.size, window=args.window, head_cost=cost, progress=_progress)
+    with ProgressBar(None, "round", "Learning") as count:
+        found = learn(plan.params, texts, args.size, window=args.window, head_cost=cost, progress=_shown_in(count))
     about: dict[str, Any] = {
         "learned_from": [name for source in options.sources for name in source.data],
         "window": args.window,
@@ -198,11 +199,14 @@ def _head_cost(args: argparse.Namespace) -> float:
         raise DataError(f"--head-cost {args.head_cost!r} is neither a number nor model") from error
 
 
-def _progress(stage: str, entries: int, ids: int) -> None:
-    """Shows the learner's progress in one line of a terminal. ids: of the compressed corpus; -1: not counted."""
-    if sys.stderr.isatty():
-        count = f", {ids:,} ids" if ids >= 0 else ""
-        print(f"\r\x1b[K{stage}: {entries:,} entries{count}", end="\n" if ids >= 0 else "", file=sys.stderr, flush=True)
+def _shown_in(count: ProgressBar) -> Any:
+    """Returns the function that `learn` calls after each round, which shows the stage and its figures in a bar."""
+
+    def show(stage: str, entries: int, ids: int) -> None:
+        count.note(f"{stage}: {counted(entries, 'entry')}" + (f", {counted(ids, 'id')}" if ids >= 0 else ""))
+        count()
+
+    return show
 
 
 ACTIONS = {

@@ -26,7 +26,7 @@ from mlx_zip.evaluation.windows import Windows, cut_windows
 from mlx_zip.hyper import RowStore, model_fingerprint
 from mlx_zip.layout import is_zip
 from mlx_zip.loading import load, model_folder, read_config
-from mlx_zip.progress import ProgressBar
+from mlx_zip.progress import ProgressBar, counted
 from mlx_zip.sampling import Sampling
 from mlx_zip.text.conversations import Prompt, make_conversations, openings, read_prompts
 from mlx_zip.text.documents import Corpus, read_corpus
@@ -89,11 +89,19 @@ class Evaluation:
             raise DataError("--generate needs --prompts, or --data whose openings are continued")
         if self.prompts is not None and self.generate is None:
             raise DataError("--prompts needs --generate N")
+        self._check_tasks()
         if self.batch_size < 1:
             raise DataError(f"the batch size (--batch-size) must be at least 1, got {self.batch_size}")
         if self.max_tokens < 1 and self.max_tokens != -1:
             raise DataError(f"max_tokens (--max-tokens) must be at least 1, or -1 for no limit, got {self.max_tokens}")
         Sampling(temp=self.temp, top_p=self.top_p, seed=self.seed)  # raises for values out of range
+
+    def _check_tasks(self) -> None:
+        """Raises `DataError` for a setting that only tasks have, when no tasks are named."""
+        of_tasks = ("include_path", "num_shots", "limit")
+        if not self.tasks and (given := [name for name in of_tasks if getattr(self, name) is not None]):
+            flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+            raise DataError(f"{flags}: of benchmark tasks only; name them with --tasks")
 
     def record(self) -> dict[str, Any]:
         """Returns the settings by name, without those that the record holds elsewhere."""
@@ -211,23 +219,18 @@ def _header(models: Sequence[str], what: Evaluation, inputs: _Inputs) -> str:
     parts = [f"models: {', '.join(models)}" + (" (the first is the baseline)" if len(models) > 1 else "")]
     if inputs.corpus is not None and inputs.windows is not None:
         parts.append(
-            f"text: {_count(inputs.corpus.n_bytes, 'byte')} in {_count(len(inputs.corpus.documents), 'document')}, "
-            f"{_count(len(inputs.windows.windows), 'window')} of at most {inputs.context:,} base ids"
+            f"text: {counted(inputs.corpus.n_bytes, 'byte')} in {counted(len(inputs.corpus.documents), 'document')}, "
+            f"{counted(len(inputs.windows.windows), 'window')} of at most {inputs.context:,} base ids"
         )
     if what.generate is not None:
         parts.append(
-            f"generation: {_count(what.generate, 'conversation')} of {_count(what.turns, 'turn')}, at most "
+            f"generation: {counted(what.generate, 'conversation')} of {counted(what.turns, 'turn')}, at most "
             f"{what.max_tokens:,} base tokens per turn"
         )
     if what.tasks:
         parts.append(f"tasks: {', '.join(what.tasks)}")
     parts.append(f"device: {mx.default_device().type.name}")
     return "; ".join(parts)
-
-
-def _count(number: int, what: str) -> str:
-    """Returns a number with its noun, in the plural unless it is 1."""
-    return f"{number:,} {what}" + "s" * (number != 1)
 
 
 # ---- one model

@@ -39,7 +39,7 @@ def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> Tokeniz
             follow_folder(getattr(tokenizer, "backend_tokenizer", None), folder)
             return Tokenizer(tokenizer)
     except (OSError, ValueError, TypeError, LookupError, AttributeError, ImportError, RecursionError) as error:
-        reason = damaged_json(folder) or first_line(error)[:300]
+        reason = damaged_json(folder) or _lacking(folder) or first_line(error)[:300]
         raise DataError(f"the tokenizer in {folder} cannot be loaded: {reason}") from error
 
 
@@ -56,6 +56,13 @@ def damaged_json(folder: Path) -> str | None:
         except (OSError, ValueError, RecursionError) as error:
             return f"{name} is not valid JSON: {first_line(error)}"
     return None
+
+
+def _lacking(folder: Path) -> str | None:
+    """Returns that a folder has no tokenizer file, and which there can be; None if it has one."""
+    if any(is_tokenizer_file(file) for file in folder.iterdir()):
+        return None
+    return f"it has no tokenizer file ({KINDS})"
 
 
 def tokenizer_folder(name: str | Path, trust_remote_code: bool = False) -> Path:

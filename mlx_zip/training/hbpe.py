@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from mlx_zip.errors import DataError, TrainingError
 from mlx_zip.models.hbpe import PatchModel, PlainModel, parameters_of
+from mlx_zip.progress import counted
 from mlx_zip.training.checkpoint import Progress, checkpoints, load_checkpoint, save_checkpoint
 from mlx_zip.training.loop import run_steps, steps_bar
 from mlx_zip.training.metrics import Metrics
@@ -209,10 +210,10 @@ class PatchTrainer:
     def header(self) -> list[str]:
         """Returns lines on what is trained, on what data, and at which step the run resumes."""
         parameters = parameters_of(self.model)
-        done = self.progress.step
+        done, windows = self.progress.step, counted(len(self.corpus.ids), "window")
         return [
-            f"training {parameters:,} parameters on {len(self.corpus.ids):,} windows of {self.corpus.ids.shape[1]:,} "
-            f"ids, {self.corpus.n_bytes:,} bytes; device: {mx.default_device().type.name}",
+            f"training {parameters:,} parameters on {windows} of {self.corpus.ids.shape[1]:,} ids, "
+            f"{self.corpus.n_bytes:,} bytes; device: {mx.default_device().type.name}",
             *([f"resuming at step {done:,} of {self.settings.iters:,}"] if done else []),
         ]
 

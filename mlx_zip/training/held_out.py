@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mlx_zip.training.shards import Chosen, Joined
+from mlx_zip.training.joined import Chosen, Joined
 
 LEAST = 4  # samples to hold out at least, if the data have enough
 MOST_SHARE = 5  # hold out at most one in 5 samples

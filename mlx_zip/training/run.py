@@ -22,6 +22,7 @@ from mlx_zip.training.adapter import check_savable, save_adapter
 from mlx_zip.training.baseline import base_bits_per_byte
 from mlx_zip.training.checkpoint import checkpoints
 from mlx_zip.training.held_out import held_out_count, split
+from mlx_zip.training.joined import Chosen, Joined
 from mlx_zip.training.machines import check_equal, summed, together
 from mlx_zip.training.objective import LossWeights, Trainee
 from mlx_zip.training.recompute import recompute_activations
@@ -30,7 +31,7 @@ from mlx_zip.training.run_folder import Begun, begun_run, open_run, raise_iters,
 from mlx_zip.training.saving import save_trained
 from mlx_zip.training.services import Services, check_services
 from mlx_zip.training.settings import ADAPTER, MODEL, VALID_SHARE, RunOptions, TrainSettings
-from mlx_zip.training.shards import Chosen, Joined, Shards
+from mlx_zip.training.shards import Shards
 from mlx_zip.training.starting_model import fingerprint, freeze, start_model
 from mlx_zip.training.summary import closing, header
 from mlx_zip.training.trainer import Outcome, Trainer, check_data

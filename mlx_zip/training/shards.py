@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import tokenize
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -200,79 +200,6 @@ class Shards:
         """Entries of every sample's starting codebook, int64 [len(self)]."""
         width = 0 if self._pool is None or not self._shards else self._shards[0]["start"].shape[1]
         return np.full(len(self), width, np.int64)
-
-
-class Joined:
-    """Several prepared folders read as one, in the order given. Raises `DataError` when their codecs differ."""
-
-    def __init__(self, folders: Sequence[str | Path]) -> None:
-        self.parts = [Shards(folder) for folder in folders]
-        self.params = self.parts[0].params
-        for part in self.parts:
-            if part.params != self.params:
-                raise DataError(f"{part.folder} was prepared for another codec than {self.parts[0].folder}")
-        self._ends = list(accumulate(map(len, self.parts)))
-
-    def __len__(self) -> int:
-        return self._ends[-1]
-
-    def __getitem__(self, i: int) -> Sample:
-        number = bisect_right(self._ends, i)
-        if not 0 <= i < len(self):
-            raise IndexError(i)
-        return self.parts[number][i - (self._ends[number - 1] if number else 0)]
-
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        """Ids of every sample, int64 [len(self)]."""
-        return np.concatenate([part.lengths for part in self.parts])
-
-    @property
-    def base_ids(self) -> NDArray[np.int64]:
-        """Base ids of every sample, int64 [len(self)]."""
-        return np.concatenate([part.base_ids for part in self.parts])
-
-    @property
-    def starts(self) -> NDArray[np.int64]:
-        """Entries of every sample's starting codebook, int64 [len(self)]."""
-        return np.concatenate([part.starts for part in self.parts])
-
-    def __str__(self) -> str:
-        return ", ".join(str(part.folder) for part in self.parts)
-
-
-class Chosen:
-    """Some samples of prepared data, numbered as in the whole data; all others have length 0 and are never read.
-
-    chosen: bool [samples], which ones.
-    """
-
-    def __init__(self, data: Joined, chosen: NDArray[np.bool_]) -> None:
-        self.data, self.params, self.chosen = data, data.params, chosen
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-    def __getitem__(self, i: int) -> Sample:
-        return self.data[i]
-
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        """Ids of every sample, 0 for those that are not chosen, int64 [len(self)]."""
-        return np.where(self.chosen, self.data.lengths, 0)
-
-    @property
-    def starts(self) -> NDArray[np.int64]:
-        """Entries of every sample's starting codebook, int64 [len(self)]."""
-        return self.data.starts
-
-    @property
-    def base_ids(self) -> NDArray[np.int64]:
-        """Base ids of every sample, 0 for those that are not chosen, int64 [len(self)]."""
-        return np.where(self.chosen, self.data.base_ids, 0)
-
-    def __str__(self) -> str:
-        return str(self.data)
 
 
 def is_prepared(folder: Path) -> bool:

@@ -10,7 +10,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import get_total_parameters
 
 from mlx_zip.layout import is_zip
-from mlx_zip.progress import clock
+from mlx_zip.progress import clock, counted
 from mlx_zip.training.checkpoint import Progress
 from mlx_zip.training.metrics import read_metrics
 from mlx_zip.training.settings import ADAPTER, RunOptions
@@ -43,7 +43,9 @@ def _counts(data: Data) -> str:
     """Returns the number of usable samples and of their base ids, in words."""
     usable = data.lengths >= 2
     base_ids, ids = int(data.base_ids[usable].sum()), int(data.lengths[usable].sum())
-    return f"{int(usable.sum()):,} samples, {base_ids:,} base ids ({base_ids / max(ids, 1):.2f} per id)"
+    return (
+        f"{counted(int(usable.sum()), 'sample')}, {counted(base_ids, 'base id')} ({base_ids / max(ids, 1):.2f} per id)"
+    )
 
 
 def closing(trainer: Trainer, options: RunOptions) -> list[str]:
@@ -51,8 +53,8 @@ def closing(trainer: Trainer, options: RunOptions) -> list[str]:
     done = trainer.progress
     passes = done.seen_samples / max(1, int((trainer.data.lengths >= 2).sum()))
     lines = [
-        f"{done.step:,} steps in {clock(done.seconds)}: {done.seen_samples:,} samples read, {passes:.1f} times the "
-        f"data, {done.seen_base_ids:,} base ids"
+        f"{counted(done.step, 'step')} in {clock(done.seconds)}: {counted(done.seen_samples, 'sample')} read, "
+        f"{passes:.1f} times the data, {done.seen_base_ids:,} base ids"
     ]
     log = read_metrics(options.out)
     bits = [line["val_bits_per_byte"] for line in log if isinstance(line.get("val_bits_per_byte"), float)]

@@ -26,6 +26,7 @@ from mlx_zip.training.checkpoint import (
     set_random_key,
     steps_of,
 )
+from mlx_zip.training.joined import Chosen, Joined
 from mlx_zip.training.loop import run_steps, steps_bar
 from mlx_zip.training.machines import from_first, together
 from mlx_zip.training.memory import give_back
@@ -34,7 +35,7 @@ from mlx_zip.training.objective import Trainee
 from mlx_zip.training.optimizer import learning_rate, make_optimizer
 from mlx_zip.training.padding import CLOSE, FEW
 from mlx_zip.training.settings import TrainSettings
-from mlx_zip.training.shards import Chosen, Joined, Sample
+from mlx_zip.training.shards import Sample
 from mlx_zip.training.stepping import Stepper, is_compiled
 from mlx_zip.training.stopping import stop_signals
 from mlx_zip.training.texts import Texts

@@ -21,6 +21,7 @@ from mlx_zip.files import sole_user
 from mlx_zip.loading import load, model_folder, read_config
 from mlx_zip.models import Model
 from mlx_zip.models.packed import plain_codec
+from mlx_zip.progress import counted
 from mlx_zip.register import MODEL_TYPE
 from mlx_zip.training.metrics import Metrics, read_metrics
 from mlx_zip.training.pack_rows import PackTrainee
@@ -117,7 +118,7 @@ def tune(
         first = trainee.trainable_parameters()
         trainer = Trainer(trainee, data, settings, run, mark, valid, quiet)
         if not trainer.quiet:
-            print(*header(trainer, f"rows of {len(pack.entries):,} entries"), sep="\n", file=sys.stderr)
+            print(*header(trainer, f"rows of {counted(len(pack.entries), 'entry')}"), sep="\n", file=sys.stderr)
         before = _first_bits(trainer, first, run)
         outcome = trainer.train()
         if outcome.progress.step < settings.iters:

@@ -271,6 +271,10 @@ def test_a_starting_codebook_is_read_from_a_file(run, zipped, text, tmp_path):
         (("--generate", 3), "--generate needs --prompts"),
         (("--data", "TEXT", "--generate", 0), "(--generate)"),
         (("--prompts", "p.jsonl", "--data", "TEXT"), "--prompts needs --generate"),
+        (
+            ("--data", "TEXT", "--num-shots", 2, "--include-path", "."),
+            "--include-path, --num-shots: of benchmark tasks",
+        ),
         (("--data", "missing.txt"), "missing.txt: no such file"),
         (("--data", "TEXT", "--context", 0), "--context"),
         (("--data", "TEXT", "--generate", 9), "9 continuations"),

@@ -123,3 +123,13 @@ def test_a_name_that_no_path_can_have_is_refused(way, name):
 )
 def test_hub_ids_have_an_owner_and_a_name(name, is_one):
     assert hub.is_hub_id(name) == is_one
+
+
+def test_the_reasons_that_a_library_lists_after_a_colon_are_reported(tmp_path, monkeypatch):
+    def refuse(*args, **options):
+        raise ValueError("it has none of: \n(1) a file, \n(2) a class")
+
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", refuse)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(DataError, match=r"it has none of: \(1\) a file, \(2\) a class"):
+        load_tokenizer(tmp_path)

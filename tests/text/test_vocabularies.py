@@ -110,7 +110,9 @@ def test_berts_word_pieces_are_of_lower_case_unless_the_name_says_cased(tmp_path
 
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
-    with pytest.raises(DataError, match=r"the tokenizer in .* cannot be loaded"):
+    with pytest.raises(
+        DataError, match=r"the tokenizer in .* cannot be loaded: it has no tokenizer file \(tokenizer\.json"
+    ):
         read_vocabulary(str(tmp_path))
 
 

@@ -138,7 +138,7 @@ def test_the_command_prepares_and_says_what_it_did(tmp_path, capsys):
     out, err = capsys.readouterr()
     assert (status, err) == (0, "")  # no bar where there is no terminal
     shards = Shards(tmp_path / "out")
-    assert f"{len(shards)} samples in 1 shards" in out
+    assert f"{len(shards)} samples in 1 shard:" in out
     assert "21 records: 16 longer than the context, 1 empty, 0 unlearnable windows, 0 wrong" in out
     assert expanded(shards) == expanded(prepared(tmp_path / "same", data, context=64))
 
@@ -155,6 +155,10 @@ def test_the_command_takes_a_mixture(tmp_path, mixture, capsys):
         ([], "name either --data or --mixture"),
         (["--data", "a.txt", "--mixture", "m.yaml"], "name either --data or --mixture"),
         (["--mixture", "m.yaml", "--split", "dev"], "--split cannot go with --mixture"),
+        (
+            ["--data", "b.txt", "--subset", "x", "--split", "dev"],
+            "--subset, --split: of data sets only, and --data b.txt",
+        ),
         (["--data", "a.txt", "--columns", "text"], "--columns 'text' is not of the form"),
         (["--data", "a.txt", "--columns", "body=text"], "columns: body is none of"),
         (["--data", "a.txt", "--disable", "x"], "--disable 'x'"),
@@ -163,6 +167,7 @@ def test_the_command_takes_a_mixture(tmp_path, mixture, capsys):
 )
 def test_bad_flags_are_one_line_and_status_2(tmp_path, capsys, monkeypatch, flags, words):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "b.txt").write_text("the cat.")
     assert run("--tokenizer", tokenizer_folder(), "--out", "out", *flags) == 2
     out, err = capsys.readouterr()
     assert out == ""

@@ -18,9 +18,9 @@ from mlx_zip.errors import InstallationError, TrainingError
 from mlx_zip.training.baseline import expanded
 from mlx_zip.training.checkpoint import Progress, checkpoints
 from mlx_zip.training.held_out import held_out_count, split
+from mlx_zip.training.joined import Joined
 from mlx_zip.training.metrics import read_metrics
 from mlx_zip.training.run import train
-from mlx_zip.training.shards import Joined
 from mlx_zip.training.summary import hints
 from support.crashing import crash_after
 from support.same_numbers import assert_same_losses

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from mlx_zip.cli.vocab_packs import _shown_in
 from mlx_zip.codec.pack import write_pack
 from mlx_zip.errors import DataError
 from mlx_zip.generate import load
@@ -139,6 +140,23 @@ def test_a_text_that_repeats_too_little_for_the_size_is_reported(run, text):
     status, _, err = run(*flags, "--size", 8)
     assert status == 0
     assert "for 0 of the 8 entries of --size; give more text for more entries" in err
+
+
+def test_each_round_of_learning_is_counted_with_its_figures():
+    class Bar:
+        def __init__(self):
+            self.notes, self.rounds = [], 0
+
+        def note(self, figures):
+            self.notes.append(figures)
+
+        def __call__(self):
+            self.rounds += 1
+
+    show = _shown_in(bar := Bar())
+    show("prune", 1024, -1)
+    show("refine", 1, 33000)
+    assert (bar.notes, bar.rounds) == (["prune: 1,024 entries", "refine: 1 entry, 33,000 ids"], 2)
 
 
 def test_protected_ids_are_in_no_entry(learn, text):
