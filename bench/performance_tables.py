@@ -144,7 +144,7 @@ def _speed(records: Records) -> str:
 
 def _machines(records: Records) -> str:
     """Returns the table of where and how each record of docs/performance.md was measured."""
-    names = [*PROFILES.values(), *REQUESTS.values(), *PUBLISHED.values(), "profile-stories", "profile-before", "rows"]
+    names = [*PROFILES.values(), *REQUESTS.values(), *PUBLISHED.values(), "profile-before", "rows"]
     return machines(records, sorted(name for name in (*names, STORIES, "codec") if name in records.files))
 
 

@@ -6,9 +6,11 @@ from .ratios import Ratio, of_samples, paired_ratio
 from .records import Record
 
 PROFILES = {
-    "rows warm": "profile-warm",
-    "rows cold": "profile-cold-transformer",
-    "rows cold, `res_latent_attn`": "profile-cold-latent",
+    "bundled model, 8 bit, rows cold": "profile-stories-cold",
+    "bundled model, 8 bit, rows warm": "profile-stories",
+    "`small-125m`, rows cold": "profile-cold-transformer",
+    "`small-125m`, rows cold, `res_latent_attn`": "profile-cold-latent",
+    "`small-125m`, rows warm": "profile-warm",
 }
 REQUESTS = {"code": "generate-code-1024", "chat": "generate-chat-1024"}
 STORIES = "stories-chat"  # record of the bundled model in conversations of three stories, with cold and with warm rows
