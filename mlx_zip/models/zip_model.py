@@ -26,7 +26,7 @@ from mlx_zip.models.inputs import PositionedCache, check_shape, cut_offsets, kv_
 from mlx_zip.models.positions import positions_of
 from mlx_zip.models.rope import Positions
 from mlx_zip.models.session import Session, Side, check_tuned
-from mlx_zip.state import Advance, Evicted, HostIds, ZipState, find_state, split_packs, start_of, with_starts
+from mlx_zip.state import Advance, Evicted, HostIds, ZipState, split_packs, start_of, with_starts
 from mlx_zip.vocab.packs import PackLike
 from mlx_zip.vocab.tuned import TunedStart
 
@@ -205,8 +205,8 @@ class Model(nn.Module):
         Raises `ModelError` for a cache of another model, and for one whose KV caches and codebooks hold different
         numbers of ids. The cache may have begun with any entries: they belong to the request.
         """
-        state = find_state(cache)
-        if state is None or state is not cache[-1] or len(cache) != len(self.layers) + 1:
+        state = cache[-1] if len(cache) == len(self.layers) + 1 else None
+        if not isinstance(state, ZipState):
             raise ModelError("the cache is not one that this model's make_cache() made")
         if not state.fits(self.config.codec_params):
             raise ModelError("the cache was made with other codec parameters than this model's")
