@@ -51,7 +51,7 @@ class Ahead:
             return None
         h = model.model.embed_tokens(base)
         if table.array is not None:
-            rows = table.array[0, slots] if len(ids) == 1 else table.take(slots)
+            rows = table.array[0][slots] if len(ids) == 1 else table.take(slots)
             h = _chosen(hyper, rows, h)
         h = model.run_layers(model.scaled(h), kv, positions)
         cut_offsets(kv, state.left_padding)
