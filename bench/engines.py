@@ -38,8 +38,8 @@ class Run:
     prompt_ids: length of the prompt in the engine's ids. times: seconds from the request to the end of each step. ids:
     those emitted at each step, one except with prompt lookup. base_ids: the base ids of all of them, cut where the text
     ends; the first `first_base` came with the first step. text_bytes: UTF-8 bytes of the text. kv_ids: ids in the KV
-    cache at the end. row_bytes: bytes of hyper rows that a step reads at the end. peak_bytes: peak memory, None if
-    not known.
+    cache at the end. row_bytes: bytes of hyper rows that a step reads at the end. second_bodies: how many steps ran the
+    decoder's body twice. peak_bytes: peak memory, None if not known.
     """
 
     prompt_ids: int
@@ -50,6 +50,7 @@ class Run:
     text_bytes: int = 0
     kv_ids: int = 0
     row_bytes: int = 0
+    second_bodies: int = 0
     peak_bytes: int | None = None
 
     def step(self, seconds: float, ids: Iterable[int], base_ids: Iterable[int]) -> None:
@@ -187,7 +188,7 @@ class MlxZip(MlxEngine):
         """See `MlxEngine._run`. held: the conversation's KV caches, and its `ZipState` last."""
         from mlx_zip.generate import stream_generate
 
-        book = held[-1].books[0]
+        book, bodies_before = held[-1].books[0], held[-1].second_bodies
         prompt_ids, ids = zip_ids(book, prompt, replay or ())
         sampler = Forced(ids.tolist()) if replay is not None else None
         run, begun = Run(len(prompt_ids)), time.perf_counter()
@@ -197,6 +198,7 @@ class MlxZip(MlxEngine):
             run.step(time.perf_counter() - begun, [response.token], response.base_ids)
             run.text_bytes += len(response.text.encode())
         run.kv_ids, run.row_bytes = held[-1].offset, installed_bytes(held[-1])
+        run.second_bodies = held[-1].second_bodies - bodies_before
         return run
 
 

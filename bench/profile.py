@@ -12,10 +12,15 @@ from __future__ import annotations
 import argparse
 import json
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from importlib import import_module
 from itertools import pairwise
 from typing import Any
+from unittest.mock import patch
 
+import mlx.core as mx
 import numpy as np
 
 from mlx_zip.arguments import check_at_least
@@ -27,11 +32,13 @@ from .generate import PACKAGES, add_model_arguments, add_text_arguments, prepare
 from .profile_hooks import CPU, OURS, PARTS, PLAIN_HOOKS, ZIP_HOOKS, Hook, Seconds, Tracer
 from .record import header, load_before, surroundings
 from .shapes import Models
+from .step_launches import PROMPT, step_launches
 from .tables import table
 from .workloads import Workload
 
 SCHEMA = 2
 SIZES = ("512+128",)
+AHEAD = {"on": True, "off": False, "auto": None}  # --ahead: what `decode_steps` takes
 CLOCKS = ("host_us", "cpu_us", "apart_us")
 
 
@@ -50,6 +57,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("warm", "cold"),
         default="warm",
         help="hyper rows that a run may reuse. warm: those that earlier runs encoded; cold: none (default: warm)",
+    )
+    add(
+        "--ahead",
+        choices=tuple(AHEAD),
+        default="auto",
+        help="whether a step's body begins before the host has read the step's id. auto: on a GPU (default: auto)",
     )
     add_model_arguments(parser)
     add_text_arguments(parser, SIZES)
@@ -141,7 +154,8 @@ class StepProfiler:
         if self.args.rows == "cold":
             self.zipped.fresh()
         turn = workload.turns[0]
-        return _traced(self.zipped, tracer, turn.prompt, turn.tokens, turn.text)
+        with running_ahead(AHEAD[self.args.ahead]):
+            return _traced(self.zipped, tracer, turn.prompt, turn.tokens, turn.text)
 
     def _run_plain(self, workload: Workload, like: Run, tracer: Tracer | None) -> tuple[Run, Sequence[Seconds]]:
         """Runs mlx-lm with as many prompt ids and forced ids as `like`, mlx_zip's run, so with equal KV length."""
@@ -149,6 +163,21 @@ class StepProfiler:
         text = (*(turn.text or ()), *turn.prompt)
         forced = [text[i % len(text)] for i in range(steps)]
         return _traced(self.plain, tracer, turn.prompt[: like.prompt_ids], steps, forced)
+
+    @property
+    def ahead(self) -> bool:
+        """Whether bodies run ahead in mlx_zip."""
+        chosen = AHEAD[self.args.ahead]
+        return mx.default_device() == mx.Device(mx.gpu) if chosen is None else chosen
+
+    def _launches(self, workload: Workload, untraced: Run) -> dict[str, Any] | None:
+        """Returns the launches per step for the record, counted on the last ids of the prompt and those written.
+
+        None if the text is too short to count any. untraced: mlx_zip's last run.
+        """
+        text = [*workload.turns[0].prompt[-PROMPT:], *untraced.base_ids]
+        counted = step_launches(self.models, text, self.args.rows)
+        return counted.record() if counted else None
 
     def _record(self, workload: Workload, untraced: Run, ways: dict[str, Steps]) -> dict[str, Any]:
         """Returns the record. untraced: mlx_zip's last run without clocks. ways: the steps of each way to run."""
@@ -173,12 +202,14 @@ class StepProfiler:
                 "prompt_tokens": len(turn.prompt),
                 "tokens": turn.tokens,
             },
-            "setting": {"trials": args.trials, "rows": args.rows},
+            "setting": {"trials": args.trials, "rows": args.rows, "ahead": self.ahead},
             "counts": {
                 "prompt_ids": untraced.prompt_ids,
                 "steps": len(untraced.times),
                 "base_tokens": len(untraced.base_ids),
             },
+            "second_bodies": _round(untraced.second_bodies / len(untraced.times)) if self.ahead else None,
+            "launches": self._launches(workload, untraced),
             "unit": "us per step",
             "steps": {name: _figure(way.whole, way.medians) for name, way in ways.items()},
             "ratio": {"median": _round(float(np.median(ratios))), "samples": [_round(r) for r in ratios.tolist()]},
@@ -196,6 +227,14 @@ class StepProfiler:
             "device": self.zipped.device,
             **surroundings(*PACKAGES),
         }
+
+
+@contextmanager
+def running_ahead(ahead: bool | None) -> Iterator[None]:
+    """Inside, `mlx_zip.stream_generate` runs bodies ahead if `ahead` is true; None leaves that to the device."""
+    generate = import_module("mlx_zip.generate")  # `mlx_zip.generate` is also a function's public name
+    with patch.object(generate, "decode_steps", partial(generate.decode_steps, ahead=ahead)):
+        yield
 
 
 def _traced(engine: Any, tracer: Tracer | None, *request: Any) -> tuple[Run, Sequence[Seconds]]:
@@ -240,5 +279,15 @@ def split_table(record: dict[str, Any]) -> str:
         f"{table(header, rows, 'markdown')}\n\n"
         f"Median steps: {medians}. Ratio to mlx-lm's at the same KV length: {record['ratio']['median']:.3f}. "
         f"Host work of mlx_zip: {record['ours_cpu_us']['median']:.0f} (90 %: {record['ours_cpu_us']['p90']:.0f}), "
-        f"by the wall's clock {record['ours_us']['median']:.0f}.\n"
+        f"by the wall's clock {record['ours_us']['median']:.0f}.{_counts(record)}\n"
     )
+
+
+def _counts(record: dict[str, Any]) -> str:
+    """Returns sentences on second bodies and launches; older records have neither, and some only one of them."""
+    found = ""
+    if record.get("second_bodies") is not None:
+        found += f" Steps that ran the body twice: {record['second_bodies']:.1%}."
+    if launches := record.get("launches"):
+        found += f" Launches per step on a GPU: {launches['mlx-zip']:g}, mlx-lm's {launches['mlx-lm']:g}."
+    return found

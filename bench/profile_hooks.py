@@ -87,7 +87,11 @@ class Hook:
         return home
 
 
-MODEL, ROWS = "mlx_zip.models.zip_model:Model", "mlx_zip.models.session:Session"
+MODEL, ROWS, AHEAD = (
+    "mlx_zip.models.zip_model:Model",
+    "mlx_zip.models.session:Session",
+    "mlx_zip.models.ahead:Ahead",
+)
 STATE, REQUEST = "mlx_zip.state:ZipState", "mlx_zip.request:Request"
 PLAIN_HOOKS = (
     Hook("sampling", mx, "logsumexp", _result),
@@ -99,6 +103,7 @@ ZIP_HOOKS = (
     *PLAIN_HOOKS,
     *(Hook("wait", f"mlx_zip.models.{module}", "read_ids") for module in ("zip_model", "ahead")),
     Hook("call", MODEL, "__call__"),
+    *(Hook("call", AHEAD, name) for name in ("run", "follow")),
     Hook("embedding", MODEL, "_embed", _result),
     *(Hook("rows", ROWS, name, _tables) for name in ("fill_inputs", "fill_outputs")),
     Hook("rows", ROWS, "settle"),
@@ -108,7 +113,9 @@ ZIP_HOOKS = (
     Hook("text", "mlx_zip.text.stream:TextStream", "feed"),
     Hook("response", REQUEST, "emit"),
     Hook("codec", REQUEST, "_expand"),
-    *(Hook("codec", STATE, name) for name in ("advance", "missing_outputs", "missing_inputs", "entries")),
+    *(Hook("codec", STATE, name) for name in ("advance", "entries")),
+    *(Hook("codec", STATE, f"missing_{name}") for name in ("outputs", "inputs", "installed_inputs")),
+    Hook("codec", STATE, "only_missing_output"),
     Hook("codec", "mlx_zip.codec:Codebook", "words"),
 )
 

@@ -90,7 +90,7 @@ class RowStore:
 
         Unlike `rows`, this uses no numpy, which would be slow within a step of generation.
         """
-        row = self._memory.get(self._prefix(kind) + words.ljust(4 * kind.rows.key_words, _PADDING))
+        row = self._memory.get(self._name(kind, words))
         if row is None:
             return None
         self.from_memory += 1
@@ -98,6 +98,18 @@ class RowStore:
         if kind.dtype == mx.float32:
             return mx.array(data.cast("f", [1, len(row) // 4]))
         return mx.array(data.cast("B", [1, len(row)])).view(kind.dtype)
+
+    def encode_one(self, kind: RowKind, words: bytes, encode: Callable[[], mx.array]) -> mx.array | None:
+        """Returns the row [1, D] of one entry that is not in memory, encoded, and keeps it; None if it may be on disk.
+
+        words: as in `row`. encode: makes the row.
+        """
+        if self._disk is not None and kind.durable:
+            return None
+        row = encode()
+        self.encoded += 1
+        self._fresh.append((kind, [self._name(kind, words)], row.view(mx.uint8)))
+        return row
 
     @property
     def pending(self) -> list[mx.array]:
@@ -154,6 +166,10 @@ class RowStore:
     def _prefix(self, kind: RowKind) -> bytes:
         """Returns the bytes that names of rows of this kind begin with."""
         return self._prefixes.setdefault(kind, len(self._prefixes).to_bytes(_PREFIX, "little"))
+
+    def _name(self, kind: RowKind, words: bytes) -> bytes:
+        """Returns the name, in memory, of the row of the entry with these base ids."""
+        return self._prefix(kind) + words.ljust(4 * kind.rows.key_words, _PADDING)
 
     def _names(self, kind: RowKind, keys: NDArray[np.uint32]) -> list[bytes]:
         """Returns the names, in memory, of the rows of keys [N, words]: the kind's prefix and the key."""

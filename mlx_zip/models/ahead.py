@@ -42,7 +42,7 @@ class Ahead:
         self._fill_inputs(state)
         table, layout = state.inputs, model.layout
         capacity = layout.codebook_size if table.array is None else table.array.shape[1]
-        if ids.dtype == mx.uint64:  # in MLX, uint64 combined with a signed integer becomes a float
+        if ids.dtype.size != 4:  # narrow types cannot hold every id, and MLX compares uint64 with a signed id as floats
             ids = ids.astype(mx.int64)
         base, hyper, slots = _split(layout.vocab_size, capacity, ids[:, None])
         rule = model.config.position_mode, model.traits.long_context
@@ -51,7 +51,7 @@ class Ahead:
             return None
         h = model.model.embed_tokens(base)
         if table.array is not None:
-            rows = table.array[0, slots] if len(ids) == 1 else table.take(slots)
+            rows = table.array[0][slots] if len(ids) == 1 else table.take(slots)
             h = _chosen(hyper, rows, h)
         h = model.run_layers(model.scaled(h), kv, positions)
         cut_offsets(kv, state.left_padding)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -18,7 +19,13 @@ class TanhGeluMLP(nn.Module):
         self.down_proj = nn.Linear(hidden, dim, bias=False)
 
     def __call__(self, x: mx.array) -> mx.array:
-        return self.down_proj(nn.gelu_approx(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(_gated(self.gate_proj(x), self.up_proj(x)))
+
+
+@partial(mx.compile, shapeless=True)
+def _gated(gate: mx.array, up: mx.array) -> mx.array:
+    """Returns tanh-GELU of gate, times up, both of one shape."""
+    return nn.gelu_approx(gate) * up
 
 
 class SoftCapAttention(nn.Module):

@@ -42,7 +42,7 @@ def positions_ahead(
     if _is_long(first, context) != state.long_rope or _is_long(last, context) != state.long_rope:
         return None
     spans = mx.array(state.spans())
-    spans = spans[0, slots] if len(done) == 1 else mx.take_along_axis(spans, slots, axis=1)
+    spans = spans[0][slots] if len(done) == 1 else mx.take_along_axis(spans, slots, axis=1)
     return Positions(index=_ends(mx.array(done[:, None] - 1), hyper, spans), long=state.long_rope)
 
 

@@ -140,13 +140,17 @@ class Session:
         state.mark_outputs_encoded()
 
     def _one_row(self, state: ZipState, side: Side, slot: int) -> mx.array:
-        """Returns the row [1, D] of one slot of a single sequence; a row in memory is found without numpy."""
+        """Returns the row [1, D] of one slot of a single sequence; the store is asked without numpy."""
         book, row = state.books[0], None
+        entry = partial(book.rows, slot, 1)
         if self.store is not None and not side.training:
-            row = self.store.row(self._kind(side), book.words(slot))
-        if row is None:
-            row = self.rows(side, *book.rows(slot, 1))
-            state.submit(row)
+            kind, words = self._kind(side), book.words(slot)
+            row = self.store.row(kind, words)
+            if row is not None:
+                return row
+            row = self.store.encode_one(kind, words, lambda: self.encode(side, *entry()))
+        row = self.rows(side, *entry()) if row is None else row
+        state.submit(row)
         return row
 
     # ---- tuned rows

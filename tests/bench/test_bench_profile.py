@@ -7,10 +7,12 @@ import time
 
 import pytest
 
-from mlx_zip.bench import profile_hooks
+from mlx_zip.bench import profile, profile_hooks
 from mlx_zip.bench.engines import MlxZip
 from mlx_zip.bench.profile_hooks import CPU, OURS, PARTS, PLAIN_HOOKS, ZIP_HOOKS, Hook, Tracer
+from mlx_zip.bench.step_launches import step_launches
 from mlx_zip.errors import MlxZipError
+from mlx_zip.models.ahead import Ahead
 from support import tiny, tiny_bench
 from support.places import DOCS
 from support.tiny_bench import ON
@@ -40,6 +42,52 @@ def test_a_step_is_split_into_parts_that_add_up(capsys):
         assert found["parts"][part]["host_us"]["mean"] > 0
     assert len(found["steps"]["mlx-zip"]["samples"]) == len(found["ratio"]["samples"]) == 2
     assert all(f"| {part} |" in table for part in PARTS)
+
+
+def test_launches_are_counted_and_shown(capsys):
+    found, table = record(capsys, *ON, "--sizes", "40+20", "--trials", 1, "--rows", "cold")
+    launches = found["launches"]
+    assert launches["steps"] > 0
+    assert launches["mlx-zip"] > launches["mlx-lm"] > 0
+    assert f"Launches per step on a GPU: {launches['mlx-zip']:g}, mlx-lm's {launches['mlx-lm']:g}." in table
+    assert found["second_bodies"] is None  # no body runs ahead on this device
+    assert "body twice" not in table
+
+
+def test_a_warm_step_launches_less_than_a_cold_one():
+    models = tiny_bench.models()
+    warm, cold = (step_launches(models, TEXT * 2, rows) for rows in ("warm", "cold"))
+    assert warm.plain == cold.plain
+    assert any(warm.installs)
+    assert sum(warm.plain) < sum(warm.ours) < sum(cold.ours)
+
+
+def test_a_text_that_is_too_short_has_no_launches():
+    assert step_launches(tiny_bench.models(), TEXT[:34], "warm") is None
+
+
+def test_bodies_that_ran_twice_are_counted(capsys, monkeypatch):
+    follow = Ahead.follow
+
+    def twice(self, h, ids):
+        self.cache[-1].second_bodies += 1
+        return follow(self, h, ids)
+
+    monkeypatch.setattr(Ahead, "follow", twice)
+    found, table = record(capsys, *ON, "--sizes", "24+12", "--trials", 1, "--ahead", "on")
+    assert found["setting"]["ahead"] is True
+    assert found["second_bodies"] >= 1.0
+    assert "Steps that ran the body twice: 1" in table
+
+
+@pytest.mark.parametrize("rows", ["cold", "warm"])
+def test_bodies_that_run_ahead_are_seldom_run_twice(capsys, rows):
+    found, _ = record(capsys, *ON, "--sizes", "40+40", "--trials", 1, "--ahead", "on", "--rows", rows)
+    assert found["second_bodies"] <= 0.1
+
+
+def test_a_record_without_counts_is_shown_without_them():
+    assert profile._counts({}) == ""
 
 
 def test_mlx_lm_reads_and_emits_as_many_ids(capsys, monkeypatch):

@@ -28,6 +28,8 @@ FORGETFUL = (
     "{% for m in messages %}{% if loop.last or m.role == 'user' %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}"
 )
 
+PACK = ("the", "cat", "dog", "mat", "on ", "sat", "and", "sto")
+
 
 @cache
 def tokenizer_folder(kind: str = "byte level", bos: bool = True, template: str | None = TEMPLATE) -> Path:
@@ -105,3 +107,13 @@ def _tokenizer(folder: Path) -> Any:
 def stories(n: int, words: int = 30) -> list[str]:
     """Different texts, each of which repeats itself."""
     return [f"story {i}. " + "the cat and the dog sat on the mat. " * (1 + (i * 7) % words // 6) for i in range(n)]
+
+
+def stream_of(documents: Iterable[str]) -> list[int]:
+    """Returns the base ids of documents, each followed by the id that ends a document."""
+    return [x for text in documents for x in [*ids_of(text), EOS]]
+
+
+def entries_of(*words: str) -> tuple[tuple[int, ...], ...]:
+    """Returns the base ids of each word, as the entries of a pack."""
+    return tuple(tuple(ids_of(word)) for word in words)

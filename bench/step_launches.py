@@ -1,0 +1,116 @@
+"""Counts the kernels that a step launches on a GPU, in mlx_zip and in mlx-lm, from the graphs that both build.
+
+Nothing is evaluated in the counted steps, so a count needs no GPU (`mlx_zip.models.launches`). What a launch does is
+not weighed: a small addition counts as much as a large product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
+from itertools import pairwise
+from statistics import mean
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_zip.decode import decode_steps
+from mlx_zip.hyper import RowStore
+from mlx_zip.models.ahead import Ahead
+from mlx_zip.models.launches import gpu_forms, launches
+
+from .engines import Forced, zip_ids
+from .shapes import Models
+
+PROMPT, STEPS = 32, 20  # base ids that are read before the counted steps; steps at most
+SKIPPED = 4  # first steps that are not counted: they also hold what is computed once per request or per model
+
+
+class Launches(NamedTuple):
+    """Launches of each counted step, in mlx_zip and in mlx-lm, and whether the step installs an entry."""
+
+    ours: list[int]
+    plain: list[int]
+    installs: list[bool]
+
+    def record(self) -> dict[str, Any]:
+        """Returns the mean launches per step, and the number of steps, for a record."""
+        return {"mlx-zip": round(mean(self.ours), 1), "mlx-lm": round(mean(self.plain), 1), "steps": len(self.ours)}
+
+
+def step_launches(models: Models, base_ids: Sequence[int], rows: str) -> Launches | None:
+    """Returns the launches of the steps that write `base_ids` after their first `PROMPT`; None if those are too few.
+
+    models: with hypertokens; new model objects are made, so that the timed ones keep their own graphs. rows: "warm", if
+    a request of the same text has filled the row store, or "cold".
+    """
+    assert models.zipped is not None
+    model = copy(models.zipped())
+    model.eval()
+    model.session.store = None
+    prompt, ids = zip_ids(model.make_cache()[-1].books[0], base_ids[:PROMPT], base_ids[PROMPT:])
+    emitted = ids[:STEPS].tolist()
+    if len(emitted) <= SKIPPED:
+        return None
+    if rows == "warm":
+        model.session.store = RowStore()
+        _write(model, prompt, emitted)
+        model.session.store.flush()
+    cache = model.make_cache()
+    _read(model, prompt, cache)
+    if rows == "cold":
+        model = copy(model)  # without the compiled encoders of this device
+    book = cache[-1].books[0].copy()
+    installs = [len(book.push(one)) > 0 for one in emitted]
+    with gpu_forms():
+        ours, plain = added(_zip_steps(model, cache, emitted)), added(_plain_steps(models.plain(), base_ids))
+    return Launches(ours, plain, installs[SKIPPED:])
+
+
+def _write(model: Any, prompt: np.ndarray, ids: Sequence[int]) -> None:
+    """Generates `ids` after `prompt`, so that the model's store holds all rows of both."""
+    options: Any = {"sampler": Forced(ids), "prefill_step_size": PROMPT, "ahead": True}
+    for _ in decode_steps(model, prompt, model.make_cache(), max_steps=len(ids), **options):
+        pass
+
+
+def _read(model: Any, ids: Iterable[int], cache: list[Any]) -> None:
+    """Has a model read ids, and computes its KV caches."""
+    model(mx.array([list(map(int, ids))]), cache=cache)
+    mx.eval([entry.state for entry in cache if hasattr(entry, "keys")])
+
+
+def _zip_steps(model: Any, cache: list[Any], ids: Sequence[int]) -> Iterator[mx.array]:
+    """Yields the choice of every step that reads one of `ids` in mlx_zip, with bodies that run ahead."""
+    ahead = Ahead(model, cache)
+    for one in ids:
+        y = mx.array([one])
+        h = ahead.run(y)
+        logits = model(y[None], cache=cache) if h is None else ahead.follow(h, y)
+        yield _chosen(logits[:, -1, : model.layout.hyper_id(len(cache[-1].books[0]))])
+
+
+def _plain_steps(model: Any, base_ids: Sequence[int]) -> Iterator[mx.array]:
+    """Yields the choice of every step of mlx-lm's model."""
+    cache = make_prompt_cache(model)
+    _read(model, base_ids[:2], cache)
+    for one in base_ids[PROMPT : PROMPT + STEPS]:
+        yield _chosen(model(mx.array([[int(one)]]), cache=cache)[:, -1])
+
+
+def _chosen(logits: mx.array) -> mx.array:
+    """Returns the greedy choice as both decode loops make it: log-probabilities first."""
+    return mx.argmax(logits - mx.logsumexp(logits, keepdims=True), axis=-1)
+
+
+def added(steps: Iterable[mx.array]) -> list[int]:
+    """Returns how many launches each step after the first `SKIPPED` adds to those of the steps before it."""
+    arrays: list[mx.array] = []
+    totals: list[int] = []
+    for made in steps:
+        arrays.append(made)
+        if len(arrays) >= SKIPPED:
+            totals.append(sum(launches(*arrays).values()))
+    return [after - before for before, after in pairwise(totals)]
