@@ -138,9 +138,8 @@ def from_config(
     if len(tokenizer) > config["vocab_size"]:
         raise MlxZipError(f"the tokenizer has {len(tokenizer)} ids, shape {name} only {config['vocab_size']}")
     mx.random.seed(seed)
-    args, quantization = zip_args(config, options), _quantization(precision)
-    if quantization and options.encoder_bits:
-        quantization |= {path: quantization | {"bits": options.encoder_bits} for path in _encoder_layers(Model(args))}
+    args = zip_args(config, options)
+    quantization = quantization_of(precision, options, Model(args))
     weights = _random_weights(Model(args), _dtype(precision), quantization)
     decoder = _without_encoders(weights)
     return Models(
@@ -254,9 +253,14 @@ def _dtype(precision: str) -> mx.Dtype:
     return mx.bfloat16
 
 
-def _quantization(precision: str) -> dict[str, Any] | None:
-    """Returns the quantization for a config.json; None if the precision is not 8 or 4 bits."""
-    return {"group_size": GROUP_SIZE, "bits": int(precision)} if precision in ("8", "4") else None
+def quantization_of(precision: str, options: ZipOptions, model: Any) -> dict[str, Any] | None:
+    """Returns the quantization for a config.json; None if the precision is not 8 or 4 bits. model: with hypertokens."""
+    if precision not in ("8", "4"):
+        return None
+    common = {"group_size": GROUP_SIZE, "bits": int(precision)}
+    if options.encoder_bits is None:
+        return common
+    return common | {path: {**common, "bits": options.encoder_bits} for path in _encoder_layers(model)}
 
 
 def _section(config: Mapping[str, Any], options: ZipOptions) -> dict[str, Any]:

@@ -6,9 +6,9 @@ from .ratios import Ratio, of_samples, paired_ratio
 from .records import Record
 
 PROFILES = {
-    "rows warm": "profile-warm",
     "rows cold": "profile-cold-transformer",
     "rows cold, `res_latent_attn`": "profile-cold-latent",
+    "rows warm": "profile-warm",
 }
 REQUESTS = {"code": "generate-code-1024", "chat": "generate-chat-1024"}
 STORIES = "stories-chat"  # record of the bundled model in conversations of three stories, with cold and with warm rows
