@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 
 from mlx_zip.arguments import Parser
 from mlx_zip.errors import MlxZipError
 
+from .record_file import add_record_flag, run_recorded
+
 BENCHES = {
     "generate": (
         "mlx_zip.bench.generate",
         "time engines on the same texts: time to first id, decoding speed, memory, energy",
+    ),
+    "batch": (
+        "mlx_zip.bench.batch",
+        "time a batch of requests against the same requests one after the other, with and without hypertokens",
     ),
     "report": (
         "mlx_zip.bench.report",
@@ -40,6 +46,7 @@ BENCHES = {
         "time a training step, its parts and data preparation; compare memory with mlx-lm's trainer",
     ),
 }
+TIMED = {"generate", "batch", "profile", "codec", "rows", "training"}  # benches that measure time: they have --record
 PAPERS = "mlx_zip.bench.papers.__main__"  # runs the papers' experiments; a checkout has it, a package does not
 
 
@@ -53,13 +60,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         experiments = import_module(PAPERS)
         if argv[0] in experiments.EXPERIMENTS:
             return experiments.main(argv)
-    return run_named(BENCHES, "mlx_zip bench", __doc__, argv)
+    return run_named(BENCHES, "mlx_zip bench", __doc__, argv, TIMED)
 
 
-def run_named(choices: Mapping[str, tuple[str, str]], prog: str, description: str | None, argv: Sequence[str]) -> int:
+def run_named(
+    choices: Mapping[str, tuple[str, str]],
+    prog: str,
+    description: str | None,
+    argv: Sequence[str],
+    timed: Collection[str],
+) -> int:
     """Imports and runs the module that argv[0] names, and returns the exit status.
 
-    choices: name -> (module, help text). prog: the command in front of the name, as help shows it.
+    choices: name -> (module, help text). prog: the command in front of the name, as help shows it. timed: names whose
+    records `--record` can keep.
     """
     parser = Parser(prog=prog, description=description)
     commands = parser.add_subparsers(dest="bench", required=True)
@@ -68,13 +82,15 @@ def run_named(choices: Mapping[str, tuple[str, str]], prog: str, description: st
         if argv and argv[0] == name:
             module = import_module(home)
             module.add_arguments(command)
-            command.set_defaults(run=module.run)
+            if name in timed:
+                add_record_flag(command)
+            command.set_defaults(run=module.run, record=None)
     if not argv:
         parser.print_help()
         return 0
     args = parser.parse_args(argv)
     try:
-        return args.run(args)
+        return args.run(args) if args.record is None else run_recorded(args.record, lambda: args.run(args))
     except MlxZipError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

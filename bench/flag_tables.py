@@ -13,6 +13,7 @@ from typing import Any
 
 from mlx_zip.errors import MlxZipError
 
+from .record_file import add_record_flag
 from .tables import table
 
 KNOWN = "'flags COMMAND', commands, benches, experiments, methods"
@@ -42,6 +43,8 @@ def parser_of(command: str) -> argparse.ArgumentParser:
     if first == "bench" and rest in benches() | experiments():
         parser = argparse.ArgumentParser()
         import_module((benches() | experiments())[rest][0]).add_arguments(parser)
+        if rest in timed():
+            add_record_flag(parser)
         return parser
     if first == "vocab" and rest in (known := _vocab_parsers()):
         return known[rest]
@@ -58,6 +61,13 @@ def benches() -> dict[str, tuple[str, str]]:
 def experiments() -> dict[str, tuple[str, str]]:
     """Returns name -> (module, purpose) of every experiment that repeats a paper."""
     return import_module("mlx_zip.bench.papers.__main__").EXPERIMENTS
+
+
+def timed() -> set[str]:
+    """Returns the names of the benches and experiments that measure time."""
+    return {
+        name for home in ("mlx_zip.bench", "mlx_zip.bench.papers") for name in import_module(f"{home}.__main__").TIMED
+    }
 
 
 def _vocab_parsers() -> dict[str, argparse.ArgumentParser]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from . import targets
+from .batch_table import batch_table
 from .ratios import paired_ratio
 from .records import Record, Records, libraries, machines
 from .speeds import PROFILES, PUBLISHED, REQUESTS, STORIES, TURNS, per_step, pooled_per_step, ratio, step_ratio
@@ -29,6 +30,7 @@ OPERATIONS = {  # operation in a `bench codec` record: its name in the table
     "mark": "mark",
     "rewind_one": "rewind by one id",
 }
+BATCH = "batch"  # record of `bench batch`
 PACK = "its own, tuned"  # name of the bundled model's own pack in the record `pack_quality`
 
 
@@ -142,10 +144,15 @@ def _speed(records: Records) -> str:
     return table(heads, rows)
 
 
+def _batch(records: Records) -> str:
+    """Returns the table of the gain from batching, with and without hypertokens."""
+    return batch_table(records.lines(BATCH)) if BATCH in records.files else not_yet(BATCH)
+
+
 def _machines(records: Records) -> str:
     """Returns the table of where and how each record of docs/performance.md was measured."""
     names = [*PROFILES.values(), *REQUESTS.values(), *PUBLISHED.values(), "profile-before", "rows"]
-    return machines(records, sorted(name for name in (*names, STORIES, "codec") if name in records.files))
+    return machines(records, sorted(name for name in (*names, STORIES, BATCH, "codec") if name in records.files))
 
 
 TABLES: dict[str, Callable[[Records], str]] = {
@@ -156,7 +163,9 @@ TABLES: dict[str, Callable[[Records], str]] = {
     "stories": _stories,
     "published": _published,
     "parts": _parts,
+    "batch": _batch,
     "targets": targets.all_targets,
     "records": _machines,
 }
+NOT_YET = {"batch": BATCH}  # table: its record; no page needs to show the table before the record exists
 PICTURES = {}

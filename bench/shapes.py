@@ -82,13 +82,15 @@ SHAPES: dict[str, dict[str, Any]] = {
 class ZipOptions:
     """Hypertokens of random weights: kind and layers of the hyper-encoders, which are untied, and the codebook.
 
-    The encoder `res_latent_attn` works in half the model's width.
+    The encoder `res_latent_attn` works in half the model's width. encoder_bits: bits of the encoders' weights if the
+    model is quantized (`mlx_zip convert -q` takes 8); None leaves them as they are.
     """
 
     encoder: str = "transformer"
     encoder_layers: int = 2
     merge_size: int = 3
     codebook_size: int = 2048
+    encoder_bits: int | None = None
 
 
 @dataclass(frozen=True)
@@ -129,15 +131,15 @@ def from_config(
     name: str, config: Mapping[str, Any], precision: str, tokenizer: Any, options: ZipOptions, seed: int = 0
 ) -> Models:
     """Makes models with random weights for a decoder's config.json. precision: "float32", or "16", "8" or "4" bits."""
-    from mlx_zip.models import Model, ModelArgs
+    from mlx_zip.models import Model
 
     if precision not in PRECISIONS:
         raise MlxZipError(f"precision {precision!r} is not one of {', '.join(PRECISIONS)}")
     if len(tokenizer) > config["vocab_size"]:
         raise MlxZipError(f"the tokenizer has {len(tokenizer)} ids, shape {name} only {config['vocab_size']}")
     mx.random.seed(seed)
-    quantization = _quantization(precision)
-    args = ModelArgs.from_dict({**config, "model_type": "zip2zip", "zip2zip": _section(config, options)})
+    args = zip_args(config, options)
+    quantization = quantization_of(precision, options, Model(args))
     weights = _random_weights(Model(args), _dtype(precision), quantization)
     decoder = _without_encoders(weights)
     return Models(
@@ -149,6 +151,13 @@ def from_config(
         plain=lambda: _with_weights(_plain_model(config), decoder, quantization),
         zipped=lambda: _with_weights(Model(args), weights, quantization),
     )
+
+
+def zip_args(config: Mapping[str, Any], options: ZipOptions) -> Any:
+    """Returns the arguments of a model with hypertokens. config: the decoder's config.json."""
+    from mlx_zip.models import ModelArgs
+
+    return ModelArgs.from_dict({**config, "model_type": "zip2zip", "zip2zip": _section(config, options)})
 
 
 def from_folders(model: str | None, base: str | None) -> Models:
@@ -244,9 +253,14 @@ def _dtype(precision: str) -> mx.Dtype:
     return mx.bfloat16
 
 
-def _quantization(precision: str) -> dict[str, Any] | None:
-    """Returns the quantization for a config.json; None if the precision is not 8 or 4 bits."""
-    return {"group_size": GROUP_SIZE, "bits": int(precision)} if precision in ("8", "4") else None
+def quantization_of(precision: str, options: ZipOptions, model: Any) -> dict[str, Any] | None:
+    """Returns the quantization for a config.json; None if the precision is not 8 or 4 bits. model: with hypertokens."""
+    if precision not in ("8", "4"):
+        return None
+    common = {"group_size": GROUP_SIZE, "bits": int(precision)}
+    if options.encoder_bits is None:
+        return common
+    return common | {path: {**common, "bits": options.encoder_bits} for path in _encoder_layers(model)}
 
 
 def _section(config: Mapping[str, Any], options: ZipOptions) -> dict[str, Any]:
@@ -275,18 +289,34 @@ def _random_weights(model: Any, dtype: mx.Dtype, quantization: Mapping[str, Any]
 
     They are evaluated one by one, so that at most one array is in memory twice.
     """
-    model.set_dtype(dtype)
-    if quantization:
-        nn.quantize(model, **quantization, class_predicate=_quantizable(model))
+    quantize(model, dtype, quantization)
     weights = dict(tree_flatten(model.parameters()))
     for value in weights.values():
         mx.eval(value)
     return weights
 
 
-def _quantizable(model: Any) -> Callable[[str, Any], bool]:
-    """Returns the predicate of `nn.quantize`: whether a layer can be quantized and the model allows it."""
-    return lambda path, module: hasattr(module, "to_quantized") and model.quant_predicate(path, module)
+def quantize(model: Any, dtype: mx.Dtype, quantization: Mapping[str, Any] | None) -> None:
+    """Gives a model's weights their number type, and quantizes the layers that it allows and those named apart.
+
+    Nothing is evaluated. quantization: as in a config.json; a mapping in it names a layer and its own values.
+    """
+    model.set_dtype(dtype)
+    if quantization:
+        common, special = _split_quantization(quantization)
+        allowed = lambda path, module: hasattr(module, "to_quantized") and model.quant_predicate(path, module)
+        nn.quantize(model, **common, class_predicate=lambda path, module: special.get(path) or allowed(path, module))
+
+
+def _split_quantization(quantization: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, Any]]:
+    """Returns (group size and bits, values of the layers that have their own) of a config.json's quantization."""
+    special = {key: value for key, value in quantization.items() if isinstance(value, Mapping)}
+    return {key: quantization[key] for key in ("group_size", "bits")}, special
+
+
+def _encoder_layers(model: Any) -> list[str]:
+    """Returns the names of the hyper-encoders' linear layers."""
+    return [path for path, one in model.named_modules() if path.startswith(SIDES) and isinstance(one, nn.Linear)]
 
 
 def _without_encoders(weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
@@ -308,8 +338,7 @@ def _plain_model(config: Mapping[str, Any]) -> Any:
 def _with_weights(model: Any, weights: Mapping[str, mx.array], quantization: Mapping[str, Any] | None) -> Any:
     """Loads weights into a model, whose layers are quantized first as the weights are, and returns the model."""
     if quantization:
-        common = {key: quantization[key] for key in ("group_size", "bits")}
-        special = {key: value for key, value in quantization.items() if isinstance(value, Mapping)}
+        common, special = _split_quantization(quantization)
         stored: Any = lambda path, module: f"{path}.scales" in weights and special.get(path, True)
         nn.quantize(model, **common, class_predicate=stored)
     model.load_weights(list(weights.items()))

@@ -10,7 +10,7 @@ the new row, and enqueues head and sampler after the body. Thus the device does 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import nullcontext
 from typing import Any, cast
 
 import mlx.core as mx
@@ -19,6 +19,7 @@ from mlx_lm.generate import generation_stream
 from mlx_lm.sample_utils import LogitsProcessor, Sampler
 
 from mlx_zip.models.ahead import Ahead
+from mlx_zip.state import submitting
 
 CLEAR_EVERY = 256  # steps between two releases of unused buffers, as in mlx-lm
 Step = tuple[int, mx.array]  # an emitted id, and the log-probabilities [W] that it was chosen from
@@ -51,7 +52,7 @@ def decode_steps(
     steps = _Steps(model, cache, sampler, processors, after_call, ahead)
     y, logprobs = steps.prefill(prompt, prefill_step_size, progress)
     n = 0
-    with steps.submitting():
+    with nullcontext() if ahead else submitting(cache[-1]):
         while n != max_steps:
             token, following = steps.step(y)
             yield token, logprobs
@@ -107,16 +108,6 @@ class _Steps:
             mx.eval(y)
         report(len(prompt), len(prompt))
         return y, logprobs
-
-    @contextmanager
-    def submitting(self) -> Iterator[None]:
-        """Where the body does not run ahead, has a step's parts computed while the rest of the step is still built."""
-        state = self.cache[-1]
-        state.submit, before = state.submit if self.ahead else mx.async_eval, state.submit
-        try:
-            yield
-        finally:
-            state.submit = before
 
     def step(self, y: mx.array) -> tuple[int, tuple[mx.array, mx.array]]:
         """Runs the step that reads y; returns y as a number, and the next y with its logprobs, still being computed.

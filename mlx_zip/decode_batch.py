@@ -8,6 +8,7 @@ before it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import mlx.core as mx
@@ -18,6 +19,7 @@ from mlx_lm.sample_utils import LogitsProcessor, Sampler
 from mlx_zip.canonical import CanonicalDecoding, without_in_rows
 from mlx_zip.layout import is_zip
 from mlx_zip.models.ahead import Ahead
+from mlx_zip.state import submitting
 
 
 class BatchLoop:
@@ -58,12 +60,11 @@ class BatchLoop:
     def __iter__(self) -> Iterator[tuple[list[int], mx.array]]:
         with mx.stream(generation_stream):
             y, logprobs = self._choose(self._prefill())
-        if self._zip and self._ahead is None:
-            self.cache[-1].submit = mx.async_eval
-        while True:
-            tokens, following = self._step(y)
-            yield tokens, logprobs
-            y, logprobs = following
+        with submitting(self.cache[-1]) if self._zip and self._ahead is None else nullcontext():
+            while True:
+                tokens, following = self._step(y)
+                yield tokens, logprobs
+                y, logprobs = following
 
     def _prefill(self) -> mx.array:
         """Reads the prompts, and returns the logits [B, W] after their last ids."""
@@ -74,7 +75,20 @@ class BatchLoop:
         return self.model(mx.array(self.ids[:, last:]), cache=self.cache)[:, -1]
 
     def _step(self, y: mx.array) -> tuple[list[int], tuple[mx.array, mx.array]]:
-        """Runs the step that reads y [B]; returns y as numbers, and the next y with its logprobs, still computed."""
+        """Runs the step that reads y [B]; returns y as numbers, and the next y with its logprobs, still computed.
+
+        If something raises, the cache of a zip2zip model is as before.
+        """
+        before = self.cache[-1].offset
+        try:
+            return self._run(y)
+        except BaseException:
+            if self._zip:
+                self.model.forget(self.cache, before)
+            raise
+
+    def _run(self, y: mx.array) -> tuple[list[int], tuple[mx.array, mx.array]]:
+        """Does what `_step` does, but leaves the cache uneven if something raises."""
         with mx.stream(generation_stream):
             read = self._padded(y)
             h = None if self._ahead is None else self._ahead.run(read)
@@ -91,11 +105,16 @@ class BatchLoop:
             return tokens, self._choose(logits)
 
     def _padded(self, y: mx.array) -> mx.array:
-        """Returns y [B] with the pad id for sequences that have ended."""
+        """Returns y [B] with the pad id for sequences that have ended, and starts computing it.
+
+        The body then belongs to another graph, so that reading the ids does not wait for it.
+        """
         if not self._ended:
             return y
         ended = mx.array([row in self._ended for row in range(len(self.processors))])
-        return mx.where(ended, self.pad_id, y.astype(mx.int32))
+        padded = mx.where(ended, self.pad_id, y.astype(mx.int32))
+        mx.async_eval(padded)
+        return padded
 
     def open_rows(self) -> list[int]:
         """Returns the sequences that have not ended."""

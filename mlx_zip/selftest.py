@@ -1,7 +1,7 @@
 """`mlx_zip selftest`: checks recorded cases of the published packages and measures speed on the user's machine.
 
-Writes a one-page Markdown report to send to the developers. It names the machine, versions and figures, and holds no
-text or file name of the user.
+Writes a one-page Markdown report to send to the developers, and next to it a JSON file with all figures. Both name the
+machine, versions and figures, and hold no text or file name of the user.
 """
 
 from __future__ import annotations
@@ -27,7 +27,12 @@ from mlx_zip.tf32 import full_precision, tf32_line
 
 ROWS_TOLERANCE, LOGITS_TOLERANCE = 2e-5, 2e-4
 PLAIN = "llama_transformer_tied_lora"  # its base folder is a plain mlx-lm model of the same size
+PACKAGES = ("mlx", "mlx-lm", "transformers", "tokenizers", "numpy")
 TRIALS = 7
+SCHEMA = 1  # of the JSON file
+COPIES = 4  # additions per evaluation when the memory's bandwidth is measured
+TOTAL_S, STORIES_S, SHAPE_S = 110.0, 30.0, 40.0  # limits of the whole command and of its long parts, in seconds
+AT_LEAST_S = 10.0  # a long part is left out when less time is left
 
 
 @dataclass(frozen=True)
@@ -39,28 +44,61 @@ class Check:
     figure: str
 
 
+@dataclass(frozen=True)
+class Limit:
+    """The time that the command may take. ends: `time.monotonic()` at its end."""
+
+    ends: float
+
+    def left(self, part_s: float) -> float:
+        """Returns the seconds that a part may take, at most `part_s`."""
+        return min(part_s, self.ends - time.monotonic())
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags."""
     add = parser.add_argument
-    add("--out", default="mlx_zip_selftest.md", help="Markdown report to write (default: %(default)s)")
+    add(
+        "--out",
+        default="mlx_zip_selftest.md",
+        help="Markdown report to write; a file of this name ending in .json gets the figures (default: %(default)s)",
+    )
     add("--output", dest="out", default=argparse.SUPPRESS, help=argparse.SUPPRESS)  # its old name
 
 
 def run(args: argparse.Namespace) -> int:
     """Checks, measures, writes the report and prints its path; returns 0 if every check passed, else 1."""
     full_precision()  # the recorded results are float32; before MLX computes anything
+    limit = Limit(time.monotonic() + TOTAL_S)
     out = writable("--out", args.out)
+    data_file = writable("--out", figures_file(out))
     golden = Path(str(files("mlx_zip.golden")))
+    data: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         checks = [*check_codec(golden), *check_models(golden, Path(folder)), *measure(golden, Path(folder))]
+    checks += measure_steps(limit, data)
     failed = [check for check in checks if check.passed is False]
     with whole_file(out) as partial:
         partial.write_text(report(checks), encoding="utf-8")
+    with whole_file(data_file) as partial:
+        partial.write_text(json.dumps(figures(checks, data), indent=1) + "\n", encoding="utf-8")
     for check in checks:
         print(f"{_MARKS[check.passed]:>8}  {check.name}: {check.figure}")
     passed = sum(check.passed is True for check in checks)
-    print(f"{passed} checks passed, {len(failed)} failed; report: {args.out}")
+    print(f"{passed} checks passed, {len(failed)} failed; report: {args.out}, figures: {data_file}")
+    print("Please attach both files to a report on the project's issue tracker.")
     return 1 if failed else 0
+
+
+def figures_file(out: Path) -> Path:
+    """Returns the JSON file that belongs to a report."""
+    return out.with_suffix(".figures.json" if out.suffix == ".json" else ".json")
+
+
+def figures(checks: list[Check], data: dict[str, Any]) -> dict[str, Any]:
+    """Returns what the JSON file holds: the checks, the machine, and the data of the measurements."""
+    found = [{"name": one.name, "passed": one.passed, "figure": one.figure} for one in checks]
+    return {"selftest": SCHEMA, "machine": machine(), "checks": found, **data}
 
 
 _MARKS = {True: "ok", False: "FAILED", None: "measured"}
@@ -85,8 +123,7 @@ def machine() -> dict[str, str]:
         "device": ", ".join(f"{key} {value}" for key, value in mx.device_info(device).items()),
         "default device": str(device),
     }
-    packages = ("mlx", "mlx-lm", "transformers", "tokenizers", "numpy")
-    return {**about, "versions": ", ".join(f"{name} {version(name)}" for name in packages), "mlx_zip": _own_version()}
+    return {**about, "versions": ", ".join(f"{name} {version(name)}" for name in PACKAGES), "mlx_zip": _own_version()}
 
 
 def _own_version() -> str:
@@ -310,12 +347,13 @@ def _push_speed() -> tuple[None, str]:
 
 
 def _bandwidth() -> tuple[None, str]:
-    """Measures the memory bandwidth: bytes read and written per second when 1 is added to a 64 MB array."""
+    """Measures the memory bandwidth: bytes read and written per second when a number is added to a 64 MB array."""
     import mlx.core as mx
 
     x = mx.zeros((16 << 20,), mx.float32)
     mx.eval(x)
-    return None, f"{2 * x.nbytes / statistics.median(_timed(lambda: mx.eval(x + 1))) / 1e9:.1f} GB/s"
+    took = statistics.median(_timed(lambda: mx.eval([x + (i + 1) for i in range(COPIES)])))
+    return None, f"{COPIES * 2 * x.nbytes / took / 1e9:.1f} GB/s"
 
 
 def _step_time(folder: Path) -> str:
@@ -329,3 +367,53 @@ def _step_time(folder: Path) -> str:
         last = list(stream_generate(model, tokenizer, list(range(10, 42)), max_tokens=64))[-1]
         times.append((time.perf_counter() - begun) / last.steps)
     return f"{statistics.median(times) * 1e3:.2f} ms per step, prefill of 32 ids included ({last.steps} steps)"
+
+
+# ---- steps
+
+
+def measure_steps(limit: Limit, data: dict[str, Any]) -> list[Check]:
+    """Measures steps of the bundled model and of one of 1B size over mlx-lm's, bandwidth, and the machine's state.
+
+    data: is filled with all figures, by part.
+    """
+    bench, state = import_module("mlx_zip.bench.selftest"), import_module("mlx_zip.bench.machine_state").machine_state
+    data["state_before"] = state()
+    parts = [
+        _bandwidth_part(bench, data),
+        *_steps_part("stories", bench.stories_steps, bench.lines, limit.left(STORIES_S), data),
+        *_steps_part("1B, 4 bit", bench.shape_steps, bench.lines, limit.left(SHAPE_S), data),
+    ]
+    data["state_after"] = state()
+    data["surroundings"] = import_module("mlx_zip.bench.record").surroundings(*PACKAGES)
+    reported = [Check(f"machine: {name}", None, text[:200]) for name, text in data["state_after"].items()]
+    return [*parts, *reported]
+
+
+def _bandwidth_part(bench: Any, data: dict[str, Any]) -> Check:
+    """Returns the measured bandwidth of reading. bench: the module that measures."""
+
+    def measured() -> tuple[None, str]:
+        found = data["bandwidth"] = bench.bandwidth()
+        return None, f"skipped: {found['skipped']}" if "skipped" in found else f"{found['gb_per_s']:.1f} GB/s"
+
+    return attempt("memory: read in matrix-vector products", measured)
+
+
+def _steps_part(
+    name: str, measure: Callable[[float], Any], lines: Callable[[Any], Any], limit_s: float, data: dict[str, Any]
+) -> list[Check]:
+    """Returns a line per figure of one model's steps; one line if it is left out or fails.
+
+    measure: is called with the limit in seconds. lines: makes (name, text) of what it returns.
+    """
+
+    def measured() -> tuple[None, str]:
+        data[name] = measure(limit_s)
+        return None, ""
+
+    if limit_s < AT_LEAST_S:
+        data[name] = {"skipped": f"the limit of {TOTAL_S:.0f} seconds is nearly reached"}
+    elif (tried := attempt(f"{name}: steps", measured)).passed is False:
+        return [tried]
+    return [Check(f"{name}: {what}", None, text) for what, text in lines(data[name])]

@@ -57,12 +57,13 @@ EXPERIMENTS = {
         "packs for text that training never saw: base ids per id read and per step written, and bits per byte",
     ),
 }
+TIMED = {"codec_latency", "multitok", "adaptbpe", "adapt_step"}  # experiments that measure time: they have --record
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the experiment named by argv[0]; returns the exit status."""
     argv = sys.argv[1:] if argv is None else argv
-    return run_named(EXPERIMENTS, "python -m mlx_zip.bench.papers", __doc__, argv)
+    return run_named(EXPERIMENTS, "python -m mlx_zip.bench.papers", __doc__, argv, TIMED)
 
 
 if __name__ == "__main__":

@@ -185,12 +185,19 @@ class TurningTable(RowTable):
         self._turn(partial(super().put, sequence, slots, rows, limit))
 
     def _turn(self, write: Callable[[], None]) -> None:
-        """Makes the other copy the current one, and writes to it what it missed and what is new."""
-        self.array, self._idle = self._idle, self.array
-        if self._missed is not None:
-            self._missed()
-        write()
-        self._missed = write
+        """Makes the other copy the current one, and writes to it what it missed and what is new.
+
+        If something raises, for example an interrupt, the copy that was current stays so: the other lacks rows.
+        """
+        current, self.array = self.array, self._idle
+        try:
+            if self._missed is not None:
+                self._missed()
+            write()
+        except BaseException:
+            self.array, self._idle = current, self.array
+            raise
+        self._idle, self._missed = current, write
 
     def copy(self) -> RowTable:
         """Returns an independent copy, which is a plain `RowTable`."""

@@ -42,7 +42,7 @@ class Ahead:
         self._fill_inputs(state)
         table, layout = state.inputs, model.layout
         capacity = layout.codebook_size if table.array is None else table.array.shape[1]
-        if ids.dtype == mx.uint64:  # in MLX, uint64 combined with a signed integer becomes a float
+        if ids.dtype.size != 4:  # narrow types cannot hold every id, and MLX compares uint64 with a signed id as floats
             ids = ids.astype(mx.int64)
         base, hyper, slots = _split(layout.vocab_size, capacity, ids[:, None])
         rule = model.config.position_mode, model.traits.long_context

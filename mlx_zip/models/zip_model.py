@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -126,13 +125,13 @@ class Model(nn.Module):
         host_ids, before = read_ids(ids, state), state.offset
         self.session.settle()
         self.bind_tuned(state)
-        advance = state.advance(host_ids)
-        with ExitStack() as on_error:  # after an interrupt, for example, codebook and KV caches must still agree
-            on_error.callback(self.forget, cache, before)
+        try:
+            advance = state.advance(host_ids)
             self.fill_outputs(state)  # first, so that new rows can be encoded while the rest of the call is built
-            logits = self.joint_head(self.hidden(kv, state, host_ids), state, advance, causal)
-            on_error.pop_all()
-        return logits
+            return self.joint_head(self.hidden(kv, state, host_ids), state, advance, causal)
+        except BaseException:  # after an interrupt, for example, codebook and KV caches must still agree
+            self.forget(cache, before)
+            raise
 
     # ---- the cache of a request
 
@@ -242,16 +241,37 @@ class Model(nn.Module):
         LongRoPE has one set of factors for all positions, chosen by the last position. When a call changes the set, the
         keys in the KV caches are wrong: the caches are emptied and filled again from the id log.
         """
-        length, rule = length_of(ids), (self.config.position_mode, self.traits.long_context)
-        positions = positions_of(state, ids, *rule)
+        length = length_of(ids)
+        positions = positions_of(state, ids, self.config.position_mode, self.traits.long_context)
         if positions.long != state.long_rope and state.offset > length:
-            ids = state.log(self.config.pad_id)
+            return self._hidden_again(kv, state)[:, -length:]
+        state.long_rope = positions.long
+        return self._hidden_at(kv, state, ids, positions)
+
+    def _hidden_at(self, kv: Sequence[Any], state: ZipState, ids: HostIds, positions: Positions) -> mx.array:
+        """Returns the body's output [B, L, D] for ids [B, L] at these positions."""
+        h = self.run_layers(self._embed(state, ids), kv, positions, state.submit)
+        cut_offsets(kv, state.left_padding)
+        return h
+
+    def _hidden_again(self, kv: Sequence[Any], state: ZipState) -> mx.array:
+        """Fills the KV caches again from the id log; returns the body's output [B, offset, D] for all ids of the log.
+
+        If something raises, the caches hold what they held before.
+        """
+        ids = state.log(self.config.pad_id)
+        positions = positions_of(state, ids, self.config.position_mode, self.traits.long_context)
+        before = [dict(vars(cache)) for cache in kv]
+        try:
             for cache in kv:
                 cache.trim(kv_length(cache))
-            positions = positions_of(state, ids, *rule)
+                cache.keys = cache.values = None  # `before` has these arrays, so they must not be written to
+            h = self._hidden_at(kv, state, ids, positions)
+        except BaseException:
+            for cache, parts in zip(kv, before, strict=True):
+                vars(cache).update(parts)
+            raise
         state.long_rope = positions.long
-        h = self.run_layers(self._embed(state, ids), kv, positions, state.submit)[:, -length:]
-        cut_offsets(kv, state.left_padding)
         return h
 
     def _embed(self, state: ZipState, ids: HostIds) -> mx.array:

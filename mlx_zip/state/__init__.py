@@ -2,6 +2,16 @@
 
 from mlx_zip.state.evictions import Evicted
 from mlx_zip.state.starts import split_packs, start_of, with_starts
-from mlx_zip.state.zip_state import Advance, HostIds, ZipState, find_state
+from mlx_zip.state.zip_state import Advance, HostIds, ZipState, find_state, submitting
 
-__all__ = ["Advance", "Evicted", "HostIds", "ZipState", "find_state", "split_packs", "start_of", "with_starts"]
+__all__ = [
+    "Advance",
+    "Evicted",
+    "HostIds",
+    "ZipState",
+    "find_state",
+    "split_packs",
+    "start_of",
+    "submitting",
+    "with_starts",
+]

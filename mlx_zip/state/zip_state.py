@@ -9,7 +9,8 @@ rows. After loading, rows are encoded again, or taken from the pack, at the next
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
@@ -409,6 +410,16 @@ class ZipState:
 
 def _keep_lazy(*arrays: mx.array) -> None:
     """Does nothing: the arrays are computed when somebody needs them."""
+
+
+@contextmanager
+def submitting(state: ZipState) -> Iterator[None]:
+    """Inside, the device begins with a step's parts while the rest of the step is still built."""
+    state.submit = mx.async_eval
+    try:
+        yield
+    finally:
+        state.submit = _keep_lazy
 
 
 def find_state(cache: Sequence[Any]) -> ZipState | None:

@@ -1,11 +1,18 @@
 """`mlx_zip selftest`, on this machine."""
 
+import json
 import re
+import subprocess
+import sys
+import time
 
 import pytest
 
 from mlx_zip import selftest
+from mlx_zip.bench import machine_state, shapes
+from mlx_zip.bench import selftest as steps
 from mlx_zip.cli import main
+from support import tiny_bench
 
 FAILED = selftest.Check("codec", False, "3 of 4 equal")
 
@@ -15,8 +22,15 @@ def page(tmp_path_factory):
     file = tmp_path_factory.mktemp("selftest") / "report.md"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(selftest, "TRIALS", 1)  # speed is not what these tests are about
+        patch.setattr(steps, "TRIALS", 1)
+        patch.setattr(steps, "TOKENS", 32)
         assert main(["selftest", "--out", str(file)]) == 0
     return file.read_text()
+
+
+@pytest.fixture(scope="module")
+def figures(page, tmp_path_factory):
+    return json.loads(next(tmp_path_factory.getbasetemp().glob("selftest*/report.json")).read_text())
 
 
 def test_the_report_says_that_all_checks_passed(page):
@@ -41,6 +55,7 @@ def only(monkeypatch, *checks):
     monkeypatch.setattr(selftest, "check_codec", lambda golden: list(checks))
     monkeypatch.setattr(selftest, "check_models", lambda golden, folder: [])
     monkeypatch.setattr(selftest, "measure", lambda golden, folder: [])
+    monkeypatch.setattr(selftest, "measure_steps", lambda limit, data: [])
 
 
 def test_a_failed_check_is_in_the_report_with_its_figure():
@@ -87,3 +102,137 @@ def test_the_old_name_of_out_still_works(monkeypatch, tmp_path):
     only(monkeypatch)
     assert main(["selftest", "--output", str(tmp_path / "report.md")]) == 0
     assert (tmp_path / "report.md").is_file()
+
+
+# ---- steps
+
+
+def test_the_json_file_has_the_checks_the_machine_and_the_steps(figures):
+    assert figures["selftest"] == selftest.SCHEMA
+    assert {"name", "passed", "figure"} == set(figures["checks"][0])
+    assert figures["machine"]["versions"]
+    assert figures["surroundings"]["versions"]["mlx"]
+    assert {"state_before", "state_after", "bandwidth"} <= set(figures)
+
+
+def test_the_bundled_model_runs_cold_and_warm_ahead_and_not(figures, page):
+    found = figures["stories"]
+    assert {(way["rows"], way["ahead"]) for way in found["ways"]} == set(steps.WAYS)
+    assert all(way["step_ms"] > 0 and way["over_mlx_lm"] > 0 for way in found["ways"])
+    assert [way["second_bodies"] is None for way in found["ways"]] == [not ahead for _, ahead in steps.WAYS]
+    assert found["base_tokens_per_step"] > 1
+    assert "stories: step, warm, ahead |" in page
+
+
+def test_launches_are_those_of_the_graph(figures, page):
+    launches = figures["stories"]["launches"]
+    assert launches["cold"]["mlx-zip"] > launches["warm"]["mlx-zip"] > launches["warm"]["mlx-lm"] > 0
+    assert "(counted on the graph)" in page
+
+
+def test_what_is_left_out_says_why(page):
+    assert "1B, 4 bit: steps | skipped: on a CPU" in page
+
+
+@pytest.fixture
+def tiny_shape(monkeypatch):
+    tiny_bench.small(monkeypatch)
+    monkeypatch.setitem(shapes.SHAPES, "tiny", {**tiny_bench.SHAPE, "hidden_size": 64, "intermediate_size": 64})
+    monkeypatch.setattr(steps, "SHAPE", "tiny")
+    monkeypatch.setattr(steps, "TRIALS", 1)
+    monkeypatch.setattr(steps, "TOKENS", 24)
+    monkeypatch.setattr(steps, "on_gpu", lambda: True)
+
+
+def test_a_shape_of_random_weights_is_timed_with_encoders_of_8_bits(tiny_shape, monkeypatch):
+    seen, step_figures = [], steps.step_figures
+
+    def watched(models, *rest):
+        seen.append(models.zipped())
+        return step_figures(models, *rest)
+
+    monkeypatch.setattr(steps, "step_figures", watched)
+    found = steps.shape_steps(60)
+    assert found["model"] == "tiny"
+    assert len(found["ways"]) == 4
+    encoder = seen[0].input_encoder.layers[0]
+    assert {one.bits for _, one in encoder.named_modules() if hasattr(one, "bits")} == {8}
+    assert seen[0].model.embed_tokens.bits == 4
+
+
+def test_a_machine_without_the_memory_leaves_the_shape_out(tiny_shape, monkeypatch):
+    monkeypatch.setattr(steps, "memory_bytes", lambda: 4 << 30)
+    assert steps.shape_steps(60) == {"skipped": "it needs a machine with 6 GB of memory"}
+
+
+def test_rounds_end_at_the_limit(tiny_shape, monkeypatch):
+    monkeypatch.setattr(steps, "TRIALS", 50)
+    assert steps.shape_steps(0.0)["trials"] == 1
+
+
+def test_a_part_for_which_no_time_is_left_is_skipped_and_says_so():
+    limit, data = selftest.Limit(time.monotonic() + 5), {}
+    found = selftest._steps_part("1B", None, steps.lines, limit.left(40), data)
+    assert [(one.passed, one.figure) for one in found] == [
+        (None, "skipped: the limit of 110 seconds is nearly reached")
+    ]
+    assert "skipped" in data["1B"]
+
+
+def test_a_part_that_fails_is_a_failed_check():
+    def broken(limit_s):
+        raise RuntimeError("out of memory")
+
+    found = selftest._steps_part("1B", broken, steps.lines, 40, {})
+    assert found == [selftest.Check("1B: steps", False, "RuntimeError: out of memory")]
+
+
+def test_bandwidth_is_measured_on_a_gpu_only(tiny_shape, monkeypatch):
+    assert steps.bandwidth()["gb_per_s"] > 0
+    monkeypatch.setattr(steps, "on_gpu", lambda: False)
+    assert "skipped" in steps.bandwidth()
+
+
+def test_the_figures_lie_next_to_the_report(tmp_path):
+    assert selftest.figures_file(tmp_path / "a.md") == tmp_path / "a.json"
+    assert selftest.figures_file(tmp_path / "a.json") == tmp_path / "a.figures.json"
+
+
+def test_the_last_line_says_what_to_do_with_both_files(monkeypatch, tmp_path, capsys):
+    only(monkeypatch)
+    assert main(["selftest", "--out", str(tmp_path / "report.md")]) == 0
+    *_, files, last = capsys.readouterr().out.splitlines()
+    assert f"report: {tmp_path}/report.md, figures: {tmp_path}/report.json" in files
+    assert last == "Please attach both files to a report on the project's issue tracker."
+
+
+# ---- the machine's state
+
+
+def test_linux_reports_heat_and_power_where_it_has_sensors(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "platform", "linux")
+    zone, supply = tmp_path / "sys/class/thermal/thermal_zone0", tmp_path / "sys/class/power_supply/BAT0"
+    for folder, name, text in ((zone, "temp", "45000"), (supply, "status", "Discharging")):
+        folder.mkdir(parents=True)
+        (folder / name).write_text(text + "\n")
+    found = machine_state.machine_state(tmp_path)
+    assert (found["thermal"], found["power"]) == ("45000", "Discharging")
+    assert "governor" not in found
+
+
+def test_a_mac_reports_what_pmset_prints_without_the_batterys_number(monkeypatch):
+    printed = {"therm": "Note: No thermal warning level has been recorded\n"}
+    printed["batt"] = "Now drawing from 'AC Power'\n -InternalBattery-0 (id=1234)\t100%; charged\n"
+
+    def run(command, **options):
+        assert options["timeout"] == machine_state.TIMEOUT_S
+        if command[-1] not in printed:
+            raise FileNotFoundError(command[0])
+        return subprocess.CompletedProcess(command, 0, printed[command[-1]], "")
+
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(subprocess, "run", run)
+    found = machine_state.machine_state()
+    assert found["thermal"] == "Note: No thermal warning level has been recorded"
+    assert found["power"] == "Now drawing from 'AC Power'; -InternalBattery-0 100%; charged"
+    assert "chip" not in found

@@ -15,12 +15,12 @@ from mlx_zip.codec import Codebook, compress
 from mlx_zip.decode import decode_steps
 from mlx_zip.errors import CodecError, ModelError
 from mlx_zip.hyper import RowStore
-from mlx_zip.models import Model
+from mlx_zip.models import Model, ModelArgs
 from mlx_zip.models.ahead import Ahead
 from mlx_zip.models.session import Session
 from support import tiny
 
-STEPS = 48  # the codebook of 64 entries is full after 38
+STEPS = 60  # the codebook of 64 entries is full after 38
 
 
 def prompt_of(model, length=50):
@@ -234,6 +234,53 @@ def test_whatever_raises_the_cache_is_even_and_holds_what_was_yielded(where, ahe
     assert {entry.offset for entry in cache} == {len(prompt_of(model)) + 5}
 
 
+@pytest.mark.parametrize("ahead", [True, False])
+def test_an_interrupt_while_longrope_changes_its_factors_leaves_the_kv_caches_as_they_were(ahead, monkeypatch):
+    model = tiny.tiny_model("phi3")
+    model.traits = type(model.traits)(**{**vars(model.traits), "long_context": len(prompt_of(model)) + 2})
+    cache, left = model.make_cache(), iter([5, 6, 7, 8])
+    steps = decode(model, cache, sampler=lambda logprobs: mx.array([next(left)]), ahead=ahead)
+    assert [next(steps)[0] for _ in range(2)] == [5, 6]
+    block, model.model.layers[1] = model.model.layers[1], interrupted
+    with pytest.raises(KeyboardInterrupt):
+        next(steps)
+    model.model.layers[1] = block
+    ids = [*prompt_of(model).tolist(), 5, 6]
+    assert cache[-1].books[0].ids.tolist() == ids
+    assert {entry.offset for entry in cache} == {len(ids)}
+    for one in (7, 8):
+        ids.append(one)
+        expected = tiny.last_logits(model, ids, model.make_cache())
+        np.testing.assert_allclose(tiny.last_logits(model, [one], cache), expected, atol=1e-4)
+    assert cache[-1].long_rope
+
+
+@pytest.mark.parametrize("ids", [[7], [7, 8, 9]])
+def test_an_interrupt_after_the_codebook_has_read_the_ids_leaves_the_cache_of_a_call_even(ids, monkeypatch):
+    model = tiny.tiny_model()
+    cache = model.make_cache()
+    model(mx.array([[3, 4, 5]]), cache=cache)
+    with monkeypatch.context() as patch:
+        patch.setattr("mlx_zip.state.zip_state.Advance", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            model(mx.array([ids]), cache=cache)
+    assert cache[-1].books[0].ids.tolist() == [3, 4, 5]
+    assert {entry.offset for entry in cache} == {3}
+    expected = tiny.last_logits(model, [3, 4, 5, *ids], model.make_cache())
+    np.testing.assert_allclose(tiny.last_logits(model, ids, cache), expected, atol=1e-5)
+
+
+def test_a_closed_loop_leaves_nothing_for_the_device_to_begin_with():
+    model = tiny.tiny_model()
+    cache = model.make_cache()
+    default = cache[-1].submit
+    first, second = (decode(model, cache, prompt=np.array([5], np.uint32), ahead=False) for _ in range(2))
+    next(first), next(second)
+    assert cache[-1].submit is mx.async_eval
+    first.close(), second.close()
+    assert cache[-1].submit is default
+
+
 @pytest.mark.parametrize("mode", ["compressed", "base_token_end"])
 @pytest.mark.parametrize("family", ["llama", "gemma"])
 def test_an_id_that_installs_itself_is_read_with_its_own_row(family, mode):
@@ -271,6 +318,20 @@ def test_a_sampler_may_give_ids_of_any_integer_type(dtype):
     model = tiny.tiny_model()
     sampler = lambda logprobs: mx.argmax(logprobs, axis=-1).astype(dtype)
     assert_equal(decode(model, sampler=sampler), decode(model, sampler=sampler, ahead=False))
+
+
+@pytest.mark.parametrize("dtype", [mx.uint8, mx.int16, mx.uint32, mx.uint64])
+def test_an_id_of_a_narrow_type_is_read_where_the_vocabulary_is_wider_than_the_type(dtype):
+    config = tiny.tiny_config()
+    config["vocab_size"] = 300
+    config["zip2zip"]["compression"]["initial_vocab_size"] = 300
+    model = Model(ModelArgs.from_dict(config))
+    found = []
+    for ahead in (True, False):
+        forced = iter([80, 127, 44, 45, 3])
+        sampler = lambda logprobs, forced=forced: mx.array([next(forced)]).astype(dtype)
+        found.append(list(decode(model, prompt=np.array([5], np.uint32), sampler=sampler, ahead=ahead, max_steps=4)))
+    assert_equal(*found)
 
 
 @pytest.mark.parametrize("wrong", [tiny.VOCAB + tiny.SLOTS - 1, tiny.VOCAB + tiny.SLOTS, -1, -(10**9), 10**6])

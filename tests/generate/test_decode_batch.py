@@ -8,6 +8,8 @@ from mlx_lm.sample_utils import make_sampler
 from mlx_zip.canonical import CanonicalDecoding
 from mlx_zip.codec import compress
 from mlx_zip.decode_batch import BatchLoop
+from mlx_zip.models import Model
+from mlx_zip.models.ahead import Ahead
 from mlx_zip.models.launches import launches
 from support import tiny
 
@@ -115,3 +117,40 @@ def test_offsets_of_kv_caches_are_plain_arrays_after_every_step(ahead):
     emitted(loop)
     assert [sum(launches(entry.offset).values()) for entry in cache[:-1]] == [0] * (len(cache) - 1)
     assert cache[0].offset.tolist() == [cache[0]._idx - n for n in cache[-1].left_padding]
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("where", ["run_layers", "joint_head"])
+def test_an_interrupt_leaves_the_cache_at_the_last_ids_that_were_yielded(where, ahead, monkeypatch):
+    def interrupted(*args, **options):
+        raise KeyboardInterrupt
+
+    loop, cache = loop_of(tiny.tiny_model(), ahead)
+    steps = iter(loop)
+    out = np.array([next(steps)[0] for _ in range(5)])
+    monkeypatch.setattr(Model, where, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        next(steps)
+    for row, book in enumerate(cache[-1].books):
+        assert book.ids.tolist() == [*prompts_of(loop.model)[row].tolist(), *out[:, row].tolist()]
+    assert {entry._idx for entry in cache[:-1]} == {cache[-1].offset}
+
+
+def test_a_closed_loop_leaves_nothing_for_the_device_to_begin_with():
+    loop, cache = loop_of(tiny.tiny_model(), False)
+    default, steps = cache[-1].submit, iter(loop)
+    next(steps)
+    assert cache[-1].submit is mx.async_eval
+    steps.close()
+    assert cache[-1].submit is default
+
+
+def test_ids_of_rows_that_have_ended_are_no_part_of_the_bodys_graph(monkeypatch):
+    """An array of that graph would be on the host only when the body has ended."""
+    loop, _ = loop_of(tiny.tiny_model(), True)
+    steps, waiting_for, run = iter(loop), [], Ahead.run
+    next(steps)
+    loop.end(1)
+    monkeypatch.setattr(Ahead, "run", lambda self, ids: waiting_for.append(launches(ids)) or run(self, ids))
+    next(steps)
+    assert [sum(one.values()) for one in waiting_for] == [0]

@@ -207,6 +207,27 @@ def test_a_row_is_written_in_place_while_a_body_holds_the_copy_that_it_reads():
     np.testing.assert_array_equal(np.array(table.rows)[0, :20, 0], np.arange(20))
 
 
+@pytest.mark.parametrize("at", range(2))
+def test_an_interrupt_while_a_row_is_written_leaves_every_row_that_was_put(at, monkeypatch):
+    table, row = TurningTable.of(RowTable(1)), mx.ones((1, 8))
+    for slot in range(5):
+        table.put_one(slot, slot * row, 64)
+    write, calls = RowTable._with_one, iter(range(9))
+
+    def interrupted(self, *args):
+        if next(calls) == at:
+            raise KeyboardInterrupt
+        return write(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RowTable, "_with_one", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            table.put_one(5, 5 * row, 64)
+    for slot in range(5, 9):
+        np.testing.assert_array_equal(np.array(table.rows)[0, :slot, 0], np.arange(slot))
+        table.put_one(slot, slot * row, 64)
+
+
 def test_without_turns_the_same_writes_copy_the_table():
     """What the test above would see if a table did not turn."""
     table, held = RowTable(1), []

@@ -7,7 +7,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from mlx_zip.bench import machine, shapes
+from mlx_zip.bench import batch, machine, shapes
 from mlx_zip.bench import record as record_fields
 from mlx_zip.bench.__main__ import BENCHES
 from mlx_zip.bench.engines import Run
@@ -107,4 +107,16 @@ def record(engine: str = "mlx-lm", steps_s: tuple[float, ...] = (0.1, 0.11, 0.12
         "preloaded": [],
         "blas": ["libblas.so"],
         **changes,
+    }
+
+
+def batch_record() -> dict[str, Any]:
+    """A record as `bench batch` prints it, of two equal trials of each way, without figures of open rows."""
+    rates = {(kind, way): [1.0, 1.0] for kind in ("base", "zip") for way in ("one_stream", "batch")}
+    return {
+        "model": {"zip": "stories", "base": "stories-base", "precision": "as stored"},
+        "setting": {"requests": 8, "rows": "cold", "trials": 2},
+        "figures": {"whole": batch.figures(rates), "all_open": None},
+        "preloaded": ["libopenblas.so.0"],
+        "blas": ["libblas.so"],
     }

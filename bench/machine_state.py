@@ -1,0 +1,65 @@
+"""The power and thermal state of the machine, as its system reports it: a hot or saving machine is slower."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+TIMEOUT_S = 5.0
+MAC = {  # name of a figure: (command, pattern of the lines to keep)
+    "thermal": (("pmset", "-g", "therm"), r"."),
+    "power": (("pmset", "-g", "batt"), r"."),
+    "low power mode": (("pmset", "-g"), r"powermode"),
+    "chip": (("sysctl", "-n", "machdep.cpu.brand_string"), r"."),
+    "memory bytes": (("sysctl", "-n", "hw.memsize"), r"."),
+    "gpu": (("system_profiler", "-detailLevel", "mini", "SPDisplaysDataType"), r"Chipset|Cores|Metal"),
+}
+LINUX = {  # name of a figure: files with one value each
+    "thermal": "sys/class/thermal/thermal_zone*/temp",
+    "power": "sys/class/power_supply/*/status",
+    "governor": "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor",
+    "load": "proc/loadavg",
+}
+_BATTERY = re.compile(r"\s*\(id=\d+\)")  # the battery's number is nobody's business
+
+
+def machine_state(root: Path = Path("/")) -> dict[str, str]:
+    """Returns what is known of power, heat, chip and memory, by name; what the system does not report is absent.
+
+    root: where the files of Linux are.
+    """
+    if sys.platform == "darwin":
+        found = {name: _lines(command, kept) for name, (command, kept) in MAC.items()}
+    else:
+        found = {name: _values(root, pattern) for name, pattern in LINUX.items()}
+    found["processors"] = str(os.cpu_count())
+    return {name: text for name, text in found.items() if text}
+
+
+def _lines(command: tuple[str, ...], kept: str) -> str:
+    """Returns the lines that a command prints and that match, joined by semicolons; "" if it fails or is not there."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=TIMEOUT_S)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    lines = (" ".join(_BATTERY.sub("", line).split()) for line in done.stdout.splitlines())
+    return "; ".join(line for line in lines if line and re.search(kept, line))
+
+
+def _values(root: Path, pattern: str) -> str:
+    """Returns the values of all readable files that match, joined by semicolons."""
+    found = []
+    for file in sorted(root.glob(pattern)):
+        try:
+            found.append(file.read_text(encoding="utf-8", errors="replace").strip())
+        except OSError:  # some sensors cannot be read while they sleep
+            continue
+    return "; ".join(value for value in found if value)
+
+
+def memory_bytes() -> int:
+    """Returns the bytes of the machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,0 +1,143 @@
+"""What `mlx_zip selftest` measures of steps: the bundled model and one of 1B size, against mlx-lm in the same run.
+
+Each part ends at its limit in seconds, at the latest after the round that is running, and says what it left out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from . import machine
+from .engines import MlxLm, MlxZip, Run, settle
+from .machine_state import memory_bytes
+from .profile import running_ahead
+from .shapes import Models, ZipOptions, from_folders, from_shape
+from .step_launches import step_launches
+from .workloads import chats, read_requests, read_tokenizer
+
+TRIALS, TOKENS = 5, 96  # timed rounds at most; base tokens that a run writes
+SHAPE, PROMPT = "llama-3.2-1b", 64  # of random weights; base ids that it reads
+NEEDED = 6 << 30  # bytes of memory below which the shape is left out
+PRODUCTS = 8  # matrix-vector products per evaluation when the bandwidth is measured
+WAYS = [(rows, ahead) for ahead in (False, True) for rows in ("cold", "warm")]  # a warm run repeats the one before it
+
+
+def bandwidth() -> dict[str, Any]:
+    """Returns how many GB per second a GPU reads in matrix-vector products, as decoding does.
+
+    One evaluation has `PRODUCTS` of them, which hides the time of a launch.
+    """
+    if not on_gpu():
+        return {"skipped": "MLX's products on a CPU do not reach its memory's bandwidth"}
+    side = machine.BANDWIDTH_SIDE
+    matrix, vectors = mx.ones((side, side)), [mx.full((side, 1), float(i)) for i in range(PRODUCTS)]
+    mx.eval(matrix, vectors)
+    took = machine.fastest(lambda: mx.eval([matrix @ vector for vector in vectors]))
+    return {"gb_per_s": PRODUCTS * matrix.nbytes / took / 1e9}
+
+
+def on_gpu() -> bool:
+    """Returns whether MLX's default device is a GPU."""
+    return mx.default_device() == mx.Device(mx.gpu)
+
+
+def stories_steps(limit_s: float) -> dict[str, Any]:
+    """Returns `step_figures` of the bundled model, which answers a built-in request, against its base."""
+    models = from_folders("stories", "stories-base")
+    prompt = chats(models.tokenizer, read_requests(None), 1, 1, TOKENS)[0].turns[0].prompt
+    return step_figures(models, prompt, None, limit_s)
+
+
+def shape_steps(limit_s: float) -> dict[str, Any]:
+    """Returns `step_figures` of a model of 1B size with random 4-bit weights, or why it is left out."""
+    if not on_gpu():
+        return {"skipped": "on a CPU a step of this size takes too long"}
+    if memory_bytes() < NEEDED:
+        return {"skipped": f"it needs a machine with {NEEDED >> 30} GB of memory"}
+    models = from_shape(SHAPE, "4", read_tokenizer("stories"), ZipOptions(encoder_bits=8))
+    ids = synthetic_ids(PROMPT + TOKENS, len(models.tokenizer))
+    return step_figures(models, ids[:PROMPT], ids[PROMPT:], limit_s)
+
+
+def synthetic_ids(count: int, vocab_size: int) -> list[int]:
+    """Returns made-up base ids, some of them much more frequent than others as in a text, the same at each call."""
+    return (3 + np.random.default_rng(0).zipf(1.3, count) % (vocab_size - 3)).tolist()
+
+
+def step_figures(models: Models, prompt: Sequence[int], text: Sequence[int] | None, limit_s: float) -> dict[str, Any]:
+    """Times the steps of mlx-lm and, with `WAYS` of running it, of mlx_zip in turns; returns the figures by way.
+
+    prompt: base ids. text: base ids to write; None for the model's own choice. A first round is a warm-up. mlx-lm runs
+    at equal KV length.
+    """
+    begun, runs = time.perf_counter(), defaultdict(list)
+    plain, zipped = MlxLm(models, models.plain), MlxZip(models, models.zipped or models.plain)
+    rounds = 0
+    while rounds <= TRIALS and (rounds < 2 or (time.perf_counter() - begun) * (rounds + 1) / rounds < limit_s):
+        for rows, ahead in WAYS:
+            if rows == "cold":
+                zipped.fresh()
+            with running_ahead(ahead):
+                runs[rows, ahead].append(zipped.run(prompt, TOKENS, text))
+        like = runs[WAYS[-1]][-1]
+        forced = [(*like.base_ids, *prompt)[i % len(prompt)] for i in range(len(like.ids))]
+        runs["mlx-lm"].append(plain.run(prompt[: like.prompt_ids], len(forced), forced))
+        rounds += 1
+    timed: Any = {name: found[1:] for name, found in runs.items()}
+    settle()
+    counted = {rows: step_launches(models, [*prompt, *like.base_ids], rows) for rows in ("cold", "warm")}
+    return {
+        "model": models.name,
+        "trials": rounds - 1,
+        "steps": len(like.ids),
+        "base_tokens_per_step": len(like.base_ids) / len(like.ids),
+        "mlx-lm": _speed(timed["mlx-lm"]),
+        "ways": [_way(rows, ahead, timed[rows, ahead], timed["mlx-lm"]) for rows, ahead in WAYS],
+        "launches": {rows: one and one.record() for rows, one in counted.items()},
+    }
+
+
+def _speed(runs: Sequence[Run]) -> dict[str, Any]:
+    """Returns the median step in ms, without first steps, of each run and of all, and base tokens per second."""
+    steps = [1e3 * float(np.median(np.diff(run.times))) for run in runs]
+    rates = [(len(run.base_ids) - run.first_base) / (run.times[-1] - run.times[0]) for run in runs]
+    return {"step_ms": median(steps), "samples": steps, "base_tokens_per_s": median(rates)}
+
+
+def _way(rows: str, ahead: bool, ours: Sequence[Run], plain: Sequence[Run]) -> dict[str, Any]:
+    """Returns the figures of one way to run: its speed, over mlx-lm's, and the share of steps with a second body."""
+    found = _speed(ours)
+    ratios = [a / b for a, b in zip(found["samples"], _speed(plain)["samples"], strict=True)]
+    second = ours[-1].second_bodies / len(ours[-1].times) if ahead else None
+    return {"rows": rows, "ahead": ahead, **found, "over_mlx_lm": median(ratios), "second_bodies": second}
+
+
+def lines(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Returns what `step_figures` found as (name, text) lines; one line if it was left out."""
+    if "skipped" in figures:
+        return [("steps", f"skipped: {figures['skipped']}")]
+    plain, found = figures["mlx-lm"], []
+    found.append(("step, mlx-lm", f"{plain['step_ms']:.2f} ms, {plain['base_tokens_per_s']:.0f} base tokens/s"))
+    for way in figures["ways"]:
+        name = f"step, {way['rows']}, {'ahead' if way['ahead'] else 'not ahead'}"
+        text = f"{way['step_ms']:.2f} ms, {way['over_mlx_lm']:.2f} x mlx-lm's, "
+        text += f"{way['base_tokens_per_s']:.0f} base tokens/s"
+        found.append((name, text + _second(way["second_bodies"])))
+    found.append(("base tokens per step", f"{figures['base_tokens_per_step']:.2f} in {figures['steps']} steps"))
+    counts = [f"{rows} {one['mlx-zip']:g}" for rows, one in figures["launches"].items() if one]
+    if counts:
+        mlx_lm = figures["launches"]["warm"]["mlx-lm"]
+        found.append(("launches per step", f"{', '.join(counts)}, mlx-lm {mlx_lm:g} (counted on the graph)"))
+    return found
+
+
+def _second(share: float | None) -> str:
+    """Returns the share of steps with a second body as text; "" where bodies do not run ahead."""
+    return "" if share is None else f", second bodies {share:.1%}"

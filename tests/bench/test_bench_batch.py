@@ -1,0 +1,112 @@
+"""`mlx_zip bench batch`: its record has both models in both ways, and gains taken trial by trial."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from mlx_zip.bench import batch
+from mlx_zip.bench.__main__ import main
+from mlx_zip.bench.batch import Timed, figures, timed
+from mlx_zip.bench.batch_table import batch_table
+from support import tiny_bench
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch):
+    tiny_bench.small(monkeypatch)
+
+
+def test_both_models_are_timed_in_both_ways_on_the_same_requests(capsys):
+    assert main(["batch", "--model", "stories", "--rows", "2", "--max-tokens", "4", "--trials", "1"]) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    setting = {"requests": 2, "max_tokens": 4, "trials": 1, "warmup": 1, "rows": "warm"}
+    assert found["setting"] == setting
+    assert found["model"] == {"zip": "stories", "base": "decoder of stories", "precision": "as stored"}
+    for kind in ("base", "zip"):
+        ways = found["counts"][kind]
+        assert ways["one_stream"]["base_tokens"] == ways["batch"]["base_tokens"] == 8
+        assert ways["one_stream"]["ids"] == ways["batch"]["ids"]
+        for way in ("one_stream", "batch"):
+            assert len(found["figures"]["whole"][kind][way]["samples"]) == 1
+    assert found["counts"]["base"]["batch"]["ids"] == 8
+    assert "2 requests, trials: 1 after 1 warm-up" in err
+    assert "| `stories` | warm | 2 | whole requests |" in err
+
+
+@pytest.mark.parametrize("cold", [True, False])
+def test_cold_runs_begin_without_rows_of_earlier_ones(cold, monkeypatch):
+    fresh = []
+    monkeypatch.setattr(batch, "_run", lambda *args: Timed(4, 8, 1.0, 4, 0.5))
+    engine = SimpleNamespace(fresh=lambda: fresh.append(1))
+    batch.measured({"base": engine, "zip": engine}, [[1]], SimpleNamespace(trials=2, cold=cold, max_tokens=4))
+    assert len(fresh) == (12 if cold else 0)
+
+
+def test_the_ways_to_run_take_turns_in_going_first(monkeypatch):
+    order = []
+
+    def run(engine, way, prompts, max_tokens):
+        order.append((engine.name, way))
+        return Timed(4, 8, 1.0, 4, 0.5)
+
+    monkeypatch.setattr(batch, "_run", run)
+    engines = {name: SimpleNamespace(name=name) for name in ("base", "zip")}
+    batch.measured(engines, [[1]], SimpleNamespace(trials=4, cold=False, max_tokens=4))
+    rounds = [order[at : at + 4] for at in range(0, len(order), 4)]
+    assert len(rounds) == 5
+    assert all(len(set(one)) == 4 for one in rounds)
+    assert len({one[0] for one in rounds[1:]}) == 4
+
+
+def test_gains_and_their_quotient_are_taken_trial_by_trial():
+    rates = {
+        ("base", "one_stream"): [10.0, 20.0, 10.0],
+        ("base", "batch"): [20.0, 40.0, 40.0],
+        ("zip", "one_stream"): [10.0, 10.0, 10.0],
+        ("zip", "batch"): [20.0, 10.0, 30.0],
+    }
+    found = figures(rates)
+    assert found["base"]["gain"]["samples"] == [2.0, 2.0, 4.0]
+    assert found["zip"]["gain"]["samples"] == [2.0, 1.0, 3.0]
+    assert found["quotient"]["samples"] == [1.0, 0.5, 0.75]
+    assert found["quotient"]["median"] == 0.75
+    assert (found["quotient"]["low"], found["quotient"]["high"]) == (0.5, 1.0)
+
+
+def response(count, ends=None):
+    return SimpleNamespace(base_ids=[0] * count, finish_reason=ends)
+
+
+def test_steps_after_a_row_has_ended_count_only_in_whole_requests(monkeypatch):
+    clock = iter([10.0, 12.0, 13.0, 99.0])
+    monkeypatch.setattr(batch.time, "perf_counter", lambda: next(clock))
+    steps = [
+        [response(1), response(2)],
+        [response(3), response(1)],
+        [response(1, "stop"), response(4)],
+        [response(5)],
+        [response(6, "length")],
+    ]
+    found = timed([one for step in steps for one in step], 5.0, 2)
+    assert found == Timed(ids=8, base_tokens=23, seconds=94.0, open_tokens=9, open_seconds=3.0)
+
+
+def test_without_a_step_in_which_all_rows_are_open_these_figures_are_null():
+    runs = {(kind, way): [Timed(2, 2, 1.0)] for kind in ("base", "zip") for way in ("one_stream", "batch")}
+    assert batch._all_open(runs) is None
+
+
+@pytest.mark.parametrize("flag", ["--rows", "--trials", "--max-tokens"])
+def test_numbers_that_cannot_be_are_refused_before_a_model_is_loaded(flag, monkeypatch, capsys):
+    monkeypatch.setattr(batch, "from_folders", None)
+    assert main(["batch", "--model", "stories", flag, "0"]) == 2
+    assert f"{flag} must be at least" in capsys.readouterr().err
+
+
+def test_the_table_says_which_blas_was_preloaded_and_leaves_out_what_is_null():
+    lines = batch_table([tiny_bench.batch_record()]).splitlines()
+    assert len(lines) == 4
+    one = "1.00 (1.00 to 1.00)"
+    assert lines[-1] == f"| `stories` | cold | 8 | whole requests | 1 | 1 | {one} | {one} | libopenblas.so.0; libblas |"
