@@ -56,6 +56,7 @@ class ProgressBar:
 
     def __exit__(self, *error: object) -> None:
         if self._bar is not None:
+            self._bar.refresh()  # tqdm leaves out units that follow each other fast, the last ones too
             self._bar.close()
 
     def __call__(self, count: int = 1) -> None:

@@ -244,7 +244,7 @@ def test_a_starting_codebook_is_refused_unless_it_is_dropped(tmp_path: Path) -> 
     config = config_of(model)
     config["zip2zip"]["start"] = [[7, 8], [9, 10, 11]]
     (model / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConversionError, match=r"codebook of 2 entries.*--drop-start"):
+    with pytest.raises(ConversionError, match=r"pack of 2 entries.*--drop-start"):
         export(model, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     with pytest.warns(UserWarning, match="pack of 2 entries that the model begins with is left out"):
