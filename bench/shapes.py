@@ -308,7 +308,7 @@ def quantize(model: Any, dtype: mx.Dtype, quantization: Mapping[str, Any] | None
         nn.quantize(model, **common, class_predicate=lambda path, module: special.get(path) or allowed(path, module))
 
 
-def _split_quantization(quantization: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, Any]]:
+def _split_quantization(quantization: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns (group size and bits, values of the layers that have their own) of a config.json's quantization."""
     special = {key: value for key, value in quantization.items() if isinstance(value, Mapping)}
     return {key: quantization[key] for key in ("group_size", "bits")}, special
