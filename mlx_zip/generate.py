@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from inspect import signature
+from numbers import Integral
 from typing import Any, TypeVar, Unpack
 
 import mlx.core as mx
@@ -371,13 +372,13 @@ def _check_kv(
     model: Any, cache: Sequence[Any], bits: int | None, group_size: int, chunk: int, quantized_from: int = 0
 ) -> None:
     """Raises `GenerationError` for a prefill chunk or a KV quantization that cannot be; bits: None for none."""
-    if not isinstance(chunk, int) or chunk < 1:
+    if not isinstance(chunk, Integral) or isinstance(chunk, bool) or chunk < 1:
         raise GenerationError(
             f"prefill_step_size (--prefill-step-size) must be an integer of at least 1, got {chunk!r}"
         )
     if bits is None:
         return
-    if not isinstance(quantized_from, int):
+    if not isinstance(quantized_from, Integral):
         raise GenerationError(f"quantized_kv_start (--quantized-kv-start) must be an integer, got {quantized_from!r}")
     if bits not in KV_BITS:
         raise GenerationError(f"kv_bits (--kv-bits) must be one of {KV_BITS}, got {bits}")

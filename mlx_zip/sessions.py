@@ -52,7 +52,7 @@ def notes_on(cache: Sequence[Any]) -> Notes:
 
 
 def keep_notes(cache: Sequence[Any], notes: Notes) -> None:
-    """Keeps the notes on a cache whose last entry may have been exchanged, as kv_bits does."""
+    """Notes what a cache has read. The note is kept for its last entry, which KV quantization may have replaced."""
     _NOTES[cache[-1]] = notes
 
 

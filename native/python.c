@@ -1,8 +1,8 @@
 /* Built-in functions that Python calls without cffi: push and expand of one id and reading one entry, which generation
  * calls at every step, and the conversion of a list of ints and back.
  *
- * cffi makes a tuple of the arguments, releases the interpreter lock and takes it again. Together that takes twice as
- * long as reading an id. So the calls for one id keep the lock. They read at most merge_size base ids, except that a
+ * cffi makes a tuple of the arguments, releases the interpreter lock and takes it again. Together that takes three times
+ * as long as a push of one id. So the calls for one id keep the lock. They read at most merge_size base ids, except that a
  * push may have to enlarge the table; that time is spread over all pushes.
  *
  * All but `ids_of` return None instead of an error, and for an argument that is not exactly an int or a list of ints.

@@ -101,7 +101,7 @@ def products(packs: PackSettings) -> list[str]:
 
 
 def pool(packs: PackSettings, size: int) -> int:
-    """Returns how many entries a pack has from which samples draw `size`: a third more, if the codebook has room."""
+    """Returns the size of a pack from which samples draw `size` entries: a third more, if the codebook has room."""
     return min(size * 4 // 3, packs.codec["codebook_size"])
 
 

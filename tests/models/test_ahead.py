@@ -164,12 +164,9 @@ def test_the_id_is_on_the_host_while_its_body_still_runs(monkeypatch):
 def test_a_hypertoken_that_is_installed_by_being_read_runs_the_body_again():
     model = tiny.tiny_model()
     cache, plain = model.make_cache(), model.make_cache()
-    ids = [5, model.layout.hyper_id(0), 7]  # the second stands for 5 5 and is installed by being read
-    model(mx.array([[3, 5]]), cache=cache)
-    model(mx.array([[3, 5]]), cache=plain)
-    del ids[0]
-    book = cache[-1].books[0]
-    ids[0] = model.layout.hyper_id(len(book))
+    for one in (cache, plain):
+        model(mx.array([[3, 5]]), cache=one)
+    ids = [model.layout.hyper_id(len(cache[-1].books[0])), 7]  # the first stands for 5 5 and is installed by being read
     ahead = Ahead(model, cache)
     for one in ids:
         y = mx.array([one])

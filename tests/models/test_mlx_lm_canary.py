@@ -10,6 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm.models.cache import BatchKVCache
 
 import mlx_zip  # registers the model type and the cache class, before mlx_lm is imported  # noqa: F401
 from mlx_zip.models.architectures import FAMILIES
@@ -330,3 +331,13 @@ def test_a_dequantized_model_has_float_layers_of_the_same_values():
     made = dequantize_model(model)
     assert [type(layer) for layer in made.layers] == [nn.Embedding, nn.Linear]
     assert mx.allclose(made(mx.arange(8)), before, atol=1e-4)
+
+
+def test_a_batch_cache_replaces_its_offset_and_never_changes_it_in_place():
+    """Layers share one offset array (`mlx_zip.models.inputs.cut_offsets`)."""
+    caches, keys = [BatchKVCache([0, 1]), BatchKVCache([0, 1])], mx.zeros((2, 1, 1, 4))
+    caches[0].offset = caches[1].offset = shared = mx.array([5, 4])
+    caches[0].update_and_fetch(keys, keys)
+    assert (shared.tolist(), caches[1].offset.tolist(), caches[0].offset.tolist()) == ([5, 4], [5, 4], [6, 5])
+    caches[0].trim(1)
+    assert shared.tolist() == [5, 4]
