@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
-from numbers import Integral, Real
 from typing import Any, TypedDict
 
 import mlx.core as mx
@@ -271,15 +270,15 @@ class BasePenalties:
 
 
 def _is_number(value: Any) -> bool:
-    """Returns whether value is a number, NumPy's included, and no truth value."""
-    return isinstance(value, Real) and not isinstance(value, bool)
+    """Returns whether value is an int or a float."""
+    return isinstance(value, int | float)
 
 
 def _is_finite(value: Any) -> bool:
-    """Returns whether value is a number, and neither infinite nor NaN."""
+    """Returns whether value is an int or a float, and neither infinite nor NaN."""
     return _is_number(value) and -sys.float_info.max <= value <= sys.float_info.max
 
 
 def _is_integer(value: Any, low: int, high: float = math.inf) -> bool:
     """Returns whether value is an integer from low to high."""
-    return isinstance(value, Integral) and not isinstance(value, bool) and low <= value <= high
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high

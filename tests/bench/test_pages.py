@@ -67,7 +67,7 @@ def test_a_record_that_changes_is_told_and_then_written(checkout, capsys):
     assert main(["--root", str(checkout)]) == 0
     text = (checkout / "docs/performance.md").read_text()
     assert "| 1.75 (1.50 to 2.25) |" in text
-    assert "at most 1.04 | 1.75 (1.50 to 2.25) | missed |" in text
+    assert "at most 1.02 | 1.75 (1.50 to 2.25) | missed |" in text
     assert main(["--check", "--root", str(checkout)]) == 0
 
 
@@ -210,6 +210,12 @@ def test_the_speed_table_has_cold_and_warm_ratios_and_bits_per_byte(spoken):
 def test_the_table_of_batches_is_wanted_on_a_page_as_soon_as_its_record_exists(checkout, monkeypatch, capsys):
     tables = pages.registered()[0] | {"batch": registered()[0]["batch"]}
     monkeypatch.setattr(pages, "registered", lambda: (tables, {}))
+    page = checkout / "docs/performance.md"
+    shown = page.read_text()
+    begin = shown.index("<!-- table: batch -->")
+    page.write_text(shown[:begin] + shown[shown.index("<!-- end -->", begin) + len("<!-- end -->") :])
+    (checkout / RECORDS / "batch.jsonl").unlink()
+    assert main(["--root", str(checkout)]) == 0
     assert main(["--check", "--root", str(checkout)]) == 0
     (checkout / RECORDS / "batch.jsonl").write_text(json.dumps(batch_record()) + "\n")
     assert main(["--root", str(checkout)]) == 2

@@ -275,14 +275,3 @@ def streamed(ids):
         yield detokenizer.last_segment
     detokenizer.finalize()
     yield detokenizer.last_segment
-
-
-def test_numbers_of_numpy_are_numbers():
-    options = Sampling(temp=np.float32(0.5), top_k=np.int64(3), seed=np.uint32(7), logit_bias={5: np.float32(1)})
-    assert (float(options.temp), int(options.top_k)) == (0.5, 3)
-
-
-@pytest.mark.parametrize("option", ["temp", "top_k", "repetition_penalty"])
-def test_a_truth_value_is_no_number(option):
-    with pytest.raises(GenerationError, match=option):
-        Sampling(**{option: True})
