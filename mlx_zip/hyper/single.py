@@ -78,9 +78,8 @@ def _res_latent(encoder: ResLatentAttention, as_float: bool) -> Dense:
         for layer in layers:
             x = layer(x)
         x = norm(x)
-        row = (
-            leave(x[:, -1]) if causal else leave(x.sum(axis=1)) / n
-        )  # divided last, as one operation with the residual
+        # The mean is divided last, so that the division and the residual are one operation.
+        row = leave(x[:, -1]) if causal else leave(x.sum(axis=1)) / n
         return row + first if residual else row
 
     return forward
@@ -140,19 +139,16 @@ def _joined(modules: list[Any]) -> dict[str, Any]:
 
 
 def _quantization(module: Any) -> dict[str, Any]:
-    """Returns a quantized layer's settings, or nothing for another layer."""
+    """Returns the settings of a quantized layer, a module or what `_joined` returned; nothing for another layer."""
     if "scales" not in module:
         return {}
-    return {name: getattr(module, name) for name in ("group_size", "bits", "mode")}
+    settings = module if "bits" in module else vars(module)
+    return {name: settings[name] for name in ("group_size", "bits", "mode")}
 
 
 def _dense(layer: Any, as_float: bool) -> Dense:
     """Returns the function of a linear layer without bias; layer: a module, or what `_joined` returned."""
-    settings = (
-        _quantization(layer)
-        if isinstance(layer, nn.Module)
-        else {name: layer[name] for name in ("group_size", "bits", "mode") if name in layer}
-    )
+    settings = _quantization(layer)
     weight = layer["weight"]
     if not settings:
         return lambda x: x @ weight.swapaxes(-1, -2)
