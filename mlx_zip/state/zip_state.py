@@ -133,12 +133,13 @@ class ZipState:
         self.tuned = [checked_tuned(*one) for one in zip(self.books, self.tuned, starts, strict=True)]
 
     def mark_tuned_rows(self, sides: Sequence[str]) -> None:
-        """Records that the tuned rows of all sequences are in the tables of these sides, "input" or "output"."""
+        """Marks the rows of all tuned packs as encoded on these sides, "input" or "output"; the other side stays."""
         for b, (one, book) in enumerate(zip(self.tuned, self.books, strict=True)):
-            if one is not None:
-                n = len(book.params.start or ())
-                self.encoded_inputs[b, :n] = "input" in sides
-                self.encoded_outputs[b] = n
+            n = 0 if one is None else len(book.params.start or ())
+            if "input" in sides:
+                self.encoded_inputs[b, :n] = True
+            if "output" in sides:
+                self.encoded_outputs[b] = max(n, self.encoded_outputs[b])
         self.tuned_bound = True
 
     # ---- one model call
