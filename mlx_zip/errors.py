@@ -29,6 +29,26 @@ class GenerationError(MlxZipError, ValueError):
     """A request that cannot be generated as asked (empty prompt, prompt longer than the context, a refused flag)."""
 
 
+class PromptTooLongError(GenerationError):
+    """A prompt that is longer than the model's context, or than a server allows."""
+
+
+class EngineError(MlxZipError):
+    """A request to an engine that it cannot meet, for example for a session that it does not have."""
+
+
+class EngineBusyError(EngineError):
+    """Too many requests wait already. retry_after_s: seconds after which it is worth asking again."""
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class EngineStoppedError(EngineError):
+    """The engine has been closed, or a fault has ended it."""
+
+
 class DataError(MlxZipError, ValueError):
     """Training or evaluation data that cannot be read, are empty, or do not fit the model."""
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import random
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -34,6 +36,14 @@ def pytest_report_header() -> str:
         "found" if SHARED.is_dir() else "not found: the tests that need them are skipped, each with the missing file"
     )
     return f"shared data: {SHARED} {found}"
+
+
+@pytest.fixture(autouse=True)
+def same_random_numbers() -> None:
+    """Gives each test random numbers that do not depend on the tests that ran before it in the same process."""
+    random.seed(0)
+    if "mlx.core" in sys.modules:
+        sys.modules["mlx.core"].random.seed(0)
 
 
 @pytest.fixture

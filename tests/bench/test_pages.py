@@ -227,7 +227,7 @@ def test_the_table_of_batches_is_wanted_on_a_page_as_soon_as_its_record_exists(c
 
 def test_a_target_names_the_blas_that_was_preloaded_for_its_record():
     row = Target("speed", 1.0, lambda records: 1.0, "profile-warm").row(Records(ROOT))
-    assert row[1] == "libopenblas.so.0"
+    assert row[1].split(";")[0] == "libopenblas.so.0"
 
 
 def test_every_target_of_the_page_is_measured(spoken):

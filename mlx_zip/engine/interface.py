@@ -1,0 +1,287 @@
+"""The engine's interface: all that a front (server, chat, app, harness) knows of a model. Imports no MLX, no PyTorch.
+
+A front submits base ids with limits and sampling options, and gets events: emitted ids with their expansions,
+log-probabilities and counts. Text is the front's work: `mlx_zip.text` turns base ids into text and finds stop strings.
+"""
+
+from __future__ import annotations
+
+import queue
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from mlx_zip.errors import MlxZipError
+
+
+class Constraint(Protocol):
+    """What an answer may consist of, for example a grammar: it follows the answer's base ids.
+
+    The engine asks from its own thread, one constraint per request.
+    """
+
+    def mask(self) -> np.ndarray:
+        """Returns which base ids may come next, [V] bool; the ids that end the answer are among them if it may end."""
+        ...
+
+    def accepts(self, base_ids: Sequence[int]) -> bool:
+        """Returns whether all these base ids may come next, one after the other. Nothing changes."""
+        ...
+
+    def push(self, base_ids: Sequence[int]) -> None:
+        """Takes the base ids that were emitted. Raises `GenerationError` for ids that are not accepted."""
+        ...
+
+
+@dataclass(frozen=True)
+class Submission:
+    """One request to an engine.
+
+    base_ids: the whole prompt; the engine finds by itself how much of it a kept session holds. max_tokens: base tokens
+    of the answer, -1 for no limit but the context's. eos_ids: base ids that end the answer, also inside a hypertoken;
+    empty to end at the limit only. sampling: fields of `mlx_zip.sampling.Sampling` by name. top_logprobs: None for no
+    log-probabilities, else how many of the most likely ids to report per step, next to the chosen one. constraint: what
+    the answer may consist of. pack: what a new codebook begins with, a path or a `Pack`; None for the model's own.
+    keep: whether the engine keeps the request's state for later requests that begin with the same base ids.
+    """
+
+    base_ids: Sequence[int]
+    max_tokens: int = -1
+    eos_ids: frozenset[int] = frozenset()
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    top_logprobs: int | None = None
+    constraint: Constraint | None = None
+    pack: Any = None
+    keep: bool = True
+
+
+@dataclass(frozen=True)
+class Likely:
+    """An id that could have been emitted: its base ids and its natural log-probability."""
+
+    base_ids: tuple[int, ...]
+    logprob: float
+
+
+@dataclass(frozen=True)
+class Started:
+    """The prompt is about to be read. prompt_tokens: its base tokens; cached_tokens: those that a session holds
+    already; prompt_ids: ids that are left to be read.
+    """
+
+    prompt_tokens: int
+    cached_tokens: int
+    prompt_ids: int
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How many of the prompt's ids have been read so far, and of how many."""
+
+    read: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """One emitted id. base_ids: what it expands to, without what follows an eos or the limit.
+
+    logprob: natural log-probability that it was chosen from, None unless asked for. likely: the most likely ids of the
+    step, most likely first. learned: base ids of each entry that this id has just installed in the codebook.
+    """
+
+    id: int
+    base_ids: tuple[int, ...]
+    logprob: float | None = None
+    likely: tuple[Likely, ...] = ()
+    learned: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Figures of one request. *_tokens count base tokens; prompt_ids and steps count ids; times are seconds.
+
+    cached_tokens: base tokens of the prompt that were not read, because a session held them. hypertokens: steps that
+    emitted a hypertoken. entries, codebook_size: how full the codebook is. kv_bytes_saved: bytes of KV cache that the
+    base model would need for the same text beyond what is needed here. first_id_s: from submission to the first id.
+    """
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    prompt_ids: int = 0
+    base_tokens: int = 0
+    steps: int = 0
+    hypertokens: int = 0
+    entries: int = 0
+    codebook_size: int = 0
+    kv_bytes_saved: int = 0
+    queued_s: float = 0.0
+    first_id_s: float = 0.0
+    total_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The last event of a request that did not fail. reason: "stop" at an eos, "length" at a limit, or "cancelled"."""
+
+    reason: str
+    counts: Counts
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The last event of a request that failed; the engine goes on."""
+
+    error: MlxZipError
+
+
+Event = Started | Progress | Emitted | Finished | Failed
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """What a model is. name: as it was asked for. vocab_size: base ids are below it. context: positions, None without
+    a limit. merge_size, codebook_size: 0 for a model without hypertokens. fingerprint: of weights and tokenizer.
+    """
+
+    name: str
+    vocab_size: int
+    context: int | None
+    merge_size: int
+    codebook_size: int
+    fingerprint: str
+
+
+@dataclass(frozen=True)
+class SessionInfo:
+    """A kept session. base_tokens, ids: what it holds. bytes: in memory, 0 if it is on disk only. used: time of its
+    last use, seconds since 1970.
+    """
+
+    name: str
+    base_tokens: int
+    ids: int
+    bytes: int
+    on_disk: bool
+    used: float
+
+
+@dataclass(frozen=True)
+class Figures:
+    """An engine's figures since it began; *_bytes are of now."""
+
+    requests: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    running: int = 0
+    waiting: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    base_tokens: int = 0
+    steps: int = 0
+    hypertokens: int = 0
+    sessions: int = 0
+    session_bytes: int = 0
+    disk_bytes: int = 0
+    memory_bytes: int = 0
+    peak_memory_bytes: int = 0
+
+
+class Ticket:
+    """Names one submitted request; compared by identity."""
+
+
+Deliver = Callable[[Event], None]
+
+
+class Engine(ABC):
+    """A model that serves requests, any number at a time. All methods may be called from any thread.
+
+    tokenizer: has the names of `mlx_zip.text.tokenizer.Tokenizer`. info: what the model is. The `with` statement closes
+    the engine at its end.
+    """
+
+    tokenizer: Any
+    info: EngineInfo
+
+    @abstractmethod
+    def submit(self, submission: Submission, deliver: Deliver) -> Ticket:
+        """Takes a request and returns at once. `deliver` is called with each event, in order, in the engine's thread.
+
+        The last event is one `Finished` or one `Failed`. `deliver` must return soon and must not raise. Raises, before
+        anything runs: `GenerationError` for a request that cannot be met, `PromptTooLongError` for a prompt beyond the
+        context or the engine's bound, `EngineBusyError` if too many requests wait, `EngineStoppedError`.
+        """
+
+    @abstractmethod
+    def cancel(self, ticket: Ticket) -> None:
+        """Ends a request soon, with `Finished("cancelled", ...)`; does nothing if it has ended. Its state is kept."""
+
+    @abstractmethod
+    def note_answer(self, ticket: Ticket, key: str, base_ids: Sequence[int]) -> None:
+        """Remembers, with the request's session, that the answer called `key` (its text, say) was these base ids."""
+
+    @abstractmethod
+    def answers(self) -> Mapping[str, Sequence[int]]:
+        """Returns the noted answers of all kept sessions, by key; for `mlx_zip.text.prompts.Chat.ids`."""
+
+    @abstractmethod
+    def sessions(self) -> list[SessionInfo]:
+        """Returns the kept sessions, the last used first."""
+
+    @abstractmethod
+    def save_session(self, name: str, file: Path) -> None:
+        """Writes a session to a safetensors file. Raises `EngineError` for an unknown name or a full disk."""
+
+    @abstractmethod
+    def load_session(self, file: Path) -> SessionInfo:
+        """Adds the session in a file. Raises `EngineError` for a file that is damaged or of another model."""
+
+    @abstractmethod
+    def drop_session(self, name: str) -> None:
+        """Forgets a session, in memory and on disk. Raises `EngineError` for an unknown name."""
+
+    @abstractmethod
+    def purge_sessions(self) -> int:
+        """Forgets all sessions, in memory and on disk, and returns how many there were."""
+
+    @abstractmethod
+    def figures(self) -> Figures:
+        """Returns the engine's figures."""
+
+    @property
+    @abstractmethod
+    def alive(self) -> bool:
+        """Whether the engine can still serve: False after `close`, and after a fault that ended its thread."""
+
+    @abstractmethod
+    def on_death(self, call: Callable[[BaseException], None]) -> None:
+        """Has `call` called with the reason if the engine's thread ends by a fault."""
+
+    @abstractmethod
+    def close(self, drain_s: float = 0.0) -> None:
+        """Takes no new requests, lets those under way go on for up to `drain_s` seconds, cancels the rest, and ends."""
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def events(engine: Engine, submission: Submission) -> Iterator[Event]:
+    """Submits a request and yields its events; leaving the loop early cancels it. Raises what `submit` raises."""
+    arrived: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    ticket = engine.submit(submission, arrived.put)
+    try:
+        while True:
+            event = arrived.get()
+            yield event
+            if isinstance(event, Finished | Failed):
+                return
+    finally:
+        engine.cancel(ticket)

@@ -1,0 +1,109 @@
+"""What the dialects of the server have in common: a `Turn` is asked, and `Delta`s answer it.
+
+A dialect turns a request's body into a `Turn`, and deltas into its own response, streamed or whole. A whole response is
+made of the same deltas as a streamed one, so both say the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlx_zip.engine import Counts
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function that the model may call. parameters: JSON schema of its arguments. strict: they must follow it."""
+
+    name: str
+    description: str = ""
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    strict: bool = False
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One answer that is asked for.
+
+    messages: the conversation, as chat templates take it ("role", "content" text; an assistant's "tool_calls" with
+    {"id", "type": "function", "function": {"name", "arguments": map}} and "reasoning_content"; a tool's
+    "tool_call_id").
+    prompt: text or base ids, in place of messages, for plain completions. prefill: how the answer begins. tools,
+    tool_choice: "auto", "none", "required" or the name of the tool to call. parallel_tool_calls: whether more than one
+    call may be made. schema: JSON schema that the answer must follow; {} for any JSON object. max_tokens: base tokens.
+    sampling: fields of `Sampling`. stop: stop strings. logprobs: None, or how many likely tokens to report per token.
+    template_options: further arguments of the chat template. pack: name of a pack, None for the model's own.
+    """
+
+    messages: Sequence[Mapping[str, Any]] = ()
+    prompt: str | Sequence[int] | None = None
+    prefill: str | None = None
+    tools: Sequence[Tool] = ()
+    tool_choice: str = "auto"
+    parallel_tool_calls: bool = True
+    schema: Mapping[str, Any] | None = None
+    max_tokens: int = -1
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    stop: Sequence[str] = ()
+    logprobs: int | None = None
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+    pack: str | None = None
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """A token of the answer (a hypertoken counts as one): its text, its UTF-8 bytes and its log-probability.
+
+    likely: the most likely tokens at its place, as (text, bytes, log-probability).
+    """
+
+    text: str
+    bytes: bytes
+    logprob: float
+    likely: tuple[tuple[str, bytes, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """The prompt is being read: prompt ids read so far, and all."""
+
+    read: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Text:
+    """A piece of the answer's text. logprobs: of the tokens that the text came from, if they were asked for."""
+
+    text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True)
+class Reasoning:
+    """A piece of the model's reasoning, where its template marks it."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A whole call of a tool. id: unique in the conversation. arguments: JSON text of an object."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
+class Done:
+    """The end. reason: "stop", "length", "tool_calls" or "cancelled". stopped_by: the stop string that ended it."""
+
+    reason: str
+    counts: Counts
+    stopped_by: str | None = None
+
+
+Delta = Waiting | Text | Reasoning | ToolCall | Done
