@@ -22,8 +22,9 @@ import numpy as np
 
 from mlx_zip.arguments import check_at_least
 from mlx_zip.codec import Codebook, CodecParams, compress
+from mlx_zip.codec.arrays import read_npy
 from mlx_zip.codec.ids import Uint32s
-from mlx_zip.errors import MlxZipError, reason
+from mlx_zip.errors import MlxZipError
 
 from .record import load_before, summary, surroundings
 
@@ -115,10 +116,7 @@ def _run_policies(args: argparse.Namespace, ids: Uint32s, data: str) -> int:
 def _read_ids(args: argparse.Namespace) -> tuple[Any, str]:
     """Returns base ids [n] from --ids or --text, or made-up ones, and a line for the records on where they are from."""
     if args.ids is not None:
-        try:
-            return np.load(args.ids, allow_pickle=False), f"ids from {args.ids.name}"
-        except (OSError, ValueError) as error:
-            raise MlxZipError(f"--ids {args.ids} cannot be read as a .npy array: {reason(error)}") from error
+        return read_npy(args.ids, "base ids"), f"ids from {args.ids.name}"
     if args.text is None:
         return synthetic_ids(args.length, args.vocab_size), "synthetic: Zipf ids with repeated phrases, not a real text"
     if args.tokenizer is None:

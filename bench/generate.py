@@ -345,7 +345,7 @@ class EngineComparison:
             "run": self.run_id,
             "engine": engine.name,
             "mode": first.mode,
-            "model": self._model_section(),
+            "model": model_section(self.models, self.args),
             "workload": {
                 "domain": first.domain,
                 "data": first.data,
@@ -365,9 +365,9 @@ class EngineComparison:
             **surroundings(*PACKAGES),
         }
 
-    def _model_section(self) -> dict[str, Any]:
-        """Returns the record's section `model`; for --shape it has the flags of the hyper-encoder and codebook too."""
-        models, args = self.models, self.args
-        found = {"name": models.name, "precision": models.precision, "weights": models.weights}
-        names = ("encoder", "encoder_layers", "merge_size", "codebook_size") if args.shape else ()
-        return {**found, **{name: getattr(args, name) for name in names}}
+
+def model_section(models: Models, args: argparse.Namespace) -> dict[str, Any]:
+    """Returns a record's section `model`; for --shape it has the flags of the hyper-encoder and codebook too."""
+    found = {"name": models.name, "precision": models.precision, "weights": models.weights}
+    names = ("encoder", "encoder_layers", "merge_size", "codebook_size") if args.shape else ()
+    return {**found, **{name: getattr(args, name) for name in names}}

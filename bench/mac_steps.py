@@ -15,21 +15,16 @@ from typing import Any, NamedTuple
 from .records import Records
 from .tables import table
 
-CHIPS = {
-    "M1": 68.25,
-    "M2 Pro": 200.0,
-    "M4": 120.0,
-    "M4 Max": 546.0,
-    "M5": 153.0,
-}  # GB/s, Apple's technical specifications
+# bandwidth in GB/s, from Apple's technical specifications
+CHIPS = {"M1": 68.25, "M2 Pro": 200.0, "M4": 120.0, "M4 Max": 546.0, "M5": 153.0}
 MODELS = {"Llama-3.2-1B": "llama-3.2-1b", "Phi-3.5-mini": "phi-3.5-mini"}
 PRECISIONS = ("4", "16")
 SHARE = 0.8  # of the bandwidth that large products reach
 LAUNCH_US = (5.0, 10.0)
 KV_IDS = 1024  # ids in the KV cache
 ROWS = 1024  # entries in the codebook
-INSTALLS = 0.9  # of the steps
-SECOND_BODIES = (0.19, 0.33)  # of the steps of real text, before input rows were there when their entry was installed
+INSTALLS = 0.9  # share of the steps that install an entry
+SECOND_BODIES = (0.19, 0.33)  # share of steps that ran the body twice, before entries were installed with input rows
 ENCODER_BITS = {"4": 8, "16": 16}  # of the hyper-encoders, by bits of the weights: what `mlx_zip convert` makes
 SMALL = {"intermediate_size": 256, "vocab_size": 512}
 WIDTHS = {  # of the small models: quantized layers need 64 columns, and LongRoPE its 48 factors

@@ -17,7 +17,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_zip.errors import MlxZipError
+from mlx_zip.arguments import check_at_least
 
 from .record import load_before, surroundings
 
@@ -40,11 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints for each model a JSON line per reading, and one with the growth from the second to the last reading.
 
-    Raises `MlxZipError` for a number below 1.
+    Raises `DataError` for a number below 1.
     """
-    for name in ("steps", "every"):
-        if getattr(args, name) < 1:
-            raise MlxZipError(f"--{name} must be at least 1, got {getattr(args, name)}")
+    check_at_least(args, 1, "steps", "every")
     load_before()
     for engine, model in (("mlx-lm", _plain_model()), ("mlx-zip", _zip_model())):
         readings = []
@@ -76,7 +74,7 @@ def _readings(model: Any, steps: int, every: int) -> Iterator[dict[str, Any]]:
             rows = state.nbytes if state is not None else 0
             yield {
                 "step": step,
-                "rss_bytes": _rss_bytes(),
+                "rss_bytes": rss_bytes(),
                 "kv_bytes": kv,
                 "row_bytes": rows,
                 "other_active_bytes": mx.get_active_memory() - kv - rows,
@@ -85,7 +83,7 @@ def _readings(model: Any, steps: int, every: int) -> Iterator[dict[str, Any]]:
             }
 
 
-def _rss_bytes() -> int:
+def rss_bytes() -> int:
     """Returns this process's resident memory in bytes: the current one on Linux, the peak elsewhere."""
     if os.path.exists("/proc/self/statm"):
         with open("/proc/self/statm") as file:

@@ -26,9 +26,8 @@ if TYPE_CHECKING:
 
 PAGES = ("README.md", "CONTRIBUTING.md", "docs/**/*.md", "bench/**/*.md", "recipes/**/*.md")  # of a checkout
 DIFFERS = 1  # exit status of --check if a page or picture would change
-_MARK = re.compile(
-    r"^<!-- (?:table: ([^\n]+?)|end) -->(?=\r?$)", re.MULTILINE
-)  # begin or end of a table, each on its own line
+# begin or end of a table, each on its own line
+_MARK = re.compile(r"^<!-- (?:table: ([^\n]+?)|end) -->(?=\r?$)", re.MULTILINE)
 _VERSION = re.compile(rb"Matplotlib v[\d.]+")  # in an SVG's metadata
 
 Tables = dict[str, Callable[[Records], str]]

@@ -14,12 +14,8 @@ from .records import Record, Records, libraries, machines
 from .speeds import PROFILES, PUBLISHED, REQUESTS, STORIES, TURNS, per_step, pooled_per_step, ratio, step_ratio
 from .tables import table
 
-HOST_PARTS = {
-    "codec": "codec",
-    "rows, host": "rows",
-    "embedding": "embedding",
-    "head": "head",
-}  # row's name: part of `bench profile`
+# row's name: part of `bench profile`
+HOST_PARTS = {"codec": "codec", "rows, host": "rows", "embedding": "embedding", "head": "head"}
 OPERATIONS = {  # operation in a `bench codec` record: its name in the table
     "compress arrays": "compress; arrays here, lists there",
     "compress lists": "compress; Python lists on both sides",
@@ -109,21 +105,20 @@ def _us(figure: Mapping[str, float]) -> str:
 
 
 def _codec(records: Records) -> str:
-    """Returns the table of both codecs' times, and how many times as fast ours is, with its 95 % interval."""
+    """Returns the table of times of mlx_zip's codec and of zip2zip-compression, and how many times as fast ours is."""
     if "codec" not in records.files:
         return not_yet("codec")
     rows = []
     for line in records.lines("codec"):
-        measured = (
-            "windows of" if line["setting"]["of"] == "windows" else "one sequence of"
-        ) + f" {line['setting']['ids_each']:,} ids"
+        setting = line["setting"]
+        measured = f"{'windows' if setting['of'] == 'windows' else 'one sequence'} of {setting['ids_each']:,} ids"
         times = [f"{line[side]['median']:,.0f}" if line[side] else "-" for side in ("ours", "upstream")]
         rows.append([OPERATIONS[line["what"]], measured, line["unit"], *times, _times_as_fast(line)])
     return table(["", "of", "unit", "mlx_zip", "zip2zip-compression", "times as fast"], rows)
 
 
 def _times_as_fast(line: Record) -> str:
-    """Returns theirs over ours, the median of paired trials with its interval; "-" if theirs was not measured."""
+    """Returns zip2zip-compression's time over ours, median and interval of paired trials; "-" if it is not measured."""
     if not line["upstream"]:
         return "-"
     return str(paired_ratio(line["ours"]["samples"], line["upstream"]["samples"]))

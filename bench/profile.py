@@ -28,7 +28,7 @@ from mlx_zip.errors import MlxZipError
 from mlx_zip.progress import ProgressBar
 
 from .engines import MlxLm, MlxZip, Run
-from .generate import PACKAGES, add_model_arguments, add_text_arguments, prepare
+from .generate import PACKAGES, add_model_arguments, add_text_arguments, model_section, prepare
 from .profile_hooks import CPU, OURS, PARTS, PLAIN_HOOKS, ZIP_HOOKS, Hook, Seconds, Tracer
 from .record import header, load_before, surroundings
 from .shapes import Models
@@ -184,17 +184,11 @@ class StepProfiler:
         turn, host, apart = workload.turns[0], ways["mlx-zip traced"], ways["mlx-zip apart"]
         ours, ours_cpu = (np.sum([host.parts[part + clock] for part in OURS], axis=0) for clock in ("", CPU))
         ratios = np.divide(ways["mlx-zip"].medians, ways["mlx-lm"].medians)
-        models, args = self.models, self.args
-        shape = ("encoder", "encoder_layers", "merge_size", "codebook_size") if args.shape else ()
+        args = self.args
         return {
             "bench": "profile",
             "schema": SCHEMA,
-            "model": {
-                "name": models.name,
-                "precision": models.precision,
-                "weights": models.weights,
-                **{name: getattr(args, name) for name in shape},
-            },
+            "model": model_section(self.models, args),
             "mode": workload.mode,
             "workload": {
                 "domain": workload.domain,

@@ -35,17 +35,8 @@ PARTS = {  # name: what it is; in a step's order
     "replay": "forcing the id",
     "loop": "what is left: the loop, the bench itself",
 }
-OURS = (
-    "call",
-    "codec",
-    "rows",
-    "embedding",
-    "head",
-    "canonical",
-    "text",
-    "response",
-)  # parts that mlx_zip adds to mlx-lm's on the host
-
+# parts that mlx_zip adds to mlx-lm's on the host
+OURS = ("call", "codec", "rows", "embedding", "head", "canonical", "text", "response")
 CPU = " cpu"  # suffix of a part's name for its processor time
 
 Seconds = defaultdict[str, float]  # part, or part + CPU: seconds
@@ -130,9 +121,8 @@ class Tracer:
         self.hooks, self.apart = hooks, apart
         self.totals: Seconds = defaultdict(float)
         self.marks: list[Seconds] = []
-        self._inner: list[
-            tuple[float, float]
-        ] = []  # for each wrapped call that runs: (wall, processor) seconds of the wrapped calls inside it
+        # for each wrapped call that runs: (wall, processor) seconds of the wrapped calls inside it
+        self._inner: list[tuple[float, float]] = []
         self._undo: list[tuple[Any, str, Any]] = []
 
     def __enter__(self) -> Tracer:

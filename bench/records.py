@@ -9,15 +9,15 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.errors import MlxZipError, reason
+from mlx_zip.errors import DataError, MlxZipError, reason
+from mlx_zip.files import check_in
 
 from .tables import table
 
 PLACES = ("bench/records", "bench/papers/*/records")  # folders of a checkout
 Record = dict[str, Any]
-_BUILD = re.compile(
-    r"_?(-[0-9a-f]{8})?\.(so|dylib).*"
-)  # build and version in a library's file name, which tables leave out
+# build and version in a library's file name, which tables leave out
+_BUILD = re.compile(r"_?(-[0-9a-f]{8})?\.(so|dylib).*")
 
 
 class Records:
@@ -61,10 +61,11 @@ class Records:
 
 
 def read_lines(path: Path) -> list[Record]:
-    """Returns the JSON lines of a file. Raises `MlxZipError` with its name if it is not such a file."""
+    """Returns the JSON lines of a file. Raises `MlxZipError` with its name if it is no file of JSON lines."""
     try:
+        check_in(path)
         lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, DataError) as error:
         raise MlxZipError(f"{path} cannot be read: {reason(error)}") from error
     try:
         return [json.loads(line, parse_constant=_no_number) for line in lines if line]

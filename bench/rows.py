@@ -18,14 +18,15 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_zip.arguments import check_at_least
-from mlx_zip.bench.memory import _rss_bytes
-from mlx_zip.bench.record import load_before, summary, surroundings
 from mlx_zip.errors import MlxZipError
 from mlx_zip.hyper import RowStore
 from mlx_zip.hyper.row_files import RowSet, files_in, total_bytes
 from mlx_zip.hyper.row_folder import RowFolder
 from mlx_zip.hyper.store import RowKind
 from mlx_zip.progress import ProgressBar
+
+from .memory import rss_bytes
+from .record import load_before, summary, surroundings
 
 MERGE_SIZE = 4  # base ids per entry
 CHUNK = 8192  # rows stored in one call
@@ -104,7 +105,7 @@ def _through_store(folder: Path, args: argparse.Namespace, disk_limit: int, want
     """
     kind = RowKind(RowSet(bytes(32), MERGE_SIZE, 4 * args.width), mx.float32, True)
     lengths = np.full(args.batch, MERGE_SIZE)
-    from_disk, from_memory, before = [], [], _rss_bytes()
+    from_disk, from_memory, before = [], [], rss_bytes()
     with RowStore(folder, memory_bytes=args.memory_bytes, folder_bytes=disk_limit) as store:
         for chosen in wanted:
             keys = _keys(chosen)
@@ -116,7 +117,7 @@ def _through_store(folder: Path, args: argparse.Namespace, disk_limit: int, want
             "store_from_memory_us_per_row": summary(from_memory),
             "store_memory_bytes": store.nbytes,
             "store_memory_bound_bytes": args.memory_bytes,
-            "rss_growth_bytes": _rss_bytes() - before,  # includes mapped pages of the files that were read
+            "rss_growth_bytes": rss_bytes() - before,  # includes mapped pages of the files that were read
         }
 
 

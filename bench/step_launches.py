@@ -6,9 +6,9 @@ not weighed: a small addition counts as much as a large product.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
-from itertools import pairwise
 from statistics import mean
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_zip.decode import decode_steps
 from mlx_zip.hyper import RowStore
 from mlx_zip.models.ahead import Ahead
-from mlx_zip.models.launches import gpu_forms, launches
+from mlx_zip.models.launches import added_launches, gpu_forms
 
 from .engines import Forced, zip_ids
 from .shapes import Models
@@ -56,27 +56,27 @@ def step_launches(models: Models, base_ids: Sequence[int], rows: str) -> Launche
         return None
     if rows == "warm":
         model.session.store = RowStore()
-        _write(model, prompt, emitted)
-        model.session.store.flush()
+        _fill_store(model, prompt, emitted)
     cache = model.make_cache()
-    _read(model, prompt, cache)
+    _prefill(model, prompt, cache)
     if rows == "cold":
         model = copy(model)  # without the compiled encoders of this device
     book = cache[-1].books[0].copy()
     installs = [len(book.push(one)) > 0 for one in emitted]
     with gpu_forms():
-        ours, plain = added(_zip_steps(model, cache, emitted)), added(_plain_steps(models.plain(), base_ids))
-    return Launches(ours, plain, installs[SKIPPED:])
+        ours = added_launches(_zip_steps(model, cache, emitted))
+        plain = added_launches(_plain_steps(models.plain(), base_ids))
+    return Launches(ours[SKIPPED:], plain[SKIPPED:], installs[SKIPPED:])
 
 
-def _write(model: Any, prompt: np.ndarray, ids: Sequence[int]) -> None:
-    """Generates `ids` after `prompt`, so that the model's store holds all rows of both."""
+def _fill_store(model: Any, prompt: np.ndarray, ids: Sequence[int]) -> None:
+    """Generates `ids` after `prompt`, so that the model's row store holds the rows of all entries in prompt and ids."""
     options: Any = {"sampler": Forced(ids), "prefill_step_size": PROMPT, "ahead": True}
-    for _ in decode_steps(model, prompt, model.make_cache(), max_steps=len(ids), **options):
-        pass
+    deque(decode_steps(model, prompt, model.make_cache(), max_steps=len(ids), **options), maxlen=0)
+    model.session.store.flush()
 
 
-def _read(model: Any, ids: Iterable[int], cache: list[Any]) -> None:
+def _prefill(model: Any, ids: Iterable[int], cache: list[Any]) -> None:
     """Has a model read ids, and computes its KV caches."""
     model(mx.array([list(map(int, ids))]), cache=cache)
     mx.eval([entry.state for entry in cache if hasattr(entry, "keys")])
@@ -95,7 +95,7 @@ def _zip_steps(model: Any, cache: list[Any], ids: Sequence[int]) -> Iterator[mx.
 def _plain_steps(model: Any, base_ids: Sequence[int]) -> Iterator[mx.array]:
     """Yields the choice of every step of mlx-lm's model."""
     cache = make_prompt_cache(model)
-    _read(model, base_ids[:2], cache)
+    _prefill(model, base_ids[:2], cache)
     for one in base_ids[PROMPT : PROMPT + STEPS]:
         yield _chosen(model(mx.array([[int(one)]]), cache=cache)[:, -1])
 
@@ -103,14 +103,3 @@ def _plain_steps(model: Any, base_ids: Sequence[int]) -> Iterator[mx.array]:
 def _chosen(logits: mx.array) -> mx.array:
     """Returns the greedy choice as both decode loops make it: log-probabilities first."""
     return mx.argmax(logits - mx.logsumexp(logits, keepdims=True), axis=-1)
-
-
-def added(steps: Iterable[mx.array]) -> list[int]:
-    """Returns how many launches each step after the first `SKIPPED` adds to those of the steps before it."""
-    arrays: list[mx.array] = []
-    totals: list[int] = []
-    for made in steps:
-        arrays.append(made)
-        if len(arrays) >= SKIPPED:
-            totals.append(sum(launches(*arrays).values()))
-    return [after - before for before, after in pairwise(totals)]

@@ -217,9 +217,8 @@ class Published(_TorchEngine):
             manager.pad_token_id,
         )
         end, width = self.params.vocab_size + self.params.codebook_size, model.base_model.config.vocab_size
-        self.barred = list(
-            range(end, width + self.params.codebook_size)
-        )  # ids that the package may emit but cannot expand
+        # ids that the package may emit but cannot expand
+        self.barred = list(range(end, width + self.params.codebook_size))
 
     def run(self, prompt: Sequence[int], tokens: int, replay: Sequence[int] | None = None, held: Any = None) -> Run:
         """See `Engine.run`. It cannot continue a conversation: `held` is ignored."""

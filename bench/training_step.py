@@ -29,7 +29,7 @@ from mlx_zip.training.optimizer import clip, make_optimizer
 from mlx_zip.training.settings import TrainSettings
 from mlx_zip.training.shards import Sample
 from mlx_zip.training.starting_model import freeze
-from mlx_zip.training.stepping import LOW, Stepper, to_device
+from mlx_zip.training.stepping import LOW, Stepper, is_compiled, to_device
 
 from .record import summary
 
@@ -246,9 +246,7 @@ class Parts:
             return value
 
         compute = nn.value_and_grad(part, loss if self.dtype == mx.float32 else lowered)
-        if settings.compile == "off" or (settings.compile == "auto" and mx.default_device() == mx.cpu):
-            return compute
-        return mx.compile(compute, inputs=[part.state], outputs=[part.state])
+        return mx.compile(compute, inputs=[part.state], outputs=[part.state]) if is_compiled(settings) else compute
 
     def _normal(self, *shape: int) -> mx.array:
         """Returns random normal values in the step's dtype."""

@@ -23,9 +23,8 @@ from mlx_zip.text.tokenizers import load_tokenizer
 
 DOMAINS = ("code", "math", "chat", "multilingual", "web")
 SYNTHETIC = "synthetic"
-CHARACTERS_PER_ID = (
-    16  # more than the ids of any tokenizer here have on average, so that a long text is not tokenized whole
-)
+# more than the ids of any tokenizer here have on average, so that a long text is not tokenized whole
+CHARACTERS_PER_ID = 16
 COLUMNS = (  # names of the fields of a record with two texts; a record with a text alone is read with any of them
     {"prompt": "text", "completion": "code"},
     {"prompt": "question", "completion": "answer"},

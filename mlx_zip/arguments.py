@@ -139,6 +139,11 @@ def add_separator(add: Any) -> None:
     add("--separator", help="line that ends a document of a .txt file (default: each file is one document)")
 
 
+def add_limit_bytes(add: Any, texts: str, flag: str = "--limit-bytes") -> None:
+    """Declares a flag that limits how many bytes of text are read. texts: what it limits, for the help."""
+    add(flag, type=int, metavar="N", help=f"read at most N bytes of {texts} (default: all)")
+
+
 def add_pack(
     add: Any,
     purpose: str = PACK,

@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import Any
 
-from mlx_zip.arguments import add_separator
+from mlx_zip.arguments import add_limit_bytes, add_separator
 from mlx_zip.cli import packs, rows
 from mlx_zip.cli.actions import DATA, writable
 from mlx_zip.errors import DataError
@@ -79,7 +79,7 @@ def _add_text(add: Any) -> None:
         help="maximum number of base ids per window and per task request (default: as many as the first model can "
         "read; for windows at most 1024)",
     )
-    add("--limit-bytes", type=int, metavar="N", help="read at most N bytes of --data (default: all)")
+    add_limit_bytes(add, "--data")
     add(
         "--availability",
         choices=AVAILABILITY,

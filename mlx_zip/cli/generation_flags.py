@@ -77,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_prompt(add: Any) -> None:
-    """Declares the flags of the prompt and of how the chat template renders it."""
+    """Declares the flags of the messages: system prompt, user message and beginning of the answer."""
     add("--system-prompt", help="system message placed before the prompt; needs a chat template (default: none)")
     add(
         "--prompt",
@@ -91,7 +91,7 @@ def _add_prompt(add: Any) -> None:
 
 
 def _add_sampling(add: Any) -> None:
-    """Declares the flags of the length of the text, of what ends it, and of how ids are sampled."""
+    """Declares the flags of how ids are chosen: length and end of the text, sampling, penalties, --canonical."""
     add(
         "--max-tokens",
         "-m",
@@ -109,10 +109,17 @@ def _add_sampling(add: Any) -> None:
         help='JSON map from at most 1000 base ids to numbers added to their logits, for example {"42": -5} '
         "(default: none)",
     )
+    add(
+        "--canonical",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="forbid ids that the compressor would never write, unless together they hold over half the probability "
+        "(default: as in the model's config.json)",
+    )
 
 
 def _add_template(add: Any) -> None:
-    """Declares the flags of the chat template, and --verbose."""
+    """Declares the flags of the chat template."""
     add(
         "--ignore-chat-template",
         action="store_true",
@@ -124,17 +131,10 @@ def _add_template(add: Any) -> None:
         help="no effect; accepted because mlx_lm.generate has it (the model's own chat template is used)",
     )
     add("--chat-template-config", help="JSON map of further arguments for the chat template (default: none)")
-    add(
-        "--verbose",
-        type=_flag,
-        default=True,
-        metavar="BOOL",
-        help="True prints the text and figures on speed and memory; False prints the text alone (default: True)",
-    )
 
 
 def _add_cache(add: Any) -> None:
-    """Declares the flags of prompt caches, packs, the KV cache and the row store."""
+    """Declares the flags of reading the prompt: step size, prompt cache, packs, KV cache and row store."""
     add(
         "--prefill-step-size",
         type=int,
@@ -144,13 +144,6 @@ def _add_cache(add: Any) -> None:
     add(
         "--prompt-cache-file",
         help="prompt cache to continue with the prompt, in the format of mlx_lm.cache_prompt (default: none)",
-    )
-    add(
-        "--canonical",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help="forbid ids that the compressor would never write, unless together they hold over half the probability "
-        "(default: as in the model's config.json)",
     )
     packs.add_flags(add)
     add("--kv-bits", type=int, help="bits per number in a quantized KV cache (default: not quantized)")
@@ -171,6 +164,13 @@ def _add_cache(add: Any) -> None:
 
 def _add_output(add: Any) -> None:
     """Declares the flags of how the text is printed."""
+    add(
+        "--verbose",
+        type=_flag,
+        default=True,
+        metavar="BOOL",
+        help="True prints the text and figures on speed and memory; False prints the text alone (default: True)",
+    )
     add(
         "--color",
         choices=("auto", "always", "never"),

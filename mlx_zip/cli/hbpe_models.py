@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlx_zip.arguments import add_separator, check_at_least
+from mlx_zip.arguments import add_limit_bytes, add_separator, check_at_least
 from mlx_zip.cli.actions import DATA
 from mlx_zip.cli.generation import read_prompt
 from mlx_zip.cli.settings_flags import add_some
@@ -124,7 +124,7 @@ def _add_data(add: Any, purpose: str) -> None:
     """Declares --data, --separator and --limit-bytes; purpose: what the texts are for."""
     add("--data", nargs="+", required=True, metavar="FILE", help=f"{purpose}: {DATA}")
     add_separator(add)
-    add("--limit-bytes", type=int, metavar="N", help="read at most N bytes of --data (default: all)")
+    add_limit_bytes(add, "--data")
 
 
 def fit(args: argparse.Namespace) -> int:

@@ -35,6 +35,7 @@ _DEFAULTS = {
     "steps_per_eval": 100,
     "save_every": 50,
     "keep": 2,
+    "dtype": "float32",
 }
 _PURPOSES = {
     "iters": "number of optimizer steps in the whole run",
@@ -88,12 +89,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how a plain model counts positions; compressed: by id, base_token_end: by base id (default: compressed)",
     )
     add(
-        "--dtype",
-        choices=("float32", "bfloat16"),
-        default="float32",
-        help="number type of the forward and backward pass (default: float32)",
-    )
-    add(
         "--dequantize",
         action="store_true",
         help="compute with a quantized model's weights as floats, which is faster and takes more memory (default: off)",
@@ -128,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
 
         load_matplotlib()  # fails now rather than after the run
     chosen = {name: getattr(args, name) for name in _DEFAULTS}
-    settings = TrainSettings(optimizer="adam", weight_decay=0.0, val_batches=0, dtype=args.dtype, **chosen)
+    settings = TrainSettings(optimizer="adam", weight_decay=0.0, val_batches=0, **chosen)
     pack = load_pack(args.file)
     plan, tokenizer, plain = _plan(args, pack)
     data, valid = _texts(args, plan, tokenizer)

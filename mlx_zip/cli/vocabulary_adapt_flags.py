@@ -5,16 +5,13 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from mlx_zip.arguments import add_limit_bytes
 from mlx_zip.cli.actions import DATA, TOKENIZER, add_json
 from mlx_zip.cli.vocab_plots import add_plot
 
 ADAPTED = "adapted tokenizer, as written by `mlx_zip vocab adapt learn`"
-SWAPS = {
-    "margin": 0,
-    "max_swaps": None,
-    "tie": "high",
-    "counting": "overlapping",
-}  # settings of --method adapt: defaults
+# settings of --method adapt: defaults
+SWAPS = {"margin": 0, "max_swaps": None, "tie": "high", "counting": "overlapping"}
 
 
 def learn_arguments(parser: argparse.ArgumentParser) -> None:
@@ -167,6 +164,6 @@ def _common(add: Any, texts: str) -> None:
         metavar="KEY=NAME",
         help="column of .jsonl records that holds the text, as text=NAME (default: text)",
     )
-    add("--limit-bytes", type=int, metavar="N", help=f"read at most N bytes of {texts} (default: all)")
+    add_limit_bytes(add, texts)
     add_plot(add, "bytes per token of the adapted and the base tokenizer")
     add_json(add)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from mlx_zip import chosen_packs
 from mlx_zip.chosen_packs import Packs
+from mlx_zip.codec import Codebook, compress_next
+from mlx_zip.config import ZipConfig
 from mlx_zip.errors import DataError, GenerationError, ModelError, reason
 from mlx_zip.evaluation.windows import Windows
 from mlx_zip.loading import codebook_changes, read_config
@@ -31,12 +35,9 @@ def check_model(folder: Path, codebook_size: int | None, packs: Packs | None) ->
 
     codebook_size, packs: those asked for; they must fit a zip2zip model's config.
     """
-    config = read_config(folder)
-    if config["model_type"] == MODEL_TYPE:
-        changed = {**config, **codebook_changes(config, codebook_size, None)}
-        section = ModelArgs.from_dict(changed).zip_config
-        if packs is not None:
-            chosen_packs.check_codec(packs, section)
+    section = _zip_config(folder, codebook_size)
+    if section is not None and packs is not None:
+        chosen_packs.check_codec(packs, section)
     files = sorted(folder.glob("model*.safetensors"))
     if not files:
         raise ModelError(f"{folder} has no weights (model*.safetensors)")
@@ -47,6 +48,18 @@ def check_model(folder: Path, codebook_size: int | None, packs: Packs | None) ->
             raise ModelError(f"{file} cannot be read: {reason(error)}") from error
 
 
+def _zip_config(folder: Path, codebook_size: int | None) -> ZipConfig | None:
+    """Returns the config of a zip2zip model with the codebook size asked for (None: its own); None for a plain model.
+
+    Raises `ModelError` or `ConfigError`.
+    """
+    config = read_config(folder)
+    if config["model_type"] != MODEL_TYPE:
+        return None
+    changed = {**config, **codebook_changes(config, codebook_size, None)}
+    return ModelArgs.from_dict(changed).zip_config
+
+
 def check_windows(folder: Path, windows: Windows) -> None:
     """Raises `DataError` if a window of the text has more base ids than the model in the folder has positions."""
     positions = read_config(folder).get("max_position_embeddings")
@@ -55,10 +68,41 @@ def check_windows(folder: Path, windows: Windows) -> None:
         raise DataError(f"windows of {longest} base ids (--context) do not fit the model's {positions} positions")
 
 
-def check_prompts(tokenizer: Any, conversations: Sequence[Sequence[Prompt]]) -> None:
-    """Raises `GenerationError` for the first prompt of a conversation that the chat template cannot render."""
+def check_prompts(
+    folder: Path,
+    tokenizer: Any,
+    conversations: Sequence[Sequence[Prompt]],
+    codebook_size: int | None,
+    packs: Packs | None,
+) -> None:
+    """Raises `GenerationError` naming the first conversation whose first prompt a model cannot answer.
+
+    The chat template must render the prompt, and the prompt must leave room in the model's context. Later turns are not
+    checked, because their length depends on the answers. codebook_size, packs: as in `check_model`.
+    """
+    context = read_config(folder).get("max_position_embeddings")
     for number, prompts in enumerate(conversations, start=1):
         try:
-            Conversation(tokenizer, prompts).next_prompt()
+            base_ids = Conversation(tokenizer, prompts).next_prompt()
         except GenerationError as error:
             raise GenerationError(f"prompt {number}: {error}") from error
+        if isinstance(context, int) and len(base_ids) >= context:
+            used = _positions(folder, base_ids, codebook_size, packs)
+            if used >= context:
+                raise GenerationError(
+                    f"prompt {number} takes {used} positions, {folder.name}'s context has {context} and generation "
+                    "needs at least one: shorten it (--opening, or the text in --prompts)"
+                )
+
+
+def _positions(folder: Path, base_ids: Sequence[int], codebook_size: int | None, packs: Packs | None) -> int:
+    """Returns how many positions the base ids of a new request take; a lower bound for a plain model with a pack."""
+    section = _zip_config(folder, codebook_size)
+    if section is None:
+        longest = 1 if packs is None else max(map(len, packs.merged.entries), default=1)
+        return -(-len(base_ids) // longest)
+    if section.position_mode == "base_token_end":
+        return len(base_ids)
+    params = section.codec_params
+    params = params if packs is None else replace(params, start=packs.merged.entries)
+    return len(compress_next(Codebook(params), np.array(base_ids, np.uint32)))

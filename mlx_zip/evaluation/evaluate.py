@@ -39,6 +39,14 @@ _NOT_RECORDED = {  # settings that the record holds elsewhere, or that change no
     "trust_remote_code",
     "confirm_run_unsafe_code",
 }
+_OF_TASKS = {  # settings that only benchmark tasks use
+    "include_path",
+    "num_shots",
+    "limit",
+    "border",
+    "apply_chat_template",
+    "confirm_run_unsafe_code",
+}
 
 
 @dataclass(frozen=True)
@@ -97,10 +105,10 @@ class Evaluation:
         Sampling(temp=self.temp, top_p=self.top_p, seed=self.seed)  # raises for values out of range
 
     def _check_tasks(self) -> None:
-        """Raises `DataError` for a setting that only tasks have, when no tasks are named."""
-        of_tasks = ("include_path", "num_shots", "limit")
-        if not self.tasks and (given := [name for name in of_tasks if getattr(self, name) is not None]):
-            flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        """Raises `DataError` for a setting of benchmark tasks that differs from its default when no tasks are named."""
+        given = [f for f in fields(self) if f.name in _OF_TASKS and getattr(self, f.name) != f.default]
+        if given and not self.tasks:
+            flags = ", ".join(f"--{one.name.replace('_', '-')}" for one in given)
             raise DataError(f"{flags}: of benchmark tasks only; name them with --tasks")
 
     def record(self) -> dict[str, Any]:
@@ -186,7 +194,7 @@ def _prepare(models: Sequence[str], what: Evaluation, packs: Packs | None, codeb
             if prompts is None and corpus is not None:
                 prompts = openings(tokenizer, corpus.documents, what.opening)
             inputs.conversations = make_conversations(prompts or [], what.generate, what.turns, repeat=what.temp > 0)
-        check_prompts(tokenizer, inputs.conversations)
+        check_prompts(folders[name], tokenizer, inputs.conversations, codebook_size, packs)
     return inputs
 
 

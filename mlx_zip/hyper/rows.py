@@ -207,5 +207,5 @@ class TurningTable(RowTable):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of both copies."""
+        """Bytes of the current copy and of the other one."""
         return super().nbytes + (0 if self._idle is None else self._idle.nbytes)

@@ -10,8 +10,9 @@ from __future__ import annotations
 import io
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
 
@@ -33,6 +34,19 @@ def launches(*arrays: mx.array) -> Counter[str]:
     dot: Any = io.StringIO()
     mx.export_to_dot(dot, *arrays)
     return Counter(name for name in _NODE.findall(dot.getvalue()) if name.split()[0] not in VIEWS)
+
+
+def added_launches(steps: Iterable[mx.array]) -> list[int]:
+    """Returns how many launches each step adds to those of the steps before it. steps: yields the array of each step.
+
+    The arrays stay lazy, and an operation that two steps share counts for the first of them.
+    """
+    arrays: list[mx.array] = []
+    totals = [0]
+    for made in steps:
+        arrays.append(made)
+        totals.append(sum(launches(*arrays).values()))
+    return [after - before for before, after in pairwise(totals)]
 
 
 @contextmanager

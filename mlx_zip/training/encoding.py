@@ -118,9 +118,8 @@ class Encoder:
         counted = np.full(len(ids), self.train_on == "all")
         if self.train_on == "answers":
             places = np.array(encoding.offsets, np.int64).reshape(-1, 2)
-            places[1:, 0] = np.minimum(
-                places[1:, 0], places[:-1, 1]
-            )  # some tokenizers leave out the space that a token begins with
+            # some tokenizers leave out the space that a token begins with
+            places[1:, 0] = np.minimum(places[1:, 0], places[:-1, 1])
             for begin, end in spans:
                 counted |= (places[:, 0] >= begin) & (places[:, 1] <= end)
         if not counted.any():

@@ -138,9 +138,8 @@ class Shards:
         self.index = _read_index(self.folder)
         try:
             params = CodecParams(**self.index["codec"])
-            self.params = (
-                params if grows(params) else replace(params, codebook_size=0, merge_size=1)
-            )  # one form for no codebook
+            # all codecs without a codebook have one form
+            self.params = params if grows(params) else replace(params, codebook_size=0, merge_size=1)
             self.context = _count("context", self.index["context"], least=1)
             records = [(str(record["name"]), _count("samples", record["samples"])) for record in self.index["shards"]]
         except (KeyError, TypeError, ValueError, CodecError) as error:

@@ -101,7 +101,7 @@ def measures(settings: Settings) -> Iterator[tuple[str, dict[str, Any]]]:
     asked = {"prompts": "texts/requests.jsonl", "generate": settings.requests, **size, **settings.measure}
     for temp in settings.temperatures:
         for turns in (1, settings.test_turns):
-            yield f"told-{turns}-temp-{temp:g}", {**asked, "temp": temp, "turns": turns, "model": bundled}
+            yield f"rates-{turns}-temp-{temp:g}", {**asked, "temp": temp, "turns": turns, "model": bundled}
 
 
 def measure(recipe: Recipe) -> None:
@@ -110,6 +110,8 @@ def measure(recipe: Recipe) -> None:
     Rates are those of a story as a first turn and as a later turn of a conversation. Existing files are kept.
     """
     (recipe.out / "figures").mkdir(exist_ok=True)
+    for old in (recipe.out / "figures").glob("told-*.json"):  # the name of rates in folders of older versions
+        old.rename(old.with_name(old.name.replace("told", "rates", 1)))
     for name, flags in measures(recipe.settings):
         file = f"figures/{name}.json"
         if (recipe.out / file).exists():

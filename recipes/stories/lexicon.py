@@ -107,9 +107,8 @@ class _Counts:
         self.stories = 0
         self.all: Counter[str] = Counter()  # all occurrences
         self.capital: Counter[str] = Counter()  # with a capital letter
-        self.head: Counter[str] = (
-            Counter()
-        )  # a determiner (and an adjective) before it, and the end of a noun phrase after it
+        # after a determiner (and an adjective), and before the end of a noun phrase
+        self.head: Counter[str] = Counter()
         self.with_a: Counter[str] = Counter()  # those of `head` whose determiner is "a" or "an"
         self.with_the: Counter[str] = Counter()  # those of `head` whose determiner is "the"
         self.before_noun: Counter[str] = Counter()  # a determiner before it, and another word after it

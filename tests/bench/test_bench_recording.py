@@ -1,6 +1,7 @@
 """`--record FILE`: records of a quiet machine are also appended to a file, whole or not at all."""
 
 import json
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -115,13 +116,20 @@ def test_a_last_line_without_an_end_is_kept_apart(machine, bench, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "words"), [("none/x.jsonl", "there is no folder"), ("text", "not JSON lines"), (".", "cannot be read")]
+    ("name", "words"),
+    [
+        ("none/x.jsonl", "there is no folder"),
+        ("text", "not JSON lines"),
+        (".", "cannot be read"),
+        ("pipe", "is a folder or device, not a file"),
+    ],
 )
 def test_a_file_that_cannot_take_records_is_refused_before_anything_is_measured(
     name, words, machine, bench, tmp_path, capsys
 ):
     machine(1.0)
     (tmp_path / "text").write_text("a story")
+    os.mkfifo(tmp_path / "pipe")
     assert main(["rows", "--record", str(tmp_path / name)]) == 2
     assert words in capsys.readouterr().err
     assert bench.runs == 0

@@ -8,12 +8,14 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from mlx_zip import cli
+from mlx_zip import GenerationError, cli
 from mlx_zip.evaluation import report
+from mlx_zip.evaluation.before_loading import check_prompts
 from mlx_zip.evaluation.bits import measure_bits
 from mlx_zip.evaluation.evaluate import Evaluation, evaluate
 from mlx_zip.evaluation.windows import cut_windows
 from mlx_zip.generate import load
+from mlx_zip.text.conversations import Prompt
 from mlx_zip.text.documents import read_corpus
 from support import checkpoints, tiny_text
 from support.places import GOLDEN_MODELS
@@ -68,7 +70,7 @@ def row(table, label):
     return line.strip().removeprefix(label).split()
 
 
-def test_base_and_zip_model_stand_beside_one_another_on_the_same_bytes(run, base, zipped, text):
+def test_base_and_zip_model_stand_next_to_one_another_on_the_same_bytes(run, base, zipped, text):
     status, out, _, record = run("--model", base, "--model", zipped, "--data", text, "--separator", "<end>")
     plain, zip2zip = (model["text"] for model in record["models"])
     assert status == 0
@@ -214,6 +216,35 @@ def test_a_chat_template_that_is_missing_is_named_before_the_model_is_loaded(run
     assert "prompt 1: the chat template cannot render the messages" in err
 
 
+@pytest.mark.parametrize("kind", ["plain", "zip2zip"])
+def test_a_prompt_longer_than_the_context_is_named_before_a_model_is_loaded(
+    kind, run, zipped, base, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("mlx_zip.evaluation.evaluate.load", None)
+    model = base if kind == "plain" else zipped
+    context = positions(model)
+    (tmp_path / "t.txt").write_text("The cat sat on the mat. " * context)
+    flags = ("--data", tmp_path / "t.txt", "--generate", 1, "--opening", 8 * context)
+    status, out, err, _ = run("--model", model, *flags)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert f"context has {context} and generation needs at least one: shorten it (--opening" in err
+
+
+def test_a_prompt_that_fits_the_context_only_compressed_is_refused_for_the_plain_model_alone(zipped, base):
+    tokenizer = load(zipped)[1]
+    text = "The cat sat on the mat. " * positions(base)
+    ids = tokenizer.encode(text)[: positions(base) + 50]
+    conversations = [[Prompt(tokenizer.decode(ids))]]
+    check_prompts(Path(zipped), tokenizer, conversations, None, None)
+    with pytest.raises(GenerationError, match="prompt 1 takes"):
+        check_prompts(Path(base), tokenizer, conversations, None, None)
+
+
+def positions(model):
+    """The number of positions in a model's context."""
+    return json.loads((Path(model) / "config.json").read_text())["max_position_embeddings"]
+
+
 def test_windows_too_long_for_the_second_model_are_named_before_the_first_is_loaded(run, words, tmp_path, monkeypatch):
     monkeypatch.setattr("mlx_zip.evaluation.evaluate.load", None)
     config = json.loads((Path(words) / "config.json").read_text())
@@ -275,6 +306,9 @@ def test_a_starting_codebook_is_read_from_a_file(run, zipped, text, tmp_path):
             ("--data", "TEXT", "--num-shots", 2, "--include-path", "."),
             "--include-path, --num-shots: of benchmark tasks",
         ),
+        (("--data", "TEXT", "--apply-chat-template"), "--apply-chat-template: of benchmark tasks"),
+        (("--data", "TEXT", "--border", "split"), "--border: of benchmark tasks"),
+        (("--data", "TEXT", "--confirm-run-unsafe-code"), "--confirm-run-unsafe-code: of benchmark tasks"),
         (("--data", "missing.txt"), "missing.txt: no such file"),
         (("--data", "TEXT", "--context", 0), "--context"),
         (("--data", "TEXT", "--generate", 9), "9 continuations"),

@@ -63,6 +63,16 @@ def test_tuned_rows_that_are_the_encoders_change_nothing(family, mode):
     assert_close(model(mx.array([IDS]), cache=model.make_cache(pack=start), causal=True), want)
 
 
+@pytest.mark.parametrize("side", ["input", "output"])
+def test_marking_the_tuned_rows_of_one_side_leaves_the_other_side_missing(side):
+    state = MODEL.make_cache(pack=TUNED)[-1]
+    state.mark_tuned_rows([side])
+    missing = {"input": state.missing_installed_inputs(), "output": state.missing_outputs()}
+    assert {name: len(slots) for name, (_, slots) in missing.items()} == {
+        name: 0 if name == side else len(START) for name in missing
+    }
+
+
 def test_logits_of_entries_are_those_of_their_tuned_rows_and_inputs_read_them():
     cache = MODEL.make_cache(pack=TUNED)
     logits = np.array(MODEL(mx.array([[VOCAB + 3]]), cache=cache)[0, -1])

@@ -15,7 +15,7 @@ from mlx_zip.decode import decode_steps
 from mlx_zip.hyper import HeadTable, RowStore, RowTable, TurningTable
 from mlx_zip.models import Model, ModelArgs
 from mlx_zip.models.ahead import Ahead
-from mlx_zip.models.launches import gpu_forms, launches
+from mlx_zip.models.launches import added_launches, gpu_forms
 from support import tiny
 
 WARM, PER_SIDE, BASE_TOKEN_END, CANONICAL = 10, 30, 3, 6  # launches that a step may add to mlx-lm's
@@ -33,15 +33,6 @@ def read(model):
     y = mx.argmax(logits[:, -1], axis=-1)
     mx.eval(y, [entry.state for entry in cache[:-1]])
     return cache, y
-
-
-def added(steps):
-    """How many launches each step adds to the graph of all steps before it; steps yields the arrays that each makes."""
-    arrays, totals = [], [0]
-    for made in steps:
-        arrays.append(made)
-        totals.append(sum(launches(*arrays).values()))
-    return np.diff(totals).tolist()
 
 
 def chosen(logits):
@@ -100,7 +91,8 @@ def counted(model, warm, canonical=False):
     for one in emitted:
         installs.append(len(book.push(one)) > 0)
     with gpu_forms():
-        ours, plain = added(zip_steps(model, emitted, cache, canonical)), added(plain_steps(model, emitted))
+        ours = added_launches(zip_steps(model, emitted, cache, canonical))
+        plain = added_launches(plain_steps(model, emitted))
     return [one - other for one, other in zip(ours, plain, strict=True)][1:], installs[1:]
 
 

@@ -2,7 +2,7 @@
 
 import mlx.core as mx
 
-from mlx_zip.models.launches import launches
+from mlx_zip.models.launches import added_launches, launches
 
 
 def test_every_call_of_a_compiled_function_is_counted():
@@ -24,3 +24,16 @@ def test_an_operation_that_two_arrays_need_is_counted_once():
     mx.eval(x)
     shared = mx.exp(x)
     assert sum(launches(shared + 1, shared * 2).values()) == 3
+
+
+def test_a_step_adds_only_the_launches_that_earlier_steps_do_not_have():
+    x = mx.ones((4,))
+    mx.eval(x)
+
+    def steps():
+        h = mx.exp(x)
+        yield h
+        yield mx.sin(h)
+        yield mx.cos(mx.exp(mx.sin(h)))
+
+    assert added_launches(steps()) == [1, 1, 3]

@@ -11,8 +11,8 @@ import pytest
 
 from recipes.stories import __main__ as main
 from recipes.stories import packs
-from recipes.stories.bundle import measures
-from recipes.stories.runner import as_words, run_in_own_process
+from recipes.stories.bundle import measure, measures
+from recipes.stories.runner import Recipe, as_words, run_in_own_process
 from recipes.stories.settings import FULL, TINY
 
 
@@ -78,6 +78,18 @@ def test_the_settings_fit_each_other(settings):
     _, conversations, asked = map(sum, zip(*(counts for _, counts in packs.parts(settings.packs)), strict=True))
     assert conversations <= settings.conversations
     assert asked <= settings.asked
+
+
+def test_rates_that_have_their_former_name_are_not_measured_again(tmp_path):
+    figures = tmp_path / "figures"
+    figures.mkdir()
+    names = [name for name, _ in measures(TINY)]
+    for name in names:
+        (figures / f"{name.replace('rates-', 'told-')}.json").write_text(name)
+    calls = []
+    measure(Recipe(TINY, tmp_path, tmp_path, call=lambda *call: calls.append(call) or 0, say=lambda line: None))
+    assert calls == []
+    assert {file.stem: file.read_text() for file in figures.iterdir()} == {name: name for name in names}
 
 
 def test_the_command_names_what_it_needs(capsys, tmp_path):

@@ -7,6 +7,5 @@ REPO = TESTS.parent
 DOCS = REPO / "docs"
 GOLDEN = TESTS / "golden"
 GOLDEN_MODELS = GOLDEN / "models"
-SHARED = (
-    REPO.parent / "shared"
-)  # larger data next to the checkout; tests that need them are skipped where they are absent
+# larger data next to the checkout; tests that need them are skipped where they are absent
+SHARED = REPO.parent / "shared"

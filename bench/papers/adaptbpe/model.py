@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from mlx_zip.arguments import add_separator
+from mlx_zip.arguments import add_limit_bytes, add_separator
 from mlx_zip.bench.engines import weight_bytes
 from mlx_zip.bench.plots import save
 from mlx_zip.bench.record import surroundings
@@ -89,13 +89,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="which merges to keep: first-k: the first of the list; top-k: the most frequent ones in --train; adapt: "
         "those that AdaptBPE chooses (default: all three)",
     )
-    add("--limit-bytes", type=int, metavar="N", help="read at most N bytes of each text of --test (default: all)")
-    add(
-        "--limit-train-bytes",
-        type=int,
-        metavar="N",
-        help="read at most N bytes of each text of --train (default: all)",
-    )
+    add_limit_bytes(add, "each text of --test")
+    add_limit_bytes(add, "each text of --train", "--limit-train-bytes")
     add("--batch-size", type=int, default=8, help="windows per model call (default: 8)")
     add(
         "--plot",

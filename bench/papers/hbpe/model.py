@@ -28,6 +28,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_zip.arguments import add_limit_bytes
 from mlx_zip.bench.machine import device
 from mlx_zip.bench.record import surroundings
 from mlx_zip.errors import MlxZipError
@@ -136,7 +137,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="number of evenly spaced measurements of bits per byte in each training run, the last at its end "
         "(default: 1)",
     )
-    add("--limit-bytes", type=int, metavar="N", help="read at most N bytes of --test (default: all)")
+    add_limit_bytes(add, "--test")
     add(
         "--limit-train-bytes",
         type=int,
@@ -245,7 +246,9 @@ def _train_and_measure(
         used = {name: used[name] + clock() for name, clock in CLOCKS.items()}
         used = _stored_or_made(folder / f"used-{until}.json", lambda found={**used, "bytes": done.seen_bytes}: found)
         spent = {name: spent[name] + used[name] for name in CLOCKS}
-        found = _stored_or_made(folder / f"told-{until}.json", lambda: evaluate(model, material[1]))
+        old = folder / f"told-{until}.json"  # its name in folders of older versions
+        file = old if old.exists() else folder / f"scores-{until}.json"
+        found = _stored_or_made(file, lambda: evaluate(model, material[1]))
         points.append(
             {
                 "step": until,

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.arguments import add_separator
+from mlx_zip.arguments import add_limit_bytes, add_separator
 from mlx_zip.bench.plots import save
 from mlx_zip.bench.record import surroundings
 from mlx_zip.errors import MlxZipError
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_models(add)
     add("--data", nargs="+", metavar="FILE", help="held-out texts to score: .txt or .jsonl files, also with .gz")
     add_separator(add)
-    add("--limit-bytes", type=int, metavar="N", help="read at most N bytes of --data (default: all)")
+    add_limit_bytes(add, "--data")
     add(
         "--pack",
         nargs="+",

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.arguments import add_separator
+from mlx_zip.arguments import add_limit_bytes, add_separator
 from mlx_zip.bench.plots import save
 from mlx_zip.bench.record import surroundings
 from mlx_zip.errors import MlxZipError
@@ -122,7 +122,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="prepare at most N windows of --data (default: as many as training reads, --iters times --batch-size)",
     )
-    text("--limit-bytes", type=int, metavar="N", help="read at most N bytes of each text of --valid (default: all)")
+    add_limit_bytes(text, "each text of --valid")
 
 
 def run(args: argparse.Namespace) -> int:
