@@ -29,6 +29,10 @@ BENCHES = {
         "mlx_zip.bench.soak",
         "send the server thousands of mixed requests, many of them cancelled or malformed, and check every answer",
     ),
+    "agent": (
+        "mlx_zip.bench.agent",
+        "play an agent with tools against the server, and report how much of each turn's prompt was cached",
+    ),
     "report": (
         "mlx_zip.bench.report",
         "print tables and plots of records that `bench generate` printed on any machines and days",
