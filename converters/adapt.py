@@ -19,7 +19,6 @@ import mlx.core as mx
 import numpy as np
 
 import mlx_zip
-from mlx_zip.config import ZipConfig
 from mlx_zip.converters import hub, output
 from mlx_zip.converters.tensors import load, read_model_files, read_object
 from mlx_zip.converters.tokenizer_files import CONFIG, TEMPLATES, read_tokenizer
@@ -28,7 +27,7 @@ from mlx_zip.errors import ConversionError
 from mlx_zip.files import write_json
 from mlx_zip.hyper import Fingerprints
 from mlx_zip.models import ModelArgs
-from mlx_zip.models.zip_model import RECORD_KEYS
+from mlx_zip.models.arguments import config_of
 from mlx_zip.progress import ProgressBar
 from mlx_zip.vocab.adaptbpe.adapted import AdaptedVocabulary, read_adapted
 from mlx_zip.vocab.adaptbpe.base import FILE, read_base
@@ -150,7 +149,7 @@ def _zip_section(section: dict[str, Any], new: Mapping[int, int]) -> dict[str, A
 
     Entries of the model's pack that contain an id without a new one are left out, with a warning.
     """
-    old = ZipConfig.from_dict({key: value for key, value in section.items() if key not in RECORD_KEYS})
+    old = config_of(section)
     if high := [i for i in new if i >= old.vocab_size]:
         raise ConversionError(f"the vocabulary keeps id {high[0]}, but hypertokens begin at {old.vocab_size}")
     if old.pad_id not in new:

@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.chosen_packs import read_packs
-from mlx_zip.config import ZipConfig
 from mlx_zip.converters import hub, output, source
 from mlx_zip.converters.prepared import DTYPES, Prepared, prepare
 from mlx_zip.converters.quantization import QuantPredicate, Recipe, quantize_encoders, quantize_model
 from mlx_zip.converters.starting_pack import begin_with, check_rows, keep_pack
 from mlx_zip.converters.writing import write_adapter, write_model_folder
 from mlx_zip.errors import ConversionError
-from mlx_zip.models.zip_model import RECORD_KEYS
+from mlx_zip.models.arguments import config_of
 from mlx_zip.vocab.packs import Pack
 
 PackLike = Pack | str | PathLike[str]
@@ -114,7 +113,7 @@ def _set_options(section: dict[str, Any], canonical: bool | None, policy: str | 
         section["canonical"] = canonical
     if policy is not None:
         section["compression"]["policy"] = policy
-    settled = ZipConfig.from_dict({name: section[name] for name in section if name not in RECORD_KEYS})
+    settled = config_of(section)
     section["compression"] = settled.to_dict()["compression"]
 
 

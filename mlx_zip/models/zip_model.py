@@ -1,4 +1,4 @@
-"""The model with hypertokens: its arguments (`ModelArgs`), its decoder's weights (`Body`) and the model (`Model`).
+"""The model with hypertokens (`Model`), and its decoder's weights (`Body`).
 
 In one call the ids are read on the host and pushed to the request's codebooks; hyper rows that are missing come from
 the row store or are encoded, in one batch per side; then embedding, decoder body and joint head run as one lazy graph.
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -21,6 +21,7 @@ from mlx_zip.errors import ConfigError, ModelError
 from mlx_zip.hyper import RowTable, encode_entries, make_encoder
 from mlx_zip.layout import Layout
 from mlx_zip.models.architectures import make_decoder
+from mlx_zip.models.arguments import ModelArgs
 from mlx_zip.models.inputs import PositionedCache, check_shape, cut_offsets, kv_length, length_of, read_ids
 from mlx_zip.models.positions import positions_of
 from mlx_zip.models.rope import Positions
@@ -28,33 +29,6 @@ from mlx_zip.models.session import Session, Side, check_tuned
 from mlx_zip.state import Advance, Evicted, HostIds, ZipState, split_packs, start_of, with_starts
 from mlx_zip.vocab.packs import PackLike
 from mlx_zip.vocab.tuned import TunedStart
-
-RECORD_KEYS = ("base_model_type", "source", "fingerprint", "plain")  # section keys that `ZipConfig` does not read
-
-
-@dataclass(frozen=True)
-class ModelArgs:
-    """config.json of a converted model: the base model's keys plus a `zip2zip` section."""
-
-    config: dict[str, Any]
-
-    @classmethod
-    def from_dict(cls, config: dict[str, Any]) -> ModelArgs:
-        """Returns the arguments for a parsed config.json. mlx-lm's loader calls this method by this name."""
-        return cls(config)
-
-    @property
-    def zip_config(self) -> ZipConfig:
-        """The `zip2zip` section, checked. Raises `ConfigError`."""
-        section = self.config.get("zip2zip")
-        if not isinstance(section, dict):
-            raise ConfigError("config.json has no zip2zip section; convert the checkpoint with `mlx_zip convert`")
-        return ZipConfig.from_dict({key: v for key, v in section.items() if key not in RECORD_KEYS})
-
-    @property
-    def decoder_config(self) -> dict[str, Any]:
-        """The base model's own config."""
-        return {**self.config, "model_type": self.config["zip2zip"].get("base_model_type")}
 
 
 class Body(nn.Module):

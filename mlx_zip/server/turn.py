@@ -67,10 +67,14 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class Waiting:
-    """The prompt is being read: prompt ids read so far, and all."""
+    """The prompt is being read: prompt ids read so far, and all. prompt_tokens, cached_tokens: as in `Counts`, if known
+    already.
+    """
 
     read: int
     total: int
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -99,11 +103,15 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Done:
-    """The end. reason: "stop", "length", "tool_calls" or "cancelled". stopped_by: the stop string that ended it."""
+    """The end. reason: "stop", "length", "tool_calls" or "cancelled". stopped_by: the stop string that ended it.
+
+    reasoning_tokens: those of the base tokens that were reasoning.
+    """
 
     reason: str
     counts: Counts
     stopped_by: str | None = None
+    reasoning_tokens: int = 0
 
 
 Delta = Waiting | Text | Reasoning | ToolCall | Done

@@ -21,7 +21,7 @@ from mlx_zip.errors import ConfigError, TrainingError, first_line
 from mlx_zip.hyper import matrix_rows
 from mlx_zip.loading import load_failures, read_config, rope_settings
 from mlx_zip.models import Model, ModelArgs
-from mlx_zip.models.zip_model import RECORD_KEYS
+from mlx_zip.models.arguments import RECORD_KEYS
 from mlx_zip.register import MODEL_TYPE
 from mlx_zip.training.settings import EncoderOptions, TrainSettings
 from mlx_zip.training.shards import grows

@@ -12,16 +12,17 @@ from mlx_zip import selftest
 from mlx_zip.bench import machine_state, shapes
 from mlx_zip.bench import selftest as steps
 from mlx_zip.cli import main
+from mlx_zip.selftest import checks, recorded, speed
 from support import tiny_bench
 
-FAILED = selftest.Check("codec", False, "3 of 4 equal")
+FAILED = checks.Check("codec", False, "3 of 4 equal")
 
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
     file = tmp_path_factory.mktemp("selftest") / "report.md"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(selftest, "TRIALS", 1)  # speed is not what these tests are about
+        patch.setattr(speed, "TRIALS", 1)  # speed is not what these tests are about
         patch.setattr(steps, "TRIALS", 1)
         patch.setattr(steps, "TOKENS", 32)
         assert main(["selftest", "--out", str(file)]) == 0
@@ -50,9 +51,9 @@ def test_the_report_fits_on_a_page(page):
     assert len(page.splitlines()) < 50
 
 
-def only(monkeypatch, *checks):
+def only(monkeypatch, *found):
     """Replaces the real checks."""
-    monkeypatch.setattr(selftest, "check_codec", lambda golden: list(checks))
+    monkeypatch.setattr(selftest, "check_codec", lambda golden: list(found))
     monkeypatch.setattr(selftest, "check_models", lambda golden, folder: [])
     monkeypatch.setattr(selftest, "measure", lambda golden, folder: [])
     monkeypatch.setattr(selftest, "measure_steps", lambda limit, data: [])
@@ -75,16 +76,16 @@ def test_an_error_in_a_check_is_a_failure_with_its_message():
     def broken():
         raise RuntimeError("no device\nfound")
 
-    assert selftest.attempt("a", broken) == selftest.Check("a", False, "RuntimeError: no device found")
+    assert checks.attempt("a", broken) == checks.Check("a", False, "RuntimeError: no device found")
 
 
 def test_not_a_number_is_worse_than_any_tolerance():
-    assert not selftest._worse(0.0, float("nan")) <= 1.0
+    assert not recorded._worse(0.0, float("nan")) <= 1.0
 
 
 def test_a_wrong_recorded_case_is_named():
     case = {"name": "odd", "ok": False}
-    assert selftest._count(lambda case: case["ok"], [case]) == (False, "0 of 1 equal; not: odd")
+    assert recorded._count(lambda case: case["ok"], [case]) == (False, "0 of 1 equal; not: odd")
 
 
 def test_a_report_that_cannot_be_written_is_an_error(monkeypatch, tmp_path):
@@ -171,8 +172,8 @@ def test_rounds_end_at_the_limit(tiny_shape, monkeypatch):
 
 
 def test_a_part_for_which_no_time_is_left_is_skipped_and_says_so():
-    limit, data = selftest.Limit(time.monotonic() + 5), {}
-    found = selftest._steps_part("1B", None, steps.lines, limit.left(40), data)
+    limit, data = speed.Limit(time.monotonic() + 5), {}
+    found = speed._steps_part("1B", None, steps.lines, limit.left(40), data)
     assert [(one.passed, one.figure) for one in found] == [
         (None, "skipped: the limit of 110 seconds is nearly reached")
     ]
@@ -183,8 +184,8 @@ def test_a_part_that_fails_is_a_failed_check():
     def broken(limit_s):
         raise RuntimeError("out of memory")
 
-    found = selftest._steps_part("1B", broken, steps.lines, 40, {})
-    assert found == [selftest.Check("1B: steps", False, "RuntimeError: out of memory")]
+    found = speed._steps_part("1B", broken, steps.lines, 40, {})
+    assert found == [checks.Check("1B: steps", False, "RuntimeError: out of memory")]
 
 
 def test_bandwidth_is_measured_on_a_gpu_only(tiny_shape, monkeypatch):

@@ -1,0 +1,100 @@
+"""`mlx_zip selftest`: checks recorded cases of the published packages and measures speed on the user's machine.
+
+Writes a one-page Markdown report to send to the developers, and next to it a JSON file with all figures. Both name the
+machine, versions and figures, and hold no text or file name of the user.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import tempfile
+import time
+from importlib import import_module
+from importlib.metadata import version
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from mlx_zip.cli.actions import writable
+from mlx_zip.files import whole_file
+from mlx_zip.selftest.checks import PACKAGES, Check
+from mlx_zip.selftest.recorded import check_codec, check_models
+from mlx_zip.selftest.speed import TOTAL_S, Limit, measure, measure_steps
+from mlx_zip.tf32 import full_precision
+
+SCHEMA = 1  # of the JSON file
+_MARKS = {True: "ok", False: "FAILED", None: "measured"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags."""
+    add = parser.add_argument
+    add(
+        "--out",
+        default="mlx_zip_selftest.md",
+        help="Markdown report to write; a file of this name ending in .json gets the figures (default: %(default)s)",
+    )
+    add("--output", dest="out", default=argparse.SUPPRESS, help=argparse.SUPPRESS)  # its old name
+
+
+def run(args: argparse.Namespace) -> int:
+    """Checks, measures, writes the report and prints its path; returns 0 if every check passed, else 1."""
+    full_precision()  # the recorded results are float32; before MLX computes anything
+    limit = Limit(time.monotonic() + TOTAL_S)
+    out = writable("--out", args.out)
+    data_file = writable("--out", figures_file(out))
+    golden = Path(str(files("mlx_zip.golden")))
+    data: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        checks = [*check_codec(golden), *check_models(golden, Path(folder)), *measure(golden, Path(folder))]
+    checks += measure_steps(limit, data)
+    failed = [check for check in checks if check.passed is False]
+    with whole_file(out) as partial:
+        partial.write_text(report(checks), encoding="utf-8")
+    with whole_file(data_file) as partial:
+        partial.write_text(json.dumps(figures(checks, data), indent=1) + "\n", encoding="utf-8")
+    for check in checks:
+        print(f"{_MARKS[check.passed]:>8}  {check.name}: {check.figure}")
+    passed = sum(check.passed is True for check in checks)
+    print(f"{passed} checks passed, {len(failed)} failed; report: {args.out}, figures: {data_file}")
+    print("Please attach both files to a report on the project's issue tracker.")
+    return 1 if failed else 0
+
+
+def figures_file(out: Path) -> Path:
+    """Returns the JSON file that belongs to a report."""
+    return out.with_suffix(".figures.json" if out.suffix == ".json" else ".json")
+
+
+def figures(checks: list[Check], data: dict[str, Any]) -> dict[str, Any]:
+    """Returns what the JSON file holds: the checks, the machine, and the data of the measurements."""
+    found = [{"name": one.name, "passed": one.passed, "figure": one.figure} for one in checks]
+    return {"selftest": SCHEMA, "machine": machine(), "checks": found, **data}
+
+
+def report(checks: list[Check]) -> str:
+    """Returns the report in Markdown."""
+    failed = sum(check.passed is False for check in checks)
+    rows = [f"| {_MARKS[check.passed]} | {check.name} | {check.figure} |" for check in checks]
+    about = [f"- {name}: {value}" for name, value in machine().items()]
+    head = ["# mlx_zip selftest", "", "All checks passed." if not failed else f"**{failed} checks failed.**", ""]
+    return "\n".join([*head, *about, "", "| | check | found |", "| --- | --- | --- |", *rows, ""])
+
+
+def machine() -> dict[str, str]:
+    """Returns the machine and the versions of the libraries, by name."""
+    import mlx.core as mx
+
+    device = mx.default_device()
+    about = {
+        "system": f"{platform.platform()}, {platform.machine()}, Python {platform.python_version()}",
+        "device": ", ".join(f"{key} {value}" for key, value in mx.device_info(device).items()),
+        "default device": str(device),
+    }
+    return {**about, "versions": ", ".join(f"{name} {version(name)}" for name in PACKAGES), "mlx_zip": _own_version()}
+
+
+def _own_version() -> str:
+    return import_module("mlx_zip").__version__

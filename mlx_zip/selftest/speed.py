@@ -1,0 +1,159 @@
+"""Measures speed: rough figures to compare machines by, and the steps of two models over mlx-lm's."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from mlx_zip.selftest.checks import PACKAGES, Check, attempt
+from mlx_zip.tf32 import tf32_line
+
+PLAIN = "llama_transformer_tied_lora"  # its base folder is a plain mlx-lm model of the same size
+TRIALS = 7
+COPIES = 4  # additions per evaluation when the memory's bandwidth is measured
+TOTAL_S, STORIES_S, SHAPE_S = 110.0, 30.0, 40.0  # limits of the whole command and of its long parts, in seconds
+AT_LEAST_S = 10.0  # a long part is left out when less time is left
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The time that the command may take. ends: `time.monotonic()` at its end."""
+
+    ends: float
+
+    def left(self, part_s: float) -> float:
+        """Returns the seconds that a part may take, at most `part_s`."""
+        return min(part_s, self.ends - time.monotonic())
+
+
+def measure(golden: Path, folder: Path) -> list[Check]:
+    """Measures rough speeds to compare machines by; each is the median of a few trials.
+
+    golden: the recorded checkpoints. folder: the models that `check_models` converted.
+    """
+    plain, zipped = golden / "models" / PLAIN / "base", folder / PLAIN
+    checks = [
+        attempt("codec: compress 2,048 ids", _compress_speed),
+        attempt("codec: push one id", _push_speed),
+        attempt("memory: read and write 64 MB", _bandwidth),
+        attempt("TF32 in float32 products", lambda: (None, tf32_line())),
+        attempt("step, plain tiny model", lambda: (None, _step_time(plain))),
+    ]
+    return [*checks, attempt("step, same model with hypertokens", lambda: (None, _step_time(zipped)))]
+
+
+def _timed(work: Callable[[], Any]) -> list[float]:
+    """Runs `work` once to warm up, then `TRIALS` times; returns the seconds of each trial."""
+    work()  # warm-up
+    times = []
+    for _ in range(TRIALS):
+        begun = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - begun)
+    return times
+
+
+def _synthetic_ids(count: int) -> Any:
+    """Returns base ids distributed like those of text, from a fixed seed."""
+    import numpy as np
+
+    return (np.random.default_rng(0).zipf(1.3, count) % 32000).astype(np.uint32)
+
+
+def _compress_speed() -> tuple[None, str]:
+    """Measures how many base ids per second the codec compresses."""
+    from mlx_zip.codec import CodecParams, compress
+
+    params, ids = CodecParams(32000, 2048, 3), _synthetic_ids(2048)
+    compress_s = statistics.median(_timed(lambda: compress(params, ids)))
+    return None, f"{len(ids) / compress_s / 1e6:.1f} M ids/s (synthetic ids)"
+
+
+def _push_speed() -> tuple[None, str]:
+    """Measures how long a codebook takes to read one id."""
+    from mlx_zip.codec import Codebook, CodecParams
+
+    book, times = Codebook(CodecParams(32000, 2048, 3)), []
+    for one in _synthetic_ids(4000).tolist():
+        begun = time.perf_counter()
+        book.push(one)
+        times.append(time.perf_counter() - begun)
+    return None, f"{statistics.median(times) * 1e6:.2f} microseconds"
+
+
+def _bandwidth() -> tuple[None, str]:
+    """Measures the memory bandwidth: bytes read and written per second when a number is added to a 64 MB array."""
+    import mlx.core as mx
+
+    x = mx.zeros((16 << 20,), mx.float32)
+    mx.eval(x)
+    took = statistics.median(_timed(lambda: mx.eval([x + (i + 1) for i in range(COPIES)])))
+    return None, f"{COPIES * 2 * x.nbytes / took / 1e9:.1f} GB/s"
+
+
+def _step_time(folder: Path) -> str:
+    """Returns the median time per step when the model in `folder` continues 32 ids, as text."""
+    from mlx_zip.generate import load, stream_generate
+
+    model, tokenizer = load(folder)
+    times = []
+    for _ in range(TRIALS):
+        begun = time.perf_counter()
+        last = list(stream_generate(model, tokenizer, list(range(10, 42)), max_tokens=64))[-1]
+        times.append((time.perf_counter() - begun) / last.steps)
+    return f"{statistics.median(times) * 1e3:.2f} ms per step, prefill of 32 ids included ({last.steps} steps)"
+
+
+# ---- steps
+
+
+def measure_steps(limit: Limit, data: dict[str, Any]) -> list[Check]:
+    """Measures steps of the bundled model and of one of 1B size over mlx-lm's, bandwidth, and the machine's state.
+
+    data: is filled with all figures, by part.
+    """
+    bench, state = import_module("mlx_zip.bench.selftest"), import_module("mlx_zip.bench.machine_state").machine_state
+    data["state_before"] = state()
+    parts = [
+        _bandwidth_part(bench, data),
+        *_steps_part("stories", bench.stories_steps, bench.lines, limit.left(STORIES_S), data),
+        *_steps_part("1B, 4 bit", bench.shape_steps, bench.lines, limit.left(SHAPE_S), data),
+    ]
+    data["state_after"] = state()
+    data["surroundings"] = import_module("mlx_zip.bench.record").surroundings(*PACKAGES)
+    reported = [Check(f"machine: {name}", None, text[:200]) for name, text in data["state_after"].items()]
+    return [*parts, *reported]
+
+
+def _bandwidth_part(bench: Any, data: dict[str, Any]) -> Check:
+    """Returns the measured bandwidth of reading. bench: the module that measures."""
+
+    def measured() -> tuple[None, str]:
+        found = data["bandwidth"] = bench.bandwidth()
+        return None, f"skipped: {found['skipped']}" if "skipped" in found else f"{found['gb_per_s']:.1f} GB/s"
+
+    return attempt("memory: read in matrix-vector products", measured)
+
+
+def _steps_part(
+    name: str, measure: Callable[[float], Any], lines: Callable[[Any], Any], limit_s: float, data: dict[str, Any]
+) -> list[Check]:
+    """Returns a line per figure of one model's steps; one line if it is left out or fails.
+
+    measure: is called with the limit in seconds. lines: makes (name, text) of what it returns.
+    """
+
+    def measured() -> tuple[None, str]:
+        data[name] = measure(limit_s)
+        return None, ""
+
+    if limit_s < AT_LEAST_S:
+        data[name] = {"skipped": f"the limit of {TOTAL_S:.0f} seconds is nearly reached"}
+    elif (tried := attempt(f"{name}: steps", measured)).passed is False:
+        return [tried]
+    return [Check(f"{name}: {what}", None, text) for what, text in lines(data[name])]
