@@ -1,8 +1,8 @@
 """How one request draws its ids: mlx-lm's samplers, with random numbers of the request's own.
 
 mlx-lm's samplers draw from MLX's random state, which all requests would share. Here each request has a state of its
-own, which begins at the request's seed and is split once per draw, as MLX splits its state. So a seed gives the ids that
-it gives in `stream_generate`, alone and in company.
+own, which begins at the request's seed and is split once per draw, as MLX splits its state. So a seed gives the ids
+that it gives in `stream_generate`, alone and in company.
 """
 
 from __future__ import annotations
