@@ -62,6 +62,7 @@ DISTRIBUTIONS = {
     "transformers": "mlx-lm",
     "jinja2": "mlx-lm",
     "yaml": "mlx-lm",
+    "pydantic_core": "pydantic",
 }
 
 
