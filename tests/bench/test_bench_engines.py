@@ -118,9 +118,9 @@ def test_a_fresh_engine_has_another_model_object_over_the_same_weights():
 
 def test_lookup_finds_what_followed_the_longest_run_last():
     lookup = Lookup([1, 2, 3, 9, 2, 3, 8, 1, 2, 3])
-    assert lookup.propose(2) == [9, 2]  # behind 1 2 3, though 2 3 came later
+    assert lookup.propose(2) == [9, 2]  # after 1 2 3, though 2 3 came later
     lookup.add([8])
-    assert lookup.propose(3) == [1, 2, 3]  # behind 2 3 8
+    assert lookup.propose(3) == [1, 2, 3]  # after 2 3 8
     assert Lookup([1, 2]).propose(4) == []
 
 

@@ -21,7 +21,7 @@ from support.tiny_vocabularies import SIZE, TEXT, write_folder, write_pair
 
 TEXTS = SHARED / "data" / "text"
 needs_shared = pytest.mark.skipif(
-    not TEXTS.is_dir(), reason="the shared texts and tokenizers are not beside the checkout"
+    not TEXTS.is_dir(), reason="the shared texts and tokenizers are not next to the checkout"
 )
 
 

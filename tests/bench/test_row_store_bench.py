@@ -17,7 +17,7 @@ def record(capsys, tmp_path):
     return json.loads(capsys.readouterr().out)
 
 
-def test_the_record_has_samples_of_every_time_and_the_memory_beside_its_bound(record):
+def test_the_record_has_samples_of_every_time_and_the_memory_next_to_its_bound(record):
     times = ["open_ms", "lookup_first_us_per_row", "lookup_us_per_row", "lookup_of_one_us"]
     times += ["store_from_disk_us_per_row", "store_from_memory_us_per_row"]
     assert [len(record[name]["samples"]) for name in times] == [3] * 6

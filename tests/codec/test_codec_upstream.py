@@ -1,4 +1,4 @@
-"""The codec beside the published package itself, on random sequences, wherever that package is lawful."""
+"""The codec compared with the published package, on random sequences, wherever that package is lawful."""
 
 import random
 

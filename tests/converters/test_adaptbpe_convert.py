@@ -80,7 +80,7 @@ def test_rows_are_selected_bit_for_bit_also_packed_ones(made, tmp_path):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_zip2zip_model_goes_on_with_hypertokens_behind_the_new_ids(made, name):
+def test_a_zip2zip_model_goes_on_with_hypertokens_after_the_new_ids(made, name):
     folder = tiny_text.converted(name)
     smaller, kept = made(folder)
     (whole, _), (cut, _) = load(folder), load(smaller)
@@ -132,7 +132,7 @@ FINAL = {"bos": 473, "eos": 474, "pad": 475}  # where `specials_last` puts them
 
 
 def moved(i):
-    """Where an id is when the added tokens stand behind all others."""
+    """Where an id is when the added tokens stand after all others."""
     return i if i >= END else (i - FIRST) % END
 
 
@@ -355,7 +355,7 @@ def test_every_way_to_its_tokenizer_gives_the_same_ids(made):
     assert list(read_vocabulary(str(smaller)).encode(TEXT)) == expected
 
 
-def test_a_base_beside_the_file_that_was_adapted_from_it_encodes_as_before(tmp_path):
+def test_a_base_next_to_the_file_that_was_adapted_from_it_encodes_as_before(tmp_path):
     folder = shutil.copytree(PLAIN, tmp_path / "base")
     expected = list(read_vocabulary(str(folder)).encode(TEXT))
     kept = vocabulary_of(folder, folder / "adapted.json")

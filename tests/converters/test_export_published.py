@@ -45,7 +45,7 @@ class Exported(upstream.Published):
         super().__init__(folder, made)
         if made.arch.startswith("gemma"):
             # transformers 5 scales Gemma's embeddings inside the layer that zip2zip 0.2.0 replaces; transformers 4
-            # did so behind it. Here the scale is put back, or there would be no Gemma to compare with.
+            # did so after it. Here the scale is put back, or there would be no Gemma to compare with.
             scale = self.model.base_model.config.hidden_size**0.5
             self.model.base_model.get_input_embeddings().register_forward_hook(lambda _, __, out: out * scale)
 

@@ -243,7 +243,7 @@ def test_damaged_compressed_data_is_refused(tmp_path: Path) -> None:
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("archive/data.pkl", pickle.dumps({"args": {"lr": 0.5}}))
     data = bytearray(path.read_bytes())
-    at = 30 + len("archive/data.pkl")  # behind the local header: the first deflate block
+    at = 30 + len("archive/data.pkl")  # after the local header: the first deflate block
     data[at : at + 4] = b"\xff\xff\xff\xff"
     path.write_bytes(data)
     with pytest.raises(ConversionError, match=r"cannot read meta\.pt"):

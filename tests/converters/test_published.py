@@ -95,7 +95,7 @@ CASES = {
     "meta.pt without the flags turns causal off and residual on": Checkpoint(
         kind="res_latent_attn", encoder={"causal": True, "residual": False}, meta={"args": {"lr": 1e-5}}
     ),
-    "meta.pt beside a self-contained checkpoint": Checkpoint(
+    "meta.pt next to a self-contained checkpoint": Checkpoint(
         kind="res_latent_attn", self_contained=True, meta={"args": {"encoder_causal": True}}
     ),
     "partial override, tied words": Checkpoint(

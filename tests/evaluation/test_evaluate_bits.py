@@ -20,7 +20,7 @@ START = (tuple(tiny.base_ids(2)), tuple(tiny.base_ids(3, 1)))  # what the first 
 
 
 def slow_logprobs(model, window):
-    """Log-probability of each id behind the bos: one id a call, the codebook's own canonical choice each time."""
+    """Log-probability of each id after the bos: one id a call, the codebook's own canonical choice each time."""
     book = Codebook(model.config.codec_params)
     book.push(BOS)
     targets = book.compress(window.base_ids).tolist()

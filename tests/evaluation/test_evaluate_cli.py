@@ -70,7 +70,7 @@ def row(table, label):
     return line.strip().removeprefix(label).split()
 
 
-def test_base_and_zip_model_stand_beside_one_another_on_the_same_bytes(run, base, zipped, text):
+def test_base_and_zip_model_stand_next_to_one_another_on_the_same_bytes(run, base, zipped, text):
     status, out, _, record = run("--model", base, "--model", zipped, "--data", text, "--separator", "<end>")
     plain, zip2zip = (model["text"] for model in record["models"])
     assert status == 0

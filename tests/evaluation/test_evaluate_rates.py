@@ -74,7 +74,7 @@ def test_stories_are_those_of_stream_generate_in_batches_too(batch_size):
         assert (story.prompt, story.finish_reason) == (last.prompt_tokens, last.finish_reason)
 
 
-def test_canonical_steps_are_what_compression_makes_of_the_story_behind_its_prompt():
+def test_canonical_steps_are_what_compression_makes_of_the_story_after_its_prompt():
     stories = measured(alone()).turns[0]
     assert sum(story.canonical for story in stories) < sum(len(story.base_ids) for story in stories)
     for text, story in zip(TEXTS, stories, strict=True):
@@ -150,7 +150,7 @@ def test_a_plain_model_whose_caches_do_not_batch_runs_one_by_one():
 # ---- turns
 
 
-def test_a_later_turn_reads_the_earlier_ones_behind_an_eos():
+def test_a_later_turn_reads_the_earlier_ones_after_an_eos():
     talk = Conversation(TOKENIZER, PROMPTS[:2])
     first = talk.next_prompt()
     talk.answer("ab", [7, 8])
@@ -260,7 +260,7 @@ def test_more_stories_than_prompts_need_sampling():
 
 
 def test_no_prompt_is_asked_twice_in_one_conversation():
-    """What comes again compresses better, and the rate would tell of the repetition."""
+    """What comes again compresses better, and the rate would measure the repetition."""
     with pytest.raises(DataError, match=r"7 turns .* of 6 prompts"):
         make_conversations(PROMPTS, 1, 7, repeat=True)
     assert len(make_conversations(PROMPTS, 1, 6, repeat=False)[0]) == 6

@@ -107,9 +107,9 @@ def test_with_a_split_border_the_continuation_is_compressed_by_itself():
 
 
 def test_a_canonical_model_scores_a_continuation_as_it_would_generate_it():
-    """Behind the context's last id nothing is excluded, unless an id spans the border."""
+    """After the context's last id nothing is excluded, unless an id spans the border."""
     model, expected, spanning = tiny.tiny_model(canonical=True), [], 0
-    pairs = [*PAIRS, ("ab a", "a")]  # behind the last one's context some ids would be excluded
+    pairs = [*PAIRS, ("ab a", "a")]  # after the last one's context some ids would be excluded
     for context, continuation in pairs:
         prefix = encoded(context) or [BOS]
         row = compress_row(model, np.array([*prefix, *encoded(continuation)], np.uint32))
@@ -166,7 +166,7 @@ def test_a_continuation_that_does_not_fit_is_an_error():
         loglikelihood(ZipLM(PLAIN, TOKENIZER, context=10), [("a", "the cat sat ")])
 
 
-def test_a_start_entry_that_begins_with_the_context_is_scored_behind_the_prefix():
+def test_a_start_entry_that_begins_with_the_context_is_scored_after_the_prefix():
     start = (tuple(encoded("ab")),)
     model = tiny.tiny_model(start=start)
     expected = slow_scores(model, [BOS, tiny.VOCAB], 1)

@@ -156,7 +156,7 @@ def test_a_tokenizer_without_offsets_spreads_the_bytes_evenly():
     assert (n_bytes.sum(), n_bytes.max() - n_bytes.min()) == (9, 0)
 
 
-def test_a_window_stands_behind_bos_or_else_eos():
+def test_a_window_stands_after_bos_or_else_eos():
     assert prefix_id(BYTES) == BYTES.bos_token_id
     assert prefix_id(without_bos(BYTES)) == BYTES.eos_token_id
     neither = without_bos(BYTES, eos_token=None)

@@ -66,7 +66,7 @@ def test_no_id_of_canonical_text_is_excluded(params, base_ids):
 @given(codecs(), st.lists(few, min_size=1, max_size=3))
 @settings(deadline=None)
 def test_excluded_are_exactly_the_ids_that_would_have_been_merged(params, texts):
-    """By brute force: y may stand behind x1 .. xn of its part if compressing all of it anew writes x1 .. xn first."""
+    """By brute force: y may stand after x1 .. xn of its part if compressing all of it anew writes x1 .. xn first."""
     book, written, ends = Codebook(params), [], []
     for base_ids in texts:
         part = book.compress(base_ids)
@@ -122,7 +122,7 @@ def test_the_processor_follows_a_codebook_id_by_id():
     assert any(found)
 
 
-def test_behind_another_prompt_and_behind_a_rewind_it_starts_anew():
+def test_after_another_prompt_and_after_a_rewind_it_starts_anew():
     book = Codebook(CodecParams(10, 30, 3, (0,), 0))
     book.push([5, 6, 7])
     decoding, gone = CanonicalDecoding(book), []
@@ -151,7 +151,7 @@ def test_an_id_stays_where_excluded_ids_hold_most_of_the_probability(logit, stay
     assert gone.tolist() == ([] if stays else [6, 12])
 
 
-def test_behind_an_id_that_was_excluded_only_what_it_begins_itself_counts():
+def test_after_an_id_that_was_excluded_only_what_it_begins_itself_counts():
     book = Codebook(CodecParams(10, 8, 3, (0,), 0, ((5, 6), (5, 6, 7))))
     apart, together = excluded_after(book, np.array([5, 6, 4], np.uint32)), np.array([10, 4], np.uint32)
     assert {6, 10, 11} & set(apart[1][apart[0] == 0].tolist()) == {6}
@@ -264,7 +264,7 @@ def test_canonical_text_never_gets_less_likely(batch_size, monkeypatch):
     np.testing.assert_allclose(measure_bits(limited, found, batch_size).bits, better, rtol=1e-5)
 
 
-def test_behind_the_end_of_a_part_every_id_may_stand():
+def test_after_the_end_of_a_part_every_id_may_stand():
     model = canonical_model()
     part = np.array([5, 6, 7, 5], np.uint32)
     parts = compress_row(model, part, np.array([6, 9], np.uint32))

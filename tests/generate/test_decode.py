@@ -297,7 +297,7 @@ def test_an_id_that_installs_itself_is_read_with_its_own_row(family, mode):
     assert_equal(*found)
 
 
-def test_behind_a_trim_below_longropes_border_the_short_factors_are_back():
+def test_after_a_trim_below_longropes_border_the_short_factors_are_back():
     model = tiny.tiny_model("phi3", position_mode="base_token_end")
     model.traits = type(model.traits)(**{**vars(model.traits), "long_context": 40})
     ids, caches = tiny.base_ids(50), [model.make_cache(), model.make_cache()]

@@ -116,7 +116,7 @@ def test_a_sampler_of_ones_own_is_used():
     assert set(ids(run(sampler=lambda logprobs: mx.array([5])))) == {5}
 
 
-def test_a_sampler_beside_sampling_options_is_refused():
+def test_a_sampler_together_with_sampling_options_is_refused():
     with pytest.raises(GenerationError, match="temp"):
         run(sampler=lambda logprobs: mx.array([5]), temp=0.5)
 

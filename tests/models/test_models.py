@@ -4,6 +4,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten
 
 from mlx_zip import Codebook, CodecError, ConfigError, ModelError, compress
 from mlx_zip.hyper import matrix_rows
@@ -227,8 +228,12 @@ def test_impossible_entries_get_no_rows(base_ids, lengths):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_null_in_a_config_means_the_default(family):
-    nulls = {"num_key_value_heads": None, "head_dim": None, "rms_norm_eps": None}
-    Model(ModelArgs.from_dict({**tiny_config(family), **nulls}))
+    config = tiny_config(family)
+    names = ("num_key_value_heads", "head_dim", "rms_norm_eps")
+    absent = {key: value for key, value in config.items() if key not in names}
+    made = [Model(ModelArgs.from_dict(one)) for one in (absent, {**absent, **dict.fromkeys(names)})]
+    shapes = [{name: value.shape for name, value in tree_flatten(model.parameters())} for model in made]
+    assert shapes[0] == shapes[1]
 
 
 def test_a_foreign_or_uneven_cache_is_refused():

@@ -142,7 +142,7 @@ def test_auc_counts_pairs_in_order_and_ties_by_half():
     assert classifier.auc(np.array([0.1, 0.9, 0.2, 0.8]), positive) == 1.0
 
 
-def test_the_training_time_is_the_first_epoch_behind_which_the_loss_stays_low():
+def test_the_training_time_is_the_first_epoch_after_which_the_loss_stays_low():
     assert classifier.reached([0.5, 0.05, 0.2, 0.05, 0.05], 0.1) == 3
     assert classifier.reached([0.5, 0.2], 0.1) is None
     assert classifier.reached([0.05] * 10 + [0.5] + [0.05], 0.1) == 0

@@ -1,4 +1,4 @@
-"""`bench pack_quality`: its lines beside `measure_bits` itself, and the picture of a record."""
+"""`bench pack_quality`: its lines compared with `measure_bits`, and the picture of a record."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""`bench pack_transfer`: its halves, its lines beside what the library measures, shares of the possible gain."""
+"""`bench pack_transfer`: its halves, its lines compared with what the library measures, shares of the possible gain."""
 
 import json
 

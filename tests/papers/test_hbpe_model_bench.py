@@ -132,7 +132,7 @@ def test_a_run_that_was_stopped_goes_on_and_ends_as_one_that_was_not(capsys, tex
     assert [one["curve"] for one in again] == [one["curve"] for one in resumed]  # nothing was done anew
 
 
-def test_a_recipe_sets_flags_and_those_behind_it_go_before_it(texts):
+def test_a_recipe_sets_flags_and_flags_given_after_it_take_precedence(texts):
     args = parse(texts, "--recipe", "figure7", "--patch-size", 6)
     assert (args.recipe, args.models, args.patch_size) == ("figure7", ["patches"], [6])
 

@@ -42,7 +42,7 @@ def cells(text):
     return [[cell.strip() for cell in row.strip("|").split("|")] for row in text.splitlines()]
 
 
-def test_a_row_of_kinds_has_the_records_figures_and_the_papers_beside_them():
+def test_a_row_of_kinds_has_the_records_figures_and_the_papers_next_to_them():
     header, _, row = cells(hbpe_page.TABLES["hbpe-kinds"](Lines(LINE)))
     assert row == ["plain BPE", "615,072", "60", "900", "936", "1.26", "1.51", "291", "562", "1.057", "1.16"]
     assert len(header) == len(row)

@@ -76,7 +76,7 @@ def figures(recipe, name):
 
 
 def values(call, flag):
-    """The words behind a flag of a command."""
+    """The words after a flag of a command."""
     return list(takewhile(lambda word: not word.startswith("--"), call[call.index(flag) + 1 :]))
 
 

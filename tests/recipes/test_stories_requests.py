@@ -47,7 +47,7 @@ def test_adjectives_are_found_before_nouns():
     assert set(COLOURS) <= LEXICON.adjectives
 
 
-def test_names_are_found_behind_named():
+def test_names_are_found_after_named():
     assert set(NAMES) == LEXICON.names
 
 

@@ -37,7 +37,7 @@ def test_a_run_that_was_stopped_anywhere_is_completed_to_the_same_bytes(tmp_path
 
     def stop(*args):
         calls.append(args)
-        if len(calls) == 3:  # before the shard's arrays are written, or behind them
+        if len(calls) == 3:  # before the shard's arrays are written, or after them
             raise KeyboardInterrupt
         return real(*args)
 

@@ -13,7 +13,7 @@ from support.prepared import expanded, prepared, stories, texts, tokenizer_folde
 
 @pytest.fixture
 def mixture(tmp_path):
-    """Two parts of cats, one of dogs, in files beside the mixture."""
+    """Two parts of cats, one of dogs, in files next to the mixture."""
     texts(tmp_path / "cats.jsonl", stories(60))
     texts(tmp_path / "dogs.jsonl", [text.replace("cat", "cow") for text in stories(60)])
     path = tmp_path / "mix.yaml"

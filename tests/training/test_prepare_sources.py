@@ -232,7 +232,7 @@ def test_a_lost_connection_is_an_error_that_names_the_data_set(error, monkeypatc
         ("train.json", '[\n  {"text": "one"}, {"text": "two"}]'),
     ],
 )
-def test_a_folder_with_a_data_file_is_a_data_set_although_its_script_lies_beside_it(name, content, tmp_path, datasets):
+def test_a_folder_with_a_data_file_is_a_data_set_although_its_script_lies_next_to_it(name, content, tmp_path, datasets):
     (tmp_path / "set").mkdir()
     data = content.encode()
     (tmp_path / "set" / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)

@@ -49,7 +49,9 @@ def test_an_adapter_folder_holds_no_tensor_of_the_base(tmp_path):
     train(run, settings(lora_layers=1), quiet=True)
     adapter: Any = mx.load(str(run.out / "adapter" / "adapter_model.safetensors"))
     encoders: Any = mx.load(str(run.out / "adapter" / "zip2zip_encoders.safetensors"))
+    assert adapter
     assert all(name.startswith("base_model.model.model.layers.1.") and ".lora_" in name for name in adapter)
+    assert encoders
     assert all(name.startswith(("input_encoder.", "output_encoder.")) for name in encoders)
     assert {value.dtype for value in [*adapter.values(), *encoders.values()]} == {mx.bfloat16}
     config = json.loads((run.out / "adapter" / "adapter_config.json").read_text())

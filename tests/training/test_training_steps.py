@@ -78,7 +78,7 @@ def test_recomputing_activations_changes_no_number(kind, dtype, tmp_path):
 
 
 def peak_of_a_step(folder: Path) -> int:
-    """Bytes that a step behind the first adds at most to what lived before it; its encoder is the model's largest part.
+    """Bytes that a step after the first adds at most to what lived before it; its encoder is the model's largest part.
 
     The collector runs first: cycles that other tests left behind, freed within the step, would come off its peak.
     """

@@ -95,15 +95,15 @@ def test_of_several_merges_that_make_one_token_the_one_that_fires_is_kept(source
         assert base.encode(text).tolist() == library_ids(source, text)
 
 
-def test_a_list_of_merges_has_gpt2s_order_of_ids_or_those_of_the_vocabulary_beside_it(head, tmp_path):
+def test_a_list_of_merges_has_gpt2s_order_of_ids_or_those_of_the_vocabulary_next_to_it(head, tmp_path):
     base = read_base(head)
     assert [base.ids[byte] for byte in (33, 126, 161, 255, 0, 32, 173)] == [0, 93, 94, 187, 188, 220, 255]
     assert base.ids[256:].tolist() == list(range(256, 256 + len(HEAD["merges"])))
     (tmp_path / "merges.txt").write_text("a b\n")
     names = {to_text(bytes([byte])): 300 - byte for byte in range(256)}
     (tmp_path / "vocab.json").write_text(json.dumps(names | {"ab": 7, "<|end|>": 9}))
-    beside = read_base(tmp_path / "merges.txt")
-    assert beside.encode("ab<|end|>b").tolist() == [7, 9, 300 - 98]
+    found = read_base(tmp_path / "merges.txt")
+    assert found.encode("ab<|end|>b").tolist() == [7, 9, 300 - 98]
 
 
 def test_tiktoken_ranks_are_read_to_the_ids_of_tiktoken(head, tmp_path):

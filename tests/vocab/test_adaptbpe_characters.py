@@ -131,7 +131,7 @@ def test_the_bundled_model_becomes_a_smaller_one_with_the_same_logits_bit_for_bi
     assert mx.array_equal(got, expected[:, mx.array(vocabulary.ids)]).item()
 
 
-def test_the_bundled_hypertokens_go_on_behind_the_new_ids(vocabulary, tmp_path):
+def test_the_bundled_hypertokens_go_on_after_the_new_ids(vocabulary, tmp_path):
     vocabulary.save(tmp_path / "adapted.json")
     convert(bundled_model("stories"), tmp_path / "adapted.json", tmp_path / "smaller", progress=False)
     model, tokenizer = load(tmp_path / "smaller")

@@ -96,7 +96,7 @@ def test_show_counts_the_tokens_of_texts_and_checks_the_base(run, learn, folder)
     assert "whose merges differ" in err
 
 
-def test_what_is_lost_of_a_base_beside_its_merges_is_told(run, folder):
+def test_what_is_lost_of_a_base_besides_its_merges_is_reported(run, folder):
     data = json.loads(FIXTURE.read_text())
     data["model"] |= {"vocab": data["model"]["vocab"] | {"never made": 512, "nor this": 513}, "ignore_merges": True}
     (folder / "tokenizer.json").write_text(json.dumps(data))
@@ -110,7 +110,7 @@ def test_what_is_lost_of_a_base_beside_its_merges_is_told(run, folder):
     assert "the adapted vocabulary always uses its merges" in out
 
 
-def test_held_out_texts_are_counted_beside_those_adapted_to(run, learn, folder):
+def test_held_out_texts_are_counted_in_addition_to_those_adapted_to(run, learn, folder):
     told = learn("--held-out", "new.txt", "--plot", "rates.svg")
     shown = json.loads(run("show", "adapted.json", "--tokenizer", "vocab.bpe", "--data", "new.txt", "--json")[1])
     assert told["held_out"] == {name: shown[name] for name in told["held_out"]}

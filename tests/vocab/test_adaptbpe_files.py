@@ -75,7 +75,7 @@ def test_base_ids_translate_there_and_back(vocabulary):
         vocabulary.decode([len(vocabulary)])
 
 
-def test_an_adapted_file_beside_its_own_base_does_not_matter(source, write, tmp_path):
+def test_an_adapted_file_next_to_its_own_base_does_not_matter(source, write, tmp_path):
     base = read_base(write(source))
     kept = cut_down(base, 90)
     assert kept.virtual
