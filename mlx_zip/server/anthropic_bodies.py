@@ -90,7 +90,7 @@ class ContextManagement(Body):
 
 
 class CountBody(Body):
-    """A request to count a prompt's tokens. Fields of `harmless` have no effect; others that are not here are refused."""
+    """A request to count tokens. Fields of `harmless` have no effect; others that are not here are refused."""
 
     harmless = frozenset({"cache_control", "speed", "user_profile_id", "workspace_id", "betas"})
 
