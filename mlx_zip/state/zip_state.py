@@ -25,6 +25,7 @@ from mlx_zip.state.starts import Tuned, books_of, checked_tuned, same_but_start,
 
 STATE_VERSION, TUNED_VERSION = 1, 2
 
+Answers = dict[str, tuple[int, ...]]  # text -> base ids
 HostIds = int | np.ndarray  # ids of one call: [B, L] uint32, or a number for one id of a single sequence
 
 
@@ -57,8 +58,8 @@ class ZipState:
     whose row is out of date, because they hold another entry now.
 
     tuned: per sequence, the pack with tuned rows that it began with, only its fingerprint in a state loaded from
-    a file, or None. tuned_bound: whether the tuned rows are in the tables. answers: text -> base ids of each
-    answer that was generated with the cache; copied with the state, but not saved.
+    a file, or None. tuned_bound: whether the tuned rows are in the tables. row_answers: per sequence, text ->
+    base ids of each answer that was generated with the cache; copied with the state, but not saved.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class ZipState:
         self.tuned: list[Tuned] = [None] * len(self.books) if tuned is None else list(tuned)
         self.offset = 0
         self.long_rope = False
-        self.answers: dict[str, tuple[int, ...]] = {}
+        self.row_answers: list[Answers] = [{} for _ in self.books]
         self._fitting: CodecParams | None = None  # a codec that `fits` has found to fit
         self._forget_loop()
         self._forget_rows()
@@ -87,6 +88,11 @@ class ZipState:
         if any(book.params is not first and book.params != first for book in self.books):
             raise ModelError("the sequences of this cache began with different packs: read each book's params")
         return first
+
+    @property
+    def answers(self) -> Answers:
+        """The answers of the first sequence, as a map that may be added to."""
+        return self.row_answers[0]
 
     def fits(self, params: CodecParams) -> bool:
         """Returns whether a model with this codec can continue this state: all but the start entries must be equal."""
@@ -340,7 +346,7 @@ class ZipState:
             book.push(part)
         self.left_padding, self.books, self.tuned = padding.tolist(), books, tuned
         self.offset, self.long_rope = int(offset), bool(long_rope)
-        self.answers, self._fitting = {}, None
+        self.row_answers, self._fitting = [{} for _ in books], None
         self._forget_loop()
         self._forget_rows()
 
@@ -385,6 +391,88 @@ class ZipState:
         """Returns whether no id has been read."""
         return self.offset == 0
 
+    # ---- sequences that join and leave, as in mlx-lm's `BatchKVCache`
+
+    @classmethod
+    def merge(cls, states: Sequence[ZipState]) -> ZipState:
+        """Returns one state with the sequences of all states, in this order. It takes their codebooks over, so the
+        states given must not be used any more.
+
+        Shorter sequences get left padding. Raises `ModelError`, with nothing changed, for no states, and as `extend`.
+        """
+        if not states:
+            raise ModelError("there are no caches to merge")
+        for other in states[1:]:
+            states[0]._check_joins(other)
+        made = cls.__new__(cls)
+        made._take_over(states)
+        return made
+
+    def extend(self, other: ZipState) -> None:
+        """Adds the sequences of another state after this one's. It takes their codebooks over, so the other state must
+        not be used any more.
+
+        Shorter sequences get left padding. Raises `ModelError`, with nothing changed, for another codec (start entries
+        may differ), and where LongRoPE's factors differ.
+        """
+        self._check_joins(other)
+        self._take_over([self, other])
+
+    def _take_over(self, states: Sequence[ZipState]) -> None:
+        """Makes this state that of all sequences of `states`, in this order."""
+        offset = max(one.offset for one in states)
+        self.left_padding = [offset - one.offset + n for one in states for n in one.left_padding]
+        self.books = [book for one in states for book in one.books]
+        self.tuned = [tuned for one in states for tuned in one.tuned]
+        self.row_answers = [answers for one in states for answers in one.row_answers]
+        self.offset, self.long_rope, self._fitting = offset, states[0].long_rope, states[0]._fitting
+        self._forget_loop()
+        self._forget_rows()
+
+    def filter(self, indices: Sequence[int]) -> None:
+        """Keeps the sequences at these indices only, in this order, and forgets left padding that all of them have.
+
+        Raises `ModelError`, with nothing changed, for no index, and for one that is out of range or occurs twice.
+        """
+        self._check_indices(indices)
+        padding = [self.left_padding[i] for i in indices]
+        less = min(padding)
+        if less > self.offset:
+            raise ModelError(f"{less} columns are left padding, of which {self.offset} are read: read them first")
+        self.books, self.tuned = [self.books[i] for i in indices], [self.tuned[i] for i in indices]
+        self.row_answers = [self.row_answers[i] for i in indices]
+        self.left_padding, self.offset = [n - less for n in padding], self.offset - less
+        self._forget_rows()
+
+    def extract(self, index: int) -> ZipState:
+        """Returns a copy of one sequence, without its left padding. This state does not change.
+
+        Raises `ModelError` for an index that is out of range.
+        """
+        self._check_indices([index])
+        made = ZipState.__new__(ZipState)
+        made.books, made.tuned = [self.books[index].copy()], [self.tuned[index]]
+        made.row_answers, made._fitting = [dict(self.row_answers[index])], self._fitting
+        made.left_padding, made.offset = [0], max(0, self.offset - self.left_padding[index])
+        made.long_rope = self.long_rope
+        made._forget_loop()
+        made._forget_rows()
+        return made
+
+    def _check_joins(self, other: ZipState) -> None:
+        """Raises `ModelError` if the sequences of another state cannot join this one's."""
+        if not same_but_start(self.books[0].params, other.books[0].params):
+            raise ModelError("the caches to merge were made with different codec parameters")
+        if self.long_rope != other.long_rope:
+            raise ModelError("the caches to merge were filled with different factors of LongRoPE, short and long")
+
+    def _check_indices(self, indices: Sequence[int]) -> None:
+        """Raises `ModelError` unless indices name at least one sequence, each once."""
+        if not len(indices) or len(set(indices)) < len(indices):
+            raise ModelError(f"indices must name at least one sequence, each once, got {list(indices)}")
+        if not all(0 <= i < len(self.books) for i in indices):
+            raise ModelError(f"the cache has {len(self.books)} sequence(s), the indices are {list(indices)}")
+
     @property
     def nbytes(self) -> int:
         """Bytes of the row tables and id logs."""
@@ -395,7 +483,7 @@ class ZipState:
         twin.left_padding = list(self.left_padding)
         twin.books = [book.copy() for book in self.books]
         twin.offset, twin.long_rope = self.offset, self.long_rope
-        twin.answers, twin._fitting = dict(self.answers), self._fitting
+        twin.row_answers, twin._fitting = [dict(one) for one in self.row_answers], self._fitting
         twin._forget_loop()
         twin.inputs, twin.outputs = self.inputs.copy(), cast(HeadTable, self.outputs.copy())
         twin.encoded_inputs = self.encoded_inputs.copy()
@@ -410,7 +498,7 @@ class ZipState:
 
 
 def _keep_lazy(*arrays: mx.array) -> None:
-    """Does nothing: the arrays are computed when somebody needs them."""
+    """Does nothing: the arrays stay lazy until a value is read."""
 
 
 @contextmanager

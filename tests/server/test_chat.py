@@ -9,7 +9,7 @@ import pytest
 
 from mlx_zip.errors import EngineError
 from support.fake_engine import FakeEngine, Script, tokenizer
-from support.serving import events, post, serving
+from support.http_server import events, post, serving
 
 TEXT = "Once upon a time there was a boat."
 

@@ -1,121 +1,173 @@
-"""A server on a real socket for tests, and a plain way to talk to it."""
+"""Engines with tiny models, and what `stream_generate` says to the same requests."""
 
 from __future__ import annotations
 
-import json
-import socket
+import copy
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from http.client import HTTPConnection
 from typing import Any
 
-import uvicorn
+import mlx.core as mx
+import numpy as np
 
-from mlx_zip.engine import Engine
-from mlx_zip.server.app import make_app
-from mlx_zip.server.core import Core
-from mlx_zip.server.options import Options
+from mlx_zip.engine import Emitted, Failed, Finished, Submission
+from mlx_zip.engine.interface import SessionInfo
+from mlx_zip.engine.mlx_engine import MlxEngine, ServeOptions
+from mlx_zip.engine.served import RunOptions
+from mlx_zip.errors import EngineError
+from mlx_zip.generate import stream_generate
+from support import tiny
+from support.generating import ENDLESS, plain_model
 
-WAIT_S = 20.0
+WAIT_S = 60
 
 
-@dataclass
-class Answer:
-    """An answer: status, headers in lower case, body."""
+class Watch:
+    """Receives the events of one request. raise_at: number of the event, from 0, at which it raises."""
 
-    status: int
-    headers: dict[str, str]
-    body: bytes
+    def __init__(self, raise_at: int | None = None) -> None:
+        self.events: list[Any] = []
+        self.times: list[float] = []
+        self._done, self._raise_at = threading.Event(), raise_at
+
+    def __call__(self, event: Any) -> None:
+        self.events.append(event)
+        self.times.append(time.perf_counter())
+        if isinstance(event, Finished | Failed):
+            self._done.set()
+        if len(self.events) - 1 == self._raise_at:
+            raise RuntimeError("a receiver that fails")
+
+    def wait(self) -> Watch:
+        assert self._done.wait(WAIT_S), "the request did not end"
+        return self
 
     @property
-    def json(self) -> Any:
-        return json.loads(self.body)
-
-
-@dataclass
-class Served:
-    """A server that runs in a thread."""
-
-    port: int
-    core: Core
-    server: uvicorn.Server
+    def emitted(self) -> list[Emitted]:
+        return [event for event in self.events if isinstance(event, Emitted)]
 
     @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+    def ids(self) -> list[int]:
+        return [event.id for event in self.emitted]
 
-    def ask(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> Answer:
-        """Sends a request and returns the whole answer. body: bytes as they are, or a value to send as JSON."""
-        connection = HTTPConnection("127.0.0.1", self.port, timeout=WAIT_S)
-        data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
-        kind = {"Content-Type": "application/json"} if data is not None else {}
-        try:
-            connection.request(method, path, data, {**kind, **(headers or {})})
-            answer = connection.getresponse()
-            found = {name.lower(): value for name, value in answer.getheaders()}
-            return Answer(answer.status, found, answer.read())
-        finally:
-            connection.close()
+    @property
+    def base_ids(self) -> list[int]:
+        return [one for event in self.emitted for one in event.base_ids]
 
-    def chat(self, text: str = "Tell me a story.", **fields: Any) -> Answer:
-        """Asks for a chat completion."""
-        messages = [{"role": "user", "content": text}]
-        return self.ask("POST", "/v1/chat/completions", {"model": "stories", "messages": messages, **fields})
-
-    def raw(self, data: bytes) -> socket.socket:
-        """Returns a connection on which bytes have been sent."""
-        connection = socket.create_connection(("127.0.0.1", self.port), timeout=WAIT_S)
-        connection.sendall(data)
-        return connection
+    @property
+    def end(self) -> Any:
+        return self.events[-1]
 
 
-def post(path: str, body: Any, *headers: str) -> bytes:
-    """Returns the bytes of a POST request with a JSON body."""
-    data = json.dumps(body).encode()
-    lines = [f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json", *headers]
-    return "\r\n".join([*lines, f"Content-Length: {len(data)}", "", ""]).encode() + data
+class ListStore:
+    """Sessions in a list, with the interface of the engine's store."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, dict[str, Any]] = {}
+        self.puts = 0
+
+    def checkout(self, base_ids: Any, pack_key: Any) -> Any:
+        best, length = None, 0
+        for name, one in self.held.items():
+            same = 0
+            for a, b in zip(one["base_ids"], list(base_ids)[:-1], strict=False):
+                if a != b:
+                    break
+                same += 1
+            if one["pack_key"] == pack_key and same > length:
+                best, length = name, same
+        if best is None:
+            return None
+        from mlx_zip import sessions
+
+        one = self.held[best]
+        cache = copy.deepcopy(one["cache"])
+        if cache[-1].__class__.__name__ == "ZipState":
+            kept, kept_base = sessions.common_prefix(cache, list(base_ids))
+        else:
+            kept = kept_base = length
+        if not kept:
+            return None
+        sessions.trim_to(cache, kept)
+        whole = kept_base == len(one["base_ids"])
+        if whole:
+            del self.held[best]
+        return cache, kept, kept_base, best if whole else None
+
+    def put(self, cache: Any, *, base_ids: Any, pack_key: Any, name: Any = None, answers: Any) -> str:
+        self.puts += 1
+        name = name or f"session-{self.puts}"
+        self.held[name] = {"cache": cache, "base_ids": list(base_ids), "pack_key": pack_key, "answers": dict(answers)}
+        return name
+
+    def answers(self) -> dict[str, Any]:
+        return {key: ids for one in self.held.values() for key, ids in one["answers"].items()}
+
+    def note_answer(self, name: str, key: str, base_ids: Any) -> None:
+        if name in self.held:
+            self.held[name]["answers"][key] = tuple(base_ids)
+
+    def sessions(self) -> list[SessionInfo]:
+        return [SessionInfo(name, len(one["base_ids"]), 0, 0, False, 0.0) for name, one in self.held.items()]
+
+    def drop(self, name: str) -> None:
+        if self.held.pop(name, None) is None:
+            raise EngineError(f"there is no session {name!r}")
+
+    def purge(self) -> int:
+        n = len(self.held)
+        self.held.clear()
+        return n
+
+    def figures(self) -> Any:
+        return None
 
 
-def read_all(connection: socket.socket) -> bytes:
-    """Returns all that comes until the other side closes."""
-    found = b""
-    while data := connection.recv(65536):
-        found += data
-    return found
+def tiny_engine(
+    family: str = "llama",
+    store: ListStore | None = None,
+    tokenizer: Any = ENDLESS,
+    change: Any = None,
+    run: dict[str, Any] | None = None,
+    model: dict[str, Any] | None = None,
+    **options: Any,
+) -> MlxEngine:
+    """An engine with the tiny model of a family, or "plain". change: called with the model when it is loaded."""
+
+    def load() -> Any:
+        made = plain_model() if family == "plain" else tiny.tiny_model(family, **(model or {}))
+        made.eval()
+        if change is not None:
+            change(made)
+        return made, tokenizer
+
+    bounds = ServeOptions(**options, run=RunOptions(**(run or {})))
+    return MlxEngine(load, "tiny", bounds, None if store is None else lambda served: store)
 
 
-def events(body: bytes) -> list[Any]:
-    """Returns the data of a stream's events: JSON values, and "[DONE]"; comments are left out."""
-    lines = [line[6:] for line in body.decode().split("\n") if line.startswith("data: ")]
-    return [line if line == "[DONE]" else json.loads(line) for line in lines]
+def ask(engine: MlxEngine, prompt: Any, **fields: Any) -> tuple[Any, Watch]:
+    """Submits a request; returns its ticket and what receives its events."""
+    watch = Watch()
+    fields.setdefault("max_tokens", 40)
+    return engine.submit(Submission(prompt, **fields), watch), watch
 
 
-def until(holds: Any, wait_s: float = WAIT_S) -> bool:
-    """Waits until a condition holds, and returns whether it does."""
-    end = time.monotonic() + wait_s
-    while not holds():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.01)
-    return True
+def alone(model: Any, prompt: Any, max_tokens: int = 40, tokenizer: Any = ENDLESS, **options: Any) -> list[Any]:
+    """What `stream_generate` yields."""
+    return list(stream_generate(model, tokenizer, prompt, max_tokens=max_tokens, **options))
 
 
-@contextmanager
-def serving(engine: Engine, options: Options | None = None) -> Iterator[Served]:
-    """Serves an engine on a free port of 127.0.0.1."""
-    core = Core(engine, options)
-    listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(make_app(core), log_level="error", timeout_graceful_shutdown=5))
-    thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
-    thread.start()
-    try:
-        assert until(lambda: server.started)
-        yield Served(listener.getsockname()[1], core, server)
-    finally:
-        engine.close()
-        server.should_exit = True
-        thread.join(WAIT_S)
-        assert not thread.is_alive()
+def prompts(n: int, lengths: tuple[int, ...] = (5, 17, 50, 9)) -> list[list[int]]:
+    """n prompts of several lengths."""
+    return [tiny.base_ids(lengths[i % len(lengths)], i) for i in range(n)]
+
+
+def same(watch: Watch, responses: list[Any]) -> None:
+    """Asserts that a request gave what `stream_generate` gave."""
+    assert watch.ids == [one.token for one in responses]
+    assert [one.base_ids for one in watch.emitted] == [one.base_ids for one in responses]
+    assert watch.end.reason == responses[-1].finish_reason
+
+
+def logprobs_of(response: Any) -> np.ndarray:
+    return np.array(response.logprobs.astype(mx.float32))
