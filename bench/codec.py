@@ -24,7 +24,7 @@ from mlx_zip.arguments import check_at_least
 from mlx_zip.codec import Codebook, CodecParams, compress
 from mlx_zip.codec.arrays import read_npy
 from mlx_zip.codec.ids import Uint32s
-from mlx_zip.errors import MlxZipError
+from mlx_zip.errors import DataError, MlxZipError
 
 from .record import load_before, summary, surroundings
 
@@ -116,7 +116,10 @@ def _run_policies(args: argparse.Namespace, ids: Uint32s, data: str) -> int:
 def _read_ids(args: argparse.Namespace) -> tuple[Any, str]:
     """Returns base ids [n] from --ids or --text, or made-up ones, and a line for the records on where they are from."""
     if args.ids is not None:
-        return read_npy(args.ids, "base ids"), f"ids from {args.ids.name}"
+        try:
+            return read_npy(args.ids, "base ids"), f"ids from {args.ids.name}"
+        except DataError as error:
+            raise DataError(f"--ids {error}") from error
     if args.text is None:
         return synthetic_ids(args.length, args.vocab_size), "synthetic: Zipf ids with repeated phrases, not a real text"
     if args.tokenizer is None:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mlx_zip.arguments import check_at_least
 from mlx_zip.errors import MlxZipError
 
 from .engines import ENGINES
@@ -83,9 +84,8 @@ def run(args: argparse.Namespace) -> int:
     for name in args.engines or ():
         if name not in ENGINES:
             raise MlxZipError(f"engine {name!r} is not one of {', '.join(ENGINES)}")
+    check_at_least(args, 0, "seed")
     pairs = matched(read_records([args.a]), read_records([args.b]), args.engines)
-    if args.seed < 0:
-        raise MlxZipError(f"--seed must be at least 0, got {args.seed}")
     tried = [compared(name, a, b, args.seed) for a, b in pairs for name in args.measures]
     ratios = [found for found in tried if found is not None]
     if not ratios:

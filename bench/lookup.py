@@ -75,7 +75,7 @@ def until_end(pieces: Sequence[Sequence[int]], room: int, eos: Container[int]) -
 
 
 class _LookupEngine(MlxEngine):
-    """The decoding loop of both lookup engines. `held` is (caches, `Lookup` of the conversation's base ids)."""
+    """The decoding loop of `PlainLookup` and `ZipLookup`. `held`: (caches, `Lookup` of the conversation's base ids)."""
 
     def __init__(self, models: Models, make: Any, draft: int = DRAFT) -> None:
         super().__init__(models, make)

@@ -23,7 +23,7 @@ LINUX = {  # name of a figure: files with one value each
     "governor": "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor",
     "load": "proc/loadavg",
 }
-_BATTERY = re.compile(r"\s*\(id=\d+\)")  # the battery's number is nobody's business
+_BATTERY = re.compile(r"\s*\(id=\d+\)")  # identifies the battery, which no report needs
 
 
 def machine_state(root: Path = Path("/")) -> dict[str, str]:

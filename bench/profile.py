@@ -20,10 +20,10 @@ from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
 
-import mlx.core as mx
 import numpy as np
 
 from mlx_zip.arguments import check_at_least
+from mlx_zip.device import on_gpu
 from mlx_zip.errors import MlxZipError
 from mlx_zip.progress import ProgressBar
 
@@ -168,7 +168,7 @@ class StepProfiler:
     def ahead(self) -> bool:
         """Whether bodies run ahead in mlx_zip."""
         chosen = AHEAD[self.args.ahead]
-        return mx.default_device() == mx.Device(mx.gpu) if chosen is None else chosen
+        return on_gpu() if chosen is None else chosen
 
     def _launches(self, workload: Workload, untraced: Run) -> dict[str, Any] | None:
         """Returns the launches per step for the record, counted on the last ids of the prompt and those written.

@@ -14,6 +14,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from mlx_zip.device import on_gpu
+
 from . import machine
 from .engines import MlxLm, MlxZip, Run, settle
 from .machine_state import memory_bytes
@@ -41,11 +43,6 @@ def bandwidth() -> dict[str, Any]:
     mx.eval(matrix, vectors)
     took = machine.fastest(lambda: mx.eval([matrix @ vector for vector in vectors]))
     return {"gb_per_s": PRODUCTS * matrix.nbytes / took / 1e9}
-
-
-def on_gpu() -> bool:
-    """Returns whether MLX's default device is a GPU."""
-    return mx.default_device() == mx.Device(mx.gpu)
 
 
 def stories_steps(limit_s: float) -> dict[str, Any]:

@@ -18,6 +18,7 @@ import numpy as np
 from mlx_lm.generate import generation_stream
 from mlx_lm.sample_utils import LogitsProcessor, Sampler
 
+from mlx_zip.device import on_gpu
 from mlx_zip.models.ahead import Ahead
 from mlx_zip.state import submitting
 
@@ -48,7 +49,7 @@ def decode_steps(
     When an id is yielded, the cache holds the prompt and every emitted id, that one included, because the next step has
     begun. Raises what the model raises; the cache is then as before the model call that failed.
     """
-    ahead = mx.default_device() == mx.Device(mx.gpu) if ahead is None else ahead
+    ahead = on_gpu() if ahead is None else ahead
     steps = _Steps(model, cache, sampler, processors, after_call, ahead)
     y, logprobs = steps.prefill(prompt, prefill_step_size, progress)
     n = 0

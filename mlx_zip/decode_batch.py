@@ -17,6 +17,7 @@ from mlx_lm.generate import generation_stream
 from mlx_lm.sample_utils import LogitsProcessor, Sampler
 
 from mlx_zip.canonical import CanonicalDecoding, without_in_rows
+from mlx_zip.device import on_gpu
 from mlx_zip.layout import is_zip
 from mlx_zip.models.ahead import Ahead
 from mlx_zip.state import submitting
@@ -45,13 +46,12 @@ class BatchLoop:
         chunk: int,
         ahead: bool | None = None,
     ) -> None:
-        on_gpu = mx.default_device() == mx.Device(mx.gpu)
         self.model, self.cache, self.ids, self.chunk = model, cache, ids, chunk
         self.sampler, self.processors, self.pad_id = sampler, processors, pad_id
         self._read = [list(prompt) for prompt in prompts]
         self._ended: set[int] = set()
         self._zip = is_zip(model)
-        self._ahead = Ahead(model, cache) if self._zip and (on_gpu if ahead is None else ahead) else None
+        self._ahead = Ahead(model, cache) if self._zip and (on_gpu() if ahead is None else ahead) else None
 
     def end(self, row: int) -> None:
         """Ends a sequence: from the next step on it reads the pad id, and its processors are not called."""

@@ -1,4 +1,4 @@
-"""The device that a command computes on: MLX's default, or the one that MLX_ZIP_DEVICE names."""
+"""The device to compute on: MLX's default, or the one that MLX_ZIP_DEVICE names."""
 
 from __future__ import annotations
 
@@ -27,3 +27,10 @@ def choose_device() -> None:
         mx.set_default_device(mx.Device(getattr(mx, name)))
     except ValueError as error:
         raise ConfigError(f"{VARIABLE}={name}: MLX has no such device here") from error
+
+
+def on_gpu() -> bool:
+    """Returns whether MLX's default device is a GPU."""
+    import mlx.core as mx
+
+    return mx.default_device() == mx.Device(mx.gpu)

@@ -498,7 +498,7 @@ class ZipState:
 
 
 def _keep_lazy(*arrays: mx.array) -> None:
-    """Does nothing: the arrays are computed when somebody needs them."""
+    """Does nothing: the arrays stay lazy until a value is read."""
 
 
 @contextmanager

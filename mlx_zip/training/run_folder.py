@@ -25,7 +25,7 @@ class Begun:
 
 
 def begun_run(out: Path) -> Begun | None:
-    """Returns the run in a folder that has saved a step; None without one, or if its record is another command's.
+    """Returns the run in a folder that has saved a step; None without one, or if its record has no number of steps.
 
     Raises `TrainingError` for a damaged record.
     """

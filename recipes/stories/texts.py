@@ -120,7 +120,7 @@ def read_checked(path: Path, sha256: str | None) -> str:
         if sha256 is not None and found != sha256:
             raise DataError(
                 f"{path} is not the file of the recipe: sha256 {found}, recorded is {sha256} "
-                "(--no-checksum takes it all the same; the recorded figures do not apply then)"
+                "(--no-checksum accepts it; the recorded figures do not apply then)"
             )
         return gzip.decompress(stored).decode("utf-8")
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:

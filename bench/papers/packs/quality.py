@@ -161,7 +161,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
     """Reads the JSON lines of a record. Raises `MlxZipError` if there are none."""
     try:
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise MlxZipError(f"{path} cannot be read as a record: {error}") from error
     if not lines:
         raise MlxZipError(f"{path} is empty: there is nothing to draw")

@@ -360,9 +360,11 @@ def _parameters(model: Any) -> dict[str, int]:
     """Returns the number of weights in the decoder and in the hyper-encoders."""
     from mlx.utils import tree_flatten
 
+    from mlx_zip.config import SIDES
+
     leaves: Any = tree_flatten(model.parameters())
     sizes = [(name, value.size) for name, value in leaves]
-    encoders = sum(size for name, size in sizes if name.startswith(("input_encoder", "output_encoder")))
+    encoders = sum(size for name, size in sizes if name.startswith(SIDES))
     return {"decoder": sum(size for _, size in sizes) - encoders, "encoders": encoders}
 
 
