@@ -146,10 +146,10 @@ def first_text_s(reply: Reply) -> float:
 
 
 def own_figures(reply: Reply) -> dict[str, Any]:
-    """Returns the server's own figures of a streamed chat completion, from the event with its usage."""
-    events = (event for _, event in reversed(reply.events) if isinstance(event, dict) and event.get("usage"))
-    last = next(events)
-    return last.get("mlx_zip") or last["usage"]["mlx_zip"]
+    """Returns the server's own figures of a streamed chat completion, from its field `mlx_zip`."""
+    return next(
+        event["mlx_zip"] for _, event in reversed(reply.events) if isinstance(event, dict) and "mlx_zip" in event
+    )
 
 
 # ---- many streams
