@@ -43,6 +43,8 @@ class ResponseStore:
     def add(self, response: Json, items: Sequence[Json]) -> None:
         """Keeps a response and the items that it answers. One that is larger than the bound is not kept."""
         stored = Stored(response, items, len(json_bytes(response)) + len(json_bytes(items)))
+        if stored.bytes > self._most_bytes:
+            return
         self._stored[response["id"]] = stored
         self.bytes += stored.bytes
         while len(self._stored) > self._most or self.bytes > self._most_bytes:

@@ -7,7 +7,7 @@ from mlx_zip.errors import EngineError
 from mlx_zip.server.options import Options
 from support.answers import ANSWERS
 from support.fake_engine import FakeEngine, Script
-from support.serving import events, post, replay, serving, until
+from support.http_server import events, post, replay, serving, until
 
 TEXT = "Once upon a time there was a boat."
 USER = {"role": "user", "content": "Hi"}
@@ -109,8 +109,8 @@ def test_an_answer_ends_at_its_limit(served):
 
 
 def test_tokens_are_counted_as_the_answer_counts_them(served):
-    counted = client(served).messages.count_tokens(model="stories", messages=[USER], system="Be brief.")
-    usage = client(served).messages.create(**ASKED, system="Be brief.").usage
+    counted = client(served).messages.count_tokens(model="stories", messages=[USER])
+    usage = client(served).messages.create(**ASKED).usage
     assert counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
 
 

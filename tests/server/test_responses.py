@@ -10,7 +10,7 @@ from mlx_zip.errors import EngineError
 from mlx_zip.server.turn import Done, Text
 from support.answers import ANSWERS, COUNTS
 from support.fake_engine import FakeEngine, Script
-from support.serving import events, post, replay, serving, until
+from support.http_server import events, post, replay, serving, until
 
 TEXT = "Once upon a time there was a boat."
 ADD = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": None}
@@ -110,7 +110,7 @@ def test_an_answer_at_its_limit_is_incomplete(served):
 
 def test_a_response_can_follow_a_stored_one(served):
     responses = client(served).responses
-    first = responses.create(model="stories", input="Hi", instructions="Be brief.")
+    first = responses.create(model="stories", input="Hi")
     second = responses.create(model="stories", input="And then?", previous_response_id=first.id)
     assert second.previous_response_id == first.id
     items = responses.input_items.list(second.id, order="asc").data
