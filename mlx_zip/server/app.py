@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from mlx_zip.errors import MlxZipError
-from mlx_zip.server import chat, completions, sessions
+from mlx_zip.server import anthropic, chat, completions, responses, sessions
 from mlx_zip.server.bodies import check_model
 from mlx_zip.server.core import Core
 from mlx_zip.server.errors import dialect_of, json_bytes, told
@@ -24,7 +24,13 @@ from mlx_zip.server.http import ClientGone, json_response
 from mlx_zip.server.metrics import Counted, Metrics
 from mlx_zip.server.openapi import description
 
-DIALECTS: tuple[Callable[[Core], Sequence[Route]], ...] = (chat.routes, completions.routes, sessions.routes)
+DIALECTS: tuple[Callable[[Core], Sequence[Route]], ...] = (
+    chat.routes,
+    completions.routes,
+    responses.routes,
+    anthropic.routes,
+    sessions.routes,
+)
 
 
 def make_app(core: Core) -> Starlette:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 
-import h11
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.h11_impl import H11Protocol, h11  # the parser that uvicorn brings
 
 from mlx_zip.server.errors import Told
 from mlx_zip.server.options import Options
