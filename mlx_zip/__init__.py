@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # what `__getattr__` loads, for type checkers and editors
     from mlx_zip.errors import DataError as DataError
     from mlx_zip.errors import GenerationError as GenerationError
     from mlx_zip.errors import InstallationError as InstallationError
+    from mlx_zip.errors import MachineError as MachineError
     from mlx_zip.errors import MlxZipError as MlxZipError
     from mlx_zip.errors import ModelError as ModelError
     from mlx_zip.errors import TrainingError as TrainingError
@@ -67,6 +68,7 @@ _HOMES = {
     "InstallationError": "mlx_zip.errors",
     "MlxZipError": "mlx_zip.errors",
     "ModelError": "mlx_zip.errors",
+    "MachineError": "mlx_zip.errors",
     "TrainingError": "mlx_zip.errors",
 }
 

@@ -57,6 +57,10 @@ class TrainingError(MlxZipError):
     """A training run that cannot start, continue or be resumed; checkpoints saved earlier remain valid."""
 
 
+class MachineError(MlxZipError):
+    """A run on several machines that cannot go on, because one has failed or differs from the others."""
+
+
 class InstallationError(MlxZipError, ImportError):
     """A library that is not installed, or that cannot be loaded."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from hashlib import sha256
 from inspect import signature
 from numbers import Integral
 from typing import Any, TypeVar, Unpack
@@ -24,6 +25,8 @@ from mlx_zip.decode_batch import BatchLoop
 from mlx_zip.errors import GenerationError
 from mlx_zip.layout import is_zip
 from mlx_zip.loading import load
+from mlx_zip.machines import check_equal
+from mlx_zip.models.sharding import chosen_by_first, machines_of
 from mlx_zip.request import GenerationResponse, Request, base_config
 from mlx_zip.sampling import Sampling, SamplingOptions
 from mlx_zip.state import find_state, split_packs
@@ -150,13 +153,18 @@ def stream_generate(
             prompt_progress_callback=prompt_progress_callback,
             **kv,
         )
-    return _with_wired_memory(model, _responses(request, tokenizer, steps, options.seed))
+    facts = request.prompt_ids.tolist(), request.max_steps, stop, options, kv
+    return _with_wired_memory(model, _responses(request, tokenizer, steps, options.seed, partial(_agree, model, facts)))
 
 
 def _responses(
-    request: Request, tokenizer: Any, steps: Iterator[Any], seed: int | None
+    request: Request, tokenizer: Any, steps: Iterator[Any], seed: int | None, agree: Callable[[], None]
 ) -> Iterator[GenerationResponse]:
-    """Yields the responses for the ids that a decode loop emits, and at the end notes on the cache what was read."""
+    """Yields the responses for the ids that a decode loop emits, and at the end notes on the cache what was read.
+
+    agree: makes sure that all machines of a run have this request.
+    """
+    agree()
     _seed_random(seed)
     request.take_cache()
     request.start()
@@ -171,6 +179,14 @@ def _responses(
             request.check_cache()
     finally:
         request.note(tokenizer, finish_reason)
+
+
+def _agree(model: Any, facts: object) -> None:
+    """Raises `MachineError` if the model is on several machines and another one has other facts of this request."""
+    group = machines_of(model)
+    if group is not None:
+        mx.synchronize(generation_stream)  # the step that the last request had begun must be over on all machines
+        check_equal(group, sha256(repr(facts).encode()).hexdigest(), "the request")
 
 
 def _with_wired_memory(model: Any, responses: Iterator[T]) -> Iterator[T]:
@@ -274,13 +290,15 @@ def stream_batch(
         pad_id=pad_id,
         chunk=prefill_step_size,
     )
-    return _with_wired_memory(model, _batch_responses(requests, loop, options.seed))
+    facts = ids.tolist(), [request.max_steps for request in requests], stop, options
+    return _with_wired_memory(model, _batch_responses(requests, loop, options.seed, partial(_agree, model, facts)))
 
 
 def _batch_responses(
-    requests: Sequence[Request], loop: BatchLoop, seed: int | None
+    requests: Sequence[Request], loop: BatchLoop, seed: int | None, agree: Callable[[], None]
 ) -> Iterator[tuple[int, GenerationResponse]]:
-    """Yields (row, response) per emitted id until all rows have ended."""
+    """Yields (row, response) per emitted id until all rows have ended. agree: as in `_responses`."""
+    agree()
     _seed_random(seed)
     for request in requests:
         request.start()
@@ -355,10 +373,16 @@ def _make_sampler(options: Sampling, sampler: Sampler | None, model: Any, tokeni
     if sampler is not None:
         if ignored := options.sampler_options():
             raise GenerationError(f"{', '.join(ignored)}: give either a sampler or options for one")
-        return sampler
+        return _shared(sampler, model)
     width = model.layout.width if is_zip(model) else base_config(model).get("vocab_size")
     never_excluded = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids] if options.xtc_probability else ()
-    return options.make_sampler(width, never_excluded)
+    return _shared(options.make_sampler(width, never_excluded), model)
+
+
+def _shared(sampler: Sampler, model: Any) -> Sampler:
+    """Returns the sampler, or for a model on several machines one whose ids the first machine chooses for all."""
+    group = machines_of(model)
+    return sampler if group is None else lambda logprobs: chosen_by_first(sampler(logprobs), group)
 
 
 def _check_functions(**given: Any) -> None:

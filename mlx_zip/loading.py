@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from mlx_zip.errors import DataError, MlxZipError, ModelError, bare_exceptions_a
 from mlx_zip.files import at_home, check_in
 from mlx_zip.hyper import RowStore
 from mlx_zip.layout import is_zip
+from mlx_zip.machines import Group, check_equal, together
 from mlx_zip.models.packed import packed_config
+from mlx_zip.models.sharding import check_sharding, split
 from mlx_zip.register import MODEL_TYPE
 from mlx_zip.text import hub
 from mlx_zip.text.tokenizers import damaged_json, quiet_transformers
@@ -42,6 +45,7 @@ def load(
     row_store: RowStore | None = None,
     pack: Pack | str | os.PathLike[str] | None = None,
     codebook_size: int | None = None,
+    group: Group | None = None,
 ) -> tuple[Any, Any]:
     """Loads a converted zip2zip model, or any plain mlx-lm model, and its tokenizer.
 
@@ -51,16 +55,59 @@ def load(
     (default: a new one in memory). pack: the pack, a path or a `Pack`, that requests begin with unless they name
     another. A plain model takes a pack only if its rows were tuned for that model. Default: the tuned pack in a
     converted model's folder, if there is one and no adapter is loaded. codebook_size: number of slots (default: as in a
-    zip2zip model's config.json).
+    zip2zip model's config.json). group: machines to split the model over (`mlx_zip.machines.machines()`); each calls
+    `load` and gets a model with its share of the layers, used as any other. None, or a group of one, loads all here.
 
     Returns (model, mlx-lm's `TokenizerWrapper`). Raises `ModelError` for a folder that is missing, incomplete or not
     converted, and for a pack of another model; `DataError` for a pack that cannot be read or is of another tokenizer;
     `ConfigError` when tokenizer and codebook boundary contradict each other, the codebook cannot be so large, or the
-    pack's entries do not fit.
+    pack's entries do not fit; `MachineError` if another machine fails or has other weights or another tokenizer.
     """
+    group = None if group is None or group.size() == 1 else group
+    model, tokenizer, fingerprint = together(
+        group,
+        lambda: _load(
+            path_or_hf_repo,
+            adapter_path,
+            {"trust_remote_code": trust_remote_code, **(tokenizer_config or {})},
+            lazy=lazy,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            canonical=canonical,
+            row_store=row_store,
+            pack=pack,
+            codebook_size=codebook_size,
+            group=group,
+        ),
+    )
+    if group is not None:
+        both = fingerprint + tokenizer_fingerprint(tokenizer)
+        check_equal(group, sha256(both.encode()).hexdigest(), "the model's weights or tokenizer")
+    return model, tokenizer
+
+
+def _load(
+    path_or_hf_repo: str | Path,
+    adapter_path: str | None,
+    tokenizer_config: Mapping[str, Any],
+    *,
+    lazy: bool,
+    revision: str | None,
+    trust_remote_code: bool,
+    canonical: bool | None,
+    row_store: RowStore | None,
+    pack: Pack | str | os.PathLike[str] | None,
+    codebook_size: int | None,
+    group: Group | None,
+) -> tuple[Any, Any, str]:
+    """Does what `load` does on this machine; also returns the whole model's fingerprint, "" without a group."""
     folder = model_folder(path_or_hf_repo, revision)
     config = read_config(folder)
     _check_adapter(adapter_path, path_or_hf_repo)
+    if group is not None:
+        check_sharding(config, group.size())
+        if adapter_path is not None:
+            raise ModelError("an adapter (--adapter-path) cannot be loaded on several machines: merge it first")
     pack = None if pack is None else as_pack(pack)
     changes = codebook_changes(config, codebook_size, None if pack is None else pack.start)
     try:
@@ -68,11 +115,12 @@ def load(
             loaded = mlx_load(
                 str(folder),
                 adapter_path=None if adapter_path is None else str(at_home(adapter_path)),
-                tokenizer_config={"trust_remote_code": trust_remote_code, **(tokenizer_config or {})},
+                tokenizer_config=dict(tokenizer_config),
                 model_config={**rope_settings(config), **changes},
-                lazy=lazy,
+                lazy=lazy or group is not None,
                 trust_remote_code=trust_remote_code,
             )
+            fingerprint = "" if group is None else split(loaded[0], group)
     except MlxZipError:
         raise
     except load_failures() as error:
@@ -82,6 +130,8 @@ def load(
     if pack is not None and pack.tokenizer is not None:
         pack.check_tokenizer(tokenizer_fingerprint(loaded[1]), "the pack (--pack)")
     if is_zip(model):
+        if fingerprint:
+            model.session.keep_fingerprint(model, fingerprint)
         model.layout.check_tokenizer(len(loaded[1]))
         if canonical is not None:
             model.session.config = replace(model.config, canonical=canonical)
@@ -90,7 +140,7 @@ def load(
             model.take_pack(pack.start)
         elif adapter_path is None:
             _take_own_pack(folder, model, loaded[1])
-    return model, loaded[1]
+    return model, loaded[1], fingerprint
 
 
 def _check_adapter(path: str | None, model: str | Path) -> None:

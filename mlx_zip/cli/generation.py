@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -24,9 +27,20 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
     if args.model is None and args.prompt_cache_file is None:
         _choose_bundled_model(args)
-    biases, prompt = _json_map("--logit-bias", args.logit_bias), read_prompt(args.prompt)
+    biases = _json_map("--logit-bias", args.logit_bias)
 
+    from mlx_zip.machines import lost_machines_as_errors, machines
+
+    group = machines()
+    _check_machines(args, group)
+    with lost_machines_as_errors():
+        return _run(args, biases, read_prompt(args.prompt), group)
+
+
+def _run(args: argparse.Namespace, biases: dict[str, Any], prompt: str, group: Any) -> int:
+    """Does what `run` does after its checks. group: the machines of this run, None for one."""
     from mlx_zip.generate import load, stream_generate
+    from mlx_zip.machines import leave
     from mlx_zip.sampling import as_logit_bias
     from mlx_zip.text.tokenizer import add_eos_tokens
 
@@ -43,6 +57,7 @@ def run(args: argparse.Namespace) -> int:
             trust_remote_code=args.trust_remote_code,
             canonical=args.canonical,
             row_store=store,
+            group=group,
             **_pack_options(args, chosen, name),
         )
         if chosen is not None:
@@ -56,9 +71,35 @@ def run(args: argparse.Namespace) -> int:
             pack=None if chosen is None else chosen.merged.start,
             **options,
         )
-        if sys.stdout.isatty() and args.verbose and not args.json:
-            print(*notes(args, name, is_zip(model)), sep="\n", file=sys.stderr)
-        return show(responses, args, sys.stdout, store if is_zip(model) else None, packs.record(chosen, model))
+        with _output(group) as out:
+            if out.isatty() and args.verbose and not args.json:
+                print(*notes(args, name, is_zip(model)), sep="\n", file=sys.stderr)
+            status = show(responses, args, out, store if is_zip(model) else None, packs.record(chosen, model))
+        if status == 0:
+            leave(group)
+        return status
+
+
+@contextmanager
+def _output(group: Any) -> Iterator[TextIO]:
+    """Yields where text is printed: standard output on the first machine of a run, nowhere on the others."""
+    from mlx_zip.machines import is_first
+
+    if is_first(group):
+        yield sys.stdout
+        return
+    with open(os.devnull, "w", encoding="utf-8") as nowhere:
+        yield nowhere
+
+
+def _check_machines(args: argparse.Namespace, group: Any) -> None:
+    """Raises `GenerationError` for flags that cannot be used in a run on several machines."""
+    if group is None:
+        return
+    if args.prompt_cache_file is not None:
+        raise GenerationError("--prompt-cache-file: its KV cache is of a whole model, not of a share on each machine")
+    if args.prompt == "-":
+        raise GenerationError("--prompt -: mlx.launch does not pass on the end of standard input; give the text itself")
 
 
 def _check(args: argparse.Namespace) -> None:

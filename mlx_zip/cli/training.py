@@ -135,7 +135,7 @@ def run(args: argparse.Namespace) -> int:
         from mlx_zip.training.curves import load_matplotlib
 
         load_matplotlib()  # fails now rather than after the run
-    from mlx_zip.training.machines import is_first
+    from mlx_zip.machines import is_first
     from mlx_zip.training.run import train
 
     outcome = train(options, settings)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -18,16 +19,31 @@ from mlx_zip.hyper.fingerprint import host_bytes
 from mlx_zip.hyper.row_kinds import Place, places, sample_values, unchanged
 
 
+class Sampled(NamedTuple):
+    """What a fingerprint covers of one tensor: its name, type, shape and a few values, which are lazy at first."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    values: mx.array
+
+
+def sampled(model: nn.Module) -> list[Sampled]:
+    """Returns what a fingerprint covers of each tensor of the model, sorted by name; nothing is read yet."""
+    tensors: list[tuple[str, mx.array]] = sorted(tree_flatten(model.parameters()))  # type: ignore[arg-type]
+    return [Sampled(name, str(value.dtype), value.shape, sample_values(value)) for name, value in tensors]
+
+
+def fingerprint_of(tensors: Sequence[Sampled]) -> str:
+    """Returns a sha256, as hex, of what `sampled` returned."""
+    mx.eval([one.values for one in tensors])
+    facts = [[one.name, one.dtype, one.shape, bytes(host_bytes(one.values)).hex()] for one in tensors]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
 def model_fingerprint(model: nn.Module) -> str:
     """Returns a sha256, as hex, of the model's tensors as they are now. Quantizing, adapting or casting changes it."""
-    tensors: list[tuple[str, mx.array]] = sorted(tree_flatten(model.parameters()))  # type: ignore[arg-type]
-    some = [sample_values(value) for _, value in tensors]
-    mx.eval(some)
-    facts = [
-        [name, str(value.dtype), value.shape, bytes(host_bytes(values)).hex()]
-        for (name, value), values in zip(tensors, some, strict=True)
-    ]
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+    return fingerprint_of(sampled(model))
 
 
 class ModelName:
@@ -44,8 +60,12 @@ class ModelName:
         self._places: list[Place] = []
         self._found = ""
 
+    def keep(self, model: nn.Module, found: str) -> None:
+        """Keeps a fingerprint that was computed elsewhere, until one of the model's tensors is replaced."""
+        self._places, self._found = list(places(model)), found
+
     def of(self, model: nn.Module) -> str:
         """Returns the fingerprint of the model as it is now."""
         if not self._found or not unchanged(self._places):
-            self._places, self._found = list(places(model)), model_fingerprint(model)
+            self.keep(model, model_fingerprint(model))
         return self._found

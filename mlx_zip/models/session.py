@@ -75,6 +75,10 @@ class Session:
         """Returns the fingerprint of the model as it is now (`mlx_zip.hyper.model_fingerprint`)."""
         return self._name.of(model)
 
+    def keep_fingerprint(self, model: nn.Module, found: str) -> None:
+        """Makes `found` the model's fingerprint: that of the whole model, of which this machine holds a share."""
+        self._name.keep(model, found)
+
     # ---- the store
 
     def settle(self) -> None:

@@ -26,6 +26,7 @@ from mlx_zip.models.inputs import PositionedCache, check_shape, cut_offsets, kv_
 from mlx_zip.models.positions import positions_of
 from mlx_zip.models.rope import Positions
 from mlx_zip.models.session import Session, Side, check_tuned
+from mlx_zip.models.sharding import check_sharding, shard_layers
 from mlx_zip.state import Advance, Evicted, HostIds, ZipState, split_packs, start_of, with_starts
 from mlx_zip.vocab.packs import PackLike
 from mlx_zip.vocab.tuned import TunedStart
@@ -465,6 +466,12 @@ class Model(nn.Module):
             if head is not None:
                 weights.setdefault("model.embed_tokens.weight", head)
         return weights
+
+    def shard(self, group: mx.distributed.Group | None = None) -> None:
+        """Keeps this machine's share of every layer; the name and argument are mlx-lm's. Raises `ModelError`."""
+        group = mx.distributed.init() if group is None else group
+        check_sharding(self.args.config, group.size())
+        shard_layers(self.layers, group)
 
     def quant_predicate(self, path: str, module: nn.Module) -> bool:
         """Returns whether mlx-lm may quantize the module at `path`: every module but those of the hyper-encoders."""

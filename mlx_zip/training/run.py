@@ -17,13 +17,13 @@ import mlx_zip
 from mlx_zip.errors import DataError, TrainingError
 from mlx_zip.files import at_home, sole_user
 from mlx_zip.loading import model_folder
+from mlx_zip.machines import check_equal, summed, together
 from mlx_zip.text.tokenizers import load_tokenizer
 from mlx_zip.training.adapter import check_savable, save_adapter
 from mlx_zip.training.baseline import base_bits_per_byte
 from mlx_zip.training.checkpoint import checkpoints
 from mlx_zip.training.held_out import held_out_count, split
 from mlx_zip.training.joined import Chosen, Joined
-from mlx_zip.training.machines import check_equal, summed, together
 from mlx_zip.training.objective import LossWeights, Trainee
 from mlx_zip.training.recompute import recompute_activations
 from mlx_zip.training.requantize import type_to_save

@@ -15,6 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_zip.errors import DataError, TrainingError
+from mlx_zip.machines import from_first, together
 from mlx_zip.models import Model
 from mlx_zip.training.batches import Batch, batch_order, make_batch
 from mlx_zip.training.checkpoint import (
@@ -28,7 +29,6 @@ from mlx_zip.training.checkpoint import (
 )
 from mlx_zip.training.joined import Chosen, Joined
 from mlx_zip.training.loop import run_steps, steps_bar
-from mlx_zip.training.machines import from_first, together
 from mlx_zip.training.memory import give_back
 from mlx_zip.training.metrics import Metrics, peak_rss_bytes, read_metrics
 from mlx_zip.training.objective import Trainee

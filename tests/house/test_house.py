@@ -28,6 +28,7 @@ FLOORS = [  # from the ground up; a room is the first name below `mlx_zip`; some
         "decode_batch",
         "generate",
         "loading",
+        "machines",
         "patches",
         "prompt_cache",
         "request",
@@ -62,6 +63,7 @@ DISTRIBUTIONS = {
     "transformers": "mlx-lm",
     "jinja2": "mlx-lm",
     "yaml": "mlx-lm",
+    "pydantic_core": "pydantic",
 }
 
 

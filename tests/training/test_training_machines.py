@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import signal
-import socket
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +15,7 @@ from mlx_zip.training.checkpoint import checkpoints
 from mlx_zip.training.metrics import read_metrics
 from mlx_zip.training.run import train
 from support.processes import Command, wait_all
+from support.several_machines import ring
 from support.tiny_training import ENCODER, losses, options, settings, write_plain, write_shards
 
 LIMIT_S = 240
@@ -36,26 +35,13 @@ FLAGS = {
 }
 
 
-def free_ports(n: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(n)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
-
-
 def start(home: Path, outs: list[Path], **flags: Any) -> list[Command]:
     """One process per folder in `outs`, each a machine of one run."""
-    hosts = home / "hosts.json"
-    hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(len(outs))]))
     processes = []
-    for rank, out in enumerate(outs):
+    for machine, out in zip(ring(home, len(outs)), outs, strict=True):
         places = {"model": home / "plain", "data": home / "data", "out": out}
         values = [str(x) for k, v in {**places, **FLAGS, **flags}.items() for x in (f"--{k.replace('_', '-')}", v)]
         values += ["--plot"] if find_spec("matplotlib") else []
-        machine = {"MLX_RANK": str(rank), "MLX_HOSTFILE": str(hosts)}
         processes.append(Command(["train", *values], home / f"{out.name}.said", machine))
     return processes
 

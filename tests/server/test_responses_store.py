@@ -1,0 +1,43 @@
+"""Stored responses: how many are kept, and which are forgotten."""
+
+import pytest
+
+from mlx_zip.server.errors import RequestError, json_bytes
+from mlx_zip.server.responses_store import ResponseStore
+
+ITEM = {"type": "message", "id": "msg_1", "role": "user", "content": "x" * 100}
+
+
+def response(name):
+    return {"id": name, "output": [{"type": "message", "id": f"out_{name}"}]}
+
+
+def test_the_longest_unused_response_is_forgotten_first():
+    store = ResponseStore(most=2)
+    store.add(response("a"), [ITEM])
+    store.add(response("b"), [ITEM])
+    store.get("a")
+    store.add(response("c"), [ITEM])
+    assert store.get("a").conversation == [ITEM, {"type": "message", "id": "out_a"}]
+    assert store.get("c")
+    with pytest.raises(RequestError):
+        store.get("b")
+
+
+def test_the_bytes_of_all_responses_stay_below_the_bound():
+    one = len(json_bytes(response("0"))) + len(json_bytes([ITEM]))
+    store = ResponseStore(most_bytes=3 * one)
+    for i in range(10):
+        store.add(response(str(i)), [ITEM])
+        assert store.bytes == len(store) * one <= 3 * one
+    assert len(store) == 3
+    store.drop("9")
+    assert store.bytes == 2 * one
+
+
+def test_a_response_larger_than_the_bound_is_not_kept_and_costs_no_other():
+    store = ResponseStore(most_bytes=400)
+    store.add(response("a"), [ITEM])
+    store.add(response("b"), [ITEM] * 5)
+    assert len(store) == 1
+    assert store.get("a")

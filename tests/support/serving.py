@@ -1,0 +1,113 @@
+"""Engines with tiny models, and what `stream_generate` says to the same requests."""
+
+from __future__ import annotations
+
+import threading
+import time
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_zip.engine import Emitted, Failed, Finished, Submission
+from mlx_zip.engine.mlx_engine import MlxEngine, ServeOptions
+from mlx_zip.engine.served import RunOptions
+from mlx_zip.engine.session_store import SessionOptions, SessionStore
+from mlx_zip.generate import stream_generate
+from support import tiny
+from support.generating import ENDLESS, plain_model
+
+WAIT_S = 60
+
+
+class Watch:
+    """Receives the events of one request. raise_at: number of the event, from 0, at which it raises."""
+
+    def __init__(self, raise_at: int | None = None) -> None:
+        self.events: list[Any] = []
+        self.times: list[float] = []
+        self._done, self._raise_at = threading.Event(), raise_at
+
+    def __call__(self, event: Any) -> None:
+        self.events.append(event)
+        self.times.append(time.perf_counter())
+        if isinstance(event, Finished | Failed):
+            self._done.set()
+        if len(self.events) - 1 == self._raise_at:
+            raise RuntimeError("a receiver that fails")
+
+    def wait(self) -> Watch:
+        assert self._done.wait(WAIT_S), "the request did not end"
+        return self
+
+    @property
+    def emitted(self) -> list[Emitted]:
+        return [event for event in self.events if isinstance(event, Emitted)]
+
+    @property
+    def ids(self) -> list[int]:
+        return [event.id for event in self.emitted]
+
+    @property
+    def base_ids(self) -> list[int]:
+        return [one for event in self.emitted for one in event.base_ids]
+
+    @property
+    def end(self) -> Any:
+        return self.events[-1]
+
+
+def tiny_engine(
+    family: str = "llama",
+    sessions: SessionOptions | None = None,
+    tokenizer: Any = ENDLESS,
+    change: Any = None,
+    run: dict[str, Any] | None = None,
+    model: dict[str, Any] | None = None,
+    **options: Any,
+) -> MlxEngine:
+    """An engine with the tiny model of a family, or "plain". change: called with the model when it is loaded."""
+
+    def load() -> Any:
+        made = plain_model() if family == "plain" else tiny.tiny_model(family, **(model or {}))
+        made.eval()
+        if change is not None:
+            change(made)
+        return made, tokenizer
+
+    bounds = ServeOptions(**options, run=RunOptions(**(run or {})))
+    made = None if sessions is None else partial(_store, options=sessions)
+    return MlxEngine(load, "tiny", bounds, made)
+
+
+def _store(served: Any, options: SessionOptions) -> SessionStore:
+    return SessionStore(served.model, served.tokenizer, options)
+
+
+def ask(engine: MlxEngine, prompt: Any, **fields: Any) -> tuple[Any, Watch]:
+    """Submits a request; returns its ticket and what receives its events."""
+    watch = Watch()
+    fields.setdefault("max_tokens", 40)
+    return engine.submit(Submission(prompt, **fields), watch), watch
+
+
+def alone(model: Any, prompt: Any, max_tokens: int = 40, tokenizer: Any = ENDLESS, **options: Any) -> list[Any]:
+    """What `stream_generate` yields."""
+    return list(stream_generate(model, tokenizer, prompt, max_tokens=max_tokens, **options))
+
+
+def prompts(n: int, lengths: tuple[int, ...] = (5, 17, 50, 9)) -> list[list[int]]:
+    """n prompts of several lengths."""
+    return [tiny.base_ids(lengths[i % len(lengths)], i) for i in range(n)]
+
+
+def same(watch: Watch, responses: list[Any]) -> None:
+    """Asserts that a request gave what `stream_generate` gave."""
+    assert watch.ids == [one.token for one in responses]
+    assert [one.base_ids for one in watch.emitted] == [one.base_ids for one in responses]
+    assert watch.end.reason == responses[-1].finish_reason
+
+
+def logprobs_of(response: Any) -> np.ndarray:
+    return np.array(response.logprobs.astype(mx.float32))

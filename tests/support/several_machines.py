@@ -1,0 +1,100 @@
+"""Runs on several machines: processes on MLX's ring over loopback, and tiny models on disk that they share."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from support import tiny
+from support.checkpoints import write_json, write_tokenizer
+from support.processes import CONTEXT
+
+LIMIT_S = 120
+PROMPT = "w5 w6 w7 w8 w5 w6 w7 w8 w5 w6 w7 w9 w5 w6"
+
+
+def free_ports(n: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(n)]
+    for one in sockets:
+        one.bind(("127.0.0.1", 0))
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+def ring(home: Path, n: int) -> list[dict[str, str]]:
+    """The environment of each of n machines of one run."""
+    hosts = home / f"hosts-{free_ports(1)[0]}.json"
+    write_json(hosts, [[f"127.0.0.1:{port}"] for port in free_ports(n)])
+    return [{"MLX_RANK": str(rank), "MLX_HOSTFILE": str(hosts)} for rank in range(n)]
+
+
+def write_model(folder: Path, family: str, quantized: bool = False, seed: int = 0, **changes: Any) -> Path:
+    """Saves a tiny zip2zip model that never ends its text. changes: of config.json's zip2zip section."""
+    folder.mkdir(parents=True)
+    model, config = tiny.tiny_model(family, seed=seed, **changes), tiny.tiny_config(family, **changes)
+    if quantized:
+        tiny.quantize(model)
+        config["quantization"] = {"group_size": 32, "bits": 8}
+    model.save_weights(str(folder / "model.safetensors"))
+    write_json(folder / "config.json", config)
+    write_tokenizer(folder, tiny.VOCAB, eos_token=None)
+    return folder
+
+
+def generated_ids(folder: Path, requests: Sequence[Mapping[str, Any]], group: Any = None) -> list[list[int]]:
+    """The ids that a model emits for each request, options of `stream_generate`."""
+    from mlx_zip import load, stream_generate
+
+    model, tokenizer = load(folder, group=group)
+    return [[r.token for r in stream_generate(model, tokenizer, PROMPT, **request)] for request in requests]
+
+
+def _write_ids(jobs: Sequence[tuple[Path, Sequence[Mapping[str, Any]]]], out: str) -> None:
+    """Writes the ids of each job's requests, and the share of the weights that was in memory at most."""
+    from mlx_zip.machines import leave, machines
+
+    group = machines()
+    assert group is not None
+    found = [generated_ids(folder, requests, group) for folder, requests in jobs]
+    leave(group)
+    Path(out).write_text(json.dumps(found))
+
+
+def _enter(environment: Mapping[str, str], said: str, target: Any, args: Sequence[Any]) -> None:
+    os.environ.update(environment)
+    os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+    sys.exit(target(*args))
+
+
+def ids_on(n: int, home: Path, jobs: Sequence[tuple[Path, Sequence[Mapping[str, Any]]]]) -> list[Any]:
+    """What each of n machines generates: per job and request the emitted ids."""
+    home.mkdir(exist_ok=True)
+    outs = [home / f"ids-{rank}.json" for rank in range(n)]
+    processes = []
+    for rank, (place, out) in enumerate(zip(ring(home, n), outs, strict=True)):
+        args = place, str(home / f"said-{rank}"), _write_ids, (jobs, str(out))
+        processes.append(CONTEXT.Process(target=_enter, args=args))
+    wait(processes)
+    assert [one.exitcode for one in processes] == [0] * n, [(home / f"said-{r}").read_text() for r in range(n)]
+    return [json.loads(out.read_text()) for out in outs]
+
+
+def wait(processes: Sequence[Any]) -> None:
+    """Starts processes and waits for them; those that take too long are killed."""
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # threads would not live through a fork
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + LIMIT_S
+    for process in processes:
+        process.join(max(0.1, deadline - time.monotonic()))
+        if process.exitcode is None:
+            process.kill()
+            process.join()
