@@ -269,7 +269,7 @@ class Model(nn.Module):
             self.session.fill_inputs(state, self.input_side, state.missing_inputs(slots))
         places = state.places_of(np.arange(len(slots))[:, None], np.maximum(slots, 0))
         rows = self.read_table(state).take(mx.array(places))
-        return mx.where(mx.array(slots >= 0)[..., None], rows.astype(h.dtype), h)
+        return mx.where((mx.array(slots) >= 0)[..., None], rows.astype(h.dtype), h)
 
     def _embed_evicted(self, h: mx.array, state: ZipState, ids: np.ndarray, slots: np.ndarray) -> mx.array:
         """Puts the input rows of entries that were evicted since ids [B, L] were read into h, and returns h [B, L, D].
