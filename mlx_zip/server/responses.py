@@ -28,7 +28,7 @@ _CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
 
 def routes(core: Core) -> list[Route]:
     """Returns the routes of responses, which share a store."""
-    store = ResponseStore()
+    store = ResponseStore(core.options.max_responses, core.options.max_responses_bytes)
 
     async def create_response(request: Request) -> Response:
         """Answers a conversation."""
