@@ -32,6 +32,7 @@ class Core:
         self.engine, self.options = engine, options or Options()
         self.model = self.options.model or engine.info.name
         self.created = int(time.time())
+        self.on_done: list[Callable[[Done], None]] = []  # called with the end of each answer
         self._tokens = TokenTexts(engine.tokenizer)
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="mlx_zip-server")
 
@@ -49,11 +50,11 @@ class Core:
             answering = self._answering(turn, ticket)
             while True:
                 for delta in answering.take(await inbox.get()):
-                    if isinstance(delta, Done) and turn.prompt is None:
-                        self._note(ticket, answering)
-                    yield delta
                     if isinstance(delta, Done):
+                        self._ended(turn, ticket, answering, delta)
+                        yield delta
                         return
+                    yield delta
         finally:
             self.engine.cancel(ticket)
 
@@ -138,10 +139,12 @@ class Core:
         splitter = make_splitter(tokenizer, turn)
         return Answering(tokenizer, turn, splitter, self._tokens, lambda: self.engine.cancel(ticket))
 
-    def _note(self, ticket: Ticket, answering: Answering) -> None:
-        """Has the engine remember the base ids of an answer that a later prompt may hold."""
-        if answering.whole and answering.text:
+    def _ended(self, turn: Turn, ticket: Ticket, answering: Answering, done: Done) -> None:
+        """Has the engine remember the base ids of an answer that a later prompt may hold, and counts the answer."""
+        if turn.prompt is None and answering.whole and answering.text:
             self.engine.note_answer(ticket, answering.text, answering.base_ids)
+        for call in self.on_done:
+            call(done)
 
 
 def make_splitter(tokenizer: Any, turn: Turn) -> Any:
