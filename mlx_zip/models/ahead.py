@@ -41,7 +41,7 @@ class Ahead:
         model.bind_tuned(state)
         self._fill_inputs(state)
         table, layout = state.inputs, model.layout
-        capacity = state.slots_covered() or layout.codebook_size
+        capacity = layout.codebook_size if table.array is None else table.array.shape[1]
         if ids.dtype.size != 4:  # narrow types cannot hold every id, and MLX compares uint64 with a signed id as floats
             ids = ids.astype(mx.int64)
         base, hyper, slots = _split(layout.vocab_size, capacity, ids[:, None])
@@ -51,7 +51,8 @@ class Ahead:
             return None
         h = model.model.embed_tokens(base)
         if table.array is not None:
-            h = _chosen(hyper, table.take(state.at_slots(slots)), h)
+            rows = table.array[0][slots] if len(ids) == 1 else table.take(slots)
+            h = _chosen(hyper, rows, h)
         h = model.run_layers(model.scaled(h), kv, positions)
         cut_offsets(kv, state.left_padding)
         return h
@@ -77,13 +78,11 @@ class Ahead:
 
     def _fill_inputs(self, state: ZipState) -> None:
         """Puts the missing input rows of all installed entries into the table of input rows."""
-        if state.places is not None:
-            self.model.fill_outputs(state)  # gives new entries their places
-        places = state.missing_installed_inputs()
-        if len(places):
+        sequence, slots = state.missing_installed_inputs()
+        if len(slots):
             self.model.fill_outputs(state)
             state.read_in_turns()
-            self.model.session.fill_inputs(state, self.model.input_side, places)
+            self.model.session.fill_inputs(state, self.model.input_side, sequence, slots)
 
     def _are_installed(self, state: ZipState, ids: HostIds) -> bool:
         """Returns whether every hypertoken among ids [B, 1] is installed before the state reads the ids."""
