@@ -12,11 +12,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from mlx_zip.server.bodies import check_model, max_tokens_of
-from mlx_zip.server.chat import described
 from mlx_zip.server.core import Core
 from mlx_zip.server.errors import RequestError, Told
 from mlx_zip.server.fields import parse
-from mlx_zip.server.http import event_bytes, json_response, read_json, stream_response, unless_gone
+from mlx_zip.server.http import described, event_bytes, json_response, read_json, stream_response, unless_gone
 from mlx_zip.server.responses_bodies import ResponseBody, turn_of
 from mlx_zip.server.responses_events import CUT_SHORT, ResponseBuilder, new_id
 from mlx_zip.server.responses_items import named_item
@@ -28,7 +27,7 @@ _CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
 
 def routes(core: Core) -> list[Route]:
     """Returns the routes of responses, which share a store."""
-    store = ResponseStore()
+    store = ResponseStore(core.options.max_responses, core.options.max_responses_bytes)
 
     async def create_response(request: Request) -> Response:
         """Answers a conversation."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,11 +15,10 @@ Json = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Stored:
-    """A response. items: all that the model was given, those of responses before included. bytes: of both, as JSON."""
+    """A response. items: all that the model was given, those of responses before included."""
 
     response: Json
     items: Sequence[Json]
-    bytes: int
 
     @property
     def conversation(self) -> list[Json]:
@@ -29,47 +29,53 @@ class Stored:
 class ResponseStore:
     """Responses by id, for one event loop. most, most_bytes: how many are kept, and how many bytes they may have.
 
-    Items that follow each other's responses are shared, but count for each of them, so memory stays below the bound.
+    Each is kept as JSON, so that what counts is what the memory holds.
     """
 
-    def __init__(self, most: int = 1000, most_bytes: int = 256 << 20) -> None:
+    def __init__(self, most: int, most_bytes: int) -> None:
         self._most, self._most_bytes = most, most_bytes
-        self._stored: OrderedDict[str, Stored] = OrderedDict()
+        self._texts: OrderedDict[str, bytes] = OrderedDict()
+        self._owners: dict[str, str] = {}  # id of an output item -> id of its response
         self.bytes = 0
 
     def __len__(self) -> int:
-        return len(self._stored)
+        return len(self._texts)
 
     def add(self, response: Json, items: Sequence[Json]) -> None:
         """Keeps a response and the items that it answers. One that is larger than the bound is not kept."""
-        stored = Stored(response, items, len(json_bytes(response)) + len(json_bytes(items)))
-        if stored.bytes > self._most_bytes:
+        text = json_bytes({"response": response, "items": items})
+        if len(text) > self._most_bytes or self._most < 1:
             return
-        self._stored[response["id"]] = stored
-        self.bytes += stored.bytes
-        while len(self._stored) > self._most or self.bytes > self._most_bytes:
-            self.bytes -= self._stored.popitem(last=False)[1].bytes
+        self._texts[response["id"]] = text
+        self._owners |= {item["id"]: response["id"] for item in response["output"]}
+        self.bytes += len(text)
+        while len(self._texts) > self._most or self.bytes > self._most_bytes:
+            self.drop(next(iter(self._texts)))
 
     def get(self, name: str, param: str | None = None, code: str = "not_found") -> Stored:
         """Returns a response by id. param: the field that names it. Raises `RequestError` with status 404."""
-        if name not in self._stored:
+        if name not in self._texts:
             message = f"there is no stored response {name[:80]!r}; the server keeps the latest, until it ends"
             raise RequestError(404, message, code, param)
-        self._stored.move_to_end(name)
-        return self._stored[name]
+        self._texts.move_to_end(name)
+        return Stored(**json.loads(self._texts[name]))
 
     def drop(self, name: str) -> None:
         """Forgets a response. Raises `RequestError` with status 404."""
-        self.bytes -= self.get(name).bytes
-        del self._stored[name]
+        for item in self.get(name).response["output"]:
+            del self._owners[item["id"]]
+        self.bytes -= len(self._texts.pop(name))
 
-    def with_references(self, items: Sequence[Json], place: str = "input") -> list[Json]:
-        """Returns items with stored ones in place of references to them. Raises `RequestError` for an unknown one."""
-        if not any(item["type"] == "item_reference" for item in items):
-            return list(items)
-        known = {item["id"]: item for stored in self._stored.values() for item in stored.conversation}
-        for i, item in enumerate(items):
-            if item["type"] == "item_reference" and item["id"] not in known:
-                message = f"{place}.{i}.id: there is no stored item {item['id'][:80]!r}"
-                raise RequestError(404, message, "not_found", f"{place}.{i}.id")
-        return [known[item["id"]] if item["type"] == "item_reference" else item for item in items]
+    def with_references(self, items: Sequence[Json]) -> list[Json]:
+        """Returns the items of an input, with output items of stored responses in place of references to them.
+
+        Raises `RequestError` with status 404 for a reference to anything else.
+        """
+        return [self._item(item["id"], i) if item["type"] == "item_reference" else item for i, item in enumerate(items)]
+
+    def _item(self, name: str, place: int) -> Json:
+        """Returns an output item by its id. place: of the reference in the input."""
+        if name not in self._owners:
+            param = f"input.{place}.id"
+            raise RequestError(404, f"{param}: there is no stored item {name[:80]!r}", "not_found", param)
+        return next(item for item in self.get(self._owners[name]).response["output"] if item["id"] == name)

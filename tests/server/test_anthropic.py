@@ -114,6 +114,19 @@ def test_tokens_are_counted_as_the_answer_counts_them(served):
     assert counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
 
 
+def test_a_prompt_that_follows_begins_with_the_ids_of_the_prompt_and_the_answer_before(served):
+    first = client(served).messages.create(**ASKED)
+    client(served).messages.create(**ASKED | {"messages": [USER, first.to_param(), USER]})
+    told = served.core.engine.told
+    before = [*told.submissions[0].base_ids, *told.notes[0][1]]
+    assert list(told.submissions[1].base_ids[: len(before)]) == before
+
+
+def test_a_stream_begins_while_the_prompt_waits_to_be_read(served):
+    body = ask(served, stream=True).body.decode()
+    assert body.startswith(": waiting\n\nevent: message_start\n")
+
+
 def test_a_beginning_of_the_answer_is_part_of_the_prompt(served):
     client(served).messages.create(**ASKED | {"messages": [USER, {"role": "assistant", "content": "Once"}]})
     prompt = served.core.engine.told.submissions[-1].base_ids

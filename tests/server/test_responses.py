@@ -129,6 +129,17 @@ def test_a_response_can_follow_a_stored_one(served):
     ]
 
 
+def test_a_prompt_that_follows_begins_with_the_ids_of_the_prompt_and_the_answer_before(served):
+    engine, history = served.core.engine, [{"role": "user", "content": "Hi"}]
+    first = client(served).responses.create(model="stories", input=history)
+    client(served).responses.create(model="stories", input="And then?", previous_response_id=first.id)
+    again = [*history, *first.output, {"role": "user", "content": "And then?"}]
+    client(served).responses.create(model="stories", input=again)
+    before = [*engine.told.submissions[0].base_ids, *engine.told.notes[0][1]]
+    for submission in engine.told.submissions[1:]:
+        assert list(submission.base_ids[: len(before)]) == before
+
+
 def test_a_streamed_response_is_stored_too(served):
     with client(served).responses.stream(model="stories", input="Hi") as stream:
         final = stream.get_final_response()
