@@ -86,7 +86,7 @@ async def _played(port: int, count: int) -> list[dict[str, Any]]:
     for number in range(count):
         forced = number % 2 == 0
         body = {"model": model, "messages": messages, "tools": [TOOL], "max_tokens": 120 if forced else TOKENS}
-        body |= {"tool_choice": "required" if forced else "none", "temperature": 0, "seed": number}
+        body |= {"tool_choice": "required" if forced else "auto", "temperature": 0, "seed": number}
         reply = await ask(port, "/v1/chat/completions", body)
         message = _message(reply)
         usage = reply.body["usage"]

@@ -200,7 +200,7 @@ class _Soak:
     async def _under_way(self) -> dict[str, float]:
         """Returns how many requests the server's metrics count as running and as waiting."""
         text = (await self._metrics()).decode()
-        found = dict(re.findall(r"^mlx_zip_requests_(running|waiting) ([0-9.e+]+)$", text, re.MULTILINE))
+        found = dict(re.findall(r"^mlx_zip_(running|waiting) ([0-9.e+]+)$", text, re.MULTILINE))
         return {name: float(found[name]) for name in ("running", "waiting")}
 
     async def _metrics(self) -> bytes:
