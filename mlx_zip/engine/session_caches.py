@@ -100,8 +100,7 @@ def _arrays(cache: Sequence[Any]) -> Iterator[tuple[str, mx.array]]:
 def used_part(entry: Any) -> Any:
     """Returns a cache's entry whose arrays end where its ids end, without room for more. The entry does not change."""
     if type(entry) not in (KVCache, QuantizedKVCache) or entry.keys is None:
-        return entry
+        return entry if isinstance(entry, ZipState) else _twin(entry)
     twin = _twin(entry)
     _cut(twin, entry.offset)
-    twin.keys, twin.values = tree_map(mx.contiguous, (twin.keys, twin.values))
     return twin

@@ -101,7 +101,9 @@ def _quantized(entry: QuantizedKVCache, like: KVCache, ids: int) -> QuantizedKVC
         assert one is not None
         batch, heads, _, width = one.shape
         wanted = [(width * bits // 32, mx.uint32), (width // group, one.dtype), (width // group, one.dtype)]
-        if [(p.shape, p.dtype) for p in parts] != [((batch, heads, ids, n), dtype) for n, dtype in wanted]:
+        if [(part.shape, part.dtype) for part in parts or ()] != [
+            ((batch, heads, ids, n), dtype) for n, dtype in wanted
+        ]:
             raise BadFileError(OTHER_SHAPE)
     return _with_ids(entry, ids)
 
@@ -117,7 +119,7 @@ def _checked(entry: Any, like: Any, ids: int) -> Any:
             raise BadFileError(OTHER_SHAPE)
         if isinstance(leaf, mx.array) and (leaf.dtype != other.dtype or _but_length(leaf) != _but_length(other)):
             raise BadFileError(OTHER_SHAPE)
-    if type(entry) is KVCache and entry.keys.shape[LENGTH_AXIS] != ids:
+    if type(entry) is KVCache and (entry.keys is None or entry.keys.shape[LENGTH_AXIS] != ids):
         raise BadFileError(OTHER_SHAPE)
     if isinstance(entry, RotatingKVCache):
         _check_rotating(entry, like, ids)
