@@ -11,7 +11,7 @@ import threading
 import time
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -103,7 +103,8 @@ def open_engine(
 
 def _make_store(served: Served, options: SessionOptions) -> SessionStore:
     """Returns a new store of sessions for a model."""
-    return SessionStore(served.model, served.tokenizer, options)
+    named = replace(options, model_name=options.model_name or served.info.name)
+    return SessionStore(served.model, served.tokenizer, named)
 
 
 class MlxEngine(Engine):
@@ -246,6 +247,7 @@ class MlxEngine(Engine):
             self._load(load, name, make_store)
             self._loaded.set()
             self._serve()
+            self._store.close()
             self._stop(EngineStoppedError("the engine has been closed"))
         except BaseException as fault:
             self._die(fault)

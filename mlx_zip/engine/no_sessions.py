@@ -52,3 +52,6 @@ class NoSessions:
     def figures(self) -> dict[str, int]:
         """Returns no figures."""
         return {}
+
+    def close(self) -> None:
+        """Does nothing."""

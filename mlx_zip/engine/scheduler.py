@@ -18,6 +18,7 @@ from mlx_zip.engine.prompts import Reading
 from mlx_zip.engine.served import Served
 from mlx_zip.engine.session_store import Checkout
 from mlx_zip.errors import MlxZipError
+from mlx_zip.state import find_state
 
 log = logging.getLogger(__name__)
 CLEAR_EVERY = 256  # steps between two releases of unused buffers, as in mlx-lm
@@ -128,6 +129,9 @@ class Scheduler:
         found = self.store.checkout(checked.base_ids, checked.pack_key, share=not job.submission.keep)
         if found is not None:
             job.handle.session = found.name
+            state = find_state(found.cache)
+            if state is not None and isinstance(state.tuned[0], str):  # a session from disk names its tuned pack only
+                state.begun_with([checked.start])
         job.begin(self.served, found or Checkout(self.served.new_cache(checked.start), 0, 0, ""))
         self.totals.prompt_tokens += len(checked.base_ids)
         self.totals.cached_tokens += job.cached_tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from functools import cached_property
@@ -31,6 +32,15 @@ def codec_mark(model: Any) -> str:
         return ""
     fields = json.loads(params_to_json([model.config.codec_params]))
     return json.dumps({name: value for name, value in fields.items() if name != "start"}, sort_keys=True)
+
+
+def own_pack_key(model: Any) -> str:
+    """Returns the key of what a model's codebooks begin with by default: entries, and rows tuned for them, if any."""
+    if not is_zip(model) or not (model.config.codec_params.start or model.session.pack):
+        return ""
+    tuned = None if model.session.pack is None else model.session.pack.fingerprint
+    facts = [model.config.codec_params.start, tuned]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
 class CacheChecks:

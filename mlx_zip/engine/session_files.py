@@ -62,10 +62,10 @@ class Snapshot:
     """A session as bytes, ready to be written by any thread. Make it, and let go of it, in the engine's thread.
 
     It does not change when the session goes on: it shares the memory of the session's arrays, which MLX copies before
-    it writes to them. model_name: as the model was asked for, None if unknown.
+    it writes to them. about: further facts for the file, "model" and "tokenizer_config" as mlx-lm notes them.
     """
 
-    def __init__(self, kept: Kept, marks: Marks, model_name: str | None) -> None:
+    def __init__(self, kept: Kept, marks: Marks, about: Mapping[str, str]) -> None:
         assert kept.cache is not None
         arrays, scalars = _as_arrays([used_part(entry).state for entry in kept.cache])
         classes = [type(entry).__name__ for entry in kept.cache]
@@ -80,8 +80,7 @@ class Snapshot:
             "pack_key": kept.pack_key,
             "base_tokens": str(len(kept.base_ids)),
             "trims": str(int(kept.trims)),
-            "tokenizer_config": "{}",
-            **({} if model_name is None else {"model": model_name}),
+            **about,
         }
 
     @property
@@ -199,7 +198,7 @@ def _cache(contents: Contents, checks: CacheChecks, kept: Kept) -> list[Any]:
     if held is None and len(kept.ends) != len(kept.base_ids):
         raise BadFileError("its ids are not base ids")
     checks.check_ids(kept.base_ids)
-    kept.random_state = np.array(extra[2]) if len(extra) > 2 else None
+    kept.random_state = extra[2] if len(extra) > 2 else None
     mx.eval(tree_map(lambda leaf: leaf if isinstance(leaf, mx.array) else None, [entry.state for entry in cache]))
     return cache
 
