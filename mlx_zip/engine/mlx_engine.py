@@ -121,6 +121,8 @@ class MlxEngine(Engine):
         self._noted: dict[str, Sequence[int]] = {}  # not yet in the store
         self._kept: dict[str, int] = {}  # the store's own figures
         self._totals, self._running = Totals(), 0
+        self._scheduler: Any = None
+        self._store: Any = None
         self._thread = threading.Thread(
             target=self._run, args=(load, name, make_store or (lambda served: NoSessions())), name=name, daemon=True
         )
@@ -181,7 +183,7 @@ class MlxEngine(Engine):
 
     def answers(self) -> Mapping[str, Sequence[int]]:
         with self._lock:
-            return ChainMap(dict(self._noted), cast(Any, self._store.answers()))
+            return ChainMap(dict(self._noted), cast(Any, self._answers))
 
     def sessions(self) -> list[SessionInfo]:
         return self._inbox.ask(lambda: self._store.sessions())
@@ -251,6 +253,7 @@ class MlxEngine(Engine):
             self._die(fault)
         finally:
             self._loaded.set()
+            self._scheduler = self._store = None  # the model's memory is free now
             mx.clear_streams()
 
     def _load(self, load: Load, name: str, make_store: MakeStore) -> None:
@@ -262,6 +265,7 @@ class MlxEngine(Engine):
         bound = _memory_bound() if options.max_kv_bytes is None else options.max_kv_bytes
         self._checks = Checks(served.facts, options.max_prompt_tokens, bound)
         self._store = make_store(served)
+        self._answers = self._store.answers()
         self._scheduler = Scheduler(served, self._store, options.max_running, bound, self._ended)
         self._totals = self._scheduler.totals
         self._counted()
@@ -279,6 +283,7 @@ class MlxEngine(Engine):
                     scheduler.work()
                     self._running = len(scheduler.running)
                     self._inbox.take(0)
+            mx.clear_cache()
 
     def _wired(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which the model is kept in wired memory on a Mac, as mlx-lm does."""
@@ -309,7 +314,7 @@ class MlxEngine(Engine):
     def _stop(self, error: EngineStoppedError) -> None:
         """Refuses all further calls and fails the requests that are left."""
         self._inbox.shut()
-        if hasattr(self, "_scheduler"):
+        if self._scheduler is not None:
             self._scheduler.fail_all(error)
         for job in list(self._open):
             job.error = error

@@ -325,3 +325,19 @@ def test_memory_is_given_back():
         [watch.wait() for _, watch in [ask(engine, prompt) for prompt in prompts(24)]]
         engine.sessions()
         assert mx.get_active_memory() <= before + 20_000
+
+
+def test_a_row_that_would_be_mostly_padding_stays_out_of_the_batch():
+    model = twin()
+    with tiny_engine() as engine:
+        served = engine._scheduler.served
+        served.weight_bytes = served.kv_bytes_per_id * 100
+        some = [tiny.base_ids(400, 1), tiny.base_ids(8, 2), tiny.base_ids(10, 3)]
+        watches = [ask(engine, prompt, max_tokens=60)[1] for prompt in some]
+        sizes = set()
+        while not isinstance(watches[1].events[-1] if watches[1].events else None, Finished):
+            sizes.add(tuple(sorted(len(group.jobs) for group in list(engine._scheduler.groups))))
+        for watch, prompt in zip(watches, some, strict=True):
+            same(watch.wait(), alone(model, prompt, max_tokens=60))
+        assert (1, 2) in sizes
+        assert (3,) not in sizes
