@@ -388,8 +388,10 @@ class ZipState(SequenceRows):
         self.left_padding, self.offset = [n - less for n in padding], self.offset - less
         self._forget_spans()
 
-    def extract(self, index: int) -> ZipState:
+    def extract(self, index: int, rows: bool = True) -> ZipState:
         """Returns a copy of one sequence, without its left padding. This state does not change.
+
+        rows: whether the copy has the sequence's rows; else the next model call fills its row tables again.
 
         Raises `ModelError` for an index that is out of range.
         """
@@ -401,7 +403,10 @@ class ZipState(SequenceRows):
         made.long_rope = self.long_rope
         made._forget_loop()
         made._forget_spans()
-        self._single_rows(index, made)
+        if rows:
+            self._single_rows(index, made)
+        else:
+            made._forget_rows(shared=False)
         return made
 
     def _check_joins(self, other: ZipState) -> None:
