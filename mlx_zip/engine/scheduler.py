@@ -129,9 +129,8 @@ class Scheduler:
         found = self.store.checkout(checked.base_ids, checked.pack_key, share=not job.submission.keep)
         if found is not None:
             job.handle.session = found.name
-            state = find_state(found.cache)
-            if state is not None and isinstance(state.tuned[0], str):  # a session from disk names its tuned pack only
-                state.begun_with([checked.start])
+            if checked.start is not None:  # a session from disk only knows its pack's fingerprint
+                find_state(found.cache).begun_with([checked.start])  # type: ignore[union-attr]
         found = found or Checkout(self.served.new_cache(checked.start), 0, 0, "")
         if not job.submission.keep:
             found = replace(found, random_state=None)  # other requests go on from it too
