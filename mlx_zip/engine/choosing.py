@@ -66,9 +66,9 @@ def choose(jobs: Sequence[Job], logits: mx.array, end: int | None, pad_id: int) 
                 forced[row] = job.draws(logprobs[row : row + 1])
             except Exception as error:
                 job.error = error
-    greedy = None if len(forced) == len(jobs) else mx.argmax(logprobs, axis=-1)
-    parts = [forced[row] if row in forced else greedy[row : row + 1] for row in range(len(jobs))] if forced else []
-    y = greedy if greedy is not None and not parts else mx.concatenate([part.astype(mx.uint32) for part in parts])
+    y = mx.argmax(logprobs, axis=-1)
+    if forced:
+        y = mx.concatenate([forced.get(row, y[row : row + 1]).astype(mx.uint32) for row in range(len(jobs))])
     top = tuple(job.submission.top_logprobs for job in jobs)
     return Choice(y, _packed(y, logprobs, top), top)
 

@@ -11,7 +11,7 @@ import threading
 import time
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -36,6 +36,7 @@ MakeStore = Callable[[Served], Any]
 DEFAULT_SESSIONS = SessionOptions()
 log = logging.getLogger(__name__)
 LEAST_RETRY_S = 1.0
+TEND_S = 0.05  # how often an idle engine goes on with writing sessions
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,8 @@ def open_engine(
     options = ServeOptions(max_running, max_waiting, max_prompt_tokens, max_kv_bytes, run)
     if sessions is None:
         return MlxEngine(load_model, str(model_name), options)
-    make_store = partial(_make_store, options=sessions)
+    named = replace(sessions, model_name=sessions.model_name or str(model_name))
+    make_store = partial(_make_store, options=named)
     return MlxEngine(load_model, str(model_name), options, make_store)
 
 
@@ -275,7 +277,7 @@ class MlxEngine(Engine):
         scheduler = self._scheduler
         while scheduler.busy or not self._closing:
             if not scheduler.busy:
-                self._inbox.take(None)
+                self._inbox.take(TEND_S if self._store.tend() else None)
             with self._wired() if scheduler.busy else contextlib.nullcontext():
                 while scheduler.busy:
                     if self._closing and time.monotonic() >= self._deadline:
@@ -316,11 +318,19 @@ class MlxEngine(Engine):
         self._inbox.shut()
         if self._scheduler is not None:
             self._scheduler.fail_all(error)
+            self._close_store()
         for job in list(self._open):
             job.error = error
             job.send_end()
         self._open.clear()
         self._running = 0
+
+    def _close_store(self) -> None:
+        """Has the store write what is not on disk yet. An error is logged: the engine ends anyway."""
+        try:
+            self._store.close()
+        except Exception:
+            log.exception("sessions could not be written")
 
 
 def _memory_bound() -> int | None:

@@ -18,6 +18,7 @@ from mlx_zip.engine.prompts import Reading
 from mlx_zip.engine.served import Served
 from mlx_zip.engine.session_store import Checkout
 from mlx_zip.errors import MlxZipError
+from mlx_zip.state import find_state
 
 log = logging.getLogger(__name__)
 CLEAR_EVERY = 256  # steps between two releases of unused buffers, as in mlx-lm
@@ -128,6 +129,8 @@ class Scheduler:
         found = self.store.checkout(checked.base_ids, checked.pack_key, share=not job.submission.keep)
         if found is not None:
             job.handle.session = found.name
+            if checked.start is not None:  # a session from disk only knows its pack's fingerprint
+                find_state(found.cache).begun_with([checked.start])  # type: ignore[union-attr]
         found = found or Checkout(self.served.new_cache(checked.start), 0, 0, "")
         if not job.submission.keep:
             found = replace(found, random_state=None)  # other requests go on from it too

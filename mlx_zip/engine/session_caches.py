@@ -70,7 +70,7 @@ def settled(cache: Sequence[Any]) -> list[Any]:
 
     Nothing else is kept in memory for it, and the cache given must not be used any more.
     """
-    kept = [entry.extract(0) if isinstance(entry, ZipState) else entry for entry in cache]
+    kept = [entry.extract(0, rows=False) if isinstance(entry, ZipState) else entry for entry in cache]
     mx.eval([array for _, array in _arrays(kept)])
     return kept
 

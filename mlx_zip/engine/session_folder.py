@@ -101,6 +101,11 @@ class SessionFolder:
         """Does not write a session, because a successor will be written."""
         self._wanted.pop(kept, None)
 
+    @property
+    def pending(self) -> bool:
+        """Whether anything is to be written, being written, or not noted as written."""
+        return bool(self._wanted) or not self._writer.is_idle()
+
     def pump(self, patient: bool = False) -> list[tuple[Kept, bool]]:
         """Hands sessions to the thread while it has room. Returns those done since the last call, and if that worked.
 

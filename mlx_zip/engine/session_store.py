@@ -250,6 +250,11 @@ class SessionStore:
             "disk_bytes": sum(kept.slot.bytes for kept in self._list if kept.slot is not None),
         }
 
+    def tend(self) -> bool:
+        """Goes on with writing; returns whether to call again soon, because something is not on disk yet."""
+        self._pump()
+        return self._folder is not None and self._folder.pending
+
     def flush(self) -> None:
         """Waits until all sessions are on disk, as far as they fit."""
         if self._folder is not None:

@@ -11,7 +11,7 @@ from contextlib import aclosing
 from typing import Any, TypeVar
 
 from mlx_zip.engine import Engine, Event, Submission, Ticket
-from mlx_zip.errors import GenerationError
+from mlx_zip.errors import EngineStoppedError, GenerationError
 from mlx_zip.server.answering import Answering
 from mlx_zip.server.options import Options
 from mlx_zip.server.parts import Splitter
@@ -104,7 +104,7 @@ class Core:
             sampling={**self.options.sampling, **turn.sampling},
             top_logprobs=turn.logprobs,
             constraint=make_constraint(self.engine.tokenizer, turn, prompt_ids, self.engine.info.vocab_size),
-            pack=None if turn.pack is None else self.options.packs[turn.pack],
+            pack=self.options.pack if turn.pack is None else self.options.packs[turn.pack],
         )
 
     def _prompt_ids(self, turn: Turn) -> list[int]:
@@ -148,7 +148,8 @@ class Core:
     def _ended(self, turn: Turn, ticket: Ticket, answering: Answering, done: Done) -> None:
         """Has the engine remember the base ids of an answer that a later prompt may hold, and counts the answer."""
         if turn.prompt is None and answering.whole and answering.text:
-            self.engine.note_answer(ticket, answering.text, answering.base_ids)
+            with contextlib.suppress(EngineStoppedError):  # the answer was the last one before the server stops
+                self.engine.note_answer(ticket, answering.text, answering.base_ids)
         for call in self.on_done:
             call(done)
 

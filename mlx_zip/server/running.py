@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+from collections.abc import Callable
 
 import uvicorn
 
+from mlx_zip.engine import Engine
 from mlx_zip.server.app import make_app
 from mlx_zip.server.connection import connection_class
 from mlx_zip.server.core import Core
+from mlx_zip.server.options import Options
 
 AFTER_DRAIN_S = 5.0  # for what the answers that were cut off still send
 AFTER_FAULT_S = 2.0
@@ -23,8 +26,8 @@ class Server(uvicorn.Server):
     closed. A second signal ends at once.
     """
 
-    def __init__(self, core: Core, log_level: str = "warning") -> None:
-        self._core = core
+    def __init__(self, core: Core, log_level: str = "warning", on_start: Callable[[], None] = lambda: None) -> None:
+        self._core, self._on_start = core, on_start
         self.fault: BaseException | None = None
         drain_s = core.options.drain_s
         super().__init__(
@@ -46,6 +49,11 @@ class Server(uvicorn.Server):
         self.config.timeout_graceful_shutdown = int(AFTER_FAULT_S)
         self.should_exit = True
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begins to listen, and calls `on_start`."""
+        await super().startup(sockets)
+        self._on_start()
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Lets answers end, closes the engine, and closes all connections."""
         engine, drain_s = self._core.engine, self._core.options.drain_s
@@ -56,7 +64,31 @@ class Server(uvicorn.Server):
             await asyncio.sleep(0.02)
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Returns a socket that listens on an address, on a free port for port 0. Raises `OSError`."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family, backlog=512)
+def bound(host: str, port: int) -> socket.socket:
+    """Returns a socket of an address, on a free port for port 0; it does not listen yet. Raises `OSError`."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    made = socket.socket(family, kind, protocol)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind(address)
+    except BaseException:
+        made.close()
+        raise
+    return made
+
+
+def serve(engine: Engine, options: Options, listener: socket.socket, log_level: str) -> BaseException | None:
+    """Serves until a signal comes, which is then raised again; prints one line with the address when it begins.
+
+    Returns what ended the engine's thread if that is why the server has stopped.
+    """
+    host, port = listener.getsockname()[:2]
+    core = Core(engine, options)
+    place = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+    def say() -> None:
+        print(f"serving {core.model} on {place}/v1 (Ctrl-C ends)", flush=True)
+
+    server = Server(core, log_level, say)
+    server.run([listener])
+    return server.fault

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from mlx_zip.errors import EngineStoppedError
 from mlx_zip.server.options import Options
 from support.fake_engine import FakeEngine, Script
 from support.http_server import events, post, read_all, serving, until
@@ -95,6 +96,17 @@ def test_answers_that_take_too_long_are_told_that_the_server_stops():
     assert b'"code":"stopped"' in answers[0]
     assert b"[DONE]" not in answers[0]
     assert answers[1].startswith(b"HTTP/1.1 503 ")
+
+
+def test_the_last_answer_before_the_engine_stops_is_whole():
+    engine = FakeEngine()
+
+    def note(*_):
+        raise EngineStoppedError("the engine has stopped")
+
+    engine.note_answer = note
+    with serving(engine) as served:
+        assert served.chat().status == 200
 
 
 def test_the_engines_death_ends_the_server():
