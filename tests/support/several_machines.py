@@ -36,13 +36,25 @@ def ring(home: Path, n: int) -> list[dict[str, str]]:
     return [{"MLX_RANK": str(rank), "MLX_HOSTFILE": str(hosts)} for rank in range(n)]
 
 
-def write_model(folder: Path, family: str, quantized: bool = False, seed: int = 0, **changes: Any) -> Path:
-    """Saves a tiny zip2zip model that never ends its text. changes: of config.json's zip2zip section."""
+def write_model(
+    folder: Path,
+    family: str,
+    quantized: bool = False,
+    plain: bool = False,
+    seed: int = 0,
+    encoder: str = "transformer",
+    **changes: Any,
+) -> Path:
+    """Saves a tiny model that never ends its text. plain: without hypertokens. changes: as in `tiny_config`."""
     folder.mkdir(parents=True)
-    model, config = tiny.tiny_model(family, seed=seed, **changes), tiny.tiny_config(family, **changes)
+    model, config = tiny.tiny_model(family, encoder, seed, **changes), tiny.tiny_config(family, encoder, **changes)
+    config["max_position_embeddings"] = 1 << 20
     if quantized:
         tiny.quantize(model)
         config["quantization"] = {"group_size": 32, "bits": 8}
+    if plain:
+        del config["zip2zip"], model.input_encoder, model.output_encoder
+        config |= {"model_type": family, "rope_theta": 10000.0}
     model.save_weights(str(folder / "model.safetensors"))
     write_json(folder / "config.json", config)
     write_tokenizer(folder, tiny.VOCAB, eos_token=None)
@@ -58,7 +70,7 @@ def generated_ids(folder: Path, requests: Sequence[Mapping[str, Any]], group: An
 
 
 def _write_ids(jobs: Sequence[tuple[Path, Sequence[Mapping[str, Any]]]], out: str) -> None:
-    """Writes the ids of each job's requests, and the share of the weights that was in memory at most."""
+    """Writes the ids of each job's requests."""
     from mlx_zip.machines import leave, machines
 
     group = machines()
@@ -74,13 +86,37 @@ def _enter(environment: Mapping[str, str], said: str, target: Any, args: Sequenc
     sys.exit(target(*args))
 
 
+def _write_peak(folder: Path, out: str) -> None:
+    """Writes the most bytes of arrays that loading took, and the bytes of the whole model's weights."""
+    import mlx.core as mx
+
+    from mlx_zip import load
+    from mlx_zip.machines import leave, machines
+
+    group = machines()
+    load(folder, group=group)
+    leave(group)
+    peak, whole = mx.get_peak_memory(), (folder / "model.safetensors").stat().st_size
+    Path(out).write_text(json.dumps([peak, whole]))
+
+
 def ids_on(n: int, home: Path, jobs: Sequence[tuple[Path, Sequence[Mapping[str, Any]]]]) -> list[Any]:
     """What each of n machines generates: per job and request the emitted ids."""
+    return _results_on(n, home, _write_ids, jobs)
+
+
+def peaks_on(n: int, home: Path, folder: Path) -> list[Any]:
+    """Per machine: the most bytes of arrays that loading its share took, and the bytes of all weights."""
+    return _results_on(n, home, _write_peak, folder)
+
+
+def _results_on(n: int, home: Path, target: Any, job: Any) -> list[Any]:
+    """Runs target(job, file) on n machines and returns the JSON that each wrote to its file."""
     home.mkdir(exist_ok=True)
-    outs = [home / f"ids-{rank}.json" for rank in range(n)]
+    outs = [home / f"result-{rank}.json" for rank in range(n)]
     processes = []
     for rank, (place, out) in enumerate(zip(ring(home, n), outs, strict=True)):
-        args = place, str(home / f"said-{rank}"), _write_ids, (jobs, str(out))
+        args = place, str(home / f"said-{rank}"), target, (job, str(out))
         processes.append(CONTEXT.Process(target=_enter, args=args))
     wait(processes)
     assert [one.exitcode for one in processes] == [0] * n, [(home / f"said-{r}").read_text() for r in range(n)]
