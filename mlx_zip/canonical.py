@@ -148,6 +148,14 @@ class CanonicalDecoding:
         # _installed: entries at the last call. _next: the codebook's (mark, rewinds) if one emitted id follows.
         self.book, self._exclusions, self._installed, self._next = book, None, 0, (0, 0)
 
+    def bind(self, book: Codebook) -> None:
+        """Follows `book` from now on, which must have read the same ids: the old one, or a copy of it."""
+        if self._next[1] == self.book.rewinds:
+            self._next = self._next[0], book.rewinds
+        self.book = book
+        if self._exclusions is not None:
+            self._exclusions.book = book
+
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
         """Returns logits [1, W]. The last id is taken from the codebook; `tokens` is not used."""
         excluded = self.excluded()

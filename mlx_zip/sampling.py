@@ -118,9 +118,7 @@ class Sampling:
 
         width: W if known, to check options against. special_ids: ids that XTC never excludes. Raises `GenerationError`.
         """
-        if width is not None:
-            self._check("top_k", f"below the {width} columns of the logits", self.top_k < width)
-            self._check("min_tokens_to_keep", f"below the {width} columns", self.min_tokens_to_keep < width)
+        self.check_width(width)
         return make_sampler(
             self.temp,
             self.top_p,
@@ -132,17 +130,30 @@ class Sampling:
             list(special_ids),
         )
 
-    def make_processors(self, base_ids: int | None, state: ZipState | None, row: int = 0) -> list[LogitsProcessor]:
-        """Returns logits processors, called with (ids, logits [1, W]), that apply penalties and biases to a sequence.
+    def check_width(self, width: int | None) -> None:
+        """Raises `GenerationError` for options that ask for more than the `width` columns of the logits, if known."""
+        if width is not None:
+            self._check("top_k", f"below the {width} columns of the logits", self.top_k < width)
+            self._check("min_tokens_to_keep", f"below the {width} columns", self.min_tokens_to_keep < width)
 
-        base_ids: number of base ids, if known. state, row: the sequence's `ZipState` and its row there; without a state
-        the processors are mlx-lm's own. Raises `GenerationError` for a bias on an id that is not a base id.
+    def check_biases(self, base_ids: int | None) -> None:
+        """Raises `GenerationError` for a bias on what is no base id, and for biases that rule out every base id.
+
+        base_ids: number of base ids, if known.
         """
         wrong = [i for i in self.logit_bias or {} if not _is_integer(i, 0) or (base_ids is not None and i >= base_ids)]
         if wrong:
             raise GenerationError(f"logit_bias (--logit-bias): {wrong[0]!r} is not a base id (0 to {base_ids} - 1)")
         if base_ids is not None and [*(self.logit_bias or {}).values()].count(-math.inf) == base_ids:
             raise GenerationError("logit_bias (--logit-bias) rules out every base id, so nothing could be chosen")
+
+    def make_processors(self, base_ids: int | None, state: ZipState | None, row: int = 0) -> list[LogitsProcessor]:
+        """Returns logits processors, called with (ids, logits [1, W]), that apply penalties and biases to a sequence.
+
+        base_ids: number of base ids, if known. state, row: the sequence's `ZipState` and its row there; without a state
+        the processors are mlx-lm's own. Raises `GenerationError` for a bias on an id that is not a base id.
+        """
+        self.check_biases(base_ids)
         if state is not None:
             return [BasePenalties(self, state, row)] if self._has_penalties else []
         return make_logits_processors(
@@ -213,6 +224,10 @@ class BasePenalties:
         )
         self._used = [index for index, option in enumerate(options) if option]  # which of the terms may not be 0
         self._sums = EntrySums([self._terms[i] for i in self._used], state.books[row].params.merge_size)
+
+    def bind(self, state: ZipState, row: int) -> None:
+        """Makes the processor follow the same sequence in another state, or in another row, from now on."""
+        self.state, self.row = state, row
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
         """Returns logits [1, W] after penalties. The ids are taken from the codebook's log; `tokens` is not used."""

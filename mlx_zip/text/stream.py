@@ -26,6 +26,7 @@ class StopMatcher:
         if wrong := [stop for stop in self.stops if not isinstance(stop, str)]:
             raise GenerationError(f"a stop string (--stop) must be text, got {wrong[0]!r:.80}")
         self.matched = False
+        self.stopped_by: str | None = None  # the stop string that ended the text
         self._held = ""
 
     def feed(self, text: str) -> str:
@@ -36,10 +37,11 @@ class StopMatcher:
         if not self.stops:
             return text
         text = self._held + text
-        ends = [(at + len(stop), at) for stop in self.stops if (at := text.find(stop)) >= 0]
+        ends = [(at + len(stop), at, stop) for stop in self.stops if (at := text.find(stop)) >= 0]
         if ends:
             self.matched, self._held = True, ""
-            return text[: min(ends)[1]]
+            _, at, self.stopped_by = min(ends)
+            return text[:at]
         shown = len(text) - self._open_prefix(text)
         self._held = text[shown:]
         return text[:shown]
@@ -104,6 +106,18 @@ class TextStream:
             if self.base_tokens == self._max_tokens or (last and n == len(expansion)):
                 return self._close(text, tuple(expansion[:n]), "length")
         return Piece(text, tuple(expansion), None)
+
+    @property
+    def stopped_by(self) -> str | None:
+        """The stop string that has ended the text, None if none has."""
+        return self._stops.stopped_by
+
+    def finish(self, reason: str) -> Piece:
+        """Returns the text held back, when no more ids will come for a reason that the ids do not tell.
+
+        reason: the finish_reason, unless a stop string ends the text that was held back.
+        """
+        return self._close("", (), reason)
 
     def _segment(self, base_id: int) -> str:
         """Returns the text that one more base id completes; "" for an id without a token."""

@@ -63,6 +63,7 @@ DISTRIBUTIONS = {
     "transformers": "mlx-lm",
     "jinja2": "mlx-lm",
     "yaml": "mlx-lm",
+    "pydantic_core": "pydantic",
 }
 
 

@@ -1,0 +1,124 @@
+"""Chooses the next id of each row of a batch: processors, constraints, samplers and log-probabilities."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_zip.canonical import without, without_in_rows
+from mlx_zip.engine.constrained import choose_constrained
+from mlx_zip.engine.job import Chosen, Job
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Chosen ids y [B], perhaps still being computed.
+
+    packed [B, 2 + 2K] int32: id, its log-probability, the K most likely ids, and theirs; None if no row asked for it.
+    Floats are there as their bits, so that one transfer brings all. top: per row how many it asked for, None for no
+    log-probabilities.
+    """
+
+    y: mx.array
+    packed: mx.array | None
+    top: tuple[int | None, ...]
+
+    def start(self, *others: mx.array) -> None:
+        """Starts computing the choice, along with other arrays."""
+        mx.async_eval(self.y if self.packed is None else self.packed, self.y, *others)
+
+    def read(self) -> list[Chosen]:
+        """Returns the chosen ids; waits until they are computed."""
+        if self.packed is None:
+            ids: Any = self.y.tolist()
+            return [Chosen(one) for one in ids]
+        host = np.array(self.packed)
+        width = (host.shape[1] - 2) // 2
+        floats = host.view(np.float32)
+        return [self._row(host[i], floats[i], width, top) for i, top in enumerate(self.top)]
+
+    def _row(self, ints: np.ndarray, floats: np.ndarray, width: int, top: int | None) -> Chosen:
+        """Returns one row's id with what it asked for."""
+        if top is None:
+            return Chosen(int(ints[0]))
+        pairs = zip(ints[2 : 2 + width].tolist(), floats[2 + width :].tolist(), strict=True)
+        likely = sorted((pair for pair in pairs if pair[1] > -math.inf), key=lambda pair: -pair[1])
+        return Chosen(int(ints[0]), float(floats[1]), likely[:top])
+
+
+def choose(jobs: Sequence[Job], logits: mx.array, end: int | None, pad_id: int) -> Choice:
+    """Returns the choice of ids from logits [B, W], one row per job.
+
+    end: all columns from there on are -inf, None if there are none. pad_id: an id that canonical decoding never
+    excludes. A row whose own work raises gets the exception as its `error`, and any id.
+    """
+    forced: dict[int, mx.array] = {}
+    logits = _processed(jobs, logits, forced, end, pad_id)
+    logprobs = logits - mx.logsumexp(logits[:, :end], axis=-1, keepdims=True)
+    for row, job in enumerate(jobs):
+        if row not in forced and not job.draws.greedy and job.error is None:
+            try:
+                forced[row] = job.draws(logprobs[row : row + 1])
+            except Exception as error:
+                job.error = error
+    greedy = None if len(forced) == len(jobs) else mx.argmax(logprobs, axis=-1)
+    parts = [forced[row] if row in forced else greedy[row : row + 1] for row in range(len(jobs))] if forced else []
+    y = greedy if greedy is not None and not parts else mx.concatenate([part.astype(mx.uint32) for part in parts])
+    top = tuple(job.submission.top_logprobs for job in jobs)
+    return Choice(y, _packed(y, logprobs, top), top)
+
+
+def _processed(
+    jobs: Sequence[Job], logits: mx.array, forced: dict[int, mx.array], end: int | None, pad_id: int
+) -> mx.array:
+    """Returns logits [B, W] after every row's own processors. forced: gets the ids of rows that a constraint chose."""
+    if not any(job.penalties or job.submission.constraint is not None for job in jobs):
+        return _canonical_only(jobs, logits, pad_id)
+    rows = []
+    for row, job in enumerate(jobs):
+        one = logits[row : row + 1]
+        try:
+            if job.error is None:
+                one, chosen = _processed_row(job, one, end)
+                forced |= {} if chosen is None else {row: chosen}
+        except Exception as error:
+            job.error = error
+        rows.append(one)
+    return rows[0] if len(rows) == 1 else mx.concatenate(rows)
+
+
+def _processed_row(job: Job, logits: mx.array, end: int | None) -> tuple[mx.array, mx.array | None]:
+    """Returns one row's logits [1, W] after its processors, and its id [1] if a constraint has chosen it."""
+    tokens = job.read_ids() if job.penalties else None
+    for processor in job.penalties:
+        logits = processor(tokens, logits)  # type: ignore[arg-type]  # only a plain model's processors read the ids
+    excluded = [] if job.canonical is None else job.canonical.excluded()
+    if job.submission.constraint is not None:
+        return choose_constrained(job, logits, excluded, end)
+    return without(logits, excluded) if excluded else logits, None
+
+
+def _canonical_only(jobs: Sequence[Job], logits: mx.array, pad_id: int) -> mx.array:
+    """Returns logits [B, W] after canonical decoding, where rows have it."""
+    if all(job.canonical is None for job in jobs):
+        return logits
+    excluded = [[] if job.canonical is None else job.canonical.excluded() for job in jobs]
+    if len(jobs) == 1:
+        return without(logits, excluded[0]) if excluded[0] else logits
+    return without_in_rows(logits, excluded, pad_id)
+
+
+def _packed(y: mx.array, logprobs: mx.array, top: Sequence[int | None]) -> mx.array | None:
+    """Returns what `Choice.packed` holds for ids y [B] chosen from logprobs [B, W]."""
+    if all(one is None for one in top):
+        return None
+    ids, width = y.astype(mx.int32)[:, None], max(one or 0 for one in top)
+    logprobs = logprobs.astype(mx.float32)
+    likely = mx.argpartition(-logprobs, kth=max(width - 1, 0), axis=-1)[:, :width].astype(mx.int32)
+    floats = [mx.take_along_axis(logprobs, at, axis=-1) for at in (ids, likely)]
+    return mx.concatenate([ids, floats[0].view(mx.int32), likely, floats[1].view(mx.int32)], axis=1)

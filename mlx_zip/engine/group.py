@@ -1,0 +1,230 @@
+"""`Group`: requests that take their steps together, one alone on its own cache or several as rows of a batch.
+
+A step has parts, so that the device works while the host does. On a GPU `begin` enqueues the step's body over ids that
+the host has not read. `read` waits for the chosen ids. `settle` takes out the requests that end with them. `launch`
+enqueues the rest of the step, and with it the choice of the next ids. Then the caller delivers the ids that were read.
+`finish` chooses the next ids where a constraint must look at them one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.generate import generation_stream
+from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
+
+from mlx_zip.engine.choosing import Choice, choose
+from mlx_zip.engine.job import Job
+from mlx_zip.engine.served import Served
+from mlx_zip.models.ahead import Ahead
+from mlx_zip.models.batching import extend_cache, extract_cache, filter_cache, merge_caches
+from mlx_zip.state import find_state, submitting
+
+
+class Group:
+    """Requests with one cache. jobs: one per row. cache: of one request, or of a batch if there are several.
+
+    logits [B, W]: those that the next ids are chosen from, None if the ids were chosen and read already.
+    """
+
+    def __init__(self, served: Served, jobs: list[Job], cache: list[Any], logits: mx.array | None) -> None:
+        self.served, self.jobs, self.cache = served, jobs, cache
+        self.tokens: list[int] = []
+        self._ahead: Ahead | None = None
+        self._begun: mx.array | None = None  # the body's output of a step that began before its ids were read
+        self._logits: mx.array | None = logits
+        self._choice: Choice | None = None
+
+    # ---- one step
+
+    def choose(self) -> None:
+        """Chooses the next ids from the logits and starts computing the choice."""
+        assert self._logits is not None
+        served, state = self.served, find_state(self.cache)
+        end = None if state is None else served.model.layout.hyper_id(max(map(len, state.books)))
+        with mx.stream(generation_stream):
+            pad_id = served.model.config.pad_id if served.hyper else 0
+            self._choice = choose(self.jobs, self._logits, end, pad_id)
+            self._choice.start(*(served.model.session.pending_rows() if served.hyper else ()))
+        self._logits = None
+
+    def begin(self) -> None:
+        """Enqueues the next step over ids that are still on the device, where that is possible."""
+        served = self.served
+        if not served.ahead or self._choice is None or any(job.submission.constraint is not None for job in self.jobs):
+            return
+        with mx.stream(generation_stream):
+            if not served.hyper:
+                self._begun = served.model(self._choice.y[:, None], cache=self.cache)[:, -1]
+            elif served.long_context is None or len(self.jobs) == 1:
+                self._ahead = self._ahead or Ahead(served.model, self.cache)
+                self._begun = self._ahead.run(self._choice.y)
+            if self._begun is not None:
+                mx.async_eval(self._begun)
+
+    def read(self) -> None:
+        """Waits for the chosen ids and has each request count its own. A request that fails at it gets an `error`."""
+        assert self._choice is not None
+        chosen = self._choice.read()
+        self.tokens = [one.id for one in chosen]
+        for job, one in zip(self.jobs, chosen, strict=True):
+            if job.error is not None:
+                continue
+            if job.handle.cancelled:
+                job.reason = "cancelled"
+                continue
+            try:
+                job.take(one)
+            except Exception as error:
+                job.error = error
+
+    def settle(self) -> list[Job]:
+        """Takes out the requests that have ended or failed, and returns them, each with a cache of its own."""
+        leaving = [job for job in self.jobs if job.reason is not None or job.error is not None]
+        stay = [row for row, job in enumerate(self.jobs) if job not in leaving]
+        begun = self._begun is not None
+        if begun:
+            self._follow(stay)
+        if leaving:
+            self._keep(stay)
+        for job in leaving if begun and (stay or not self.served.hyper) else ():
+            if job.reason == "cancelled":
+                self._take_back(job)
+        return leaving
+
+    def launch(self) -> None:
+        """Enqueues the step that reads the ids, and the choice of the next ones unless there is a constraint."""
+        if self._logits is None:
+            with mx.stream(generation_stream), self._submitting():
+                ids = mx.array(self.tokens, mx.uint32)[:, None]
+                self._logits = self.served.model(ids, cache=self.cache)[:, -1]
+        for job, token in zip(self.jobs, self.tokens, strict=True):
+            job.note_read([token])
+        if len(self.jobs) == 1:
+            self.served.quantize(self.cache)
+        if any(job.submission.constraint is not None for job in self.jobs):
+            mx.async_eval(self._logits)
+        else:
+            self.choose()
+
+    def finish(self) -> None:
+        """Chooses the next ids if `launch` did not."""
+        if self._logits is not None:
+            self.choose()
+
+    def _follow(self, stay: Sequence[int]) -> None:
+        """Completes the step that `begin` began, or takes it back if no request stays. stay: rows that go on."""
+        begun, self._begun = self._begun, None
+        assert begun is not None
+        assert self._choice is not None
+        if not stay:
+            if self.served.hyper:
+                self.served.model.forget(self.cache, find_state(self.cache).offset)  # type: ignore[union-attr]
+            else:
+                for job, token in zip(self.jobs, self.tokens, strict=True):
+                    job.note_read([token])
+            return
+        with mx.stream(generation_stream):
+            logits = begun if self._ahead is None else self._ahead.follow(begun, self._choice.y)[:, -1]
+            self._logits = logits if len(stay) == len(self.jobs) else logits[mx.array(list(stay))]
+        if not self.served.hyper:
+            for row, (job, token) in enumerate(zip(self.jobs, self.tokens, strict=True)):
+                job.note_read([token] if row not in stay else [])
+
+    def _take_back(self, job: Job) -> None:
+        """Takes the last id, which was not delivered, out of a request's cache, if the cache can be trimmed."""
+        assert job.cache is not None
+        if self.served.hyper:
+            self.served.model.forget(job.cache, job.book.mark() - 1)
+        elif can_trim_prompt_cache(job.cache):
+            trim_prompt_cache(job.cache, 1)
+            job.forget_last()
+
+    def _submitting(self) -> Any:
+        """Returns a context in which the device begins with a step's parts while the rest is built."""
+        state = find_state(self.cache)
+        return nullcontext() if state is None or self.served.ahead else submitting(state)
+
+    # ---- joining and leaving
+
+    def key(self) -> bool | None:
+        """Returns the set of LongRoPE's factors that all rows' next step uses (False for models without sets).
+
+        Groups of one key may be merged. None: this group's rows must not be batched now.
+        """
+        if not self.served.batches:
+            return None
+        if self.served.long_context is None:
+            return False
+        long = find_state(self.cache).long_rope  # type: ignore[union-attr]
+        same = all(job.needs_long(token) == long for job, token in zip(self.jobs, self.tokens, strict=True))
+        return long if same else None
+
+    def switching(self) -> list[int]:
+        """Returns the rows whose next step uses other factors of LongRoPE than the last one."""
+        if self.served.long_context is None or len(self.jobs) == 1:
+            return []
+        long = find_state(self.cache).long_rope  # type: ignore[union-attr]
+        rows = enumerate(zip(self.jobs, self.tokens, strict=True))
+        return [row for row, (job, token) in rows if job.needs_long(token) != long]
+
+    def split(self, rows: Sequence[int]) -> list[Group]:
+        """Takes rows out, each into a group of its own, and returns these groups. Ids have been read, nothing more."""
+        out = []
+        for row in rows:
+            made = Group(self.served, [self.jobs[row]], extract_cache(self.cache, row), None)
+            made.tokens = [self.tokens[row]]
+            made._bind()
+            out.append(made)
+        self._keep([row for row in range(len(self.jobs)) if row not in rows], extract=False)
+        return out
+
+    def join(self, others: Sequence[Group]) -> None:
+        """Takes in the rows of other groups, which must not be used any more. Ids have been read, nothing more."""
+        caches = [other.cache for other in others]
+        if len(self.jobs) == 1:
+            self.cache = merge_caches(self.served.model, [self.cache, *caches])
+        else:
+            for cache in caches:
+                extend_cache(self.served.model, self.cache, cache)
+        for other in others:
+            self.jobs += other.jobs
+            self.tokens += other.tokens
+        self._ahead = None
+        self._bind()
+
+    def _keep(self, stay: Sequence[int], extract: bool = True) -> None:
+        """Keeps these rows only. extract: whether the rows that leave without an error get a cache of their own."""
+        batch, jobs = len(self.jobs) > 1, self.jobs
+        for row, job in enumerate(jobs):
+            if row not in stay and extract and job.error is None:
+                job.cache = extract_cache(self.cache, row) if batch else self.cache
+                job.bind(job.cache, 0)
+        self.jobs, self.tokens = [jobs[row] for row in stay], [self.tokens[row] for row in stay]
+        if not stay:
+            self.cache = []
+        elif len(stay) == 1 and batch:
+            self.cache = extract_cache(self.cache, stay[0])
+        else:
+            filter_cache(self.cache, stay)
+        self._ahead = None
+        self._bind()
+
+    def _bind(self) -> None:
+        """Makes each request use its row, and frees the memory of those that use it no more."""
+        for row, job in enumerate(self.jobs):
+            job.bind(self.cache, row)
+            job.cache = self.cache if len(self.jobs) == 1 else None
+
+    def drop(self) -> None:
+        """Frees the cache and forgets the requests, after the group has failed."""
+        self.jobs, self.tokens = [], []
+        self.cache, self._begun, self._logits, self._choice, self._ahead = [], None, None, None, None
+
+    @property
+    def ids_held(self) -> int:
+        """Ids that the KV caches hold room for, all rows together."""
+        return max(job.held_ids for job in self.jobs) * len(self.jobs) if self.jobs else 0

@@ -1,0 +1,281 @@
+"""`Job`: one request from its submission to its last event: its limits, its counts and its events."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_zip.canonical import CanonicalDecoding
+from mlx_zip.codec import Codebook, compress_next
+from mlx_zip.engine.draws import Draws
+from mlx_zip.engine.interface import Counts, Deliver, Emitted, Event, Failed, Finished, Likely, Started, Ticket
+from mlx_zip.engine.served import Served
+from mlx_zip.engine.submissions import Checked, context_error
+from mlx_zip.errors import CodecError, EngineError, MlxZipError, first_line
+from mlx_zip.sampling import BasePenalties
+from mlx_zip.state import ZipState, find_state
+
+log = logging.getLogger(__name__)
+
+
+class Handle(Ticket):
+    """A ticket, and what other threads may still say of its request. answers: noted before the session was kept.
+
+    session: name of the request's session once it is kept. ended: whether the request's last event was delivered and
+    its session kept.
+    """
+
+    def __init__(self) -> None:
+        self.cancelled = self.ended = False
+        self.session: str | None = None
+        self.answers: dict[str, tuple[int, ...]] = {}
+
+
+@dataclass
+class Chosen:
+    """An id that was chosen. logprob, likely: as in `Emitted`, with ids in place of base ids."""
+
+    id: int
+    logprob: float | None = None
+    likely: list[tuple[int, float]] = field(default_factory=list)
+
+
+class Job:
+    """One request. Made in the caller's thread, by `begin` and all else used in the engine's.
+
+    cache: what the request owns, None while it is a row of a batch. reason: why it ends, None while it goes on.
+    error: what made it fail. draws: its sampler. penalties: its logits processors but canonical decoding. outgrown:
+    whether the KV caches have no room for more of it. ended: whether its last event was delivered.
+    """
+
+    def __init__(self, checked: Checked, deliver: Deliver) -> None:
+        self.checked, self.submission, self._deliver = checked, checked.submission, deliver
+        self.handle = Handle()
+        self.submitted_s, self.begun_s, self.first_s = time.perf_counter(), 0.0, 0.0
+        self.cache: list[Any] | None = None
+        self.session: str | None = None
+        self.reason: str | None = None
+        self.error: BaseException | None = None
+        self.prompt_ids: Any = np.zeros(0, np.uint32)
+        self.cached_tokens = self.base_tokens = self.steps = self.hypertokens = 0
+        self._firsts = np.zeros(0, np.uint32)
+        self._read: list[int] = []  # ids that a plain model's cache holds
+        self._state: ZipState | None = None
+        self._row = 0
+        self._emitted: Emitted | None = None
+        self._deaf = self.outgrown = self.ended = False
+
+    # ---- from submission to the first id
+
+    def begin(self, served: Served, cache: list[Any], kept_ids: int, kept_base: int, session: str | None) -> None:
+        """Takes the cache, which holds the prompt's first `kept_base` base ids in `kept_ids` ids.
+
+        Raises `PromptTooLongError` if no position of the context is left for an answer.
+        """
+        self.cache, self.session, self.cached_tokens = cache, session, kept_base
+        self.begun_s, self._state, self._row = time.perf_counter(), find_state(cache), 0
+        base_ids, submission = self.checked.base_ids, self.submission
+        self._by_base, self._context, self.vocab_size = served.by_base, served.long_context, served.vocab_size
+        rest = base_ids[kept_base:]
+        self.prompt_ids = rest if self._state is None else compress_next(self.book, rest)
+        self._read = [] if self.book is not None else base_ids[:kept_base].tolist()
+        used = len(base_ids) if served.by_base else kept_ids + len(self.prompt_ids)
+        room = math.inf if served.context is None else served.context - used
+        if room < 1:
+            raise context_error(used, int(used + room))
+        tokens = math.inf if submission.max_tokens == -1 else submission.max_tokens
+        self._limit, self._max_steps = min(tokens, room if served.by_base else math.inf), min(tokens, room)
+        self.canonical = CanonicalDecoding(self.book) if served.canonical else None
+        self.penalties = self.checked.sampling.make_processors(served.vocab_size, self._state, 0)
+        self.draws = Draws(self.checked.sampling, served.never_excluded)
+        self._per_id = served.kv_bytes_per_id
+        self.send(Started(len(base_ids), kept_base, len(self.prompt_ids)))
+
+    @property
+    def book(self) -> Any:
+        """The request's codebook, None for a plain model."""
+        return None if self._state is None else self._state.books[self._row]
+
+    def bind(self, cache: Sequence[Any], row: int) -> None:
+        """Makes the request use row `row` of a cache from now on."""
+        self._state, self._row = find_state(cache), row
+        if self._state is None:
+            return
+        if self.canonical is not None:
+            self.canonical.bind(self.book)
+        for processor in self.penalties:
+            if isinstance(processor, BasePenalties):
+                processor.bind(self._state, row)
+
+    # ---- steps
+
+    @property
+    def first_ids(self) -> np.ndarray:
+        """The first base id of each entry of the codebook, [entries]."""
+        if self.book is None:
+            return np.zeros(0, np.uint32)
+        known = 0 if self.book.params.policy != "freeze" else len(self._firsts)
+        new = self.book.rows(known, len(self.book) - known)[0][:, 0]
+        self._firsts = np.concatenate([self._firsts[:known], new])
+        return self._firsts
+
+    def note_read(self, ids: Sequence[int]) -> None:
+        """Notes ids that a plain model's cache has read. A codebook logs them itself."""
+        if self._state is None:
+            self._read.extend(map(int, ids))
+
+    def forget_last(self) -> None:
+        """Forgets the last id that a plain model's cache has read."""
+        del self._read[-1:]
+
+    def read_ids(self) -> mx.array:
+        """Returns the ids that the request has read, for logits processors of a plain model."""
+        return mx.array(self._read, mx.int32) if self._state is None else mx.zeros(0, mx.int32)
+
+    def expand(self, token: int) -> tuple[int, ...]:
+        """Returns the base ids of an id that has just been chosen. Raises `CodecError` for what cannot be read."""
+        book = self.book
+        if book is None:
+            return (token,)
+        try:
+            return book.base_ids_of(token)
+        except CodecError:  # perhaps a hypertoken that is installed by being read
+            book = book.copy()
+            book.push(token)
+            rows, lengths = book.logged(book.mark() - 1)
+            return tuple(rows[0, : lengths[0]].tolist())
+
+    def cut(self, expansion: tuple[int, ...]) -> tuple[tuple[int, ...], str | None]:
+        """Returns an expansion up to an eos or the limit, and why the answer ends with it, None if it goes on."""
+        for n, base_id in enumerate(expansion, start=1):
+            if base_id in self.submission.eos_ids:
+                return expansion[:n], "stop"
+            if self.base_tokens + n >= self._limit:
+                return expansion[:n], "length"
+        return expansion, "length" if self.steps + 1 >= self._max_steps else None
+
+    def take(self, chosen: Chosen) -> None:
+        """Counts an id that has been chosen; the request ends with it if `reason` is not None then."""
+        expansion = self.expand(chosen.id)
+        base_ids, self.reason = self.cut(expansion)
+        if self.outgrown and self.reason is None:
+            self.reason = "length"
+        likely = tuple(Likely(self.expand(one), logprob) for one, logprob in chosen.likely)
+        if self.submission.constraint is not None:
+            self.submission.constraint.push(base_ids)
+        self.first_s = self.first_s or time.perf_counter()
+        self.steps += 1
+        self.hypertokens += len(expansion) > 1
+        self.base_tokens += len(base_ids)
+        self._emitted = Emitted(chosen.id, base_ids, chosen.logprob, likely)
+        self._before = _Entries(self.book)
+
+    def needs_long(self, token: int) -> bool:
+        """Returns whether the step that reads `token` uses LongRoPE's long factors."""
+        if self._context is None:
+            return False
+        position = self.book.base_length + len(self.expand(token)) - 1 if self._by_base else self.book.mark()
+        return position >= self._context
+
+    @property
+    def emitted(self) -> int:
+        """Base ids of the id that was taken last and not yet delivered."""
+        return 0 if self._emitted is None else len(self._emitted.base_ids)
+
+    # ---- events
+
+    def send(self, event: Event) -> None:
+        """Delivers an event. A receiver that raises gets no more events, and its request is cancelled."""
+        if self._deaf:
+            return
+        try:
+            self._deliver(event)
+        except Exception:
+            log.exception("the receiver of a request's events failed: the request is cancelled")
+            self._deaf = self.handle.cancelled = True
+
+    def send_emitted(self) -> None:
+        """Delivers the id that was taken last, with the entries that it has installed since."""
+        emitted, self._emitted = self._emitted, None
+        if emitted is not None:
+            learned = self._before.since(self.book)
+            self.send(
+                emitted
+                if not learned
+                else Emitted(emitted.id, emitted.base_ids, emitted.logprob, emitted.likely, learned)
+            )
+
+    def send_end(self) -> None:
+        """Delivers the last event."""
+        if self.error is not None:
+            self.send(Failed(as_our_error(self.error)))
+        else:
+            self.send(Finished(self.reason or "cancelled", self.counts()))
+
+    def counts(self) -> Counts:
+        """Returns the request's figures so far."""
+        now, book = time.perf_counter(), self.book
+        saved = 0 if book is None else (book.base_length - book.mark()) * self._per_id
+        return Counts(
+            prompt_tokens=len(self.checked.base_ids),
+            cached_tokens=self.cached_tokens,
+            prompt_ids=len(self.prompt_ids),
+            base_tokens=self.base_tokens,
+            steps=self.steps,
+            hypertokens=self.hypertokens,
+            entries=0 if book is None else len(book),
+            codebook_size=0 if book is None else book.params.codebook_size,
+            kv_bytes_saved=saved,
+            queued_s=(self.begun_s or now) - self.submitted_s,
+            first_id_s=self.first_s - self.submitted_s if self.first_s else 0.0,
+            total_s=now - self.submitted_s,
+        )
+
+    # ---- the session
+
+    @property
+    def held_ids(self) -> int:
+        """How many ids the request's cache holds."""
+        return len(self._read) if self.book is None else self.book.mark()
+
+    def held_base_ids(self) -> list[int]:
+        """Returns the base ids that the request's cache holds."""
+        return self._read if self.book is None else self.book.base_ids(0).tolist()
+
+    def release(self) -> None:
+        """Forgets everything that takes memory."""
+        self.cache = self._state = None
+        self.canonical, self.penalties = None, []
+        self._before = _Entries(None)
+
+
+class _Entries:
+    """What a codebook held before it read an id: how many entries, and which ones if they can be evicted."""
+
+    def __init__(self, book: Codebook | None) -> None:
+        self._n = 0 if book is None else len(book)
+        evicts = book is not None and book.params.policy != "freeze"
+        self._held = {slot: book.entry(slot) for slot in range(self._n)} if evicts and book is not None else {}
+
+    def since(self, book: Codebook | None) -> tuple[tuple[int, ...], ...]:
+        """Returns the base ids of the entries that are new since."""
+        if book is None:
+            return ()
+        replaced = [book.entry(slot) for slot, entry in self._held.items() if book.entry(slot) != entry]
+        return (*replaced, *(book.entry(slot) for slot in range(self._n, len(book))))
+
+
+def as_our_error(error: BaseException) -> MlxZipError:
+    """Returns the error itself if it is ours, else an `EngineError` that says what it was."""
+    if isinstance(error, MlxZipError):
+        return error
+    ours = EngineError(f"the request failed: {type(error).__name__}: {first_line(error)}")
+    ours.__cause__ = error
+    return ours

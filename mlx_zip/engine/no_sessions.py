@@ -1,0 +1,51 @@
+"""What an engine uses in place of a store of sessions when nothing is to be kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from mlx_zip.engine.interface import SessionInfo
+from mlx_zip.errors import EngineError
+
+
+class NoSessions:
+    """Keeps nothing: every prompt is read whole."""
+
+    def checkout(self, base_ids: Sequence[int], pack_key: str | None) -> None:
+        """Returns None: there is no session."""
+
+    def put(self, cache: list[Any], **facts: Any) -> str | None:
+        """Returns None: the cache is dropped."""
+
+    def answers(self) -> Mapping[str, Sequence[int]]:
+        """Returns no answers."""
+        return {}
+
+    def note_answer(self, name: str, key: str, base_ids: Sequence[int]) -> None:
+        """Does nothing."""
+
+    def sessions(self) -> list[SessionInfo]:
+        """Returns no sessions."""
+        return []
+
+    def save(self, name: str, file: Path) -> NoReturn:
+        """Raises `EngineError`."""
+        raise EngineError(f"there is no session {name!r}: this engine keeps none")
+
+    def load(self, file: Path) -> NoReturn:
+        """Raises `EngineError`."""
+        raise EngineError(f"{file}: this engine keeps no sessions")
+
+    def drop(self, name: str) -> NoReturn:
+        """Raises `EngineError`."""
+        raise EngineError(f"there is no session {name!r}: this engine keeps none")
+
+    def purge(self) -> int:
+        """Returns 0."""
+        return 0
+
+    def figures(self) -> Any:
+        """Returns None: there are none."""
+        return None

@@ -1,0 +1,270 @@
+"""`Scheduler`: which request does what next: waits, has its prompt read, takes steps, ends. Used in one thread only."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_zip.engine.group import Group
+from mlx_zip.engine.job import Job
+from mlx_zip.engine.prompts import Reading
+from mlx_zip.engine.served import Served
+from mlx_zip.errors import MlxZipError
+
+log = logging.getLogger(__name__)
+CLEAR_EVERY = 256  # steps between two releases of unused buffers, as in mlx-lm
+
+
+@dataclass
+class Totals:
+    """What has happened since the engine began. seconds: running average of what a request takes, 0 before the first.
+
+    The other fields are those of `Figures`.
+    """
+
+    requests: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    base_tokens: int = 0
+    steps: int = 0
+    hypertokens: int = 0
+    seconds: float = 0.0
+
+
+class Scheduler:
+    """Runs requests on one model.
+
+    store: kept sessions. max_running: requests whose prompts are read or that take steps at one time. max_kv_bytes:
+    bound on the KV caches of all of them, None for none. changed: called after the store has changed. ended: called
+    after a request has ended.
+    """
+
+    def __init__(
+        self,
+        served: Served,
+        store: Any,
+        max_running: int,
+        max_kv_bytes: int | None,
+        changed: Callable[[], None],
+        ended: Callable[[Job], None],
+    ) -> None:
+        self.served, self.store, self.max_running, self.max_kv_bytes = served, store, max_running, max_kv_bytes
+        self.totals = Totals()
+        self.waiting: deque[Job] = deque()
+        self.readings: deque[Reading] = deque()
+        self.groups: list[Group] = []
+        self._changed, self._ended, self._rounds = changed, ended, 0
+
+    @property
+    def running(self) -> list[Job]:
+        """The requests that have begun and not ended."""
+        return [*(reading.job for reading in self.readings), *(job for group in self.groups for job in group.jobs)]
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything to do."""
+        return bool(self.waiting or self.readings or self.groups)
+
+    def add(self, job: Job) -> None:
+        """Adds a request, which waits until there is room."""
+        self.waiting.append(job)
+
+    def work(self) -> None:
+        """Does one round: ends cancelled requests, lets waiting ones begin, reads prompts, and takes one step."""
+        for job in [job for job in self.waiting if job.handle.cancelled]:
+            self.waiting.remove(job)
+            self._end(job)
+        self._admit()
+        self._read_prompts()
+        self._step()
+        self._bound_memory()
+        self._rounds += 1
+        if self._rounds % CLEAR_EVERY == 0:
+            mx.clear_cache()
+
+    def cancel_all(self) -> None:
+        """Cancels every request."""
+        for job in (*self.waiting, *self.running):
+            job.handle.cancelled = True
+
+    def fail_all(self, error: BaseException) -> None:
+        """Ends every request with this error and frees all memory."""
+        jobs = [*self.waiting, *self.running]
+        self.waiting.clear()
+        self.readings.clear()
+        self.groups.clear()
+        for job in jobs:
+            job.error = error
+            self._end(job)
+
+    # ---- waiting requests
+
+    def _admit(self) -> None:
+        """Lets waiting requests begin, in their order, while there is room."""
+        while self.waiting and len(running := self.running) < self.max_running and self._has_room(running):
+            job = self.waiting.popleft()
+            if not self._guarded([job], partial(self._begin, job)):
+                continue
+            self.readings.append(Reading(self.served, job))
+
+    def _has_room(self, running: Sequence[Job]) -> bool:
+        """Returns whether the KV caches have room for the next waiting request."""
+        if self.max_kv_bytes is None or not running:
+            return True
+        needed = sum(max(job.checked.kv_bytes, self._kv_bytes(job.held_ids)) for job in running)
+        return needed + self.waiting[0].checked.kv_bytes <= self.max_kv_bytes
+
+    def _begin(self, job: Job) -> None:
+        """Gives a request its cache: what a session holds of its prompt, or a new one."""
+        checked = job.checked
+        found = self.store.checkout(checked.base_ids.tolist(), checked.pack_key)
+        cache, kept_ids, kept_base, session = found or (self.served.new_cache(checked.start), 0, 0, None)
+        if found:
+            self._changed()
+        job.begin(self.served, cache, kept_ids, kept_base, session)
+        self.totals.prompt_tokens += len(checked.base_ids)
+        self.totals.cached_tokens += job.cached_tokens
+
+    # ---- prompts
+
+    def _read_prompts(self) -> None:
+        """Reads chunks of prompts in turn, up to `prefill_step_size` ids together."""
+        left = self.served.options.prefill_step_size
+        while left > 0 and self.readings:
+            reading = self.readings.popleft()
+            if reading.job.handle.cancelled:
+                self._end(reading.job)
+                continue
+            read, group = self._guarded([reading.job], partial(reading.read, left), (1, None))
+            left -= read
+            if group is not None:
+                self.groups.append(group)
+            elif reading.job.error is None:
+                self.readings.append(reading)
+
+    # ---- steps
+
+    def _step(self) -> None:
+        """Has every group take one step, and delivers the ids that were chosen before it."""
+        before = [job for group in self.groups for job in group.jobs]
+        if not self._may_merge():
+            self._each(Group.begin)
+        self._each(Group.read)
+        leaving = [job for found in self._each(Group.settle) for job in found]
+        self._regroup()
+        self._each(Group.launch)
+        for job in before:
+            self._deliver(job)
+        for job in leaving:
+            self._end(job)
+        self._each(Group.finish)
+
+    def _deliver(self, job: Job) -> None:
+        """Delivers the id that a request has just taken, if there is one, and counts it."""
+        if job.emitted:
+            self.totals.steps += 1
+            self.totals.base_tokens += job.emitted
+            self.totals.hypertokens += job.emitted > 1
+            job.send_emitted()
+
+    def _each(self, part: Callable[[Group], Any]) -> list[Any]:
+        """Runs one part of a step for every group and returns what it returns. A group that fails is ended."""
+        out = []
+        for group in list(self.groups):
+            jobs = list(group.jobs)
+            out.append(self._guarded(jobs, partial(part, group), None, group))
+        self.groups = [group for group in self.groups if group.jobs]
+        return [one for one in out if one is not None]
+
+    def _may_merge(self) -> bool:
+        """Returns whether this step merges groups, so that its ids must be read before it begins."""
+        return self.served.batches and len(self.groups) > 1
+
+    def _regroup(self) -> None:
+        """Merges groups that can take their steps together, and takes out rows that cannot go on with the others."""
+        for group in list(self.groups):
+            jobs = list(group.jobs)
+            if rows := group.switching():
+                self.groups += self._guarded(jobs, partial(group.split, rows), (), group) or ()
+        self.groups = [group for group in self.groups if group.jobs]
+        by_key: dict[bool, list[Group]] = {}
+        for group in self.groups:
+            key = group.key()
+            if key is not None:
+                by_key.setdefault(key, []).append(group)
+        for first, *others in by_key.values():
+            if others:
+                first, *others = sorted([first, *others], key=lambda group: -len(group.jobs))
+                jobs = [job for group in (first, *others) for job in group.jobs]
+                self._guarded(jobs, partial(first.join, others), None, first)
+                self.groups = [group for group in self.groups if group not in others and group.jobs]
+
+    # ---- memory
+
+    def _kv_bytes(self, ids: int) -> int:
+        return ids * self.served.kv_bytes_per_id
+
+    def _bound_memory(self) -> None:
+        """Ends the request that began last, as if at its limit, if the KV caches have outgrown their bound."""
+        if self.max_kv_bytes is None or len(jobs := [job for group in self.groups for job in group.jobs]) < 2:
+            return
+        if self._kv_bytes(sum(job.held_ids for job in jobs)) > self.max_kv_bytes:
+            max(jobs, key=lambda job: job.begun_s).outgrown = True
+
+    # ---- ends
+
+    def _guarded(self, jobs: Sequence[Job], call: Callable[[], Any], otherwise: Any = None, group: Any = None) -> Any:
+        """Returns what `call` returns, True for None. If it raises, fails the requests and returns `otherwise`."""
+        try:
+            result = call()
+            return True if result is None else result
+        except Exception as error:
+            if not isinstance(error, MlxZipError):
+                log.exception("%d request(s) failed", len(jobs))
+            if group is not None:
+                group.drop()
+            for job in jobs:
+                job.error = job.error or error
+                self._end(job)
+            return otherwise
+
+    def _end(self, job: Job) -> None:
+        """Ends a request: counts it, delivers its last event, and keeps its session if it did not fail."""
+        if job.ended:
+            return
+        self._deliver(job)
+        job.ended = True
+        totals = self.totals
+        totals.requests += 1
+        totals.failed += job.error is not None
+        totals.cancelled += job.error is None and job.reason in (None, "cancelled")
+        took = time.perf_counter() - (job.begun_s or job.submitted_s)
+        totals.seconds = took if not totals.seconds else 0.9 * totals.seconds + 0.1 * took
+        job.send_end()
+        if job.error is None and job.cache is not None:
+            self._keep(job)
+        job.handle.ended = True
+        job.release()
+        self._ended(job)
+
+    def _keep(self, job: Job) -> None:
+        """Puts a request's cache into the store."""
+        base_ids = job.held_base_ids()
+        if not job.submission.keep or not base_ids:
+            return
+        handle = job.handle
+        facts = {"base_ids": base_ids, "pack_key": job.checked.pack_key, "name": job.session}
+        try:
+            handle.session = self.store.put(job.cache, **facts, answers=handle.answers)
+        except (MlxZipError, OSError):
+            log.exception("a session could not be kept")
+        self._changed()

@@ -1,0 +1,125 @@
+"""The model that an engine serves, with what the engine knows of it. Made and used in the engine's thread only."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.generate import maybe_quantize_kv_cache
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+
+from mlx_zip.engine.interface import EngineInfo
+from mlx_zip.engine.submissions import ModelFacts
+from mlx_zip.hyper.model_fingerprint import model_fingerprint
+from mlx_zip.layout import is_zip
+from mlx_zip.models.session import check_tuned
+from mlx_zip.vocab.first_stage import tokenizer_fingerprint
+from mlx_zip.vocab.tuned import TunedStart
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How a model is run. kv_bits, kv_group_size, quantized_kv_start: KV cache quantization as in mlx-lm.
+
+    prefill_step_size: ids of prompts per round. ahead: whether a step begins before the host has read its id; None for
+    on a GPU only.
+    """
+
+    kv_bits: int | None = None
+    kv_group_size: int = 64
+    quantized_kv_start: int = 5000
+    prefill_step_size: int = 512
+    ahead: bool | None = None
+
+
+class Served:
+    """A loaded model. hyper: whether it has hypertokens. batches: whether requests may share a batch.
+
+    ahead: whether steps begin before the host has read their ids. end: number of base ids, pad_id: an id that no row
+    excludes. never_excluded: ids that XTC never excludes.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, name: str, options: RunOptions) -> None:
+        self.model, self.tokenizer, self.options = model, tokenizer, options
+        self.hyper = is_zip(model)
+        on_gpu = mx.default_device() == mx.Device(mx.gpu)
+        self.ahead = on_gpu if options.ahead is None else options.ahead
+        config = _base_config(model)
+        self.context: int | None = config.get("max_position_embeddings")
+        self.by_base = self.hyper and model.config.position_mode == "base_token_end"
+        self.vocab_size = model.layout.vocab_size if self.hyper else config.get("vocab_size", len(tokenizer))
+        self.width = model.layout.width if self.hyper else config.get("vocab_size")
+        self.canonical = self.hyper and model.config.canonical
+        self.long_context = model.traits.long_context if self.hyper else None
+        self.never_excluded = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
+        self.kv_bytes_per_id, self.batches = self._try_out()
+        self.facts = self._facts()
+        self.info = self._info(name)
+
+    @property
+    def quantize(self) -> Callable[[list[Any]], None]:
+        """A function that quantizes the KV caches of one request in place once they are long enough."""
+        options = self.options
+        return partial(
+            maybe_quantize_kv_cache,
+            kv_bits=options.kv_bits,
+            kv_group_size=options.kv_group_size,
+            quantized_kv_start=options.quantized_kv_start,
+        )
+
+    def new_cache(self, start: Any) -> list[Any]:
+        """Returns the cache of a new request. start: what its codebook begins with, None for the model's own."""
+        return self.model.make_cache(pack=start) if start is not None else make_prompt_cache(self.model)
+
+    def _try_out(self) -> tuple[int, bool]:
+        """Runs the model on one id; returns the bytes per id of its KV caches, and whether they batch.
+
+        So a model that cannot run fails when it is loaded, and the first request finds it warm.
+        """
+        cache = self.new_cache(None)
+        mx.eval(self.model(mx.array([[self.vocab_size - 1]]), cache=cache))
+        kv = cache[:-1] if self.hyper else cache
+        plain = [entry for entry in kv if type(entry) is KVCache]
+        per_id = sum(entry.nbytes // entry.keys.shape[2] for entry in plain if entry.keys is not None)
+        return per_id, len(plain) == len(kv) and self.options.kv_bits is None
+
+    def _facts(self) -> ModelFacts:
+        return ModelFacts(
+            vocab_size=self.vocab_size,
+            width=self.width,
+            context=self.context,
+            by_base=self.by_base,
+            params=self.model.config.codec_params if self.hyper else None,
+            tokenizer=tokenizer_fingerprint(self.tokenizer),
+            check_start=self._start_check(),
+            kv_bytes_per_id=self.kv_bytes_per_id,
+        )
+
+    def _start_check(self) -> Callable[[Any], None]:
+        """Returns a function, for any thread, that raises `ModelError` for rows that were tuned for another model."""
+        if not self.hyper:
+            return lambda start: None
+        model = self.model
+        known = model.fingerprint, model.sides_are_one, model.config.encoder.model_size
+
+        def check(start: Any) -> None:
+            if isinstance(start, TunedStart):
+                check_tuned(start, *known)
+
+        return check
+
+    def _info(self, name: str) -> EngineInfo:
+        model = self.model
+        of_model = model.fingerprint if self.hyper else model_fingerprint(model)
+        both = hashlib.sha256(f"{of_model} {self.facts.tokenizer}".encode()).hexdigest()
+        sizes = (model.config.merge_size, model.layout.codebook_size) if self.hyper else (0, 0)
+        return EngineInfo(name, self.vocab_size, self.context, *sizes, both)
+
+
+def _base_config(model: Any) -> dict[str, Any]:
+    """Returns the decoder's config: config.json, or for a plain model the arguments that mlx-lm read from it."""
+    return model.args.config if is_zip(model) else vars(model.args)

@@ -1,0 +1,209 @@
+"""Checks what is submitted to an engine, in the caller's thread: only Python and NumPy, no MLX arrays."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mlx_zip.codec import CodecParams, compress
+from mlx_zip.codec.ids import Uint32s, as_ids
+from mlx_zip.engine.interface import Submission
+from mlx_zip.errors import CodecError, DataError, GenerationError, MlxZipError, PromptTooLongError
+from mlx_zip.files import at_home
+from mlx_zip.sampling import Sampling
+from mlx_zip.state import with_starts
+from mlx_zip.vocab.packs import Pack, as_pack
+
+PACKS_KEPT = 16
+UNLIMITED_IDS = 2048  # ids of answer that room is kept for when a request names no limit
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What checks need to know of a model.
+
+    vocab_size: number of base ids. width: columns of the logits, None if unknown. context: positions, None without a
+    limit. by_base: whether positions count base tokens. params: the codec, None for a model without hypertokens.
+    tokenizer: fingerprint of the tokenizer. check_start: raises for start entries whose rows are of another model.
+    kv_bytes_per_id: bytes that one id takes in the KV caches.
+    """
+
+    vocab_size: int
+    width: int | None
+    context: int | None
+    by_base: bool
+    params: CodecParams | None
+    tokenizer: str
+    check_start: Callable[[Any], None]
+    kv_bytes_per_id: int
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A submission that can be met. base_ids: the prompt. start: what the codebook begins with, None for the model's
+    own; pack_key: its name among sessions. kv_bytes: bytes that the request may need in the KV caches.
+    """
+
+    submission: Submission
+    base_ids: Uint32s
+    sampling: Sampling
+    start: Any
+    pack_key: str | None
+    kv_bytes: int
+
+
+class Checks:
+    """Checks submissions for one model. May be used from any thread.
+
+    max_prompt_tokens: base tokens of a prompt, None for no bound. max_kv_bytes: bytes of all KV caches, None for none.
+    """
+
+    def __init__(self, facts: ModelFacts, max_prompt_tokens: int | None, max_kv_bytes: int | None) -> None:
+        self.facts, self.max_prompt_tokens, self.max_kv_bytes = facts, max_prompt_tokens, max_kv_bytes
+        self._packs = _Packs(facts)
+
+    def check(self, submission: Submission) -> Checked:
+        """Returns the submission with what was read from it.
+
+        Raises `GenerationError` naming what is wrong, `PromptTooLongError` for a prompt beyond a bound.
+        """
+        sampling = Sampling.of(submission.sampling)
+        sampling.check_width(self.facts.width)
+        sampling.check_biases(self.facts.vocab_size)
+        _check_limits(submission, self.facts.width)
+        base_ids = self._prompt(submission.base_ids)
+        start, pack_key = self._packs.find(submission.pack)
+        self._check_context(base_ids, start)
+        kv_bytes = self._check_room(len(base_ids), submission.max_tokens)
+        return Checked(submission, base_ids, sampling, start, pack_key, kv_bytes)
+
+    def _prompt(self, ids: Sequence[int]) -> Uint32s:
+        """Returns the prompt's base ids. Raises `GenerationError` for an empty prompt and for what is no base id."""
+        try:
+            base_ids = as_ids(ids)
+        except (CodecError, TypeError, ValueError) as error:
+            raise GenerationError(f"the prompt: {error}") from error
+        if not len(base_ids):
+            raise GenerationError("the prompt is empty; give at least one id")
+        wrong = np.flatnonzero(base_ids >= self.facts.vocab_size)
+        if len(wrong):
+            at, last = wrong[0], self.facts.vocab_size - 1
+            raise GenerationError(f"prompt id {base_ids[at]} at index {at} is not a base id (0 to {last})")
+        bound = self.max_prompt_tokens
+        if bound is not None and len(base_ids) > bound:
+            raise PromptTooLongError(f"the prompt has {len(base_ids)} tokens, at most {bound} are allowed; shorten it")
+        return base_ids
+
+    def _check_context(self, base_ids: Uint32s, start: Any) -> None:
+        """Raises `PromptTooLongError` if the prompt leaves no position of the context for an answer."""
+        context, params = self.facts.context, self.facts.params
+        if context is None or len(base_ids) < context:
+            return
+        used = len(base_ids)
+        if params is not None and not self.facts.by_base:
+            used = len(compress(with_starts(params, [start])[0], base_ids)[0])
+        if used >= context:
+            raise context_error(used, context)
+
+    def _check_room(self, prompt: int, max_tokens: int) -> int:
+        """Returns bytes that KV caches may need. Raises `GenerationError` for a request that can never have them."""
+        per_id, bound, context = self.facts.kv_bytes_per_id, self.max_kv_bytes, self.facts.context
+        if bound is None:
+            return 0
+        least = prompt + max(max_tokens, 1)
+        if context is not None:
+            least = min(least, max(context, prompt))
+        if least * per_id > bound:
+            raise GenerationError(
+                f"{prompt} prompt tokens and max_tokens {max_tokens} may need {least * per_id} bytes of KV cache, and "
+                f"there are {bound}: ask for fewer"
+            )
+        return min(bound, per_id * (least if max_tokens > 0 else prompt + UNLIMITED_IDS))
+
+
+def context_error(used: int, context: int) -> PromptTooLongError:
+    """Returns the error for a prompt that takes `used` positions of a context of `context`."""
+    return PromptTooLongError(
+        f"the prompt takes {used} positions, the model's context has {context} and generation needs at least one; "
+        "shorten the prompt"
+    )
+
+
+def _check_limits(submission: Submission, width: int | None) -> None:
+    """Raises `GenerationError` for limits and counts that cannot be."""
+    tokens, top = submission.max_tokens, submission.top_logprobs
+    if not _is_integer(tokens) or tokens == 0 or tokens < -1:
+        raise GenerationError(f"max_tokens must be an integer of at least 1, or -1 for no limit, got {tokens!r:.80}")
+    if top is not None and (not _is_integer(top) or top < 0 or (width is not None and top >= width)):
+        raise GenerationError(f"top_logprobs must be an integer from 0 to below the vocabulary's size, got {top!r:.80}")
+
+
+def _is_integer(value: Any) -> bool:
+    """Returns whether value is an integer and no bool."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+class _Packs:
+    """The packs that requests named lately, each read and checked once as long as its file stays the same."""
+
+    def __init__(self, facts: ModelFacts) -> None:
+        self._facts, self._lock = facts, threading.Lock()
+        self._files: OrderedDict[Any, Pack] = OrderedDict()  # (path, time of change, size) -> pack
+        self._checked: OrderedDict[str, Any] = OrderedDict()  # fingerprint -> start
+
+    def find(self, pack: Any) -> tuple[Any, str | None]:
+        """Returns what a codebook begins with, and its key; (None, None) for None.
+
+        Raises `GenerationError` for a pack that cannot be read, or is not for this model.
+        """
+        if pack is None:
+            return None, None
+        if self._facts.params is None:
+            raise GenerationError("pack: this model has no hypertokens, so nothing could use a pack")
+        try:
+            with self._lock:
+                found = self._read(pack)
+                return self._start(found), found.fingerprint
+        except GenerationError:
+            raise
+        except (MlxZipError, OSError) as error:
+            raise GenerationError(f"pack: {error}") from error
+
+    def _read(self, pack: Any) -> Pack:
+        """Returns the pack, from its file if that is new. Raises `DataError`."""
+        if isinstance(pack, Pack) or not isinstance(pack, str | os.PathLike):
+            return as_pack(pack)
+        path = at_home(pack)
+        try:
+            facts = os.stat(path)
+        except OSError as error:
+            raise DataError(f"{path}: no such pack file") from error
+        return _kept(self._files, (str(path), facts.st_mtime_ns, facts.st_size), lambda: as_pack(pack))
+
+    def _start(self, pack: Pack) -> Any:
+        """Returns the pack's entries after checking them against tokenizer, codec and model, once per pack."""
+
+        def checked() -> Any:
+            pack.check_tokenizer(self._facts.tokenizer, pack.name or "the pack")
+            self._facts.check_start(pack.start)
+            assert self._facts.params is not None
+            with_starts(self._facts.params, [pack.start])
+            return pack.start
+
+        return _kept(self._checked, pack.fingerprint, checked)
+
+
+def _kept(kept: OrderedDict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
+    """Returns what is kept under `key`, made if it is not; forgets the one used longest ago if there are too many."""
+    if key not in kept:
+        kept[key] = make()
+        if len(kept) > PACKS_KEPT:
+            kept.popitem(last=False)
+    kept.move_to_end(key)
+    return kept[key]

@@ -1,0 +1,141 @@
+"""From an engine's events to an answer's deltas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from mlx_zip.engine import Emitted, Event, Failed, Finished, Progress, Started
+from mlx_zip.errors import EngineStoppedError
+from mlx_zip.server.tokens import TokenTexts
+from mlx_zip.server.turn import Delta, Done, Text, TokenLogprob, ToolCall, Turn, Waiting
+from mlx_zip.text.detokenizer import REPLACEMENT
+from mlx_zip.text.stream import Piece, TextStream
+
+
+class PlainSplitter:
+    """Passes an answer's text through, as it is where a template marks neither reasoning nor calls of tools."""
+
+    reasoning_tokens = 0
+
+    def feed(self, text: str, logprobs: Sequence[TokenLogprob] = ()) -> list[Delta]:
+        """Returns the deltas of a piece of text."""
+        return [Text(text, tuple(logprobs))]
+
+    def finish(self, reason: str) -> list[Delta]:
+        """Returns the deltas of what was held back."""
+        return []
+
+
+class Answering:
+    """The state of one answer, which is fed with the engine's events.
+
+    tokens: for log-probabilities. splitter: finds reasoning and calls of tools in the text. cancel: ends the engine's
+    request, called when a stop string has ended the text. text, base_ids: the answer so far, base_ids without the eos;
+    `whole` is True at the end if a later prompt that holds the text may be given these base ids for it.
+    """
+
+    def __init__(
+        self, tokenizer: Any, turn: Turn, splitter: Any, tokens: TokenTexts, cancel: Callable[[], None]
+    ) -> None:
+        self.turn, self._splitter, self._tokens, self._cancel = turn, splitter, tokens, cancel
+        self._stream = TextStream(tokenizer, stop=turn.stop)
+        self._eos = frozenset(tokenizer.eos_token_ids)
+        self._ended: str | None = None  # why the text has ended, while the engine may still run
+        self._held: list[TokenLogprob] = []  # of tokens whose text is still held back
+        self._steps = self._hypertokens = 0
+        self._called = False
+        self._texts: list[str] = []
+        self.base_ids: list[int] = []
+        self.whole = False
+
+    @property
+    def text(self) -> str:
+        """The whole text so far, with reasoning and calls of tools as the model wrote them."""
+        return "".join(self._texts)
+
+    def take(self, event: Event) -> list[Delta]:
+        """Returns what an event adds to the answer; the last delta of all is a `Done`. Raises the error of `Failed`."""
+        if isinstance(event, Emitted):
+            return self._emitted(event)
+        if isinstance(event, Started):
+            return [Waiting(0, event.prompt_ids, event.prompt_tokens, event.cached_tokens)]
+        if isinstance(event, Progress):
+            return [Waiting(event.read, event.total)]
+        if isinstance(event, Failed):
+            raise event.error
+        return self._finished(event)
+
+    def _emitted(self, event: Emitted) -> list[Delta]:
+        """Returns the deltas of one emitted id; none after the text has ended."""
+        if self._ended is not None:
+            return []
+        self._steps += 1
+        self._hypertokens += len(event.base_ids) > 1
+        piece = self._stream.feed(event.base_ids)
+        self.base_ids += [i for i in piece.base_ids if i not in self._eos]
+        if event.logprob is not None and (logprob := self._logprob(event)) is not None:
+            self._held.append(logprob)
+        if piece.finish_reason is not None:
+            self._ended = piece.finish_reason
+            if self._stopped_by_text:
+                self._cancel()
+        return self._shown(piece.text)
+
+    def _logprob(self, event: Emitted) -> TokenLogprob | None:
+        """Returns the log-probability of an emitted id as dialects tell it, None for an eos alone."""
+        shown = tuple(i for i in event.base_ids if i not in self._eos)
+        if not shown or event.logprob is None:
+            return None
+        likely = tuple((*self._tokens[one.base_ids], one.logprob) for one in event.likely)
+        return TokenLogprob(*self._tokens[shown], event.logprob, likely)
+
+    def _shown(self, text: str) -> list[Delta]:
+        """Returns the deltas of new text, with the log-probabilities of its tokens."""
+        if not text:
+            return []
+        self._texts.append(text)
+        held, self._held = self._held, []
+        return self._noted(self._splitter.feed(text, _covering(held, text) if self._stopped_by_text else held))
+
+    def _noted(self, deltas: list[Delta]) -> list[Delta]:
+        """Returns the deltas as they are, after a note whether a tool is called."""
+        self._called = self._called or any(isinstance(delta, ToolCall) for delta in deltas)
+        return deltas
+
+    @property
+    def _stopped_by_text(self) -> bool:
+        """Whether a stop string has ended the text."""
+        return self._stream.stopped_by is not None
+
+    def _finished(self, event: Finished) -> list[Delta]:
+        """Returns the last deltas. Raises `EngineStoppedError` if the engine ended the request on its own."""
+        if self._ended is None and event.reason == "cancelled":
+            raise EngineStoppedError("the server is stopping, so this answer was not finished")
+        reason, deltas = self._ended or event.reason, []
+        if self._ended is None:
+            piece: Piece = self._stream.finish(event.reason)
+            deltas = self._shown(piece.text)
+            if piece.finish_reason is not None:
+                reason = piece.finish_reason
+        self.whole = not self._stopped_by_text and not self.text.endswith(REPLACEMENT)
+        deltas += self._noted(self._splitter.finish(reason))
+        counts = event.counts
+        if self._stopped_by_text:  # the engine went on until it was told
+            counts = replace(
+                counts, base_tokens=self._stream.base_tokens, steps=self._steps, hypertokens=self._hypertokens
+            )
+        told = "tool_calls" if self._called and reason == "stop" else reason
+        return [*deltas, Done(told, counts, self._stream.stopped_by, self._splitter.reasoning_tokens)]
+
+
+def _covering(logprobs: Sequence[TokenLogprob], text: str) -> list[TokenLogprob]:
+    """Returns those of the tokens that begin within a text, without those of the stop string that follows it."""
+    kept, length = [], 0
+    for logprob in logprobs:
+        if length >= len(text):
+            break
+        kept.append(logprob)
+        length += len(logprob.text)
+    return kept

@@ -1,0 +1,164 @@
+"""Bodies of Anthropic's Messages: what a request may hold, and the `Turn` that it asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from mlx_zip.server.anthropic_blocks import Message, SystemText, messages_of, system_text
+from mlx_zip.server.fields import Body, check_tools, joined_system, thinking_options
+from mlx_zip.server.turn import Tool, Turn
+
+
+class CustomTool(Body):
+    """A tool that the model may call. The server calls no tool itself, so tools of other types are refused."""
+
+    harmless = frozenset(
+        {"cache_control", "eager_input_streaming", "defer_loading", "allowed_callers", "input_examples"}
+    )
+
+    type: Literal["custom"] = "custom"
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,128}$")]
+    description: str = ""
+    input_schema: dict[str, Any]
+    strict: bool = False
+
+    @property
+    def tool(self) -> Tool:
+        """The tool as a `Turn` takes it."""
+        return Tool(self.name, self.description, self.input_schema, self.strict)
+
+
+class ToolChoice(Body):
+    """Which tools are called. name: of the tool that type "tool" chooses."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+
+class Thinking(Body):
+    """Whether the model reasons. The budget is told to the chat template; nothing else holds the model to it.
+
+    display: "omitted" leaves the text of the reasoning out of the answer.
+    """
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = Field(None, ge=1)
+    display: Literal["summarized", "omitted"] | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options by which chat templates know it; adaptive leaves it to the model."""
+        budget = {} if self.budget_tokens is None else {"thinking_budget": self.budget_tokens}
+        return {} if self.type == "adaptive" else {"enable_thinking": self.type == "enabled", **budget}
+
+
+class OutputSchema(Body):
+    """JSON that follows a schema."""
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Body):
+    """How the answer is written."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputSchema | None = None
+
+
+class Metadata(Body):
+    """Who asks; it has no effect."""
+
+    user_id: str | None = None
+
+
+class Edit(Body):
+    """A change of the conversation before it is read: only keeping all of the reasoning, which changes nothing."""
+
+    type: Literal["clear_thinking_20251015"]
+    keep: Literal["all"]
+
+
+class ContextManagement(Body):
+    """Changes of the conversation before it is read."""
+
+    edits: list[Edit] = Field(default_factory=list)
+
+
+class CountBody(Body):
+    """A request to count tokens. Fields of `harmless` have no effect; others that are not here are refused."""
+
+    harmless = frozenset({"cache_control", "speed", "user_profile_id", "workspace_id", "betas"})
+
+    model: str
+    messages: list[Message] = Field(min_length=1)
+    system: str | list[SystemText] | None = None
+    tools: list[CustomTool] = Field(default_factory=list)
+    tool_choice: ToolChoice = ToolChoice(type="auto")
+    thinking: Thinking | None = None
+    output_config: OutputConfig = OutputConfig()
+    output_format: OutputSchema | None = None
+    context_management: ContextManagement | None = None
+    mcp_servers: list[None] = Field(default_factory=list, max_length=0)
+
+    @property
+    def choice(self) -> str:
+        """The choice of tools as a `Turn` takes it."""
+        choice = self.tool_choice
+        return {"any": "required", "tool": choice.name or ""}.get(choice.type, choice.type)
+
+
+class MessagesBody(CountBody):
+    """A request for a message."""
+
+    harmless = CountBody.harmless | {"service_tier", "inference_geo", "diagnostics"}
+
+    max_tokens: int = Field(ge=1)
+    stream: bool = False
+    stop_sequences: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list, max_length=16)
+    temperature: float | None = Field(None, ge=0, le=1)
+    top_p: float | None = Field(None, ge=0, le=1)
+    top_k: int | None = Field(None, ge=0)
+    metadata: Metadata = Metadata()
+    container: None = None
+
+
+def turn_of(body: CountBody) -> Turn:
+    """Returns the turn that a body asks for, or whose prompt's tokens it wants counted.
+
+    Raises `BodyError` for blocks that do not follow each other, and for tools that contradict each other.
+    """
+    check_tools([tool.name for tool in body.tools], body.choice)
+    messages, prefill = messages_of(body.messages)
+    output = body.output_format or body.output_config.format
+    thinking = body.thinking.options if body.thinking else {}
+    return Turn(
+        messages=joined_system([*_system(body.system), *messages]),
+        prefill=prefill,
+        tools=[tool.tool for tool in body.tools],
+        tool_choice=body.choice,
+        parallel_tool_calls=not body.tool_choice.disable_parallel_tool_use,
+        schema=output.schema_ if output else None,
+        template_options=thinking_options(body.output_config.effort) | thinking,
+        **(_limits(body) if isinstance(body, MessagesBody) else {}),
+    )
+
+
+def _system(system: str | Sequence[SystemText] | None) -> list[dict[str, Any]]:
+    """Returns the system prompt as a list of at most one message."""
+    text = system_text(system or "")
+    return [{"role": "system", "content": text}] if text else []
+
+
+def _limits(body: MessagesBody) -> dict[str, Any]:
+    """Returns a turn's limits and sampling options."""
+    sampling = {"temp": body.temperature, "top_p": body.top_p, "top_k": body.top_k}
+    return {
+        "max_tokens": body.max_tokens,
+        "stop": tuple(body.stop_sequences),
+        "sampling": {name: value for name, value in sampling.items() if value is not None},
+    }

@@ -1,0 +1,80 @@
+"""The server as an ASGI app: all routes, and what every error becomes."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from mlx_zip.errors import MlxZipError
+from mlx_zip.server import chat
+from mlx_zip.server.bodies import check_model
+from mlx_zip.server.core import Core
+from mlx_zip.server.errors import dialect_of, told
+from mlx_zip.server.guard import Guard
+from mlx_zip.server.http import ClientGone, json_response
+
+DIALECTS: tuple[Callable[[Core], Sequence[Route]], ...] = (chat.routes,)
+
+
+def make_app(core: Core) -> Starlette:
+    """Returns the app that serves an engine, with `core.options`. The app does not close the engine."""
+    options = core.options
+    routes = [route for dialect in DIALECTS for route in dialect(core)] + _routes(core)
+    browsers = CORSMiddleware, {"allow_origins": list(options.allowed_origins), "allow_headers": ["*"]}
+    outer = [Middleware(browsers[0], **browsers[1], allow_methods=["*"])] if options.allowed_origins else []
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        yield
+        core.close()
+
+    return Starlette(
+        routes=routes,
+        middleware=[*outer, Middleware(Guard, options=options)],
+        exception_handlers={MlxZipError: _failed, HTTPException: _failed, ClientGone: _gone, Exception: _failed},
+        lifespan=lifespan,
+    )
+
+
+def _routes(core: Core) -> list[Route]:
+    """Returns the routes that belong to no dialect."""
+    model = {"id": core.model, "object": "model", "created": core.created, "owned_by": "mlx_zip"}
+
+    async def models(request: Request) -> Response:
+        """Lists the model that is served."""
+        return json_response({"object": "list", "data": [model]})
+
+    async def one_model(request: Request) -> Response:
+        """Describes the model that is served."""
+        check_model(core, request.path_params["name"])
+        return json_response(model)
+
+    async def health(request: Request) -> Response:
+        """Says whether the server can answer."""
+        alive = core.engine.alive
+        return json_response({"status": "ok" if alive else "stopped"}, 200 if alive else 503)
+
+    return [
+        Route("/v1/models", models),
+        Route("/v1/models/{name:path}", one_model),
+        Route("/health", health),
+    ]
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    """Returns the answer to a request that failed, in its dialect."""
+    return told(error).response(dialect_of(request.url.path))
+
+
+async def _gone(request: Request, error: Any) -> Response:
+    """Returns an answer that nobody reads."""
+    return Response(status_code=499)

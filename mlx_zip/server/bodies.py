@@ -1,0 +1,162 @@
+"""What chat completions and completions have in common: fields of a request, and usage in an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator
+
+from mlx_zip.engine import Counts
+from mlx_zip.server.core import Core
+from mlx_zip.server.errors import RequestError
+from mlx_zip.server.fields import Body, BodyError
+from mlx_zip.server.turn import TokenLogprob
+
+PENALTY_WINDOW = 256  # base tokens that a penalty looks at unless the request says how many
+LEAST_LOGPROB = -9999.0  # stands for minus infinity, as OpenAI writes it
+_TAKEN = frozenset(
+    {
+        "tools",
+        "chat_template",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "tokenizer_kwargs",
+    }
+    | {"return_assistant_tokens_mask"}
+)
+Text = Annotated[str, Field(min_length=1)]
+Size = Annotated[int, Field(ge=1, le=(1 << 31) - 1)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+
+
+class StreamOptions(Body):
+    """How a stream is sent."""
+
+    harmless = frozenset({"include_obfuscation"})
+
+    include_usage: bool = False
+
+
+class Sampled(Body):
+    """The fields that both kinds of completions have. Those from `top_k` on are not OpenAI's but mlx-lm's or ours."""
+
+    harmless = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"})
+
+    model: str = "default_model"
+    max_tokens: Size | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Fraction | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1000)] | None = None
+    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)] | None = None
+    stop: Text | Annotated[list[Text], Field(max_length=4)] = Field(default_factory=list)
+    n: Annotated[int, Field(ge=1, le=8)] = 1
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    store: Literal[False] = False
+    service_tier: Literal["auto", "default"] = "auto"
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: Fraction | None = None
+    xtc_probability: Fraction | None = None
+    xtc_threshold: Annotated[float, Field(ge=0, le=0.5)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    repetition_context_size: Size = PENALTY_WINDOW
+    presence_context_size: Size = PENALTY_WINDOW
+    frequency_context_size: Size = PENALTY_WINDOW
+    pack: Text | None = None
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _base_ids(cls, given: Mapping[str, float] | None) -> Any:
+        """Refuses a bias of what is no base id."""
+        for key in given or {}:
+            if not (key.isascii() and key.isdecimal() and len(key) < 10):
+                raise ValueError(f"{key[:40]!r} is no id of a token")
+        return given
+
+    @property
+    def stops(self) -> list[str]:
+        """The stop strings."""
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop)
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with the usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def sampling(self, choice: int = 0) -> dict[str, Any]:
+        """Returns the fields of `Sampling` that the request sets. choice: of `n`; each has a seed of its own."""
+        names = ("top_p", "min_p", "xtc_probability", "xtc_threshold")
+        found = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        for kind in ("repetition", "presence", "frequency"):
+            if (penalty := getattr(self, f"{kind}_penalty")) is not None:
+                found |= {f"{kind}_penalty": penalty, f"{kind}_context_size": getattr(self, f"{kind}_context_size")}
+        if self.temperature is not None:
+            found["temp"] = self.temperature
+        if self.top_k is not None:
+            found["top_k"] = max(self.top_k, 0)
+        if self.seed is not None:
+            found["seed"] = (self.seed + choice) % (1 << 64)
+        if self.logit_bias:
+            found["logit_bias"] = {int(key): bias for key, bias in self.logit_bias.items()}
+        return found
+
+    def check(self, core: Core) -> None:
+        """Raises `RequestError` for another model, and `BodyError` for fields that do not fit together."""
+        check_model(core, self.model)
+        if self.stream_options is not None and not self.stream:
+            raise BodyError("only a stream can have this field", "stream_options")
+        width = core.engine.info.vocab_size
+        if wrong := [key for key in self.logit_bias or {} if int(key) >= width]:
+            raise BodyError(f"{wrong[0]} is no base id of this model, which has {width}", "logit_bias")
+
+
+def check_model(core: Core, name: str) -> None:
+    """Raises `RequestError` with status 404 unless a name is the served model's, or "default_model" as in mlx-lm."""
+    if name not in (core.model, "default_model"):
+        message = f"there is no model {name!r}; this server has {core.model!r} alone"
+        raise RequestError(404, message, "model_not_found", "model")
+
+
+def template_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns chat_template_kwargs. Raises `BodyError` for names that are no arguments of a template."""
+    if taken := sorted(given.keys() & _TAKEN):
+        raise BodyError(f"{taken[0]} cannot be set here", "chat_template_kwargs")
+    return dict(given)
+
+
+def max_tokens_of(core: Core, given: int | None) -> int:
+    """Returns how many base tokens an answer may have."""
+    return core.options.max_tokens if given is None else given
+
+
+def usage(counts: Counts, reasoning_tokens: int | None = None) -> dict[str, Any]:
+    """Returns the usage of an answer in base tokens. reasoning_tokens: None where an answer cannot have any."""
+    found = {
+        "prompt_tokens": counts.prompt_tokens,
+        "completion_tokens": counts.base_tokens,
+        "total_tokens": counts.prompt_tokens + counts.base_tokens,
+        "prompt_tokens_details": {"cached_tokens": counts.cached_tokens},
+    }
+    if reasoning_tokens is not None:
+        found["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
+    return found
+
+
+def likely_json(logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
+    """Returns log-probabilities as chat completions tell them; a hypertoken is one entry."""
+    return [
+        _token(one.text, one.bytes, one.logprob) | {"top_logprobs": [_token(*likely) for likely in one.likely]}
+        for one in logprobs
+    ]
+
+
+def _token(text: str, data: bytes, logprob: float) -> dict[str, Any]:
+    """Returns one token with its log-probability."""
+    return {"token": text, "logprob": max(logprob, LEAST_LOGPROB), "bytes": list(data)}

@@ -1,0 +1,227 @@
+"""Bodies of OpenAI's chat completions: what a request may hold, and the `Turn` that it asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from mlx_zip.server.bodies import Sampled, Size, max_tokens_of, template_options
+from mlx_zip.server.core import Core
+from mlx_zip.server.fields import Body, BodyError, arguments_of, check_tools, joined_system, thinking_options
+from mlx_zip.server.turn import Tool, Turn
+
+Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+
+
+class TextPart(Body):
+    """A piece of a message's text."""
+
+    harmless = frozenset({"cache_control"})
+
+    type: Literal["text"]
+    text: str
+
+
+class RefusalPart(Body):
+    """A piece of a message in which a model refused."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
+class CalledFunction(Body):
+    """The function that a model called. arguments: JSON text of an object."""
+
+    name: str
+    arguments: str
+
+
+class Call(Body):
+    """A call of a tool in an assistant's message."""
+
+    harmless = frozenset({"index"})
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+Part = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
+
+
+class Message(Body):
+    """A message of the conversation."""
+
+    harmless = frozenset({"annotations"})
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[Part] = ""
+    name: str | None = None
+    refusal: str | None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: list[Call] = Field(default_factory=list)
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+    def checked(self, place: str) -> None:
+        """Raises `BodyError` for fields that a message of this role does not have. place: path of the message."""
+        for name in ("tool_calls", "reasoning_content", "refusal"):
+            if getattr(self, name) and self.role != "assistant":
+                raise BodyError(f"a message of the role {self.role} does not have this field", f"{place}.{name}")
+        if (self.role == "tool") != (self.tool_call_id is not None):
+            raise BodyError("messages of the role tool have this field, and no others", f"{place}.tool_call_id")
+
+    def as_turn(self, place: str) -> dict[str, Any]:
+        """Returns the message as chat templates take it. Raises `BodyError`. place: path of the message."""
+        self.checked(place)
+        role = "system" if self.role == "developer" else self.role
+        turn: dict[str, Any] = {"role": role, "content": self._text}
+        for name in ("name", "tool_call_id", "reasoning_content"):
+            if (value := getattr(self, name)) is not None:
+                turn[name] = value
+        if self.tool_calls:
+            turn["tool_calls"] = [
+                _as_template(call, f"{place}.tool_calls.{i}") for i, call in enumerate(self.tool_calls)
+            ]
+        return turn
+
+    @property
+    def _text(self) -> str:
+        """The message's text, its parts joined."""
+        if isinstance(self.content, str):
+            return self.content or self.refusal or ""
+        return "".join(part.text if isinstance(part, TextPart) else part.refusal for part in self.content)
+
+
+class Function(Body):
+    """A function that the model may call."""
+
+    name: Name
+    description: str = ""
+    parameters: dict[str, Any] = Field(default_factory=dict)
+    strict: bool = False
+
+
+class FunctionTool(Body):
+    """A tool. The server calls none itself, so tools of other types are refused."""
+
+    harmless = frozenset({"cache_control"})
+
+    type: Literal["function"]
+    function: Function
+
+
+class ChosenFunction(Body):
+    """The name of the function to call."""
+
+    name: str
+
+
+class ChosenTool(Body):
+    """A choice of one function."""
+
+    type: Literal["function"]
+    function: ChosenFunction
+
+
+class PlainText(Body):
+    """Text of any form."""
+
+    type: Literal["text"]
+
+
+class JsonObject(Body):
+    """A JSON object of any form."""
+
+    type: Literal["json_object"]
+
+
+class NamedSchema(Body):
+    """A JSON schema. It holds whether `strict` is set or not."""
+
+    name: Name
+    description: str = ""
+    json_schema: dict[str, Any] = Field(default_factory=dict, alias="schema")
+    strict: bool = True
+
+
+class JsonSchema(Body):
+    """JSON that follows a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+Format = Annotated[PlainText | JsonObject | JsonSchema, Field(discriminator="type")]
+
+
+class ChatBody(Sampled):
+    """A request for a chat completion."""
+
+    harmless = Sampled.harmless | {"prediction"}
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Size | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    tools: list[FunctionTool] = Field(default_factory=list)
+    tool_choice: Literal["auto", "none", "required"] | ChosenTool = "auto"
+    parallel_tool_calls: bool = True
+    response_format: Format | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    modalities: list[Literal["text"]] = Field(default_factory=lambda: ["text"])
+    verbosity: Literal["medium"] = "medium"
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    def check(self, core: Core) -> None:
+        """Raises `RequestError` for another model, and `BodyError` for fields that do not fit one another."""
+        super().check(core)
+        if self.top_logprobs is not None and not self.logprobs:
+            raise BodyError("this field needs logprobs: true", "top_logprobs")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise BodyError("this field and max_completion_tokens say different numbers", "max_tokens")
+        check_tools([tool.function.name for tool in self.tools], self._choice)
+
+    @property
+    def _choice(self) -> str:
+        """The choice of tools, as a `Turn` has it."""
+        return self.tool_choice if isinstance(self.tool_choice, str) else self.tool_choice.function.name
+
+    def turns(self, core: Core) -> list[Turn]:
+        """Returns what the request asks for, a turn for each of `n`. Raises `RequestError` and `BodyError`."""
+        self.check(core)
+        messages = joined_system([one.as_turn(f"messages.{i}") for i, one in enumerate(self.messages)])
+        return [self._turn(core, messages, choice) for choice in range(self.n)]
+
+    def _turn(self, core: Core, messages: Sequence[Mapping[str, Any]], choice: int) -> Turn:
+        """Returns one turn. choice: which of `n`."""
+        given = self.max_completion_tokens if self.max_tokens is None else self.max_tokens
+        return Turn(
+            messages=messages,
+            tools=[Tool(**tool.function.model_dump()) for tool in self.tools],
+            tool_choice=self._choice,
+            parallel_tool_calls=self.parallel_tool_calls,
+            schema=_schema(self.response_format),
+            max_tokens=max_tokens_of(core, given),
+            sampling=self.sampling(choice),
+            stop=self.stops,
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            template_options=thinking_options(self.reasoning_effort) | template_options(self.chat_template_kwargs),
+            pack=self.pack,
+        )
+
+
+def _schema(form: PlainText | JsonObject | JsonSchema | None) -> dict[str, Any] | None:
+    """Returns the schema that an answer must follow, {} for any object, None for any text."""
+    if isinstance(form, JsonSchema):
+        return form.json_schema.json_schema
+    return {} if isinstance(form, JsonObject) else None
+
+
+def _as_template(call: Call, place: str) -> dict[str, Any]:
+    """Returns a call as chat templates take it: with arguments as a map. Raises `BodyError`."""
+    arguments = arguments_of(call.function.arguments or "{}", f"{place}.function.arguments")
+    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}

@@ -1,0 +1,191 @@
+"""The core of the server: a `Turn` is asked, `Delta`s answer it, whatever dialect the client speaks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from mlx_zip.engine import Engine, Event, Submission, Ticket
+from mlx_zip.errors import GenerationError
+from mlx_zip.server.answering import Answering, PlainSplitter
+from mlx_zip.server.options import Options
+from mlx_zip.server.tokens import TokenTexts
+from mlx_zip.server.turn import Delta, Done, Turn, Waiting
+from mlx_zip.text.prompts import Chat, encode_prompt
+
+Some = TypeVar("Some")
+_THREADS = 4
+
+
+class Core:
+    """Answers turns with an engine. All methods are for one event loop; the engine may run anywhere.
+
+    model: name of the model in answers. created: when the server started, seconds since 1970.
+    """
+
+    def __init__(self, engine: Engine, options: Options | None = None) -> None:
+        self.engine, self.options = engine, options or Options()
+        self.model = self.options.model or engine.info.name
+        self.created = int(time.time())
+        self._tokens = TokenTexts(engine.tokenizer)
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="mlx_zip-server")
+
+    async def answer(self, turn: Turn) -> AsyncIterator[Delta]:
+        """Yields an answer's deltas; the last one is a `Done`.
+
+        The first one is `Waiting(0, 0)` and comes as soon as the engine has taken the request. Raises, before it, what
+        `Engine.submit` and the chat template raise, and later the error of a request that failed. Ending the loop
+        early, or cancelling the task, ends the engine's request at once.
+        """
+        inbox: asyncio.Queue[Event] = asyncio.Queue()
+        ticket = await self._submit(turn, _deliverer(inbox))
+        try:
+            yield Waiting(0, 0)
+            answering = self._answering(turn, ticket)
+            while True:
+                for delta in answering.take(await inbox.get()):
+                    if isinstance(delta, Done) and turn.prompt is None:
+                        self._note(ticket, answering)
+                    yield delta
+                    if isinstance(delta, Done):
+                        return
+        finally:
+            self.engine.cancel(ticket)
+
+    async def answers(self, turns: Sequence[Turn]) -> AsyncIterator[tuple[int, Delta]]:
+        """Yields the deltas of several answers as they come, each with the index of its turn.
+
+        All turns are submitted before the first delta is yielded. An error of one ends all.
+        """
+        if len(turns) == 1:
+            async with aclosing(self.answer(turns[0])) as deltas:
+                async for delta in deltas:
+                    yield 0, delta
+            return
+        async with contextlib.AsyncExitStack() as open_ones:
+            running = [await open_ones.enter_async_context(aclosing(self.answer(turn))) for turn in turns]
+            first = [(i, await anext(deltas)) for i, deltas in enumerate(running)]
+            for pair in first:
+                yield pair
+            async with aclosing(_merged(running)) as merged:
+                async for pair in merged:
+                    yield pair
+
+    async def prompt_ids(self, turn: Turn) -> list[int]:
+        """Returns the base ids of a turn's prompt. Raises `GenerationError`."""
+        return await self.aside(self._prompt_ids, turn)
+
+    async def aside(self, work: Callable[..., Some], *args: Any) -> Some:
+        """Returns what a function returns that would block the event loop; it runs in a thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work, *args)
+
+    def close(self) -> None:
+        """Ends the threads. The engine is closed by whom it belongs to."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _submission(self, turn: Turn) -> Submission:
+        """Returns what the engine is asked for a turn."""
+        if turn.pack is not None and turn.pack not in self.options.packs:
+            known = ", ".join(sorted(self.options.packs)) or "none"
+            raise GenerationError(f"pack: there is no pack {turn.pack!r}; the server was started with: {known}")
+        return Submission(
+            base_ids=self._prompt_ids(turn),
+            max_tokens=turn.max_tokens,
+            eos_ids=frozenset(self.engine.tokenizer.eos_token_ids),
+            sampling={**self.options.sampling, **turn.sampling},
+            top_logprobs=turn.logprobs,
+            constraint=make_constraint(self.engine.tokenizer, turn),
+            pack=None if turn.pack is None else self.options.packs[turn.pack],
+        )
+
+    def _prompt_ids(self, turn: Turn) -> list[int]:
+        """Returns the base ids of a turn's prompt. Raises `GenerationError`."""
+        tokenizer = self.engine.tokenizer
+        if turn.prompt is not None:
+            return encode_prompt(tokenizer, turn.prompt)
+        options = {**self.options.template_options, **turn.template_options}
+        if turn.tools:
+            options["tools"] = [_as_openai(tool) for tool in turn.tools]
+        chat = Chat(turn.messages, prefill=turn.prefill, options=options)
+        return encode_prompt(tokenizer, chat, answers=self.engine.answers())
+
+    async def _submit(self, turn: Turn, deliver: Callable[[Event], None]) -> Ticket:
+        """Submits a turn; if the task is cancelled meanwhile, the request is ended as soon as it is known."""
+
+        def submit() -> Ticket:
+            return self.engine.submit(self._submission(turn), deliver)
+
+        future = asyncio.get_running_loop().run_in_executor(self._pool, submit)
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            future.add_done_callback(self._forget)
+            raise
+
+    def _forget(self, submitted: asyncio.Future[Ticket]) -> None:
+        """Ends a request that nobody waits for."""
+        if not submitted.cancelled() and submitted.exception() is None:
+            self.engine.cancel(submitted.result())
+
+    def _answering(self, turn: Turn, ticket: Ticket) -> Answering:
+        """Returns the state of an answer that begins."""
+        tokenizer = self.engine.tokenizer
+        splitter = make_splitter(tokenizer, turn)
+        return Answering(tokenizer, turn, splitter, self._tokens, lambda: self.engine.cancel(ticket))
+
+    def _note(self, ticket: Ticket, answering: Answering) -> None:
+        """Has the engine remember the base ids of an answer that a later prompt may hold."""
+        if answering.whole and answering.text:
+            self.engine.note_answer(ticket, answering.text, answering.base_ids)
+
+
+def make_splitter(tokenizer: Any, turn: Turn) -> Any:
+    """Returns what finds reasoning and calls of tools in a turn's answer."""
+    return PlainSplitter()
+
+
+def make_constraint(tokenizer: Any, turn: Turn) -> Any:
+    """Returns what a turn's answer may consist of, None for anything. Raises `GenerationError`."""
+    if turn.schema is not None or turn.tools:
+        raise GenerationError("tools and JSON schemas are not supported yet")
+    return None
+
+
+def _as_openai(tool: Any) -> dict[str, Any]:
+    """Returns a tool as chat templates take it."""
+    function = {"name": tool.name, "description": tool.description, "parameters": dict(tool.parameters)}
+    return {"type": "function", "function": function}
+
+
+def _deliverer(inbox: asyncio.Queue[Event]) -> Callable[[Event], None]:
+    """Returns a function that puts an event into a queue of this event loop, from any thread."""
+    loop = asyncio.get_running_loop()
+
+    def deliver(event: Event) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody listens
+            loop.call_soon_threadsafe(inbox.put_nowait, event)
+
+    return deliver
+
+
+async def _merged(running: Sequence[AsyncIterator[Delta]]) -> AsyncIterator[tuple[int, Delta]]:
+    """Yields what several iterators yield, as it comes, each with the iterator's index."""
+    waiting = {asyncio.ensure_future(anext(deltas)): i for i, deltas in enumerate(running)}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in sorted(done, key=waiting.__getitem__):
+                i = waiting.pop(task)
+                delta = task.result()
+                yield i, delta
+                if not isinstance(delta, Done):
+                    waiting[asyncio.ensure_future(anext(running[i]))] = i
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)

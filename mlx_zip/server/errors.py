@@ -1,0 +1,110 @@
+"""Errors as answers: the status, the words and the JSON body in which each dialect tells them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from mlx_zip.errors import EngineBusyError, EngineStoppedError, GenerationError, MlxZipError, PromptTooLongError, reason
+
+log = logging.getLogger("mlx_zip.server")
+
+OPENAI, ANTHROPIC = "openai", "anthropic"
+_OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+class RequestError(MlxZipError):
+    """A request that is answered with an error. code: a short name of the error. param: the field at fault."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        code: str | None = None,
+        param: str | None = None,
+        headers: Mapping[str, str] = {},
+    ) -> None:
+        super().__init__(message)
+        self.status, self.code, self.param, self.headers = status, code, param, headers
+
+
+@dataclass(frozen=True)
+class Told:
+    """An error as a client reads it: status, message, code, the field at fault, and headers of the answer."""
+
+    status: int
+    message: str
+    code: str | None = None
+    param: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    def body(self, dialect: str = OPENAI) -> dict[str, Any]:
+        """Returns the error as the JSON object of a dialect, also for an event of a stream."""
+        server = self.status >= 500
+        if dialect == ANTHROPIC:
+            kind = _ANTHROPIC_TYPES.get(self.status, "api_error" if server else "invalid_request_error")
+            return {"type": "error", "error": {"type": kind, "message": self.message}}
+        kind = _OPENAI_TYPES.get(self.status, "server_error" if server else "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self, dialect: str = OPENAI) -> Response:
+        """Returns the error as an answer."""
+        return Response(
+            json_bytes(self.body(dialect)), self.status, media_type="application/json", headers=dict(self.headers)
+        )
+
+
+def told(error: BaseException) -> Told:
+    """Returns what a client is told of an exception. What nobody expected is logged and told without its words."""
+    if isinstance(error, RequestError):
+        return Told(error.status, str(error), error.code, error.param, error.headers)
+    if isinstance(error, HTTPException):
+        return _of_route(error)
+    if isinstance(error, EngineBusyError):
+        wait = {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))}
+        return Told(429, str(error), "rate_limit_exceeded", headers=wait)
+    if isinstance(error, EngineStoppedError):
+        return Told(503, str(error), "stopped", headers={"Retry-After": "5"})
+    if isinstance(error, PromptTooLongError):
+        return Told(400, str(error), "context_length_exceeded", getattr(error, "param", None))
+    if isinstance(error, GenerationError):
+        return Told(400, str(error), "invalid_request", getattr(error, "param", None))
+    if isinstance(error, MlxZipError):
+        log.error("a request failed: %s", reason(error))
+        return Told(500, str(error), "failed")
+    log.error("a request failed", exc_info=error)
+    return Told(500, "the server made a mistake; its log says more", "internal_error")
+
+
+def _of_route(error: HTTPException) -> Told:
+    """Returns what a client is told about an unknown route or a wrong method."""
+    words = {404: "there is no such route; GET /openapi.json lists the routes", 405: "this route has another method"}
+    codes = {404: "unknown_url", 405: "method_not_allowed"}
+    message = words.get(error.status_code, str(error.detail))
+    return Told(error.status_code, message, codes.get(error.status_code), headers=error.headers or {})
+
+
+def dialect_of(path: str) -> str:
+    """Returns the dialect in which errors of a path are told."""
+    return ANTHROPIC if path.startswith("/v1/messages") else OPENAI
+
+
+def json_bytes(value: Any) -> bytes:
+    """Returns a value as JSON in UTF-8. Half of a surrogate pair, which UTF-8 cannot hold, is escaped as JSON does."""
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return text.encode("utf-8", "backslashreplace")

@@ -1,0 +1,127 @@
+"""What bodies of requests have in common: typed fields, fields without effect, and refusals that name a field."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic_core import from_json
+
+from mlx_zip.errors import GenerationError
+
+Some = TypeVar("Some", bound=BaseModel)
+
+_WORDS = {  # pydantic's name of an error -> what a client reads
+    "missing": "this field is required",
+    "extra_forbidden": "this field is unknown, or not supported by this server",
+    "none_required": "this field is not supported by this server",
+    "model_type": "this must be an object",
+    "model_attributes_type": "this must be an object",
+    "dict_type": "this must be an object",
+    "list_type": "this must be a list",
+}
+
+
+class BodyError(GenerationError):
+    """A body that asks for something wrong or unsupported. param: path of the field at fault, None for the whole."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(f"{param}: {message}" if param else message)
+        self.param = param
+
+
+class Body(BaseModel):
+    """An object in a body: types are exact, an unknown field is refused, null stands for a field that is left out.
+
+    harmless: fields that are accepted with any value and have no effect.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+
+    harmless: ClassVar[frozenset[str]] = frozenset()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop(cls, given: Any) -> Any:
+        """Leaves out harmless fields, and known fields that are null."""
+        if not isinstance(given, Mapping):
+            return given
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        return {k: v for k, v in given.items() if k not in cls.harmless and not (v is None and k in known)}
+
+
+def parse(kind: type[Some], given: Any) -> Some:
+    """Returns the body of a request as an object of a class. Raises `BodyError` naming the first field at fault."""
+    try:
+        return kind.model_validate(given)
+    except ValidationError as error:
+        faults = [(_path(fault["loc"], given), fault) for fault in error.errors(include_url=False)]
+    path, fault = max(faults, key=lambda pair: len(pair[0]))  # of alternatives, the one that fits the value best
+    raise BodyError(_explained(fault), ".".join(path) or None)
+
+
+def arguments_of(text: str, param: str) -> dict[str, Any]:
+    """Returns the JSON object in a text. Raises `BodyError` with the text's place if there is none."""
+    try:
+        value = from_json(text)
+    except ValueError as error:
+        raise BodyError(f"the arguments are not JSON: {error}", param) from error
+    if not isinstance(value, dict):
+        raise BodyError("the arguments must be a JSON object", param)
+    return value
+
+
+def check_tools(names: Sequence[str], choice: str, param: str = "tools") -> None:
+    """Raises `BodyError` for two tools of one name, and for a choice of a tool that is not there."""
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise BodyError(f"there are two tools named {twice[0]!r}", param)
+    if choice == "required" and not names:
+        raise BodyError("a tool must be called, but no tools are given", "tool_choice")
+    if choice not in ("auto", "none", "required", *names):
+        raise BodyError(f"there is no tool named {choice!r}", "tool_choice")
+
+
+def joined_system(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Returns the messages with the system messages at their beginning joined: most chat templates take only one."""
+    count = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
+    texts = [message["content"] for message in messages[:count]]
+    return [*([{"role": "system", "content": "\n\n".join(texts)}] if texts else []), *messages[count:]]
+
+
+def thinking_options(effort: str | None) -> dict[str, Any]:
+    """Returns the options by which chat templates know how much a model shall reason."""
+    if effort is None:
+        return {}
+    return {"enable_thinking": effort != "none", "reasoning_effort": effort}
+
+
+def _explained(fault: Any) -> str:
+    """Returns what is wrong with a field, in words."""
+    context = fault.get("ctx", {})
+    if fault["type"] == "union_tag_invalid":
+        return f"the type {context['tag']!r} is not supported by this server; supported: {context['expected_tags']}"
+    if fault["type"] == "union_tag_not_found":
+        return "this must be an object with a type"
+    if fault["type"] == "literal_error":
+        return f"this must be {context['expected']}, got {str(fault['input'])[:80]!r}"
+    message = str(fault["msg"]).removeprefix("Value error, ")
+    return _WORDS.get(fault["type"], message[:1].lower() + message[1:])
+
+
+def _path(place: Sequence[str | int], given: Any) -> list[str]:
+    """Returns a field's path, as ["input", "0", "content"], without the names that pydantic gives members of a union.
+
+    place: the path with those names. given: the whole body.
+    """
+    path, of_type = [], False
+    for i, step in enumerate(place):
+        if isinstance(step, int):
+            path, given, of_type = [*path, str(step)], given[step] if isinstance(given, list) else None, False
+        elif not isinstance(given, Mapping) or "[" in step or step in ("str", "none"):
+            continue
+        elif not of_type and given.get("type") == step:
+            of_type = True
+        elif step in given or i == len(place) - 1:
+            path, given, of_type = [*path, step], given.get(step), False
+    return path

@@ -1,0 +1,216 @@
+"""What all routes share: reading a JSON body within bounds, answers that end when their client goes, event streams."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import aclosing
+from typing import Any, NoReturn, TypeVar
+
+from sse_starlette import EventSourceResponse, ServerSentEvent
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from mlx_zip.server.core import Core
+from mlx_zip.server.errors import OPENAI, RequestError, Told, json_bytes, told
+
+Some = TypeVar("Some")
+_CLOSE = {"Connection": "close"}
+_DISCARDED_S = 2.0  # how long what is left of a body that is too large is read, so that its sender reads the answer
+_LARGE = 1 << 18  # bytes of a body that is parsed in a thread
+
+
+class ClientGone(Exception):
+    """The client has closed the connection before its answer was there."""
+
+
+async def read_json(request: Request, core: Core) -> Any:
+    """Returns the JSON of a request's body.
+
+    Raises `RequestError` with status 415 for another content type, 413 for a body that is too large, 408 for one that
+    comes too slowly, and 400 for one that is no JSON; `ClientGone`.
+    """
+    _check_content_type(request)
+    options = core.options
+    try:
+        async with asyncio.timeout(options.body_timeout_s):
+            body = await _read(request, options.max_body_bytes)
+    except TimeoutError as error:
+        message = f"the body did not arrive within {options.body_timeout_s:g} s"
+        raise RequestError(408, message, "timeout", headers=_CLOSE) from error
+    except ClientDisconnect as error:
+        raise ClientGone from error
+    if len(body) < _LARGE:
+        return parse_json(body, options.max_depth)
+    return await core.aside(parse_json, body, options.max_depth)
+
+
+def _check_content_type(request: Request) -> None:
+    """Raises `RequestError` unless the body says that it is JSON in UTF-8."""
+    kind, _, parameters = request.headers.get("content-type", "").partition(";")
+    charset = parameters.strip().lower().removeprefix("charset=").strip('"')
+    if kind.strip().lower() != "application/json" or charset not in ("", "utf-8", "utf8", "us-ascii"):
+        raise RequestError(
+            415, "the body must be JSON in UTF-8, with the header Content-Type: application/json", "type"
+        )
+    if request.headers.get("content-encoding", "identity") != "identity":
+        raise RequestError(415, "a compressed body (Content-Encoding) is not supported", "encoding")
+
+
+async def _read(request: Request, most: int) -> bytes:
+    """Returns the bytes of a body. Raises `RequestError` for more than `most`."""
+    length = request.headers.get("content-length", "")
+    waits = request.headers.get("expect", "").lower() == "100-continue"
+    large = length.isdecimal() and (len(length) > 18 or int(length) > most)
+    body = bytearray()
+    if not (large and waits):  # who asks first has sent nothing yet
+        chunks = aiter(request.stream())
+        if not large:
+            async for chunk in chunks:
+                body += chunk
+                if large := len(body) > most:
+                    break
+        if large:
+            body.clear()
+            await _discard(chunks)
+    if large:
+        raise RequestError(413, f"the body is larger than {most} bytes", "request_too_large", headers=_CLOSE)
+    return bytes(body)
+
+
+async def _discard(chunks: AsyncIterator[bytes]) -> None:
+    """Reads on for a while and keeps nothing."""
+    try:
+        async with asyncio.timeout(_DISCARDED_S):
+            async for _ in chunks:
+                pass
+    except TimeoutError:
+        return
+
+
+def parse_json(body: bytes, max_depth: int) -> Any:
+    """Returns the value of JSON text. Raises `RequestError` if it is none, or nested deeper than `max_depth`."""
+    try:
+        value = json.loads(body.decode("utf-8"), parse_constant=_refuse, parse_float=_finite)
+    except UnicodeDecodeError as error:
+        raise RequestError(400, f"the body is not UTF-8 at byte {error.start}", "invalid_json") from error
+    except RecursionError as error:
+        raise _too_deep(max_depth) from error
+    except ValueError as error:  # no JSON, or a number with thousands of digits
+        raise RequestError(400, f"the body is not JSON: {error}", "invalid_json") from error
+    _check_depth(value, max_depth)
+    return value
+
+
+def _refuse(name: str) -> NoReturn:
+    """Raises `ValueError` for NaN, Infinity and -Infinity, which JSON does not have."""
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _finite(text: str) -> float:
+    """Returns the number. Raises `ValueError` for one that is too large for a float."""
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{text[:40]} is too large")
+    return number
+
+
+def _check_depth(value: Any, most: int) -> None:
+    """Raises `RequestError` for a value whose lists and objects are nested deeper than `most`."""
+    level = [value]
+    for _ in range(most):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, dict | list)
+        ]
+        if not level:
+            return
+    raise _too_deep(most)
+
+
+def _too_deep(most: int) -> RequestError:
+    """Returns the error for a body that is nested too deeply."""
+    return RequestError(400, f"the body is nested deeper than {most} levels", "too_deep")
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, Some]) -> Some:
+    """Returns what `work` returns; cancels it and raises `ClientGone` as soon as the client closes the connection."""
+    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        watch.cancel()
+        task.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+async def _disconnected(request: Request) -> None:
+    """Returns when the client has closed the connection."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """Returns an answer of JSON."""
+    return Response(json_bytes(value), status, media_type="application/json", headers=dict(headers or {}))
+
+
+Frames = Callable[[], AsyncIterator[bytes]]
+
+
+async def stream_response(
+    request: Request,
+    core: Core,
+    frames: AsyncIterator[bytes],
+    dialect: str = OPENAI,
+    on_error: Callable[[Told], bytes] | None = None,
+) -> Response:
+    """Returns an answer that streams frames of server-sent events (`event_bytes`) as they come.
+
+    The first frame is awaited before, so that an error until then has a status of its own. A later error becomes an
+    event (`on_error`'s frame, or the dialect's error object), and the stream ends. The frames are closed when the
+    client goes.
+    """
+    first = await unless_gone(request, _first(frames))
+
+    async def content() -> AsyncIterator[bytes]:
+        async with aclosing(frames):  # type: ignore[type-var]
+            if first:
+                yield first
+            try:
+                async for frame in frames:
+                    yield frame
+            except Exception as error:  # whatever it is, the client hears of it
+                failure = told(error)
+                yield on_error(failure) if on_error else event_bytes(failure.body(dialect))
+
+    return EventSourceResponse(
+        content(),
+        ping=core.options.ping_s,
+        ping_message_factory=lambda: ServerSentEvent(comment="waiting", sep="\n"),
+        shutdown_grace_period=core.options.drain_s + 5,
+        headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"},
+    )
+
+
+async def _first(frames: AsyncIterator[bytes]) -> bytes:
+    """Returns the first frame, b"" if there is none."""
+    return await anext(frames, b"")
+
+
+def event_bytes(value: Any, event: str | None = None) -> bytes:
+    """Returns a frame: one server-sent event with a JSON value, and the event's name if the dialect has names."""
+    name = f"event: {event}\n".encode() if event else b""
+    return name + b"data: " + json_bytes(value) + b"\n\n"
+
+
+def comment_bytes(text: str) -> bytes:
+    """Returns a frame that clients ignore and that keeps the connection open."""
+    return f": {text}\n\n".encode()

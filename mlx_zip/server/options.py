@@ -1,0 +1,41 @@
+"""What the server is told when it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
+
+
+@dataclass(frozen=True)
+class Options:
+    """Settings of a server.
+
+    model: name of the model in answers, "" for the engine's own name. max_tokens: base tokens of an answer that asks
+    for no number. sampling: fields of `Sampling` that hold for requests that do not set them. template_options:
+    arguments of the chat template, likewise. packs: packs that a request can choose, by name. api_key: None lets
+    everybody in. allowed_origins: web origins that browsers may call from. hosts: names that a Host header may have,
+    None for any. max_body_bytes: bound of a request's body. max_depth: how deep its JSON may be nested. body_timeout_s:
+    time in which a body must arrive. stall_timeout_s: time after which a client that reads nothing is dropped. ping_s:
+    time between comments in a stream without other news. session_files: folder for saved sessions, None for none.
+    drain_s: time that answers under way have when the server stops.
+    """
+
+    model: str = ""
+    max_tokens: int = 512
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+    packs: Mapping[str, Any] = field(default_factory=dict)
+    api_key: str | None = None
+    allowed_origins: Sequence[str] = ()
+    hosts: frozenset[str] | None = LOOPBACK
+    max_body_bytes: int = 32 << 20
+    max_depth: int = 100
+    body_timeout_s: float = 60.0
+    stall_timeout_s: float = 60.0
+    ping_s: float = 15.0
+    session_files: Path | None = None
+    drain_s: float = 10.0

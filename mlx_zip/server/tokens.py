@@ -1,0 +1,57 @@
+"""The texts and bytes of single tokens, which log-probabilities are told with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mlx_zip.text.detokenizer import REPLACEMENT
+from mlx_zip.vocab.first_stage import to_bytes
+
+_MOST = 1 << 16  # remembered tokens
+
+
+class TokenTexts:
+    """Maps a token's base ids to its text and its UTF-8 bytes, `tokens[base_ids] -> (text, bytes)`.
+
+    The text of a token that holds part of a character has replacement characters; its bytes are exact.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[tuple[int, ...], tuple[str, bytes]] = {}
+        self._before = list(tokenizer.encode("a", add_special_tokens=False))[-1:]
+
+    def __getitem__(self, base_ids: Sequence[int]) -> tuple[str, bytes]:
+        """Returns the text and the bytes of a token."""
+        key = tuple(base_ids)
+        if (found := self._known.get(key)) is None:
+            if len(self._known) >= _MOST:
+                self._known.clear()
+            text = self._text(key)
+            found = self._known[key] = (text, text.encode() if REPLACEMENT not in text else self._bytes(key))
+        return found
+
+    def _text(self, base_ids: tuple[int, ...]) -> str:
+        """Returns what the base ids add to a text; decoders may drop a space at the beginning of a text."""
+        return self._decode([*self._before, *base_ids])[len(self._decode(self._before)) :]
+
+    def _decode(self, base_ids: Sequence[int]) -> str:
+        """Returns the text of base ids; ids without a token have none."""
+        known = [i for i in base_ids if i < len(self._tokenizer)]
+        return self._tokenizer.decode(known, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def _bytes(self, base_ids: tuple[int, ...]) -> bytes:
+        """Returns the bytes of base ids that hold part of a character."""
+        known = [i for i in base_ids if i < len(self._tokenizer)]
+        return b"".join(_spelled(token) for token in self._tokenizer.convert_ids_to_tokens(known))
+
+
+def _spelled(token: str) -> bytes:
+    """Returns the bytes of a token as its vocabulary spells it: <0xE2>, GPT-2's letters, or \u2581 for spaces."""
+    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        return bytes([int(token[3:5], 16)])
+    try:
+        return to_bytes(token)
+    except KeyError:
+        return token.replace("\u2581", " ").encode()
