@@ -21,13 +21,14 @@ Draw = Callable[[mx.array], mx.array]
 class Draws:
     """One request's sampler: called with log-probabilities [1, W], returns the chosen id [1].
 
-    special_ids: ids that XTC never excludes.
+    special_ids: ids that XTC never excludes. state: random state to go on from if the options have no seed. After the
+    first draw `state` is the state that the next draw begins with.
     """
 
-    def __init__(self, options: Sampling, special_ids: Sequence[int]) -> None:
+    def __init__(self, options: Sampling, special_ids: Sequence[int], state: mx.array | None = None) -> None:
         self.options, self.special_ids = options, list(special_ids)
         self.greedy = options.temp == 0
-        self._state: mx.array | None = None
+        self.state = state if options.seed is None and not self.greedy else None
 
     def __call__(self, logprobs: mx.array) -> mx.array:
         """Returns the chosen id [1] of log-probabilities [1, W]."""
@@ -46,11 +47,11 @@ class Draws:
 
     def _next_key(self) -> mx.array:
         """Returns the key of the next draw and moves the request's state on."""
-        if self._state is None:
+        if self.state is None:
             seed = self.options.seed
-            self._state = mx.random.key(secrets.randbits(64) if seed is None else seed)
-        both = mx.random.split(self._state)
-        self._state = both[0]
+            self.state = mx.random.key(secrets.randbits(64) if seed is None else seed)
+        both = mx.random.split(self.state)
+        self.state = both[0]
         return both[1]
 
     def _without_top_choices(self, logprobs: mx.array, key: mx.array) -> mx.array:

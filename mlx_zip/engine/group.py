@@ -91,7 +91,7 @@ class Group:
         if leaving:
             self._keep(stay)
         for job in leaving if begun and (stay or not self.served.hyper) else ():
-            if job.reason == "cancelled":
+            if job.reason == "cancelled" or job.error is not None:
                 self._take_back(job)
         return leaving
 
@@ -197,10 +197,10 @@ class Group:
         self._bind()
 
     def _keep(self, stay: Sequence[int], extract: bool = True) -> None:
-        """Keeps these rows only. extract: whether the rows that leave without an error get a cache of their own."""
+        """Keeps these rows only. extract: whether the rows that leave get a cache of their own."""
         batch, jobs = len(self.jobs) > 1, self.jobs
         for row, job in enumerate(jobs):
-            if row not in stay and extract and job.error is None:
+            if row not in stay and extract:
                 job.cache = extract_cache(self.cache, row) if batch else self.cache
                 job.bind(job.cache, 0)
         self.jobs, self.tokens = [jobs[row] for row in stay], [self.tokens[row] for row in stay]

@@ -17,6 +17,7 @@ from mlx_zip.codec import Codebook, compress_next
 from mlx_zip.engine.draws import Draws
 from mlx_zip.engine.interface import Counts, Deliver, Emitted, Event, Failed, Finished, Likely, Started, Ticket
 from mlx_zip.engine.served import Served
+from mlx_zip.engine.session_store import Checkout
 from mlx_zip.engine.submissions import Checked, context_error
 from mlx_zip.errors import CodecError, EngineError, MlxZipError, first_line
 from mlx_zip.sampling import BasePenalties
@@ -28,8 +29,8 @@ log = logging.getLogger(__name__)
 class Handle(Ticket):
     """A ticket, and what other threads may still say of its request. answers: noted before the session was kept.
 
-    session: name of the request's session once it is kept. ended: whether the request's last event was delivered and
-    its session kept.
+    session: name of the request's session, None until it has one. ended: whether the request's last event was delivered
+    and its session kept.
     """
 
     def __init__(self) -> None:
@@ -60,7 +61,6 @@ class Job:
         self.handle = Handle()
         self.submitted_s, self.begun_s, self.first_s = time.perf_counter(), 0.0, 0.0
         self.cache: list[Any] | None = None
-        self.session: str | None = None
         self.reason: str | None = None
         self.error: BaseException | None = None
         self.prompt_ids: Any = np.zeros(0, np.uint32)
@@ -74,19 +74,20 @@ class Job:
 
     # ---- from submission to the first id
 
-    def begin(self, served: Served, cache: list[Any], kept_ids: int, kept_base: int, session: str | None) -> None:
-        """Takes the cache, which holds the prompt's first `kept_base` base ids in `kept_ids` ids.
+    def begin(self, served: Served, found: Checkout) -> None:
+        """Takes the cache of a session that holds the beginning of the prompt, or holds nothing.
 
         Raises `PromptTooLongError` if no position of the context is left for an answer.
         """
-        self.cache, self.session, self.cached_tokens = cache, session, kept_base
-        self.begun_s, self._state, self._row = time.perf_counter(), find_state(cache), 0
+        self.cache, self.cached_tokens = found.cache, found.base_tokens
+        self.begun_s, self._state, self._row = time.perf_counter(), find_state(found.cache), 0
+        self.draws = Draws(self.checked.sampling, served.never_excluded, found.random_state)
         base_ids, submission = self.checked.base_ids, self.submission
         self._by_base, self._context, self.vocab_size = served.by_base, served.long_context, served.vocab_size
-        rest = base_ids[kept_base:]
+        rest = base_ids[found.base_tokens :]
         self.prompt_ids = rest if self._state is None else compress_next(self.book, rest)
-        self._read = [] if self.book is not None else base_ids[:kept_base].tolist()
-        used = len(base_ids) if served.by_base else kept_ids + len(self.prompt_ids)
+        self._read = [] if self.book is not None else base_ids[: found.base_tokens].tolist()
+        used = len(base_ids) if served.by_base else found.ids + len(self.prompt_ids)
         room = math.inf if served.context is None else served.context - used
         if room < 1:
             raise context_error(used, int(used + room))
@@ -94,9 +95,8 @@ class Job:
         self._limit, self._max_steps = min(tokens, room if served.by_base else math.inf), min(tokens, room)
         self.canonical = CanonicalDecoding(self.book) if served.canonical else None
         self.penalties = self.checked.sampling.make_processors(served.vocab_size, self._state, 0)
-        self.draws = Draws(self.checked.sampling, served.never_excluded)
         self._per_id = served.kv_bytes_per_id
-        self.send(Started(len(base_ids), kept_base, len(self.prompt_ids)))
+        self.send(Started(len(base_ids), found.base_tokens, len(self.prompt_ids)))
 
     @property
     def book(self) -> Any:

@@ -9,10 +9,12 @@ import contextlib
 import logging
 import threading
 import time
+from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 from mlx_lm.generate import generation_stream, wired_limit
@@ -23,12 +25,15 @@ from mlx_zip.engine.job import Handle, Job
 from mlx_zip.engine.no_sessions import NoSessions
 from mlx_zip.engine.scheduler import Scheduler, Totals
 from mlx_zip.engine.served import RunOptions, Served
+from mlx_zip.engine.session_store import SessionOptions, SessionStore
 from mlx_zip.engine.submissions import Checks
 from mlx_zip.errors import EngineBusyError, EngineStoppedError, first_line
+from mlx_zip.hyper import RowStore
 from mlx_zip.loading import load
 
 Load = Callable[[], tuple[Any, Any]]
 MakeStore = Callable[[Served], Any]
+DEFAULT_SESSIONS = SessionOptions()
 log = logging.getLogger(__name__)
 LEAST_RETRY_S = 1.0
 
@@ -66,14 +71,14 @@ def open_engine(
     max_prompt_tokens: int | None = None,
     max_kv_bytes: int | None = None,
     prefill_step_size: int = 512,
-    make_store: MakeStore | None = None,
-    row_store: Any = None,
+    sessions: SessionOptions | None = DEFAULT_SESSIONS,
+    row_cache: RowStore | None = None,
 ) -> MlxEngine:
     """Loads a model and returns an engine that serves it. Raises what `mlx_zip.load` raises.
 
-    Options up to `trust_remote_code`, and row_store, are those of `mlx_zip.load`. kv_*, quantized_kv_start: those of
-    `stream_generate`. max_*: see `ServeOptions`. prefill_step_size: ids of prompts that are read between two steps.
-    make_store: makes the store of sessions; None keeps no sessions.
+    Options up to `trust_remote_code` are those of `mlx_zip.load`. kv_*, quantized_kv_start: those of `stream_generate`.
+    max_*: see `ServeOptions`. prefill_step_size: ids of prompts that are read between two steps. sessions: bounds of
+    the kept sessions, None to keep none. row_cache: where rows of hypertokens are kept.
     """
 
     def load_model() -> tuple[Any, Any]:
@@ -85,12 +90,20 @@ def open_engine(
             codebook_size=codebook_size,
             tokenizer_config=tokenizer_config,
             trust_remote_code=trust_remote_code,
-            row_store=row_store,
+            row_store=row_cache,
         )
 
     run = RunOptions(kv_bits, kv_group_size, quantized_kv_start, prefill_step_size)
     options = ServeOptions(max_running, max_waiting, max_prompt_tokens, max_kv_bytes, run)
+    if sessions is None:
+        return MlxEngine(load_model, str(model_name), options)
+    make_store = partial(_make_store, options=sessions)
     return MlxEngine(load_model, str(model_name), options, make_store)
+
+
+def _make_store(served: Served, options: SessionOptions) -> SessionStore:
+    """Returns a new store of sessions for a model."""
+    return SessionStore(served.model, served.tokenizer, options)
 
 
 class MlxEngine(Engine):
@@ -105,9 +118,8 @@ class MlxEngine(Engine):
         self._open: dict[Job, None] = {}  # requests that have not ended
         self._on_death: list[Callable[[BaseException], None]] = []
         self._fault: BaseException | None = None
-        self._answers: dict[str, Sequence[int]] = {}  # of the store
         self._noted: dict[str, Sequence[int]] = {}  # not yet in the store
-        self._kept: Any = None  # the store's own figures
+        self._kept: dict[str, int] = {}  # the store's own figures
         self._totals, self._running = Totals(), 0
         self._thread = threading.Thread(
             target=self._run, args=(load, name, make_store or (lambda served: NoSessions())), name=name, daemon=True
@@ -161,7 +173,6 @@ class MlxEngine(Engine):
         """Notes an answer in the store, or until the request's session is there with the ticket."""
         if ticket.session is not None:
             self._store.note_answer(ticket.session, key, ids)
-            self._publish()
         elif not ticket.ended:
             ticket.answers[key] = ids
             return
@@ -170,7 +181,7 @@ class MlxEngine(Engine):
 
     def answers(self) -> Mapping[str, Sequence[int]]:
         with self._lock:
-            return {**self._answers, **self._noted}
+            return ChainMap(dict(self._noted), cast(Any, self._store.answers()))
 
     def sessions(self) -> list[SessionInfo]:
         return self._inbox.ask(lambda: self._store.sessions())
@@ -179,34 +190,30 @@ class MlxEngine(Engine):
         self._inbox.ask(lambda: self._store.save(name, file))
 
     def load_session(self, file: Path) -> SessionInfo:
-        return self._inbox.ask(lambda: self._publish(self._store.load(file)))
+        return self._inbox.ask(lambda: self._counted(self._store.load(file)))
 
     def drop_session(self, name: str) -> None:
-        self._inbox.ask(lambda: self._publish(self._store.drop(name)))
+        self._inbox.ask(lambda: self._counted(self._store.drop(name)))
 
     def purge_sessions(self) -> int:
-        return self._inbox.ask(lambda: self._publish(self._store.purge()))
+        return self._inbox.ask(lambda: self._counted(self._store.purge()))
 
-    def _publish(self, result: Any = None) -> Any:
-        """Shows other threads what the store holds now; returns `result`."""
-        answers, kept = dict(self._store.answers()), self._store.figures()
-        with self._lock:
-            self._answers, self._kept = answers, kept
+    def _counted(self, result: Any = None) -> Any:
+        """Shows other threads the store's figures of now; returns `result`."""
+        self._kept = self._store.figures()
         return result
 
     # ---- figures and the end
 
     def figures(self) -> Figures:
-        totals, kept = self._totals, self._kept
+        totals = self._totals
         counted = {field.name: getattr(totals, field.name) for field in fields(totals) if field.name != "seconds"}
         running = min(self._running, waiting := len(self._open))
         return Figures(
             **counted,
             running=running,
             waiting=waiting - running,
-            sessions=getattr(kept, "sessions", 0),
-            session_bytes=getattr(kept, "session_bytes", 0),
-            disk_bytes=getattr(kept, "disk_bytes", 0),
+            **self._kept,
             memory_bytes=mx.get_active_memory(),
             peak_memory_bytes=mx.get_peak_memory(),
         )
@@ -255,9 +262,9 @@ class MlxEngine(Engine):
         bound = _memory_bound() if options.max_kv_bytes is None else options.max_kv_bytes
         self._checks = Checks(served.facts, options.max_prompt_tokens, bound)
         self._store = make_store(served)
-        self._scheduler = Scheduler(served, self._store, options.max_running, bound, self._publish, self._ended)
+        self._scheduler = Scheduler(served, self._store, options.max_running, bound, self._ended)
         self._totals = self._scheduler.totals
-        self._publish()
+        self._counted()
 
     def _serve(self) -> None:
         """Makes calls and runs requests until the engine is closed and nothing is left to do."""
@@ -280,11 +287,11 @@ class MlxEngine(Engine):
 
     def _ended(self, job: Job) -> None:
         """Forgets a request that has ended."""
+        self._counted()
         with self._lock:
             self._open.pop(job, None)
-            if job.handle.session is None:
-                for key in job.handle.answers:
-                    self._noted.pop(key, None)
+            for key in job.handle.answers:  # they are in the store now, or nowhere
+                self._noted.pop(key, None)
 
     def _die(self, fault: BaseException) -> None:
         """Ends all requests because of a fault, and tells those who asked to be told."""

@@ -13,11 +13,14 @@ from mlx_zip.errors import EngineError
 class NoSessions:
     """Keeps nothing: every prompt is read whole."""
 
-    def checkout(self, base_ids: Sequence[int], pack_key: str | None) -> None:
+    def checkout(self, base_ids: Sequence[int], pack_key: str, share: bool = False) -> None:
         """Returns None: there is no session."""
 
-    def put(self, cache: list[Any], **facts: Any) -> str | None:
+    def put(self, cache: list[Any], **facts: Any) -> None:
         """Returns None: the cache is dropped."""
+
+    def release(self, name: str) -> None:
+        """Does nothing."""
 
     def answers(self) -> Mapping[str, Sequence[int]]:
         """Returns no answers."""
@@ -46,6 +49,6 @@ class NoSessions:
         """Returns 0."""
         return 0
 
-    def figures(self) -> Any:
-        """Returns None: there are none."""
-        return None
+    def figures(self) -> dict[str, int]:
+        """Returns no figures."""
+        return {}

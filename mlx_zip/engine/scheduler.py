@@ -16,6 +16,7 @@ from mlx_zip.engine.group import Group
 from mlx_zip.engine.job import Job
 from mlx_zip.engine.prompts import Reading
 from mlx_zip.engine.served import Served
+from mlx_zip.engine.session_store import Checkout
 from mlx_zip.errors import MlxZipError
 
 log = logging.getLogger(__name__)
@@ -44,8 +45,7 @@ class Scheduler:
     """Runs requests on one model.
 
     store: kept sessions. max_running: requests whose prompts are read or that take steps at one time. max_kv_bytes:
-    bound on the KV caches of all of them, None for none. changed: called after the store has changed. ended: called
-    after a request has ended.
+    bound on the KV caches of all of them, None for none. ended: called after a request has ended.
     """
 
     def __init__(
@@ -54,7 +54,6 @@ class Scheduler:
         store: Any,
         max_running: int,
         max_kv_bytes: int | None,
-        changed: Callable[[], None],
         ended: Callable[[Job], None],
     ) -> None:
         self.served, self.store, self.max_running, self.max_kv_bytes = served, store, max_running, max_kv_bytes
@@ -62,7 +61,7 @@ class Scheduler:
         self.waiting: deque[Job] = deque()
         self.readings: deque[Reading] = deque()
         self.groups: list[Group] = []
-        self._changed, self._ended, self._rounds = changed, ended, 0
+        self._ended, self._rounds = ended, 0
 
     @property
     def running(self) -> list[Job]:
@@ -126,11 +125,10 @@ class Scheduler:
     def _begin(self, job: Job) -> None:
         """Gives a request its cache: what a session holds of its prompt, or a new one."""
         checked = job.checked
-        found = self.store.checkout(checked.base_ids.tolist(), checked.pack_key)
-        cache, kept_ids, kept_base, session = found or (self.served.new_cache(checked.start), 0, 0, None)
-        if found:
-            self._changed()
-        job.begin(self.served, cache, kept_ids, kept_base, session)
+        found = self.store.checkout(checked.base_ids, checked.pack_key, share=not job.submission.keep)
+        if found is not None:
+            job.handle.session = found.name
+        job.begin(self.served, found or Checkout(self.served.new_cache(checked.start), 0, 0, ""))
         self.totals.prompt_tokens += len(checked.base_ids)
         self.totals.cached_tokens += job.cached_tokens
 
@@ -233,12 +231,14 @@ class Scheduler:
             if group is not None:
                 group.drop()
             for job in jobs:
+                if group is not None or not isinstance(error, MlxZipError):
+                    job.cache = None  # nobody knows what it holds now
                 job.error = job.error or error
                 self._end(job)
             return otherwise
 
     def _end(self, job: Job) -> None:
-        """Ends a request: counts it, delivers its last event, and keeps its session if it did not fail."""
+        """Ends a request: counts it, delivers its last event, and keeps its session."""
         if job.ended:
             return
         self._deliver(job)
@@ -250,21 +250,27 @@ class Scheduler:
         took = time.perf_counter() - (job.begun_s or job.submitted_s)
         totals.seconds = took if not totals.seconds else 0.9 * totals.seconds + 0.1 * took
         job.send_end()
-        if job.error is None and job.cache is not None:
-            self._keep(job)
+        self._keep(job)
         job.handle.ended = True
         job.release()
         self._ended(job)
 
     def _keep(self, job: Job) -> None:
-        """Puts a request's cache into the store."""
-        base_ids = job.held_base_ids()
-        if not job.submission.keep or not base_ids:
+        """Puts a request's cache into the store, if the cache is whole and the request is to be kept."""
+        handle, cache, job.cache = job.handle, job.cache, None
+        if cache is None or not job.submission.keep or not job.held_ids:
+            if handle.session is not None:
+                self.store.release(handle.session)
+                handle.session = None
             return
-        handle = job.handle
-        facts = {"base_ids": base_ids, "pack_key": job.checked.pack_key, "name": job.session}
         try:
-            handle.session = self.store.put(job.cache, **facts, answers=handle.answers)
+            handle.session = self.store.put(
+                cache,
+                base_ids=job.held_base_ids(),
+                pack_key=job.checked.pack_key,
+                name=handle.session,
+                answers=handle.answers,
+                random_state=job.draws.state,
+            )
         except (MlxZipError, OSError):
             log.exception("a session could not be kept")
-        self._changed()

@@ -46,15 +46,17 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class Checked:
-    """A submission that can be met. base_ids: the prompt. start: what the codebook begins with, None for the model's
-    own; pack_key: its name among sessions. kv_bytes: bytes that the request may need in the KV caches.
+    """A submission that can be met.
+
+    base_ids: the prompt. start: what the codebook begins with, None for the model's own. pack_key: the pack's name
+    among sessions, "" for the model's own. kv_bytes: bytes that the request may need in the KV caches.
     """
 
     submission: Submission
     base_ids: Uint32s
     sampling: Sampling
     start: Any
-    pack_key: str | None
+    pack_key: str
     kv_bytes: int
 
 
@@ -157,13 +159,13 @@ class _Packs:
         self._files: OrderedDict[Any, Pack] = OrderedDict()  # (path, time of change, size) -> pack
         self._checked: OrderedDict[str, Any] = OrderedDict()  # fingerprint -> start
 
-    def find(self, pack: Any) -> tuple[Any, str | None]:
-        """Returns what a codebook begins with, and its key; (None, None) for None.
+    def find(self, pack: Any) -> tuple[Any, str]:
+        """Returns what a codebook begins with, and its key; (None, "") for None.
 
         Raises `GenerationError` for a pack that cannot be read, or is not for this model.
         """
         if pack is None:
-            return None, None
+            return None, ""
         if self._facts.params is None:
             raise GenerationError("pack: this model has no hypertokens, so nothing could use a pack")
         try:

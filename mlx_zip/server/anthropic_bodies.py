@@ -103,6 +103,7 @@ class CountBody(Body):
     output_config: OutputConfig = OutputConfig()
     output_format: OutputSchema | None = None
     context_management: ContextManagement | None = None
+    pack: str | None = None
     mcp_servers: list[None] = Field(default_factory=list, max_length=0)
 
     @property
@@ -144,6 +145,7 @@ def turn_of(body: CountBody) -> Turn:
         parallel_tool_calls=not body.tool_choice.disable_parallel_tool_use,
         schema=output.schema_ if output else None,
         template_options=thinking_options(body.output_config.effort) | thinking,
+        pack=body.pack,
         **(_limits(body) if isinstance(body, MessagesBody) else {}),
     )
 

@@ -15,14 +15,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from mlx_zip.errors import MlxZipError
-from mlx_zip.server import chat
+from mlx_zip.server import anthropic, chat, responses
 from mlx_zip.server.bodies import check_model
 from mlx_zip.server.core import Core
 from mlx_zip.server.errors import dialect_of, told
 from mlx_zip.server.guard import Guard
 from mlx_zip.server.http import ClientGone, json_response
 
-DIALECTS: tuple[Callable[[Core], Sequence[Route]], ...] = (chat.routes,)
+DIALECTS: tuple[Callable[[Core], Sequence[Route]], ...] = (chat.routes, responses.routes, anthropic.routes)
 
 
 def make_app(core: Core) -> Starlette:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -58,15 +59,17 @@ class Told:
         server = self.status >= 500
         if dialect == ANTHROPIC:
             kind = _ANTHROPIC_TYPES.get(self.status, "api_error" if server else "invalid_request_error")
-            return {"type": "error", "error": {"type": kind, "message": self.message}}
+            error = {"type": kind, "message": self.message}
+            return {"type": "error", "error": error, "request_id": f"req_{secrets.token_hex(12)}"}
         kind = _OPENAI_TYPES.get(self.status, "server_error" if server else "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self, dialect: str = OPENAI) -> Response:
         """Returns the error as an answer."""
-        return Response(
-            json_bytes(self.body(dialect)), self.status, media_type="application/json", headers=dict(self.headers)
-        )
+        body, headers = self.body(dialect), dict(self.headers)
+        if dialect == ANTHROPIC:
+            headers["request-id"] = body["request_id"]
+        return Response(json_bytes(body), self.status, media_type="application/json", headers=headers)
 
 
 def told(error: BaseException) -> Told:

@@ -21,7 +21,8 @@ class Options:
     None for any. max_body_bytes: bound of a request's body. max_depth: how deep its JSON may be nested. body_timeout_s:
     time in which a body must arrive. stall_timeout_s: time after which a client that reads nothing is dropped. ping_s:
     time between comments in a stream without other news. session_files: folder for saved sessions, None for none.
-    drain_s: time that answers under way have when the server stops.
+    drain_s: time that answers under way have when the server stops. max_responses, max_responses_bytes: how many of
+    OpenAI's Responses are stored for later requests, and how many bytes of memory they may take.
     """
 
     model: str = ""
@@ -39,3 +40,5 @@ class Options:
     ping_s: float = 15.0
     session_files: Path | None = None
     drain_s: float = 10.0
+    max_responses: int = 1000
+    max_responses_bytes: int = 128 << 20

@@ -113,7 +113,7 @@ class ResponseBody(Body):
         }
     )
 
-    model: str | None = None
+    model: str = "default_model"
     input: str | Annotated[list[Item], Field(min_length=1)]
     instructions: str | None = None
     previous_response_id: str | None = None
@@ -131,6 +131,7 @@ class ResponseBody(Body):
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, ge=0, le=1)
     top_logprobs: int | None = Field(None, ge=0, le=20)
+    pack: str | None = None
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = Field(default_factory=list)
     metadata: dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] = Field(
         default_factory=dict, max_length=16
@@ -173,8 +174,9 @@ class ResponseBody(Body):
         return [tool.tool for tool in self.tools if tool.name in names]
 
 
-def turn_of(body: ResponseBody, before: Sequence[Mapping[str, Any]] = ()) -> Turn:
-    """Returns the turn that a body asks for. before: the conversation's items that precede those of the body.
+def turn_of(body: ResponseBody, items: Sequence[Mapping[str, Any]], before: int = 0) -> Turn:
+    """Returns the turn that a body asks for. items: the conversation, of which the last are the body's; before: how
+    many of them precede those of the body.
 
     Raises `BodyError` for items that do not follow each other, and for tools that contradict each other.
     """
@@ -182,7 +184,7 @@ def turn_of(body: ResponseBody, before: Sequence[Mapping[str, Any]] = ()) -> Tur
     system = [{"role": "system", "content": body.instructions}] if body.instructions else []
     sampling = {"temp": body.temperature, "top_p": body.top_p}
     return Turn(
-        messages=joined_system([*system, *messages_of([*before, *body.items], len(before))]),
+        messages=joined_system([*system, *messages_of(items, before)]),
         tools=body.allowed,
         tool_choice=body.choice,
         parallel_tool_calls=body.parallel_tool_calls,
@@ -191,4 +193,5 @@ def turn_of(body: ResponseBody, before: Sequence[Mapping[str, Any]] = ()) -> Tur
         sampling={name: value for name, value in sampling.items() if value is not None},
         logprobs=body.logprobs,
         template_options=thinking_options(body.reasoning.effort),
+        pack=body.pack,
     )

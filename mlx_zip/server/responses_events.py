@@ -8,8 +8,9 @@ from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
+from mlx_zip.server.bodies import likely_json
 from mlx_zip.server.responses_bodies import ResponseBody
-from mlx_zip.server.turn import Delta, Done, Reasoning, Text, TokenLogprob, ToolCall, Waiting
+from mlx_zip.server.turn import Delta, Done, Reasoning, Text, ToolCall, Waiting
 from mlx_zip.server.vendor import vendor_figures
 
 Json = dict[str, Any]
@@ -45,7 +46,7 @@ class ResponseBuilder:
         """Returns the events of a delta."""
         match delta:
             case Text(text, logprobs):
-                self._add_text(text, [logprob_json(token) for token in logprobs] if self._logprobs else [])
+                self._add_text(text, likely_json(logprobs) if self._logprobs else [])
             case Reasoning(text):
                 self._add_reasoning(text)
             case ToolCall():
@@ -153,12 +154,6 @@ class ResponseBuilder:
     def _take(self) -> list[Json]:
         events, self._events = self._events, []
         return events
-
-
-def logprob_json(token: TokenLogprob) -> Json:
-    """Returns a token's log-probability as OpenAI writes it; a hypertoken is one token."""
-    likely = [{"token": text, "bytes": list(raw), "logprob": value} for text, raw, value in token.likely]
-    return {"token": token.text, "bytes": list(token.bytes), "logprob": token.logprob, "top_logprobs": likely}
 
 
 def usage_json(done: Done) -> Json:

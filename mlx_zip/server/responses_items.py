@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -101,6 +101,19 @@ Item = Annotated[
     Field(discriminator="type"),
     BeforeValidator(_with_type),
 ]
+
+
+_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+
+
+def named_item(item: Mapping[str, Any], make_id: Callable[[str], str]) -> dict[str, Any]:
+    """Returns an item of a request as it is told later: with an id, a status, and content in parts."""
+    named = {"id": make_id(_PREFIXES.get(item["type"], "item")), "status": "completed", **item}
+    if isinstance(item.get("content"), str):
+        notes = {"annotations": []} if item["role"] == "assistant" else {}
+        kind = "output_text" if item["role"] == "assistant" else "input_text"
+        named["content"] = [{"type": kind, "text": item["content"], **notes}]
+    return named
 
 
 def messages_of(items: Sequence[Mapping[str, Any]], before: int = 0) -> list[dict[str, Any]]:

@@ -1,31 +1,327 @@
 """The MLX engine: each request gets what `stream_generate` gives, alone and in company."""
 
+import functools
+import random
+import time
+from dataclasses import replace
+
+import mlx.core as mx
+import numpy as np
 import pytest
 
-from mlx_zip.engine import Finished, Started
+from mlx_zip.codec import compress_next
+from mlx_zip.engine import Emitted, Finished, Progress, Started, Submission
+from mlx_zip.engine.session_store import SessionOptions
 from support import tiny
-from support.serving import alone, ask, prompts, same, tiny_engine
+from support.generating import plain_model
+from support.serving import alone, ask, logprobs_of, prompts, same, tiny_engine
+
+FAMILIES = ["llama", "phi3", "gemma2", "plain"]
 
 
-@pytest.mark.parametrize("family", ["llama", "phi3", "gemma2", "plain"])
-def test_one_request_gets_the_ids_of_stream_generate(family):
-    from support.generating import plain_model
+@functools.cache
+def twin(family="llama"):
+    """The model that an engine has, for this thread."""
+    return plain_model() if family == "plain" else tiny.tiny_model(family).eval()
 
-    model = plain_model() if family == "plain" else tiny.tiny_model(family).eval()
+
+def canonical(model):
+    model.session.config = replace(model.config, canonical=True)
+
+
+# ---- the ids
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("ahead", [False, True])
+def test_one_request_gets_the_ids_of_stream_generate(family, ahead):
     prompt = tiny.base_ids(50)
-    with tiny_engine(family) as engine:
+    with tiny_engine(family, run={"ahead": ahead}) as engine:
         _, watch = ask(engine, prompt)
-        same(watch.wait(), alone(model, prompt))
+        same(watch.wait(), alone(twin(family), prompt))
         assert isinstance(watch.events[0], Started)
         assert isinstance(watch.end, Finished)
 
 
-@pytest.mark.parametrize("family", ["llama", "phi3", "gemma2", "plain"])
-def test_requests_in_company_get_the_ids_that_they_get_alone(family):
-    from support.generating import plain_model
-
-    model = plain_model() if family == "plain" else tiny.tiny_model(family).eval()
-    with tiny_engine(family) as engine:
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("ahead", [False, True])
+def test_requests_in_company_get_the_ids_that_they_get_alone(family, ahead):
+    with tiny_engine(family, run={"ahead": ahead}) as engine:
         watches = [ask(engine, prompt, max_tokens=20 + 5 * i)[1] for i, prompt in enumerate(prompts(5))]
         for i, (watch, prompt) in enumerate(zip(watches, prompts(5), strict=True)):
-            same(watch.wait(), alone(model, prompt, max_tokens=20 + 5 * i))
+            same(watch.wait(), alone(twin(family), prompt, max_tokens=20 + 5 * i))
+
+
+def test_requests_that_arrive_at_any_time_get_the_ids_that_they_get_alone():
+    rng, watches = random.Random(1), []
+    with tiny_engine(max_running=4) as engine:
+        for i, prompt in enumerate(prompts(16)):
+            watches.append(ask(engine, prompt, max_tokens=10 + 3 * i)[1])
+            time.sleep(rng.random() * 0.02)
+        for i, (watch, prompt) in enumerate(zip(watches, prompts(16), strict=True)):
+            same(watch.wait(), alone(twin(), prompt, max_tokens=10 + 3 * i))
+
+
+OPTIONS = [
+    {"temp": 0.8, "seed": 3},
+    {"temp": 1.3, "top_p": 0.9, "seed": 4},
+    {"temp": 1.0, "top_k": 9, "min_p": 0.05, "min_tokens_to_keep": 2, "seed": 2**63 + 5},
+    {"temp": 0.9, "xtc_probability": 0.6, "xtc_threshold": 0.05, "seed": 6},
+    {"repetition_penalty": 1.4, "frequency_penalty": 0.3},
+    {"logit_bias": {5: 4.0, 7: -8.0}, "presence_penalty": 0.5, "temp": 0.7, "seed": 8},
+]
+
+
+@pytest.mark.parametrize("family", ["llama", "plain"])
+def test_sampling_gives_the_same_alone_in_company_and_in_stream_generate(family):
+    expected = [
+        alone(twin(family), prompt, max_tokens=25, **options)
+        for prompt, options in zip(prompts(6), OPTIONS, strict=True)
+    ]
+    with tiny_engine(family) as engine:
+        for prompt, options, wanted in zip(prompts(6), OPTIONS, expected, strict=True):
+            same(ask(engine, prompt, max_tokens=25, sampling=options)[1].wait(), wanted)
+        pairs = list(zip(prompts(6), OPTIONS, strict=True))
+        watches = [ask(engine, prompt, max_tokens=25, sampling=options)[1] for prompt, options in pairs]
+        for watch, wanted in zip(watches, expected, strict=True):
+            same(watch.wait(), wanted)
+
+
+def test_a_request_without_a_seed_gets_random_numbers_of_its_own():
+    with tiny_engine() as engine:
+        watches = [ask(engine, tiny.base_ids(9), sampling={"temp": 1.5})[1] for _ in range(3)]
+        answers = {tuple(watch.wait().ids) for watch in watches}
+    assert len(answers) == 3
+
+
+def test_canonical_decoding_goes_on_when_rows_move():
+    model = tiny.tiny_model().eval()
+    canonical(model)
+    with tiny_engine(change=canonical) as engine:
+        watches = [ask(engine, prompt, max_tokens=15 + 9 * i)[1] for i, prompt in enumerate(prompts(6))]
+        for i, (watch, prompt) in enumerate(zip(watches, prompts(6), strict=True)):
+            same(watch.wait(), alone(model, prompt, max_tokens=15 + 9 * i))
+
+
+@pytest.mark.parametrize("mode", ["compressed", "base_token_end"])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_rows_leave_a_batch_when_longrope_switches_and_come_together_again(mode, ahead):
+    changes = {"position_mode": mode}
+    model = tiny.tiny_model("phi3", **changes).eval()
+    some = [tiny.base_ids(n, n) for n in (20, 28, 40, 5)]
+    with tiny_engine("phi3", model=changes, run={"ahead": ahead}) as engine:
+        watches = [ask(engine, prompt, max_tokens=60)[1] for prompt in some]
+        for watch, prompt in zip(watches, some, strict=True):
+            same(watch.wait(), alone(model, prompt, max_tokens=60))
+
+
+def test_quantized_caches_take_turns():
+    kv = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 20}
+    changes = {"hidden": 128}
+    model = tiny.tiny_model(**changes).eval()
+    with tiny_engine(run=kv, model=changes) as engine:
+        watches = [ask(engine, prompt)[1] for prompt in prompts(3)]
+        for watch, prompt in zip(watches, prompts(3), strict=True):
+            same(watch.wait(), alone(model, prompt, **kv))
+
+
+def test_a_long_prompt_is_read_in_chunks_and_nobody_waits_for_it():
+    changes, long = {"run": {"prefill_step_size": 16}}, tiny.base_ids(400)
+    with tiny_engine(**changes) as engine:
+        _, short = ask(engine, tiny.base_ids(9), max_tokens=30)
+        _, watch = ask(engine, long, max_tokens=5)
+        same(watch.wait(), alone(twin(), long, max_tokens=5, prefill_step_size=16))
+        short.wait()
+        reads = [event.read for event in watch.events if isinstance(event, Progress)]
+        assert len(reads) > 5
+        assert reads[-1] == watch.events[0].prompt_ids
+        first = next(time for event, time in zip(watch.events, watch.times, strict=True) if isinstance(event, Emitted))
+        assert sum(time < first for time in short.times) > 8
+
+
+def test_two_prompts_are_read_in_turn():
+    with tiny_engine(run={"prefill_step_size": 16}) as engine:
+        seen = []
+        for name in "ab":
+            submission = Submission(tiny.base_ids(300, ord(name)), max_tokens=3)
+            engine.submit(submission, lambda event, name=name: seen.append((name, event)))
+        while sum(isinstance(event, Finished) for _, event in seen) < 2:
+            time.sleep(0.001)
+        turns = "".join(name for name, event in seen if isinstance(event, Progress))
+    assert "abab" in turns
+
+
+# ---- what is told with an id
+
+
+def test_expansions_and_counts_are_those_of_stream_generate():
+    prompt = tiny.base_ids(50)
+    with tiny_engine() as engine:
+        watch = ask(engine, prompt, max_tokens=41)[1].wait()
+    expected = alone(twin(), prompt, max_tokens=41)
+    same(watch, expected)
+    counts, last = watch.end.counts, expected[-1]
+    assert (counts.prompt_tokens, counts.prompt_ids) == (last.prompt_tokens, last.prompt_ids)
+    assert (counts.base_tokens, counts.steps, counts.hypertokens) == (41, last.steps, last.hypertokens)
+    assert counts.hypertokens
+    assert counts.entries > 0
+    assert counts.codebook_size == tiny.SLOTS
+    assert counts.kv_bytes_saved > 0
+    assert 0 < counts.queued_s < counts.first_id_s < counts.total_s
+
+
+def test_learned_entries_are_the_ones_that_the_codebook_gets():
+    prompt = tiny.base_ids(20)
+    with tiny_engine(model={"start": [[5, 6], [7, 8]]}) as engine:
+        watch = ask(engine, prompt, max_tokens=60)[1].wait()
+    learned = [entry for event in watch.emitted for entry in event.learned]
+    assert learned
+    held = tiny.tiny_model(start=[[5, 6], [7, 8]]).eval().make_cache()
+    book = held[-1].books[0]
+    book.push(compress_next(book, prompt))
+    before = len(book)
+    for one in watch.ids[:-1]:
+        book.push(one)
+    assert learned == [book.entry(slot) for slot in range(before, len(book))]
+
+
+@pytest.mark.parametrize("company", [0, 2])
+def test_log_probabilities_are_those_that_the_id_was_chosen_from(company):
+    prompt, options = tiny.base_ids(30), {"temp": 0.8, "seed": 3, "logit_bias": {5: 2.0}}
+    expected = alone(twin(), prompt, max_tokens=12, **options)
+    with tiny_engine() as engine:
+        others = [ask(engine, tiny.base_ids(9, i), max_tokens=30)[1] for i in range(company)]
+        watch = ask(engine, prompt, max_tokens=12, sampling=options, top_logprobs=4)[1].wait()
+        assert all(one.logprob is None for other in others for one in other.wait().emitted)
+    same(watch, expected)
+    for event, response in zip(watch.emitted, expected, strict=True):
+        logprobs = logprobs_of(response)
+        assert event.logprob == pytest.approx(logprobs[event.id], abs=1e-4)
+        wanted = np.sort(logprobs)[::-1][:4]
+        np.testing.assert_allclose([one.logprob for one in event.likely], wanted, atol=1e-4)
+        assert all(isinstance(one.logprob, float) for one in event.likely)
+
+
+def test_impossible_ids_are_not_among_the_likely_ones():
+    bias = {i: -float("inf") for i in range(tiny.VOCAB) if i not in (5, 9)}
+    with tiny_engine("plain") as engine:
+        watch = ask(engine, [3, 4], max_tokens=4, sampling={"logit_bias": bias}, top_logprobs=6)[1].wait()
+    assert all({one.base_ids for one in event.likely} == {(5,), (9,)} for event in watch.emitted)
+
+
+def test_log_probabilities_of_zero_likely_ids_are_the_chosen_id_s_alone():
+    with tiny_engine() as engine:
+        watch = ask(engine, [3, 4], max_tokens=4, top_logprobs=0)[1].wait()
+    assert all(event.logprob is not None and event.likely == () for event in watch.emitted)
+
+
+# ---- limits
+
+
+def test_an_answer_ends_inside_a_hypertoken_at_its_limit():
+    prompt, whole = tiny.base_ids(50), alone(twin(), tiny.base_ids(50))
+    at = next(i for i, one in enumerate(whole) if len(one.base_ids) > 1)
+    limit = sum(len(one.base_ids) for one in whole[:at]) + 1
+    with tiny_engine() as engine:
+        watch = ask(engine, prompt, max_tokens=limit)[1].wait()
+    assert len(watch.base_ids) == limit
+    assert watch.end.reason == "length"
+    assert watch.emitted[-1].id == whole[at].token
+    assert watch.emitted[-1].base_ids == whole[at].base_ids[:1]
+
+
+def test_an_eos_inside_an_expansion_ends_the_answer():
+    prompt, whole = tiny.base_ids(50), alone(twin(), tiny.base_ids(50))
+    flat = [one for response in whole for one in response.base_ids]
+    at = next(i for i, one in enumerate(whole) if len(one.base_ids) > 1 and one.base_ids[0] not in flat[:i])
+    eos = whole[at].base_ids[0]
+    with tiny_engine() as engine:
+        watch = ask(engine, prompt, eos_ids=frozenset({eos}))[1].wait()
+    assert watch.end.reason == "stop"
+    assert watch.base_ids == flat[: flat.index(eos) + 1]
+
+
+def test_the_context_ends_an_answer_without_a_limit():
+    prompt = tiny.base_ids(500)
+    with tiny_engine("plain") as engine:
+        watch = ask(engine, prompt, max_tokens=-1)[1].wait()
+    assert watch.end.reason == "length"
+    assert len(watch.base_ids) == 12
+
+
+# ---- sessions
+
+
+def test_the_second_turn_reads_only_what_is_new():
+    first = tiny.base_ids(60)
+    with tiny_engine(sessions=SessionOptions()) as engine:
+        one = ask(engine, first)[1].wait()
+        second = [*first, *one.base_ids, 9, 8, 7, 6]
+        two = ask(engine, second)[1].wait()
+        assert two.end.counts.cached_tokens >= len(second) - 4 - len(one.emitted[-1].base_ids)
+        assert two.events[0].cached_tokens == two.end.counts.cached_tokens
+        (session,) = engine.sessions()
+        assert session.base_tokens == len(second) + len(two.base_ids) - len(two.emitted[-1].base_ids)
+        assert engine.figures().sessions == 1
+
+
+@pytest.mark.parametrize("family", ["llama", "plain"])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_session_never_holds_more_than_was_delivered(family, ahead):
+    with tiny_engine(family, sessions=SessionOptions(), run={"ahead": ahead}) as engine:
+        asked = [ask(engine, prompt, max_tokens=300) for prompt in prompts(3)]
+        for ticket, watch in asked:
+            while len(watch.emitted) < 5:
+                time.sleep(0.001)
+            engine.cancel(ticket)
+        for _, watch in asked:
+            watch.wait()
+        held = sorted(session.base_tokens for session in engine.sessions())
+        assert all(watch.end.reason == "cancelled" for _, watch in asked)
+        assert held == sorted(
+            len(prompt) + len(watch.base_ids) for prompt, (_, watch) in zip(prompts(3), asked, strict=True)
+        )
+
+
+def test_a_request_that_is_not_to_be_kept_leaves_the_sessions_as_they_were():
+    prompt = tiny.base_ids(60)
+    with tiny_engine(sessions=SessionOptions()) as engine:
+        ask(engine, prompt)[1].wait()
+        before = engine.sessions()
+        watch = ask(engine, [*prompt, 5], keep=False)[1].wait()
+        assert watch.end.counts.cached_tokens
+        after = engine.sessions()
+    assert [(one.name, one.base_tokens) for one in after] == [(one.name, one.base_tokens) for one in before]
+
+
+def test_answers_can_be_noted_during_and_after_a_request():
+    with tiny_engine(sessions=SessionOptions()) as engine:
+        ticket, watch = ask(engine, tiny.base_ids(30), max_tokens=200)
+        engine.note_answer(ticket, "early", [5, 6])
+        assert engine.answers()["early"] == (5, 6)
+        watch.wait()
+        engine.note_answer(ticket, "late", [7])
+        engine.sessions()
+        assert dict(engine.answers()) == {"early": (5, 6), "late": (7,)}
+        assert engine.purge_sessions() == 1
+        assert dict(engine.answers()) == {}
+
+
+def test_several_requests_continue_one_session_at_a_time():
+    first = tiny.base_ids(60)
+    with tiny_engine(sessions=SessionOptions()) as engine:
+        one = ask(engine, first)[1].wait()
+        second = [*first, *one.base_ids, 9, 8, 7, 6]
+        asked = [ask(engine, [*second, extra])[1] for extra in (5, 6, 7)]
+        assert asked[0].wait().end.counts.cached_tokens > 60
+        assert len(asked[1].wait().base_ids) == len(asked[2].wait().base_ids) == 40
+
+
+def test_memory_is_given_back():
+    with tiny_engine() as engine:
+        [watch.wait() for _, watch in [ask(engine, prompt) for prompt in prompts(8)]]
+        engine.sessions()
+        before = mx.get_active_memory()
+        [watch.wait() for _, watch in [ask(engine, prompt) for prompt in prompts(24)]]
+        engine.sessions()
+        assert mx.get_active_memory() <= before + 20_000

@@ -129,7 +129,7 @@ def test_a_starting_codebook_compresses_the_canonical_text_and_is_generated_with
     settings = Settings(max_tokens=24, batch_size=4, start=words)
     for batch_size in (1, 4):
         rates = measured(alone(), Settings(max_tokens=24, batch_size=batch_size, start=words))
-        expected = ["".join(response.text for response in responses(text, start=words)) for text in TEXTS]
+        expected = ["".join(response.text for response in responses(text, pack=words)) for text in TEXTS]
         assert [story.text for story in rates.turns[0]] == expected
     assert (rates.record()["invalid_ids"], settings.record()["start"]) == (0, 3)
 

@@ -13,7 +13,8 @@ USER = {"role": "user", "content": "Hi"}
 
 
 def turn(**fields):
-    return turn_of(parse(ResponseBody, {"model": "m", "input": "Hi"} | fields))
+    body = parse(ResponseBody, {"model": "m", "input": "Hi"} | fields)
+    return turn_of(body, body.items)
 
 
 def test_text_is_a_message_of_the_user():
@@ -59,7 +60,7 @@ def test_two_messages_of_the_model_in_a_row_stay_two():
 
 def test_an_output_may_answer_a_call_of_a_response_before():
     body = parse(ResponseBody, {"model": "m", "input": [OUTPUT]})
-    assert turn_of(body, [USER | {"type": "message"}, CALL]).messages[-1]["content"] == "3"
+    assert turn_of(body, [USER | {"type": "message"}, CALL, *body.items], 2).messages[-1]["content"] == "3"
 
 
 def test_options_reach_the_turn():

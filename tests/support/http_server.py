@@ -6,7 +6,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http.client import HTTPConnection
@@ -18,6 +18,7 @@ from mlx_zip.engine import Engine
 from mlx_zip.server.app import make_app
 from mlx_zip.server.core import Core
 from mlx_zip.server.options import Options
+from mlx_zip.server.turn import Delta, Turn
 
 WAIT_S = 20.0
 
@@ -91,6 +92,18 @@ def events(body: bytes) -> list[Any]:
     """Returns the data of a stream's events: JSON values, and "[DONE]"; comments are left out."""
     lines = [line[6:] for line in body.decode().split("\n") if line.startswith("data: ")]
     return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+
+def replay(deltas: Sequence[Delta]) -> Any:
+    """Returns what can stand in place of `Core.answer`: it answers every turn with the deltas, and keeps `turns`."""
+
+    async def answer(turn: Turn) -> AsyncIterator[Delta]:
+        answer.turns.append(turn)
+        for delta in deltas:
+            yield delta
+
+    answer.turns = []
+    return answer
 
 
 def until(holds: Any, wait_s: float = WAIT_S) -> bool:

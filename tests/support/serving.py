@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 import time
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from mlx_zip.engine import Emitted, Failed, Finished, Submission
-from mlx_zip.engine.interface import SessionInfo
 from mlx_zip.engine.mlx_engine import MlxEngine, ServeOptions
 from mlx_zip.engine.served import RunOptions
-from mlx_zip.errors import EngineError
+from mlx_zip.engine.session_store import SessionOptions, SessionStore
 from mlx_zip.generate import stream_generate
 from support import tiny
 from support.generating import ENDLESS, plain_model
@@ -59,73 +58,9 @@ class Watch:
         return self.events[-1]
 
 
-class ListStore:
-    """Sessions in a list, with the interface of the engine's store."""
-
-    def __init__(self) -> None:
-        self.held: dict[str, dict[str, Any]] = {}
-        self.puts = 0
-
-    def checkout(self, base_ids: Any, pack_key: Any) -> Any:
-        best, length = None, 0
-        for name, one in self.held.items():
-            same = 0
-            for a, b in zip(one["base_ids"], list(base_ids)[:-1], strict=False):
-                if a != b:
-                    break
-                same += 1
-            if one["pack_key"] == pack_key and same > length:
-                best, length = name, same
-        if best is None:
-            return None
-        from mlx_zip import sessions
-
-        one = self.held[best]
-        cache = copy.deepcopy(one["cache"])
-        if cache[-1].__class__.__name__ == "ZipState":
-            kept, kept_base = sessions.common_prefix(cache, list(base_ids))
-        else:
-            kept = kept_base = length
-        if not kept:
-            return None
-        sessions.trim_to(cache, kept)
-        whole = kept_base == len(one["base_ids"])
-        if whole:
-            del self.held[best]
-        return cache, kept, kept_base, best if whole else None
-
-    def put(self, cache: Any, *, base_ids: Any, pack_key: Any, name: Any = None, answers: Any) -> str:
-        self.puts += 1
-        name = name or f"session-{self.puts}"
-        self.held[name] = {"cache": cache, "base_ids": list(base_ids), "pack_key": pack_key, "answers": dict(answers)}
-        return name
-
-    def answers(self) -> dict[str, Any]:
-        return {key: ids for one in self.held.values() for key, ids in one["answers"].items()}
-
-    def note_answer(self, name: str, key: str, base_ids: Any) -> None:
-        if name in self.held:
-            self.held[name]["answers"][key] = tuple(base_ids)
-
-    def sessions(self) -> list[SessionInfo]:
-        return [SessionInfo(name, len(one["base_ids"]), 0, 0, False, 0.0) for name, one in self.held.items()]
-
-    def drop(self, name: str) -> None:
-        if self.held.pop(name, None) is None:
-            raise EngineError(f"there is no session {name!r}")
-
-    def purge(self) -> int:
-        n = len(self.held)
-        self.held.clear()
-        return n
-
-    def figures(self) -> Any:
-        return None
-
-
 def tiny_engine(
     family: str = "llama",
-    store: ListStore | None = None,
+    sessions: SessionOptions | None = None,
     tokenizer: Any = ENDLESS,
     change: Any = None,
     run: dict[str, Any] | None = None,
@@ -142,7 +77,12 @@ def tiny_engine(
         return made, tokenizer
 
     bounds = ServeOptions(**options, run=RunOptions(**(run or {})))
-    return MlxEngine(load, "tiny", bounds, None if store is None else lambda served: store)
+    made = None if sessions is None else partial(_store, options=sessions)
+    return MlxEngine(load, "tiny", bounds, made)
+
+
+def _store(served: Any, options: SessionOptions) -> SessionStore:
+    return SessionStore(served.model, served.tokenizer, options)
 
 
 def ask(engine: MlxEngine, prompt: Any, **fields: Any) -> tuple[Any, Watch]:

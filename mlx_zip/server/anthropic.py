@@ -1,0 +1,82 @@
+"""Anthropic's Messages, streamed and whole, and the count of a prompt's tokens."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from mlx_zip.server.anthropic_bodies import CountBody, MessagesBody, turn_of
+from mlx_zip.server.anthropic_events import CUT_SHORT, MessageBuilder, new_id
+from mlx_zip.server.bodies import check_model
+from mlx_zip.server.chat import described
+from mlx_zip.server.core import Core
+from mlx_zip.server.errors import ANTHROPIC, RequestError, Told
+from mlx_zip.server.fields import parse
+from mlx_zip.server.http import comment_bytes, event_bytes, json_response, read_json, stream_response, unless_gone
+
+
+def routes(core: Core) -> list[Route]:
+    """Returns the routes of messages."""
+
+    async def messages(request: Request) -> Response:
+        """Answers a conversation."""
+        body = parse(MessagesBody, await read_json(request, core))
+        check_model(core, body.model)
+        asked = _Asked(core, body)
+        if body.stream:
+            response = await stream_response(request, core, asked.frames(), ANTHROPIC, asked.failed)
+        else:
+            response = json_response(await unless_gone(request, asked.whole()))
+        response.headers["request-id"] = new_id("req")
+        return response
+
+    async def count_tokens(request: Request) -> Response:
+        """Counts the base tokens of a conversation."""
+        body = parse(CountBody, await read_json(request, core))
+        check_model(core, body.model)
+        ids = await unless_gone(request, core.prompt_ids(turn_of(body)))
+        return json_response({"input_tokens": len(ids)}, headers={"request-id": new_id("req")})
+
+    return [
+        Route("/v1/messages", described(messages, MessagesBody), methods=["POST"]),
+        Route("/v1/messages/count_tokens", described(count_tokens, CountBody), methods=["POST"]),
+    ]
+
+
+class _Asked:
+    """One request for a message."""
+
+    def __init__(self, core: Core, body: MessagesBody) -> None:
+        self._core, self._turn = core, turn_of(body)
+        self._builder = MessageBuilder(body, core.model)
+
+    async def whole(self) -> dict[str, Any]:
+        """Returns the message."""
+        async with aclosing(self._core.answer(self._turn)) as deltas:  # type: ignore[type-var]
+            async for delta in deltas:
+                self._builder.add(delta)
+        if self._builder.failed:
+            raise RequestError(503, CUT_SHORT, "stopped")
+        return self._builder.message
+
+    async def frames(self) -> AsyncIterator[bytes]:
+        """Yields the events, several at once where they come together."""
+        async with aclosing(self._core.answer(self._turn)) as deltas:  # type: ignore[type-var]
+            async for delta in deltas:
+                events = self._builder.add(delta)
+                yield _frame(events) if events else comment_bytes("waiting")
+
+    def failed(self, failure: Told) -> bytes:
+        """Returns the last event of an answer that failed."""
+        error = failure.body(ANTHROPIC)["error"]
+        return _frame(self._builder.fail(error["type"], error["message"]))
+
+
+def _frame(events: list[dict[str, Any]]) -> bytes:
+    """Returns events as they are sent."""
+    return b"".join(event_bytes(event, event["type"]) for event in events)

@@ -1,0 +1,136 @@
+"""OpenAI's Responses, streamed and whole; stored ones can be read, followed and deleted."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from mlx_zip.server.bodies import check_model, max_tokens_of
+from mlx_zip.server.chat import described
+from mlx_zip.server.core import Core
+from mlx_zip.server.errors import RequestError, Told
+from mlx_zip.server.fields import parse
+from mlx_zip.server.http import event_bytes, json_response, read_json, stream_response, unless_gone
+from mlx_zip.server.responses_bodies import ResponseBody, turn_of
+from mlx_zip.server.responses_events import CUT_SHORT, ResponseBuilder, new_id
+from mlx_zip.server.responses_items import named_item
+from mlx_zip.server.responses_store import ResponseStore
+from mlx_zip.server.turn import Delta, Done, Turn
+
+_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
+
+
+def routes(core: Core) -> list[Route]:
+    """Returns the routes of responses, which share a store."""
+    store = ResponseStore(core.options.max_responses, core.options.max_responses_bytes)
+
+    async def create_response(request: Request) -> Response:
+        """Answers a conversation."""
+        asked = _asked(core, store, parse(ResponseBody, await read_json(request, core)))
+        if asked.body.stream:
+            return await stream_response(request, core, asked.frames(), on_error=asked.failed)
+        return json_response(await unless_gone(request, asked.whole()))
+
+    async def one_response(request: Request) -> Response:
+        """Returns a stored response, or forgets it."""
+        name = request.path_params["name"]
+        if request.method == "DELETE":
+            store.drop(name)
+            return json_response({"id": name, "object": "response", "deleted": True})
+        if request.query_params.get("stream", "false") != "false":
+            raise RequestError(400, "stream: a stored response cannot be streamed again", "unsupported", "stream")
+        return json_response(store.get(name).response)
+
+    async def input_items(request: Request) -> Response:
+        """Lists what a stored response answers, the last first unless asked otherwise."""
+        items = store.get(request.path_params["name"]).items
+        return json_response(_page(items, request.query_params))
+
+    return [
+        Route("/v1/responses", described(create_response, ResponseBody), methods=["POST"]),
+        Route("/v1/responses/{name}", one_response, methods=["GET", "DELETE"]),
+        Route("/v1/responses/{name}/input_items", input_items, methods=["GET"]),
+    ]
+
+
+def _asked(core: Core, store: ResponseStore, body: ResponseBody) -> _Asked:
+    """Returns what a body asks for. Raises `RequestError` for a model, response or item that is not there."""
+    check_model(core, body.model)
+    before: list[Any] = []
+    if body.previous_response_id is not None:
+        stored = store.get(body.previous_response_id, "previous_response_id", "previous_response_not_found")
+        before = stored.conversation
+    items = [*before, *(named_item(item, new_id) for item in store.with_references(body.items))]
+    turn = replace(turn_of(body, items, len(before)), max_tokens=max_tokens_of(core, body.max_output_tokens))
+    return _Asked(core, store, body, items, turn, ResponseBuilder(body, core.model))
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """One request. items: the whole conversation. builder: of the response."""
+
+    core: Core
+    store: ResponseStore
+    body: ResponseBody
+    items: list[Any]
+    turn: Turn
+    builder: ResponseBuilder
+
+    async def whole(self) -> dict[str, Any]:
+        """Returns the response."""
+        async with aclosing(self.core.answer(self.turn)) as deltas:  # type: ignore[type-var]
+            async for delta in deltas:
+                self._take(delta)
+        if self.builder.response["status"] == "failed":
+            raise RequestError(503, CUT_SHORT, "stopped")
+        return self.builder.response
+
+    async def frames(self) -> AsyncIterator[bytes]:
+        """Yields the events, several at once where they come together."""
+        events = self.builder.begin()
+        async with aclosing(self.core.answer(self.turn)) as deltas:  # type: ignore[type-var]
+            async for delta in deltas:
+                events += self._take(delta)
+                if events:
+                    yield _frame(events)
+                events = []
+
+    def failed(self, failure: Told) -> bytes:
+        """Returns the last events of an answer that failed."""
+        return _frame(self.builder.fail(failure.message, _CODES.get(failure.status, "server_error")))
+
+    def _take(self, delta: Delta) -> list[dict[str, Any]]:
+        """Returns the events of a delta. With the last one, the response is stored if it is to be."""
+        events = self.builder.add(delta)
+        if isinstance(delta, Done) and self.body.store and self.builder.response["status"] != "failed":
+            self.store.add(self.builder.response, self.items)
+        return events
+
+
+def _frame(events: list[dict[str, Any]]) -> bytes:
+    """Returns events as they are sent."""
+    return b"".join(event_bytes(event, event["type"]) for event in events)
+
+
+def _page(items: Any, query: Mapping[str, str]) -> dict[str, Any]:
+    """Returns a part of a list. query: limit (1 to 100), order ("asc" or "desc"), after (an item's id)."""
+    limit, order, after = query.get("limit", "20"), query.get("order", "desc"), query.get("after")
+    if not (limit.isascii() and limit.isdecimal() and len(limit) < 4 and 1 <= int(limit) <= 100):
+        raise RequestError(400, "limit: this must be an integer from 1 to 100", "invalid_request", "limit")
+    if order not in ("asc", "desc"):
+        raise RequestError(400, "order: this must be asc or desc", "invalid_request", "order")
+    ordered = list(items if order == "asc" else reversed(items))
+    if after is not None:
+        at = next((i for i, item in enumerate(ordered) if item["id"] == after), None)
+        if at is None:
+            raise RequestError(404, f"after: there is no item {after[:80]!r}", "not_found", "after")
+        ordered = ordered[at + 1 :]
+    data, ids = ordered[: int(limit)], [item["id"] for item in ordered[: int(limit)]]
+    ends = {"first_id": ids[0] if ids else "", "last_id": ids[-1] if ids else ""}
+    return {"object": "list", "data": data, **ends, "has_more": len(ordered) > len(data)}

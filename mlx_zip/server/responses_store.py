@@ -1,0 +1,81 @@
+"""Stored responses of OpenAI's Responses: kept in memory within bounds, the longest unused are forgotten first."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mlx_zip.server.errors import RequestError, json_bytes
+
+Json = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A response. items: all that the model was given, those of responses before included."""
+
+    response: Json
+    items: Sequence[Json]
+
+    @property
+    def conversation(self) -> list[Json]:
+        """The items that a response which follows this one begins with."""
+        return [*self.items, *self.response["output"]]
+
+
+class ResponseStore:
+    """Responses by id, for one event loop. most, most_bytes: how many are kept, and how many bytes they may have.
+
+    Each is kept as JSON, so that what counts is what the memory holds.
+    """
+
+    def __init__(self, most: int, most_bytes: int) -> None:
+        self._most, self._most_bytes = most, most_bytes
+        self._texts: OrderedDict[str, bytes] = OrderedDict()
+        self._owners: dict[str, str] = {}  # id of an output item -> id of its response
+        self.bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+    def add(self, response: Json, items: Sequence[Json]) -> None:
+        """Keeps a response and the items that it answers. One that is larger than the bound is not kept."""
+        text = json_bytes({"response": response, "items": items})
+        if len(text) > self._most_bytes or self._most < 1:
+            return
+        self._texts[response["id"]] = text
+        self._owners |= {item["id"]: response["id"] for item in response["output"]}
+        self.bytes += len(text)
+        while len(self._texts) > self._most or self.bytes > self._most_bytes:
+            self.drop(next(iter(self._texts)))
+
+    def get(self, name: str, param: str | None = None, code: str = "not_found") -> Stored:
+        """Returns a response by id. param: the field that names it. Raises `RequestError` with status 404."""
+        if name not in self._texts:
+            message = f"there is no stored response {name[:80]!r}; the server keeps the latest, until it ends"
+            raise RequestError(404, message, code, param)
+        self._texts.move_to_end(name)
+        return Stored(**json.loads(self._texts[name]))
+
+    def drop(self, name: str) -> None:
+        """Forgets a response. Raises `RequestError` with status 404."""
+        for item in self.get(name).response["output"]:
+            del self._owners[item["id"]]
+        self.bytes -= len(self._texts.pop(name))
+
+    def with_references(self, items: Sequence[Json]) -> list[Json]:
+        """Returns the items of an input, with output items of stored responses in place of references to them.
+
+        Raises `RequestError` with status 404 for a reference to anything else.
+        """
+        return [self._item(item["id"], i) if item["type"] == "item_reference" else item for i, item in enumerate(items)]
+
+    def _item(self, name: str, place: int) -> Json:
+        """Returns an output item by its id. place: of the reference in the input."""
+        if name not in self._owners:
+            param = f"input.{place}.id"
+            raise RequestError(404, f"{param}: there is no stored item {name[:80]!r}", "not_found", param)
+        return next(item for item in self.get(self._owners[name]).response["output"] if item["id"] == name)

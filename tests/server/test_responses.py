@@ -1,0 +1,246 @@
+"""OpenAI's Responses over a real socket, raw and with OpenAI's own client."""
+
+import json
+
+import openai
+import pytest
+from pydantic import BaseModel
+
+from mlx_zip.errors import EngineError
+from mlx_zip.server.turn import Done, Text
+from support.answers import ANSWERS, COUNTS
+from support.fake_engine import FakeEngine, Script
+from support.http_server import events, post, replay, serving, until
+
+TEXT = "Once upon a time there was a boat."
+ADD = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": None}
+
+
+@pytest.fixture
+def served():
+    with serving(FakeEngine()) as server:
+        yield server
+
+
+def client(served) -> openai.OpenAI:
+    return openai.OpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0)
+
+
+def ask(served, **fields):
+    return served.ask("POST", "/v1/responses", {"model": "stories", "input": "Hi"} | fields)
+
+
+def test_openais_client_reads_stream_and_whole_alike(served):
+    whole = client(served).responses.create(model="stories", input="Hi")
+    with client(served).responses.stream(model="stories", input="Hi") as stream:
+        pieces = [event.delta for event in stream if event.type == "response.output_text.delta"]
+        streamed = stream.get_final_response()
+    assert whole.output_text == streamed.output_text == "".join(pieces) == TEXT
+    assert (whole.status, whole.model, whole.object) == ("completed", "stories", "response")
+    assert streamed.usage == whole.usage
+    assert whole.usage.input_tokens_details.cached_tokens == 3
+    assert whole.usage.output_tokens > whole.mlx_zip["steps"] > 0
+
+
+def test_each_event_is_named_on_the_wire(served):
+    body = ask(served, stream=True).body.decode()
+    names = [line[7:] for line in body.split("\n") if line.startswith("event: ")]
+    assert names == [event["type"] for event in events(body.encode())]
+    assert names[0] == "response.created"
+    assert names[-1] == "response.completed"
+
+
+def test_openais_client_collects_calls_of_tools(served):
+    served.core.answer = replay(ANSWERS["reasoning, text and two calls"])
+    asked = {"model": "stories", "input": "Hi", "tools": [ADD]}
+    whole = client(served).responses.create(**asked)
+    with client(served).responses.stream(**asked) as stream:
+        streamed = stream.get_final_response()
+    for response in (whole, streamed):
+        assert [item.type for item in response.output] == ["reasoning", "message", "function_call", "function_call"]
+        assert response.output[0].summary[0].text == "Add."
+        assert (response.output[2].call_id, json.loads(response.output[2].arguments)) == ("call_1", {"a": 1, "b": [2]})
+        assert response.usage.output_tokens_details.reasoning_tokens == 2
+
+
+def test_openais_client_sends_back_what_it_received(served):
+    served.core.answer = replay(ANSWERS["reasoning, text and two calls"])
+    first = client(served).responses.create(model="stories", input="Hi", tools=[ADD], store=False)
+    results = [
+        {"type": "function_call_output", "call_id": item.call_id, "output": "3"}
+        for item in first.output
+        if item.type == "function_call"
+    ]
+    history = [{"role": "user", "content": "Hi"}, *first.output, *results]
+    client(served).responses.create(model="stories", input=history, tools=[ADD])
+    roles = [message["role"] for message in served.core.answer.turns[-1].messages]
+    assert roles == ["user", "assistant", "tool", "tool"]
+    assert served.core.answer.turns[-1].messages[1]["reasoning_content"] == "Add."
+
+
+class Sum(BaseModel):
+    total: int
+
+
+def test_openais_client_parses_structured_output(served):
+    served.core.answer = replay([Text('{"total": 4}'), Done("stop", COUNTS)])
+    parsed = client(served).responses.parse(model="stories", input="2 + 2", text_format=Sum)
+    assert parsed.output_parsed == Sum(total=4)
+    assert served.core.answer.turns[-1].schema["properties"].keys() == {"total"}
+    with client(served).responses.stream(model="stories", input="2 + 2", text_format=Sum) as stream:
+        assert stream.get_final_response().output_parsed == Sum(total=4)
+
+
+def test_log_probabilities_come_with_the_text(served):
+    include = ["message.output_text.logprobs"]
+    whole = client(served).responses.create(model="stories", input="Hi", include=include, top_logprobs=20)
+    entries = whole.output[0].content[0].logprobs
+    assert "".join(entry.token for entry in entries) == TEXT
+    assert len(entries[0].top_logprobs) == 20
+    streamed = events(ask(served, include=include, top_logprobs=2, stream=True).body)
+    told = [entry for event in streamed if event["type"].endswith("text.delta") for entry in event["logprobs"]]
+    assert "".join(entry["token"] for entry in told) == TEXT
+
+
+def test_an_answer_at_its_limit_is_incomplete(served):
+    whole = client(served).responses.create(model="stories", input="Hi", max_output_tokens=3)
+    assert (whole.status, whole.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert whole.usage.output_tokens == 3
+
+
+def test_a_response_can_follow_a_stored_one(served):
+    responses = client(served).responses
+    first = responses.create(model="stories", input="Hi")
+    second = responses.create(model="stories", input="And then?", previous_response_id=first.id)
+    assert second.previous_response_id == first.id
+    items = responses.input_items.list(second.id, order="asc").data
+    assert [item.role for item in items] == ["user", "assistant", "user"]
+    assert items[1].content[0].text == TEXT
+    prompts = [list(submission.base_ids) for submission in served.core.engine.told.submissions]
+    assert len(prompts[1]) > len(prompts[0])
+    served.core.answer = replay(ANSWERS["text"])
+    responses.create(model="stories", input="Go on", previous_response_id=second.id)
+    assert [message["content"] for message in served.core.answer.turns[-1].messages] == [
+        "Hi",
+        TEXT,
+        "And then?",
+        TEXT,
+        "Go on",
+    ]
+
+
+def test_a_prompt_that_follows_begins_with_the_ids_of_the_prompt_and_the_answer_before(served):
+    engine, history = served.core.engine, [{"role": "user", "content": "Hi"}]
+    first = client(served).responses.create(model="stories", input=history)
+    client(served).responses.create(model="stories", input="And then?", previous_response_id=first.id)
+    again = [*history, *first.output, {"role": "user", "content": "And then?"}]
+    client(served).responses.create(model="stories", input=again)
+    before = [*engine.told.submissions[0].base_ids, *engine.told.notes[0][1]]
+    for submission in engine.told.submissions[1:]:
+        assert list(submission.base_ids[: len(before)]) == before
+
+
+def test_a_streamed_response_is_stored_too(served):
+    with client(served).responses.stream(model="stories", input="Hi") as stream:
+        final = stream.get_final_response()
+    assert client(served).responses.retrieve(final.id).output_text == TEXT
+
+
+def test_a_stored_response_can_be_read_and_deleted(served):
+    responses = client(served).responses
+    first = responses.create(model="stories", input="Hi")
+    assert responses.retrieve(first.id).output_text == TEXT
+    responses.delete(first.id)
+    for call in (responses.retrieve, responses.delete, responses.input_items.list):
+        with pytest.raises(openai.NotFoundError):
+            call(first.id)
+
+
+def test_a_response_that_is_not_to_be_stored_is_not(served):
+    first = client(served).responses.create(model="stories", input="Hi", store=False)
+    assert first.store is False
+    with pytest.raises(openai.NotFoundError) as refused:
+        client(served).responses.create(model="stories", input="Hi", previous_response_id=first.id)
+    assert refused.value.body["param"] == "previous_response_id"
+    assert refused.value.code == "previous_response_not_found"
+
+
+def test_items_of_stored_responses_can_be_referred_to(served):
+    first = client(served).responses.create(model="stories", input="Hi")
+    items = [{"role": "user", "content": "Hi"}, {"type": "item_reference", "id": first.output[0].id}]
+    served.core.answer = replay(ANSWERS["text"])
+    client(served).responses.create(model="stories", input=[*items, {"role": "user", "content": "Go on"}])
+    assert [message["content"] for message in served.core.answer.turns[-1].messages] == ["Hi", TEXT, "Go on"]
+    answer = ask(served, input=[{"type": "item_reference", "id": "msg_0"}])
+    assert (answer.status, answer.json["error"]["param"]) == (404, "input.0.id")
+
+
+def test_input_items_come_in_pages(served):
+    items = [{"role": "user", "content": str(i)} for i in range(5)]
+    first = client(served).responses.create(model="stories", input=items)
+    listed = client(served).responses.input_items.list(first.id, limit=2)
+    assert [item.content[0].text for item in listed.data] == ["4", "3"]
+    assert [item.content[0].text for item in listed] == ["4", "3", "2", "1", "0"]
+    for query in ("limit=0", "limit=x", "order=up", "after=nothing"):
+        assert served.ask("GET", f"/v1/responses/{first.id}/input_items?{query}").status in (400, 404)
+
+
+def test_a_failure_in_the_middle_ends_the_stream_with_its_reason():
+    with serving(FakeEngine(Script(fails=EngineError("the cache is full")))) as served:
+        assert ask(served).status == 500
+        assert ask(served).json["error"]["message"] == "the cache is full"
+        last = events(ask(served, stream=True).body)[-1]
+        assert last["type"] == "response.failed"
+        assert last["response"]["error"] == {"code": "server_error", "message": "the cache is full"}
+        assert last["response"]["output"][0]["content"][0]["text"] == TEXT
+        assert served.ask("GET", f"/v1/responses/{last['response']['id']}").status == 404
+
+
+def test_a_client_that_goes_away_ends_its_answer():
+    with serving(FakeEngine(Script(delay_s=0.05))) as served:
+        for stream in (True, False):
+            connection = served.raw(post("/v1/responses", {"model": "stories", "input": "Hi", "stream": stream}))
+            assert until(lambda: served.core.engine.figures().running == 1)
+            connection.close()
+            assert until(lambda: served.core.engine.figures().running == 0, 1.0)
+        assert served.core.engine.figures().cancelled == 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "param"),
+    [
+        ({"model": "gpt-5"}, 404, "model"),
+        ({"model": 5}, 400, "model"),
+        ({"input": None}, 400, "input"),
+        ({"input": []}, 400, "input"),
+        ({"input": [{"role": "robot", "content": "x"}]}, 400, "input.0.role"),
+        ({"input": [{"type": "function_call_output", "call_id": "c", "output": ""}]}, 400, "input.0.call_id"),
+        ({"tools": [{"type": "web_search"}]}, 400, "tools.0.type"),
+        ({"previous_response_id": "resp_0"}, 404, "previous_response_id"),
+        ({"previous_response_id": 5}, 400, "previous_response_id"),
+        ({"background": True}, 400, "background"),
+        ({"unknown": 1}, 400, "unknown"),
+        ({"input": "word " * 3000}, 400, None),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_bad_body_is_refused_in_openais_shape(served, fields, status, param, stream):
+    answer = ask(served, stream=stream, **fields)
+    assert answer.status == status
+    error = answer.json["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+    assert ask(served).status == 200
+
+
+def test_huge_nesting_is_refused(served):
+    for body in (b'{"input": ' + b"[" * 100_000, b'{"metadata": ' + b'{"a":' * 100_000, b"[" * 10**6):
+        assert served.ask("POST", "/v1/responses", body).status == 400
+    deep = {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "[" * 100_000}]}
+    assert ask(served, **deep).json["error"]["param"] == "input.0.arguments"
+
+
+def test_a_busy_engine_is_told_with_a_time_to_wait():
+    with serving(FakeEngine(most=0)) as served, pytest.raises(openai.RateLimitError) as refused:
+        client(served).responses.create(model="stories", input="Hi")
+    assert int(refused.value.response.headers["retry-after"]) >= 1
