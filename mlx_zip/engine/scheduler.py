@@ -227,6 +227,8 @@ class Scheduler:
             return True if result is None else result
         except Exception as error:
             if not isinstance(error, MlxZipError):
+                if self.served.machines is not None:
+                    raise  # it may have happened on this machine only, and the others would go on alone
                 log.exception("%d request(s) failed", len(jobs))
             if group is not None:
                 group.drop()

@@ -17,6 +17,7 @@ from mlx_zip.engine.submissions import ModelFacts
 from mlx_zip.hyper.model_fingerprint import model_fingerprint
 from mlx_zip.layout import is_zip
 from mlx_zip.models.session import check_tuned
+from mlx_zip.models.sharding import machines_of
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 from mlx_zip.vocab.tuned import TunedStart
 
@@ -39,13 +40,15 @@ class RunOptions:
 class Served:
     """A loaded model. hyper: whether it has hypertokens. batches: whether requests may share a batch.
 
+    machines: those that the model is split over, None if it is whole.
+
     ahead: whether steps begin before the host has read their ids. end: number of base ids, pad_id: an id that no row
     excludes. never_excluded: ids that XTC never excludes.
     """
 
     def __init__(self, model: Any, tokenizer: Any, name: str, options: RunOptions) -> None:
         self.model, self.tokenizer, self.options = model, tokenizer, options
-        self.hyper = is_zip(model)
+        self.hyper, self.machines = is_zip(model), machines_of(model)
         on_gpu = mx.default_device() == mx.Device(mx.gpu)
         self.ahead = on_gpu if options.ahead is None else options.ahead
         config = _base_config(model)

@@ -134,3 +134,131 @@ def wait(processes: Sequence[Any]) -> None:
         if process.exitcode is None:
             process.kill()
             process.join()
+
+
+def serve_on(n: int, home: Path, folder: Path, requests: Sequence[Mapping[str, Any]], **options: Any) -> Any:
+    """What the first of n machines' engines answers to requests; see `answered`. options: of `open_engine`."""
+    return _results_on(n, home, _write_answers, (folder, requests, options))[0]
+
+
+def _write_answers(job: tuple[Path, Sequence[Mapping[str, Any]], Mapping[str, Any]], out: str) -> None:
+    from mlx_zip.engine.split_engine import open_split_engine
+    from mlx_zip.machines import is_first, machines
+
+    folder, requests, options = job
+    group, found = machines(), None
+    assert group is not None
+    with open_split_engine(group, folder, **options) as engine:
+        if is_first(group):
+            found = answered(engine, requests)
+        else:
+            engine.follow()
+    Path(out).write_text(json.dumps(found))
+
+
+def answered(engine: Any, requests: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """Per request, all submitted together: emitted ids, how it ended, and cached tokens.
+
+    A request is fields of `Submission`; besides, after: whether all requests before it must have ended; cancel_at:
+    after how many ids it is cancelled; only: base ids that a constraint accepts; broken: whether the constraint fails.
+    """
+    from mlx_zip.engine import Submission
+    from support.serving import Watch
+
+    watches: list[Any] = []
+    for request in requests:
+        fields = dict(request)
+        if fields.pop("after", False):
+            for watch in watches:
+                watch.wait()
+        cancel_at, only = fields.pop("cancel_at", None), fields.pop("only", None)
+        constraint = None if only is None else Only(only, fields.pop("broken", False))
+        watch = Watch()
+        ticket = engine.submit(Submission(**fields, constraint=constraint), watch)
+        watches.append(watch)
+        if cancel_at is not None:
+            while len(watch.emitted) < cancel_at:
+                time.sleep(0.001)
+            engine.cancel(ticket)
+    ended = [watch.wait().end for watch in watches]
+    return [
+        [watch.ids, getattr(end, "reason", None) or str(end.error), watch.events[0].cached_tokens]
+        for watch, end in zip(watches, ended, strict=True)
+    ]
+
+
+class Only:
+    """A constraint that accepts some base ids only. broken: whether `push` fails after three ids."""
+
+    def __init__(self, allowed: Sequence[int], broken: bool) -> None:
+        self._allowed, self._broken, self._pushed = list(allowed), broken, 0
+
+    def mask(self) -> Any:
+        import numpy as np
+
+        mask = np.zeros(tiny.VOCAB, bool)
+        mask[self._allowed] = True
+        return mask
+
+    def accepts(self, base_ids: Sequence[int]) -> bool:
+        return set(base_ids) <= set(self._allowed)
+
+    def push(self, base_ids: Sequence[int]) -> None:
+        self._pushed += 1
+        if self._broken and self._pushed > 3:
+            raise ValueError("the constraint is broken")
+
+
+def losing(lost: int, busy: bool, home: Path, folder: Path) -> tuple[int, str, float]:
+    """Kills one of two machines that serve; returns the other's exit status, standard error and seconds to its end.
+
+    busy: whether a request is under way then.
+    """
+    ready = home / "ready"
+    processes = [
+        CONTEXT.Process(
+            target=_enter, args=(place, str(home / f"said-{rank}"), _serve_until, (folder, busy, str(ready)))
+        )
+        for rank, place in enumerate(ring(home, 2))
+    ]
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + LIMIT_S
+    while not ready.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    processes[lost].kill()
+    began = time.monotonic()
+    processes[1 - lost].join(LIMIT_S)
+    took = time.monotonic() - began
+    for process in processes:
+        process.kill()
+        process.join()
+    status = processes[1 - lost].exitcode
+    assert status is not None
+    return status, (home / f"said-{1 - lost}").read_text(), took
+
+
+def _serve_until(folder: Path, busy: bool, ready: str) -> int:
+    """Serves until another machine is lost; returns 2 then, as the server does."""
+    from mlx_zip.engine import Submission
+    from mlx_zip.engine.split_engine import open_split_engine
+    from mlx_zip.errors import MachineError
+    from mlx_zip.machines import is_first, machines
+    from support.serving import Watch
+
+    group = machines()
+    assert group is not None
+    engine, watch = open_split_engine(group, folder), Watch()
+    try:
+        if is_first(group) and busy:
+            engine.submit(Submission(tiny.base_ids(20), max_tokens=1_000_000), watch)
+            while len(watch.emitted) < 3:
+                time.sleep(0.01)
+        if is_first(group):
+            Path(ready).touch()
+        engine.follow()
+    except MachineError as error:
+        assert not busy or not is_first(group) or "a fault has ended the engine" in str(watch.wait().end.error)
+        print(f"told: {error}", file=sys.stderr)
+        return 2
+    return 0
