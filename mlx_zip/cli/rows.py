@@ -71,7 +71,7 @@ def add_flags(add: Any) -> None:
     )
     add(
         "--row-cache-bytes",
-        type=_size,
+        type=size,
         metavar="N",
         help="maximum size of the --row-cache folder on disk, for example 500M or 2G (default: 1 GiB)",
     )
@@ -92,7 +92,7 @@ def _folder(given: str | None) -> Path | None:
     return None if name in (OFF, "") else at_home(name)
 
 
-def _size(text: str) -> int:
+def size(text: str) -> int:
     """Returns a size such as 500M in bytes; K, M and G are powers of 1000."""
     match = _SIZE.fullmatch(text)
     if match is None or not int(match[1]):

@@ -81,9 +81,9 @@ def choose(
                 forced[row] = job.draws(logprobs[row : row + 1])
             except Exception as error:
                 job.error = error
-    greedy = None if len(forced) == len(jobs) else mx.argmax(logprobs, axis=-1)
-    parts = [forced[row] if row in forced else greedy[row : row + 1] for row in range(len(jobs))] if forced else []
-    y = greedy if greedy is not None and not parts else mx.concatenate([part.astype(mx.uint32) for part in parts])
+    y = mx.argmax(logprobs, axis=-1)
+    if forced:
+        y = mx.concatenate([forced.get(row, y[row : row + 1]).astype(mx.uint32) for row in range(len(jobs))])
     top, failed = tuple(job.submission.top_logprobs for job in jobs), None
     if machines is not None:
         own = mx.array([job.error is not None for job in jobs], mx.uint32)

@@ -49,7 +49,7 @@ class Draws:
         """Returns the key of the next draw and moves the request's state on."""
         if self.state is None:
             seed = self.options.seed
-            self.state = mx.random.key(secrets.randbits(64) if seed is None else seed)
+            self.state = mx.random.key(secrets.randbits(64) if seed is None else int(seed))
         both = mx.random.split(self.state)
         self.state = both[0]
         return both[1]

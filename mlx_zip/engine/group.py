@@ -228,6 +228,6 @@ class Group:
         self.cache, self._begun, self._logits, self._choice, self._ahead = [], None, None, None, None
 
     @property
-    def ids_held(self) -> int:
-        """Ids that the KV caches hold room for, all rows together."""
-        return max(job.held_ids for job in self.jobs) * len(self.jobs) if self.jobs else 0
+    def length(self) -> int:
+        """Ids per row that the KV caches hold, padding included."""
+        return max(job.held_ids for job in self.jobs)

@@ -11,7 +11,7 @@ import threading
 import time
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -37,6 +37,7 @@ MakeStore = Callable[[Served], Any]
 DEFAULT_SESSIONS = SessionOptions()
 log = logging.getLogger(__name__)
 LEAST_RETRY_S = 1.0
+TEND_S = 0.05  # how often an idle engine goes on with writing sessions
 
 
 @dataclass(frozen=True)
@@ -100,8 +101,12 @@ def open_engine(
 
     run = RunOptions(kv_bits, kv_group_size, quantized_kv_start, prefill_step_size)
     options = ServeOptions(max_running, max_waiting, max_prompt_tokens, max_kv_bytes, run)
-    make_store = None if sessions is None else partial(_make_store, options=sessions)
-    return (make or MlxEngine)(load_model, str(model_name), options, make_store)
+    make = make or MlxEngine
+    if sessions is None:
+        return make(load_model, str(model_name), options)
+    named = replace(sessions, model_name=sessions.model_name or str(model_name))
+    make_store = partial(_make_store, options=named)
+    return make(load_model, str(model_name), options, make_store)
 
 
 def _make_store(served: Served, options: SessionOptions) -> SessionStore:
@@ -124,6 +129,8 @@ class MlxEngine(Engine):
         self._noted: dict[str, Sequence[int]] = {}  # not yet in the store
         self._kept: dict[str, int] = {}  # the store's own figures
         self._totals, self._running = Totals(), 0
+        self._scheduler: Any = None
+        self._store: Any = None
         self._thread = threading.Thread(
             target=self._run, args=(load, name, make_store or (lambda served: NoSessions())), name=name, daemon=True
         )
@@ -192,7 +199,7 @@ class MlxEngine(Engine):
 
     def answers(self) -> Mapping[str, Sequence[int]]:
         with self._lock:
-            return ChainMap(dict(self._noted), cast(Any, self._store.answers()))
+            return ChainMap(dict(self._noted), cast(Any, self._answers))
 
     def sessions(self) -> list[SessionInfo]:
         return self._inbox.ask(lambda: self._store.sessions())
@@ -262,6 +269,7 @@ class MlxEngine(Engine):
             self._die(fault)
         finally:
             self._loaded.set()
+            self._scheduler = self._store = None  # the model's memory is free now
             mx.clear_streams()
 
     def _load(self, load: Load, name: str, make_store: MakeStore) -> None:
@@ -273,6 +281,7 @@ class MlxEngine(Engine):
         bound = self._kv_bound()
         self._checks = Checks(served.facts, options.max_prompt_tokens, bound)
         self._store = make_store(served)
+        self._answers = self._store.answers()
         self._scheduler = Scheduler(served, self._store, options.max_running, bound, self._ended)
         self._totals = self._scheduler.totals
         self._counted()
@@ -286,7 +295,7 @@ class MlxEngine(Engine):
         scheduler = self._scheduler
         while scheduler.busy or not self._closing:
             if not scheduler.busy:
-                self._inbox.take(None)
+                self._inbox.take(TEND_S if self._store.tend() else None)
             with self._wired() if scheduler.busy else contextlib.nullcontext():
                 while scheduler.busy:
                     if self._closing and time.monotonic() >= self._deadline:
@@ -294,6 +303,7 @@ class MlxEngine(Engine):
                     scheduler.work()
                     self._running = len(scheduler.running)
                     self._inbox.take(0)
+            mx.clear_cache()
 
     def _wired(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which the model is kept in wired memory on a Mac, as mlx-lm does."""
@@ -325,13 +335,21 @@ class MlxEngine(Engine):
     def _stop(self, error: EngineStoppedError) -> None:
         """Refuses all further calls and fails the requests that are left."""
         self._inbox.shut()
-        if hasattr(self, "_scheduler"):
+        if self._scheduler is not None:
             self._scheduler.fail_all(error)
+            self._close_store()
         for job in list(self._open):
             job.error = error
             job.send_end()
         self._open.clear()
         self._running = 0
+
+    def _close_store(self) -> None:
+        """Has the store write what is not on disk yet. An error is logged: the engine ends anyway."""
+        try:
+            self._store.close()
+        except Exception:
+            log.exception("sessions could not be written")
 
 
 def _memory_bound() -> int | None:

@@ -6,7 +6,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from mlx_zip.engine.prompts import Reading
 from mlx_zip.engine.served import Served
 from mlx_zip.engine.session_store import Checkout
 from mlx_zip.errors import MlxZipError
+from mlx_zip.state import find_state
 
 log = logging.getLogger(__name__)
 CLEAR_EVERY = 256  # steps between two releases of unused buffers, as in mlx-lm
@@ -96,13 +97,13 @@ class Scheduler:
             job.handle.cancelled = True
 
     def fail_all(self, error: BaseException) -> None:
-        """Ends every request with this error and frees all memory."""
+        """Ends every request with this error and frees all memory. No session is kept: a step may be half done."""
         jobs = [*self.waiting, *self.running]
         self.waiting.clear()
         self.readings.clear()
         self.groups.clear()
         for job in jobs:
-            job.error = error
+            job.error, job.cache = error, None
             self._end(job)
 
     # ---- waiting requests
@@ -128,21 +129,26 @@ class Scheduler:
         found = self.store.checkout(checked.base_ids, checked.pack_key, share=not job.submission.keep)
         if found is not None:
             job.handle.session = found.name
-        job.begin(self.served, found or Checkout(self.served.new_cache(checked.start), 0, 0, ""))
+            if checked.start is not None:  # a session from disk only knows its pack's fingerprint
+                find_state(found.cache).begun_with([checked.start])  # type: ignore[union-attr]
+        found = found or Checkout(self.served.new_cache(checked.start), 0, 0, "")
+        if not job.submission.keep:
+            found = replace(found, random_state=None)  # other requests go on from it too
+        job.begin(self.served, found)
         self.totals.prompt_tokens += len(checked.base_ids)
         self.totals.cached_tokens += job.cached_tokens
 
     # ---- prompts
 
     def _read_prompts(self) -> None:
-        """Reads chunks of prompts in turn, up to `prefill_step_size` ids together."""
-        left = self.served.options.prefill_step_size
+        """Reads chunks of prompts in turn, until `prefill_step_size` ids or more have been read."""
+        left = chunk = self.served.options.prefill_step_size
         while left > 0 and self.readings:
             reading = self.readings.popleft()
             if reading.job.handle.cancelled:
                 self._end(reading.job)
                 continue
-            read, group = self._guarded([reading.job], partial(reading.read, left), (1, None))
+            read, group = self._guarded([reading.job], partial(reading.read, chunk), (1, None))
             left -= read
             if group is not None:
                 self.groups.append(group)
@@ -185,7 +191,7 @@ class Scheduler:
 
     def _may_merge(self) -> bool:
         """Returns whether this step merges groups, so that its ids must be read before it begins."""
-        return self.served.batches and len(self.groups) > 1
+        return self.served.batches and any(others for _, *others in self._mergeable(self.groups))
 
     def _regroup(self) -> None:
         """Merges groups that can take their steps together, and takes out rows that cannot go on with the others."""
@@ -199,12 +205,28 @@ class Scheduler:
             key = group.key()
             if key is not None:
                 by_key.setdefault(key, []).append(group)
-        for first, *others in by_key.values():
-            if others:
-                first, *others = sorted([first, *others], key=lambda group: -len(group.jobs))
-                jobs = [job for group in (first, *others) for job in group.jobs]
-                self._guarded(jobs, partial(first.join, others), None, first)
-                self.groups = [group for group in self.groups if group not in others and group.jobs]
+        for groups in by_key.values():
+            for first, *others in self._mergeable(groups):
+                if others:
+                    jobs = [job for group in (first, *others) for job in group.jobs]
+                    self._guarded(jobs, partial(first.join, others), None, first)
+                    self.groups = [group for group in self.groups if group not in others and group.jobs]
+
+    def _mergeable(self, groups: Sequence[Group]) -> list[list[Group]]:
+        """Returns the groups in lists of those to merge, the one with the most rows first.
+
+        A merged group reads the weights once per step where two groups read them twice, but reads padding too: a group
+        joins another if its padding there takes no more bytes than the weights.
+        """
+        most = self.served.weight_bytes // max(1, self.served.kv_bytes_per_id)
+        out: list[list[Group]] = []
+        for group in sorted(groups, key=lambda group: -group.length):
+            longest = out[-1][0].length if out else 0
+            if out and (longest - group.length) * len(group.jobs) <= most:
+                out[-1].append(group)
+            else:
+                out.append([group])
+        return [sorted(some, key=lambda group: -len(group.jobs)) for some in out]
 
     # ---- memory
 
@@ -274,5 +296,7 @@ class Scheduler:
                 answers=handle.answers,
                 random_state=job.draws.state,
             )
-        except (MlxZipError, OSError):
+        except Exception:  # the answer was delivered: only the session is lost
             log.exception("a session could not be kept")
+            self.store.release(handle.session or "")
+            handle.session = None

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
@@ -43,7 +44,7 @@ class Served:
     machines: those that the model is split over, None if it is whole.
 
     ahead: whether steps begin before the host has read their ids. end: number of base ids, pad_id: an id that no row
-    excludes. never_excluded: ids that XTC never excludes.
+    excludes. never_excluded: ids that XTC never excludes. kv_bytes_per_id: bytes of the KV caches per id and row.
     """
 
     def __init__(self, model: Any, tokenizer: Any, name: str, options: RunOptions) -> None:
@@ -60,6 +61,7 @@ class Served:
         self.long_context = model.traits.long_context if self.hyper else None
         self.never_excluded = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
         self.kv_bytes_per_id, self.batches = self._try_out()
+        self.weight_bytes = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
         self.facts = self._facts()
         self.info = self._info(name)
 
@@ -84,7 +86,7 @@ class Served:
         So a model that cannot run fails when it is loaded, and the first request finds it warm.
         """
         cache = self.new_cache(None)
-        mx.eval(self.model(mx.array([[self.vocab_size - 1]]), cache=cache))
+        mx.eval(self.model(mx.array([[0]]), cache=cache))
         kv = cache[:-1] if self.hyper else cache
         plain = [entry for entry in kv if type(entry) is KVCache]
         per_id = sum(entry.nbytes // entry.keys.shape[2] for entry in plain if entry.keys is not None)

@@ -70,7 +70,7 @@ def settled(cache: Sequence[Any]) -> list[Any]:
 
     Nothing else is kept in memory for it, and the cache given must not be used any more.
     """
-    kept = [entry.extract(0) if isinstance(entry, ZipState) else entry for entry in cache]
+    kept = [entry.extract(0, rows=False) if isinstance(entry, ZipState) else entry for entry in cache]
     mx.eval([array for _, array in _arrays(kept)])
     return kept
 
@@ -95,3 +95,13 @@ def _arrays(cache: Sequence[Any]) -> Iterator[tuple[str, mx.array]]:
         for place, leaf in tree_flatten(entry.state):
             if isinstance(leaf, mx.array):
                 yield f"{number}.{place}", leaf
+
+
+def used_part(entry: Any) -> Any:
+    """Returns a cache's entry whose arrays end where its ids end, without room for more. The entry does not change."""
+    if type(entry) not in (KVCache, QuantizedKVCache) or entry.keys is None:
+        return entry
+    twin = _twin(entry)
+    _cut(twin, entry.offset)
+    twin.keys, twin.values = tree_map(mx.contiguous, (twin.keys, twin.values))
+    return twin

@@ -7,38 +7,50 @@ thread, the engine's.
 
 from __future__ import annotations
 
-import secrets
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mlx_zip.engine.interface import SessionInfo
-from mlx_zip.engine.prefix_index import PrefixIndex
-from mlx_zip.engine.session_answers import Answers, answers_within
+from mlx_zip.engine.kept_session import Ids, Kept, Slot, new_name, stamp_of
+from mlx_zip.engine.session_answers import Noted, answers_within
 from mlx_zip.engine.session_caches import bytes_of, can_trim, forked, held_ids, settled
-from mlx_zip.errors import EngineError
+from mlx_zip.engine.session_checks import CacheChecks, codec_mark
+from mlx_zip.engine.session_files import Marks, Snapshot, read_session
+from mlx_zip.engine.session_folder import SessionFolder
+from mlx_zip.engine.session_list import SessionList
+from mlx_zip.errors import EngineError, reason
+from mlx_zip.hyper.model_fingerprint import model_fingerprint
+from mlx_zip.layout import is_zip
+from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 
-MOST_TRIED = 4  # sessions with the same common prefix; they differ by the border of one id at most
-Ids = NDArray[np.uint32]
+log = logging.getLogger("mlx_zip")
 
 
 @dataclass(frozen=True)
 class SessionOptions:
-    """Bounds of a store. max_bytes: of all sessions in memory."""
+    """Bounds of a store. max_bytes: of all sessions in memory. folder: where sessions are kept on disk too, None for
+    nowhere. max_disk_bytes: of all sessions of this model in the folder. model_name: as the model was asked for, noted
+    in the files; None if unknown.
+    """
 
     max_bytes: int = 4 << 30
+    folder: Path | None = None
+    max_disk_bytes: int = 16 << 30
+    model_name: str | None = None
 
 
 @dataclass(frozen=True)
 class Checkout:
     """A cache to go on with. ids, base_tokens: what it holds. name: to be given to `put` or `release` at the end.
 
-    random_state: the sampler's random state that the session was put with, None if there was none or if the cache holds
-    less than that session did.
+    random_state: the sampler's random state that the session was put with; None if there was none, or if the cache
+    holds less than that session did.
     """
 
     cache: list[Any]
@@ -48,38 +60,32 @@ class Checkout:
     random_state: Any = None
 
 
-@dataclass
-class Kept:
-    """A session. base_ids: all that it holds. ends: for each of its ids, how many base tokens it and those before it
-    have. trims: whether its cache can be trimmed. used: seconds since 1970.
-    """
-
-    name: str
-    pack_key: str
-    base_ids: Ids
-    ends: Ids
-    cache: list[Any]
-    trims: bool
-    bytes: int
-    answers: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    random_state: Any = None
-    used: float = field(default_factory=time.time)
-
-    def border(self, base_tokens: int) -> int:
-        """Returns how many of the session's ids lie wholly within its first `base_tokens` base tokens."""
-        return int(np.searchsorted(self.ends, base_tokens, side="right"))
-
-
 class SessionStore:
-    """The kept sessions of one model, the last used last."""
+    """The kept sessions of one model. At the end call `close`, which writes what is not on disk yet."""
 
     def __init__(self, model: Any, tokenizer: Any, options: SessionOptions | None = None) -> None:
         self.model, self.tokenizer = model, tokenizer
         self.options = SessionOptions() if options is None else options
-        self._kept: dict[str, Kept] = {}
-        self._indexes: dict[str, PrefixIndex] = {}  # by pack key
-        self._lent: dict[str, dict[str, tuple[int, ...]]] = {}  # answers of the sessions that are checked out, by name
-        self._answers = Answers()
+        self._list = SessionList()
+        self._lent: dict[str, Kept] = {}  # what is checked out, by name
+        self._folder: SessionFolder | None = None
+        if self.options.folder is not None:
+            most = self.options.max_disk_bytes
+            self._folder = SessionFolder(self.options.folder, most, self._marks, self.options.model_name)
+            for kept in self._folder.sessions():
+                self._list.add(kept)
+            self._make_room_on_disk()
+
+    @cached_property
+    def _marks(self) -> Marks:
+        """What files of this model's sessions say of it."""
+        found = self.model.fingerprint if is_zip(self.model) else model_fingerprint(self.model)
+        return Marks(found, tokenizer_fingerprint(self.tokenizer), codec_mark(self.model))
+
+    @cached_property
+    def _checks(self) -> CacheChecks:
+        """What caches of this model consist of."""
+        return CacheChecks(self.model)
 
     # ---- a request
 
@@ -89,23 +95,42 @@ class SessionStore:
         The common prefix ends where an id of the session ends, and leaves at least one base id of the prompt to be
         read. pack_key: only sessions that were put with the same key are looked at. A session that the prompt begins
         with is taken out, for its longer successor to be put back under its name. Otherwise, and always with `share`,
-        the session stays, and a copy gets a new name.
+        the session stays, and a copy gets a new name. A session from disk that began with a tuned pack holds only the
+        pack's fingerprint: if that is not the model's own pack, call `ZipState.begun_with`.
         """
+        self._pump()
         wanted = np.asarray(base_ids, dtype=np.uint32)[:-1]
-        found = self._best(wanted, pack_key)
-        if found is None:
-            return None
-        kept, ids = found
-        self._touch(kept)
+        while (found := self._list.best(wanted, pack_key)) is not None:
+            if self._is_in_memory(found[0]):
+                return self._checked_out(*found, share)
+        return None
+
+    def _checked_out(self, kept: Kept, ids: int, share: bool) -> Checkout:
+        """Returns the first `ids` ids of a session for a request."""
+        assert kept.cache is not None
+        self._list.touch(kept)
         base_tokens, whole = int(kept.ends[ids - 1]), ids == len(kept.ends)
         if whole and not share:
-            self._remove(kept)
-            self._lend(kept.name, kept.answers)
-            return Checkout(kept.cache, ids, base_tokens, kept.name, kept.random_state)
-        name = _new_name()
-        self._lend(name, answers_within(kept.answers, kept.base_ids[:base_tokens]))
+            cache = self._taken_out(kept)
+            return Checkout(cache, ids, base_tokens, kept.name, kept.random_state)
         cache = forked(kept.cache, ids, len(kept.ends) - ids)
+        answers = answers_within(kept.answers, kept.base_ids[:base_tokens])
+        name = self._lend(Kept(new_name(), "", kept.base_ids[:0], kept.ends[:0], None, False, 0, answers))
+        self._make_room()  # the session may have come from disk
         return Checkout(cache, ids, base_tokens, name, kept.random_state if whole else None)
+
+    def _taken_out(self, kept: Kept) -> list[Any]:
+        """Returns the cache of a session, of which only what is on disk stays."""
+        cache = kept.cache
+        assert cache is not None
+        if self._folder is not None:
+            self._folder.leave(kept)
+        if kept.saved or (self._folder is not None and self._folder.is_coming(kept)):
+            kept.cache, kept.bytes = None, 0
+        else:
+            self._list.remove(kept)
+        self._lend(kept)
+        return cache
 
     def put(
         self,
@@ -122,155 +147,222 @@ class SessionStore:
         name: of the checkout that the cache came from, None for a new session. A kept session of that name is replaced
         if the cache continues it, and a session with exactly these base ids is replaced too. answers: as
         `note_answer` takes them, in addition to those of the session checked out. base_ids: what the cache holds, for a
-        plain model, whose cache does not say. Raises `EngineError` if base_ids are missing or too few.
+        plain model, whose cache does not say. random_state: the sampler's, an array. Raises `EngineError` if base_ids
+        are missing or too few.
         """
         held, ends = _held(cache, base_ids)
+        former = self._lent.get(name or "")
         noted = {**self.release(name or ""), **{key: tuple(ids) for key, ids in (answers or {}).items()}}
         if not len(held):
-            return name or _new_name()
-        name = self._name_for(held, pack_key, name, noted)
+            return name or new_name()
         cache = settled(cache)
-        kept = Kept(name, pack_key, held, ends, cache, can_trim(cache), bytes_of(cache), noted, random_state)
-        self._add(kept)
-        self._make_room()
-        return name
+        kept = Kept(name or new_name(), pack_key, held, ends, cache, can_trim(cache), bytes_of(cache), noted)
+        kept.random_state, kept.slot = random_state, former and former.slot
+        self._keep(kept)
+        return kept.name
 
-    def release(self, name: str) -> dict[str, tuple[int, ...]]:
+    def release(self, name: str) -> Noted:
         """Forgets that a session is checked out and returns its answers. For a cache that will not be put back."""
-        answers = self._lent.pop(name, {})
-        self._answers.remove(name, answers)
-        return answers
+        lent = self._lent.pop(name, None)
+        if lent is None:
+            return {}
+        if self._list.get(name) is not lent:  # it is not on disk either
+            self._list.answers.remove(name, lent.answers)
+        return lent.answers
 
-    def _lend(self, name: str, answers: dict[str, tuple[int, ...]]) -> None:
-        """Notes that a session is checked out under a name; its answers can still be looked up."""
-        self._lent[name] = answers
-        self._answers.add(name, answers)
+    def _lend(self, kept: Kept) -> str:
+        """Notes that a session is checked out, and returns its name; its answers can still be looked up."""
+        self._lent[kept.name] = kept
+        self._list.answers.add(kept.name, kept.answers)
+        return kept.name
 
     def note_answer(self, name: str, key: str, base_ids: Sequence[int]) -> None:
         """Remembers, with a session, that the answer called `key` was these base ids. Unknown sessions are ignored:
         a session may have been evicted meanwhile.
         """
-        answer = tuple(map(int, base_ids))
-        answers = self._lent.get(name)
-        if answers is None and (kept := self._kept.get(name)) is not None:
-            answers = kept.answers
-        if answers is not None:
-            answers[key] = answer
-            self._answers.add(name, {key: answer})
+        kept = self._lent.get(name) or self._list.get(name)
+        if kept is None:
+            return
+        kept.answers[key] = tuple(map(int, base_ids))
+        kept.notes += 1
+        self._list.answers.add(name, {key: kept.answers[key]})
+        if self._folder is not None and kept.saved and kept.cache is not None:
+            self._folder.want(kept)
+            self._pump()
 
     def answers(self) -> Mapping[str, Sequence[int]]:
         """Returns the noted answers of all kept sessions, by key. The map follows the store, and any thread may read
         it.
         """
-        return self._answers
+        return self._list.answers
 
     # ---- the sessions
 
     def sessions(self) -> list[SessionInfo]:
-        """Returns the kept sessions, the last used first."""
-        return [_info(kept) for kept in reversed(self._kept.values())]
+        """Returns the kept sessions, the last used first. One that a request has is among them if it is on disk."""
+        self._pump()
+        return [kept.info() for kept in self._list.last_used_first() if kept.can_be_read]
+
+    def save(self, name: str, file: Path) -> None:
+        """Writes a session to a file. Raises `EngineError` for an unknown name and if the file cannot be written."""
+        kept = self._named(name)
+        if not self._is_in_memory(kept):
+            raise EngineError(f"the file of session {name} cannot be read any more")
+        try:
+            Snapshot(kept, self._marks, self.options.model_name).write(file, kept.answers)
+        except OSError as error:
+            raise EngineError(f"session file {file}: cannot be written: {reason(error)}") from error
+        self._make_room()
+
+    def load(self, file: Path) -> SessionInfo:
+        """Adds the session in a file and returns what it is. The file is not changed.
+
+        Raises `EngineError` naming the file if it is damaged, of another model, or larger than all sessions may be.
+        """
+        kept = read_session(file, self._marks, self._checks, self.options.max_bytes)
+        kept.name = new_name()
+        self._keep(kept)
+        return kept.info()
 
     def drop(self, name: str) -> None:
-        """Forgets a session. Raises `EngineError` for an unknown name."""
-        self._remove(self._named(name))
+        """Forgets a session, in memory and on disk. Raises `EngineError` for an unknown name."""
+        self._forget(self._named(name))
 
     def purge(self) -> int:
-        """Forgets all sessions and returns how many there were."""
-        count = len(self._kept)
-        for kept in list(self._kept.values()):
-            self._remove(kept)
+        """Forgets all sessions, in memory and on disk, and returns how many there were."""
+        self._pump()
+        count = sum(kept.can_be_read for kept in self._list)
         for name in list(self._lent):
+            lent = self._lent[name]
             self.release(name)
+            if self._folder is not None and self._list.get(name) is not lent:
+                self._folder.forget(lent)
+        for kept in list(self._list):
+            self._forget(kept)
         return count
 
     def figures(self) -> dict[str, int]:
         """Returns how many sessions there are and their bytes, as fields of `Figures`."""
-        return {"sessions": len(self._kept), "session_bytes": self._bytes(), "disk_bytes": 0}
+        here = [kept for kept in self._list if kept.can_be_read]
+        return {
+            "sessions": len(here),
+            "session_bytes": sum(kept.bytes for kept in here),
+            "disk_bytes": sum(kept.slot.bytes for kept in self._list if kept.slot is not None),
+        }
 
-    # ---- finding
+    def tend(self) -> bool:
+        """Goes on with writing; returns whether to call again soon, because something is not on disk yet."""
+        self._pump()
+        return self._folder is not None and self._folder.pending
 
-    def _best(self, wanted: Ids, pack_key: str) -> tuple[Kept, int] | None:
-        """Returns the session with the longest prefix that can be used of `wanted`, and how many ids that prefix has.
+    def flush(self) -> None:
+        """Waits until all sessions are on disk, as far as they fit."""
+        if self._folder is not None:
+            self._note_written(self._folder.pump(patient=True))
 
-        Of equally good ones a session that `wanted` begins with comes first. None if no session has a whole id of it.
-        """
-        best: tuple[Kept, int] | None = None
-        for kept, ids in self._candidates(wanted, pack_key):
-            if ids and (best is None or kept.ends[ids - 1] > best[0].ends[best[1] - 1]):
-                best = kept, ids
-        return best
-
-    def _candidates(self, wanted: Ids, pack_key: str) -> Iterator[tuple[Kept, int]]:
-        """Yields sessions that begin as `wanted` does, each with how many of its ids can be used."""
-        index = self._indexes.get(pack_key)
-        if index is None:
-            return
-        found = index.find(wanted)
-        if found.whole:
-            kept = self._kept[found.whole[0][0]]
-            yield kept, len(kept.ends)
-        tried = 0
-        for name in index.names_below(found):
-            kept = self._kept[name]
-            if kept.trims and len(kept.base_ids) > found.depth:
-                yield kept, kept.border(found.depth)
-                if (tried := tried + 1) == MOST_TRIED:
-                    return
-
-    def _named(self, name: str) -> Kept:
-        """Returns a kept session. Raises `EngineError` for an unknown name."""
-        kept = self._kept.get(name)
-        if kept is None:
-            raise EngineError(f"there is no session {name!r:.80}; it may have been evicted")
-        return kept
+    def close(self) -> None:
+        """Writes what is not on disk yet."""
+        if self._folder is not None:
+            self._note_written(self._folder.close())
 
     # ---- keeping
 
-    def _name_for(self, held: Ids, pack_key: str, name: str | None, noted: dict[str, tuple[int, ...]]) -> str:
-        """Returns the name to keep base ids under, and forgets the session that they replace, whose answers go to
-        `noted`.
+    def _keep(self, kept: Kept) -> None:
+        """Adds a session in place of the one that it continues, or equals, and has it written."""
+        former = self._list.get(kept.name)
+        if former is not None and not former.begins(kept):
+            former, kept.name, kept.slot = None, new_name(), None
+        former = former or self._list.equal(kept)
+        if former is not None:
+            self._list.remove(former)
+            if self._folder is not None:
+                self._folder.leave(former)
+            kept.name, kept.slot = former.name, former.slot
+            kept.answers = {**former.answers, **kept.answers}
+        self._list.add(kept)
+        if self._folder is not None:
+            self._folder.want(kept)
+        self._pump()
+        self._make_room()
+
+    def _named(self, name: str) -> Kept:
+        """Returns a kept session. Raises `EngineError` for an unknown name."""
+        kept = self._list.get(name)
+        if kept is None or not kept.can_be_read:
+            raise EngineError(f"there is no session {name!r:.80}; it may have been evicted, or a request has it")
+        return kept
+
+    def _forget(self, kept: Kept) -> None:
+        """Forgets a session, in memory and on disk. Raises `EngineError` if its file cannot be deleted."""
+        self._list.remove(kept)
+        if self._folder is not None:
+            self._folder.forget(kept)
+
+    def _is_in_memory(self, kept: Kept) -> bool:
+        """Reads a session's cache from disk, if it is there only.
+
+        Returns False if the session is not what it was: if its file is gone or damaged, the session is forgotten, and
+        if another process has written another session there, that one takes its place.
         """
-        former = self._kept.get(name or "")
-        if former is not None and not (former.pack_key == pack_key and _begins(held, former.base_ids)):
-            former, name = None, None
-        if former is None and (index := self._indexes.get(pack_key)) is not None:
-            equal = [other for other, length in index.find(held).whole if length == len(held)]
-            former = self._kept[equal[0]] if equal else None
-        if former is None:
-            return name or _new_name()
-        self._remove(former)
-        noted |= {key: ids for key, ids in former.answers.items() if key not in noted}
-        return former.name
+        if kept.cache is not None:
+            return True
+        try:
+            assert kept.slot is not None
+            stamp = stamp_of(kept.slot.path)
+            read = read_session(kept.slot.path, self._marks, self._checks, self.options.max_disk_bytes)
+        except (EngineError, OSError) as error:
+            log.warning("%s", error)
+            self._list.remove(kept)
+            return False
+        if not (kept.begins(read) and read.begins(kept)):
+            read.name, read.slot, read.saved = kept.name, Slot(kept.slot.path, stamp), True
+            self._list.remove(kept)
+            self._list.add(read)
+            return False
+        kept.cache, kept.bytes, kept.trims, kept.random_state = read.cache, read.bytes, read.trims, read.random_state
+        return True
 
-    def _add(self, kept: Kept) -> None:
-        """Adds a session as the last used."""
-        self._kept[kept.name] = kept
-        self._indexes.setdefault(kept.pack_key, PrefixIndex()).add(kept.name, kept.base_ids)
-        self._answers.add(kept.name, kept.answers)
-
-    def _remove(self, kept: Kept) -> None:
-        """Forgets a session."""
-        del self._kept[kept.name]
-        self._indexes[kept.pack_key].remove(kept.name, kept.base_ids)
-        self._answers.remove(kept.name, kept.answers)
-
-    def _touch(self, kept: Kept) -> None:
-        """Notes that a session is used now."""
-        kept.used = time.time()
-        self._kept[kept.name] = self._kept.pop(kept.name)
-
-    def _bytes(self) -> int:
-        """Returns the bytes of all sessions in memory."""
-        return sum(kept.bytes for kept in self._kept.values())
+    # ---- room
 
     def _make_room(self) -> None:
-        """Evicts the least recently used sessions until the others fit."""
-        excess = self._bytes() - self.options.max_bytes
-        for kept in list(self._kept.values()):
+        """Evicts the least recently used sessions from memory until the others fit."""
+        excess = sum(kept.bytes for kept in self._list) - self.options.max_bytes
+        for kept in list(self._list):
             if excess <= 0:
                 return
+            if kept.cache is None:
+                continue
             excess -= kept.bytes
-            self._remove(kept)
+            if kept.saved or (self._folder is not None and self._folder.is_coming(kept)):
+                kept.cache, kept.bytes = None, 0
+            else:
+                self._list.remove(kept)
+
+    def _pump(self) -> None:
+        """Goes on with writing, and notes what is on disk now."""
+        if self._folder is not None:
+            self._note_written(self._folder.pump())
+
+    def _note_written(self, ended: list[tuple[Kept, bool]]) -> None:
+        """Forgets sessions that are neither in memory nor, because writing them failed, on disk."""
+        for kept, worked in ended:
+            if not worked and kept.cache is None and self._list.get(kept.name) is kept:
+                self._list.remove(kept)
+        if ended:
+            self._make_room_on_disk()
+
+    def _make_room_on_disk(self) -> None:
+        """Deletes the files of the least recently used sessions until the others fit."""
+        excess = self.figures()["disk_bytes"] - self.options.max_disk_bytes
+        for kept in list(self._list):
+            if excess <= 0 or self._folder is None:
+                return
+            if kept.slot is None or not kept.saved:
+                continue
+            excess -= kept.slot.bytes
+            self._folder.evict(kept)
+            if kept.cache is None:
+                self._list.remove(kept)
 
 
 def _held(cache: Sequence[Any], base_ids: Sequence[int] | None) -> tuple[Ids, Ids]:
@@ -286,18 +378,3 @@ def _held(cache: Sequence[Any], base_ids: Sequence[int] | None) -> tuple[Ids, Id
         if getattr(entry, "offset", len(ids)) != len(ids):
             raise EngineError(f"the cache holds {entry.offset} ids, and {len(ids)} base ids were given for it")
     return ids, np.arange(1, 1 + len(ids), dtype=np.uint32)
-
-
-def _begins(ids: Ids, prefix: Ids) -> bool:
-    """Returns whether ids begin with a prefix."""
-    return len(ids) >= len(prefix) and np.array_equal(ids[: len(prefix)], prefix)
-
-
-def _new_name() -> str:
-    """Returns a name that no other session has, in this process or another."""
-    return secrets.token_hex(8)
-
-
-def _info(kept: Kept) -> SessionInfo:
-    """Returns what a front may know of a session."""
-    return SessionInfo(kept.name, len(kept.base_ids), len(kept.ends), kept.bytes, False, kept.used)

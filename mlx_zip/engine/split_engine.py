@@ -22,7 +22,7 @@ from mlx_lm.generate import generation_stream
 
 from mlx_zip.engine.interface import Constraint, Deliver, Submission
 from mlx_zip.engine.job import Handle, Job
-from mlx_zip.engine.mlx_engine import MlxEngine, open_engine
+from mlx_zip.engine.mlx_engine import DEFAULT_SESSIONS, MlxEngine, open_engine
 from mlx_zip.engine.submissions import Checked
 from mlx_zip.errors import EngineError, GenerationError
 from mlx_zip.machines import Group, bytes_from_first, from_first, lost_machines_as_errors, smallest, summed
@@ -35,9 +35,12 @@ Told = list[Any]  # what happened, and to what
 def open_split_engine(group: Group, model_name: str | Path, **options: Any) -> SplitEngine:
     """Loads this machine's share of a model and returns its engine. Every machine of the group must call this.
 
-    options: those of `open_engine`. Raises what `mlx_zip.load` raises.
+    options: those of `open_engine`; sessions are kept in memory only. Raises what `mlx_zip.load` raises.
     """
-    return cast(SplitEngine, open_engine(model_name, **options, group=group, make=partial(SplitEngine, group)))
+    kept = options.pop("sessions", DEFAULT_SESSIONS)
+    sessions = None if kept is None else replace(kept, folder=None)
+    made = open_engine(model_name, **options, sessions=sessions, group=group, make=partial(SplitEngine, group))
+    return cast(SplitEngine, made)
 
 
 class SplitEngine(MlxEngine):

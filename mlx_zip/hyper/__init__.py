@@ -4,10 +4,11 @@ from mlx_zip.hyper.encoders import make_encoder
 from mlx_zip.hyper.fingerprint import Fingerprints, host_bytes
 from mlx_zip.hyper.model_fingerprint import ModelName, fingerprint_of, model_fingerprint, sampled
 from mlx_zip.hyper.row_kinds import RowKinds
-from mlx_zip.hyper.rows import HeadTable, RowTable, TurningTable, encode_entries, matrix_rows
+from mlx_zip.hyper.rows import CAPACITY_STEP, HeadTable, RowTable, TurningTable, encode_entries, matrix_rows
 from mlx_zip.hyper.store import RowKind, RowStore
 
 __all__ = [
+    "CAPACITY_STEP",
     "Fingerprints",
     "HeadTable",
     "ModelName",

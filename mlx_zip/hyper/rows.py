@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import copy
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
 ENTRIES_PER_PASS = 512  # limits the encoder's activations when a long prompt installs thousands of entries
-CAPACITY_STEP = 256  # tables grow to multiples of this many slots, so that shapes seldom change
+CAPACITY_STEP = 256  # tables grow to multiples of this many places, so that shapes seldom change
 
 
 def matrix_rows(module: Any, ids: mx.array) -> mx.array:
@@ -49,69 +49,83 @@ def encode_entries(encoder: nn.Module, matrix: nn.Module, base_ids: np.ndarray, 
 
 
 class RowTable:
-    """Rows of one side for B sequences: slot s of sequence b is `rows[b, s]`.
+    """Rows of one side: the row at place p is `rows[0, p]`.
 
-    rows: [B, capacity, D], or None before the first row.
+    Of a single request, a place is a slot. Sequences of a batch share one table, in which each distinct entry has a
+    place (`mlx_zip.state.places`). rows: [1, capacity, D], or None before the first row.
     """
 
-    SLOT_AXIS = 1  # of the array that holds the rows
+    PLACE_AXIS = 1  # of the array that holds the rows
 
-    def __init__(self, batch: int) -> None:
-        self.batch = batch
+    def __init__(self) -> None:
         self.array: mx.array | None = None
 
     @property
     def rows(self) -> mx.array | None:
-        """All rows as [B, capacity, D], or None before the first row."""
+        """All rows as [1, capacity, D], or None before the first row."""
         return self.array
 
-    def put_one(self, slot: int, row: mx.array, limit: int) -> None:
-        """Writes one row [1, D] at a slot of a single sequence; faster than `put`, because it writes a slice.
+    @property
+    def capacity(self) -> int:
+        """The number of places that the table has room for now."""
+        return 0 if self.array is None else self.array.shape[self.PLACE_AXIS]
 
-        limit: maximum number of slots of the table.
+    def put_run(self, first: int, rows: mx.array, limit: int | None = None) -> None:
+        """Writes rows [N, D] at places `first` to first + N - 1; faster than `put`, because it writes a slice.
+
+        The table grows when needed. limit: maximum number of places, None for no limit.
         """
-        self.array = self._with_one(self._reserved(slot + 1, row, limit), slot, row)
+        self.array = self._with_run(self._reserved(first + len(rows), rows, limit), first, rows)
 
-    def put(self, sequence: np.ndarray, slots: np.ndarray, rows: mx.array, limit: int) -> None:
-        """Writes rows [N, D] at (sequence [N], slots [N]). The table grows when needed, to `limit` slots at most."""
-        array = self._reserved(int(slots.max()) + 1, rows, limit)
-        self.array = self._with_many(array, mx.array(sequence), mx.array(slots), rows)
+    def put(self, places: np.ndarray, rows: mx.array, limit: int | None = None) -> None:
+        """Writes rows [N, D] at places [N]. The table grows when needed, to `limit` places at most."""
+        array = self._reserved(int(places.max()) + 1, rows, limit)
+        self.array = self._with_many(array, (mx.array(np.zeros_like(places)), mx.array(places)), rows)
 
-    def _with_one(self, array: mx.array, slot: int, row: mx.array) -> mx.array:
-        """Returns `array` with row [1, D] at a slot of its only sequence."""
-        array[:, slot : slot + 1] = row
+    def _with_run(self, array: mx.array, first: int, rows: mx.array) -> mx.array:
+        """Returns `array` with rows [N, D] at places `first` to first + N - 1."""
+        array[:, first : first + len(rows)] = rows
         return array
 
-    def _with_many(self, array: mx.array, sequence: mx.array, slots: mx.array, rows: mx.array) -> mx.array:
-        """Returns `array` with rows [N, D] at (sequence [N], slots [N])."""
-        array[sequence, slots] = rows
+    def _with_many(self, array: mx.array, where: tuple[mx.array, mx.array], rows: mx.array) -> mx.array:
+        """Returns `array` with rows [N, D] at the places where[1] [N]. where[0]: zeros [N]."""
+        array[where] = rows
         return array
 
-    def _shape(self, slots: int, width: int) -> tuple[int, int, int]:
-        """Returns the shape of an array for so many slots of rows of D = width values."""
-        return self.batch, slots, width
+    def _shape(self, places: int, width: int) -> tuple[int, int, int]:
+        """Returns the shape of an array for so many rows of D = width values."""
+        return 1, places, width
 
-    def _reserved(self, slots: int, like: mx.array, limit: int) -> mx.array:
-        """Returns the array with room for so many slots, `limit` at most; like: a row of the rows' width and type."""
-        have = 0 if self.array is None else self.array.shape[self.SLOT_AXIS]
-        if self.array is not None and slots <= have:
+    def _reserved(self, places: int, like: mx.array, limit: int | None) -> mx.array:
+        """Returns the array with room for so many places, `limit` at most; like: a row of the rows' width and type."""
+        have = self.capacity
+        if self.array is not None and places <= have:
             return self.array
-        want = min(-(-slots // CAPACITY_STEP) * CAPACITY_STEP, limit)
-        more = mx.zeros(self._shape(want - have, like.shape[-1]), like.dtype)
-        return more if self.array is None else mx.concatenate([self.array, more], axis=self.SLOT_AXIS)
+        more = mx.zeros(self._shape(_capacity(places, limit) - have, like.shape[-1]), like.dtype)
+        return more if self.array is None else mx.concatenate([self.array, more], axis=self.PLACE_AXIS)
 
-    def take(self, slots: mx.array) -> mx.array:
-        """Returns the rows [B, L, D] of slots [B, L]."""
+    def take(self, places: mx.array) -> mx.array:
+        """Returns the rows [..., D] at places [...]."""
         assert self.rows is not None
-        return self.rows[mx.arange(self.batch)[:, None], slots]
+        return self.rows.squeeze(0)[places]  # `rows[0]` would copy all rows
 
-    def at(self, sequence: np.ndarray, slots: np.ndarray) -> mx.array:
-        """Returns the rows [N, D] at (sequence [N], slots [N])."""
-        assert self.rows is not None
-        return self.rows[mx.array(sequence), mx.array(slots)]
+    def at(self, places: np.ndarray) -> mx.array:
+        """Returns the rows [N, D] at places [N]."""
+        return self.take(mx.array(places))
+
+    def kept(self, places: np.ndarray, limit: int | None = None) -> Self:
+        """Returns a new table with the rows at places [N], in this order, and room for more, `limit` places at most.
+
+        A place beyond this table's capacity gives any row.
+        """
+        made = type(self)()
+        if self.array is not None and len(places):
+            chosen = np.pad(np.minimum(places, self.capacity - 1), (0, _capacity(len(places), limit) - len(places)))
+            made.array = mx.take(self.array, mx.array(chosen), axis=self.PLACE_AXIS)
+        return made
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} of {self.batch} sequence(s): {None if self.rows is None else self.rows.shape}>"
+        return f"<{type(self).__name__}: {None if self.rows is None else self.rows.shape}>"
 
     def copy(self) -> RowTable:
         """Returns an independent copy. (MLX shares the memory until one of the two tables is written to.)"""
@@ -126,33 +140,38 @@ class RowTable:
 
 
 class HeadTable(RowTable):
-    """Output rows, held as the columns of a matrix: `array` is [B, D, capacity].
+    """Output rows, held as the columns of a matrix: `array` is [1, D, capacity].
 
     A step multiplies the body's output [B, 1, D] with the whole table. On the CPU that takes half as long with columns
     as with rows.
     """
 
-    SLOT_AXIS = 2
+    PLACE_AXIS = 2
 
     @property
     def rows(self) -> mx.array | None:
-        """All rows as [B, capacity, D], or None before the first row."""
+        """All rows as [1, capacity, D], or None before the first row."""
         return None if self.array is None else self.array.swapaxes(1, 2)
 
-    def _with_one(self, array: mx.array, slot: int, row: mx.array) -> mx.array:
-        """Returns `array` with row [1, D] at a slot of its only sequence."""
-        array[:, :, slot : slot + 1] = row[..., None]
+    def times(self, h: mx.array) -> mx.array:
+        """Returns the products [B, L, capacity] of h [B, L, D] with all rows, as one product of two matrices."""
+        assert self.array is not None
+        return h @ self.array if len(h) == 1 else h @ self.array.squeeze(0)
+
+    def _with_run(self, array: mx.array, first: int, rows: mx.array) -> mx.array:
+        """Returns `array` with rows [N, D] at places `first` to first + N - 1."""
+        array[:, :, first : first + len(rows)] = rows[..., None] if len(rows) == 1 else rows.swapaxes(0, 1)
         return array
 
-    def _with_many(self, array: mx.array, sequence: mx.array, slots: mx.array, rows: mx.array) -> mx.array:
-        """Returns `array` with rows [N, D] at (sequence [N], slots [N])."""
+    def _with_many(self, array: mx.array, where: tuple[mx.array, mx.array], rows: mx.array) -> mx.array:
+        """Returns `array` with rows [N, D] at the places where[1] [N]. where[0]: zeros [N]."""
         turned = array.swapaxes(1, 2)
-        turned[sequence, slots] = rows
+        turned[where] = rows
         return mx.contiguous(turned.swapaxes(1, 2))
 
-    def _shape(self, slots: int, width: int) -> tuple[int, int, int]:
-        """Returns the shape of an array for so many slots of rows of D = width values."""
-        return self.batch, width, slots
+    def _shape(self, places: int, width: int) -> tuple[int, int, int]:
+        """Returns the shape of an array for so many rows of D = width values."""
+        return 1, width, places
 
 
 class TurningTable(RowTable):
@@ -163,26 +182,30 @@ class TurningTable(RowTable):
     that it missed the time before. Without the second copy, MLX would copy the whole table for each new row.
     """
 
-    def __init__(self, batch: int) -> None:
-        super().__init__(batch)
+    def __init__(self) -> None:
+        super().__init__()
         self._idle: mx.array | None = None  # the other copy, without the rows of `_missed`
         self._missed: Callable[[], None] | None = None  # writes to `array` the rows that went to the other copy last
 
     @classmethod
-    def of(cls, table: RowTable) -> TurningTable:
+    def of(cls, table: RowTable) -> Self:
         """Returns a turning table with the rows of another one."""
-        made = cls(table.batch)
+        made = cls()
         made.array = table.array
         made._idle = None if table.array is None else mx.array(table.array)
         return made
 
-    def put_one(self, slot: int, row: mx.array, limit: int) -> None:
-        """Writes one row as `RowTable.put_one` does, to the copy that the last body did not read."""
-        self._turn(partial(super().put_one, slot, row, limit))
+    def put_run(self, first: int, rows: mx.array, limit: int | None = None) -> None:
+        """Writes rows as `RowTable.put_run` does, to the copy that the last body did not read."""
+        self._turn(partial(super().put_run, first, rows, limit))
 
-    def put(self, sequence: np.ndarray, slots: np.ndarray, rows: mx.array, limit: int) -> None:
+    def put(self, places: np.ndarray, rows: mx.array, limit: int | None = None) -> None:
         """Writes rows as `RowTable.put` does, to the copy that the last body did not read."""
-        self._turn(partial(super().put, sequence, slots, rows, limit))
+        self._turn(partial(super().put, places, rows, limit))
+
+    def kept(self, places: np.ndarray, limit: int | None = None) -> Self:
+        """Returns a new table with these rows, as `RowTable.kept` does; its two copies are equal."""
+        return self.of(super().kept(places, limit))
 
     def _turn(self, write: Callable[[], None]) -> None:
         """Makes the other copy the current one, and writes to it what it missed and what is new.
@@ -201,7 +224,7 @@ class TurningTable(RowTable):
 
     def copy(self) -> RowTable:
         """Returns an independent copy, which is a plain `RowTable`."""
-        twin = RowTable(self.batch)
+        twin = RowTable()
         twin.array = None if self.array is None else mx.array(self.array)
         return twin
 
@@ -209,3 +232,9 @@ class TurningTable(RowTable):
     def nbytes(self) -> int:
         """Bytes of the current copy and of the other one."""
         return super().nbytes + (0 if self._idle is None else self._idle.nbytes)
+
+
+def _capacity(places: int, limit: int | None) -> int:
+    """Returns how many places a table gets that needs `places`; limit: the maximum number, None for no limit."""
+    capacity = -(-places // CAPACITY_STEP) * CAPACITY_STEP
+    return capacity if limit is None else min(capacity, limit)

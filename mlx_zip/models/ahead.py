@@ -41,7 +41,7 @@ class Ahead:
         model.bind_tuned(state)
         self._fill_inputs(state)
         table, layout = state.inputs, model.layout
-        capacity = layout.codebook_size if table.array is None else table.array.shape[1]
+        capacity = state.slots_covered() or layout.codebook_size
         if ids.dtype.size != 4:  # narrow types cannot hold every id, and MLX compares uint64 with a signed id as floats
             ids = ids.astype(mx.int64)
         base, hyper, slots = _split(layout.vocab_size, capacity, ids[:, None])
@@ -51,8 +51,7 @@ class Ahead:
             return None
         h = model.model.embed_tokens(base)
         if table.array is not None:
-            rows = table.array[0][slots] if len(ids) == 1 else table.take(slots)
-            h = _chosen(hyper, rows, h)
+            h = _chosen(hyper, table.take(state.at_slots(slots)), h)
         h = model.run_layers(model.scaled(h), kv, positions)
         cut_offsets(kv, state.left_padding)
         return h
@@ -78,11 +77,13 @@ class Ahead:
 
     def _fill_inputs(self, state: ZipState) -> None:
         """Puts the missing input rows of all installed entries into the table of input rows."""
-        sequence, slots = state.missing_installed_inputs()
-        if len(slots):
+        if state.places is not None:
+            self.model.fill_outputs(state)  # gives new entries their places
+        places = state.missing_installed_inputs()
+        if len(places):
             self.model.fill_outputs(state)
             state.read_in_turns()
-            self.model.session.fill_inputs(state, self.model.input_side, sequence, slots)
+            self.model.session.fill_inputs(state, self.model.input_side, places)
 
     def _are_installed(self, state: ZipState, ids: HostIds) -> bool:
         """Returns whether every hypertoken among ids [B, 1] is installed before the state reads the ids."""

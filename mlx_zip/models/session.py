@@ -113,35 +113,38 @@ class Session:
 
     # ---- the row tables of a request
 
-    def fill_inputs(self, state: ZipState, side: Side, sequence: np.ndarray, slots: np.ndarray) -> None:
-        """Puts the input rows of the entries at (sequence [N], slots [N]), which are missing, into the input table.
+    def fill_inputs(self, state: ZipState, side: Side, places: np.ndarray) -> None:
+        """Puts the input rows of the entries at places [N], which are missing, into the input table.
 
         side: the input side, or the output side if both sides have the same rows; output rows must be filled then.
         """
-        if len(slots) == 0:
+        if len(places) == 0:
             return
+        limit = self.config.codebook_size if state.places is None else None
         if side.name == "output":
-            rows = state.outputs.at(sequence, slots)
-        elif len(slots) == 1 and len(state.books) == 1:
-            rows = self._one_row(state, side, int(slots[0]))
+            rows = state.outputs.at(places)
+        elif len(places) == 1 and state.places is None:
+            rows = self._one_row(state, side, int(places[0]))
         else:
-            rows = self.rows(side, *state.entries(sequence, slots))
-        if len(slots) == 1 and len(state.books) == 1:
-            state.inputs.put_one(int(slots[0]), rows, self.config.codebook_size)
+            rows = self.rows(side, *state.entries(places))
+        if len(places) == 1:
+            state.inputs.put_run(int(places[0]), rows, limit)
         else:
-            state.inputs.put(sequence, slots, rows, self.config.codebook_size)
-        state.encoded_inputs[sequence, slots] = True
+            state.inputs.put(places, rows, limit)
+        state.encoded_inputs[0, places] = True
 
     def fill_outputs(self, state: ZipState, side: Side) -> None:
         """Puts the missing output rows of all installed entries into the output table."""
+        if state.places is not None:
+            return state.share_outputs(partial(self.rows, side))
         slot, limit = state.only_missing_output(), self.config.codebook_size
         if slot is not None:
-            state.outputs.put_one(slot, self._one_row(state, side, slot), limit)
+            state.outputs.put_run(slot, self._one_row(state, side, slot), limit)
         else:
-            sequence, slots = state.missing_outputs()
+            _, slots = state.missing_outputs()
             if len(slots):
-                state.outputs.put(sequence, slots, self.rows(side, *state.entries(sequence, slots)), limit)
-        state.mark_outputs_encoded()
+                state.outputs.put(slots, self.rows(side, *state.entries(slots)), limit)
+        return state.mark_outputs_encoded()
 
     def _one_row(self, state: ZipState, side: Side, slot: int) -> mx.array:
         """Returns the row [1, D] of one slot of a single sequence; the store is asked without numpy."""
@@ -184,12 +187,19 @@ class Session:
         input rows are copied from it when they are read.
         """
         for b, pack in enumerate(state.tuned):
-            if isinstance(pack, TunedStart):
-                slots, sequence = np.arange(len(pack)), np.full(len(pack), b)
+            if isinstance(pack, TunedStart) and not state.bound[b]:
+                rows = {side.name: self._tuned_rows(pack, side) for side, _ in sides}
+                if state.places is not None:
+                    state.share_tuned_rows(b, rows["output"], rows.get("input"))
+                    continue
                 for side, table in sides:
-                    rows = pack.rows.output if side.name == "output" else pack.rows.input
-                    table.put(sequence, slots, mx.array(rows).astype(self._kind(side).dtype), self.config.codebook_size)
-        state.mark_tuned_rows([side.name for side, _ in sides])
+                    table.put_run(0, rows[side.name], self.config.codebook_size)
+                state.mark_tuned_rows(list(rows))
+
+    def _tuned_rows(self, pack: TunedStart, side: Side) -> mx.array:
+        """Returns a pack's tuned rows [P, D] of one side, in the type of encoded rows."""
+        rows = pack.rows.output if side.name == "output" else pack.rows.input
+        return mx.array(rows).astype(self._kind(side).dtype)
 
 
 def check_tuned(pack: TunedStart, model: str, one: bool, width: int) -> None:

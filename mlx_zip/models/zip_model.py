@@ -266,10 +266,10 @@ class Model(nn.Module):
     def _embed_slots(self, h: mx.array, state: ZipState, slots: np.ndarray) -> mx.array:
         """Returns h [B, L, D] with the input rows of slots [B, L] put in; where slots is -1, h stays."""
         if not self.sides_are_one:
-            self.session.fill_inputs(state, self.input_side, *state.missing_inputs(slots))
-        where = mx.array(slots)
-        rows = self.read_table(state).take(mx.maximum(where, 0))
-        return mx.where((where >= 0)[..., None], rows.astype(h.dtype), h)
+            self.session.fill_inputs(state, self.input_side, state.missing_inputs(slots))
+        places = state.places_of(np.arange(len(slots))[:, None], np.maximum(slots, 0))
+        rows = self.read_table(state).take(mx.array(places))
+        return mx.where((mx.array(slots) >= 0)[..., None], rows.astype(h.dtype), h)
 
     def _embed_evicted(self, h: mx.array, state: ZipState, ids: np.ndarray, slots: np.ndarray) -> mx.array:
         """Puts the input rows of entries that were evicted since ids [B, L] were read into h, and returns h [B, L, D].
@@ -291,7 +291,7 @@ class Model(nn.Module):
             return h
         slot = self.layout.slot(one)
         if not self.sides_are_one and not state.encoded_inputs[0, slot]:
-            self.session.fill_inputs(state, self.input_side, np.array([0]), np.array([slot]))
+            self.session.fill_inputs(state, self.input_side, np.array([slot]))
         rows = self.read_table(state).rows
         assert rows is not None
         return rows[:, slot : slot + 1].astype(h.dtype)  # `h` only provides the type here
@@ -347,15 +347,28 @@ class Model(nn.Module):
         rows of all installed entries (`fill_outputs`).
         """
         base = self.base_logits(h)
-        parts, columns = [base[..., : self.layout.vocab_size]], self.layout.vocab_size
+        parts = [base[..., : self.layout.vocab_size]]
         if state.outputs.array is not None:
-            hyper = (h @ state.outputs.array).astype(base.dtype)
-            hyper = self.cap(self._with_evicted(hyper, h, advance.evicted) if causal and advance.evicted else hyper)
-            parts.append(_only_open(hyper, advance.available if causal else advance.live))
-            columns += parts[-1].shape[-1]
+            hyper = self.cap(state.outputs.times(h).astype(base.dtype))
+            opened = advance.available if causal else advance.live
+            parts += self._by_slot(hyper, h, state, opened, advance.evicted if causal else ())
+        columns = sum(part.shape[-1] for part in parts)
         closed = mx.array(-mx.inf, base.dtype)
         parts.append(mx.broadcast_to(closed, (*base.shape[:-1], self.layout.width - columns)))
         return mx.concatenate(parts, axis=-1)
+
+    def _by_slot(
+        self, hyper: mx.array, h: mx.array, state: ZipState, opened: int | np.ndarray, evicted: Sequence[Evicted]
+    ) -> list[mx.array]:
+        """Returns logits by slot in parts [B, L, slots of the part], -inf for slots that cannot be chosen.
+
+        hyper [B, L, places]: the logits of h [B, L, D] by place. opened: as in `_only_open`.
+        """
+        alike = 0 if evicted or state.places is None else state.slots_alike(int(np.min(opened)))
+        own = state.by_slot(hyper, alike)
+        own = self._with_evicted(own, h, evicted) if evicted else own
+        parts = [hyper[..., :alike], _only_open(own, opened, alike)]
+        return parts[0 if alike else 1 :]
 
     def base_logits(self, h: mx.array) -> mx.array:
         """Returns the head's own logits [B, L, rows of the head] of h [B, L, D], soft-capped where the model caps."""
@@ -375,7 +388,7 @@ class Model(nn.Module):
         slot = np.array([one.slot for one in evicted])[number]
         where = mx.array(sequence), mx.array(column)
         logits = (h @ rows.swapaxes(-1, -2)).astype(hyper.dtype)  # [B, L, evicted entries]
-        hyper[(*where, mx.array(slot))] = logits[(*where, mx.array(number))]
+        hyper[(*where, mx.array(slot))] = self.cap(logits[(*where, mx.array(number))])
         return hyper
 
     def cap(self, logits: mx.array) -> mx.array:
@@ -465,13 +478,13 @@ class Model(nn.Module):
         return not path.startswith(("input_encoder", "output_encoder"))
 
 
-def _only_open(hyper: mx.array, installed: int | np.ndarray) -> mx.array:
-    """Returns the slots' logits hyper [B, L, slots] with -inf for slots that cannot be chosen.
+def _only_open(hyper: mx.array, installed: int | np.ndarray, first: int = 0) -> mx.array:
+    """Returns the logits hyper [B, L, slots] of the slots from `first` on, -inf for those that cannot be chosen.
 
-    installed: how many of the slots can be chosen; one number for a single sequence, and then the other slots are cut
+    installed: how many of all slots can be chosen; one number for a single sequence, and then the other slots are cut
     off; else [B] or, per position, [B, L].
     """
     if isinstance(installed, int):
         return hyper[..., :installed]
     limit = mx.array(installed if installed.ndim == 2 else installed[:, None])[..., None]
-    return mx.where(mx.arange(hyper.shape[-1]) < limit, hyper, -mx.inf)
+    return mx.where(mx.arange(first, first + hyper.shape[-1]) < limit, hyper, -mx.inf)

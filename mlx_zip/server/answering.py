@@ -8,24 +8,11 @@ from typing import Any
 
 from mlx_zip.engine import Emitted, Event, Failed, Finished, Progress, Started
 from mlx_zip.errors import EngineStoppedError
+from mlx_zip.server.parts import Splitter
 from mlx_zip.server.tokens import TokenTexts
-from mlx_zip.server.turn import Delta, Done, Text, TokenLogprob, ToolCall, Turn, Waiting
+from mlx_zip.server.turn import Delta, Done, TokenLogprob, Turn, Waiting
 from mlx_zip.text.detokenizer import REPLACEMENT
 from mlx_zip.text.stream import Piece, TextStream
-
-
-class PlainSplitter:
-    """Passes an answer's text through, as it is where a template marks neither reasoning nor calls of tools."""
-
-    reasoning_tokens = 0
-
-    def feed(self, text: str, logprobs: Sequence[TokenLogprob] = ()) -> list[Delta]:
-        """Returns the deltas of a piece of text."""
-        return [Text(text, tuple(logprobs))]
-
-    def finish(self, reason: str) -> list[Delta]:
-        """Returns the deltas of what was held back."""
-        return []
 
 
 class Answering:
@@ -37,7 +24,7 @@ class Answering:
     """
 
     def __init__(
-        self, tokenizer: Any, turn: Turn, splitter: Any, tokens: TokenTexts, cancel: Callable[[], None]
+        self, tokenizer: Any, turn: Turn, splitter: Splitter, tokens: TokenTexts, cancel: Callable[[], None]
     ) -> None:
         self.turn, self._splitter, self._tokens, self._cancel = turn, splitter, tokens, cancel
         self._stream = TextStream(tokenizer, stop=turn.stop)
@@ -45,7 +32,7 @@ class Answering:
         self._ended: str | None = None  # why the text has ended, while the engine may still run
         self._held: list[TokenLogprob] = []  # of tokens whose text is still held back
         self._steps = self._hypertokens = 0
-        self._called = False
+        self._uncounted = 0  # base tokens since the splitter was last fed
         self._texts: list[str] = []
         self.base_ids: list[int] = []
         self.whole = False
@@ -74,6 +61,7 @@ class Answering:
         self._steps += 1
         self._hypertokens += len(event.base_ids) > 1
         piece = self._stream.feed(event.base_ids)
+        self._uncounted += len(piece.base_ids)
         self.base_ids += [i for i in piece.base_ids if i not in self._eos]
         if event.logprob is not None and (logprob := self._logprob(event)) is not None:
             self._held.append(logprob)
@@ -97,12 +85,8 @@ class Answering:
             return []
         self._texts.append(text)
         held, self._held = self._held, []
-        return self._noted(self._splitter.feed(text, _covering(held, text) if self._stopped_by_text else held))
-
-    def _noted(self, deltas: list[Delta]) -> list[Delta]:
-        """Returns the deltas as they are, after a note whether a tool is called."""
-        self._called = self._called or any(isinstance(delta, ToolCall) for delta in deltas)
-        return deltas
+        count, self._uncounted = self._uncounted, 0
+        return self._splitter.feed(text, _covering(held, text) if self._stopped_by_text else held, count)
 
     @property
     def _stopped_by_text(self) -> bool:
@@ -120,13 +104,13 @@ class Answering:
             if piece.finish_reason is not None:
                 reason = piece.finish_reason
         self.whole = not self._stopped_by_text and not self.text.endswith(REPLACEMENT)
-        deltas += self._noted(self._splitter.finish(reason))
+        deltas += self._splitter.finish(reason)
         counts = event.counts
         if self._stopped_by_text:  # the engine went on until it was told
             counts = replace(
                 counts, base_tokens=self._stream.base_tokens, steps=self._steps, hypertokens=self._hypertokens
             )
-        told = "tool_calls" if self._called and reason == "stop" else reason
+        told = "tool_calls" if self._splitter.called and reason == "stop" else reason
         return [*deltas, Done(told, counts, self._stream.stopped_by, self._splitter.reasoning_tokens)]
 
 

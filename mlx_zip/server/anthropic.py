@@ -13,11 +13,18 @@ from starlette.routing import Route
 from mlx_zip.server.anthropic_bodies import CountBody, MessagesBody, turn_of
 from mlx_zip.server.anthropic_events import CUT_SHORT, MessageBuilder, new_id
 from mlx_zip.server.bodies import check_model
-from mlx_zip.server.chat import described
 from mlx_zip.server.core import Core
 from mlx_zip.server.errors import ANTHROPIC, RequestError, Told
 from mlx_zip.server.fields import parse
-from mlx_zip.server.http import comment_bytes, event_bytes, json_response, read_json, stream_response, unless_gone
+from mlx_zip.server.http import (
+    comment_bytes,
+    described,
+    event_bytes,
+    json_response,
+    read_json,
+    stream_response,
+    unless_gone,
+)
 
 
 def routes(core: Core) -> list[Route]:

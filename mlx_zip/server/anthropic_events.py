@@ -87,7 +87,6 @@ class MessageBuilder:
         return self._began
 
     def _add_call(self, call: ToolCall) -> None:
-        self._close()
         self._open("tool_use", {"id": call.id, "name": call.name, "input": {}})
         self._piece({"type": "input_json_delta", "partial_json": call.arguments}, call.arguments)
         self._close()

@@ -15,20 +15,30 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from mlx_zip.errors import MlxZipError
-from mlx_zip.server import anthropic, chat, responses
+from mlx_zip.server import anthropic, chat, completions, responses, sessions
 from mlx_zip.server.bodies import check_model
 from mlx_zip.server.core import Core
-from mlx_zip.server.errors import dialect_of, told
+from mlx_zip.server.errors import dialect_of, json_bytes, told
 from mlx_zip.server.guard import Guard
 from mlx_zip.server.http import ClientGone, json_response
+from mlx_zip.server.metrics import Counted, Metrics
+from mlx_zip.server.openapi import description
 
-DIALECTS: tuple[Callable[[Core], Sequence[Route]], ...] = (chat.routes, responses.routes, anthropic.routes)
+DIALECTS: tuple[Callable[[Core], Sequence[Route]], ...] = (
+    chat.routes,
+    completions.routes,
+    responses.routes,
+    anthropic.routes,
+    sessions.routes,
+)
 
 
 def make_app(core: Core) -> Starlette:
     """Returns the app that serves an engine, with `core.options`. The app does not close the engine."""
     options = core.options
-    routes = [route for dialect in DIALECTS for route in dialect(core)] + _routes(core)
+    metrics = Metrics(core)
+    routes = [route for dialect in DIALECTS for route in dialect(core)] + _routes(core) + [metrics.route()]
+    routes.append(_description(routes))
     browsers = CORSMiddleware, {"allow_origins": list(options.allowed_origins), "allow_headers": ["*"]}
     outer = [Middleware(browsers[0], **browsers[1], allow_methods=["*"])] if options.allowed_origins else []
 
@@ -37,12 +47,14 @@ def make_app(core: Core) -> Starlette:
         yield
         core.close()
 
-    return Starlette(
+    app = Starlette(
         routes=routes,
-        middleware=[*outer, Middleware(Guard, options=options)],
+        middleware=[Middleware(Counted, metrics=metrics), *outer, Middleware(Guard, options=options)],
         exception_handlers={MlxZipError: _failed, HTTPException: _failed, ClientGone: _gone, Exception: _failed},
         lifespan=lifespan,
     )
+    app.router.redirect_slashes = False  # a redirect is no JSON, and clients drop the body
+    return app
 
 
 def _routes(core: Core) -> list[Route]:
@@ -68,6 +80,17 @@ def _routes(core: Core) -> list[Route]:
         Route("/v1/models/{name:path}", one_model),
         Route("/health", health),
     ]
+
+
+def _description(routes: Sequence[Route]) -> Route:
+    """Returns the route that describes all routes."""
+    text = json_bytes(description(routes))
+
+    async def openapi(request: Request) -> Response:
+        """Describes all routes (OpenAPI)."""
+        return Response(text, media_type="application/json")
+
+    return Route("/openapi.json", openapi)
 
 
 async def _failed(request: Request, error: Exception) -> Response:

@@ -11,10 +11,13 @@ from contextlib import aclosing
 from typing import Any, TypeVar
 
 from mlx_zip.engine import Engine, Event, Submission, Ticket
-from mlx_zip.errors import GenerationError
-from mlx_zip.server.answering import Answering, PlainSplitter
+from mlx_zip.errors import EngineStoppedError, GenerationError
+from mlx_zip.server.answering import Answering
 from mlx_zip.server.options import Options
+from mlx_zip.server.parts import Splitter
 from mlx_zip.server.tokens import TokenTexts
+from mlx_zip.server.tool_formats import for_template, openai_tools
+from mlx_zip.server.tools import make_constraint
 from mlx_zip.server.turn import Delta, Done, Turn, Waiting
 from mlx_zip.text.prompts import Chat, encode_prompt
 
@@ -32,6 +35,7 @@ class Core:
         self.engine, self.options = engine, options or Options()
         self.model = self.options.model or engine.info.name
         self.created = int(time.time())
+        self.on_done: list[Callable[[Done], None]] = []  # called with the end of each answer
         self._tokens = TokenTexts(engine.tokenizer)
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="mlx_zip-server")
 
@@ -43,17 +47,17 @@ class Core:
         early, or cancelling the task, ends the engine's request at once.
         """
         inbox: asyncio.Queue[Event] = asyncio.Queue()
-        ticket = await self._submit(turn, _deliverer(inbox))
+        ticket, splitter = await self._submit(turn, _deliverer(inbox))
         try:
             yield Waiting(0, 0)
-            answering = self._answering(turn, ticket)
+            answering = self._answering(turn, ticket, splitter)
             while True:
                 for delta in answering.take(await inbox.get()):
-                    if isinstance(delta, Done) and turn.prompt is None:
-                        self._note(ticket, answering)
-                    yield delta
                     if isinstance(delta, Done):
+                        self._ended(turn, ticket, answering, delta)
+                        yield delta
                         return
+                    yield delta
         finally:
             self.engine.cancel(ticket)
 
@@ -88,19 +92,19 @@ class Core:
         """Ends the threads. The engine is closed by whom it belongs to."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _submission(self, turn: Turn) -> Submission:
-        """Returns what the engine is asked for a turn."""
+    def _submission(self, turn: Turn, prompt_ids: Sequence[int]) -> Submission:
+        """Returns what the engine is asked for a turn. prompt_ids: base ids of its prompt."""
         if turn.pack is not None and turn.pack not in self.options.packs:
             known = ", ".join(sorted(self.options.packs)) or "none"
             raise GenerationError(f"pack: there is no pack {turn.pack!r}; the server was started with: {known}")
         return Submission(
-            base_ids=self._prompt_ids(turn),
+            base_ids=prompt_ids,
             max_tokens=turn.max_tokens,
             eos_ids=frozenset(self.engine.tokenizer.eos_token_ids),
             sampling={**self.options.sampling, **turn.sampling},
             top_logprobs=turn.logprobs,
-            constraint=make_constraint(self.engine.tokenizer, turn),
-            pack=None if turn.pack is None else self.options.packs[turn.pack],
+            constraint=make_constraint(self.engine.tokenizer, turn, prompt_ids, self.engine.info.vocab_size),
+            pack=self.options.pack if turn.pack is None else self.options.packs[turn.pack],
         )
 
     def _prompt_ids(self, turn: Turn) -> list[int]:
@@ -109,16 +113,21 @@ class Core:
         if turn.prompt is not None:
             return encode_prompt(tokenizer, turn.prompt)
         options = {**self.options.template_options, **turn.template_options}
-        if turn.tools:
-            options["tools"] = [_as_openai(tool) for tool in turn.tools]
-        chat = Chat(turn.messages, prefill=turn.prefill, options=options)
+        if turn.tools and turn.tool_choice != "none":
+            options["tools"] = openai_tools(turn.tools)
+        chat = Chat(for_template(tokenizer, turn.messages), prefill=turn.prefill, options=options)
         return encode_prompt(tokenizer, chat, answers=self.engine.answers())
 
-    async def _submit(self, turn: Turn, deliver: Callable[[Event], None]) -> Ticket:
-        """Submits a turn; if the task is cancelled meanwhile, the request is ended as soon as it is known."""
+    async def _submit(self, turn: Turn, deliver: Callable[[Event], None]) -> tuple[Ticket, Splitter]:
+        """Submits a turn; if the task is cancelled meanwhile, the request is ended as soon as it is known.
 
-        def submit() -> Ticket:
-            return self.engine.submit(self._submission(turn), deliver)
+        Returns the request's ticket, and what finds reasoning and calls of tools in the answer.
+        """
+
+        def submit() -> tuple[Ticket, Splitter]:
+            prompt_ids = self._prompt_ids(turn)
+            splitter = Splitter(self.engine.tokenizer, turn, prompt_ids)
+            return self.engine.submit(self._submission(turn, prompt_ids), deliver), splitter
 
         future = asyncio.get_running_loop().run_in_executor(self._pool, submit)
         try:
@@ -127,39 +136,22 @@ class Core:
             future.add_done_callback(self._forget)
             raise
 
-    def _forget(self, submitted: asyncio.Future[Ticket]) -> None:
+    def _forget(self, submitted: asyncio.Future[tuple[Ticket, Splitter]]) -> None:
         """Ends a request that nobody waits for."""
         if not submitted.cancelled() and submitted.exception() is None:
-            self.engine.cancel(submitted.result())
+            self.engine.cancel(submitted.result()[0])
 
-    def _answering(self, turn: Turn, ticket: Ticket) -> Answering:
+    def _answering(self, turn: Turn, ticket: Ticket, splitter: Splitter) -> Answering:
         """Returns the state of an answer that begins."""
-        tokenizer = self.engine.tokenizer
-        splitter = make_splitter(tokenizer, turn)
-        return Answering(tokenizer, turn, splitter, self._tokens, lambda: self.engine.cancel(ticket))
+        return Answering(self.engine.tokenizer, turn, splitter, self._tokens, lambda: self.engine.cancel(ticket))
 
-    def _note(self, ticket: Ticket, answering: Answering) -> None:
-        """Has the engine remember the base ids of an answer that a later prompt may hold."""
-        if answering.whole and answering.text:
-            self.engine.note_answer(ticket, answering.text, answering.base_ids)
-
-
-def make_splitter(tokenizer: Any, turn: Turn) -> Any:
-    """Returns what finds reasoning and calls of tools in a turn's answer."""
-    return PlainSplitter()
-
-
-def make_constraint(tokenizer: Any, turn: Turn) -> Any:
-    """Returns what a turn's answer may consist of, None for anything. Raises `GenerationError`."""
-    if turn.schema is not None or turn.tools:
-        raise GenerationError("tools and JSON schemas are not supported yet")
-    return None
-
-
-def _as_openai(tool: Any) -> dict[str, Any]:
-    """Returns a tool as chat templates take it."""
-    function = {"name": tool.name, "description": tool.description, "parameters": dict(tool.parameters)}
-    return {"type": "function", "function": function}
+    def _ended(self, turn: Turn, ticket: Ticket, answering: Answering, done: Done) -> None:
+        """Has the engine remember the base ids of an answer that a later prompt may hold, and counts the answer."""
+        if turn.prompt is None and answering.whole and answering.text:
+            with contextlib.suppress(EngineStoppedError):  # the answer was the last one before the server stops
+                self.engine.note_answer(ticket, answering.text, answering.base_ids)
+        for call in self.on_done:
+            call(done)
 
 
 def _deliverer(inbox: asyncio.Queue[Event]) -> Callable[[Event], None]:

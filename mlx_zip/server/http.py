@@ -162,7 +162,10 @@ def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | No
     return Response(json_bytes(value), status, media_type="application/json", headers=dict(headers or {}))
 
 
-Frames = Callable[[], AsyncIterator[bytes]]
+def described(endpoint: Any, body: type | None) -> Any:
+    """Returns the endpoint, with the pydantic class of its body for the description of the routes."""
+    endpoint.body = body
+    return endpoint
 
 
 async def stream_response(

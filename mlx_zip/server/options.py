@@ -16,7 +16,8 @@ class Options:
 
     model: name of the model in answers, "" for the engine's own name. max_tokens: base tokens of an answer that asks
     for no number. sampling: fields of `Sampling` that hold for requests that do not set them. template_options:
-    arguments of the chat template, likewise. packs: packs that a request can choose, by name. api_key: None lets
+    arguments of the chat template, likewise. pack: what codebooks begin with unless a request says
+    otherwise, None for the model's own. packs: packs that a request can choose, by name. api_key: None lets
     everybody in. allowed_origins: web origins that browsers may call from. hosts: names that a Host header may have,
     None for any. max_body_bytes: bound of a request's body. max_depth: how deep its JSON may be nested. body_timeout_s:
     time in which a body must arrive. stall_timeout_s: time after which a client that reads nothing is dropped. ping_s:
@@ -29,6 +30,7 @@ class Options:
     max_tokens: int = 512
     sampling: Mapping[str, Any] = field(default_factory=dict)
     template_options: Mapping[str, Any] = field(default_factory=dict)
+    pack: Any = None
     packs: Mapping[str, Any] = field(default_factory=dict)
     api_key: str | None = None
     allowed_origins: Sequence[str] = ()

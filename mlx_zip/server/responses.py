@@ -12,11 +12,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from mlx_zip.server.bodies import check_model, max_tokens_of
-from mlx_zip.server.chat import described
 from mlx_zip.server.core import Core
 from mlx_zip.server.errors import RequestError, Told
 from mlx_zip.server.fields import parse
-from mlx_zip.server.http import event_bytes, json_response, read_json, stream_response, unless_gone
+from mlx_zip.server.http import described, event_bytes, json_response, read_json, stream_response, unless_gone
 from mlx_zip.server.responses_bodies import ResponseBody, turn_of
 from mlx_zip.server.responses_events import CUT_SHORT, ResponseBuilder, new_id
 from mlx_zip.server.responses_items import named_item

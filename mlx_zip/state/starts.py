@@ -103,7 +103,7 @@ def checked_tuned(book: Codebook, tuned: Tuned, start: Any) -> Tuned:
     if start is None:
         return tuned
     own = book.params.start or ()
-    mark, given = _tuned_fingerprint(tuned), _tuned_fingerprint(start)
+    mark, given = tuned_fingerprint(tuned), tuned_fingerprint(start)
     if own != tuple(map(tuple, start)) or mark != given:
         raise ModelError(
             f"the cache was begun with another pack ({_described(own, mark)}) than the one given "
@@ -112,7 +112,7 @@ def checked_tuned(book: Codebook, tuned: Tuned, start: Any) -> Tuned:
     return start if isinstance(start, TunedStart) else tuned
 
 
-def _tuned_fingerprint(start: Any) -> str | None:
+def tuned_fingerprint(start: Any) -> str | None:
     """Returns the fingerprint of tuned rows (given as such, or as the rows), or None for entries without tuned rows."""
     return start.fingerprint if isinstance(start, TunedStart) else start if isinstance(start, str) else None
 

@@ -11,15 +11,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
 from mlx_zip.codec import CodecParams
 from mlx_zip.errors import CodecError, ModelError
-from mlx_zip.hyper import HeadTable, RowTable, TurningTable
 from mlx_zip.state.evictions import Evicted, differ, evicted_in_call
+from mlx_zip.state.rows import SequenceRows
 from mlx_zip.state.saved import checked_state, params_from_json, params_to_json, tuned_from_json, tuned_to_json
 from mlx_zip.state.starts import Tuned, books_of, checked_tuned, same_but_start, start_of
 
@@ -42,24 +42,18 @@ class Advance(NamedTuple):
     evicted: tuple[Evicted, ...] = ()
 
 
-class ZipState:
-    """Codebooks and rows of B sequences, one codebook each.
+class ZipState(SequenceRows):
+    """Codebooks, rows and positions of B sequences, one codebook each.
 
     params: the codec of all sequences, or one per sequence; these may differ in their start entries only. left_padding
-    [B]: per sequence, how many of its first ids are padding. books: one `Codebook` per sequence. offset: ids read per
-    sequence, left padding included; equals the KV caches' length. long_rope: whether the KV caches were filled with
-    LongRoPE's long factors. inputs, outputs: the tables of input and output rows. second_bodies: how many steps of
-    generation ran the decoder's body twice (`mlx_zip.models.ahead`). submit: called by a model call with arrays that it
-    will not change any more, so that a decode loop can have them computed while the rest is built; by default it does
-    nothing. Neither of the last two is saved or copied.
+    [B]: per sequence, how many of its first ids are padding. offset: ids read per sequence, left padding included;
+    equals the KV caches' length. long_rope: whether the KV caches were filled with LongRoPE's long factors.
+    row_answers: per sequence, text -> base ids of each answer that was generated with the cache; copied with the state,
+    but not saved.
 
-    encoded_inputs [B, codebook_size]: whether the slot's entry has its input row in the table. encoded_outputs: per
-    sequence, a count n such that the first n slots were given output rows; replaced: per sequence, the slots among them
-    whose row is out of date, because they hold another entry now.
-
-    tuned: per sequence, the pack with tuned rows that it began with, only its fingerprint in a state loaded from
-    a file, or None. tuned_bound: whether the tuned rows are in the tables. row_answers: per sequence, text ->
-    base ids of each answer that was generated with the cache; copied with the state, but not saved.
+    second_bodies: how many steps of generation ran the decoder's body twice (`mlx_zip.models.ahead`). submit: called by
+    a model call with arrays that it will not change any more, so that a decode loop can have them computed while the
+    rest is built; by default it does nothing. Neither of the two is saved or copied.
     """
 
     def __init__(
@@ -76,7 +70,8 @@ class ZipState:
         self.row_answers: list[Answers] = [{} for _ in self.books]
         self._fitting: CodecParams | None = None  # a codec that `fits` has found to fit
         self._forget_loop()
-        self._forget_rows()
+        self._forget_spans()
+        self._forget_rows(shared=len(self.books) > 1)
 
     @property
     def params(self) -> CodecParams:
@@ -108,26 +103,15 @@ class ZipState:
         ids, entries, base = (list(part) for part in zip(*sizes, strict=True))
         return f"<ZipState of {len(sizes)} sequences: {ids} ids, {entries} entries, {base} base tokens>"
 
+    def _forget_spans(self) -> None:
+        """Empties what `spans` keeps from one call to the next."""
+        shape = len(self.books), self.books[0].params.codebook_size
+        self._spans, self._spanned = np.zeros(shape, np.int32), [0] * len(self.books)
+
     def _forget_loop(self) -> None:
         """Sets what a decode loop keeps here to how it is before one begins."""
         self.second_bodies = 0
         self.submit: Callable[..., None] = _keep_lazy
-
-    def read_in_turns(self) -> None:
-        """Makes the table of input rows a `TurningTable`, for bodies that begin before the host has read their id."""
-        if not isinstance(self.inputs, TurningTable):
-            self.inputs = TurningTable.of(self.inputs)
-
-    def _forget_rows(self) -> None:
-        """Empties the row tables; the next model call fills them again."""
-        batch = len(self.books)
-        self.inputs: RowTable = RowTable(batch)
-        self.outputs = HeadTable(batch)
-        self.encoded_inputs = np.zeros((batch, self.books[0].params.codebook_size), dtype=bool)
-        self.encoded_outputs = [0] * batch
-        self.replaced: list[set[int]] = [set() for _ in range(batch)]
-        self._spans, self._spanned = np.zeros(self.encoded_inputs.shape, np.int32), [0] * batch
-        self.tuned_bound = all(one is None for one in self.tuned)
 
     def begun_with(self, packs: Sequence[Any]) -> None:
         """Takes tuned rows from the packs that the sequences of a saved state began with.
@@ -138,21 +122,11 @@ class ZipState:
         starts = [start_of(pack) for pack in packs]
         self.tuned = [checked_tuned(*one) for one in zip(self.books, self.tuned, starts, strict=True)]
 
-    def mark_tuned_rows(self, sides: Sequence[str]) -> None:
-        """Marks the rows of all tuned packs as encoded on these sides, "input" or "output"; the other side stays."""
-        for b, (one, book) in enumerate(zip(self.tuned, self.books, strict=True)):
-            n = 0 if one is None else len(book.params.start or ())
-            if "input" in sides:
-                self.encoded_inputs[b, :n] = True
-            if "output" in sides:
-                self.encoded_outputs[b] = max(n, self.encoded_outputs[b])
-        self.tuned_bound = True
-
     # ---- one model call
 
     def takes_one(self) -> bool:
-        """Returns whether `advance` takes a single id as a number: for one sequence whose padding has been read."""
-        return len(self.books) == 1 and self.offset >= self.left_padding[0]
+        """Returns whether `advance` takes one id as a number: for a single request whose padding has been read."""
+        return self.places is None and self.offset >= self.left_padding[0]
 
     def advance(self, ids: HostIds) -> Advance:
         """Pushes ids to the codebooks and returns how many entries are installed then. An illegal id changes nothing.
@@ -170,6 +144,8 @@ class ZipState:
         batch, length = ids.shape
         if batch != len(self.books):
             raise ModelError(f"the cache was made for {len(self.books)} sequence(s), the ids have {batch}")
+        if length == 1 and self.offset >= max(self.left_padding):
+            return self._advance_each(ids[:, 0].tolist())
         first = self._padding_columns(self.offset, length)
         before = np.array([len(book) for book in self.books])
         marks = [book.mark() for book in self.books]
@@ -193,6 +169,23 @@ class ZipState:
             self._mark_rows_missing(b, new.slots)
             evicted += evicted_in_call(b, entries, new, int(first[b]))
         return Advance(live, before[:, None] + np.cumsum(available, axis=1), tuple(evicted))
+
+    def _advance_each(self, ids: Sequence[int]) -> Advance:
+        """Pushes one id to each codebook, as `advance` does."""
+        pushed = []
+        try:
+            for book, one in zip(self.books, ids, strict=True):
+                pushed.append(book.push(one))
+        except CodecError:
+            for book, _ in zip(self.books, pushed, strict=False):
+                book.rewind(book.mark() - 1)
+            raise
+        self.offset += 1
+        for b, new in enumerate(pushed if self.can_evict else ()):
+            if len(new):
+                self._mark_rows_missing(b, new.slots)
+        live = np.array(list(map(len, self.books)))
+        return Advance(live, live[:, None])
 
     def base_positions(self, ids: np.ndarray) -> np.ndarray:
         """Returns positions [B, L] int32 of ids [B, L], the last L ids read, in position mode `base_token_end`.
@@ -233,39 +226,6 @@ class ZipState:
             out[b, self.offset - book.mark() :] = book.ids
         return out
 
-    def missing_outputs(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns where installed entries have no output row yet, as (sequence [N], slot [N])."""
-        done = zip(self.encoded_outputs, self.replaced, self.books, strict=True)
-        missing = [np.array([*sorted(replaced), *range(n, len(book))], np.int64) for n, replaced, book in done]
-        return _sequence_and_slot(missing)
-
-    def only_missing_output(self) -> int | None:
-        """Returns the slot to encode if there is one sequence and exactly one output row is missing, else None."""
-        encoded, replaced = self.encoded_outputs[0], self.replaced[0]
-        if len(self.books) != 1 or len(self.books[0]) - encoded + len(replaced) != 1:
-            return None
-        return next(iter(replaced), encoded)
-
-    def outputs_encoded(self) -> bool:
-        """Returns whether every installed entry has its output row."""
-        return self.encoded_outputs == list(map(len, self.books)) and not any(self.replaced)
-
-    def mark_outputs_encoded(self) -> None:
-        """Marks every installed entry's output row as encoded."""
-        self.encoded_outputs = [len(book) for book in self.books]
-        if self.can_evict:
-            self.replaced = [set() for _ in self.books]
-
-    @property
-    def can_evict(self) -> bool:
-        """Whether entries may be evicted, so that a slot holds different entries at different times."""
-        return self.books[0].params.policy != "freeze"
-
-    def _mark_rows_missing(self, b: int, slots: np.ndarray) -> None:
-        """Marks both rows of these slots of sequence b as missing, because the slots hold other entries than before."""
-        self.encoded_inputs[b, slots] = False
-        self.replaced[b].update(slots[slots < self.encoded_outputs[b]].tolist())
-
     def evicted_since_read(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Finds those among ids [B, L], the last L ids read, whose slots hold other entries now than when read.
 
@@ -282,30 +242,6 @@ class ZipState:
             found.append((np.full(other.sum(), b), columns[other], rows[other], lengths[other].astype(np.int64)))
         sequence, columns, rows, lengths = (np.concatenate(parts) for parts in zip(*found, strict=True))
         return sequence, columns, rows, lengths
-
-    def missing_inputs(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns which of slots [B, L] have no input row yet, each once, as (sequence [N], slot [N]).
-
-        A -1 in slots stands for no hypertoken.
-        """
-        read = [np.unique(row[row >= 0]) for row in slots]
-        return _sequence_and_slot([row[~done[row]] for row, done in zip(read, self.encoded_inputs, strict=True)])
-
-    def missing_installed_inputs(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns where installed entries have no input row yet, as (sequence [N], slot [N])."""
-        books = zip(self.encoded_inputs, self.books, strict=True)
-        return _sequence_and_slot([np.flatnonzero(~done[: len(book)]) for done, book in books])
-
-    def entries(self, sequence: np.ndarray, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the entries at (sequence [N], slots [N]) as base_ids [N, merge_size], padded, and lengths [N]."""
-        base_ids = np.empty((len(slots), self.books[0].params.merge_size), dtype=np.uint32)
-        lengths = np.empty(len(slots), dtype=np.int64)
-        for b in np.unique(sequence):
-            chosen = slots[sequence == b]
-            first = int(chosen.min())
-            rows = self.books[b].rows(first, int(chosen.max()) - first + 1)
-            base_ids[sequence == b], lengths[sequence == b] = (array[chosen - first] for array in rows)
-        return base_ids, lengths
 
     # ---- mlx-lm's cache protocol
 
@@ -348,7 +284,8 @@ class ZipState:
         self.offset, self.long_rope = int(offset), bool(long_rope)
         self.row_answers, self._fitting = [{} for _ in books], None
         self._forget_loop()
-        self._forget_rows()
+        self._forget_spans()
+        self._forget_rows(shared=len(books) > 1)
 
     @classmethod
     def from_state(cls, state: Sequence[Any]) -> ZipState:
@@ -378,7 +315,8 @@ class ZipState:
                 self._mark_rows_missing(b, np.flatnonzero(differ([x[: len(book)] for x in held], now)))
                 self.replaced[b] = {slot for slot in self.replaced[b] if slot < len(book)}
             self.encoded_outputs[b] = min(self.encoded_outputs[b], len(book))
-            self.encoded_inputs[b, len(book) :] = False
+            if self.places is None:
+                self.encoded_inputs[0, len(book) :] = False
             self._spanned[b] = min(self._spanned[b], len(book))
             self._spans[b, len(book) :] = 0
         return n
@@ -405,7 +343,12 @@ class ZipState:
         for other in states[1:]:
             states[0]._check_joins(other)
         made = cls.__new__(cls)
-        made._take_over(states)
+        made.books, made.tuned, made.left_padding, made.row_answers = [], [], [], []
+        made.offset, made.long_rope, made._fitting = 0, states[0].long_rope, states[0]._fitting
+        made._forget_loop()
+        made._begin_batch(states[0].books[0].params.codebook_size)
+        for one in states:
+            made._add(one)
         return made
 
     def extend(self, other: ZipState) -> None:
@@ -416,18 +359,19 @@ class ZipState:
         may differ), and where LongRoPE's factors differ.
         """
         self._check_joins(other)
-        self._take_over([self, other])
+        if self.places is None:
+            vars(self).update(vars(ZipState.merge([self])))
+        self._add(other)
 
-    def _take_over(self, states: Sequence[ZipState]) -> None:
-        """Makes this state that of all sequences of `states`, in this order."""
-        offset = max(one.offset for one in states)
-        self.left_padding = [offset - one.offset + n for one in states for n in one.left_padding]
-        self.books = [book for one in states for book in one.books]
-        self.tuned = [tuned for one in states for tuned in one.tuned]
-        self.row_answers = [answers for one in states for answers in one.row_answers]
-        self.offset, self.long_rope, self._fitting = offset, states[0].long_rope, states[0]._fitting
-        self._forget_loop()
-        self._forget_rows()
+    def _add(self, other: ZipState) -> None:
+        """Adds the sequences of another state after this one's. This state is a batch's."""
+        self._join_rows(other)
+        offset = max(self.offset, other.offset)
+        padding = [(self, n) for n in self.left_padding] + [(other, n) for n in other.left_padding]
+        self.left_padding = [offset - one.offset + n for one, n in padding]
+        self.row_answers = [*self.row_answers, *other.row_answers]
+        self.offset = offset
+        self._forget_spans()
 
     def filter(self, indices: Sequence[int]) -> None:
         """Keeps the sequences at these indices only, in this order, and forgets left padding that all of them have.
@@ -439,13 +383,15 @@ class ZipState:
         less = min(padding)
         if less > self.offset:
             raise ModelError(f"{less} columns are left padding, of which {self.offset} are read: read them first")
-        self.books, self.tuned = [self.books[i] for i in indices], [self.tuned[i] for i in indices]
+        self._keep_rows(indices)
         self.row_answers = [self.row_answers[i] for i in indices]
         self.left_padding, self.offset = [n - less for n in padding], self.offset - less
-        self._forget_rows()
+        self._forget_spans()
 
-    def extract(self, index: int) -> ZipState:
+    def extract(self, index: int, rows: bool = True) -> ZipState:
         """Returns a copy of one sequence, without its left padding. This state does not change.
+
+        rows: whether the copy has the sequence's rows; else the next model call fills its row tables again.
 
         Raises `ModelError` for an index that is out of range.
         """
@@ -456,7 +402,11 @@ class ZipState:
         made.left_padding, made.offset = [0], max(0, self.offset - self.left_padding[index])
         made.long_rope = self.long_rope
         made._forget_loop()
-        made._forget_rows()
+        made._forget_spans()
+        if rows:
+            self._single_rows(index, made)
+        else:
+            made._forget_rows(shared=False)
         return made
 
     def _check_joins(self, other: ZipState) -> None:
@@ -485,12 +435,8 @@ class ZipState:
         twin.offset, twin.long_rope = self.offset, self.long_rope
         twin.row_answers, twin._fitting = [dict(one) for one in self.row_answers], self._fitting
         twin._forget_loop()
-        twin.inputs, twin.outputs = self.inputs.copy(), cast(HeadTable, self.outputs.copy())
-        twin.encoded_inputs = self.encoded_inputs.copy()
-        twin.encoded_outputs = list(self.encoded_outputs)
-        twin.replaced = [set(slots) for slots in self.replaced]
         twin._spans, twin._spanned = self._spans.copy(), list(self._spanned)
-        twin.tuned, twin.tuned_bound = list(self.tuned), self.tuned_bound
+        self._copy_rows(twin)
         return twin
 
     def __copy__(self) -> ZipState:
@@ -514,8 +460,3 @@ def submitting(state: ZipState) -> Iterator[None]:
 def find_state(cache: Sequence[Any]) -> ZipState | None:
     """Returns the cache's `ZipState`, or None for a plain model's cache."""
     return next((entry for entry in cache if isinstance(entry, ZipState)), None)
-
-
-def _sequence_and_slot(slots: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns slots that are listed per sequence as two arrays, (sequence [N], slot [N])."""
-    return np.repeat(np.arange(len(slots)), [len(row) for row in slots]), np.concatenate(slots)

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlx_zip.errors import GenerationError, bare_exceptions_as_value_errors
+from mlx_zip.text.known_answers import Known, known_answers
+from mlx_zip.text.tokenizer import think_marks
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -73,51 +75,24 @@ class Chat:
         """Returns the conversation's base ids. answers: text of an answer -> the ids that a model emitted for it.
 
         An assistant message whose content is one of `answers` is represented by those ids, because the tokenizer may
-        split its text otherwise than the model did. The template is then applied with a mark in its place, and the
-        texts between marks are encoded one by one. If the template does not write that content as it stands (white
-        space around it apart), the message is encoded as text.
+        split its text otherwise than the model did. So is one with reasoning or calls of tools, if what the template
+        writes for it is one of `answers`. If the template does not write a content as it stands (white space around it
+        apart), the message is encoded as text.
         """
-        marked, emitted = self._marked(answers or {})
-        parts = [self.text(tokenizer)] if not emitted else self._parts(tokenizer, marked, emitted)
-        ids = encode_text(tokenizer, parts[0])
-        for part, answer in zip(parts[1:], emitted.values(), strict=False):
-            ids += [*answer, *encode_text(tokenizer, part)]
-        return ids
+        whole, at = self.text(tokenizer), 0
+        ids: list[int] = []
+        for begin, end, answer in self._known(tokenizer, whole, answers or {}):
+            ids += [*encode_text(tokenizer, whole[at:begin]), *answer]
+            at = end
+        return [*ids, *encode_text(tokenizer, whole[at:])]
 
-    def _marked(self, answers: Mapping[str, Sequence[int]]) -> tuple[Messages, dict[str, Sequence[int]]]:
-        """Returns the messages with a mark in place of each known answer, and {mark: ids of that answer}.
-
-        answers: as in `ids`.
-        """
-        emitted: dict[str, Sequence[int]] = {}
-        turns = [dict(turn) for turn in self.turns]
-        for i, turn in enumerate(turns[: None if self.prefill is None else -1]):
-            content = turn.get("content")
-            if turn.get("role") == "assistant" and isinstance(content, str) and content in answers:
-                mark = f"\ue000answer {i}\ue001"
-                emitted[mark] = answers[content]
-                turn["content"] = mark
-        return turns, emitted
-
-    def _parts(self, tokenizer: Any, marked: Messages, emitted: Mapping[str, Any]) -> list[str]:
-        """Returns the rendered texts between the marks; the whole text alone if the template alters a marked message.
-
-        marked, emitted: what `_marked` returned.
-        """
-        whole, text = self.text(tokenizer), self.text(tokenizer, marked)
-        contents = [str(turn["content"]) for turn, other in zip(self.turns, marked, strict=True) if turn != other]
-        parts = [text]
-        for mark in emitted:
-            if parts[-1].count(mark) != 1:
-                return [whole]
-            parts += parts.pop().split(mark)
-        as_written = (_joined(parts, contents), _joined(parts, [content.strip() for content in contents]))
-        return parts if whole in as_written else [whole]
-
-
-def _joined(parts: Sequence[str], contents: Sequence[str]) -> str:
-    """Returns the text of parts with a content between every two; there is one content fewer than parts."""
-    return parts[0] + "".join(content + part for content, part in zip(contents, parts[1:], strict=True))
+    def _known(self, tokenizer: Any, whole: str, answers: Mapping[str, Sequence[int]]) -> list[Known]:
+        """Returns the answers whose ids are known, where they stand in the rendered conversation `whole`."""
+        turns = self.turns
+        said, prefill = (turns, []) if self.prefill is None else (turns[:-1], turns[-1:])
+        marks = think_marks(tokenizer) if answers else None
+        render = lambda marked: self.text(tokenizer, [*marked, *prefill])
+        return known_answers(said, whole, render, answers, marks and marks[0])
 
 
 def as_chat(prompt: Any) -> Chat | None:

@@ -1,13 +1,16 @@
-"""Facts about a tokenizer's ids: which are special, which hold digits, which begin a text, how many bytes each has."""
+"""Facts about a tokenizer's ids: which are special, which hold digits, which begin a text, which bytes each has."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mlx_zip.codec.ids import Uint32s
+from mlx_zip.vocab.first_stage import BYTE_OF
 
 
 def special_ids(tokenizer: Any) -> set[int]:
@@ -47,3 +50,50 @@ def encode_with_bytes(tokenizer: Any, text: str) -> tuple[Uint32s, NDArray[np.in
     if len(starts):
         starts[0] = 0
     return ids, np.diff(before[starts], append=before[-1])
+
+
+def bytes_by_id(tokenizer: Any) -> list[bytes]:
+    """Returns the bytes that each id adds to a text, b"" for ids without a token; special tokens have their names.
+
+    tokenizer: our `Tokenizer`, mlx-lm's wrapper, or one of transformers. A space that the decoder drops at the
+    beginning of a text is kept. Vocabularies that are neither byte-level nor of SentencePiece's kind are read through
+    `decode`, each id after another one.
+    """
+    inner = getattr(tokenizer, "_tokenizer", tokenizer)
+    vocabulary = inner.get_vocab()
+    names: list[str | None] = [None] * (1 + max(vocabulary.values(), default=-1))
+    for name, i in vocabulary.items():
+        names[i] = name
+    added = {i: str(token) for i, token in inner.added_tokens_decoder.items()}
+    spell = _speller(inner, names)
+    return [b"" if name is None else added[i].encode() if i in added else spell(i) for i, name in enumerate(names)]
+
+
+def _speller(tokenizer: Any, names: list[str | None]) -> Any:
+    """Returns the function from an id that is no added token to its bytes. names: id -> the token's name."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    steps = [] if backend is None else list(_steps(json.loads(backend.to_str()).get("decoder")))
+    kinds = {step["type"] for step in steps}
+    if "ByteLevel" in kinds:
+        letters = str.maketrans({letter: chr(byte) for letter, byte in BYTE_OF.items()})
+        return lambda i: str(names[i]).translate(letters).encode("latin-1", "ignore")
+    if "ByteFallback" in kinds:
+        return lambda i: _piece_bytes(str(names[i]))
+    before = tokenizer.encode("a", add_special_tokens=False)
+    lead = tokenizer.decode(before)
+    return lambda i: tokenizer.decode([*before, i]).removeprefix(lead).encode()
+
+
+def _steps(decoder: Any) -> Iterator[Any]:
+    """Yields the steps of a decoder, as tokenizer.json has it: a map, a sequence of maps, or None."""
+    if decoder is not None:
+        yield decoder
+        for step in decoder.get("decoders", ()):
+            yield from _steps(step)
+
+
+def _piece_bytes(name: str) -> bytes:
+    """Returns the bytes of a token of SentencePiece's kind: a piece with "▁" for spaces, or a byte as "<0x0A>"."""
+    if len(name) == 6 and name.startswith("<0x") and name.endswith(">"):
+        return bytes.fromhex(name[3:5])
+    return name.replace("▁", " ").encode()

@@ -11,7 +11,13 @@ from typing import Any
 from mlx_zip.errors import GenerationError
 from mlx_zip.text.detokenizer import Detokenizer
 
-_THINKING = ("<think>", "</think>"), ("<longcat_think>", "</longcat_think>"), ("<|channel>", "<channel|>")
+_THINKING = (
+    ("<think>", "</think>"),
+    ("<longcat_think>", "</longcat_think>"),
+    ("<|think:start|>", "<|think:end|>"),
+    ("<|channel>", "<channel|>"),
+)
+_FULL_MARKS = {"<|channel>": "<|channel>thought"}  # where the mark is more than its token
 
 
 def as_tokenizer(tokenizer: Any) -> Any:
@@ -24,6 +30,40 @@ def as_tokenizer(tokenizer: Any) -> Any:
     if not hasattr(tokenizer, "eos_token_id") or not hasattr(tokenizer, "encode"):
         raise GenerationError(f"tokenizer must be the one that load returns, not {type(tokenizer).__name__}")
     return Tokenizer(tokenizer)
+
+
+def think_marks(tokenizer: Any) -> tuple[str, str] | None:
+    """Returns the texts that mark the beginning and end of a model's reasoning, None for a model without such marks.
+
+    tokenizer: our `Tokenizer`, or mlx-lm's wrapper, whose own marks come first. Else a pair of marks counts if both are
+    tokens, or if both stand in the chat template.
+    """
+    begin, end = getattr(tokenizer, "think_start", None), getattr(tokenizer, "think_end", None)
+    if isinstance(begin, str) and isinstance(end, str):
+        return begin, end
+    template = chat_template(tokenizer)
+    pair = _thinking_tokens(tokenizer) or next((p for p in _THINKING if p[0] in template and p[1] in template), None)
+    return pair and (_FULL_MARKS.get(pair[0], pair[0]), pair[1])
+
+
+def token_id(tokenizer: Any, text: str) -> int | None:
+    """Returns the id of the token that is exactly this text, None if there is none."""
+    found = tokenizer.convert_tokens_to_ids(text)
+    return found if isinstance(found, int) and tokenizer.convert_ids_to_tokens(found) == text else None
+
+
+def chat_template(tokenizer: Any) -> str:
+    """Returns the text of a tokenizer's chat template, "" without one; of several, the one for tools or the default."""
+    template = getattr(tokenizer, "chat_template", None)
+    if isinstance(template, Mapping):
+        template = template.get("tool_use") or template.get("default")
+    return template if isinstance(template, str) else ""
+
+
+def _thinking_tokens(tokenizer: Any) -> tuple[str, str] | None:
+    """Returns the pair of tokens that mark thinking, None for a vocabulary without one."""
+    has = lambda text: token_id(tokenizer, text) is not None
+    return next((pair for pair in _THINKING if has(pair[0]) and has(pair[1])), None)
 
 
 class Tokenizer:
@@ -45,8 +85,7 @@ class Tokenizer:
     @property
     def has_thinking(self) -> bool:
         """Whether the vocabulary has tokens that mark the beginning and end of thinking."""
-        vocabulary = self._tokenizer.get_vocab()
-        return any(begin in vocabulary and end in vocabulary for begin, end in _THINKING)
+        return _thinking_tokens(self._tokenizer) is not None
 
     @property
     def detokenizer(self) -> Detokenizer:

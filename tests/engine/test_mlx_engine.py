@@ -12,6 +12,7 @@ import pytest
 from mlx_zip.codec import compress_next
 from mlx_zip.engine import Emitted, Finished, Progress, Started, Submission
 from mlx_zip.engine.session_store import SessionOptions
+from mlx_zip.errors import EngineError
 from support import tiny
 from support.generating import plain_model
 from support.serving import alone, ask, logprobs_of, prompts, same, tiny_engine
@@ -325,3 +326,38 @@ def test_memory_is_given_back():
         [watch.wait() for _, watch in [ask(engine, prompt) for prompt in prompts(24)]]
         engine.sessions()
         assert mx.get_active_memory() <= before + 20_000
+
+
+def test_a_row_that_would_be_mostly_padding_stays_out_of_the_batch():
+    model = twin()
+    with tiny_engine() as engine:
+        served = engine._scheduler.served
+        served.weight_bytes = served.kv_bytes_per_id * 100
+        some = [tiny.base_ids(400, 1), tiny.base_ids(8, 2), tiny.base_ids(10, 3)]
+        watches = [ask(engine, prompt, max_tokens=60)[1] for prompt in some]
+        sizes = set()
+        while not isinstance(watches[1].events[-1] if watches[1].events else None, Finished):
+            sizes.add(tuple(sorted(len(group.jobs) for group in list(engine._scheduler.groups))))
+        for watch, prompt in zip(watches, some, strict=True):
+            same(watch.wait(), alone(model, prompt, max_tokens=60))
+        assert (1, 2) in sizes
+        assert (3,) not in sizes
+
+
+def test_sessions_on_disk_are_there_for_the_next_engine(tmp_path):
+    first = tiny.base_ids(60)
+    with tiny_engine(sessions=SessionOptions(folder=tmp_path / "kept")) as engine:
+        one = ask(engine, first)[1].wait()
+        while not list((tmp_path / "kept").glob("*.safetensors")):  # soon, and not only at the end
+            time.sleep(0.01)
+    with tiny_engine(sessions=SessionOptions(folder=tmp_path / "kept")) as engine:
+        assert engine.figures().disk_bytes
+        two = ask(engine, [*first, *one.base_ids, 9, 8])[1].wait()
+        assert two.end.counts.cached_tokens >= 90
+        (session,) = engine.sessions()
+        engine.save_session(session.name, tmp_path / "one.safetensors")
+        engine.drop_session(session.name)
+        assert engine.sessions() == []
+        assert engine.load_session(tmp_path / "one.safetensors").base_tokens == session.base_tokens
+        with pytest.raises(EngineError, match="no session"):
+            engine.drop_session("nobody")

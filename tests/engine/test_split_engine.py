@@ -9,7 +9,7 @@ import pytest
 
 from mlx_zip.engine.mlx_engine import open_engine
 from support import tiny
-from support.several_machines import answered, losing, serve_on, write_model
+from support.several_machines import answered, serve_on, write_model
 
 pytestmark = pytest.mark.skipif(not mx.distributed.is_available("ring"), reason="MLX has no ring backend here")
 
@@ -51,13 +51,3 @@ def test_requests_that_fail_or_are_cancelled_end_on_both_machines_and_the_next_i
     assert "allows no token" in empty[1]
     assert cancelled[1] == "cancelled"
     assert last == alone
-
-
-@pytest.mark.parametrize("lost", [0, 1])
-@pytest.mark.parametrize("busy", [False, True])
-def test_a_machine_that_is_lost_ends_the_others_engine_soon_also_when_nothing_is_asked(lost, busy, tmp_path):
-    folder = write_model(tmp_path / "model", "llama")
-    status, said, took = losing(lost, busy, tmp_path, folder)
-    assert (status, took < 30) == (2, True), said
-    assert "told: another machine of this run has ended" in said
-    assert "Traceback" not in said

@@ -186,10 +186,10 @@ def viewed(array):
 
 
 def test_a_row_is_written_in_place_while_a_body_holds_the_copy_that_it_reads():
-    table, row, places = TurningTable.of(RowTable(1)), mx.ones((1, 8)), set()
+    table, row, places = TurningTable.of(RowTable()), mx.ones((1, 8)), set()
     for slot in range(20):
         body = viewed(table.array)  # a body in flight reads this copy
-        table.put_one(slot, slot * row, 64)
+        table.put_run(slot, slot * row, 64)
         places.add(address(table.array))
         del body
     assert len(places) == 2
@@ -198,10 +198,10 @@ def test_a_row_is_written_in_place_while_a_body_holds_the_copy_that_it_reads():
 
 @pytest.mark.parametrize("at", range(2))
 def test_an_interrupt_while_a_row_is_written_leaves_every_row_that_was_put(at, monkeypatch):
-    table, row = TurningTable.of(RowTable(1)), mx.ones((1, 8))
+    table, row = TurningTable.of(RowTable()), mx.ones((1, 8))
     for slot in range(5):
-        table.put_one(slot, slot * row, 64)
-    write, calls = RowTable._with_one, iter(range(9))
+        table.put_run(slot, slot * row, 64)
+    write, calls = RowTable._with_run, iter(range(9))
 
     def interrupted(self, *args):
         if next(calls) == at:
@@ -209,47 +209,54 @@ def test_an_interrupt_while_a_row_is_written_leaves_every_row_that_was_put(at, m
         return write(self, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(RowTable, "_with_one", interrupted)
+        patch.setattr(RowTable, "_with_run", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            table.put_one(5, 5 * row, 64)
+            table.put_run(5, 5 * row, 64)
     for slot in range(5, 9):
         np.testing.assert_array_equal(np.array(table.rows)[0, :slot, 0], np.arange(slot))
-        table.put_one(slot, slot * row, 64)
+        table.put_run(slot, slot * row, 64)
 
 
 def test_without_turns_the_same_writes_copy_the_table():
     """What the test above would see if a table did not turn."""
-    table, held = RowTable(1), []
+    table, held = RowTable(), []
     for slot in range(5):
-        table.put_one(slot, mx.ones((1, 8)), 64)
+        table.put_run(slot, mx.ones((1, 8)), 64)
         held.append(viewed(table.array))
     assert len({address(one) for one in held}) == len(held)
 
 
 def test_an_output_row_is_written_in_place():
-    table, row = HeadTable(1), mx.ones((1, 8))
-    table.put_one(0, row, 64)
+    table, row = HeadTable(), mx.ones((1, 8))
+    table.put_run(0, row, 64)
     first = address(table.array)
     for slot in range(1, 20):
-        table.put_one(slot, slot * row, 64)
+        table.put_run(slot, slot * row, 64)
         assert address(table.array) == first
     np.testing.assert_array_equal(np.array(table.rows)[0, 1:20, 3], np.arange(1, 20))
 
 
-@pytest.mark.parametrize("kind", [RowTable, HeadTable, lambda batch: TurningTable.of(RowTable(batch))])
+@pytest.mark.parametrize("kind", [RowTable, HeadTable, lambda: TurningTable.of(RowTable())])
 def test_every_table_holds_what_was_put_last(kind):
-    rng, batch, width, limit = np.random.default_rng(0), 2, 5, 600
-    table, expected = kind(batch), np.zeros((batch, limit, width), np.float32)
+    rng, width, limit = np.random.default_rng(0), 5, 600
+    table, expected = kind(), np.zeros((limit, width), np.float32)
     for _ in range(40):
         n = int(rng.integers(1, 6))
-        sequence, slots = rng.integers(0, batch, n), rng.permutation(limit)[:n]
-        rows = rng.normal(size=(n, width)).astype(np.float32)
-        table.put(sequence, slots, mx.array(rows), limit)
-        expected[sequence, slots] = rows
+        places, first = rng.permutation(limit)[:n], int(rng.integers(limit - n))
+        rows = rng.normal(size=(2, n, width)).astype(np.float32)
+        table.put(places, mx.array(rows[0]), limit)
+        np.testing.assert_array_equal(np.array(table.at(places)), rows[0])
+        table.put_run(first, mx.array(rows[1]), limit)
+        expected[places] = rows[0]
+        expected[first : first + n] = rows[1]
         found = np.array(table.rows)
-        np.testing.assert_array_equal(found, expected[:, : found.shape[1]])
-        np.testing.assert_array_equal(np.array(table.at(sequence, slots)), rows)
-    twin = table.copy()
-    table.put(np.array([0]), np.array([0]), mx.full((1, width), 9.0), limit)
-    np.testing.assert_array_equal(np.array(twin.rows), expected[:, : found.shape[1]])
-    assert table.nbytes >= expected[:, : found.shape[1]].nbytes
+        np.testing.assert_array_equal(found[0], expected[: found.shape[1]])
+    twin, some = table.copy(), rng.permutation(table.capacity)[:300]
+    kept = table.kept(some, 400)
+    table.put(np.array([0]), mx.full((1, width), 9.0), limit)
+    np.testing.assert_array_equal(np.array(twin.rows)[0], expected[: found.shape[1]])
+    np.testing.assert_array_equal(np.array(kept.rows)[0, :300], expected[some])
+    kept.put_run(300, mx.ones((1, width)))
+    np.testing.assert_array_equal(np.array(kept.rows)[0, :301], [*expected[some], np.ones(width)])
+    assert kept.capacity == 400
+    assert table.nbytes >= expected[: found.shape[1]].nbytes

@@ -136,6 +136,7 @@ def test_thinking_is_an_option_of_the_chat_template(thinking, options):
         {"container": None},
         {"mcp_servers": []},
         {"top_k": None},
+        {"tools": None, "tool_choice": None, "stream": None, "stop_sequences": None},
     ],
     ids=lambda field: next(iter(field)),
 )
@@ -169,6 +170,7 @@ BAD = [
     ({"messages": [question(RESULT)]}, "messages.0.content.0.tool_use_id"),
     ({"messages": [USER, answer(USE), question(RESULT | {"content": [IMAGE]})]}, "messages.2.content.0.content.0.type"),
     ({"messages": [question(USE)]}, "messages.0.content.0"),
+    ({"messages": [USER, answer(USE), {"role": "system", "content": [RESULT]}]}, "messages.2.content.0"),
     ({"messages": [USER, answer(USE), answer(RESULT)]}, "messages.2.content.0"),
     ({"messages": [USER, answer(USE)]}, "messages"),
     ({"messages": [USER, answer(USE | {"input": "{}"})]}, "messages.1.content.0.input"),

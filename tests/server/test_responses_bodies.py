@@ -118,11 +118,19 @@ def test_allowed_tools_are_those_that_the_model_is_told_of():
         {"conversation": None},
         {"temperature": None},
         {"store": False},
+        {"tools": None, "tool_choice": None, "stream": None, "text": None, "reasoning": None, "metadata": None},
     ],
     ids=lambda field: next(iter(field)),
 )
 def test_a_field_without_effect_is_accepted(field):
     assert turn(**field) == turn()
+
+
+def test_a_fault_is_placed_in_the_input_of_the_request_itself():
+    body = parse(ResponseBody, {"model": "m", "input": [USER, OUTPUT]})
+    with pytest.raises(BodyError) as refused:
+        turn_of(body, [USER | {"type": "message"}, *body.items], 1)
+    assert refused.value.param == "input.1.call_id"
 
 
 DEEP = "[" * 100_000

@@ -150,6 +150,12 @@ def test_an_answer_at_its_limit_is_incomplete():
     assert response["completed_at"] is None
 
 
+def test_an_answer_without_text_has_an_empty_message():
+    response = whole(ANSWERS["nothing"])
+    assert [part["text"] for part in response["output"][0]["content"]] == [""]
+    assert "response.output_text.delta" not in [event["type"] for event in streamed(ANSWERS["nothing"])]
+
+
 def test_log_probabilities_are_left_out_unless_asked_for():
     deltas = ANSWERS["text with log-probabilities"]
     asked, not_asked = whole(deltas), whole(deltas, BODY | {"include": []})

@@ -12,12 +12,10 @@ from dataclasses import dataclass
 from http.client import HTTPConnection
 from typing import Any
 
-import uvicorn
-
 from mlx_zip.engine import Engine
-from mlx_zip.server.app import make_app
 from mlx_zip.server.core import Core
 from mlx_zip.server.options import Options
+from mlx_zip.server.running import Server, bound
 from mlx_zip.server.turn import Delta, Turn
 
 WAIT_S = 20.0
@@ -42,7 +40,7 @@ class Served:
 
     port: int
     core: Core
-    server: uvicorn.Server
+    server: Server
 
     @property
     def url(self) -> str:
@@ -120,8 +118,7 @@ def until(holds: Any, wait_s: float = WAIT_S) -> bool:
 def serving(engine: Engine, options: Options | None = None) -> Iterator[Served]:
     """Serves an engine on a free port of 127.0.0.1."""
     core = Core(engine, options)
-    listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(make_app(core), log_level="error", timeout_graceful_shutdown=5))
+    listener, server = bound("127.0.0.1", 0), Server(core)
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
     thread.start()
     try:

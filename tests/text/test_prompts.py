@@ -9,6 +9,7 @@ from mlx_zip.errors import GenerationError
 from mlx_zip.text.prompts import Chat, encode_text
 from mlx_zip.text.tokenizer import Tokenizer
 from support import tiny_text
+from support.tool_templates import with_tools
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ m['role'][0] }} {{ m['content'] }}"
@@ -146,3 +147,79 @@ def test_a_template_that_alters_the_last_question_is_told():
     template = TEMPLATE.replace("m['content']", "m['content'] | replace('query', '')")
     with pytest.raises(GenerationError, match="alters the last user message"):
         Chat(talk()).next_turn(tokenizer(template))
+
+
+CALL = {"type": "function", "id": "call_1", "function": {"name": "add", "arguments": {"a": [1, "é"], "b": None}}}
+CALLED = '<tool_call>\n{"name": "add", "arguments": {"a": [1, "é"], "b": null}}\n</tool_call>'
+
+
+def tool_talk(**answer):
+    """A conversation in which a tool was called, and then the rest of it."""
+    said = [user("add!"), {"role": "assistant", "content": "", "tool_calls": [CALL], **answer}]
+    return [
+        *said,
+        {"role": "tool", "tool_call_id": "call_1", "content": "2"},
+        {"role": "assistant", "content": "It is 2."},
+    ]
+
+
+def reused(messages, answers, **options):
+    """The conversation's ids, with ids beyond the vocabulary for each known answer, and what it is without answers."""
+    bundled = with_tools("tags")
+    chat = Chat([*messages, user("so")], options=options)
+    return chat.ids(bundled, answers), chat.text(bundled), bundled
+
+
+def check_reuse(messages, key, text, **options):
+    """Checks that exactly `text` of the rendered conversation is replaced by the ids noted under `key`."""
+    ids, whole, bundled = reused(messages, {key: (9999, 9998)}, **options)
+    before, after = whole.split(text)
+    encode = lambda part: bundled.encode(part, add_special_tokens=False)
+    assert ids == [*encode(before), 9999, 9998, *encode(after)]
+
+
+def test_an_answer_that_called_tools_is_represented_by_its_emitted_ids():
+    check_reuse(tool_talk(), CALLED, CALLED)
+
+
+def test_text_before_calls_and_several_calls_belong_to_the_answer():
+    text = f"Well.\n{CALLED}\n{CALLED}"
+    check_reuse(tool_talk(content="Well.", tool_calls=[CALL, CALL]), text, text)
+
+
+def test_an_answer_with_reasoning_is_represented_by_its_emitted_ids():
+    text = f"<think>\nhm\n</think>\n\n{CALLED}"
+    check_reuse(tool_talk(reasoning_content="hm"), text, text)
+
+
+def test_reasoning_that_the_prompt_had_opened_is_represented_by_its_emitted_ids():
+    text = f"hm\n</think>\n\n{CALLED}"
+    check_reuse(tool_talk(reasoning_content="hm"), text, text)
+
+
+def test_known_answers_of_both_kinds_stand_side_by_side():
+    ids, _, _ = reused(tool_talk(), {CALLED: (9999,), "It is 2.": (9998,)})
+    assert [i for i in ids if i > 9000] == [9999, 9998]
+
+
+def test_a_call_that_the_template_writes_otherwise_is_encoded_as_text():
+    ids, whole, bundled = reused(tool_talk(), {CALLED.replace(": ", ":"): (9999,)})
+    assert ids == bundled.encode(whole, add_special_tokens=False)
+
+
+def test_a_plain_answer_is_found_where_calls_are_not():
+    ids, _, _ = reused(tool_talk(), {CALLED.replace(": ", ":"): (9999,), "It is 2.": (9998,)})
+    assert [i for i in ids if i > 9000] == [9998]
+
+
+def test_a_plain_answer_is_found_where_the_template_asks_for_calls_before_results():
+    template = "{% for m in messages %}{% if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}"
+    template += "{{ raise_exception('no call') }}{% endif %}{{ m.role[0] }} {{ m.content }}{{ eos_token }}{% endfor %}"
+    ids = Chat([*tool_talk(), user("so")]).ids(tokenizer(template), {CALLED: (9999,), "It is 2.": (9998,)})
+    assert [i for i in ids if i > 9000] == [9998]
+
+
+def test_what_looks_like_the_end_of_an_answer_does_not_end_it():
+    end = "<|im_end|>\n<|im_start|>user\n<tool_response>\n"
+    text = f"Well.{end}2\n{CALLED}"
+    check_reuse(tool_talk(content=f"Well.{end}2"), text, text)

@@ -1,0 +1,179 @@
+"""`mlx_zip serve`: an HTTP server that OpenAI's and Anthropic's clients know."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from mlx_zip import bundled
+from mlx_zip.arguments import check_at_least
+from mlx_zip.chosen_packs import check_tokenizers
+from mlx_zip.cli import packs, rows
+from mlx_zip.cli.serving_flags import API_KEY, REFUSED, SAMPLING, SESSIONS, add_arguments
+from mlx_zip.errors import GenerationError, first_line, missing_library, reason
+from mlx_zip.files import at_home
+
+__all__ = ["REFUSED", "add_arguments", "run"]
+
+LIBRARIES = ("starlette", "uvicorn", "sse_starlette", "pydantic", "prometheus_client", "llguidance")
+COUNTS = ("max_tokens", "decode_concurrency", "max_prompt_tokens", "prefill_step_size")
+LOOPBACK = ("127.", "::1", "localhost")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serves until a signal comes; returns 1 if the engine's thread ends by a fault. Raises `MlxZipError`."""
+    _check(args)
+    logging.basicConfig(level=args.log_level, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    running = _server_module("running")
+    name, chosen = bundled.DEFAULT if args.model is None else args.model, packs.read(args)
+    options = _options(args, name)
+    with _bound(running, args.host, args.port) as listener, rows.open_store(args) as store:
+        from mlx_zip.engine.mlx_engine import open_engine
+
+        with open_engine(name, **_engine_options(args, name, chosen), row_cache=store) as engine:
+            options |= _pack_options(chosen, packs.is_plain(name), engine)
+            served = _server_module("options").Options(**options)
+            fault = running.serve(engine, served, listener, args.log_level)
+    if fault is not None:
+        print(f"error: the engine has stopped: {type(fault).__name__}: {first_line(fault)}", file=sys.stderr)
+    return 0 if fault is None else 1
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raises `GenerationError` for flags that cannot be used here, and for values out of range."""
+    for name, why in REFUSED.items():
+        if getattr(args, name) is not None:
+            raise GenerationError(f"--{name.replace('_', '-')} cannot be used: {why}; mlx_lm.server has it")
+    if args.model == "":
+        raise GenerationError("no model: --model is empty")
+    check_at_least(args, 1, *COUNTS)
+    check_at_least(args, 0, "max_waiting", "drain", "temp", "top_k", "port")
+    if args.port > 65535:
+        raise GenerationError(f"--port must be at most 65535, got {args.port}")
+    for name in ("top_p", "min_p"):
+        if not 0 <= getattr(args, name) <= 1:
+            raise GenerationError(f"--{name.replace('_', '-')} must be from 0 to 1, got {getattr(args, name)}")
+
+
+def _server_module(name: str) -> Any:
+    """Returns a module of the server. Raises `InstallationError` if the libraries that it needs are not installed."""
+    try:
+        return import_module(f"mlx_zip.server.{name}")
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in LIBRARIES:
+            raise
+        raise missing_library("mlx_zip serve", *LIBRARIES, extra="serve") from error
+
+
+def _bound(running: Any, host: str, port: int) -> Any:
+    """Returns a socket of the address, bound before minutes go into loading. Raises `GenerationError`."""
+    try:
+        return running.bound(host, port)
+    except OSError as error:
+        raise GenerationError(f"--host {host} --port {port}: {error.strerror or error}") from error
+
+
+def _options(args: argparse.Namespace, name: str) -> dict[str, Any]:
+    """Returns the fields of the server's `Options` that flags set, but packs."""
+    return {
+        "model": name,
+        "max_tokens": args.max_tokens,
+        "sampling": {flag: getattr(args, flag) for flag in SAMPLING},
+        "template_options": _json_map("--chat-template-args", args.chat_template_args),
+        "api_key": _api_key(args),
+        "allowed_origins": args.allowed_origins,
+        "hosts": _hosts(args),
+        "max_body_bytes": args.max_body_bytes,
+        "session_files": None if args.session_files is None else _folder("--session-files", args.session_files),
+        "drain_s": args.drain,
+    }
+
+
+def _api_key(args: argparse.Namespace) -> str | None:
+    """Returns the API key, None for none. Raises `GenerationError` for an empty one, which would let anybody in."""
+    if args.api_key == "":
+        raise GenerationError(f"--api-key is empty; leave it away to let everybody in, or set {API_KEY}")
+    return args.api_key or os.environ.get(API_KEY) or None
+
+
+def _hosts(args: argparse.Namespace) -> frozenset[str] | None:
+    """Returns the names that a Host header may have, None for any."""
+    if args.allowed_hosts is not None:
+        return frozenset(args.allowed_hosts)
+    if not args.host.startswith(LOOPBACK):
+        return None
+    return frozenset({"localhost", "127.0.0.1", "::1", args.host.lower()})
+
+
+def _engine_options(args: argparse.Namespace, name: str, chosen: packs.Packs | None) -> dict[str, Any]:
+    """Returns the arguments of `open_engine`. chosen: the packs of --pack."""
+    from mlx_zip.engine.session_store import SessionOptions
+
+    plain = (chosen is not None or args.codebook_size is not None) and packs.is_plain(name)
+    if plain and args.codebook_size is not None:
+        raise GenerationError(f"--codebook-size: {name} is a plain model, whose codebook is its pack or none")
+    given = os.environ.get(SESSIONS, rows.OFF) if args.session_cache is None else args.session_cache
+    folder = None if given in (rows.OFF, "") else at_home(given)
+    template = {} if args.chat_template is None else {"chat_template": _template(args.chat_template)}
+    return {
+        "adapter_path": args.adapter_path,
+        "canonical": args.canonical,
+        "tokenizer_config": template,
+        "trust_remote_code": args.trust_remote_code,
+        "kv_bits": args.kv_bits,
+        "kv_group_size": args.kv_group_size,
+        "quantized_kv_start": args.quantized_kv_start,
+        "max_running": args.decode_concurrency,
+        "max_waiting": args.max_waiting,
+        "max_prompt_tokens": args.max_prompt_tokens,
+        "prefill_step_size": args.prefill_step_size,
+        "sessions": SessionOptions(args.prompt_cache_bytes, folder, args.session_disk_bytes, name),
+        **packs.load_options(args, chosen, plain),
+    }
+
+
+def _pack_options(chosen: packs.Packs | None, plain: bool, engine: Any) -> dict[str, Any]:
+    """Returns the fields of the server's `Options` for packs. Raises `MlxZipError` for packs that do not fit."""
+    if chosen is None:
+        return {}
+    check_tokenizers(chosen, engine.tokenizer)
+    if plain:
+        return {}
+    if (count := len(chosen.merged.entries)) > (room := engine.info.codebook_size):
+        raise GenerationError(f"--pack: {count} entries, but the codebook has {room} slots (--codebook-size)")
+    named = {Path(file).stem: pack for file, pack in chosen.files.items()}
+    return {"packs": named, "pack": chosen.merged if chosen.merged.rows is None else None}
+
+
+def _template(given: str) -> str:
+    """Returns the chat template of --chat-template: the text itself, or that of a file. Raises `GenerationError`."""
+    if "{" in given:
+        return given
+    try:
+        return at_home(given).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise GenerationError(f"--chat-template {given}: {reason(error)}") from error
+
+
+def _folder(flag: str, given: str) -> Path:
+    """Returns a folder that is there. Raises `GenerationError`."""
+    if not (path := at_home(given)).is_dir():
+        raise GenerationError(f"{flag} {given}: there is no such folder")
+    return path
+
+
+def _json_map(flag: str, text: str | None) -> dict[str, Any]:
+    """Returns the JSON object of a flag, {} without the flag. Raises `GenerationError`."""
+    try:
+        value = json.loads(text or "{}")
+    except (ValueError, RecursionError) as error:
+        raise GenerationError(f"{flag} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise GenerationError(f'{flag} must be a JSON map, for example {{"enable_thinking": false}}')
+    return value

@@ -1,0 +1,99 @@
+"""`Kept`: what a `SessionStore` knows of one session, in memory and on disk."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mlx_zip.engine.interface import SessionInfo
+from mlx_zip.engine.session_answers import Noted
+
+Ids = NDArray[np.uint32]
+Stamp = tuple[int, int, int]  # a file's inode, bytes, and time of its last change
+
+
+@dataclass(eq=False)
+class Slot:
+    """A session's place on disk; its longer successors overwrite the file. stamp: of the file as this process knows it,
+    None before there is one. Whoever writes the file sets the fields, so ask in one thread at a time.
+    """
+
+    path: Path
+    stamp: Stamp | None = None
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the file, 0 before there is one."""
+        return 0 if self.stamp is None else self.stamp[1]
+
+    def is_ours(self) -> bool:
+        """Returns whether the file is the one that this process knows: another process may have replaced it."""
+        return stamp_of(self.path) == self.stamp
+
+    def delete(self) -> None:
+        """Deletes the file if it is the one that this process knows. Raises `OSError`."""
+        if self.stamp is not None and self.is_ours():
+            self.path.unlink(missing_ok=True)
+        self.stamp = None
+
+
+@dataclass(eq=False)
+class Kept:
+    """A session. base_ids: all that it holds. ends: for each of its ids, how many base tokens it and those before it
+    have. cache: None if it is on disk only. trims: whether the cache can be trimmed. bytes: of the cache. used: seconds
+    since 1970. notes: how often answers were noted. slot: its place on disk; saved: whether the file there holds this
+    session as it is, and not an older state of it. gone: whether it was dropped, so that no file may stay.
+    """
+
+    name: str
+    pack_key: str
+    base_ids: Ids
+    ends: Ids
+    cache: list[Any] | None
+    trims: bool
+    bytes: int
+    answers: Noted = field(default_factory=dict)
+    random_state: Any = None
+    used: float = field(default_factory=time.time)
+    notes: int = 0
+    slot: Slot | None = None
+    saved: bool = False
+    gone: bool = False
+
+    def border(self, base_tokens: int) -> int:
+        """Returns how many of the session's ids lie wholly within its first `base_tokens` base tokens."""
+        return int(np.searchsorted(self.ends, base_tokens, side="right"))
+
+    @property
+    def can_be_read(self) -> bool:
+        """Whether the session is in memory or on disk: while it is written it may be in neither."""
+        return self.cache is not None or self.saved
+
+    def begins(self, other: Kept) -> bool:
+        """Returns whether another session has the same pack and begins with all base ids of this one."""
+        n = len(self.base_ids)
+        return self.pack_key == other.pack_key and np.array_equal(self.base_ids, other.base_ids[:n])
+
+    def info(self) -> SessionInfo:
+        """Returns what a front may know of the session."""
+        return SessionInfo(self.name, len(self.base_ids), len(self.ends), self.bytes, self.saved, self.used)
+
+
+def stamp_of(path: Path) -> Stamp | None:
+    """Returns a file's stamp, None if there is no file. Raises `OSError`."""
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def new_name() -> str:
+    """Returns a name that no other session has, in this process or another."""
+    return secrets.token_hex(8)

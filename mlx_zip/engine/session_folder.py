@@ -1,0 +1,204 @@
+"""`SessionFolder`: the part of a `SessionStore` that is on disk.
+
+Nothing here raises because of the folder's state, except where a caller asks for one file. Each kind of failure is
+logged once. Several processes may use one folder: each finds the files that were there when it began, and those that
+it writes itself; none writes over a file that another has changed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+import time
+from pathlib import Path
+
+from mlx_zip.engine.kept_session import Kept, Slot, stamp_of
+from mlx_zip.engine.session_files import Marks, Snapshot, found_in, session_paths
+from mlx_zip.engine.session_writer import Job, SessionWriter
+from mlx_zip.errors import EngineError, reason
+
+OLD_S = 3600  # seconds after which an unfinished file cannot be one that is being written
+MOST_NAMED = 3  # refused files that a warning names
+log = logging.getLogger("mlx_zip")
+
+
+class SessionFolder:
+    """Sessions in a folder. most_bytes: a session that takes more is not written. model_name: see `Snapshot`."""
+
+    def __init__(self, folder: Path, most_bytes: int, marks: Marks, model_name: str | None) -> None:
+        self.folder, self.most_bytes, self.marks, self.model_name = folder, most_bytes, marks, model_name
+        self._writer = SessionWriter()
+        self._wanted: dict[Kept, None] = {}  # to be written once there is room
+        self._warned: set[str] = set()
+        self.usable = self._is_usable()
+
+    def sessions(self) -> list[Kept]:
+        """Returns the sessions in the folder, without their caches, the last written last."""
+        if not self.usable:
+            return []
+        found, refused = list[Kept](), list[str]()
+        try:
+            self._remove_unfinished()
+            for path in session_paths(self.folder):
+                try:
+                    found.append(self._indexed(path))
+                except EngineError as error:
+                    refused.append(str(error))
+        except OSError as error:
+            self._warn("read", f"cannot be read: {reason(error)}")
+        if refused:
+            more = f"; and {len(refused) - MOST_NAMED} more" if len(refused) > MOST_NAMED else ""
+            self._warn(
+                "refused", f"has {len(refused)} file(s) that are not used: {'; '.join(refused[:MOST_NAMED])}{more}"
+            )
+        return sorted(found, key=lambda kept: kept.used)
+
+    def _indexed(self, path: Path) -> Kept:
+        """Returns the session in a file, without its cache. Raises `EngineError`, `OSError`."""
+        stamp = stamp_of(path)
+        kept = found_in(path, self.marks)
+        kept.slot, kept.saved = Slot(path, stamp), True
+        kept.used = path.stat().st_mtime
+        return kept
+
+    # ---- writing
+
+    def want(self, kept: Kept) -> None:
+        """Has a session written when there is room for it."""
+        if self.usable:
+            self._wanted[kept] = None
+
+    def forget(self, kept: Kept) -> None:
+        """Does not write a session any more, and deletes its file. Raises `EngineError` if it cannot be deleted."""
+        self._wanted.pop(kept, None)
+        kept.saved, kept.gone = False, True
+        self._delete(kept.slot)
+
+    def evict(self, kept: Kept) -> None:
+        """Deletes a session's file to make room. A file that cannot be deleted stays, and is not used any more."""
+        kept.saved = False
+        try:
+            self._delete(kept.slot)
+        except EngineError as error:
+            self._warn("delete", str(error))
+
+    def _delete(self, slot: Slot | None) -> None:
+        """Deletes a slot's file. Raises `EngineError`."""
+        try:
+            if slot is not None:
+                slot.delete()
+        except OSError as error:
+            raise EngineError(f"session file {slot and slot.path}: cannot be deleted: {reason(error)}") from error
+
+    def is_coming(self, kept: Kept) -> bool:
+        """Returns whether a session is being written as it is, or will be; from now on its cache is not needed."""
+        if kept in self._wanted:
+            self._submit(kept)
+        return self._writer.is_writing(kept)
+
+    def leave(self, kept: Kept) -> None:
+        """Does not write a session, because a successor will be written."""
+        self._wanted.pop(kept, None)
+
+    @property
+    def pending(self) -> bool:
+        """Whether anything is to be written, being written, or not noted as written."""
+        return bool(self._wanted) or not self._writer.is_idle()
+
+    def pump(self, patient: bool = False) -> list[tuple[Kept, bool]]:
+        """Hands sessions to the thread while it has room. Returns those done since the last call, and if that worked.
+
+        patient: wait until all are done.
+        """
+        ended = self._ended()
+        while self._wanted and (patient or self._writer.has_room()):
+            if not self._writer.has_room():
+                self._writer.wait()
+            self._submit(next(iter(self._wanted)))
+            ended += self._ended()
+        if patient:
+            self._writer.wait()
+            ended += self._ended()
+            return ended + (self.pump(patient) if self._wanted else [])  # answers may have been noted meanwhile
+        return ended
+
+    def close(self) -> list[tuple[Kept, bool]]:
+        """Writes what is still to be written and ends the thread; returns as `pump`."""
+        ended = self.pump(patient=True)
+        self._writer.close()
+        return ended
+
+    def _submit(self, kept: Kept) -> None:
+        """Hands a session to the thread as it is now."""
+        del self._wanted[kept]
+        if kept.cache is None:
+            return
+        kept.slot = kept.slot or Slot(self.folder / f"{kept.name}.safetensors")
+        snapshot = Snapshot(kept, self.marks, self.model_name)
+        if snapshot.bytes > self.most_bytes:
+            self._warn("large", f"takes {self.most_bytes} bytes; a session of {snapshot.bytes} bytes is not written")
+            return
+        self._writer.put(Job(kept, kept.slot, snapshot))
+
+    def _ended(self) -> list[tuple[Kept, bool]]:
+        """Returns the sessions whose jobs are done, and whether it worked."""
+        return [(job.kept, self._take(job)) for job in self._writer.done()]
+
+    def _take(self, job: Job) -> bool:
+        """Notes what came of a job; returns whether the session is on disk. Raises an error that is not the disk's."""
+        kept = job.kept
+        if isinstance(job.error, OSError):
+            self._warn("write", f"cannot be written, sessions stay in memory only: {reason(job.error)}")
+            return False
+        if job.error is not None:
+            raise job.error
+        self._warned.discard("write")
+        kept.saved = True
+        if kept.gone:
+            self.forget(kept)
+        elif kept.notes != job.notes:
+            self.want(kept)  # an answer was noted meanwhile
+        return True
+
+    # ---- the folder
+
+    def _is_usable(self) -> bool:
+        """Makes the folder if it is missing; returns whether it can be used and no other user can write to it."""
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            status = self.folder.stat()
+        except OSError as error:
+            self._warn("folder", f"cannot be used: {reason(error)}")
+            return False
+        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) or status.st_uid not in (os.geteuid(), 0):
+            self._warn("folder", "is not used: other users can write to it; use a folder of your own (chmod 700)")
+            return False
+        return True
+
+    def _remove_unfinished(self) -> None:
+        """Removes what killed processes have left unfinished. Raises `OSError`."""
+        for path in self.folder.glob(".*.safetensors.partial-*"):
+            if (stamp := stamp_of(path)) is not None and time.time() - stamp[2] / 1e9 > OLD_S:
+                path.unlink(missing_ok=True)
+
+    def _warn(self, kind: str, what: str) -> None:
+        """Logs a warning about the folder, the first time that this kind of failure occurs."""
+        if kind not in self._warned:
+            self._warned.add(kind)
+            log.warning("session folder %s %s", self.folder, what)
+
+
+def purge(folder: Path) -> tuple[int, int]:
+    """Deletes a folder's sessions, of all models, and the folder if nothing else is in it.
+
+    Returns how many files were deleted and their bytes. Raises `OSError`.
+    """
+    unfinished = folder.glob(".*.safetensors.partial-*")
+    paths = [path for path in (*session_paths(folder), *unfinished) if path.is_file() or path.is_symlink()]
+    size = sum(stamp[1] for path in paths if (stamp := stamp_of(path)) is not None)
+    for path in paths:
+        path.unlink(missing_ok=True)
+    if not any(folder.iterdir()):
+        folder.rmdir()
+    return len(paths), size

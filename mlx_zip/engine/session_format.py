@@ -1,0 +1,206 @@
+"""The bytes of a session's file: safetensors with two checksums. Imports no MLX, so that any thread may write one.
+
+A file is one that `mlx_lm.models.cache.load_prompt_cache` reads too. Its metadata has, under "0.", the session's facts.
+The tensors of the index (base ids and the ends of ids) come first, so that a session can be found without reading its
+KV cache. One checksum covers the header and the index, the other everything after them; both are CRC-32.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import struct
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from mlx_zip.files import whole_file
+
+FACTS = "0."  # what the names of facts begin with, among the metadata
+HEAD_SUM, BODY_SUM = "head_crc32", "body_crc32"
+ITEM_BYTES = {
+    "BOOL": 1, "U8": 1, "I8": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2, "U32": 4, "I32": 4, "F32": 4, "U64": 8,
+    "I64": 8, "F64": 8, "C64": 8,
+}  # fmt: skip
+_MOST_HEADER = 64 << 20  # bytes
+_MOST_ITEMS = 1 << 48
+_LENGTH = struct.Struct("<Q")
+_NO_SUM = "0" * 8
+
+
+class BadFileError(Exception):
+    """A file that is no session, or a damaged one; the message says why, without the file's name."""
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor of a file. dtype: as safetensors calls it. data: its bytes in row order, little endian."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: Any
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a file holds: its metadata, and its tensors by name. `facts` are the metadata of the session."""
+
+    metadata: Mapping[str, str]
+    tensors: Mapping[str, Tensor]
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """The session's facts by name."""
+        return {name.removeprefix(FACTS): text for name, text in self.metadata.items() if name.startswith(FACTS)}
+
+
+def write(path: Path, contents: Contents, index: int) -> int:
+    """Writes a session's file, whole or not at all, with mode 0600, and returns its bytes.
+
+    index: how many tensors, the first ones, belong to the index. Raises `OSError`.
+    """
+    blocks = [tensor.data for tensor in contents.tensors.values()]
+    body = 0
+    for block in blocks[index:]:
+        body = zlib.crc32(block, body)
+    head = _header(contents, _NO_SUM, f"{body:08x}")
+    sum_ = _LENGTH.pack(len(head))
+    checked = zlib.crc32(head, zlib.crc32(sum_))
+    for block in blocks[:index]:
+        checked = zlib.crc32(block, checked)
+    head = _header(contents, f"{checked:08x}", f"{body:08x}")
+    with whole_file(path) as partial:
+        handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        with open(handle, "wb", buffering=0) as file:
+            os.fchmod(handle, 0o600)
+            for block in (sum_, head, *blocks):
+                _write_all(file, block)
+    return len(sum_) + len(head) + sum(len(block) for block in blocks)
+
+
+def _write_all(file: Any, block: Any) -> None:
+    """Writes all bytes of a block to an open file. Raises `OSError`."""
+    rest = memoryview(block)
+    while rest:
+        rest = rest[file.write(rest) :]
+
+
+def _header(contents: Contents, head_sum: str, body_sum: str) -> bytes:
+    """Returns the header, padded to a multiple of 8 bytes. It is as long whatever the checksums are."""
+    sums = {FACTS + HEAD_SUM: head_sum, FACTS + BODY_SUM: body_sum}
+    entries: dict[str, Any] = {"__metadata__": {**contents.metadata, **sums}}
+    at = 0
+    for name, tensor in contents.tensors.items():
+        end = at + len(tensor.data)
+        entries[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    return text + b" " * (-len(text) % 8)
+
+
+def read(path: Path, index: int, whole: bool = True, most_bytes: int | None = None) -> Contents:
+    """Returns what a session's file holds, checked against its checksums.
+
+    index: how many tensors, the first ones, belong to the index. whole: False reads those only. most_bytes: refuse a
+    larger file. Raises `BadFileError` for a file that is damaged or something else, `OSError`.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(handle, "rb", buffering=0) as file:
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode):
+            raise BadFileError("it is a folder or device, not a file")
+        if most_bytes is not None and status.st_size > most_bytes:
+            raise BadFileError(f"its {status.st_size} bytes are more than the {most_bytes} that sessions may take")
+        length = _read(file, _LENGTH.size, status.st_size)
+        head = _read(file, _header_length(length, status.st_size), status.st_size)
+        metadata, places = _parsed(head, status.st_size - len(length) - len(head))
+        wanted = list(places.values())[: None if whole else index]
+        blocks = [_read(file, end - begin, status.st_size) for _, _, begin, end in wanted]
+    _check_sums(bytes(length) + _without_sum(head, metadata), blocks, index, metadata, whole)
+    found = zip(places.items(), blocks, strict=False)
+    tensors = {name: Tensor(dtype, shape, block) for (name, (dtype, shape, _, _)), block in found}
+    return Contents(metadata, tensors)
+
+
+def _read(file: Any, n: int, size: int) -> bytearray:
+    """Returns the next n bytes of an open file of `size` bytes. Raises `BadFileError` if there are fewer."""
+    if n > size:
+        raise BadFileError("it is cut off")
+    block = bytearray(n)
+    view, done = memoryview(block), 0
+    while done < n:
+        got = file.readinto(view[done:])
+        if not got:
+            raise BadFileError("it is cut off")
+        done += got
+    return block
+
+
+def _header_length(length: bytes | bytearray, size: int) -> int:
+    """Returns the length of the header. Raises `BadFileError` if that cannot be."""
+    (n,) = _LENGTH.unpack(length)
+    if n > min(_MOST_HEADER, size):
+        raise BadFileError(f"its header would have {n} bytes: it is damaged, or no safetensors file")
+    return n
+
+
+def _parsed(head: bytearray, data: int) -> tuple[dict[str, str], dict[str, tuple[str, tuple[int, ...], int, int]]]:
+    """Returns a header's metadata, and for each tensor its type, shape, and first and last byte, in the file's order.
+
+    data: how many bytes follow the header. Raises `BadFileError` unless the tensors fill them exactly.
+    """
+    try:
+        entries = json.loads(head)
+        metadata = entries.pop("__metadata__")
+        places = {name: _place(entry) for name, entry in entries.items()}
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise BadFileError("its header cannot be read: it is damaged, or no session's file") from error
+    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+        raise BadFileError("its header has no metadata: it is no session's file")
+    places = dict(sorted(places.items(), key=lambda item: item[1][2:]))
+    at = 0
+    for name, (dtype, shape, begin, end) in places.items():
+        if begin != at or end - begin != prod(shape) * ITEM_BYTES[dtype]:
+            raise BadFileError(f"the place of its tensor {name!r:.40} is wrong")
+        at = end
+    if at != data:
+        raise BadFileError("it is cut off, or has bytes that belong to no tensor")
+    return metadata, places
+
+
+def _place(entry: Any) -> tuple[str, tuple[int, ...], int, int]:
+    """Returns a tensor's type, shape, and first and last byte. Raises `ValueError` and others for anything else."""
+    begin, end = entry["data_offsets"]
+    shape = entry["shape"]
+    if entry["dtype"] not in ITEM_BYTES:
+        raise ValueError("unknown type")
+    if not all(type(n) is int and 0 <= n < _MOST_ITEMS for n in (begin, end, *shape)) or len(shape) > 8:
+        raise ValueError("not a shape")
+    return entry["dtype"], tuple(shape), begin, end
+
+
+def _without_sum(head: bytearray, metadata: Mapping[str, str]) -> bytes:
+    """Returns a header as it was when its checksum was computed."""
+    found = metadata.get(FACTS + HEAD_SUM, "")
+    return bytes(head).replace(
+        f'"{FACTS}{HEAD_SUM}":"{found}"'.encode(), f'"{FACTS}{HEAD_SUM}":"{_NO_SUM}"'.encode(), 1
+    )
+
+
+def _check_sums(head: bytes, blocks: list[Any], index: int, metadata: Mapping[str, str], whole: bool) -> None:
+    """Raises `BadFileError` unless both checksums are right; that of the body is checked only if it was read whole."""
+    if FACTS + HEAD_SUM not in metadata:
+        raise BadFileError("it has no checksum: it was not written by mlx_zip; make it with mlx_zip cache-prompt")
+    head_sum, body_sum = zlib.crc32(head), 0
+    for block in blocks[:index]:
+        head_sum = zlib.crc32(block, head_sum)
+    for block in blocks[index:]:
+        body_sum = zlib.crc32(block, body_sum)
+    expected = {HEAD_SUM: head_sum, **({BODY_SUM: body_sum} if whole else {})}
+    for name, sum_ in expected.items():
+        if metadata.get(FACTS + name) != f"{sum_:08x}":
+            raise BadFileError("its checksum is wrong: it is damaged")

@@ -1,0 +1,88 @@
+"""Whole answers, gathered from deltas, and what their choices have in common."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+from mlx_zip.engine import Counts
+from mlx_zip.server.bodies import usage
+from mlx_zip.server.core import Core
+from mlx_zip.server.turn import Delta, Done, Reasoning, Text, TokenLogprob, ToolCall, Turn
+from mlx_zip.server.vendor import summed
+
+END = b"data: [DONE]\n\n"
+
+
+class Choice:
+    """One answer as it comes. done: None until it has ended."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.thoughts: list[str] = []
+        self.calls: list[ToolCall] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.done: Done | None = None
+
+    def take(self, delta: Delta) -> None:
+        """Adds a delta."""
+        if isinstance(delta, Text):
+            self.texts.append(delta.text)
+            self.logprobs += delta.logprobs
+        elif isinstance(delta, Reasoning):
+            self.thoughts.append(delta.text)
+        elif isinstance(delta, ToolCall):
+            self.calls.append(delta)
+        elif isinstance(delta, Done):
+            self.done = delta
+
+    @property
+    def text(self) -> str:
+        """The answer's text."""
+        return "".join(self.texts)
+
+    @property
+    def reason(self) -> str | None:
+        """Why the answer has ended."""
+        return None if self.done is None else self.done.reason
+
+
+async def gathered(core: Core, turns: Sequence[Turn]) -> list[Choice]:
+    """Returns the whole answers of turns. Raises what `Core.answer` raises."""
+    choices = [Choice() for _ in turns]
+    async with aclosing(core.answers(turns)) as answers:
+        async for index, delta in answers:
+            choices[index].take(delta)
+    return choices
+
+
+def ended(choices: Sequence[Choice]) -> list[Done]:
+    """Returns the ends of whole answers."""
+    return [choice.done for choice in choices if choice.done is not None]
+
+
+def head(core: Core, prefix: str, kind: str) -> dict[str, Any]:
+    """Returns the fields that an answer, or each chunk of a streamed one, begins with. prefix: of its new id."""
+    return {
+        "id": f"{prefix}-{uuid.uuid4().hex}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": core.model,
+        "system_fingerprint": core.engine.info.fingerprint[:16],
+    }
+
+
+def counts_of(done: Sequence[Done], n: int) -> Counts:
+    """Returns the figures of all choices together. n: choices per prompt, whose base tokens count once."""
+    prompts = [one.counts for one in done[::n]]
+    read, cached = sum(one.prompt_tokens for one in prompts), sum(one.cached_tokens for one in prompts)
+    return replace(summed([one.counts for one in done]), prompt_tokens=read, cached_tokens=cached)
+
+
+def usage_of(done: Sequence[Done], n: int) -> dict[str, Any]:
+    """Returns the usage of all choices together. n: choices per prompt."""
+    return usage(counts_of(done, n), sum(one.reasoning_tokens for one in done))

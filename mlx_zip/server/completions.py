@@ -1,0 +1,151 @@
+"""OpenAI's completions of plain text, streamed and whole."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from mlx_zip.server.bodies import LEAST_LOGPROB, Sampled, Text, max_tokens_of
+from mlx_zip.server.choices import END, counts_of, ended, gathered, head, usage_of
+from mlx_zip.server.core import Core
+from mlx_zip.server.fields import BodyError, parse
+from mlx_zip.server.http import (
+    comment_bytes,
+    described,
+    event_bytes,
+    json_response,
+    read_json,
+    stream_response,
+    unless_gone,
+)
+from mlx_zip.server.turn import Delta, Done, TokenLogprob, Turn, Waiting
+from mlx_zip.server.turn import Text as TextDelta
+from mlx_zip.server.vendor import vendor_figures
+
+MOST_PROMPTS = 64
+Id = Annotated[int, Field(ge=0, lt=1 << 31)]
+Ids = Annotated[list[Id], Field(min_length=1)]
+
+
+class CompletionBody(Sampled):
+    """A request for completions. Each prompt is a text or base ids."""
+
+    prompt: Text | Annotated[list[Text], Field(min_length=1)] | Ids | Annotated[list[Ids], Field(min_length=1)]
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: Literal[False] = False
+    suffix: None = None
+    best_of: int | None = None
+
+    @property
+    def prompts(self) -> list[Any]:
+        """The prompts one by one, each a text or base ids."""
+        given: Any = self.prompt
+        return [given] if isinstance(given, str) or isinstance(given[0], int) else list(given)
+
+    def turns(self, core: Core) -> list[Turn]:
+        """Returns what the request asks for: n turns for each prompt. Raises `RequestError` and `BodyError`."""
+        self.check(core)
+        if self.best_of not in (None, self.n):
+            raise BodyError("all completions are returned, so this must be n", "best_of")
+        if len(self.prompts) > MOST_PROMPTS:
+            raise BodyError(f"there are {len(self.prompts)} prompts, and at most {MOST_PROMPTS} are allowed", "prompt")
+        width = core.engine.info.vocab_size
+        if any(not isinstance(prompt, str) and max(prompt) >= width for prompt in self.prompts):
+            raise BodyError(f"an id is no base id of this model, which has {width}", "prompt")
+        return [
+            Turn(
+                prompt=prompt,
+                max_tokens=max_tokens_of(core, self.max_tokens),
+                sampling=self.sampling(choice),
+                stop=self.stops,
+                logprobs=self.logprobs,
+                pack=self.pack,
+            )
+            for prompt in self.prompts
+            for choice in range(self.n)
+        ]
+
+
+def routes(core: Core) -> list[Route]:
+    """Returns the route of completions."""
+
+    async def completions(request: Request) -> Response:
+        """Continues a text, as OpenAI's completions do."""
+        asked = parse(CompletionBody, await read_json(request, core))
+        turns = asked.turns(core)
+        if asked.stream:
+            return await stream_response(request, core, _frames(core, asked, turns))
+        return json_response(await unless_gone(request, _whole(core, asked, turns)))
+
+    return [Route("/v1/completions", described(completions, CompletionBody), methods=["POST"])]
+
+
+async def _whole(core: Core, asked: CompletionBody, turns: Sequence[Turn]) -> dict[str, Any]:
+    """Returns the completions."""
+    choices = await gathered(core, turns)
+    done = ended(choices)
+    return {
+        **_head(core),
+        "choices": [
+            _choice(
+                i, choice.text, _logprobs(choice.logprobs, 0) if asked.logprobs is not None else None, choice.reason
+            )
+            for i, choice in enumerate(choices)
+        ],
+        "usage": usage_of(done, asked.n),
+        "mlx_zip": vendor_figures(counts_of(done, asked.n)),
+    }
+
+
+def _head(core: Core) -> dict[str, Any]:
+    """Returns the fields that an answer, or each chunk of a streamed one, begins with."""
+    return head(core, "cmpl", "text_completion")
+
+
+def _choice(index: int, text: str, logprobs: Any, reason: str | None) -> dict[str, Any]:
+    """Returns one of the choices."""
+    return {"text": text, "index": index, "logprobs": logprobs, "finish_reason": reason}
+
+
+def _logprobs(found: Sequence[TokenLogprob], begin: int) -> dict[str, Any]:
+    """Returns the log-probabilities of a text as completions tell them. begin: characters of the text before it."""
+    offsets = [begin]
+    for one in found:
+        offsets.append(offsets[-1] + len(one.text))
+    return {
+        "tokens": [one.text for one in found],
+        "token_logprobs": [max(one.logprob, LEAST_LOGPROB) for one in found],
+        "top_logprobs": [{text: max(value, LEAST_LOGPROB) for text, _, value in one.likely} for one in found],
+        "text_offset": offsets[:-1],
+    }
+
+
+async def _frames(core: Core, asked: CompletionBody, turns: Sequence[Turn]) -> AsyncIterator[bytes]:
+    """Yields a stream of completions, frame by frame."""
+    first, null = _head(core), {"usage": None} if asked.include_usage else {}
+    lengths, done = [0] * len(turns), {}
+
+    def frame(index: int, delta: Delta) -> bytes:
+        if isinstance(delta, TextDelta):
+            logprobs = None if asked.logprobs is None else _logprobs(delta.logprobs, lengths[index])
+            lengths[index] += len(delta.text)
+            return event_bytes({**first, "choices": [_choice(index, delta.text, logprobs, None)], **null})
+        if isinstance(delta, Done):
+            done[index] = delta
+            figures = {"mlx_zip": vendor_figures(delta.counts)}
+            return event_bytes({**first, "choices": [_choice(index, "", None, delta.reason)], **null, **figures})
+        waiting = delta if isinstance(delta, Waiting) else Waiting(0, 0)
+        return comment_bytes(f"reading the prompt {waiting.read}/{waiting.total}" if waiting.total else "waiting")
+
+    async with aclosing(core.answers(turns)) as answers:
+        async for index, delta in answers:
+            yield frame(index, delta)
+    if asked.include_usage:
+        yield event_bytes({**first, "choices": [], "usage": usage_of([done[i] for i in sorted(done)], asked.n)})
+    yield END

@@ -1,0 +1,88 @@
+"""One connection of a client, by uvicorn, with bounds for clients that are slow, half gone or talk nonsense."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+from uvicorn.protocols.http.h11_impl import H11Protocol, h11  # the parser that uvicorn brings
+
+from mlx_zip.server.errors import Told
+from mlx_zip.server.options import Options
+
+HALF_CLOSED_S = 0.25  # in which a client that has closed its sending side still gets an answer
+
+
+def connection_class(options: Options) -> type[H11Protocol]:
+    """Returns uvicorn's class of a connection, with the server's bounds."""
+    return type("Connection", (Connection,), {"head_s": options.body_timeout_s, "stall_s": options.stall_timeout_s})
+
+
+class Connection(H11Protocol):
+    """A connection. head_s: time for the head of a request. stall_s: time in which a client must read something."""
+
+    head_s = stall_s = 60.0
+    _head_timer: asyncio.TimerHandle | None = None
+    _stall_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begins to wait for the head of a request."""
+        super().connection_made(transport)
+        self._expect_head()
+
+    def data_received(self, data: bytes) -> None:
+        """Takes bytes; the clock runs while a head is incomplete."""
+        super().data_received(data)
+        self._expect_head()
+
+    def _expect_head(self) -> None:
+        """Starts the clock if no request is under way, and stops it otherwise."""
+        waits = self.cycle is None or self.cycle.response_complete
+        if waits and self._head_timer is None and not self.transport.is_closing():
+            self._head_timer = self.loop.call_later(self.head_s, self.transport.abort)
+        elif not waits:
+            self._head_timer = _stopped(self._head_timer)
+
+    def eof_received(self) -> bool | None:  # type: ignore[override]
+        """Lets an answer that comes at once be sent. Then the client has left: most close both sides together."""
+        if self.cycle is None or self.cycle.response_complete:
+            return None
+        self.loop.call_later(HALF_CLOSED_S, self.transport.close)
+        return True
+
+    def pause_writing(self) -> None:
+        """Starts the clock of a client that does not read."""
+        super().pause_writing()
+        self._stall_timer = self._stall_timer or self.loop.call_later(self.stall_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """Stops that clock."""
+        super().resume_writing()
+        self._stall_timer = _stopped(self._stall_timer)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stops all clocks."""
+        self._head_timer, self._stall_timer = _stopped(self._head_timer), _stopped(self._stall_timer)
+        super().connection_lost(exc)
+
+    def send_400_response(self, msg: str) -> None:
+        """Answers what is no HTTP with an error as JSON, unless another answer is already on its way."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            body = json.dumps(Told(400, msg, "invalid_http").body()).encode()
+            headers = [
+                ("content-type", "application/json"),
+                ("content-length", str(len(body))),
+                ("connection", "close"),
+            ]
+            for event in (h11.Response(status_code=400, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+
+def _stopped(timer: asyncio.TimerHandle | None) -> None:
+    """Stops a clock."""
+    if timer is not None:
+        timer.cancel()

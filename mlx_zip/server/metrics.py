@@ -1,0 +1,90 @@
+"""Figures for Prometheus: the engine's, and those of the server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Match, Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mlx_zip.engine import Engine, Figures
+from mlx_zip.server.core import Core
+from mlx_zip.server.turn import Done
+
+NOW = ("running", "waiting", "sessions", "session_bytes", "disk_bytes", "memory_bytes", "peak_memory_bytes")
+SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
+
+
+class Metrics:
+    """The figures of one server. count: middleware that counts requests by route and status."""
+
+    def __init__(self, core: Core) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_OfEngine(core.engine))
+        self._requests = Counter("mlx_zip_http_requests", "HTTP requests", ["route", "status"], registry=self._registry)
+        self._first_id = self._histogram("first_id_seconds", "Seconds from a request to the first id of its answer")
+        self._total = self._histogram("answer_seconds", "Seconds from a request to the end of its answer")
+        core.on_done.append(self._answered)
+
+    def _histogram(self, name: str, purpose: str) -> Histogram:
+        """Returns a distribution of seconds."""
+        return Histogram(f"mlx_zip_{name}", purpose, buckets=SECONDS, registry=self._registry)
+
+    def _answered(self, done: Done) -> None:
+        """Counts an answer that has ended."""
+        self._first_id.observe(done.counts.first_id_s)
+        self._total.observe(done.counts.total_s)
+
+    def route(self) -> Route:
+        """Returns the route that shows the figures."""
+
+        async def metrics(request: Request) -> Response:
+            """Shows figures in the text format of Prometheus."""
+            return Response(generate_latest(self._registry), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+        return Route("/metrics", metrics)
+
+    def count(self, scope: Scope, status: int) -> None:
+        """Counts a request. Unknown paths count as one route, so that nobody can make names of figures."""
+        found = scope.get("app")
+        routes = [one for one in getattr(found, "routes", ()) if one.matches(scope)[0] is not Match.NONE]
+        self._requests.labels(routes[0].path if routes else "other", str(status)).inc()
+
+
+class Counted:
+    """Middleware that counts each request when its status is known."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app, self._metrics = app, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes a request on, and its answer back."""
+
+        async def sent(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._metrics.count(scope, message["status"])
+            await send(message)
+
+        await self._app(scope, receive, sent if scope["type"] == "http" else send)
+
+
+class _OfEngine:
+    """The engine's figures as they are when somebody asks."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields each of the engine's figures."""
+        figures: Any = self._engine.figures()
+        for one in fields(Figures):
+            kind = GaugeMetricFamily if one.name in NOW else CounterMetricFamily
+            purpose = f"{one.name.replace('_', ' ')}, {'now' if one.name in NOW else 'since the start'}"
+            yield kind(f"mlx_zip_{one.name}", purpose.capitalize(), value=getattr(figures, one.name))
+        yield GaugeMetricFamily("mlx_zip_alive", "1 while the engine can serve", value=float(self._engine.alive))

@@ -1,0 +1,84 @@
+"""The description of all routes (OpenAPI 3.1), made from their classes of bodies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic.json_schema import models_json_schema
+from starlette.routing import BaseRoute, Route
+
+import mlx_zip
+from mlx_zip.server.fields import Body
+
+_ERROR = {
+    "description": "An error, in the words of the route's dialect",
+    "content": {"application/json": {"schema": {"type": "object"}}},
+}
+_ANSWER = {
+    "description": "The answer; with stream: true as server-sent events",
+    "content": {"application/json": {"schema": {}}, "text/event-stream": {"schema": {"type": "string"}}},
+}
+
+
+def description(routes: Sequence[BaseRoute]) -> dict[str, Any]:
+    """Returns the description of routes. An endpoint's attribute `body` is the pydantic class of its body."""
+    found = [route for route in routes if isinstance(route, Route)]
+    bodies = list(dict.fromkeys(body for route in found if (body := getattr(route.endpoint, "body", None))))
+    refs, schema = models_json_schema(
+        [(body, "validation") for body in bodies], ref_template="#/components/schemas/{model}"
+    )
+    parts = schema.get("$defs", {})
+    for kind in _kinds():
+        _as_parsed(parts.get(kind.__name__), kind)
+    paths: dict[str, Any] = {}
+    for route in found:
+        body = getattr(route.endpoint, "body", None)
+        for method in sorted((route.methods or set()) - {"HEAD"}):
+            operation = _operation(route, None if body is None else refs[(body, "validation")])
+            paths.setdefault(route.path.replace(":path}", "}"), {})[method.lower()] = operation
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "mlx_zip serve", "version": mlx_zip.__version__},
+        "paths": paths,
+        "components": {
+            "schemas": parts,
+            "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{}, {"bearer": []}],
+    }
+
+
+def _operation(route: Route, body: Any) -> dict[str, Any]:
+    """Returns the description of one method of a route."""
+    operation: dict[str, Any] = {"summary": (route.endpoint.__doc__ or "").strip()}
+    if route.param_convertors:
+        operation["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+            for name in route.param_convertors
+        ]
+    if body is not None:
+        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
+    return operation | {"responses": {"200": _ANSWER, "4XX": _ERROR, "5XX": _ERROR}}
+
+
+def _kinds() -> list[type[Body]]:
+    """Returns all classes of bodies, those of fields included."""
+    found, waiting = [], list(Body.__subclasses__())
+    while waiting:
+        kind = waiting.pop()
+        found.append(kind)
+        waiting += kind.__subclasses__()
+    return found
+
+
+def _as_parsed(schema: dict[str, Any] | None, kind: type[Body]) -> None:
+    """Adds to a schema what the class accepts beyond its fields: null for a field, and fields without effect."""
+    if schema is None:
+        return
+    properties, required = schema.setdefault("properties", {}), schema.get("required", ())
+    for name, field in properties.items():
+        if name not in required:
+            properties[name] = {"anyOf": [field, {"type": "null"}]}
+    for name in sorted(kind.harmless):
+        properties[name] = {"description": "accepted, without effect"}

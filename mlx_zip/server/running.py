@@ -1,0 +1,94 @@
+"""The server as it runs under uvicorn: it lets answers end before it stops, and stops when its engine dies."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable
+
+import uvicorn
+
+from mlx_zip.engine import Engine
+from mlx_zip.server.app import make_app
+from mlx_zip.server.connection import connection_class
+from mlx_zip.server.core import Core
+from mlx_zip.server.options import Options
+
+AFTER_DRAIN_S = 5.0  # for what the answers that were cut off still send
+AFTER_FAULT_S = 2.0
+
+
+class Server(uvicorn.Server):
+    """Serves a core on sockets. fault: what ended the engine's thread, None as long as it runs.
+
+    On SIGTERM and SIGINT no new connections are accepted, answers under way have `drain_s` seconds, and the engine is
+    closed. A second signal ends at once.
+    """
+
+    def __init__(self, core: Core, log_level: str = "warning", on_start: Callable[[], None] = lambda: None) -> None:
+        self._core, self._on_start = core, on_start
+        self.fault: BaseException | None = None
+        drain_s = core.options.drain_s
+        super().__init__(
+            uvicorn.Config(
+                make_app(core),
+                http=connection_class(core.options),
+                ws="none",
+                log_level=log_level.lower(),
+                log_config=None,
+                server_header=False,
+                timeout_graceful_shutdown=int(drain_s + AFTER_DRAIN_S),
+            )
+        )
+        core.engine.on_death(self._died)
+
+    def _died(self, fault: BaseException) -> None:
+        """Ends the server because the engine's thread has ended; called in that thread."""
+        self.fault = fault
+        self.config.timeout_graceful_shutdown = int(AFTER_FAULT_S)
+        self.should_exit = True
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begins to listen, and calls `on_start`."""
+        await super().startup(sockets)
+        self._on_start()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Lets answers end, closes the engine, and closes all connections."""
+        engine, drain_s = self._core.engine, self._core.options.drain_s
+        closing = threading.Thread(target=engine.close, args=(drain_s,), daemon=True)
+        closing.start()
+        await super().shutdown(sockets)
+        while closing.is_alive() and not self.force_exit and self.fault is None:
+            await asyncio.sleep(0.02)
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """Returns a socket of an address, on a free port for port 0; it does not listen yet. Raises `OSError`."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    made = socket.socket(family, kind, protocol)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind(address)
+    except BaseException:
+        made.close()
+        raise
+    return made
+
+
+def serve(engine: Engine, options: Options, listener: socket.socket, log_level: str) -> BaseException | None:
+    """Serves until a signal comes, which is then raised again; prints one line with the address when it begins.
+
+    Returns what ended the engine's thread if that is why the server has stopped.
+    """
+    host, port = listener.getsockname()[:2]
+    core = Core(engine, options)
+    place = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+    def say() -> None:
+        print(f"serving {core.model} on {place}/v1 (Ctrl-C ends)", flush=True)
+
+    server = Server(core, log_level, say)
+    server.run([listener])
+    return server.fault

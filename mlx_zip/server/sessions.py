@@ -1,0 +1,93 @@
+"""Routes that show, save, load and drop the kept sessions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from mlx_zip.errors import EngineError
+from mlx_zip.server.core import Core
+from mlx_zip.server.errors import RequestError
+from mlx_zip.server.fields import Body, parse
+from mlx_zip.server.http import described, json_response, read_json
+
+Some = TypeVar("Some")
+PATH = "/v1/mlx_zip/sessions"
+FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}\.safetensors")
+
+
+class SaveBody(Body):
+    """A session and the name of its file in the folder that the server was started with."""
+
+    session: Annotated[str, Field(min_length=1)]
+    file: str
+
+
+class LoadBody(Body):
+    """The name of a file in the folder that the server was started with."""
+
+    file: str
+
+
+def routes(core: Core) -> list[Route]:
+    """Returns the routes of sessions."""
+
+    async def show(request: Request) -> Response:
+        """Lists the kept sessions, the last used first."""
+        return json_response(
+            {"object": "list", "data": [asdict(one) for one in await core.aside(core.engine.sessions)]}
+        )
+
+    async def purge(request: Request) -> Response:
+        """Forgets all sessions, in memory and on disk."""
+        return json_response({"deleted": await core.aside(core.engine.purge_sessions)})
+
+    async def drop(request: Request) -> Response:
+        """Forgets one session, in memory and on disk."""
+        await _of_sessions(core, core.engine.drop_session, request.path_params["name"])
+        return json_response({"deleted": 1})
+
+    async def save(request: Request) -> Response:
+        """Writes a session to a file."""
+        asked = parse(SaveBody, await read_json(request, core))
+        await _of_sessions(core, core.engine.save_session, asked.session, _file(core, asked.file))
+        return json_response({"file": asked.file})
+
+    async def load(request: Request) -> Response:
+        """Adds the session in a file."""
+        asked = parse(LoadBody, await read_json(request, core))
+        return json_response(asdict(await _of_sessions(core, core.engine.load_session, _file(core, asked.file))))
+
+    return [
+        Route(PATH, show, methods=["GET"]),
+        Route(PATH, purge, methods=["DELETE"]),
+        Route(f"{PATH}/save", described(save, SaveBody), methods=["POST"]),
+        Route(f"{PATH}/load", described(load, LoadBody), methods=["POST"]),
+        Route(f"{PATH}/{{name}}", drop, methods=["DELETE"]),
+    ]
+
+
+async def _of_sessions(core: Core, work: Callable[..., Some], *args: Any) -> Some:
+    """Returns what an engine's method returns; its `EngineError` becomes status 400."""
+    try:
+        return await core.aside(work, *args)
+    except EngineError as error:
+        raise RequestError(400, str(error), "session") from error
+
+
+def _file(core: Core, name: str) -> Path:
+    """Returns the path of a file of sessions. Raises `RequestError` for another folder's, and without a folder."""
+    folder = core.options.session_files
+    if folder is None:
+        raise RequestError(403, "sessions are not saved to files: start the server with --session-files DIR", "session")
+    if not FILE_NAME.fullmatch(name):
+        raise RequestError(400, "file: this must be a plain name that ends in .safetensors", "session", "file")
+    return folder / name

@@ -1,0 +1,245 @@
+"""What an answer may consist of: a grammar over base ids, by the library llguidance.
+
+A grammar is written in llguidance's form of Lark, from the pieces that this module makes: JSON by a schema, text,
+literals and marks. `GrammarConstraint` follows one answer; it is what an engine takes as a request's `Constraint`.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mlx_zip.errors import GenerationError, first_line, missing_library
+from mlx_zip.text.token_facts import bytes_by_id, special_ids
+from mlx_zip.text.tokenizer import token_id
+
+MOST_SCHEMA_BYTES = 256 * 1024
+_WRITING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as chat templates write JSON
+_LIMITS = {"initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 100_000, "max_lexer_states": 50_000}
+_FORMAT = "%json"
+_lock = threading.Lock()
+_vocabularies: weakref.WeakKeyDictionary[Any, GrammarVocabulary] = weakref.WeakKeyDictionary()
+
+
+class GrammarVocabulary:
+    """A tokenizer as llguidance needs it. usable: ids that have bytes, [tokens] bool."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._inner = getattr(tokenizer, "_tokenizer", tokenizer)
+        if self._inner.eos_token_id is None and not getattr(tokenizer, "eos_token_ids", None):
+            raise GenerationError("a constrained answer needs a tokenizer with an eos token, which this one has not")
+        self.tokens = bytes_by_id(tokenizer)
+        self.special_token_ids = sorted(i for i in special_ids(self._inner) if i < len(self.tokens))
+        self._special = frozenset(self.special_token_ids)
+        self._ids = {token: i for i, token in enumerate(self.tokens) if token and i not in self._special}
+        self._longest = max(map(len, self._ids), default=0)
+        self.eos_token_id = min({*getattr(tokenizer, "eos_token_ids", ())} or {self._inner.eos_token_id})
+        self.bos_token_id = None
+        self.is_tokenizer_wrapper = True  # llguidance looks for this name
+        self.usable = np.array([bool(token) for token in self.tokens])
+        self.usable[self.special_token_ids] = True
+        self.library = _library().LLTokenizer(self, n_vocab=len(self.tokens), eos_token=self.eos_token_id)
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        """Returns the ids whose bytes are a text, for llguidance: the tokenizer's own where they spell it exactly.
+
+        A tokenizer may put a space before a text, or read a special token in it; a line break before the text hides the
+        first, and longest matches take the place of the second.
+        """
+        data = text.encode() if isinstance(text, str) else bytes(text)
+        for lead in ("", "\n"):
+            ids = list(self._inner.encode(lead + data.decode("utf-8", "replace"), add_special_tokens=False))
+            for start in range(min(len(ids), 3)):
+                if self._spell(ids[start:], data):
+                    return ids[start:]
+        return self._longest_matches(data)
+
+    def _spell(self, ids: list[int], data: bytes) -> bool:
+        """Returns whether ids are no special tokens and have exactly these bytes."""
+        return b"".join(self.tokens[i] for i in ids) == data and self._special.isdisjoint(ids)
+
+    def _longest_matches(self, data: bytes) -> list[int]:
+        """Returns the ids of the longest tokens that spell the data one after the other, as far as tokens go."""
+        ids: list[int] = []
+        while data:
+            n = next((n for n in range(min(len(data), self._longest), 0, -1) if data[:n] in self._ids), 0)
+            if n == 0:
+                break
+            ids.append(self._ids[data[:n]])
+            data = data[n:]
+        return ids
+
+
+def vocabulary_of(tokenizer: Any) -> GrammarVocabulary:
+    """Returns a tokenizer's `GrammarVocabulary`; the first call for a tokenizer takes up to a few seconds."""
+    inner = getattr(tokenizer, "_tokenizer", tokenizer)
+    with _lock:
+        if inner not in _vocabularies:
+            _vocabularies[inner] = GrammarVocabulary(tokenizer)
+        return _vocabularies[inner]
+
+
+class GrammarConstraint:
+    """Follows the base ids of one answer by a grammar, as the engine's `Constraint`.
+
+    tokenizer: our `Tokenizer` or mlx-lm's wrapper. grammar: Lark, with the rule `start`. vocab_size: length of the
+    mask; None for the tokenizer's length. eos_ids: ids that end the answer; None for the tokenizer's. Raises
+    `GenerationError` with the reason for a grammar that llguidance refuses or that no answer can follow, and
+    `InstallationError` without llguidance.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        grammar: str,
+        vocab_size: int | None = None,
+        eos_ids: frozenset[int] | None = None,
+    ) -> None:
+        vocabulary = vocabulary_of(tokenizer)
+        self._size = len(vocabulary.tokens) if vocab_size is None else vocab_size
+        ends = tokenizer.eos_token_ids if eos_ids is None else eos_ids
+        self._eos = frozenset(i for i in ends if i < self._size)
+        if not self._eos:
+            raise GenerationError("a constrained answer needs an eos token, and this request has none")
+        self._usable = vocabulary.usable
+        self._matcher = _compiled(vocabulary, grammar).deep_copy()
+        self._mask: NDArray[np.bool_] | None = None
+        self._ended = False
+
+    def mask(self) -> NDArray[np.bool_]:
+        """Returns which base ids may come next, [V] bool. Raises `GenerationError` if the grammar takes too long."""
+        if self._mask is None:
+            self._mask = self._next_ids()
+        return self._mask
+
+    def _next_ids(self) -> NDArray[np.bool_]:
+        """Returns a new mask for the present state."""
+        allowed = np.zeros(self._size, bool)
+        if not self._ended:
+            bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+            _check(self._matcher)
+            n = min(self._size, len(self._usable))
+            np.logical_and(np.unpackbits(bits, count=n, bitorder="little"), self._usable[:n], out=allowed[:n])
+        allowed[list(self._eos)] = self.may_end
+        return allowed
+
+    @property
+    def may_end(self) -> bool:
+        """Whether the answer is complete as it stands."""
+        return self._ended or self._matcher.is_accepting()
+
+    def accepts(self, base_ids: Sequence[int]) -> bool:
+        """Returns whether all these base ids may come next; what follows an eos does not count. Nothing changes."""
+        before, ends = self._up_to_eos(base_ids)
+        if self._ended:
+            return ends and not before
+        if not all(0 <= i < len(self._usable) and i < self._size and self._usable[i] for i in before):
+            return False
+        if self._matcher.validate_tokens(before) < len(before):
+            return False
+        return not ends or self._may_end_after(before)
+
+    def push(self, base_ids: Sequence[int]) -> None:
+        """Takes the base ids that were emitted. Raises `GenerationError` for ids that are not accepted."""
+        if not self.accepts(base_ids):
+            raise GenerationError("the answer left its grammar")
+        before, ends = self._up_to_eos(base_ids)
+        self._mask = None
+        if before and not self._matcher.consume_tokens(before):
+            raise GenerationError("the answer left its grammar")
+        _check(self._matcher)
+        self._ended = self._ended or ends
+
+    def _up_to_eos(self, base_ids: Sequence[int]) -> tuple[list[int], bool]:
+        """Returns the ids before the first eos, and whether there is one."""
+        ids = [int(i) for i in base_ids]
+        at = next((n for n, i in enumerate(ids) if i in self._eos), None)
+        return ids[:at], at is not None
+
+    def _may_end_after(self, base_ids: list[int]) -> bool:
+        """Returns whether the answer is complete after these ids, which are accepted."""
+        if not base_ids:
+            return self.may_end
+        ahead = self._matcher.deep_copy()
+        return ahead.consume_tokens(base_ids) and ahead.is_accepting()
+
+
+@lru_cache(maxsize=64)
+def _compiled(vocabulary: GrammarVocabulary, grammar: str) -> Any:
+    """Returns llguidance's matcher of a grammar at its beginning. Raises `GenerationError` with the reason."""
+    library = _library()
+    limits = library.LLParserLimits(verbose_errors=False, **_LIMITS)
+    source = library.LLMatcher.grammar_from_lark(grammar)
+    matcher = library.LLMatcher(vocabulary.library, source, log_level=0, limits=limits)
+    _check(matcher)
+    first = matcher.deep_copy()
+    possible = any(first.compute_bitmask()) and not first.is_error()
+    if not possible:
+        raise GenerationError("the schema cannot be followed: no answer satisfies it")
+    return matcher
+
+
+def _check(matcher: Any) -> None:
+    """Raises `GenerationError` with a matcher's reason if it has failed."""
+    if not matcher.is_error():
+        return
+    reason = first_line(ValueError(matcher.get_error().partition(":")[2] or matcher.get_error()))
+    reason = reason.removeprefix("failed to compile JSON schema:").strip()
+    raise GenerationError(f"the schema cannot be followed: {reason[:300]}")
+
+
+def json_by(schema: Mapping[str, Any], lenient: bool = False) -> str:
+    """Returns the rule for JSON that follows a schema, {} for any object; written on one line, as Python's json does.
+
+    lenient: ignore keywords that llguidance does not know; they raise `GenerationError` later otherwise. Raises
+    `GenerationError` for a schema that is too large, too deep, or no JSON.
+    """
+    options = {**_WRITING, "lenient": lenient}
+    try:
+        text = json.dumps({**(schema or {"type": "object"}), "x-guidance": options}, allow_nan=False)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise GenerationError(f"the schema cannot be followed: {first_line(error)}") from error
+    if len(text) > MOST_SCHEMA_BYTES:
+        raise GenerationError(f"the schema is too large: {len(text)} bytes, and at most {MOST_SCHEMA_BYTES} are taken")
+    return f"{_FORMAT} {text}"
+
+
+def literal(text: str) -> str:
+    """Returns the rule for exactly this text."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def mark(tokenizer: Any, text: str) -> str:
+    """Returns the rule for a mark: its token if it is one, else its text."""
+    token = token_id(tokenizer, text)
+    return literal(text) if token is None else f"<[{token}]>"
+
+
+def until(tokenizer: Any, name: str, text: str) -> str:
+    """Returns the rules, the first called `name`, for any text up to and with a mark."""
+    token = token_id(tokenizer, text)
+    if token in vocabulary_of(tokenizer).special_token_ids:
+        return f"{name}: {name.upper()}_TEXT <[{token}]>\n{without(name.upper() + '_TEXT', text)}"
+    return f"{name}[suffix={literal(text)}]: /(.|\\n)*/"
+
+
+def without(name: str, text: str) -> str:
+    """Returns the terminal called `name`: any text that a mark does not stand in."""
+    spelled = "".join(c if c.isalnum() else f"\\x{ord(c):02x}" if ord(c) < 256 else c for c in text)
+    return f"{name}: /(.|\\n)*/ & ~/(.|\\n)*{spelled}(.|\\n)*/"
+
+
+def _library() -> Any:
+    """Returns the module llguidance. Raises `InstallationError` without it."""
+    try:
+        import llguidance
+    except ImportError as error:
+        raise missing_library("an answer by a schema", "llguidance", extra="serve") from error
+    return llguidance

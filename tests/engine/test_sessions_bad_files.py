@@ -1,0 +1,197 @@
+"""Session files that are damaged, foreign or made up: each is refused with its reason, and nothing is lost."""
+
+import json
+import struct
+import zlib
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import save_prompt_cache
+
+from mlx_zip.engine import session_files
+from mlx_zip.errors import EngineError
+from support import keeping, tiny
+from support.keeping import OWN
+
+NEXT = [7, 9, 11, 13, 5]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """(the bytes of a session's file, its base ids)."""
+    folder = tmp_path_factory.mktemp("kept")
+    store = keeping.store()
+    name, held = keeping.conversation("zip", store, length=24, answers={"text": [3]})
+    store.save(name, folder / "x")
+    return (folder / "x").read_bytes(), held
+
+
+def refused(folder, data, reason, kind="zip"):
+    """Checks that a file with these bytes is refused, loaded and at a start, and stays as it is."""
+    folder.mkdir(exist_ok=True, mode=0o700)
+    file = folder / f"{'0' * 16}.safetensors"
+    file.write_bytes(data)
+    store = keeping.store(kind, folder=folder)
+    _, held = keeping.conversation(kind, store, seed=5)
+    with pytest.raises(EngineError, match=reason) as error:
+        store.load(file)
+    assert str(file) in str(error.value)
+    assert store.checkout(held + NEXT, OWN, share=True).base_tokens == len(held)
+    assert store.checkout(tiny.base_ids(24) + NEXT, OWN) is None
+    assert len(store.sessions()) == 1
+    store.close()
+    assert file.read_bytes() == data
+
+
+def header_of(data):
+    (length,) = struct.unpack("<Q", data[:8])
+    return json.loads(data[8 : 8 + length]), data[8 + length :]
+
+
+def sealed(header, data):
+    """A file with this header and data, and right checksums."""
+    names = [name for name in header if name != "__metadata__"]
+    names.sort(key=lambda name: header[name]["data_offsets"])
+    index = header[names[1]]["data_offsets"][1]
+    facts = header["__metadata__"]
+    facts.update({"0.head_crc32": "0" * 8, "0.body_crc32": f"{zlib.crc32(data[index:]):08x}"})
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    head_sum = zlib.crc32(struct.pack("<Q", len(text)) + text + data[:index])
+    text = text.replace(b'"0.head_crc32":"00000000"', f'"0.head_crc32":"{head_sum:08x}"'.encode())
+    return struct.pack("<Q", len(text)) + text + data
+
+
+def test_a_file_that_is_sealed_again_unchanged_is_read(tmp_path, whole):
+    (tmp_path / "x").write_bytes(sealed(*header_of(whole[0])))
+    store = keeping.store()
+    assert store.load(tmp_path / "x").base_tokens == len(whole[1])
+
+
+def test_a_flip_of_any_97th_byte_is_noticed(tmp_path, whole):
+    data, store, file = whole[0], keeping.store(), tmp_path / "x"
+    for at in range(0, len(data), 97):
+        file.write_bytes(data[:at] + bytes([data[at] ^ 0x5A]) + data[at + 1 :])
+        with pytest.raises(EngineError, match=r"x: .*(damaged|cut off|no session|not written|tensor)"):
+            store.load(file)
+    assert store.sessions() == []
+
+
+def test_a_flip_in_the_index_is_noticed_at_a_start(tmp_path, whole, caplog):
+    data = whole[0]
+    for number, at in enumerate(range(3, len(data) // 3, 97)):
+        flipped = data[:at] + bytes([data[at] ^ 0x5A]) + data[at + 1 :]
+        (tmp_path / f"{number:016x}.safetensors").write_bytes(flipped)
+    (length,) = struct.unpack("<Q", data[:8])
+    header, _ = header_of(data)
+    index = max(place["data_offsets"][1] for name, place in header.items() if name in ("3.0", "3.1"))
+    damaged = sum(at < 8 + length + index for at in range(3, len(data) // 3, 97))
+    tmp_path.chmod(0o700)
+    store = keeping.store(folder=tmp_path)
+    assert len(store.sessions()) == number + 1 - damaged
+    assert len(caplog.records) == 1
+    assert f"has {damaged} file(s) that are not used" in caplog.text
+
+
+def test_a_damaged_kv_cache_is_noticed_when_it_is_needed(tmp_path, whole, caplog):
+    data, held = whole
+    tmp_path.chmod(0o700)
+    (tmp_path / f"{'0' * 16}.safetensors").write_bytes(data[:-5] + b"\x77" + data[-4:])
+    store = keeping.store(folder=tmp_path)
+    assert store.checkout(held + NEXT, OWN) is None
+    assert "its checksum is wrong" in caplog.text
+    assert (tmp_path / f"{'0' * 16}.safetensors").exists()
+
+
+@pytest.mark.parametrize("share", [0, 0.001, 0.01, 0.3, 0.8, 0.999])
+def test_a_file_that_is_cut_off_is_refused(tmp_path, whole, share):
+    data = whole[0]
+    refused(tmp_path / "kept", data[: int(len(data) * share)], "cut off|damaged|tensor")
+
+
+@pytest.mark.parametrize("length", [1 << 20, 1 << 40, (1 << 64) - 1])
+def test_a_huge_header_is_refused_unread(tmp_path, whole, length):
+    refused(tmp_path / "kept", struct.pack("<Q", length) + whole[0][8:], "its header would have|cut off")
+
+
+@pytest.mark.parametrize("text", [b"", b"[" * 100000, b"{}", b'{"__metadata__": 3}', b"\xff\xfe", b"9" * 9000, b"null"])
+def test_a_header_that_is_something_else_is_refused(tmp_path, text):
+    refused(tmp_path / "kept", struct.pack("<Q", len(text)) + text, "header")
+
+
+def changed(whole, change):
+    header, data = header_of(whole[0])
+    change(header)
+    return sealed(header, data)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda h: h["__metadata__"].update({"0.format": "mlx_zip session 2"}), "its format is 'mlx_zip session 2'"),
+        (lambda h: h["__metadata__"].update({"0.model_fingerprint": "0"}), "another model than"),
+        (lambda h: h["__metadata__"].update({"0.tokenizer_fingerprint": "0"}), "another tokenizer than"),
+        (lambda h: h["__metadata__"].update({"0.codec": "{}"}), "another codec"),
+        (lambda h: h["__metadata__"].update({"0.answers": "[[["}), "do not fit together"),
+        (lambda h: h["__metadata__"].update({"0.answers": '{"a": "b"}'}), "do not fit together"),
+        (lambda h: h["__metadata__"].pop("0.pack_key"), "do not fit together"),
+        (lambda h: h["__metadata__"].update({"1.0": "os"}), "has a 'os' where this model has a KVCache"),
+        (lambda h: h["__metadata__"].update({"1.2": "KVCache"}), "has a 'KVCache' where this model has its codebook"),
+        (lambda h: h["__metadata__"].update({"2.1.1": "pickle"}), "unknown kind 'pickle'"),
+        (lambda h: h["__metadata__"].update({"2.1.0": "7.7"}), "do not fit together"),
+        (lambda h: h["0.0"].update({"shape": h["0.0"]["shape"][::-1]}), "not those of this model"),
+        (lambda h: h["0.0"].update({"dtype": "I32"}), "not those of this model"),
+        (lambda h: h["0.0"].update({"dtype": "F128"}), "header cannot be read"),
+        (lambda h: h["0.0"].update({"shape": [1 << 40, 1 << 40]}), "place of its tensor '0.0' is wrong"),
+        (lambda h: h["0.0"].update({"shape": [-1, -1]}), "header cannot be read"),
+    ],
+)
+def test_a_made_up_file_with_right_checksums_is_refused(tmp_path, whole, change, reason):
+    refused(tmp_path / "kept", changed(whole, change), reason)
+
+
+def test_a_file_of_another_model_is_refused(tmp_path):
+    store = keeping.store("LongRoPE")
+    name, _ = keeping.conversation("LongRoPE", store)
+    store.save(name, tmp_path / "x")
+    refused(tmp_path / "kept", (tmp_path / "x").read_bytes(), "another model than the one that is loaded")
+
+
+def test_a_cache_of_mlx_lm_is_refused_with_what_to_do(tmp_path):
+    cache = keeping.new_cache("plain")
+    keeping.read("plain", cache, [3, 4, 5])
+    save_prompt_cache(str(tmp_path / "x.safetensors"), cache)
+    refused(tmp_path / "kept", (tmp_path / "x.safetensors").read_bytes(), "mlx_zip cache-prompt", kind="plain")
+
+
+def test_ids_that_are_not_those_of_the_codebook_are_refused(tmp_path, whole):
+    header, data = header_of(whole[0])
+    begin, end = header["3.0"]["data_offsets"]
+    ids = np.frombuffer(data[begin:end], np.uint32).copy()
+    ids[4] = (ids[4] + 1) % tiny.VOCAB
+    refused(tmp_path / "kept", sealed(header, data[:begin] + ids.tobytes() + data[end:]), "holds other ids")
+
+
+def test_devices_folders_and_missing_files_are_refused(tmp_path):
+    store = keeping.store()
+    for path in ("/dev/null", tmp_path, tmp_path / "missing"):
+        with pytest.raises(EngineError, match=f"session file {path}: "):
+            store.load(path)
+
+
+def test_a_file_larger_than_all_sessions_may_be_is_refused(tmp_path, whole):
+    (tmp_path / "x").write_bytes(whole[0])
+    with pytest.raises(EngineError, match="bytes are more than the 1000 that sessions may take"):
+        keeping.store(max_bytes=1000).load(tmp_path / "x")
+
+
+def test_every_type_of_array_is_written_and_read_as_it_was():
+    for dtype in session_files._NAMES:
+        if dtype == mx.float64:
+            continue
+        array = (mx.arange(6).reshape(2, 3) % 2).astype(dtype)
+        mx.eval(array)
+        again = session_files._array(session_files._tensor(array))
+        assert again.dtype == dtype
+        assert mx.array_equal(again, array).item()

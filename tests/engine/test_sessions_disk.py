@@ -1,0 +1,345 @@
+"""Sessions on disk: found again after a restart, bounded, private, and left alone where another process wrote."""
+
+import errno
+import logging
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import load_prompt_cache
+
+from mlx_zip.engine import session_format
+from mlx_zip.engine.session_folder import purge
+from mlx_zip.errors import EngineError
+from mlx_zip.state import find_state
+from support import keeping, tiny
+from support.keeping import OWN
+
+NEXT = [7, 9, 11, 13, 7, 9, 11, 13, 5]
+all_kinds = pytest.mark.parametrize("kind", keeping.KINDS)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "kept"
+
+
+def saved(folder, kind="zip", **options):
+    """Holds a conversation whose session is written to a folder; returns all its base ids."""
+    store = keeping.store(kind, folder=folder)
+    _, held = keeping.conversation(kind, store, **options)
+    store.close()
+    return held
+
+
+def files(folder):
+    return sorted(folder.glob("*.safetensors"))
+
+
+@all_kinds
+def test_a_conversation_goes_on_after_a_restart_as_if_there_had_been_none(folder, kind):
+    held = saved(folder, kind, answers={"text": [3, 4]}, random_state=np.array([5, 6], np.uint32))
+    cache, prompt = keeping.new_cache(kind), tiny.base_ids(60)
+    keeping.greedy(kind, cache, prompt)
+    wanted = keeping.greedy(kind, cache, NEXT)[0]
+    store = keeping.store(kind, folder=folder)
+    (info,) = store.sessions()
+    assert (info.on_disk, info.bytes, info.base_tokens) == (True, 0, len(held))
+    assert dict(store.answers()) == {"text": (3, 4)}
+    found = store.checkout(held + NEXT, OWN)
+    assert found.base_tokens == len(held)
+    assert found.random_state.tolist() == [5, 6]
+    assert keeping.continued(kind, found, held + NEXT) == wanted
+
+
+@pytest.mark.parametrize("kind", keeping.TRIMMED)
+def test_an_edited_conversation_finds_its_beginning_after_a_restart(folder, kind):
+    held = saved(folder, kind)
+    edited = held[:40] + NEXT
+    found = keeping.store(kind, folder=folder).checkout(edited, OWN)
+    assert found.base_tokens > 40 - tiny.MERGE
+    log = keeping.log(kind, found, edited)
+    assert keeping.continued(kind, found, edited) == keeping.as_read_at_once(kind, log, edited)
+
+
+def test_a_quantized_cache_goes_on_after_a_restart(folder):
+    kind, store, cache = "wide heads", keeping.store("wide heads", folder=folder), keeping.new_cache("wide heads")
+    held = tiny.base_ids(60)
+    held += keeping.greedy(kind, cache, held, bits=8)[1]
+    store.put(cache, pack_key=OWN)
+    store.flush()
+    wanted = keeping.greedy(kind, store.checkout(held + NEXT, OWN).cache, NEXT)
+    found = keeping.store(kind, folder=folder).checkout(held + NEXT, OWN)
+    assert keeping.greedy(kind, found.cache, NEXT) == wanted
+
+
+def test_a_growing_conversation_keeps_one_file_and_an_answer_noted_later_is_written(folder):
+    store = keeping.store(folder=folder)
+    name, held = keeping.conversation("zip", store)
+    for turn in range(3):
+        prompt = held + tiny.base_ids(9, seed=turn)
+        found = store.checkout(prompt, OWN)
+        held = prompt + keeping.greedy("zip", found.cache, prompt[found.base_tokens :])[1]
+        store.put(found.cache, pack_key=OWN, name=found.name)
+        store.flush()
+        store.note_answer(name, f"turn {turn}", [3, 4, turn])
+        store.flush()
+    assert [file.stem for file in files(folder)] == [name]
+    store.close()
+    again = keeping.store(folder=folder)
+    assert set(again.answers()) == {"turn 0", "turn 1", "turn 2"}
+    assert again.checkout(held + NEXT, OWN).base_tokens == len(held)
+
+
+def test_a_session_that_a_request_took_is_still_on_disk_if_the_request_is_lost(folder):
+    store = keeping.store(folder=folder)
+    _, held = keeping.conversation("zip", store)
+    store.flush()
+    first = store.checkout(held + NEXT, OWN)
+    store.release(first.name)
+    again = store.checkout(held + NEXT, OWN)
+    assert again.base_tokens == len(held)
+    assert keeping.continued("zip", again, held + NEXT) == keeping.continued("zip", first, held + NEXT)
+
+
+def test_a_session_evicted_from_memory_is_found_on_disk(folder):
+    store = keeping.store(folder=folder, max_bytes=1)
+    held = [keeping.conversation("zip", store, seed)[1] for seed in range(3)]
+    store.flush()
+    assert [(one.bytes, one.on_disk) for one in store.sessions()] == [(0, True)] * 3
+    assert [store.checkout(ids + NEXT, OWN).base_tokens for ids in held] == [len(ids) for ids in held]
+
+
+def test_the_least_recently_used_files_are_deleted_when_the_disk_bound_is_reached(folder):
+    one = len(files_of_one(folder / "one"))
+    store = keeping.store(folder=folder / "three", max_disk_bytes=3 * one + one // 2)
+    held = []
+    for seed in range(5):
+        held.append(keeping.conversation("zip", store, seed)[1])
+        store.flush()
+    assert len(files(folder / "three")) == 3
+    assert store.figures()["disk_bytes"] <= 3 * one + one // 2
+    store.close()
+    again = keeping.store(folder=folder / "three")
+    assert [again.checkout(ids + NEXT, OWN) is None for ids in held] == [True, True, False, False, False]
+
+
+def files_of_one(folder):
+    saved(folder)
+    return files(folder)[0].read_bytes()
+
+
+def test_files_and_folder_are_for_their_owner_only(folder):
+    saved(folder)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert [stat.S_IMODE(file.stat().st_mode) for file in files(folder)] == [0o600]
+
+
+def test_a_folder_that_others_can_write_to_is_not_used(folder, caplog):
+    folder.mkdir()
+    folder.chmod(0o777)
+    saved(folder)
+    assert files(folder) == []
+    assert "other users can write to it" in caplog.text
+
+
+def test_a_purge_deletes_the_files_too(folder):
+    store = keeping.store(folder=folder)
+    _, held = keeping.conversation("zip", store)
+    keeping.conversation("zip", store, 1)
+    store.checkout(held + NEXT, OWN)
+    store.flush()
+    store.purge()
+    store.flush()
+    assert files(folder) == []
+    assert store.sessions() == []
+    assert store.figures()["disk_bytes"] == 0
+
+
+def test_a_dropped_session_leaves_no_file_even_if_it_is_being_written(folder):
+    store = keeping.store(folder=folder)
+    for seed in range(3):
+        name, _ = keeping.conversation("zip", store, seed)
+        store.drop(name)
+    store.close()
+    assert files(folder) == []
+
+
+def test_a_folder_of_sessions_can_be_purged_whole(folder):
+    saved(folder)
+    size = files(folder)[0].stat().st_size
+    (folder / "notes.txt").write_text("mine")
+    assert purge(folder) == (1, size)
+    assert [path.name for path in folder.iterdir()] == ["notes.txt"]
+    (folder / "notes.txt").unlink()
+    assert purge(folder) == (0, 0)
+    assert not folder.exists()
+
+
+# ---- what a disk can do
+
+
+def test_a_full_disk_ends_no_conversation_and_warns_once(folder, monkeypatch, caplog):
+    store = keeping.store(folder=folder)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(session_format, "_write_all", full)
+        held = [keeping.conversation("zip", store, seed)[1] for seed in range(3)]
+        store.flush()
+    assert caplog.text.count("No space left on device") == 1
+    assert list(folder.iterdir()) == []
+    assert [store.checkout(ids + NEXT, OWN, share=True).base_tokens for ids in held] == [len(ids) for ids in held]
+    keeping.conversation("zip", store, 3)
+    store.close()
+    assert len(files(folder)) == 1
+
+
+def test_a_full_disk_leaves_the_older_state_of_a_session_on_disk(folder, monkeypatch):
+    store = keeping.store(folder=folder)
+    _, held = keeping.conversation("zip", store)
+    store.flush()
+    found = store.checkout(held + NEXT, OWN)
+    keeping.read("zip", found.cache, NEXT)
+    monkeypatch.setattr(session_format, "_write_all", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+    store.put(found.cache, pack_key=OWN, name=found.name)
+    store.close()
+    assert keeping.store(folder=folder).checkout(held + NEXT, OWN).base_tokens == len(held)
+    assert store.checkout([*held, *NEXT, 3], OWN).base_tokens == len(held) + len(NEXT)
+
+
+def test_two_stores_with_one_folder_do_not_overwrite_each_others_files(folder):
+    held = saved(folder)
+    stores, lengths = [keeping.store(folder=folder) for _ in range(2)], []
+    for number, store in enumerate(stores):
+        prompt = [*held, 5 + number, *NEXT]
+        found = store.checkout(prompt, OWN)
+        keeping.read("zip", found.cache, prompt[found.base_tokens :])
+        store.put(found.cache, pack_key=OWN, name=found.name)
+        store.flush()
+    again = keeping.store(folder=folder)
+    for number in range(2):
+        lengths.append(again.checkout([*held, 5 + number, *NEXT, 3], OWN).base_tokens)
+    assert lengths == [len(held) + 1 + len(NEXT)] * 2
+    stores[0].purge()
+    assert keeping.store(folder=folder).sessions()[0].base_tokens == lengths[1]
+
+
+def test_a_file_that_another_process_deleted_is_a_session_less(folder, caplog):
+    held = saved(folder)
+    store = keeping.store(folder=folder)
+    files(folder)[0].unlink()
+    assert store.checkout(held + NEXT, OWN) is None
+    assert store.sessions() == []
+    assert "No such file" in caplog.text
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from support import keeping, tiny
+store = keeping.store(folder=Path(sys.argv[1]))
+name, held = keeping.conversation("zip", store)
+print("began", flush=True)
+for turn in range(10000):
+    prompt = held + tiny.base_ids(3, seed=turn)
+    found = store.checkout(prompt[:300], keeping.OWN)
+    if found is None or len(prompt) > 300:
+        name, held = keeping.conversation("zip", store, seed=turn + 1)
+        continue
+    held = prompt + keeping.greedy("zip", found.cache, prompt[found.base_tokens:], 2)[1]
+    store.put(found.cache, pack_key=keeping.OWN, name=found.name)
+"""
+
+
+@pytest.mark.parametrize("after_s", [0.03, 0.11, 0.23, 0.37])
+def test_after_a_kill_every_file_is_whole_or_absent(folder, after_s):
+    tests = Path(__file__).parents[1]
+    env = {**os.environ, "PYTHONPATH": f"{tests}:{tests.parent}"}
+    writer = subprocess.Popen([sys.executable, "-c", WRITER, folder], stdout=subprocess.PIPE, env=env)
+    try:
+        assert writer.stdout.readline() == b"began\n"
+        time.sleep(after_s)
+    finally:
+        os.kill(writer.pid, signal.SIGKILL)
+        writer.wait(30)
+        writer.stdout.close()
+    store = keeping.store(folder=folder)
+    assert len(store.sessions()) == len(files(folder))
+    for file in files(folder):
+        state = find_state(load_prompt_cache(str(file)))
+        assert state.offset > 0
+        assert keeping.store().load(file).base_tokens == state.books[0].base_length
+
+
+def test_unfinished_files_of_killed_processes_are_removed_once_they_are_old(folder):
+    folder.mkdir(mode=0o700)
+    left = [folder / f".{name * 16}.safetensors.partial-1" for name in "ab"]
+    for file in left:
+        file.write_bytes(b"x")
+    os.utime(left[0], (0, 0))
+    keeping.store(folder=folder)
+    assert [file.exists() for file in left] == [False, True]
+
+
+# ---- files that a user names
+
+
+@all_kinds
+def test_a_saved_session_can_be_loaded_by_another_store(tmp_path, kind):
+    store = keeping.store(kind)
+    name, held = keeping.conversation(kind, store, answers={"text": [3]})
+    store.save(name, tmp_path / "chat.safetensors")
+    wanted = keeping.continued(kind, store.checkout(held + NEXT, OWN), held + NEXT)
+    other = keeping.store(kind)
+    info = other.load(tmp_path / "chat.safetensors")
+    assert info.base_tokens == len(held)
+    assert dict(other.answers()) == {"text": (3,)}
+    assert keeping.continued(kind, other.checkout(held + NEXT, OWN), held + NEXT) == wanted
+
+
+def test_mlx_lm_reads_the_cache_of_a_session_file(tmp_path):
+    store = keeping.store("plain", model_name="some/model")
+    name, held = keeping.conversation("plain", store)
+    store.save(name, tmp_path / "chat.safetensors")
+    cache, metadata = load_prompt_cache(str(tmp_path / "chat.safetensors"), return_metadata=True)
+    assert [entry.offset for entry in cache] == [len(held)] * len(cache)
+    assert metadata["model"] == "some/model"
+    assert mx.array_equal(cache[0].keys, store.checkout(held + NEXT, OWN).cache[0].keys[..., : len(held), :])
+
+
+def test_the_file_of_an_edited_conversation_holds_nothing_of_what_was_cut(tmp_path):
+    store = keeping.store("plain")
+    _, held = keeping.conversation("plain", store)
+    found = store.checkout(held[:20] + NEXT, OWN)
+    ids = held[: found.base_tokens]
+    name = store.put(found.cache, pack_key=OWN, name=found.name, base_ids=ids)
+    store.save(name, tmp_path / "chat.safetensors")
+    cache = load_prompt_cache(str(tmp_path / "chat.safetensors"))
+    assert [entry.keys.shape[2] for entry in cache] == [len(ids)] * len(cache)
+
+
+def test_a_session_cannot_be_saved_where_there_is_no_folder(tmp_path):
+    store = keeping.store()
+    name, _ = keeping.conversation("zip", store)
+    with pytest.raises(EngineError, match=r"no/chat.safetensors: cannot be written: No such file"):
+        store.save(name, tmp_path / "no" / "chat.safetensors")
+
+
+def test_what_is_written_is_bounded_by_the_room_on_disk(folder, caplog):
+    store = keeping.store(folder=folder, max_disk_bytes=100)
+    _, held = keeping.conversation("zip", store)
+    with caplog.at_level(logging.WARNING):
+        store.close()
+    assert files(folder) == []
+    assert "is not written" in caplog.text
+    assert store.checkout(held + NEXT, OWN).base_tokens == len(held)

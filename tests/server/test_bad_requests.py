@@ -1,0 +1,241 @@
+"""Requests that no server should fall over: each gets its status and an error as JSON, and the server goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+
+import pytest
+
+from mlx_zip.server.options import Options
+from support.fake_engine import FakeEngine, Script
+from support.http_server import post, read_all, serving, until
+
+PATH = "/v1/chat/completions"
+USER = [{"role": "user", "content": "Tell me a story."}]
+JSON = {"Content-Type": "application/json"}
+
+
+@pytest.fixture(scope="module")
+def served():
+    with serving(FakeEngine(), Options(max_body_bytes=100_000, body_timeout_s=1.0)) as server:
+        yield server
+
+
+def with_message(**fields):
+    return {"messages": [{"role": "user", "content": "Hi", **fields}]}
+
+
+BODIES = [
+    ({}, "messages"),
+    ({"messages": []}, "messages"),
+    ({"messages": "hello"}, "messages"),
+    ({"messages": [1]}, "messages.0"),
+    (with_message(role="robot"), "messages.0.role"),
+    (with_message(content=7), "messages.0.content"),
+    (with_message(content=[{"type": "image_url", "image_url": {"url": "x"}}]), "messages.0.content.0"),
+    (with_message(content=[{"type": "input_audio", "input_audio": {}}]), "messages.0.content.0"),
+    (with_message(content=[{"type": "text"}]), "messages.0.content.0.text"),
+    (with_message(tool_call_id="1"), "messages.0.tool_call_id"),
+    (with_message(colour="red"), "messages.0.colour"),
+    (with_message(function_call={"name": "f"}), "messages.0.function_call"),
+    ({"messages": [{"role": "tool", "content": "7"}]}, "messages.0.tool_call_id"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"temperature": -1}, "temperature"),
+    ({"temperature": True}, "temperature"),
+    ({"top_p": 1.5}, "top_p"),
+    ({"top_k": 1.5}, "top_k"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": 10**30}, "max_tokens"),
+    ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
+    ({"n": 9}, "n"),
+    ({"n": 0}, "n"),
+    ({"stop": ["a", "b", "c", "d", "e"]}, "stop"),
+    ({"stop": ""}, "stop"),
+    ({"stop": [1]}, "stop.0"),
+    ({"seed": 0.5}, "seed"),
+    ({"stream": "yes"}, "stream"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": True, "stream_options": {"speed": 1}}, "stream_options.speed"),
+    ({"logprobs": 3}, "logprobs"),
+    ({"top_logprobs": 3}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"logit_bias": {"1": 101}}, "logit_bias.1"),
+    ({"logit_bias": {"99999999": 1}}, "logit_bias"),
+    ({"logit_bias": {"\u0667": 1}}, "logit_bias"),
+    ({"response_format": {"type": "xml"}}, "response_format"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    ({"tools": [{"type": "code_interpreter"}]}, "tools.0.type"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+    ({"store": True}, "store"),
+    ({"service_tier": "priority"}, "service_tier"),
+    ({"modalities": ["audio"]}, "modalities.0"),
+    ({"reasoning_effort": "huge"}, "reasoning_effort"),
+    ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs"),
+    ({"functions": []}, "functions"),
+    ({"web_search_options": {}}, "web_search_options"),
+    ({"colour": "red"}, "colour"),
+    ({"pack": ""}, "pack"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), BODIES, ids=[json.dumps(fields)[:60] for fields, _ in BODIES])
+def test_a_field_that_is_wrong_or_unsupported_is_refused_by_name(served, fields, param):
+    answer = served.ask("POST", PATH, {"messages": USER, **fields} if fields else {})
+    assert answer.status == 400
+    assert answer.json["error"]["type"] == "invalid_request_error"
+    assert answer.json["error"]["param"] == param
+    assert answer.json["error"]["message"]
+
+
+def test_fields_without_effect_are_accepted(served):
+    harmless = {"user": "u", "metadata": {"a": "b"}, "store": False, "parallel_tool_calls": False}
+    harmless |= {"service_tier": "auto", "safety_identifier": "x", "prompt_cache_key": "y", "verbosity": "medium"}
+    assert served.ask("POST", PATH, {"messages": USER, **harmless, "stop": None, "logit_bias": None}).status == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        (b"", "invalid_json"),
+        (b"{", "invalid_json"),
+        (b"\xff\xfe{}", "invalid_json"),
+        (b'{"messages": NaN}', "invalid_json"),
+        (b'{"temperature": 1e999}', "invalid_json"),
+        (b'{"seed": ' + b"1" * 5000 + b"}", "invalid_json"),
+        (b"[" * 50_000 + b"]" * 50_000, "too_deep"),
+        (b'{"a":' * 500 + b"1" + b"}" * 500, "too_deep"),
+        (b"[]", "invalid_request"),
+        (b"null", "invalid_request"),
+    ],
+)
+def test_a_body_that_is_no_json_object_is_refused(served, body, code):
+    answer = served.ask("POST", PATH, body)
+    assert (answer.status, answer.json["error"]["code"]) == (400, code)
+
+
+def test_a_key_that_comes_twice_is_no_error(served):
+    body = json.dumps({"messages": USER}).encode()
+    assert served.ask("POST", PATH, b'{"messages": [],' + body[1:]).status == 200
+
+
+def test_half_a_surrogate_pair_is_refused_as_it_is_no_text(served):
+    answer = served.ask("POST", PATH, b'{"messages": [{"role": "user", "content": "\\ud800"}]}')
+    assert answer.status == 400
+    assert "Unicode" in answer.json["error"]["message"]
+    answer = served.ask("POST", PATH, b'{"model": "\\ud800", "messages": [{"role": "user", "content": "a"}]}')
+    assert answer.status == 404
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Content-Type": "text/plain"},
+        {"Content-Type": "application/x-www-form-urlencoded"},
+        {"Content-Type": "application/json; charset=latin-1"},
+        {"Content-Type": "application/json", "Content-Encoding": "gzip"},
+    ],
+)
+def test_a_body_of_another_type_is_refused(served, headers):
+    answer = served.ask("POST", PATH, json.dumps({"messages": USER}).encode(), headers)
+    assert answer.status == 415
+    assert answer.json["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/nowhere", 404),
+        ("GET", PATH, 405),
+        ("DELETE", "/v1/models", 405),
+        ("GET", "/v1/models/other", 404),
+        ("POST", "/v1/chat/completions/", 404),
+    ],
+)
+def test_an_unknown_route_and_a_wrong_method_are_told_as_json(served, method, path, status):
+    answer = served.ask(method, path)
+    assert answer.status == status
+    assert answer.json["error"]["message"]
+
+
+def test_errors_of_the_messages_route_are_told_in_its_dialect(served):
+    answer = served.ask("GET", "/v1/messages/none")
+    assert answer.json["type"] == "error"
+    assert answer.json["error"]["type"] == "not_found_error"
+
+
+def test_another_model_is_not_found(served):
+    answer = served.ask("POST", PATH, {"messages": USER, "model": "gpt"})
+    assert (answer.status, answer.json["error"]["code"]) == (404, "model_not_found")
+
+
+def test_a_body_that_is_too_large_is_refused_with_and_without_a_length(served):
+    assert served.ask("POST", PATH, b" " * 200_000).status == 413
+    head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    chunk = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
+    with served.raw(head.encode() + b"Transfer-Encoding: chunked\r\n\r\n" + 4 * chunk + b"0\r\n\r\n") as connection:
+        assert b" 413 " in read_all(connection).split(b"\r\n")[0]
+
+
+def test_a_sender_that_asks_first_is_told_before_it_sends(served):
+    head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with served.raw(head.encode() + b"Expect: 100-continue\r\nContent-Length: 999999999999\r\n\r\n") as connection:
+        assert read_all(connection).startswith(b"HTTP/1.1 413 ")
+
+
+def test_a_body_that_does_not_arrive_is_given_up(served):
+    data = post(PATH, {"messages": USER})
+    with served.raw(data[:-10]) as connection:
+        assert read_all(connection).startswith(b"HTTP/1.1 408 ")
+
+
+def test_a_head_that_does_not_arrive_is_given_up(served):
+    with served.raw(b"POST / HT") as connection:
+        began = time.monotonic()
+        with contextlib.suppress(ConnectionResetError):
+            assert read_all(connection) == b""
+        assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize("data", [b"hello\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00", b"GET /" + b"a" * 70_000])
+def test_what_is_no_http_is_told_so_as_json(served, data):
+    with served.raw(data) as connection:
+        answer = read_all(connection)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert json.loads(answer.split(b"\r\n\r\n")[1])["error"]["code"] == "invalid_http"
+
+
+def test_nonsense_after_a_head_does_not_reach_the_app(served):
+    head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with served.raw(head.encode() + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n") as connection:
+        assert read_all(connection).startswith(b"HTTP/1.1 400 ")
+
+
+def test_a_client_that_closes_its_sending_side_still_reads_a_quick_answer(served):
+    with served.raw(post(PATH, {"messages": []})) as connection:
+        connection.shutdown(1)
+        assert read_all(connection).startswith(b"HTTP/1.1 400 ")
+
+
+def test_requests_on_one_connection_are_answered_in_turn(served):
+    with served.raw(post(PATH, {"messages": []}) + post(PATH, {"messages": USER}, "Connection: close")) as connection:
+        answers = read_all(connection)
+    assert answers.index(b"HTTP/1.1 400 ") < answers.index(b"HTTP/1.1 200 ")
+
+
+def test_the_server_goes_on_after_all_that(served):
+    assert served.chat().status == 200
+    assert until(lambda: all(ticket.ended.is_set() for ticket in served.core.engine.told.tickets))
+
+
+def test_a_fault_nobody_expected_is_told_without_its_words(caplog):
+    engine = FakeEngine(Script())
+    engine.answers = lambda: 1 / 0
+    with serving(engine) as served:
+        answer = served.chat()
+        assert (answer.status, answer.json["error"]["code"]) == (500, "internal_error")
+        assert "division" not in answer.body.decode()
+        assert served.ask("GET", "/health").status == 200

@@ -1,0 +1,127 @@
+"""Clients that leave, clients that do not read, and a server that stops: no request goes on that nobody waits for."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from mlx_zip.errors import EngineStoppedError
+from mlx_zip.server.options import Options
+from support.fake_engine import FakeEngine, Script
+from support.http_server import events, post, read_all, serving, until
+
+PATH = "/v1/chat/completions"
+USER = [{"role": "user", "content": "Tell me a story."}]
+ENDLESS = Script(text="Once upon a time. " * 400, delay_s=0.05)
+
+
+def body(**fields):
+    return {"messages": USER, "max_tokens": 1500, **fields}
+
+
+@pytest.mark.parametrize("fields", [{"stream": True}, {}, {"n": 3}, {"n": 3, "stream": True}])
+@pytest.mark.parametrize("path", [PATH, "/v1/completions"])
+def test_a_client_that_leaves_ends_the_engines_request(path, fields):
+    engine = FakeEngine(ENDLESS)
+    asked = {"prompt": "A story", "max_tokens": 1500} if path == "/v1/completions" else body()
+    with serving(engine) as served:
+        connection = served.raw(post(path, {**asked, **fields}))
+        assert until(lambda: len(engine.told.tickets) == fields.get("n", 1))
+        time.sleep(0.1)
+        assert not any(ticket.cancelled.is_set() for ticket in engine.told.tickets)
+        connection.close()
+        began = time.monotonic()
+        assert until(lambda: all(ticket.cancelled.is_set() for ticket in engine.told.tickets), 5)
+        assert time.monotonic() - began < 2
+
+
+def test_a_client_that_leaves_while_its_prompt_is_rendered_leaves_no_request():
+    engine, begun, go_on = FakeEngine(ENDLESS), threading.Event(), threading.Event()
+
+    def answers():
+        begun.set()
+        go_on.wait(10)
+        return {}
+
+    engine.answers = answers
+    with serving(engine) as served:
+        connection = served.raw(post(PATH, body()))
+        assert begun.wait(10)
+        connection.close()
+        time.sleep(0.5)
+        go_on.set()
+        assert until(lambda: engine.told.tickets and engine.told.tickets[0].cancelled.is_set())
+
+
+def test_a_stream_that_nobody_reads_is_given_up():
+    engine = FakeEngine(Script(text="Once upon a time. " * 400))
+    with serving(engine, Options(stall_timeout_s=0.5)) as served:
+        fields = {"stream": True, "n": 8, "logprobs": True, "top_logprobs": 20}
+        with served.raw(post(PATH, body(**fields))):
+            assert until(lambda: served.server.server_state.connections)
+            assert until(lambda: not served.server.server_state.connections)
+        assert until(lambda: all(ticket.cancelled.is_set() for ticket in engine.told.tickets))
+
+
+def test_a_slow_reader_gets_the_whole_stream():
+    engine = FakeEngine(Script(text="Once upon a time. " * 100))
+    with serving(engine) as served, served.raw(post(PATH, body(stream=True), "Connection: close")) as connection:
+        found = b""
+        while data := connection.recv(2000):
+            found += data
+            time.sleep(0.0005)
+    assert b"data: [DONE]" in found
+
+
+def test_answers_under_way_end_before_the_server_stops():
+    engine = FakeEngine(Script(delay_s=0.05))
+    with serving(engine, Options(drain_s=10)) as served:
+        connection = served.raw(post(PATH, body(stream=True)))
+        assert until(lambda: engine.told.tickets)
+        served.server.should_exit = True
+        answer = read_all(connection)
+    assert b"data: [DONE]" in answer
+    assert b'"finish_reason":"stop"' in answer
+
+
+def test_answers_that_take_too_long_are_told_that_the_server_stops():
+    engine = FakeEngine(ENDLESS)
+    with serving(engine, Options(drain_s=0.3)) as served:
+        streamed, whole = served.raw(post(PATH, body(stream=True))), served.raw(post(PATH, body()))
+        assert until(lambda: len(engine.told.tickets) == 2)
+        served.server.should_exit = True
+        answers = read_all(streamed), read_all(whole)
+    assert b'"code":"stopped"' in answers[0]
+    assert b"[DONE]" not in answers[0]
+    assert answers[1].startswith(b"HTTP/1.1 503 ")
+
+
+def test_the_last_answer_before_the_engine_stops_is_whole():
+    engine = FakeEngine()
+
+    def note(*_):
+        raise EngineStoppedError("the engine has stopped")
+
+    engine.note_answer = note
+    with serving(engine) as served:
+        assert served.chat().status == 200
+
+
+def test_the_engines_death_ends_the_server():
+    engine = FakeEngine()
+    with serving(engine) as served:
+        assert served.ask("GET", "/health").json == {"status": "ok"}
+        engine.die()
+        assert until(lambda: not served.server.server_state.connections)
+    assert isinstance(served.server.fault, RuntimeError)
+
+
+def test_a_dead_engine_is_told_in_the_health_and_as_503():
+    engine = FakeEngine()
+    with serving(engine) as served:
+        engine._alive = False
+        assert served.ask("GET", "/health").status == 503
+        assert served.chat().status == 503
+    assert events(b"data: 1\n\n") == [1]

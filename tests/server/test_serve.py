@@ -1,0 +1,212 @@
+"""`mlx_zip serve` as its users start it: a process of its own, with the model that comes with the package."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import anthropic
+import openai
+import pytest
+
+from mlx_zip.generate import load, stream_generate
+from support.http_server import post, read_all, until
+
+PROMPT = "Tell me a story about a frog."
+USER = [{"role": "user", "content": PROMPT}]
+START_S = 120
+
+
+@dataclass
+class Process:
+    """A server in a process of its own."""
+
+    process: subprocess.Popen[str]
+    url: str
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+    @property
+    def openai(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=self.url + "/v1", api_key="none", max_retries=0, timeout=60)
+
+    def ended(self) -> int:
+        return self.process.wait(30)
+
+
+@contextmanager
+def started(*flags: str, **environment: str) -> Iterator[Process]:
+    """Starts `mlx_zip serve` on a free port and waits for its line."""
+    words = [sys.executable, "-m", "mlx_zip", "serve", "--port", "0", *flags]
+    settings = {**os.environ, "HF_HUB_OFFLINE": "1", "OPENBLAS_NUM_THREADS": "1", **environment}
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=settings)
+    timer = threading.Timer(START_S, process.kill)
+    timer.start()
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        timer.cancel()
+        found = re.fullmatch(r"serving stories on (http://127\.0\.0\.1:\d+)/v1 \(Ctrl-C ends\)\n", line)
+        assert found, line + (process.stderr.read() if process.stderr and process.poll() is not None else "")
+        yield Process(process, found[1])
+    finally:
+        timer.cancel()
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory):
+    with started("--session-cache", str(tmp_path_factory.mktemp("sessions"))) as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def story() -> str:
+    """What `generate` says to the prompt."""
+    model, tokenizer = load("stories")
+    return "".join(one.text for one in stream_generate(model, tokenizer, USER, max_tokens=300))
+
+
+def test_the_server_says_what_generate_says(server, story):
+    answer = server.openai.chat.completions.create(model="stories", messages=USER, max_tokens=300)
+    assert answer.choices[0].message.content == story
+    assert answer.model_extra["mlx_zip"]["hypertokens"] > 0
+
+
+def test_a_stream_says_the_same_and_so_does_anthropics_dialect(server, story):
+    chunks = server.openai.chat.completions.create(model="stories", messages=USER, max_tokens=300, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == story
+    client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
+    message = client.messages.create(model="stories", messages=USER, max_tokens=300)
+    assert message.content[0].text == story
+
+
+def test_the_next_turn_of_a_chat_is_not_read_again(server):
+    first = server.openai.chat.completions.create(model="stories", messages=USER, max_tokens=300)
+    turns = [*USER, {"role": "assistant", "content": first.choices[0].message.content}]
+    turns.append({"role": "user", "content": "And then?"})
+    second = server.openai.chat.completions.create(model="stories", messages=turns, max_tokens=10)
+    used = first.usage.prompt_tokens + first.usage.completion_tokens
+    assert second.usage.prompt_tokens_details.cached_tokens >= 0.95 * used
+
+
+def test_a_seed_says_the_same_alone_and_in_company(server):
+    asked = {"model": "stories", "messages": USER, "temperature": 1.0, "seed": 5, "max_tokens": 40}
+    alone = server.openai.chat.completions.create(**asked).choices[0].message.content
+    together = server.openai.chat.completions.create(**asked, n=3).choices
+    assert together[0].message.content == alone
+
+
+def test_log_probabilities_of_a_real_model_are_of_its_tokens(server):
+    asked = {"model": "stories", "messages": USER, "logprobs": True, "top_logprobs": 3, "max_tokens": 20}
+    choice = server.openai.chat.completions.create(**asked).choices[0]
+    assert "".join(entry.token for entry in choice.logprobs.content) == choice.message.content
+    assert all(entry.top_logprobs[0].logprob == entry.logprob <= 0 for entry in choice.logprobs.content)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"extra_body": {"top_k": 10**9}}, {"temperature": 1e3}, {"extra_body": {"pack": "none"}}]
+)
+def test_options_that_the_engine_refuses_are_told_as_bad_requests(server, fields):
+    with pytest.raises(openai.BadRequestError):
+        server.openai.chat.completions.create(model="stories", messages=USER, **fields)
+    assert server.openai.chat.completions.create(model="stories", messages=USER, max_tokens=5).choices
+
+
+def test_a_prompt_beyond_the_context_is_refused(server):
+    with pytest.raises(openai.BadRequestError, match="context"):
+        server.openai.chat.completions.create(model="stories", messages=[{"role": "user", "content": "frog " * 9000}])
+
+
+def test_a_client_that_leaves_is_noticed_by_the_engine(server):
+    fields = {"messages": USER, "max_tokens": 400, "logit_bias": {}, "n": 4, "temperature": 1.5}
+    connection = socket.create_connection(("127.0.0.1", server.port))
+    connection.sendall(post("/v1/chat/completions", fields))
+    assert until(lambda: figure(server, "running") > 0)
+    connection.close()
+    assert until(lambda: figure(server, "running") == 0, 5)
+
+
+def figure(server: Process, name: str) -> float:
+    text = urllib.request.urlopen(server.url + "/metrics", timeout=10).read().decode()
+    return float(re.search(rf"^mlx_zip_{name} (\S+)$", text, re.MULTILINE)[1])
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_lets_an_answer_end_and_then_ends_the_server(number, status):
+    with started() as server:
+        connection = socket.create_connection(("127.0.0.1", server.port), timeout=60)
+        connection.sendall(post("/v1/chat/completions", {"messages": USER, "stream": True, "max_tokens": 60}))
+        begun = connection.recv(100)
+        server.process.send_signal(number)
+        assert b"data: [DONE]" in begun + read_all(connection)
+        assert server.ended() == status
+
+
+def test_a_conversation_is_found_again_after_the_process_was_killed(tmp_path: Path):
+    flags = ("--session-cache", str(tmp_path / "sessions"))
+    with started(*flags) as server:
+        first = server.openai.chat.completions.create(model="stories", messages=USER, max_tokens=200)
+        assert until(lambda: any((tmp_path / "sessions").rglob("*.safetensors")))
+        time.sleep(0.5)
+        server.process.kill()
+    turns = [*USER, {"role": "assistant", "content": first.choices[0].message.content}]
+    with started(*flags) as server:
+        turns.append({"role": "user", "content": "And then?"})
+        second = server.openai.chat.completions.create(model="stories", messages=turns, max_tokens=5)
+    assert second.usage.prompt_tokens_details.cached_tokens > 0.9 * first.usage.total_tokens
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--port", "99999"], "--port"),
+        (["--host", "999.0.0.1"], "--host"),
+        (["--prompt-cache-size", "3"], "--prompt-cache-bytes"),
+        (["--draft-model", "x"], "--draft-model"),
+        (["--max-tokens", "0"], "--max-tokens"),
+        (["--top-p", "2"], "--top-p"),
+        (["--chat-template-args", "[]"], "--chat-template-args"),
+        (["--chat-template", "nowhere.jinja"], "--chat-template"),
+        (["--session-files", "nowhere"], "--session-files"),
+        (["--api-key", ""], "--api-key"),
+        (["--model", ""], "--model"),
+        (["--model", "nowhere/"], "nowhere"),
+        (["--pack", "nowhere.json"], "nowhere.json"),
+    ],
+)
+def test_flags_that_cannot_be_used_are_refused_in_one_line(run, home, flags, words):
+    status, said, error = run("serve", "--port", "0", *flags)
+    assert (status, said, error.count("\n")) == (2, "", 1)
+    assert words in error
+
+
+def test_a_port_that_is_taken_is_named(run, home):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        status, _, error = run("serve", "--port", port)
+    assert (status, error.count("\n")) == (2, 1)
+    assert port in error
+
+
+def test_missing_libraries_are_named_with_the_command_that_installs_them(run, home, monkeypatch):
+    for name in [name for name in sys.modules if name.startswith("mlx_zip.server")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    status, _, error = run("serve")
+    assert (status, error.count("\n")) == (2, 1)
+    assert "'.[serve]'" in error
