@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
@@ -61,7 +61,7 @@ class Served:
         self.long_context = model.traits.long_context if self.hyper else None
         self.never_excluded = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
         self.kv_bytes_per_id, self.batches = self._try_out()
-        self.weight_bytes = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
+        self.weight_bytes = sum(array.nbytes for _, array in cast(Any, tree_flatten(model.parameters())))
         self.facts = self._facts()
         self.info = self._info(name)
 
