@@ -41,11 +41,15 @@ class Handle(Ticket):
 
 @dataclass
 class Chosen:
-    """An id that was chosen. logprob, likely: as in `Emitted`, with ids in place of base ids."""
+    """An id that was chosen. logprob, likely: as in `Emitted`, with ids in place of base ids.
+
+    failed: whether the request failed on the first of several machines.
+    """
 
     id: int
     logprob: float | None = None
     likely: list[tuple[int, float]] = field(default_factory=list)
+    failed: bool = False
 
 
 class Job:
@@ -93,7 +97,7 @@ class Job:
             raise context_error(used, int(used + room))
         tokens = math.inf if submission.max_tokens == -1 else submission.max_tokens
         self._limit, self._max_steps = min(tokens, room if served.by_base else math.inf), min(tokens, room)
-        self.canonical = CanonicalDecoding(self.book) if served.canonical else None
+        self.canonical = CanonicalDecoding(self.book) if served.canonical and self.book is not None else None
         self.penalties = self.checked.sampling.make_processors(served.vocab_size, self._state, 0)
         self._per_id = served.kv_bytes_per_id
         self.send(Started(len(base_ids), found.base_tokens, len(self.prompt_ids)))

@@ -49,6 +49,13 @@ class NoSessions:
         """Returns 0."""
         return 0
 
+    def tend(self) -> bool:
+        """Returns False: there is nothing to write."""
+        return False
+
+    def close(self) -> None:
+        """Does nothing."""
+
     def figures(self) -> dict[str, int]:
         """Returns no figures."""
         return {}

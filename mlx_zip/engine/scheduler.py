@@ -18,6 +18,7 @@ from mlx_zip.engine.prompts import Reading
 from mlx_zip.engine.served import Served
 from mlx_zip.engine.session_store import Checkout
 from mlx_zip.errors import MlxZipError
+from mlx_zip.state import find_state
 
 log = logging.getLogger(__name__)
 CLEAR_EVERY = 256  # steps between two releases of unused buffers, as in mlx-lm
@@ -128,6 +129,8 @@ class Scheduler:
         found = self.store.checkout(checked.base_ids, checked.pack_key, share=not job.submission.keep)
         if found is not None:
             job.handle.session = found.name
+            if checked.start is not None:  # a session from disk only knows its pack's fingerprint
+                find_state(found.cache).begun_with([checked.start])  # type: ignore[union-attr]
         found = found or Checkout(self.served.new_cache(checked.start), 0, 0, "")
         if not job.submission.keep:
             found = replace(found, random_state=None)  # other requests go on from it too
@@ -138,9 +141,9 @@ class Scheduler:
     # ---- prompts
 
     def _read_prompts(self) -> None:
-        """Reads chunks of prompts in turn, until `prefill_step_size` ids or more have been read."""
+        """Reads chunks of prompts in turn, at least one, together up to `prefill_step_size` ids."""
         left = chunk = self.served.options.prefill_step_size
-        while left > 0 and self.readings:
+        while self.readings and (left == chunk or min(chunk, self.readings[0].left) <= left):
             reading = self.readings.popleft()
             if reading.job.handle.cancelled:
                 self._end(reading.job)
@@ -246,6 +249,8 @@ class Scheduler:
             return True if result is None else result
         except Exception as error:
             if not isinstance(error, MlxZipError):
+                if self.served.machines is not None:
+                    raise  # it may have happened on this machine only, and the others would go on alone
                 log.exception("%d request(s) failed", len(jobs))
             if group is not None:
                 group.drop()

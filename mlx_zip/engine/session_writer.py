@@ -57,6 +57,11 @@ class SessionWriter:
         with self._change:
             return any(job.kept is kept for job in (*self._waiting, *self._done, self._running) if job is not None)
 
+    def is_idle(self) -> bool:
+        """Returns whether there is no job, not even one that is done and not handed back."""
+        with self._change:
+            return self._running is None and not self._waiting and not self._done
+
     def put(self, job: Job) -> None:
         """Has a session written soon."""
         with self._change:

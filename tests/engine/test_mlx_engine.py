@@ -12,6 +12,7 @@ import pytest
 from mlx_zip.codec import compress_next
 from mlx_zip.engine import Emitted, Finished, Progress, Started, Submission
 from mlx_zip.engine.session_store import SessionOptions
+from mlx_zip.errors import EngineError
 from support import tiny
 from support.generating import plain_model
 from support.serving import alone, ask, logprobs_of, prompts, same, tiny_engine
@@ -341,3 +342,33 @@ def test_a_row_that_would_be_mostly_padding_stays_out_of_the_batch():
             same(watch.wait(), alone(model, prompt, max_tokens=60))
         assert (1, 2) in sizes
         assert (3,) not in sizes
+
+
+def test_sessions_on_disk_are_there_for_the_next_engine(tmp_path):
+    first = tiny.base_ids(60)
+    with tiny_engine(sessions=SessionOptions(folder=tmp_path / "kept")) as engine:
+        one = ask(engine, first)[1].wait()
+        while not list((tmp_path / "kept").glob("*.safetensors")):  # soon, and not only at the end
+            time.sleep(0.01)
+    with tiny_engine(sessions=SessionOptions(folder=tmp_path / "kept")) as engine:
+        assert engine.figures().disk_bytes
+        two = ask(engine, [*first, *one.base_ids, 9, 8])[1].wait()
+        assert two.end.counts.cached_tokens >= 90
+        (session,) = engine.sessions()
+        engine.save_session(session.name, tmp_path / "one.safetensors")
+        engine.drop_session(session.name)
+        assert engine.sessions() == []
+        assert engine.load_session(tmp_path / "one.safetensors").base_tokens == session.base_tokens
+        with pytest.raises(EngineError, match="no session"):
+            engine.drop_session("nobody")
+
+
+def test_the_first_of_two_prompts_answers_before_the_second_is_read():
+    with tiny_engine("plain", run={"prefill_step_size": 128}) as engine:
+        watches = [ask(engine, tiny.base_ids(100, i), max_tokens=3)[1] for i in range(2)]
+        first, second = (watch.wait() for watch in watches)
+
+    def time_of(watch, kind):
+        return next(time for event, time in zip(watch.events, watch.times, strict=True) if isinstance(event, kind))
+
+    assert time_of(first, Emitted) < time_of(second, Progress)

@@ -13,9 +13,10 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models.cache import load_prompt_cache
+from mlx_lm.models.cache import KVCache, RotatingKVCache, load_prompt_cache
 
 from mlx_zip.engine import session_format
+from mlx_zip.engine.session_files import Snapshot
 from mlx_zip.engine.session_folder import purge
 from mlx_zip.errors import EngineError
 from mlx_zip.state import find_state
@@ -326,6 +327,27 @@ def test_the_file_of_an_edited_conversation_holds_nothing_of_what_was_cut(tmp_pa
     store.save(name, tmp_path / "chat.safetensors")
     cache = load_prompt_cache(str(tmp_path / "chat.safetensors"))
     assert [entry.keys.shape[2] for entry in cache] == [len(ids)] * len(cache)
+
+
+@pytest.mark.parametrize("kind", ["plain", "wide heads", "sliding window"])
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_what_is_being_written_does_not_change_when_the_conversation_goes_on(tmp_path, kind, dtype):
+    cache, store = keeping.new_cache(kind), keeping.store(kind)
+    held = tiny.base_ids(60)
+    keeping.greedy(kind, cache, held, bits=8 if kind == "wide heads" else None)
+    for entry in cache:
+        if isinstance(entry, KVCache | RotatingKVCache):
+            entry.keys, entry.values = entry.keys.astype(dtype), entry.values.astype(dtype)
+    ids = {"base_ids": [3] * cache[0].offset} if find_state(cache) is None else {}
+    kept = store._named(store.put(cache, pack_key=OWN, **ids))
+    snapshots = [Snapshot(kept, store._marks, {}) for _ in range(2)]
+    snapshots[0].write(tmp_path / "before", {})
+    del snapshots[0]
+    for _ in range(3):
+        keeping.read(kind, kept.cache, [5, 6, 7, 8])
+        mx.eval([entry.state for entry in kept.cache if find_state([entry]) is None])
+    snapshots[0].write(tmp_path / "after", {})
+    assert (tmp_path / "before").read_bytes() == (tmp_path / "after").read_bytes()
 
 
 def test_a_session_cannot_be_saved_where_there_is_no_folder(tmp_path):
