@@ -182,15 +182,20 @@ def without(logits: mx.array, excluded: Sequence[int]) -> mx.array:
     return mx.put_along_axis(logits, ids, _closed_unless(chosen, *_sums(chosen, logits)), axis=-1)
 
 
-def without_in_rows(logits: mx.array, excluded: Sequence[Sequence[int]], never: int) -> mx.array:
-    """Returns logits [B, W] after `without` for each row's own ids. never: an id that is excluded in no row."""
+def without_in_rows(
+    logits: mx.array, excluded: Sequence[Sequence[int]], never: int, end: int | None = None
+) -> mx.array:
+    """Returns logits [B, W] after `without` for each row's own ids.
+
+    never: an id that is excluded in no row. end: all columns from there on are -inf, None if that is not known.
+    """
     lists = [list(set(ids)) for ids in excluded]
     if not (width := max(map(len, lists))):
         return logits
     ids = mx.array([[*row, *[never] * (width - len(row))] for row in lists])
     real = mx.array([[True] * len(row) + [False] * (width - len(row)) for row in lists])
     chosen = mx.take_along_axis(logits, ids, axis=-1)
-    closed = _closed_unless(chosen, *_sums(mx.where(real, chosen, -mx.inf), logits))
+    closed = _closed_unless(chosen, *_sums(mx.where(real, chosen, -mx.inf), logits[:, :end]))
     return mx.put_along_axis(logits, ids, mx.where(real, closed, chosen), axis=-1)
 
 

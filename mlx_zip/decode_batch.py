@@ -20,15 +20,19 @@ from mlx_zip.canonical import CanonicalDecoding, without_in_rows
 from mlx_zip.device import on_gpu
 from mlx_zip.layout import is_zip
 from mlx_zip.models.ahead import Ahead
+from mlx_zip.models.batching import filter_cache
+from mlx_zip.sampling import BasePenalties
 from mlx_zip.state import submitting
 
 
 class BatchLoop:
-    """Reads B prompts and emits their ids. Iterating yields (ids [B] as numbers, logprobs [B, W]) without an end.
+    """Reads B prompts and emits their ids, until all sequences have been passed to `end`.
+
+    Iterating yields (ids [B] as numbers, row -> logprobs [W] of the sequences that have not ended). Sequences that have
+    ended leave the batch, so that the others' steps cost less; their number in `ids` is the pad id.
 
     ids [B, L]: the prompts, left-padded, for `cache`. processors: logits processors per sequence; the ids that they get
-    are those that the sequence has read. pad_id: what a sequence reads after it was passed to `end`. chunk: ids of the
-    prompts per model call. ahead: as in `decode_steps`.
+    are those that the sequence has read. chunk: ids of the prompts per model call. ahead: as in `decode_steps`.
 
     When ids are yielded, the next step has begun, which reads them, also those of a sequence that ends with them.
     """
@@ -49,22 +53,48 @@ class BatchLoop:
         self.model, self.cache, self.ids, self.chunk = model, cache, ids, chunk
         self.sampler, self.processors, self.pad_id = sampler, processors, pad_id
         self._read = [list(prompt) for prompt in prompts]
+        self._rows = list(range(len(prompts)))  # the sequences in the batch
         self._ended: set[int] = set()
         self._zip = is_zip(model)
         self._ahead = Ahead(model, cache) if self._zip and (on_gpu() if ahead is None else ahead) else None
 
     def end(self, row: int) -> None:
-        """Ends a sequence: from the next step on it reads the pad id, and its processors are not called."""
+        """Ends a sequence: it leaves the batch before the next step."""
         self._ended.add(row)
 
-    def __iter__(self) -> Iterator[tuple[list[int], mx.array]]:
+    def __iter__(self) -> Iterator[tuple[list[int], dict[int, mx.array]]]:
         with mx.stream(generation_stream):
             y, logprobs = self._choose(self._prefill())
         with submitting(self.cache[-1]) if self._zip and self._ahead is None else nullcontext():
-            while True:
+            while self.open_rows():
+                y, logprobs = self._leave(y, logprobs)
                 tokens, following = self._step(y)
-                yield tokens, logprobs
+                yield self._in_all_rows(tokens), {row: logprobs[at] for at, row in enumerate(self._rows)}
                 y, logprobs = following
+
+    def _in_all_rows(self, tokens: Sequence[int]) -> list[int]:
+        """Returns ids by sequence, with the pad id for those that have left."""
+        found = dict(zip(self._rows, tokens, strict=True))
+        return [found.get(row, self.pad_id) for row in range(len(self.processors))]
+
+    def _leave(self, y: mx.array, logprobs: mx.array) -> tuple[mx.array, mx.array]:
+        """Takes sequences that have ended out of the batch; returns y and logprobs of the others.
+
+        y is computed at once: the body then belongs to another graph, so that reading the ids does not wait for it.
+        """
+        stay = [at for at, row in enumerate(self._rows) if row not in self._ended]
+        if len(stay) == len(self._rows):
+            return y, logprobs
+        with mx.stream(generation_stream):
+            filter_cache(self.cache, stay)
+            self._rows = [self._rows[at] for at in stay]
+            for at, row in enumerate(self._rows):
+                for processor in self.processors[row]:
+                    if isinstance(processor, BasePenalties):
+                        processor.bind(self.cache[-1], at)
+            y, logprobs = (x[mx.array(stay)] for x in (y, logprobs))
+            mx.async_eval(y)
+        return y, logprobs
 
     def _prefill(self) -> mx.array:
         """Reads the prompts, and returns the logits [B, W] after their last ids."""
@@ -90,31 +120,18 @@ class BatchLoop:
     def _run(self, y: mx.array) -> tuple[list[int], tuple[mx.array, mx.array]]:
         """Does what `_step` does, but leaves the cache uneven if something raises."""
         with mx.stream(generation_stream):
-            read = self._padded(y)
-            h = None if self._ahead is None else self._ahead.run(read)
+            h = None if self._ahead is None else self._ahead.run(y)
             if h is not None:
                 mx.async_eval(h)
-            logits = None if self._zip else self.model(read[:, None], cache=self.cache)[:, -1]
+            logits = None if self._zip else self.model(y[:, None], cache=self.cache)[:, -1]
             tokens: list[int] = y.tolist()  # type: ignore[assignment]
             if logits is None and h is not None and self._ahead is not None:
-                logits = self._ahead.follow(h, read)[:, -1]
+                logits = self._ahead.follow(h, y)[:, -1]
             elif logits is None:
-                logits = self.model(read[:, None], cache=self.cache)[:, -1]
-            for row in self.open_rows():
-                self._read[row].append(tokens[row])
+                logits = self.model(y[:, None], cache=self.cache)[:, -1]
+            for row, token in zip(self._rows, tokens, strict=True):
+                self._read[row].append(token)
             return tokens, self._choose(logits)
-
-    def _padded(self, y: mx.array) -> mx.array:
-        """Returns y [B] with the pad id for sequences that have ended, and starts computing it.
-
-        The body then belongs to another graph, so that reading the ids does not wait for it.
-        """
-        if not self._ended:
-            return y
-        ended = mx.array([row in self._ended for row in range(len(self.processors))])
-        padded = mx.where(ended, self.pad_id, y.astype(mx.int32))
-        mx.async_eval(padded)
-        return padded
 
     def open_rows(self) -> list[int]:
         """Returns the sequences that have not ended."""
@@ -122,22 +139,25 @@ class BatchLoop:
 
     def _choose(self, logits: mx.array) -> tuple[mx.array, mx.array]:
         """Returns the ids y [B] that are chosen from logits [B, W], and their logprobs, and starts computing both."""
-        logits = self._processed(logits)
-        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        # from `end` on, all columns are -inf
+        end = self.model.layout.hyper_id(max(map(len, self.cache[-1].books))) if self._zip else None
+        logits = self._processed(logits, end)
+        logprobs = logits - mx.logsumexp(logits[:, :end], axis=-1, keepdims=True)
         y = self.sampler(logprobs)
         mx.async_eval(y, logprobs, *(self.model.session.pending_rows() if self._zip else ()))
         return y, logprobs
 
-    def _processed(self, logits: mx.array) -> mx.array:
-        """Returns logits [B, W] after the processors of the sequences that have not ended."""
-        chains = [() if row in self._ended else chain for row, chain in enumerate(self.processors)]
+    def _processed(self, logits: mx.array, end: int | None) -> mx.array:
+        """Returns logits [B, W] after the processors of the sequences in the batch."""
+        chains = [self.processors[row] for row in self._rows]
         if not any(chains):
             return logits
         if all(len(chain) <= 1 and all(isinstance(one, CanonicalDecoding) for one in chain) for chain in chains):
-            return without_in_rows(logits, [chain[0].excluded() if chain else [] for chain in chains], self.pad_id)
+            excluded = [chain[0].excluded() if chain else [] for chain in chains]
+            return without_in_rows(logits, excluded, self.pad_id, end)
         rows = []
-        for row, chain in enumerate(chains):
-            one = logits[row : row + 1]
+        for at, (row, chain) in enumerate(zip(self._rows, chains, strict=True)):
+            one = logits[at : at + 1]
             for processor in chain:
                 one = processor(mx.array(self._read[row]), one)
             rows.append(one)

@@ -100,6 +100,7 @@ class Request:
             raise GenerationError(f"max_tokens (--max-tokens) {rule}, got {max_tokens!r:.80}")
         state = find_state(cache)
         self._state, self._row = state, 0
+        self._book = None if state is None else state.books[0]
         self._canonical = state is not None and model.config.canonical
         self._cache, chat = cache, as_chat(prompt)
         self._notes = sessions.notes_on(cache)
@@ -130,13 +131,14 @@ class Request:
     def bind(self, cache: Sequence[Any], row: int) -> None:
         """Makes the request use row `row` of a batch's cache from now on."""
         self._state, self._row = find_state(cache), row
+        self._book = None if self._state is None else self._state.books[row]  # it stays when other rows leave
 
     def _compress(self, base_ids: Sequence[int], kept: int) -> np.ndarray:
         """Returns base ids compressed, as a continuation of the first `kept` ids of the cache."""
         ids = np.asarray(base_ids, dtype=np.uint32)
-        if self._state is None:
+        if self._book is None:
             return ids
-        book = self._state.books[self._row]  # with the request's own start entries, which may differ from the model's
+        book = self._book  # with the request's own start entries, which may differ from the model's
         if kept < book.mark():
             book = book.copy()
             book.rewind(kept)
@@ -161,8 +163,8 @@ class Request:
     def processors(self, options: Sampling, others: Sequence[LogitsProcessor] = ()) -> list[LogitsProcessor]:
         """Returns the sequence's logits processors: penalties, then `others`, then canonical decoding if it is on."""
         chain = [*options.make_processors(self.base_limit, self._state, self._row), *others]
-        if self._state is not None and self._canonical:
-            chain.append(CanonicalDecoding(self._state.books[self._row]))
+        if self._book is not None and self._canonical:
+            chain.append(CanonicalDecoding(self._book))
         return chain
 
     def start(self) -> None:
@@ -221,10 +223,7 @@ class Request:
 
     def _expand(self, token: int) -> Sequence[int]:
         """Returns the base ids of an emitted id."""
-        if self._state is None:
-            return (token,)
-        book = self._state.books[self._row]
-        return book.base_ids_of(token)
+        return (token,) if self._book is None else self._book.base_ids_of(token)
 
 
 def _stops(stop: str | Iterable[str] | None) -> tuple[str, ...]:

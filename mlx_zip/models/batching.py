@@ -6,7 +6,8 @@ functions also take a plain model's caches. Between two calls of these functions
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
@@ -44,10 +45,11 @@ def extend_cache(model: Any, batch: Sequence[Any], cache: Sequence[Any]) -> None
     if not all(isinstance(layer, BatchKVCache) for layer in kv):
         raise ModelError("the cache to add to is one of a single request: merge it first")
     state, other = find_state(batch), find_state(cache)
-    if state is not None and other is not None:
-        state.extend(other)
-    for layer, added in zip(kv, more, strict=True):
-        layer.extend(_as_batch(added))
+    with _all_or_nothing(batch):
+        if state is not None and other is not None:
+            state.extend(other)
+        for layer, added in zip(kv, more, strict=True):
+            layer.extend(_as_batch(added))
 
 
 def filter_cache(batch: Sequence[Any], indices: Sequence[int]) -> None:
@@ -62,10 +64,11 @@ def filter_cache(batch: Sequence[Any], indices: Sequence[int]) -> None:
     padding = [held[i] for i in indices]
     if min(padding) > kv_length(kv[0]):
         raise ModelError(f"the cache has {min(padding)} columns of left padding, and has not read them all yet")
-    if state is not None:
-        state.filter(indices)
-    for layer in kv:
-        _filter(layer, indices, padding)
+    with _all_or_nothing(batch):
+        if state is not None:
+            state.filter(indices)
+        for layer in kv:
+            _filter(layer, indices, padding)
 
 
 def extract_cache(batch: Sequence[Any], index: int) -> list[Any]:
@@ -78,6 +81,18 @@ def extract_cache(batch: Sequence[Any], index: int) -> list[Any]:
     _check_indices(kv, [index])
     last = [] if state is None else [state.extract(index)]
     return [*(KVCache() if layer.empty() else layer.extract(index) for layer in kv), *last]
+
+
+@contextmanager
+def _all_or_nothing(batch: Sequence[Any]) -> Iterator[None]:
+    """If something raises inside, an interrupt for example, the cache is as before: all attributes get their values."""
+    before = [dict(vars(entry)) for entry in batch]
+    try:
+        yield
+    except BaseException:
+        for entry, attributes in zip(batch, before, strict=True):
+            vars(entry).update(attributes)
+        raise
 
 
 def _checked_kv(model: Any, cache: Sequence[Any]) -> Sequence[Any]:

@@ -51,15 +51,21 @@ class Places:
             self._same = int(wrong[0]) if len(wrong) else limit
         return min(self._same, limit)
 
-    def join(self, slots: np.ndarray, places: Sequence[int]) -> None:
-        """Adds a sequence whose entries in slots [N] have these places."""
+    def joined(self, slots: np.ndarray, places: Sequence[int]) -> Places:
+        """Returns places with one more sequence, whose entries in slots [N] have these places."""
         row = np.zeros((1, self.index.shape[1]), np.int32)
         row[0, slots] = places
-        self._same, self.index = None, np.concatenate([self.index, row])
+        return self._with(np.concatenate([self.index, row]))
 
-    def leave(self, indices: Sequence[int]) -> None:
-        """Keeps these sequences only, in this order."""
-        self._same, self.index = None, self.index[list(indices)]
+    def of_sequences(self, indices: Sequence[int]) -> Places:
+        """Returns places for these sequences only, in this order."""
+        return self._with(self.index[list(indices)])
+
+    def _with(self, index: np.ndarray) -> Places:
+        """Returns places with another index of the same entries, which takes the place of this one."""
+        made = Places(0, 0)
+        made.index, made.keys, made.of = index, self.keys, self.of
+        return made
 
     def kept(self, places: np.ndarray) -> Places:
         """Returns places for the entries at `places` [N] only, which get the places 0 to N - 1."""

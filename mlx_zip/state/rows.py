@@ -113,6 +113,10 @@ class SequenceRows:
 
         A -1 in slots stands for no hypertoken. The entries must have their output rows.
         """
+        if slots.shape[1] == 1:  # a step: a few ids take no numpy
+            read = ((b, slot) for b, slot in enumerate(slots[:, 0].tolist()) if slot >= 0)
+            places = {slot if self.places is None else int(self.places.index[b, slot]) for b, slot in read}
+            return np.array([place for place in sorted(places) if not self.encoded_inputs[0, place]], np.int64)
         sequence, column = np.nonzero(slots >= 0)
         places = np.unique(self.places_of(sequence, slots[sequence, column]))
         return places[~self.encoded_inputs[0, places]]
@@ -222,7 +226,8 @@ class SequenceRows:
             self.outputs.put_run(len(self.places), rows(list(first.values())))
             self.places.add(list(first))
             more = len(self.places) - self.encoded_inputs.shape[1]
-            self.encoded_inputs = np.pad(self.encoded_inputs, ((0, 0), (0, max(0, more) and more + CAPACITY_STEP)))
+            if more > 0:
+                self.encoded_inputs = np.pad(self.encoded_inputs, ((0, 0), (0, more + CAPACITY_STEP)))
         return [of[key] for key in keys]
 
     def _give_places(self, b: int, slots: Sequence[int], places: Sequence[int]) -> None:
@@ -287,7 +292,7 @@ class SequenceRows:
             read = np.flatnonzero(other.encoded_inputs[0, theirs])
             if len(read):
                 self._add_inputs(np.array(ours)[read], lambda chosen, at=theirs[read]: other.inputs.at(at[chosen]))
-            self.places.join(slots, ours)
+            self.places = self.places.joined(slots, ours)
             self.books, self.tuned = [*self.books, other.books[b]], [*self.tuned, other.tuned[b]]
             self.bound, self.replaced = [*self.bound, other.bound[b]], [*self.replaced, other.replaced[b]]
             self.encoded_outputs = [*self.encoded_outputs, other.encoded_outputs[b]]
@@ -298,7 +303,7 @@ class SequenceRows:
         self.bound, self.replaced = [self.bound[i] for i in indices], [self.replaced[i] for i in indices]
         self.encoded_outputs = [self.encoded_outputs[i] for i in indices]
         if self.places is not None:
-            self.places.leave(indices)
+            self.places = self.places.of_sequences(indices)
             used = self._used_places()
             if 2 * len(used) < len(self.places):
                 self._keep_places(used)

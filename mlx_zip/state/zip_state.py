@@ -144,6 +144,8 @@ class ZipState(SequenceRows):
         batch, length = ids.shape
         if batch != len(self.books):
             raise ModelError(f"the cache was made for {len(self.books)} sequence(s), the ids have {batch}")
+        if length == 1 and self.offset >= max(self.left_padding):
+            return self._advance_each(ids[:, 0].tolist())
         first = self._padding_columns(self.offset, length)
         before = np.array([len(book) for book in self.books])
         marks = [book.mark() for book in self.books]
@@ -167,6 +169,23 @@ class ZipState(SequenceRows):
             self._mark_rows_missing(b, new.slots)
             evicted += evicted_in_call(b, entries, new, int(first[b]))
         return Advance(live, before[:, None] + np.cumsum(available, axis=1), tuple(evicted))
+
+    def _advance_each(self, ids: Sequence[int]) -> Advance:
+        """Pushes one id to each codebook, as `advance` does."""
+        pushed = []
+        try:
+            for book, one in zip(self.books, ids, strict=True):
+                pushed.append(book.push(one))
+        except CodecError:
+            for book, _ in zip(self.books, pushed, strict=False):
+                book.rewind(book.mark() - 1)
+            raise
+        self.offset += 1
+        for b, new in enumerate(pushed if self.can_evict else ()):
+            if len(new):
+                self._mark_rows_missing(b, new.slots)
+        live = np.array(list(map(len, self.books)))
+        return Advance(live, live[:, None])
 
     def base_positions(self, ids: np.ndarray) -> np.ndarray:
         """Returns positions [B, L] int32 of ids [B, L], the last L ids read, in position mode `base_token_end`.

@@ -3,6 +3,7 @@
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_lm.models.cache import BatchKVCache
 from mlx_lm.sample_utils import make_sampler
 
 from mlx_zip.canonical import CanonicalDecoding
@@ -11,6 +12,7 @@ from mlx_zip.decode_batch import BatchLoop
 from mlx_zip.models import Model
 from mlx_zip.models.ahead import Ahead
 from mlx_zip.models.launches import launches
+from mlx_zip.sampling import Sampling
 from support import tiny
 
 STEPS, LENGTHS = 30, (40, 25, 33)
@@ -88,7 +90,52 @@ def test_a_row_that_ends_leaves_the_others_as_they_are(ahead):
     found = emitted(loop, end=[(4, 1), (9, 0)])
     np.testing.assert_array_equal(found[:, 2], whole[:, 2])
     np.testing.assert_array_equal(found[:9, 0], whole[:9, 0])
-    assert cache[-1].books[1].ids.tolist()[-1] == tiny.PAD
+    assert (found[4:, 1] == tiny.PAD).all()
+    assert len(cache[-1].books) == cache[0].keys.shape[0] == 1
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_processors_follow_their_sequences_when_others_leave(ahead):
+    model, option = tiny.tiny_model(), Sampling(repetition_penalty=1.5, presence_penalty=0.5)
+
+    def loop_with_penalties():
+        loop, cache = loop_of(model, ahead)
+        canonical = [[CanonicalDecoding(book)] for book in cache[-1].books]
+        loop.processors = [[*option.make_processors(tiny.VOCAB, cache[-1], b), *canonical[b]] for b in range(3)]
+        return loop
+
+    whole = emitted(loop_with_penalties())
+    found = emitted(loop_with_penalties(), end=[(4, 0), (9, 1)])
+    np.testing.assert_array_equal(found[:, 2], whole[:, 2])
+    np.testing.assert_array_equal(found[:9, 1], whole[:9, 1])
+
+
+def test_a_loop_ends_with_its_last_sequence():
+    loop, cache = loop_of(tiny.tiny_model(), False)
+    assert len(emitted(loop, end=[(3, 0), (5, 1), (5, 2)])) == 5
+    assert len(cache[-1].books) == 2  # those that were there in the last step
+
+
+@pytest.mark.parametrize("at", range(4))
+def test_an_interrupt_while_a_sequence_leaves_changes_nothing(at, monkeypatch):
+    loop, cache = loop_of(tiny.tiny_model(), False)
+    steps, calls, leave = iter(loop), iter(range(9)), BatchKVCache.filter
+    for _ in range(3):
+        next(steps)
+    loop.end(1)
+
+    def interrupted(self, indices):
+        if next(calls) == at:
+            raise KeyboardInterrupt
+        leave(self, indices)
+        if next(calls) == at:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(BatchKVCache, "filter", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        next(steps)
+    assert len(cache[-1].books) == len(cache[-1].places.index) == 3
+    assert {(entry.keys.shape[0], entry._idx) for entry in cache[:-1]} == {(3, cache[-1].offset)}
 
 
 @pytest.mark.parametrize("ahead", [True, False])

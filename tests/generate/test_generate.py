@@ -12,7 +12,7 @@ from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache, trim_prompt
 
 from mlx_zip.codec import Codebook, compress
 from mlx_zip.errors import GenerationError, MlxZipError
-from mlx_zip.generate import batch_generate, generate, load, stream_generate
+from mlx_zip.generate import batch_generate, generate, load, stream_batch, stream_generate
 from mlx_zip.state import find_state
 from support import tiny
 from support.generating import ENDLESS, MODEL, PROMPT, TOKENIZER, ids, never_ending, plain_model, run, text
@@ -289,13 +289,18 @@ def test_a_row_that_has_ended_does_not_end_or_disturb_the_others():
     assert batch_generate(MODEL, ENDLESS, PROMPTS, max_tokens=30, stop=stop) == alone
 
 
-def test_a_row_that_has_ended_is_fed_the_pad_id(monkeypatch):
+def test_a_row_that_has_ended_leaves_the_batch(monkeypatch):
     module, caches = sys.modules["mlx_zip.generate"], []
     make = module._batch_cache
     monkeypatch.setattr(module, "_batch_cache", lambda *given: caches.append(make(*given)) or caches[-1])
     stop = generate(MODEL, ENDLESS, PROMPTS[0], max_tokens=30)[:3]
-    batch_generate(MODEL, ENDLESS, PROMPTS, max_tokens=30, stop=stop)
-    assert find_state(caches[0]).books[0].ids[-3:].tolist() == [tiny.PAD] * 3
+    sizes = []
+    for row, _ in stream_batch(MODEL, ENDLESS, PROMPTS, max_tokens=30, stop=stop):
+        sizes.append((row, len(find_state(caches[0]).books), caches[0][0].keys.shape[0]))
+    assert sizes[0] == (0, len(PROMPTS), len(PROMPTS))
+    last = max(at for at, (row, *_) in enumerate(sizes) if row == 0)
+    assert sizes[last + len(PROMPTS)][1] == len(PROMPTS) - 1
+    assert all(books == kv for _, books, kv in sizes)
 
 
 def test_penalties_in_a_batch_are_those_of_each_row():

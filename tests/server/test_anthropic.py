@@ -2,10 +2,12 @@
 
 import anthropic
 import pytest
+from pydantic import BaseModel
 
 from mlx_zip.errors import EngineError
 from mlx_zip.server.options import Options
-from support.answers import ANSWERS
+from mlx_zip.server.turn import Done, Text
+from support.answers import ANSWERS, COUNTS
 from support.fake_engine import FakeEngine, Script
 from support.http_server import events, post, replay, serving, until
 
@@ -91,6 +93,20 @@ def test_anthropics_client_sends_back_what_it_received(served):
     messages = served.core.answer.turns[-1].messages
     assert [message["role"] for message in messages] == ["user", "assistant", "tool", "tool"]
     assert (messages[1]["reasoning_content"], len(messages[1]["tool_calls"])) == ("Add.", 2)
+
+
+class Sum(BaseModel):
+    total: int
+
+
+def test_anthropics_client_parses_structured_output(served):
+    served.core.answer = replay([Text('{"total": 4}'), Done("stop", COUNTS)])
+    for api in (client(served).messages, client(served).beta.messages):
+        parsed = api.parse(**ASKED, output_format=Sum)
+        assert parsed.parsed_output == Sum(total=4)
+        assert served.core.answer.turns[-1].schema["required"] == ["total"]
+        api.create(**ASKED | {"messages": [USER, {"role": "assistant", "content": parsed.content}, USER]})
+        assert served.core.answer.turns[-1].messages[1]["content"] == '{"total": 4}'
 
 
 def test_a_stop_sequence_is_named(served):

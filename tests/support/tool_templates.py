@@ -54,9 +54,10 @@ KINDS = tuple(_CALLS)
 MARKS = ("<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]")
 
 
-def template(kind: str) -> str:
-    """A ChatML template that writes calls in a format."""
-    return _HEAD + _CALLS[kind] + _TAIL
+def template(kind: str, thinks: bool = True) -> str:
+    """A ChatML template that writes calls in a format. thinks: whether it has marks of reasoning."""
+    whole = _HEAD + _CALLS[kind] + _TAIL
+    return whole if thinks else whole.replace("<think>", "").replace("</think>", "").replace("is false", "== 5")
 
 
 def with_tools(kind: str = "tags", marks: str = "text", name: str = "stories") -> Tokenizer:
