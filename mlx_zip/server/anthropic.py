@@ -15,13 +15,12 @@ from mlx_zip.server.anthropic_events import CUT_SHORT, MessageBuilder, new_id
 from mlx_zip.server.bodies import check_model
 from mlx_zip.server.core import Core
 from mlx_zip.server.errors import ANTHROPIC, RequestError, Told
-from mlx_zip.server.fields import parse
 from mlx_zip.server.http import (
     comment_bytes,
     described,
     event_bytes,
     json_response,
-    read_json,
+    read_body,
     stream_response,
     unless_gone,
 )
@@ -32,7 +31,7 @@ def routes(core: Core) -> list[Route]:
 
     async def messages(request: Request) -> Response:
         """Answers a conversation."""
-        body = parse(MessagesBody, await read_json(request, core))
+        body = await read_body(request, core, MessagesBody)
         check_model(core, body.model)
         asked = _Asked(core, body)
         if body.stream:
@@ -44,7 +43,7 @@ def routes(core: Core) -> list[Route]:
 
     async def count_tokens(request: Request) -> Response:
         """Counts the base tokens of a conversation."""
-        body = parse(CountBody, await read_json(request, core))
+        body = await read_body(request, core, CountBody)
         check_model(core, body.model)
         ids = await unless_gone(request, core.prompt_ids(turn_of(body)))
         return json_response({"input_tokens": len(ids)}, headers={"request-id": new_id("req")})

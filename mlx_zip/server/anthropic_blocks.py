@@ -7,7 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from mlx_zip.server.fields import Body, BodyError
+from mlx_zip.server.fields import Body, BodyError, Many
+
+_TEXTS = ("content", "reasoning_content")  # of a message, lists of pieces while messages are made
 
 
 class SystemText(Body):
@@ -37,7 +39,7 @@ class ToolResult(Body):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | list[SystemText] = ""
+    content: str | Many[SystemText] = ""
     is_error: bool = False
 
 
@@ -66,7 +68,7 @@ class Message(Body):
     """A message. Text is the same as one block of text."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | list[Block]
+    content: str | Many[Block]
 
 
 def system_text(content: str | Sequence[SystemText]) -> str:
@@ -92,20 +94,26 @@ def messages_of(given: Sequence[Message]) -> tuple[list[dict[str, Any]], str | N
             _add_answer(messages, blocks, f"messages.{i}.content", calls)
         else:
             _add_question(messages, message.role, blocks, f"messages.{i}.content", calls)
+    messages = [_joined(message) for message in messages]
     return _without_prefill(messages) if given[-1].role == "assistant" else (messages, None)
+
+
+def _joined(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a message with texts in place of their pieces: joined once, as adding to a long text copies it."""
+    return {name: "".join(value) if name in _TEXTS else value for name, value in message.items()}
 
 
 def _add_answer(messages: list[dict[str, Any]], blocks: Sequence[Any], place: str, calls: set[str]) -> None:
     """Adds a message of the model. place: path of its blocks. calls: ids of the calls so far, extended by its calls."""
     if not messages or messages[-1]["role"] != "assistant":
-        messages.append({"role": "assistant", "content": ""})
+        messages.append({"role": "assistant", "content": []})
     answer = messages[-1]
     for i, block in enumerate(blocks):
         match block:
             case SystemText():
-                answer["content"] += block.text
+                answer["content"].append(block.text)
             case ThinkingBlock():
-                answer["reasoning_content"] = answer.get("reasoning_content", "") + block.thinking
+                answer.setdefault("reasoning_content", []).append(block.thinking)
             case ToolUse():
                 calls.add(block.id)
                 function = {"name": block.name, "arguments": block.input}
@@ -128,7 +136,7 @@ def _add_question(
                 raise BodyError(fault, f"{place}.{i}.tool_use_id")
             case ToolResult() if role == "user":
                 text = ("Error: " if block.is_error else "") + system_text(block.content)
-                messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
+                messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": [text]})
             case _:
                 raise BodyError(f"a message of the {role} cannot hold {block.type!r}", f"{place}.{i}")
 
@@ -136,9 +144,9 @@ def _add_question(
 def _add_text(messages: list[dict[str, Any]], role: str, text: str) -> None:
     """Adds text, to the message before if that is of the same role."""
     if messages and messages[-1]["role"] == role:
-        messages[-1]["content"] += f"\n\n{text}"
+        messages[-1]["content"] += ["\n\n", text]
     else:
-        messages.append({"role": role, "content": text})
+        messages.append({"role": role, "content": [text]})
 
 
 def _without_prefill(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str | None]:

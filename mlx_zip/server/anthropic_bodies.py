@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from mlx_zip.server.anthropic_blocks import Message, SystemText, messages_of, system_text
-from mlx_zip.server.fields import Body, check_tools, joined_system, thinking_options
+from mlx_zip.server.fields import Body, Many, check_tools, joined_system, thinking_options
 from mlx_zip.server.turn import Tool, Turn
 
 
@@ -86,7 +86,7 @@ class Edit(Body):
 class ContextManagement(Body):
     """Changes of the conversation before it is read."""
 
-    edits: list[Edit] = Field(default_factory=list)
+    edits: Many[Edit] = Field(default_factory=list)
 
 
 class CountBody(Body):
@@ -95,9 +95,9 @@ class CountBody(Body):
     harmless = frozenset({"cache_control", "speed", "user_profile_id", "workspace_id", "betas"})
 
     model: str
-    messages: list[Message] = Field(min_length=1)
-    system: str | list[SystemText] | None = None
-    tools: list[CustomTool] = Field(default_factory=list)
+    messages: Many[Message] = Field(min_length=1)
+    system: str | Many[SystemText] | None = None
+    tools: Many[CustomTool] = Field(default_factory=list)
     tool_choice: ToolChoice = ToolChoice(type="auto")
     thinking: Thinking | None = None
     output_config: OutputConfig = OutputConfig()
@@ -120,7 +120,7 @@ class MessagesBody(CountBody):
 
     max_tokens: int = Field(ge=1)
     stream: bool = False
-    stop_sequences: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list, max_length=16)
+    stop_sequences: Many[Annotated[str, Field(min_length=1)]] = Field(default_factory=list, max_length=16)
     temperature: float | None = Field(None, ge=0, le=1)
     top_p: float | None = Field(None, ge=0, le=1)
     top_k: int | None = Field(None, ge=0)

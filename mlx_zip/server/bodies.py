@@ -10,7 +10,7 @@ from pydantic import Field, field_validator
 from mlx_zip.engine import Counts
 from mlx_zip.server.core import Core
 from mlx_zip.server.errors import RequestError
-from mlx_zip.server.fields import Body, BodyError
+from mlx_zip.server.fields import Body, BodyError, Many, at_most
 from mlx_zip.server.turn import TokenLogprob
 
 PENALTY_WINDOW = 256  # base tokens that a penalty looks at unless the request says how many
@@ -53,9 +53,9 @@ class Sampled(Body):
     top_p: Fraction | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1000)] | None = None
+    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], at_most(1000)] | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)] | None = None
-    stop: Text | Annotated[list[Text], Field(max_length=4)] = Field(default_factory=list)
+    stop: Text | Annotated[Many[Text], Field(max_length=4)] = Field(default_factory=list)
     n: Annotated[int, Field(ge=1, le=8)] = 1
     stream: bool = False
     stream_options: StreamOptions | None = None

@@ -14,13 +14,12 @@ from mlx_zip.server.bodies import likely_json
 from mlx_zip.server.chat_bodies import ChatBody
 from mlx_zip.server.choices import END, Choice, counts_of, ended, gathered, head, usage_of
 from mlx_zip.server.core import Core
-from mlx_zip.server.fields import parse
 from mlx_zip.server.http import (
     comment_bytes,
     described,
     event_bytes,
     json_response,
-    read_json,
+    read_body,
     stream_response,
     unless_gone,
 )
@@ -33,7 +32,7 @@ def routes(core: Core) -> list[Route]:
 
     async def chat_completions(request: Request) -> Response:
         """Answers a conversation, as OpenAI's chat completions do."""
-        asked = parse(ChatBody, await read_json(request, core))
+        asked = await read_body(request, core, ChatBody)
         turns = asked.turns(core)
         if asked.stream:
             return await stream_response(request, core, _Stream(core, asked).frames(turns))

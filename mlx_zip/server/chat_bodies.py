@@ -9,7 +9,7 @@ from pydantic import Field
 
 from mlx_zip.server.bodies import Sampled, Size, max_tokens_of, template_options
 from mlx_zip.server.core import Core
-from mlx_zip.server.fields import Body, BodyError, arguments_of, check_tools, joined_system, thinking_options
+from mlx_zip.server.fields import Body, BodyError, Many, arguments_of, check_tools, joined_system, thinking_options
 from mlx_zip.server.turn import Tool, Turn
 
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
@@ -57,12 +57,12 @@ class Message(Body):
     harmless = frozenset({"annotations"})
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Part] = ""
+    content: str | Many[Part] = ""
     name: str | None = None
     refusal: str | None = None
     audio: None = None
     function_call: None = None
-    tool_calls: list[Call] = Field(default_factory=list)
+    tool_calls: Many[Call] = Field(default_factory=list)
     tool_call_id: str | None = None
     reasoning_content: str | None = None
 
@@ -163,16 +163,16 @@ class ChatBody(Sampled):
 
     harmless = Sampled.harmless | {"prediction"}
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[Many[Message], Field(min_length=1)]
     max_completion_tokens: Size | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: list[FunctionTool] = Field(default_factory=list)
+    tools: Many[FunctionTool] = Field(default_factory=list)
     tool_choice: Literal["auto", "none", "required"] | ChosenTool = "auto"
     parallel_tool_calls: bool = True
     response_format: Format | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    modalities: list[Literal["text"]] = Field(default_factory=lambda: ["text"])
+    modalities: Many[Literal["text"]] = Field(default_factory=lambda: ["text"])
     verbosity: Literal["medium"] = "medium"
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 

@@ -14,13 +14,13 @@ from starlette.routing import Route
 from mlx_zip.server.bodies import LEAST_LOGPROB, Sampled, Text, max_tokens_of
 from mlx_zip.server.choices import END, counts_of, ended, gathered, head, usage_of
 from mlx_zip.server.core import Core
-from mlx_zip.server.fields import BodyError, parse
+from mlx_zip.server.fields import BodyError, Many
 from mlx_zip.server.http import (
     comment_bytes,
     described,
     event_bytes,
     json_response,
-    read_json,
+    read_body,
     stream_response,
     unless_gone,
 )
@@ -30,13 +30,13 @@ from mlx_zip.server.vendor import vendor_figures
 
 MOST_PROMPTS = 64
 Id = Annotated[int, Field(ge=0, lt=1 << 31)]
-Ids = Annotated[list[Id], Field(min_length=1)]
+Ids = Annotated[list[Id], Field(min_length=1, fail_fast=True)]  # as many as the model's context has
 
 
 class CompletionBody(Sampled):
     """A request for completions. Each prompt is a text or base ids."""
 
-    prompt: Text | Annotated[list[Text], Field(min_length=1)] | Ids | Annotated[list[Ids], Field(min_length=1)]
+    prompt: Text | Annotated[Many[Text], Field(min_length=1)] | Ids | Annotated[Many[Ids], Field(min_length=1)]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: Literal[False] = False
     suffix: None = None
@@ -77,7 +77,7 @@ def routes(core: Core) -> list[Route]:
 
     async def completions(request: Request) -> Response:
         """Continues a text, as OpenAI's completions do."""
-        asked = parse(CompletionBody, await read_json(request, core))
+        asked = await read_body(request, core, CompletionBody)
         turns = asked.turns(core)
         if asked.stream:
             return await stream_response(request, core, _frames(core, asked, turns))

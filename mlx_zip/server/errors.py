@@ -29,6 +29,9 @@ _ANTHROPIC_TYPES = {
 }
 
 
+MOST_QUOTED = 1000  # characters of an error's message and field, which may quote the request
+
+
 class RequestError(MlxZipError):
     """A request that is answered with an error. code: a short name of the error. param: the field at fault."""
 
@@ -56,13 +59,13 @@ class Told:
 
     def body(self, dialect: str = OPENAI) -> dict[str, Any]:
         """Returns the error as the JSON object of a dialect, also for an event of a stream."""
-        server = self.status >= 500
+        server, message, param = self.status >= 500, self.message[:MOST_QUOTED], (self.param or "")[:MOST_QUOTED]
         if dialect == ANTHROPIC:
             kind = _ANTHROPIC_TYPES.get(self.status, "api_error" if server else "invalid_request_error")
-            error = {"type": kind, "message": self.message}
+            error = {"type": kind, "message": message}
             return {"type": "error", "error": error, "request_id": f"req_{secrets.token_hex(12)}"}
         kind = _OPENAI_TYPES.get(self.status, "server_error" if server else "invalid_request_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        return {"error": {"message": message, "type": kind, "param": param or None, "code": self.code}}
 
     def response(self, dialect: str = OPENAI) -> Response:
         """Returns the error as an answer."""

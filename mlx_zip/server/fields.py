@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import from_json
 
 from mlx_zip.errors import GenerationError
 
 Some = TypeVar("Some", bound=BaseModel)
+Of = TypeVar("Of")
+MOST_IN_LIST = 10_000
+Many = Annotated[list[Of], Field(max_length=MOST_IN_LIST, fail_fast=True)]  # of a million wrong ones, one is told
 
 _WORDS = {  # pydantic's name of an error -> what a client reads
     "missing": "this field is required",
@@ -34,6 +38,8 @@ class BodyError(GenerationError):
 class Body(BaseModel):
     """An object in a body: types are exact, an unknown field is refused, null stands for a field that is left out.
 
+    Lists are `Many`, and maps are `at_most`, so that a body full of faults costs no more than one with a few.
+
     harmless: fields that are accepted with any value and have no effect.
     """
 
@@ -44,11 +50,24 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _drop(cls, given: Any) -> Any:
-        """Leaves out harmless fields, and known fields that are null."""
+        """Leaves out harmless fields, known fields that are null, and unknown fields after the first one."""
         if not isinstance(given, Mapping):
             return given
         known = {field.alias or name for name, field in cls.model_fields.items()}
-        return {k: v for k, v in given.items() if k not in cls.harmless and not (v is None and k in known)}
+        fields = {k: given[k] for k in given if k in known and given[k] is not None and k not in cls.harmless}
+        unknown = next((k for k in given if k not in known and k not in cls.harmless), None)
+        return fields if unknown is None else {**fields, unknown: given[unknown]}
+
+
+def at_most(count: int) -> BeforeValidator:
+    """Returns what refuses a map of more than `count` fields before it looks at them."""
+
+    def checked(given: Any) -> Any:
+        if isinstance(given, Mapping) and len(given) > count:
+            raise ValueError(f"this has {len(given)} fields, and at most {count} are allowed")
+        return given
+
+    return BeforeValidator(checked)
 
 
 def parse(kind: type[Some], given: Any) -> Some:
@@ -74,7 +93,7 @@ def arguments_of(text: str, param: str) -> dict[str, Any]:
 
 def check_tools(names: Sequence[str], choice: str, param: str = "tools") -> None:
     """Raises `BodyError` for two tools of one name, and for a choice of a tool that is not there."""
-    if twice := sorted({name for name in names if names.count(name) > 1}):
+    if twice := sorted(name for name, count in Counter(names).items() if count > 1):
         raise BodyError(f"there are two tools named {twice[0]!r}", param)
     if choice == "required" and not names:
         raise BodyError("a tool must be called, but no tools are given", "tool_choice")

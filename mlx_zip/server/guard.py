@@ -16,6 +16,8 @@ OPEN = ("/health",)  # paths that need no key
 class Guard:
     """Lets a request pass to the app if its Host header and its key are right, and answers 403 or 401 otherwise.
 
+    A request whose length is told in two ways is answered with 400.
+
     The check of the Host header keeps web pages from reaching a server on this machine through a name that they have
     pointed at it (DNS rebinding).
     """
@@ -34,6 +36,9 @@ class Guard:
     def _refusal(self, scope: Scope) -> RequestError | None:
         """Returns why a request may not come in, None if it may."""
         headers = Headers(scope=scope)
+        if "content-length" in headers and "transfer-encoding" in headers:  # a proxy may see another body (smuggling)
+            message = "a request has Content-Length or Transfer-Encoding, not both"
+            return RequestError(400, message, "invalid_http", headers={"Connection": "close"})
         hosts = self._options.hosts
         if hosts is not None and host_name(headers.get("host", "")) not in hosts:
             message = "the Host header names another machine; this server answers to: " + ", ".join(sorted(hosts))
@@ -55,5 +60,6 @@ def host_name(header: str) -> str:
     """Returns the name in a Host header, without the port and the brackets of an IPv6 address."""
     name = header.strip().lower()
     if name.startswith("["):
-        return name[1:].partition("]")[0]
+        inner, end, _ = name[1:].partition("]")
+        return inner if end else ""
     return name.partition(":")[0]

@@ -15,8 +15,10 @@ from starlette.responses import Response
 
 from mlx_zip.server.core import Core
 from mlx_zip.server.errors import OPENAI, RequestError, Told, json_bytes, told
+from mlx_zip.server.fields import Body, parse
 
 Some = TypeVar("Some")
+Kind = TypeVar("Kind", bound=Body)
 _CLOSE = {"Connection": "close"}
 _DISCARDED_S = 2.0  # how long what is left of a body that is too large is read, so that its sender reads the answer
 _LARGE = 1 << 18  # bytes of a body that is parsed in a thread
@@ -26,11 +28,11 @@ class ClientGone(Exception):
     """The client has closed the connection before its answer was there."""
 
 
-async def read_json(request: Request, core: Core) -> Any:
-    """Returns the JSON of a request's body.
+async def read_body(request: Request, core: Core, kind: type[Kind]) -> Kind:
+    """Returns a request's body as an object of a class.
 
     Raises `RequestError` with status 415 for another content type, 413 for a body that is too large, 408 for one that
-    comes too slowly, and 400 for one that is no JSON; `ClientGone`.
+    comes too slowly, and 400 for one that is no JSON; `BodyError` for what the class refuses; `ClientGone`.
     """
     _check_content_type(request)
     options = core.options
@@ -42,9 +44,11 @@ async def read_json(request: Request, core: Core) -> Any:
         raise RequestError(408, message, "timeout", headers=_CLOSE) from error
     except ClientDisconnect as error:
         raise ClientGone from error
-    if len(body) < _LARGE:
-        return parse_json(body, options.max_depth)
-    return await core.aside(parse_json, body, options.max_depth)
+
+    def parsed() -> Kind:
+        return parse(kind, parse_json(body, options.max_depth))
+
+    return parsed() if len(body) < _LARGE else await core.aside(parsed)
 
 
 def _check_content_type(request: Request) -> None:

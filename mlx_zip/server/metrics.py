@@ -48,6 +48,7 @@ class Metrics:
             """Shows figures in the text format of Prometheus."""
             return Response(generate_latest(self._registry), media_type="text/plain; version=0.0.4; charset=utf-8")
 
+        metrics.answer = "text"  # for the description of the routes
         return Route("/metrics", metrics)
 
     def count(self, scope: Scope, status: int) -> None:

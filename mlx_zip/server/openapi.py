@@ -11,13 +11,20 @@ from starlette.routing import BaseRoute, Route
 import mlx_zip
 from mlx_zip.server.fields import Body
 
+_JSON = {"application/json": {"schema": {"type": "object"}}}
+_TEXT = {"schema": {"type": "string"}}
+_FAILED = {"type": "object", "properties": {"error": {"type": "object"}}, "required": ["error"]}
 _ERROR = {
     "description": "An error, in the words of the route's dialect",
-    "content": {"application/json": {"schema": {"type": "object"}}},
+    "content": {"application/json": {"schema": _FAILED}},
 }
-_ANSWER = {
-    "description": "The answer; with stream: true as server-sent events",
-    "content": {"application/json": {"schema": {}}, "text/event-stream": {"schema": {"type": "string"}}},
+_ANSWERS = {  # by the attribute `answer` of an endpoint
+    "json": {"description": "The answer", "content": _JSON},
+    "stream": {
+        "description": "The answer; with stream: true as server-sent events",
+        "content": {**_JSON, "text/event-stream": _TEXT},
+    },
+    "text": {"description": "Text", "content": {"text/plain": _TEXT}},
 }
 
 
@@ -59,7 +66,10 @@ def _operation(route: Route, body: Any) -> dict[str, Any]:
         ]
     if body is not None:
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
-    return operation | {"responses": {"200": _ANSWER, "4XX": _ERROR, "5XX": _ERROR}}
+    streams = "stream" in getattr(getattr(route.endpoint, "body", None), "model_fields", {})
+    answer = _ANSWERS[getattr(route.endpoint, "answer", "stream" if streams else "json")]
+    stopped = {"503": {"description": "The engine has stopped", "content": _JSON}} if route.path == "/health" else {}
+    return operation | {"responses": {"200": answer, **stopped, "4XX": _ERROR, "5XX": _ERROR}}
 
 
 def _kinds() -> list[type[Body]]:

@@ -14,8 +14,7 @@ from starlette.routing import Route
 from mlx_zip.server.bodies import check_model, max_tokens_of
 from mlx_zip.server.core import Core
 from mlx_zip.server.errors import RequestError, Told
-from mlx_zip.server.fields import parse
-from mlx_zip.server.http import described, event_bytes, json_response, read_json, stream_response, unless_gone
+from mlx_zip.server.http import described, event_bytes, json_response, read_body, stream_response, unless_gone
 from mlx_zip.server.responses_bodies import ResponseBody, turn_of
 from mlx_zip.server.responses_events import CUT_SHORT, ResponseBuilder, new_id
 from mlx_zip.server.responses_items import named_item
@@ -31,7 +30,7 @@ def routes(core: Core) -> list[Route]:
 
     async def create_response(request: Request) -> Response:
         """Answers a conversation."""
-        asked = _asked(core, store, parse(ResponseBody, await read_json(request, core)))
+        asked = _asked(core, store, await read_body(request, core, ResponseBody))
         if asked.body.stream:
             return await stream_response(request, core, asked.frames(), on_error=asked.failed)
         return json_response(await unless_gone(request, asked.whole()))

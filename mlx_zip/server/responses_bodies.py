@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from mlx_zip.server.fields import Body, check_tools, joined_system, thinking_options
+from mlx_zip.server.fields import Body, Many, at_most, check_tools, joined_system, thinking_options
 from mlx_zip.server.responses_items import Item, messages_of
 from mlx_zip.server.turn import Tool, Turn
 
@@ -44,7 +44,7 @@ class AllowedTools(Body):
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: list[NamedFunction]
+    tools: Many[NamedFunction]
 
 
 class PlainText(Body):
@@ -114,13 +114,13 @@ class ResponseBody(Body):
     )
 
     model: str = "default_model"
-    input: str | Annotated[list[Item], Field(min_length=1)]
+    input: str | Annotated[Many[Item], Field(min_length=1)]
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool = True
     stream: bool = False
     stream_options: StreamOptions | None = None
-    tools: list[FunctionTool] = Field(default_factory=list)
+    tools: Many[FunctionTool] = Field(default_factory=list)
     tool_choice: (
         Literal["auto", "none", "required"] | Annotated[NamedFunction | AllowedTools, Field(discriminator="type")]
     ) = "auto"
@@ -132,10 +132,10 @@ class ResponseBody(Body):
     top_p: float | None = Field(None, ge=0, le=1)
     top_logprobs: int | None = Field(None, ge=0, le=20)
     pack: str | None = None
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = Field(default_factory=list)
-    metadata: dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] = Field(
-        default_factory=dict, max_length=16
-    )
+    include: Many[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = Field(default_factory=list)
+    metadata: Annotated[
+        dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], at_most(16)
+    ] = Field(default_factory=dict)
     truncation: Literal["disabled"] = "disabled"
     background: Literal[False] = False
     conversation: None = None

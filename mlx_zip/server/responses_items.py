@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from mlx_zip.server.fields import Body, BodyError, arguments_of
+from mlx_zip.server.fields import Body, BodyError, Many, arguments_of
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
@@ -35,7 +35,7 @@ class Message(Body):
 
     type: Literal["message"] = "message"
     role: Literal["user", "system", "developer", "assistant"]
-    content: str | list[Annotated[TextPart | RefusalPart, Field(discriminator="type")]]
+    content: str | Many[Annotated[TextPart | RefusalPart, Field(discriminator="type")]]
     id: str | None = None
     status: Status | None = None
 
@@ -60,7 +60,7 @@ class FunctionCallOutput(Body):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: str | list[TextPart]
+    output: str | Many[TextPart]
     id: str | None = None
     status: Status | None = None
 
@@ -78,8 +78,8 @@ class ReasoningItem(Body):
     harmless = frozenset({"encrypted_content"})
 
     type: Literal["reasoning"]
-    summary: list[SummaryText] = Field(default_factory=list)
-    content: list[SummaryText] = Field(default_factory=list)
+    summary: Many[SummaryText] = Field(default_factory=list)
+    content: Many[SummaryText] = Field(default_factory=list)
     id: str | None = None
     status: Status | None = None
 

@@ -71,11 +71,17 @@ class ResponseStore:
 
         Raises `RequestError` with status 404 for a reference to anything else.
         """
-        return [self._item(item["id"], i) if item["type"] == "item_reference" else item for i, item in enumerate(items)]
+        known: dict[str, Json] = {}  # a stored response is read once, however many refer to it
+        return [
+            self._item(item["id"], i, known) if item["type"] == "item_reference" else item
+            for i, item in enumerate(items)
+        ]
 
-    def _item(self, name: str, place: int) -> Json:
-        """Returns an output item by its id. place: of the reference in the input."""
+    def _item(self, name: str, place: int, known: dict[str, Json]) -> Json:
+        """Returns an output item by its id. place: of the reference in the input. known: extended by its response's."""
         if name not in self._owners:
             param = f"input.{place}.id"
             raise RequestError(404, f"{param}: there is no stored item {name[:80]!r}", "not_found", param)
-        return next(item for item in self.get(self._owners[name]).response["output"] if item["id"] == name)
+        if name not in known:
+            known |= {item["id"]: item for item in self.get(self._owners[name]).response["output"]}
+        return known[name]

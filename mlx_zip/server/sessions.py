@@ -16,8 +16,8 @@ from starlette.routing import Route
 from mlx_zip.errors import EngineError
 from mlx_zip.server.core import Core
 from mlx_zip.server.errors import RequestError
-from mlx_zip.server.fields import Body, parse
-from mlx_zip.server.http import described, json_response, read_json
+from mlx_zip.server.fields import Body
+from mlx_zip.server.http import described, json_response, read_body
 
 Some = TypeVar("Some")
 PATH = "/v1/mlx_zip/sessions"
@@ -57,13 +57,13 @@ def routes(core: Core) -> list[Route]:
 
     async def save(request: Request) -> Response:
         """Writes a session to a file."""
-        asked = parse(SaveBody, await read_json(request, core))
+        asked = await read_body(request, core, SaveBody)
         await _of_sessions(core, core.engine.save_session, asked.session, _file(core, asked.file))
         return json_response({"file": asked.file})
 
     async def load(request: Request) -> Response:
         """Adds the session in a file."""
-        asked = parse(LoadBody, await read_json(request, core))
+        asked = await read_body(request, core, LoadBody)
         return json_response(asdict(await _of_sessions(core, core.engine.load_session, _file(core, asked.file))))
 
     return [
@@ -90,4 +90,7 @@ def _file(core: Core, name: str) -> Path:
         raise RequestError(403, "sessions are not saved to files: start the server with --session-files DIR", "session")
     if not FILE_NAME.fullmatch(name):
         raise RequestError(400, "file: this must be a plain name that ends in .safetensors", "session", "file")
-    return folder / name
+    file = folder / name
+    if file.is_symlink() or (file.exists() and not file.is_file()):  # a link leaves the folder, a pipe never ends
+        raise RequestError(400, f"file: {name} is no ordinary file", "session", "file")
+    return file
