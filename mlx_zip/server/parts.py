@@ -164,8 +164,6 @@ class Splitter:
     def _end_call(self, form: ToolFormat, body: str, n: int) -> None:
         """Gives out the call in `body`, or the n held characters as text if that is no call."""
         calls = [] if self._is_enough else form.calls(body, self._turn.tools)
-        if not form.start and not {call.name for call in calls} <= {tool.name for tool in self._turn.tools}:
-            calls = []
         if not calls or (len(calls) > 1 and not self._turn.parallel_tool_calls):
             self._give(Text, n)
             return

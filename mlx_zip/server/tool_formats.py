@@ -41,12 +41,13 @@ class ToolFormat:
     can_force: bool = True
 
     def calls(self, text: str, tools: Sequence[Tool]) -> list[ToolCall]:
-        """Returns the calls in the text between the marks, [] for text that is no valid call."""
+        """Returns the calls in the text between the marks, [] for text that is no valid call of these tools."""
         try:
             found = self.parser(text, openai_tools(tools))
-            return [_call(one) for one in ([found] if isinstance(found, Mapping) else found)]
+            calls = [_call(one) for one in ([found] if isinstance(found, Mapping) else found)]
         except _FAULTS:
             return []
+        return calls if {call.name for call in calls} <= {tool.name for tool in tools} else []
 
 
 def tool_format(tokenizer: Any) -> ToolFormat:

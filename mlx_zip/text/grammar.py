@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_zip.errors import GenerationError, first_line, missing_library
+from mlx_zip.text.schema_costs import check_costs
 from mlx_zip.text.token_facts import bytes_by_id, special_ids
 from mlx_zip.text.tokenizer import token_id
 
@@ -203,6 +204,7 @@ def json_by(schema: Mapping[str, Any], lenient: bool = False) -> str:
     """
     options = {**_WRITING, "lenient": lenient}
     try:
+        check_costs(schema)
         text = json.dumps({**(schema or {"type": "object"}), "x-guidance": options}, allow_nan=False)
     except (ValueError, TypeError, RecursionError) as error:
         raise GenerationError(f"the schema cannot be followed: {first_line(error)}") from error
