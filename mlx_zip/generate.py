@@ -124,7 +124,7 @@ def stream_generate(
             if len(state.books) > 1:
                 raise GenerationError(f"the prompt cache is of a batch of {len(state.books)} sequences, not of one")
             state.begun_with([start])
-    _check_kv(model, cache, kv_bits, kv_group_size, prefill_step_size, quantized_kv_start)
+    check_kv(model, cache, kv_bits, kv_group_size, prefill_step_size, quantized_kv_start)
     request = Request(model, tokenizer, prompt, cache, max_tokens=max_tokens, stop=stop)
     sampler = _make_sampler(options, sampler, model, tokenizer)
     processors = request.processors(options, logits_processors or ())
@@ -265,7 +265,7 @@ def stream_batch(
     _check_functions(sampler=sampler)
     tokenizer = as_tokenizer(tokenizer)
     start = _start_entries(pack, start, tokenizer)
-    _check_kv(model, (), None, KV_GROUP_SIZES[0], prefill_step_size)
+    check_kv(model, (), None, KV_GROUP_SIZES[0], prefill_step_size)
     starts = split_packs(start, len(prompts))
     requests = [
         Request(model, tokenizer, prompt, _new_cache(model, own), max_tokens=max_tokens, stop=stop)
@@ -392,7 +392,7 @@ def _check_functions(**given: Any) -> None:
             raise GenerationError(f"{name}: {value!r:.80} is no function")
 
 
-def _check_kv(
+def check_kv(
     model: Any, cache: Sequence[Any], bits: int | None, group_size: int, chunk: int, quantized_from: int = 0
 ) -> None:
     """Raises `GenerationError` for a prefill chunk or a KV quantization that cannot be; bits: None for none."""

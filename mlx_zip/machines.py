@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import mlx.core as mx
+import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
 from mlx_zip.errors import MachineError, MlxZipError, first_line
@@ -98,6 +99,21 @@ def from_first(group: Group, tree: Any) -> Any:
             mx.eval(array)
         sent[name] = array
     return tree_unflatten(list(sent.items()))
+
+
+def bytes_from_first(group: Group, data: bytes) -> bytes:
+    """Returns the first machine's bytes on every machine. data: those, and anything on the others."""
+    size = summed(group, len(data) if group.rank() == 0 else 0)[0]
+    if size == 0:
+        return b""
+    own = mx.array(np.frombuffer(data, np.uint8) if group.rank() == 0 else np.zeros(size, np.uint8))
+    return bytes(np.array(mx.distributed.all_sum(own, group=group)))
+
+
+def smallest(group: Group, number: int) -> int:
+    """Returns the smallest of the machines' numbers, each from 0 to below 2^63."""
+    least: Any = mx.distributed.all_min(mx.array([number], mx.int64), group=group)
+    return int(least.item())
 
 
 def check_equal(group: Group, digest: str, what: str) -> None:

@@ -37,6 +37,8 @@ COMMANDS = {
         "learn vocabularies: packs, phrases (MultiTok), adapted tokenizers (AdaptBPE), patches (H-BPE)",
     ),
     "rows": ("mlx_zip.cli.rows", "show or delete the hypertoken rows that --row-cache keeps on disk"),
+    "cache-prompt": ("mlx_zip.cli.prompt_caching", "read a prompt once and save it, for generate and for servers"),
+    "sessions": ("mlx_zip.cli.sessions", "show or delete the conversations that a server keeps on disk"),
     "selftest": ("mlx_zip.selftest", "check this installation and measure its speed; writes a one-page report"),
     "bench": ("mlx_zip.bench.__main__", "measure speed, memory and energy on this machine; one JSON line per result"),
 }

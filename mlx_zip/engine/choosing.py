@@ -13,6 +13,7 @@ import numpy as np
 from mlx_zip.canonical import without, without_in_rows
 from mlx_zip.engine.constrained import choose_constrained
 from mlx_zip.engine.job import Chosen, Job
+from mlx_zip.models.sharding import chosen_by_first
 
 
 @dataclass(frozen=True)
@@ -21,19 +22,30 @@ class Choice:
 
     packed [B, 2 + 2K] int32: id, its log-probability, the K most likely ids, and theirs; None if no row asked for it.
     Floats are there as their bits, so that one transfer brings all. top: per row how many it asked for, None for no
-    log-probabilities.
+    log-probabilities. failed [B]: 1 for requests that failed on the first of several machines, None for one machine.
     """
 
     y: mx.array
     packed: mx.array | None
     top: tuple[int | None, ...]
+    failed: mx.array | None = None
 
     def start(self, *others: mx.array) -> None:
         """Starts computing the choice, along with other arrays."""
-        mx.async_eval(self.y if self.packed is None else self.packed, self.y, *others)
+        failed = () if self.failed is None else (self.failed,)
+        mx.async_eval(self.y if self.packed is None else self.packed, self.y, *failed, *others)
 
     def read(self) -> list[Chosen]:
         """Returns the chosen ids; waits until they are computed."""
+        chosen = self._read()
+        if self.failed is not None:
+            failed: Any = self.failed.tolist()
+            for one, flag in zip(chosen, failed, strict=True):
+                one.failed = bool(flag)
+        return chosen
+
+    def _read(self) -> list[Chosen]:
+        """Does what `read` does, without what happened on other machines."""
         if self.packed is None:
             ids: Any = self.y.tolist()
             return [Chosen(one) for one in ids]
@@ -51,11 +63,14 @@ class Choice:
         return Chosen(int(ints[0]), float(floats[1]), likely[:top])
 
 
-def choose(jobs: Sequence[Job], logits: mx.array, end: int | None, pad_id: int) -> Choice:
+def choose(
+    jobs: Sequence[Job], logits: mx.array, end: int | None, pad_id: int, machines: mx.distributed.Group | None = None
+) -> Choice:
     """Returns the choice of ids from logits [B, W], one row per job.
 
     end: all columns from there on are -inf, None if there are none. pad_id: an id that canonical decoding never
-    excludes. A row whose own work raises gets the exception as its `error`, and any id.
+    excludes. machines: those that the model is split over, of which the first chooses for all.
+    A row whose own work raises gets the exception as its `error`, and any id.
     """
     forced: dict[int, mx.array] = {}
     logits = _processed(jobs, logits, forced, end, pad_id)
@@ -69,8 +84,11 @@ def choose(jobs: Sequence[Job], logits: mx.array, end: int | None, pad_id: int) 
     y = mx.argmax(logprobs, axis=-1)
     if forced:
         y = mx.concatenate([forced.get(row, y[row : row + 1]).astype(mx.uint32) for row in range(len(jobs))])
-    top = tuple(job.submission.top_logprobs for job in jobs)
-    return Choice(y, _packed(y, logprobs, top), top)
+    top, failed = tuple(job.submission.top_logprobs for job in jobs), None
+    if machines is not None:
+        own = mx.array([job.error is not None for job in jobs], mx.uint32)
+        y, failed = mx.split(chosen_by_first(mx.concatenate([y.astype(mx.uint32), own]), machines), 2)
+    return Choice(y, _packed(y, logprobs, top), top, failed)
 
 
 def _processed(

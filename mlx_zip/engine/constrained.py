@@ -8,6 +8,7 @@ That gives each accepted id its share of the accepted ids' probability, and asks
 from __future__ import annotations
 
 import math
+from typing import cast
 
 import mlx.core as mx
 import numpy as np
@@ -54,8 +55,8 @@ def choose_constrained(job: Job, logits: mx.array, excluded: list[int], end: int
 def _drawn(job: Job, logits: mx.array, end: int | None) -> tuple[int, bool]:
     """Returns an id drawn from logits [1, W], and whether it has any probability."""
     logprobs = logits - mx.logsumexp(logits[:, :end], axis=-1, keepdims=True)
-    token = int(job.draws(logprobs).item())
-    return token, math.isfinite(float(logprobs[0, token].item()))
+    token = cast(int, job.draws(logprobs).item())
+    return token, math.isfinite(cast(float, logprobs[0, token].item()))
 
 
 def _allowed(mask: np.ndarray, vocab_size: int, first_ids: np.ndarray, width: int) -> np.ndarray:

@@ -19,6 +19,7 @@ from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
 from mlx_zip.engine.choosing import Choice, choose
 from mlx_zip.engine.job import Job
 from mlx_zip.engine.served import Served
+from mlx_zip.errors import MachineError
 from mlx_zip.models.ahead import Ahead
 from mlx_zip.models.batching import extend_cache, extract_cache, filter_cache, merge_caches
 from mlx_zip.state import find_state, submitting
@@ -47,7 +48,7 @@ class Group:
         end = None if state is None else served.model.layout.hyper_id(max(map(len, state.books)))
         with mx.stream(generation_stream):
             pad_id = served.model.config.pad_id if served.hyper else 0
-            self._choice = choose(self.jobs, self._logits, end, pad_id)
+            self._choice = choose(self.jobs, self._logits, end, pad_id, served.machines)
             self._choice.start(*(served.model.session.pending_rows() if served.hyper else ()))
         self._logits = None
 
@@ -71,6 +72,8 @@ class Group:
         chosen = self._choice.read()
         self.tokens = [one.id for one in chosen]
         for job, one in zip(self.jobs, chosen, strict=True):
+            if one.failed and job.error is None:
+                job.error = MachineError("the request failed on the first machine")
             if job.error is not None:
                 continue
             if job.handle.cancelled:

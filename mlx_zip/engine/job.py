@@ -41,11 +41,15 @@ class Handle(Ticket):
 
 @dataclass
 class Chosen:
-    """An id that was chosen. logprob, likely: as in `Emitted`, with ids in place of base ids."""
+    """An id that was chosen. logprob, likely: as in `Emitted`, with ids in place of base ids.
+
+    failed: whether the request failed on the first of several machines.
+    """
 
     id: int
     logprob: float | None = None
     likely: list[tuple[int, float]] = field(default_factory=list)
+    failed: bool = False
 
 
 class Job:

@@ -27,9 +27,10 @@ from mlx_zip.engine.scheduler import Scheduler, Totals
 from mlx_zip.engine.served import RunOptions, Served
 from mlx_zip.engine.session_store import SessionOptions, SessionStore
 from mlx_zip.engine.submissions import Checks
-from mlx_zip.errors import EngineBusyError, EngineStoppedError, first_line
+from mlx_zip.errors import EngineBusyError, EngineStoppedError, MlxZipError, first_line
 from mlx_zip.hyper import RowStore
 from mlx_zip.loading import load
+from mlx_zip.machines import Group
 
 Load = Callable[[], tuple[Any, Any]]
 MakeStore = Callable[[Served], Any]
@@ -74,12 +75,15 @@ def open_engine(
     prefill_step_size: int = 512,
     sessions: SessionOptions | None = DEFAULT_SESSIONS,
     row_cache: RowStore | None = None,
+    group: Group | None = None,
+    make: Callable[..., MlxEngine] | None = None,
 ) -> MlxEngine:
     """Loads a model and returns an engine that serves it. Raises what `mlx_zip.load` raises.
 
     Options up to `trust_remote_code` are those of `mlx_zip.load`. kv_*, quantized_kv_start: those of `stream_generate`.
     max_*: see `ServeOptions`. prefill_step_size: ids of prompts that are read between two steps. sessions: bounds of
-    the kept sessions, None to keep none. row_cache: where rows of hypertokens are kept.
+    the kept sessions, None to keep none. row_cache: where rows of hypertokens are kept. group, make: for
+    `open_split_engine`, which takes a model on several machines.
     """
 
     def load_model() -> tuple[Any, Any]:
@@ -92,15 +96,17 @@ def open_engine(
             tokenizer_config=tokenizer_config,
             trust_remote_code=trust_remote_code,
             row_store=row_cache,
+            group=group,
         )
 
     run = RunOptions(kv_bits, kv_group_size, quantized_kv_start, prefill_step_size)
     options = ServeOptions(max_running, max_waiting, max_prompt_tokens, max_kv_bytes, run)
+    make = make or MlxEngine
     if sessions is None:
-        return MlxEngine(load_model, str(model_name), options)
+        return make(load_model, str(model_name), options)
     named = replace(sessions, model_name=sessions.model_name or str(model_name))
     make_store = partial(_make_store, options=named)
-    return MlxEngine(load_model, str(model_name), options, make_store)
+    return make(load_model, str(model_name), options, make_store)
 
 
 def _make_store(served: Served, options: SessionOptions) -> SessionStore:
@@ -138,15 +144,23 @@ class MlxEngine(Engine):
 
     def submit(self, submission: Submission, deliver: Deliver) -> Ticket:
         self._check_alive()
-        job = Job(self._checks.check(submission), deliver)
+        job = self._make_job(submission, deliver)
         with self._lock:
             self._check_alive()
             if len(self._open) >= self._options.max_running + self._options.max_waiting:
                 waiting = len(self._open) - self._options.max_running
                 raise EngineBusyError(f"{waiting} requests wait already; ask again later", self._retry_after_s(waiting))
-            self._inbox.post(lambda: self._scheduler.add(job))
+            self._inbox.post(lambda: self._add(job))
             self._open[job] = None
         return job.handle
+
+    def _make_job(self, submission: Submission, deliver: Deliver) -> Job:
+        """Returns the request of a submission that can be met. Raises what `submit` raises for one that cannot."""
+        return Job(self._checks.check(submission), deliver)
+
+    def _add(self, job: Job) -> None:
+        """Gives a request to the scheduler; called in the engine's thread."""
+        self._scheduler.add(job)
 
     def cancel(self, ticket: Ticket) -> None:
         assert isinstance(ticket, Handle)
@@ -264,13 +278,17 @@ class MlxEngine(Engine):
         model, self.tokenizer = load()
         served = Served(model, self.tokenizer, name, options.run)
         self.info = served.info
-        bound = _memory_bound() if options.max_kv_bytes is None else options.max_kv_bytes
+        bound = self._kv_bound()
         self._checks = Checks(served.facts, options.max_prompt_tokens, bound)
         self._store = make_store(served)
         self._answers = self._store.answers()
         self._scheduler = Scheduler(served, self._store, options.max_running, bound, self._ended)
         self._totals = self._scheduler.totals
         self._counted()
+
+    def _kv_bound(self) -> int | None:
+        """Returns the bound on the bytes of all KV caches, None for none."""
+        return _memory_bound() if self._options.max_kv_bytes is None else self._options.max_kv_bytes
 
     def _serve(self) -> None:
         """Makes calls and runs requests until the engine is closed and nothing is left to do."""
@@ -308,7 +326,8 @@ class MlxEngine(Engine):
             self._fault = fault
             calls = list(self._on_death)
         if self._loaded.is_set():
-            log.critical("the engine's thread has ended", exc_info=fault)
+            ours = isinstance(fault, MlxZipError)  # its message says all
+            log.critical("the engine's thread has ended: %s", first_line(fault), exc_info=None if ours else fault)
         self._stop(stopped)
         for call in calls:
             call(fault)

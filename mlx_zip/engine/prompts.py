@@ -20,6 +20,11 @@ class Reading:
         self._ids = mx.array(np.asarray(job.prompt_ids).astype(np.int32))
         self._done = 0
 
+    @property
+    def left(self) -> int:
+        """How many ids of the prompt are still to be read."""
+        return len(self._ids) - self._done
+
     def read(self, at_most: int) -> tuple[int, Group | None]:
         """Reads up to `at_most` ids, and the prompt's last id alone. Returns the ids read, and the group at the end.
 

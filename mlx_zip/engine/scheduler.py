@@ -141,9 +141,9 @@ class Scheduler:
     # ---- prompts
 
     def _read_prompts(self) -> None:
-        """Reads chunks of prompts in turn, until `prefill_step_size` ids or more have been read."""
+        """Reads chunks of prompts in turn, at least one, together up to `prefill_step_size` ids."""
         left = chunk = self.served.options.prefill_step_size
-        while left > 0 and self.readings:
+        while self.readings and (left == chunk or min(chunk, self.readings[0].left) <= left):
             reading = self.readings.popleft()
             if reading.job.handle.cancelled:
                 self._end(reading.job)
@@ -249,6 +249,8 @@ class Scheduler:
             return True if result is None else result
         except Exception as error:
             if not isinstance(error, MlxZipError):
+                if self.served.machines is not None:
+                    raise  # it may have happened on this machine only, and the others would go on alone
                 log.exception("%d request(s) failed", len(jobs))
             if group is not None:
                 group.drop()

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
@@ -18,6 +18,7 @@ from mlx_zip.engine.submissions import ModelFacts
 from mlx_zip.hyper.model_fingerprint import model_fingerprint
 from mlx_zip.layout import is_zip
 from mlx_zip.models.session import check_tuned
+from mlx_zip.models.sharding import machines_of
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 from mlx_zip.vocab.tuned import TunedStart
 
@@ -40,13 +41,15 @@ class RunOptions:
 class Served:
     """A loaded model. hyper: whether it has hypertokens. batches: whether requests may share a batch.
 
+    machines: those that the model is split over, None if it is whole.
+
     ahead: whether steps begin before the host has read their ids. end: number of base ids, pad_id: an id that no row
     excludes. never_excluded: ids that XTC never excludes. kv_bytes_per_id: bytes of the KV caches per id and row.
     """
 
     def __init__(self, model: Any, tokenizer: Any, name: str, options: RunOptions) -> None:
         self.model, self.tokenizer, self.options = model, tokenizer, options
-        self.hyper = is_zip(model)
+        self.hyper, self.machines = is_zip(model), machines_of(model)
         on_gpu = mx.default_device() == mx.Device(mx.gpu)
         self.ahead = on_gpu if options.ahead is None else options.ahead
         config = _base_config(model)
@@ -58,7 +61,7 @@ class Served:
         self.long_context = model.traits.long_context if self.hyper else None
         self.never_excluded = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
         self.kv_bytes_per_id, self.batches = self._try_out()
-        self.weight_bytes = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
+        self.weight_bytes = sum(array.nbytes for _, array in cast(Any, tree_flatten(model.parameters())))
         self.facts = self._facts()
         self.info = self._info(name)
 

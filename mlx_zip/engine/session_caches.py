@@ -46,7 +46,7 @@ def forked(cache: Sequence[Any], ids: int, surplus: int) -> list[Any]:
 def _twin(entry: Any) -> Any:
     """Returns a copy of a cache's entry that shares its arrays; a `ZipState` is copied without its rows."""
     if isinstance(entry, ZipState):
-        return entry.extract(0)
+        return entry.extract(0, rows=False)
     twin = copy.copy(entry)
     vars(twin).update({name: _shared(value) for name, value in vars(entry).items()})
     return twin
@@ -100,8 +100,7 @@ def _arrays(cache: Sequence[Any]) -> Iterator[tuple[str, mx.array]]:
 def used_part(entry: Any) -> Any:
     """Returns a cache's entry whose arrays end where its ids end, without room for more. The entry does not change."""
     if type(entry) not in (KVCache, QuantizedKVCache) or entry.keys is None:
-        return entry
+        return entry if isinstance(entry, ZipState) else _twin(entry)
     twin = _twin(entry)
     _cut(twin, entry.offset)
-    twin.keys, twin.values = tree_map(mx.contiguous, (twin.keys, twin.values))
     return twin

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from functools import cached_property
@@ -31,6 +32,15 @@ def codec_mark(model: Any) -> str:
         return ""
     fields = json.loads(params_to_json([model.config.codec_params]))
     return json.dumps({name: value for name, value in fields.items() if name != "start"}, sort_keys=True)
+
+
+def own_pack_key(model: Any) -> str:
+    """Returns the key of what a model's codebooks begin with by default: entries, and rows tuned for them, if any."""
+    if not is_zip(model) or not (model.config.codec_params.start or model.session.pack):
+        return ""
+    tuned = None if model.session.pack is None else model.session.pack.fingerprint
+    facts = [model.config.codec_params.start, tuned]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
 class CacheChecks:
@@ -101,7 +111,9 @@ def _quantized(entry: QuantizedKVCache, like: KVCache, ids: int) -> QuantizedKVC
         assert one is not None
         batch, heads, _, width = one.shape
         wanted = [(width * bits // 32, mx.uint32), (width // group, one.dtype), (width // group, one.dtype)]
-        if [(p.shape, p.dtype) for p in parts] != [((batch, heads, ids, n), dtype) for n, dtype in wanted]:
+        if [(part.shape, part.dtype) for part in parts or ()] != [
+            ((batch, heads, ids, n), dtype) for n, dtype in wanted
+        ]:
             raise BadFileError(OTHER_SHAPE)
     return _with_ids(entry, ids)
 
@@ -117,7 +129,7 @@ def _checked(entry: Any, like: Any, ids: int) -> Any:
             raise BadFileError(OTHER_SHAPE)
         if isinstance(leaf, mx.array) and (leaf.dtype != other.dtype or _but_length(leaf) != _but_length(other)):
             raise BadFileError(OTHER_SHAPE)
-    if type(entry) is KVCache and entry.keys.shape[LENGTH_AXIS] != ids:
+    if type(entry) is KVCache and (entry.keys is None or entry.keys.shape[LENGTH_AXIS] != ids):
         raise BadFileError(OTHER_SHAPE)
     if isinstance(entry, RotatingKVCache):
         _check_rotating(entry, like, ids)

@@ -23,7 +23,6 @@ from mlx_zip.engine.session_caches import bytes_of, can_trim, held_ids, used_par
 from mlx_zip.engine.session_checks import CacheChecks
 from mlx_zip.engine.session_format import BadFileError, Contents, Tensor, read, write
 from mlx_zip.errors import EngineError, MlxZipError, first_line, reason
-from mlx_zip.hyper import host_bytes
 
 FORMAT = "mlx_zip session 1"
 INDEX = 2  # tensors that a session is found by
@@ -62,17 +61,18 @@ class Marks:
 class Snapshot:
     """A session as bytes, ready to be written by any thread. Make it, and let go of it, in the engine's thread.
 
-    It does not change when the session goes on. model_name: as the model was asked for, None if unknown.
+    It does not change when the session goes on: it shares the memory of the session's arrays, which MLX copies before
+    it writes to them. about: further facts for the file, "model" and "tokenizer_config" as mlx-lm notes them.
     """
 
-    def __init__(self, kept: Kept, marks: Marks, model_name: str | None) -> None:
+    def __init__(self, kept: Kept, marks: Marks, about: Mapping[str, str]) -> None:
         assert kept.cache is not None
         arrays, scalars = _as_arrays([used_part(entry).state for entry in kept.cache])
         classes = [type(entry).__name__ for entry in kept.cache]
-        mx.eval(list(arrays.values()))
-        extra = [kept.base_ids, kept.ends, *([] if kept.random_state is None else [np.array(kept.random_state)])]
-        tensors = {f"{len(classes)}.{i}": _numpy_tensor(array) for i, array in enumerate(extra)}
-        self._tensors = {**tensors, **{name: _tensor(array) for name, array in arrays.items()}}
+        extra = [kept.base_ids, kept.ends, *([] if kept.random_state is None else [kept.random_state])]
+        index = {f"{len(classes)}.{i}": mx.array(array) for i, array in enumerate(extra)}
+        mx.eval([*index.values(), *arrays.values()])
+        self._arrays = {name: _host_view(array) for name, array in {**index, **arrays}.items()}
         self._classes: list[Any] = [classes, scalars]
         self._facts = {
             "format": FORMAT,
@@ -80,20 +80,20 @@ class Snapshot:
             "pack_key": kept.pack_key,
             "base_tokens": str(len(kept.base_ids)),
             "trims": str(int(kept.trims)),
-            "tokenizer_config": "{}",
-            **({} if model_name is None else {"model": model_name}),
+            **about,
         }
 
     @property
     def bytes(self) -> int:
         """Bytes of the file, without its header."""
-        return sum(len(tensor.data) for tensor in self._tensors.values())
+        return sum(view.nbytes for _, view in self._arrays.values())
 
     def write(self, path: Path, answers: Mapping[str, tuple[int, ...]]) -> None:
         """Writes the session's file, whole or not at all. Raises `OSError`."""
         facts = {**self._facts, "answers": json.dumps(answers)}
         flat: Any = tree_flatten([facts, *self._classes])
-        write(path, Contents(dict(flat), self._tensors), INDEX)
+        tensors = {name: _tensor(dtype, view) for name, (dtype, view) in self._arrays.items()}
+        write(path, Contents(dict(flat), tensors), INDEX)
 
 
 def _as_arrays(states: list[Any]) -> tuple[dict[str, mx.array], list[Any]]:
@@ -112,14 +112,16 @@ def _as_arrays(states: list[Any]) -> tuple[dict[str, mx.array], list[Any]]:
     return arrays, scalars
 
 
-def _tensor(array: mx.array) -> Tensor:
-    """Returns a computed array as a tensor of a file; the memory is shared."""
-    return Tensor(_NAMES[array.dtype], tuple(array.shape), host_bytes(array))
+def _host_view(array: mx.array) -> tuple[str, np.ndarray]:
+    """Returns the type of a computed array, as safetensors calls it, and a view of its memory."""
+    dtype = _NAMES[array.dtype]
+    return dtype, np.array(array.view(mx.uint16) if dtype == "BF16" else array, copy=False)  # numpy has no bfloat16
 
 
-def _numpy_tensor(array: np.ndarray) -> Tensor:
-    """Returns a numpy array as a tensor of a file."""
-    return _tensor(mx.array(array))
+def _tensor(dtype: str, view: np.ndarray) -> Tensor:
+    """Returns an array as a tensor of a file."""
+    shape = view.shape
+    return Tensor(dtype, shape, np.ascontiguousarray(view).reshape(-1).view(np.uint8).data)
 
 
 # ---- reading
@@ -196,7 +198,7 @@ def _cache(contents: Contents, checks: CacheChecks, kept: Kept) -> list[Any]:
     if held is None and len(kept.ends) != len(kept.base_ids):
         raise BadFileError("its ids are not base ids")
     checks.check_ids(kept.base_ids)
-    kept.random_state = np.array(extra[2]) if len(extra) > 2 else None
+    kept.random_state = extra[2] if len(extra) > 2 else None
     mx.eval(tree_map(lambda leaf: leaf if isinstance(leaf, mx.array) else None, [entry.state for entry in cache]))
     return cache
 

@@ -11,6 +11,7 @@ import logging
 import os
 import stat
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from mlx_zip.engine.kept_session import Kept, Slot, stamp_of
@@ -24,10 +25,10 @@ log = logging.getLogger("mlx_zip")
 
 
 class SessionFolder:
-    """Sessions in a folder. most_bytes: a session that takes more is not written. model_name: see `Snapshot`."""
+    """Sessions in a folder. most_bytes: a session that takes more is not written. about: see `Snapshot`."""
 
-    def __init__(self, folder: Path, most_bytes: int, marks: Marks, model_name: str | None) -> None:
-        self.folder, self.most_bytes, self.marks, self.model_name = folder, most_bytes, marks, model_name
+    def __init__(self, folder: Path, most_bytes: int, marks: Marks, about: Mapping[str, str]) -> None:
+        self.folder, self.most_bytes, self.marks, self.about = folder, most_bytes, marks, about
         self._writer = SessionWriter()
         self._wanted: dict[Kept, None] = {}  # to be written once there is room
         self._warned: set[str] = set()
@@ -135,7 +136,7 @@ class SessionFolder:
         if kept.cache is None:
             return
         kept.slot = kept.slot or Slot(self.folder / f"{kept.name}.safetensors")
-        snapshot = Snapshot(kept, self.marks, self.model_name)
+        snapshot = Snapshot(kept, self.marks, self.about)
         if snapshot.bytes > self.most_bytes:
             self._warn("large", f"takes {self.most_bytes} bytes; a session of {snapshot.bytes} bytes is not written")
             return

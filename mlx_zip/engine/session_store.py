@@ -7,9 +7,10 @@ thread, the engine's.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from mlx_zip.engine.interface import SessionInfo
 from mlx_zip.engine.kept_session import Ids, Kept, Slot, new_name, stamp_of
 from mlx_zip.engine.session_answers import Noted, answers_within
 from mlx_zip.engine.session_caches import bytes_of, can_trim, forked, held_ids, settled
-from mlx_zip.engine.session_checks import CacheChecks, codec_mark
+from mlx_zip.engine.session_checks import CacheChecks, codec_mark, own_pack_key
 from mlx_zip.engine.session_files import Marks, Snapshot, read_session
 from mlx_zip.engine.session_folder import SessionFolder
 from mlx_zip.engine.session_list import SessionList
@@ -35,22 +36,29 @@ log = logging.getLogger("mlx_zip")
 @dataclass(frozen=True)
 class SessionOptions:
     """Bounds of a store. max_bytes: of all sessions in memory. folder: where sessions are kept on disk too, None for
-    nowhere. max_disk_bytes: of all sessions of this model in the folder. model_name: as the model was asked for, noted
-    in the files; None if unknown.
+    nowhere. max_disk_bytes: of all sessions of this model in the folder. model_name: as the model was asked for, None
+    if unknown; tokenizer_config: how its tokenizer was loaded. Both are noted in the files, for `mlx_zip generate`.
     """
 
     max_bytes: int = 4 << 30
     folder: Path | None = None
     max_disk_bytes: int = 16 << 30
     model_name: str | None = None
+    tokenizer_config: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def about(self) -> dict[str, str]:
+        """What files say of the model, beside its fingerprint."""
+        named = {} if self.model_name is None else {"model": self.model_name}
+        return {"tokenizer_config": json.dumps(dict(self.tokenizer_config)), **named}
 
 
 @dataclass(frozen=True)
 class Checkout:
     """A cache to go on with. ids, base_tokens: what it holds. name: to be given to `put` or `release` at the end.
 
-    random_state: the sampler's random state that the session was put with; None if there was none, or if the cache
-    holds less than that session did.
+    random_state: the sampler's random state that the session was put with; None if there was none, or if the session
+    stays, because its copies must not all draw the same numbers.
     """
 
     cache: list[Any]
@@ -71,7 +79,7 @@ class SessionStore:
         self._folder: SessionFolder | None = None
         if self.options.folder is not None:
             most = self.options.max_disk_bytes
-            self._folder = SessionFolder(self.options.folder, most, self._marks, self.options.model_name)
+            self._folder = SessionFolder(self.options.folder, most, self._marks, self.options.about)
             for kept in self._folder.sessions():
                 self._list.add(kept)
             self._make_room_on_disk()
@@ -81,6 +89,11 @@ class SessionStore:
         """What files of this model's sessions say of it."""
         found = self.model.fingerprint if is_zip(self.model) else model_fingerprint(self.model)
         return Marks(found, tokenizer_fingerprint(self.tokenizer), codec_mark(self.model))
+
+    @cached_property
+    def _own_pack(self) -> str:
+        """The key of sessions that began with the model's own pack, which may be another after a restart."""
+        return own_pack_key(self.model)
 
     @cached_property
     def _checks(self) -> CacheChecks:
@@ -93,14 +106,16 @@ class SessionStore:
         """Returns the cache of the session that has most in common with a prompt, or None if none has anything.
 
         The common prefix ends where an id of the session ends, and leaves at least one base id of the prompt to be
-        read. pack_key: only sessions that were put with the same key are looked at. A session that the prompt begins
-        with is taken out, for its longer successor to be put back under its name. Otherwise, and always with `share`,
-        the session stays, and a copy gets a new name. A session from disk that began with a tuned pack holds only the
-        pack's fingerprint: if that is not the model's own pack, call `ZipState.begun_with`.
+        read. pack_key: only sessions that were put with the same key are looked at; "" for the model's own pack.
+
+        A session that the prompt begins with is taken out, for its longer successor to be put back under its name.
+        Otherwise, and always with `share`, the session stays, and a copy gets a new name. A session from disk that
+        began with a tuned pack holds only the pack's fingerprint: if that is not the model's own pack, call
+        `ZipState.begun_with`.
         """
         self._pump()
         wanted = np.asarray(base_ids, dtype=np.uint32)[:-1]
-        while (found := self._list.best(wanted, pack_key)) is not None:
+        while (found := self._list.best(wanted, pack_key or self._own_pack)) is not None:
             if self._is_in_memory(found[0]):
                 return self._checked_out(*found, share)
         return None
@@ -111,13 +126,14 @@ class SessionStore:
         self._list.touch(kept)
         base_tokens, whole = int(kept.ends[ids - 1]), ids == len(kept.ends)
         if whole and not share:
+            first = kept.name not in self._lent  # else another request has it, and this copy came from disk
             cache = self._taken_out(kept)
-            return Checkout(cache, ids, base_tokens, kept.name, kept.random_state)
+            return Checkout(cache, ids, base_tokens, kept.name, kept.random_state if first else None)
         cache = forked(kept.cache, ids, len(kept.ends) - ids)
         answers = answers_within(kept.answers, kept.base_ids[:base_tokens])
         name = self._lend(Kept(new_name(), "", kept.base_ids[:0], kept.ends[:0], None, False, 0, answers))
         self._make_room()  # the session may have come from disk
-        return Checkout(cache, ids, base_tokens, name, kept.random_state if whole else None)
+        return Checkout(cache, ids, base_tokens, name)
 
     def _taken_out(self, kept: Kept) -> list[Any]:
         """Returns the cache of a session, of which only what is on disk stays."""
@@ -156,7 +172,8 @@ class SessionStore:
         if not len(held):
             return name or new_name()
         cache = settled(cache)
-        kept = Kept(name or new_name(), pack_key, held, ends, cache, can_trim(cache), bytes_of(cache), noted)
+        key, size = pack_key or self._own_pack, bytes_of(cache)
+        kept = Kept(name or new_name(), key, held, ends, cache, can_trim(cache), size, noted)
         kept.random_state, kept.slot = random_state, former and former.slot
         self._keep(kept)
         return kept.name
@@ -209,7 +226,7 @@ class SessionStore:
         if not self._is_in_memory(kept):
             raise EngineError(f"the file of session {name} cannot be read any more")
         try:
-            Snapshot(kept, self._marks, self.options.model_name).write(file, kept.answers)
+            Snapshot(kept, self._marks, self.options.about).write(file, kept.answers)
         except OSError as error:
             raise EngineError(f"session file {file}: cannot be written: {reason(error)}") from error
         self._make_room()

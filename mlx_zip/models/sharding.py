@@ -78,6 +78,7 @@ def split(model: Any, group: mx.distributed.Group) -> str:
     shares: dict[str, mx.array] = dict(tree_flatten(model.parameters()))  # type: ignore[arg-type]
     for one in whole:
         mx.eval(one.values, shares[one.name])
+    mx.clear_cache()
     model.machines = group
     return fingerprint_of(whole)
 

@@ -39,8 +39,9 @@ def make_app(core: Core) -> Starlette:
     metrics = Metrics(core)
     routes = [route for dialect in DIALECTS for route in dialect(core)] + _routes(core) + [metrics.route()]
     routes.append(_description(routes))
-    browsers = CORSMiddleware, {"allow_origins": list(options.allowed_origins), "allow_headers": ["*"]}
-    outer = [Middleware(browsers[0], **browsers[1], allow_methods=["*"])] if options.allowed_origins else []
+    origins = list(options.allowed_origins)
+    browsers = Middleware(CORSMiddleware, allow_origins=origins, allow_headers=["*"], allow_methods=["*"])
+    outer = [browsers] if origins else []
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 
-from uvicorn.protocols.http.h11_impl import H11Protocol, h11  # the parser that uvicorn brings
+from uvicorn.protocols.http.h11_impl import (  # uvicorn brings its parser
+    H11Protocol,
+    h11,  # pyright: ignore[reportPrivateImportUsage]
+)
 
 from mlx_zip.server.errors import Told
 from mlx_zip.server.options import Options

@@ -75,7 +75,8 @@ def test_a_receiver_that_raises_is_left_alone_and_harms_nobody(expected):
             same(ask(engine, prompt, max_tokens=30)[1].wait(), wanted)
         assert len(bad.events) == 5
         assert engine.alive
-        assert engine.figures().running == 0
+        while engine.figures().running:  # the figures of a round are those at its end
+            time.sleep(0.001)
 
 
 def test_a_prompt_that_cannot_be_read_fails_its_request_only(expected):

@@ -361,3 +361,14 @@ def test_sessions_on_disk_are_there_for_the_next_engine(tmp_path):
         assert engine.load_session(tmp_path / "one.safetensors").base_tokens == session.base_tokens
         with pytest.raises(EngineError, match="no session"):
             engine.drop_session("nobody")
+
+
+def test_the_first_of_two_prompts_answers_before_the_second_is_read():
+    with tiny_engine("plain", run={"prefill_step_size": 128}) as engine:
+        watches = [ask(engine, tiny.base_ids(100, i), max_tokens=3)[1] for i in range(2)]
+        first, second = (watch.wait() for watch in watches)
+
+    def time_of(watch, kind):
+        return next(time for event, time in zip(watch.events, watch.times, strict=True) if isinstance(event, kind))
+
+    assert time_of(first, Emitted) < time_of(second, Progress)

@@ -13,12 +13,14 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models.cache import load_prompt_cache
+from mlx_lm.models.cache import KVCache, RotatingKVCache, load_prompt_cache
 
 from mlx_zip.engine import session_format
+from mlx_zip.engine.session_files import Snapshot
 from mlx_zip.engine.session_folder import purge
 from mlx_zip.errors import EngineError
 from mlx_zip.state import find_state
+from mlx_zip.vocab.tuned import TunedRows, TunedStart
 from support import keeping, tiny
 from support.keeping import OWN
 
@@ -183,6 +185,43 @@ def test_a_folder_of_sessions_can_be_purged_whole(folder):
     assert not folder.exists()
 
 
+def tuned_start(seed):
+    """A pack of two entries with rows of its own, tuned for the tiny model."""
+    model, rng = keeping.model("zip"), np.random.default_rng(seed)
+    rows = [rng.normal(0, 0.3, (2, 64)).astype(np.float32) for _ in range(2)]
+    return TunedStart(((27, 36), (21, 25)), TunedRows(*rows, model.fingerprint))
+
+
+def test_a_conversation_that_began_with_a_tuned_pack_goes_on_with_it_after_a_restart(folder):
+    start, model, held = tuned_start(0), keeping.model("zip"), tiny.base_ids(60)
+    store, cache = keeping.store(folder=folder), model.make_cache(pack=start)
+    held += keeping.greedy("zip", cache, held)[1]
+    store.put(cache, pack_key="tuned")
+    store.flush()
+    wanted = keeping.greedy("zip", store.checkout(held + NEXT, "tuned").cache, NEXT)
+    again = keeping.store(folder=folder)
+    assert again.checkout(held + NEXT, "") is None
+    found = again.checkout(held + NEXT, "tuned")
+    find_state(found.cache).begun_with([start])
+    assert keeping.greedy("zip", found.cache, NEXT) == wanted
+
+
+def test_a_conversation_that_began_with_another_pack_of_the_model_is_not_found(folder, monkeypatch):
+    held, model = saved_with_own_pack(folder), keeping.model("zip")
+    assert keeping.store(folder=folder).checkout(held + NEXT, "").base_tokens == len(held)
+    monkeypatch.setattr(model.session, "pack", tuned_start(1))
+    assert keeping.store(folder=folder).checkout(held + NEXT, "") is None
+
+
+def saved_with_own_pack(folder):
+    """Holds a conversation that begins with the model's own pack, in a folder; returns its base ids."""
+    store, cache, held = keeping.store(folder=folder), keeping.new_cache("zip"), tiny.base_ids(60)
+    held += keeping.greedy("zip", cache, held)[1]
+    store.put(cache, pack_key="")
+    store.close()
+    return held
+
+
 # ---- what a disk can do
 
 
@@ -326,6 +365,27 @@ def test_the_file_of_an_edited_conversation_holds_nothing_of_what_was_cut(tmp_pa
     store.save(name, tmp_path / "chat.safetensors")
     cache = load_prompt_cache(str(tmp_path / "chat.safetensors"))
     assert [entry.keys.shape[2] for entry in cache] == [len(ids)] * len(cache)
+
+
+@pytest.mark.parametrize("kind", ["plain", "wide heads", "sliding window"])
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_what_is_being_written_does_not_change_when_the_conversation_goes_on(tmp_path, kind, dtype):
+    cache, store = keeping.new_cache(kind), keeping.store(kind)
+    held = tiny.base_ids(60)
+    keeping.greedy(kind, cache, held, bits=8 if kind == "wide heads" else None)
+    for entry in cache:
+        if isinstance(entry, KVCache | RotatingKVCache):
+            entry.keys, entry.values = entry.keys.astype(dtype), entry.values.astype(dtype)
+    ids = {"base_ids": [3] * cache[0].offset} if find_state(cache) is None else {}
+    kept = store._named(store.put(cache, pack_key=OWN, **ids))
+    snapshots = [Snapshot(kept, store._marks, {}) for _ in range(2)]
+    snapshots[0].write(tmp_path / "before", {})
+    del snapshots[0]
+    for _ in range(3):
+        keeping.read(kind, kept.cache, [5, 6, 7, 8])
+        mx.eval([entry.state for entry in kept.cache if find_state([entry]) is None])
+    snapshots[0].write(tmp_path / "after", {})
+    assert (tmp_path / "before").read_bytes() == (tmp_path / "after").read_bytes()
 
 
 def test_a_session_cannot_be_saved_where_there_is_no_folder(tmp_path):

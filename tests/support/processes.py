@@ -24,9 +24,9 @@ CONTEXT.set_forkserver_preload(
 )
 
 
-def _run(argv: Sequence[str], said: str, environment: Mapping[str, str]) -> None:
+def _run(argv: Sequence[str], out: str, said: str, environment: Mapping[str, str]) -> None:
     os.environ.update(environment)
-    for stream, path in ((1, os.devnull), (2, said)):
+    for stream, path in ((1, out), (2, said)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
     from mlx_zip.cli import main
 
@@ -34,12 +34,16 @@ def _run(argv: Sequence[str], said: str, environment: Mapping[str, str]) -> None
 
 
 class Command:
-    """`mlx_zip ARGV` in a process. said: file that its standard error goes to."""
+    """`mlx_zip ARGV` in a process. said, out: files that its standard error and its standard output go to."""
 
-    def __init__(self, argv: Sequence[str], said: Path, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, argv: Sequence[str], said: Path, environment: Mapping[str, str] | None = None, out: Path | None = None
+    ) -> None:
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # threads would not live through a fork
         self._said = said
-        self._process = CONTEXT.Process(target=_run, args=(list(argv), str(said), dict(environment or {})))
+        self._process = CONTEXT.Process(
+            target=_run, args=(list(argv), str(out or os.devnull), str(said), dict(environment or {}))
+        )
         self._process.start()
 
     @property

@@ -36,13 +36,25 @@ def ring(home: Path, n: int) -> list[dict[str, str]]:
     return [{"MLX_RANK": str(rank), "MLX_HOSTFILE": str(hosts)} for rank in range(n)]
 
 
-def write_model(folder: Path, family: str, quantized: bool = False, seed: int = 0, **changes: Any) -> Path:
-    """Saves a tiny zip2zip model that never ends its text. changes: of config.json's zip2zip section."""
+def write_model(
+    folder: Path,
+    family: str,
+    quantized: bool = False,
+    plain: bool = False,
+    seed: int = 0,
+    encoder: str = "transformer",
+    **changes: Any,
+) -> Path:
+    """Saves a tiny model that never ends its text. plain: without hypertokens. changes: as in `tiny_config`."""
     folder.mkdir(parents=True)
-    model, config = tiny.tiny_model(family, seed=seed, **changes), tiny.tiny_config(family, **changes)
+    model, config = tiny.tiny_model(family, encoder, seed, **changes), tiny.tiny_config(family, encoder, **changes)
+    config["max_position_embeddings"] = 1 << 20
     if quantized:
         tiny.quantize(model)
         config["quantization"] = {"group_size": 32, "bits": 8}
+    if plain:
+        del config["zip2zip"], model.input_encoder, model.output_encoder
+        config |= {"model_type": family, "rope_theta": 10000.0}
     model.save_weights(str(folder / "model.safetensors"))
     write_json(folder / "config.json", config)
     write_tokenizer(folder, tiny.VOCAB, eos_token=None)
@@ -58,7 +70,7 @@ def generated_ids(folder: Path, requests: Sequence[Mapping[str, Any]], group: An
 
 
 def _write_ids(jobs: Sequence[tuple[Path, Sequence[Mapping[str, Any]]]], out: str) -> None:
-    """Writes the ids of each job's requests, and the share of the weights that was in memory at most."""
+    """Writes the ids of each job's requests."""
     from mlx_zip.machines import leave, machines
 
     group = machines()
@@ -74,13 +86,37 @@ def _enter(environment: Mapping[str, str], said: str, target: Any, args: Sequenc
     sys.exit(target(*args))
 
 
+def _write_peak(folder: Path, out: str) -> None:
+    """Writes the most bytes of arrays that loading took, and the bytes of the whole model's weights."""
+    import mlx.core as mx
+
+    from mlx_zip import load
+    from mlx_zip.machines import leave, machines
+
+    group = machines()
+    load(folder, group=group)
+    leave(group)
+    peak, whole = mx.get_peak_memory(), (folder / "model.safetensors").stat().st_size
+    Path(out).write_text(json.dumps([peak, whole]))
+
+
 def ids_on(n: int, home: Path, jobs: Sequence[tuple[Path, Sequence[Mapping[str, Any]]]]) -> list[Any]:
     """What each of n machines generates: per job and request the emitted ids."""
+    return _results_on(n, home, _write_ids, jobs)
+
+
+def peaks_on(n: int, home: Path, folder: Path) -> list[Any]:
+    """Per machine: the most bytes of arrays that loading its share took, and the bytes of all weights."""
+    return _results_on(n, home, _write_peak, folder)
+
+
+def _results_on(n: int, home: Path, target: Any, job: Any) -> list[Any]:
+    """Runs target(job, file) on n machines and returns the JSON that each wrote to its file."""
     home.mkdir(exist_ok=True)
-    outs = [home / f"ids-{rank}.json" for rank in range(n)]
+    outs = [home / f"result-{rank}.json" for rank in range(n)]
     processes = []
     for rank, (place, out) in enumerate(zip(ring(home, n), outs, strict=True)):
-        args = place, str(home / f"said-{rank}"), _write_ids, (jobs, str(out))
+        args = place, str(home / f"said-{rank}"), target, (job, str(out))
         processes.append(CONTEXT.Process(target=_enter, args=args))
     wait(processes)
     assert [one.exitcode for one in processes] == [0] * n, [(home / f"said-{r}").read_text() for r in range(n)]
@@ -98,3 +134,131 @@ def wait(processes: Sequence[Any]) -> None:
         if process.exitcode is None:
             process.kill()
             process.join()
+
+
+def serve_on(n: int, home: Path, folder: Path, requests: Sequence[Mapping[str, Any]], **options: Any) -> Any:
+    """What the first of n machines' engines answers to requests; see `answered`. options: of `open_engine`."""
+    return _results_on(n, home, _write_answers, (folder, requests, options))[0]
+
+
+def _write_answers(job: tuple[Path, Sequence[Mapping[str, Any]], Mapping[str, Any]], out: str) -> None:
+    from mlx_zip.engine.split_engine import open_split_engine
+    from mlx_zip.machines import is_first, machines
+
+    folder, requests, options = job
+    group, found = machines(), None
+    assert group is not None
+    with open_split_engine(group, folder, **options) as engine:
+        if is_first(group):
+            found = answered(engine, requests)
+        else:
+            engine.follow()
+    Path(out).write_text(json.dumps(found))
+
+
+def answered(engine: Any, requests: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """Per request, all submitted together: emitted ids, how it ended, and cached tokens.
+
+    A request is fields of `Submission`; besides, after: whether all requests before it must have ended; cancel_at:
+    after how many ids it is cancelled; only: base ids that a constraint accepts; broken: whether the constraint fails.
+    """
+    from mlx_zip.engine import Submission
+    from support.serving import Watch
+
+    watches: list[Any] = []
+    for request in requests:
+        fields = dict(request)
+        if fields.pop("after", False):
+            for watch in watches:
+                watch.wait()
+        cancel_at, only = fields.pop("cancel_at", None), fields.pop("only", None)
+        constraint = None if only is None else Only(only, fields.pop("broken", False))
+        watch = Watch()
+        ticket = engine.submit(Submission(**fields, constraint=constraint), watch)
+        watches.append(watch)
+        if cancel_at is not None:
+            while len(watch.emitted) < cancel_at:
+                time.sleep(0.001)
+            engine.cancel(ticket)
+    ended = [watch.wait().end for watch in watches]
+    return [
+        [watch.ids, getattr(end, "reason", None) or str(end.error), watch.events[0].cached_tokens]
+        for watch, end in zip(watches, ended, strict=True)
+    ]
+
+
+class Only:
+    """A constraint that accepts some base ids only. broken: whether `push` fails after three ids."""
+
+    def __init__(self, allowed: Sequence[int], broken: bool) -> None:
+        self._allowed, self._broken, self._pushed = list(allowed), broken, 0
+
+    def mask(self) -> Any:
+        import numpy as np
+
+        mask = np.zeros(tiny.VOCAB, bool)
+        mask[self._allowed] = True
+        return mask
+
+    def accepts(self, base_ids: Sequence[int]) -> bool:
+        return set(base_ids) <= set(self._allowed)
+
+    def push(self, base_ids: Sequence[int]) -> None:
+        self._pushed += 1
+        if self._broken and self._pushed > 3:
+            raise ValueError("the constraint is broken")
+
+
+def losing(lost: int, busy: bool, home: Path, folder: Path) -> tuple[int, str, float]:
+    """Kills one of two machines that serve; returns the other's exit status, standard error and seconds to its end.
+
+    busy: whether a request is under way then.
+    """
+    ready = home / "ready"
+    processes = [
+        CONTEXT.Process(
+            target=_enter, args=(place, str(home / f"said-{rank}"), _serve_until, (folder, busy, str(ready)))
+        )
+        for rank, place in enumerate(ring(home, 2))
+    ]
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + LIMIT_S
+    while not ready.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    processes[lost].kill()
+    began = time.monotonic()
+    processes[1 - lost].join(LIMIT_S)
+    took = time.monotonic() - began
+    for process in processes:
+        process.kill()
+        process.join()
+    status = processes[1 - lost].exitcode
+    assert status is not None
+    return status, (home / f"said-{1 - lost}").read_text(), took
+
+
+def _serve_until(folder: Path, busy: bool, ready: str) -> int:
+    """Serves until another machine is lost; returns 2 then, as the server does."""
+    from mlx_zip.engine import Submission
+    from mlx_zip.engine.split_engine import open_split_engine
+    from mlx_zip.errors import MachineError
+    from mlx_zip.machines import is_first, machines
+    from support.serving import Watch
+
+    group = machines()
+    assert group is not None
+    engine, watch = open_split_engine(group, folder), Watch()
+    try:
+        if is_first(group) and busy:
+            engine.submit(Submission(tiny.base_ids(20), max_tokens=1_000_000), watch)
+            while len(watch.emitted) < 3:
+                time.sleep(0.01)
+        if is_first(group):
+            Path(ready).touch()
+        engine.follow()
+    except MachineError as error:
+        assert not busy or not is_first(group) or "a fault has ended the engine" in str(watch.wait().end.error)
+        print(f"told: {error}", file=sys.stderr)
+        return 2
+    return 0

@@ -1,0 +1,99 @@
+"""`mlx_zip cache-prompt`: mlx_lm.cache_prompt's flags and output, with counts in base tokens, and flags of ours."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+from mlx_zip import bundled
+from mlx_zip.cli import packs, rows
+from mlx_zip.cli.generation import read_prompt
+from mlx_zip.cli.generation_flags import REFUSED
+from mlx_zip.errors import GenerationError
+from mlx_zip.files import at_home, check_out
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags; those of mlx_lm.cache_prompt keep their names and defaults."""
+    add = parser.add_argument
+    add("--model", help="model to run: folder, hub id or bundled model (default: stories, a bundled model)")
+    add("--revision", help="branch, tag or commit of a hub model (default: main)")
+    add("--adapter-path", help="folder of an mlx-lm adapter to load with the model (default: none)")
+    add(
+        "--trust-remote-code",
+        action="store_true",
+        help="run Python code that comes with the tokenizer (default: off)",
+    )
+    add("--eos-token", help="end-of-sequence token of the tokenizer (default: the tokenizer's own)")
+    add("--prompt-cache-file", required=True, help="safetensors file to write; an existing file is replaced")
+    add("--prompt", required=True, help="text to read, or - to read it from standard input as UTF-8")
+    packs.add_flags(add)
+    add("--kv-bits", type=int, help="bits per number in a quantized KV cache (default: not quantized)")
+    add(
+        "--kv-group-size",
+        type=int,
+        default=64,
+        help="number of values that share a scale in a quantized KV cache (default: 64)",
+    )
+    add(
+        "--quantized-kv-start",
+        type=int,
+        default=5000,
+        help="number of ids in the KV cache from which on --kv-bits quantizes it (default: 5000)",
+    )
+    rows.add_flags(add)
+    add("--max-kv-size", type=int, help="refused: " + REFUSED["max_kv_size"])
+
+
+def run(args: argparse.Namespace) -> int:
+    """Reads the prompt, writes the file, and prints figures; returns 0. Raises `MlxZipError`."""
+    if args.max_kv_size is not None:
+        raise GenerationError(f"--max-kv-size cannot be used: {REFUSED['max_kv_size']}; mlx_lm.cache_prompt has it")
+    if args.model == "":
+        raise GenerationError("no model: --model is empty")
+    file = at_home(args.prompt_cache_file)
+    check_out(file)
+    prompt, chosen = read_prompt(args.prompt), packs.read(args)
+    name = args.model or str(bundled.bundled_model(bundled.DEFAULT))
+
+    import mlx.core as mx
+
+    from mlx_zip.engine.cached_prompts import KvOptions, cache_prompt, prompt_ids
+    from mlx_zip.engine.session_store import SessionOptions
+    from mlx_zip.generate import load
+
+    config = {"trust_remote_code": args.trust_remote_code}
+    if args.eos_token is not None:
+        config["eos_token"] = args.eos_token
+    with rows.open_store(args) as store:
+        model, tokenizer = load(
+            name,
+            adapter_path=args.adapter_path,
+            tokenizer_config=config,
+            revision=args.revision,
+            trust_remote_code=args.trust_remote_code,
+            row_store=store,
+            pack=None if chosen is None else chosen.merged,
+            codebook_size=args.codebook_size,
+        )
+        kv = KvOptions(args.kv_bits, args.kv_group_size, args.quantized_kv_start)
+        options = SessionOptions(model_name=name, tokenizer_config=config)
+        sessions, info = cache_prompt(model, tokenizer, prompt_ids(tokenizer, prompt), options, kv, _Progress())
+        print(file=sys.stderr)
+        print(f"Peak memory: {mx.get_peak_memory() / 1e9:.3f} GB")
+        print("Saving...")
+        sessions.save(info.name, file)
+    print(f"Prompt: {info.base_tokens} base tokens in {info.ids} ids; the file has {file.stat().st_size} bytes")
+    return 0
+
+
+class _Progress:
+    """Prints how many base tokens have been read, in mlx-lm's form."""
+
+    def __init__(self) -> None:
+        self._started_s = time.monotonic()
+
+    def __call__(self, read: int) -> None:
+        speed = read / max(time.monotonic() - self._started_s, 1e-9)
+        print(f"\rProcessed {read:6d} tokens ({speed:6.2f} tok/s)", end="", flush=True, file=sys.stderr)

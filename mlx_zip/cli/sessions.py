@@ -1,0 +1,58 @@
+"""`mlx_zip sessions`: shows or deletes the conversations that a server keeps on disk."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from mlx_zip.cli.actions import printable
+from mlx_zip.errors import GenerationError
+from mlx_zip.progress import counted
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments of `mlx_zip sessions`."""
+    parser.add_argument(
+        "action",
+        metavar="ACTION",
+        choices=("list", "purge"),
+        help="list: print each session's size in bytes, base tokens, model and file; purge: delete the sessions of all "
+        "models, then the folder if it is empty",
+    )
+    parser.add_argument("folder", metavar="DIR", help="folder of sessions, as given to the server")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the folder's sessions, or how many were deleted; returns 0. Raises `GenerationError`."""
+    from mlx_zip.files import at_home
+
+    folder = at_home(args.folder)
+    try:
+        if args.action == "purge":
+            from mlx_zip.engine.session_folder import purge
+
+            count, size = purge(folder)
+            print(f"removed: {counted(count, 'file')}, {size} bytes")
+        else:
+            _list(folder)
+    except OSError as error:
+        raise GenerationError(f"{folder}: {error.strerror or error}") from error
+    return 0
+
+
+def _list(folder: Path) -> None:
+    """Prints one line per session, and their number and size. Raises `OSError`."""
+    from mlx_zip.engine.session_files import INDEX, session_paths
+    from mlx_zip.engine.session_format import BadFileError, read
+
+    sizes = []
+    for path in session_paths(folder):
+        size = path.lstat().st_size
+        sizes.append(size)
+        try:
+            facts = read(path, INDEX, whole=False).facts
+            about = f"{facts.get('base_tokens', '?'):>8}  {facts.get('model', 'unknown model')}"
+        except BadFileError as error:
+            about = f"{'-':>8}  cannot be used: {error}"
+        print(printable(f"{size:>12}  {about}  {path.name}"))
+    print(f"{counted(len(sizes), 'file')}, {sum(sizes)} bytes")

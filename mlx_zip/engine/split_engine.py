@@ -1,0 +1,279 @@
+"""`SplitEngine`: an engine whose model is split over several machines.
+
+The first machine's engine takes requests. Before each round of the scheduler it tells the others what has happened
+since: requests that came, were cancelled, and so on. The others' engines do the same rounds with what they are told, so
+all machines sum in the same order. Each has its own codebooks, KV caches and sessions; the first one chooses every id.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.generate import generation_stream
+
+from mlx_zip.engine.interface import Constraint, Deliver, Submission
+from mlx_zip.engine.job import Handle, Job
+from mlx_zip.engine.mlx_engine import DEFAULT_SESSIONS, MlxEngine, open_engine
+from mlx_zip.engine.submissions import Checked
+from mlx_zip.errors import EngineError, GenerationError
+from mlx_zip.machines import Group, bytes_from_first, from_first, lost_machines_as_errors, smallest, summed
+
+HEARTBEAT_S = 1.0  # an idle engine tells the others nothing this often, and so finds out if one is lost
+NO_BOUND = 1 << 62
+Told = list[Any]  # what happened, and to what
+
+
+def open_split_engine(group: Group, model_name: str | Path, **options: Any) -> SplitEngine:
+    """Loads this machine's share of a model and returns its engine. Every machine of the group must call this.
+
+    options: those of `open_engine`; sessions are kept in memory only. Raises what `mlx_zip.load` raises.
+    """
+    kept = options.pop("sessions", DEFAULT_SESSIONS)
+    sessions = None if kept is None else replace(kept, folder=None)
+    made = open_engine(model_name, **options, sessions=sessions, group=group, make=partial(SplitEngine, group))
+    return cast(SplitEngine, made)
+
+
+class SplitEngine(MlxEngine):
+    """An engine on one of several machines. group: the machines. Other arguments are those of `MlxEngine`.
+
+    On the first machine it is used as any engine; packs of requests, and sessions in files, are refused. On the others
+    only `follow` may be called.
+    """
+
+    def __init__(self, group: Group, *args: Any, **options: Any) -> None:
+        self._group, self._first = group, group.rank() == 0
+        self._news: list[Told] = []  # not yet told to the others
+        self._jobs: dict[int, Job] = {}  # requests that have not ended, by number
+        self._numbers = 0
+        super().__init__(*args, **options)
+
+    def follow(self) -> None:
+        """Returns when the first machine's engine has been closed. Raises what ended this one otherwise."""
+        self._thread.join()
+        if self._fault is not None:
+            raise self._fault
+
+    # ---- requests
+
+    def _make_job(self, submission: Submission, deliver: Deliver) -> Job:
+        if submission.pack is not None:
+            raise GenerationError("pack: a model on several machines begins with the pack that it was loaded with only")
+        if submission.constraint is not None:
+            submission = replace(submission, constraint=_Late(submission.constraint))
+        job = super()._make_job(submission, deliver)
+        job.handle = _Told()
+        return job
+
+    def _add(self, job: Job) -> None:
+        """Notes a request for the others; it is given to the scheduler together with theirs."""
+        self._jobs[self._numbers] = job
+        self._news.append(["add", self._numbers, _as_json(job.checked)])
+        self._numbers += 1
+
+    def _ended(self, job: Job) -> None:
+        super()._ended(job)
+        self._jobs = {number: one for number, one in self._jobs.items() if one is not job}
+
+    # ---- sessions
+
+    def save_session(self, name: str, file: Path) -> NoReturn:
+        raise EngineError("a session of a model on several machines cannot be saved: each machine has a share of it")
+
+    def load_session(self, file: Path) -> NoReturn:
+        raise EngineError(
+            "a session cannot be loaded for a model on several machines: each machine needs a share of it"
+        )
+
+    def drop_session(self, name: str) -> NoReturn:
+        raise EngineError("a session on several machines cannot be dropped alone; purge all of them")
+
+    def purge_sessions(self) -> int:
+        return self._inbox.ask(self._purge)
+
+    def _purge(self) -> int:
+        """Forgets this machine's sessions, and notes for the others to do so before the next round."""
+        self._news.append(["purge"])
+        return self._counted(self._store.purge())
+
+    # ---- the engine's thread
+
+    def _kv_bound(self) -> int | None:
+        """Returns the smallest bound of all machines."""
+        own = super()._kv_bound()
+        least = smallest(self._group, NO_BOUND if own is None else own)
+        return None if least == NO_BOUND else least
+
+    def _load(self, *args: Any) -> None:
+        super()._load(*args)
+        self._store = self._scheduler.store = _SameSessions(self._store, self._group)
+
+    def _serve(self) -> None:
+        """Does rounds until the first machine's engine is closed. Raises `MachineError` if a machine is lost."""
+        scheduler, going = self._scheduler, True
+        with lost_machines_as_errors():
+            while going:
+                with self._wired() if scheduler.busy else contextlib.nullcontext():
+                    going = self._hear()
+                    while going and scheduler.busy:
+                        scheduler.work()
+                        self._running = len(scheduler.running)
+                        going = self._hear()
+
+    def _hear(self) -> bool:
+        """Tells or hears what has happened since the last round, and does it; returns whether there is a next round.
+
+        This uses the stream of generation: its operations must come after the sums of the step under way.
+        """
+        news = json.dumps(self._gather(), default=_plain).encode() if self._first else b""
+        with mx.stream(generation_stream):
+            told = bytes_from_first(self._group, b"" if news == b"[]" else news)
+        going = True
+        for what, *facts in json.loads(told or b"[]"):
+            if what == "end":
+                going = False
+            elif what == "add":
+                self._begin(*facts)
+            elif what == "cancel" and facts[0] in self._jobs:
+                self._jobs[facts[0]].handle.tell()  # type: ignore[attr-defined]
+            elif what == "purge" and not self._first:
+                self._counted(self._store.purge())
+        return going
+
+    def _gather(self) -> list[Told]:
+        """Returns the news on the first machine; waits for some if there is nothing to do."""
+        scheduler = self._scheduler
+        self._inbox.take(0 if scheduler.busy or self._closing else HEARTBEAT_S)
+        if self._closing and time.monotonic() >= self._deadline:
+            scheduler.cancel_all()
+        asked = [["cancel", n] for n, job in self._jobs.items() if job.handle.asked and not job.handle.cancelled]  # type: ignore[attr-defined]
+        news, self._news = [*self._news, *asked], []
+        over = self._closing and not (news or scheduler.busy)
+        return [["end"]] if over else news
+
+    def _begin(self, number: int, facts: Mapping[str, Any]) -> None:
+        """Gives a request to the scheduler, on every machine in the same round."""
+        if not self._first:
+            self._jobs[number] = job = Job(
+                self._checks.check(_from_json(facts, self.info.vocab_size)), lambda event: None
+            )
+            job.handle = _Told()
+        self._scheduler.add(self._jobs[number])
+
+
+class _Told(Handle):
+    """A handle whose `cancelled` is true only after all machines have been told. asked: whether it was asked for."""
+
+    def __init__(self) -> None:
+        self.asked = self._told = False
+        super().__init__()
+
+    @property
+    def cancelled(self) -> bool:  # type: ignore[override]
+        return self._told
+
+    @cancelled.setter
+    def cancelled(self, asked: bool) -> None:
+        self.asked = self.asked or asked
+
+    def tell(self) -> None:
+        """Makes the request cancelled."""
+        self._told = True
+
+
+class _Late:
+    """A constraint whose failure at `push` is raised at the next `mask`, where other machines learn of failures."""
+
+    def __init__(self, inner: Constraint) -> None:
+        self._inner = inner
+        self._error: Exception | None = None
+
+    def mask(self) -> np.ndarray:
+        if self._error is not None:
+            raise self._error
+        return self._inner.mask()
+
+    def accepts(self, base_ids: Sequence[int]) -> bool:
+        return self._inner.accepts(base_ids)
+
+    def push(self, base_ids: Sequence[int]) -> None:
+        try:
+            self._inner.push(base_ids)
+        except Exception as error:
+            self._error = error
+
+
+class _Anything:
+    """What stands for a constraint on machines that choose nothing: all ids may come."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._mask = np.ones(vocab_size, bool)
+
+    def mask(self) -> np.ndarray:
+        return self._mask
+
+    def accepts(self, base_ids: Sequence[int]) -> bool:
+        return True
+
+    def push(self, base_ids: Sequence[int]) -> None:
+        return
+
+
+class _SameSessions:
+    """A store of sessions that uses a session only if all machines have found it; has the names of `inner`."""
+
+    def __init__(self, inner: Any, group: Group) -> None:
+        self._inner, self._group = inner, group
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def checkout(self, base_ids: Sequence[int], pack_key: Any, share: bool = False) -> Any:
+        """Returns what `inner.checkout` returns, None if the machines have found different things."""
+        found = self._inner.checkout(base_ids, pack_key, share)
+        held = (0, 0) if found is None else (found.ids, found.base_tokens)
+        with mx.stream(generation_stream):
+            same = from_first(self._group, mx.array(held, mx.int32)).tolist() == list(held)
+            differing = summed(self._group, int(not same))[0]
+        if differing and found is not None:
+            self._inner.release(found.name)
+        return None if differing else found
+
+
+def _as_json(checked: Checked) -> dict[str, Any]:
+    """Returns a request as JSON; a constraint stays on the first machine."""
+    submission, sampling = checked.submission, asdict(checked.sampling)
+    sampling["logit_bias"] = list((checked.sampling.logit_bias or {}).items())
+    return {
+        "base_ids": checked.base_ids.tolist(),
+        "max_tokens": submission.max_tokens,
+        "eos_ids": sorted(submission.eos_ids),
+        "sampling": sampling,
+        "top_logprobs": submission.top_logprobs,
+        "constrained": submission.constraint is not None,
+        "keep": submission.keep,
+    }
+
+
+def _from_json(facts: Mapping[str, Any], vocab_size: int) -> Submission:
+    """Returns the request that `_as_json` was given."""
+    facts = dict(facts)
+    sampling = {**facts["sampling"], "logit_bias": dict(facts["sampling"]["logit_bias"]) or None}
+    constraint = _Anything(vocab_size) if facts.pop("constrained") else None
+    return Submission(**{**facts, "eos_ids": frozenset(facts["eos_ids"]), "sampling": sampling}, constraint=constraint)
+
+
+def _plain(value: Any) -> Any:
+    """Returns a NumPy number as a number of Python, for JSON."""
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} is not JSON")

@@ -1,0 +1,105 @@
+"""`mlx_zip cache-prompt` and `mlx_zip sessions`."""
+
+import json
+import stat
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import load_prompt_cache
+
+from mlx_zip import cli
+from mlx_zip.engine.session_store import SessionStore
+from mlx_zip.generate import load, stream_generate
+from mlx_zip.state import find_state
+from support import tiny_text
+from support.cli_cases import MODEL
+from support.places import GOLDEN_MODELS
+
+pytestmark = pytest.mark.usefixtures("home")
+TEXT = "The cat sat on the mat. The cat sat on the mat."
+PLAIN = GOLDEN_MODELS / MODEL / "base"
+
+
+def cached(run, file, *flags, model=None):
+    model = tiny_text.converted(MODEL) if model is None else model
+    return run("cache-prompt", "--model", model, "--prompt", TEXT, "--prompt-cache-file", file, *flags)
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_generate_goes_on_from_a_cached_prompt_as_from_the_whole_text(run, tmp_path, plain):
+    file, model = tmp_path / "p.safetensors", PLAIN if plain else tiny_text.converted(MODEL)
+    status, out, err = cached(run, file, model=model)
+    assert (status, "Processed" in err) == (0, True)
+    assert [line.split(":")[0] for line in out.splitlines()] == ["Peak memory", "Saving...", "Prompt"]
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    loaded, tokenizer = load(model)
+    given, metadata = load_prompt_cache(str(file), return_metadata=True)
+    assert metadata["model"] == str(model)
+    flags = ("--ignore-chat-template", "-m", 12, "--json", "--prompt-cache-file", file, "--prompt", " The dog.")
+    text = json.loads(run("generate", *flags)[1])["text"]
+    responses = stream_generate(loaded, tokenizer, " The dog.", 12, prompt_cache=given)
+    assert text == "".join(response.text for response in responses)
+
+
+def test_a_server_finds_a_cached_prompt_by_its_base_ids(run, tmp_path):
+    cached(run, tmp_path / "p.safetensors")
+    model, tokenizer = load(tiny_text.converted(MODEL))
+    store = SessionStore(model, tokenizer)
+    info = store.load(tmp_path / "p.safetensors")
+    state = find_state(load_prompt_cache(str(tmp_path / "p.safetensors")))
+    prompt = [*state.books[0].base_ids(0).tolist(), 5, 6]
+    assert store.checkout(prompt, "").base_tokens == info.base_tokens == len(prompt) - 2
+
+
+def test_a_cached_prompt_of_another_model_is_refused_by_a_server(run, tmp_path):
+    cached(run, tmp_path / "p.safetensors")
+    store = SessionStore(*load(PLAIN))
+    with pytest.raises(Exception, match="another model than the one that is loaded"):
+        store.load(tmp_path / "p.safetensors")
+
+
+def test_the_kv_cache_of_a_cached_prompt_can_be_quantized(run, tmp_path):
+    file = tmp_path / "p.safetensors"
+    flags = ("--kv-bits", 8, "--kv-group-size", 32, "--quantized-kv-start", 0)
+    assert cached(run, file, *flags, model="stories")[0] == 0
+    assert load_prompt_cache(str(file))[0].keys[0].dtype == mx.uint32
+    assert run("generate", "--prompt-cache-file", file, "--prompt", "x", "-m", 3, "--verbose", "F")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (("--max-kv-size", 8), "--max-kv-size cannot be used: a rotating KV cache"),
+        (("--kv-bits", 7), "must be one of"),
+        (("--prompt", ""), "the prompt is empty"),
+        (("--prompt-cache-file", "no/p.safetensors"), "no such folder"),
+        (("--model", ""), "--model is empty"),
+    ],
+)
+def test_a_request_that_cannot_be_met_writes_nothing(run, tmp_path, monkeypatch, flags, reason):
+    monkeypatch.chdir(tmp_path)
+    status, _, err = cached(run, "p.safetensors", *flags)
+    assert status == 2
+    assert reason in err
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def test_sessions_lists_what_is_in_a_folder_and_purges_it(run, tmp_path):
+    folder = tmp_path / "kept"
+    folder.mkdir()
+    cached(run, folder / f"{'a' * 16}.safetensors")
+    (folder / f"{'b' * 16}.safetensors").write_bytes(b"x" * 100)
+    status, out, _ = run("sessions", "list", folder)
+    first, second, total = out.splitlines()
+    assert status == 0
+    assert first.split()[2:] == [str(tiny_text.converted(MODEL)), f"{'a' * 16}.safetensors"]
+    assert "cannot be used: its header" in second
+    size = sum(file.stat().st_size for file in folder.iterdir())
+    assert total == f"2 files, {size} bytes"
+    assert run("sessions", "purge", folder)[1] == f"removed: 2 files, {size} bytes\n"
+    assert not folder.exists()
+    assert "No such file" in run("sessions", "list", folder)[2]
+
+
+def test_both_commands_are_listed():
+    assert {"cache-prompt", "sessions"} <= cli.COMMANDS.keys()
