@@ -22,9 +22,9 @@ _BEGINNING = 256  # characters, within which one of those must be found
 class Splitter:
     """Splits the text of one answer into deltas. Their joined texts do not depend on how the text was cut into pieces.
 
-    tokenizer: our `Tokenizer` or mlx-lm's wrapper. prompt_ids: base ids of the prompt; its end tells whether the
-    reasoning has begun already. Reasoning is looked for at the beginning of the answer only. White space next to marks
-    of reasoning and of calls is dropped. A call that is not valid stays text, with its marks.
+    tokenizer: our `Tokenizer` or mlx-lm's wrapper. prompt_ids: base ids of the prompt; its end shows whether
+    the reasoning has begun already. Reasoning is looked for at the beginning of the answer only. White space next to
+    marks of reasoning and of calls is dropped. A call that is not valid stays text, with its marks.
 
     called: whether there was a call. reasoning_tokens: base tokens fed while in the reasoning. Raises `GenerationError`
     for tools that the model's chat template cannot take, or whose calls cannot be read.

@@ -1,6 +1,6 @@
 """How a model writes calls of tools, and what its text means: (name, arguments) of each call.
 
-mlx-lm's wrapper of a tokenizer tells its marks and its parser. Without one, the format is read off the chat template:
+mlx-lm's wrapper of a tokenizer has its marks and its parser. Without one, the format is read off the chat template:
 JSON between tags (Hermes, Qwen), JSON after a mark (Mistral), or JSON as the whole answer (Llama 3 and others).
 """
 
@@ -74,7 +74,7 @@ def tool_format(tokenizer: Any) -> ToolFormat:
 
 
 def _of_wrapper(tokenizer: Any, parser: Any, template: str) -> ToolFormat:
-    """Returns the format that mlx-lm's wrapper of a tokenizer tells; `parser` is mlx-lm's."""
+    """Returns the format that mlx-lm's wrapper of a tokenizer names; `parser` is mlx-lm's."""
     kind = str(getattr(parser, "__module__", "")).rpartition(".")[2]
     if kind == "mistral":
         return _mistral(template)
