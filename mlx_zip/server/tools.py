@@ -63,7 +63,7 @@ def _body(tokenizer: Any, turn: Turn) -> list[str] | None:
     forced = bool(tools) and turn.tool_choice != "auto"
     schema = None if turn.schema is None or forced else f"answer: {json_by(turn.schema)}"
     if not (forced or any(tool.strict for tool in tools)):
-        return schema and _schema_only(tokenizer, schema, tools)
+        return None if schema is None else _schema_only(tokenizer, schema, tools)
     form = tool_format(tokenizer)
     if not form.can_force:
         raise GenerationError(

@@ -34,14 +34,15 @@ class GrammarVocabulary:
 
     def __init__(self, tokenizer: Any) -> None:
         self._inner = getattr(tokenizer, "_tokenizer", tokenizer)
-        if self._inner.eos_token_id is None and not getattr(tokenizer, "eos_token_ids", None):
+        ends = {*getattr(tokenizer, "eos_token_ids", ()), self._inner.eos_token_id} - {None}
+        if not ends:
             raise GenerationError("a constrained answer needs a tokenizer with an eos token, which this one has not")
         self.tokens = bytes_by_id(tokenizer)
         self.special_token_ids = sorted(i for i in special_ids(self._inner) if i < len(self.tokens))
         self._special = frozenset(self.special_token_ids)
         self._ids = {token: i for i, token in enumerate(self.tokens) if token and i not in self._special}
         self._longest = max(map(len, self._ids), default=0)
-        self.eos_token_id = min({*getattr(tokenizer, "eos_token_ids", ())} or {self._inner.eos_token_id})
+        self.eos_token_id = int(min(ends))
         self.bos_token_id = None
         self.is_tokenizer_wrapper = True  # llguidance looks for this name
         self.usable = np.array([bool(token) for token in self.tokens])
