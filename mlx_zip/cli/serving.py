@@ -117,7 +117,7 @@ def _hosts(args: argparse.Namespace) -> frozenset[str] | None:
 
 def _engine_options(args: argparse.Namespace, name: str, chosen: packs.Packs | None) -> dict[str, Any]:
     """Returns the arguments of `open_engine`. chosen: the packs of --pack."""
-    from mlx_zip.engine.session_store import SessionOptions
+    from mlx_zip.engine.session_options import SessionOptions
 
     plain = (chosen is not None or args.codebook_size is not None) and packs.is_plain(name)
     if plain and args.codebook_size is not None:

@@ -8,7 +8,7 @@ import pytest
 
 from mlx_zip.engine import Failed, Finished, Submission, events
 from mlx_zip.engine.mlx_engine import open_engine
-from mlx_zip.engine.session_store import SessionOptions
+from mlx_zip.engine.session_options import SessionOptions
 from mlx_zip.errors import (
     EngineBusyError,
     EngineError,
