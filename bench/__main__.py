@@ -21,6 +21,18 @@ BENCHES = {
         "mlx_zip.bench.batch",
         "time a batch of requests against the same requests one after the other, with and without hypertokens",
     ),
+    "serve": (
+        "mlx_zip.bench.serving",
+        "time the server: one stream, many streams, two long prompts, later turns of a chat; next to mlx-lm's server",
+    ),
+    "soak": (
+        "mlx_zip.bench.soak",
+        "send the server thousands of mixed requests, many of them cancelled or malformed, and check every answer",
+    ),
+    "agent": (
+        "mlx_zip.bench.agent",
+        "play an agent with tools against the server, and report how much of each turn's prompt was cached",
+    ),
     "report": (
         "mlx_zip.bench.report",
         "print tables and plots of records that `bench generate` printed on any machines and days",
@@ -46,7 +58,16 @@ BENCHES = {
         "time a training step, its parts and data preparation; compare memory with mlx-lm's trainer",
     ),
 }
-TIMED = {"generate", "batch", "profile", "codec", "rows", "training"}  # benches that measure time: they have --record
+TIMED = {
+    "generate",
+    "batch",
+    "serve",
+    "soak",
+    "profile",
+    "codec",
+    "rows",
+    "training",
+}  # benches that measure time: they have --record
 PAPERS = "mlx_zip.bench.papers.__main__"  # runs the papers' experiments; a checkout has it, a package does not
 
 

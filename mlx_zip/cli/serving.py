@@ -22,6 +22,7 @@ from mlx_zip.files import at_home
 
 __all__ = ["REFUSED", "add_arguments", "run"]
 
+log = logging.getLogger("mlx_zip.server")
 LIBRARIES = ("starlette", "uvicorn", "sse_starlette", "pydantic", "prometheus_client", "llguidance")
 COUNTS = ("max_tokens", "decode_concurrency", "max_prompt_tokens", "prefill_step_size")
 LOOPBACK = ("127.", "::1", "localhost")
@@ -124,14 +125,17 @@ def _bound(running: Any, host: str, port: int) -> Any:
 
 def _options(args: argparse.Namespace, name: str) -> dict[str, Any]:
     """Returns the fields of the server's `Options` that flags set, but packs."""
+    key, hosts = _api_key(args), _hosts(args)
+    if key is None and not args.host.startswith(LOOPBACK):
+        log.warning("other machines can reach the server, and it asks for no key (--api-key)")
     return {
         "model": name,
         "max_tokens": args.max_tokens,
         "sampling": {flag: getattr(args, flag) for flag in SAMPLING},
         "template_options": _json_map("--chat-template-args", args.chat_template_args),
-        "api_key": _api_key(args),
+        "api_key": key,
         "allowed_origins": args.allowed_origins,
-        "hosts": _hosts(args),
+        "hosts": hosts,
         "max_body_bytes": args.max_body_bytes,
         "session_files": None if args.session_files is None else _folder("--session-files", args.session_files),
         "drain_s": args.drain,

@@ -319,7 +319,7 @@ class MlxEngine(Engine):
                 self._noted.pop(key, None)
 
     def _die(self, fault: BaseException) -> None:
-        """Ends all requests because of a fault, and tells those who asked to be told."""
+        """Ends all requests because of a fault, and calls the functions given to `on_death`."""
         stopped = EngineStoppedError(f"a fault has ended the engine: {type(fault).__name__}: {first_line(fault)}")
         stopped.__cause__ = fault
         with self._lock:

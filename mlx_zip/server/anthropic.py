@@ -14,7 +14,7 @@ from mlx_zip.server.anthropic_bodies import CountBody, MessagesBody, turn_of
 from mlx_zip.server.anthropic_events import CUT_SHORT, MessageBuilder, new_id
 from mlx_zip.server.bodies import check_model
 from mlx_zip.server.core import Core
-from mlx_zip.server.errors import ANTHROPIC, RequestError, Told
+from mlx_zip.server.errors import ANTHROPIC, Failure, RequestError
 from mlx_zip.server.fields import parse
 from mlx_zip.server.http import (
     comment_bytes,
@@ -78,7 +78,7 @@ class _Asked:
                 events = self._builder.add(delta)
                 yield _frame(events) if events else comment_bytes("waiting")
 
-    def failed(self, failure: Told) -> bytes:
+    def failed(self, failure: Failure) -> bytes:
         """Returns the last event of an answer that failed."""
         error = failure.body(ANTHROPIC)["error"]
         return _frame(self._builder.fail(error["type"], error["message"]))

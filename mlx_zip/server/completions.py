@@ -114,7 +114,7 @@ def _choice(index: int, text: str, logprobs: Any, reason: str | None) -> dict[st
 
 
 def _logprobs(found: Sequence[TokenLogprob], begin: int) -> dict[str, Any]:
-    """Returns the log-probabilities of a text as completions tell them. begin: characters of the text before it."""
+    """Returns the log-probabilities of a text in the form of completions. begin: characters of the text before it."""
     offsets = [begin]
     for one in found:
         offsets.append(offsets[-1] + len(one.text))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from typing import Any, TypeVar
@@ -39,7 +39,7 @@ class Core:
         self._tokens = TokenTexts(engine.tokenizer)
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="mlx_zip-server")
 
-    async def answer(self, turn: Turn) -> AsyncIterator[Delta]:
+    async def answer(self, turn: Turn) -> AsyncGenerator[Delta, None]:
         """Yields an answer's deltas; the last one is a `Done`.
 
         The first one is `Waiting(0, 0)` and comes as soon as the engine has taken the request. Raises, before it, what
@@ -61,7 +61,7 @@ class Core:
         finally:
             self.engine.cancel(ticket)
 
-    async def answers(self, turns: Sequence[Turn]) -> AsyncIterator[tuple[int, Delta]]:
+    async def answers(self, turns: Sequence[Turn]) -> AsyncGenerator[tuple[int, Delta], None]:
         """Yields the deltas of several answers as they come, each with the index of its turn.
 
         All turns are submitted before the first delta is yielded. An error of one ends all.
@@ -165,7 +165,7 @@ def _deliverer(inbox: asyncio.Queue[Event]) -> Callable[[Event], None]:
     return deliver
 
 
-async def _merged(running: Sequence[AsyncIterator[Delta]]) -> AsyncIterator[tuple[int, Delta]]:
+async def _merged(running: Sequence[AsyncGenerator[Delta, None]]) -> AsyncGenerator[tuple[int, Delta], None]:
     """Yields what several iterators yield, as it comes, each with the iterator's index."""
     waiting = {asyncio.ensure_future(anext(deltas)): i for i, deltas in enumerate(running)}
     try:

@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from mlx_zip.server.core import Core
-from mlx_zip.server.errors import OPENAI, RequestError, Told, json_bytes, told
+from mlx_zip.server.errors import OPENAI, Failure, RequestError, failure_of, json_bytes
 
 Some = TypeVar("Some")
 _CLOSE = {"Connection": "close"}
@@ -173,7 +173,7 @@ async def stream_response(
     core: Core,
     frames: AsyncIterator[bytes],
     dialect: str = OPENAI,
-    on_error: Callable[[Told], bytes] | None = None,
+    on_error: Callable[[Failure], bytes] | None = None,
 ) -> Response:
     """Returns an answer that streams frames of server-sent events (`event_bytes`) as they come.
 
@@ -191,7 +191,7 @@ async def stream_response(
                 async for frame in frames:
                     yield frame
             except Exception as error:  # whatever it is, the client hears of it
-                failure = told(error)
+                failure = failure_of(error)
                 yield on_error(failure) if on_error else event_bytes(failure.body(dialect))
 
     return EventSourceResponse(

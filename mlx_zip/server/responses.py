@@ -13,7 +13,7 @@ from starlette.routing import Route
 
 from mlx_zip.server.bodies import check_model, max_tokens_of
 from mlx_zip.server.core import Core
-from mlx_zip.server.errors import RequestError, Told
+from mlx_zip.server.errors import Failure, RequestError
 from mlx_zip.server.fields import parse
 from mlx_zip.server.http import described, event_bytes, json_response, read_json, stream_response, unless_gone
 from mlx_zip.server.responses_bodies import ResponseBody, turn_of
@@ -100,7 +100,7 @@ class _Asked:
                     yield _frame(events)
                 events = []
 
-    def failed(self, failure: Told) -> bytes:
+    def failed(self, failure: Failure) -> bytes:
         """Returns the last events of an answer that failed."""
         return _frame(self.builder.fail(failure.message, _CODES.get(failure.status, "server_error")))
 

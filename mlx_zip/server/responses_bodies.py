@@ -85,7 +85,7 @@ class TextConfig(Body):
 
 
 class ReasoningConfig(Body):
-    """How much the model shall reason. Its reasoning is told whole, whatever summary is asked for."""
+    """How much the model shall reason. The answer holds all of its reasoning, whatever summary is asked for."""
 
     harmless = frozenset({"summary", "generate_summary"})
 

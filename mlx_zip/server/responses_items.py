@@ -107,7 +107,7 @@ _PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "f
 
 
 def named_item(item: Mapping[str, Any], make_id: Callable[[str], str]) -> dict[str, Any]:
-    """Returns an item of a request as it is told later: with an id, a status, and content in parts."""
+    """Returns an item of a request as responses show it: with an id, a status, and content in parts."""
     named = {"id": make_id(_PREFIXES.get(item["type"], "item")), "status": "completed", **item}
     if isinstance(item.get("content"), str):
         notes = {"annotations": []} if item["role"] == "assistant" else {}

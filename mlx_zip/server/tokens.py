@@ -1,4 +1,4 @@
-"""The texts and bytes of single tokens, which log-probabilities are told with."""
+"""The texts and bytes of single tokens, for log-probabilities."""
 
 from __future__ import annotations
 

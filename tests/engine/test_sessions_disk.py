@@ -20,6 +20,7 @@ from mlx_zip.engine.session_files import Snapshot
 from mlx_zip.engine.session_folder import purge
 from mlx_zip.errors import EngineError
 from mlx_zip.state import find_state
+from mlx_zip.vocab.tuned import TunedRows, TunedStart
 from support import keeping, tiny
 from support.keeping import OWN
 
@@ -182,6 +183,43 @@ def test_a_folder_of_sessions_can_be_purged_whole(folder):
     (folder / "notes.txt").unlink()
     assert purge(folder) == (0, 0)
     assert not folder.exists()
+
+
+def tuned_start(seed):
+    """A pack of two entries with rows of its own, tuned for the tiny model."""
+    model, rng = keeping.model("zip"), np.random.default_rng(seed)
+    rows = [rng.normal(0, 0.3, (2, 64)).astype(np.float32) for _ in range(2)]
+    return TunedStart(((27, 36), (21, 25)), TunedRows(*rows, model.fingerprint))
+
+
+def test_a_conversation_that_began_with_a_tuned_pack_goes_on_with_it_after_a_restart(folder):
+    start, model, held = tuned_start(0), keeping.model("zip"), tiny.base_ids(60)
+    store, cache = keeping.store(folder=folder), model.make_cache(pack=start)
+    held += keeping.greedy("zip", cache, held)[1]
+    store.put(cache, pack_key="tuned")
+    store.flush()
+    wanted = keeping.greedy("zip", store.checkout(held + NEXT, "tuned").cache, NEXT)
+    again = keeping.store(folder=folder)
+    assert again.checkout(held + NEXT, "") is None
+    found = again.checkout(held + NEXT, "tuned")
+    find_state(found.cache).begun_with([start])
+    assert keeping.greedy("zip", found.cache, NEXT) == wanted
+
+
+def test_a_conversation_that_began_with_another_pack_of_the_model_is_not_found(folder, monkeypatch):
+    held, model = saved_with_own_pack(folder), keeping.model("zip")
+    assert keeping.store(folder=folder).checkout(held + NEXT, "").base_tokens == len(held)
+    monkeypatch.setattr(model.session, "pack", tuned_start(1))
+    assert keeping.store(folder=folder).checkout(held + NEXT, "") is None
+
+
+def saved_with_own_pack(folder):
+    """Holds a conversation that begins with the model's own pack, in a folder; returns its base ids."""
+    store, cache, held = keeping.store(folder=folder), keeping.new_cache("zip"), tiny.base_ids(60)
+    held += keeping.greedy("zip", cache, held)[1]
+    store.put(cache, pack_key="")
+    store.close()
+    return held
 
 
 # ---- what a disk can do

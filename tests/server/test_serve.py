@@ -22,6 +22,7 @@ import pytest
 
 from mlx_zip.generate import load, stream_generate
 from support.http_server import post, read_all, until
+from support.places import REPO
 
 PROMPT = "Tell me a story about a frog."
 USER = [{"role": "user", "content": PROMPT}]
@@ -169,6 +170,24 @@ def test_a_conversation_is_found_again_after_the_process_was_killed(tmp_path: Pa
         turns.append({"role": "user", "content": "And then?"})
         second = server.openai.chat.completions.create(model="stories", messages=turns, max_tokens=5)
     assert second.usage.prompt_tokens_details.cached_tokens > 0.9 * first.usage.total_tokens
+
+
+def test_the_engines_death_ends_the_process_with_status_1_and_a_line():
+    code = (
+        "import sys, threading; sys.path.insert(0, 'tests')\n"
+        "from mlx_zip.engine import mlx_engine\n"
+        "from support.fake_engine import FakeEngine\n"
+        "def open_engine(*_, **__):\n"
+        "    engine = FakeEngine()\n"
+        "    threading.Timer(1, engine.die).start()\n"
+        "    return engine\n"
+        "mlx_engine.open_engine = open_engine\n"
+        "from mlx_zip.cli import main\n"
+        "sys.exit(main(['serve', '--port', '0']))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPO, timeout=START_S)
+    assert (done.returncode, done.stdout.count("\n")) == (1, 1)
+    assert done.stderr.splitlines()[-1] == "error: the engine has stopped: RuntimeError: a fault"
 
 
 @pytest.mark.parametrize(
