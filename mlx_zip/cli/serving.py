@@ -34,12 +34,17 @@ def run(args: argparse.Namespace) -> int:
     logging.basicConfig(level=args.log_level, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     running = _server_module("running")
 
+    from mlx_zip.machine_watch import watched
     from mlx_zip.machines import is_first, machines
 
     group = machines()
     _check_machines(args, group)
-    if group is not None and not is_first(group):
-        return _follow(args, group)
+    with watched(group):
+        return _lead(args, group, running) if is_first(group) else _follow(args, group)
+
+
+def _lead(args: argparse.Namespace, group: Any, running: Any) -> int:
+    """Serves, on the first or only machine; returns what `run` returns. running: the server's module of that name."""
     name, chosen = bundled.DEFAULT if args.model is None else args.model, packs.read(args)
     options = _options(args, name)
     with (

@@ -67,7 +67,7 @@ def test_a_machine_that_is_lost_ends_the_others_engine_soon_also_when_nothing_is
     folder = write_model(tmp_path / "model", "llama")
     status, said, took = losing(lost, busy, tmp_path, folder)
     assert (status, took < 30) == (2, True), said
-    assert "told: another machine of this run has ended" in said
+    assert "error: another machine of this run has ended" in said
     assert "Traceback" not in said
 
 
