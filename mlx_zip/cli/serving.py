@@ -160,7 +160,7 @@ def _hosts(args: argparse.Namespace) -> frozenset[str] | None:
         return frozenset(args.allowed_hosts)
     if not args.host.startswith(LOOPBACK):
         return None
-    return frozenset({"localhost", "127.0.0.1", "::1", args.host.lower()})
+    return _server_module("options").LOOPBACK | {args.host.lower()}
 
 
 def _engine_options(args: argparse.Namespace, name: str, chosen: packs.Packs | None) -> dict[str, Any]:
