@@ -10,7 +10,8 @@ from typing import Any
 
 from mlx_zip.engine.engine_thread import MlxEngine, ServeOptions
 from mlx_zip.engine.served import RunOptions, Served
-from mlx_zip.engine.session_store import SessionOptions, SessionStore
+from mlx_zip.engine.session_options import SessionOptions
+from mlx_zip.engine.session_store import SessionStore
 from mlx_zip.hyper import RowStore
 from mlx_zip.loading import load
 from mlx_zip.machines import Group

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import from_json
@@ -49,6 +49,25 @@ class Body(BaseModel):
             return given
         known = {field.alias or name for name, field in cls.model_fields.items()}
         return {k: v for k, v in given.items() if k not in cls.harmless and not (v is None and k in known)}
+
+
+class PlainText(Body):
+    """Text of any form."""
+
+    type: Literal["text"]
+
+
+class JsonObject(Body):
+    """A JSON object of any form."""
+
+    type: Literal["json_object"]
+
+
+class RefusalPart(Body):
+    """A piece of a message in which a model refused; it is read as text."""
+
+    type: Literal["refusal"]
+    refusal: str
 
 
 def parse(kind: type[Some], given: Any) -> Some:

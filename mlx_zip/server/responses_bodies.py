@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from mlx_zip.server.fields import Body, check_tools, joined_system, thinking_options
+from mlx_zip.server.fields import Body, JsonObject, PlainText, check_tools, joined_system, thinking_options
 from mlx_zip.server.responses_items import Item, messages_of
 from mlx_zip.server.turn import Tool, Turn
 
@@ -45,18 +45,6 @@ class AllowedTools(Body):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
     tools: list[NamedFunction]
-
-
-class PlainText(Body):
-    """Text of any form."""
-
-    type: Literal["text"]
-
-
-class JsonObject(Body):
-    """A JSON object of any form."""
-
-    type: Literal["json_object"]
 
 
 class JsonSchema(Body):

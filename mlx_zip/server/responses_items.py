@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from mlx_zip.server.fields import Body, BodyError, arguments_of
+from mlx_zip.server.fields import Body, BodyError, RefusalPart, arguments_of
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
@@ -19,13 +19,6 @@ class TextPart(Body):
 
     type: Literal["input_text", "output_text", "text"]
     text: str
-
-
-class RefusalPart(Body):
-    """A refusal that another model wrote; it is read as text."""
-
-    type: Literal["refusal"]
-    refusal: str
 
 
 class Message(Body):

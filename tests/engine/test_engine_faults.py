@@ -10,7 +10,7 @@ import pytest
 
 from mlx_zip.engine import Failed, Finished, Submission, engine_thread, events
 from mlx_zip.engine.mlx_engine import open_engine
-from mlx_zip.engine.session_store import SessionOptions
+from mlx_zip.engine.session_options import SessionOptions
 from mlx_zip.errors import (
     EngineBusyError,
     EngineError,
