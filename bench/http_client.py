@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -103,7 +103,7 @@ async def _rest(reader: asyncio.StreamReader, reply: Reply) -> AsyncIterator[byt
         yield part
 
 
-async def _data_lines(parts: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+async def _data_lines(parts: AsyncIterator[bytes]) -> AsyncGenerator[Any, None]:
     """Yields what the `data:` lines of an event stream hold: JSON values, or a text that is none, such as [DONE]."""
     held = b""
     async for part in parts:

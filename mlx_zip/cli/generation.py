@@ -29,11 +29,12 @@ def run(args: argparse.Namespace) -> int:
         _choose_bundled_model(args)
     biases = _json_map("--logit-bias", args.logit_bias)
 
+    from mlx_zip.machine_watch import watched
     from mlx_zip.machines import lost_machines_as_errors, machines
 
     group = machines()
     _check_machines(args, group)
-    with lost_machines_as_errors():
+    with lost_machines_as_errors(), watched(group):
         return _run(args, biases, read_prompt(args.prompt), group)
 
 

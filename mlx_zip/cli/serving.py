@@ -6,6 +6,7 @@ import argparse
 import json
 import logging
 import os
+import signal
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -32,18 +33,65 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
     logging.basicConfig(level=args.log_level, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     running = _server_module("running")
+
+    from mlx_zip.machine_watch import watched
+    from mlx_zip.machines import is_first, machines
+
+    group = machines()
+    _check_machines(args, group)
+    with watched(group):
+        return _lead(args, group, running) if is_first(group) else _follow(args, group)
+
+
+def _lead(args: argparse.Namespace, group: Any, running: Any) -> int:
+    """Serves, on the first or only machine; returns what `run` returns. running: the server's module of that name."""
     name, chosen = bundled.DEFAULT if args.model is None else args.model, packs.read(args)
     options = _options(args, name)
-    with _bound(running, args.host, args.port) as listener, rows.open_store(args) as store:
-        from mlx_zip.engine.mlx_engine import open_engine
-
-        with open_engine(name, **_engine_options(args, name, chosen), row_cache=store) as engine:
-            options |= _pack_options(chosen, packs.is_plain(name), engine)
-            served = _server_module("options").Options(**options)
-            fault = running.serve(engine, served, listener, args.log_level)
+    with (
+        _bound(running, args.host, args.port) as listener,
+        rows.open_store(args) as store,
+        _opened(group, name, **_engine_options(args, name, chosen), row_cache=store) as engine,
+    ):
+        options |= _pack_options(chosen, packs.is_plain(name), engine)
+        served = _server_module("options").Options(**options)
+        fault = running.serve(engine, served, listener, args.log_level)
     if fault is not None:
         print(f"error: the engine has stopped: {type(fault).__name__}: {first_line(fault)}", file=sys.stderr)
     return 0 if fault is None else 1
+
+
+def _opened(group: Any, name: str, **options: Any) -> Any:
+    """Returns the engine of a model. group: the machines that the model is split over, None for one."""
+    if group is None:
+        from mlx_zip.engine.mlx_engine import open_engine
+
+        return open_engine(name, **options)
+    from mlx_zip.engine.split_engine import open_split_engine
+
+    return open_split_engine(group, name, **options)
+
+
+def _follow(args: argparse.Namespace, group: Any) -> int:
+    """Does what the first machine's engine tells until that ends; returns 0. Raises `MlxZipError` if it is lost.
+
+    Ctrl-C in a terminal reaches all machines; only the first one acts on it, so that answers under way can end.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    name = bundled.DEFAULT if args.model is None else args.model
+    with (
+        rows.open_store(args) as store,
+        _opened(group, name, **_engine_options(args, name, None), row_cache=store) as engine,
+    ):
+        engine.follow()
+    return 0
+
+
+def _check_machines(args: argparse.Namespace, group: Any) -> None:
+    """Raises `GenerationError` for flags that cannot be used for a model on several machines."""
+    for name in ("pack", "session_cache", "session_files") if group is not None else ():
+        if getattr(args, name):
+            flag = "--" + name.replace("_", "-")
+            raise GenerationError(f"{flag} cannot be used on several machines: each has a share of the model only")
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -112,12 +160,12 @@ def _hosts(args: argparse.Namespace) -> frozenset[str] | None:
         return frozenset(args.allowed_hosts)
     if not args.host.startswith(LOOPBACK):
         return None
-    return frozenset({"localhost", "127.0.0.1", "::1", args.host.lower()})
+    return _server_module("options").LOOPBACK | {args.host.lower()}
 
 
 def _engine_options(args: argparse.Namespace, name: str, chosen: packs.Packs | None) -> dict[str, Any]:
     """Returns the arguments of `open_engine`. chosen: the packs of --pack."""
-    from mlx_zip.engine.session_store import SessionOptions
+    from mlx_zip.engine.session_options import SessionOptions
 
     plain = (chosen is not None or args.codebook_size is not None) and packs.is_plain(name)
     if plain and args.codebook_size is not None:

@@ -13,6 +13,7 @@ REFUSED = {  # flags of mlx_lm.server that cannot work here, and why
     "draft_model": "a draft model proposes base ids, and hypertokens cannot be verified against them",
     "num_draft_tokens": "it has a meaning only together with --draft-model",
     "prompt_concurrency": "prompts are read in turns, between the steps of the answers under way",
+    "pipeline": "a model on several machines is split inside its layers, not between them",
     "prompt_cache_size": "kept conversations are bounded in bytes, with --prompt-cache-bytes",
 }
 SAMPLING = {  # flags of requests that do not say otherwise: (type, default, help)
@@ -49,8 +50,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="number of ids in the KV cache from which on --kv-bits quantizes it (default: 5000)",
     )
     rows.add_flags(add)
-    for name, kind in (("draft_model", str), *((one, int) for one in list(REFUSED)[1:])):
+    for name, kind in (
+        ("draft_model", str),
+        *((one, int) for one in REFUSED if one not in ("draft_model", "pipeline")),
+    ):
         add("--" + name.replace("_", "-"), type=kind, help="refused: " + REFUSED[name])
+    add("--pipeline", action="store_true", default=None, help="refused: " + REFUSED["pipeline"])
 
 
 def _add_model(add: Any) -> None:

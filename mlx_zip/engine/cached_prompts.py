@@ -12,7 +12,8 @@ from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_zip.engine.interface import SessionInfo
-from mlx_zip.engine.session_store import SessionOptions, SessionStore
+from mlx_zip.engine.session_options import SessionOptions
+from mlx_zip.engine.session_store import SessionStore
 from mlx_zip.generate import PREFILL_STEP_SIZE, check_kv
 from mlx_zip.request import Request
 from mlx_zip.state import ZipState, find_state

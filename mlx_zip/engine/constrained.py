@@ -2,7 +2,8 @@
 
 The constraint's mask closes base ids, and every entry that begins with a closed base id. A hypertoken that is then
 chosen is shown to the constraint whole. If the constraint refuses it, its column is closed and another id is chosen.
-That gives each accepted id its share of the accepted ids' probability, and asks about chosen ids only.
+With a temperature alone, that gives each accepted id its share of the accepted ids' probability. Top-p, top-k, min-p
+and XTC count refused ids too until they are closed. After `REFUSALS` of them only base ids are open.
 """
 
 from __future__ import annotations

@@ -84,6 +84,11 @@ class Group:
             except Exception as error:
                 job.error = error
 
+    def wait(self) -> None:
+        """Waits until the next ids are chosen. Raises what went wrong in the step that they come from."""
+        if self._choice is not None:
+            mx.eval(self._choice.y)
+
     def settle(self) -> list[Job]:
         """Takes out the requests that have ended or failed, and returns them, each with a cache of its own."""
         leaving = [job for job in self.jobs if job.reason is not None or job.error is not None]

@@ -172,7 +172,7 @@ class SessionInfo:
 
 @dataclass(frozen=True)
 class Figures:
-    """An engine's figures since it began; *_bytes are of now."""
+    """An engine's figures: counts since it began. running, waiting, sessions and *_bytes are of now."""
 
     requests: int = 0
     failed: int = 0
@@ -202,7 +202,7 @@ class Engine(ABC):
     """A model that serves requests, any number at a time. All methods may be called from any thread.
 
     tokenizer: has the names of `mlx_zip.text.tokenizer.Tokenizer`. info: what the model is. The `with` statement closes
-    the engine at its end.
+    the engine at its end. Methods on answers and sessions raise `EngineStoppedError` after that, or after a fault.
     """
 
     tokenizer: Any
@@ -219,11 +219,17 @@ class Engine(ABC):
 
     @abstractmethod
     def cancel(self, ticket: Ticket) -> None:
-        """Ends a request soon, with `Finished("cancelled", ...)`; does nothing if it has ended. Its state is kept."""
+        """Ends a request soon, with `Finished("cancelled", ...)`; does nothing if it has ended.
+
+        Its state is kept if the submission says so.
+        """
 
     @abstractmethod
     def note_answer(self, ticket: Ticket, key: str, base_ids: Sequence[int]) -> None:
-        """Remembers, with the request's session, that the answer called `key` (its text, say) was these base ids."""
+        """Remembers, with the request's session, that the answer called `key` (its text, say) was these base ids.
+
+        Does nothing if the request has ended and no session of it is kept.
+        """
 
     @abstractmethod
     def answers(self) -> Mapping[str, Sequence[int]]:
@@ -235,7 +241,7 @@ class Engine(ABC):
 
     @abstractmethod
     def save_session(self, name: str, file: Path) -> None:
-        """Writes a session to a safetensors file. Raises `EngineError` for an unknown name or a full disk."""
+        """Writes a session to a safetensors file. Raises `EngineError` for an unknown name or a failed write."""
 
     @abstractmethod
     def load_session(self, file: Path) -> SessionInfo:
@@ -260,7 +266,7 @@ class Engine(ABC):
 
     @abstractmethod
     def on_death(self, call: Callable[[BaseException], None]) -> None:
-        """Has `call` called with the reason if the engine's thread ends by a fault."""
+        """Has `call` called with the reason if a fault ends the engine's thread, at once if one has ended it."""
 
     @abstractmethod
     def close(self, drain_s: float = 0.0) -> None:

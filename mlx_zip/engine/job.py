@@ -17,7 +17,7 @@ from mlx_zip.codec import Codebook, compress_next
 from mlx_zip.engine.draws import Draws
 from mlx_zip.engine.interface import Counts, Deliver, Emitted, Event, Failed, Finished, Likely, Started, Ticket
 from mlx_zip.engine.served import Served
-from mlx_zip.engine.session_store import Checkout
+from mlx_zip.engine.session_options import Checkout
 from mlx_zip.engine.submissions import Checked, context_error
 from mlx_zip.errors import CodecError, EngineError, MlxZipError, first_line
 from mlx_zip.sampling import BasePenalties

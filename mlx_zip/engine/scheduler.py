@@ -16,7 +16,7 @@ from mlx_zip.engine.group import Group
 from mlx_zip.engine.job import Job
 from mlx_zip.engine.prompts import Reading
 from mlx_zip.engine.served import Served
-from mlx_zip.engine.session_store import Checkout
+from mlx_zip.engine.session_options import Checkout
 from mlx_zip.errors import MlxZipError
 from mlx_zip.state import find_state
 

@@ -19,6 +19,7 @@ from mlx_zip.hyper.model_fingerprint import model_fingerprint
 from mlx_zip.layout import is_zip
 from mlx_zip.models.session import check_tuned
 from mlx_zip.models.sharding import machines_of
+from mlx_zip.request import base_config
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 from mlx_zip.vocab.tuned import TunedStart
 
@@ -41,10 +42,10 @@ class RunOptions:
 class Served:
     """A loaded model. hyper: whether it has hypertokens. batches: whether requests may share a batch.
 
-    machines: those that the model is split over, None if it is whole.
-
-    ahead: whether steps begin before the host has read their ids. end: number of base ids, pad_id: an id that no row
-    excludes. never_excluded: ids that XTC never excludes. kv_bytes_per_id: bytes of the KV caches per id and row.
+    machines: those that the model is split over, None if it is whole. ahead: whether steps begin before the host has
+    read their ids. context, by_base, vocab_size, width: see `ModelFacts`. canonical: whether canonical decoding is on.
+    long_context: positions beyond which LongRoPE uses its long factors, None for models without. never_excluded: ids
+    that XTC never excludes. kv_bytes_per_id: bytes of the KV caches per id and row. weight_bytes: of all weights.
     """
 
     def __init__(self, model: Any, tokenizer: Any, name: str, options: RunOptions) -> None:
@@ -52,7 +53,7 @@ class Served:
         self.hyper, self.machines = is_zip(model), machines_of(model)
         on_gpu = mx.default_device() == mx.Device(mx.gpu)
         self.ahead = on_gpu if options.ahead is None else options.ahead
-        config = _base_config(model)
+        config = base_config(model)
         self.context: int | None = config.get("max_position_embeddings")
         self.by_base = self.hyper and model.config.position_mode == "base_token_end"
         self.vocab_size = model.layout.vocab_size if self.hyper else config.get("vocab_size", len(tokenizer))
@@ -123,8 +124,3 @@ class Served:
         both = hashlib.sha256(f"{of_model} {self.facts.tokenizer}".encode()).hexdigest()
         sizes = (model.config.merge_size, model.layout.codebook_size) if self.hyper else (0, 0)
         return EngineInfo(name, self.vocab_size, self.context, *sizes, both)
-
-
-def _base_config(model: Any) -> dict[str, Any]:
-    """Returns the decoder's config: config.json, or for a plain model the arguments that mlx-lm read from it."""
-    return model.args.config if is_zip(model) else vars(model.args)

@@ -59,9 +59,9 @@ class CacheChecks:
         return cache
 
     def check_ids(self, base_ids: np.ndarray) -> None:
-        """Raises `BadFileError` for ids that are no base ids of the model."""
-        limit = self.model.layout.vocab_size if is_zip(self.model) else base_config(self.model).get("vocab_size")
-        if limit is not None and not is_zip(self.model) and len(base_ids) and int(base_ids.max()) >= limit:
+        """Raises `BadFileError` for ids that are no base ids of a plain model; a codebook refuses them by itself."""
+        limit = None if is_zip(self.model) else base_config(self.model).get("vocab_size")
+        if limit is not None and len(base_ids) and int(base_ids.max()) >= limit:
             raise BadFileError(f"it holds the id {int(base_ids.max())}, base ids are below {limit}")
 
     def made(self, classes: Sequence[str], states: Sequence[Any], ids: int) -> list[Any]:

@@ -7,10 +7,8 @@ thread, the engine's.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,47 +23,13 @@ from mlx_zip.engine.session_checks import CacheChecks, codec_mark, own_pack_key
 from mlx_zip.engine.session_files import Marks, Snapshot, read_session
 from mlx_zip.engine.session_folder import SessionFolder
 from mlx_zip.engine.session_list import SessionList
+from mlx_zip.engine.session_options import Checkout, SessionOptions
 from mlx_zip.errors import EngineError, reason
 from mlx_zip.hyper.model_fingerprint import model_fingerprint
 from mlx_zip.layout import is_zip
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 
 log = logging.getLogger("mlx_zip")
-
-
-@dataclass(frozen=True)
-class SessionOptions:
-    """Bounds of a store. max_bytes: of all sessions in memory. folder: where sessions are kept on disk too, None for
-    nowhere. max_disk_bytes: of all sessions of this model in the folder. model_name: as the model was asked for, None
-    if unknown; tokenizer_config: how its tokenizer was loaded. Both are noted in the files, for `mlx_zip generate`.
-    """
-
-    max_bytes: int = 4 << 30
-    folder: Path | None = None
-    max_disk_bytes: int = 16 << 30
-    model_name: str | None = None
-    tokenizer_config: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def about(self) -> dict[str, str]:
-        """What files say of the model, beside its fingerprint."""
-        named = {} if self.model_name is None else {"model": self.model_name}
-        return {"tokenizer_config": json.dumps(dict(self.tokenizer_config)), **named}
-
-
-@dataclass(frozen=True)
-class Checkout:
-    """A cache to go on with. ids, base_tokens: what it holds. name: to be given to `put` or `release` at the end.
-
-    random_state: the sampler's random state that the session was put with; None if there was none, or if the session
-    stays, because its copies must not all draw the same numbers.
-    """
-
-    cache: list[Any]
-    ids: int
-    base_tokens: int
-    name: str
-    random_state: Any = None
 
 
 class SessionStore:
@@ -141,10 +105,7 @@ class SessionStore:
         assert cache is not None
         if self._folder is not None:
             self._folder.leave(kept)
-        if kept.saved or (self._folder is not None and self._folder.is_coming(kept)):
-            kept.cache, kept.bytes = None, 0
-        else:
-            self._list.remove(kept)
+        self._free(kept)
         self._lend(kept)
         return cache
 
@@ -246,16 +207,22 @@ class SessionStore:
         self._forget(self._named(name))
 
     def purge(self) -> int:
-        """Forgets all sessions, in memory and on disk, and returns how many there were."""
+        """Forgets all sessions, in memory and on disk, and returns how many there were.
+
+        Raises `EngineError` if files cannot be deleted; all else is forgotten then.
+        """
         self._pump()
-        count = sum(kept.can_be_read for kept in self._list)
-        for name in list(self._lent):
-            lent = self._lent[name]
+        count, errors = sum(kept.can_be_read for kept in self._list), list[EngineError]()
+        lent = list(self._lent.items())
+        for name, _ in lent:
             self.release(name)
-            if self._folder is not None and self._list.get(name) is not lent:
-                self._folder.forget(lent)
-        for kept in list(self._list):
-            self._forget(kept)
+        for kept in [*(one for name, one in lent if self._list.get(name) is not one), *self._list]:
+            try:
+                self._forget(kept)
+            except EngineError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
         return count
 
     def figures(self) -> dict[str, int]:
@@ -311,7 +278,8 @@ class SessionStore:
 
     def _forget(self, kept: Kept) -> None:
         """Forgets a session, in memory and on disk. Raises `EngineError` if its file cannot be deleted."""
-        self._list.remove(kept)
+        if self._list.get(kept.name) is kept:
+            self._list.remove(kept)
         if self._folder is not None:
             self._folder.forget(kept)
 
@@ -350,10 +318,14 @@ class SessionStore:
             if kept.cache is None:
                 continue
             excess -= kept.bytes
-            if kept.saved or (self._folder is not None and self._folder.is_coming(kept)):
-                kept.cache, kept.bytes = None, 0
-            else:
-                self._list.remove(kept)
+            self._free(kept)
+
+    def _free(self, kept: Kept) -> None:
+        """Lets go of a session's cache. Forgets the session unless it is on disk, or is about to be."""
+        if kept.saved or (self._folder is not None and self._folder.is_coming(kept)):
+            kept.cache, kept.bytes = None, 0
+        else:
+            self._list.remove(kept)
 
     def _pump(self) -> None:
         """Goes on with writing, and notes what is on disk now."""

@@ -132,8 +132,11 @@ class SplitEngine(MlxEngine):
     def _hear(self) -> bool:
         """Tells or hears what has happened since the last round, and does it; returns whether there is a next round.
 
-        This uses the stream of generation: its operations must come after the sums of the step under way.
+        This comes after the step under way, on all machines. If a machine is lost in that step, the step raises; MLX's
+        ring would leave this sum waiting for ever.
         """
+        for group in self._scheduler.groups:
+            group.wait()
         news = json.dumps(self._gather(), default=_plain).encode() if self._first else b""
         with mx.stream(generation_stream):
             told = bytes_from_first(self._group, b"" if news == b"[]" else news)

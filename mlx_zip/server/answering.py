@@ -72,7 +72,7 @@ class Answering:
         return self._shown(piece.text)
 
     def _logprob(self, event: Emitted) -> TokenLogprob | None:
-        """Returns the log-probability of an emitted id as dialects tell it, None for an eos alone."""
+        """Returns the log-probability of an emitted id as a `TokenLogprob`, None for an eos alone."""
         shown = tuple(i for i in event.base_ids if i not in self._eos)
         if not shown or event.logprob is None:
             return None
@@ -106,12 +106,13 @@ class Answering:
         self.whole = not self._stopped_by_text and not self.text.endswith(REPLACEMENT)
         deltas += self._splitter.finish(reason)
         counts = event.counts
-        if self._stopped_by_text:  # the engine went on until it was told
+        if self._stopped_by_text:  # the engine went on until the request was cancelled
             counts = replace(
                 counts, base_tokens=self._stream.base_tokens, steps=self._steps, hypertokens=self._hypertokens
             )
-        told = "tool_calls" if self._splitter.called and reason == "stop" else reason
-        return [*deltas, Done(told, counts, self._stream.stopped_by, self._splitter.reasoning_tokens)]
+        if self._splitter.called and reason == "stop":
+            reason = "tool_calls"
+        return [*deltas, Done(reason, counts, self._stream.stopped_by, self._splitter.reasoning_tokens)]
 
 
 def _covering(logprobs: Sequence[TokenLogprob], text: str) -> list[TokenLogprob]:

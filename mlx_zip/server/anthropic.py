@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
@@ -14,11 +14,11 @@ from mlx_zip.server.anthropic_bodies import CountBody, MessagesBody, turn_of
 from mlx_zip.server.anthropic_events import CUT_SHORT, MessageBuilder, new_id
 from mlx_zip.server.bodies import check_model
 from mlx_zip.server.core import Core
-from mlx_zip.server.errors import ANTHROPIC, RequestError, Told
+from mlx_zip.server.errors import ANTHROPIC, Failure, RequestError
 from mlx_zip.server.http import (
     comment_bytes,
     described,
-    event_bytes,
+    events_bytes,
     json_response,
     read_body,
     stream_response,
@@ -63,26 +63,21 @@ class _Asked:
 
     async def whole(self) -> dict[str, Any]:
         """Returns the message."""
-        async with aclosing(self._core.answer(self._turn)) as deltas:  # type: ignore[type-var]
+        async with aclosing(self._core.answer(self._turn)) as deltas:
             async for delta in deltas:
                 self._builder.add(delta)
         if self._builder.failed:
             raise RequestError(503, CUT_SHORT, "stopped")
         return self._builder.message
 
-    async def frames(self) -> AsyncIterator[bytes]:
+    async def frames(self) -> AsyncGenerator[bytes, None]:
         """Yields the events, several at once where they come together."""
-        async with aclosing(self._core.answer(self._turn)) as deltas:  # type: ignore[type-var]
+        async with aclosing(self._core.answer(self._turn)) as deltas:
             async for delta in deltas:
                 events = self._builder.add(delta)
-                yield _frame(events) if events else comment_bytes("waiting")
+                yield events_bytes(events) if events else comment_bytes("waiting")
 
-    def failed(self, failure: Told) -> bytes:
+    def failed(self, failure: Failure) -> bytes:
         """Returns the last event of an answer that failed."""
         error = failure.body(ANTHROPIC)["error"]
-        return _frame(self._builder.fail(error["type"], error["message"]))
-
-
-def _frame(events: list[dict[str, Any]]) -> bytes:
-    """Returns events as they are sent."""
-    return b"".join(event_bytes(event, event["type"]) for event in events)
+        return events_bytes(self._builder.fail(error["type"], error["message"]))

@@ -40,7 +40,7 @@ class ToolChoice(Body):
 
 
 class Thinking(Body):
-    """Whether the model reasons. The budget is told to the chat template; nothing else holds the model to it.
+    """Whether the model reasons. The budget is passed to the chat template; nothing else enforces it.
 
     display: "omitted" leaves the text of the reasoning out of the answer.
     """

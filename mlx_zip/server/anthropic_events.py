@@ -28,7 +28,7 @@ def new_id(prefix: str) -> str:
 class MessageBuilder:
     """Builds a message of deltas. `add` and `fail` return the events to send; `message` is the message so far.
 
-    model: name to report. make_id: called with an id's prefix. failed: whether the last event tells an error.
+    model: name to report. make_id: called with an id's prefix. failed: whether the last event is an error.
     """
 
     def __init__(self, body: MessagesBody, model: str, make_id: Callable[[str], str] = new_id) -> None:

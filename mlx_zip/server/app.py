@@ -18,7 +18,7 @@ from mlx_zip.errors import MlxZipError
 from mlx_zip.server import anthropic, chat, completions, responses, sessions
 from mlx_zip.server.bodies import check_model
 from mlx_zip.server.core import Core
-from mlx_zip.server.errors import dialect_of, json_bytes, told
+from mlx_zip.server.errors import dialect_of, failure_of, json_bytes
 from mlx_zip.server.guard import Guard
 from mlx_zip.server.http import ClientGone, json_response
 from mlx_zip.server.metrics import Counted, Metrics
@@ -96,7 +96,7 @@ def _description(routes: Sequence[Route]) -> Route:
 
 async def _failed(request: Request, error: Exception) -> Response:
     """Returns the answer to a request that failed, in its dialect."""
-    return told(error).response(dialect_of(request.url.path))
+    return failure_of(error).response(dialect_of(request.url.path))
 
 
 async def _gone(request: Request, error: Any) -> Response:

@@ -150,7 +150,7 @@ def usage(counts: Counts, reasoning_tokens: int | None = None) -> dict[str, Any]
 
 
 def likely_json(logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
-    """Returns log-probabilities as chat completions tell them; a hypertoken is one entry."""
+    """Returns log-probabilities in the form of chat completions; a hypertoken is one entry."""
     return [
         _token(one.text, one.bytes, one.logprob) | {"top_logprobs": [_token(*likely) for likely in one.likely]}
         for one in logprobs

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -86,7 +86,7 @@ class _Stream:
         self._calls: dict[int, int] = {}  # choice -> number of its last call
         self._done: dict[int, Done] = {}
 
-    async def frames(self, turns: Sequence[Turn]) -> AsyncIterator[bytes]:
+    async def frames(self, turns: Sequence[Turn]) -> AsyncGenerator[bytes, None]:
         """Yields the stream, frame by frame."""
         async with aclosing(self._core.answers(turns)) as answers:
             async for index, delta in answers:

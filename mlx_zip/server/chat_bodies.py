@@ -9,7 +9,18 @@ from pydantic import Field
 
 from mlx_zip.server.bodies import Sampled, Size, max_tokens_of, template_options
 from mlx_zip.server.core import Core
-from mlx_zip.server.fields import Body, BodyError, Many, arguments_of, check_tools, joined_system, thinking_options
+from mlx_zip.server.fields import (
+    Body,
+    BodyError,
+    JsonObject,
+    Many,
+    PlainText,
+    RefusalPart,
+    arguments_of,
+    check_tools,
+    joined_system,
+    thinking_options,
+)
 from mlx_zip.server.turn import Tool, Turn
 
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
@@ -22,13 +33,6 @@ class TextPart(Body):
 
     type: Literal["text"]
     text: str
-
-
-class RefusalPart(Body):
-    """A piece of a message in which a model refused."""
-
-    type: Literal["refusal"]
-    refusal: str
 
 
 class CalledFunction(Body):
@@ -125,18 +129,6 @@ class ChosenTool(Body):
 
     type: Literal["function"]
     function: ChosenFunction
-
-
-class PlainText(Body):
-    """Text of any form."""
-
-    type: Literal["text"]
-
-
-class JsonObject(Body):
-    """A JSON object of any form."""
-
-    type: Literal["json_object"]
 
 
 class NamedSchema(Body):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Annotated, Any, Literal
 
@@ -114,7 +114,7 @@ def _choice(index: int, text: str, logprobs: Any, reason: str | None) -> dict[st
 
 
 def _logprobs(found: Sequence[TokenLogprob], begin: int) -> dict[str, Any]:
-    """Returns the log-probabilities of a text as completions tell them. begin: characters of the text before it."""
+    """Returns the log-probabilities of a text in the form of completions. begin: characters of the text before it."""
     offsets = [begin]
     for one in found:
         offsets.append(offsets[-1] + len(one.text))
@@ -126,7 +126,7 @@ def _logprobs(found: Sequence[TokenLogprob], begin: int) -> dict[str, Any]:
     }
 
 
-async def _frames(core: Core, asked: CompletionBody, turns: Sequence[Turn]) -> AsyncIterator[bytes]:
+async def _frames(core: Core, asked: CompletionBody, turns: Sequence[Turn]) -> AsyncGenerator[bytes, None]:
     """Yields a stream of completions, frame by frame."""
     first, null = _head(core), {"usage": None} if asked.include_usage else {}
     lengths, done = [0] * len(turns), {}

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 
 from uvicorn.protocols.http.h11_impl import (  # uvicorn brings its parser
     H11Protocol,
     h11,  # pyright: ignore[reportPrivateImportUsage]
 )
 
-from mlx_zip.server.errors import Told
+from mlx_zip.server.errors import Failure, json_bytes
 from mlx_zip.server.options import Options
 
 HALF_CLOSED_S = 0.25  # in which a client that has closed its sending side still gets an answer
@@ -74,7 +73,7 @@ class Connection(H11Protocol):
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            body = json.dumps(Told(400, msg, "invalid_http").body()).encode()
+            body = json_bytes(Failure(400, msg, "invalid_http").body())
             headers = [
                 ("content-type", "application/json"),
                 ("content-length", str(len(body))),

@@ -1,4 +1,4 @@
-"""Errors as answers: the status, the words and the JSON body in which each dialect tells them."""
+"""Errors as answers: the status, the message, and the JSON body of each dialect."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class RequestError(MlxZipError):
 
 
 @dataclass(frozen=True)
-class Told:
+class Failure:
     """An error as a client reads it: status, message, code, the field at fault, and headers of the answer."""
 
     status: int
@@ -75,38 +75,38 @@ class Told:
         return Response(json_bytes(body), self.status, media_type="application/json", headers=headers)
 
 
-def told(error: BaseException) -> Told:
-    """Returns what a client is told of an exception. What nobody expected is logged and told without its words."""
+def failure_of(error: BaseException) -> Failure:
+    """Returns what a client reads of an exception. An unexpected one is logged, and its message is not passed on."""
     if isinstance(error, RequestError):
-        return Told(error.status, str(error), error.code, error.param, error.headers)
+        return Failure(error.status, str(error), error.code, error.param, error.headers)
     if isinstance(error, HTTPException):
         return _of_route(error)
     if isinstance(error, EngineBusyError):
         wait = {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))}
-        return Told(429, str(error), "rate_limit_exceeded", headers=wait)
+        return Failure(429, str(error), "rate_limit_exceeded", headers=wait)
     if isinstance(error, EngineStoppedError):
-        return Told(503, str(error), "stopped", headers={"Retry-After": "5"})
+        return Failure(503, str(error), "stopped", headers={"Retry-After": "5"})
     if isinstance(error, PromptTooLongError):
-        return Told(400, str(error), "context_length_exceeded", getattr(error, "param", None))
+        return Failure(400, str(error), "context_length_exceeded", getattr(error, "param", None))
     if isinstance(error, GenerationError):
-        return Told(400, str(error), "invalid_request", getattr(error, "param", None))
+        return Failure(400, str(error), "invalid_request", getattr(error, "param", None))
     if isinstance(error, MlxZipError):
         log.error("a request failed: %s", reason(error))
-        return Told(500, str(error), "failed")
+        return Failure(500, str(error), "failed")
     log.error("a request failed", exc_info=error)
-    return Told(500, "the server made a mistake; its log says more", "internal_error")
+    return Failure(500, "the server made a mistake; its log says more", "internal_error")
 
 
-def _of_route(error: HTTPException) -> Told:
-    """Returns what a client is told about an unknown route or a wrong method."""
+def _of_route(error: HTTPException) -> Failure:
+    """Returns what a client reads about an unknown route or a wrong method."""
     words = {404: "there is no such route; GET /openapi.json lists the routes", 405: "this route has another method"}
     codes = {404: "unknown_url", 405: "method_not_allowed"}
     message = words.get(error.status_code, str(error.detail))
-    return Told(error.status_code, message, codes.get(error.status_code), headers=error.headers or {})
+    return Failure(error.status_code, message, codes.get(error.status_code), headers=error.headers or {})
 
 
 def dialect_of(path: str) -> str:
-    """Returns the dialect in which errors of a path are told."""
+    """Returns the dialect of the errors of a path."""
     return ANTHROPIC if path.startswith("/v1/messages") else OPENAI
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import from_json
@@ -68,6 +68,25 @@ def at_most(count: int) -> BeforeValidator:
         return given
 
     return BeforeValidator(checked)
+
+
+class PlainText(Body):
+    """Text of any form."""
+
+    type: Literal["text"]
+
+
+class JsonObject(Body):
+    """A JSON object of any form."""
+
+    type: Literal["json_object"]
+
+
+class RefusalPart(Body):
+    """A piece of a message in which a model refused; it is read as text."""
+
+    type: Literal["refusal"]
+    refusal: str
 
 
 def parse(kind: type[Some], given: Any) -> Some:

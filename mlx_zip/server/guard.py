@@ -7,7 +7,7 @@ import hmac
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from mlx_zip.server.errors import RequestError, dialect_of, told
+from mlx_zip.server.errors import RequestError, dialect_of, failure_of
 from mlx_zip.server.options import Options
 
 OPEN = ("/health",)  # paths that need no key
@@ -28,7 +28,7 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a request that may not come in, or passes it on."""
         if scope["type"] == "http" and (refusal := self._refusal(scope)) is not None:
-            response = told(refusal).response(dialect_of(scope["path"]))
+            response = failure_of(refusal).response(dialect_of(scope["path"]))
             await response(scope, receive, send)
             return
         await self._app(scope, receive, send)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, NoReturn, TypeVar
 
@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from mlx_zip.server.core import Core
-from mlx_zip.server.errors import OPENAI, RequestError, Told, json_bytes, told
+from mlx_zip.server.errors import OPENAI, Failure, RequestError, failure_of, json_bytes
 from mlx_zip.server.fields import Body, parse
 
 Some = TypeVar("Some")
@@ -175,9 +175,9 @@ def described(endpoint: Any, body: type | None) -> Any:
 async def stream_response(
     request: Request,
     core: Core,
-    frames: AsyncIterator[bytes],
+    frames: AsyncGenerator[bytes, None],
     dialect: str = OPENAI,
-    on_error: Callable[[Told], bytes] | None = None,
+    on_error: Callable[[Failure], bytes] | None = None,
 ) -> Response:
     """Returns an answer that streams frames of server-sent events (`event_bytes`) as they come.
 
@@ -186,20 +186,8 @@ async def stream_response(
     client goes.
     """
     first = await unless_gone(request, _first(frames))
-
-    async def content() -> AsyncIterator[bytes]:
-        async with aclosing(frames):  # type: ignore[type-var]
-            if first:
-                yield first
-            try:
-                async for frame in frames:
-                    yield frame
-            except Exception as error:  # whatever it is, the client hears of it
-                failure = told(error)
-                yield on_error(failure) if on_error else event_bytes(failure.body(dialect))
-
     return EventSourceResponse(
-        content(),
+        _to_the_end(first, frames, on_error or (lambda failure: event_bytes(failure.body(dialect)))),
         ping=core.options.ping_s,
         ping_message_factory=lambda: ServerSentEvent(comment="waiting", sep="\n"),
         shutdown_grace_period=core.options.drain_s + 5,
@@ -212,10 +200,29 @@ async def _first(frames: AsyncIterator[bytes]) -> bytes:
     return await anext(frames, b"")
 
 
+async def _to_the_end(
+    first: bytes, frames: AsyncGenerator[bytes, None], on_error: Callable[[Failure], bytes]
+) -> AsyncIterator[bytes]:
+    """Yields the first frame and the others; after an error, the frame of the error. Closes the frames at the end."""
+    async with aclosing(frames):
+        if first:
+            yield first
+        try:
+            async for frame in frames:
+                yield frame
+        except Exception as error:  # whatever it is, the client reads of it
+            yield on_error(failure_of(error))
+
+
 def event_bytes(value: Any, event: str | None = None) -> bytes:
     """Returns a frame: one server-sent event with a JSON value, and the event's name if the dialect has names."""
     name = f"event: {event}\n".encode() if event else b""
     return name + b"data: " + json_bytes(value) + b"\n\n"
+
+
+def events_bytes(events: Sequence[Mapping[str, Any]]) -> bytes:
+    """Returns a frame of several events, each named by its "type"; b"" for none."""
+    return b"".join(event_bytes(event, event["type"]) for event in events)
 
 
 def comment_bytes(text: str) -> bytes:

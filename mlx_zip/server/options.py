@@ -1,4 +1,4 @@
-"""What the server is told when it starts."""
+"""The settings that a server starts with."""
 
 from __future__ import annotations
 

@@ -22,9 +22,9 @@ _BEGINNING = 256  # characters, within which one of those must be found
 class Splitter:
     """Splits the text of one answer into deltas. Their joined texts do not depend on how the text was cut into pieces.
 
-    tokenizer: our `Tokenizer` or mlx-lm's wrapper. prompt_ids: base ids of the prompt; its end tells whether the
-    reasoning has begun already. Reasoning is looked for at the beginning of the answer only. White space next to marks
-    of reasoning and of calls is dropped. A call that is not valid stays text, with its marks.
+    tokenizer: our `Tokenizer` or mlx-lm's wrapper. prompt_ids: base ids of the prompt; its end shows whether
+    the reasoning has begun already. Reasoning is looked for at the beginning of the answer only. White space next to
+    marks of reasoning and of calls is dropped. A call that is not valid stays text, with its marks.
 
     called: whether there was a call. reasoning_tokens: base tokens fed while in the reasoning. Raises `GenerationError`
     for tools that the model's chat template cannot take, or whose calls cannot be read.
@@ -164,8 +164,6 @@ class Splitter:
     def _end_call(self, form: ToolFormat, body: str, n: int) -> None:
         """Gives out the call in `body`, or the n held characters as text if that is no call."""
         calls = [] if self._is_enough else form.calls(body, self._turn.tools)
-        if not form.start and not {call.name for call in calls} <= {tool.name for tool in self._turn.tools}:
-            calls = []
         if not calls or (len(calls) > 1 and not self._turn.parallel_tool_calls):
             self._give(Text, n)
             return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,8 +13,8 @@ from starlette.routing import Route
 
 from mlx_zip.server.bodies import check_model, max_tokens_of
 from mlx_zip.server.core import Core
-from mlx_zip.server.errors import RequestError, Told
-from mlx_zip.server.http import described, event_bytes, json_response, read_body, stream_response, unless_gone
+from mlx_zip.server.errors import Failure, RequestError
+from mlx_zip.server.http import described, events_bytes, json_response, read_body, stream_response, unless_gone
 from mlx_zip.server.responses_bodies import ResponseBody, turn_of
 from mlx_zip.server.responses_events import CUT_SHORT, ResponseBuilder, new_id
 from mlx_zip.server.responses_items import named_item
@@ -82,26 +82,26 @@ class _Asked:
 
     async def whole(self) -> dict[str, Any]:
         """Returns the response."""
-        async with aclosing(self.core.answer(self.turn)) as deltas:  # type: ignore[type-var]
+        async with aclosing(self.core.answer(self.turn)) as deltas:
             async for delta in deltas:
                 self._take(delta)
         if self.builder.response["status"] == "failed":
             raise RequestError(503, CUT_SHORT, "stopped")
         return self.builder.response
 
-    async def frames(self) -> AsyncIterator[bytes]:
+    async def frames(self) -> AsyncGenerator[bytes, None]:
         """Yields the events, several at once where they come together."""
         events = self.builder.begin()
-        async with aclosing(self.core.answer(self.turn)) as deltas:  # type: ignore[type-var]
+        async with aclosing(self.core.answer(self.turn)) as deltas:
             async for delta in deltas:
                 events += self._take(delta)
                 if events:
-                    yield _frame(events)
+                    yield events_bytes(events)
                 events = []
 
-    def failed(self, failure: Told) -> bytes:
+    def failed(self, failure: Failure) -> bytes:
         """Returns the last events of an answer that failed."""
-        return _frame(self.builder.fail(failure.message, _CODES.get(failure.status, "server_error")))
+        return events_bytes(self.builder.fail(failure.message, _CODES.get(failure.status, "server_error")))
 
     def _take(self, delta: Delta) -> list[dict[str, Any]]:
         """Returns the events of a delta. With the last one, the response is stored if it is to be."""
@@ -109,11 +109,6 @@ class _Asked:
         if isinstance(delta, Done) and self.body.store and self.builder.response["status"] != "failed":
             self.store.add(self.builder.response, self.items)
         return events
-
-
-def _frame(events: list[dict[str, Any]]) -> bytes:
-    """Returns events as they are sent."""
-    return b"".join(event_bytes(event, event["type"]) for event in events)
 
 
 def _page(items: Any, query: Mapping[str, str]) -> dict[str, Any]:

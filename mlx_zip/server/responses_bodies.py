@@ -7,7 +7,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from mlx_zip.server.fields import Body, Many, at_most, check_tools, joined_system, thinking_options
+from mlx_zip.server.fields import (
+    Body,
+    JsonObject,
+    Many,
+    PlainText,
+    at_most,
+    check_tools,
+    joined_system,
+    thinking_options,
+)
 from mlx_zip.server.responses_items import Item, messages_of
 from mlx_zip.server.turn import Tool, Turn
 
@@ -47,18 +56,6 @@ class AllowedTools(Body):
     tools: Many[NamedFunction]
 
 
-class PlainText(Body):
-    """Text of any form."""
-
-    type: Literal["text"]
-
-
-class JsonObject(Body):
-    """A JSON object of any form."""
-
-    type: Literal["json_object"]
-
-
 class JsonSchema(Body):
     """JSON that follows a schema. The schema is followed whether or not `strict` is set."""
 
@@ -85,7 +82,7 @@ class TextConfig(Body):
 
 
 class ReasoningConfig(Body):
-    """How much the model shall reason. Its reasoning is told whole, whatever summary is asked for."""
+    """How much the model shall reason. The answer holds all of its reasoning, whatever summary is asked for."""
 
     harmless = frozenset({"summary", "generate_summary"})
 

@@ -29,7 +29,7 @@ class ResponseBuilder:
     """
 
     def __init__(self, body: ResponseBody, model: str, make_id: Callable[[str], str] = new_id) -> None:
-        self.response = {"id": make_id("resp"), **_told(body, model), "created_at": int(time.time())}
+        self.response = {"id": make_id("resp"), **_known_fields(body, model), "created_at": int(time.time())}
         self._logprobs, self._make_id = body.logprobs is not None, make_id
         self._events: list[Json] = []
         self._sequence = 0
@@ -168,7 +168,7 @@ def usage_json(done: Done) -> Json:
     }
 
 
-def _told(body: ResponseBody, model: str) -> Json:
+def _known_fields(body: ResponseBody, model: str) -> Json:
     """Returns the fields of a response that a request determines, and those that are not known yet."""
     given = body.model_dump(by_alias=True)
     same = ("instructions", "max_output_tokens", "parallel_tool_calls", "previous_response_id", "store", "temperature")

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from mlx_zip.server.fields import Body, BodyError, Many, arguments_of
+from mlx_zip.server.fields import Body, BodyError, Many, RefusalPart, arguments_of
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
@@ -19,13 +19,6 @@ class TextPart(Body):
 
     type: Literal["input_text", "output_text", "text"]
     text: str
-
-
-class RefusalPart(Body):
-    """A refusal that another model wrote; it is read as text."""
-
-    type: Literal["refusal"]
-    refusal: str
 
 
 class Message(Body):
@@ -107,7 +100,7 @@ _PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "f
 
 
 def named_item(item: Mapping[str, Any], make_id: Callable[[str], str]) -> dict[str, Any]:
-    """Returns an item of a request as it is told later: with an id, a status, and content in parts."""
+    """Returns an item of a request as responses show it: with an id, a status, and content in parts."""
     named = {"id": make_id(_PREFIXES.get(item["type"], "item")), "status": "completed", **item}
     if isinstance(item.get("content"), str):
         notes = {"annotations": []} if item["role"] == "assistant" else {}

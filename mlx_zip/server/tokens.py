@@ -1,12 +1,13 @@
-"""The texts and bytes of single tokens, which log-probabilities are told with."""
+"""The texts and bytes of single tokens, for log-probabilities."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 from mlx_zip.text.detokenizer import REPLACEMENT
-from mlx_zip.vocab.first_stage import to_bytes
+from mlx_zip.text.token_facts import bytes_by_id
 
 _MOST = 1 << 16  # remembered tokens
 
@@ -43,15 +44,9 @@ class TokenTexts:
 
     def _bytes(self, base_ids: tuple[int, ...]) -> bytes:
         """Returns the bytes of base ids that hold part of a character."""
-        known = [i for i in base_ids if i < len(self._tokenizer)]
-        return b"".join(_spelled(token) for token in self._tokenizer.convert_ids_to_tokens(known))
+        return b"".join(self._bytes_by_id[i] for i in base_ids if i < len(self._bytes_by_id))
 
-
-def _spelled(token: str) -> bytes:
-    """Returns the bytes of a token as its vocabulary spells it: <0xE2>, GPT-2's letters, or \u2581 for spaces."""
-    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-        return bytes([int(token[3:5], 16)])
-    try:
-        return to_bytes(token)
-    except KeyError:
-        return token.replace("\u2581", " ").encode()
+    @cached_property
+    def _bytes_by_id(self) -> list[bytes]:
+        """The bytes of all base ids; most answers need none of them."""
+        return bytes_by_id(self._tokenizer)

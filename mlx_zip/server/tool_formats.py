@@ -1,6 +1,6 @@
 """How a model writes calls of tools, and what its text means: (name, arguments) of each call.
 
-mlx-lm's wrapper of a tokenizer tells its marks and its parser. Without one, the format is read off the chat template:
+mlx-lm's wrapper of a tokenizer has its marks and its parser. Without one, the format is read off the chat template:
 JSON between tags (Hermes, Qwen), JSON after a mark (Mistral), or JSON as the whole answer (Llama 3 and others).
 """
 
@@ -41,12 +41,13 @@ class ToolFormat:
     can_force: bool = True
 
     def calls(self, text: str, tools: Sequence[Tool]) -> list[ToolCall]:
-        """Returns the calls in the text between the marks, [] for text that is no valid call."""
+        """Returns the calls in the text between the marks, [] for text that is no valid call of these tools."""
         try:
             found = self.parser(text, openai_tools(tools))
-            return [_call(one) for one in ([found] if isinstance(found, Mapping) else found)]
+            calls = [_call(one) for one in ([found] if isinstance(found, Mapping) else found)]
         except _FAULTS:
             return []
+        return calls if {call.name for call in calls} <= {tool.name for tool in tools} else []
 
 
 def tool_format(tokenizer: Any) -> ToolFormat:
@@ -73,7 +74,7 @@ def tool_format(tokenizer: Any) -> ToolFormat:
 
 
 def _of_wrapper(tokenizer: Any, parser: Any, template: str) -> ToolFormat:
-    """Returns the format that mlx-lm's wrapper of a tokenizer tells; `parser` is mlx-lm's."""
+    """Returns the format that mlx-lm's wrapper of a tokenizer names; `parser` is mlx-lm's."""
     kind = str(getattr(parser, "__module__", "")).rpartition(".")[2]
     if kind == "mistral":
         return _mistral(template)

@@ -24,7 +24,7 @@ def make_constraint(
     """Returns what the answer to a turn may consist of, None if that is any text.
 
     A schema, calls that are required, and tools that are strict ask for a constraint. It begins after the reasoning.
-    prompt_ids: base ids of the prompt; its end tells whether the reasoning has begun. vocab_size: base ids of the
+    prompt_ids: base ids of the prompt; its end shows whether the reasoning has begun. vocab_size: base ids of the
     model, None for the tokenizer's. Raises `GenerationError` for a schema that cannot be followed, calls in a format
     that cannot be forced, and a prefill that does not fit; `InstallationError` without llguidance.
     """
@@ -63,7 +63,7 @@ def _body(tokenizer: Any, turn: Turn) -> list[str] | None:
     forced = bool(tools) and turn.tool_choice != "auto"
     schema = None if turn.schema is None or forced else f"answer: {json_by(turn.schema)}"
     if not (forced or any(tool.strict for tool in tools)):
-        return schema and _schema_only(tokenizer, schema, tools)
+        return None if schema is None else _schema_only(tokenizer, schema, tools)
     form = tool_format(tokenizer)
     if not form.can_force:
         raise GenerationError(

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_zip.errors import GenerationError, first_line, missing_library
+from mlx_zip.text.schema_costs import check_costs
 from mlx_zip.text.token_facts import bytes_by_id, special_ids
 from mlx_zip.text.tokenizer import token_id
 
@@ -33,14 +34,15 @@ class GrammarVocabulary:
 
     def __init__(self, tokenizer: Any) -> None:
         self._inner = getattr(tokenizer, "_tokenizer", tokenizer)
-        if self._inner.eos_token_id is None and not getattr(tokenizer, "eos_token_ids", None):
+        ends = {*getattr(tokenizer, "eos_token_ids", ()), self._inner.eos_token_id} - {None}
+        if not ends:
             raise GenerationError("a constrained answer needs a tokenizer with an eos token, which this one has not")
         self.tokens = bytes_by_id(tokenizer)
         self.special_token_ids = sorted(i for i in special_ids(self._inner) if i < len(self.tokens))
         self._special = frozenset(self.special_token_ids)
         self._ids = {token: i for i, token in enumerate(self.tokens) if token and i not in self._special}
         self._longest = max(map(len, self._ids), default=0)
-        self.eos_token_id = min({*getattr(tokenizer, "eos_token_ids", ())} or {self._inner.eos_token_id})
+        self.eos_token_id = int(min(ends))
         self.bos_token_id = None
         self.is_tokenizer_wrapper = True  # llguidance looks for this name
         self.usable = np.array([bool(token) for token in self.tokens])
@@ -203,6 +205,7 @@ def json_by(schema: Mapping[str, Any], lenient: bool = False) -> str:
     """
     options = {**_WRITING, "lenient": lenient}
     try:
+        check_costs(schema)
         text = json.dumps({**(schema or {"type": "object"}), "x-guidance": options}, allow_nan=False)
     except (ValueError, TypeError, RecursionError) as error:
         raise GenerationError(f"the schema cannot be followed: {first_line(error)}") from error

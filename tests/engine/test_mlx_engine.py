@@ -11,7 +11,7 @@ import pytest
 
 from mlx_zip.codec import compress_next
 from mlx_zip.engine import Emitted, Finished, Progress, Started, Submission
-from mlx_zip.engine.session_store import SessionOptions
+from mlx_zip.engine.session_options import SessionOptions
 from mlx_zip.errors import EngineError
 from support import tiny
 from support.generating import plain_model

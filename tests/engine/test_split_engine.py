@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import re
+import signal
+import time
+from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
 import mlx.core as mx
 import pytest
 
+from mlx_zip import generate, load
 from mlx_zip.engine.mlx_engine import open_engine
 from support import tiny
-from support.several_machines import answered, serve_on, write_model
+from support.processes import Command, wait_all
+from support.several_machines import LIMIT_S, PROMPT, answered, losing, ring, serve_on, write_model
 
 pytestmark = pytest.mark.skipif(not mx.distributed.is_available("ring"), reason="MLX has no ring backend here")
 
@@ -51,3 +59,58 @@ def test_requests_that_fail_or_are_cancelled_end_on_both_machines_and_the_next_i
     assert "allows no token" in empty[1]
     assert cancelled[1] == "cancelled"
     assert last == alone
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_machine_that_is_lost_ends_the_others_engine_soon_also_when_nothing_is_asked(lost, busy, tmp_path):
+    folder = write_model(tmp_path / "model", "llama")
+    status, said, took = losing(lost, busy, tmp_path, folder)
+    assert (status, took < 30) == (2, True), said
+    assert "error: another machine of this run has ended" in said
+    assert "Traceback" not in said
+
+
+# ---- mlx_zip serve
+
+
+def test_serve_on_two_machines_answers_as_one_and_ends_with_the_first(tmp_path):
+    folder = write_model(tmp_path / "model", "llama")
+    flags = "serve", "--model", str(folder), "--port", "0"
+    processes = [
+        Command(flags, tmp_path / f"said-{rank}", place, tmp_path / f"out-{rank}")
+        for rank, place in enumerate(ring(tmp_path, 2))
+    ]
+    try:
+        address = _address(tmp_path / "out-0", processes)
+        body = {"model": str(folder), "prompt": PROMPT, "max_tokens": 30, "temperature": 0.8, "seed": 5}
+        asked = Request(f"{address}/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
+        with urlopen(asked, timeout=LIMIT_S) as response:
+            text = json.load(response)["choices"][0]["text"]
+        model, tokenizer = load(folder)
+        assert text == generate(model, tokenizer, PROMPT, max_tokens=30, temp=0.8, seed=5)
+    finally:
+        processes[0].send_signal(signal.SIGTERM)
+        ended = wait_all(processes, LIMIT_S)
+    assert [status for status, _ in ended] == [143, 0], ended
+    assert (tmp_path / "out-1").read_text() == ""
+
+
+def _address(out: Path, processes: list[Command]) -> str:
+    """The address that the first machine says it serves on."""
+    deadline = time.monotonic() + LIMIT_S
+    while time.monotonic() < deadline and not any(process.ended for process in processes):
+        if out.exists() and (found := re.search(r"http://\S+", out.read_text())):
+            return found[0]
+        time.sleep(0.05)
+    raise AssertionError("no address was printed")
+
+
+@pytest.mark.parametrize("flags", [["--session-cache", "x"], ["--pack", "x"], ["--session-files", "x"], ["--pipeline"]])
+def test_flags_of_serve_that_several_machines_cannot_use_are_refused(flags, tmp_path):
+    processes = [
+        Command(["serve", *flags], tmp_path / f"said-{rank}", place) for rank, place in enumerate(ring(tmp_path, 2))
+    ]
+    ended = wait_all(processes, LIMIT_S)
+    assert [status for status, _ in ended] == [2, 2]
+    assert f"{flags[0]} cannot be used" in ended[0][1]

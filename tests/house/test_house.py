@@ -28,6 +28,7 @@ FLOORS = [  # from the ground up; a room is the first name below `mlx_zip`; some
         "decode_batch",
         "generate",
         "loading",
+        "machine_watch",
         "machines",
         "patches",
         "prompt_cache",

@@ -93,6 +93,14 @@ def test_sessions_are_listed_and_dropped():
         assert served.ask("POST", "/v1/mlx_zip/sessions/save", {"session": "b", "file": "b.safetensors"}).status == 403
 
 
+def test_after_the_engine_has_stopped_sessions_answer_503():
+    engine = FakeEngine()
+    with serving(engine) as served:
+        engine.close()
+        for method, path in (("GET", ""), ("DELETE", ""), ("DELETE", "/a")):
+            assert served.ask(method, f"/v1/mlx_zip/sessions{path}").status == 503
+
+
 def test_sessions_are_saved_in_one_folder_alone(tmp_path: Path):
     engine = FakeEngine()
     engine.kept = {"a": SessionInfo("a", 10, 8, 1000, False, 1.0)}

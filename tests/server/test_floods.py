@@ -12,7 +12,7 @@ from mlx_zip.server.anthropic_bodies import MessagesBody
 from mlx_zip.server.anthropic_bodies import turn_of as message_turn
 from mlx_zip.server.chat_bodies import ChatBody
 from mlx_zip.server.completions import CompletionBody
-from mlx_zip.server.errors import RequestError, told
+from mlx_zip.server.errors import Failure
 from mlx_zip.server.fields import BodyError, check_tools, parse
 from mlx_zip.server.options import Options
 from mlx_zip.server.responses_bodies import ResponseBody
@@ -93,7 +93,7 @@ def test_an_error_quotes_no_more_than_a_beginning_of_what_was_sent(served):
     assert (answer.status, len(answer.body) < 3000) == (404, True)
     answer = served.ask("POST", PATH, {"messages": USER, "x" * 500_000: 1})
     assert (answer.status, len(answer.body) < 3000) == (400, True)
-    assert len(json.dumps(told(RequestError(400, "x" * 500_000)).body("anthropic"))) < 3000
+    assert len(json.dumps(Failure(400, "x" * 500_000).body("anthropic"))) < 3000
 
 
 def test_a_body_whose_length_is_told_in_two_ways_is_refused_and_the_connection_closed(served):

@@ -11,7 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from mlx_zip.engine.mlx_engine import MlxEngine, ServeOptions
-from mlx_zip.engine.session_store import SessionOptions, SessionStore
+from mlx_zip.engine.session_options import SessionOptions
+from mlx_zip.engine.session_store import SessionStore
 from mlx_zip.loading import load
 from mlx_zip.server.options import Options
 from support import http_server

@@ -163,6 +163,7 @@ class FakeEngine(Engine):
         return dict(self.told.notes)
 
     def sessions(self) -> list[SessionInfo]:
+        self._check_alive()
         return list(self.kept.values())
 
     def save_session(self, name: str, file: Path) -> None:
@@ -181,11 +182,17 @@ class FakeEngine(Engine):
         del self.kept[name]
 
     def purge_sessions(self) -> int:
+        self._check_alive()
         count = len(self.kept)
         self.kept.clear()
         return count
 
+    def _check_alive(self) -> None:
+        if not self._alive:
+            raise EngineStoppedError("the engine has stopped")
+
     def _known(self, name: str) -> None:
+        self._check_alive()
         if name not in self.kept:
             raise EngineError(f"there is no session {name!r}")
 

@@ -239,15 +239,22 @@ def losing(lost: int, busy: bool, home: Path, folder: Path) -> tuple[int, str, f
 
 
 def _serve_until(folder: Path, busy: bool, ready: str) -> int:
-    """Serves until another machine is lost; returns 2 then, as the server does."""
+    """Serves until another machine is lost; returns 2 then, as the commands do."""
+    from mlx_zip.machine_watch import watched
+    from mlx_zip.machines import machines
+
+    group = machines()
+    with watched(group):
+        return _serve_watched(group, folder, busy, ready)
+
+
+def _serve_watched(group: Any, folder: Path, busy: bool, ready: str) -> int:
     from mlx_zip.engine import Submission
     from mlx_zip.engine.split_engine import open_split_engine
     from mlx_zip.errors import MachineError
-    from mlx_zip.machines import is_first, machines
+    from mlx_zip.machines import is_first
     from support.serving import Watch
 
-    group = machines()
-    assert group is not None
     engine, watch = open_split_engine(group, folder), Watch()
     try:
         if is_first(group) and busy:
@@ -259,6 +266,6 @@ def _serve_until(folder: Path, busy: bool, ready: str) -> int:
         engine.follow()
     except MachineError as error:
         assert not busy or not is_first(group) or "a fault has ended the engine" in str(watch.wait().end.error)
-        print(f"told: {error}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

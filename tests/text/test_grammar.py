@@ -2,12 +2,13 @@
 
 import json
 import random
+import sys
 import time
 
 import numpy as np
 import pytest
 
-from mlx_zip.errors import GenerationError
+from mlx_zip.errors import GenerationError, InstallationError
 from mlx_zip.text.grammar import GrammarConstraint, json_by, literal
 from mlx_zip.text.token_facts import bytes_by_id
 from mlx_zip.text.tokenizer import Tokenizer
@@ -174,12 +175,40 @@ def test_a_bad_schema_is_refused_quickly_with_its_reason(name):
     assert len(str(caught.value)) < 400
 
 
-HARD = {
+COSTLY = {
     "repeated repetition": {"type": "string", "pattern": "^(a{1000}){1000}$"},
+    "repeated class": {"type": "string", "pattern": "(?:[)(]{2,300}\\\\({300}|b){9}"},
+    "repeated in names": {"type": "object", "patternProperties": {"^((a{99}){99}){99}$": {}}},
+    "multiple": {"type": "integer", "multipleOf": 999983, "minimum": -(10**15), "maximum": 10**15},
+}
+
+
+@pytest.mark.parametrize("name", COSTLY)
+def test_a_costly_schema_is_refused_before_it_costs(name):
+    schema = COSTLY[name]
+    if name == "repeated class":
+        json_by(field(schema))
+        schema = {**schema, "pattern": schema["pattern"].replace("{9}", "{90}")}
+    with pytest.raises(GenerationError, match=r"repeats too much|multipleOf"):
+        json_by(field(schema))
+
+
+def test_patterns_that_people_write_are_taken():
+    byte = "[0-9a-fA-F]{1,4}"
+    for pattern in (
+        f"^({byte}:){{7}}{byte}$",
+        "^\\d{4}-\\d{2}-\\d{2}$",
+        "^.{0,5000}$",
+        "^[a-z]{8}(-[a-z]{4}){3}$",
+        "({)}",
+    ):
+        json_by(field({"type": "string", "pattern": pattern}))
+
+
+HARD = {
     "much to remember": {"type": "string", "pattern": "^(.*a.{500}.*b.{500})$"},
     "long text": {"type": "string", "maxLength": 10**9},
     "long list": {"type": "array", "items": {"type": "integer"}, "minItems": 10**9},
-    "multiple": {"type": "integer", "multipleOf": 999983, "minimum": -(10**15), "maximum": 10**15},
 }
 
 
@@ -202,3 +231,9 @@ def test_a_literal_is_exactly_its_text():
     text = 'say "\\n" é\n'
     follower = GrammarConstraint(STORIES, f"start: {literal(text)}")
     assert follower.accepts([*ids(text), STORIES.eos_token_id])
+
+
+def test_a_missing_library_is_one_line(monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(InstallationError, match=r"needs llguidance, which is not installed: .*\[serve\]"):
+        GrammarConstraint(load_tokenizer("stories"), "start: /a/")

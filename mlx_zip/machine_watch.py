@@ -1,0 +1,104 @@
+"""Ends this process if another machine of its run ends: MLX's ring may wait for ever for a machine that is gone.
+
+The first machine has a connection with each of the others, on which nothing is sent. The system closes it when one of
+the two processes ends, however that happens.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from mlx_zip.errors import MachineError
+from mlx_zip.machines import Group, bytes_from_first
+
+GRACE_S = 5.0  # for ending in the usual way, with what MLX itself notices
+CONNECT_S = 20.0
+ENDED = 2  # exit status
+HOSTS = "MLX_HOSTFILE"  # where mlx.launch says what addresses the ring has
+_TOKEN_BYTES = 16
+
+
+@contextmanager
+def watched(group: Group | None) -> Iterator[None]:
+    """Inside, the process ends with status 2 and one line soon after another machine of the run has ended.
+
+    All machines must come here. Does nothing without a group, and for backends other than the ring. Raises
+    `MachineError` if the machines cannot connect.
+    """
+    over = threading.Event()
+    try:
+        links = [] if group is None else _linked(group)
+    except OSError as error:
+        raise MachineError(f"the machines of this run cannot connect: {error}") from error
+    for link in links:
+        threading.Thread(target=_watch, args=(link, over), daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+        for link in links:
+            link.close()
+
+
+def _watch(link: socket.socket, over: threading.Event) -> None:
+    """Ends the process after the other end of a connection is gone, unless `over` is set soon."""
+    with suppress(OSError):  # closed by this process, or reset by the other machine
+        link.recv(1)
+    if not over.wait(GRACE_S):
+        print("error: another machine of this run has ended", file=sys.stderr, flush=True)
+        os._exit(ENDED)
+
+
+def _linked(group: Group) -> list[socket.socket]:
+    """Returns this machine's connections: with all others on the first one, with the first one on the others."""
+    if group.rank() > 0:
+        place = bytes_from_first(group, b"")
+        return [_connected(*json.loads(place))] if place else []
+    host = _first_host()
+    if host is None:
+        bytes_from_first(group, b"")
+        return []
+    token = secrets.token_hex(_TOKEN_BYTES // 2)
+    with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
+        listener.settimeout(CONNECT_S)
+        bytes_from_first(group, json.dumps([host, listener.getsockname()[1], token]).encode())
+        return _accepted(listener, token, group.size() - 1)
+
+
+def _accepted(listener: socket.socket, token: str, count: int) -> list[socket.socket]:
+    """Returns `count` connections that began with the token; others are closed. Raises `OSError` after a while."""
+    links: list[socket.socket] = []
+    while len(links) < count:
+        link = listener.accept()[0]
+        link.settimeout(CONNECT_S)
+        if link.recv(_TOKEN_BYTES, socket.MSG_WAITALL) == token.encode():
+            link.settimeout(None)
+            links.append(link)
+        else:
+            link.close()
+    return links
+
+
+def _connected(host: str, port: int, token: str) -> socket.socket:
+    """Returns a connection with the first machine, on which the token was sent."""
+    link = socket.create_connection((host, port), CONNECT_S)
+    link.sendall(token.encode())
+    link.settimeout(None)
+    return link
+
+
+def _first_host() -> str | None:
+    """Returns the first machine's address in the ring, None if the run has no ring."""
+    path = os.environ.get(HOSTS)
+    if not path:
+        return None
+    with open(path, encoding="utf-8") as file:
+        hosts = json.load(file)
+    return hosts[0][0].rpartition(":")[0].strip("[]")
