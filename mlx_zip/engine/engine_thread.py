@@ -185,8 +185,9 @@ class MlxEngine(Engine):
 
     def close(self, drain_s: float = 0.0) -> None:
         with self._lock:
-            if not self._closing:
-                self._closing, self._deadline = True, time.monotonic() + drain_s
+            deadline = time.monotonic() + drain_s
+            self._deadline = min(self._deadline, deadline) if self._closing else deadline
+            self._closing = True
         self._inbox.wake()
         if threading.current_thread() is not self._thread:
             self._thread.join()
@@ -228,10 +229,12 @@ class MlxEngine(Engine):
 
     def _serve(self) -> None:
         """Makes calls and runs requests until the engine is closed and nothing is left to do."""
-        scheduler = self._scheduler
-        while scheduler.busy or not self._closing:
+        scheduler, going = self._scheduler, True
+        while going:
+            going = not self._closing  # what was submitted before that is in the inbox now
             if not scheduler.busy:
-                self._inbox.take(TEND_S if self._store.tend() else None)
+                self._inbox.take(0 if not going else TEND_S if self._store.tend() else None)
+            going = going or scheduler.busy
             with self._wired() if scheduler.busy else contextlib.nullcontext():
                 while scheduler.busy:
                     if self._closing and time.monotonic() >= self._deadline:
@@ -266,7 +269,10 @@ class MlxEngine(Engine):
             log.critical("the engine's thread has ended: %s", first_line(fault), exc_info=None if ours else fault)
         self._stop(stopped)
         for call in calls:
-            call(fault)
+            try:
+                call(fault)
+            except Exception:
+                log.exception("a function given to on_death failed")
 
     def _stop(self, error: EngineStoppedError) -> None:
         """Refuses all further calls and fails the requests that are left."""

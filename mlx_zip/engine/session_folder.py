@@ -44,7 +44,7 @@ class SessionFolder:
             for path in session_paths(self.folder):
                 try:
                     found.append(self._indexed(path))
-                except EngineError as error:
+                except (EngineError, OSError) as error:  # another process may just have deleted it
                     refused.append(str(error))
         except OSError as error:
             self._warn("read", f"cannot be read: {reason(error)}")
@@ -147,17 +147,18 @@ class SessionFolder:
         return [(job.kept, self._take(job)) for job in self._writer.done()]
 
     def _take(self, job: Job) -> bool:
-        """Notes what came of a job; returns whether the session is on disk. Raises an error that is not the disk's."""
+        """Notes what came of a job; returns whether the session is on disk."""
         kept = job.kept
         if isinstance(job.error, OSError):
             self._warn("write", f"cannot be written, sessions stay in memory only: {reason(job.error)}")
             return False
         if job.error is not None:
-            raise job.error
+            log.error("session folder %s: a session could not be written", self.folder, exc_info=job.error)
+            return False
         self._warned.discard("write")
         kept.saved = True
         if kept.gone:
-            self.forget(kept)
+            self.evict(kept)
         elif kept.notes != job.notes:
             self.want(kept)  # an answer was noted meanwhile
         return True

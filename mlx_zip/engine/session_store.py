@@ -207,16 +207,22 @@ class SessionStore:
         self._forget(self._named(name))
 
     def purge(self) -> int:
-        """Forgets all sessions, in memory and on disk, and returns how many there were."""
+        """Forgets all sessions, in memory and on disk, and returns how many there were.
+
+        Raises `EngineError` if files cannot be deleted; all else is forgotten then.
+        """
         self._pump()
-        count = sum(kept.can_be_read for kept in self._list)
-        for name in list(self._lent):
-            lent = self._lent[name]
+        count, errors = sum(kept.can_be_read for kept in self._list), list[EngineError]()
+        lent = list(self._lent.items())
+        for name, _ in lent:
             self.release(name)
-            if self._folder is not None and self._list.get(name) is not lent:
-                self._folder.forget(lent)
-        for kept in list(self._list):
-            self._forget(kept)
+        for kept in [*(one for name, one in lent if self._list.get(name) is not one), *self._list]:
+            try:
+                self._forget(kept)
+            except EngineError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
         return count
 
     def figures(self) -> dict[str, int]:
@@ -272,7 +278,8 @@ class SessionStore:
 
     def _forget(self, kept: Kept) -> None:
         """Forgets a session, in memory and on disk. Raises `EngineError` if its file cannot be deleted."""
-        self._list.remove(kept)
+        if self._list.get(kept.name) is kept:
+            self._list.remove(kept)
         if self._folder is not None:
             self._folder.forget(kept)
 

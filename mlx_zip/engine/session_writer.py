@@ -32,7 +32,7 @@ class Job:
             self.notes, answers = self.kept.notes, dict(self.kept.answers)
             self.snapshot.write(slot.path, answers)
             slot.stamp = stamp_of(slot.path)
-        except BaseException as error:  # is raised in the engine's thread, unless the disk is at fault
+        except BaseException as error:  # is logged in the engine's thread
             self.error = error
 
 

@@ -1,12 +1,14 @@
 """What goes wrong in one request harms no other, and what ends the engine is told to everybody."""
 
 import random
+import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from mlx_zip.engine import Failed, Finished, Submission, events
+from mlx_zip.engine import Failed, Finished, Submission, engine_thread, events
 from mlx_zip.engine.mlx_engine import open_engine
 from mlx_zip.engine.session_options import SessionOptions
 from mlx_zip.errors import (
@@ -266,6 +268,46 @@ def test_closing_cancels_what_is_left():
     engine.close()
     with pytest.raises(EngineStoppedError):
         engine.sessions()
+
+
+def test_closing_again_with_less_patience_ends_sooner():
+    engine = tiny_engine()
+    _, watch = ask(engine, tiny.base_ids(9), max_tokens=-1)
+    first = threading.Thread(target=engine.close, args=(600,))
+    first.start()
+    while engine.alive:
+        time.sleep(0.001)
+    engine.close()
+    first.join(60)
+    assert not first.is_alive()
+    assert watch.end.reason == "cancelled"
+
+
+def test_a_request_that_came_just_before_closing_is_answered(monkeypatch):
+    asked, go = [], threading.Event()
+    engine = tiny_engine()
+
+    def between_two_rounds():
+        if go.is_set() and not asked:
+            asked.append(ask(engine, tiny.base_ids(9), max_tokens=5)[1])
+            engine.close(drain_s=60)
+
+    names = {**vars(engine_thread.mx), "clear_cache": between_two_rounds}
+    monkeypatch.setattr(engine_thread, "mx", SimpleNamespace(**names))
+    go.set()
+    engine.sessions()
+    engine._thread.join(60)
+    assert asked[0].wait().end.reason == "length"
+
+
+def test_a_function_that_fails_when_told_of_the_end_keeps_nobody_else_from_being_told():
+    told = []
+    with tiny_engine() as engine:
+        engine.on_death(lambda fault: 1 / 0)
+        engine.on_death(told.append)
+        ask(engine, tiny.base_ids(9), constraint=Broken("mask", 2, KeyboardInterrupt))
+        engine._thread.join(60)
+    assert [type(fault) for fault in told] == [KeyboardInterrupt]
 
 
 @pytest.mark.parametrize("fault", [KeyboardInterrupt, SystemExit])

@@ -7,6 +7,7 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -15,7 +16,8 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import KVCache, RotatingKVCache, load_prompt_cache
 
-from mlx_zip.engine import session_format
+from mlx_zip.engine import session_folder, session_format
+from mlx_zip.engine.kept_session import Slot
 from mlx_zip.engine.session_files import Snapshot
 from mlx_zip.engine.session_folder import purge
 from mlx_zip.errors import EngineError
@@ -284,6 +286,7 @@ def test_a_file_that_another_process_deleted_is_a_session_less(folder, caplog):
 
 WRITER = """
 import sys
+import threading
 from pathlib import Path
 from support import keeping, tiny
 store = keeping.store(folder=Path(sys.argv[1]))
@@ -403,3 +406,79 @@ def test_what_is_written_is_bounded_by_the_room_on_disk(folder, caplog):
     assert files(folder) == []
     assert "is not written" in caplog.text
     assert store.checkout(held + NEXT, OWN).base_tokens == len(held)
+
+
+def test_a_write_that_fails_in_an_unforeseen_way_loses_that_write_only(folder, monkeypatch, caplog):
+    store = keeping.store(folder=folder, max_bytes=1)
+
+    def fails(*_):
+        raise MemoryError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(session_format, "_write_all", fails)
+        keeping.conversation("zip", store)
+        store.flush()
+    assert "no memory" in caplog.text
+    assert store.sessions() == []
+    keeping.conversation("zip", store)
+    store.close()
+    assert len(files(folder)) == 1
+
+
+def test_a_dropped_session_whose_file_cannot_be_deleted_is_warned_of(folder, monkeypatch, caplog):
+    store, begun, go = keeping.store(folder=folder), threading.Event(), threading.Event()
+    write = session_format._write_all
+
+    def slow(*arguments):
+        begun.set()
+        assert go.wait(30)
+        write(*arguments)
+
+    def refuse(*_, **__):
+        raise PermissionError(errno.EACCES, "read-only")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(session_format, "_write_all", slow)
+        name, _ = keeping.conversation("zip", store)
+        assert begun.wait(30)
+        store.drop(name)
+        patch.setattr(Slot, "delete", refuse)
+        go.set()
+        store.flush()
+    assert "read-only" in caplog.text
+    assert store.sessions() == []
+    store.close()
+
+
+def test_a_purge_forgets_all_but_the_files_that_it_cannot_delete(folder, monkeypatch):
+    store = keeping.store(folder=folder)
+    for seed in range(3):
+        keeping.conversation("zip", store, seed)
+    store.flush()
+    delete, refused = Slot.delete, []
+
+    def refuse_once(slot):
+        if not refused:
+            refused.append(slot.path)
+            raise PermissionError(errno.EACCES, "read-only")
+        delete(slot)
+
+    monkeypatch.setattr(Slot, "delete", refuse_once)
+    with pytest.raises(EngineError, match="read-only"):
+        store.purge()
+    assert store.sessions() == []
+    assert files(folder) == refused
+
+
+def test_a_file_that_vanishes_while_the_folder_is_read_hides_no_other(folder, monkeypatch, caplog):
+    held = saved(folder)
+    found, gone = session_folder.found_in, folder / f"{0:016x}.safetensors"
+    gone.write_bytes(files(folder)[0].read_bytes())
+
+    def vanishing(path, marks):
+        kept = found(path, marks)
+        gone.unlink(missing_ok=True)
+        return kept
+
+    monkeypatch.setattr(session_folder, "found_in", vanishing)
+    assert keeping.store(folder=folder).checkout(held + NEXT, OWN).base_tokens == len(held)
