@@ -1,7 +1,7 @@
 """`SplitEngine`: an engine whose model is split over several machines.
 
-The first machine's engine takes requests. Before each round of the scheduler it tells the others what has happened
-since: requests that came, were cancelled, and so on. The others' engines do the same rounds with what they are told, so
+The first machine's engine takes requests. Before each round of the scheduler it sends the others what has happened
+since: requests that came, were cancelled, and so on. The others' engines do the same rounds with this news, so
 all machines sum in the same order. Each has its own codebooks, KV caches and sessions; the first one chooses every id.
 """
 
@@ -27,9 +27,9 @@ from mlx_zip.engine.submissions import Checked
 from mlx_zip.errors import EngineError, GenerationError
 from mlx_zip.machines import Group, bytes_from_first, from_first, lost_machines_as_errors, smallest, summed
 
-HEARTBEAT_S = 1.0  # an idle engine tells the others nothing this often, and so finds out if one is lost
+HEARTBEAT_S = 1.0  # how often an idle engine sends the others empty news, and so finds out if one is lost
 NO_BOUND = 1 << 62
-Told = list[Any]  # what happened, and to what
+News = list[Any]  # what happened, and to what
 
 
 def open_split_engine(group: Group, model_name: str | Path, **options: Any) -> SplitEngine:
@@ -52,7 +52,7 @@ class SplitEngine(MlxEngine):
 
     def __init__(self, group: Group, *args: Any, **options: Any) -> None:
         self._group, self._first = group, group.rank() == 0
-        self._news: list[Told] = []  # not yet told to the others
+        self._news: list[News] = []  # not yet sent to the others
         self._jobs: dict[int, Job] = {}  # requests that have not ended, by number
         self._numbers = 0
         super().__init__(*args, **options)
@@ -69,9 +69,9 @@ class SplitEngine(MlxEngine):
         if submission.pack is not None:
             raise GenerationError("pack: a model on several machines begins with the pack that it was loaded with only")
         if submission.constraint is not None:
-            submission = replace(submission, constraint=_Late(submission.constraint))
+            submission = replace(submission, constraint=_LateFailure(submission.constraint))
         job = super()._make_job(submission, deliver)
-        job.handle = _Told()
+        job.handle = _SharedHandle()
         return job
 
     def _add(self, job: Job) -> None:
@@ -123,14 +123,14 @@ class SplitEngine(MlxEngine):
         with lost_machines_as_errors():
             while going:
                 with self._wired() if scheduler.busy else contextlib.nullcontext():
-                    going = self._hear()
+                    going = self._exchange()
                     while going and scheduler.busy:
                         scheduler.work()
                         self._running = len(scheduler.running)
-                        going = self._hear()
+                        going = self._exchange()
 
-    def _hear(self) -> bool:
-        """Tells or hears what has happened since the last round, and does it; returns whether there is a next round.
+    def _exchange(self) -> bool:
+        """Sends or receives what has happened since the last round, and does it. Returns whether there is a next round.
 
         This comes after the step under way, on all machines. If a machine is lost in that step, the step raises; MLX's
         ring would leave this sum waiting for ever.
@@ -139,20 +139,20 @@ class SplitEngine(MlxEngine):
             group.wait()
         news = json.dumps(self._gather(), default=_plain).encode() if self._first else b""
         with mx.stream(generation_stream):
-            told = bytes_from_first(self._group, b"" if news == b"[]" else news)
+            received = bytes_from_first(self._group, b"" if news == b"[]" else news)
         going = True
-        for what, *facts in json.loads(told or b"[]"):
+        for what, *facts in json.loads(received or b"[]"):
             if what == "end":
                 going = False
             elif what == "add":
                 self._begin(*facts)
             elif what == "cancel" and facts[0] in self._jobs:
-                self._jobs[facts[0]].handle.tell()  # type: ignore[attr-defined]
+                self._jobs[facts[0]].handle.confirm()  # type: ignore[attr-defined]
             elif what == "purge" and not self._first:
                 self._counted(self._store.purge())
         return going
 
-    def _gather(self) -> list[Told]:
+    def _gather(self) -> list[News]:
         """Returns the news on the first machine; waits for some if there is nothing to do."""
         scheduler = self._scheduler
         self._inbox.take(0 if scheduler.busy or self._closing else HEARTBEAT_S)
@@ -169,31 +169,31 @@ class SplitEngine(MlxEngine):
             self._jobs[number] = job = Job(
                 self._checks.check(_from_json(facts, self.info.vocab_size)), lambda event: None
             )
-            job.handle = _Told()
+            job.handle = _SharedHandle()
         self._scheduler.add(self._jobs[number])
 
 
-class _Told(Handle):
-    """A handle whose `cancelled` is true only after all machines have been told. asked: whether it was asked for."""
+class _SharedHandle(Handle):
+    """A handle whose `cancelled` is true only once all machines know. asked: whether somebody has cancelled it."""
 
     def __init__(self) -> None:
-        self.asked = self._told = False
+        self.asked = self._confirmed = False
         super().__init__()
 
     @property
     def cancelled(self) -> bool:  # type: ignore[override]
-        return self._told
+        return self._confirmed
 
     @cancelled.setter
     def cancelled(self, asked: bool) -> None:
         self.asked = self.asked or asked
 
-    def tell(self) -> None:
-        """Makes the request cancelled."""
-        self._told = True
+    def confirm(self) -> None:
+        """Makes the request cancelled, on this machine in the same round as on the others."""
+        self._confirmed = True
 
 
-class _Late:
+class _LateFailure:
     """A constraint whose failure at `push` is raised at the next `mask`, where other machines learn of failures."""
 
     def __init__(self, inner: Constraint) -> None:

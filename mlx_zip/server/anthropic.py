@@ -11,10 +11,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from mlx_zip.server.anthropic_bodies import CountBody, MessagesBody, turn_of
-from mlx_zip.server.anthropic_events import CUT_SHORT, MessageBuilder, new_id
+from mlx_zip.server.anthropic_events import MessageBuilder, new_id
 from mlx_zip.server.bodies import check_model
 from mlx_zip.server.core import Core
-from mlx_zip.server.errors import ANTHROPIC, Failure, RequestError
+from mlx_zip.server.errors import ANTHROPIC, Failure
 from mlx_zip.server.http import (
     comment_bytes,
     described,
@@ -66,8 +66,6 @@ class _Asked:
         async with aclosing(self._core.answer(self._turn)) as deltas:
             async for delta in deltas:
                 self._builder.add(delta)
-        if self._builder.failed:
-            raise RequestError(503, CUT_SHORT, "stopped")
         return self._builder.message
 
     async def frames(self) -> AsyncGenerator[bytes, None]:

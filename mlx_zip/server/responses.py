@@ -16,7 +16,7 @@ from mlx_zip.server.core import Core
 from mlx_zip.server.errors import Failure, RequestError
 from mlx_zip.server.http import described, events_bytes, json_response, read_body, stream_response, unless_gone
 from mlx_zip.server.responses_bodies import ResponseBody, turn_of
-from mlx_zip.server.responses_events import CUT_SHORT, ResponseBuilder, new_id
+from mlx_zip.server.responses_events import ResponseBuilder, new_id
 from mlx_zip.server.responses_items import named_item
 from mlx_zip.server.responses_store import ResponseStore
 from mlx_zip.server.turn import Delta, Done, Turn
@@ -85,8 +85,6 @@ class _Asked:
         async with aclosing(self.core.answer(self.turn)) as deltas:
             async for delta in deltas:
                 self._take(delta)
-        if self.builder.response["status"] == "failed":
-            raise RequestError(503, CUT_SHORT, "stopped")
         return self.builder.response
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
@@ -106,7 +104,7 @@ class _Asked:
     def _take(self, delta: Delta) -> list[dict[str, Any]]:
         """Returns the events of a delta. With the last one, the response is stored if it is to be."""
         events = self.builder.add(delta)
-        if isinstance(delta, Done) and self.body.store and self.builder.response["status"] != "failed":
+        if isinstance(delta, Done) and self.body.store:
             self.store.add(self.builder.response, self.items)
         return events
 

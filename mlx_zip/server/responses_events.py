@@ -14,7 +14,6 @@ from mlx_zip.server.turn import Delta, Done, Reasoning, Text, ToolCall, Waiting
 from mlx_zip.server.vendor import vendor_figures
 
 Json = dict[str, Any]
-CUT_SHORT = "the server ended this answer before it was complete"
 
 
 def new_id(prefix: str) -> str:
@@ -51,9 +50,6 @@ class ResponseBuilder:
                 self._add_reasoning(text)
             case ToolCall():
                 self._add_call(delta)
-            case Done("cancelled", counts):
-                self.response["mlx_zip"] = vendor_figures(counts)
-                return self.fail(CUT_SHORT)
             case Done():
                 self._end(delta)
             case Waiting():

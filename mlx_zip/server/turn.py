@@ -103,7 +103,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Done:
-    """The end. reason: "stop", "length", "tool_calls" or "cancelled". stopped_by: the stop string that ended it.
+    """The end. reason: "stop", "length" or "tool_calls". stopped_by: the stop string that ended it.
 
     reasoning_tokens: those of the base tokens that were reasoning.
     """

@@ -9,8 +9,7 @@ from pydantic import TypeAdapter
 from mlx_zip.server.anthropic_bodies import MessagesBody
 from mlx_zip.server.anthropic_events import SIGNATURE, MessageBuilder
 from mlx_zip.server.fields import parse
-from mlx_zip.server.turn import Done, Text
-from support.answers import ANSWERS, BEGINNINGS, COUNTS
+from support.answers import ANSWERS, BEGINNINGS
 
 EVENT = TypeAdapter(RawMessageStreamEvent)
 BODY = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "Hi"}]}
@@ -126,8 +125,3 @@ def test_an_answer_that_fails_ends_with_an_error_event(kind):
     events = [event for delta in BEGINNINGS[kind] for event in answer.add(delta)]
     events += answer.fail("api_error", "the engine has stopped")
     assert events[-1] == {"type": "error", "error": {"type": "api_error", "message": "the engine has stopped"}}
-    assert answer.failed
-
-
-def test_a_cancelled_answer_is_a_failed_one():
-    assert streamed([Text("Once"), Done("cancelled", COUNTS)])[-1]["type"] == "error"

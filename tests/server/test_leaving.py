@@ -86,15 +86,25 @@ def test_answers_under_way_end_before_the_server_stops():
     assert b'"finish_reason":"stop"' in answer
 
 
-def test_answers_that_take_too_long_are_told_that_the_server_stops():
+@pytest.mark.parametrize(
+    ("path", "fields", "error", "end"),
+    [
+        (PATH, body(), b'"code":"stopped"', b"[DONE]"),
+        ("/v1/completions", {"prompt": "A story", "max_tokens": 1500}, b'"code":"stopped"', b"[DONE]"),
+        ("/v1/responses", {"input": "A story"}, b"event: response.failed\n", b"event: response.completed\n"),
+        ("/v1/messages", body(model="default_model"), b"event: error\n", b"event: message_stop\n"),
+    ],
+)
+def test_answers_that_take_too_long_end_with_an_error_when_the_server_stops(path, fields, error, end):
     engine = FakeEngine(ENDLESS)
     with serving(engine, Options(drain_s=0.3)) as served:
-        streamed, whole = served.raw(post(PATH, body(stream=True))), served.raw(post(PATH, body()))
+        streamed, whole = served.raw(post(path, {**fields, "stream": True})), served.raw(post(path, fields))
         assert until(lambda: len(engine.told.tickets) == 2)
         served.server.should_exit = True
         answers = read_all(streamed), read_all(whole)
-    assert b'"code":"stopped"' in answers[0]
-    assert b"[DONE]" not in answers[0]
+    assert error in answers[0]
+    assert b"the server is stopping" in answers[0]
+    assert end not in answers[0]
     assert answers[1].startswith(b"HTTP/1.1 503 ")
 
 

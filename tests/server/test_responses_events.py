@@ -10,8 +10,7 @@ from pydantic import TypeAdapter
 from mlx_zip.server.fields import parse
 from mlx_zip.server.responses_bodies import ResponseBody
 from mlx_zip.server.responses_events import ResponseBuilder
-from mlx_zip.server.turn import Done, Text
-from support.answers import ANSWERS, BEGINNINGS, COUNTS
+from support.answers import ANSWERS, BEGINNINGS
 
 EVENT = TypeAdapter(ResponseStreamEvent)
 BODY = {
@@ -177,9 +176,3 @@ def test_an_answer_that_fails_ends_with_what_was_written_and_the_error(kind):
     assert last["response"]["error"] == {"code": "server_error", "message": "the engine has stopped"}
     assert last["response"]["status"] == answer.response["status"] == "failed"
     assert added_up(events) == answer.response["output"]
-
-
-def test_a_cancelled_answer_is_a_failed_one():
-    events = streamed([Text("Once"), Done("cancelled", COUNTS)])
-    assert events[-1]["type"] == "response.failed"
-    assert events[-1]["response"]["output"][0]["status"] == "incomplete"
