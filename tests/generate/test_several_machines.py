@@ -166,10 +166,9 @@ def test_a_machine_that_is_killed_ends_the_other_with_one_line_of_its_own(lost, 
     while time.monotonic() < deadline and written(tmp_path / "out-0") < 100:
         time.sleep(0.05)
     processes[lost].send_signal(signal.SIGKILL)
-    began = time.monotonic()
-    status, said = processes[1 - lost].wait(30)
+    status, said = processes[1 - lost].wait(LIMIT_S)
     processes[lost].wait(1)
-    assert (status, time.monotonic() - began < 30) == (2, True)
+    assert status == 2
     ours = [line for line in said.splitlines() if not line.startswith("[ring]")]
     assert len(ours) == 1
     assert "another machine of this run has ended" in ours[0]
