@@ -11,6 +11,7 @@ from . import targets
 from .batch_table import batch_table
 from .ratios import paired_ratio
 from .records import Record, Records, libraries, machines
+from .serving_table import serving_table
 from .speeds import PROFILES, PUBLISHED, REQUESTS, STORIES, TURNS, per_step, pooled_per_step, ratio, step_ratio
 from .tables import table
 
@@ -27,6 +28,7 @@ OPERATIONS = {  # operation in a `bench codec` record: its name in the table
     "rewind_one": "rewind by one id",
 }
 BATCH = "batch"  # record of `bench batch`
+SERVE = "serve"  # record of `bench serve`
 PACK = "its own, tuned"  # name of the bundled model's own pack in the record `pack_quality`
 
 
@@ -144,10 +146,15 @@ def _batch(records: Records) -> str:
     return batch_table(records.lines(BATCH)) if BATCH in records.files else not_yet(BATCH)
 
 
+def _serve(records: Records) -> str:
+    """Returns the table of the server's figures and targets."""
+    return serving_table(records.one(SERVE)) if SERVE in records.files else not_yet(SERVE)
+
+
 def _machines(records: Records) -> str:
     """Returns the table of where and how each record of docs/performance.md was measured."""
     names = [*PROFILES.values(), *REQUESTS.values(), *PUBLISHED.values(), "profile-before", "rows"]
-    return machines(records, sorted(name for name in (*names, STORIES, BATCH, "codec") if name in records.files))
+    return machines(records, sorted(name for name in (*names, STORIES, BATCH, SERVE, "codec") if name in records.files))
 
 
 TABLES: dict[str, Callable[[Records], str]] = {
@@ -158,6 +165,7 @@ TABLES: dict[str, Callable[[Records], str]] = {
     "stories": _stories,
     "published": _published,
     "parts": _parts,
+    "serve": _serve,
     "batch": _batch,
     "targets": targets.all_targets,
     "records": _machines,

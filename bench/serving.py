@@ -24,14 +24,14 @@ from mlx_zip.generate import stream_generate
 from mlx_zip.loading import load
 from mlx_zip.progress import ProgressBar
 
-from .dialects import CHAT, DIALECTS
+from .dialects import CHAT
 from .engines import MlxEngine, settle
 from .http_client import Reply, ask
 from .record import header, load_before, summary, surroundings
 from .served import Served, ours
+from .serving_table import serving_table
 from .serving_turns import long_prompt, turns
 from .shapes import from_folders
-from .tables import table
 from .workloads import REQUESTS
 
 PACKAGES = ("mlx", "mlx-lm", "starlette", "uvicorn")
@@ -226,27 +226,3 @@ def two_prompts(asked: Asked, args: argparse.Namespace) -> dict[str, Any]:
                 together.append(max(map(first_text_s, two)))
                 ratio.append(together[-1] / alone[-1])
     return {"alone_s": summary(alone), "together_s": summary(together), "ratio": summary(ratio)}
-
-
-def serving_table(record: Mapping[str, Any]) -> str:
-    """Returns the figures of a record as a table."""
-    figures = record["figures"]
-    one, two = figures["one_stream"], figures["two_prompts"]
-    rows = [
-        ["one stream: time over `generate`'s", f"{one['overhead']['median']:+.1%}", "at most +10 %"],
-        ["first text after the first id", f"{one['first_byte_ms']['median']:.1f} ms", "at most 20 ms"],
-        ["two prompts: time to first text over one's", f"{two['ratio']['median']:.2f}", "at most 2.2"],
-    ]
-    for name, found in figures["streams"].items():
-        gain = f"{found['gain']['median']:.2f} ({found['streams']['median']:.0f} base tokens/s)"
-        rows.append([f"{record['setting']['streams']} streams, {name}: gain", gain, ""])
-        rows.append(
-            [
-                f"{record['setting']['streams']} streams, {name}: unfairness",
-                f"{found['unfairness']['median']:.2f}",
-                "at most 1.5",
-            ]
-        )
-    for when, shares in figures["second_turn"].items():
-        rows += [[f"cached share, {when}, {d.name}", f"{shares[d.name]:.1%}", "at least 95 %"] for d in DIALECTS]
-    return table(("figure", "median", "target"), rows)
