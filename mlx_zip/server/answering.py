@@ -21,7 +21,7 @@ class Answering:
 
     tokens: for log-probabilities and shown tokens. splitter: finds reasoning and calls of tools in the text. cancel:
     ends the engine's request, called when a stop string has ended the text. text, base_ids: the answer so far, base_ids
-    without the eos; `whole` is True at the end if a later prompt that holds the text may be given these base ids for it.
+    without the eos. `whole` is True at the end if a later prompt that holds the text may get these base ids for it.
     """
 
     def __init__(
