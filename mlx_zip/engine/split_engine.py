@@ -66,13 +66,16 @@ class SplitEngine(MlxEngine):
     # ---- requests
 
     def _make_job(self, submission: Submission, deliver: Deliver) -> Job:
-        if submission.pack is not None:
-            raise GenerationError("pack: a model on several machines begins with the pack that it was loaded with only")
+        self.check_pack(submission.pack)
         if submission.constraint is not None:
             submission = replace(submission, constraint=_LateFailure(submission.constraint))
         job = super()._make_job(submission, deliver)
         job.handle = _SharedHandle()
         return job
+
+    def check_pack(self, pack: Any) -> None:
+        if pack is not None:
+            raise GenerationError("pack: a model on several machines begins with the pack that it was loaded with only")
 
     def _add(self, job: Job) -> None:
         """Notes a request for the others; it is given to the scheduler together with theirs."""
