@@ -52,7 +52,9 @@ class SessionStore:
     def _marks(self) -> Marks:
         """What files of this model's sessions say of it."""
         found = self.model.fingerprint if is_zip(self.model) else model_fingerprint(self.model)
-        return Marks(found, tokenizer_fingerprint(self.tokenizer), codec_mark(self.model))
+        return Marks(
+            f"{found} {self.options.share}".strip(), tokenizer_fingerprint(self.tokenizer), codec_mark(self.model)
+        )
 
     @cached_property
     def _own_pack(self) -> str:
