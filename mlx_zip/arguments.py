@@ -54,7 +54,7 @@ class Parser(argparse.ArgumentParser):
         choices = [str(choice) for choice in action.choices]
         if isinstance(action, argparse._SubParsersAction):
             choices = [choice.dest for choice in action._choices_actions]  # without hidden aliases
-            hint = _nearest(str(value), choices) or f"choose from {', '.join(choices)}"
+            hint = nearest(str(value), choices) or f"choose from {', '.join(choices)}"
             raise argparse.ArgumentError(None, f"{self.prog} has no {_name(action).lower()} {value!r}; {hint}")
         message = f"{str(value)!r} is not one of {', '.join(choices)}"
         raise argparse.ArgumentError(action, message)
@@ -97,7 +97,7 @@ class Parser(argparse.ArgumentParser):
         flag = word.partition("=")[0]
         if flag[:1] != "-":
             return f"{word!r} belongs to no flag ({self.prog} --help lists the flags)"
-        hint = _nearest(flag, self._visible()) or f"{self.prog} --help lists all flags"
+        hint = nearest(flag, self._visible()) or f"{self.prog} --help lists all flags"
         return f"unknown flag {flag}; {hint}"
 
     def _visible(self, hidden: bool = False) -> list[str]:
@@ -111,7 +111,7 @@ def _name(action: argparse.Action) -> str:
     return str(action.metavar or action.dest)
 
 
-def _nearest(word: str, choices: Iterable[str]) -> str:
+def nearest(word: str, choices: Iterable[str]) -> str:
     """Returns a question that proposes the one or two choices most like the word, or "" if none is like it."""
     known = list(choices)
     close = difflib.get_close_matches(word, known, 2, 0.85) or difflib.get_close_matches(word, known, 1, 0.6)

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,17 @@ def at_home(name: str | os.PathLike[str]) -> Path:
     if not isinstance(name, str | os.PathLike):
         raise DataError(f"a path must be text, got {name!r:.80}")
     return Path(os.path.expanduser(name))
+
+
+def data_folder() -> Path:
+    """Returns the folder for what mlx_zip keeps for this user, such as typed lines; it may not exist yet.
+
+    On a Mac ~/Library/Application Support/mlx_zip, elsewhere mlx_zip in $XDG_DATA_HOME or in ~/.local/share.
+    """
+    if sys.platform == "darwin":
+        return at_home("~/Library/Application Support/mlx_zip")
+    given = os.environ.get("XDG_DATA_HOME", "")
+    return (Path(given) if os.path.isabs(given) else at_home("~/.local/share")) / "mlx_zip"
 
 
 def _full_sync(handle: int) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import signal
@@ -14,10 +13,10 @@ from typing import Any
 
 from mlx_zip import bundled
 from mlx_zip.arguments import check_at_least
-from mlx_zip.chosen_packs import check_tokenizers
 from mlx_zip.cli import packs, rows
-from mlx_zip.cli.serving_flags import API_KEY, REFUSED, SAMPLING, SESSIONS, add_arguments
-from mlx_zip.errors import GenerationError, first_line, missing_library, reason
+from mlx_zip.cli.opening import engine_options, json_map, opened, request_pack
+from mlx_zip.cli.serving_flags import API_KEY, REFUSED, SAMPLING, add_arguments
+from mlx_zip.errors import GenerationError, first_line, missing_library
 from mlx_zip.files import at_home
 
 __all__ = ["REFUSED", "add_arguments", "run"]
@@ -50,7 +49,7 @@ def _lead(args: argparse.Namespace, group: Any, running: Any) -> int:
     with (
         _bound(running, args.host, args.port) as listener,
         rows.open_store(args) as store,
-        _opened(group, name, **_engine_options(args, name, chosen), row_cache=store) as engine,
+        opened(group, name, **engine_options(args, name, chosen), row_cache=store) as engine,
     ):
         options |= _pack_options(chosen, packs.is_plain(name), engine)
         served = _server_module("options").Options(**options)
@@ -60,38 +59,25 @@ def _lead(args: argparse.Namespace, group: Any, running: Any) -> int:
     return 0 if fault is None else 1
 
 
-def _opened(group: Any, name: str, **options: Any) -> Any:
-    """Returns the engine of a model. group: the machines that the model is split over, None for one."""
-    if group is None:
-        from mlx_zip.engine.mlx_engine import open_engine
-
-        return open_engine(name, **options)
-    from mlx_zip.engine.split_engine import open_split_engine
-
-    return open_split_engine(group, name, **options)
-
-
 def _follow(args: argparse.Namespace, group: Any) -> int:
     """Does what the first machine's engine tells until that ends; returns 0. Raises `MlxZipError` if it is lost.
 
     Ctrl-C in a terminal reaches all machines; only the first one acts on it, so that answers under way can end.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    name = bundled.DEFAULT if args.model is None else args.model
+    name, chosen = bundled.DEFAULT if args.model is None else args.model, packs.read(args)
     with (
         rows.open_store(args) as store,
-        _opened(group, name, **_engine_options(args, name, None), row_cache=store) as engine,
+        opened(group, name, **engine_options(args, name, chosen), row_cache=store) as engine,
     ):
         engine.follow()
     return 0
 
 
 def _check_machines(args: argparse.Namespace, group: Any) -> None:
-    """Raises `GenerationError` for flags that cannot be used for a model on several machines."""
-    for name in ("pack", "session_cache", "session_files") if group is not None else ():
-        if getattr(args, name):
-            flag = "--" + name.replace("_", "-")
-            raise GenerationError(f"{flag} cannot be used on several machines: each has a share of the model only")
+    """Raises `GenerationError` for a flag that cannot be used for a model on several machines."""
+    if group is not None and args.session_files:
+        raise GenerationError("--session-files cannot be used on several machines: each has a share of the model only")
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -137,7 +123,7 @@ def _options(args: argparse.Namespace, name: str) -> dict[str, Any]:
         "model": name,
         "max_tokens": args.max_tokens,
         "sampling": {flag: getattr(args, flag) for flag in SAMPLING},
-        "template_options": _json_map("--chat-template-args", args.chat_template_args),
+        "template_options": json_map("--chat-template-args", args.chat_template_args),
         "api_key": key,
         "allowed_origins": args.allowed_origins,
         "hosts": hosts,
@@ -163,54 +149,15 @@ def _hosts(args: argparse.Namespace) -> frozenset[str] | None:
     return _server_module("options").LOOPBACK | {args.host.lower()}
 
 
-def _engine_options(args: argparse.Namespace, name: str, chosen: packs.Packs | None) -> dict[str, Any]:
-    """Returns the arguments of `open_engine`. chosen: the packs of --pack."""
-    from mlx_zip.engine.session_options import SessionOptions
-
-    plain = (chosen is not None or args.codebook_size is not None) and packs.is_plain(name)
-    if plain and args.codebook_size is not None:
-        raise GenerationError(f"--codebook-size: {name} is a plain model, whose codebook is its pack or none")
-    given = os.environ.get(SESSIONS, rows.OFF) if args.session_cache is None else args.session_cache
-    folder = None if given in (rows.OFF, "") else at_home(given)
-    template = {} if args.chat_template is None else {"chat_template": _template(args.chat_template)}
-    return {
-        "adapter_path": args.adapter_path,
-        "canonical": args.canonical,
-        "tokenizer_config": template,
-        "trust_remote_code": args.trust_remote_code,
-        "kv_bits": args.kv_bits,
-        "kv_group_size": args.kv_group_size,
-        "quantized_kv_start": args.quantized_kv_start,
-        "max_running": args.decode_concurrency,
-        "max_waiting": args.max_waiting,
-        "max_prompt_tokens": args.max_prompt_tokens,
-        "prefill_step_size": args.prefill_step_size,
-        "sessions": SessionOptions(args.prompt_cache_bytes, folder, args.session_disk_bytes, name),
-        **packs.load_options(args, chosen, plain),
-    }
-
-
 def _pack_options(chosen: packs.Packs | None, plain: bool, engine: Any) -> dict[str, Any]:
     """Returns the fields of the server's `Options` for packs. Raises `MlxZipError` for packs that do not fit."""
     if chosen is None:
         return {}
-    check_tokenizers(chosen, engine.tokenizer)
+    pack = request_pack(chosen, plain, engine)
     if plain:
         return {}
-    if (count := len(chosen.merged.entries)) > (room := engine.info.codebook_size):
-        raise GenerationError(f"--pack: {count} entries, but the codebook has {room} slots (--codebook-size)")
     named = {Path(file).stem: pack for file, pack in chosen.files.items()}
-    return {"packs": named, "pack": chosen.merged if chosen.merged.rows is None else None}
-
-
-def _template(given: str) -> str:
-    """Returns the chat template of --chat-template: the text itself, or that of a file. Raises `GenerationError`."""
-    if "{" in given:
-        return given
-    try:
-        return at_home(given).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise GenerationError(f"--chat-template {given}: {reason(error)}") from error
+    return {"packs": named, "pack": pack}
 
 
 def _folder(flag: str, given: str) -> Path:
@@ -218,14 +165,3 @@ def _folder(flag: str, given: str) -> Path:
     if not (path := at_home(given)).is_dir():
         raise GenerationError(f"{flag} {given}: there is no such folder")
     return path
-
-
-def _json_map(flag: str, text: str | None) -> dict[str, Any]:
-    """Returns the JSON object of a flag, {} without the flag. Raises `GenerationError`."""
-    try:
-        value = json.loads(text or "{}")
-    except (ValueError, RecursionError) as error:
-        raise GenerationError(f"{flag} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise GenerationError(f'{flag} must be a JSON map, for example {{"enable_thinking": false}}')
-    return value

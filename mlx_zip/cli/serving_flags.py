@@ -27,28 +27,16 @@ SAMPLING = {  # flags of requests that do not say otherwise: (type, default, hel
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags; those of mlx_lm.server keep their names."""
     add = parser.add_argument
-    _add_model(add)
+    add_model(add)
     _add_network(add)
     add("--max-tokens", type=int, default=512, help="base tokens of an answer that asks for no number (default: 512)")
     for name, (kind, default, text) in SAMPLING.items():
         flag = "--" + name.replace("_", "-")
         add(flag, type=kind, default=default, help=f"{text}; for requests without this field (default: {default:g})")
     _add_bounds(add)
-    _add_sessions(add)
+    add_sessions(add)
     packs.add_flags(add)
-    add("--kv-bits", type=int, help="bits per number in a quantized KV cache (default: not quantized)")
-    add(
-        "--kv-group-size",
-        type=int,
-        default=64,
-        help="number of values that share a scale in a quantized KV cache (default: 64)",
-    )
-    add(
-        "--quantized-kv-start",
-        type=int,
-        default=5000,
-        help="number of ids in the KV cache from which on --kv-bits quantizes it (default: 5000)",
-    )
+    add_kv(add)
     rows.add_flags(add)
     for name, kind in (
         ("draft_model", str),
@@ -58,11 +46,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--pipeline", action="store_true", default=None, help="refused: " + REFUSED["pipeline"])
 
 
-def _add_model(add: Any) -> None:
-    """Declares the flags of the model and of its chat template."""
+def add_model(add: Any, purpose: str = "model to serve") -> None:
+    """Declares the flags of the model and of its chat template. purpose: what --model names, for the help."""
     add(
         "--model",
-        help="model to serve: folder, hub id or bundled model (default: stories, which tells children's stories)",
+        help=f"{purpose}: folder, hub id or bundled model (default: stories, which tells children's stories)",
     )
     add(
         "--adapter-path",
@@ -138,7 +126,24 @@ def _add_bounds(add: Any) -> None:
     )
 
 
-def _add_sessions(add: Any) -> None:
+def add_kv(add: Any) -> None:
+    """Declares the flags of KV cache quantization."""
+    add("--kv-bits", type=int, help="bits per number in a quantized KV cache (default: not quantized)")
+    add(
+        "--kv-group-size",
+        type=int,
+        default=64,
+        help="number of values that share a scale in a quantized KV cache (default: 64)",
+    )
+    add(
+        "--quantized-kv-start",
+        type=int,
+        default=5000,
+        help="number of ids in the KV cache from which on --kv-bits quantizes it (default: 5000)",
+    )
+
+
+def add_sessions(add: Any) -> None:
     """Declares the flags of kept conversations."""
     add(
         "--prompt-cache-bytes",

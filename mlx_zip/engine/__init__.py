@@ -2,6 +2,7 @@
 
 from mlx_zip.engine.interface import (
     Constraint,
+    Counted,
     Counts,
     Emitted,
     Engine,
@@ -11,6 +12,7 @@ from mlx_zip.engine.interface import (
     Figures,
     Finished,
     Likely,
+    Origin,
     Progress,
     SessionInfo,
     Started,
@@ -21,6 +23,7 @@ from mlx_zip.engine.interface import (
 
 __all__ = [
     "Constraint",
+    "Counted",
     "Counts",
     "Emitted",
     "Engine",
@@ -30,6 +33,7 @@ __all__ = [
     "Figures",
     "Finished",
     "Likely",
+    "Origin",
     "Progress",
     "SessionInfo",
     "Started",

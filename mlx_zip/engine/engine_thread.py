@@ -104,6 +104,9 @@ class MlxEngine(Engine):
             ticket.cancelled = True
             self._inbox.wake()
 
+    def check_pack(self, pack: Any) -> None:
+        self._checks.check_pack(pack)
+
     def _check_alive(self) -> None:
         """Raises `EngineStoppedError` unless the engine can serve."""
         if not self.alive:

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -46,7 +46,8 @@ class Submission:
     empty to end at the limit only. sampling: fields of `mlx_zip.sampling.Sampling` by name. top_logprobs: None for no
     log-probabilities, else how many of the most likely ids to report per step, next to the chosen one. constraint: what
     the answer may consist of. pack: what a new codebook begins with, a path or a `Pack`; None for the model's own.
-    keep: whether the engine keeps the request's state for later requests that begin with the same base ids.
+    keep: whether the engine keeps the request's state for later requests that begin with the same base ids. show:
+    whether events tell where entries were learned (`Emitted.origin`) and count the answer so far (`Counted`).
     """
 
     base_ids: Sequence[int]
@@ -57,6 +58,7 @@ class Submission:
     constraint: Constraint | None = None
     pack: Any = None
     keep: bool = True
+    show: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,12 +88,23 @@ class Progress:
     total: int
 
 
+class Origin(NamedTuple):
+    """Where a codebook's entry was learned. kind: "pack", "prompt" or "answer".
+
+    at: how many base tokens of prompt and answer had been read when the entry was installed, -1 for a pack's entry.
+    """
+
+    kind: str
+    at: int
+
+
 @dataclass(frozen=True)
 class Emitted:
     """One emitted id. base_ids: what it expands to, without what follows an eos or the limit.
 
     logprob: natural log-probability that it was chosen from, None unless asked for. likely: the most likely ids of the
-    step, most likely first. learned: base ids of each entry that this id has just installed in the codebook.
+    step, most likely first. learned: base ids of each entry that this id has just installed in the codebook. origin:
+    with `Submission.show`, where a hypertoken's entry was learned, None for a base id.
     """
 
     id: int
@@ -99,6 +112,7 @@ class Emitted:
     logprob: float | None = None
     likely: tuple[Likely, ...] = ()
     learned: tuple[tuple[int, ...], ...] = ()
+    origin: Origin | None = None
 
 
 @dataclass(frozen=True)
@@ -125,6 +139,13 @@ class Counts:
 
 
 @dataclass(frozen=True)
+class Counted:
+    """The figures of an answer so far; with `Submission.show` only, about ten times per second."""
+
+    counts: Counts
+
+
+@dataclass(frozen=True)
 class Finished:
     """The last event of a request that did not fail. reason: "stop" at an eos, "length" at a limit, or "cancelled"."""
 
@@ -139,7 +160,7 @@ class Failed:
     error: MlxZipError
 
 
-Event = Started | Progress | Emitted | Finished | Failed
+Event = Started | Progress | Emitted | Counted | Finished | Failed
 
 
 @dataclass(frozen=True)
@@ -222,6 +243,13 @@ class Engine(ABC):
         """Ends a request soon, with `Finished("cancelled", ...)`; does nothing if it has ended.
 
         Its state is kept if the submission says so.
+        """
+
+    @abstractmethod
+    def check_pack(self, pack: Any) -> None:
+        """Raises `GenerationError`, with the reason, if no request of this engine can begin with a pack.
+
+        pack: as in `Submission`.
         """
 
     @abstractmethod

@@ -13,7 +13,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from hashlib import sha256
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -24,45 +23,33 @@ from mlx_lm.generate import generation_stream
 from mlx_zip.engine.interface import Constraint, Deliver, Submission
 from mlx_zip.engine.job import Handle, Job
 from mlx_zip.engine.mlx_engine import DEFAULT_SESSIONS, MlxEngine, open_engine
+from mlx_zip.engine.session_folder import SHARE
 from mlx_zip.engine.session_options import SessionOptions
 from mlx_zip.engine.submissions import Checked
 from mlx_zip.errors import EngineError, GenerationError
-from mlx_zip.machines import (
-    Group,
-    bytes_from_first,
-    check_equal,
-    from_first,
-    lost_machines_as_errors,
-    smallest,
-    summed,
-)
-from mlx_zip.vocab.packs import Pack
+from mlx_zip.machines import Group, bytes_from_first, from_first, lost_machines_as_errors, smallest, summed
+from mlx_zip.vocab.packs import Pack, as_pack
 
 HEARTBEAT_S = 1.0  # how often an idle engine sends the others empty news, and so finds out if one is lost
 NO_BOUND = 1 << 62
 News = list[Any]  # what happened, and to what
 
 
-def open_split_engine(
-    group: Group, model_name: str | Path, *, packs: Sequence[Pack] = (), **options: Any
-) -> SplitEngine:
+def open_split_engine(group: Group, model_name: str | Path, **options: Any) -> SplitEngine:
     """Loads this machine's share of a model and returns its engine. Every machine of the group must call this.
 
-    packs: those that requests may name; all machines must have the same. options: those of `open_engine`; each machine
-    keeps its share of the sessions in a folder of its own, in the folder of sessions. Raises what `mlx_zip.load`
-    raises, and `MachineError` if the machines have different packs.
+    options: those of `open_engine`. Each machine keeps its share of the sessions, on disk in a folder of its own within
+    the folder of sessions. Raises what `mlx_zip.load` raises.
     """
-    known = {pack.fingerprint: pack for pack in packs}
-    check_equal(group, sha256(" ".join(sorted(known)).encode()).hexdigest(), "the packs (--pack)")
     kept = options.pop("sessions", DEFAULT_SESSIONS)
     sessions = None if kept is None else _share_of(kept, group)
-    make = partial(SplitEngine, group, known)
-    return cast(SplitEngine, open_engine(model_name, **options, sessions=sessions, group=group, make=make))
+    made = open_engine(model_name, **options, sessions=sessions, group=group, make=partial(SplitEngine, group))
+    return cast(SplitEngine, made)
 
 
 def _share_of(sessions: SessionOptions, group: Group) -> SessionOptions:
     """Returns the options of this machine's store: its files hold its share, and no other machine may read them."""
-    share = f"machine-{group.rank() + 1}-of-{group.size()}"
+    share = f"{SHARE}{group.rank() + 1}-of-{group.size()}"
     folder = None if sessions.folder is None else sessions.folder / share
     return replace(sessions, folder=folder, share=share)
 
@@ -70,13 +57,13 @@ def _share_of(sessions: SessionOptions, group: Group) -> SessionOptions:
 class SplitEngine(MlxEngine):
     """An engine on one of several machines.
 
-    group: the machines. packs: those that requests may name, by fingerprint. Other arguments are those of `MlxEngine`.
-    On the first machine it is used as any engine; saving and loading one session is refused. On the others only
+    group: the machines. Other arguments are those of `MlxEngine`. On the first machine it is used as any engine, but
+    requests with tuned packs are refused, and so are saving, loading and dropping one session. On the others only
     `follow` may be called.
     """
 
-    def __init__(self, group: Group, packs: Mapping[str, Pack], *args: Any, **options: Any) -> None:
-        self._group, self._first, self._packs = group, group.rank() == 0, packs
+    def __init__(self, group: Group, *args: Any, **options: Any) -> None:
+        self._group, self._first = group, group.rank() == 0
         self._news: list[News] = []  # not yet sent to the others
         self._jobs: dict[int, Job] = {}  # requests that have not ended, by number
         self._numbers = 0
@@ -91,15 +78,17 @@ class SplitEngine(MlxEngine):
     # ---- requests
 
     def _make_job(self, submission: Submission, deliver: Deliver) -> Job:
+        self.check_pack(submission.pack)
         if submission.constraint is not None:
             submission = replace(submission, constraint=_LateFailure(submission.constraint))
         job = super()._make_job(submission, deliver)
-        if job.checked.pack_key and job.checked.pack_key not in self._packs:
-            raise GenerationError(
-                "pack: on several machines only the packs of --pack can be used, which all machines have"
-            )
         job.handle = _SharedHandle()
         return job
+
+    def check_pack(self, pack: Any) -> None:
+        super().check_pack(pack)
+        if pack is not None and as_pack(pack).rows is not None:
+            raise GenerationError("pack: tuned rows are not sent to other machines; start all of them with --pack")
 
     def _add(self, job: Job) -> None:
         """Notes a request for the others; it is given to the scheduler together with theirs."""
@@ -196,7 +185,7 @@ class SplitEngine(MlxEngine):
         """Gives a request to the scheduler, on every machine in the same round."""
         if not self._first:
             self._jobs[number] = job = Job(
-                self._checks.check(_from_json(facts, self._packs, self.info.vocab_size)), lambda event: None
+                self._checks.check(_from_json(facts, self.info.vocab_size)), lambda event: None
             )
             job.handle = _SharedHandle()
         self._scheduler.add(self._jobs[number])
@@ -292,14 +281,15 @@ def _as_json(checked: Checked) -> dict[str, Any]:
         "sampling": sampling,
         "top_logprobs": submission.top_logprobs,
         "constrained": submission.constraint is not None,
-        "pack": checked.pack_key,
+        "pack": checked.start,
         "keep": submission.keep,
     }
 
 
-def _from_json(facts: Mapping[str, Any], packs: Mapping[str, Pack], vocab_size: int) -> Submission:
-    """Returns the request that `_as_json` was given. packs: by fingerprint."""
-    facts = {**facts, "pack": packs.get(facts["pack"])}
+def _from_json(facts: Mapping[str, Any], vocab_size: int) -> Submission:
+    """Returns the request that `_as_json` was given."""
+    entries = facts["pack"]
+    facts = {**facts, "pack": None if entries is None else Pack(tuple(map(tuple, entries)))}
     sampling = {**facts["sampling"], "logit_bias": dict(facts["sampling"]["logit_bias"]) or None}
     constraint = _Anything(vocab_size) if facts.pop("constrained") else None
     return Submission(**{**facts, "eos_ids": frozenset(facts["eos_ids"]), "sampling": sampling}, constraint=constraint)

@@ -24,6 +24,8 @@ Of = TypeVar("Of")
 MOST_IN_LIST = 10_000
 Many = Annotated[list[Of], Field(max_length=MOST_IN_LIST, fail_fast=True)]  # of a million wrong ones, one is told
 
+PackNames = Annotated[str, Field(min_length=1)] | Annotated[list[str], Field(min_length=1, max_length=16)]
+
 _WORDS = {  # pydantic's name of an error -> what a client reads
     "missing": "this field is required",
     "extra_forbidden": "this field is unknown, or not supported by this server",
@@ -140,6 +142,11 @@ def check_tools(names: Sequence[str], choice: str, param: str = "tools") -> None
         raise BodyError("a tool must be called, but no tools are given", "tool_choice")
     if choice not in ("auto", "none", "required", *names):
         raise BodyError(f"there is no tool named {choice!r}", "tool_choice")
+
+
+def as_turn_pack(given: str | list[str] | None) -> str | tuple[str, ...] | None:
+    """Returns the names of packs as a `Turn` has them."""
+    return tuple(given) if isinstance(given, list) else given
 
 
 def joined_system(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -1,0 +1,88 @@
+"""How the commands that stand on an engine open one: `mlx_zip serve` and `mlx_zip chat`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from typing import Any
+
+from mlx_zip.chosen_packs import check_tokenizers
+from mlx_zip.cli import packs, rows
+from mlx_zip.cli.serving_flags import SESSIONS
+from mlx_zip.errors import GenerationError, reason
+from mlx_zip.files import at_home
+
+
+def opened(group: Any, name: str, **options: Any) -> Any:
+    """Returns the engine of a model. group: the machines that the model is split over, None for one."""
+    if group is None:
+        from mlx_zip.engine.mlx_engine import open_engine
+
+        return open_engine(name, **options)
+    from mlx_zip.engine.split_engine import open_split_engine
+
+    return open_split_engine(group, name, **options)
+
+
+def engine_options(args: argparse.Namespace, name: str, chosen: packs.Packs | None) -> dict[str, Any]:
+    """Returns the arguments of `open_engine`. chosen: the packs of --pack."""
+    from mlx_zip.engine.session_options import SessionOptions
+
+    plain = (chosen is not None or args.codebook_size is not None) and packs.is_plain(name)
+    if plain and args.codebook_size is not None:
+        raise GenerationError(f"--codebook-size: {name} is a plain model, whose codebook is its pack or none")
+    given = os.environ.get(SESSIONS, rows.OFF) if args.session_cache is None else args.session_cache
+    folder = None if given in (rows.OFF, "") else at_home(given)
+    template = {} if args.chat_template is None else {"chat_template": _template(args.chat_template)}
+    return {
+        "adapter_path": args.adapter_path,
+        "canonical": args.canonical,
+        "tokenizer_config": template,
+        "trust_remote_code": args.trust_remote_code,
+        "kv_bits": args.kv_bits,
+        "kv_group_size": args.kv_group_size,
+        "quantized_kv_start": args.quantized_kv_start,
+        "max_running": args.decode_concurrency,
+        "max_waiting": args.max_waiting,
+        "max_prompt_tokens": args.max_prompt_tokens,
+        "prefill_step_size": args.prefill_step_size,
+        "sessions": SessionOptions(args.prompt_cache_bytes, folder, args.session_disk_bytes, name),
+        **packs.load_options(args, chosen, plain),
+    }
+
+
+def request_pack(chosen: packs.Packs | None, plain: bool, engine: Any) -> Any:
+    """Returns what a request's codebook begins with: the packs of --pack, None for what the model was loaded with.
+
+    plain: whether the model has no hypertokens of its own. Raises `MlxZipError` for packs that do not fit the model.
+    """
+    if chosen is None:
+        return None
+    check_tokenizers(chosen, engine.tokenizer)
+    if plain:
+        return None
+    if (count := len(chosen.merged.entries)) > (room := engine.info.codebook_size):
+        raise GenerationError(f"--pack: {count} entries, but the codebook has {room} slots (--codebook-size)")
+    return chosen.merged if chosen.merged.rows is None else None
+
+
+def _template(given: str) -> str:
+    """Returns the chat template of --chat-template: the text itself, or that of a file. Raises `GenerationError`."""
+    if "{" in given:
+        return given
+    try:
+        return at_home(given).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise GenerationError(f"--chat-template {given}: {reason(error)}") from error
+
+
+def json_map(flag: str, text: str | None) -> dict[str, Any]:
+    """Returns the JSON object of a flag, {} without the flag. Raises `GenerationError`."""
+    try:
+        value = json.loads(text or "{}")
+    except (ValueError, RecursionError) as error:
+        raise GenerationError(f"{flag} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise GenerationError(f'{flag} must be a JSON map, for example {{"enable_thinking": false}}')
+    return value
