@@ -26,6 +26,7 @@ from mlx_zip.engine.scheduler import Scheduler, Totals
 from mlx_zip.engine.served import RunOptions, Served
 from mlx_zip.engine.submissions import Checks
 from mlx_zip.errors import EngineBusyError, EngineStoppedError, MlxZipError, first_line
+from mlx_zip.models.base_only import BaseOnly
 
 Load = Callable[[], tuple[Any, Any]]
 MakeStore = Callable[[Served], Any]
@@ -161,6 +162,13 @@ class MlxEngine(Engine):
         return result
 
     # ---- figures and the end
+
+    def without_hypertokens(self, name: str) -> Engine:
+        served, options = self._inbox.ask(lambda: self._scheduler.served), self._options
+        if not served.hyper or served.machines is not None:
+            return super().without_hypertokens(name)
+        plain = BaseOnly(served.model)
+        return MlxEngine(lambda: (plain, self.tokenizer), name, options)
 
     def figures(self) -> Figures:
         totals = self._totals
