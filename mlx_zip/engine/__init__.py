@@ -1,6 +1,7 @@
 """Engines: what stands between a front and a model."""
 
 from mlx_zip.engine.interface import (
+    Ceiling,
     Constraint,
     Counted,
     Counts,
@@ -23,6 +24,7 @@ from mlx_zip.engine.interface import (
 )
 
 __all__ = [
+    "Ceiling",
     "Constraint",
     "Counted",
     "Counts",

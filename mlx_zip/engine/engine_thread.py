@@ -18,8 +18,9 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx_lm.generate import generation_stream, wired_limit
 
+from mlx_zip.engine.ceiling import ceiling
 from mlx_zip.engine.inbox import Inbox
-from mlx_zip.engine.interface import Deliver, Engine, Figures, SessionInfo, Submission, Ticket
+from mlx_zip.engine.interface import Ceiling, Deliver, Engine, Figures, SessionInfo, Submission, Ticket
 from mlx_zip.engine.job import Handle, Job
 from mlx_zip.engine.no_sessions import NoSessions
 from mlx_zip.engine.scheduler import Scheduler, Totals
@@ -182,6 +183,10 @@ class MlxEngine(Engine):
             memory_bytes=mx.get_active_memory(),
             peak_memory_bytes=mx.get_peak_memory(),
         )
+
+    def ceiling(self) -> Ceiling | None:
+        served = self._inbox.ask(lambda: self._scheduler.served)
+        return ceiling(served.model) if served.machines is None else None
 
     @property
     def alive(self) -> bool:

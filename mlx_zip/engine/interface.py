@@ -219,6 +219,18 @@ class Figures:
     peak_memory_bytes: int = 0
 
 
+@dataclass(frozen=True)
+class Ceiling:
+    """What a machine's memory allows a model: steps per second, its bandwidth as measured, and bytes that a step reads.
+
+    The bytes are those of the weights; KV caches and hyper rows come on top, so the ceiling is never reached.
+    """
+
+    steps_per_s: float
+    bytes_per_s: float
+    bytes_per_step: int
+
+
 class Ticket:
     """Names one submitted request; compared by identity."""
 
@@ -301,6 +313,13 @@ class Engine(ABC):
     @abstractmethod
     def figures(self) -> Figures:
         """Returns the engine's figures."""
+
+    def ceiling(self) -> Ceiling | None:
+        """Returns what this machine allows the model, None where nobody can tell. The first call takes up to a second.
+
+        Answers under way would slow the measurement down, so call it before the first one.
+        """
+        return None
 
     @property
     @abstractmethod

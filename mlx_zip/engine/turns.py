@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.engine.interface import (
+    Ceiling,
     Counts,
     Deliver,
     Engine,
@@ -183,6 +184,9 @@ class InTurn(Engine):
 
     def without_hypertokens(self, name: str) -> Engine:
         return self.inner.without_hypertokens(name)
+
+    def ceiling(self) -> Ceiling | None:
+        return self.inner.ceiling()
 
     def figures(self) -> Figures:
         return self.inner.figures()
