@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_model(add, "model to chat with")
     _add_page(add)
-    add("--system", metavar="TEXT", default="", help="system prompt of new conversations (default: none)")
+    add("--system-prompt", metavar="TEXT", default="", help="system prompt of new conversations (default: none)")
     add("--max-tokens", type=int, default=1024, help="base tokens of an answer (default: 1024)")
     for name, (kind, default, text) in SAMPLING.items():
         add("--" + name.replace("_", "-"), type=kind, default=default, help=f"{text} (default: {default:g})")
@@ -90,7 +90,7 @@ def _serve(args: argparse.Namespace, running: Any, listener: Any, store: Any) ->
         opened(None, name, **engine_options(args, name, chosen), row_cache=row_store) as engine,
     ):
         options = _options(args, name, running.new_token(), _packs(chosen, name, engine))
-        settings = _app_module("state").Settings(system=args.system)
+        settings = _app_module("state").Settings(system=args.system_prompt)
         showing = running.Showing(browser=not args.no_open, window=args.window)
         return running.run_app(engine, options, listener, store, settings, showing)
 

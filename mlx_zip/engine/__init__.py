@@ -1,7 +1,9 @@
 """Engines: what stands between a front and a model."""
 
 from mlx_zip.engine.interface import (
+    Ceiling,
     Constraint,
+    Counted,
     Counts,
     Emitted,
     Engine,
@@ -10,7 +12,9 @@ from mlx_zip.engine.interface import (
     Failed,
     Figures,
     Finished,
+    Held,
     Likely,
+    Origin,
     Progress,
     SessionInfo,
     Started,
@@ -20,7 +24,9 @@ from mlx_zip.engine.interface import (
 )
 
 __all__ = [
+    "Ceiling",
     "Constraint",
+    "Counted",
     "Counts",
     "Emitted",
     "Engine",
@@ -29,7 +35,9 @@ __all__ = [
     "Failed",
     "Figures",
     "Finished",
+    "Held",
     "Likely",
+    "Origin",
     "Progress",
     "SessionInfo",
     "Started",

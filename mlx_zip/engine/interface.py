@@ -11,11 +11,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from mlx_zip.errors import MlxZipError
+from mlx_zip.errors import EngineError, MlxZipError
 
 
 class Constraint(Protocol):
@@ -46,7 +46,8 @@ class Submission:
     empty to end at the limit only. sampling: fields of `mlx_zip.sampling.Sampling` by name. top_logprobs: None for no
     log-probabilities, else how many of the most likely ids to report per step, next to the chosen one. constraint: what
     the answer may consist of. pack: what a new codebook begins with, a path or a `Pack`; None for the model's own.
-    keep: whether the engine keeps the request's state for later requests that begin with the same base ids.
+    keep: whether the engine keeps the request's state for later requests that begin with the same base ids. show:
+    whether events tell where entries were learned (`Emitted.origin`) and count the answer so far (`Counted`).
     """
 
     base_ids: Sequence[int]
@@ -57,6 +58,7 @@ class Submission:
     constraint: Constraint | None = None
     pack: Any = None
     keep: bool = True
+    show: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,13 @@ class Started:
 
 
 @dataclass(frozen=True)
+class Held:
+    """The request waits until the answers of another engine, called `engine`, have ended. Before `Started`."""
+
+    engine: str
+
+
+@dataclass(frozen=True)
 class Progress:
     """How many of the prompt's ids have been read so far, and of how many."""
 
@@ -86,12 +95,23 @@ class Progress:
     total: int
 
 
+class Origin(NamedTuple):
+    """Where a codebook's entry was learned. kind: "pack", "prompt" or "answer".
+
+    at: how many base tokens of prompt and answer had been read when the entry was installed, -1 for a pack's entry.
+    """
+
+    kind: str
+    at: int
+
+
 @dataclass(frozen=True)
 class Emitted:
     """One emitted id. base_ids: what it expands to, without what follows an eos or the limit.
 
     logprob: natural log-probability that it was chosen from, None unless asked for. likely: the most likely ids of the
-    step, most likely first. learned: base ids of each entry that this id has just installed in the codebook.
+    step, most likely first. learned: base ids of each entry that this id has just installed in the codebook. origin:
+    with `Submission.show`, where a hypertoken's entry was learned, None for a base id.
     """
 
     id: int
@@ -99,6 +119,7 @@ class Emitted:
     logprob: float | None = None
     likely: tuple[Likely, ...] = ()
     learned: tuple[tuple[int, ...], ...] = ()
+    origin: Origin | None = None
 
 
 @dataclass(frozen=True)
@@ -125,6 +146,13 @@ class Counts:
 
 
 @dataclass(frozen=True)
+class Counted:
+    """The figures of an answer so far; with `Submission.show` only, about ten times per second."""
+
+    counts: Counts
+
+
+@dataclass(frozen=True)
 class Finished:
     """The last event of a request that did not fail. reason: "stop" at an eos, "length" at a limit, or "cancelled"."""
 
@@ -139,7 +167,7 @@ class Failed:
     error: MlxZipError
 
 
-Event = Started | Progress | Emitted | Finished | Failed
+Event = Held | Started | Progress | Emitted | Counted | Finished | Failed
 
 
 @dataclass(frozen=True)
@@ -191,6 +219,18 @@ class Figures:
     peak_memory_bytes: int = 0
 
 
+@dataclass(frozen=True)
+class Ceiling:
+    """What a machine's memory allows a model: steps per second, its bandwidth as measured, and bytes that a step reads.
+
+    The bytes are those of the weights; KV caches and hyper rows come on top, so the ceiling is never reached.
+    """
+
+    steps_per_s: float
+    bytes_per_s: float
+    bytes_per_step: int
+
+
 class Ticket:
     """Names one submitted request; compared by identity."""
 
@@ -225,6 +265,13 @@ class Engine(ABC):
         """
 
     @abstractmethod
+    def check_pack(self, pack: Any) -> None:
+        """Raises `GenerationError`, with the reason, if no request of this engine can begin with a pack.
+
+        pack: as in `Submission`.
+        """
+
+    @abstractmethod
     def note_answer(self, ticket: Ticket, key: str, base_ids: Sequence[int]) -> None:
         """Remembers, with the request's session, that the answer called `key` (its text, say) was these base ids.
 
@@ -255,9 +302,24 @@ class Engine(ABC):
     def purge_sessions(self) -> int:
         """Forgets all sessions, in memory and on disk, and returns how many there were."""
 
+    def without_hypertokens(self, name: str) -> Engine:
+        """Returns an engine with the same weights in memory that reads and emits base ids only.
+
+        name: of the new engine, which must be closed before this one. Raises `EngineError` if there is no such way to
+        run the model.
+        """
+        raise EngineError(f"{self.info.name} cannot be run without its hypertokens")
+
     @abstractmethod
     def figures(self) -> Figures:
         """Returns the engine's figures."""
+
+    def ceiling(self) -> Ceiling | None:
+        """Returns what this machine allows the model, None where nobody can tell. The first call takes up to a second.
+
+        Answers under way would slow the measurement down, so call it before the first one.
+        """
+        return None
 
     @property
     @abstractmethod

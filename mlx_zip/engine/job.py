@@ -6,16 +6,28 @@ import logging
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from mlx_zip.canonical import CanonicalDecoding
-from mlx_zip.codec import Codebook, compress_next
+from mlx_zip.codec import compress_next
 from mlx_zip.engine.draws import Draws
-from mlx_zip.engine.interface import Counts, Deliver, Emitted, Event, Failed, Finished, Likely, Started, Ticket
+from mlx_zip.engine.interface import (
+    Counted,
+    Counts,
+    Deliver,
+    Emitted,
+    Event,
+    Failed,
+    Finished,
+    Likely,
+    Started,
+    Ticket,
+)
+from mlx_zip.engine.origins import NewEntries, Origins, following
 from mlx_zip.engine.served import Served
 from mlx_zip.engine.session_options import Checkout
 from mlx_zip.engine.submissions import Checked, context_error
@@ -24,6 +36,7 @@ from mlx_zip.sampling import BasePenalties
 from mlx_zip.state import ZipState, find_state
 
 log = logging.getLogger(__name__)
+COUNT_S = 0.1  # between two `Counted` of one request
 
 
 class Handle(Ticket):
@@ -74,6 +87,8 @@ class Job:
         self._state: ZipState | None = None
         self._row = 0
         self._emitted: Emitted | None = None
+        self._entries: NewEntries | Origins | None = None  # made with the first id, None for a plain model
+        self._counted_s = 0.0
         self._deaf = self.outgrown = self.ended = False
 
     # ---- from submission to the first id
@@ -178,8 +193,11 @@ class Job:
         self.steps += 1
         self.hypertokens += len(expansion) > 1
         self.base_tokens += len(base_ids)
+        if self._entries is None and self.book is not None:
+            self._entries = following(self.book, self.submission.show)
         self._emitted = Emitted(chosen.id, base_ids, chosen.logprob, likely)
-        self._before = _Entries(self.book)
+        if self.submission.show and isinstance(self._entries, Origins):
+            self._emitted = replace(self._emitted, origin=self._entries.of(chosen.id, len(expansion)))
 
     def needs_long(self, token: int) -> bool:
         """Returns whether the step that reads `token` uses LongRoPE's long factors."""
@@ -208,13 +226,13 @@ class Job:
     def send_emitted(self) -> None:
         """Delivers the id that was taken last, with the entries that it has installed since."""
         emitted, self._emitted = self._emitted, None
-        if emitted is not None:
-            learned = self._before.since(self.book)
-            self.send(
-                emitted
-                if not learned
-                else Emitted(emitted.id, emitted.base_ids, emitted.logprob, emitted.likely, learned)
-            )
+        if emitted is None:
+            return
+        learned = () if self._entries is None else self._entries.installed(self.book)
+        self.send(replace(emitted, learned=learned) if learned else emitted)
+        if self.submission.show and (now := time.perf_counter()) - self._counted_s >= COUNT_S:
+            self._counted_s = now
+            self.send(Counted(self.counts()))
 
     def send_end(self) -> None:
         """Delivers the last event."""
@@ -257,23 +275,7 @@ class Job:
         """Forgets everything that takes memory."""
         self.cache = self._state = None
         self.canonical, self.penalties = None, []
-        self._before = _Entries(None)
-
-
-class _Entries:
-    """What a codebook held before it read an id: how many entries, and which ones if they can be evicted."""
-
-    def __init__(self, book: Codebook | None) -> None:
-        self._n = 0 if book is None else len(book)
-        evicts = book is not None and book.params.policy != "freeze"
-        self._held = {slot: book.entry(slot) for slot in range(self._n)} if evicts and book is not None else {}
-
-    def since(self, book: Codebook | None) -> tuple[tuple[int, ...], ...]:
-        """Returns the base ids of the entries that are new since."""
-        if book is None:
-            return ()
-        replaced = [book.entry(slot) for slot, entry in self._held.items() if book.entry(slot) != entry]
-        return (*replaced, *(book.entry(slot) for slot in range(self._n, len(book))))
+        self._entries = None
 
 
 def as_our_error(error: BaseException) -> MlxZipError:

@@ -85,6 +85,10 @@ class Checks:
         kv_bytes = self._check_room(len(base_ids), submission.max_tokens)
         return Checked(submission, base_ids, sampling, start, pack_key, kv_bytes)
 
+    def check_pack(self, pack: Any) -> None:
+        """Raises `GenerationError` for a pack that no request can begin with."""
+        self._packs.find(pack)
+
     def _prompt(self, ids: Sequence[int]) -> Uint32s:
         """Returns the prompt's base ids. Raises `GenerationError` for an empty prompt and for what is no base id."""
         try:

@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from mlx_zip.engine import Emitted, Event, Failed, Finished, Progress, Started
+from mlx_zip.engine import Counted, Counts, Emitted, Event, Failed, Finished, Held, Progress, Started
 from mlx_zip.errors import EngineStoppedError
 from mlx_zip.server.parts import Splitter
+from mlx_zip.server.shown import ShownTokens
 from mlx_zip.server.tokens import TokenTexts
-from mlx_zip.server.turn import Delta, Done, TokenLogprob, Turn, Waiting
+from mlx_zip.server.turn import Delta, Done, Learned, Live, TokenLogprob, Turn, Waiting
 from mlx_zip.text.detokenizer import REPLACEMENT
 from mlx_zip.text.stream import Piece, TextStream
 
@@ -18,9 +19,9 @@ from mlx_zip.text.stream import Piece, TextStream
 class Answering:
     """The state of one answer, which is fed with the engine's events.
 
-    tokens: for log-probabilities. splitter: finds reasoning and calls of tools in the text. cancel: ends the engine's
-    request, called when a stop string has ended the text. text, base_ids: the answer so far, base_ids without the eos;
-    `whole` is True at the end if a later prompt that holds the text may be given these base ids for it.
+    tokens: for log-probabilities and shown tokens. splitter: finds reasoning and calls of tools in the text. cancel:
+    ends the engine's request, called when a stop string has ended the text. text, base_ids: the answer so far, base_ids
+    without the eos. `whole` is True at the end if a later prompt that holds the text may get these base ids for it.
     """
 
     def __init__(
@@ -34,6 +35,9 @@ class Answering:
         self._steps = self._hypertokens = 0
         self._uncounted = 0  # base tokens since the splitter was last fed
         self._texts: list[str] = []
+        self._shown_tokens = ShownTokens(tokens) if turn.show else None
+        if self._shown_tokens is not None:
+            splitter.tokens_of = self._shown_tokens.take
         self.base_ids: list[int] = []
         self.whole = False
 
@@ -50,6 +54,10 @@ class Answering:
             return [Waiting(0, event.prompt_ids, event.prompt_tokens, event.cached_tokens)]
         if isinstance(event, Progress):
             return [Waiting(event.read, event.total)]
+        if isinstance(event, Held):
+            return [Waiting(0, 0, waits_for=event.engine)]
+        if isinstance(event, Counted):
+            return [Live(event.counts)] if self._ended is None else []
         if isinstance(event, Failed):
             raise event.error
         return self._finished(event)
@@ -62,14 +70,23 @@ class Answering:
         self._hypertokens += len(event.base_ids) > 1
         piece = self._stream.feed(event.base_ids)
         self._uncounted += len(piece.base_ids)
-        self.base_ids += [i for i in piece.base_ids if i not in self._eos]
+        base_ids = [i for i in piece.base_ids if i not in self._eos]
+        self.base_ids += base_ids
+        if self._shown_tokens is not None:
+            self._shown_tokens.add(event, base_ids, self._stream.characters)
         if event.logprob is not None and (logprob := self._logprob(event)) is not None:
             self._held.append(logprob)
         if piece.finish_reason is not None:
             self._ended = piece.finish_reason
             if self._stopped_by_text:
                 self._cancel()
-        return self._shown(piece.text)
+        return [*self._shown(piece.text), *self._learned(event)]
+
+    def _learned(self, event: Emitted) -> list[Delta]:
+        """Returns the delta of the entries that an id has installed, if such deltas are wanted."""
+        if self._shown_tokens is None or not event.learned or self._ended is not None:
+            return []
+        return [Learned(tuple(tuple(self._tokens[(i,)][0] for i in entry) for entry in event.learned))]
 
     def _logprob(self, event: Emitted) -> TokenLogprob | None:
         """Returns the log-probability of an emitted id as a `TokenLogprob`, None for an eos alone."""
@@ -100,19 +117,25 @@ class Answering:
         reason, deltas = self._ended or event.reason, []
         if self._ended is None:
             piece: Piece = self._stream.finish(event.reason)
+            if self._shown_tokens is not None:
+                self._shown_tokens.extend(self._stream.characters)
             deltas = self._shown(piece.text)
             if piece.finish_reason is not None:
                 reason = piece.finish_reason
         self.whole = not self._stopped_by_text and not self.text.endswith(REPLACEMENT)
         deltas += self._splitter.finish(reason)
-        counts = event.counts
-        if self._stopped_by_text:  # the engine went on until the request was cancelled
-            counts = replace(
-                counts, base_tokens=self._stream.base_tokens, steps=self._steps, hypertokens=self._hypertokens
-            )
+        counts = self._counts(event.counts)
         if self._splitter.called and reason == "stop":
             reason = "tool_calls"
-        return [*deltas, Done(reason, counts, self._stream.stopped_by, self._splitter.reasoning_tokens)]
+        live: list[Delta] = [] if self._shown_tokens is None else [Live(counts)]
+        return [*deltas, *live, Done(reason, counts, self._stream.stopped_by, self._splitter.reasoning_tokens)]
+
+    def _counts(self, counts: Counts) -> Counts:
+        """Returns the figures of the text, given those of the request."""
+        if not self._stopped_by_text:
+            return counts
+        # the engine went on until the request was cancelled
+        return replace(counts, base_tokens=self._stream.base_tokens, steps=self._steps, hypertokens=self._hypertokens)
 
 
 def _covering(logprobs: Sequence[TokenLogprob], text: str) -> list[TokenLogprob]:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from mlx_zip.server.anthropic_blocks import Message, SystemText, messages_of, system_text
-from mlx_zip.server.fields import Body, Many, check_tools, joined_system, thinking_options
+from mlx_zip.server.fields import Body, Many, PackNames, as_turn_pack, check_tools, joined_system, thinking_options
 from mlx_zip.server.turn import Tool, Turn
 
 
@@ -103,7 +103,7 @@ class CountBody(Body):
     output_config: OutputConfig = OutputConfig()
     output_format: OutputSchema | None = None
     context_management: ContextManagement | None = None
-    pack: str | None = None
+    pack: PackNames | None = None
     mcp_servers: list[None] = Field(default_factory=list, max_length=0)
 
     @property
@@ -145,7 +145,7 @@ def turn_of(body: CountBody) -> Turn:
         parallel_tool_calls=not body.tool_choice.disable_parallel_tool_use,
         schema=output.schema_ if output else None,
         template_options=thinking_options(body.output_config.effort) | thinking,
-        pack=body.pack,
+        pack=as_turn_pack(body.pack),
         **(_limits(body) if isinstance(body, MessagesBody) else {}),
     )
 

@@ -10,7 +10,7 @@ from pydantic import Field, field_validator
 from mlx_zip.engine import Counts
 from mlx_zip.server.core import Core
 from mlx_zip.server.errors import RequestError
-from mlx_zip.server.fields import Body, BodyError, Many, at_most
+from mlx_zip.server.fields import Body, BodyError, Many, PackNames, as_turn_pack, at_most
 from mlx_zip.server.turn import TokenLogprob
 
 PENALTY_WINDOW = 256  # base tokens that a penalty looks at unless the request says how many
@@ -69,7 +69,7 @@ class Sampled(Body):
     repetition_context_size: Size = PENALTY_WINDOW
     presence_context_size: Size = PENALTY_WINDOW
     frequency_context_size: Size = PENALTY_WINDOW
-    pack: Text | None = None
+    pack: PackNames | None = None
 
     @field_validator("logit_bias")
     @classmethod
@@ -84,6 +84,11 @@ class Sampled(Body):
     def stops(self) -> list[str]:
         """The stop strings."""
         return [self.stop] if isinstance(self.stop, str) else list(self.stop)
+
+    @property
+    def chosen_pack(self) -> str | tuple[str, ...] | None:
+        """The packs as a `Turn` has them."""
+        return as_turn_pack(self.pack)
 
     @property
     def include_usage(self) -> bool:

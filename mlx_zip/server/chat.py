@@ -23,8 +23,8 @@ from mlx_zip.server.http import (
     stream_response,
     unless_gone,
 )
-from mlx_zip.server.turn import Delta, Done, Reasoning, Text, TokenLogprob, ToolCall, Turn, Waiting
-from mlx_zip.server.vendor import vendor_figures
+from mlx_zip.server.turn import Done, Learned, Live, Reasoning, Text, TokenLogprob, ToolCall, Turn, Waiting
+from mlx_zip.server.vendor import token_json, vendor_figures
 
 
 def routes(core: Core) -> list[Route]:
@@ -46,11 +46,12 @@ async def _whole(core: Core, asked: ChatBody, turns: Sequence[Turn]) -> dict[str
     """Returns a chat completion."""
     choices = await gathered(core, turns)
     done = ended(choices)
+    shown = {"tokens": [token_json(one) for one in choices[0].tokens]} if asked.mlx_zip.tokens else {}
     return {
         **head(core, "chatcmpl", "chat.completion"),
         "choices": [_choice(i, choice, asked.logprobs) for i, choice in enumerate(choices)],
         "usage": usage_of(done, asked.n),
-        "mlx_zip": vendor_figures(counts_of(done, asked.n)),
+        "mlx_zip": vendor_figures(counts_of(done, asked.n)) | shown,
     }
 
 
@@ -90,17 +91,19 @@ class _Stream:
         """Yields the stream, frame by frame."""
         async with aclosing(self._core.answers(turns)) as answers:
             async for index, delta in answers:
-                yield self._frame(index, delta)
+                if not isinstance(delta, Learned | Live):
+                    yield self._frame(index, delta)
         if self._asked.include_usage:
             done = [self._done[i] for i in sorted(self._done)]
             yield event_bytes({**self._head, "choices": [], "usage": usage_of(done, self._asked.n)})
         yield END
 
-    def _frame(self, index: int, delta: Delta) -> bytes:
+    def _frame(self, index: int, delta: Text | Waiting | Reasoning | ToolCall | Done) -> bytes:
         """Returns the frame of a delta."""
         if isinstance(delta, Text):
             logprobs = _logprobs(delta.logprobs) if self._asked.logprobs else None
-            return self._chunk(index, {"content": delta.text}, logprobs=logprobs)
+            shown = {"mlx_zip": {"tokens": [token_json(one) for one in delta.tokens]}} if delta.tokens else None
+            return self._chunk(index, {"content": delta.text}, more=shown, logprobs=logprobs)
         if isinstance(delta, Waiting):
             if delta.total:
                 return comment_bytes(f"reading the prompt {delta.read}/{delta.total}")

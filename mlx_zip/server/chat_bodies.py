@@ -22,6 +22,7 @@ from mlx_zip.server.fields import (
     thinking_options,
 )
 from mlx_zip.server.turn import Tool, Turn
+from mlx_zip.server.vendor import VendorFields
 
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 
@@ -71,7 +72,9 @@ class Message(Body):
     reasoning_content: str | None = None
 
     def checked(self, place: str) -> None:
-        """Raises `BodyError` for fields that a message of this role does not have. place: path of the message."""
+        """Raises `BodyError` for fields that a message of this role must have or must not have. place: its path."""
+        if self.role != "assistant" and "content" not in self.model_fields_set:
+            raise BodyError(f"a message of the role {self.role} needs this field", f"{place}.content")
         for name in ("tool_calls", "reasoning_content", "refusal"):
             if getattr(self, name) and self.role != "assistant":
                 raise BodyError(f"a message of the role {self.role} does not have this field", f"{place}.{name}")
@@ -167,6 +170,7 @@ class ChatBody(Sampled):
     modalities: Many[Literal["text"]] = Field(default_factory=lambda: ["text"])
     verbosity: Literal["medium"] = "medium"
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    mlx_zip: VendorFields = Field(default_factory=VendorFields)
 
     def check(self, core: Core) -> None:
         """Raises `RequestError` for another model, and `BodyError` for fields that do not fit one another."""
@@ -175,6 +179,8 @@ class ChatBody(Sampled):
             raise BodyError("this field needs logprobs: true", "top_logprobs")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise BodyError("this field and max_completion_tokens say different numbers", "max_tokens")
+        if self.mlx_zip.tokens and self.n > 1:
+            raise BodyError("only one answer can show its tokens, so n must be 1", "mlx_zip.tokens")
         check_tools([tool.function.name for tool in self.tools], self._choice)
 
     @property
@@ -202,7 +208,8 @@ class ChatBody(Sampled):
             stop=self.stops,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             template_options=thinking_options(self.reasoning_effort) | template_options(self.chat_template_kwargs),
-            pack=self.pack,
+            pack=self.chosen_pack,
+            show=self.mlx_zip.tokens,
         )
 
 

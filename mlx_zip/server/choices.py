@@ -12,7 +12,7 @@ from typing import Any
 from mlx_zip.engine import Counts
 from mlx_zip.server.bodies import usage
 from mlx_zip.server.core import Core
-from mlx_zip.server.turn import Delta, Done, Reasoning, Text, TokenLogprob, ToolCall, Turn
+from mlx_zip.server.turn import Delta, Done, Reasoning, ShownToken, Text, TokenLogprob, ToolCall, Turn
 from mlx_zip.server.vendor import summed
 
 END = b"data: [DONE]\n\n"
@@ -26,6 +26,7 @@ class Choice:
         self.thoughts: list[str] = []
         self.calls: list[ToolCall] = []
         self.logprobs: list[TokenLogprob] = []
+        self.tokens: list[ShownToken] = []
         self.done: Done | None = None
 
     def take(self, delta: Delta) -> None:
@@ -33,6 +34,7 @@ class Choice:
         if isinstance(delta, Text):
             self.texts.append(delta.text)
             self.logprobs += delta.logprobs
+            self.tokens += delta.tokens
         elif isinstance(delta, Reasoning):
             self.thoughts.append(delta.text)
         elif isinstance(delta, ToolCall):

@@ -65,7 +65,7 @@ class CompletionBody(Sampled):
                 sampling=self.sampling(choice),
                 stop=self.stops,
                 logprobs=self.logprobs,
-                pack=self.pack,
+                pack=self.chosen_pack,
             )
             for prompt in self.prompts
             for choice in range(self.n)

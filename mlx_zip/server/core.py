@@ -10,10 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from typing import Any, TypeVar
 
-from mlx_zip.engine import Engine, Event, Submission, Ticket
-from mlx_zip.errors import EngineStoppedError, GenerationError
+from mlx_zip.engine import Ceiling, Engine, Event, Submission, Ticket
+from mlx_zip.errors import EngineStoppedError
 from mlx_zip.server.answering import Answering
 from mlx_zip.server.options import Options
+from mlx_zip.server.packs import PackInfo, Packs
 from mlx_zip.server.parts import Splitter
 from mlx_zip.server.tokens import TokenTexts
 from mlx_zip.server.tool_formats import for_template, openai_tools
@@ -37,6 +38,7 @@ class Core:
         self.created = int(time.time())
         self.on_done: list[Callable[[Done], None]] = []  # called with the end of each answer
         self._tokens = TokenTexts(engine.tokenizer)
+        self._packs = Packs(self.options.packs, self.options.pack)
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="mlx_zip-server")
 
     async def answer(self, turn: Turn) -> AsyncGenerator[Delta, None]:
@@ -84,6 +86,14 @@ class Core:
         """Returns the base ids of a turn's prompt. Raises `GenerationError`."""
         return await self.aside(self._prompt_ids, turn)
 
+    async def packs(self) -> list[PackInfo]:
+        """Returns the packs that turns can name."""
+        return await self.aside(self._packs.infos, self.engine)
+
+    async def ceiling(self) -> Ceiling | None:
+        """Returns what the machine allows the model; see `Engine.ceiling`."""
+        return await self.aside(self.engine.ceiling)
+
     async def aside(self, work: Callable[..., Some], *args: Any) -> Some:
         """Returns what a function returns that would block the event loop; it runs in a thread."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, work, *args)
@@ -94,9 +104,6 @@ class Core:
 
     def _submission(self, turn: Turn, prompt_ids: Sequence[int]) -> Submission:
         """Returns what the engine is asked for a turn. prompt_ids: base ids of its prompt."""
-        if turn.pack is not None and turn.pack not in self.options.packs:
-            known = ", ".join(sorted(self.options.packs)) or "none"
-            raise GenerationError(f"pack: there is no pack {turn.pack!r}; the server was started with: {known}")
         return Submission(
             base_ids=prompt_ids,
             max_tokens=turn.max_tokens,
@@ -104,7 +111,8 @@ class Core:
             sampling={**self.options.sampling, **turn.sampling},
             top_logprobs=turn.logprobs,
             constraint=make_constraint(self.engine.tokenizer, turn, prompt_ids, self.engine.info.vocab_size),
-            pack=self.options.pack if turn.pack is None else self.options.packs[turn.pack],
+            pack=self._packs.chosen(turn.pack),
+            show=turn.show,
         )
 
     def _prompt_ids(self, turn: Turn) -> list[int]:

@@ -6,8 +6,16 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
-from pydantic_core import from_json
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import CoreSchema, from_json
 
 from mlx_zip.errors import GenerationError
 
@@ -15,6 +23,8 @@ Some = TypeVar("Some", bound=BaseModel)
 Of = TypeVar("Of")
 MOST_IN_LIST = 10_000
 Many = Annotated[list[Of], Field(max_length=MOST_IN_LIST, fail_fast=True)]  # of a million wrong ones, one is told
+
+PackNames = Annotated[str, Field(min_length=1)] | Annotated[list[str], Field(min_length=1, max_length=16)]
 
 _WORDS = {  # pydantic's name of an error -> what a client reads
     "missing": "this field is required",
@@ -57,6 +67,20 @@ class Body(BaseModel):
         fields = {k: given[k] for k in given if k in known and given[k] is not None and k not in cls.harmless}
         unknown = next((k for k in given if k not in known and k not in cls.harmless), None)
         return fields if unknown is None else {**fields, unknown: given[unknown]}
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """Returns the JSON schema of what is accepted: also null in place of a field, and the harmless fields."""
+        reference = handler(core)
+        described = handler.resolve_ref_schema(reference)
+        required = described.get("required", ())
+        fields = {
+            name: field if name in required else {"anyOf": [field, {"type": "null"}]}
+            for name, field in described.get("properties", {}).items()
+        }
+        harmless = {name: {"description": "accepted, without effect"} for name in sorted(cls.harmless)}
+        described["properties"] = {**fields, **harmless}
+        return reference
 
 
 def at_most(count: int) -> BeforeValidator:
@@ -118,6 +142,11 @@ def check_tools(names: Sequence[str], choice: str, param: str = "tools") -> None
         raise BodyError("a tool must be called, but no tools are given", "tool_choice")
     if choice not in ("auto", "none", "required", *names):
         raise BodyError(f"there is no tool named {choice!r}", "tool_choice")
+
+
+def as_turn_pack(given: str | list[str] | None) -> str | tuple[str, ...] | None:
+    """Returns the names of packs as a `Turn` has them."""
+    return tuple(given) if isinstance(given, list) else given
 
 
 def joined_system(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from mlx_zip.server.reasoning import Reasons, reasoning_at
 from mlx_zip.server.tool_formats import ToolFormat, tool_format
-from mlx_zip.server.turn import Delta, Reasoning, Text, TokenLogprob, Turn
+from mlx_zip.server.turn import Delta, Reasoning, ShownToken, Text, TokenLogprob, Turn
 from mlx_zip.text.tokenizer import think_marks
 
 MOST_CALL_CHARACTERS = 256 * 1024  # between the marks of a call; a longer one becomes text
@@ -26,6 +26,7 @@ class Splitter:
     the reasoning has begun already. Reasoning is looked for at the beginning of the answer only. White space next to
     marks of reasoning and of calls is dropped. A call that is not valid stays text, with its marks.
 
+    tokens_of: returns the tokens of a piece of text; called with the place of its first character, and the text.
     called: whether there was a call. reasoning_tokens: base tokens fed while in the reasoning. Raises `GenerationError`
     for tools that the model's chat template cannot take, or whose calls cannot be read.
     """
@@ -38,6 +39,7 @@ class Splitter:
         states = {Reasons.NO: self._first, Reasons.BEGUN: self._reason, Reasons.MAYBE: self._begin}
         self._state: Callable[[bool], bool] = states[reasons]
         self._skip = reasons is Reasons.BEGUN  # whether white space that comes next is dropped
+        self.tokens_of: Callable[[int, str], tuple[ShownToken, ...]] = lambda begin, text: ()
         self.called = False
         self.reasoning_tokens = 0
         self._deltas: list[Delta] = []
@@ -202,10 +204,11 @@ class Splitter:
 
     def _give(self, kind: type[Text] | type[Reasoning], n: int) -> None:
         """Gives out the first n held characters."""
-        text = self._held[:n]
+        text, begin = self._held[:n], self._at
         logprobs = self._drop(n)
         if text:
-            self._deltas.append(Text(text, logprobs) if kind is Text else Reasoning(text))
+            is_text = kind is Text
+            self._deltas.append(Text(text, logprobs, self.tokens_of(begin, text)) if is_text else Reasoning(text))
 
     def _drop(self, n: int) -> tuple[TokenLogprob, ...]:
         """Forgets the first n held characters, and returns the log-probabilities of tokens that begin among them."""

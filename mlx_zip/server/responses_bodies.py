@@ -11,7 +11,9 @@ from mlx_zip.server.fields import (
     Body,
     JsonObject,
     Many,
+    PackNames,
     PlainText,
+    as_turn_pack,
     at_most,
     check_tools,
     joined_system,
@@ -128,7 +130,7 @@ class ResponseBody(Body):
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, ge=0, le=1)
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    pack: str | None = None
+    pack: PackNames | None = None
     include: Many[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = Field(default_factory=list)
     metadata: Annotated[
         dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], at_most(16)
@@ -190,5 +192,5 @@ def turn_of(body: ResponseBody, items: Sequence[Mapping[str, Any]], before: int 
         sampling={name: value for name, value in sampling.items() if value is not None},
         logprobs=body.logprobs,
         template_options=thinking_options(body.reasoning.effort),
-        pack=body.pack,
+        pack=as_turn_pack(body.pack),
     )

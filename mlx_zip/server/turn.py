@@ -34,7 +34,8 @@ class Turn:
     tool_choice: "auto", "none", "required" or the name of the tool to call. parallel_tool_calls: whether more than one
     call may be made. schema: JSON schema that the answer must follow; {} for any JSON object. max_tokens: base tokens.
     sampling: fields of `Sampling`. stop: stop strings. logprobs: None, or how many likely tokens to report per token.
-    template_options: further arguments of the chat template. pack: name of a pack, None for the model's own.
+    template_options: further arguments of the chat template. pack: name of a pack, or names of packs to merge in this
+    order; None for the model's own. show: whether texts come with their tokens, and `Learned` and `Live` deltas come.
     """
 
     messages: Sequence[Mapping[str, Any]] = ()
@@ -49,7 +50,8 @@ class Turn:
     stop: Sequence[str] = ()
     logprobs: int | None = None
     template_options: Mapping[str, Any] = field(default_factory=dict)
-    pack: str | None = None
+    pack: str | tuple[str, ...] | None = None
+    show: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,21 +70,43 @@ class TokenLogprob:
 @dataclass(frozen=True)
 class Waiting:
     """The prompt is being read: prompt ids read so far, and all. prompt_tokens, cached_tokens: as in `Counts`, if known
-    already.
+    already. waits_for: name of the model whose answers must end first, "" for none.
     """
 
     read: int
     total: int
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    waits_for: str = ""
+
+
+@dataclass(frozen=True)
+class ShownToken:
+    """An emitted id in a text. text: the part of the text that it stands for, "" if it only begins a character.
+
+    parts: texts of a hypertoken's base ids, () for a base id. origin: where the hypertoken's entry was learned: "pack",
+    "prompt" or "answer", "" for a base id. at: base tokens of prompt and answer that had been read when the entry was
+    installed, -1 for a pack's entry and for a base id. continues: whether an earlier `Text` has the token's beginning.
+    """
+
+    text: str
+    id: int
+    parts: tuple[str, ...] = ()
+    origin: str = ""
+    at: int = -1
+    continues: bool = False
 
 
 @dataclass(frozen=True)
 class Text:
-    """A piece of the answer's text. logprobs: of the tokens that the text came from, if they were asked for."""
+    """A piece of the answer's text. logprobs: of the tokens that the text came from, if they were asked for.
+
+    tokens: with `Turn.show`, the tokens of this piece; their texts joined are `text`.
+    """
 
     text: str
     logprobs: tuple[TokenLogprob, ...] = ()
+    tokens: tuple[ShownToken, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -102,6 +126,20 @@ class ToolCall:
 
 
 @dataclass(frozen=True)
+class Learned:
+    """Entries that the codebook has just learned, each as the texts of its base ids."""
+
+    entries: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class Live:
+    """The answer's figures so far: at most ten times per second, and once before `Done`."""
+
+    counts: Counts
+
+
+@dataclass(frozen=True)
 class Done:
     """The end. reason: "stop", "length" or "tool_calls". stopped_by: the stop string that ended it.
 
@@ -114,4 +152,4 @@ class Done:
     reasoning_tokens: int = 0
 
 
-Delta = Waiting | Text | Reasoning | ToolCall | Done
+Delta = Waiting | Text | Reasoning | ToolCall | Learned | Live | Done

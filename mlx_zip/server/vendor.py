@@ -1,4 +1,4 @@
-"""The field `mlx_zip` of answers: figures that other servers have no field for."""
+"""The field `mlx_zip` of requests and answers: what other servers have no field for."""
 
 from __future__ import annotations
 
@@ -7,6 +7,17 @@ from dataclasses import replace
 from typing import Any
 
 from mlx_zip.engine import Counts
+from mlx_zip.server.fields import Body
+from mlx_zip.server.turn import ShownToken
+
+
+class VendorFields(Body):
+    """What a request asks for beyond its dialect.
+
+    tokens: whether the answer shows which tokens its text consists of.
+    """
+
+    tokens: bool = False
 
 
 def vendor_figures(counts: Counts) -> dict[str, Any]:
@@ -16,6 +27,29 @@ def vendor_figures(counts: Counts) -> dict[str, Any]:
     per_step = {"base_tokens_per_step": round(counts.base_tokens / counts.steps, 3) if counts.steps else 0.0}
     figures = {name: getattr(counts, name) for name in names}
     return figures | per_step | {name: round(getattr(counts, name), 6) for name in times}
+
+
+def token_json(token: ShownToken) -> dict[str, Any]:
+    """Returns a shown token as JSON: "t" text, "id", and of a hypertoken "p" parts, "o" origin and "a" its place.
+
+    A token that goes on from an earlier piece of text also has "c": true.
+    """
+    found: dict[str, Any] = {"t": token.text, "id": token.id}
+    if token.origin:
+        found |= {"p": list(token.parts), "o": token.origin, "a": token.at}
+    return found | ({"c": True} if token.continues else {})
+
+
+def live_json(counts: Counts) -> dict[str, Any]:
+    """Returns an answer's figures for a live line. seconds: since the request came; the rate is since the first id."""
+    names = ("base_tokens", "steps", "hypertokens", "entries", "codebook_size", "kv_bytes_saved")
+    since_first = counts.total_s - counts.first_id_s if counts.first_id_s else 0.0
+    return {
+        **{name: getattr(counts, name) for name in names},
+        "base_tokens_per_step": round(counts.base_tokens / counts.steps, 3) if counts.steps else 0.0,
+        "seconds": round(counts.total_s, 4),
+        "base_tokens_per_s": round(counts.base_tokens / since_first, 1) if since_first > 0 else 0.0,
+    }
 
 
 def summed(counts: Sequence[Counts]) -> Counts:

@@ -108,6 +108,11 @@ class TextStream:
         return Piece(text, tuple(expansion), None)
 
     @property
+    def characters(self) -> int:
+        """How many characters the base ids so far have given, with those that are held back or cut off."""
+        return self._taken
+
+    @property
     def stopped_by(self) -> str | None:
         """The stop string that has ended the text, None if none has."""
         return self._stops.stopped_by

@@ -49,6 +49,8 @@ HEAVY = {  # where a library that is large or optional may be imported; the decl
     "torch": {"cuda", "vllm", "bench"},
     "triton": {"cuda", "vllm"},
     "starlette": {"server", "apps"},
+    "prompt_toolkit": {"cli"},
+    "rich": {"cli"},
     "matplotlib": {"bench", "training"},
     "lm_eval": {"evaluation"},
     "zip2zip": {"bench"},
@@ -64,6 +66,8 @@ DISTRIBUTIONS = {
     "tokenizers": "mlx-lm",
     "transformers": "mlx-lm",
     "jinja2": "mlx-lm",
+    "markdown_it": "rich",
+    "pygments": "rich",
     "yaml": "mlx-lm",
     "pydantic_core": "pydantic",
 }

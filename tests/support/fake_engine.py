@@ -13,6 +13,7 @@ from typing import Any
 
 from mlx_zip.bundled import bundled_model
 from mlx_zip.engine import (
+    Counted,
     Counts,
     Emitted,
     Engine,
@@ -22,6 +23,7 @@ from mlx_zip.engine import (
     Figures,
     Finished,
     Likely,
+    Origin,
     Progress,
     SessionInfo,
     Started,
@@ -121,6 +123,8 @@ class FakeEngine(Engine):
             counts = replace(counts, base_tokens=counts.base_tokens + more, steps=counts.steps + 1)
             counts = replace(counts, hypertokens=counts.hypertokens + (more > 1), total_s=time.monotonic() - began)
             deliver(emitted)
+            if ticket.submission.show:
+                deliver(Counted(counts))
             if eos:
                 reason = "stop"
         with self._lock:
@@ -142,8 +146,16 @@ class FakeEngine(Engine):
             one = tuple(one)[:left]
             left -= len(one)
             if one:
-                found.append(self._one(nth, one, submission.top_logprobs))
+                found.append(self._shown(nth, self._one(nth, one, submission.top_logprobs), submission))
         return found
+
+    def _shown(self, nth: int, emitted: Emitted, submission: Submission) -> Emitted:
+        """Hypertokens are from the pack, the prompt and the answer in turn; each id but the first installs an entry."""
+        if not submission.show:
+            return emitted
+        origins = Origin("pack", -1), Origin("prompt", 2), Origin("answer", len(submission.base_ids) + 1)
+        origin = origins[nth % 3] if emitted.id >= self.info.vocab_size else None
+        return replace(emitted, origin=origin, learned=((5, 6 + nth),) if nth else ())
 
     def _one(self, nth: int, base_ids: tuple[int, ...], top: int | None) -> Emitted:
         emitted_id = base_ids[0] if len(base_ids) == 1 else self.info.vocab_size + nth
@@ -155,6 +167,10 @@ class FakeEngine(Engine):
     def cancel(self, ticket: Ticket) -> None:
         assert isinstance(ticket, Running)
         ticket.cancelled.set()
+
+    def check_pack(self, pack: Any) -> None:
+        if pack is not None and any(one >= self.info.vocab_size for entry in pack.entries for one in entry):
+            raise GenerationError("pack: an entry holds an id that is no base id")
 
     def note_answer(self, ticket: Ticket, key: str, base_ids: Sequence[int]) -> None:
         self.told.notes.append((key, list(base_ids)))

@@ -1,0 +1,64 @@
+"""Where the entries of a request's codebook were learned, and which ones each emitted id installs."""
+
+from __future__ import annotations
+
+from mlx_zip.codec import Codebook
+from mlx_zip.engine.interface import Origin
+
+Entry = tuple[int, ...]
+FROM_PACK = -1
+_PACK = Origin("pack", FROM_PACK)
+
+
+class NewEntries:
+    """Finds the entries that ids install, in a codebook that never evicts. book: before the first id."""
+
+    def __init__(self, book: Codebook) -> None:
+        self._n = len(book)
+
+    def installed(self, book: Codebook) -> tuple[Entry, ...]:
+        """Returns the entries that are new since the last call. book: the request's codebook now."""
+        before, self._n = self._n, len(book)
+        return tuple(book.entry(slot) for slot in range(before, self._n))
+
+
+class Origins:
+    """Follows the ids of one answer with a codebook of its own, and knows where each entry was learned.
+
+    book: the request's codebook, which has read the prompt and nothing more. Its log of ids tells everything, so the
+    origins are right after a session is resumed or rewound, and for slots that are used again.
+    """
+
+    def __init__(self, book: Codebook) -> None:
+        self._book, self._first_id = Codebook(book.params), book.params.vocab_size
+        new = self._book.push(book.ids)
+        self._at = [FROM_PACK] * book.params.codebook_size  # per slot: base tokens read when its entry was installed
+        ends = self._book.logged()[1].cumsum(dtype="int64")
+        for slot, at in zip(new.slots.tolist(), ends[new.at].tolist(), strict=True):
+            self._at[slot] = at
+        self._prompt = self._book.base_length
+
+    def of(self, one: int, length: int) -> Origin | None:
+        """Returns where the entry of the next id was learned, None for a base id. length: base ids of that id."""
+        slot = one - self._first_id
+        if slot < 0:
+            return None
+        # an id beyond the installed entries installs its own entry
+        at = self._at[slot] if slot < len(self._book) else self._book.base_length + length
+        return _PACK if at == FROM_PACK else Origin("prompt" if at <= self._prompt else "answer", at)
+
+    def installed(self, book: Codebook) -> tuple[Entry, ...]:
+        """Returns the entries that the last id has installed. book: the request's codebook, which may have read it."""
+        if book.mark() == self._book.mark():
+            return ()
+        new = self._book.push(book.last)
+        if not len(new):
+            return ()
+        slot = int(new.slots[0])
+        self._at[slot] = self._book.base_length
+        return (self._book.entry(slot),)
+
+
+def following(book: Codebook, origins: bool) -> NewEntries | Origins:
+    """Returns what finds the entries that an answer's ids install. origins: whether to know where they were learned."""
+    return Origins(book) if origins or book.params.policy != "freeze" else NewEntries(book)

@@ -1,0 +1,198 @@
+"""Where entries were learned: what the engine says is what a replay of the id log by the plain Python codec says."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlx_zip.codec import Codebook, CodecParams, twin
+from mlx_zip.engine import Counted, Emitted
+from mlx_zip.engine.origins import Origins, following
+from mlx_zip.engine.session_options import SessionOptions
+from mlx_zip.vocab.packs import Pack
+from support import tiny
+from support.serving import ask, prompts, tiny_engine
+
+V = 6
+PARAMS = st.builds(
+    CodecParams,
+    st.just(V),
+    st.integers(2, 12),
+    st.integers(2, 4),
+    policy=st.sampled_from(["freeze", "lru", "use-count"]),
+    start=st.sampled_from([None, ((1, 2), (3, 4))]),
+)
+
+
+def legal_ids(params, seed, n):
+    """n random ids that a model may emit, hypertokens that install themselves included."""
+    rng, book = random.Random(seed), twin.Codebook(params)
+    for _ in range(n):
+        while True:
+            known = len(book.entries)
+            one = rng.choice([rng.randrange(V), V + rng.randrange(known + 1)])
+            try:
+                book.push([one])
+            except ValueError:
+                continue
+            break
+    return book.ids
+
+
+def replayed(params, ids, prompt_ids):
+    """Per id after the prompt: (origin and place, or None), and the entries that the id installs."""
+    book, places, out, prompt = twin.Codebook(params), {}, [], 0
+    for nth, one in enumerate(ids):
+        installed = book.push([one])
+        read = sum(map(len, book.runs))
+        if nth < prompt_ids:
+            prompt = read
+        at = places.get(one, read if any(code == one for code, _, _ in installed) else -1)
+        kind = "pack" if at == -1 else "prompt" if at <= prompt else "answer"
+        out.append(((kind, at) if one >= params.vocab_size else None, tuple(entry for _, entry, _ in installed)))
+        places |= {code: read for code, _, _ in installed}
+    return out[prompt_ids:]
+
+
+@settings(max_examples=200, deadline=None)
+@given(PARAMS, st.integers(0, 10**6), st.integers(1, 60), st.integers(1, 40), st.integers(0, 20))
+def test_origins_are_those_of_a_replay_by_the_plain_python_codec(params, seed, prompt, answer, rewound):
+    ids = legal_ids(params, seed, prompt + answer)
+    book = Codebook(params)
+    book.push(ids[:prompt])
+    book.push(ids[prompt : prompt + rewound])
+    book.rewind(prompt)
+    found, origins = [], Origins(book)
+    for one in ids[prompt:]:
+        origin = origins.of(one, len(book.expand(one)) if one < V + len(book) else length(book, one))
+        book.push(one)
+        found.append((origin and tuple(origin), origins.installed(book)))
+    assert found == replayed(params, ids, prompt)
+
+
+def length(book, one):
+    """Base ids of a hypertoken that installs its own entry."""
+    book = book.copy()
+    book.push(one)
+    return int(book.logged(book.mark() - 1)[1][0])
+
+
+@given(st.integers(0, 10**6))
+def test_entries_are_found_alike_with_and_without_their_origins(seed):
+    params = CodecParams(V, 12, 3)
+    book, ids = Codebook(params), legal_ids(params, seed, 40)
+    book.push(ids[:10])
+    plain, full = following(book, False), following(book, True)
+    for one in ids[10:]:
+        book.push(one)
+        assert plain.installed(book) == full.installed(book)
+
+
+# ---- the engine
+
+
+@pytest.fixture
+def logs(monkeypatch):
+    """Per request: its codec and the ids that its codebook has read when the answer begins, newest last."""
+    found = []
+
+    def recorded(book, origins):
+        found.append((book.params, book.ids.tolist()))
+        return following(book, origins)
+
+    monkeypatch.setattr("mlx_zip.engine.job.following", recorded)
+    return found
+
+
+def said(watch):
+    """What a request's events say: per id, where its entry was learned, and the entries that it installs."""
+    return [(one.origin and tuple(one.origin), one.learned) for one in watch.emitted]
+
+
+def compression(policy):
+    return {
+        **tiny.tiny_config()["zip2zip"]["compression"],
+        "max_codebook_size": 64 if policy == "freeze" else 24,
+        "policy": policy,
+    }
+
+
+def agrees(watch, log):
+    params, prompt = log
+    expected = replayed(params, [*prompt, *watch.ids], len(prompt))
+    last = [(expected[-1][0], said(watch)[-1][1])]  # the last id may never be read
+    assert said(watch) == [*expected[:-1], *last]
+
+
+@pytest.mark.parametrize("policy", ["freeze", "lru", "use-count"])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_an_engine_says_where_entries_were_learned_after_sessions_and_rewinds(policy, ahead, logs):
+    model = {"compression": compression(policy)}
+    with tiny_engine(sessions=SessionOptions(), run={"ahead": ahead}, model=model) as engine:
+        first = tiny.base_ids(40)
+        watch = ask(engine, first, show=True)[1].wait()
+        agrees(watch, logs[-1])
+        again = [*first, *watch.base_ids, *tiny.base_ids(9, 3)]
+        resumed = ask(engine, again, show=True)[1].wait()
+        assert resumed.end.counts.cached_tokens >= len(first)
+        agrees(resumed, logs[-1])
+        branch = ask(engine, [*again[:50], *tiny.base_ids(20, 5)], show=True)[1].wait()
+        assert branch.end.counts.cached_tokens > 0
+        agrees(branch, logs[-1])
+        kinds = {one.origin.kind for w in (watch, resumed, branch) for one in w.emitted if one.origin}
+        assert "prompt" in kinds
+        assert policy == "freeze" or "answer" in kinds
+
+
+def test_an_entry_of_a_pack_is_said_to_be_from_the_pack(logs):
+    with tiny_engine() as engine:
+        pack = Pack(tuple((one, 3 + one % 9) for one in range(3, 40)))
+        watch = ask(engine, tiny.base_ids(30), show=True, pack=pack, sampling={"temp": 1.5, "seed": 1})[1].wait()
+        agrees(watch, logs[-1])
+        assert ("pack", -1) in [origin for origin, _ in said(watch)]
+
+
+def test_rows_of_a_batch_say_it_too(logs):
+    with tiny_engine(model={"compression": compression("lru")}) as engine:
+        watches = [ask(engine, prompt, show=True, max_tokens=20 + 7 * i)[1] for i, prompt in enumerate(prompts(4))]
+        for watch in watches:
+            watch.wait()
+        for watch, prompt in zip(watches, prompts(4), strict=True):
+            params = logs[0][0]
+            log = next(ids for _, ids in logs if read_by(params, ids) == list(prompt))
+            agrees(watch, (params, log))
+
+
+def read_by(params, ids):
+    book = Codebook(params)
+    book.push(ids)
+    return book.base_ids().tolist()
+
+
+def test_a_request_that_does_not_ask_is_told_no_origins():
+    with tiny_engine() as engine:
+        watch = ask(engine, tiny.base_ids(30))[1].wait()
+        assert {one.origin for one in watch.emitted} == {None}
+        assert not any(isinstance(event, Counted) for event in watch.events)
+
+
+def test_a_request_that_asks_is_told_its_figures_at_most_ten_times_per_second():
+    with tiny_engine() as engine:
+        watch = ask(engine, tiny.base_ids(30), show=True, max_tokens=200)[1].wait()
+    told = [
+        (time, event.counts)
+        for time, event in zip(watch.times, watch.events, strict=True)
+        if isinstance(event, Counted)
+    ]
+    assert told
+    assert told[0][1].steps == 1
+    assert len(told) <= 2 + (watch.times[-1] - watch.times[0]) / 0.1
+    assert sum(isinstance(event, Emitted) for event in watch.events) == watch.end.counts.steps
+
+
+def test_a_plain_model_has_no_origins():
+    with tiny_engine("plain") as engine:
+        watch = ask(engine, tiny.base_ids(30), show=True)[1].wait()
+        assert {one.origin for one in watch.emitted} == {None}
+        assert watch.end.counts.hypertokens == 0
