@@ -98,17 +98,13 @@ class ReplayEngine(Engine):
         known: dict[int, Origin] = {}
         read = len(submission.base_ids)
         for one in map(int, compress(self._params, base_ids)[0]):
-            slots, entries = book.push([one])
+            new = book.push([one])
             expansion = tuple(int(base) for base in book.expand([one]))
             read += len(expansion)
-            learned = tuple(self._entry(row) for row in entries)
-            known |= {self.info.vocab_size + int(slot): Origin("answer", read) for slot in slots}
+            learned = tuple(tuple(map(int, entry)) for _, entry in new)
+            known |= {hyper_id: Origin("answer", read) for hyper_id, _ in new}
             origin = known.get(one) if submission.show else None
             yield Emitted(one, expansion, learned=learned, origin=origin)
-
-    def _entry(self, row: Any) -> tuple[int, ...]:
-        """Returns an entry's base ids without the padding."""
-        return tuple(int(base) for base in row if int(base) != self._params.pad_id)
 
     def cancel(self, ticket: Ticket) -> None:
         """Ends a request soon."""

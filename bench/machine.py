@@ -4,39 +4,22 @@ from __future__ import annotations
 
 import ctypes
 import os
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
-BANDWIDTH_SIDE = 8192  # side of the float32 matrix that is read: 256 MB, more than any cache
-BANDWIDTH_TRIALS = 5
+from mlx_zip.device import BANDWIDTH_SIDE, fastest
+from mlx_zip.device import bandwidth as measured
+
+__all__ = ["BANDWIDTH_SIDE", "EnergyMeter", "bandwidth", "device", "fastest", "used"]
+
 RAPL = Path("/sys/class/powercap")
 
 
 def bandwidth() -> float:
-    """Measures how many bytes per second MLX's default device reads in a matrix-vector product, as decoding does.
-
-    The fastest of `BANDWIDTH_TRIALS` products counts.
-    """
-    matrix, vector = mx.ones((BANDWIDTH_SIDE, BANDWIDTH_SIDE)), mx.ones((BANDWIDTH_SIDE, 1))
-    mx.eval(matrix, vector)
-    return matrix.nbytes / fastest(lambda: mx.eval(matrix @ vector))
-
-
-def fastest(call: Callable[[], Any]) -> float:
-    """Returns the seconds of the fastest of `BANDWIDTH_TRIALS` calls, after one warm-up call."""
-    call()
-    return min(_seconds(call) for _ in range(BANDWIDTH_TRIALS))
-
-
-def _seconds(call: Callable[[], Any]) -> float:
-    """Calls the function once and returns the seconds it took."""
-    begun = time.perf_counter()
-    call()
-    return time.perf_counter() - begun
+    """Measures how many bytes per second MLX's default device reads in a matrix-vector product (`mlx_zip.device`)."""
+    return measured(side=BANDWIDTH_SIDE)
 
 
 def device() -> dict[str, Any]:

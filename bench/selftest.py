@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-import mlx.core as mx
 import numpy as np
 
+from mlx_zip.device import bandwidth as measured
 from mlx_zip.device import on_gpu
 
 from . import machine
@@ -38,11 +38,7 @@ def bandwidth() -> dict[str, Any]:
     """
     if not on_gpu():
         return {"skipped": "MLX's products on a CPU do not reach its memory's bandwidth"}
-    side = machine.BANDWIDTH_SIDE
-    matrix, vectors = mx.ones((side, side)), [mx.full((side, 1), float(i)) for i in range(PRODUCTS)]
-    mx.eval(matrix, vectors)
-    took = machine.fastest(lambda: mx.eval([matrix @ vector for vector in vectors]))
-    return {"gb_per_s": PRODUCTS * matrix.nbytes / took / 1e9}
+    return {"gb_per_s": measured(PRODUCTS, machine.BANDWIDTH_SIDE) / 1e9}
 
 
 def stories_steps(limit_s: float) -> dict[str, Any]:

@@ -1,13 +1,19 @@
-"""The device to compute on: MLX's default, or the one that MLX_ZIP_DEVICE names."""
+"""The device to compute on, MLX's default or the one that MLX_ZIP_DEVICE names, and how fast it reads its memory."""
 
 from __future__ import annotations
 
+import math
 import os
+import time
+from collections.abc import Callable
+from typing import Any
 
 from mlx_zip.errors import ConfigError
 
 VARIABLE = "MLX_ZIP_DEVICE"
 DEVICES = ("cpu", "gpu")
+BANDWIDTH_SIDE = 8192  # side of the float32 matrix that is read: 256 MB, more than any cache
+BANDWIDTH_TRIALS = 5
 
 
 def choose_device() -> None:
@@ -34,3 +40,36 @@ def on_gpu() -> bool:
     import mlx.core as mx
 
     return mx.default_device() == mx.Device(mx.gpu)
+
+
+def bandwidth(products: int = 1, side: int = BANDWIDTH_SIDE, limit_s: float = math.inf) -> float:
+    """Measures how many bytes per second MLX's default device reads in matrix-vector products, as decoding does.
+
+    products: how many there are per evaluation; several hide the time of a launch. side: of the float32 matrix that is
+    read. The fastest of `BANDWIDTH_TRIALS` evaluations counts; no further one begins after limit_s seconds.
+    """
+    import mlx.core as mx
+
+    matrix, vectors = mx.ones((side, side)), [mx.full((side, 1), 1.0 + i) for i in range(products)]
+    mx.eval(matrix, vectors)
+    return products * matrix.nbytes / fastest(lambda: mx.eval([matrix @ vector for vector in vectors]), limit_s)
+
+
+def fastest(call: Callable[[], Any], limit_s: float = math.inf) -> float:
+    """Returns the seconds of the fastest of `BANDWIDTH_TRIALS` calls, after one warm-up call.
+
+    No further call begins after limit_s seconds.
+    """
+    ends, times = time.perf_counter() + limit_s, [_seconds(call)]
+    for _ in range(BANDWIDTH_TRIALS):
+        if time.perf_counter() >= ends:
+            break
+        times.append(_seconds(call))
+    return min(times[1:] or times)
+
+
+def _seconds(call: Callable[[], Any]) -> float:
+    """Calls the function once and returns the seconds it took."""
+    begun = time.perf_counter()
+    call()
+    return time.perf_counter() - begun

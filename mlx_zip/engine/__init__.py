@@ -1,6 +1,7 @@
 """Engines: what stands between a front and a model."""
 
 from mlx_zip.engine.interface import (
+    Ceiling,
     Constraint,
     Counted,
     Counts,
@@ -11,6 +12,7 @@ from mlx_zip.engine.interface import (
     Failed,
     Figures,
     Finished,
+    Held,
     Likely,
     Origin,
     Progress,
@@ -22,6 +24,7 @@ from mlx_zip.engine.interface import (
 )
 
 __all__ = [
+    "Ceiling",
     "Constraint",
     "Counted",
     "Counts",
@@ -32,6 +35,7 @@ __all__ = [
     "Failed",
     "Figures",
     "Finished",
+    "Held",
     "Likely",
     "Origin",
     "Progress",

@@ -18,14 +18,16 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx_lm.generate import generation_stream, wired_limit
 
+from mlx_zip.engine.ceiling import ceiling
 from mlx_zip.engine.inbox import Inbox
-from mlx_zip.engine.interface import Deliver, Engine, Figures, SessionInfo, Submission, Ticket
+from mlx_zip.engine.interface import Ceiling, Deliver, Engine, Figures, SessionInfo, Submission, Ticket
 from mlx_zip.engine.job import Handle, Job
 from mlx_zip.engine.no_sessions import NoSessions
 from mlx_zip.engine.scheduler import Scheduler, Totals
 from mlx_zip.engine.served import RunOptions, Served
 from mlx_zip.engine.submissions import Checks
 from mlx_zip.errors import EngineBusyError, EngineStoppedError, MlxZipError, first_line
+from mlx_zip.models.base_only import BaseOnly
 
 Load = Callable[[], tuple[Any, Any]]
 MakeStore = Callable[[Served], Any]
@@ -162,6 +164,13 @@ class MlxEngine(Engine):
 
     # ---- figures and the end
 
+    def without_hypertokens(self, name: str) -> Engine:
+        served, options = self._inbox.ask(lambda: self._scheduler.served), self._options
+        if not served.hyper or served.machines is not None:
+            return super().without_hypertokens(name)
+        plain = BaseOnly(served.model)
+        return MlxEngine(lambda: (plain, self.tokenizer), name, options)
+
     def figures(self) -> Figures:
         totals = self._totals
         counted = {field.name: getattr(totals, field.name) for field in fields(totals) if field.name != "seconds"}
@@ -174,6 +183,10 @@ class MlxEngine(Engine):
             memory_bytes=mx.get_active_memory(),
             peak_memory_bytes=mx.get_peak_memory(),
         )
+
+    def ceiling(self) -> Ceiling | None:
+        served = self._inbox.ask(lambda: self._scheduler.served)
+        return ceiling(served.model) if served.machines is None else None
 
     @property
     def alive(self) -> bool:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from mlx_zip.errors import MlxZipError
+from mlx_zip.errors import EngineError, MlxZipError
 
 
 class Constraint(Protocol):
@@ -78,6 +78,13 @@ class Started:
     prompt_tokens: int
     cached_tokens: int
     prompt_ids: int
+
+
+@dataclass(frozen=True)
+class Held:
+    """The request waits until the answers of another engine, called `engine`, have ended. Before `Started`."""
+
+    engine: str
 
 
 @dataclass(frozen=True)
@@ -160,7 +167,7 @@ class Failed:
     error: MlxZipError
 
 
-Event = Started | Progress | Emitted | Counted | Finished | Failed
+Event = Held | Started | Progress | Emitted | Counted | Finished | Failed
 
 
 @dataclass(frozen=True)
@@ -210,6 +217,18 @@ class Figures:
     disk_bytes: int = 0
     memory_bytes: int = 0
     peak_memory_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Ceiling:
+    """What a machine's memory allows a model: steps per second, its bandwidth as measured, and bytes that a step reads.
+
+    The bytes are those of the weights; KV caches and hyper rows come on top, so the ceiling is never reached.
+    """
+
+    steps_per_s: float
+    bytes_per_s: float
+    bytes_per_step: int
 
 
 class Ticket:
@@ -283,9 +302,24 @@ class Engine(ABC):
     def purge_sessions(self) -> int:
         """Forgets all sessions, in memory and on disk, and returns how many there were."""
 
+    def without_hypertokens(self, name: str) -> Engine:
+        """Returns an engine with the same weights in memory that reads and emits base ids only.
+
+        name: of the new engine, which must be closed before this one. Raises `EngineError` if there is no such way to
+        run the model.
+        """
+        raise EngineError(f"{self.info.name} cannot be run without its hypertokens")
+
     @abstractmethod
     def figures(self) -> Figures:
         """Returns the engine's figures."""
+
+    def ceiling(self) -> Ceiling | None:
+        """Returns what this machine allows the model, None where nobody can tell. The first call takes up to a second.
+
+        Answers under way would slow the measurement down, so call it before the first one.
+        """
+        return None
 
     @property
     @abstractmethod

@@ -15,7 +15,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from mlx_zip.engine.interface import EngineInfo
 from mlx_zip.engine.submissions import ModelFacts
-from mlx_zip.hyper.model_fingerprint import model_fingerprint
+from mlx_zip.hyper.model_fingerprint import name_of
 from mlx_zip.layout import is_zip
 from mlx_zip.models.session import check_tuned
 from mlx_zip.models.sharding import machines_of
@@ -120,7 +120,6 @@ class Served:
 
     def _info(self, name: str) -> EngineInfo:
         model = self.model
-        of_model = model.fingerprint if self.hyper else model_fingerprint(model)
-        both = hashlib.sha256(f"{of_model} {self.facts.tokenizer}".encode()).hexdigest()
+        both = hashlib.sha256(f"{name_of(model)} {self.facts.tokenizer}".encode()).hexdigest()
         sizes = (model.config.merge_size, model.layout.codebook_size) if self.hyper else (0, 0)
         return EngineInfo(name, self.vocab_size, self.context, *sizes, both)

@@ -25,8 +25,7 @@ from mlx_zip.engine.session_folder import SessionFolder
 from mlx_zip.engine.session_list import SessionList
 from mlx_zip.engine.session_options import Checkout, SessionOptions
 from mlx_zip.errors import EngineError, reason
-from mlx_zip.hyper.model_fingerprint import model_fingerprint
-from mlx_zip.layout import is_zip
+from mlx_zip.hyper.model_fingerprint import name_of
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 
 log = logging.getLogger("mlx_zip")
@@ -51,8 +50,8 @@ class SessionStore:
     @cached_property
     def _marks(self) -> Marks:
         """What files of this model's sessions say of it."""
-        found = self.model.fingerprint if is_zip(self.model) else model_fingerprint(self.model)
-        return Marks(found, tokenizer_fingerprint(self.tokenizer), codec_mark(self.model))
+        name = f"{name_of(self.model)} {self.options.share}".strip()
+        return Marks(name, tokenizer_fingerprint(self.tokenizer), codec_mark(self.model))
 
     @cached_property
     def _own_pack(self) -> str:

@@ -46,6 +46,12 @@ def model_fingerprint(model: nn.Module) -> str:
     return fingerprint_of(sampled(model))
 
 
+def name_of(model: nn.Module) -> str:
+    """Returns the fingerprint of any loaded model: its own if it keeps one, else `model_fingerprint`."""
+    own: str | None = getattr(model, "fingerprint", None)
+    return model_fingerprint(model) if own is None else own
+
+
 class ModelName:
     """Keeps a model's fingerprint: computed when first asked for, and again after a tensor was replaced."""
 

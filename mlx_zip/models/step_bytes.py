@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import mlx.core as mx
@@ -12,12 +13,22 @@ from mlx_zip.errors import ModelError
 EMBEDDING, HEAD = "model.embed_tokens.", "lm_head."
 
 
+def step_bytes(arrays: Mapping[str, mx.array]) -> int:
+    """Returns the bytes of a model's tensors that a step reads without hypertokens. arrays: the tensors by name.
+
+    A step reads all weights but the encoders'; of an embedding that is not also the head it reads one row, which is not
+    counted. KV caches and hyper rows depend on the text and are not counted either.
+    """
+    untied = any(name.startswith(HEAD) for name in arrays)
+    unread = (*SIDES, EMBEDDING) if untied else SIDES
+    return sum(value.nbytes for name, value in arrays.items() if not name.startswith(unread))
+
+
 def head_cost(folder: Path) -> float:
     """Returns the bytes of one hypertoken's output row, as a share of the bytes that a step reads without hypertokens.
 
-    A step reads all weights but the encoders'; of an embedding that is not also the head it reads one row, which is not
-    counted. KV caches depend on the text and are not counted either, so the result is an upper bound. Only the headers
-    of the folder's weight files are read. Raises `ModelError` when they cannot be read.
+    What `step_bytes` leaves out makes the result an upper bound. Only headers of the folder's weight files are read.
+    Raises `ModelError` when they cannot be read.
     """
     arrays: dict[str, mx.array] = {}
     try:
@@ -26,6 +37,4 @@ def head_cost(folder: Path) -> float:
         norm = arrays["model.norm.weight"]  # as wide as a row, and never quantized
     except (OSError, RuntimeError, ValueError, KeyError) as error:
         raise ModelError(f"{folder}: cannot read the sizes of its weights: {error}") from error
-    untied = any(name.startswith(HEAD) for name in arrays)
-    unread = (*SIDES, EMBEDDING) if untied else SIDES
-    return norm.nbytes / sum(value.nbytes for name, value in arrays.items() if not name.startswith(unread))
+    return norm.nbytes / step_bytes(arrays)

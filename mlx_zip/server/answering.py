@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from mlx_zip.engine import Counted, Counts, Emitted, Event, Failed, Finished, Progress, Started
+from mlx_zip.engine import Counted, Counts, Emitted, Event, Failed, Finished, Held, Progress, Started
 from mlx_zip.errors import EngineStoppedError
 from mlx_zip.server.parts import Splitter
 from mlx_zip.server.shown import ShownTokens
@@ -54,6 +54,8 @@ class Answering:
             return [Waiting(0, event.prompt_ids, event.prompt_tokens, event.cached_tokens)]
         if isinstance(event, Progress):
             return [Waiting(event.read, event.total)]
+        if isinstance(event, Held):
+            return [Waiting(0, 0, waits_for=event.engine)]
         if isinstance(event, Counted):
             return [Live(event.counts)] if self._ended is None else []
         if isinstance(event, Failed):

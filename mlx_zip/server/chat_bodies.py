@@ -72,7 +72,9 @@ class Message(Body):
     reasoning_content: str | None = None
 
     def checked(self, place: str) -> None:
-        """Raises `BodyError` for fields that a message of this role does not have. place: path of the message."""
+        """Raises `BodyError` for fields that a message of this role must have or must not have. place: its path."""
+        if self.role != "assistant" and "content" not in self.model_fields_set:
+            raise BodyError(f"a message of the role {self.role} needs this field", f"{place}.content")
         for name in ("tool_calls", "reasoning_content", "refusal"):
             if getattr(self, name) and self.role != "assistant":
                 raise BodyError(f"a message of the role {self.role} does not have this field", f"{place}.{name}")

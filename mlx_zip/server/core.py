@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from typing import Any, TypeVar
 
-from mlx_zip.engine import Engine, Event, Submission, Ticket
+from mlx_zip.engine import Ceiling, Engine, Event, Submission, Ticket
 from mlx_zip.errors import EngineStoppedError
 from mlx_zip.server.answering import Answering
 from mlx_zip.server.options import Options
@@ -89,6 +89,10 @@ class Core:
     async def packs(self) -> list[PackInfo]:
         """Returns the packs that turns can name."""
         return await self.aside(self._packs.infos, self.engine)
+
+    async def ceiling(self) -> Ceiling | None:
+        """Returns what the machine allows the model; see `Engine.ceiling`."""
+        return await self.aside(self.engine.ceiling)
 
     async def aside(self, work: Callable[..., Some], *args: Any) -> Some:
         """Returns what a function returns that would block the event loop; it runs in a thread."""

@@ -70,13 +70,14 @@ class TokenLogprob:
 @dataclass(frozen=True)
 class Waiting:
     """The prompt is being read: prompt ids read so far, and all. prompt_tokens, cached_tokens: as in `Counts`, if known
-    already.
+    already. waits_for: name of the model whose answers must end first, "" for none.
     """
 
     read: int
     total: int
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    waits_for: str = ""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,43 @@
+"""The ceiling of a machine: bandwidth, measured once, over the bytes that a step reads."""
+
+from mlx.utils import tree_flatten
+
+from mlx_zip import device
+from mlx_zip.engine import ceiling as measured
+from mlx_zip.models.step_bytes import step_bytes
+from support import tiny
+from support.serving import tiny_engine
+
+
+def test_the_ceiling_is_the_bandwidth_over_the_bytes_of_a_step(monkeypatch):
+    calls = []
+    monkeypatch.setattr(measured, "_measured", {})
+    monkeypatch.setattr(measured, "bandwidth", lambda limit_s: calls.append(limit_s) or 1e9)
+    with tiny_engine() as engine:
+        found, again = engine.ceiling(), engine.ceiling()
+        off = engine.without_hypertokens("off")
+        without = off.ceiling()
+        off.close()
+    read = step_bytes(dict(tree_flatten(tiny.tiny_model().parameters())))
+    assert (found.bytes_per_s, found.bytes_per_step, found.steps_per_s) == (1e9, read, 1e9 / read)
+    assert found == again == without
+    assert len(calls) == 1
+    assert calls[0] < 1
+
+
+def test_a_step_reads_no_encoders_and_of_an_untied_embedding_nothing():
+    weights = dict(tree_flatten(tiny.tiny_model().parameters()))
+    unread = ("input_encoder.", "output_encoder.", "model.embed_tokens.")
+    assert step_bytes(weights) == sum(one.nbytes for name, one in weights.items() if not name.startswith(unread))
+    tied = dict(tree_flatten(tiny.tiny_model("gemma2").parameters()))
+    assert step_bytes(tied) == sum(one.nbytes for name, one in tied.items() if not name.startswith(unread[:2]))
+
+
+def test_the_bandwidth_is_measured_on_this_device():
+    assert device.bandwidth(2, side=64) > 0
+
+
+def test_no_trial_begins_after_the_limit():
+    calls = []
+    device.fastest(lambda: calls.append(1), 0.0)
+    assert len(calls) == 1
