@@ -22,7 +22,7 @@ FLAGS = ("--force-color-profile=srgb", "--font-render-hinting=none", "--disable-
 
 
 def chromium() -> str | None:
-    """Returns the path of Chromium or Chrome, None if this machine has none. MLX_ZIP_CHROMIUM goes before all others."""
+    """Returns the path of Chromium or Chrome, None if there is none. MLX_ZIP_CHROMIUM goes before all others."""
     given = os.environ.get(VARIABLE)
     if given:
         return shutil.which(given)

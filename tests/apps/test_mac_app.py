@@ -34,7 +34,9 @@ def test_the_app_has_the_version_and_the_oldest_system_of_the_package():
 
 def test_what_the_app_asks_for_is_an_extra_of_the_package():
     (asked,) = [line for line in APP["macOS"]["requires"] if line.startswith("mlx_zip")]
-    assert set(asked.removeprefix("mlx_zip[").rstrip("]").split(",")) <= PROJECT["project"]["optional-dependencies"].keys()
+    assert (
+        set(asked.removeprefix("mlx_zip[").rstrip("]").split(",")) <= PROJECT["project"]["optional-dependencies"].keys()
+    )
 
 
 def test_what_the_app_adds_to_its_plist_can_be_written_as_one():

@@ -23,7 +23,24 @@ WAIT_MS = 15_000
 AXE = TESTS / "apps/vendor/axe.min.js"
 BAD = ("serious", "critical")
 # Runs in every page before its own scripts: counts what a strict content security policy stopped.
-SPY = "window.violations = []; addEventListener('securitypolicyviolation', (e) => violations.push(e.blockedURI || e.violatedDirective));"
+SPY = """window.violations = [];
+addEventListener('securitypolicyviolation', (e) => violations.push(e.blockedURI || e.violatedDirective));"""
+# Whether more than n answers are shown, and the last one has text (begun) or has ended.
+BEGUN, ENDED = (
+    f"""n => {{
+      const all = [...document.querySelectorAll('[data-testid=message][data-role=assistant]')];
+      return all.length > n && {holds};
+    }}"""
+    for holds in (
+        "all.at(-1).querySelector('[data-testid=message-text]')?.textContent.length > 3",
+        "all.at(-1).dataset.state !== 'running'",
+    )
+)
+FETCH = """async ([method, path, body]) => {
+  const headers = {Authorization: `Bearer ${localStorage.getItem('key')}`, 'Content-Type': 'application/json'};
+  const answer = await fetch('/app/api/' + path, {method, headers, body: body ?? undefined});
+  return answer.status === 204 ? null : await answer.json();
+}"""
 
 
 class App:
@@ -164,25 +181,12 @@ class Tab:
 
     def streaming(self, before: int = 0) -> Tab:
         """Waits until the answer after the first `before` ones has begun."""
-        self.page.wait_for_function(
-            """n => {
-              const last = [...document.querySelectorAll('[data-testid=message][data-role=assistant]')].at(-1);
-              const text = last?.querySelector('[data-testid=message-text]')?.textContent ?? '';
-              return document.querySelectorAll('[data-testid=message][data-role=assistant]').length > n && text.length > 3;
-            }""",
-            arg=before,
-        )
+        self.page.wait_for_function(BEGUN, arg=before)
         return self
 
     def answered(self, before: int = 0) -> Tab:
         """Waits until the answer after the first `before` ones has ended."""
-        self.page.wait_for_function(
-            """n => {
-              const all = [...document.querySelectorAll('[data-testid=message][data-role=assistant]')];
-              return all.length > n && all.at(-1).dataset.state !== 'running';
-            }""",
-            arg=before,
-        )
+        self.page.wait_for_function(ENDED, arg=before)
         return self
 
     def text(self, nth: int = -1) -> str:
@@ -191,14 +195,7 @@ class Tab:
 
     def api(self, method: str, path: str, body: Any = None) -> Any:
         """Asks the app's server from within the page and returns the JSON of its answer."""
-        return self.page.evaluate(
-            """async ([method, path, body]) => {
-              const headers = {Authorization: `Bearer ${localStorage.getItem('key')}`, 'Content-Type': 'application/json'};
-              const answer = await fetch('/app/api/' + path, {method, headers, body: body === null ? undefined : body});
-              return answer.status === 204 ? null : await answer.json();
-            }""",
-            [method, path, None if body is None else json.dumps(body)],
-        )
+        return self.page.evaluate(FETCH, [method, path, None if body is None else json.dumps(body)])
 
     def violations(self) -> list[str]:
         """Returns what the page's content security policy has stopped."""
