@@ -65,21 +65,19 @@ def _follow(args: argparse.Namespace, group: Any) -> int:
     Ctrl-C in a terminal reaches all machines; only the first one acts on it, so that answers under way can end.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    name = bundled.DEFAULT if args.model is None else args.model
+    name, chosen = bundled.DEFAULT if args.model is None else args.model, packs.read(args)
     with (
         rows.open_store(args) as store,
-        opened(group, name, **engine_options(args, name, None), row_cache=store) as engine,
+        opened(group, name, **engine_options(args, name, chosen), row_cache=store) as engine,
     ):
         engine.follow()
     return 0
 
 
 def _check_machines(args: argparse.Namespace, group: Any) -> None:
-    """Raises `GenerationError` for flags that cannot be used for a model on several machines."""
-    for name in ("pack", "session_cache", "session_files") if group is not None else ():
-        if getattr(args, name):
-            flag = "--" + name.replace("_", "-")
-            raise GenerationError(f"{flag} cannot be used on several machines: each has a share of the model only")
+    """Raises `GenerationError` for a flag that cannot be used for a model on several machines."""
+    if group is not None and args.session_files:
+        raise GenerationError("--session-files cannot be used on several machines: each has a share of the model only")
 
 
 def _check(args: argparse.Namespace) -> None:

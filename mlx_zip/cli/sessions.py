@@ -43,10 +43,11 @@ def run(args: argparse.Namespace) -> int:
 def _list(folder: Path) -> None:
     """Prints one line per session, and their number and size. Raises `OSError`."""
     from mlx_zip.engine.session_files import INDEX, session_paths
+    from mlx_zip.engine.session_folder import folders_of
     from mlx_zip.engine.session_format import BadFileError, read
 
     sizes = []
-    for path in session_paths(folder):
+    for path in (path for one in folders_of(folder) for path in session_paths(one)):
         size = path.lstat().st_size
         sizes.append(size)
         try:
@@ -54,5 +55,5 @@ def _list(folder: Path) -> None:
             about = f"{facts.get('base_tokens', '?'):>8}  {facts.get('model', 'unknown model')}"
         except BadFileError as error:
             about = f"{'-':>8}  cannot be used: {error}"
-        print(printable(f"{size:>12}  {about}  {path.name}"))
+        print(printable(f"{size:>12}  {about}  {path.relative_to(folder)}"))
     print(f"{counted(len(sizes), 'file')}, {sum(sizes)} bytes")

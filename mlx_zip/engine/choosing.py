@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_zip.canonical import without, without_in_rows
-from mlx_zip.engine.constrained import choose_constrained
+from mlx_zip.engine.constrained import Search, search
 from mlx_zip.engine.job import Chosen, Job
 from mlx_zip.models.sharding import chosen_by_first
 
@@ -97,28 +97,35 @@ def _processed(
     """Returns logits [B, W] after every row's own processors. forced: gets the ids of rows that a constraint chose."""
     if not any(job.penalties or job.submission.constraint is not None for job in jobs):
         return _canonical_only(jobs, logits, pad_id)
-    rows = []
+    rows: list[mx.array] = []
+    searches: dict[int, Search] = {}
     for row, job in enumerate(jobs):
-        one = logits[row : row + 1]
+        rows.append(logits[row : row + 1])
         try:
             if job.error is None:
-                one, chosen = _processed_row(job, one, end)
-                forced |= {} if chosen is None else {row: chosen}
+                found = _processed_row(job, rows[row], end)
+                if isinstance(found, Search):
+                    searches[row] = found
+                else:
+                    rows[row] = found
         except Exception as error:
             job.error = error
-        rows.append(one)
+    search(list(searches.values()))
+    for row, one in searches.items():
+        if one.token is not None:
+            rows[row], forced[row] = one.logits, mx.array([one.token], mx.uint32)
     return rows[0] if len(rows) == 1 else mx.concatenate(rows)
 
 
-def _processed_row(job: Job, logits: mx.array, end: int | None) -> tuple[mx.array, mx.array | None]:
-    """Returns one row's logits [1, W] after its processors, and its id [1] if a constraint has chosen it."""
+def _processed_row(job: Job, logits: mx.array, end: int | None) -> mx.array | Search:
+    """Returns one row's logits [1, W] after its processors, or the search for its id if it has a constraint."""
     tokens = job.read_ids() if job.penalties else None
     for processor in job.penalties:
         logits = processor(tokens, logits)  # type: ignore[arg-type]  # only a plain model's processors read the ids
     excluded = [] if job.canonical is None else job.canonical.excluded()
     if job.submission.constraint is not None:
-        return choose_constrained(job, logits, excluded, end)
-    return without(logits, excluded) if excluded else logits, None
+        return Search(job, logits, excluded, end)
+    return without(logits, excluded) if excluded else logits
 
 
 def _canonical_only(jobs: Sequence[Job], logits: mx.array, pad_id: int) -> mx.array:

@@ -1,15 +1,16 @@
-"""Chooses an id that a constraint accepts, hypertokens included.
+"""Chooses ids that constraints accept, hypertokens included.
 
-The constraint's mask closes base ids, and every entry that begins with a closed base id. A hypertoken that is then
-chosen is shown to the constraint whole. If the constraint refuses it, its column is closed and another id is chosen.
+A constraint's mask closes base ids, and every entry that begins with a closed base id. Each row gets a score per id,
+and the host looks through the scores from the highest down. A hypertoken is shown to the constraint whole. If the
+constraint refuses it, the next highest score counts. So a step waits for the device once, however many are refused.
 With a temperature alone, that gives each accepted id its share of the accepted ids' probability. Top-p, top-k, min-p
-and XTC count refused ids too until they are closed. After `REFUSALS` of them only base ids are open.
+and XTC count refused ids too where they cut. After `REFUSALS` of them only base ids are open.
 """
 
 from __future__ import annotations
 
 import math
-from typing import cast
+from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 import numpy as np
@@ -18,54 +19,100 @@ from mlx_zip.canonical import without
 from mlx_zip.engine.job import Job
 from mlx_zip.errors import GenerationError
 
-REFUSALS = 32  # hypertokens refused in one step before only base ids may be chosen
+REFUSALS = 64  # hypertokens refused in one step before only base ids may be chosen
 NOTHING = "the constraint allows no token that the model could emit here"
 
 
-def choose_constrained(job: Job, logits: mx.array, excluded: list[int], end: int | None) -> tuple[mx.array, mx.array]:
-    """Returns the logits [1, W] that an accepted id was chosen from, and the id [1].
+class Search:
+    """The search for one row's next id.
 
-    excluded: ids that canonical decoding excludes. end: all columns from there on are -inf. Raises `GenerationError` if
-    the constraint allows nothing.
+    logits [1, W]: what the id is chosen from; after the search without the ids that were refused. excluded: ids that
+    canonical decoding excludes. end: all columns from there on are -inf. token: the id that was found, None before.
+    scores [1, W]: what `look` looks through. Raises what the constraint raises.
     """
-    constraint = job.submission.constraint
-    assert constraint is not None
-    vocab_size, first_ids = job.vocab_size, job.first_ids
-    allowed = _allowed(np.asarray(constraint.mask(), bool), vocab_size, first_ids, logits.shape[1])
-    if not allowed.any():
-        raise GenerationError(NOTHING)
-    refused = 0
-    while True:
-        open_logits = mx.where(mx.array(allowed)[None], logits, -mx.inf)
-        closed = without(open_logits, excluded) if excluded else open_logits
-        token, likely = _drawn(job, closed, end)
-        if not likely and excluded:
-            excluded = []  # what is left is what canonical decoding excludes
-            continue
-        if not likely:
+
+    def __init__(self, job: Job, logits: mx.array, excluded: list[int], end: int | None) -> None:
+        assert job.submission.constraint is not None
+        self.job, self.logits, self._end = job, logits, end
+        self.token: int | None = None
+        self._constraint, self._excluded, self._refused = job.submission.constraint, excluded, 0
+        mask, first_ids = np.asarray(self._constraint.mask(), bool), job.first_ids
+        self._entries = slice(job.vocab_size, job.vocab_size + len(first_ids))
+        self._open = _opened(mask, job.vocab_size, first_ids, logits.shape[1])
+
+    def begin(self) -> bool:
+        """Builds the scores to look through, which are not yet computed, and returns True.
+
+        Raises `GenerationError` if nothing is open.
+        """
+        if not self._open.any():
             raise GenerationError(NOTHING)
-        expansion = job.expand(token)
-        if len(expansion) == 1 or constraint.accepts(job.cut(expansion)[0]):
-            return closed, mx.array([token], mx.uint32)
-        refused += 1
-        allowed[token] = False
-        if refused == REFUSALS:
-            allowed[vocab_size : vocab_size + len(first_ids)] = False
+        logits = mx.where(mx.array(self._open)[None], self.logits, -mx.inf)
+        self._chosen_from = without(logits, self._excluded) if self._excluded else logits
+        logprobs = self._chosen_from - mx.logsumexp(self._chosen_from[:, : self._end], axis=-1, keepdims=True)
+        self.scores = self.job.draws.scores(logprobs).astype(mx.float32)
+        return True
+
+    def look(self) -> bool:
+        """Looks through the scores; returns whether no id was found, so that the search must begin again.
+
+        Raises `GenerationError` if the constraint allows nothing.
+        """
+        scores, before = np.array(self.scores[0]), self._refused
+        while scores[token := int(scores.argmax())] > -math.inf:
+            if self._accepts(token):
+                self._take(token)
+                return False
+            self._refuse(token, scores)
+        if self._refused == before:
+            if not self._excluded:
+                raise GenerationError(NOTHING)
+            self._excluded = []  # what is left is what canonical decoding excludes
+        return True
+
+    def _accepts(self, token: int) -> bool:
+        """Returns whether the constraint accepts an open id; its mask has told so of base ids."""
+        expansion = self.job.expand(token)
+        return len(expansion) == 1 or self._constraint.accepts(self.job.cut(expansion)[0])
+
+    def _refuse(self, token: int, scores: np.ndarray) -> None:
+        """Closes a hypertoken; after `REFUSALS` of them, closes all."""
+        self._refused += 1
+        closed = token if self._refused < REFUSALS else self._entries
+        self._open[closed] = False
+        scores[closed] = -math.inf
+
+    def _take(self, token: int) -> None:
+        """Ends the search with an id."""
+        self.token, self.logits = token, self._chosen_from
+        if self._refused:
+            self.logits = mx.where(mx.array(self._open)[None], self.logits, -mx.inf)
 
 
-def _drawn(job: Job, logits: mx.array, end: int | None) -> tuple[int, bool]:
-    """Returns an id drawn from logits [1, W], and whether it has any probability."""
-    logprobs = logits - mx.logsumexp(logits[:, :end], axis=-1, keepdims=True)
-    token = cast(int, job.draws(logprobs).item())
-    return token, math.isfinite(cast(float, logprobs[0, token].item()))
+def search(searches: Sequence[Search]) -> None:
+    """Finds the ids of several rows. A row whose own work raises gets the exception as its job's `error`."""
+    left = list(searches)
+    while left:
+        left = [one for one in left if _goes_on(one, one.begin)]
+        mx.eval([one.scores for one in left])
+        left = [one for one in left if _goes_on(one, one.look)]
 
 
-def _allowed(mask: np.ndarray, vocab_size: int, first_ids: np.ndarray, width: int) -> np.ndarray:
-    """Returns which columns [W] bool may be chosen from.
+def _goes_on(one: Search, part: Callable[[], bool]) -> bool:
+    """Returns what a part of a search returns; False if it raises, and the job's `error` is the exception then."""
+    try:
+        return part()
+    except Exception as error:
+        one.job.error = error
+        return False
+
+
+def _opened(mask: np.ndarray, vocab_size: int, first_ids: np.ndarray, width: int) -> np.ndarray:
+    """Returns which columns [W] bool are open.
 
     mask: which base ids may come next; those that it does not name may not. first_ids [N]: each entry's first base id.
     """
-    allowed = np.zeros(width, bool)
-    allowed[: min(len(mask), vocab_size)] = mask[:vocab_size]
-    allowed[vocab_size : vocab_size + len(first_ids)] = allowed[first_ids]
-    return allowed
+    found = np.zeros(width, bool)
+    found[: min(len(mask), vocab_size)] = mask[:vocab_size]
+    found[vocab_size : vocab_size + len(first_ids)] = found[first_ids]
+    return found

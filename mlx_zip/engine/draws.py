@@ -32,9 +32,23 @@ class Draws:
 
     def __call__(self, logprobs: mx.array) -> mx.array:
         """Returns the chosen id [1] of log-probabilities [1, W]."""
-        options = self.options
         if self.greedy:
             return mx.argmax(logprobs, axis=-1)
+        return _drawn(self._cut(logprobs), self.options.temp, self._next_key())
+
+    def scores(self, logprobs: mx.array) -> mx.array:
+        """Returns scores [1, W] of log-probabilities [1, W]: the id of the highest score is drawn.
+
+        If that id turns out to be impossible, the next highest score has the id that is drawn from the others. A seed
+        gives other ids here than in `__call__`.
+        """
+        if self.greedy:
+            return logprobs
+        return _scored(self._cut(logprobs), self.options.temp, self._next_key())
+
+    def _cut(self, logprobs: mx.array) -> mx.array:
+        """Returns logprobs [1, W] with -inf for the ids that top-p, min-p, XTC and top-k leave out."""
+        options = self.options
         if 0 < options.top_p < 1:
             logprobs = apply_top_p(logprobs, options.top_p)
         if options.min_p:
@@ -43,7 +57,7 @@ class Draws:
             logprobs = self._without_top_choices(logprobs, self._next_key())
         if options.top_k > 0:
             logprobs = apply_top_k(logprobs, options.top_k)
-        return _drawn(logprobs, options.temp, self._next_key())
+        return logprobs
 
     def _next_key(self) -> mx.array:
         """Returns the key of the next draw and moves the request's state on."""
@@ -72,3 +86,9 @@ class Draws:
 def _drawn(logprobs: mx.array, temp: float, key: mx.array) -> mx.array:
     """Returns ids [1] drawn from log-probabilities [1, W] at this temperature."""
     return mx.random.categorical(logprobs * (1.0 / temp), key=key)
+
+
+@mx.compile
+def _scored(logprobs: mx.array, temp: float, key: mx.array) -> mx.array:
+    """Returns scores [1, W] whose highest is a draw at this temperature (Gumbel's trick)."""
+    return logprobs * (1.0 / temp) + mx.random.gumbel(logprobs.shape, key=key)

@@ -244,7 +244,7 @@ class Scheduler:
 
     def _bound_memory(self) -> None:
         """Ends the request that began last, as if at its limit, if the KV caches have outgrown their bound."""
-        if self.max_kv_bytes is None or len(jobs := [job for group in self.groups for job in group.jobs]) < 2:
+        if self.max_kv_bytes is None or not (jobs := [job for group in self.groups for job in group.jobs]):
             return
         if self._kv_bytes(sum(job.held_ids for job in jobs)) > self.max_kv_bytes:
             max(jobs, key=lambda job: job.begun_s).outgrown = True

@@ -21,6 +21,7 @@ from mlx_zip.errors import EngineError, reason
 
 OLD_S = 3600  # seconds after which an unfinished file cannot be one that is being written
 MOST_NAMED = 3  # refused files that a warning names
+SHARE = "machine-"  # what names of folders begin with that one of several machines uses
 log = logging.getLogger("mlx_zip")
 
 
@@ -191,11 +192,22 @@ class SessionFolder:
             log.warning("session folder %s %s", self.folder, what)
 
 
+def folders_of(folder: Path) -> list[Path]:
+    """Returns a folder of sessions, and those in it that machines keep their shares of a split model's sessions in."""
+    return [folder, *(path for path in sorted(folder.glob(f"{SHARE}*")) if path.is_dir() and not path.is_symlink())]
+
+
 def purge(folder: Path) -> tuple[int, int]:
-    """Deletes a folder's sessions, of all models, and the folder if nothing else is in it.
+    """Deletes a folder's sessions, of all models and machines, and each folder if nothing else is in it.
 
     Returns how many files were deleted and their bytes. Raises `OSError`.
     """
+    counts = [_purge_one(one) for one in reversed(folders_of(folder))]
+    return sum(count for count, _ in counts), sum(size for _, size in counts)
+
+
+def _purge_one(folder: Path) -> tuple[int, int]:
+    """Does what `purge` does in one folder."""
     unfinished = folder.glob(".*.safetensors.partial-*")
     paths = [path for path in (*session_paths(folder), *unfinished) if path.is_file() or path.is_symlink()]
     size = sum(stamp[1] for path in paths if (stamp := stamp_of(path)) is not None)

@@ -14,6 +14,7 @@ class SessionOptions:
     """Bounds of a store. max_bytes: of all sessions in memory. folder: where sessions are kept on disk too, None for
     nowhere. max_disk_bytes: of all sessions of this model in the folder. model_name: as the model was asked for, None
     if unknown; tokenizer_config: how its tokenizer was loaded. Both are noted in the files, for `mlx_zip generate`.
+    share: name of the part of the model that is here, "" for a whole model; files of another part are not read.
     """
 
     max_bytes: int = 4 << 30
@@ -21,6 +22,7 @@ class SessionOptions:
     max_disk_bytes: int = 16 << 30
     model_name: str | None = None
     tokenizer_config: Mapping[str, Any] = field(default_factory=dict)
+    share: str = ""
 
     @property
     def about(self) -> dict[str, str]:

@@ -50,7 +50,8 @@ class SessionStore:
     @cached_property
     def _marks(self) -> Marks:
         """What files of this model's sessions say of it."""
-        return Marks(name_of(self.model), tokenizer_fingerprint(self.tokenizer), codec_mark(self.model))
+        name = f"{name_of(self.model)} {self.options.share}".strip()
+        return Marks(name, tokenizer_fingerprint(self.tokenizer), codec_mark(self.model))
 
     @cached_property
     def _own_pack(self) -> str:

@@ -23,9 +23,12 @@ from mlx_lm.generate import generation_stream
 from mlx_zip.engine.interface import Constraint, Deliver, Submission
 from mlx_zip.engine.job import Handle, Job
 from mlx_zip.engine.mlx_engine import DEFAULT_SESSIONS, MlxEngine, open_engine
+from mlx_zip.engine.session_folder import SHARE
+from mlx_zip.engine.session_options import SessionOptions
 from mlx_zip.engine.submissions import Checked
 from mlx_zip.errors import EngineError, GenerationError
 from mlx_zip.machines import Group, bytes_from_first, from_first, lost_machines_as_errors, smallest, summed
+from mlx_zip.vocab.packs import Pack, as_pack
 
 HEARTBEAT_S = 1.0  # how often an idle engine sends the others empty news, and so finds out if one is lost
 NO_BOUND = 1 << 62
@@ -35,19 +38,28 @@ News = list[Any]  # what happened, and to what
 def open_split_engine(group: Group, model_name: str | Path, **options: Any) -> SplitEngine:
     """Loads this machine's share of a model and returns its engine. Every machine of the group must call this.
 
-    options: those of `open_engine`; sessions are kept in memory only. Raises what `mlx_zip.load` raises.
+    options: those of `open_engine`. Each machine keeps its share of the sessions, on disk in a folder of its own within
+    the folder of sessions. Raises what `mlx_zip.load` raises.
     """
     kept = options.pop("sessions", DEFAULT_SESSIONS)
-    sessions = None if kept is None else replace(kept, folder=None)
+    sessions = None if kept is None else _share_of(kept, group)
     made = open_engine(model_name, **options, sessions=sessions, group=group, make=partial(SplitEngine, group))
     return cast(SplitEngine, made)
 
 
-class SplitEngine(MlxEngine):
-    """An engine on one of several machines. group: the machines. Other arguments are those of `MlxEngine`.
+def _share_of(sessions: SessionOptions, group: Group) -> SessionOptions:
+    """Returns the options of this machine's store: its files hold its share, and no other machine may read them."""
+    share = f"{SHARE}{group.rank() + 1}-of-{group.size()}"
+    folder = None if sessions.folder is None else sessions.folder / share
+    return replace(sessions, folder=folder, share=share)
 
-    On the first machine it is used as any engine; packs of requests, and sessions in files, are refused. On the others
-    only `follow` may be called.
+
+class SplitEngine(MlxEngine):
+    """An engine on one of several machines.
+
+    group: the machines. Other arguments are those of `MlxEngine`. On the first machine it is used as any engine, but
+    requests with tuned packs are refused, and so are saving, loading and dropping one session. On the others only
+    `follow` may be called.
     """
 
     def __init__(self, group: Group, *args: Any, **options: Any) -> None:
@@ -74,8 +86,9 @@ class SplitEngine(MlxEngine):
         return job
 
     def check_pack(self, pack: Any) -> None:
-        if pack is not None:
-            raise GenerationError("pack: a model on several machines begins with the pack that it was loaded with only")
+        super().check_pack(pack)
+        if pack is not None and as_pack(pack).rows is not None:
+            raise GenerationError("pack: tuned rows are not sent to other machines; start all of them with --pack")
 
     def _add(self, job: Job) -> None:
         """Notes a request for the others; it is given to the scheduler together with theirs."""
@@ -131,6 +144,8 @@ class SplitEngine(MlxEngine):
                         scheduler.work()
                         self._running = len(scheduler.running)
                         going = self._exchange()
+                if not scheduler.busy:
+                    self._store.tend()
 
     def _exchange(self) -> bool:
         """Sends or receives what has happened since the last round, and does it. Returns whether there is a next round.
@@ -266,13 +281,15 @@ def _as_json(checked: Checked) -> dict[str, Any]:
         "sampling": sampling,
         "top_logprobs": submission.top_logprobs,
         "constrained": submission.constraint is not None,
+        "pack": checked.start,
         "keep": submission.keep,
     }
 
 
 def _from_json(facts: Mapping[str, Any], vocab_size: int) -> Submission:
     """Returns the request that `_as_json` was given."""
-    facts = dict(facts)
+    entries = facts["pack"]
+    facts = {**facts, "pack": None if entries is None else Pack(tuple(map(tuple, entries)))}
     sampling = {**facts["sampling"], "logit_bias": dict(facts["sampling"]["logit_bias"]) or None}
     constraint = _Anything(vocab_size) if facts.pop("constrained") else None
     return Submission(**{**facts, "eos_ids": frozenset(facts["eos_ids"]), "sampling": sampling}, constraint=constraint)

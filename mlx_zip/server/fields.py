@@ -6,8 +6,16 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
-from pydantic_core import from_json
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import CoreSchema, from_json
 
 from mlx_zip.errors import GenerationError
 
@@ -59,6 +67,20 @@ class Body(BaseModel):
         fields = {k: given[k] for k in given if k in known and given[k] is not None and k not in cls.harmless}
         unknown = next((k for k in given if k not in known and k not in cls.harmless), None)
         return fields if unknown is None else {**fields, unknown: given[unknown]}
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """Returns the JSON schema of what is accepted: also null in place of a field, and the harmless fields."""
+        reference = handler(core)
+        described = handler.resolve_ref_schema(reference)
+        required = described.get("required", ())
+        fields = {
+            name: field if name in required else {"anyOf": [field, {"type": "null"}]}
+            for name, field in described.get("properties", {}).items()
+        }
+        harmless = {name: {"description": "accepted, without effect"} for name in sorted(cls.harmless)}
+        described["properties"] = {**fields, **harmless}
+        return reference
 
 
 def at_most(count: int) -> BeforeValidator:

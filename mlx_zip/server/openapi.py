@@ -9,7 +9,6 @@ from pydantic.json_schema import models_json_schema
 from starlette.routing import BaseRoute, Route
 
 import mlx_zip
-from mlx_zip.server.fields import Body
 
 _JSON = {"application/json": {"schema": {"type": "object"}}}
 _TEXT = {"schema": {"type": "string"}}
@@ -36,8 +35,6 @@ def description(routes: Sequence[BaseRoute]) -> dict[str, Any]:
         [(body, "validation") for body in bodies], ref_template="#/components/schemas/{model}"
     )
     parts = schema.get("$defs", {})
-    for kind in _kinds():
-        _as_parsed(parts.get(kind.__name__), kind)
     paths: dict[str, Any] = {}
     for route in found:
         body = getattr(route.endpoint, "body", None)
@@ -70,25 +67,3 @@ def _operation(route: Route, body: Any) -> dict[str, Any]:
     answer = _ANSWERS[getattr(route.endpoint, "answer", "stream" if streams else "json")]
     stopped = {"503": {"description": "The engine has stopped", "content": _JSON}} if route.path == "/health" else {}
     return operation | {"responses": {"200": answer, **stopped, "4XX": _ERROR, "5XX": _ERROR}}
-
-
-def _kinds() -> list[type[Body]]:
-    """Returns all classes of bodies, those of fields included."""
-    found, waiting = [], list(Body.__subclasses__())
-    while waiting:
-        kind = waiting.pop()
-        found.append(kind)
-        waiting += kind.__subclasses__()
-    return found
-
-
-def _as_parsed(schema: dict[str, Any] | None, kind: type[Body]) -> None:
-    """Adds to a schema what the class accepts beyond its fields: null for a field, and fields without effect."""
-    if schema is None:
-        return
-    properties, required = schema.setdefault("properties", {}), schema.get("required", ())
-    for name, field in properties.items():
-        if name not in required:
-            properties[name] = {"anyOf": [field, {"type": "null"}]}
-    for name in sorted(kind.harmless):
-        properties[name] = {"description": "accepted, without effect"}

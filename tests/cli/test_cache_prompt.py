@@ -101,5 +101,14 @@ def test_sessions_lists_what_is_in_a_folder_and_purges_it(run, tmp_path):
     assert "No such file" in run("sessions", "list", folder)[2]
 
 
+def test_sessions_lists_and_purges_the_shares_of_several_machines(run, tmp_path):
+    share = tmp_path / "kept" / "machine-2-of-2"
+    share.mkdir(parents=True)
+    (share / f"{'b' * 16}.safetensors").write_bytes(b"x" * 100)
+    assert f"machine-2-of-2/{'b' * 16}.safetensors" in run("sessions", "list", tmp_path / "kept")[1]
+    assert run("sessions", "purge", tmp_path / "kept")[1] == "removed: 1 file, 100 bytes\n"
+    assert not (tmp_path / "kept").exists()
+
+
 def test_both_commands_are_listed():
     assert {"cache-prompt", "sessions"} <= cli.COMMANDS.keys()

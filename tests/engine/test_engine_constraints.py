@@ -2,11 +2,15 @@
 
 from collections import Counter
 
+import mlx.core as mx
 import numpy as np
 import pytest
 
 from mlx_zip.engine import Failed
+from mlx_zip.engine.constrained import Search
+from mlx_zip.engine.draws import Draws
 from mlx_zip.errors import GenerationError
+from mlx_zip.sampling import Sampling
 from support import tiny
 from support.serving import alone, ask, prompts, same, tiny_engine
 
@@ -96,6 +100,33 @@ def test_refused_hypertokens_are_closed_one_by_one():
         only = Only([10], least=100)
         watch = ask(engine, [3, 4], constraint=only, max_tokens=12)[1].wait()
     assert watch.base_ids == [10] * 12
+
+
+def test_a_step_waits_for_the_scores_once_however_many_hypertokens_are_refused(monkeypatch):
+    begun, begin = [], Search.begin
+    monkeypatch.setattr(Search, "begin", lambda self: begun.append(self.job) or begin(self))
+    with tiny_engine(model={"start": [[10, i] for i in range(14, 38)]}) as engine:
+        constraints = [Only([10], least=100) for _ in range(3)]
+        asked = [
+            ask(engine, prompt, constraint=one, max_tokens=12)
+            for prompt, one in zip(prompts(3), constraints, strict=True)
+        ]
+        watches = [watch.wait() for _, watch in asked]
+    assert sum(len(one.asked) for one in constraints) > len(begun)  # so hypertokens were refused
+    assert len(begun) == sum(len(watch.ids) for watch in watches)
+
+
+def test_the_highest_scores_are_draws_without_putting_back():
+    """The first id has its share of the probability, and the second one its share of what is left."""
+    draws, shares = Draws(Sampling(temp=0.5, seed=3, top_k=3), []), np.array([0.5, 0.3, 0.2, 0.1])
+    logprobs = mx.array(np.log(shares / shares.sum()))[None] * 0.5
+    scores = np.array(mx.concatenate([draws.scores(logprobs) for _ in range(2000)]))
+    assert np.isneginf(scores[:, 3]).all()
+    first, second = np.argsort(-scores, axis=1)[:, :2].T
+    for one in range(3):
+        assert (first == one).mean() == pytest.approx(shares[one], abs=0.04)
+    after = second[first == 0]
+    assert (after == 1).mean() == pytest.approx(0.6, abs=0.06)
 
 
 def test_rows_with_a_constraint_change_nothing_for_the_others():

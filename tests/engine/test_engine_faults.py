@@ -256,6 +256,15 @@ def test_requests_wait_for_room_in_the_kv_caches_and_impossible_ones_are_refused
         assert [watch.end.reason for watch in asked] == ["length", "length"]
 
 
+def test_a_request_without_a_limit_ends_where_the_kv_caches_have_no_more_room():
+    per_id = 2 * 2 * 2 * 16 * 4
+    with tiny_engine(max_kv_bytes=120 * per_id) as engine:
+        watch = ask(engine, tiny.base_ids(50), max_tokens=-1)[1].wait()
+        assert watch.end.reason == "length"
+        assert 60 < len(watch.ids) < 100
+        assert len(ask(engine, tiny.base_ids(50), max_tokens=20)[1].wait().base_ids) == 20
+
+
 # ---- the end
 
 

@@ -15,13 +15,15 @@ import pytest
 
 from mlx_zip import generate, load
 from mlx_zip.engine.mlx_engine import open_engine
+from mlx_zip.engine.session_options import SessionOptions
+from mlx_zip.vocab.packs import Pack
 from support import tiny
 from support.processes import Command, wait_all
 from support.several_machines import LIMIT_S, PROMPT, answered, losing, ring, serve_on, write_model
 
 pytestmark = pytest.mark.skipif(not mx.distributed.is_available("ring"), reason="MLX has no ring backend here")
 
-TALK = tiny.base_ids(40, 5)
+TALK, SOME = tiny.base_ids(40, 5), tiny.base_ids(40, 8)
 SAMPLED = {"temp": 0.9, "top_p": 0.9, "seed": 3, "presence_penalty": 0.5, "logit_bias": {7: -2.0}}
 REQUESTS: list[dict[str, Any]] = [
     {"base_ids": tiny.base_ids(50, 1), "max_tokens": 40},
@@ -59,6 +61,37 @@ def test_requests_that_fail_or_are_cancelled_end_on_both_machines_and_the_next_i
     assert "allows no token" in empty[1]
     assert cancelled[1] == "cancelled"
     assert last == alone
+
+
+def test_a_request_may_begin_with_a_pack_on_two_machines(tmp_path):
+    folder = write_model(tmp_path / "model", "llama")
+    pairs = [[(a, b) for a, b in zip(some[::2], some[1::2], strict=True) if min(a, b) > 2] for some in (SOME, TALK)]
+    packs = [Pack(tuple(dict.fromkeys(one))) for one in pairs]
+    requests = [{"base_ids": TALK, "max_tokens": 40, "pack": pack} for pack in (*packs, None)]
+    with open_engine(folder) as engine:
+        alone = answered(engine, requests)
+    assert serve_on(2, tmp_path / "two", folder, requests) == alone
+    assert alone[0][0] != alone[2][0]
+
+
+def test_each_machine_finds_its_share_of_a_conversation_after_a_restart(tmp_path):
+    folder, kept = write_model(tmp_path / "model", "llama"), tmp_path / "kept"
+    first, second = {"base_ids": TALK, "max_tokens": 30}, {"base_ids": [*TALK, 5, 6, 7, 5, 6], "max_tokens": 30}
+    with open_engine(folder) as engine:
+        alone = answered(engine, [first, {**second, "after": True}])
+    options = {"sessions": SessionOptions(folder=kept)}
+    assert serve_on(2, tmp_path / "one", folder, [first], **options) == alone[:1]
+    shares = [list((kept / f"machine-{n}-of-2").glob("*.safetensors")) for n in (1, 2)]
+    assert [len(files) for files in shares] == [1, 1]
+    assert serve_on(2, tmp_path / "two", folder, [second], **options) == alone[1:]
+    for file in kept.glob("machine-2-of-2/*"):  # lost on one machine: all read the prompt again
+        file.unlink()
+    assert serve_on(2, tmp_path / "three", folder, [second], **options)[0][::2] == [alone[1][0], 0]
+    mixed = kept / "machine-2-of-2"
+    mixed.mkdir(exist_ok=True)
+    for file in (kept / "machine-1-of-2").glob("*"):
+        file.rename(mixed / file.name)
+    assert serve_on(2, tmp_path / "four", folder, [second], **options)[0][::2] == [alone[1][0], 0]
 
 
 @pytest.mark.parametrize("lost", [0, 1])
@@ -106,7 +139,7 @@ def _address(out: Path, processes: list[Command]) -> str:
     raise AssertionError("no address was printed")
 
 
-@pytest.mark.parametrize("flags", [["--session-cache", "x"], ["--pack", "x"], ["--session-files", "x"], ["--pipeline"]])
+@pytest.mark.parametrize("flags", [["--session-files", "x"], ["--pipeline"]])
 def test_flags_of_serve_that_several_machines_cannot_use_are_refused(flags, tmp_path):
     processes = [
         Command(["serve", *flags], tmp_path / f"said-{rank}", place) for rank, place in enumerate(ring(tmp_path, 2))

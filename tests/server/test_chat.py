@@ -60,6 +60,24 @@ def test_a_stream_without_include_usage_tells_none(served):
     assert all("usage" not in chunk for chunk in chunks)
 
 
+@pytest.mark.parametrize("options", [{}, {"include_usage": False}, None])
+def test_stream_options_may_leave_out_the_usage(served, options):
+    *chunks, end = events(served.chat(stream=True, stream_options=options).body)
+    assert end == "[DONE]"
+    assert all("usage" not in chunk for chunk in chunks)
+
+
+def test_characters_that_several_ids_spell_are_streamed_whole():
+    text = "The 🐸 said “naïve” and 日本語 👩‍🔬."
+    ids = [[i] for i in tokenizer().encode(text, add_special_tokens=False)]
+    with serving(FakeEngine(Script(ids=[*ids, [tokenizer().eos_token_id]]))) as served:
+        chunks = events(served.chat(stream=True).body)[:-1]
+    pieces = [chunk["choices"][0]["delta"].get("content", "") for chunk in chunks]
+    assert len(ids) > len(text.split())
+    assert not any("\ufffd" in piece for piece in pieces)
+    assert "".join(pieces) == tokenizer().decode([i for one in ids for i in one])
+
+
 def test_a_long_prompt_is_reported_in_comments():
     with serving(FakeEngine(Script(progress=4))) as served:
         body = served.chat("story " * 100, stream=True).body.decode()

@@ -132,3 +132,22 @@ def test_the_description_tells_bounds_of_lists_and_types_of_answers(served):
     described = served.ask("GET", "/openapi.json").json
     assert list(described["paths"]["/metrics"]["get"]["responses"]["200"]["content"]) == ["text/plain"]
     assert described["components"]["schemas"]["ChatBody"]["properties"]["messages"]["maxItems"] == 10_000
+
+
+def test_objects_of_one_name_in_several_dialects_are_described_each_with_what_it_accepts(served):
+    described = served.ask("GET", "/openapi.json").json["components"]["schemas"]
+
+    def accepted(reference):
+        return described[reference["$ref"].rpartition("/")[2]]["properties"]
+
+    chat = accepted(described["ChatBody"]["properties"]["messages"]["items"])
+    assert chat["annotations"] == {"description": "accepted, without effect"}
+    assert {"type": "null"} in chat["name"]["anyOf"]
+    names = {name for name in described if name.rpartition("__")[2] == "Message"}
+    fields = [set(described[name]["properties"]) for name in names]
+    assert len(names) == 3
+    assert {frozenset(one & {"annotations", "phase"}) for one in fields} == {
+        frozenset({"annotations"}),
+        frozenset({"phase"}),
+        frozenset(),
+    }
