@@ -42,7 +42,11 @@ FLOORS = [  # from the ground up; a room is the first name below `mlx_zip`; some
 LOOPS = FLOORS[-1] | FLOORS[-2]
 LEAVES = {"apps", "bench", "converters", "server", "golden", "recipes"}
 STANDS_ON = {("apps", "server")}  # the one leaf that another one may import
-NOT_INSTALLED = {"mlx_zip.bench.papers": "bench/papers", "recipes": "recipes"}  # package: folder, in a checkout only
+NOT_INSTALLED = {  # package: folder, in a checkout only
+    "mlx_zip.bench.papers": "bench/papers",
+    "mlx_zip.apps.mac": "apps/mac",
+    "recipes": "recipes",
+}
 ROOT = ""  # `mlx_zip` itself: names and a version
 DOORS = {"__main__", "cli", "selftest"}  # they reach the rooms on demand, leaves by name only; nothing imports them
 HEAVY = {  # where a library that is large or optional may be imported; the declared ones not named here, anywhere
@@ -53,6 +57,7 @@ HEAVY = {  # where a library that is large or optional may be imported; the decl
     "rich": {"cli"},
     "matplotlib": {"bench", "training"},
     "lm_eval": {"evaluation"},
+    "playwright": {"bench"},
     "zip2zip": {"bench"},
     "zip2zip_compression": {"bench"},
     "transformers": {"text", "converters", "bench", "recipes", *DOORS},
