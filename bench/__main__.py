@@ -33,6 +33,7 @@ BENCHES = {
         "mlx_zip.bench.agent",
         "play an agent with tools against the server, and report how much of each turn's prompt was cached",
     ),
+    "chat": ("mlx_zip.bench.chat", "time what the terminal chat does with each step of an answer"),
     "report": (
         "mlx_zip.bench.report",
         "print tables and plots of records that `bench generate` printed on any machines and days",
@@ -63,6 +64,7 @@ TIMED = {
     "batch",
     "serve",
     "soak",
+    "chat",
     "profile",
     "codec",
     "rows",

@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -84,8 +85,10 @@ def whole_folder(path: Path, replace: bool = True) -> Iterator[Path]:
 
 
 def _partial(path: Path) -> Path:
-    """Returns the temporary path next to `path`, which differs between processes."""
-    return path.with_name(f".{path.name}.partial-{os.getpid()}")
+    """Returns the temporary path next to `path`, which differs between processes, and between threads."""
+    main = threading.current_thread() is threading.main_thread()
+    thread = "" if main else f"-{threading.get_native_id()}"
+    return path.with_name(f".{path.name}.partial-{os.getpid()}{thread}")
 
 
 def remove_partials(folder: Path) -> None:

@@ -13,13 +13,21 @@ def coloured(choice: str, out: TextIO) -> bool:
     return choice == "always" or (choice == "auto" and out.isatty() and not os.environ.get("NO_COLOR"))
 
 
+def code(length: int) -> str:
+    """Returns the SGR code for the text of an id of so many base tokens, "" for one."""
+    return COLOURS.get(length, LONGER) if length > 1 else ""
+
+
 def paint(response: Any) -> str:
     """Returns a response's text in the colour of its number of base tokens; newlines stay uncoloured."""
-    length = len(response.base_ids)
-    if length < 2 or not response.text:
-        return response.text
-    colour = COLOURS.get(length, LONGER)
-    return "\n".join(f"\x1b[{colour}m{line}\x1b[0m" if line else "" for line in response.text.split("\n"))
+    return painted(response.text, len(response.base_ids))
+
+
+def painted(text: str, length: int) -> str:
+    """Returns text in the colour of an id of so many base tokens; newlines stay uncoloured."""
+    if not text or not (colour := code(length)):
+        return text
+    return "\n".join(f"\x1b[{colour}m{line}\x1b[0m" if line else "" for line in text.split("\n"))
 
 
 def legend() -> str:

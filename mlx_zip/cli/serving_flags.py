@@ -35,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         add(flag, type=kind, default=default, help=f"{text}; for requests without this field (default: {default:g})")
     _add_bounds(add)
     add_sessions(add)
+    add("--session-files", metavar="DIR", help="folder in which requests may save and load sessions (default: none)")
     packs.add_flags(add)
     add_kv(add)
     rows.add_flags(add)
@@ -165,4 +166,3 @@ def add_sessions(add: Any) -> None:
         default=16 << 30,
         help="maximum size of the --session-cache folder (default: 16 GiB)",
     )
-    add("--session-files", metavar="DIR", help="folder in which requests may save and load sessions (default: none)")

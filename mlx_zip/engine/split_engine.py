@@ -166,8 +166,8 @@ class SplitEngine(MlxEngine):
                 self._begin(*facts)
             elif what == "cancel" and facts[0] in self._jobs:
                 self._jobs[facts[0]].handle.confirm()  # type: ignore[attr-defined]
-            elif what == "purge" and not self._first:
-                self._counted(self._store.purge())
+            elif what == "purge":  # on the first machine again, so that it marks the same requests as the others
+                self._counted(self._scheduler.purge())
         return going
 
     def _gather(self) -> list[News]:

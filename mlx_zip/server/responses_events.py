@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
 from mlx_zip.server.bodies import likely_json
+from mlx_zip.server.ids import new_id
 from mlx_zip.server.responses_bodies import ResponseBody
 from mlx_zip.server.turn import Delta, Done, Reasoning, Text, ToolCall, Waiting
 from mlx_zip.server.vendor import vendor_figures
 
 Json = dict[str, Any]
-
-
-def new_id(prefix: str) -> str:
-    """Returns a new id, as "resp_5f3a..."."""
-    return f"{prefix}_{secrets.token_hex(24)}"
 
 
 class ResponseBuilder:

@@ -1,0 +1,114 @@
+"""A conversation: its messages, the prompt that they make, and the file that they are saved in."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from mlx_zip.errors import DataError, reason
+from mlx_zip.files import at_home, check_out, whole_file
+from mlx_zip.text.prompts import Chat, encode_prompt
+from mlx_zip.text.sources import Reader, Skipped, Source, kind_of, parse
+
+SUFFIX = ".jsonl"
+ROLES = ("user", "assistant")
+
+
+@dataclass
+class Conversation:
+    """What was said. system: the system message. messages: those of the user and of the assistant, in turns.
+
+    asked: the user's last message. answered: whether it has an answer; if not, it is not among the messages. saved:
+    files that hold this conversation already.
+    """
+
+    system: str | None = None
+    messages: list[dict[str, str]] = field(default_factory=list)
+    asked: str | None = None
+    answered: bool = False
+    saved: set[Path] = field(default_factory=set)
+
+    def prompt_ids(self, engine: Any, text: str, options: Mapping[str, Any]) -> list[int]:
+        """Returns the base ids of the conversation with one more message of the user.
+
+        Answers that the engine has noted are represented by the ids that were emitted, so that a kept session is found.
+        options: further arguments of the chat template. Raises `GenerationError`.
+        """
+        chat = Chat([*self.messages, {"role": "user", "content": text}], self.system, options=options)
+        return encode_prompt(engine.tokenizer, chat, answers=engine.answers())
+
+    def ask(self, question: str) -> None:
+        """Notes the user's next message, which is added with its answer."""
+        self.asked, self.answered = question, False
+
+    def add(self, answer: str) -> None:
+        """Adds the user's last message and its answer."""
+        assert self.asked is not None
+        question, self.answered = self.asked, True
+        self.messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+    def reset(self) -> None:
+        """Forgets all messages but the system message."""
+        self.messages, self.asked, self.answered, self.saved = [], None, False, set()
+
+    def save(self, name: str) -> Path:
+        """Writes the conversation to a .jsonl file, whole or not at all, and returns the file's path.
+
+        The file has one line, {"messages": [...]}, as training data have. A file is replaced only if it holds this
+        conversation. Raises `DataError`.
+        """
+        path = _named(name)
+        if path.exists() and path.resolve() not in self.saved:
+            raise DataError(f"{path}: is there already; give another name, or remove it first")
+        check_out(path)
+        before = [] if self.system is None else [{"role": "system", "content": self.system}]
+        line = json.dumps({"messages": [*before, *self.messages]}, ensure_ascii=False)
+        try:
+            with whole_file(path) as partial:
+                partial.write_text(line + "\n", encoding="utf-8")
+        except OSError as error:
+            raise DataError(f"{path}: {reason(error)}") from error
+        self.saved.add(path.resolve())
+        return path
+
+    @classmethod
+    def load(cls, name: str) -> Conversation:
+        """Returns the conversation in a .jsonl file. Raises `DataError` naming what it cannot go on with."""
+        path = _named(name)
+        if kind_of(str(path)) != "json":
+            raise DataError(f"{path}: a conversation is read from a {SUFFIX} file")
+        items = list(islice(iter(Reader(Source((str(path),)))), 2))
+        if len(items) != 1:
+            raise DataError(f"{path}: holds {'no' if not items else 'more than one'} conversation")
+        record = parse(items[0])
+        if isinstance(record, Skipped):
+            raise DataError(f"{record.where}: {record.reason}")
+        if record.messages is None:
+            raise DataError(f"{record.where}: holds no messages")
+        return cls._of(record.messages, record.where, path)
+
+    @classmethod
+    def _of(cls, messages: tuple[Mapping[str, Any], ...], where: str, path: Path) -> Conversation:
+        """Returns the conversation of these messages. where: file and line, for errors."""
+        texts = [{"role": message["role"], "content": message.get("content") or ""} for message in messages]
+        system = texts.pop(0)["content"] if texts and texts[0]["role"] == "system" else None
+        for k, message in enumerate(texts):
+            if message["role"] != ROLES[k % 2]:
+                raise DataError(f"{where}: message {k} is by {message['role']!r:.40}, not by {ROLES[k % 2]!r}")
+        left = texts.pop()["content"] if len(texts) % 2 else None
+        asked = left if left is not None or not texts else texts[-2]["content"]
+        return cls(system, texts, asked, left is None, {path.resolve()})
+
+
+def _named(name: str) -> Path:
+    """Returns the path of a conversation's file; a name without a suffix gets one. Raises `DataError`."""
+    path = at_home(name)
+    if path.suffix == "":
+        path = path.with_name(path.name + SUFFIX)
+    if path.suffix != SUFFIX:
+        raise DataError(f"{path}: a conversation is a {SUFFIX} file")
+    return path

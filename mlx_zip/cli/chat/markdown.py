@@ -1,0 +1,227 @@
+"""Markdown for a terminal, piece by piece as it arrives: what is finished is written, and nothing is written twice.
+
+A word is written when it is complete; a phrase between marks (**, `, [) when the closing mark is there; a line of code
+when the line is; a table when its last row is. Line breaks stay as they are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from io import StringIO
+
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+from rich.console import Console
+from rich.markdown import Markdown
+
+from mlx_zip.cli.chat.harmless import harmless
+from mlx_zip.cli.chat.highlighting import Highlighter
+from mlx_zip.cli.chat.screen import Screen, last_break, styled
+
+MOST_HELD = 400  # characters in which a closing mark must come
+_PARSER = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
+_SPECIAL = re.compile(r"[*_`~\[\]\\&<!]")
+_OPEN = re.compile(r"(?<!\w)_(?=\S)|\*(?=\S)|`|~~(?=\S)|\[[^\]]*$|\]\([^)]*$")  # in text: a mark that may yet be closed
+_FENCE = re.compile(r" *(`{3,}|~{3,}) *([^`]*)")
+_HEADING = re.compile(r"(#{1,6}) +(.*?)(?: +#+)? *")
+_RULE = re.compile(r" {0,3}([-*_])(?: *\1){2,} *")
+_LEAD = re.compile(r"( *)((?:> ?)*)( *)(?:([-*+]|\d{1,9}[.)]) +)?")
+_WHOLE = re.compile(r" *(?:```|~~~)|#{1,6} |\|")  # beginnings of lines that are written as a whole
+_UNDECIDED = re.compile(r" *(?:`{0,2}|~{0,2}|#{0,6}|(?:[-*_] ?)*|(?:> ?)* *(?:[-*+]|\d{1,9}[.)]?)? *)")
+_SGR = re.compile(r"\x1b\[[\d;]*m")
+_STRONG = "1"
+_STYLES = {"strong_open": _STRONG, "em_open": "3", "s_open": "9", "link_open": "4"}
+_CODE, _FAINT = "94", "2"
+
+
+class MarkdownStream:
+    """Writes one answer to a screen. tint: the SGR code for text of a hypertoken of so many base tokens, "" for none.
+
+    coloured: whether colours may be used at all, for code too.
+    """
+
+    def __init__(self, screen: Screen, tint: Callable[[int], str], coloured: bool = True) -> None:
+        self.screen, self._tint, self._coloured = screen, tint, coloured
+        self._text = self._marks = ""  # what is not written yet, and for each character its length in base tokens
+        self._state = self._line_start
+        self._code: Highlighter | None = None
+        self._table: list[str] = []
+
+    def feed(self, text: str, length: int = 1) -> None:
+        """Takes the next piece of text, which came as an id of `length` base tokens; writes what is finished."""
+        text = harmless(text)
+        self._text += text
+        self._marks += chr(length) * len(text)
+        while self._state(False):
+            pass
+        self.screen.flush()
+
+    def finish(self) -> None:
+        """Writes what was held back, and ends the line."""
+        while self._text and self._state(True):
+            pass
+        self._end_table()
+        self.screen.end_line()
+        self.screen.flush()
+
+    # States. Each looks at the text that is left, and returns whether there is more to look at.
+
+    def _line_start(self, final: bool) -> bool:
+        """At the beginning of a line."""
+        line, whole = self._line(final)
+        if not whole and (_UNDECIDED.fullmatch(line) or _WHOLE.match(line)):
+            return False
+        if not line.startswith("|"):
+            self._end_table()
+        if not (whole and self._whole_line(line)):
+            self._begin_text(line)
+        return True
+
+    def _line(self, final: bool) -> tuple[str, bool]:
+        """Returns the line as far as it is there, and whether it is complete."""
+        line, newline, _ = self._text.partition("\n")
+        return line, bool(newline) or final
+
+    def _whole_line(self, line: str) -> bool:
+        """Writes a line of a kind that is written as a whole; returns False for other lines."""
+        if fence := _FENCE.fullmatch(line):
+            self.screen.raw(styled(line, _FAINT))
+            coloured = self._coloured and not self._tint(2)
+            self._code, self._state = Highlighter(fence[1], fence[2].strip(), coloured), self._in_code
+        elif heading := _HEADING.fullmatch(line):
+            self._write(heading[2], self._marks[heading.start(2) :], [_STRONG], _parsed(heading[2]))
+            self.screen.newline()
+        elif _RULE.fullmatch(line):
+            self.screen.raw(styled("─" * min(self.screen.columns, 40), _FAINT))
+        elif line.startswith("|"):
+            self._table.append(line)
+        elif not line.strip():
+            self.screen.newline()
+        else:
+            return False
+        self._drop(len(line) + 1)
+        return True
+
+    def _begin_text(self, line: str) -> None:
+        """Writes what a line of text begins with: its indent, bars of a quotation, a bullet."""
+        lead = _LEAD.match(line)
+        assert lead is not None
+        bars, bullet = "│ " * lead[2].count(">"), lead[4] or ""
+        shown = lead[1] + bars + lead[3] + ("• " if bullet in ("-", "*", "+") else bullet + " ") * bool(bullet)
+        self.screen.lead(shown, lead[1] + bars + " " * (len(shown) - len(lead[1]) - len(bars)))
+        self._drop(lead.end())
+        self._state = self._in_text
+
+    def _in_text(self, final: bool) -> bool:
+        """Within a line of text."""
+        line, whole = self._line(final)
+        ready = len(line) if whole else last_break(line)
+        if ready and not self._write_ready(line[:ready], whole):
+            return False
+        if not whole:
+            return False
+        self.screen.newline() if self._text.startswith("\n") else self.screen.end_word()
+        self._drop(1)
+        self._state = self._line_start
+        return True
+
+    def _write_ready(self, piece: str, whole: bool) -> bool:
+        """Writes the piece up to a mark that may yet be closed; returns whether that was all of it."""
+        special = _SPECIAL.search(piece)
+        tokens = _parsed(piece)
+        if special and not (whole or len(piece) > MOST_HELD or _is_closed(tokens)):
+            piece = piece[: last_break(piece[: special.start()])]
+            self._put(piece, self._marks, [])
+            self._drop(len(piece))
+            return False
+        self._write(piece, self._marks, [], tokens)
+        self._drop(len(piece))
+        return True
+
+    def _in_code(self, final: bool) -> bool:
+        """Within a block of code."""
+        line, whole = self._line(final)
+        if not whole:
+            return False
+        assert self._code is not None
+        if self._code.ends(line):
+            self.screen.raw(styled(line, _FAINT))
+            self._state = self._line_start
+        else:
+            lit = self._code.line(line)
+            self.screen.raw((lit if lit is not None else self._tinted(line, self._marks)) + "\n")
+        self._drop(len(line) + 1)
+        return True
+
+    def _end_table(self) -> None:
+        """Writes the table that has ended, if there is one."""
+        if not self._table:
+            return
+        table, out = Markdown("", hyperlinks=False), StringIO()
+        table.parsed = _PARSER.parse("\n".join(self._table))
+        console = Console(
+            file=out,
+            width=self.screen.columns,
+            force_terminal=True,
+            color_system="standard" if self._coloured else None,
+            legacy_windows=False,
+        )
+        console.print(table)
+        self._table = []
+        lines = out.getvalue().split("\n")
+        self.screen.raw("\n".join(line.rstrip() for line in lines if _SGR.sub("", line).strip()))
+
+    # Text of one line.
+
+    def _write(self, piece: str, marks: str, styles: Sequence[str], tokens: Sequence[Token]) -> None:
+        """Writes a piece of a line whose marks are all closed. styles: SGR codes for all of it. tokens: its parts."""
+        at, styles, links = 0, list(styles), [("", 0)]
+        for token in tokens:
+            if token.nesting > 0:
+                styles.append(_STYLES.get(token.type, ""))
+                links += [(str(token.attrs.get("href", "")), at)] * (token.type == "link_open")
+            elif token.nesting < 0:
+                styles.pop()
+                if token.type == "link_close" and (link := links.pop())[0] not in piece[link[1] : at]:
+                    self.screen.put(f" ({link[0]})", _FAINT)
+            elif token.content:
+                found = piece.find(token.content, at)  # not there if it was spelt another way, as &amp;
+                at = found + len(token.content) if found >= 0 else at
+                code = [_CODE] if token.type == "code_inline" and self._coloured else []
+                self._put(token.content, marks[found:at] if found >= 0 else "", [*styles, *code])
+        if piece[at:].endswith(" "):  # the parser may drop it
+            self.screen.put(" ")
+
+    def _put(self, text: str, marks: str, styles: Sequence[str]) -> None:
+        """Adds text in the tints of its characters. marks: their lengths; may be longer, and shorter for no tint."""
+        at = 0
+        while at < len(text):
+            end = at + 1
+            mark = marks[at : at + 1]
+            while end < len(text) and marks[end : end + 1] == mark:
+                end += 1
+            tint = self._tint(ord(mark)) if mark else ""
+            self.screen.put(text[at:end], ";".join(filter(None, [*styles, tint])))
+            at = end
+
+    def _tinted(self, line: str, marks: str) -> str:
+        """Returns a line as it is, in the tints of its characters."""
+        runs = re.finditer(r"(.)\1*", marks[: len(line)], re.DOTALL)
+        return "".join(styled(line[run.start() : run.end()], self._tint(ord(run[1]))) for run in runs)
+
+    def _drop(self, n: int) -> None:
+        """Forgets the first n characters that are left."""
+        self._text, self._marks = self._text[n:], self._marks[n:]
+
+
+def _parsed(piece: str) -> Sequence[Token]:
+    """Returns the inline tokens of a piece of a line; plain text is one token."""
+    if not _SPECIAL.search(piece):
+        return [Token("text", "", 0, content=piece)]
+    return _PARSER.parseInline(piece)[0].children or []
+
+
+def _is_closed(tokens: Sequence[Token]) -> bool:
+    """Returns whether no mark is left in the text that later text may close."""
+    return not any(token.type == "text" and _OPEN.search(token.content) for token in tokens)

@@ -1,0 +1,134 @@
+"""A chat: its conversation, what the model is asked, and what is said of its answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlx_zip.chosen_packs import check_tokenizers, read_packs
+from mlx_zip.cli.chat.answer import Answer, Arrived, follow
+from mlx_zip.cli.chat.conversation import Conversation
+from mlx_zip.cli.chat.front import Front
+from mlx_zip.cli.chat.totals import Totals
+from mlx_zip.engine import Engine, Submission
+from mlx_zip.errors import GenerationError
+
+OWN, NONE = "own", "none"  # words that /pack takes in place of files
+_FULL = "cut off: the conversation fills the model's context; /reset begins a new one"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What answers are asked for with. max_tokens: base tokens of an answer. sampling: fields of `Sampling`.
+
+    seed: of the first answer; None for other random numbers in every chat. template_options: arguments of the chat
+    template.
+    """
+
+    max_tokens: int = 256
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    seed: int | None = 0
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Program:
+    """A chat with an engine's model. front: where messages come from and answers go to.
+
+    talk: the conversation. pack: what codebooks begin with, None for what the model was loaded with; pack_names: of its
+    files. own_pack: whether the model was loaded with its own.
+    """
+
+    def __init__(self, engine: Engine, settings: Settings, front: Front, talk: Conversation) -> None:
+        self.engine, self.settings, self.front, self.talk = engine, settings, front, talk
+        self.totals, self.ended = Totals(), False
+        self.pack: Any = None
+        self.pack_names: Sequence[str] = ()
+        self.own_pack = True
+        self._asked = 0  # answers asked for so far
+
+    def ask(self, question: str, temp: float | None = None) -> None:
+        """Asks the model and shows its answer; both are added to the conversation, a stopped answer too.
+
+        Nothing is added without an answer. temp: in place of that of the settings. Raises `MlxZipError`.
+        """
+        arrived = Arrived()
+        self.talk.ask(question)
+        with self.front.answering(lambda: arrived.put(None)) as view:
+            submission = self._submission(question, temp)
+            answer = follow(self.engine, submission, arrived, view.feed, view.reading)
+        self.totals.add(answer.counts)
+        if answer.text:
+            self.talk.add(answer.text)
+        self._close(answer)
+
+    def retry(self, temp: float | None) -> None:
+        """Asks the last message again, in place of its answer. Without a new answer the old one stays."""
+        talk = self.talk
+        before, answered, question = list(talk.messages), talk.answered, talk.asked
+        assert question is not None
+        if answered:
+            del talk.messages[-2:]
+        try:
+            self.ask(question, temp)
+        finally:
+            if not talk.answered:
+                talk.messages, talk.answered = before, answered
+
+    def choose_pack(self, names: Sequence[str]) -> None:
+        """Has codebooks begin with the packs in these files, from the next answer on. Raises `MlxZipError`."""
+        if not self.engine.info.codebook_size:
+            raise GenerationError("/pack: this model has no hypertokens, so nothing could use a pack")
+        if list(names) == [OWN]:
+            if not self.own_pack:
+                raise GenerationError("/pack own: the model was loaded without its own pack, because of --pack")
+            self.pack, self.pack_names = None, ()
+            return
+        if list(names) == [NONE]:
+            from mlx_zip.vocab.packs import Pack
+
+            self.pack, self.pack_names = Pack(()), [NONE]
+            return
+        chosen = read_packs(list(names))
+        assert chosen is not None
+        check_tokenizers(chosen, self.engine.tokenizer)
+        if (count := len(chosen.merged.entries)) > (room := self.engine.info.codebook_size):
+            raise GenerationError(f"/pack: {count} entries, but the codebook has {room} slots (--codebook-size)")
+        self.pack, self.pack_names = chosen.merged, list(chosen.files)
+
+    def pack_line(self) -> str:
+        """Returns in words what codebooks begin with."""
+        if not self.engine.info.codebook_size:
+            return "this model has no hypertokens"
+        if self.pack is None:
+            files = f" with {', '.join(self.pack_names)}" if self.pack_names else ""
+            return f"codebooks begin as the model's own{files}"
+        if not self.pack.entries:
+            return "codebooks begin empty"
+        return f"codebooks begin with {len(self.pack.entries):,} entries of {', '.join(self.pack_names)}"
+
+    def _submission(self, question: str, temp: float | None) -> Submission:
+        """Returns what the engine is asked. Raises `GenerationError`."""
+        settings = self.settings
+        seed = None if settings.seed is None else (settings.seed + self._asked) % 2**64
+        self._asked += 1
+        changed = {} if temp is None else {"temp": temp}
+        return Submission(
+            base_ids=self.talk.prompt_ids(self.engine, question, settings.template_options),
+            max_tokens=settings.max_tokens,
+            eos_ids=frozenset(self.engine.tokenizer.eos_token_ids),
+            sampling={**settings.sampling, "seed": seed, **changed},
+            pack=self.pack,
+        )
+
+    def _close(self, answer: Answer) -> None:
+        """Says, after an answer, what the user ought to know of its end."""
+        if not answer.text:
+            self.front.say(f"{'stopped' if answer.reason == 'cancelled' else 'no answer'}; the message is taken back")
+        elif answer.reason == "cancelled":
+            self.front.say("stopped; the answer so far is kept")
+        elif answer.reason == "length":
+            full = answer.counts.base_tokens < (most := self.settings.max_tokens)
+            self.front.say(_FULL if full else f"cut off after {most:,} base tokens (--max-tokens)")
+        if answer.text and self.engine.info.codebook_size:
+            self.front.note(self.totals.line())

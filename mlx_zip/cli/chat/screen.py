@@ -1,0 +1,118 @@
+"""Writes words to a terminal, wrapped at its width. What was written is never changed, so nothing flickers."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import TextIO
+
+from rich.cells import cell_len
+
+WIDEST = 100  # columns; longer lines are hard to read
+# Characters of scripts without spaces, around which a line may break.
+_WIDE = "\u2e80-\u2fff\u3001-\u9fff\uac00-\ud7af\uf900-\ufaff\uff00-\uffef\U00020000-\U0003ffff"
+_RUNS = re.compile(rf"\s+|[{_WIDE}]|[^\s{_WIDE}]+")
+_BROKEN = re.compile(rf".*[\s{_WIDE}]", re.DOTALL)
+
+
+def last_break(text: str) -> int:
+    """Returns the length of the longest beginning of a text after which a line may break."""
+    found = _BROKEN.match(text)
+    return found.end() if found else 0
+
+
+def styled(text: str, codes: str) -> str:
+    """Returns text with terminal attributes (SGR codes such as "1;36"), as it is without codes."""
+    return f"\x1b[{codes}m{text}\x1b[0m" if codes and text else text
+
+
+class Screen:
+    """A terminal that is written to from the left margin on. out: its text stream.
+
+    Text is collected, and written by `flush`.
+    """
+
+    def __init__(self, out: TextIO) -> None:
+        self.out = out
+        self._pending: list[str] = []
+        self._word: list[tuple[str, str]] = []  # parts of a word that may go on: text and its SGR codes
+        self._spaces = self._column = self._margin = 0
+        self._hang = ""  # what a wrapped line begins with
+        self._blank = True  # whether the last line is empty, or nothing was written yet
+
+    @property
+    def columns(self) -> int:
+        """Width of lines now; the terminal may be resized at any time."""
+        try:
+            found = os.get_terminal_size(self.out.fileno()).columns
+        except (OSError, ValueError):  # no terminal
+            found = 0
+        return min(found or 80, WIDEST)
+
+    def lead(self, text: str, hang: str, codes: str = "") -> None:
+        """Begins a line with text such as a bullet. hang: what the lines begin with that it is wrapped to."""
+        self._write(text, codes)
+        self._hang, self._margin = hang, cell_len(hang)
+
+    def put(self, text: str, codes: str = "") -> None:
+        """Adds text without newlines; a word may come in several parts, and is placed when it ends."""
+        for run in _RUNS.findall(text):
+            if run.isspace():
+                self.end_word()
+                self._spaces = 1
+            elif len(run) == 1 and _BROKEN.match(run):
+                self.end_word()
+                self._word.append((run, codes))
+                self.end_word()
+            else:
+                self._word.append((run, codes))
+
+    def end_word(self) -> None:
+        """Places the word that was collected, on the next line if this one has no room."""
+        if not self._word:
+            return
+        width = sum(cell_len(text) for text, _ in self._word)
+        if self._column > self._margin and self._column + self._spaces + width > self.columns:
+            self._pending.append("\n")
+            self._column = 0
+            self._write(self._hang)
+        elif self._column > self._margin:
+            self._write(" " * self._spaces)
+        for text, codes in self._word:
+            self._write(text, codes)
+        self._word, self._spaces = [], 0
+
+    def newline(self) -> None:
+        """Ends the line. A second empty line in a row is left out."""
+        self.end_word()
+        empty = self._column == 0
+        if not (empty and self._blank):
+            self._pending.append("\n")
+        self._blank, self._column, self._spaces, self._hang, self._margin = empty, 0, 0, "", 0
+
+    def end_line(self) -> None:
+        """Ends the line if something stands on it."""
+        self.end_word()
+        if self._column:
+            self.newline()
+
+    def raw(self, lines: str) -> None:
+        """Writes whole lines as they are; they may hold SGR codes."""
+        self.end_line()
+        if lines:
+            self._pending.append(lines if lines.endswith("\n") else lines + "\n")
+            self._blank = False
+
+    def flush(self) -> None:
+        """Writes what was collected. Raises `OSError`, for example if the reader of a pipe has left."""
+        if self._pending:
+            text = "".join(self._pending)
+            self._pending = []
+            self.out.write(text)
+            self.out.flush()
+
+    def _write(self, text: str, codes: str = "") -> None:
+        """Collects text of the current line."""
+        if text:
+            self._pending.append(styled(text, codes))
+            self._column = (self._column + cell_len(text) - 1) % self.columns + 1  # a terminal breaks what is too long

@@ -1,0 +1,242 @@
+"""A chat in a terminal: typed lines can be edited and come back, answers are rendered as they arrive."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import termios
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from prompt_toolkit import PromptSession
+from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
+from prompt_toolkit.document import Document
+from prompt_toolkit.filters import Condition
+from prompt_toolkit.formatted_text import FormattedText
+from prompt_toolkit.history import InMemoryHistory
+from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.keys import Keys
+
+from mlx_zip.cli import colours
+from mlx_zip.cli.chat.commands import ALIASES, COMMANDS
+from mlx_zip.cli.chat.conversation import Conversation
+from mlx_zip.cli.chat.front import Front, View, interrupts
+from mlx_zip.cli.chat.harmless import harmless, valid
+from mlx_zip.cli.chat.history import TypedLines
+from mlx_zip.cli.chat.lines import PlainView
+from mlx_zip.cli.chat.markdown import MarkdownStream
+from mlx_zip.cli.chat.screen import Screen, styled
+from mlx_zip.engine import EngineInfo
+
+PROMPT = "> "
+MOST_SHOWN = 2000  # characters of a paste that are shown; a longer one is shown as its size
+PATIENCE_S = 1.0  # time after which reading the prompt is shown
+FAINT, BOLD = "2", "1"
+
+
+class TerminalView:
+    """Shows one answer. render: what its text is fed to."""
+
+    def __init__(self, render: Any) -> None:
+        self._render, self._begun, self._status = render, time.monotonic(), False
+
+    def feed(self, text: str, length: int = 1) -> None:
+        """Shows a piece of text, which came as an id of `length` base tokens."""
+        self._clear()
+        self._render.feed(text, length)
+
+    def reading(self, read: int, total: int) -> None:
+        """Shows, in a line that goes away, how much of a long prompt has been read."""
+        if read < total and time.monotonic() - self._begun >= PATIENCE_S:
+            sys.stdout.write(f"\r\x1b[K{styled(f'reading: {read:,} of {total:,} ids', FAINT)}")
+            sys.stdout.flush()
+            self._status = True
+
+    def finish(self) -> None:
+        """Shows the text that was held back, and ends the line."""
+        self._clear()
+        self._render.finish()
+
+    def _clear(self) -> None:
+        if self._status:
+            sys.stdout.write("\r\x1b[K")
+            self._status = False
+
+
+class TerminalFront(Front):
+    """A terminal. history: file of typed lines, None to keep none. plain: whether answers are shown as they are.
+
+    may_colour: whether colours may be used at all.
+    """
+
+    keys = (
+        "Enter sends; Alt-Enter (or Esc, then Enter) begins a new line; pasted lines stay together",
+        "Up and Down bring back what was typed; Ctrl-R searches it; Tab completes commands and file names",
+        "Ctrl-C stops an answer, which is kept; Ctrl-D, or Ctrl-C twice at an empty prompt, ends the chat",
+        "a message that begins with two slashes is sent to the model with one",
+    )
+
+    def __init__(self, history: Path | None, plain: bool, may_colour: bool) -> None:
+        self._plain, self._may_colour = plain, may_colour
+        self.colours = may_colour
+        self._pastes: dict[str, str] = {}
+        self._opened = contextlib.ExitStack()
+        self._session: PromptSession[str] = PromptSession(
+            history=InMemoryHistory() if history is None else TypedLines(history, self.fail),
+            multiline=True,
+            key_bindings=self._bindings(),
+            completer=_Commands(),
+            complete_while_typing=Condition(lambda: self._session.default_buffer.text.startswith("/")),
+            prompt_continuation=" " * len(PROMPT),
+            placeholder=FormattedText([("fg:ansibrightblack", "a message, or /help")]),
+            enable_suspend=True,
+        )
+
+    def __enter__(self) -> TerminalFront:
+        """Has keys wait for the next prompt, without being shown, and Ctrl-C end nothing."""
+        self._opened.enter_context(interrupts(lambda: None))
+        self._opened.enter_context(_keys_unseen())
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._opened.close()
+
+    def greet(self, model: str, info: EngineInfo) -> None:
+        """Shows which model answers, and what colours mean."""
+        self.note(f"{Path(model).name}; /help shows commands and keys")
+        if info.codebook_size and self.colours:
+            print(colours.legend(), flush=True)
+
+    def read(self) -> str | None:
+        """Returns the next message; None after Ctrl-D, and after Ctrl-C twice at an empty prompt."""
+        warned = False
+        while True:
+            try:
+                text = valid(self._session.prompt(PROMPT))
+            except EOFError:
+                return None
+            except KeyboardInterrupt:
+                if self._session.default_buffer.text:
+                    warned = False
+                elif warned:
+                    return None
+                else:
+                    warned = True
+                    self.note("Ctrl-C again, or Ctrl-D, ends the chat")
+                continue
+            for shown, paste in self._pastes.items():
+                text = text.replace(shown, paste)
+            self._pastes.clear()
+            return text
+
+    @contextmanager
+    def answering(self, stop: Callable[[], None]) -> Iterator[View]:
+        """Shows an answer; Ctrl-C stops it."""
+        view = TerminalView(self._renderer(sys.stdout))
+        with interrupts(stop):
+            try:
+                yield view
+            finally:
+                view.finish()
+
+    def show_conversation(self, talk: Conversation) -> None:
+        """Shows the system message and the last message with its answer."""
+        self.note(f"loaded {len(talk.messages)} messages" + (f"; system message: {talk.system}" if talk.system else ""))
+        for message in talk.messages[-2:]:
+            if message["role"] == "user":
+                print(styled(PROMPT, BOLD) + harmless(message["content"]), flush=True)
+                continue
+            render = self._renderer(sys.stdout)
+            render.feed(message["content"], 1)
+            render.finish()
+        if talk.asked is not None and not talk.answered:
+            print(styled(PROMPT, BOLD) + harmless(talk.asked), flush=True)
+            self.note("nothing has answered the last message; /retry asks it")
+
+    def say(self, line: str) -> None:
+        """Shows a line that is not the model's."""
+        print(harmless(line), flush=True)
+
+    def note(self, line: str) -> None:
+        """Shows a line that could be missed, faintly."""
+        print(styled(harmless(line), FAINT), flush=True)
+
+    def _renderer(self, out: Any) -> Any:
+        """Returns what writes the next answer."""
+        coloured = self.colours and self._may_colour
+        if self._plain:
+            return PlainView(out, coloured)
+        return MarkdownStream(Screen(out), colours.code if coloured else lambda length: "", self._may_colour)
+
+    def _bindings(self) -> KeyBindings:
+        """Returns what Enter, Alt-Enter and pasting do."""
+        bindings = KeyBindings()
+
+        @bindings.add("enter")
+        def _(event: KeyPressEvent) -> None:
+            if event.current_buffer.text.strip():
+                event.current_buffer.validate_and_handle()
+
+        @bindings.add("escape", "enter")
+        def _(event: KeyPressEvent) -> None:
+            event.current_buffer.insert_text("\n")
+
+        @bindings.add(Keys.BracketedPaste)
+        def _(event: KeyPressEvent) -> None:
+            event.current_buffer.insert_text(self._pasted(event.data.replace("\r\n", "\n").replace("\r", "\n")))
+
+        return bindings
+
+    def _pasted(self, text: str) -> str:
+        """Returns what is shown for a paste: itself, or a long one's size, in place of which it is sent."""
+        if len(text) <= MOST_SHOWN:
+            return text
+        shown = f"[paste {len(self._pastes) + 1}: {len(text):,} characters]"
+        self._pastes[shown] = text
+        return shown
+
+
+class _Commands(Completer):
+    """Completes commands, and file names after commands that take one."""
+
+    def __init__(self) -> None:
+        self._paths = PathCompleter(expanduser=True)
+
+    def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterator[Completion]:
+        """Yields what may stand at the cursor."""
+        text = document.text_before_cursor
+        if not text.startswith("/") or "\n" in text:
+            return
+        word, space, argument = text[1:].partition(" ")
+        command = COMMANDS.get(ALIASES.get(word, word))
+        if space and command is not None and command.takes_path:
+            yield from self._paths.get_completions(Document(argument.lstrip()), complete_event)
+        elif not space:
+            for name, known in COMMANDS.items():
+                if name.startswith(word):
+                    yield Completion(f"/{name}", -len(text), display_meta=known.purpose)
+
+
+@contextmanager
+def _keys_unseen() -> Iterator[None]:
+    """Keeps typed keys as they are and unseen between prompts, until the block ends; the next prompt reads them."""
+    handle = sys.stdin.fileno()
+    before = termios.tcgetattr(handle)
+    quiet = [*before]
+    quiet[0] = before[0] & ~termios.ICRNL
+    quiet[3] = before[3] & ~(termios.ECHO | termios.ICANON)
+    termios.tcsetattr(handle, termios.TCSADRAIN, quiet)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(termios.error):  # the terminal is gone
+            termios.tcsetattr(handle, termios.TCSADRAIN, before)
+
+
+def is_dumb() -> bool:
+    """Returns whether the terminal says that it knows no control sequences."""
+    return os.environ.get("TERM", "") in ("", "dumb", "unknown")
