@@ -8,13 +8,14 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from typing import Any
 
-from mlx_zip.apps.chat.frames import figures_of, frame_of, part_of
+from mlx_zip.apps.chat.frames import frame_of, piece_of
 from mlx_zip.apps.chat.opening import StoreError
 from mlx_zip.apps.chat.store import Store, extend, new_id
 from mlx_zip.errors import EngineStoppedError, MlxZipError
 from mlx_zip.server.core import Core
-from mlx_zip.server.errors import failure_of
-from mlx_zip.server.turn import Delta, Done, Turn
+from mlx_zip.server.errors import Failure, failure_of
+from mlx_zip.server.http import event_bytes
+from mlx_zip.server.turn import Delta, Done, Live, Turn
 
 WRITE_S = 0.4  # between writes to the store
 STOPPED = "You stopped it."
@@ -112,20 +113,16 @@ class _Written:
 
     async def take(self, delta: Delta | None) -> dict[str, Any] | None:
         """Adds a delta (None: nothing new for a while), writes if it is time, and returns the delta's frame."""
-        frame = None
-        if isinstance(delta, Done):
-            self.done = True
-            self._reason = "length" if delta.reason == "length" else None
-            self.message["figures"] = figures_of(delta.counts)
-            frame = {"type": "figures", **self.message["figures"]}
-        elif delta is not None:
-            piece = part_of(delta)
+        frame = None if delta is None else frame_of(delta)
+        if delta is not None:
+            piece = piece_of(delta)
             extend(self.message, piece)
             for name, value in piece.items():
                 self._piece[name] = self._piece[name] + value if name in self._piece else value
-            frame = frame_of(delta)
-            if frame is not None and frame["type"] == "figures":
-                self.message["figures"] = {k: v for k, v in frame.items() if k != "type"}
+        if isinstance(delta, Live | Done) and frame is not None:
+            self.message["figures"] = {name: value for name, value in frame.items() if name != "type"}
+        if isinstance(delta, Done):
+            self.done, self._reason = True, "length" if delta.reason == "length" else None
         if self._piece and time.monotonic() - self._at >= WRITE_S:
             await self._write()
         return frame
@@ -208,3 +205,15 @@ def turn_messages(system: str, path: list[Mapping[str, Any]]) -> list[dict[str, 
         reasoning = {"reasoning_content": message["reasoning"]} if message["reasoning"] else {}
         found.append({"role": message["role"], "content": message["text"], **reasoning})
     return found
+
+
+async def as_bytes(frames: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[bytes, None]:
+    """Yields frames as an event stream has them."""
+    async with aclosing(frames):
+        async for frame in frames:
+            yield event_bytes(frame)
+
+
+def failed(failure: Failure) -> bytes:
+    """Returns the last frame of a stream that failed."""
+    return event_bytes({"type": "error", "message": failure.message, "state": "failed"})

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from starlette.types import ASGIApp
 
-from mlx_zip.apps.chat import files, routes, state
+from mlx_zip.apps.chat import exchange_routes, files, race, routes, state
 from mlx_zip.apps.chat.answering import Answers
 from mlx_zip.apps.chat.files import OPEN, PageHeaders
 from mlx_zip.apps.chat.models import Models
@@ -24,5 +24,11 @@ def guarded(options: Options) -> Options:
 def make_chat_app(store: Store, models: Models, settings: Settings) -> ASGIApp:
     """Returns the app. `models.main.options` are `guarded`."""
     answers = Answers(store)
-    more = [*files.routes(), *state.routes(store, models, settings), *routes.routes(store, models, answers)]
+    more = [
+        *files.routes(),
+        *state.routes(store, models, settings),
+        *routes.routes(store, models, answers),
+        *race.routes(store, models),
+        *exchange_routes.routes(store, models.main),
+    ]
     return PageHeaders(make_app(models.main, more))

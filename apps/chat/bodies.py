@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -73,3 +73,30 @@ class AnswerBody(Body):
     text: Annotated[Words, Field(min_length=1)] | None = None
     goes_on: bool = Field(default=False, alias="continue")
     model: Name | None = None
+
+
+class ModelBody(Body):
+    """A model to open: a name of the app's, a folder or a hub id."""
+
+    name: Name
+
+
+class RaceMessage(Body):
+    """A message of a race that belongs to no conversation."""
+
+    role: Literal["system", "user", "assistant"]
+    content: Annotated[Words, Field(min_length=1)]
+
+
+class RaceBody(Body):
+    """The same request to the main model and to `base`, one after the other.
+
+    conversation, leaf: the message of the user to answer; or messages, in their place.
+    """
+
+    conversation: Name | None = None
+    leaf: Name | None = None
+    messages: Annotated[Many[RaceMessage], Field(min_length=1)] | None = None
+    base: Name
+    sampling: SamplingBody | None = None
+    max_tokens: Limit | None = None

@@ -1,38 +1,36 @@
-"""What the page gets of an answer's deltas."""
+"""What the page gets of an answer's deltas, and what of them is kept."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from mlx_zip.engine import Counts
-from mlx_zip.server.turn import Delta, Reasoning, Text, Waiting
+from mlx_zip.server.turn import Delta, Done, Learned, Live, Reasoning, Text, Waiting
+from mlx_zip.server.vendor import live_json, token_json
 
 
 def frame_of(delta: Delta) -> dict[str, Any] | None:
     """Returns the frame of a delta, None if the page needs none."""
-    if isinstance(delta, Waiting):
-        return {"type": "waiting", "read": delta.read, "total": delta.total, "cached_tokens": delta.cached_tokens}
-    if isinstance(delta, Text):
-        return {"type": "text", "text": delta.text, "tokens": []}
-    if isinstance(delta, Reasoning):
-        return {"type": "reasoning", "text": delta.text}
+    match delta:
+        case Waiting():
+            names = ("read", "total", "cached_tokens", "waits_for")
+            return {"type": "waiting", **{name: getattr(delta, name) for name in names}}
+        case Live() | Done():
+            return {"type": "figures", **live_json(delta.counts)}
+        case Text() | Reasoning() | Learned():
+            piece = piece_of(delta)
+            if isinstance(delta, Reasoning):
+                return {"type": "reasoning", "text": delta.text}
+            return {"type": "learned", "entries": piece["learned"]} if "learned" in piece else {"type": "text", **piece}
     return None
 
 
-def part_of(delta: Delta) -> dict[str, Any]:
+def piece_of(delta: Delta) -> dict[str, Any]:
     """Returns what a delta adds to a message, as `Store.append` takes it."""
-    if isinstance(delta, Text):
-        return {"text": delta.text}
-    return {"reasoning": delta.text} if isinstance(delta, Reasoning) else {}
-
-
-def figures_of(counts: Counts) -> dict[str, Any]:
-    """Returns the figures of an answer, for the live line."""
-    names = ("base_tokens", "steps", "hypertokens", "entries", "codebook_size", "kv_bytes_saved")
-    writing_s = counts.total_s - counts.first_id_s if counts.first_id_s else counts.total_s
-    return {
-        **{name: getattr(counts, name) for name in names},
-        "base_tokens_per_step": round(counts.base_tokens / counts.steps, 3) if counts.steps else 0.0,
-        "seconds": round(counts.total_s, 4),
-        "base_tokens_per_s": round(counts.base_tokens / writing_s, 1) if writing_s > 0 else 0.0,
-    }
+    match delta:
+        case Text():
+            return {"text": delta.text, "tokens": [token_json(token) for token in delta.tokens]}
+        case Reasoning():
+            return {"reasoning": delta.text}
+        case Learned():
+            return {"learned": [list(parts) for parts in delta.entries]}
+    return {}

@@ -10,12 +10,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from mlx_zip.apps.chat.answering import Answers, new_message, turn_messages
+from mlx_zip.apps.chat.answering import Answers, as_bytes, failed, new_message, turn_messages
 from mlx_zip.apps.chat.bodies import AnswerBody, ChangeBody, ConversationBody
 from mlx_zip.apps.chat.models import Models
 from mlx_zip.apps.chat.store import Store
-from mlx_zip.server.errors import Failure, RequestError
-from mlx_zip.server.http import described, event_bytes, json_response, read_body, stream_response
+from mlx_zip.server.errors import RequestError
+from mlx_zip.server.http import described, json_response, read_body, stream_response
 from mlx_zip.server.turn import Turn
 
 PATH = "/app/api/conversations"
@@ -44,7 +44,7 @@ def routes(store: Store, models: Models, answers: Answers) -> list[Route]:
 
     async def show(request: Request) -> Response:
         """Shows a conversation with its messages."""
-        return json_response(_found(await aside(store.conversation, request.path_params["id"])))
+        return json_response(found(await aside(store.conversation, request.path_params["id"])))
 
     async def change(request: Request) -> Response:
         """Changes fields of a conversation."""
@@ -52,13 +52,13 @@ def routes(store: Store, models: Models, answers: Answers) -> list[Route]:
         one = request.path_params["id"]
         if body.leaf is not None:
             _message(await aside(store.message, one, body.leaf))
-        return json_response(_found(await aside(store.change, one, body.given)))
+        return json_response(found(await aside(store.change, one, body.given)))
 
     async def delete(request: Request) -> Response:
         """Deletes a conversation."""
         one = request.path_params["id"]
         answers.stop(one)
-        _found(await aside(store.delete, one) or None)
+        found(await aside(store.delete, one) or None)
         return json_response({"deleted": 1})
 
     async def stop(request: Request) -> Response:
@@ -69,7 +69,7 @@ def routes(store: Store, models: Models, answers: Answers) -> list[Route]:
         """Answers a message, or goes on with an answer, as an event stream."""
         body = await read_body(request, core, AnswerBody)
         frames = _answer(store, models, answers, request.path_params["id"], body)
-        return await stream_response(request, core, _as_bytes(frames), on_error=_failed)
+        return await stream_response(request, core, as_bytes(frames), on_error=failed)
 
     return [
         Route(PATH, listed),
@@ -88,7 +88,7 @@ async def _answer(
 ) -> AsyncGenerator[dict[str, Any], None]:
     """Yields the frames of the answer that is asked for. Raises `RequestError`."""
     aside = models.main.aside
-    conversation = _found(await aside(store.conversation, one))
+    conversation = found(await aside(store.conversation, one))
     path = await aside(store.path, one, body.parent)
     _check_place(body, path)
     async with models.using(body.model or conversation["model"]) as core:
@@ -113,6 +113,8 @@ def turn_of(max_tokens: int, conversation: dict[str, Any], path: list[dict[str, 
         prefill=prefill or None,
         max_tokens=sampling.pop("max_tokens", max_tokens),
         sampling=sampling,
+        pack=tuple(conversation["packs"]) or None,
+        show=True,
     )
 
 
@@ -133,18 +135,6 @@ def _check_place(body: AnswerBody, path: list[dict[str, Any]]) -> None:
         raise RequestError(400, f"parent must be {wanted}", "invalid_request", "parent")
 
 
-async def _as_bytes(frames: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[bytes, None]:
-    """Yields frames as an event stream has them."""
-    async with aclosing(frames):
-        async for frame in frames:
-            yield event_bytes(frame)
-
-
-def _failed(failure: Failure) -> bytes:
-    """Returns the last frame of an answer that failed."""
-    return event_bytes({"type": "error", "message": failure.message, "state": "failed"})
-
-
 def _number(given: str | None, default: int, most: int) -> int:
     """Returns a number of the address. Raises `RequestError`."""
     if given is None:
@@ -154,7 +144,7 @@ def _number(given: str | None, default: int, most: int) -> int:
     return min(int(given), most)
 
 
-def _found(value: Any) -> Any:
+def found(value: Any) -> Any:
     """Returns a value. Raises `RequestError` for None, the conversation that is not there."""
     if value is None:
         raise RequestError(404, "there is no such conversation", "unknown_conversation")

@@ -18,7 +18,9 @@ from mlx_zip.apps.chat.models import Models
 from mlx_zip.apps.chat.state import Settings
 from mlx_zip.apps.chat.store import Store
 from mlx_zip.engine import Engine
+from mlx_zip.engine.engines import Engines
 from mlx_zip.server.core import Core
+from mlx_zip.server.cores import Cores
 from mlx_zip.server.options import Options
 from mlx_zip.server.running import Server, bound
 
@@ -53,14 +55,23 @@ def new_token() -> str:
 
 
 def run_app(
-    engine: Engine, options: Options, listener: socket.socket, store: Store, settings: Settings, showing: Showing
+    engines: Engines,
+    options: Options,
+    listener: socket.socket,
+    store: Store,
+    settings: Settings,
+    showing: Showing,
+    open_model: Callable[[str], Engine] | None = None,
+    hypertokens: dict[str, bool] | None = None,
 ) -> BaseException | None:
     """Serves the app until a signal comes, which is then raised again, or until its window is closed.
 
-    options.api_key: the key in the page's address. Returns what ended the engine's thread if that is why it stopped.
+    options.api_key: the key in the page's address. open_model, hypertokens: as in `Models`. Returns what ended the main
+    engine's thread if that is why the app stopped.
     """
     address = f"http://{HOST}:{listener.getsockname()[1]}/app/#token={options.api_key}"
-    models = Models(Core(engine, guarded(options)))
+    cores = Cores(engines, Core(engines.main, guarded(options)))
+    models = Models(cores, open_model, hypertokens)
     app = make_chat_app(store, models, settings)
 
     def say() -> None:
@@ -69,10 +80,13 @@ def run_app(
             threading.Thread(target=_open_browser, args=(address,), daemon=True).start()
 
     server = Server(models.main, "warning", say, app)
-    if showing.window:
-        _in_window(server, listener, address)
-    else:
-        server.run([listener])
+    try:
+        if showing.window:
+            _in_window(server, listener, address)
+        else:
+            server.run([listener])
+    finally:
+        cores.close()
     return server.fault
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from starlette.requests import Request
@@ -10,18 +11,22 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 import mlx_zip
+from mlx_zip.apps.chat.answering import failed
+from mlx_zip.apps.chat.bodies import ModelBody
 from mlx_zip.apps.chat.models import Models
 from mlx_zip.apps.chat.store import Store
-from mlx_zip.server.http import json_response
+from mlx_zip.server.http import described, event_bytes, json_response, read_body, stream_response
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the app was started with. system: the system prompt of new conversations. ceiling: measured, None if not."""
+    """What the app was started with. system: the system prompt of new conversations.
+
+    ceiling: what the machine allows the main model, as `mlx_zip.engine.Ceiling` has it; None where nobody can tell.
+    """
 
     system: str = ""
     ceiling: dict[str, float] | None = None
-    sampling: dict[str, Any] = field(default_factory=dict)
 
 
 def routes(store: Store, models: Models, settings: Settings) -> list[Route]:
@@ -34,18 +39,31 @@ def routes(store: Store, models: Models, settings: Settings) -> list[Route]:
             {
                 "version": mlx_zip.__version__,
                 "model": core.model,
-                "models": [
-                    {"name": core.model, "hypertokens": core.engine.info.merge_size > 0, "loaded": True, "base": None}
-                ],
-                "packs": [{"name": name, "entries": len(pack.entries)} for name, pack in core.options.packs.items()],
+                "models": models.listed(),
+                "packs": [asdict(pack) for pack in await core.packs()],
                 "ceiling": settings.ceiling,
                 "storage": await core.aside(_storage, store),
                 "defaults": {"system": settings.system, "sampling": _sampling(models)},
-                "race": [],
+                "race": models.bases(),
             }
         )
 
-    return [Route("/app/api/state", state)]
+    async def open_model(request: Request) -> Response:
+        """Opens a model, as an event stream that ends when it is open."""
+        body = await read_body(request, core, ModelBody)
+        return await stream_response(request, core, _opening(models, body.name), on_error=failed)
+
+    return [
+        Route("/app/api/state", state),
+        Route("/app/api/models", described(open_model, ModelBody), methods=["POST"]),
+    ]
+
+
+async def _opening(models: Models, name: str) -> AsyncGenerator[bytes, None]:
+    """Yields a frame at once, and one when the model is open."""
+    yield event_bytes({"type": "opening", "name": name})
+    await models.open(name)
+    yield event_bytes({"type": "done", "name": name})
 
 
 def _storage(store: Store) -> dict[str, Any]:

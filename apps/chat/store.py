@@ -78,6 +78,13 @@ class Store:
 
         return self.database.read(work)
 
+    def everything(self) -> list[dict[str, Any]]:
+        """Returns all conversations with their messages, the oldest first."""
+        ids = self.database.read(
+            lambda db: [row[0] for row in db.execute("SELECT id FROM conversations ORDER BY created")]
+        )
+        return [found for one in ids if (found := self.conversation(one)) is not None]
+
     def change(self, one: str, fields: Mapping[str, Any]) -> dict[str, Any] | None:
         """Changes fields of a conversation and returns it without messages, None if there is none.
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+from dataclasses import asdict
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,6 +38,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_model(add, "model to chat with")
     _add_page(add)
+    add(
+        "--race-against",
+        metavar="MODEL",
+        help="a further model to choose and to race against: folder, hub id or bundled model (default: the bundled "
+        "model's baseline, if it is the bundled model)",
+    )
     add("--system-prompt", metavar="TEXT", default="", help="system prompt of new conversations (default: none)")
     add("--max-tokens", type=int, default=1024, help="base tokens of an answer (default: 1024)")
     for name, (kind, default, text) in SAMPLING.items():
@@ -89,10 +97,23 @@ def _serve(args: argparse.Namespace, running: Any, listener: Any, store: Any) ->
         rows.open_store(args) as row_store,
         opened(None, name, **engine_options(args, name, chosen), row_cache=row_store) as engine,
     ):
+        from mlx_zip.engine.engines import Engines, other_models
+
+        named, open_model = args.race_against, partial(_other, args)
         options = _options(args, name, running.new_token(), _packs(chosen, name, engine))
-        settings = _app_module("state").Settings(system=args.system_prompt)
+        ceiling = engine.ceiling()
+        settings = _app_module("state").Settings(args.system_prompt, ceiling and asdict(ceiling))
         showing = running.Showing(browser=not args.no_open, window=args.window)
-        return running.run_app(engine, options, listener, store, settings, showing)
+        hypertokens = {} if named is None else {named: not packs.is_plain(named)}
+        engines = Engines(engine, other_models(engine, named, open_model))
+        return running.run_app(engines, options, listener, store, settings, showing, open_model, hypertokens)
+
+
+def _other(args: argparse.Namespace, name: str) -> Any:
+    """Returns the engine of a model beside the main one; it keeps no conversations. Raises `MlxZipError`."""
+    own = {"adapter_path": None, "pack": None, "codebook_size": None, "canonical": None, "chat_template": None}
+    changed = argparse.Namespace(**{**vars(args), **own})
+    return opened(None, name, **{**engine_options(changed, name, None), "sessions": None})
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -130,7 +151,7 @@ def _listener(running: Any, port: int | None) -> Any:
         raise GenerationError(f"--port {port}: {error.strerror or error}") from error
 
 
-def _purge(kept: Any, file: Path) -> int:
+def _purge(kept: Any, file: Any) -> int:
     """Deletes all kept conversations and prints how many there were; returns 0."""
     count = 0
     if file.exists():

@@ -155,7 +155,7 @@ class MlxEngine(Engine):
         self._inbox.ask(lambda: self._counted(self._store.drop(name)))
 
     def purge_sessions(self) -> int:
-        return self._inbox.ask(lambda: self._counted(self._store.purge()))
+        return self._inbox.ask(lambda: self._counted(self._scheduler.purge()))
 
     def _counted(self, result: Any = None) -> Any:
         """Shows other threads the store's figures of now; returns `result`."""

@@ -38,14 +38,19 @@ def test_an_answer_streams_and_is_kept(chat):
         ("assistant", "whole", STORY),
     ]
     assert (shown["leaf"], shown["title"]) == (shown["messages"][1]["id"], "Tell me a story.")
-    assert shown["messages"][1]["figures"]["base_tokens"] > shown["messages"][1]["figures"]["steps"] > 0
+    answer = shown["messages"][1]
+    assert answer["figures"]["base_tokens"] > answer["figures"]["steps"] > 0
+    assert "".join(token["t"] for token in answer["tokens"]) == STORY
+    assert {token["o"] for token in answer["tokens"] if "p" in token} == {"pack", "prompt", "answer"}
+    assert [entry for frame in frames if frame["type"] == "learned" for entry in frame["entries"]] == answer["learned"]
+    assert answer["learned"]
 
 
 def test_the_model_reads_the_branch(chat):
     one = chat.create()["id"]
     first = chat.said(one, "Hello.")
     chat.said(one, "And then?", first["id"])
-    said = chat.core.engine.told.submissions[-1].base_ids
+    said = chat.core.engine.inner.told.submissions[-1].base_ids
     text = chat.core.engine.tokenizer.decode(said)
     assert text.index("Hello.") < text.index(STORY) < text.index("And then?")
 

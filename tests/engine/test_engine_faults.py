@@ -69,6 +69,17 @@ def test_a_constraint_that_raises_fails_its_request_only(method, expected):
         assert engine.figures().failed == 1
 
 
+@pytest.mark.parametrize("error", [ValueError, GenerationError])
+def test_the_error_of_a_failed_request_keeps_no_memory_alive(error):
+    with tiny_engine() as engine:
+        watch = ask(engine, tiny.base_ids(9), constraint=Broken("mask", error=error))[1].wait()
+    waiting = [watch.end.error]
+    while waiting:
+        one = waiting.pop()
+        assert one.__traceback__ is None
+        waiting += [other for other in (one.__cause__, one.__context__) if other is not None]
+
+
 def test_a_receiver_that_raises_is_left_alone_and_harms_nobody(expected):
     with tiny_engine() as engine:
         bad = Watch(raise_at=4)

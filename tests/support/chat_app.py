@@ -8,8 +8,9 @@ from __future__ import annotations
 import argparse
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from mlx_zip.apps.chat.running import Showing, listening, new_token, run_app
 from mlx_zip.apps.chat.state import Settings
 from mlx_zip.apps.chat.store import Store
 from mlx_zip.engine import Engine
+from mlx_zip.engine.engines import Engines, OtherModel
 from mlx_zip.server.core import Core
+from mlx_zip.server.cores import Cores
 from mlx_zip.server.options import Options
 from mlx_zip.server.running import Server, bound
 from support.fake_engine import FakeEngine, Script
@@ -60,12 +63,20 @@ class Chat(Served):
 
 
 @contextmanager
-def chatting(engine: Engine | None = None, file: Path | None = None, **options: Any) -> Iterator[Chat]:
+def chatting(
+    engine: Engine | None = None,
+    file: Path | None = None,
+    others: Sequence[OtherModel] = (),
+    open_model: Any = None,
+    **options: Any,
+) -> Iterator[Chat]:
     """Serves the app with an engine on a free port. file: of the conversations, None for memory."""
     engine, store = engine or FakeEngine(), Store(file)
-    core = Core(engine, guarded(Options(api_key=KEY, **options)))
+    engines = Engines(engine, others)
+    core = Core(engines.main, guarded(Options(api_key=KEY, **options)))
+    models = Models(Cores(engines, core), open_model)
     listener = bound("127.0.0.1", 0)
-    server = Server(core, app=make_chat_app(store, Models(core), Settings(system="Be brief.")))
+    server = Server(core, app=make_chat_app(store, models, Settings(system="Be brief.")))
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
     thread.start()
     try:
@@ -75,6 +86,7 @@ def chatting(engine: Engine | None = None, file: Path | None = None, **options: 
         yield chat
     finally:
         engine.close()
+        models.cores.close()
         server.should_exit = True
         thread.join(WAIT_S)
         store.close()
@@ -90,12 +102,16 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=0)
     args = parser.parse_args()
     text = args.text.read_text(encoding="utf-8") if args.text else "Once upon a time there was a boat. " * 20
-    engine = FakeEngine(Script(text=text, delay_s=2 / args.rate))
+    script = Script(text=text, delay_s=2 / args.rate)
     store = Store(args.data)
     try:
         with listening(args.port) as listener:
             options = Options(api_key=new_token(), max_tokens=1 << 20, drain_s=1.0)
-            run_app(engine, options, listener, store, Settings(), Showing(browser=False))
+            base = OtherModel(
+                "slow", "control", lambda: FakeEngine(replace(script, delay_s=1 / args.rate)), "slow: base"
+            )
+            engines = Engines(FakeEngine(script), [base])
+            run_app(engines, options, listener, store, Settings(), Showing(browser=False))
     finally:
         store.close()
 
