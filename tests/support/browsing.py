@@ -189,6 +189,13 @@ class Tab:
         self.page.wait_for_function(ENDED, arg=before)
         return self
 
+    def raced(self) -> Tab:
+        """Starts the race that is shown and waits for its verdict."""
+        self["race-start"].click()
+        verdict = "() => document.querySelector('[data-testid=race-verdict]').textContent.length > 10"
+        self.page.wait_for_function(verdict, timeout=4 * WAIT_MS)
+        return self
+
     def text(self, nth: int = -1) -> str:
         """Returns the text of an answer as it is shown."""
         return self.answers().nth(nth).get_by_test_id("message-text").inner_text()

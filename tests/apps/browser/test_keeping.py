@@ -115,7 +115,7 @@ def test_two_tabs_show_what_the_other_one_did(told, open_tab, app):
     assert other.answered().text() == told.text()
     other.send("Tell me about the sea.")
     told.page.get_by_text("Tell me about the sea.").first.wait_for()
-    told.page.wait_for_function("document.querySelectorAll('[data-role=assistant]').length === 2")
+    told.page.wait_for_function("() => document.querySelectorAll('[data-role=assistant]').length === 2")
     assert told.answered().text() == other.text()
     renamed(other, "Two windows")
     told.page.get_by_test_id("conversation-link").get_by_text("Two windows", exact=True).wait_for()

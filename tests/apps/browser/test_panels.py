@@ -60,7 +60,7 @@ def test_sampling_and_system_prompt_are_kept_with_the_conversation(told):
     told["settings-open"].click()
     told["sampling-temp"].fill("0.7")
     told["sampling-temp"].press("Enter")
-    with told.page.expect_response(lambda answer: answer.request.method == "PATCH" and answer.ok):
+    with told.page.expect_response(lambda answer: '"system"' in (answer.request.post_data or "")):
         told["system"].fill("You tell short stories.")
     told.page.reload()
     told.ready()
@@ -80,10 +80,7 @@ def test_the_page_says_where_conversations_are_kept(told):
 def test_the_race_runs_one_after_the_other_and_has_a_verdict(told):
     told["race-open"].click()
     assert told["race-prompt"].input_value() == STORY
-    told["race-start"].click()
-    told.page.wait_for_function(
-        "document.querySelector('[data-testid=race-verdict]').textContent.length > 10", timeout=60_000
-    )
+    told.raced()
     for lane in ("lane-zip", "lane-base"):
         assert len(told[lane].get_by_test_id("lane-text").inner_text()) > 100
         assert re.search(r"\d", told[lane].get_by_test_id("lane-clock").inner_text())
