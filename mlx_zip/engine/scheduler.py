@@ -96,9 +96,13 @@ class Scheduler:
 
         Raises what the store's `purge` raises.
         """
+        self.keep_none()
+        return self.store.purge()
+
+    def keep_none(self) -> None:
+        """Keeps no session of the requests that have not ended."""
         for job in (*self.waiting, *self.running):
             job.keep = False
-        return self.store.purge()
 
     def cancel_all(self) -> None:
         """Cancels every request."""

@@ -166,8 +166,9 @@ class SplitEngine(MlxEngine):
                 self._begin(*facts)
             elif what == "cancel" and facts[0] in self._jobs:
                 self._jobs[facts[0]].handle.confirm()  # type: ignore[attr-defined]
-            elif what == "purge":  # on the first machine again, so that it marks the same requests as the others
-                self._counted(self._scheduler.purge())
+            elif what == "purge":  # all machines mark the same requests; the first has forgotten its sessions already
+                self._scheduler.keep_none()
+                self._counted(None if self._first else self._store.purge())
         return going
 
     def _gather(self) -> list[News]:

@@ -25,7 +25,8 @@ class Options:
     time after which a client that reads nothing is dropped. ping_s: time between comments in a stream without
     other news. session_files: folder for saved sessions, None for none. drain_s: time
     that answers under way have when the server stops. max_responses, max_responses_bytes: how many of OpenAI's
-    Responses are stored for later requests, and how many bytes of memory they may take.
+    Responses are stored for later requests, and how many bytes of memory they may take. responses_folder: where they
+    are kept over restarts, None for in memory only.
     """
 
     model: str = ""
@@ -48,3 +49,4 @@ class Options:
     drain_s: float = 10.0
     max_responses: int = 1000
     max_responses_bytes: int = 128 << 20
+    responses_folder: Path | None = None

@@ -58,6 +58,22 @@ class ResponseBuilder:
         self._event("response.failed", response=self.response)
         return self._take()
 
+    def cancel(self) -> list[Json]:
+        """Returns the events of an answer that a client has cancelled."""
+        self._close("incomplete")
+        self.response["status"] = "cancelled"
+        self._event("response.incomplete", response=self.response)
+        return self._take()
+
+    def so_far(self) -> Json:
+        """Returns a copy of the response as it is now, with the text that is being written."""
+        found, text = deepcopy(self.response), "".join(self._pieces)
+        if self._item:
+            item = found["output"][-1]
+            part = next((item[name][0] for name in ("content", "summary") if name in item), None)
+            (item if part is None else part).update({"arguments" if part is None else "text": text})
+        return found
+
     def _add_text(self, text: str, logprobs: list[Json]) -> None:
         if not self._is_open("message"):
             self._open({"id": self._make_id("msg"), "type": "message", "role": "assistant", "content": []})

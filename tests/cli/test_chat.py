@@ -197,7 +197,15 @@ def test_stats_tell_steps_codebook_and_cached_tokens():
     _, front = chatted("/stats", "hello", "more", "/stats")
     assert front.said[0] == "no answer yet"
     text = "\n".join(front.said[1:])
-    for words in ("last answer: ", "2 answers: ", "steps saved", "3 of them cached", "codebook: 0 of 64 entries", "KV"):
+    for words in (
+        "last answer: ",
+        "base tokens/s",
+        "2 answers: ",
+        "steps saved",
+        "3 of them cached",
+        "codebook: 0 of 64 entries",
+        "KV",
+    ):
         assert words in text
 
 

@@ -247,7 +247,7 @@ def test_the_bundled_model_reads_only_what_is_new_in_a_turn(tmp_path):
         terminal.until("per step")
         terminal.until(READY)
         terminal.type("And then?\r")
-        found = terminal.until(r"([\d,]+) of ([\d,]+) prompt tokens cached")
+        found = terminal.until(r"([\d,]+) of ([\d,]+) cached")
         assert int(found[1]) >= int(found[2]) - 10
         terminal.until(READY)
         terminal.type("Tell me more.\r")
@@ -256,6 +256,6 @@ def test_the_bundled_model_reads_only_what_is_new_in_a_turn(tmp_path):
         terminal.until("stopped|per step")
         terminal.until(READY)
         terminal.type("Go on.\r")
-        found = terminal.until(r"([\d,]+) of ([\d,]+) prompt tokens cached")
+        found = terminal.until(r"([\d,]+) of ([\d,]+) cached")
         assert int(found[1]) >= int(found[2]) - 10
         leave(terminal)

@@ -194,6 +194,14 @@ def tuned_start(seed):
     return TunedStart(((27, 36), (21, 25)), TunedRows(*rows, model.fingerprint))
 
 
+def test_stored_responses_in_a_folder_of_sessions_are_purged_too(folder):
+    kept = folder / "responses" / "resp_1.json"
+    kept.parent.mkdir(parents=True)
+    kept.write_text("{}")
+    assert purge(folder) == (1, 2)
+    assert not folder.exists()
+
+
 def test_a_conversation_that_began_with_a_tuned_pack_goes_on_with_it_after_a_restart(folder):
     start, model, held = tuned_start(0), keeping.model("zip"), tiny.base_ids(60)
     store, cache = keeping.store(folder=folder), model.make_cache(pack=start)
