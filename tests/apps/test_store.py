@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import sqlite3
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -16,8 +14,8 @@ from mlx_zip.apps.chat import database, opening, schema
 from mlx_zip.apps.chat.answering import new_message
 from mlx_zip.apps.chat.opening import StoreError, open_file
 from mlx_zip.apps.chat.store import CUT, Store
-from support import chat_stream
 from support.chat_app import chatting
+from support.chat_stream import writing
 from support.fake_engine import FakeEngine, Script
 
 VERSION_1 = Path(__file__).parent / "version-1.sql"
@@ -83,14 +81,8 @@ def test_nothing_is_on_disk_without_history(tmp_path, monkeypatch):
 
 def test_an_answer_whose_process_was_killed_is_cut_and_nothing_else_is_lost(file):
     before = closed(file)
-    process = subprocess.Popen([sys.executable, chat_stream.__file__, str(file)], stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        one = process.stdout.readline().strip()
+    with writing(file) as one:
         time.sleep(1.2)
-    finally:
-        process.kill()
-        process.wait()
     store = Store(file)
     assert store.database.note is None
     found = store.conversation(one)
@@ -106,10 +98,7 @@ def test_an_answer_whose_process_was_killed_is_cut_and_nothing_else_is_lost(file
 
 
 def test_an_answer_that_another_process_is_writing_is_not_cut(file):
-    process = subprocess.Popen([sys.executable, chat_stream.__file__, str(file)], stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        one = process.stdout.readline().strip()
+    with writing(file) as one:
         store = Store(file)
         state, text = texts(store, one)[1]
         assert state == "running"
@@ -117,9 +106,6 @@ def test_an_answer_that_another_process_is_writing_is_not_cut(file):
         time.sleep(1)
         assert len(texts(store, one)[1][1]) > len(text)
         assert len(texts(store, other)) == 2
-    finally:
-        process.kill()
-        process.wait()
     second = Store(file)  # the first one still has the file open
     assert texts(second, one)[1][0] == "cut"
     second.close()
