@@ -21,6 +21,7 @@ from mlx_zip.engine.kept_session import Slot
 from mlx_zip.engine.session_files import Snapshot
 from mlx_zip.engine.session_folder import purge
 from mlx_zip.errors import EngineError
+from mlx_zip.files import make_private
 from mlx_zip.state import find_state
 from mlx_zip.vocab.tuned import TunedRows, TunedStart
 from support import keeping, tiny
@@ -144,6 +145,12 @@ def test_files_and_folder_are_for_their_owner_only(folder):
     saved(folder)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert [stat.S_IMODE(file.stat().st_mode) for file in files(folder)] == [0o600]
+
+
+def test_folders_that_are_made_for_sessions_are_for_their_owner_only(tmp_path):
+    assert make_private(tmp_path / "kept" / "machine-1-of-2") is None
+    modes = [path.stat().st_mode & 0o777 for path in (tmp_path / "kept", tmp_path / "kept" / "machine-1-of-2")]
+    assert modes == [0o700, 0o700]
 
 
 def test_a_folder_that_others_can_write_to_is_not_used(folder, caplog):
