@@ -389,7 +389,7 @@ def test_what_is_being_written_does_not_change_when_the_conversation_goes_on(tmp
             entry.keys, entry.values = entry.keys.astype(dtype), entry.values.astype(dtype)
     ids = {"base_ids": [3] * cache[0].offset} if find_state(cache) is None else {}
     kept = store._named(store.put(cache, pack_key=OWN, **ids))
-    snapshots = [Snapshot(kept, store._marks, {}) for _ in range(2)]
+    snapshots = [Snapshot(kept, store._room.marks, {}) for _ in range(2)]
     snapshots[0].write(tmp_path / "before", {})
     del snapshots[0]
     for _ in range(3):
