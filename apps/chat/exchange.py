@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from mlx_zip.apps.chat.bodies import Name, Packs, SamplingBody, Title, Words
 from mlx_zip.apps.chat.store import CUT, new_id
@@ -84,6 +84,16 @@ class ImportBody(Body):
     version: Literal[1]
     exported: Time | None = None
     conversations: Many[ImportedBody]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _ours(cls, given: Any) -> Any:
+        """Refuses what another program has written, before its fields are looked at."""
+        if not isinstance(given, Mapping) or given.get("format") != FORMAT:
+            raise ValueError("this is no export of this app: its field format is another")
+        if given.get("version") != VERSION:
+            raise ValueError(f"this is no export of this app's version {VERSION}: it has {given.get('version')!r:.40}")
+        return given
 
 
 def exported(conversations: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

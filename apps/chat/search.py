@@ -21,31 +21,45 @@ def conversations(db: sqlite3.Connection, wanted: str, limit: int, offset: int) 
     """Returns conversations, the last changed first, and the number of all that have the wanted words."""
     words = wanted.lower().split()[:MOST_WORDS]
     where, values = _where(words)
-    total = db.execute(f"SELECT count(*) FROM conversations WHERE {where}", values).fetchone()[0]
-    rows = db.execute(
+    ids = [
+        row[0] for row in db.execute(f"SELECT id FROM conversations WHERE {where} ORDER BY updated DESC, id", values)
+    ]
+    return {"conversations": [_listed(db, one, words) for one in ids[offset : offset + limit]], "total": len(ids)}
+
+
+def _listed(db: sqlite3.Connection, one: str, words: list[str]) -> dict[str, Any]:
+    """Returns a conversation as a list shows it. words: those that were looked for."""
+    row = db.execute(
         "SELECT id, title, created, updated, model, packs, "
         "(SELECT count(*) FROM messages WHERE conversation = conversations.id) AS messages "
-        f"FROM conversations WHERE {where} ORDER BY updated DESC, id LIMIT ? OFFSET ?",
-        [*values, limit, offset],
-    ).fetchall()
-    found = [
-        {**dict(row), "packs": json.loads(row["packs"]), "snippet": _snippet(db, row["id"], words)} for row in rows
-    ]
-    return {"conversations": found, "total": total}
+        "FROM conversations WHERE id = ?",
+        (one,),
+    ).fetchone()
+    return {**dict(row), "packs": json.loads(row["packs"]), "snippet": _snippet(db, one, words)}
 
 
 def _where(words: list[str]) -> tuple[str, list[str]]:
     """Returns the condition that all words occur in a conversation, with its values."""
     conditions, values = ["1"], []
     for word in words:
-        if len(word) >= SHORTEST:
-            texts = "SELECT conversation FROM messages WHERE n IN (SELECT rowid FROM words WHERE words MATCH ?)"
-            quoted = '"' + word.replace("\0", "").replace('"', '""') + '"'
-        else:
-            texts, quoted = "SELECT conversation FROM messages WHERE holds(text, ?)", word
+        condition, value = _in_text(word)
+        texts = f"SELECT conversation FROM messages WHERE {condition}"
         conditions.append(f"(holds(title, ?) OR id IN ({texts}))")
-        values += [word, quoted]
+        values += [word, value]
     return " AND ".join(conditions), values
+
+
+def _in_text(word: str) -> tuple[str, str]:
+    """Returns the condition that a message's text has a word, and its value: the fastest one that is exact."""
+    if len(word) >= SHORTEST:
+        return "n IN (SELECT rowid FROM words WHERE words MATCH ?)", '"' + word.replace("\0", "").replace(
+            '"', '""'
+        ) + '"'
+    if word == word.upper():  # no letters, or those of a script without capitals
+        return "instr(text, ?)", word
+    if word.isascii() and word.isalnum():
+        return "text LIKE ?", f"%{word}%"
+    return "holds(text, ?)", word
 
 
 def _holds(text: str, word: str) -> bool:

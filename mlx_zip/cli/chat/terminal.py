@@ -73,6 +73,7 @@ class TerminalFront(Front):
     may_colour: whether colours may be used at all.
     """
 
+    asks = True
     keys = (
         "Enter sends; Alt-Enter (or Esc, then Enter) begins a new line; pasted lines stay together",
         "Up and Down bring back what was typed; Ctrl-R searches it; Tab completes commands and file names",
