@@ -30,7 +30,7 @@ help:
 	@echo "make test    run all tests, in two processes"
 	@echo "make lint    ruff and pyright"
 	@echo "make docs    write the tables and pictures in the docs anew from the records"
-	@echo "make picture draw the answer in README.md anew: docs/pictures/answer.svg"
+	@echo "make picture draw the answer of docs/guides/use.md anew: docs/pictures/answer.svg"
 	@echo "make screens show the app in a browser, in build/screens, and write docs/pictures/app.png anew"
 	@echo "make model   train the bundled models anew: make model DATA=folder-of-stories"
 	@echo "make fuzz    fuzz the C code for a short while under sanitizers"

@@ -53,7 +53,7 @@ def test_every_part_of_the_page_is_pictured(told, open_tab, theme, size):
     for panel in ("vocabulary-open", "settings-open"):
         tab[panel].click()
         picture(panel.partition("-")[0])
-    tab["panel-close"].click()
+        tab["panel-close"].click()
     tab["shortcuts" if size == "wide" else "chat-menu"].click()
     picture("dialog" if size == "wide" else "menu")
     tab.page.keyboard.press("Escape")
@@ -63,12 +63,12 @@ def test_every_part_of_the_page_is_pictured(told, open_tab, theme, size):
 
 
 def test_the_picture_of_the_readme_shows_an_answer_and_its_vocabulary(told, open_tab):
-    tab = open_tab(told, color_scheme="light", viewport={"width": 1200, "height": 720}, device_scale_factor=2)
+    tab = open_tab(told, color_scheme="light", viewport={"width": 1180, "height": 700}, device_scale_factor=1.5)
     tab["conversation-link"].first.click()
     tab["vocabulary-open"].click()
     tab["entry"].first.wait_for()
     tokens = tab.page.locator("[data-role=assistant] .tok.l4")
-    tokens.nth(tokens.count() // 2).hover()
+    tokens.nth(tokens.count() - 3).hover()
     tab["token-popover"].wait_for()
     shown(tab, "readme")
     assert (FOLDER / "readme.png").stat().st_size < 300_000
