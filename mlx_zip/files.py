@@ -93,12 +93,13 @@ def _partial(path: Path) -> Path:
 
 
 def make_private(folder: Path) -> str | None:
-    """Makes a folder that only its owner can read, if it is missing.
+    """Makes a folder that only its owner can read, and the folder that holds it, if they are missing.
 
     Returns None, or why the folder is not to be used: it cannot be, or other users can write to it.
     """
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for one in (folder.parent, folder):
+            one.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = folder.stat()
     except OSError as error:
         return f"cannot be used: {reason(error)}"

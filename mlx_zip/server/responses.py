@@ -44,6 +44,12 @@ def routes(core: Core) -> list[Route]:
             return await stream_response(request, core, asked.frames(), on_error=asked.failed)
         return json_response(await unless_gone(request, asked.whole()))
 
+    async def input_tokens(request: Request) -> Response:
+        """Counts the base tokens that a request's prompt would have."""
+        asked = _asked(core, store, running, await read_body(request, core, ResponseBody))
+        count = len(await core.prompt_ids(asked.turn))
+        return json_response({"object": "response.input_tokens", "input_tokens": count})
+
     async def one_response(request: Request) -> Response:
         """Returns a response that is stored or being written, or forgets it, which ends one that is being written."""
         name = request.path_params["name"]
@@ -71,6 +77,7 @@ def routes(core: Core) -> list[Route]:
 
     return [
         Route("/v1/responses", described(create_response, ResponseBody), methods=["POST"]),
+        Route("/v1/responses/input_tokens", described(input_tokens, ResponseBody), methods=["POST"]),
         Route("/v1/responses/{name}", one_response, methods=["GET", "DELETE"]),
         Route("/v1/responses/{name}/cancel", cancel, methods=["POST"]),
         Route("/v1/responses/{name}/input_items", input_items, methods=["GET"]),

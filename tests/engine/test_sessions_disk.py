@@ -21,6 +21,7 @@ from mlx_zip.engine.kept_session import Slot
 from mlx_zip.engine.session_files import Snapshot
 from mlx_zip.engine.session_folder import purge
 from mlx_zip.errors import EngineError
+from mlx_zip.files import make_private
 from mlx_zip.state import find_state
 from mlx_zip.vocab.tuned import TunedRows, TunedStart
 from support import keeping, tiny
@@ -144,6 +145,12 @@ def test_files_and_folder_are_for_their_owner_only(folder):
     saved(folder)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert [stat.S_IMODE(file.stat().st_mode) for file in files(folder)] == [0o600]
+
+
+def test_folders_that_are_made_for_sessions_are_for_their_owner_only(tmp_path):
+    assert make_private(tmp_path / "kept" / "machine-1-of-2") is None
+    modes = [path.stat().st_mode & 0o777 for path in (tmp_path / "kept", tmp_path / "kept" / "machine-1-of-2")]
+    assert modes == [0o700, 0o700]
 
 
 def test_a_folder_that_others_can_write_to_is_not_used(folder, caplog):
@@ -389,7 +396,7 @@ def test_what_is_being_written_does_not_change_when_the_conversation_goes_on(tmp
             entry.keys, entry.values = entry.keys.astype(dtype), entry.values.astype(dtype)
     ids = {"base_ids": [3] * cache[0].offset} if find_state(cache) is None else {}
     kept = store._named(store.put(cache, pack_key=OWN, **ids))
-    snapshots = [Snapshot(kept, store._marks, {}) for _ in range(2)]
+    snapshots = [Snapshot(kept, store._room.marks, {}) for _ in range(2)]
     snapshots[0].write(tmp_path / "before", {})
     del snapshots[0]
     for _ in range(3):

@@ -331,3 +331,12 @@ def test_a_stored_response_is_followed_after_a_restart(tmp_path):
         client(served).responses.delete(name)
         assert served.ask("GET", f"/v1/responses/{name}").status == 404
     assert TEXT in tokenizer().decode(engine.told.submissions[0].base_ids)
+
+
+def test_the_tokens_of_a_prompt_are_counted_without_an_answer():
+    engine = FakeEngine()
+    with serving(engine) as served:
+        counted = client(served).responses.input_tokens.count(model="stories", input="Hi")
+        assert engine.told.submissions == []
+        answered = client(served).responses.create(model="stories", input="Hi")
+    assert counted.input_tokens == answered.usage.input_tokens > 0

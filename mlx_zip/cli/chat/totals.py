@@ -42,7 +42,9 @@ class Totals:
         last = self.last
         yield f"last answer: {_steps(last.base_tokens, last.steps)}"
         if (seconds := last.total_s - last.first_id_s) > 0 and last.steps > 1:
-            yield f"its speed: {last.base_tokens / seconds:,.0f} base tokens/s, {last.steps / seconds:,.0f} steps/s"
+            steps_per_s = (last.steps - 1) / seconds  # the time is from the first id on
+            tokens_per_s = steps_per_s * last.base_tokens / last.steps
+            yield f"its speed: {tokens_per_s:,.0f} base tokens/s, {steps_per_s:,.0f} steps/s"
         yield f"{counted(self.answers, 'answer')}: {_steps(self.base_tokens, self.steps)}"
         yield f"last prompt: {counted(last.prompt_tokens, 'base token')}, {last.cached_tokens:,} of them cached"
         if last.codebook_size:
