@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -100,6 +100,7 @@ class _Written:
         self._told: str | None = None
         self._reason: str | None = None  # of an answer that is whole
         self._problem: str | None = None
+        self._last: asyncio.Future[Any] | None = None  # the store's work that was begun last
         self.done = False
 
     async def begin(self, new: list[dict[str, Any]]) -> None:
@@ -141,9 +142,15 @@ class _Written:
         await self._kept(self._store.finish, self._conversation, dict(self.message))
 
     async def _kept(self, work: Callable[..., Any], *args: Any) -> None:
-        """Does the store's work in a thread. What goes wrong there ends no answer; `problems` tells of it."""
+        """Does the store's work in a thread, after what was begun before it, also if the task is cancelled meanwhile.
+
+        What goes wrong there ends no answer; `problems` tells of it.
+        """
+        if self._last is not None:
+            await asyncio.wait({self._last})
+        self._last = asyncio.ensure_future(self._core.aside(work, *args))
         try:
-            await self._core.aside(work, *args)
+            await asyncio.shield(self._last)
             self._problem = self._store.database.problem
         except StoreError as error:
             self._problem = str(error)
@@ -198,7 +205,7 @@ def new_message(role: str, parent: str | None, text: str, model: str | None = No
     }
 
 
-def turn_messages(system: str, path: list[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def turn_messages(system: str, path: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Returns messages as chat templates take them. path: from the first message to the last."""
     found: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     for message in path:

@@ -7,6 +7,7 @@ import secrets
 import socket
 import sys
 import threading
+import time
 import webbrowser
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -103,6 +104,8 @@ def _in_window(server: Server, listener: socket.socket, address: str) -> None:
     serving.start()
     ended = threading.Thread(target=_close_after, args=(serving, webview), daemon=True)
     try:
+        while serving.is_alive() and not server.started:
+            time.sleep(0.02)
         webview.create_window("mlx_zip", address, width=1180, height=820, min_size=(360, 480))
         ended.start()
         webview.start()
@@ -114,7 +117,5 @@ def _in_window(server: Server, listener: socket.socket, address: str) -> None:
 def _close_after(serving: threading.Thread, webview: Any) -> None:
     """Closes the windows when the server has ended by itself."""
     serving.join()
-    windows: list[Any] = list(webview.windows)
-    close: Callable[[Any], None] = lambda window: window.destroy()
-    for window in windows:
-        close(window)
+    for window in list(webview.windows):
+        window.destroy()

@@ -17,7 +17,7 @@ from mlx_zip.arguments import check_at_least
 from mlx_zip.cli import packs, rows
 from mlx_zip.cli.opening import engine_options, json_map, opened, request_pack
 from mlx_zip.cli.serving_flags import SAMPLING, add_kv, add_model
-from mlx_zip.errors import GenerationError, first_line, missing_library
+from mlx_zip.errors import GenerationError, MlxZipError, first_line, missing_library
 from mlx_zip.files import at_home
 from mlx_zip.progress import counted
 
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     if args.purge:
         return _purge(kept, file)
     with _listener(running, args.port) as listener:
-        store = kept.Store(file)
+        store = _store(kept, file)
         try:
             if store.database.note:
                 print(f"note: {store.database.note}", file=sys.stderr)
@@ -151,11 +151,19 @@ def _listener(running: Any, port: int | None) -> Any:
         raise GenerationError(f"--port {port}: {error.strerror or error}") from error
 
 
+def _store(kept: Any, file: Any) -> Any:
+    """Returns the conversations in a file, None for memory. Raises `GenerationError` if the file cannot be used."""
+    try:
+        return kept.Store(file)
+    except MlxZipError as error:
+        raise GenerationError(f"{error} (--data FILE names another file, --no-history keeps none)") from error
+
+
 def _purge(kept: Any, file: Any) -> int:
     """Deletes all kept conversations and prints how many there were; returns 0."""
     count = 0
     if file.exists():
-        store = kept.Store(file)
+        store = _store(kept, file)
         try:
             count = store.purge()
         finally:

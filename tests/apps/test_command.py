@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import types
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +20,11 @@ from typing import Any
 import pytest
 
 from mlx_zip.apps.chat import running
+from mlx_zip.apps.chat.state import Settings
 from mlx_zip.apps.chat.store import Store
+from mlx_zip.engine.engines import Engines
+from mlx_zip.server.options import Options
+from support.fake_engine import FakeEngine
 from support.http_server import events, post, read_all, until
 from support.places import REPO
 
@@ -159,3 +164,23 @@ def test_missing_libraries_are_named_with_the_command_that_installs_them(run, ho
     status, _, error = run("app", "--no-history")
     assert (status, error.count("\n")) == (2, 1)
     assert "'.[serve]'" in error
+
+
+def test_a_window_shows_the_page_and_the_app_ends_when_it_is_closed(monkeypatch):
+    shown: list[str] = []
+
+    def create_window(title: str, address: str, **_: Any) -> None:
+        with urllib.request.urlopen(address.partition("#")[0], timeout=10) as page:
+            shown.extend([title, address, page.headers["content-type"]])
+
+    window = types.SimpleNamespace(create_window=create_window, start=lambda: None, windows=[])
+    monkeypatch.setitem(sys.modules, "webview", window)
+    store = Store(None)
+    with running.listening(0) as listener:
+        engine, options = FakeEngine(), Options(api_key=running.new_token())
+        showing = running.Showing(window=True)
+        assert running.run_app(Engines(engine), options, listener, store, Settings(), showing) is None
+    store.close()
+    assert shown[0] == "mlx_zip"
+    assert shown[1].endswith(f"/app/#token={options.api_key}")
+    assert shown[2] == "text/html; charset=utf-8"

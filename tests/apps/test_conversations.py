@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from mlx_zip.errors import EngineError
 from support.chat_app import AUTHORIZED, Chat, chatting
 from support.fake_engine import FakeEngine, Script
 from support.http_server import post, until
@@ -201,3 +202,48 @@ def test_a_conversation_that_is_reloaded_while_it_is_answered_shows_what_there_i
         assert chat.show(one)["messages"][-1]["state"] == "running"
         chat.call("POST", f"conversations/{one}/stop")
         thread.join(10)
+
+
+def test_two_pages_that_answer_in_one_conversation_lose_nothing():
+    engine = FakeEngine(Script(delay_s=0.01))
+    with chatting(engine) as chat:
+        one = chat.create()["id"]
+        found: list[dict] = []
+        asked = [threading.Thread(target=lambda i=i: found.append(chat.said(one, f"Story {i}"))) for i in range(4)]
+        for thread in asked:
+            thread.start()
+        for thread in asked:
+            thread.join(20)
+        messages = {message["id"]: message for message in chat.show(one)["messages"]}
+        assert len(messages) == 8
+        assert all(messages[answer["id"]] == answer for answer in found)
+        assert {messages[answer["parent"]]["text"] for answer in found} == {f"Story {i}" for i in range(4)}
+
+
+def test_a_conversation_that_is_deleted_while_it_is_answered_stays_deleted():
+    engine = FakeEngine(Script(text="Once upon a time. " * 300, delay_s=0.02))
+    with chatting(engine) as chat:
+        one = chat.create()["id"]
+        frames: list[dict] = []
+        thread = threading.Thread(target=lambda: frames.extend(chat.answer(one, text="Tell me a story.")))
+        thread.start()
+        assert until(lambda: len(chat.show(one)["messages"]) == 2)
+        assert chat.call("DELETE", f"conversations/{one}").json == {"deleted": 1}
+        thread.join(10)
+        assert frames[-1]["message"]["state"] == "stopped"
+        assert chat.call("GET", f"conversations/{one}").status == 404
+        assert chat.call("GET", "conversations").json["total"] == 0
+
+
+def test_an_engine_that_fails_is_told_in_the_answer_which_is_kept():
+    engine = FakeEngine(Script(text="Once upon a time", fails=EngineError("the model is broken")))
+    with chatting(engine) as chat:
+        one = chat.create()["id"]
+        frames = chat.answer(one, text="Tell me a story.")
+        assert frames[-1] == {"type": "error", "message": "the model is broken", "state": "failed"}
+        message = chat.show(one)["messages"][1]
+        assert (message["state"], message["reason"], message["text"]) == (
+            "failed",
+            "the model is broken",
+            "Once upon a time",
+        )

@@ -110,7 +110,9 @@ def main() -> None:
             base = OtherModel(
                 "slow", "control", lambda: FakeEngine(replace(script, delay_s=1 / args.rate)), "slow: base"
             )
-            engines = Engines(FakeEngine(script), [base])
+            engine = FakeEngine(script)
+            engine.info = replace(engine.info, context=1 << 20)
+            engines = Engines(engine, [base])
             run_app(engines, options, listener, store, Settings(), Showing(browser=False))
     finally:
         store.close()
