@@ -64,7 +64,7 @@ class App:
             "MLX_ZIP_DEVICE": "cpu",
         }
         self.printed = ""
-        self._process = subprocess.Popen(
+        process = self._process = subprocess.Popen(
             [sys.executable, "-u", "-P", "-m", *self.words],  # -P: not what lies in the home's folder mlx_zip
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -73,8 +73,8 @@ class App:
             env=environment,
             cwd=self.home,
         )
-        threading.Thread(target=self._read, args=(self._process,), daemon=True).start()
-        assert until(lambda: self._found() or self._process.poll() is not None, START_S), self.printed
+        threading.Thread(target=self._read, args=(process,), daemon=True).start()
+        assert until(lambda: self._found() or process.poll() is not None, START_S), self.printed
         assert self._found(), self.printed
         return self
 

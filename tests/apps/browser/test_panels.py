@@ -1,9 +1,17 @@
 """The vocabulary made visible: tints, what a hypertoken is made of, the codebook, packs, and the race."""
 
 import re
+import subprocess
+import sys
 
 import pytest
 
+from support.browsing import App, running
+
+TEXTS = {
+    "sea": "The boy and his boat went out to the sea. The sea was calm and the boat was small. ",
+    "dog": "The old dog slept under the big tree. The big tree was green and the old dog was happy. ",
+}
 STORY = "Tell me a story about a bear."
 
 
@@ -69,6 +77,38 @@ def test_sampling_and_system_prompt_are_kept_with_the_conversation(told):
     assert told["sampling-temp"].input_value() == "0.7"
     assert told["system"].input_value() == "You tell short stories."
     told["panel-close"].click()
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory):
+    """The app with two packs that conversations can choose."""
+    home = tmp_path_factory.mktemp("packed")
+    learn = [sys.executable, "-P", "-m", "mlx_zip", "vocab", "pack", "learn", "--model", "stories", "--size", "24"]
+    for name, text in TEXTS.items():
+        (home / f"{name}.txt").write_text(50 * text)
+        more = ["--data", f"{name}.txt", "--out", f"{name}.npz"]
+        subprocess.run([*learn, *more], cwd=home, check=True, capture_output=True, timeout=120)
+    with running(App(home, ["mlx_zip", "app", "--no-open", "--pack", "sea.npz", "--pack", "dog.npz"])) as app:
+        yield app
+
+
+def test_packs_are_chosen_and_merged_for_one_conversation(packed, open_tab):
+    tab = open_tab(packed)
+    tab["settings-open"].click()
+    for name in TEXTS:
+        tab[f"pack-{name}"].check()
+    tab["panel-close"].click()
+    tab.send(STORY)
+    (one,) = tab.api("GET", "conversations")["conversations"]
+    kept = tab.api("GET", f"conversations/{one['id']}")
+    assert kept["packs"] == list(TEXTS)
+    assert kept["messages"][-1]["figures"]["entries"] >= 48
+    tab["new-chat"].click()
+    tab["settings-open"].click()
+    assert not tab["pack-sea"].is_checked()
+    tab["conversation-link"].first.click()
+    tab.answers().first.wait_for()
+    assert tab["pack-sea"].is_checked()
 
 
 def test_the_page_says_where_conversations_are_kept(told):
