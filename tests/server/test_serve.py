@@ -147,7 +147,7 @@ def figure(server: Process, name: str) -> float:
     return float(re.search(rf"^mlx_zip_{name} (\S+)$", text, re.MULTILINE)[1])
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
 def test_a_signal_lets_an_answer_end_and_then_ends_the_server(number, status):
     with started() as server:
         connection = socket.create_connection(("127.0.0.1", server.port), timeout=60)
