@@ -32,26 +32,32 @@ class Reply:
 
 
 async def ask(
-    port: int, path: str, body: Any = None, *, leave_after: int | None = None, timeout_s: float = 120.0
+    port: int,
+    path: str,
+    body: Any = None,
+    *,
+    leave_after: int | None = None,
+    timeout_s: float = 120.0,
+    method: str | None = None,
 ) -> Reply:
-    """Sends a request to 127.0.0.1 and returns the reply; a POST of JSON, or a GET if there is no body.
+    """Sends a request to 127.0.0.1 and returns the reply; by default a POST of JSON, or a GET if there is no body.
 
     body: a value to be sent as JSON, or bytes to be sent as they are. leave_after: close the connection after so many
     events of a streamed answer. Raises `MlxZipError` if the server does not answer whole within timeout_s seconds.
     """
     try:
         async with asyncio.timeout(timeout_s):
-            return await _ask(port, path, body, leave_after)
+            return await _ask(port, path, body, leave_after, method or ("GET" if body is None else "POST"))
     except (TimeoutError, OSError, asyncio.IncompleteReadError, ValueError) as error:
         raise MlxZipError(f"{path} on port {port}: no whole answer ({type(error).__name__}: {error})") from error
 
 
-async def _ask(port: int, path: str, body: Any, leave_after: int | None) -> Reply:
+async def _ask(port: int, path: str, body: Any, leave_after: int | None, method: str) -> Reply:
     """Does what `ask` does, without a limit on the time."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         sent = time.perf_counter()
-        writer.write(_request(port, path, body))
+        writer.write(_request(port, path, body, method))
         await writer.drain()
         reply = await _head(reader)
         parts = _chunks(reader) if reply.headers.get("transfer-encoding") == "chunked" else _rest(reader, reply)
@@ -69,11 +75,11 @@ async def _ask(port: int, path: str, body: Any, leave_after: int | None) -> Repl
         writer.close()
 
 
-def _request(port: int, path: str, body: Any) -> bytes:
+def _request(port: int, path: str, body: Any, method: str) -> bytes:
     """Returns the bytes of a request."""
     content = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
     head = [
-        f"{'GET' if body is None else 'POST'} {path} HTTP/1.1",
+        f"{method} {path} HTTP/1.1",
         f"Host: 127.0.0.1:{port}",
         "Content-Type: application/json",
         f"Content-Length: {len(content)}",

@@ -12,6 +12,7 @@ import json
 import random
 import re
 import sys
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -47,6 +48,10 @@ MALFORMED: tuple[Any, ...] = (
     {"messages": [{"role": "user", "content": "x"}], "temperature": "hot"},
 )
 LENGTHS = (4, 12, 24, 48)  # base tokens of an answer
+KINDS = ("answer", "status", "hung", "running", "waiting", "sessions", "growth")  # of faults
+NO_MEMORY = "memory was not compared: that takes 1,000 requests, and a system with /proc"
+MOST_GROWTH = 0.05  # of resident memory, from a quarter of the requests to the end
+QUIET_S = 10.0  # in which the server must have ended all requests
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     }
     print(json.dumps(record), flush=True)
     wrong = {name: count for name, count in found["wrong"].items() if count}
-    print(f"{args.requests} requests: {wrong or 'nothing wrong'}; {found['memory']}", file=sys.stderr)
+    print(f"{args.requests} requests: {wrong or 'nothing wrong'}; {found['memory'] or NO_MEMORY}", file=sys.stderr)
     return 1 if wrong else 0
 
 
@@ -103,7 +108,10 @@ def answers(model: str, count: int) -> list[tuple[list[dict[str, str]], dict[int
 
 @dataclass
 class _Soak:
-    """One run against a server. wrong: how often each kind of fault was seen. resident: bytes, now and then."""
+    """One run against a server. wrong: how often each kind of fault was seen. resident: bytes, now and then.
+
+    kept: the server's figures of sessions at the end, before they are purged.
+    """
 
     server: Served
     expected: Sequence[tuple[list[dict[str, str]], Mapping[int, str]]]
@@ -112,6 +120,7 @@ class _Soak:
     done: Counter[str] = field(default_factory=Counter)
     resident: list[int] = field(default_factory=list)
     examples: list[str] = field(default_factory=list)
+    kept: dict[str, float] = field(default_factory=dict)
 
     async def run(self) -> dict[str, Any]:
         """Sends all requests and returns what was seen."""
@@ -128,9 +137,10 @@ class _Soak:
         await self._check_end()
         return {
             "done": dict(self.done),
-            "wrong": {name: self.wrong[name] for name in ("answer", "status", "hung", "running", "waiting", "growth")},
+            "wrong": {name: self.wrong[name] for name in KINDS},
             "examples": self.examples[:5],
             "memory": self._memory(),
+            "kept": self.kept,
         }
 
     async def _work(self, left: Any) -> None:
@@ -185,23 +195,26 @@ class _Soak:
         self.examples.append(f"{kind}: {example:.300}")
 
     async def _check_end(self) -> None:
-        """Checks that the server has nothing under way any more, and that its memory has not grown since warm-up."""
-        for _ in range(100):
-            under_way = await self._under_way()
-            if not any(under_way.values()):
-                break
+        """Checks that nothing is under way any more, that no session is left after a purge, and the memory."""
+        until = time.monotonic() + QUIET_S
+        while any((under_way := await self._figures("running", "waiting")).values()) and time.monotonic() < until:
             await asyncio.sleep(0.1)
         for name, count in under_way.items():
             self.wrong[name] += int(count)
         memory = self._memory()
-        if memory and memory["growth"] > 0.05:
+        if memory and memory["growth"] > MOST_GROWTH:
             self._note("growth", f"memory grew by {memory['growth']:.1%}")
+        self.kept = await self._figures("sessions", "session_bytes", "disk_bytes")
+        await ask(self.server.port, "/v1/mlx_zip/sessions", method="DELETE")
+        left = await self._figures("sessions", "session_bytes", "disk_bytes")
+        if any(left.values()):
+            self._note("sessions", f"after a purge: {left}")
 
-    async def _under_way(self) -> dict[str, float]:
-        """Returns how many requests the server's metrics count as running and as waiting."""
+    async def _figures(self, *names: str) -> dict[str, float]:
+        """Returns some of the figures in the server's metrics."""
         text = (await self._metrics()).decode()
-        found = dict(re.findall(r"^mlx_zip_(running|waiting) ([0-9.e+]+)$", text, re.MULTILINE))
-        return {name: float(found[name]) for name in ("running", "waiting")}
+        found = dict(re.findall(r"^mlx_zip_(\w+) ([0-9.e+]+)$", text, re.MULTILINE))
+        return {name: float(found[name]) for name in names}
 
     async def _metrics(self) -> bytes:
         """Returns the text of /metrics."""

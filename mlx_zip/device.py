@@ -14,6 +14,7 @@ VARIABLE = "MLX_ZIP_DEVICE"
 DEVICES = ("cpu", "gpu")
 BANDWIDTH_SIDE = 8192  # side of the float32 matrix that is read: 256 MB, more than any cache
 BANDWIDTH_TRIALS = 5
+SUMMED, SUMS = 16 << 20, 4  # floats of the array that numbers are added to, and additions per evaluation
 
 
 def choose_device() -> None:
@@ -53,6 +54,29 @@ def bandwidth(products: int = 1, side: int = BANDWIDTH_SIDE, limit_s: float = ma
     matrix, vectors = mx.ones((side, side)), [mx.full((side, 1), 1.0 + i) for i in range(products)]
     mx.eval(matrix, vectors)
     return products * matrix.nbytes / fastest(lambda: mx.eval([matrix @ vector for vector in vectors]), limit_s)
+
+
+def sums() -> tuple[Callable[[], None], int]:
+    """Returns a function that adds numbers to an array of 64 MB, and how many bytes each call reads and writes.
+
+    On a CPU this comes nearer to the memory's bandwidth than MLX's products do.
+    """
+    import mlx.core as mx
+
+    x = mx.zeros((SUMMED,), mx.float32)
+    mx.eval(x)
+    return lambda: mx.eval([x + (i + 1) for i in range(SUMS)]), SUMS * 2 * x.nbytes
+
+
+def memory_speed(limit_s: float = math.inf) -> float:
+    """Measures how many bytes of memory per second MLX's default device reaches, by the way that suits the device.
+
+    A GPU reads in products, as decoding does; a CPU reads and writes in sums. limit_s: as in `fastest`.
+    """
+    if on_gpu():
+        return bandwidth(limit_s=limit_s)
+    work, count = sums()
+    return count / fastest(work, limit_s)
 
 
 def fastest(call: Callable[[], Any], limit_s: float = math.inf) -> float:

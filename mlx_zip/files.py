@@ -9,12 +9,14 @@ import json
 import os
 import re
 import shutil
+import stat
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.errors import DataError
+from mlx_zip.errors import DataError, reason
 
 _INTEGERS = re.compile(r"(?<=\[)\n[\s\d,-]+\n\s*(?=\])")  # no string holds a newline
 _NO_FULL_SYNC = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOTTY)  # file systems without F_FULLFSYNC
@@ -84,8 +86,26 @@ def whole_folder(path: Path, replace: bool = True) -> Iterator[Path]:
 
 
 def _partial(path: Path) -> Path:
-    """Returns the temporary path next to `path`, which differs between processes."""
-    return path.with_name(f".{path.name}.partial-{os.getpid()}")
+    """Returns the temporary path next to `path`, which differs between processes, and between threads."""
+    main = threading.current_thread() is threading.main_thread()
+    thread = "" if main else f"-{threading.get_native_id()}"
+    return path.with_name(f".{path.name}.partial-{os.getpid()}{thread}")
+
+
+def make_private(folder: Path) -> str | None:
+    """Makes a folder that only its owner can read, and the folder that holds it, if they are missing.
+
+    Returns None, or why the folder is not to be used: it cannot be, or other users can write to it.
+    """
+    try:
+        for one in (folder.parent, folder):
+            one.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.stat()
+    except OSError as error:
+        return f"cannot be used: {reason(error)}"
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) or status.st_uid not in (os.geteuid(), 0):
+        return "is not used: other users can write to it; use a folder of your own (chmod 700)"
+    return None
 
 
 def remove_partials(folder: Path) -> None:

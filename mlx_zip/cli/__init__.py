@@ -25,6 +25,7 @@ from mlx_zip.errors import MlxZipError, explained_imports, reason
 # name: (module with add_arguments(parser) and run(args) -> int | None, or main(argv) for bench and vocab; what it does)
 COMMANDS = {
     "generate": ("mlx_zip.cli.generation", "generate text with a zip2zip or a plain mlx-lm model"),
+    "app": ("mlx_zip.cli.app", "chat with a model on a page in your browser, served by this machine for you alone"),
     "chat": ("mlx_zip.cli.chat", "talk with a model in the terminal, with its hypertokens in colour"),
     "serve": ("mlx_zip.cli.serving", "serve a model to the clients of OpenAI and Anthropic, over HTTP"),
     "convert": ("mlx_zip.converters.cli", "make an MLX model folder from a zip2zip checkpoint for PyTorch"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from pathlib import Path
 from typing import Any
 
 from mlx_zip.chosen_packs import check_tokenizers
@@ -32,8 +33,6 @@ def engine_options(args: argparse.Namespace, name: str, chosen: packs.Packs | No
     plain = (chosen is not None or args.codebook_size is not None) and packs.is_plain(name)
     if plain and args.codebook_size is not None:
         raise GenerationError(f"--codebook-size: {name} is a plain model, whose codebook is its pack or none")
-    given = os.environ.get(SESSIONS, rows.OFF) if args.session_cache is None else args.session_cache
-    folder = None if given in (rows.OFF, "") else at_home(given)
     template = {} if args.chat_template is None else {"chat_template": _template(args.chat_template)}
     return {
         "adapter_path": args.adapter_path,
@@ -47,9 +46,15 @@ def engine_options(args: argparse.Namespace, name: str, chosen: packs.Packs | No
         "max_waiting": args.max_waiting,
         "max_prompt_tokens": args.max_prompt_tokens,
         "prefill_step_size": args.prefill_step_size,
-        "sessions": SessionOptions(args.prompt_cache_bytes, folder, args.session_disk_bytes, name),
+        "sessions": SessionOptions(args.prompt_cache_bytes, session_folder(args), args.session_disk_bytes, name),
         **packs.load_options(args, chosen, plain),
     }
+
+
+def session_folder(args: argparse.Namespace) -> Path | None:
+    """Returns the folder that keeps conversations over restarts, None for none."""
+    given = os.environ.get(SESSIONS, rows.OFF) if args.session_cache is None else args.session_cache
+    return None if given in (rows.OFF, "") else at_home(given)
 
 
 def request_pack(chosen: packs.Packs | None, plain: bool, engine: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 from mlx_zip import bundled
 from mlx_zip.arguments import check_at_least
 from mlx_zip.cli import packs, rows
-from mlx_zip.cli.opening import engine_options, json_map, opened, request_pack
+from mlx_zip.cli.opening import engine_options, json_map, opened, request_pack, session_folder
 from mlx_zip.cli.serving_flags import API_KEY, REFUSED, SAMPLING, add_arguments
 from mlx_zip.errors import GenerationError, first_line, missing_library
 from mlx_zip.files import at_home
@@ -128,6 +128,7 @@ def _options(args: argparse.Namespace, name: str) -> dict[str, Any]:
         "allowed_origins": args.allowed_origins,
         "hosts": hosts,
         "max_body_bytes": args.max_body_bytes,
+        "responses_folder": None if (folder := session_folder(args)) is None else folder / "responses",
         "session_files": None if args.session_files is None else _folder("--session-files", args.session_files),
         "drain_s": args.drain,
     }

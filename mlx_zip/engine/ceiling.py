@@ -8,12 +8,12 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from mlx_zip.device import bandwidth
+from mlx_zip.device import memory_speed
 from mlx_zip.engine.interface import Ceiling
 from mlx_zip.models.base_only import BaseOnly
 from mlx_zip.models.step_bytes import step_bytes
 
-LIMIT_S = 0.8  # no further trial of the bandwidth begins after it
+LIMIT_S = 0.5  # no further trial of the bandwidth begins after it
 _lock = threading.Lock()
 _measured: dict[str, float] = {}  # device -> bytes per second, measured once in this process
 
@@ -27,7 +27,7 @@ def ceiling(model: Any) -> Ceiling:
 
 
 def measured_bandwidth() -> float:
-    """Returns how many bytes per second MLX reads; measured by the first call, in a thread of its own."""
+    """Returns how many bytes per second MLX reaches; measured by the first call, in a thread of its own."""
     device = str(mx.default_device())
     with _lock:
         if device not in _measured:
@@ -40,7 +40,7 @@ def measured_bandwidth() -> float:
 def _measure(device: str) -> None:
     """Measures the bandwidth, and frees the thread's streams and the memory."""
     try:
-        _measured[device] = bandwidth(limit_s=LIMIT_S)
+        _measured[device] = memory_speed(LIMIT_S)
     finally:
         mx.clear_cache()
         mx.clear_streams()

@@ -155,7 +155,7 @@ class MlxEngine(Engine):
         self._inbox.ask(lambda: self._counted(self._store.drop(name)))
 
     def purge_sessions(self) -> int:
-        return self._inbox.ask(lambda: self._counted(self._store.purge()))
+        return self._inbox.ask(lambda: self._counted(self._scheduler.purge()))
 
     def _counted(self, result: Any = None) -> Any:
         """Shows other threads the store's figures of now; returns `result`."""
@@ -217,6 +217,7 @@ class MlxEngine(Engine):
             self._load(load, name, make_store)
             self._loaded.set()
             self._serve()
+            self._settle()
             self._stop(EngineStoppedError("the engine has been closed"))
         except BaseException as fault:
             self._die(fault)
@@ -230,7 +231,7 @@ class MlxEngine(Engine):
         options = self._options
         model, self.tokenizer = load()
         served = Served(model, self.tokenizer, name, options.run)
-        self.info = served.info
+        self.info, self._settle = served.info, served.settle
         bound = self._kv_bound()
         self._checks = Checks(served.facts, options.max_prompt_tokens, bound)
         self._store = make_store(served)

@@ -70,7 +70,8 @@ class Job:
 
     cache: what the request owns, None while it is a row of a batch. reason: why it ends, None while it goes on.
     error: what made it fail. draws: its sampler. penalties: its logits processors but canonical decoding. outgrown:
-    whether the KV caches have no room for more of it. ended: whether its last event was delivered.
+    whether the KV caches have no room for more of it. ended: whether its last event was delivered. keep: whether its
+    session is kept, False after a purge.
     """
 
     def __init__(self, checked: Checked, deliver: Deliver) -> None:
@@ -90,6 +91,7 @@ class Job:
         self._entries: NewEntries | Origins | None = None  # made with the first id, None for a plain model
         self._counted_s = 0.0
         self._deaf = self.outgrown = self.ended = False
+        self.keep = self.submission.keep
 
     # ---- from submission to the first id
 
@@ -237,7 +239,7 @@ class Job:
     def send_end(self) -> None:
         """Delivers the last event."""
         if self.error is not None:
-            self.send(Failed(as_our_error(self.error)))
+            self.send(Failed(without_frames(as_our_error(self.error))))
         else:
             self.send(Finished(self.reason or "cancelled", self.counts()))
 
@@ -276,6 +278,19 @@ class Job:
         self.cache = self._state = None
         self.canonical, self.penalties = None, []
         self._entries = None
+
+
+def without_frames(error: MlxZipError) -> MlxZipError:
+    """Returns the error; neither it nor what led to it holds frames any more, whose arrays would stay in memory."""
+    log.debug("a request failed", exc_info=error)
+    waiting, seen = list[BaseException | None]([error]), set[int]()
+    while waiting:
+        one = waiting.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            one.__traceback__ = None
+            waiting += [one.__cause__, one.__context__]
+    return error
 
 
 def as_our_error(error: BaseException) -> MlxZipError:

@@ -91,6 +91,19 @@ class Scheduler:
         if self._rounds % CLEAR_EVERY == 0:
             mx.clear_cache()
 
+    def purge(self) -> int:
+        """Forgets all sessions, those of requests that have not ended included, and returns how many were kept.
+
+        Raises what the store's `purge` raises.
+        """
+        self.keep_none()
+        return self.store.purge()
+
+    def keep_none(self) -> None:
+        """Keeps no session of the requests that have not ended."""
+        for job in (*self.waiting, *self.running):
+            job.keep = False
+
     def cancel_all(self) -> None:
         """Cancels every request."""
         for job in (*self.waiting, *self.running):
@@ -126,13 +139,13 @@ class Scheduler:
     def _begin(self, job: Job) -> None:
         """Gives a request its cache: what a session holds of its prompt, or a new one."""
         checked = job.checked
-        found = self.store.checkout(checked.base_ids, checked.pack_key, share=not job.submission.keep)
+        found = self.store.checkout(checked.base_ids, checked.pack_key, share=not job.keep)
         if found is not None:
             job.handle.session = found.name
             if checked.start is not None:  # a session from disk only knows its pack's fingerprint
                 find_state(found.cache).begun_with([checked.start])  # type: ignore[union-attr]
         found = found or Checkout(self.served.new_cache(checked.start), 0, 0, "")
-        if not job.submission.keep:
+        if not job.keep:
             found = replace(found, random_state=None)  # other requests go on from it too
         job.begin(self.served, found)
         self.totals.prompt_tokens += len(checked.base_ids)
@@ -282,7 +295,7 @@ class Scheduler:
     def _keep(self, job: Job) -> None:
         """Puts a request's cache into the store, if the cache is whole and the request is to be kept."""
         handle, cache, job.cache = job.handle, job.cache, None
-        if cache is None or not job.submission.keep or not job.held_ids:
+        if cache is None or not job.keep or not job.held_ids:
             if handle.session is not None:
                 self.store.release(handle.session)
                 handle.session = None

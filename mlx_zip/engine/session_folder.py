@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import stat
 import time
 import weakref
 from collections.abc import Iterable, Mapping
@@ -19,10 +18,11 @@ from mlx_zip.engine.kept_session import Kept, Slot, stamp_of
 from mlx_zip.engine.session_files import Marks, Snapshot, found_in, session_paths
 from mlx_zip.engine.session_writer import Job, SessionWriter
 from mlx_zip.errors import EngineError, reason
-from mlx_zip.files import begin_use
+from mlx_zip.files import begin_use, make_private
 
 OLD_S = 3600  # seconds after which an unfinished file cannot be one that is being written
 UNFINISHED = ".*.safetensors.partial-*"  # names of unfinished files
+RESPONSES = "responses"  # folder of a server's stored responses (`mlx_zip serve`), in a folder of sessions
 MOST_NAMED = 3  # refused files that a warning names
 SHARE = "machine-"  # what names of folders begin with that one of several machines uses
 log = logging.getLogger("mlx_zip")
@@ -173,16 +173,10 @@ class SessionFolder:
 
     def _is_usable(self) -> bool:
         """Makes the folder if it is missing; returns whether it can be used and no other user can write to it."""
-        try:
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            status = self.folder.stat()
-        except OSError as error:
-            self._warn("folder", f"cannot be used: {reason(error)}")
-            return False
-        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) or status.st_uid not in (os.geteuid(), 0):
-            self._warn("folder", "is not used: other users can write to it; use a folder of your own (chmod 700)")
-            return False
-        return True
+        why = make_private(self.folder)
+        if why is not None:
+            self._warn("folder", why)
+        return why is None
 
     def _begin_use(self) -> None:
         """Marks the folder as used until this object is gone; if nobody else uses it, removes all unfinished files."""
@@ -211,7 +205,7 @@ def folders_of(folder: Path) -> list[Path]:
 
 
 def purge(folder: Path) -> tuple[int, int]:
-    """Deletes a folder's sessions, of all models and machines, and each folder if nothing else is in it.
+    """Deletes a folder's sessions, of all models and machines, its stored responses, and folders that are empty then.
 
     Returns how many files were deleted and their bytes. Raises `OSError`.
     """
@@ -221,12 +215,13 @@ def purge(folder: Path) -> tuple[int, int]:
 
 def _purge_one(folder: Path) -> tuple[int, int]:
     """Does what `purge` does in one folder."""
-    unfinished = folder.glob(UNFINISHED)
-    paths = [path for path in (*session_paths(folder), *unfinished) if path.is_file() or path.is_symlink()]
+    others = (*folder.glob(UNFINISHED), *folder.glob(f"{RESPONSES}/*.json"))
+    paths = [path for path in (*session_paths(folder), *others) if path.is_file() or path.is_symlink()]
     size = sum(stamp[1] for path in paths if (stamp := stamp_of(path)) is not None)
     _remove(paths)
-    if not any(folder.iterdir()):
-        folder.rmdir()
+    for one in (folder / RESPONSES, folder):
+        if one.is_dir() and not any(one.iterdir()):
+            one.rmdir()
     return len(paths), size
 
 

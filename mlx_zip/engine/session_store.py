@@ -16,17 +16,15 @@ from typing import Any
 import numpy as np
 
 from mlx_zip.engine.interface import SessionInfo
-from mlx_zip.engine.kept_session import Ids, Kept, Slot, new_name, stamp_of
+from mlx_zip.engine.kept_session import Ids, Kept, new_name
 from mlx_zip.engine.session_answers import Noted, answers_within
 from mlx_zip.engine.session_caches import bytes_of, can_trim, forked, held_ids, settled
-from mlx_zip.engine.session_checks import CacheChecks, codec_mark, own_pack_key
-from mlx_zip.engine.session_files import Marks, Snapshot, read_session
-from mlx_zip.engine.session_folder import SessionFolder
+from mlx_zip.engine.session_checks import own_pack_key
+from mlx_zip.engine.session_files import Snapshot, read_session
 from mlx_zip.engine.session_list import SessionList
 from mlx_zip.engine.session_options import Checkout, SessionOptions
+from mlx_zip.engine.session_room import SessionRoom
 from mlx_zip.errors import EngineError, reason
-from mlx_zip.hyper.model_fingerprint import name_of
-from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 
 log = logging.getLogger("mlx_zip")
 
@@ -38,30 +36,13 @@ class SessionStore:
         self.model, self.tokenizer = model, tokenizer
         self.options = SessionOptions() if options is None else options
         self._list = SessionList()
+        self._room = SessionRoom(model, tokenizer, self._list, self.options)
         self._lent: dict[str, Kept] = {}  # what is checked out, by name
-        self._folder: SessionFolder | None = None
-        if self.options.folder is not None:
-            most = self.options.max_disk_bytes
-            self._folder = SessionFolder(self.options.folder, most, self._marks, self.options.about)
-            for kept in self._folder.sessions():
-                self._list.add(kept)
-            self._make_room_on_disk()
-
-    @cached_property
-    def _marks(self) -> Marks:
-        """What files of this model's sessions say of it."""
-        name = f"{name_of(self.model)} {self.options.share}".strip()
-        return Marks(name, tokenizer_fingerprint(self.tokenizer), codec_mark(self.model))
 
     @cached_property
     def _own_pack(self) -> str:
         """The key of sessions that began with the model's own pack, which may be another after a restart."""
         return own_pack_key(self.model)
-
-    @cached_property
-    def _checks(self) -> CacheChecks:
-        """What caches of this model consist of."""
-        return CacheChecks(self.model)
 
     # ---- a request
 
@@ -76,10 +57,10 @@ class SessionStore:
         began with a tuned pack holds only the pack's fingerprint: if that is not the model's own pack, call
         `ZipState.begun_with`.
         """
-        self._pump()
+        self._room.pump()
         wanted = np.asarray(base_ids, dtype=np.uint32)[:-1]
         while (found := self._list.best(wanted, pack_key or self._own_pack)) is not None:
-            if self._is_in_memory(found[0]):
+            if self._room.is_in_memory(found[0]):
                 return self._checked_out(*found, share)
         return None
 
@@ -95,16 +76,15 @@ class SessionStore:
         cache = forked(kept.cache, ids, len(kept.ends) - ids)
         answers = answers_within(kept.answers, kept.base_ids[:base_tokens])
         name = self._lend(Kept(new_name(), "", kept.base_ids[:0], kept.ends[:0], None, False, 0, answers))
-        self._make_room()  # the session may have come from disk
+        self._room.make_room()  # the session may have come from disk
         return Checkout(cache, ids, base_tokens, name)
 
     def _taken_out(self, kept: Kept) -> list[Any]:
         """Returns the cache of a session, of which only what is on disk stays."""
         cache = kept.cache
         assert cache is not None
-        if self._folder is not None:
-            self._folder.leave(kept)
-        self._free(kept)
+        self._room.leave(kept)
+        self._room.free(kept)
         self._lend(kept)
         return cache
 
@@ -163,9 +143,8 @@ class SessionStore:
         kept.answers[key] = tuple(map(int, base_ids))
         kept.notes += 1
         self._list.answers.add(name, {key: kept.answers[key]})
-        if self._folder is not None and kept.saved and kept.cache is not None:
-            self._folder.want(kept)
-            self._pump()
+        if kept.saved and kept.cache is not None:
+            self._room.want(kept)
 
     def answers(self) -> Mapping[str, Sequence[int]]:
         """Returns the noted answers of all kept sessions, by key. The map follows the store, and any thread may read
@@ -177,47 +156,47 @@ class SessionStore:
 
     def sessions(self) -> list[SessionInfo]:
         """Returns the kept sessions, the last used first. One that a request has is among them if it is on disk."""
-        self._pump()
+        self._room.pump()
         return [kept.info() for kept in self._list.last_used_first() if kept.can_be_read]
 
     def save(self, name: str, file: Path) -> None:
         """Writes a session to a file. Raises `EngineError` for an unknown name and if the file cannot be written."""
         kept = self._named(name)
-        if not self._is_in_memory(kept):
+        if not self._room.is_in_memory(kept):
             raise EngineError(f"the file of session {name} cannot be read any more")
         try:
-            Snapshot(kept, self._marks, self.options.about).write(file, kept.answers)
+            Snapshot(kept, self._room.marks, self.options.about).write(file, kept.answers)
         except OSError as error:
             raise EngineError(f"session file {file}: cannot be written: {reason(error)}") from error
-        self._make_room()
+        self._room.make_room()
 
     def load(self, file: Path) -> SessionInfo:
         """Adds the session in a file and returns what it is. The file is not changed.
 
         Raises `EngineError` naming the file if it is damaged, of another model, or larger than all sessions may be.
         """
-        kept = read_session(file, self._marks, self._checks, self.options.max_bytes)
+        kept = read_session(file, self._room.marks, self._room.checks, self.options.max_bytes)
         kept.name = new_name()
         self._keep(kept)
         return kept.info()
 
     def drop(self, name: str) -> None:
         """Forgets a session, in memory and on disk. Raises `EngineError` for an unknown name."""
-        self._forget(self._named(name))
+        self._room.forget(self._named(name))
 
     def purge(self) -> int:
         """Forgets all sessions, in memory and on disk, and returns how many there were.
 
         Raises `EngineError` if files cannot be deleted; all else is forgotten then.
         """
-        self._pump()
+        self._room.pump()
         count, errors = sum(kept.can_be_read for kept in self._list), list[EngineError]()
         lent = list(self._lent.items())
         for name, _ in lent:
             self.release(name)
         for kept in [*(one for name, one in lent if self._list.get(name) is not one), *self._list]:
             try:
-                self._forget(kept)
+                self._room.forget(kept)
             except EngineError as error:
                 errors.append(error)
         if errors:
@@ -226,27 +205,19 @@ class SessionStore:
 
     def figures(self) -> dict[str, int]:
         """Returns how many sessions there are and their bytes, as fields of `Figures`."""
-        here = [kept for kept in self._list if kept.can_be_read]
-        return {
-            "sessions": len(here),
-            "session_bytes": sum(kept.bytes for kept in here),
-            "disk_bytes": sum(kept.slot.bytes for kept in self._list if kept.slot is not None),
-        }
+        return self._room.figures()
 
     def tend(self) -> bool:
         """Goes on with writing; returns whether to call again soon, because something is not on disk yet."""
-        self._pump()
-        return self._folder is not None and self._folder.pending
+        return self._room.tend()
 
     def flush(self) -> None:
         """Waits until all sessions are on disk, as far as they fit."""
-        if self._folder is not None:
-            self._note_written(self._folder.pump(patient=True))
+        self._room.flush()
 
     def close(self) -> None:
         """Writes what is not on disk yet."""
-        if self._folder is not None:
-            self._note_written(self._folder.close())
+        self._room.close()
 
     # ---- keeping
 
@@ -258,15 +229,12 @@ class SessionStore:
         former = former or self._list.equal(kept)
         if former is not None:
             self._list.remove(former)
-            if self._folder is not None:
-                self._folder.leave(former)
+            self._room.leave(former)
             kept.name, kept.slot = former.name, former.slot
             kept.answers = {**former.answers, **kept.answers}
         self._list.add(kept)
-        if self._folder is not None:
-            self._folder.want(kept)
-        self._pump()
-        self._make_room()
+        self._room.want(kept)
+        self._room.make_room()
 
     def _named(self, name: str) -> Kept:
         """Returns a kept session. Raises `EngineError` for an unknown name."""
@@ -274,83 +242,6 @@ class SessionStore:
         if kept is None or not kept.can_be_read:
             raise EngineError(f"there is no session {name!r:.80}; it may have been evicted, or a request has it")
         return kept
-
-    def _forget(self, kept: Kept) -> None:
-        """Forgets a session, in memory and on disk. Raises `EngineError` if its file cannot be deleted."""
-        if self._list.get(kept.name) is kept:
-            self._list.remove(kept)
-        if self._folder is not None:
-            self._folder.forget(kept)
-
-    def _is_in_memory(self, kept: Kept) -> bool:
-        """Reads a session's cache from disk, if it is there only.
-
-        Returns False if the session is not what it was: if its file is gone or damaged, the session is forgotten, and
-        if another process has written another session there, that one takes its place.
-        """
-        if kept.cache is not None:
-            return True
-        try:
-            assert kept.slot is not None
-            stamp = stamp_of(kept.slot.path)
-            read = read_session(kept.slot.path, self._marks, self._checks, self.options.max_disk_bytes)
-        except (EngineError, OSError) as error:
-            log.warning("%s", error)
-            self._list.remove(kept)
-            return False
-        if not (kept.begins(read) and read.begins(kept)):
-            read.name, read.slot, read.saved = kept.name, Slot(kept.slot.path, stamp), True
-            self._list.remove(kept)
-            self._list.add(read)
-            return False
-        kept.cache, kept.bytes, kept.trims, kept.random_state = read.cache, read.bytes, read.trims, read.random_state
-        return True
-
-    # ---- room
-
-    def _make_room(self) -> None:
-        """Evicts the least recently used sessions from memory until the others fit."""
-        excess = sum(kept.bytes for kept in self._list) - self.options.max_bytes
-        for kept in list(self._list):
-            if excess <= 0:
-                return
-            if kept.cache is None:
-                continue
-            excess -= kept.bytes
-            self._free(kept)
-
-    def _free(self, kept: Kept) -> None:
-        """Lets go of a session's cache. Forgets the session unless it is on disk, or is about to be."""
-        if kept.saved or (self._folder is not None and self._folder.is_coming(kept)):
-            kept.cache, kept.bytes = None, 0
-        else:
-            self._list.remove(kept)
-
-    def _pump(self) -> None:
-        """Goes on with writing, and notes what is on disk now."""
-        if self._folder is not None:
-            self._note_written(self._folder.pump())
-
-    def _note_written(self, ended: list[tuple[Kept, bool]]) -> None:
-        """Forgets sessions that are neither in memory nor, because writing them failed, on disk."""
-        for kept, worked in ended:
-            if not worked and kept.cache is None and self._list.get(kept.name) is kept:
-                self._list.remove(kept)
-        if ended:
-            self._make_room_on_disk()
-
-    def _make_room_on_disk(self) -> None:
-        """Deletes the files of the least recently used sessions until the others fit."""
-        excess = self.figures()["disk_bytes"] - self.options.max_disk_bytes
-        for kept in list(self._list):
-            if excess <= 0 or self._folder is None:
-                return
-            if kept.slot is None or not kept.saved:
-                continue
-            excess -= kept.slot.bytes
-            self._folder.evict(kept)
-            if kept.cache is None:
-                self._list.remove(kept)
 
 
 def _held(cache: Sequence[Any], base_ids: Sequence[int] | None) -> tuple[Ids, Ids]:

@@ -166,8 +166,9 @@ class SplitEngine(MlxEngine):
                 self._begin(*facts)
             elif what == "cancel" and facts[0] in self._jobs:
                 self._jobs[facts[0]].handle.confirm()  # type: ignore[attr-defined]
-            elif what == "purge" and not self._first:
-                self._counted(self._store.purge())
+            elif what == "purge":  # all machines mark the same requests; the first has forgotten its sessions already
+                self._scheduler.keep_none()
+                self._counted(None if self._first else self._store.purge())
         return going
 
     def _gather(self) -> list[News]:

@@ -50,7 +50,7 @@ class Turns:
     """Decides whose answers run. Requests are let in as they came; those of one engine may run together."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a receiver may cancel in the middle of `Held`
         self._engine: Engine | None = None  # whose answers run
         self._running = 0
         self._held: deque[_Request] = deque()
@@ -66,10 +66,9 @@ class Turns:
             else:
                 before = holder if holder is not request.engine else self._held[0].engine
                 self._held.append(request)
+                self._tell(request, Held(before.info.name))  # with the lock, so that it comes before `Started`
         if goes:
             self._run(request)
-        else:
-            self._tell(request, Held(before.info.name))
         return request.ticket
 
     def cancel(self, ticket: _Ticket, engine: Engine) -> None:

@@ -15,7 +15,6 @@ from mlx_zip.tf32 import tf32_line
 
 PLAIN = "llama_transformer_tied_lora"  # its base folder is a plain mlx-lm model of the same size
 TRIALS = 7
-COPIES = 4  # additions per evaluation when the memory's bandwidth is measured
 TOTAL_S, STORIES_S, SHAPE_S = 110.0, 30.0, 40.0  # limits of the whole command and of its long parts, in seconds
 AT_LEAST_S = 10.0  # a long part is left out when less time is left
 
@@ -88,12 +87,10 @@ def _push_speed() -> tuple[None, str]:
 
 def _bandwidth() -> tuple[None, str]:
     """Measures the memory bandwidth: bytes read and written per second when a number is added to a 64 MB array."""
-    import mlx.core as mx
+    from mlx_zip.device import sums
 
-    x = mx.zeros((16 << 20,), mx.float32)
-    mx.eval(x)
-    took = statistics.median(_timed(lambda: mx.eval([x + (i + 1) for i in range(COPIES)])))
-    return None, f"{COPIES * 2 * x.nbytes / took / 1e9:.1f} GB/s"
+    work, count = sums()
+    return None, f"{count / statistics.median(_timed(work)) / 1e9:.1f} GB/s"
 
 
 def _step_time(folder: Path) -> str:

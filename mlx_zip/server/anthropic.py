@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from mlx_zip.server.anthropic_bodies import CountBody, MessagesBody, turn_of
-from mlx_zip.server.anthropic_events import MessageBuilder, new_id
+from mlx_zip.server.anthropic_events import MessageBuilder
 from mlx_zip.server.bodies import check_model
 from mlx_zip.server.core import Core
 from mlx_zip.server.errors import ANTHROPIC, Failure
@@ -24,6 +24,7 @@ from mlx_zip.server.http import (
     stream_response,
     unless_gone,
 )
+from mlx_zip.server.ids import new_id
 
 
 def routes(core: Core) -> list[Route]:

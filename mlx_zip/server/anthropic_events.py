@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
@@ -11,17 +10,13 @@ from pydantic_core import from_json
 
 from mlx_zip.engine import Counts
 from mlx_zip.server.anthropic_bodies import MessagesBody
+from mlx_zip.server.ids import new_id
 from mlx_zip.server.turn import Delta, Done, Reasoning, Text, ToolCall, Waiting
 from mlx_zip.server.vendor import vendor_figures
 
 Json = dict[str, Any]
 SIGNATURE = "mlx_zip"  # not empty, because some clients drop reasoning that is not signed; nothing checks it
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-
-
-def new_id(prefix: str) -> str:
-    """Returns a new id, as "msg_5f3a..."."""
-    return f"{prefix}_{secrets.token_hex(12)}"
 
 
 class MessageBuilder:

@@ -33,11 +33,14 @@ DIALECTS: tuple[Callable[[Core], Sequence[Route]], ...] = (
 )
 
 
-def make_app(core: Core) -> Starlette:
-    """Returns the app that serves an engine, with `core.options`. The app does not close the engine."""
+def make_app(core: Core, more: Sequence[Route] = ()) -> Starlette:
+    """Returns the app that serves an engine, with `core.options`. The app does not close the engine.
+
+    more: further routes, which are guarded and described as the others are.
+    """
     options = core.options
     metrics = Metrics(core)
-    routes = [route for dialect in DIALECTS for route in dialect(core)] + _routes(core) + [metrics.route()]
+    routes = [route for dialect in DIALECTS for route in dialect(core)] + _routes(core) + [metrics.route(), *more]
     routes.append(_description(routes))
     origins = list(options.allowed_origins)
     browsers = Middleware(CORSMiddleware, allow_origins=origins, allow_headers=["*"], allow_methods=["*"])

@@ -31,7 +31,7 @@ def routes(core: Core) -> list[Route]:
     """Returns the routes of chat completions."""
 
     async def chat_completions(request: Request) -> Response:
-        """Answers a conversation, as OpenAI's chat completions do."""
+        """Answers a conversation, as OpenAI's chat completions do; with mlx_zip.tokens, answers have them there too."""
         asked = await read_body(request, core, ChatBody)
         turns = asked.turns(core)
         if asked.stream:
@@ -107,6 +107,8 @@ class _Stream:
         if isinstance(delta, Waiting):
             if delta.total:
                 return comment_bytes(f"reading the prompt {delta.read}/{delta.total}")
+            if delta.waits_for:
+                return comment_bytes("waiting for another model's answers to end")
             return self._chunk(index, {"role": "assistant", "content": ""})
         if isinstance(delta, Reasoning):
             return self._chunk(index, {"reasoning_content": delta.text})

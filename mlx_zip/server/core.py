@@ -26,6 +26,26 @@ Some = TypeVar("Some")
 _THREADS = 4
 
 
+class Stop:
+    """Ends one answer: its deltas then end without a `Done`. For one event loop."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._inbox: asyncio.Queue[Event | None] | None = None
+
+    def ends(self, inbox: asyncio.Queue[Event | None]) -> None:
+        """Makes this stop end the answer whose events come from a queue."""
+        self._inbox = inbox
+        if self.asked:
+            self()
+
+    def __call__(self) -> None:
+        """Ends the answer soon."""
+        self.asked = True
+        if self._inbox is not None:
+            self._inbox.put_nowait(None)
+
+
 class Core:
     """Answers turns with an engine. All methods are for one event loop; the engine may run anywhere.
 
@@ -36,25 +56,28 @@ class Core:
         self.engine, self.options = engine, options or Options()
         self.model = self.options.model or engine.info.name
         self.created = int(time.time())
+        self.on_close: list[Callable[[], None]] = []  # called when the server ends
         self.on_done: list[Callable[[Done], None]] = []  # called with the end of each answer
         self._tokens = TokenTexts(engine.tokenizer)
         self._packs = Packs(self.options.packs, self.options.pack)
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="mlx_zip-server")
 
-    async def answer(self, turn: Turn) -> AsyncGenerator[Delta, None]:
-        """Yields an answer's deltas; the last one is a `Done`.
+    async def answer(self, turn: Turn, stop: Stop | None = None) -> AsyncGenerator[Delta, None]:
+        """Yields an answer's deltas; the last one is a `Done`, unless `stop` was called before.
 
         The first one is `Waiting(0, 0)` and comes as soon as the engine has taken the request. Raises, before it, what
         `Engine.submit` and the chat template raise, and later the error of a request that failed. Ending the loop
         early, or cancelling the task, ends the engine's request at once.
         """
-        inbox: asyncio.Queue[Event] = asyncio.Queue()
+        inbox: asyncio.Queue[Event | None] = asyncio.Queue()
         ticket, splitter = await self._submit(turn, _deliverer(inbox))
         try:
             yield Waiting(0, 0)
             answering = self._answering(turn, ticket, splitter)
-            while True:
-                for delta in answering.take(await inbox.get()):
+            if stop is not None:
+                stop.ends(inbox)
+            while (event := await inbox.get()) is not None:
+                for delta in answering.take(event):
                     if isinstance(delta, Done):
                         self._ended(turn, ticket, answering, delta)
                         yield delta
@@ -100,6 +123,8 @@ class Core:
 
     def close(self) -> None:
         """Ends the threads. The engine is closed by whom it belongs to."""
+        for call in self.on_close:
+            call()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _submission(self, turn: Turn, prompt_ids: Sequence[int]) -> Submission:
@@ -162,7 +187,7 @@ class Core:
             call(done)
 
 
-def _deliverer(inbox: asyncio.Queue[Event]) -> Callable[[Event], None]:
+def _deliverer(inbox: asyncio.Queue[Event | None]) -> Callable[[Event], None]:
     """Returns a function that puts an event into a queue of this event loop, from any thread."""
     loop = asyncio.get_running_loop()
 

@@ -10,11 +10,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from mlx_zip.server.errors import RequestError, dialect_of, failure_of
 from mlx_zip.server.options import Options
 
-OPEN = ("/health",)  # paths that need no key
-
 
 class Guard:
-    """Lets a request pass to the app if its Host header and its key are right, and answers 403 or 401 otherwise.
+    """Lets a request pass to the app if its Host header, origin and key are right, and answers 403 or 401 otherwise.
 
     A request whose length is told in two ways is answered with 400.
 
@@ -43,10 +41,22 @@ class Guard:
         if hosts is not None and host_name(headers.get("host", "")) not in hosts:
             message = "the Host header names another machine; this server answers to: " + ", ".join(sorted(hosts))
             return RequestError(403, message, "wrong_host")
-        if self._options.api_key is None or scope["path"] in OPEN or self._knows(headers):
+        if self._options.own_origin and not self._own_page(headers):
+            return RequestError(403, "this server answers no page of another origin", "wrong_origin")
+        if self._options.api_key is None or self._is_open(scope["path"]) or self._knows(headers):
             return None
         message = "a valid API key is needed: Authorization: Bearer KEY, or x-api-key: KEY"
         return RequestError(401, message, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+
+    def _own_page(self, headers: Headers) -> bool:
+        """Returns whether a request comes from this server's own page, from an allowed one, or from no page."""
+        origin = headers.get("origin")
+        own = f"http://{headers.get('host', '')}"
+        return origin is None or origin.lower() == own.lower() or origin in self._options.allowed_origins
+
+    def _is_open(self, path: str) -> bool:
+        """Returns whether a path needs no key. A path is taken as it stands: `..` in it has no meaning."""
+        return any(path == one or (one.endswith("*") and path.startswith(one[:-1])) for one in self._options.open_paths)
 
     def _knows(self, headers: Headers) -> bool:
         """Returns whether the headers have the right key; takes the same time for any wrong one."""

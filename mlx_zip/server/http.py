@@ -28,8 +28,8 @@ class ClientGone(Exception):
     """The client has closed the connection before its answer was there."""
 
 
-async def read_body(request: Request, core: Core, kind: type[Kind]) -> Kind:
-    """Returns a request's body as an object of a class.
+async def read_body(request: Request, core: Core, kind: type[Kind], most: int | None = None) -> Kind:
+    """Returns a request's body as an object of a class. most: bytes, None for the server's bound.
 
     Raises `RequestError` with status 415 for another content type, 413 for a body that is too large, 408 for one that
     comes too slowly, and 400 for one that is no JSON; `BodyError` for what the class refuses; `ClientGone`.
@@ -38,7 +38,7 @@ async def read_body(request: Request, core: Core, kind: type[Kind]) -> Kind:
     options = core.options
     try:
         async with asyncio.timeout(options.body_timeout_s):
-            body = await _read(request, options.max_body_bytes)
+            body = await _read(request, options.max_body_bytes if most is None else most)
     except TimeoutError as error:
         message = f"the body did not arrive within {options.body_timeout_s:g} s"
         raise RequestError(408, message, "timeout", headers=_CLOSE) from error

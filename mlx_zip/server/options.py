@@ -18,12 +18,15 @@ class Options:
     for no number. sampling: fields of `Sampling` that hold for requests that do not set them. template_options:
     arguments of the chat template, likewise. pack: what codebooks begin with unless a request says
     otherwise, None for the model's own. packs: packs that a request can choose, by name. api_key: None lets
-    everybody in. allowed_origins: web origins that browsers may call from. hosts: names that a Host header may have,
-    None for any. max_body_bytes: bound of a request's body. max_depth: how deep its JSON may be nested. body_timeout_s:
-    time in which a body must arrive. stall_timeout_s: time after which a client that reads nothing is dropped. ping_s:
-    time between comments in a stream without other news. session_files: folder for saved sessions, None for none.
-    drain_s: time that answers under way have when the server stops. max_responses, max_responses_bytes: how many of
-    OpenAI's Responses are stored for later requests, and how many bytes of memory they may take.
+    everybody in. open_paths: paths that need no key; one that ends in * stands for all that begin so. own_origin:
+    whether pages of other origins are refused, those of allowed_origins excepted. allowed_origins: web origins that
+    browsers may call from. hosts: names that a Host header may have, None for any. max_body_bytes: bound of a request's
+    body. max_depth: how deep its JSON may be nested. body_timeout_s: time in which a body must arrive. stall_timeout_s:
+    time after which a client that reads nothing is dropped. ping_s: time between comments in a stream without
+    other news. session_files: folder for saved sessions, None for none. drain_s: time
+    that answers under way have when the server stops. max_responses, max_responses_bytes: how many of OpenAI's
+    Responses are stored for later requests, and how many bytes of memory they may take. responses_folder: where they
+    are kept over restarts, None for in memory only.
     """
 
     model: str = ""
@@ -33,6 +36,8 @@ class Options:
     pack: Any = None
     packs: Mapping[str, Any] = field(default_factory=dict)
     api_key: str | None = None
+    open_paths: Sequence[str] = ("/health",)
+    own_origin: bool = False
     allowed_origins: Sequence[str] = ()
     hosts: frozenset[str] | None = LOOPBACK
     max_body_bytes: int = 32 << 20
@@ -44,3 +49,4 @@ class Options:
     drain_s: float = 10.0
     max_responses: int = 1000
     max_responses_bytes: int = 128 << 20
+    responses_folder: Path | None = None

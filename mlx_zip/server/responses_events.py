@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
 from mlx_zip.server.bodies import likely_json
+from mlx_zip.server.ids import new_id
 from mlx_zip.server.responses_bodies import ResponseBody
 from mlx_zip.server.turn import Delta, Done, Reasoning, Text, ToolCall, Waiting
 from mlx_zip.server.vendor import vendor_figures
 
 Json = dict[str, Any]
-
-
-def new_id(prefix: str) -> str:
-    """Returns a new id, as "resp_5f3a..."."""
-    return f"{prefix}_{secrets.token_hex(24)}"
 
 
 class ResponseBuilder:
@@ -62,6 +57,22 @@ class ResponseBuilder:
         self.response |= {"status": "failed", "error": {"code": code, "message": message}}
         self._event("response.failed", response=self.response)
         return self._take()
+
+    def cancel(self) -> list[Json]:
+        """Returns the events of an answer that a client has cancelled."""
+        self._close("incomplete")
+        self.response["status"] = "cancelled"
+        self._event("response.incomplete", response=self.response)
+        return self._take()
+
+    def so_far(self) -> Json:
+        """Returns a copy of the response as it is now, with the text that is being written."""
+        found, text = deepcopy(self.response), "".join(self._pieces)
+        if self._item:
+            item = found["output"][-1]
+            part = next((item[name][0] for name in ("content", "summary") if name in item), None)
+            (item if part is None else part).update({"arguments" if part is None else "text": text})
+        return found
 
     def _add_text(self, text: str, logprobs: list[Json]) -> None:
         if not self._is_open("message"):

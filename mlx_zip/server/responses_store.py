@@ -1,4 +1,4 @@
-"""Stored responses of OpenAI's Responses: kept in memory within bounds, the longest unused are forgotten first."""
+"""Stored responses of OpenAI's Responses: kept within bounds, the longest unused are forgotten first."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlx_zip.server.errors import RequestError, json_bytes
+from mlx_zip.server.response_files import ResponseFiles
 
 Json = Mapping[str, Any]
 
@@ -29,14 +30,18 @@ class Stored:
 class ResponseStore:
     """Responses by id, for one event loop. most, most_bytes: how many are kept, and how many bytes they may have.
 
-    Each is kept as JSON, so that what counts is what the memory holds.
+    Each is kept as JSON, so that what counts is what the memory holds. files: where they are kept too, and read from at
+    the beginning; None for in memory only.
     """
 
-    def __init__(self, most: int, most_bytes: int) -> None:
+    def __init__(self, most: int, most_bytes: int, files: ResponseFiles | None = None) -> None:
         self._most, self._most_bytes = most, most_bytes
         self._texts: OrderedDict[str, bytes] = OrderedDict()
         self._owners: dict[str, str] = {}  # id of an output item -> id of its response
         self.bytes = 0
+        self._files = files
+        for text, stored in files.read(most_bytes) if files is not None else ():
+            self._keep(text, stored["response"])
 
     def __len__(self) -> int:
         return len(self._texts)
@@ -46,6 +51,12 @@ class ResponseStore:
         text = json_bytes({"response": response, "items": items})
         if len(text) > self._most_bytes or self._most < 1:
             return
+        if self._files is not None:
+            self._files.write(response["id"], text)
+        self._keep(text, response)
+
+    def _keep(self, text: bytes, response: Json) -> None:
+        """Keeps a response, given as JSON too, and forgets others if there are too many."""
         self._texts[response["id"]] = text
         self._owners |= {item["id"]: response["id"] for item in response["output"]}
         self.bytes += len(text)
@@ -55,7 +66,7 @@ class ResponseStore:
     def get(self, name: str, param: str | None = None, code: str = "not_found") -> Stored:
         """Returns a response by id. param: the field that names it. Raises `RequestError` with status 404."""
         if name not in self._texts:
-            message = f"there is no stored response {name[:80]!r}; the server keeps the latest, until it ends"
+            message = f"there is no stored response {name[:80]!r}; the server keeps the latest ones"
             raise RequestError(404, message, code, param)
         self._texts.move_to_end(name)
         return Stored(**json.loads(self._texts[name]))
@@ -65,6 +76,8 @@ class ResponseStore:
         for item in self.get(name).response["output"]:
             del self._owners[item["id"]]
         self.bytes -= len(self._texts.pop(name))
+        if self._files is not None:
+            self._files.delete(name)
 
     def with_references(self, items: Sequence[Json]) -> list[Json]:
         """Returns the items of an input, with output items of stored responses in place of references to them.

@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from mlx_zip.engine import Engine
 from mlx_zip.server.app import make_app
@@ -25,16 +26,22 @@ class Server(uvicorn.Server):
     """Serves a core on sockets. fault: what ended the engine's thread, None as long as it runs.
 
     On SIGTERM, SIGINT and SIGHUP no new connections are accepted, answers under way have `drain_s` seconds, and the
-    engine is closed. A second SIGINT ends at once.
+    engine is closed. A second SIGINT ends at once. app: what answers, None for the server's own routes.
     """
 
-    def __init__(self, core: Core, log_level: str = "warning", on_start: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        core: Core,
+        log_level: str = "warning",
+        on_start: Callable[[], None] = lambda: None,
+        app: ASGIApp | None = None,
+    ) -> None:
         self._core, self._on_start = core, on_start
         self.fault: BaseException | None = None
         drain_s = core.options.drain_s
         super().__init__(
             uvicorn.Config(
-                make_app(core),
+                app or make_app(core),
                 http=connection_class(core.options),
                 ws="none",
                 log_level=log_level.lower(),

@@ -15,6 +15,7 @@ from typing import Any
 from uuid import uuid4
 
 from mlx_zip.errors import GenerationError
+from mlx_zip.server import marked_calls
 from mlx_zip.server.turn import Tool, ToolCall
 from mlx_zip.text.tokenizer import chat_template
 
@@ -81,7 +82,7 @@ def _of_wrapper(tokenizer: Any, parser: Any, template: str) -> ToolFormat:
     start, end = tokenizer.tool_call_start, tokenizer.tool_call_end or ""
     if kind == "json_tools":
         return ToolFormat("tags", start, end, _json_calls)
-    return ToolFormat(kind, start, end, parser, is_json=False, can_force=False)
+    return ToolFormat(kind, start, end, parser, is_json=False, can_force=kind in marked_calls.FORMATS)
 
 
 def _mistral(template: str) -> ToolFormat:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mlx_zip.errors import GenerationError
+from mlx_zip.server import marked_calls
 from mlx_zip.server.reasoning import Reasons, reasoning_at
 from mlx_zip.server.tool_formats import ToolFormat, tool_format
 from mlx_zip.server.turn import Tool, Turn
@@ -101,8 +102,8 @@ def _calls(tokenizer: Any, form: ToolFormat, tools: Sequence[Tool], several: boo
     """Returns the rule `calls`, one call or up to `MOST_CALLS`, with the rules it needs."""
     start = mark(tokenizer, form.start) if form.start else ""
     most = MOST_CALLS if several and form.start else 1
-    between = '"\\n"' if form.kind == "tags" else ""
-    if form.kind == "list":
+    between = '"\\n"' if form.kind == "tags" else _lead(form)
+    if _is_grouped(form):
         calls = f"{start} {_after_start(tokenizer, form, most)}"
     else:
         calls = (
@@ -114,20 +115,34 @@ def _calls(tokenizer: Any, form: ToolFormat, tools: Sequence[Tool], several: boo
 
 
 def _call_rules(tokenizer: Any, form: ToolFormat, tools: Sequence[Tool], most: int) -> list[str]:
-    """Returns the rule `after_start`, what follows a start mark, with the rules it needs. most: calls in a list."""
+    """Returns the rule `after_start`, what follows a start mark, with the rules it needs. most: calls in a group."""
     choices = " | ".join(f"call_{i}" for i in range(len(tools)))
-    calls = [f"call_{i}: {_call(tokenizer, form, tool)}" for i, tool in enumerate(tools)]
+    calls = [rule for i, tool in enumerate(tools) for rule in _call(tokenizer, form, tool, f"call_{i}")]
     return [f"after_start: {_after_start(tokenizer, form, most)}", f"call: {choices}", *calls]
 
 
 def _after_start(tokenizer: Any, form: ToolFormat, most: int) -> str:
-    """Returns the rule for what follows a start mark. most: calls in a list."""
+    """Returns the rule for what follows a start mark. most: calls in a group."""
     if form.kind == "tags":
         return f'"\\n" call "\\n" {mark(tokenizer, form.end)}'
     if form.kind == "list":
         more = _repeated('", " call', most - 1)
         return f'" "? "[" call {more} "]"'
+    if form.kind in marked_calls.FORMATS:
+        more = _repeated("call", most - 1) if _is_grouped(form) else ""
+        return f"{_lead(form)} call {more} {mark(tokenizer, form.end)}"
     return "call"
+
+
+def _is_grouped(form: ToolFormat) -> bool:
+    """Returns whether several calls stand behind one start mark."""
+    marked = marked_calls.FORMATS.get(form.kind)
+    return form.kind == "list" if marked is None else marked.grouped
+
+
+def _lead(form: ToolFormat) -> str:
+    """Returns the rule for what stands before a call whose arguments have marks, "" for nothing and other formats."""
+    return marked_calls.lead(form.kind) if form.kind in marked_calls.FORMATS else ""
 
 
 def _repeated(rule: str, most: int) -> str:
@@ -135,13 +150,18 @@ def _repeated(rule: str, most: int) -> str:
     return f"({rule}){{0,{most}}}" if most else ""
 
 
-def _call(tokenizer: Any, form: ToolFormat, tool: Tool) -> str:
-    """Returns the rule for a call of a tool, without marks. Tools that are not strict may have keywords ignored."""
+def _call(tokenizer: Any, form: ToolFormat, tool: Tool, name: str) -> list[str]:
+    """Returns the rule called `name` for a call of a tool, without marks, and the rules that it needs.
+
+    Tools that are not strict may have keywords ignored.
+    """
+    if form.kind in marked_calls.FORMATS:
+        return marked_calls.call_rules(tokenizer, form.kind, form.end, tool, name)
     arguments = json_by(_object(tool), lenient=not tool.strict)
     if form.kind == "headers":
-        return f"{literal(tool.name)} {mark(tokenizer, '[ARGS]')} {arguments}"
+        return [f"{name}: {literal(tool.name)} {mark(tokenizer, '[ARGS]')} {arguments}"]
     begin = f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "{form.arguments}": '
-    return f'{literal(begin)} {arguments} "}}"'
+    return [f'{name}: {literal(begin)} {arguments} "}}"']
 
 
 def _object(tool: Tool) -> Mapping[str, Any]:

@@ -62,10 +62,17 @@ class _Answers(NamedTuple):
     ids: Mapping[str, Sequence[int]]
     leads: Sequence[str]
 
+    def of(self, text: str) -> Sequence[int] | None:
+        """Returns the ids of an emitted text, None if it is unknown; another thread may forget it at any time."""
+        try:
+            return self.ids[text]
+        except KeyError:
+            return None
+
     def within(self, text: str, at: int) -> Known | None:
         """Returns the answer that a message's text is. at: the text's first character in the conversation."""
         for lead in self.leads:
-            if text.startswith(lead) and (ids := self.ids.get(text[len(lead) :])) is not None:
+            if text.startswith(lead) and (ids := self.of(text[len(lead) :])) is not None:
                 return Known(at + len(lead), at + len(text), ids)
         return None
 
@@ -129,4 +136,5 @@ def _message(
         return (known.end if known else next(iter(ends), None)), known
     content = turn["content"]
     end = next((end for end in ends if whole[at:end] in (content, content.strip())), None)
-    return end, None if end is None else Known(at, end, answers.ids[content])
+    ids = answers.of(content)
+    return end, None if end is None or ids is None else Known(at, end, ids)

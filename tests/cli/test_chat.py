@@ -19,10 +19,11 @@ from mlx_zip.cli.chat import loop
 from mlx_zip.cli.chat.conversation import Conversation
 from mlx_zip.cli.chat.front import Front
 from mlx_zip.cli.chat.program import Program, Settings
-from mlx_zip.errors import EngineStoppedError, GenerationError
+from mlx_zip.engine import Counts, Emitted, Finished
+from mlx_zip.errors import GenerationError
 from mlx_zip.text.conversations import read_prompts
 from mlx_zip.text.tokenizers import load_tokenizer
-from support.fake_engine import FakeEngine, Script
+from support.fake_engine import FakeEngine, Running, Script
 from support.places import REPO
 
 STORY = "Once upon a time there was a boat."
@@ -119,6 +120,31 @@ def test_a_stopped_answer_keeps_what_was_shown():
     assert program.engine.told.tickets[0].cancelled.is_set()
 
 
+class Eager(FakeEngine):
+    """Goes on with an answer after it was stopped, as an engine does that is in the middle of a step."""
+
+    def submit(self, submission, deliver):
+        one, two = (tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in ("One more", "Two"))
+        for event in (
+            Emitted(1, one),
+            None,
+            Emitted(2, two),
+            Finished("cancelled", Counts(base_tokens=len(one + two))),
+        ):
+            deliver(event)
+        return Running(submission)
+
+
+def test_what_arrives_after_a_stop_is_left_out():
+    program, front = chatted("hello", engine=Eager())
+    assert front.shown == ["One more"]
+    assert program.talk.messages[1] == message("assistant", "One more")
+    assert program.engine.told.notes == [
+        ("One more", program.engine.tokenizer.encode("One more", add_special_tokens=False))
+    ]
+    assert front.said == ["stopped; the answer so far is kept"]
+
+
 def test_a_message_without_an_answer_is_taken_back_and_can_be_asked_again():
     engine = FakeEngine(Script(fails=GenerationError("out of memory"), ids=()))
     program, front = chatted("one", engine=engine)
@@ -197,7 +223,15 @@ def test_stats_tell_steps_codebook_and_cached_tokens():
     _, front = chatted("/stats", "hello", "more", "/stats")
     assert front.said[0] == "no answer yet"
     text = "\n".join(front.said[1:])
-    for words in ("last answer: ", "2 answers: ", "steps saved", "3 of them cached", "codebook: 0 of 64 entries", "KV"):
+    for words in (
+        "last answer: ",
+        "base tokens/s",
+        "2 answers: ",
+        "steps saved",
+        "3 of them cached",
+        "codebook: 0 of 64 entries",
+        "KV",
+    ):
         assert words in text
 
 
@@ -213,11 +247,15 @@ def test_an_answer_at_the_limit_says_so():
     assert front.said == ["cut off after 4 base tokens (--max-tokens)"]
 
 
-def test_an_engine_that_has_stopped_ends_the_chat():
+@pytest.mark.parametrize("asks", [True, False])
+def test_a_conversation_can_be_saved_after_the_engine_has_stopped_and_a_pipe_ends(asks, tmp_path):
     engine = FakeEngine()
-    engine.close()
-    with pytest.raises(EngineStoppedError):
-        loop.run(Program(engine, Settings(), Typed("hello"), Conversation()))
+    program, front = chatted("one", engine=engine)
+    engine.die()
+    front.asks, front.messages = asks, ["two", f"/save {tmp_path}/talk", "/quit"]
+    assert loop.run(program) == 1
+    assert front.errors == ["the engine has stopped; /save keeps the conversation, /quit ends the chat"]
+    assert (tmp_path / "talk.jsonl").exists() is asks
 
 
 def test_packs_are_given_to_the_next_request():

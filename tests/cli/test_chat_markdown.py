@@ -94,6 +94,7 @@ def test_any_text_is_shown_and_ends_its_line(text):
         ("  ```sh\n  a  b\n  ```", "  ```sh\n  a  b\n  ```\n"),
         ("```py\nno end", "```py\nno end\n"),
         ("~~a~~ ![b](c.png)", "a b\n"),
+        ("## A #\n# B#", "A\nB#\n"),
         ("#hash and -dash and 1.5", "#hash and -dash and 1.5\n"),
     ],
 )
@@ -117,6 +118,25 @@ def test_a_mark_that_is_never_closed_holds_back_only_so_much():
     for _ in range(200):
         stream.feed("word *and ")
     assert len(out.getvalue()) > 1500
+
+
+@pytest.mark.parametrize(
+    "text",
+    [" " * 20_000 + "x", "x" * 20_000, "- " * 5000 + "x", "> " * 5000 + "x", "[" * 5000, "# " + " " * 5000 + "x"],
+)
+def test_very_long_lines_are_shown(text):
+    seen = SGR.sub("", shown([(text[i : i + 50], 1) for i in range(0, len(text), 50)]))
+    assert seen.split()
+    if "x" in text:
+        assert seen.count("x") == text.count("x")
+
+
+def test_a_word_without_end_is_shown_while_it_grows():
+    out = io.StringIO()
+    stream = MarkdownStream(Screen(out), lambda length: "")
+    for _ in range(1000):
+        stream.feed("abcd")
+    assert len(out.getvalue()) > 3500
 
 
 def test_hypertokens_have_the_colour_of_their_length():

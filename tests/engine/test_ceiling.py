@@ -12,7 +12,7 @@ from support.serving import tiny_engine
 def test_the_ceiling_is_the_bandwidth_over_the_bytes_of_a_step(monkeypatch):
     calls = []
     monkeypatch.setattr(measured, "_measured", {})
-    monkeypatch.setattr(measured, "bandwidth", lambda limit_s: calls.append(limit_s) or 1e9)
+    monkeypatch.setattr(measured, "memory_speed", lambda limit_s: calls.append(limit_s) or 1e9)
     with tiny_engine() as engine:
         found, again = engine.ceiling(), engine.ceiling()
         off = engine.without_hypertokens("off")
@@ -35,6 +35,7 @@ def test_a_step_reads_no_encoders_and_of_an_untied_embedding_nothing():
 
 def test_the_bandwidth_is_measured_on_this_device():
     assert device.bandwidth(2, side=64) > 0
+    assert device.memory_speed(0.1) > 0
 
 
 def test_no_trial_begins_after_the_limit():

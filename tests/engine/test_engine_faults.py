@@ -69,6 +69,17 @@ def test_a_constraint_that_raises_fails_its_request_only(method, expected):
         assert engine.figures().failed == 1
 
 
+@pytest.mark.parametrize("error", [ValueError, GenerationError])
+def test_the_error_of_a_failed_request_keeps_no_memory_alive(error):
+    with tiny_engine() as engine:
+        watch = ask(engine, tiny.base_ids(9), constraint=Broken("mask", error=error))[1].wait()
+    waiting = [watch.end.error]
+    while waiting:
+        one = waiting.pop()
+        assert one.__traceback__ is None
+        waiting += [other for other in (one.__cause__, one.__context__) if other is not None]
+
+
 def test_a_receiver_that_raises_is_left_alone_and_harms_nobody(expected):
     with tiny_engine() as engine:
         bad = Watch(raise_at=4)
@@ -374,3 +385,17 @@ def test_three_hundred_requests_leave_nothing_behind():
 
 def _sampling(rng):
     return rng.choice([{}, {"temp": 1.0}, {"temp": 0.7, "seed": 3}, {"repetition_penalty": 1.2}])
+
+
+def test_rows_of_a_prompt_whose_reading_is_cut_off_are_kept_when_the_engine_closes():
+    store = RowStore()
+
+    def slow(model):
+        model.use_row_store(store)
+
+    engine = tiny_engine(change=slow, run={"prefill_step_size": 4})
+    _, watch = ask(engine, tiny.base_ids(400, 3))
+    assert until(lambda: any(isinstance(event, Progress) for event in watch.events))
+    engine.close(0)
+    assert not store.pending
+    store.close()

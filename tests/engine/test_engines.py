@@ -80,6 +80,16 @@ def test_a_held_request_can_be_cancelled():
         assert isinstance(third.end, Finished)
 
 
+def test_a_receiver_may_cancel_as_soon_as_it_is_held():
+    with Engines(fake("main"), [other("b")]) as engines, engines.use("b") as b:
+        submitted(engines.main)
+        watch = Watch(raise_at=0)
+        b.submit(Submission([1, 2, 3]), watch)
+        assert watch.events == [Held("main")]
+        assert isinstance(submitted(b)[1].wait().end, Finished)
+        assert len(b.inner.told.submissions) == 1
+
+
 def test_what_an_engine_refuses_of_a_held_request_is_delivered():
     with Engines(fake("main"), [other("b")]) as engines, engines.use("b") as b:
         submitted(engines.main)

@@ -372,3 +372,21 @@ def test_the_first_of_two_prompts_answers_before_the_second_is_read():
         return next(time for event, time in zip(watch.events, watch.times, strict=True) if isinstance(event, kind))
 
     assert time_of(first, Emitted) < time_of(second, Progress)
+
+
+def test_a_purge_forgets_the_sessions_of_requests_under_way_too():
+    with tiny_engine(sessions=SessionOptions()) as engine:
+        first = ask(engine, tiny.base_ids(30), max_tokens=20)[1].wait()
+        again = [*tiny.base_ids(30), *first.base_ids, 5]
+        _, running = ask(engine, again, max_tokens=400)
+        _, fresh = ask(engine, tiny.base_ids(20, 9), max_tokens=400)
+        while not (running.emitted and fresh.emitted):
+            time.sleep(0.001)
+        engine.purge_sessions()
+        assert not isinstance(running.end, Finished)
+        running.wait()
+        fresh.wait()
+        assert engine.sessions() == []
+        later = ask(engine, tiny.base_ids(30), max_tokens=5)[1].wait()
+        assert later.end.counts.cached_tokens == 0
+        assert len(engine.sessions()) == 1

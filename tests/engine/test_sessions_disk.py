@@ -22,6 +22,7 @@ from mlx_zip.engine.kept_session import Slot
 from mlx_zip.engine.session_files import Snapshot
 from mlx_zip.engine.session_folder import purge
 from mlx_zip.errors import EngineError
+from mlx_zip.files import make_private
 from mlx_zip.state import find_state
 from mlx_zip.vocab.tuned import TunedRows, TunedStart
 from support import keeping, tiny
@@ -147,6 +148,12 @@ def test_files_and_folder_are_for_their_owner_only(folder):
     assert [stat.S_IMODE(file.stat().st_mode) for file in files(folder)] == [0o600]
 
 
+def test_folders_that_are_made_for_sessions_are_for_their_owner_only(tmp_path):
+    assert make_private(tmp_path / "kept" / "machine-1-of-2") is None
+    modes = [path.stat().st_mode & 0o777 for path in (tmp_path / "kept", tmp_path / "kept" / "machine-1-of-2")]
+    assert modes == [0o700, 0o700]
+
+
 def test_a_folder_that_others_can_write_to_is_not_used(folder, caplog):
     folder.mkdir()
     folder.chmod(0o777)
@@ -193,6 +200,14 @@ def tuned_start(seed):
     model, rng = keeping.model("zip"), np.random.default_rng(seed)
     rows = [rng.normal(0, 0.3, (2, 64)).astype(np.float32) for _ in range(2)]
     return TunedStart(((27, 36), (21, 25)), TunedRows(*rows, model.fingerprint))
+
+
+def test_stored_responses_in_a_folder_of_sessions_are_purged_too(folder):
+    kept = folder / "responses" / "resp_1.json"
+    kept.parent.mkdir(parents=True)
+    kept.write_text("{}")
+    assert purge(folder) == (1, 2)
+    assert not folder.exists()
 
 
 def test_a_conversation_that_began_with_a_tuned_pack_goes_on_with_it_after_a_restart(folder):
@@ -398,7 +413,7 @@ def test_what_is_being_written_does_not_change_when_the_conversation_goes_on(tmp
             entry.keys, entry.values = entry.keys.astype(dtype), entry.values.astype(dtype)
     ids = {"base_ids": [3] * cache[0].offset} if find_state(cache) is None else {}
     kept = store._named(store.put(cache, pack_key=OWN, **ids))
-    snapshots = [Snapshot(kept, store._marks, {}) for _ in range(2)]
+    snapshots = [Snapshot(kept, store._room.marks, {}) for _ in range(2)]
     snapshots[0].write(tmp_path / "before", {})
     del snapshots[0]
     for _ in range(3):

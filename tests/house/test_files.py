@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,27 @@ def test_a_folder_that_must_be_new_is_not_replaced(tmp_path):
 def test_a_list_of_integers_stands_on_one_line(tmp_path):
     write_json(tmp_path / "file", {"ids": [1, -2, 3], "names": ["1,\n2"]})
     assert (tmp_path / "file").read_text() == '{\n  "ids": [1, -2, 3],\n  "names": [\n    "1,\\n2"\n  ]\n}\n'
+
+
+def test_two_threads_may_write_one_file_at_the_same_time(tmp_path):
+    both, errors = threading.Barrier(2, timeout=20), []
+
+    def work(text: str) -> None:
+        try:
+            with whole_file(tmp_path / "file") as partial:
+                partial.write_text(text)
+                both.wait()
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(text,)) for text in ("one", "other")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert (tmp_path / "file").read_text() in ("one", "other")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 # ---- a Mac, whose disk has a cache of its own

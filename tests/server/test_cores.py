@@ -11,7 +11,9 @@ from mlx_zip.server.cores import Cores
 from mlx_zip.server.options import Options
 from mlx_zip.server.turn import Done, Text, Turn, Waiting
 from mlx_zip.vocab.packs import Pack
+from support.answers import COUNTS
 from support.fake_engine import FakeEngine, Script
+from support.http_server import events, replay, serving
 
 ASKED = Turn(messages=[{"role": "user", "content": "hi"}])
 SLOW = Script(text="one two three four five", delay_s=0.02)
@@ -72,3 +74,11 @@ def test_a_task_that_is_cancelled_while_it_waits_for_a_model_gives_it_back():
         cores.close()
 
     asyncio.run(work())
+
+
+def test_a_chat_stream_says_that_it_waits_in_a_comment_only():
+    with serving(FakeEngine()) as served:
+        served.core.answer = replay([Waiting(0, 0), Waiting(0, 0, waits_for="b"), Text("Hi"), Done("stop", COUNTS)])
+        body = served.chat(stream=True).body
+    assert b": waiting for another model" in body
+    assert sum(one["choices"][0]["delta"].get("role") == "assistant" for one in events(body)[:-1]) == 1

@@ -7,9 +7,10 @@ import pytest
 from pydantic import BaseModel
 
 from mlx_zip.errors import EngineError
+from mlx_zip.server.options import Options
 from mlx_zip.server.turn import Done, Text
 from support.answers import ANSWERS, COUNTS
-from support.fake_engine import FakeEngine, Script
+from support.fake_engine import FakeEngine, Script, tokenizer
 from support.http_server import events, post, replay, serving, until
 
 TEXT = "Once upon a time there was a boat."
@@ -244,3 +245,98 @@ def test_a_busy_engine_is_told_with_a_time_to_wait():
     with serving(FakeEngine(most=0)) as served, pytest.raises(openai.RateLimitError) as refused:
         client(served).responses.create(model="stories", input="Hi")
     assert int(refused.value.response.headers["retry-after"]) >= 1
+
+
+# ---- responses that are being written
+
+
+SLOW = Script(text=TEXT + " It was red." * 300, delay_s=0.02)
+
+
+class Following:
+    """A stream that is read event by event."""
+
+    def __init__(self, served, **fields):
+        asked = {"model": "stories", "input": "Hi", "stream": True, "max_output_tokens": 1000} | fields
+        self.connection = served.raw(post("/v1/responses", asked, "Connection: close"))
+        self.file = self.connection.makefile("rb")
+        self.name = self.until("response.created")["response"]["id"]
+        self.until("response.output_text.delta")
+
+    def until(self, kind):
+        """The next event of a type."""
+        for line in self.file:
+            if line.startswith(b"data: ") and (event := json.loads(line[6:]))["type"] == kind:
+                return event
+        raise AssertionError(f"no {kind}")
+
+
+def test_a_response_can_be_read_while_it_is_written():
+    with serving(FakeEngine(SLOW)) as served:
+        stream = Following(served)
+        found = served.ask("GET", f"/v1/responses/{stream.name}").json
+        items = served.ask("GET", f"/v1/responses/{stream.name}/input_items").json
+        stream.connection.close()
+    assert found["status"] == "in_progress"
+    assert TEXT.startswith(found["output"][0]["content"][0]["text"][:10])
+    assert found["output"][0]["content"][0]["text"]
+    assert len(items["data"]) == 1
+
+
+def test_a_response_can_be_cancelled_by_its_id():
+    engine = FakeEngine(SLOW)
+    with serving(engine) as served:
+        stream = Following(served)
+        cancelled = client(served).responses.cancel(stream.name)
+        last = stream.until("response.incomplete")
+        assert b"data: " not in stream.file.read()
+        stored = client(served).responses.retrieve(stream.name)
+        again = client(served).responses.cancel(stream.name)
+        follower = client(served).responses.create(
+            model="stories", input="Go on", previous_response_id=stream.name, max_output_tokens=5
+        )
+        assert engine.told.tickets[0].cancelled.is_set()
+    assert cancelled.status == stored.status == again.status == last["response"]["status"] == "cancelled"
+    assert stored.output[0].status == "incomplete"
+    assert stored.output_text == cancelled.output_text != ""
+    assert follower.previous_response_id == stream.name
+
+
+def test_a_response_that_is_deleted_while_it_is_written_ends_and_is_not_stored():
+    engine = FakeEngine(SLOW)
+    with serving(engine) as served:
+        stream = Following(served)
+        gone = served.ask("DELETE", f"/v1/responses/{stream.name}")
+        stream.until("response.incomplete")
+        assert served.ask("GET", f"/v1/responses/{stream.name}").status == 404
+        assert engine.told.tickets[0].cancelled.is_set()
+    assert gone.json["deleted"]
+
+
+def test_what_has_ended_is_not_cancelled_and_what_is_unknown_is_not_found(served):
+    name = ask(served).json["id"]
+    assert served.ask("POST", f"/v1/responses/{name}/cancel").json["status"] == "completed"
+    assert served.ask("POST", "/v1/responses/resp_0/cancel").status == 404
+    not_stored = ask(served, store=False).json["id"]
+    assert served.ask("POST", f"/v1/responses/{not_stored}/cancel").status == 404
+
+
+def test_a_stored_response_is_followed_after_a_restart(tmp_path):
+    options = Options(responses_folder=tmp_path / "responses")
+    with serving(FakeEngine(), options) as served:
+        name = ask(served).json["id"]
+    with serving(engine := FakeEngine(), options) as served:
+        assert client(served).responses.retrieve(name).output_text == TEXT
+        assert ask(served, input="Go on", previous_response_id=name).status == 200
+        client(served).responses.delete(name)
+        assert served.ask("GET", f"/v1/responses/{name}").status == 404
+    assert TEXT in tokenizer().decode(engine.told.submissions[0].base_ids)
+
+
+def test_the_tokens_of_a_prompt_are_counted_without_an_answer():
+    engine = FakeEngine()
+    with serving(engine) as served:
+        counted = client(served).responses.input_tokens.count(model="stories", input="Hi")
+        assert engine.told.submissions == []
+        answered = client(served).responses.create(model="stories", input="Hi")
+    assert counted.input_tokens == answered.usage.input_tokens > 0

@@ -1,8 +1,13 @@
 """Stored responses: how many are kept, and which are forgotten."""
 
+import logging
+import stat
+
 import pytest
 
 from mlx_zip.server.errors import RequestError, json_bytes
+from mlx_zip.server.ids import new_id
+from mlx_zip.server.response_files import ResponseFiles
 from mlx_zip.server.responses_store import ResponseStore
 
 ITEM = {"type": "message", "id": "msg_1", "role": "user", "content": "x" * 100}
@@ -58,3 +63,67 @@ def test_a_server_can_be_told_to_store_nothing():
     store = ResponseStore(0, 10_000)
     store.add(response("a"), [ITEM])
     assert (len(store), store.bytes) == (0, 0)
+
+
+# ---- on disk
+
+
+def opened(folder, most=100, most_bytes=10_000):
+    """A store with files in a folder, and what writes them."""
+    files = ResponseFiles(folder)
+    return ResponseStore(most, most_bytes, files), files
+
+
+def test_responses_are_there_after_a_restart_and_private(tmp_path):
+    folder, names = tmp_path / "kept" / "responses", [new_id("resp") for _ in range(3)]
+    store, files = opened(folder)
+    for name in names:
+        store.add(response(name), [ITEM])
+    store.drop(names[1])
+    files.flush()
+    assert {path.stem for path in folder.iterdir()} == {names[0], names[2]}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    again, _ = opened(folder)
+    assert again.bytes == store.bytes
+    assert again.get(names[0]).items == [ITEM]
+    assert again.with_references([{"type": "item_reference", "id": f"out_{names[2]}"}])
+    with pytest.raises(RequestError):
+        again.get(names[1])
+
+
+def test_the_bounds_hold_for_what_is_found_on_disk(tmp_path):
+    names = [new_id("resp") for _ in range(4)]
+    store, files = opened(tmp_path / "r")
+    for name in names:
+        store.add(response(name), [ITEM])
+        files.flush()
+    again, files = opened(tmp_path / "r", most=2)
+    files.flush()
+    assert len(again) == 2
+    assert {path.stem for path in (tmp_path / "r").iterdir()} == set(names[2:])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b"", b"{", b"[]", b'{"response": {"id": "resp_x", "output": []}, "items": []}', b"[" * 99999, b'{"response": 1}'],
+)
+def test_a_damaged_file_is_left_as_it_is_and_said(tmp_path, caplog, text):
+    bad = tmp_path / f"{new_id('resp')}.json"
+    bad.write_bytes(text)
+    (tmp_path / "other.json").write_bytes(b"{}")
+    with caplog.at_level(logging.WARNING):
+        store, _ = opened(tmp_path)
+    assert len(store) == 0
+    assert bad.read_bytes() == text
+    assert [str(bad) in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_a_folder_that_others_can_write_to_is_not_used(tmp_path, caplog):
+    tmp_path.chmod(0o777)
+    store, files = opened(tmp_path)
+    store.add(response(new_id("resp")), [ITEM])
+    files.flush()
+    assert len(store) == 1
+    assert list(tmp_path.iterdir()) == []
+    assert "kept in memory only" in caplog.text

@@ -203,6 +203,18 @@ def test_a_wrong_wish_is_refused_by_name(fields):
     assert "mlx_zip.token" in answer.json["error"]["message"]
 
 
+def test_the_wish_is_described_for_clients():
+    with serving(FakeEngine()) as served:
+        found = served.ask("GET", "/openapi.json").json
+    body = found["components"]["schemas"]["ChatBody"]["properties"]["mlx_zip"]
+    wish = found["components"]["schemas"]["VendorFields"]
+    assert "VendorFields" in json.dumps(body)
+    assert "tokens" in wish["properties"]
+    assert "which tokens its text consists of" in wish["description"]
+    answer = json.dumps(found["paths"]["/v1/chat/completions"]["post"])
+    assert "mlx_zip.tokens" in answer
+
+
 # ---- packs
 
 

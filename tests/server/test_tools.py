@@ -3,17 +3,16 @@
 import json
 import random
 
-import numpy as np
 import pytest
 
 from mlx_zip.errors import GenerationError
 from mlx_zip.server.parts import Splitter
 from mlx_zip.server.tools import make_constraint
 from mlx_zip.server.turn import Reasoning, Text, Tool, ToolCall, Turn
+from support.sampling_answers import sampled, text_of
 from support.schemas import follows, random_object, random_schema
 from support.tool_templates import KINDS, with_tools
 
-MOST = 3000  # base tokens of an answer
 PARAMETERS = {
     "type": "object",
     "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}},
@@ -28,35 +27,6 @@ CLOSED = TAGS.encode("</think>\n\n", add_special_tokens=False)
 
 def asked(**fields):
     return Turn(messages=[{"role": "user", "content": "hi"}], **fields)
-
-
-def sampled(tokenizer, constraint, rng, expand=False):
-    """Base ids drawn evenly from what the constraint allows, without the eos that ended them; None if none did.
-
-    expand: now and then take several ids at once, as a hypertoken would, if the constraint accepts them.
-    """
-    ids = []
-    while len(ids) < MOST:
-        allowed = np.flatnonzero(constraint.mask())
-        step = [int(rng.choice(allowed))]
-        if expand and rng.random() < 0.5:
-            step += [rng.choice((int(rng.choice(allowed)), rng.randrange(len(tokenizer)))) for _ in range(2)]
-        while not constraint.accepts(step):
-            step.pop()
-        constraint.push(step)
-        ends = [n for n, i in enumerate(step) if i in tokenizer.eos_token_ids]
-        ids += step[: ends[0]] if ends else step
-        if ends:
-            return ids
-    return None
-
-
-def text_of(tokenizer, ids):
-    detokenizer = tokenizer.detokenizer
-    for i in ids:
-        detokenizer.add_token(i)
-    detokenizer.finalize()
-    return detokenizer.text
 
 
 def answer(tokenizer, turn, seed=0, expand=False, prompt_ids=CLOSED):

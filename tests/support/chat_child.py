@@ -17,6 +17,7 @@ def main() -> int:
     script, flags = sys.argv[1], sys.argv[2:]
     if sys.stdin is not None and sys.stdin.isatty():
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # so that Ctrl-C is a signal for this process
+    sys.modules["torch"] = None  # type: ignore[assignment]  # transformers imports it if it can, which takes seconds
     from mlx_zip import cli
 
     if script != "stories":

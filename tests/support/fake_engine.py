@@ -40,8 +40,8 @@ CONTEXT = 2000
 class Script:
     """An answer to replay. text: it is encoded, and every two base ids are emitted as one hypertoken.
 
-    ids: base ids of each emitted id, in place of text. ends: whether an eos follows. delay_s: before each id.
-    progress: chunks in which the prompt is read. fails: raised as `Failed` after the ids.
+    ids: base ids of each emitted id, in place of text. ends: whether an eos follows. delay_s: between ids, on
+    average. progress: chunks in which the prompt is read. fails: raised as `Failed` after the ids.
     """
 
     text: str = "Once upon a time there was a boat."
@@ -99,8 +99,9 @@ class FakeEngine(Engine):
     def _check(self, submission: Submission) -> None:
         if not self._alive or self._closing:
             raise EngineStoppedError("the engine has stopped")
-        if len(submission.base_ids) > CONTEXT:
-            raise PromptTooLongError(f"the prompt has {len(submission.base_ids)} base tokens; {CONTEXT} fit")
+        context = self.info.context or CONTEXT
+        if len(submission.base_ids) > context:
+            raise PromptTooLongError(f"the prompt has {len(submission.base_ids)} base tokens; {context} fit")
         if submission.sampling.get("top_k", 0) >= self.info.vocab_size:
             raise GenerationError("top_k is as large as the vocabulary")
         with self._lock:
@@ -114,14 +115,16 @@ class FakeEngine(Engine):
         for nth in range(script.progress):
             deliver(Progress((nth + 1) * (prompt - 3) // script.progress, prompt - 3))
         reason = "length"
-        for emitted in self._emitted(ticket.submission, script):
-            if ticket.cancelled.wait(script.delay_s):
+        for nth, emitted in enumerate(self._emitted(ticket.submission, script), start=1):
+            if ticket.cancelled.wait(max(0.0, began + nth * script.delay_s - time.monotonic())):
                 reason = "cancelled"
                 break
             eos = ticket.submission.eos_ids & set(emitted.base_ids)
             more = len(emitted.base_ids)
             counts = replace(counts, base_tokens=counts.base_tokens + more, steps=counts.steps + 1)
-            counts = replace(counts, hypertokens=counts.hypertokens + (more > 1), total_s=time.monotonic() - began)
+            now_s = time.monotonic() - began
+            counts = replace(counts, hypertokens=counts.hypertokens + (more > 1), total_s=now_s)
+            counts = replace(counts, first_id_s=counts.first_id_s or now_s, entries=min(nth, counts.codebook_size))
             deliver(emitted)
             if ticket.submission.show:
                 deliver(Counted(counts))

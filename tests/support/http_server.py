@@ -95,7 +95,7 @@ def events(body: bytes) -> list[Any]:
 def replay(deltas: Sequence[Delta]) -> Any:
     """Returns what can stand in place of `Core.answer`: it answers every turn with the deltas, and keeps `turns`."""
 
-    async def answer(turn: Turn) -> AsyncIterator[Delta]:
+    async def answer(turn: Turn, stop: Any = None) -> AsyncIterator[Delta]:
         answer.turns.append(turn)
         for delta in deltas:
             yield delta

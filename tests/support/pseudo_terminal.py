@@ -62,7 +62,7 @@ class PseudoTerminal:
         end = time.monotonic() + limit_s
         while True:
             if found := re.search(pattern, new := _CONTROLS.sub("", self.said[self._seen :]), re.DOTALL):
-                self._seen = len(self.said)
+                self._seen += _length(self.said[self._seen :], found.end())
                 return found
             assert time.monotonic() < end, f"{pattern!r} was not shown, but {new[-2000:]!r}"
             assert self._read(0.1) or self.process.poll() is None, f"ended before {pattern!r}: {new[-2000:]!r}"
@@ -91,3 +91,15 @@ class PseudoTerminal:
             return False
         self.said += data.decode("utf-8", "replace")
         return bool(data)
+
+
+def _length(said: str, characters: int) -> int:
+    """How much of what was written shows so many characters, and then the control sequences after them."""
+    end = 0
+    for control in _CONTROLS.finditer(said):
+        between = control.start() - end
+        if between > characters:
+            break
+        characters -= between
+        end = control.end()
+    return end + characters

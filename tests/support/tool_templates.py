@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Sequence
 from typing import Any
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_zip.text.tokenizer import Tokenizer
 from mlx_zip.text.tokenizers import load_tokenizer
@@ -71,3 +75,17 @@ def with_tools(kind: str = "tags", marks: str = "text", name: str = "stories") -
     if marks != "text":
         tokenizer._tokenizer.add_tokens(list(MARKS), special_tokens=marks == "special")
     return tokenizer
+
+
+def wrapped(name: str, chat_template: str = "{{ tools }}[ARGS]", special: Sequence[str] = ()) -> TokenizerWrapper:
+    """A tokenizer in mlx-lm's wrapper, with one of mlx-lm's parsers. special: marks that are special tokens."""
+    parser = importlib.import_module(f"mlx_lm.tool_parsers.{name}")
+    inner = with_tools()._tokenizer
+    inner.chat_template = chat_template
+    inner.add_tokens(list(special), special_tokens=True)
+    return TokenizerWrapper(
+        inner,
+        tool_call_start=parser.tool_call_start,
+        tool_call_end=parser.tool_call_end,
+        tool_parser=parser.parse_tool_call,
+    )

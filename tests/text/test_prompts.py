@@ -115,6 +115,17 @@ def test_other_answers_are_encoded_as_text():
     assert Chat(talk()).ids(tokenizer(), {"something else": ODD}) == ids_of(Chat(talk()).text(tokenizer()))
 
 
+def test_an_answer_that_is_forgotten_meanwhile_is_encoded_as_text():
+    class Forgets(dict):
+        def __getitem__(self, key):
+            raise KeyError(key)
+
+        def get(self, key, default=None):
+            return self[key]
+
+    assert Chat(talk()).ids(tokenizer(), Forgets({"hi there": ODD})) == ids_of(Chat(talk()).text(tokenizer()))
+
+
 def test_every_known_answer_of_a_conversation_is_found():
     turns = [*talk(), {"role": "assistant", "content": "bye"}, user("so")]
     found = Chat(turns).ids(tokenizer(), {"hi there": ODD, "bye": (4, 4)})

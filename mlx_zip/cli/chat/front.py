@@ -30,10 +30,11 @@ class View(Protocol):
 class Front(ABC):
     """Where messages come from and answers go to; a context, in which a chat runs.
 
-    colours: whether hypertokens are coloured. keys: lines for /help on what keys do.
+    colours: whether hypertokens are coloured. asks: whether a person answers. keys: lines for /help on what keys do.
     """
 
     colours: bool
+    asks = False
     keys: Sequence[str] = ()
 
     def __enter__(self) -> Front:

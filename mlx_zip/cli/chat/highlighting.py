@@ -9,6 +9,7 @@ from pygments.formatters import TerminalFormatter
 from pygments.lexers import get_lexer_by_name
 from pygments.util import ClassNotFound
 
+LONGEST = 2000  # characters of a line that is coloured
 SEEN = 60  # lines before a line that tell what it is in, for example a long string
 
 
@@ -27,8 +28,8 @@ class Highlighter:
         return len(bare) >= len(self._fence) and not bare.strip(self._fence[0])
 
     def line(self, line: str) -> str | None:
-        """Returns the block's next line in colours, None if the language is not known or no colours are wanted."""
-        if self._lexer is None:
+        """Returns the block's next line in colours, None if that is not to be coloured."""
+        if self._lexer is None or len(line) > LONGEST:
             return None
         self._lines = [*self._lines[-SEEN:], line]
         shown = highlight("\n".join(self._lines), self._lexer, self._formatter).split("\n")

@@ -8,15 +8,19 @@ from mlx_zip.errors import EngineStoppedError, MlxZipError, PromptTooLongError
 
 
 def run(program: Program) -> int:
-    """Chats until the user ends it; returns 0. Raises `EngineStoppedError` if the engine has stopped."""
+    """Chats until the user ends it; returns 0, or 1 if the engine has stopped.
+
+    A person can still save the conversation then; without one, the chat ends at once.
+    """
     while not program.ended and (text := program.front.read()) is not None:
         try:
             _do(program, text)
-        except EngineStoppedError:
-            raise
+        except EngineStoppedError as error:
+            program.front.fail(f"{error}; /save keeps the conversation, /quit ends the chat")
+            program.ended = not program.front.asks
         except MlxZipError as error:
             program.front.fail(_advised(error))
-    return 0
+    return 0 if program.engine.alive else 1
 
 
 def _do(program: Program, text: str) -> None:

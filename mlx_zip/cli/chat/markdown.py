@@ -24,11 +24,11 @@ _PARSER = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "ta
 _SPECIAL = re.compile(r"[*_`~\[\]\\&<!]")
 _OPEN = re.compile(r"(?<!\w)_(?=\S)|\*(?=\S)|`|~~(?=\S)|\[[^\]]*$|\]\([^)]*$")  # in text: a mark that may yet be closed
 _FENCE = re.compile(r" *(`{3,}|~{3,}) *([^`]*)")
-_HEADING = re.compile(r"(#{1,6}) +(.*?)(?: +#+)? *")
+_HEADING = re.compile(r"(#{1,6}) (.*)")
 _RULE = re.compile(r" {0,3}([-*_])(?: *\1){2,} *")
 _LEAD = re.compile(r"( *)((?:> ?)*)( *)(?:([-*+]|\d{1,9}[.)]) +)?")
 _WHOLE = re.compile(r" *(?:```|~~~)|#{1,6} |\|")  # beginnings of lines that are written as a whole
-_UNDECIDED = re.compile(r" *(?:`{0,2}|~{0,2}|#{0,6}|(?:[-*_] ?)*|(?:> ?)* *(?:[-*+]|\d{1,9}[.)]?)? *)")
+_UNDECIDED = re.compile(r"`{0,2}|~{0,2}|#{0,6}|(?:[-*_] *)*|(?:> *)*(?:[-*+]|\d{1,9}[.)]?)?")  # a line so far
 _SGR = re.compile(r"\x1b\[[\d;]*m")
 _STRONG = "1"
 _STYLES = {"strong_open": _STRONG, "em_open": "3", "s_open": "9", "link_open": "4"}
@@ -70,7 +70,7 @@ class MarkdownStream:
     def _line_start(self, final: bool) -> bool:
         """At the beginning of a line."""
         line, whole = self._line(final)
-        if not whole and (_UNDECIDED.fullmatch(line) or _WHOLE.match(line)):
+        if not whole and (_UNDECIDED.fullmatch(line.strip(" ")) or _WHOLE.match(line)):
             return False
         if not line.startswith("|"):
             self._end_table()
@@ -90,8 +90,7 @@ class MarkdownStream:
             coloured = self._coloured and not self._tint(2)
             self._code, self._state = Highlighter(fence[1], fence[2].strip(), coloured), self._in_code
         elif heading := _HEADING.fullmatch(line):
-            self._write(heading[2], self._marks[heading.start(2) :], [_STRONG], _parsed(heading[2]))
-            self.screen.newline()
+            self._heading(heading)
         elif _RULE.fullmatch(line):
             self.screen.raw(styled("─" * min(self.screen.columns, 40), _FAINT))
         elif line.startswith("|"):
@@ -102,6 +101,14 @@ class MarkdownStream:
             return False
         self._drop(len(line) + 1)
         return True
+
+    def _heading(self, found: re.Match[str]) -> None:
+        """Writes a heading, without the # that may end it."""
+        text = found[2].rstrip(" ")
+        if (bare := text.rstrip("#")).endswith(" "):
+            text = bare.rstrip(" ")
+        self._write(text, self._marks[found.start(2) :], [_STRONG], _parsed(text))
+        self.screen.newline()
 
     def _begin_text(self, line: str) -> None:
         """Writes what a line of text begins with: its indent, bars of a quotation, a bullet."""
@@ -116,9 +123,12 @@ class MarkdownStream:
     def _in_text(self, final: bool) -> bool:
         """Within a line of text."""
         line, whole = self._line(final)
-        ready = len(line) if whole else last_break(line)
+        endless = len(line) > MOST_HELD and not last_break(line)
+        ready = len(line) if whole or endless else last_break(line)
         if ready and not self._write_ready(line[:ready], whole):
             return False
+        if endless:
+            self.screen.end_word()
         if not whole:
             return False
         self.screen.newline() if self._text.startswith("\n") else self.screen.end_word()

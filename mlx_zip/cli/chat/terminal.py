@@ -73,6 +73,7 @@ class TerminalFront(Front):
     may_colour: whether colours may be used at all.
     """
 
+    asks = True
     keys = (
         "Enter sends; Alt-Enter (or Esc, then Enter) begins a new line; pasted lines stay together",
         "Up and Down bring back what was typed; Ctrl-R searches it; Tab completes commands and file names",
@@ -84,6 +85,7 @@ class TerminalFront(Front):
         self._plain, self._may_colour = plain, may_colour
         self.colours = may_colour
         self._pastes: dict[str, str] = {}
+        self._answered = False  # since the last prompt
         self._opened = contextlib.ExitStack()
         self._session: PromptSession[str] = PromptSession(
             history=InMemoryHistory() if history is None else TypedLines(history, self.fail),
@@ -113,7 +115,9 @@ class TerminalFront(Front):
 
     def read(self) -> str | None:
         """Returns the next message; None after Ctrl-D, and after Ctrl-C twice at an empty prompt."""
-        warned = False
+        if self._answered:
+            print(flush=True)
+        warned = self._answered = False
         while True:
             try:
                 text = valid(self._session.prompt(PROMPT))
@@ -136,7 +140,7 @@ class TerminalFront(Front):
     @contextmanager
     def answering(self, stop: Callable[[], None]) -> Iterator[View]:
         """Shows an answer; Ctrl-C stops it."""
-        view = TerminalView(self._renderer(sys.stdout))
+        view, self._answered = TerminalView(self._renderer(sys.stdout)), True
         with interrupts(stop):
             try:
                 yield view

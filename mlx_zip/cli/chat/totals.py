@@ -28,10 +28,11 @@ class Totals:
         self.last = counts
 
     def line(self) -> str:
-        """Returns the last answer's figures in one line."""
+        """Returns the last answer's figures in one line that fits into a terminal."""
         last = self.last
-        cached = f", {last.cached_tokens:,} of {last.prompt_tokens:,} prompt tokens cached" * bool(last.cached_tokens)
-        return f"{_steps(last.base_tokens, last.steps)}{cached}"
+        rate = f" ({last.base_tokens / last.steps:.2f} per step)" if last.steps else ""
+        cached = f", {last.cached_tokens:,} of {last.prompt_tokens:,} cached" * bool(last.cached_tokens)
+        return f"{counted(last.base_tokens, 'base token')}, {counted(last.steps, 'step')}{rate}{cached}"
 
     def lines(self) -> Iterator[str]:
         """Yields all figures, one line each: the last answer, all answers, prompt, codebook, KV cache."""
@@ -39,7 +40,11 @@ class Totals:
             yield "no answer yet"
             return
         last = self.last
-        yield f"last answer: {_steps(last.base_tokens, last.steps)}{_speed(last)}"
+        yield f"last answer: {_steps(last.base_tokens, last.steps)}"
+        if (seconds := last.total_s - last.first_id_s) > 0 and last.steps > 1:
+            steps_per_s = (last.steps - 1) / seconds  # the time is from the first id on
+            tokens_per_s = steps_per_s * last.base_tokens / last.steps
+            yield f"its speed: {tokens_per_s:,.0f} base tokens/s, {steps_per_s:,.0f} steps/s"
         yield f"{counted(self.answers, 'answer')}: {_steps(self.base_tokens, self.steps)}"
         yield f"last prompt: {counted(last.prompt_tokens, 'base token')}, {last.cached_tokens:,} of them cached"
         if last.codebook_size:
@@ -52,12 +57,6 @@ def _steps(base_tokens: int, steps: int) -> str:
     rate = f" ({base_tokens / steps:.2f} per step)" if steps else ""
     saved = f", {counted(base_tokens - steps, 'step')} saved" if base_tokens > steps else ""
     return f"{counted(base_tokens, 'base token')} in {counted(steps, 'step')}{rate}{saved}"
-
-
-def _speed(counts: Counts) -> str:
-    """Returns in words how fast an answer came, after its first id."""
-    seconds = counts.total_s - counts.first_id_s
-    return f", {counts.base_tokens / seconds:.0f} base tokens/s" if seconds > 0 and counts.steps > 1 else ""
 
 
 def _size(count: int) -> str:

@@ -1,0 +1,226 @@
+"""An answer that is written to the store while it streams."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from mlx_zip.apps.chat.frames import frame_of, piece_of
+from mlx_zip.apps.chat.opening import StoreError
+from mlx_zip.apps.chat.store import Store, extend, new_id
+from mlx_zip.errors import EngineStoppedError, MlxZipError
+from mlx_zip.server.core import Core
+from mlx_zip.server.errors import Failure, failure_of
+from mlx_zip.server.http import event_bytes
+from mlx_zip.server.turn import Delta, Done, Live, Turn
+
+WRITE_S = 0.4  # between writes to the store
+STOPPED = "You stopped it."
+LEFT = "The page was closed."
+
+
+class Answers:
+    """The answers under way, by conversation, so that they can be stopped."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self._running: dict[str, set[asyncio.Event]] = {}
+
+    def stop(self, conversation: str | None = None) -> int:
+        """Stops the answers of a conversation, or of all; returns how many there were."""
+        named = list(self._running) if conversation is None else [conversation]
+        events = [event for one in named for event in self._running.get(one, ()) if not event.is_set()]
+        for event in events:
+            event.set()
+        return len(events)
+
+    async def frames(
+        self, core: Core, conversation: str, turn: Turn, new: list[dict[str, Any]], message: dict[str, Any]
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        """Yields the frames of an answer; the last one is "done" or "error".
+
+        new: messages to add to the conversation, the answer's among them unless it goes on. message: the answer's.
+        Nothing is written before the engine has taken the request. Raises, before the first frame, what it refuses.
+        """
+        stop = asyncio.Event()
+        self._running.setdefault(conversation, set()).add(stop)
+        written = _Written(self.store, core, conversation, message)
+        try:
+            async with aclosing(core.answer(turn)) as deltas:
+                await anext(deltas)
+                await written.begin(new)
+                for one in new or [message]:
+                    yield {"type": "message", "message": dict(one)}
+                async with aclosing(_until(deltas, stop)) as coming:
+                    async for frame in self._followed(written, coming, stop):
+                        yield frame
+        except GeneratorExit:
+            await written.end("stopped", LEFT)
+            raise
+        except asyncio.CancelledError:
+            await asyncio.shield(written.end("stopped", LEFT))
+            raise
+        finally:
+            self._running[conversation].discard(stop)
+            if not self._running[conversation]:
+                del self._running[conversation]
+
+    async def _followed(
+        self, written: _Written, deltas: AsyncGenerator[Delta | None, None], stop: asyncio.Event
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        """Yields the frames of the deltas, and of the end."""
+        try:
+            async for delta in deltas:
+                if (frame := await written.take(delta)) is not None:
+                    yield frame
+                for told in written.problems():
+                    yield told
+            await written.end("stopped" if stop.is_set() and not written.done else "whole", STOPPED)
+        except MlxZipError as error:
+            state = "cut" if isinstance(error, EngineStoppedError) else "failed"
+            text = failure_of(error).message
+            await written.end(state, text)
+            yield {"type": "error", "message": text, "state": state}
+            return
+        for told in written.problems():
+            yield told
+        yield {"type": "done", "message": written.message, "leaf": written.message["id"]}
+
+
+class _Written:
+    """One answer and what of it is in the store. done: whether the engine has ended it."""
+
+    def __init__(self, store: Store, core: Core, conversation: str, message: dict[str, Any]) -> None:
+        self._store, self._core, self._conversation, self.message = store, core, conversation, message
+        self._piece: dict[str, Any] = {}  # not in the store yet
+        self._at, self._begun, self._ended = time.monotonic(), False, False
+        self._told: str | None = None
+        self._reason: str | None = None  # of an answer that is whole
+        self._problem: str | None = None
+        self._last: asyncio.Future[Any] | None = None  # the store's work that was begun last
+        self.done = False
+
+    async def begin(self, new: list[dict[str, Any]]) -> None:
+        """Writes the new messages, or marks the message as running if there are none."""
+        self._begun = True
+        self.message |= {"state": "running", "reason": None}
+        if new:
+            await self._kept(self._store.begin, self._conversation, new)
+        else:
+            await self._kept(self._store.resume, self._conversation, self.message["id"])
+
+    async def take(self, delta: Delta | None) -> dict[str, Any] | None:
+        """Adds a delta (None: nothing new for a while), writes if it is time, and returns the delta's frame."""
+        frame = None if delta is None else frame_of(delta)
+        if delta is not None:
+            piece = piece_of(delta)
+            extend(self.message, piece)
+            for name, value in piece.items():
+                self._piece[name] = self._piece[name] + value if name in self._piece else value
+        if isinstance(delta, Live | Done) and frame is not None:
+            self.message["figures"] = {name: value for name, value in frame.items() if name != "type"}
+        if isinstance(delta, Done):
+            self.done, self._reason = True, "length" if delta.reason == "length" else None
+        if self._piece and time.monotonic() - self._at >= WRITE_S:
+            await self._write()
+        return frame
+
+    async def _write(self) -> None:
+        """Writes what is new."""
+        piece, self._piece, self._at = self._piece, {}, time.monotonic()
+        await self._kept(self._store.append, self._conversation, self.message["id"], piece)
+
+    async def end(self, state: str, reason: str | None) -> None:
+        """Writes the end, once."""
+        if self._ended or not self._begun:
+            return
+        self._ended = True
+        self.message |= {"state": state, "reason": self._reason if state == "whole" else reason}
+        await self._kept(self._store.finish, self._conversation, dict(self.message))
+
+    async def _kept(self, work: Callable[..., Any], *args: Any) -> None:
+        """Does the store's work in a thread, after what was begun before it, also if the task is cancelled meanwhile.
+
+        What goes wrong there ends no answer; `problems` tells of it.
+        """
+        if self._last is not None:
+            await asyncio.wait({self._last})
+        self._last = asyncio.ensure_future(self._core.aside(work, *args))
+        try:
+            await asyncio.shield(self._last)
+            self._problem = self._store.database.problem
+        except StoreError as error:
+            self._problem = str(error)
+
+    def problems(self) -> list[dict[str, Any]]:
+        """Returns a frame if the store has a problem that was not told yet."""
+        if self._problem is None or self._problem == self._told:
+            return []
+        self._told = self._problem
+        return [{"type": "storage", "message": self._problem}]
+
+
+async def _until(deltas: AsyncGenerator[Delta, None], stop: asyncio.Event) -> AsyncGenerator[Delta | None, None]:
+    """Yields deltas until they end or `stop` is set, and None when there was nothing new for a while."""
+    stopping = asyncio.ensure_future(stop.wait())
+    coming: asyncio.Future[Delta | None] | None = None
+    try:
+        while True:
+            coming = coming or asyncio.ensure_future(anext(deltas, None))
+            await asyncio.wait({coming, stopping}, timeout=WRITE_S, return_when=asyncio.FIRST_COMPLETED)
+            if stopping.done():
+                return
+            if not coming.done():
+                yield None
+                continue
+            delta, coming = coming.result(), None
+            if delta is None:
+                return
+            yield delta
+    finally:
+        for task in (stopping, coming):
+            if task is not None:
+                task.cancel()
+        await asyncio.gather(stopping, *([coming] if coming else []), return_exceptions=True)
+
+
+def new_message(role: str, parent: str | None, text: str, model: str | None = None) -> dict[str, Any]:
+    """Returns a message that was not written before; an assistant's is running."""
+    return {
+        "id": new_id(),
+        "parent": parent,
+        "role": role,
+        "text": text,
+        "reasoning": "",
+        "created": time.time(),
+        "state": "running" if role == "assistant" else "whole",
+        "reason": None,
+        "tokens": None,
+        "figures": None,
+        "learned": [],
+        "model": model,
+    }
+
+
+def turn_messages(system: str, path: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns messages as chat templates take them. path: from the first message to the last."""
+    found: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+    for message in path:
+        reasoning = {"reasoning_content": message["reasoning"]} if message["reasoning"] else {}
+        found.append({"role": message["role"], "content": message["text"], **reasoning})
+    return found
+
+
+async def as_bytes(frames: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[bytes, None]:
+    """Yields frames as an event stream has them."""
+    async with aclosing(frames):
+        async for frame in frames:
+            yield event_bytes(frame)
+
+
+def failed(failure: Failure) -> bytes:
+    """Returns the last frame of a stream that failed."""
+    return event_bytes({"type": "error", "message": failure.message, "state": "failed"})

@@ -1,0 +1,102 @@
+"""The bodies of the app's requests."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field
+
+from mlx_zip.server.fields import Body, Many
+
+MOST_PACKS = 100
+
+
+def _unicode(text: str) -> str:
+    """Returns a text. Raises `ValueError` for half of a surrogate pair, which no file can hold."""
+    text.encode()
+    return text
+
+
+Words = Annotated[str, AfterValidator(_unicode)]
+Title = Annotated[Words, Field(max_length=500)]
+Name = Annotated[Words, Field(min_length=1, max_length=1000)]
+Packs = Annotated[Many[Name], Field(max_length=MOST_PACKS)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Limit = Annotated[int, Field(ge=1, le=(1 << 31) - 1)]
+
+
+class SamplingBody(Body):
+    """How an answer is chosen; what is left out is as the app was started."""
+
+    temp: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Fraction | None = None
+    top_k: Annotated[int, Field(ge=0)] | None = None
+    min_p: Fraction | None = None
+    seed: Annotated[int, Field(ge=0, lt=1 << 64)] | None = None
+    max_tokens: Limit | None = None
+    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The fields that are set."""
+        return self.model_dump(exclude_none=True)
+
+
+class ConversationBody(Body):
+    """A new conversation, or what to change of one."""
+
+    title: Title | None = None
+    model: Name | None = None
+    system: Words | None = None
+    packs: Packs | None = None
+    sampling: SamplingBody | None = None
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The fields that are set, as the store takes them."""
+        return self.model_dump(exclude_none=True)
+
+
+class ChangeBody(ConversationBody):
+    """What to change of a conversation."""
+
+    draft: Words | None = None
+    leaf: Name | None = None
+
+
+class AnswerBody(Body):
+    """An answer that is asked for. parent: the message before. text: a new message of the user. continue: go on with
+    the answer `parent`.
+    """
+
+    parent: Name | None = None
+    text: Annotated[Words, Field(min_length=1)] | None = None
+    goes_on: bool = Field(default=False, alias="continue")
+    model: Name | None = None
+
+
+class ModelBody(Body):
+    """A model to open: a name of the app's, a folder or a hub id."""
+
+    name: Name
+
+
+class RaceMessage(Body):
+    """A message of a race that belongs to no conversation."""
+
+    role: Literal["system", "user", "assistant"]
+    content: Annotated[Words, Field(min_length=1)]
+
+
+class RaceBody(Body):
+    """The same request to the main model and to `base`, one after the other.
+
+    conversation, leaf: the message of the user to answer; or messages, in their place.
+    """
+
+    conversation: Name | None = None
+    leaf: Name | None = None
+    messages: Annotated[Many[RaceMessage], Field(min_length=1)] | None = None
+    base: Name
+    sampling: SamplingBody | None = None
+    max_tokens: Limit | None = None

@@ -1,0 +1,158 @@
+"""A database that several threads use, and that goes on in memory while its disk takes no more."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from mlx_zip.apps.chat.opening import Opened, StoreError, code_of, connect, in_memory, open_file, share, told
+from mlx_zip.apps.chat.schema import transaction
+
+Some = TypeVar("Some")
+_TAKES_NO_MORE = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY)
+RETRY_S = 5.0  # between attempts to write to a full disk
+_TABLES = ("conversations", "messages", "pieces")
+
+
+class Database:
+    """path: the file, None for a database in memory. note: what happened to an older file when this one was opened.
+
+    problem: why what is written is in memory only at the moment, None if it is where it belongs.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self._opened: Opened = in_memory() if path is None else open_file(path)
+        self.note, self.problem = self._opened.note, None
+        self._lock = threading.RLock()
+        self._spare: sqlite3.Connection | None = None  # in memory, while the disk takes no more
+        self._changed: set[str] = set()  # conversations that the spare has otherwise than the file
+        self._tried = 0.0
+
+    @property
+    def alone(self) -> bool:
+        """Whether no other process had the database open when this one opened it."""
+        return self._opened.alone
+
+    def share(self) -> None:
+        """Lets other processes use the database too."""
+        share(self._opened)
+
+    def read(self, work: Callable[[sqlite3.Connection], Some]) -> Some:
+        """Returns what `work` returns for the database. Raises `StoreError`."""
+        with self._lock:
+            try:
+                return work(self._spare or self._opened.db)
+            except sqlite3.Error as error:
+                raise StoreError(f"the conversations cannot be read: {told(error)}") from error
+
+    def write(self, work: Callable[[sqlite3.Connection], Some], conversation: str | None = None) -> Some:
+        """Returns what `work` returns; what it changes happens whole or not at all. It may be called twice.
+
+        conversation: the one that it changes, None for all. If the disk is full, the database goes on in memory.
+        Raises `StoreError`.
+        """
+        with self._lock:
+            self._return(RETRY_S)
+            try:
+                return self._change(work, conversation)
+            except sqlite3.Error as error:
+                if self._spare is not None or self.path is None or code_of(error) not in _TAKES_NO_MORE:
+                    raise StoreError(f"the conversations cannot be written: {told(error)}") from error
+                self._leave(error)
+            try:
+                return self._change(work, conversation)
+            except sqlite3.Error as error:
+                raise StoreError(f"the conversations cannot be written: {told(error)}") from error
+
+    def _change(self, work: Callable[[sqlite3.Connection], Some], conversation: str | None) -> Some:
+        """Does the work in one transaction, and remembers what it changed if that is in memory only."""
+        db = self._spare or self._opened.db
+        with transaction(db):
+            found = work(db)
+            if self._spare is not None:
+                named = (
+                    [conversation] if conversation else [row[0] for row in self._both("SELECT id FROM conversations")]
+                )
+                self._changed.update(named)
+        return found
+
+    def _both(self, query: str) -> list[sqlite3.Row]:
+        """Returns the rows of a query in the file and in memory."""
+        spare = self._spare.execute(query).fetchall() if self._spare else []
+        return [*self._opened.db.execute(query).fetchall(), *spare]
+
+    def _leave(self, error: sqlite3.Error) -> None:
+        """Goes on in memory, with a copy of what the file holds. Raises `StoreError` if it cannot be read."""
+        spare = connect(":memory:")
+        try:
+            self._opened.db.backup(spare)
+        except sqlite3.Error as second:
+            spare.close()
+            raise StoreError(
+                f"the conversations cannot be written: {told(error)}, nor read: {told(second)}"
+            ) from second
+        self._spare, self._tried, self._changed = spare, time.monotonic(), set()
+        self.problem = f"{self.path}: {told(error)}; what is written now is lost when the app ends"
+
+    def _return(self, after_s: float = 0.0) -> None:
+        """Writes to the file what is in memory only, if the disk takes it; tries once in `after_s` seconds."""
+        if self._spare is None or time.monotonic() - self._tried < after_s:
+            return
+        self._tried = time.monotonic()
+        try:
+            with transaction(self._opened.db):
+                for conversation in sorted(self._changed):
+                    _copy(self._spare, self._opened.db, conversation)
+        except sqlite3.Error as error:
+            self.problem = f"{self.path}: {told(error)}; what is written now is lost when the app ends"
+            return
+        self._spare.close()
+        self._spare, self.problem = None, None
+
+    def bytes(self) -> int:
+        """Returns the size of the database in bytes."""
+        return self.read(
+            lambda db: db.execute("PRAGMA page_count").fetchone()[0] * db.execute("PRAGMA page_size").fetchone()[0]
+        )
+
+    def shrink(self) -> None:
+        """Gives back the room of what was deleted, and leaves no trace of it in the files. Raises `StoreError`."""
+
+        def work(db: sqlite3.Connection) -> None:
+            db.execute("INSERT INTO words (words) VALUES ('rebuild')")
+            db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            db.execute("VACUUM")
+            db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+        self.read(work)
+
+    def close(self) -> None:
+        """Closes the database, after a last attempt to write what is in memory only."""
+        with self._lock:
+            self._return()
+            if self._spare is not None:
+                self._spare.close()
+            self._opened.close()
+
+
+def _copy(source: sqlite3.Connection, target: sqlite3.Connection, conversation: str) -> None:
+    """Makes a conversation in one database what it is in another, or deletes it if it is not there."""
+    target.execute("DELETE FROM messages WHERE conversation = ?", (conversation,))
+    target.execute("DELETE FROM conversations WHERE id = ?", (conversation,))
+    for table in _TABLES:
+        of = {
+            "conversations": "id = ?",
+            "messages": "conversation = ? ORDER BY n",
+            "pieces": "message IN (SELECT id FROM messages WHERE conversation = ?) ORDER BY n",
+        }[table]
+        for row in source.execute(f"SELECT * FROM {table} WHERE {of}", (conversation,)):
+            fields = [name for name in row.keys() if name != "n"]  # noqa: SIM118 (a Row iterates over its values)
+            marks = ", ".join("?" * len(fields))
+            target.execute(
+                f"INSERT INTO {table} ({', '.join(fields)}) VALUES ({marks})", tuple(row[name] for name in fields)
+            )

@@ -1,0 +1,164 @@
+"""Conversations as files: JSON that can be imported again, and Markdown to read."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from mlx_zip.apps.chat.bodies import Name, Packs, SamplingBody, Title, Words
+from mlx_zip.apps.chat.store import CUT, new_id
+from mlx_zip.server.fields import Body, BodyError, Many
+
+FORMAT, VERSION = "mlx_zip conversations", 1
+MOST_TOKENS = 1_000_000  # in one message
+Time = Annotated[float, Field(ge=0, le=1e11)]
+Parts = Annotated[list[Words], Field(max_length=1000, fail_fast=True)]
+
+
+class TokenBody(Body):
+    """A token of an answer's text."""
+
+    t: Words
+    id: int | None = None
+    p: Parts | None = None
+    o: Literal["pack", "prompt", "answer"] | None = None
+    a: int | None = None
+    c: bool | None = None
+
+
+class FiguresBody(Body):
+    """The figures of an answer."""
+
+    base_tokens: int = 0
+    steps: int = 0
+    hypertokens: int = 0
+    entries: int = 0
+    codebook_size: int = 0
+    kv_bytes_saved: int = 0
+    base_tokens_per_step: float = 0.0
+    seconds: float = 0.0
+    base_tokens_per_s: float = 0.0
+
+
+class MessageBody(Body):
+    """A message of an imported conversation; its parent stands before it."""
+
+    id: Name
+    parent: Name | None = None
+    role: Literal["user", "assistant"]
+    text: Words
+    reasoning: Words = ""
+    created: Time
+    state: Literal["running", "whole", "stopped", "cut", "failed"] = "whole"
+    reason: Words | None = None
+    tokens: Annotated[list[TokenBody], Field(max_length=MOST_TOKENS, fail_fast=True)] | None = None
+    figures: FiguresBody | None = None
+    learned: Annotated[list[Parts], Field(max_length=MOST_TOKENS, fail_fast=True)] = Field(default_factory=list)
+    model: Name | None = None
+
+
+class ImportedBody(Body):
+    """An imported conversation."""
+
+    id: Name
+    title: Title = ""
+    created: Time
+    updated: Time
+    model: Name | None = None
+    system: Words = ""
+    packs: Packs = Field(default_factory=list)
+    sampling: SamplingBody = Field(default_factory=SamplingBody)
+    draft: Words = ""
+    leaf: Name | None = None
+    messages: Many[MessageBody]
+
+
+class ImportBody(Body):
+    """What an export has written."""
+
+    format: Literal["mlx_zip conversations"]
+    version: Literal[1]
+    exported: Time | None = None
+    conversations: Many[ImportedBody]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _ours(cls, given: Any) -> Any:
+        """Refuses what another program has written, before its fields are looked at."""
+        if not isinstance(given, Mapping) or given.get("format") != FORMAT:
+            raise ValueError("this is no export of this app: its field format is another")
+        if given.get("version") != VERSION:
+            raise ValueError(f"this is no export of this app's version {VERSION}: it has {given.get('version')!r:.40}")
+        return given
+
+
+def exported(conversations: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns conversations as the JSON of an export."""
+    return {"format": FORMAT, "version": VERSION, "exported": time.time(), "conversations": list(conversations)}
+
+
+def imported(body: ImportBody) -> list[dict[str, Any]]:
+    """Returns an import's conversations as `Store.add` takes them, with ids of their own. Raises `BodyError`."""
+    return [_conversation(one, f"conversations.{i}") for i, one in enumerate(body.conversations)]
+
+
+def _conversation(given: ImportedBody, place: str) -> dict[str, Any]:
+    """Returns a conversation with new ids. place: its path in the body. Raises `BodyError` for a tree that is none."""
+    ids: dict[str, str] = {}
+    messages = []
+    for i, one in enumerate(given.messages):
+        if one.id in ids:
+            raise BodyError("there are two messages with this id", f"{place}.messages.{i}.id")
+        if one.parent is not None and one.parent not in ids:
+            raise BodyError("the parent must stand before its message", f"{place}.messages.{i}.parent")
+        ids[one.id] = new_id()
+        messages.append(_message(one, ids))
+    if given.leaf is not None and given.leaf not in ids:
+        raise BodyError("there is no such message", f"{place}.leaf")
+    fields = given.model_dump(exclude={"messages", "id", "leaf", "sampling"})
+    leaf = None if given.leaf is None else ids[given.leaf]
+    return {**fields, "id": new_id(), "leaf": leaf, "sampling": given.sampling.given, "messages": messages}
+
+
+def _message(given: MessageBody, ids: Mapping[str, str]) -> dict[str, Any]:
+    """Returns a message with new ids; one that was being written when it was exported is cut."""
+    fields = given.model_dump(exclude={"tokens"})
+    tokens = None if given.tokens is None else [one.model_dump(exclude_none=True) for one in given.tokens]
+    if given.state == "running":
+        fields |= {"state": "cut", "reason": CUT}
+    return {**fields, "tokens": tokens, "id": ids[given.id], "parent": given.parent and ids[given.parent]}
+
+
+def markdown(conversation: Mapping[str, Any]) -> str:
+    """Returns the branch of a conversation that the page shows, as Markdown."""
+    title = " ".join(conversation["title"].split()) or "Conversation"
+    parts = [f"# {title}"]
+    if conversation["system"]:
+        parts += ["## System", conversation["system"]]
+    for message in _branch(conversation):
+        name = "You" if message["role"] == "user" else message["model"] or "Answer"
+        parts += [f"## {name}", message["text"]]
+        if message["state"] not in ("whole", "running"):
+            parts.append(f"*({message['state']})*")
+    return "\n\n".join(parts) + "\n"
+
+
+def _branch(conversation: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Returns the messages from the first one to the leaf, to the last one without a leaf."""
+    by_id = {message["id"]: message for message in conversation["messages"]}
+    at = by_id.get(conversation["leaf"]) or next(reversed(by_id.values()), None)
+    found = []
+    while at is not None and len(found) < len(by_id):
+        found.append(at)
+        at = by_id.get(at["parent"])
+    return found[::-1]
+
+
+def file_name(title: str, end: str) -> str:
+    """Returns a name for a file, of letters that every system takes."""
+    words = re.sub(r"[^A-Za-z0-9]+", "-", title).strip("-")[:60].strip("-")
+    return f"{words or 'conversation'}.{end}"

@@ -1,0 +1,101 @@
+"""The page's files, and the headers that keep what it shows from running."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from starlette.datastructures import MutableHeaders
+from starlette.requests import Request
+from starlette.responses import FileResponse, RedirectResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mlx_zip.server.errors import RequestError
+
+FOLDER = Path(__file__).parent
+OPEN = ("/app", "/app/", "/app/page/*", "/app/vendor/*")  # need no key
+TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".svg": "image/svg+xml",
+    ".png": "image/png",
+    ".woff2": "font/woff2",
+    ".json": "application/json",
+    "": "text/plain; charset=utf-8",
+}
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; "
+    "font-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+
+
+def routes(folder: Path = FOLDER) -> list[Route]:
+    """Returns the routes of the page's files in `folder`/page and `folder`/vendor."""
+
+    async def index(request: Request) -> Response:
+        """Shows the page of the app."""
+        return _file(request, folder, "page", "index.html")
+
+    async def page(request: Request) -> Response:
+        """Returns one of the page's own files."""
+        return _file(request, folder, "page", request.path_params["name"])
+
+    async def vendor(request: Request) -> Response:
+        """Returns a file of a package that the page uses."""
+        return _file(request, folder, "vendor", request.path_params["name"])
+
+    async def slash(request: Request) -> Response:
+        """Leads to the page of the app."""
+        return RedirectResponse("/app/", 308)
+
+    return [
+        Route("/app", slash),
+        Route("/app/", index),
+        Route("/app/page/{name:path}", page),
+        Route("/app/vendor/{name:path}", vendor),
+    ]
+
+
+def _file(request: Request, folder: Path, part: str, name: str) -> Response:
+    """Returns a file of a folder. Raises `RequestError` for anything else.
+
+    The browser keeps it, and asks before each use whether it has changed.
+    """
+    names = name.split("/")
+    path = folder.joinpath(part, *names)
+    plain = all(_NAME.fullmatch(one) for one in names)
+    if not plain or path.suffix not in TYPES or path.is_symlink() or not path.is_file():
+        raise RequestError(404, "the page has no such file", "unknown_url")
+    headers = {"Cache-Control": "no-cache"}
+    response = FileResponse(path, media_type=TYPES[path.suffix], headers=headers, stat_result=path.stat())
+    if request.headers.get("if-none-match") == (tag := response.headers["etag"]):
+        return Response(status_code=304, headers={**headers, "ETag": tag})
+    return response
+
+
+class PageHeaders:
+    """Gives each answer below /app the headers that forbid inline code, other hosts and frames."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes a request on, and its answer back with the headers."""
+
+        async def sent(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in HEADERS.items():
+                    headers[name] = value
+                headers.setdefault("Cache-Control", "no-store")
+            await send(message)
+
+        of_app = scope["type"] == "http" and scope["path"].startswith("/app")
+        await self._app(scope, receive, sent if of_app else send)

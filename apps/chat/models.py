@@ -1,0 +1,74 @@
+"""The models that answer: the one that the app was started with, and at most one other at a time."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from mlx_zip.engine import Engine
+from mlx_zip.engine.engines import OFF, OtherModel
+from mlx_zip.server.core import Core
+from mlx_zip.server.cores import Cores
+from mlx_zip.server.errors import RequestError
+
+
+class Models:
+    """main: answers unless a conversation names another model. open_model: opens a model by its name, None if none can
+    be named that is not among the others. hypertokens: which models have any, as far as it is known.
+    """
+
+    def __init__(
+        self,
+        cores: Cores,
+        open_model: Callable[[str], Engine] | None = None,
+        hypertokens: dict[str, bool] | None = None,
+    ) -> None:
+        self.cores, self.main, self._open_model = cores, cores.main, open_model
+        self._hypertokens = {self.main.model: self.main.engine.info.merge_size > 0, **(hypertokens or {})}
+        for other in cores.engines.others.values():
+            if other.kind == "control":  # the main model's opposite
+                self._hypertokens.setdefault(other.name, not self._hypertokens[self.main.model])
+
+    @asynccontextmanager
+    async def using(self, name: str | None) -> AsyncGenerator[Core, None]:
+        """Gives what answers with a model, opened if it is not open; None for the main one.
+
+        Raises `RequestError` for an unknown name, and what opening the model raises.
+        """
+        name = name or self.main.model
+        if name != self.main.model and name not in self.cores.engines.others:
+            raise RequestError(404, f"there is no model {name!r:.200}", "model_not_found", "model")
+        async with self.cores.use(name) as core:
+            self._hypertokens[name] = core.engine.info.merge_size > 0
+            yield core
+
+    async def open(self, name: str) -> None:
+        """Opens a model, also one that nobody named before. Raises `RequestError`, and what opening it raises."""
+        others, make = self.cores.engines.others, self._open_model
+        known = name == self.main.model or name in others
+        if not known and make is not None:
+            others[name] = OtherModel(name, "model", lambda: make(name), f"{name}: a model that you named")
+        try:
+            async with self.using(name):
+                pass
+        except BaseException:
+            if not known:
+                others.pop(name, None)
+            raise
+
+    def listed(self) -> list[dict[str, Any]]:
+        """Returns the models that a conversation can choose, as the page shows them."""
+        others = [one for one in self.cores.engines.others.values() if one.kind != OFF]
+        control = next((one.name for one in others if one.kind == "control"), None)
+        names = {self.main.model: control, **{one.name: None for one in others}}
+        loaded = {self.main.model, *self.cores.engines.loaded}
+        return [
+            {"name": name, "hypertokens": self._hypertokens.get(name, True), "loaded": name in loaded, "base": base}
+            for name, base in names.items()
+        ]
+
+    def bases(self) -> list[dict[str, Any]]:
+        """Returns what the main model can race against, as the page shows it."""
+        others = self.cores.engines.others.values()
+        return [{name: getattr(one, name) for name in ("name", "kind", "label", "quality")} for one in others]

@@ -1,0 +1,158 @@
+"""The routes of the app's conversations."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from mlx_zip.apps.chat.answering import Answers, as_bytes, failed, new_message, turn_messages
+from mlx_zip.apps.chat.bodies import AnswerBody, ChangeBody, ConversationBody
+from mlx_zip.apps.chat.models import Models
+from mlx_zip.apps.chat.store import Store
+from mlx_zip.server.errors import RequestError
+from mlx_zip.server.http import described, json_response, read_body, stream_response
+from mlx_zip.server.turn import Turn
+
+PATH = "/app/api/conversations"
+MOST_LISTED = 1000
+
+
+def routes(store: Store, models: Models, answers: Answers) -> list[Route]:
+    """Returns the routes of conversations and their answers."""
+    core, aside = models.main, models.main.aside
+
+    async def listed(request: Request) -> Response:
+        """Lists the conversations, the last changed first."""
+        asked = request.query_params
+        limit, offset = _number(asked.get("limit"), 50, MOST_LISTED), _number(asked.get("offset"), 0, 1 << 31)
+        return json_response(await aside(store.conversations, asked.get("search", ""), limit, offset))
+
+    async def create(request: Request) -> Response:
+        """Begins a conversation."""
+        body = await read_body(request, core, ConversationBody)
+        return json_response(await aside(store.create, body.given), 201)
+
+    async def purge(request: Request) -> Response:
+        """Deletes all conversations."""
+        answers.stop()
+        return json_response({"deleted": await aside(store.purge)})
+
+    async def show(request: Request) -> Response:
+        """Shows a conversation with its messages."""
+        return json_response(found(await aside(store.conversation, request.path_params["id"])))
+
+    async def change(request: Request) -> Response:
+        """Changes fields of a conversation."""
+        body = await read_body(request, core, ChangeBody)
+        one = request.path_params["id"]
+        if body.leaf is not None:
+            _message(await aside(store.message, one, body.leaf))
+        return json_response(found(await aside(store.change, one, body.given)))
+
+    async def delete(request: Request) -> Response:
+        """Deletes a conversation."""
+        one = request.path_params["id"]
+        answers.stop(one)
+        found(await aside(store.delete, one) or None)
+        return json_response({"deleted": 1})
+
+    async def stop(request: Request) -> Response:
+        """Stops the answers of a conversation."""
+        return json_response({"stopped": answers.stop(request.path_params["id"])})
+
+    async def answer(request: Request) -> Response:
+        """Answers a message, or goes on with an answer, as an event stream."""
+        body = await read_body(request, core, AnswerBody)
+        frames = _answer(store, models, answers, request.path_params["id"], body)
+        return await stream_response(request, core, as_bytes(frames), on_error=failed)
+
+    return [
+        Route(PATH, listed),
+        Route(PATH, described(create, ConversationBody), methods=["POST"]),
+        Route(PATH, purge, methods=["DELETE"]),
+        Route(PATH + "/{id}", show),
+        Route(PATH + "/{id}", described(change, ChangeBody), methods=["PATCH"]),
+        Route(PATH + "/{id}", delete, methods=["DELETE"]),
+        Route(PATH + "/{id}/stop", stop, methods=["POST"]),
+        Route(PATH + "/{id}/answer", described(answer, AnswerBody), methods=["POST"]),
+    ]
+
+
+async def _answer(
+    store: Store, models: Models, answers: Answers, one: str, body: AnswerBody
+) -> AsyncGenerator[dict[str, Any], None]:
+    """Yields the frames of the answer that is asked for. Raises `RequestError`."""
+    aside = models.main.aside
+    conversation = found(await aside(store.conversation, one))
+    path = await aside(store.path, one, body.parent)
+    _check_place(body, path)
+    async with models.using(body.model or conversation["model"]) as core:
+        asked = [new_message("user", body.parent, body.text)] if body.text is not None else []
+        path += asked
+        if body.goes_on:
+            message, path, new = path[-1], path[:-1], []
+        else:
+            message = new_message("assistant", path[-1]["id"], "", core.model)
+            new = [*asked, message]
+        turn = turn_of(core.options.max_tokens, conversation, path, message["text"])
+        async with aclosing(answers.frames(core, one, turn, new, message)) as frames:
+            async for frame in frames:
+                yield frame
+
+
+def turn_of(max_tokens: int, conversation: dict[str, Any], path: list[dict[str, Any]], prefill: str = "") -> Turn:
+    """Returns the turn that answers a conversation. path: its messages. prefill: how the answer begins."""
+    sampling = dict(conversation["sampling"])
+    return Turn(
+        messages=turn_messages(conversation["system"], path),
+        prefill=prefill or None,
+        max_tokens=sampling.pop("max_tokens", max_tokens),
+        sampling=sampling,
+        pack=tuple(conversation["packs"]) or None,
+        show=True,
+    )
+
+
+def _check_place(body: AnswerBody, path: list[dict[str, Any]]) -> None:
+    """Raises `RequestError` unless what is asked for can follow the message `parent`. path: the messages up to it."""
+    if body.parent is not None and not path:
+        raise RequestError(404, "there is no such message", "unknown_message", "parent")
+    role = path[-1]["role"] if path else None
+    if body.goes_on and body.text is not None:
+        raise RequestError(400, "text and continue cannot be asked for together", "invalid_request", "continue")
+    if path and path[-1]["state"] == "running":
+        raise RequestError(409, "this answer is still being written", "running", "parent")
+    if body.text is not None:
+        if role == "user":
+            raise RequestError(400, "a message of the user follows an answer", "invalid_request", "parent")
+    elif role != ("assistant" if body.goes_on else "user"):
+        wanted = "an answer" if body.goes_on else "a message of the user"
+        raise RequestError(400, f"parent must be {wanted}", "invalid_request", "parent")
+
+
+def _number(given: str | None, default: int, most: int) -> int:
+    """Returns a number of the address. Raises `RequestError`."""
+    if given is None:
+        return default
+    if not (given.isascii() and given.isdecimal() and len(given) < 12):
+        raise RequestError(400, f"{given[:40]!r} is no number", "invalid_request")
+    return min(int(given), most)
+
+
+def found(value: Any) -> Any:
+    """Returns a value. Raises `RequestError` for None, the conversation that is not there."""
+    if value is None:
+        raise RequestError(404, "there is no such conversation", "unknown_conversation")
+    return value
+
+
+def _message(value: Any) -> Any:
+    """Returns a value. Raises `RequestError` for None, the message that is not there."""
+    if value is None:
+        raise RequestError(404, "there is no such message", "unknown_message")
+    return value

@@ -1,0 +1,121 @@
+"""Runs the app: on a free port of this machine, with a key of its own, until a signal comes or its window is closed."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+import webbrowser
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from mlx_zip.apps.chat.app import guarded, make_chat_app
+from mlx_zip.apps.chat.models import Models
+from mlx_zip.apps.chat.state import Settings
+from mlx_zip.apps.chat.store import Store
+from mlx_zip.engine import Engine
+from mlx_zip.engine.engines import Engines
+from mlx_zip.server.core import Core
+from mlx_zip.server.cores import Cores
+from mlx_zip.server.options import Options
+from mlx_zip.server.running import Server, bound
+
+HOST = "127.0.0.1"
+PREFERRED_PORT = 7437  # of each start, so that the browser finds what it keeps for the page
+
+
+@dataclass(frozen=True)
+class Showing:
+    """How the page is shown. browser: opened in the browser. window: in a window of its own."""
+
+    browser: bool = True
+    window: bool = False
+
+
+def listening(port: int | None) -> socket.socket:
+    """Returns a socket of a port of this machine; None: the usual one, or a free one if that is taken.
+
+    Raises `OSError`.
+    """
+    if port is not None:
+        return bound(HOST, port)
+    try:
+        return bound(HOST, PREFERRED_PORT)
+    except OSError:
+        return bound(HOST, 0)
+
+
+def new_token() -> str:
+    """Returns a key for one run of the app."""
+    return secrets.token_urlsafe(32)
+
+
+def run_app(
+    engines: Engines,
+    options: Options,
+    listener: socket.socket,
+    store: Store,
+    settings: Settings,
+    showing: Showing,
+    open_model: Callable[[str], Engine] | None = None,
+    hypertokens: dict[str, bool] | None = None,
+) -> BaseException | None:
+    """Serves the app until a signal comes, which is then raised again, or until its window is closed.
+
+    options.api_key: the key in the page's address. open_model, hypertokens: as in `Models`. Returns what ended the main
+    engine's thread if that is why the app stopped.
+    """
+    address = f"http://{HOST}:{listener.getsockname()[1]}/app/#token={options.api_key}"
+    cores = Cores(engines, Core(engines.main, guarded(options)))
+    models = Models(cores, open_model, hypertokens)
+    app = make_chat_app(store, models, settings)
+
+    def say() -> None:
+        print(f"mlx_zip app: {address} (Ctrl-C ends)", flush=True)
+        if showing.browser and not showing.window:
+            threading.Thread(target=_open_browser, args=(address,), daemon=True).start()
+
+    server = Server(models.main, "warning", say, app)
+    try:
+        if showing.window:
+            _in_window(server, listener, address)
+        else:
+            server.run([listener])
+    finally:
+        cores.close()
+    return server.fault
+
+
+def _open_browser(address: str) -> None:
+    """Opens the address in the user's browser, where there is a screen."""
+    if sys.platform == "darwin" or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"):
+        webbrowser.open(address)
+
+
+def _in_window(server: Server, listener: socket.socket, address: str) -> None:
+    """Serves while a window shows the page; windows belong to the main thread."""
+    webview: Any = import_module("webview")
+    serving = threading.Thread(target=server.run, args=([listener],), daemon=True)
+    serving.start()
+    ended = threading.Thread(target=_close_after, args=(serving, webview), daemon=True)
+    try:
+        while serving.is_alive() and not server.started:
+            time.sleep(0.02)
+        webview.create_window("mlx_zip", address, width=1180, height=820, min_size=(360, 480))
+        ended.start()
+        webview.start()
+    finally:
+        server.should_exit = True
+        serving.join()
+
+
+def _close_after(serving: threading.Thread, webview: Any) -> None:
+    """Closes the windows when the server has ended by itself."""
+    serving.join()
+    for window in list(webview.windows):
+        window.destroy()

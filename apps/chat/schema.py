@@ -1,0 +1,65 @@
+"""The database's tables, and how a database of an earlier version gets today's."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+APPLICATION_ID = 0x6D7A6368  # in the head of the file: whose database it is
+
+_VERSION_1 = (
+    """CREATE TABLE conversations (
+    id TEXT PRIMARY KEY, title TEXT NOT NULL, created REAL NOT NULL, updated REAL NOT NULL, model TEXT,
+    system TEXT NOT NULL, packs TEXT NOT NULL, sampling TEXT NOT NULL, draft TEXT NOT NULL, leaf TEXT)""",
+    """CREATE TABLE messages (
+    n INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE,
+    conversation TEXT NOT NULL REFERENCES conversations(id) ON DELETE CASCADE,
+    parent TEXT, role TEXT NOT NULL, text TEXT NOT NULL, reasoning TEXT NOT NULL, created REAL NOT NULL,
+    state TEXT NOT NULL, reason TEXT, tokens TEXT, figures TEXT, learned TEXT NOT NULL, model TEXT, writer INTEGER)""",
+    "CREATE INDEX messages_of ON messages (conversation, n)",
+    "CREATE INDEX running_messages ON messages (state) WHERE state = 'running'",
+    # What a running answer has added since it was last whole: each write adds a row, so that none copies a long answer.
+    """CREATE TABLE pieces (
+    n INTEGER PRIMARY KEY, message TEXT NOT NULL REFERENCES messages(id) ON DELETE CASCADE, piece TEXT NOT NULL)""",
+    "CREATE INDEX pieces_of ON pieces (message, n)",
+    # The index of texts holds the messages that are not running.
+    "CREATE VIRTUAL TABLE words USING fts5(text, content='messages', content_rowid='n', tokenize='trigram')",
+    """CREATE TRIGGER message_added AFTER INSERT ON messages WHEN new.state <> 'running' BEGIN
+    INSERT INTO words (rowid, text) VALUES (new.n, new.text); END""",
+    """CREATE TRIGGER message_deleted AFTER DELETE ON messages WHEN old.state <> 'running' BEGIN
+    INSERT INTO words (words, rowid, text) VALUES ('delete', old.n, old.text); END""",
+    """CREATE TRIGGER message_changed AFTER UPDATE OF text, state ON messages BEGIN
+    INSERT INTO words (words, rowid, text) SELECT 'delete', old.n, old.text WHERE old.state <> 'running';
+    INSERT INTO words (rowid, text) SELECT new.n, new.text WHERE new.state <> 'running'; END""",
+)
+MIGRATIONS: tuple[Sequence[str], ...] = (_VERSION_1,)  # the statements that lead from version i to version i + 1
+
+
+@contextmanager
+def transaction(db: sqlite3.Connection) -> Iterator[None]:
+    """Makes what is done inside happen whole or not at all."""
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        db.execute("COMMIT")
+    finally:
+        if db.in_transaction:
+            db.execute("ROLLBACK")
+
+
+def version_of(db: sqlite3.Connection) -> int:
+    """Returns the version of a database's tables, 0 for an empty database."""
+    return int(db.execute("PRAGMA user_version").fetchone()[0])
+
+
+def migrate(db: sqlite3.Connection, migrations: Sequence[Sequence[str]] = MIGRATIONS) -> None:
+    """Gives a database the tables of the newest version, whole or not at all. Raises `sqlite3.Error`."""
+    if version_of(db) >= len(migrations):
+        return
+    with transaction(db):
+        for statements in migrations[version_of(db) :]:  # asked again: another process may have been faster
+            for statement in statements:
+                db.execute(statement)
+        db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+        db.execute(f"PRAGMA user_version = {len(migrations)}")

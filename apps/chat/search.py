@@ -1,0 +1,91 @@
+"""Finds conversations by words in their titles and texts."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from typing import Any
+
+MOST_WORDS = 10
+SHORTEST = 3  # characters of a word that the index knows; shorter ones are looked for in each text
+_AROUND = 40  # characters of a text before the word that was found
+_SNIPPET = 120
+
+
+def prepare(db: sqlite3.Connection) -> None:
+    """Gives a connection the function that the queries need."""
+    db.create_function("holds", 2, _holds, deterministic=True)
+
+
+def conversations(db: sqlite3.Connection, wanted: str, limit: int, offset: int) -> dict[str, Any]:
+    """Returns conversations, the last changed first, and the number of all that have the wanted words."""
+    words = wanted.lower().split()[:MOST_WORDS]
+    where, values = _where(words)
+    ids = [
+        row[0] for row in db.execute(f"SELECT id FROM conversations WHERE {where} ORDER BY updated DESC, id", values)
+    ]
+    return {"conversations": [_listed(db, one, words) for one in ids[offset : offset + limit]], "total": len(ids)}
+
+
+def _listed(db: sqlite3.Connection, one: str, words: list[str]) -> dict[str, Any]:
+    """Returns a conversation as a list shows it. words: those that were looked for."""
+    row = db.execute(
+        "SELECT id, title, created, updated, model, packs, "
+        "(SELECT count(*) FROM messages WHERE conversation = conversations.id) AS messages "
+        "FROM conversations WHERE id = ?",
+        (one,),
+    ).fetchone()
+    return {**dict(row), "packs": json.loads(row["packs"]), "snippet": _snippet(db, one, words)}
+
+
+def _where(words: list[str]) -> tuple[str, list[str]]:
+    """Returns the condition that all words occur in a conversation, with its values."""
+    conditions, values = ["1"], []
+    for word in words:
+        condition, value = _in_text(word)
+        texts = f"SELECT conversation FROM messages WHERE {condition}"
+        conditions.append(f"(holds(title, ?) OR id IN ({texts}))")
+        values += [word, value]
+    return " AND ".join(conditions), values
+
+
+def _in_text(word: str) -> tuple[str, str]:
+    """Returns the condition that a message's text has a word, and its value: the fastest one that is exact."""
+    if len(word) >= SHORTEST:
+        return "n IN (SELECT rowid FROM words WHERE words MATCH ?)", '"' + word.replace("\0", "").replace(
+            '"', '""'
+        ) + '"'
+    if word == word.upper():  # no letters, or those of a script without capitals
+        return "instr(text, ?)", word
+    if word.isascii() and word.isalnum():
+        return "text LIKE ?", f"%{word}%"
+    return "holds(text, ?)", word
+
+
+def _holds(text: str, word: str) -> bool:
+    """Returns whether a text has a word, in small or capital letters. word: in small letters."""
+    return word in text.lower()
+
+
+def _snippet(db: sqlite3.Connection, conversation: str, words: list[str]) -> str:
+    """Returns some of a conversation's text: around the first word that is found, else the end's beginning."""
+    for word in words:
+        row = db.execute(
+            "SELECT text FROM messages WHERE conversation = ? AND holds(text, ?) ORDER BY n LIMIT 1",
+            (conversation, word),
+        ).fetchone()
+        if row is not None:
+            return around(row["text"], word)
+    row = db.execute(
+        "SELECT substr(text, 1, ?) AS text FROM messages WHERE conversation = ? AND text <> '' ORDER BY n DESC LIMIT 1",
+        (2 * _SNIPPET, conversation),
+    ).fetchone()
+    return "" if row is None else around(row["text"], "")
+
+
+def around(text: str, word: str) -> str:
+    """Returns at most `_SNIPPET` characters of a text on one line, with the first place of a in small letters word."""
+    at = max(0, text.lower().find(word))  # near enough: small letters seldom change the length
+    begin = max(0, at - _AROUND)
+    piece = " ".join(text[begin : begin + _SNIPPET].split())
+    return ("…" if begin else "") + piece + ("…" if begin + _SNIPPET < len(text) else "")

@@ -1,0 +1,81 @@
+"""What the page shows of the app: models, packs, storage, defaults."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+import mlx_zip
+from mlx_zip.apps.chat.answering import failed
+from mlx_zip.apps.chat.bodies import ModelBody
+from mlx_zip.apps.chat.models import Models
+from mlx_zip.apps.chat.store import Store
+from mlx_zip.server.http import described, event_bytes, json_response, read_body, stream_response
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the app was started with. system: the system prompt of new conversations.
+
+    ceiling: what the machine allows the main model, as `mlx_zip.engine.Ceiling` has it; None where nobody can tell.
+    """
+
+    system: str = ""
+    ceiling: dict[str, float] | None = None
+
+
+def routes(store: Store, models: Models, settings: Settings) -> list[Route]:
+    """Returns the route of the app's state."""
+    core = models.main
+
+    async def state(request: Request) -> Response:
+        """Shows the app's models, packs, storage and defaults."""
+        return json_response(
+            {
+                "version": mlx_zip.__version__,
+                "model": core.model,
+                "models": models.listed(),
+                "packs": [asdict(pack) for pack in await core.packs()],
+                "ceiling": settings.ceiling,
+                "storage": await core.aside(_storage, store),
+                "defaults": {"system": settings.system, "sampling": _sampling(models)},
+                "race": models.bases(),
+            }
+        )
+
+    async def open_model(request: Request) -> Response:
+        """Opens a model, as an event stream that ends when it is open."""
+        body = await read_body(request, core, ModelBody)
+        return await stream_response(request, core, _opening(models, body.name), on_error=failed)
+
+    return [
+        Route("/app/api/state", state),
+        Route("/app/api/models", described(open_model, ModelBody), methods=["POST"]),
+    ]
+
+
+async def _opening(models: Models, name: str) -> AsyncGenerator[bytes, None]:
+    """Yields a frame at once, and one when the model is open."""
+    yield event_bytes({"type": "opening", "name": name})
+    await models.open(name)
+    yield event_bytes({"type": "done", "name": name})
+
+
+def _storage(store: Store) -> dict[str, Any]:
+    """Returns where the conversations are, their size, and what is wrong with that place."""
+    database = store.database
+    file = None if database.path is None else str(database.path)
+    return {"file": file, "bytes": database.bytes(), "note": database.note, "problem": database.problem}
+
+
+def _sampling(models: Models) -> dict[str, Any]:
+    """Returns the sampling of conversations that choose none."""
+    options = models.main.options
+    neutral = {"temp": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": None, "repetition_penalty": None}
+    given = {name: value for name, value in options.sampling.items() if name in neutral}
+    return {**neutral, **given, "max_tokens": options.max_tokens}

@@ -1,0 +1,284 @@
+"""The conversations of the app, kept in a database. Knows nothing of HTTP."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import sqlite3
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mlx_zip.apps.chat import search
+from mlx_zip.apps.chat.database import Database
+from mlx_zip.files import data_folder
+
+FIELDS = ("title", "model", "system", "packs", "sampling", "draft", "leaf")  # of a conversation, that can be changed
+_AS_JSON = ("packs", "sampling", "tokens", "figures", "learned")  # columns that hold JSON
+_LONGEST_TITLE = 60  # characters of a title that is made of the first message
+CUT = "The app ended while this was being written."
+
+
+def default_file() -> Path:
+    """Returns the file of the conversations in the user's data folder."""
+    return data_folder() / "conversations.db"
+
+
+def new_id() -> str:
+    """Returns an id for a conversation or a message."""
+    return secrets.token_hex(10)
+
+
+class Store:
+    """The conversations in a file; path None keeps them in memory only. All methods may be called from any thread.
+
+    Conversations and messages are maps with the fields of the app's HTTP interface. Messages form a tree: `parent` is
+    the message before. Methods raise `StoreError` for a database that cannot be read or written.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self.database = Database(path)
+        try:
+            self._cut_unfinished()
+            self.database.share()
+        except BaseException:
+            self.database.close()
+            raise
+
+    def close(self) -> None:
+        """Closes the database."""
+        self.database.close()
+
+    def conversations(self, wanted: str = "", limit: int = 50, offset: int = 0) -> dict[str, Any]:
+        """Returns conversations without messages, the last changed first, and how many there are in all.
+
+        wanted: words that must all occur in a conversation's title or texts.
+        """
+        return self.database.read(lambda db: search.conversations(db, wanted, limit, offset))
+
+    def create(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Adds a conversation and returns it. fields: some of `FIELDS`."""
+        now, one = time.time(), new_id()
+        made = {"id": one, "title": "", "created": now, "updated": now, "model": None, "system": "", "packs": []}
+        made |= {"sampling": {}, "draft": "", "leaf": None} | dict(fields)
+        self.database.write(lambda db: _insert(db, "conversations", made), one)
+        return {**made, "messages": []}
+
+    def conversation(self, one: str) -> dict[str, Any] | None:
+        """Returns a conversation with its messages in the order in which they were written, None if there is none."""
+
+        def work(db: sqlite3.Connection) -> dict[str, Any] | None:
+            found = _conversation(db, one)
+            if found is None:
+                return None
+            rows = db.execute("SELECT * FROM messages WHERE conversation = ? ORDER BY n", (one,)).fetchall()
+            return {**found, "messages": [_message(db, row) for row in rows]}
+
+        return self.database.read(work)
+
+    def everything(self) -> list[dict[str, Any]]:
+        """Returns all conversations with their messages, the oldest first."""
+        ids = self.database.read(
+            lambda db: [row[0] for row in db.execute("SELECT id FROM conversations ORDER BY created")]
+        )
+        return [found for one in ids if (found := self.conversation(one)) is not None]
+
+    def change(self, one: str, fields: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Changes fields of a conversation and returns it without messages, None if there is none.
+
+        Only a new title, model, system prompt, pack or sampling counts as a change that moves it to the top.
+        """
+        stored = {name: _stored(name, fields[name]) for name in FIELDS if name in fields}
+        if stored.keys() - {"draft", "leaf"}:
+            stored["updated"] = time.time()
+
+        def work(db: sqlite3.Connection) -> dict[str, Any] | None:
+            _update(db, "conversations", one, stored)
+            return _conversation(db, one)
+
+        return self.database.write(work, one)
+
+    def delete(self, one: str) -> bool:
+        """Deletes a conversation and returns whether there was one."""
+
+        def work(db: sqlite3.Connection) -> bool:
+            db.execute("DELETE FROM messages WHERE conversation = ?", (one,))
+            return db.execute("DELETE FROM conversations WHERE id = ?", (one,)).rowcount > 0
+
+        return self.database.write(work, one)
+
+    def purge(self) -> int:
+        """Deletes all conversations, leaves no trace of them in the database, and returns how many there were."""
+
+        def work(db: sqlite3.Connection) -> int:
+            db.execute("DELETE FROM messages")
+            return db.execute("DELETE FROM conversations").rowcount
+
+        count = self.database.write(work)
+        self.database.shrink()
+        return count
+
+    def message(self, conversation: str, one: str) -> dict[str, Any] | None:
+        """Returns a message of a conversation, None if there is none."""
+
+        def work(db: sqlite3.Connection) -> dict[str, Any] | None:
+            row = db.execute("SELECT * FROM messages WHERE conversation = ? AND id = ?", (conversation, one)).fetchone()
+            return None if row is None else _message(db, row)
+
+        return self.database.read(work)
+
+    def path(self, conversation: str, leaf: str | None) -> list[dict[str, Any]]:
+        """Returns the messages from the first one to `leaf`, [] for None or an unknown one."""
+
+        def work(db: sqlite3.Connection) -> list[dict[str, Any]]:
+            found, at = [], leaf
+            while at is not None:
+                row = db.execute(
+                    "SELECT * FROM messages WHERE conversation = ? AND id = ?", (conversation, at)
+                ).fetchone()
+                if row is None:
+                    break
+                found.append(_message(db, row))
+                at = row["parent"]
+            return found[::-1]
+
+        return self.database.read(work)
+
+    def begin(self, conversation: str, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Adds messages to a conversation; the last one becomes its leaf. One without a title is named by the first."""
+
+        def work(db: sqlite3.Connection) -> None:
+            for message in messages:
+                _insert(db, "messages", {**message, "conversation": conversation, "writer": os.getpid()})
+            fields = {"leaf": messages[-1]["id"], "updated": time.time()}
+            _update(db, "conversations", conversation, fields)
+            title = _title(messages[0]["text"])
+            db.execute("UPDATE conversations SET title = ? WHERE id = ? AND title = ''", (title, conversation))
+
+        self.database.write(work, conversation)
+
+    def resume(self, conversation: str, one: str) -> None:
+        """Marks a message as running again."""
+        fields = {"state": "running", "reason": None, "writer": os.getpid()}
+        self.database.write(lambda db: _update(db, "messages", one, fields), conversation)
+
+    def append(self, conversation: str, one: str, piece: Mapping[str, Any]) -> None:
+        """Adds to a running message. piece: "text", "reasoning", and lists "tokens" and "learned", as far as there are.
+
+        Does nothing for a message that is not there any more.
+        """
+        text = json.dumps(piece, ensure_ascii=False)
+        query = "INSERT INTO pieces (message, piece) SELECT id, ? FROM messages WHERE id = ?"
+        self.database.write(lambda db: db.execute(query, (text, one)).rowcount, conversation)
+
+    def finish(self, conversation: str, message: Mapping[str, Any]) -> None:
+        """Writes a message that has ended, in place of what `append` has collected."""
+        names = ("text", "reasoning", "state", "reason", "tokens", "figures", "learned", "model")
+
+        def work(db: sqlite3.Connection) -> None:
+            _update(db, "messages", message["id"], {name: _stored(name, message[name]) for name in names})
+            db.execute("DELETE FROM pieces WHERE message = ?", (message["id"],))
+            _update(db, "conversations", conversation, {"updated": time.time()})
+
+        self.database.write(work, conversation)
+
+    def add(self, conversations: Sequence[Mapping[str, Any]]) -> None:
+        """Adds whole conversations with their messages, all or none."""
+
+        def work(db: sqlite3.Connection) -> None:
+            for one in conversations:
+                _insert(db, "conversations", {name: one[name] for name in ("id", "created", "updated", *FIELDS)})
+                for message in one["messages"]:
+                    _insert(db, "messages", {**message, "conversation": one["id"]})
+
+        self.database.write(work)
+
+    def _cut_unfinished(self) -> None:
+        """Marks messages that nobody writes any more as cut, with all that was written of them."""
+
+        def work(db: sqlite3.Connection) -> None:
+            for row in db.execute("SELECT * FROM messages WHERE state = 'running'").fetchall():
+                if self.database.alone or not _is_alive(row["writer"]):
+                    found = _message(db, row) | {"state": "cut", "reason": CUT}
+                    names = ("text", "reasoning", "tokens", "learned", "state", "reason")
+                    _update(db, "messages", row["id"], {name: _stored(name, found[name]) for name in names})
+                    db.execute("DELETE FROM pieces WHERE message = ?", (row["id"],))
+
+        self.database.write(work)
+
+
+def _conversation(db: sqlite3.Connection, one: str) -> dict[str, Any] | None:
+    """Returns a conversation without messages, None if there is none."""
+    row = db.execute("SELECT * FROM conversations WHERE id = ?", (one,)).fetchone()
+    return None if row is None else _loaded(row)
+
+
+def _message(db: sqlite3.Connection, row: sqlite3.Row) -> dict[str, Any]:
+    """Returns a message; of a running one, as much as has been written."""
+    found = _loaded(row)
+    del found["n"], found["conversation"], found["writer"]
+    if found["state"] == "running":
+        for (piece,) in db.execute("SELECT piece FROM pieces WHERE message = ? ORDER BY n", (found["id"],)):
+            extend(found, json.loads(piece))
+    return found
+
+
+def extend(message: dict[str, Any], piece: Mapping[str, Any]) -> None:
+    """Adds a piece, as `Store.append` takes it, to a message."""
+    before = message["text"]
+    message["text"] += piece.get("text", "")
+    message["reasoning"] += piece.get("reasoning", "")
+    message["learned"] += piece.get("learned", [])
+    if tokens := piece.get("tokens"):
+        if message["tokens"] is None:
+            message["tokens"] = [{"t": before}] if before else []
+        message["tokens"] += tokens
+    elif message["tokens"] is not None and piece.get("text"):
+        message["tokens"].append({"t": piece["text"]})
+
+
+def _loaded(row: sqlite3.Row) -> dict[str, Any]:
+    """Returns a row as a map, with its JSON columns as values."""
+    found = dict(row)
+    for name in found.keys() & set(_AS_JSON):
+        found[name] = None if found[name] is None else json.loads(found[name])
+    return found
+
+
+def _stored(name: str, value: Any) -> Any:
+    """Returns a field as its column holds it."""
+    return json.dumps(value, ensure_ascii=False) if name in _AS_JSON and value is not None else value
+
+
+def _insert(db: sqlite3.Connection, table: str, fields: Mapping[str, Any]) -> None:
+    """Adds a row."""
+    values = [_stored(name, value) for name, value in fields.items()]
+    db.execute(f"INSERT INTO {table} ({', '.join(fields)}) VALUES ({', '.join('?' * len(fields))})", values)
+
+
+def _update(db: sqlite3.Connection, table: str, one: str, fields: Mapping[str, Any]) -> None:
+    """Changes the row of an id."""
+    if fields:
+        names = ", ".join(f"{name} = ?" for name in fields)
+        db.execute(f"UPDATE {table} SET {names} WHERE id = ?", (*fields.values(), one))
+
+
+def _title(text: str) -> str:
+    """Returns the title of a conversation that begins with a text."""
+    words = " ".join(text.split())
+    return words if len(words) <= _LONGEST_TITLE else words[: _LONGEST_TITLE - 1].rstrip() + "…"
+
+
+def _is_alive(process: int | None) -> bool:
+    """Returns whether a process of this machine runs, other than this one."""
+    if not process or process == os.getpid():
+        return False
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

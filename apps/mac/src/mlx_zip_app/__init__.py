@@ -1,0 +1,1 @@
+"""The program inside mlx_zip.app."""

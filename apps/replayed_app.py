@@ -1,0 +1,47 @@
+"""The chat app with an engine that replays a text: to measure the page, and to see it with any answer.
+
+`python -m mlx_zip.apps.replayed_app --text FILE` prints the page's address, as `mlx_zip app` does.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from mlx_zip.apps.chat.running import Showing, listening, new_token, run_app
+from mlx_zip.apps.chat.state import Settings
+from mlx_zip.apps.chat.store import Store
+from mlx_zip.apps.replay import ReplayEngine
+from mlx_zip.arguments import Parser
+from mlx_zip.bundled import DEFAULT, bundled_model
+from mlx_zip.server.options import Options
+from mlx_zip.text.tokenizers import load_tokenizer
+
+
+def main() -> int:
+    """Serves the app until a signal comes; returns the exit status."""
+    args = _parser().parse_args()
+    engine = ReplayEngine(load_tokenizer(bundled_model(DEFAULT)), Path(args.text).read_text("utf-8"), args.speed)
+    options = Options(model="replay", max_tokens=1 << 20, api_key=args.token or new_token(), drain_s=1.0)
+    with engine, listening(args.port) as listener:
+        store = Store(Path(args.data) if args.data else None)
+        try:
+            run_app(engine, options, listener, store, Settings(), Showing(browser=False))
+        finally:
+            store.close()
+    return 0
+
+
+def _parser() -> Parser:
+    """Returns the parser of the flags."""
+    parser = Parser(prog="python -m mlx_zip.apps.replayed_app", description="The chat app, replaying a text.")
+    parser.add_argument("--text", required=True, help="file with the text of every answer, UTF-8")
+    parser.add_argument("--speed", type=float, default=200.0, help="base tokens per second (default: 200)")
+    parser.add_argument("--port", type=int, default=0, help="port of this machine (default: a free one)")
+    parser.add_argument("--data", help="file of the conversations (default: they are kept in memory only)")
+    parser.add_argument("--token", help="key in the page's address (default: a new one)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

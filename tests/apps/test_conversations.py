@@ -1,0 +1,249 @@
+"""Conversations of the app over HTTP: made, listed, changed, answered, branched, deleted."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from mlx_zip.errors import EngineError
+from support.chat_app import AUTHORIZED, Chat, chatting
+from support.fake_engine import FakeEngine, Script
+from support.http_server import post, until
+
+STORY = "Once upon a time there was a boat."
+
+
+@pytest.fixture(scope="module")
+def chat():
+    with chatting() as served:
+        yield served
+
+
+def asked(chat: Chat, text: str = "Tell me a story."):
+    """A conversation with one answer, and that answer."""
+    one = chat.create()["id"]
+    return one, chat.said(one, text)
+
+
+def test_an_answer_streams_and_is_kept(chat):
+    one = chat.create()["id"]
+    frames = chat.answer(one, text="Tell me a story.")
+    assert [frame["message"]["role"] for frame in frames[:2]] == ["user", "assistant"]
+    assert "".join(frame["text"] for frame in frames if frame["type"] == "text") == STORY
+    assert (frames[-1]["type"], frames[-1]["message"]["text"]) == ("done", STORY)
+    shown = chat.show(one)
+    assert [(m["role"], m["state"], m["text"]) for m in shown["messages"]] == [
+        ("user", "whole", "Tell me a story."),
+        ("assistant", "whole", STORY),
+    ]
+    assert (shown["leaf"], shown["title"]) == (shown["messages"][1]["id"], "Tell me a story.")
+    answer = shown["messages"][1]
+    assert answer["figures"]["base_tokens"] > answer["figures"]["steps"] > 0
+    assert "".join(token["t"] for token in answer["tokens"]) == STORY
+    assert {token["o"] for token in answer["tokens"] if "p" in token} == {"pack", "prompt", "answer"}
+    assert [entry for frame in frames if frame["type"] == "learned" for entry in frame["entries"]] == answer["learned"]
+    assert answer["learned"]
+
+
+def test_the_model_reads_the_branch(chat):
+    one = chat.create()["id"]
+    first = chat.said(one, "Hello.")
+    chat.said(one, "And then?", first["id"])
+    said = chat.core.engine.inner.told.submissions[-1].base_ids
+    text = chat.core.engine.tokenizer.decode(said)
+    assert text.index("Hello.") < text.index(STORY) < text.index("And then?")
+
+
+def test_another_answer_to_a_message_is_a_branch_beside_the_first(chat):
+    one, first = asked(chat)
+    second = chat.answer(one, parent=first["parent"])[-1]["message"]
+    assert second["parent"] == first["parent"]
+    assert second["id"] != first["id"]
+    assert chat.show(one)["leaf"] == second["id"]
+
+
+def test_a_message_that_is_edited_begins_a_branch(chat):
+    one, first = asked(chat)
+    user = first["parent"]
+    edited = chat.answer(one, text="Tell me two stories.", parent=None)
+    messages = {message["id"]: message for message in chat.show(one)["messages"]}
+    assert len(messages) == 4
+    assert messages[edited[0]["message"]["id"]]["parent"] is messages[user]["parent"] is None
+
+
+def test_an_answer_goes_on_where_it_ended(chat):
+    one = chat.create(sampling={"max_tokens": 4})["id"]
+    cut = chat.said(one, "Tell me a story.")
+    assert (cut["state"], cut["reason"]) == ("whole", "length")
+    frames = chat.answer(one, parent=cut["id"], **{"continue": True})
+    assert frames[0]["message"]["id"] == frames[-1]["message"]["id"] == cut["id"]
+    whole = frames[-1]["message"]["text"]
+    assert whole.startswith(cut["text"])
+    assert len(whole) > len(cut["text"])
+    assert len(chat.show(one)["messages"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ({"text": "x", "parent": "nobody"}, 404),
+        ({}, 400),
+        ({"parent": "ANSWER"}, 400),
+        ({"parent": "USER", "text": "x"}, 400),
+        ({"parent": "USER", "continue": True}, 400),
+        ({"parent": "ANSWER", "text": "x", "continue": True}, 400),
+        ({"text": ""}, 400),
+        ({"text": "half \ud800"}, 400),
+        ({"text": "x", "unknown": 1}, 400),
+        ({"text": "x", "model": "another"}, 404),
+        ({"text": "word " * 3000}, 400),
+    ],
+)
+def test_an_answer_that_cannot_be_given_changes_nothing(chat, body, status):
+    one, first = asked(chat)
+    names = {"ANSWER": first["id"], "USER": first["parent"]}
+    body = {key: names.get(value, value) if isinstance(value, str) else value for key, value in body.items()}
+    refused = chat.call("POST", f"conversations/{one}/answer", body)
+    assert (refused.status, bool(refused.json["error"]["message"])) == (status, True)
+    assert len(chat.show(one)["messages"]) == 2
+
+
+def test_stop_ends_an_answer_and_keeps_what_was_written():
+    engine = FakeEngine(Script(text="Once upon a time. " * 300, delay_s=0.02))
+    with chatting(engine) as chat:
+        one = chat.create()["id"]
+        found = []
+        thread = threading.Thread(target=lambda: found.extend(chat.answer(one, text="Tell me a story.")))
+        thread.start()
+        assert until(lambda: engine.told.tickets)
+        time.sleep(0.3)
+        assert chat.call("POST", f"conversations/{one}/stop").json == {"stopped": 1}
+        thread.join(10)
+        assert found[-1]["type"] == "done"
+        message = chat.show(one)["messages"][1]
+        assert (message["state"], message) == ("stopped", found[-1]["message"])
+        assert message["text"].startswith("Once upon")
+        assert until(lambda: engine.told.tickets[0].cancelled.is_set())
+        assert chat.call("POST", f"conversations/{one}/stop").json == {"stopped": 0}
+
+
+def test_a_page_that_is_closed_stops_its_answer():
+    engine = FakeEngine(Script(text="Once upon a time. " * 300, delay_s=0.02))
+    with chatting(engine) as chat:
+        one = chat.create()["id"]
+        path = f"/app/api/conversations/{one}/answer"
+        header = f"Authorization: {AUTHORIZED['Authorization']}"
+        connection = chat.raw(post(path, {"text": "Tell me a story."}, header))
+        assert until(lambda: b"Once" in connection.recv(4096))
+        connection.close()
+        assert until(lambda: chat.show(one)["messages"][1]["state"] == "stopped")
+        assert chat.show(one)["messages"][1]["text"].startswith("Once")
+
+
+def test_fields_of_a_conversation_are_changed(chat):
+    one, answer = asked(chat)
+    fields = {"title": "A <b>title</b>", "system": "s", "draft": "dr", "sampling": {"temp": 0.5}, "leaf": answer["id"]}
+    changed = chat.call("PATCH", f"conversations/{one}", fields).json
+    assert {name: changed[name] for name in fields} == fields
+    assert "messages" not in changed
+    assert chat.show(one)["draft"] == "dr"
+
+
+@pytest.mark.parametrize(
+    "fields", [{"leaf": "nobody"}, {"sampling": {"temp": -1}}, {"sampling": {"x": 1}}, {"title": 5}, {"id": "other"}]
+)
+def test_fields_that_are_wrong_change_nothing(chat, fields):
+    one = chat.create(title="before")["id"]
+    assert chat.call("PATCH", f"conversations/{one}", fields).status in (400, 404)
+    assert chat.show(one)["title"] == "before"
+
+
+def test_a_conversation_is_deleted(chat):
+    one, _ = asked(chat)
+    assert chat.call("DELETE", f"conversations/{one}").json == {"deleted": 1}
+    for method in ("GET", "DELETE"):
+        assert chat.call(method, f"conversations/{one}").status == 404
+
+
+def test_all_conversations_are_deleted_also_from_the_file(tmp_path):
+    file = tmp_path / "c.db"
+    with chatting(file=file) as chat:
+        for _ in range(3):
+            one, _ = asked(chat, "A zebra under the bed")
+        chat.call("DELETE", f"conversations/{one}")
+        assert chat.call("DELETE", "conversations").json == {"deleted": 2}
+        assert chat.call("GET", "conversations").json == {"conversations": [], "total": 0}
+        left = b"".join(path.read_bytes() for path in tmp_path.iterdir())
+    assert b"zebra" not in left.lower()
+    assert b"zeb" not in left.lower()
+
+
+def test_conversations_are_listed_the_last_changed_first(chat):
+    chat.call("DELETE", "conversations")
+    ids = [chat.create(title=f"nr {i}")["id"] for i in range(3)]
+    chat.call("PATCH", f"conversations/{ids[0]}", {"title": "new"})
+    chat.call("PATCH", f"conversations/{ids[1]}", {"draft": "moves nothing"})
+    found = chat.call("GET", "conversations?limit=2&offset=0").json
+    assert ([one["id"] for one in found["conversations"]], found["total"]) == ([ids[0], ids[2]], 3)
+    rest = chat.call("GET", "conversations?limit=2&offset=2").json
+    assert [one["id"] for one in rest["conversations"]] == [ids[1]]
+    assert chat.call("GET", "conversations?limit=-1").status == 400
+
+
+def test_a_conversation_that_is_reloaded_while_it_is_answered_shows_what_there_is():
+    engine = FakeEngine(Script(text="Once upon a time. " * 300, delay_s=0.02))
+    with chatting(engine) as chat:
+        one = chat.create()["id"]
+        thread = threading.Thread(target=lambda: chat.answer(one, text="Tell me a story."))
+        thread.start()
+        assert until(lambda: (chat.show(one)["messages"] or [{}])[-1].get("text", "").startswith("Once"))
+        assert chat.show(one)["messages"][-1]["state"] == "running"
+        chat.call("POST", f"conversations/{one}/stop")
+        thread.join(10)
+
+
+def test_two_pages_that_answer_in_one_conversation_lose_nothing():
+    engine = FakeEngine(Script(delay_s=0.01))
+    with chatting(engine) as chat:
+        one = chat.create()["id"]
+        found: list[dict] = []
+        asked = [threading.Thread(target=lambda i=i: found.append(chat.said(one, f"Story {i}"))) for i in range(4)]
+        for thread in asked:
+            thread.start()
+        for thread in asked:
+            thread.join(20)
+        messages = {message["id"]: message for message in chat.show(one)["messages"]}
+        assert len(messages) == 8
+        assert all(messages[answer["id"]] == answer for answer in found)
+        assert {messages[answer["parent"]]["text"] for answer in found} == {f"Story {i}" for i in range(4)}
+
+
+def test_a_conversation_that_is_deleted_while_it_is_answered_stays_deleted():
+    engine = FakeEngine(Script(text="Once upon a time. " * 300, delay_s=0.02))
+    with chatting(engine) as chat:
+        one = chat.create()["id"]
+        frames: list[dict] = []
+        thread = threading.Thread(target=lambda: frames.extend(chat.answer(one, text="Tell me a story.")))
+        thread.start()
+        assert until(lambda: len(chat.show(one)["messages"]) == 2)
+        assert chat.call("DELETE", f"conversations/{one}").json == {"deleted": 1}
+        thread.join(10)
+        assert frames[-1]["message"]["state"] == "stopped"
+        assert chat.call("GET", f"conversations/{one}").status == 404
+        assert chat.call("GET", "conversations").json["total"] == 0
+
+
+def test_an_engine_that_fails_is_told_in_the_answer_which_is_kept():
+    engine = FakeEngine(Script(text="Once upon a time", fails=EngineError("the model is broken")))
+    with chatting(engine) as chat:
+        one = chat.create()["id"]
+        frames = chat.answer(one, text="Tell me a story.")
+        assert frames[-1] == {"type": "error", "message": "the model is broken", "state": "failed"}
+        message = chat.show(one)["messages"][1]
+        assert (message["state"], message["reason"], message["text"]) == (
+            "failed",
+            "the model is broken",
+            "Once upon a time",
+        )

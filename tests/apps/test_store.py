@@ -1,0 +1,312 @@
+"""What is kept of conversations: over crashes, full disks, damaged and foreign files, older versions, two processes."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from mlx_zip.apps.chat import database, opening, schema
+from mlx_zip.apps.chat.answering import new_message
+from mlx_zip.apps.chat.opening import StoreError, open_file
+from mlx_zip.apps.chat.store import CUT, Store
+from support.chat_app import chatting
+from support.chat_stream import writing
+from support.fake_engine import FakeEngine, Script
+
+VERSION_1 = Path(__file__).parent / "version-1.sql"
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "data" / "c.db"
+
+
+def filled(store: Store, text: str = "Once upon a time", title: str = "A story") -> str:
+    """A conversation with a question and an answer."""
+    one = store.create({"title": title})["id"]
+    user = new_message("user", None, "Tell me.")
+    answer = new_message("assistant", user["id"], "")
+    store.begin(one, [user, answer])
+    store.finish(one, answer | {"text": text, "state": "whole"})
+    return one
+
+
+def texts(store: Store, one: str) -> list[tuple[str, str]]:
+    found = store.conversation(one)
+    assert found is not None
+    return [(message["state"], message["text"]) for message in found["messages"]]
+
+
+def closed(file: Path) -> str:
+    """Fills a database, closes it, and returns the conversation's id."""
+    store = Store(file)
+    one = filled(store)
+    store.close()
+    return one
+
+
+def test_only_its_owner_can_read_what_is_kept(file):
+    store = Store(file)
+    filled(store)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in file.parent.iterdir()}
+    store.close()
+    assert {"c.db", "c.db-wal", "c.db-shm"} <= modes.keys()
+    assert set(modes.values()) == {0o600}
+    assert file.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_file_that_others_could_read_is_closed_to_them(file):
+    one = closed(file)
+    file.chmod(0o644)
+    store = Store(file)
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert texts(store, one)
+    store.close()
+
+
+def test_nothing_is_on_disk_without_history(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    store = Store(None)
+    one = filled(store)
+    assert len(texts(store, one)) == 2
+    assert store.database.path is None
+    store.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_answer_whose_process_was_killed_is_cut_and_nothing_else_is_lost(file):
+    before = closed(file)
+    with writing(file) as one:
+        time.sleep(1.2)
+    store = Store(file)
+    assert store.database.note is None
+    found = store.conversation(one)
+    assert found is not None
+    question, answer = found["messages"]
+    assert (found["title"], question["state"], question["text"]) == ("A boat", "whole", "Tell me a story.")
+    assert (answer["state"], answer["reason"]) == ("cut", CUT)
+    assert len(answer["text"]) > 60
+    assert "".join(token["t"] for token in answer["tokens"]) == answer["text"]
+    assert texts(store, before) == [("whole", "Tell me."), ("whole", "Once upon a time")]
+    assert [one["id"] for one in store.conversations("boat")["conversations"]] == [one]
+    store.close()
+
+
+def test_an_answer_that_another_process_is_writing_is_not_cut(file):
+    with writing(file) as one:
+        store = Store(file)
+        state, text = texts(store, one)[1]
+        assert state == "running"
+        other = filled(store)
+        time.sleep(1)
+        assert len(texts(store, one)[1][1]) > len(text)
+        assert len(texts(store, other)) == 2
+    second = Store(file)  # the first one still has the file open
+    assert texts(second, one)[1][0] == "cut"
+    second.close()
+    store.close()
+
+
+def damaged(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[4096:40960] = b"\x5a" * (40960 - 4096)
+    file.write_bytes(data)
+
+
+def no_database(file: Path) -> None:
+    file.write_bytes(b"These are my notes, and no database. " * 200)
+
+
+def foreign(file: Path) -> None:
+    file.unlink()
+    with sqlite3.connect(file) as db:
+        db.execute("CREATE TABLE recipes (name)")
+        db.execute("INSERT INTO recipes VALUES ('cake')")
+    db.close()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"), [(damaged, "damaged"), (no_database, "no database"), (foreign, "another program")]
+)
+def test_what_is_no_sound_database_is_kept_aside_and_a_new_one_begun(file, spoil, reason):
+    closed(file)
+    spoil(file)
+    before = file.read_bytes()
+    store = Store(file)
+    assert reason in store.database.note
+    (kept,) = [path for path in file.parent.iterdir() if ".kept-" in path.name]
+    assert kept.name in store.database.note
+    assert kept.read_bytes() == before
+    assert len(texts(store, filled(store))) == 2
+    store.close()
+    again = Store(file)
+    assert (again.database.note, again.conversations()["total"]) == (None, 1)
+    again.close()
+
+
+def test_the_page_is_told_what_was_kept_aside(file):
+    closed(file)
+    no_database(file)
+    with chatting(file=file) as chat:
+        assert "no database" in chat.call("GET", "state").json["storage"]["note"]
+
+
+def test_a_damaged_file_that_another_process_uses_is_refused_and_not_moved(file):
+    closed(file)
+    user = open_file(file)
+    opening.share(user)
+    damaged(file)
+    with pytest.raises(StoreError, match="another process uses the file"):
+        Store(file)
+    assert not [path for path in file.parent.iterdir() if ".kept-" in path.name]
+    user.close()
+
+
+def test_a_database_of_a_newer_version_is_refused_and_stays_as_it_is(file):
+    closed(file)
+    with sqlite3.connect(file) as db:
+        db.execute("PRAGMA user_version = 99")
+    db.close()
+    with pytest.raises(StoreError, match="version 99"):
+        Store(file)
+    with sqlite3.connect(file) as db:
+        assert db.execute("SELECT count(*) FROM conversations").fetchone() == (1,)
+    db.close()
+
+
+def test_a_database_of_version_1_is_read(file):
+    file.parent.mkdir(parents=True)
+    with sqlite3.connect(file) as db:
+        db.executescript(VERSION_1.read_text(encoding="utf-8"))
+    db.close()
+    store = Store(file)
+    (found,) = store.conversations("wünsche")["conversations"]
+    shown = store.conversation(found["id"])
+    assert shown is not None
+    assert (shown["title"], shown["sampling"], shown["packs"]) == ("Drei Wünsche", {"temp": 0.7}, ["chat"])
+    assert [message["role"] for message in shown["messages"]] == ["user", "assistant", "assistant"]
+    assert [message["state"] for message in shown["messages"]] == ["whole", "whole", "cut"]
+    assert shown["messages"][2]["text"] == "Es war einmal ein Fischer."
+    store.close()
+
+
+def test_an_older_database_is_migrated_whole_or_not_at_all(file, monkeypatch):
+    one = closed(file)
+    good = ("ALTER TABLE conversations ADD COLUMN pinned INTEGER NOT NULL DEFAULT 0",)
+    with sqlite3.connect(file, isolation_level=None) as db:
+        with pytest.raises(sqlite3.OperationalError):
+            schema.migrate(db, [*schema.MIGRATIONS, (*good, "nonsense")])
+        assert schema.version_of(db) == 1
+        schema.migrate(db, [*schema.MIGRATIONS, good])
+        assert schema.version_of(db) == 2
+        assert db.execute("SELECT id, pinned FROM conversations").fetchall() == [(one, 0)]
+    db.close()
+
+
+def grow(store: Store, pages: int | None) -> None:
+    """Lets the file have some more pages, None for no bound."""
+    now = store.database._opened.db.execute("PRAGMA page_count").fetchone()[0]
+    store.database._opened.db.execute(f"PRAGMA max_page_count = {now + pages if pages is not None else 1 << 30}")
+
+
+def test_a_full_disk_ends_no_conversation_and_what_was_written_reaches_the_file_later(file, monkeypatch):
+    monkeypatch.setattr(database, "RETRY_S", 0.0)
+    store = Store(file)
+    one = filled(store)
+    grow(store, 2)
+    second = filled(store, "A long story. " * 5000)
+    assert "disk is full" in store.database.problem
+    third = filled(store)
+    store.delete(one)
+    assert [store.conversation(name) is not None for name in (one, second, third)] == [False, True, True]
+    grow(store, None)
+    fourth = filled(store)
+    assert store.database.problem is None
+    store.close()
+    again = Store(file)
+    assert {found["id"] for found in again.conversations()["conversations"]} == {second, third, fourth}
+    assert texts(again, second)[1] == ("whole", "A long story. " * 5000)
+    assert again.conversations("long story")["total"] == 1
+    again.close()
+
+
+def test_an_answer_streams_to_its_end_on_a_full_disk_and_the_page_is_told(file):
+    engine = FakeEngine(Script(text="Once upon a time there was a boat. " * 100, delay_s=0.004))
+    with chatting(engine, file) as chat:
+        one = chat.create()["id"]
+        grow(chat.store, 0)
+        frames = chat.answer(one, text="once upon a time " * 300)
+        assert frames[-1]["message"]["state"] == "whole"
+        told = [frame["message"] for frame in frames if frame["type"] == "storage"]
+        assert len(told) == 1
+        assert "disk is full" in told[0]
+        assert chat.call("GET", "state").json["storage"]["problem"] == told[0]
+        assert chat.show(one)["messages"][1]["text"] == frames[-1]["message"]["text"]
+
+
+def test_a_database_that_fails_otherwise_ends_no_answer_either(file, monkeypatch):
+    with chatting(file=file) as chat:
+        one = chat.create()["id"]
+
+        def refuse(*_: object) -> None:
+            raise StoreError("the conversations cannot be written: another process is writing")
+
+        monkeypatch.setattr(chat.store.database, "write", refuse)
+        frames = chat.answer(one, text="Tell me a story.")
+        assert [frame["type"] for frame in frames].count("storage") == 1
+        assert frames[-1]["message"]["text"]
+
+
+@pytest.mark.parametrize("place", ["file/c.db", "pipe", "folder"])
+def test_a_place_where_nothing_can_be_kept_is_refused_with_its_reason(tmp_path, place):
+    (tmp_path / "file").write_text("")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(StoreError, match=place):
+        Store(tmp_path / place)
+
+
+def test_a_folder_that_cannot_be_written_is_refused_with_its_reason(file, monkeypatch):
+    def refuse(path: object, *_: object) -> int:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    file.parent.mkdir()
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(StoreError, match="Permission denied"):
+        Store(file)
+
+
+def test_two_clients_write_at_once_and_lose_nothing(file):
+    first, second = Store(file), Store(file)
+    made: list[str] = []
+
+    def work(store: Store) -> None:
+        made.extend(filled(store, f"Story {i}") for i in range(25))
+
+    threads = [threading.Thread(target=work, args=(store,)) for store in (first, second, first)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(made)) == 75
+    assert all(len(texts(first, one)) == 2 for one in made)
+    assert second.conversations()["total"] == 75
+    for store in (first, second):
+        store.close()
+
+
+def test_purge_leaves_no_word_in_any_file(file):
+    store = Store(file)
+    for i in range(20):
+        one = filled(store, f"The zebra number {i} " * 50)
+    store.delete(one)
+    assert store.purge() == 19
+    left = b"".join(path.read_bytes() for path in file.parent.iterdir())
+    store.close()
+    assert b"zebra" not in left
+    assert b"zeb" not in left

@@ -1,0 +1,67 @@
+"""The file of what was typed in earlier chats."""
+
+from __future__ import annotations
+
+import stat
+
+import pytest
+
+from mlx_zip.cli.chat import history
+from mlx_zip.cli.chat.history import TypedLines
+
+
+@pytest.fixture
+def file(tmp_path):
+    return tmp_path / "folder" / "typed.jsonl"
+
+
+def lines(file):
+    """The messages in a file, the newest first, and the warnings."""
+    warnings = []
+    return list(TypedLines(file, warnings.append).load_history_strings()), warnings
+
+
+def test_messages_come_back_newest_first_with_all_their_lines_and_characters(file):
+    typed = TypedLines(file, pytest.fail)
+    for text in ("one", "two\nlines", "\udcff ☃ \x1b"):
+        typed.append_string(text)
+    assert lines(file) == (["\udcff ☃ \x1b", "two\nlines", "one"], [])
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+def test_a_file_that_others_could_read_is_closed_to_them(file):
+    file.parent.mkdir()
+    file.touch(mode=0o644)
+    TypedLines(file, pytest.fail).append_string("one")
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+def test_damaged_lines_are_left_out(file):
+    file.parent.mkdir()
+    file.write_bytes(b'"one"\n{\n\xff\n[1]\n\n"two"\n"half')
+    assert lines(file) == (["two", "one"], [])
+
+
+def test_a_very_long_message_is_not_kept(file):
+    TypedLines(file, pytest.fail).append_string("x" * (history.MOST_CHARACTERS + 1))
+    assert not file.exists()
+
+
+def test_the_older_half_of_a_large_file_is_dropped(file, monkeypatch):
+    monkeypatch.setattr(history, "MOST_BYTES", 100)
+    typed = TypedLines(file, pytest.fail)
+    for n in range(20):
+        typed.append_string(f"message {n}")
+    kept, _ = lines(file)
+    assert kept == [f"message {n}" for n in range(19, 9, -1)]
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+def test_a_file_that_cannot_be_used_is_told_once(tmp_path):
+    warnings = []
+    typed = TypedLines(tmp_path, warnings.append)
+    assert list(typed.load_history_strings()) == []
+    typed.append_string("one")
+    typed.append_string("two")
+    assert len(warnings) == 1
+    assert warnings[0].startswith(f"what you type is not kept: {tmp_path}: ")

@@ -1,0 +1,122 @@
+"""The chat app on a real socket, in this process or in one of its own, with an engine that replays an answer.
+
+`python -m support.chat_app --rate 200 --text FILE` (in the folder tests) serves it for browsers: see `--help`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from mlx_zip.apps.chat.app import guarded, make_chat_app
+from mlx_zip.apps.chat.models import Models
+from mlx_zip.apps.chat.running import Showing, listening, new_token, run_app
+from mlx_zip.apps.chat.state import Settings
+from mlx_zip.apps.chat.store import Store
+from mlx_zip.engine import Engine
+from mlx_zip.engine.engines import Engines, OtherModel
+from mlx_zip.server.core import Core
+from mlx_zip.server.cores import Cores
+from mlx_zip.server.options import Options
+from mlx_zip.server.running import Server, bound
+from support.fake_engine import FakeEngine, Script
+from support.http_server import WAIT_S, Answer, Served, events, until
+
+KEY = "a-key"
+API = "/app/api/"
+AUTHORIZED = {"Authorization": f"Bearer {KEY}"}
+CONVERSATIONS = "conversations"
+
+
+class Chat(Served):
+    """The app that runs in a thread, and a plain way to talk to it."""
+
+    store: Store
+
+    def call(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> Answer:
+        """Sends a request with the key."""
+        return self.ask(method, API + path, body, {**AUTHORIZED, **(headers or {})})
+
+    def create(self, **fields: Any) -> dict[str, Any]:
+        return self.call("POST", CONVERSATIONS, fields).json
+
+    def show(self, one: str) -> dict[str, Any]:
+        return self.call("GET", f"{CONVERSATIONS}/{one}").json
+
+    def answer(self, one: str, **body: Any) -> list[dict[str, Any]]:
+        """Asks for an answer and returns its frames."""
+        answer = self.call("POST", f"{CONVERSATIONS}/{one}/answer", body)
+        assert answer.status == 200, answer.body
+        return events(answer.body)
+
+    def said(self, one: str, text: str, parent: str | None = None) -> dict[str, Any]:
+        """Sends a message and returns the whole answer."""
+        last = self.answer(one, parent=parent, text=text)[-1]
+        assert last["type"] == "done", last
+        return last["message"]
+
+
+@contextmanager
+def chatting(
+    engine: Engine | None = None,
+    file: Path | None = None,
+    others: Sequence[OtherModel] = (),
+    open_model: Any = None,
+    **options: Any,
+) -> Iterator[Chat]:
+    """Serves the app with an engine on a free port. file: of the conversations, None for memory."""
+    engine, store = engine or FakeEngine(), Store(file)
+    engines = Engines(engine, others)
+    core = Core(engines.main, guarded(Options(api_key=KEY, **options)))
+    models = Models(Cores(engines, core), open_model)
+    listener = bound("127.0.0.1", 0)
+    server = Server(core, app=make_chat_app(store, models, Settings(system="Be brief.")))
+    thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
+    thread.start()
+    try:
+        assert until(lambda: server.started)
+        chat = Chat(listener.getsockname()[1], core, server)
+        chat.store = store
+        yield chat
+    finally:
+        engine.close()
+        models.cores.close()
+        server.should_exit = True
+        thread.join(WAIT_S)
+        store.close()
+        assert not thread.is_alive()
+
+
+def main() -> None:
+    """Serves the app until a signal comes."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rate", type=float, default=200.0, help="base tokens per second")
+    parser.add_argument("--text", type=Path, help="file with the answer (default: a short story)")
+    parser.add_argument("--data", type=Path, help="file of the conversations (default: memory)")
+    parser.add_argument("--port", type=int, default=0)
+    args = parser.parse_args()
+    text = args.text.read_text(encoding="utf-8") if args.text else "Once upon a time there was a boat. " * 20
+    script = Script(text=text, delay_s=2 / args.rate)
+    store = Store(args.data)
+    try:
+        with listening(args.port) as listener:
+            options = Options(api_key=new_token(), max_tokens=1 << 20, drain_s=1.0)
+            base = OtherModel(
+                "slow", "control", lambda: FakeEngine(replace(script, delay_s=1 / args.rate)), "slow: base"
+            )
+            engine = FakeEngine(script)
+            engine.info = replace(engine.info, context=1 << 20)
+            engines = Engines(engine, [base])
+            run_app(engines, options, listener, store, Settings(), Showing(browser=False))
+    finally:
+        store.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
