@@ -22,7 +22,7 @@ CHECKED := tests/house/test_house.py tests/house/test_files.py tests/codec tests
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 PIP_INSTALL := CC="$(CC)" $(BIN)/python -m pip --disable-pip-version-check install -q
 
-.PHONY: help venv demo check test docs picture model lint fuzz clean
+.PHONY: help venv demo check test docs picture screens model lint fuzz clean
 
 help:
 	@echo "make demo    convert a checkpoint, compare with the published package, tell a story"
@@ -30,7 +30,8 @@ help:
 	@echo "make test    run all tests, in two processes"
 	@echo "make lint    ruff and pyright"
 	@echo "make docs    write the tables and pictures in the docs anew from the records"
-	@echo "make picture draw the answer in README.md anew: docs/pictures/answer.svg"
+	@echo "make picture draw the answer of docs/guides/use.md anew: docs/pictures/answer.svg"
+	@echo "make screens show the app in a browser, in build/screens, and write docs/pictures/app.png anew"
 	@echo "make model   train the bundled models anew: make model DATA=folder-of-stories"
 	@echo "make fuzz    fuzz the C code for a short while under sanitizers"
 	@echo "make clean   remove .venv and everything built"
@@ -53,6 +54,11 @@ docs: $(VENV)/.ready
 
 picture: $(VENV)/.ready
 	$(BIN)/python -m mlx_zip.apps.picture --out docs/pictures/answer.svg
+
+screens: $(VENV)/.ready
+	@PLAYWRIGHT_SKIP_BROWSER_DOWNLOAD=1 $(PIP_INSTALL) -e '.[browser]'
+	$(BIN)/python -m pytest -q tests/apps/browser/test_screens.py
+	cp build/screens/readme.png docs/pictures/app.png
 
 model: $(VENV)/.ready
 	@test -n "$(DATA)" || { echo "name the folder of the stories: make model DATA=DIR (docs/stories.md)" >&2; exit 1; }

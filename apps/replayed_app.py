@@ -14,6 +14,7 @@ from mlx_zip.apps.chat.store import Store
 from mlx_zip.apps.replay import ReplayEngine
 from mlx_zip.arguments import Parser
 from mlx_zip.bundled import DEFAULT, bundled_model
+from mlx_zip.engine.engines import Engines
 from mlx_zip.server.options import Options
 from mlx_zip.text.tokenizers import load_tokenizer
 
@@ -26,7 +27,7 @@ def main() -> int:
     with engine, listening(args.port) as listener:
         store = Store(Path(args.data) if args.data else None)
         try:
-            run_app(engine, options, listener, store, Settings(), Showing(browser=False))
+            run_app(Engines(engine), options, listener, store, Settings(), Showing(browser=False))
         finally:
             store.close()
     return 0

@@ -34,6 +34,10 @@ BENCHES = {
         "play an agent with tools against the server, and report how much of each turn's prompt was cached",
     ),
     "chat": ("mlx_zip.bench.chat", "time what the terminal chat does with each step of an answer"),
+    "app": (
+        "mlx_zip.bench.app",
+        "time the chat app's page in a browser: until it can be used, its slowest frames, its search",
+    ),
     "report": (
         "mlx_zip.bench.report",
         "print tables and plots of records that `bench generate` printed on any machines and days",

@@ -188,3 +188,9 @@ def test_the_installed_command_says_what_it_can_do(python, tmp_path):
 
 def _dedent(code: str) -> str:
     return "\n".join(line[8:] for line in code.splitlines())
+
+
+def test_the_wheel_has_every_file_of_the_chat_apps_page(wheel):
+    page = {name for part in ("page", "vendor") for name in files(f"apps/chat/{part}/**/*") if (REPO / name).is_file()}
+    assert "apps/chat/page/index.html" in page
+    assert {f"mlx_zip/{name}" for name in page} <= contents(wheel)

@@ -65,7 +65,7 @@ class App:
         }
         self.printed = ""
         self._process = subprocess.Popen(
-            [sys.executable, "-u", "-m", *self.words],
+            [sys.executable, "-u", "-P", "-m", *self.words],  # -P: not what lies in the home's folder mlx_zip
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -75,7 +75,7 @@ class App:
         )
         threading.Thread(target=self._read, args=(self._process,), daemon=True).start()
         assert until(lambda: self._found() or self._process.poll() is not None, START_S), self.printed
-        assert self.url, self.printed
+        assert self._found(), self.printed
         return self
 
     def _read(self, process: subprocess.Popen[str]) -> None:
@@ -85,7 +85,7 @@ class App:
 
     def _found(self) -> bool:
         match = re.search(r"http://127\.0\.0\.1:\d+/app/#token=[\w-]+", self.printed)
-        self.url = match[0] if match else ""
+        self.url = match[0] if match else self.url
         return bool(match)
 
     @property
@@ -187,6 +187,13 @@ class Tab:
     def answered(self, before: int = 0) -> Tab:
         """Waits until the answer after the first `before` ones has ended."""
         self.page.wait_for_function(ENDED, arg=before)
+        return self
+
+    def raced(self) -> Tab:
+        """Starts the race that is shown and waits for its verdict."""
+        self["race-start"].click()
+        verdict = "() => document.querySelector('[data-testid=race-verdict]').textContent.length > 10"
+        self.page.wait_for_function(verdict, timeout=4 * WAIT_MS)
         return self
 
     def text(self, nth: int = -1) -> str:

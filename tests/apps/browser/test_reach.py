@@ -1,0 +1,109 @@
+"""Everybody can use the page: with the keyboard alone, on a narrow screen, with a screen reader."""
+
+import pytest
+
+from support.browsing import Tab
+
+NARROW = {"width": 390, "height": 780}
+THEMES = ["light", "dark"]
+PANELS = ["conversation", "vocabulary-open", "settings-open", "race-open", "shortcuts", "conversation-menu", "edit"]
+
+
+def focused(tab: Tab) -> str:
+    """The test id of the element that has the focus."""
+    return tab.page.evaluate("document.activeElement?.dataset.testid ?? ''")
+
+
+def test_everything_important_is_done_with_the_keyboard_alone(tab):
+    keys = tab.page.keyboard
+    assert focused(tab) == "input"
+    keys.type("Tell me a story about a hen.")
+    keys.press("Enter")
+    tab.answered()
+    keys.press("Control+Shift+E")
+    tab.page.get_by_text("2 / 2", exact=True).wait_for()
+    tab.answered()
+    keys.press("Control+k")
+    assert focused(tab) == "search"
+    keys.press("Control+Shift+O")
+    tab["empty"].wait_for()
+    keys.press("Alt+ArrowDown")
+    tab.answers().first.wait_for()
+    keys.press("Control+i")
+    assert tab["panel"].is_visible()
+    keys.press("Control+i")
+    assert not tab["panel"].is_visible()
+    keys.press("Control+Shift+Y")
+    assert focused(tab) == "race-prompt"
+    keys.press("Escape")
+    assert tab["input"].is_visible()
+
+
+def test_the_last_message_is_edited_with_the_arrow_key(tab):
+    keys = tab.page.keyboard
+    tab.send("Tell me a story about an owl.")
+    tab["input"].focus()
+    keys.press("ArrowUp")
+    assert focused(tab) == "edit-input"
+    keys.press("Control+A")
+    keys.type("Tell me a story about a fox.")
+    keys.press("Enter")
+    tab.page.get_by_text("2 / 2", exact=True).wait_for()
+    tab.answered()
+
+
+def test_menus_and_dialogs_give_the_focus_back(tab):
+    tab.send("Tell me a story about a goat.")
+    tab["conversation-menu"].first.focus()
+    tab.page.keyboard.press("Enter")
+    tab["menu"].wait_for()
+    tab.page.keyboard.press("ArrowDown")
+    tab.page.keyboard.press("Escape")
+    assert focused(tab) == "conversation-menu"
+    tab["shortcuts"].focus()
+    tab.page.keyboard.press("Enter")
+    tab["dialog"].wait_for()
+    tab.page.keyboard.press("Escape")
+    tab["dialog"].wait_for(state="detached")
+    assert focused(tab) == "shortcuts"
+
+
+def test_what_has_the_focus_can_be_seen(tab):
+    tab.page.keyboard.press("Shift+Tab")
+    ring = "one => [getComputedStyle(one).outlineStyle, getComputedStyle(one).boxShadow]"
+    assert tab.page.evaluate_handle("document.activeElement").evaluate(ring) != ["none", "none"]
+
+
+def opened(tab: Tab, panel: str) -> None:
+    """Shows a part of the page."""
+    if panel != "conversation":
+        tab[panel].first.click()
+
+
+@pytest.mark.parametrize("theme", THEMES)
+def test_a_screen_reader_finds_nothing_serious(app, open_tab, theme):
+    tab = open_tab(app, color_scheme=theme)
+    found = tab.flaws()
+    tab.send("Tell me a story about a mouse.")
+    for panel in PANELS:
+        opened(tab, panel)
+        found += [f"{panel}: {flaw}" for flaw in tab.flaws()]
+        tab.page.keyboard.press("Escape")
+    assert found == []
+
+
+@pytest.mark.parametrize("theme", THEMES)
+def test_a_narrow_screen_shows_everything_without_scrolling_sideways(app, open_tab, theme):
+    tab = open_tab(app, viewport=NARROW, color_scheme=theme).send("Tell me a story about a duck.")
+    wide = "document.documentElement.scrollWidth <= innerWidth"
+    assert tab.page.evaluate(wide)
+    found = tab.flaws()
+    for panel in ("settings-open", "vocabulary-open", "race-open"):
+        tab[panel].click()
+        assert tab.page.evaluate(wide), panel
+        found += [f"{panel}: {flaw}" for flaw in tab.flaws()]
+        tab["race-close" if panel == "race-open" else "panel-close"].click()
+    tab["sidebar-toggle"].click()
+    tab["conversation-link"].first.click()
+    assert tab["input"].is_visible()
+    assert found == []

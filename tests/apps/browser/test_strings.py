@@ -1,0 +1,136 @@
+"""Texts from anywhere stay text: scripts do not run, and every script of the world is shown as it was written."""
+
+import json
+
+import pytest
+
+from support.browsing import App, running
+
+EVIL = [
+    "<script>window.hacked = 1</script>",
+    "<img src=x onerror='window.hacked = 2'>",
+    "<svg onload='window.hacked = 3'><style>*{display:none}</style></svg>",
+    "[press me](javascript:window.hacked=4)",
+    '"><iframe srcdoc="<script>parent.hacked = 5</script>"></iframe>',
+    "<a href='data:text/html,<script>alert(6)</script>'>data</a>",
+    "<form action='/app/'><input name=body autofocus onfocus='window.hacked = 7'></form>",
+    "$\\href{javascript:window.hacked=8}{formula}$ and $\\includegraphics{http://127.0.0.1:9/x.png}$",
+    "![picture](http://127.0.0.1:9/picture.png)",
+    "```html\n<script>window.hacked = 9</script>\n```",
+    "<math><mtext><table><mglyph><style><img src=x onerror=window.hacked=10></style></mglyph></table></mtext></math>",
+]
+WORLD = [
+    "東京は今日も晴れです。猫が「こんにちは」と言いました。",
+    "مرحبا بالعالم، هذه قصة قصيرة عن قارب صغير.",
+    "שלום עולם",
+    "👩‍👩‍👧‍👦 🏳️‍🌈 👍🏽 é é ﷽",
+]
+HARM = (
+    "[window.hacked ?? null, document.querySelectorAll('#app script, #app iframe, #app form:not(#composer), #app style,"
+    ' #messages img, #messages [onerror], [href^="javascript:"], #messages a[href^="data:"]\').length]'
+)
+
+
+@pytest.fixture(scope="module")
+def evil(tmp_path_factory):
+    """The app with an engine whose answers try everything."""
+    home = tmp_path_factory.mktemp("evil")
+    (home / "text.txt").write_text("\n\n".join([*EVIL, *WORLD]))
+    with running(App(home, ["mlx_zip.apps.replayed_app", "--text", "text.txt", "--speed", "2000"])) as app:
+        yield app
+
+
+def unharmed(tab):
+    """Whether nothing ran and nothing was built that could run."""
+    return tab.page.evaluate(HARM) == [None, 0] and tab.noted.dialogs == [] and tab.noted.foreign == []
+
+
+@pytest.fixture
+def answered(evil, open_tab):
+    """A tab with an answer that tried everything."""
+    return open_tab(evil).send("Try it.")
+
+
+def test_an_answer_that_tries_to_run_scripts_is_shown_as_text(answered):
+    answered.page.locator("pre code").wait_for()
+    assert unharmed(answered)
+    assert "window.hacked = 9" in answered.text()
+
+
+def test_an_answer_is_the_same_text_after_a_reload(answered):
+    before = answered.text()
+    answered.page.reload()
+    answered.ready().answered()
+    answered.page.locator("pre code").wait_for()
+    assert unharmed(answered)
+    assert answered.text() == before
+
+
+def test_every_script_of_the_world_is_shown_as_it_was_written(answered):
+    text = answered.text()
+    assert [line for line in WORLD if line not in text] == []
+
+
+def test_lines_from_right_to_left_run_from_right_to_left(answered):
+    found = answered.page.evaluate(
+        """text => {
+          const all = [...document.querySelectorAll('[data-role=assistant] p')];
+          return getComputedStyle(all.find((one) => one.textContent.includes(text))).direction;
+        }""",
+        "قصة",
+    )
+    assert found == "rtl"
+
+
+@pytest.mark.parametrize("text", [EVIL[1], WORLD[0], WORLD[1], WORLD[3]])
+def test_a_message_is_sent_and_titled_as_it_was_typed(evil, open_tab, text):
+    tab = open_tab(evil).send(text)
+    assert tab.page.locator("[data-role=user] [data-testid=message-text]").inner_text() == text
+    tab["conversation"].first.get_by_text(text[:20]).wait_for()
+    assert unharmed(tab)
+
+
+def test_a_title_stays_text_everywhere(evil, open_tab):
+    tab = open_tab(evil).send("A title")
+    tab["title"].fill(EVIL[1])
+    tab["title"].press("Enter")
+    tab.page.get_by_test_id("conversation-link").get_by_text(EVIL[1], exact=True).first.wait_for()
+    tab["conversation-menu"].first.click()
+    tab["delete"].click()
+    assert EVIL[1] in tab["dialog"].inner_text()
+    tab["dialog-cancel"].click()
+    assert unharmed(tab)
+
+
+def test_an_import_with_scripts_everywhere_stays_text(evil, open_tab, tmp_path):
+    tab = open_tab(evil).send("Out")
+    (one,) = tab.api("GET", "conversations?limit=1")["conversations"]
+    content = json.dumps(tab.api("GET", f"conversations/{one['id']}/export?format=json"))
+    file = tmp_path / "<img src=x onerror=alert(1)>.json"
+    file.write_text(content.replace("Out", EVIL[1]))
+    tab["import-file"].set_input_files(file)
+    tab.page.locator("[data-role=user]").get_by_text(EVIL[1]).wait_for()
+    assert unharmed(tab)
+
+
+def test_the_name_of_a_file_that_is_refused_stays_text(evil, open_tab, tmp_path):
+    tab = open_tab(evil)
+    file = tmp_path / "<img src=x onerror=alert(1)>.json"
+    file.write_text("no JSON")
+    tab["import-file"].set_input_files(file)
+    tab["banner"].get_by_text(file.name).wait_for()
+    assert unharmed(tab)
+
+
+def test_a_page_of_another_origin_gets_nothing(evil, open_tab):
+    tab = open_tab(evil)
+    head = {"Authorization": f"Bearer {evil.token}", "Origin": "http://127.0.0.1:9"}
+    answer = tab.page.request.get(f"http://127.0.0.1:{evil.port}/app/api/conversations", headers=head)
+    assert answer.status == 403
+
+
+def test_without_the_key_the_page_says_what_to_do(evil, chrome):
+    page = chrome.new_page()
+    page.goto(f"http://127.0.0.1:{evil.port}/app/")
+    page.get_by_text("This page has no valid key").wait_for()
+    page.close()
