@@ -12,7 +12,7 @@ import shutil
 import stat
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +128,25 @@ def sole_user(folder: Path) -> Iterator[bool]:
         yield _locked(handle)
     finally:
         os.close(handle)
+
+
+def begin_use(folder: Path, if_alone: Callable[[], None]) -> int:
+    """Marks a folder as used by this process until the returned handle is closed.
+
+    Calls `if_alone` before, if nobody else has marked the folder. Never calls it on a file system without locks.
+    Raises `OSError`.
+    """
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(BlockingIOError):  # others use the folder
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if_alone()
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (*_NO_LOCKS, errno.EWOULDBLOCK):
+            os.close(handle)
+            raise
+    return handle
 
 
 def _locked(handle: int) -> bool:

@@ -86,7 +86,8 @@ class Sampling:
         for name in ("temp", "top_p", "min_p", "xtc_probability", "xtc_threshold"):
             self._check(name, "a finite number", _is_finite(getattr(self, name)))
         self._check("temp", "0, or from 1e-30 to 1e30", self.temp == 0 or 1e-30 <= self.temp <= 1e30)
-        self._check("top_p", "from 0 to 1", 0 <= self.top_p <= 1)
+        # a smaller one is 0 in float32, which leaves out every id
+        self._check("top_p", "0, or from 1e-30 to 1", self.top_p == 0 or 1e-30 <= self.top_p <= 1)
         self._check("min_p", "from 0 to 1", 0 <= self.min_p <= 1)
         self._check("min_tokens_to_keep", "an integer >= 1", _is_integer(self.min_tokens_to_keep, 1))
         self._check("top_k", "an integer >= 0", _is_integer(self.top_k, 0))

@@ -24,6 +24,7 @@ __all__ = ["REFUSED", "add_arguments", "run"]
 log = logging.getLogger("mlx_zip.server")
 LIBRARIES = ("starlette", "uvicorn", "sse_starlette", "pydantic", "prometheus_client", "llguidance")
 COUNTS = ("max_tokens", "decode_concurrency", "max_prompt_tokens", "prefill_step_size")
+MOST_DRAIN_S = 1_000_000
 LOOPBACK = ("127.", "::1", "localhost")
 
 
@@ -91,9 +92,12 @@ def _check(args: argparse.Namespace) -> None:
     check_at_least(args, 0, "max_waiting", "drain", "temp", "top_k", "port")
     if args.port > 65535:
         raise GenerationError(f"--port must be at most 65535, got {args.port}")
-    for name in ("top_p", "min_p"):
-        if not 0 <= getattr(args, name) <= 1:
-            raise GenerationError(f"--{name.replace('_', '-')} must be from 0 to 1, got {getattr(args, name)}")
+    if not args.drain < MOST_DRAIN_S:
+        raise GenerationError(f"--drain must be below {MOST_DRAIN_S}, got {args.drain}")
+
+    from mlx_zip.sampling import Sampling
+
+    Sampling(**{name: getattr(args, name) for name in SAMPLING})
 
 
 def _server_module(name: str) -> Any:
@@ -110,8 +114,9 @@ def _bound(running: Any, host: str, port: int) -> Any:
     """Returns a socket of the address, bound before minutes go into loading. Raises `GenerationError`."""
     try:
         return running.bound(host, port)
-    except OSError as error:
-        raise GenerationError(f"--host {host} --port {port}: {error.strerror or error}") from error
+    except (OSError, UnicodeError) as error:  # the latter for a name that is too long
+        why = getattr(error, "strerror", None) or error
+        raise GenerationError(f"--host {host} --port {port}: {why}") from error
 
 
 def _options(args: argparse.Namespace, name: str) -> dict[str, Any]:

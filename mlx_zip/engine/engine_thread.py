@@ -217,6 +217,7 @@ class MlxEngine(Engine):
             self._load(load, name, make_store)
             self._loaded.set()
             self._serve()
+            self._settle()
             self._stop(EngineStoppedError("the engine has been closed"))
         except BaseException as fault:
             self._die(fault)
@@ -230,7 +231,7 @@ class MlxEngine(Engine):
         options = self._options
         model, self.tokenizer = load()
         served = Served(model, self.tokenizer, name, options.run)
-        self.info = served.info
+        self.info, self._settle = served.info, served.settle
         bound = self._kv_bound()
         self._checks = Checks(served.facts, options.max_prompt_tokens, bound)
         self._store = make_store(served)

@@ -81,6 +81,11 @@ class Served:
         """Returns the cache of a new request. start: what its codebook begins with, None for the model's own."""
         return self.model.make_cache(pack=start) if start is not None else make_prompt_cache(self.model)
 
+    def settle(self) -> None:
+        """Has the store of hyper rows keep what the last call encoded, which only the calling thread can evaluate."""
+        if self.hyper:
+            self.model.session.settle()
+
     def _try_out(self) -> tuple[int, bool]:
         """Runs the model on one id; returns the bytes per id of its KV caches, and whether they batch.
 

@@ -8,17 +8,20 @@ it writes itself; none writes over a file that another has changed.
 from __future__ import annotations
 
 import logging
+import os
 import time
-from collections.abc import Mapping
+import weakref
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from mlx_zip.engine.kept_session import Kept, Slot, stamp_of
 from mlx_zip.engine.session_files import Marks, Snapshot, found_in, session_paths
 from mlx_zip.engine.session_writer import Job, SessionWriter
 from mlx_zip.errors import EngineError, reason
-from mlx_zip.files import make_private
+from mlx_zip.files import begin_use, make_private
 
 OLD_S = 3600  # seconds after which an unfinished file cannot be one that is being written
+UNFINISHED = ".*.safetensors.partial-*"  # names of unfinished files
 RESPONSES = "responses"  # folder of a server's stored responses (`mlx_zip serve`), in a folder of sessions
 MOST_NAMED = 3  # refused files that a warning names
 SHARE = "machine-"  # what names of folders begin with that one of several machines uses
@@ -34,6 +37,8 @@ class SessionFolder:
         self._wanted: dict[Kept, None] = {}  # to be written once there is room
         self._warned: set[str] = set()
         self.usable = self._is_usable()
+        if self.usable:
+            self._begin_use()
 
     def sessions(self) -> list[Kept]:
         """Returns the sessions in the folder, without their caches, the last written last."""
@@ -173,9 +178,17 @@ class SessionFolder:
             self._warn("folder", why)
         return why is None
 
+    def _begin_use(self) -> None:
+        """Marks the folder as used until this object is gone; if nobody else uses it, removes all unfinished files."""
+        try:
+            handle = begin_use(self.folder, lambda: _remove(self.folder.glob(UNFINISHED)))
+            weakref.finalize(self, os.close, handle)
+        except OSError as error:
+            self._warn("read", f"cannot be read: {reason(error)}")
+
     def _remove_unfinished(self) -> None:
-        """Removes what killed processes have left unfinished. Raises `OSError`."""
-        for path in self.folder.glob(".*.safetensors.partial-*"):
+        """Removes what processes that were killed long ago have left unfinished. Raises `OSError`."""
+        for path in self.folder.glob(UNFINISHED):
             if (stamp := stamp_of(path)) is not None and time.time() - stamp[2] / 1e9 > OLD_S:
                 path.unlink(missing_ok=True)
 
@@ -202,12 +215,17 @@ def purge(folder: Path) -> tuple[int, int]:
 
 def _purge_one(folder: Path) -> tuple[int, int]:
     """Does what `purge` does in one folder."""
-    others = (*folder.glob(".*.safetensors.partial-*"), *folder.glob(f"{RESPONSES}/*.json"))
+    others = (*folder.glob(UNFINISHED), *folder.glob(f"{RESPONSES}/*.json"))
     paths = [path for path in (*session_paths(folder), *others) if path.is_file() or path.is_symlink()]
     size = sum(stamp[1] for path in paths if (stamp := stamp_of(path)) is not None)
-    for path in paths:
-        path.unlink(missing_ok=True)
+    _remove(paths)
     for one in (folder / RESPONSES, folder):
         if one.is_dir() and not any(one.iterdir()):
             one.rmdir()
     return len(paths), size
+
+
+def _remove(paths: Iterable[Path]) -> None:
+    """Deletes files; one that is gone is no error. Raises `OSError`."""
+    for path in paths:
+        path.unlink(missing_ok=True)

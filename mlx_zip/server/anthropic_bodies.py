@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from mlx_zip.server.anthropic_blocks import Message, SystemText, messages_of, system_text
+from mlx_zip.server.bodies import Size
 from mlx_zip.server.fields import Body, Many, PackNames, as_turn_pack, check_tools, joined_system, thinking_options
 from mlx_zip.server.turn import Tool, Turn
 
@@ -118,7 +119,7 @@ class MessagesBody(CountBody):
 
     harmless = CountBody.harmless | {"service_tier", "inference_geo", "diagnostics"}
 
-    max_tokens: int = Field(ge=1)
+    max_tokens: Size
     stream: bool = False
     stop_sequences: Many[Annotated[str, Field(min_length=1)]] = Field(default_factory=list, max_length=16)
     temperature: float | None = Field(None, ge=0, le=1)

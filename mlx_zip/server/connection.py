@@ -9,9 +9,10 @@ from uvicorn.protocols.http.h11_impl import (  # uvicorn brings its parser
     h11,  # pyright: ignore[reportPrivateImportUsage]
 )
 
-from mlx_zip.server.errors import Failure, json_bytes
+from mlx_zip.server.errors import Failure, dialect_of, json_bytes
 from mlx_zip.server.options import Options
 
+MOST_BEGUN = 100  # bytes that are kept of what may be no HTTP
 HALF_CLOSED_S = 0.25  # in which a client that has closed its sending side still gets an answer
 
 
@@ -26,6 +27,7 @@ class Connection(H11Protocol):
     head_s = stall_s = 60.0
     _head_timer: asyncio.TimerHandle | None = None
     _stall_timer: asyncio.TimerHandle | None = None
+    _begun = b""  # how the head of a request begins, as far as an error's dialect depends on it
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begins to wait for the head of a request."""
@@ -34,12 +36,24 @@ class Connection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Takes bytes; the clock runs while a head is incomplete."""
+        if self._waits_for_head:
+            self._begun = (self._begun + data[:MOST_BEGUN])[:MOST_BEGUN]
         super().data_received(data)
         self._expect_head()
 
+    def on_response_complete(self) -> None:
+        """Goes on with the next request, of which bytes may have come already."""
+        self._begun = self.conn.trailing_data[0][:MOST_BEGUN]
+        super().on_response_complete()
+
+    @property
+    def _waits_for_head(self) -> bool:
+        """Whether no request is under way."""
+        return self.cycle is None or self.cycle.response_complete
+
     def _expect_head(self) -> None:
         """Starts the clock if no request is under way, and stops it otherwise."""
-        waits = self.cycle is None or self.cycle.response_complete
+        waits = self._waits_for_head
         if waits and self._head_timer is None and not self.transport.is_closing():
             self._head_timer = self.loop.call_later(self.head_s, self.transport.abort)
         elif not waits:
@@ -47,7 +61,7 @@ class Connection(H11Protocol):
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
         """Lets an answer that comes at once be sent. Then the client has left: most close both sides together."""
-        if self.cycle is None or self.cycle.response_complete:
+        if self._waits_for_head:
             return None
         self.loop.call_later(HALF_CLOSED_S, self.transport.close)
         return True
@@ -73,7 +87,7 @@ class Connection(H11Protocol):
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            body = json_bytes(Failure(400, msg, "invalid_http").body())
+            body = json_bytes(Failure(400, msg, "invalid_http").body(dialect_of(self._path())))
             headers = [
                 ("content-type", "application/json"),
                 ("content-length", str(len(body))),
@@ -82,6 +96,13 @@ class Connection(H11Protocol):
             for event in (h11.Response(status_code=400, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
+
+    def _path(self) -> str:
+        """Returns the path of the request under way, or what stands in its place in what is no HTTP."""
+        if not self._waits_for_head:
+            return self.scope["path"]
+        words = self._begun.decode("latin-1").split()
+        return words[1] if len(words) > 1 else ""
 
 
 def _stopped(timer: asyncio.TimerHandle | None) -> None:

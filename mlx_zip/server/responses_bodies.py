@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from mlx_zip.server.bodies import Size
 from mlx_zip.server.fields import (
     Body,
     JsonObject,
@@ -126,7 +127,7 @@ class ResponseBody(Body):
     parallel_tool_calls: bool = True
     text: TextConfig = Field(default_factory=TextConfig)
     reasoning: ReasoningConfig = Field(default_factory=ReasoningConfig)
-    max_output_tokens: int | None = Field(None, ge=1)
+    max_output_tokens: Size | None = None
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, ge=0, le=1)
     top_logprobs: int | None = Field(None, ge=0, le=20)

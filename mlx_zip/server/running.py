@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -23,8 +25,8 @@ AFTER_FAULT_S = 2.0
 class Server(uvicorn.Server):
     """Serves a core on sockets. fault: what ended the engine's thread, None as long as it runs.
 
-    On SIGTERM and SIGINT no new connections are accepted, answers under way have `drain_s` seconds, and the engine is
-    closed. A second signal ends at once. app: what answers, None for the server's own routes.
+    On SIGTERM, SIGINT and SIGHUP no new connections are accepted, answers under way have `drain_s` seconds, and the
+    engine is closed. A second SIGINT ends at once. app: what answers, None for the server's own routes.
     """
 
     def __init__(
@@ -55,6 +57,21 @@ class Server(uvicorn.Server):
         self.fault = fault
         self.config.timeout_graceful_shutdown = int(AFTER_FAULT_S)
         self.should_exit = True
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """Has SIGHUP, which a terminal that is closed sends, end the server as SIGTERM does, unless it is ignored."""
+        with super().capture_signals():
+            main = threading.current_thread() is threading.main_thread()
+            before = signal.getsignal(signal.SIGHUP)
+            ours = main and before not in (signal.SIG_IGN, None)
+            if ours:
+                signal.signal(signal.SIGHUP, self.handle_exit)
+            try:
+                yield
+            finally:
+                if ours:
+                    signal.signal(signal.SIGHUP, before)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begins to listen, and calls `on_start`."""

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mlx_zip.engine import Failed, Finished, Submission, engine_thread, events
+from mlx_zip import RowStore
+from mlx_zip.engine import Failed, Finished, Progress, Submission, engine_thread, events
 from mlx_zip.engine.mlx_engine import open_engine
 from mlx_zip.engine.session_options import SessionOptions
 from mlx_zip.errors import (
@@ -385,3 +386,22 @@ def test_three_hundred_requests_leave_nothing_behind():
 
 def _sampling(rng):
     return rng.choice([{}, {"temp": 1.0}, {"temp": 0.7, "seed": 3}, {"repetition_penalty": 1.2}])
+
+
+def test_rows_of_a_prompt_whose_reading_is_cut_off_are_kept_when_the_engine_closes():
+    store = RowStore()
+
+    def with_store(model):
+        model.session.store = store
+
+    engine = tiny_engine(
+        change=with_store, run={"prefill_step_size": 4}, model={"fingerprint": {"input": "1" * 64, "output": "2" * 64}}
+    )
+    begun = threading.Event()
+    engine.submit(
+        Submission(tiny.base_ids(400, 3), max_tokens=4), lambda e: begun.set() if isinstance(e, Progress) else None
+    )
+    assert begun.wait(30)
+    engine.close(0)
+    assert not store.pending
+    store.close()

@@ -1,6 +1,7 @@
 """Sessions on disk: found again after a restart, bounded, private, and left alone where another process wrote."""
 
 import errno
+import gc
 import logging
 import os
 import signal
@@ -338,14 +339,30 @@ def test_after_a_kill_every_file_is_whole_or_absent(folder, after_s):
         assert keeping.store().load(file).base_tokens == state.books[0].base_length
 
 
-def test_unfinished_files_of_killed_processes_are_removed_once_they_are_old(folder):
+def test_unfinished_files_of_killed_processes_are_removed_if_nobody_else_uses_the_folder(folder):
     folder.mkdir(mode=0o700)
+    left = folder / f".{'a' * 16}.safetensors.partial-1"
+    left.write_bytes(b"x")
+    store = keeping.store(folder=folder)
+    assert not left.exists()
+    left.write_bytes(b"x")
+    store.close()
+    del store
+    gc.collect()
+    keeping.store(folder=folder)
+    assert not left.exists()
+
+
+def test_unfinished_files_in_a_folder_that_others_use_are_removed_once_they_are_old(folder):
+    folder.mkdir(mode=0o700)
+    other = keeping.store(folder=folder)
     left = [folder / f".{name * 16}.safetensors.partial-1" for name in "ab"]
     for file in left:
         file.write_bytes(b"x")
     os.utime(left[0], (0, 0))
     keeping.store(folder=folder)
     assert [file.exists() for file in left] == [False, True]
+    other.close()
 
 
 # ---- files that a user names

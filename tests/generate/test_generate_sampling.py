@@ -198,6 +198,7 @@ OUT_OF_RANGE = [
     ("temp", float("inf")),
     ("top_p", 1.1),
     ("top_p", -0.1),
+    ("top_p", 1e-320),
     ("min_p", 2),
     ("min_tokens_to_keep", 0),
     ("top_k", -1),

@@ -155,6 +155,7 @@ def question(*blocks):
 BAD = [
     ({"max_tokens": None}, "max_tokens"),
     ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": 10**30}, "max_tokens"),
     ({"max_tokens": "7"}, "max_tokens"),
     ({"model": None}, "model"),
     ({"messages": None}, "messages"),

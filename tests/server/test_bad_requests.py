@@ -211,6 +211,23 @@ def test_what_is_no_http_is_told_so_as_json(served, data):
     assert json.loads(answer.split(b"\r\n\r\n")[1])["error"]["code"] == "invalid_http"
 
 
+@pytest.mark.parametrize(
+    "data",
+    [
+        post("/v1/messages", {}).replace(b"HTTP/1.1", b"HTTP/x"),
+        post("/v1/messages", {}, "Host: localhost"),
+        post("/v1/messages", {}, "Content-Length: -1"),
+        post("/v1/messages", {}).replace(b"Content-Length: 2", b"Transfer-Encoding: chunked") + b"zz\r\n",
+        post(PATH, {}) + post("/v1/messages", {}, "Host: localhost"),
+    ],
+)
+def test_what_is_no_http_is_told_so_in_the_dialect_of_its_path(served, data):
+    with served.raw(data) as connection:
+        answer = read_all(connection)
+    error = json.loads(answer[answer.rindex(b"\r\n\r\n") :])
+    assert (error["type"], error["error"]["type"]) == ("error", "invalid_request_error")
+
+
 def test_nonsense_after_a_head_does_not_reach_the_app(served):
     head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     with served.raw(head.encode() + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n") as connection:

@@ -162,6 +162,7 @@ BAD = [
     ({"top_p": float("nan")}, "top_p"),
     ({"top_logprobs": 21}, "top_logprobs"),
     ({"max_output_tokens": 0}, "max_output_tokens"),
+    ({"max_output_tokens": 10**30}, "max_output_tokens"),
     ({"max_output_tokens": 1.5}, "max_output_tokens"),
     ({"metadata": {"a": 1}}, "metadata.a"),
     ({"metadata": {str(i): "" for i in range(17)}}, "metadata"),

@@ -147,7 +147,7 @@ def figure(server: Process, name: str) -> float:
     return float(re.search(rf"^mlx_zip_{name} (\S+)$", text, re.MULTILINE)[1])
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
 def test_a_signal_lets_an_answer_end_and_then_ends_the_server(number, status):
     with started() as server:
         connection = socket.create_connection(("127.0.0.1", server.port), timeout=60)
@@ -196,6 +196,11 @@ def test_the_engines_death_ends_the_process_with_status_1_and_a_line():
         (["--port", "99999"], "--port"),
         (["--host", "999.0.0.1"], "--host"),
         (["--prompt-cache-size", "3"], "--prompt-cache-bytes"),
+        (["--host", "127." + "a" * 300], "--host"),
+        (["--drain", "inf"], "--drain"),
+        (["--drain", "nan"], "--drain"),
+        (["--temp", "nan"], "--temp"),
+        (["--top-p", "1e-320"], "--top-p"),
         (["--draft-model", "x"], "--draft-model"),
         (["--max-tokens", "0"], "--max-tokens"),
         (["--top-p", "2"], "--top-p"),
