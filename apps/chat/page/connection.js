@@ -1,0 +1,68 @@
+// When the server is gone: says so, waits for it, and catches up.
+
+import * as api from "./api.js";
+import { emit, on } from "./bus.js";
+import { app, fetchConversation, refreshState, show } from "./model.js";
+import { banner, hideBanner, say, toast } from "./tell.js";
+
+const EVERY_MS = 2000; // between two looks
+
+let timer = null;
+
+/** Starts to watch for a lost server. */
+export function startConnection() {
+  on("lost", ({ midway, status }) => (status === 401 ? lockedOut() : lost(midway)));
+  on("problem", ({ message }) => banner(message));
+}
+
+/** Says that the page may not come in, and what to do. */
+export function lockedOut() {
+  clearTimeout(timer);
+  banner("This page has no valid key. Open the address that mlx_zip app printed when it started.", { closes: false });
+}
+
+function lost(midway) {
+  const what = midway
+    ? "The server stopped in the middle of the answer. What had arrived is kept."
+    : "The server does not answer.";
+  banner(`${what} Looking for it…`, { actions: [{ label: "Try again", run: look, testid: "banner-retry" }] });
+  say(what);
+  clearTimeout(timer);
+  timer = setTimeout(look, EVERY_MS);
+}
+
+async function look() {
+  clearTimeout(timer);
+  if (!(await api.alive())) {
+    timer = setTimeout(look, EVERY_MS);
+    return;
+  }
+  try {
+    await refreshState();
+    await catchUp();
+  } catch (error) {
+    if (!(error instanceof api.ApiError)) throw error;
+    if (error.status === 401) return lockedOut();
+    return lost(false);
+  }
+  hideBanner();
+  toast("The server is back");
+}
+
+/** Takes over the server's conversation, but no answer that is shorter than what the page has of it. */
+async function catchUp() {
+  const { conversation } = app;
+  emit("saved", null);
+  if (conversation.id === null || conversation.running) return;
+  const had = new Map(conversation.messages);
+  const fresh = await fetchConversation(conversation.id).catch((error) => {
+    if (error.status === 404) return null; // it was never written: what the page has is all there is
+    throw error;
+  });
+  if (!fresh) return;
+  for (const [id, message] of had) {
+    const theirs = fresh.messages.get(id);
+    if (theirs && message.text.length > theirs.text.length && message.text.startsWith(theirs.text)) Object.assign(theirs, { text: message.text, tokens: message.tokens });
+  }
+  if (app.conversation === conversation) show(fresh);
+}

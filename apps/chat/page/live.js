@@ -1,0 +1,67 @@
+// The line of figures above the message box, while an answer streams and after.
+
+import { on } from "./bus.js";
+import { byId, h, perFrame } from "./dom.js";
+import { bounded, bytes, count, percent, short, stepsSaved } from "./figures.js";
+import { app } from "./model.js";
+
+/** A figure of the line: an element with a number, a label, and a bar if it has a limit. */
+class Figure {
+  constructor(name, label, { bar = false, hint = "" } = {}) {
+    this.number = h("b", {});
+    this.label = h("span", {}, label);
+    this.bar = bar ? h("i", { class: "bar", "aria-hidden": "true" }, h("i", { class: "fill" })) : null;
+    this.element = h("div", { class: "figure", "data-testid": `live-${name}`, title: hint }, this.number, this.label, this.bar);
+  }
+
+  set(text, fraction = 0) {
+    this.element.hidden = text === null;
+    if (text === null) return;
+    if (this.number.textContent !== text) this.number.textContent = text;
+    if (this.bar) this.bar.firstElementChild.style.width = percent(fraction).replace(" ", "");
+  }
+}
+
+const line = {
+  speed: new Figure("speed", "tokens/s", { hint: "Base tokens per second" }),
+  perStep: new Figure("per-step", "per step", { hint: "Base tokens per step of the model" }),
+  saved: new Figure("saved", "steps saved", { hint: "Steps that the base model would have needed beyond these" }),
+  codebook: new Figure("codebook", "entries", { bar: true, hint: "How full the codebook is" }),
+  memory: new Figure("memory", "cache saved", { hint: "KV cache that the base model would need beyond this" }),
+  ceiling: new Figure("ceiling", "of the ceiling", { bar: true, hint: "Steps per second, as a share of what this machine can do at most (measured)" }),
+};
+
+/** Makes the line. */
+export function startLive() {
+  byId("live").append(...Object.values(line).map((figure) => figure.element));
+  on("figures shown path answering answered state", draw);
+}
+
+const draw = perFrame(() => {
+  const conversation = app.conversation;
+  const figures = figuresOf(conversation);
+  const place = byId("live");
+  place.hidden = !figures;
+  place.classList.toggle("running", Boolean(conversation?.running));
+  if (figures) fill(figures);
+});
+
+/** Returns the figures of the answer that streams, else of the last one on the screen, else null. */
+function figuresOf(conversation) {
+  if (!conversation) return null;
+  if (conversation.current?.figures) return conversation.current.figures;
+  return conversation.path.findLast((message) => message.figures)?.figures ?? null;
+}
+
+function fill(figures) {
+  const { entries, codebook_size: size, kv_bytes_saved: saved } = figures;
+  line.speed.set(short(figures.base_tokens_per_s));
+  line.perStep.set(Number.isFinite(figures.base_tokens_per_step) ? figures.base_tokens_per_step.toFixed(2) : null);
+  line.saved.set(count(stepsSaved(figures)));
+  line.codebook.set(size ? `${count(entries)} / ${count(size)}` : null, bounded(entries / size));
+  line.memory.set(saved ? bytes(saved) : null);
+  const ceiling = app.state?.ceiling?.steps_per_s;
+  const share = figures.steps / figures.seconds / ceiling;
+  line.ceiling.set(ceiling && figures.seconds ? percent(share) : null, bounded(share));
+  line.ceiling.element.title = ceiling ? `${short(figures.steps / figures.seconds)} of ${short(ceiling)} steps/s, the most that this machine can do (measured)` : "";
+}

@@ -1,0 +1,94 @@
+// What a hypertoken is made of: shown when the pointer rests on one, or when the keyboard steps through them.
+
+import { messageOf } from "./chat.js";
+import { byId, h } from "./dom.js";
+import { lengthClass, visible, whereLearned } from "./entries.js";
+import { plural } from "./figures.js";
+
+let at = null; // the span whose parts are shown
+let timer = null;
+
+/** Starts to listen for the pointer and the keyboard. */
+export function startPopover() {
+  const messages = byId("messages");
+  messages.addEventListener("pointerover", (event) => {
+    if (!document.documentElement.classList.contains("tinted")) return;
+    const token = event.target.closest?.(".tok");
+    clearTimeout(timer);
+    if (!token) timer = setTimeout(hide, 120);
+    else if (token !== at) timer = setTimeout(() => show(token), at ? 40 : 180);
+  });
+  messages.addEventListener("pointerleave", () => {
+    clearTimeout(timer);
+    timer = setTimeout(hide, 120);
+  });
+  messages.addEventListener("click", (event) => event.target.closest(".tok") && show(event.target.closest(".tok")));
+  messages.addEventListener("keydown", step);
+  messages.addEventListener("focusin", (event) => event.target.matches(".tok") && show(event.target));
+  messages.addEventListener("focusout", (event) => event.target.matches(".tok") && (release(event.target), hide()));
+  byId("scroller").addEventListener("scroll", hide, { passive: true });
+}
+
+/** Puts the keyboard on the first hypertoken of a message; arrow keys go on from there. */
+export function inspect(message) {
+  document.documentElement.classList.add("tinted");
+  const first = message.querySelector(".tok");
+  if (first) focus(first);
+}
+
+// A span can only hold the focus while it is a stop; thousands of stops would be in everybody's way.
+function focus(token) {
+  token.tabIndex = -1;
+  token.setAttribute("role", "button");
+  token.setAttribute("aria-describedby", "popover");
+  token.focus();
+}
+
+function release(token) {
+  for (const name of ["tabindex", "role", "aria-describedby"]) token.removeAttribute(name);
+}
+
+function step(event) {
+  if (!event.target.matches(".tok")) return;
+  const message = event.target.closest(".message");
+  const all = [...message.querySelectorAll(".tok")];
+  const here = all.indexOf(event.target);
+  const to = { ArrowRight: here + 1, ArrowDown: here + 1, ArrowLeft: here - 1, ArrowUp: here - 1, Home: 0, End: all.length - 1 }[event.key];
+  if (event.key === "Escape") message.querySelector('[data-testid="inspect"]')?.focus();
+  else if (to !== undefined) all[to] && focus(all[to]);
+  else return;
+  event.preventDefault();
+  event.stopPropagation();
+}
+
+function show(span) {
+  const token = messageOf(span)?.tokens?.[Number(span.dataset.t)];
+  if (!token?.p?.length || !span.isConnected) return;
+  if (at) at.classList.remove("on");
+  at = span;
+  span.classList.add("on");
+  const parts = token.p.map((part) => h("code", {}, visible(part)));
+  const popover = byId("popover");
+  popover.replaceChildren(
+    h("p", { class: `parts ${lengthClass(token)}` }, ...parts),
+    h("p", { class: "strong" }, `${plural(token.p.length, "base token")}, one step`),
+    h("p", {}, whereLearned(token)),
+  );
+  popover.hidden = false;
+  place(popover, span);
+}
+
+function place(popover, span) {
+  const line = span.getClientRects()[0] ?? span.getBoundingClientRect();
+  const { offsetWidth: width, offsetHeight: height } = popover;
+  const above = line.top - height - 8 > 8;
+  popover.style.left = `${Math.max(8, Math.min(line.left + line.width / 2 - width / 2, innerWidth - width - 8))}px`;
+  popover.style.top = `${above ? line.top - height - 8 : line.bottom + 8}px`;
+}
+
+function hide() {
+  clearTimeout(timer);
+  at?.classList.remove("on");
+  at = null;
+  byId("popover").hidden = true;
+}

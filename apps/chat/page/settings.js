@@ -1,0 +1,94 @@
+// What a conversation is answered with: system prompt, packs and sampling. Changes are kept as they are made.
+
+import { on } from "./bus.js";
+import { button, byId, debounced, h } from "./dom.js";
+import { bytes, count } from "./figures.js";
+import { app, patch } from "./model.js";
+import { guarded } from "./tell.js";
+
+// name -> label, attributes of the input, what it does
+const SAMPLING = {
+  temp: ["Temperature", { min: "0", max: "2", step: "0.05" }, "0: always the most likely. Higher: more varied."],
+  top_p: ["Top p", { min: "0", max: "1", step: "0.01" }, "Keeps the likeliest ids that together hold this share."],
+  top_k: ["Top k", { min: "0", step: "1" }, "Keeps this many of the likeliest ids; 0: all."],
+  min_p: ["Min p", { min: "0", max: "1", step: "0.01" }, "Drops ids below this share of the likeliest."],
+  repetition_penalty: ["Repetition penalty", { min: "0", step: "0.05" }, "Above 1: words come back less often."],
+  max_tokens: ["Longest answer", { min: "1", step: "1" }, "In base tokens."],
+  seed: ["Seed", { min: "0", step: "1" }, "The same seed gives the same answer."],
+};
+
+const inputs = {};
+let system = null;
+let packs = null;
+let storage = null;
+
+/** Returns the content of the tab. */
+export function settings() {
+  system = h("textarea", { id: "system", class: "field", rows: "4", "data-testid": "system", dir: "auto", placeholder: "None" });
+  system.addEventListener("input", () => save(app.conversation, { system: system.value }));
+  packs = h("div", { class: "packs", role: "group", "aria-labelledby": "packs-title", "data-testid": "packs" });
+  storage = h("p", { class: "quiet", "data-testid": "storage" });
+  on("shown state", draw);
+  on("leaving", () => save.now());
+  return [
+    h("section", {}, h("h2", {}, h("label", { for: "system" }, "System prompt")), system),
+    h("section", {}, h("h2", { id: "packs-title" }, "Packs"), packs),
+    h("section", {}, h("h2", {}, "Sampling"), ...Object.keys(SAMPLING).map(field), button("As the model has it", { "data-testid": "sampling-reset", onclick: reset })),
+    h("section", {}, h("h2", {}, "Storage"), storage),
+  ];
+}
+
+const save = debounced((conversation, fields) => guarded(() => patch(conversation, fields)), 400);
+
+function field(name) {
+  const [label, attributes, hint] = SAMPLING[name];
+  const id = `sampling-${name}`;
+  const input = h("input", { id, type: "number", ...attributes, "aria-describedby": `${id}-hint`, "data-testid": id });
+  inputs[name] = input;
+  input.addEventListener("change", () => changed());
+  return h("div", { class: "setting" }, h("label", { for: id }, label), input, h("p", { id: `${id}-hint`, class: "quiet" }, hint));
+}
+
+function changed() {
+  const sampling = {};
+  for (const [name, input] of Object.entries(inputs)) {
+    if (!input.checkValidity()) return input.reportValidity();
+    if (input.value !== "") sampling[name] = Number(input.value);
+  }
+  return guarded(() => patch(app.conversation, { sampling }));
+}
+
+function reset() {
+  for (const input of Object.values(inputs)) input.value = "";
+  changed();
+}
+
+function draw() {
+  const conversation = app.conversation;
+  if (!conversation || !app.state) return;
+  system.value = conversation.system ?? "";
+  system.placeholder = app.state.defaults?.system || "None";
+  for (const [name, input] of Object.entries(inputs)) {
+    input.value = conversation.sampling?.[name] ?? "";
+    input.placeholder = app.state.defaults?.sampling?.[name] ?? "";
+  }
+  drawPacks(conversation);
+  const { file, bytes: size } = app.state.storage ?? {};
+  storage.textContent = file ? `Conversations are kept in ${file} (${bytes(size)}), readable by you alone.` : "Conversations are not kept: they are gone when the program ends.";
+}
+
+function drawPacks(conversation) {
+  const known = app.state.packs ?? [];
+  const note = known.length ? "Entries that the codebook begins with. Several packs are merged; with none chosen, the model begins with its own." : "No packs are installed.";
+  packs.replaceChildren(h("p", { class: "quiet" }, note), ...known.map((pack) => packRow(pack, conversation)));
+}
+
+function packRow({ name, entries }, conversation) {
+  const box = h("input", { type: "checkbox", "data-testid": `pack-${name}`, value: name });
+  box.checked = conversation.packs.includes(name);
+  box.addEventListener("change", () => {
+    const chosen = [...byId("panel-settings").querySelectorAll(".packs input:checked")].map((input) => input.value);
+    guarded(() => patch(conversation, { packs: chosen }));
+  });
+  return h("label", { class: "pack" }, box, h("span", {}, name), h("span", { class: "quiet" }, `${count(entries)} entries`));
+}

@@ -1,0 +1,50 @@
+// Tells people what happened: a banner that stays, a toast that goes, and what screen readers say.
+
+import { ApiError } from "./api.js";
+import { emit } from "./bus.js";
+import { button, byId, h, icon } from "./dom.js";
+
+let hiding = null;
+
+/** Lets screen readers say a text when they are free. */
+export function say(text) {
+  byId("live-region").textContent = text;
+}
+
+/** Shows a short text for three seconds. */
+export function toast(text) {
+  const place = byId("toast");
+  place.textContent = text;
+  place.classList.add("on");
+  clearTimeout(hiding);
+  hiding = setTimeout(() => place.classList.remove("on"), 3000);
+}
+
+/** Shows a text that stays, with actions [{label, run}] as buttons, until it is closed. kind: "problem" or "news". */
+export function banner(text, { actions = [], kind = "problem", closes = true } = {}) {
+  const place = byId("banner");
+  const made = actions.map(({ label, run, testid }) => button(label, { onclick: run, "data-testid": testid }));
+  const close = closes && button("Close", { icon: "close", class: "quiet", onclick: hideBanner });
+  place.dataset.kind = kind;
+  place.replaceChildren(icon("warning"), h("p", {}, text), ...made, ...(close ? [close] : []));
+  place.hidden = false;
+}
+
+/** Takes the banner away. */
+export function hideBanner() {
+  byId("banner").hidden = true;
+  byId("banner").replaceChildren();
+}
+
+/** Runs what the user asked for. A request that fails is shown; any other error is a fault of the page and is thrown. */
+export async function guarded(run) {
+  try {
+    return await run();
+  } catch (error) {
+    if (error.name === "NotAllowedError") return banner("The browser does not let the page use the clipboard.");
+    if (!(error instanceof ApiError)) throw error;
+    if (error.unreachable || error.status === 401) emit("lost", { midway: false, status: error.status });
+    else banner(error.message);
+    return undefined;
+  }
+}
