@@ -32,9 +32,9 @@ export function clock(seconds) {
   return `${Math.floor(seconds / 60)}:${String(Math.floor(seconds % 60)).padStart(2, "0")}`;
 }
 
-/** Returns a fraction between 0 and 1 in whole percent, kept within 0 % and 100 %. */
+/** Returns a fraction between 0 and 1 in whole percent, kept within 0% and 100%. */
 export function percent(fraction) {
-  return `${Math.round(100 * bounded(fraction))} %`;
+  return `${Math.round(100 * bounded(fraction))}%`;
 }
 
 /** Returns a fraction kept between 0 and 1; 0 for what is no number. */

@@ -7,6 +7,7 @@ const purifier = globalThis.DOMPurify;
 const TAGS = (
   "a p br hr h3 h4 h5 h6 strong em del code pre blockquote ul ol li table thead tbody tr th td span"
 ).split(" ");
+const BLOCKS = "p, li, h3, h4, h5, h6, blockquote, td, th";
 const SETTINGS = {
   ALLOWED_TAGS: TAGS,
   ALLOWED_ATTR: ["href", "title", "class", "start", "align"],
@@ -19,6 +20,7 @@ const SETTINGS = {
 /** Returns the nodes of sanitized HTML, with code, tables, links and formulas made ready for the page. */
 export function nodesOf(html) {
   const fragment = purifier.sanitize(html, SETTINGS);
+  fragment.querySelectorAll(BLOCKS).forEach((block) => (block.dir = "auto")); // each runs in the direction of its words
   fragment.querySelectorAll("a").forEach(openOutside);
   fragment.querySelectorAll("table").forEach(scrollable);
   fragment.querySelectorAll("pre").forEach(codeBlock);
