@@ -44,10 +44,15 @@ def listening(port: int | None) -> socket.socket:
     """
     if port is not None:
         return bound(HOST, port)
+    usual = None
     try:
-        return bound(HOST, PREFERRED_PORT)
+        usual = bound(HOST, PREFERRED_PORT)
+        usual.listen()  # claims the port at once: two programs may have bound it while both open their models
     except OSError:
+        if usual is not None:
+            usual.close()
         return bound(HOST, 0)
+    return usual
 
 
 def new_token() -> str:

@@ -168,6 +168,16 @@ def test_a_port_that_is_taken_is_named_and_the_usual_one_is_replaced(run, home, 
             assert listener.getsockname()[1] not in (0, port)
 
 
+def test_two_apps_that_open_their_models_at_the_same_time_have_ports_of_their_own(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    monkeypatch.setattr(running, "PREFERRED_PORT", port)
+    with running.listening(None) as one, running.listening(None) as other:
+        assert one.getsockname()[1] == port
+        other.listen()  # as the server does when its model is open
+        assert other.getsockname()[1] != port
+
+
 def test_each_start_has_a_key_of_its_own():
     assert len({running.new_token() for _ in range(10)}) == 10
 

@@ -50,7 +50,7 @@ class App:
     """
 
     def __init__(self, home: Path, words: Sequence[str] = ("mlx_zip", "app", "--no-open")) -> None:
-        self.home, self.words = home, list(words)
+        self.home, self.words, self._at = home, list(words), "0"
         self.url, self.printed = "", ""
         self._process: subprocess.Popen[str] | None = None
 
@@ -65,7 +65,15 @@ class App:
         }
         self.printed = ""
         process = self._process = subprocess.Popen(
-            [sys.executable, "-u", "-P", "-m", *self.words],  # -P: not what lies in the home's folder mlx_zip
+            [
+                sys.executable,
+                "-u",
+                "-P",
+                "-m",
+                *self.words,
+                "--port",
+                self._at,
+            ],  # -P: not what lies in the home's folder mlx_zip
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -76,6 +84,7 @@ class App:
         threading.Thread(target=self._read, args=(process,), daemon=True).start()
         assert until(lambda: self._found() or process.poll() is not None, START_S), self.printed
         assert self._found(), self.printed
+        self._at = str(self.port)  # where it is found when it comes back
         return self
 
     def _read(self, process: subprocess.Popen[str]) -> None:

@@ -8,6 +8,7 @@ import { banner, hideBanner, say, toast } from "./tell.js";
 const EVERY_MS = 2000; // between two looks
 
 let timer = null;
+let cutOff = false; // whether the server went in the middle of an answer; requests that fail later do not hide that
 
 /** Starts to watch for a lost server. */
 export function startConnection() {
@@ -22,7 +23,8 @@ export function lockedOut() {
 }
 
 function lost(midway) {
-  const what = midway
+  cutOff ||= midway;
+  const what = cutOff
     ? "The server stopped in the middle of the answer. What had arrived is kept."
     : "The server does not answer.";
   banner(`${what} Looking for it…`, { actions: [{ label: "Try again", run: look, testid: "banner-retry" }] });
@@ -45,6 +47,7 @@ async function look() {
     if (error.status === 401) return lockedOut();
     return lost(false);
   }
+  cutOff = false;
   hideBanner();
   toast("The server is back");
 }

@@ -27,7 +27,6 @@ def slow(tmp_path_factory):
         "k" * 40,
     ]
     with running(App(home, words)) as app:
-        app.words += ["--port", str(app.port)]  # where it is found when it comes back
         yield app
 
 
@@ -75,7 +74,7 @@ def test_the_line_of_figures_moves_while_an_answer_streams(slow, open_tab):
 def test_the_page_says_that_the_server_died_and_finds_it_again(slow, open_tab):
     tab = open_tab(slow).send("Tell me a story.", whole=False)
     slow.end(signal.SIGKILL)
-    tab.page.get_by_text("The server stopped in the middle of the answer").wait_for()
+    tab["banner"].get_by_text("The server stopped in the middle of the answer").wait_for()
     text = tab.answered().text()
     assert tab["message-state"].inner_text().startswith("Cut off")
     slow.start()
