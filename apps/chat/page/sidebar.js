@@ -48,7 +48,7 @@ function foot() {
 }
 
 async function deleteAll() {
-  const yes = await confirmed("Delete all conversations?", "They are removed from this Mac's disk. This cannot be undone.", "Delete all");
+  const yes = await confirmed("Delete all conversations?", "They are removed from this computer's disk. This cannot be undone.", "Delete all");
   if (!yes) return;
   await remove();
   openNew();
@@ -172,7 +172,7 @@ export async function retitle(id, title) {
 
 /** Deletes a conversation after asking. */
 export async function deleteOne({ id, title }) {
-  const yes = await confirmed(`Delete “${title || "this conversation"}”?`, "It is removed from this Mac's disk. This cannot be undone.", "Delete");
+  const yes = await confirmed(`Delete “${title || "this conversation"}”?`, "It is removed from this computer's disk. This cannot be undone.", "Delete");
   if (!yes) return;
   await remove(id);
   if (app.conversation.id === id) openNew();
