@@ -27,7 +27,7 @@ def make_chat_app(store: Store, models: Models, settings: Settings) -> ASGIApp:
     more = [
         *files.routes(),
         *state.routes(store, models, settings),
-        *routes.routes(store, models, answers),
+        *routes.routes(store, models, answers, settings.system),
         *race.routes(store, models),
         *exchange_routes.routes(store, models.main),
     ]

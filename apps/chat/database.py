@@ -9,29 +9,50 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from mlx_zip.apps.chat.opening import Opened, StoreError, code_of, connect, in_memory, open_file, share, told
+from mlx_zip.apps.chat.opening import (
+    TAKES_NO_MORE,
+    Opened,
+    StoreError,
+    UnwritableError,
+    code_of,
+    connect,
+    copied,
+    in_memory,
+    open_file,
+    share,
+    told,
+)
 from mlx_zip.apps.chat.schema import transaction
 
 Some = TypeVar("Some")
-_TAKES_NO_MORE = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY)
 RETRY_S = 5.0  # between attempts to write to a full disk
+_LOST = "what is written now is lost when the app ends"
 _TABLES = ("conversations", "messages", "pieces")
 
 
 class Database:
-    """path: the file, None for a database in memory. note: what happened to an older file when this one was opened.
+    """path: the file, None for a database that stays in memory. note: what happened to an older file at the opening.
 
     problem: why what is written is in memory only at the moment, None if it is where it belongs.
     """
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
-        self._opened: Opened = in_memory() if path is None else open_file(path)
-        self.note, self.problem = self._opened.note, None
+        self.problem: str | None = None
+        self._opened = in_memory() if path is None else self._open(path)
+        self.note = self._opened.note
         self._lock = threading.RLock()
         self._spare: sqlite3.Connection | None = None  # in memory, while the disk takes no more
         self._changed: set[str] = set()  # conversations that the spare has otherwise than the file
         self._tried = 0.0
+
+    def _open(self, path: Path) -> Opened:
+        """Opens the file; if its disk takes nothing, a copy in memory, which stays there. Raises `StoreError`."""
+        try:
+            return open_file(path)
+        except UnwritableError as error:
+            self.path, self.problem = None, f"{error}; {_LOST}"
+            return copied(path)
 
     @property
     def alone(self) -> bool:
@@ -61,7 +82,7 @@ class Database:
             try:
                 return self._change(work, conversation)
             except sqlite3.Error as error:
-                if self._spare is not None or self.path is None or code_of(error) not in _TAKES_NO_MORE:
+                if self._spare is not None or self.path is None or code_of(error) not in TAKES_NO_MORE:
                     raise StoreError(f"the conversations cannot be written: {told(error)}") from error
                 self._leave(error)
             try:
@@ -97,7 +118,7 @@ class Database:
                 f"the conversations cannot be written: {told(error)}, nor read: {told(second)}"
             ) from second
         self._spare, self._tried, self._changed = spare, time.monotonic(), set()
-        self.problem = f"{self.path}: {told(error)}; what is written now is lost when the app ends"
+        self.problem = f"{self.path}: {told(error)}; {_LOST}"
 
     def _return(self, after_s: float = 0.0) -> None:
         """Writes to the file what is in memory only, if the disk takes it; tries once in `after_s` seconds."""
@@ -109,7 +130,7 @@ class Database:
                 for conversation in sorted(self._changed):
                     _copy(self._spare, self._opened.db, conversation)
         except sqlite3.Error as error:
-            self.problem = f"{self.path}: {told(error)}; what is written now is lost when the app ends"
+            self.problem = f"{self.path}: {told(error)}; {_LOST}"
             return
         self._spare.close()
         self._spare, self.problem = None, None

@@ -11,6 +11,7 @@ from mlx_zip.engine.engines import OFF, OtherModel
 from mlx_zip.server.core import Core
 from mlx_zip.server.cores import Cores
 from mlx_zip.server.errors import RequestError
+from mlx_zip.text.prompts import check_system
 
 
 class Models:
@@ -42,6 +43,14 @@ class Models:
         async with self.cores.use(name) as core:
             self._hypertokens[name] = core.engine.info.merge_size > 0
             yield core
+
+    def check_system(self, system: str, name: str | None = None) -> None:
+        """Raises `GenerationError` for a system prompt that the main model's chat template cannot render.
+
+        name: of the conversation's model; nothing is known of any other than the main one. "" is no system prompt.
+        """
+        if system and name in (None, self.main.model):
+            check_system(self.main.engine.tokenizer, system, self.main.options.template_options)
 
     async def open(self, name: str) -> None:
         """Opens a model, also one that nobody named before. Raises `RequestError`, and what opening it raises."""

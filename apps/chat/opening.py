@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import sqlite3
@@ -18,10 +19,16 @@ from mlx_zip.files import check_in
 PATIENCE_S = 5.0  # for another process that writes
 _WITH = ("", "-wal", "-shm")  # SQLite's files of one database
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+TAKES_NO_MORE = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY)
+_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
 
 
 class StoreError(MlxZipError):
     """A database that cannot be opened, read or written."""
+
+
+class UnwritableError(StoreError):
+    """A place that takes nothing at the moment: its disk is full, or it may only be read."""
 
 
 class ForeignError(Exception):
@@ -65,25 +72,54 @@ def in_memory() -> Opened:
     return Opened(db, True, None, None)
 
 
+def copied(path: Path) -> Opened:
+    """Returns a database in memory with what a file holds, as far as it can be read and is a database of ours."""
+    opened = in_memory()
+    with contextlib.suppress(sqlite3.Error, ForeignError):
+        source = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro&immutable=1", uri=True)
+        with contextlib.closing(source):
+            _check(source, path)
+            filled = connect(":memory:")
+            try:
+                source.backup(filled)
+                migrate(filled)
+            except BaseException:
+                filled.close()
+                raise
+        opened.db.close()
+        opened.db = filled
+    return opened
+
+
 def open_file(path: Path) -> Opened:
     """Opens the database in a file, and makes file and folder if need be.
 
     A damaged file and one of another program are renamed, so that nothing in them is lost, and an empty database takes
-    their place; `note` says so. Raises `StoreError` for a file that cannot be opened, also because another process
-    uses what is damaged, and for a database of a later version.
+    their place; `note` says so. Raises `UnwritableError` if the disk takes nothing, and `StoreError` for a file that
+    cannot be opened, also because another process uses what is damaged, and for a database of a later version.
     """
     try:
         check_in(path)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock, alone = _locked(path)
     except (OSError, DataError) as error:
-        raise StoreError(f"{path}: {reason(error)}") from error
+        raise _not_opened(path, error) from error
     try:
         db, note = _opened(path, alone)
+    except OSError as error:  # of a file that could not be kept aside
+        os.close(lock)
+        raise _not_opened(path, error) from error
     except BaseException:
         os.close(lock)
         raise
     return Opened(db, alone, note, lock)
+
+
+def _not_opened(path: Path, error: Exception) -> StoreError:
+    """Returns the error of a file that cannot be opened."""
+    unwritable = getattr(error, "errno", None) in _UNWRITABLE or code_of(error) in TAKES_NO_MORE
+    words = told(error) if isinstance(error, sqlite3.Error) else reason(error)
+    return (UnwritableError if unwritable else StoreError)(f"{path}: {words}")
 
 
 def _locked(path: Path) -> tuple[int, bool]:
@@ -112,7 +148,7 @@ def _opened(path: Path, alone: bool) -> tuple[sqlite3.Connection, str | None]:
         return _ours(path), None
     except (ForeignError, sqlite3.DatabaseError) as error:
         if not (isinstance(error, ForeignError) or code_of(error) in _DAMAGED):
-            raise StoreError(f"{path}: {told(error)}") from error
+            raise _not_opened(path, error) from error
         if not alone:
             raise StoreError(f"{path}: {told(error)}; another process uses the file") from error
         kept = _kept_aside(path)
@@ -120,7 +156,7 @@ def _opened(path: Path, alone: bool) -> tuple[sqlite3.Connection, str | None]:
     try:
         return _ours(path), note
     except (ForeignError, sqlite3.DatabaseError) as error:
-        raise StoreError(f"{path}: {told(error)}") from error
+        raise _not_opened(path, error) from error
 
 
 def _ours(path: Path) -> sqlite3.Connection:
@@ -130,7 +166,7 @@ def _ours(path: Path) -> sqlite3.Connection:
         os.fchmod(handle, 0o600)  # SQLite gives its other files the mode of this one
         os.close(handle)
     except OSError as error:
-        raise StoreError(f"{path}: {reason(error)}") from error
+        raise _not_opened(path, error) from error
     db = connect(str(path))
     try:
         _check(db, path)

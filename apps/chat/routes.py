@@ -22,8 +22,8 @@ PATH = "/app/api/conversations"
 MOST_LISTED = 1000
 
 
-def routes(store: Store, models: Models, answers: Answers) -> list[Route]:
-    """Returns the routes of conversations and their answers."""
+def routes(store: Store, models: Models, answers: Answers, system: str) -> list[Route]:
+    """Returns the routes of conversations and their answers. system: system prompt of those that choose none."""
     core, aside = models.main, models.main.aside
 
     async def listed(request: Request) -> Response:
@@ -35,7 +35,9 @@ def routes(store: Store, models: Models, answers: Answers) -> list[Route]:
     async def create(request: Request) -> Response:
         """Begins a conversation."""
         body = await read_body(request, core, ConversationBody)
-        return json_response(await aside(store.create, body.given), 201)
+        fields = {"system": system, **body.given}
+        await aside(models.check_system, fields["system"], body.model)
+        return json_response(await aside(store.create, fields), 201)
 
     async def purge(request: Request) -> Response:
         """Deletes all conversations."""
@@ -52,6 +54,9 @@ def routes(store: Store, models: Models, answers: Answers) -> list[Route]:
         one = request.path_params["id"]
         if body.leaf is not None:
             _message(await aside(store.message, one, body.leaf))
+        if body.system:
+            model = body.model or found(await aside(store.conversation, one))["model"]
+            await aside(models.check_system, body.system, model)
         return json_response(found(await aside(store.change, one, body.given)))
 
     async def delete(request: Request) -> Response:

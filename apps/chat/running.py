@@ -73,11 +73,13 @@ def run_app(
     """Serves the app until a signal comes, which is then raised again, or until its window is closed.
 
     options.api_key: the key in the page's address. open_model, hypertokens: as in `Models`. Returns what ended the main
-    engine's thread if that is why the app stopped.
+    engine's thread if that is why the app stopped. Raises `GenerationError` for a system prompt that the model's chat
+    template cannot render.
     """
     address = f"http://{HOST}:{listener.getsockname()[1]}/app/#token={options.api_key}"
     cores = Cores(engines, Core(engines.main, guarded(options)))
     models = Models(cores, open_model, hypertokens)
+    models.check_system(settings.system)
     app = make_chat_app(store, models, settings)
 
     def say() -> None:

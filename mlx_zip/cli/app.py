@@ -80,8 +80,8 @@ def run(args: argparse.Namespace) -> int:
     with _listener(running, args.port) as listener:
         store = _store(kept, file)
         try:
-            if store.database.note:
-                print(f"note: {store.database.note}", file=sys.stderr)
+            for line in filter(None, (store.database.note, store.database.problem)):
+                print(f"note: {line}", file=sys.stderr)
             fault = _serve(args, running, listener, store)
         finally:
             store.close()
@@ -160,12 +160,14 @@ def _store(kept: Any, file: Any) -> Any:
 
 
 def _purge(kept: Any, file: Any) -> int:
-    """Deletes all kept conversations and prints how many there were; returns 0."""
+    """Deletes all kept conversations and prints how many there were; returns 0. Raises `GenerationError`."""
     count = 0
     if file.exists():
         store = _store(kept, file)
         try:
             count = store.purge()
+            if store.database.problem:
+                raise GenerationError(f"nothing was deleted: {store.database.problem.partition(';')[0]}")
         finally:
             store.close()
     print(f"deleted: {counted(count, 'conversation')}")

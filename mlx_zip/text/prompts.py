@@ -150,6 +150,14 @@ def render_chat(tokenizer: Any, messages: Messages, **options: Any) -> str:
     return text
 
 
+def check_system(tokenizer: Any, system: str, options: Mapping[str, Any]) -> None:
+    """Raises `GenerationError` if the chat template cannot render a system message. options: as in `Chat`."""
+    try:
+        Chat([{"role": "user", "content": "Hello."}], system, options=options).text(tokenizer)
+    except GenerationError as error:
+        raise GenerationError(f"this model takes no system message: {error}") from error
+
+
 def check_unicode(what: str, text: str) -> None:
     """Raises `GenerationError` for text with half of a surrogate pair, which UTF-8 cannot hold. what: its name there.
 

@@ -143,6 +143,21 @@ def test_purge_deletes_all_conversations_and_says_how_many(run, home, monkeypatc
     assert b"secret" not in (home / "mlx_zip" / "conversations.db").read_bytes()
 
 
+def test_purge_says_that_nothing_was_deleted_where_the_disk_takes_nothing(run, home, monkeypatch):
+    file = home / "c.db"
+    Store(file).close()
+
+    def refuse(path: object, *_: object) -> int:
+        raise OSError(30, "Read-only file system", str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", refuse)
+        status, said, error = run("app", "--purge", "--data", str(file))
+    assert (status, said) == (2, "")
+    assert "nothing was deleted" in error
+    assert "Read-only file system" in error
+
+
 def test_a_port_that_is_taken_is_named_and_the_usual_one_is_replaced(run, home, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

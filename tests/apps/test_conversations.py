@@ -9,7 +9,7 @@ import pytest
 
 from mlx_zip.errors import EngineError
 from support.chat_app import AUTHORIZED, Chat, chatting
-from support.fake_engine import FakeEngine, Script
+from support.fake_engine import FakeEngine, Script, any_role
 from support.http_server import post, until
 
 STORY = "Once upon a time there was a boat."
@@ -18,6 +18,15 @@ STORY = "Once upon a time there was a boat."
 @pytest.fixture(scope="module")
 def chat():
     with chatting() as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def instructed():
+    """The app with a model that takes a system prompt."""
+    engine = FakeEngine(vocab=any_role())
+    with chatting(engine, system="Be brief.") as served:
+        served.engine = engine  # type: ignore[attr-defined]
         yield served
 
 
@@ -142,7 +151,27 @@ def test_a_page_that_is_closed_stops_its_answer():
         assert chat.show(one)["messages"][1]["text"].startswith("Once")
 
 
-def test_fields_of_a_conversation_are_changed(chat):
+def test_a_new_conversation_has_the_system_prompt_that_the_app_was_started_with(instructed):
+    assert instructed.call("GET", "state").json["defaults"]["system"] == "Be brief."
+    one, _ = asked(instructed)
+    assert instructed.show(one)["system"] == "Be brief."
+    prompt = instructed.engine.told.submissions[-1].base_ids
+    assert instructed.engine.tokenizer.decode(prompt).startswith("system: Be brief.")
+    assert instructed.create(system="Be kind.")["system"] == "Be kind."
+
+
+def test_a_system_prompt_that_the_template_refuses_is_refused_at_once_with_the_reason(chat):
+    one, _ = asked(chat)
+    refused = chat.call("PATCH", f"conversations/{one}", {"system": "Be brief.", "title": "other"})
+    assert refused.status == 400
+    assert "takes no system message" in refused.json["error"]["message"]
+    assert (chat.show(one)["system"], chat.show(one)["title"]) == ("", "Tell me a story.")
+    assert chat.call("POST", "conversations", {"system": "Be brief."}).status == 400
+    assert chat.call("PATCH", f"conversations/{one}", {"system": ""}).status == 200
+
+
+def test_fields_of_a_conversation_are_changed(instructed):
+    chat = instructed
     one, answer = asked(chat)
     fields = {"title": "A <b>title</b>", "system": "s", "draft": "dr", "sampling": {"temp": 0.5}, "leaf": answer["id"]}
     changed = chat.call("PATCH", f"conversations/{one}", fields).json

@@ -55,7 +55,7 @@ def test_the_state_shows_models_packs_and_what_can_be_raced_against(chat):
     assert [(m["name"], m["hypertokens"]) for m in state["models"][1:]] == [("plain", False)]
     assert [(pack["name"], pack["entries"]) for pack in state["packs"]] == [("chat", 2), ("web", 1)]
     assert [(base["name"], base["kind"]) for base in state["race"]] == [("plain", "control"), ("off", "off")]
-    assert state["defaults"]["system"] == "Be brief."
+    assert state["defaults"]["system"] == ""
     assert state["defaults"]["sampling"].keys() >= {"temp", "top_p", "top_k", "min_p", "seed", "max_tokens"}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sqlite3
 import threading
@@ -271,14 +272,39 @@ def test_a_place_where_nothing_can_be_kept_is_refused_with_its_reason(tmp_path, 
         Store(tmp_path / place)
 
 
-def test_a_folder_that_cannot_be_written_is_refused_with_its_reason(file, monkeypatch):
-    def refuse(path: object, *_: object) -> int:
-        raise PermissionError(13, "Permission denied", str(path))
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS, errno.ENOSPC])
+def test_a_disk_that_takes_nothing_at_the_start_leaves_the_conversations_in_memory(file, monkeypatch, code):
+    store = Store(file)
+    one = filled(store)
+    store.close()
+    before = file.read_bytes()
 
-    file.parent.mkdir()
+    def refuse(path: object, *_: object) -> int:
+        raise OSError(code, os.strerror(code), str(path))
+
     monkeypatch.setattr(os, "open", refuse)
-    with pytest.raises(StoreError, match="Permission denied"):
-        Store(file)
+    with chatting(file=file) as chat:
+        assert [found["id"] for found in chat.store.conversations()["conversations"]] == [one]
+        frames = chat.answer(chat.create()["id"], text="Tell me a story.")
+        told = [frame["message"] for frame in frames if frame["type"] == "storage"]
+        assert len(told) == 1
+        assert os.strerror(code) in told[0]
+        assert "lost when the app ends" in told[0]
+        shown = chat.call("GET", "state").json["storage"]
+        assert (shown["file"], shown["problem"]) == (None, told[0])
+        assert chat.store.conversations()["total"] == 2
+    assert file.read_bytes() == before
+
+
+def test_a_disk_that_takes_nothing_at_the_very_first_start_gives_an_empty_list(file, monkeypatch):
+    def refuse(path: object, *_: object) -> int:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr(os, "open", refuse)
+    store = Store(file)
+    assert store.conversations()["total"] == 0
+    assert store.database.problem is not None
+    store.close()
 
 
 def test_two_clients_write_at_once_and_lose_nothing(file):

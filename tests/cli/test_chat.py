@@ -13,7 +13,6 @@ import pytest
 
 from mlx_zip import cli
 from mlx_zip.arguments import Parser
-from mlx_zip.bundled import bundled_model
 from mlx_zip.cli import chat, opening
 from mlx_zip.cli.chat import loop
 from mlx_zip.cli.chat.conversation import Conversation
@@ -22,8 +21,7 @@ from mlx_zip.cli.chat.program import Program, Settings
 from mlx_zip.engine import Counts, Emitted, Finished
 from mlx_zip.errors import GenerationError
 from mlx_zip.text.conversations import read_prompts
-from mlx_zip.text.tokenizers import load_tokenizer
-from support.fake_engine import FakeEngine, Running, Script
+from support.fake_engine import FakeEngine, Running, Script, any_role
 from support.places import REPO
 
 STORY = "Once upon a time there was a boat."
@@ -84,9 +82,7 @@ def asked(program):
 
 def of_any_role():
     """An engine whose chat template takes a system message."""
-    vocab = load_tokenizer(bundled_model("stories"))
-    vocab._tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    return FakeEngine(vocab=vocab)
+    return FakeEngine(vocab=any_role())
 
 
 def message(role, content):
@@ -180,8 +176,18 @@ def test_reset_forgets_messages_but_not_the_system_message():
     assert len(program.talk.messages) == 2
 
 
+def test_a_system_message_that_the_template_refuses_is_refused_at_once_and_the_chat_goes_on(tmp_path):
+    file = tmp_path / "talk.jsonl"
+    file.write_text(json.dumps({"messages": [message("system", "Be brief."), message("user", "hello")]}))
+    program, front = chatted("/system Be brief.", f"/load {file}", "hello")
+    assert len(front.errors) == 2
+    assert all("takes no system message" in error for error in front.errors)
+    assert program.talk.system is None
+    assert front.shown == [STORY]
+
+
 def test_a_system_message_can_be_shown_and_removed():
-    program, front = chatted("/system", "/system Be brief.", "/system", "/system off")
+    program, front = chatted("/system", "/system Be brief.", "/system", "/system off", engine=of_any_role())
     assert front.said[0] == "there is no system message"
     assert front.said[2] == "system message: Be brief."
     assert program.talk.system is None
@@ -229,7 +235,7 @@ def test_stats_tell_steps_codebook_and_cached_tokens():
         "2 answers: ",
         "steps saved",
         "3 of them cached",
-        "codebook: 0 of 64 entries",
+        "codebook: 6 of 64 entries",
         "KV",
     ):
         assert words in text

@@ -25,7 +25,7 @@ from mlx_zip.server.core import Core
 from mlx_zip.server.cores import Cores
 from mlx_zip.server.options import Options
 from mlx_zip.server.running import Server, bound
-from support.fake_engine import FakeEngine, Script
+from support.fake_engine import FakeEngine, Script, any_role
 from support.http_server import WAIT_S, Answer, Served, events, until
 
 KEY = "a-key"
@@ -68,15 +68,19 @@ def chatting(
     file: Path | None = None,
     others: Sequence[OtherModel] = (),
     open_model: Any = None,
+    system: str = "",
     **options: Any,
 ) -> Iterator[Chat]:
-    """Serves the app with an engine on a free port. file: of the conversations, None for memory."""
+    """Serves the app with an engine on a free port. file: of the conversations, None for memory.
+
+    system: system prompt of new conversations.
+    """
     engine, store = engine or FakeEngine(), Store(file)
     engines = Engines(engine, others)
     core = Core(engines.main, guarded(Options(api_key=KEY, **options)))
     models = Models(Cores(engines, core), open_model)
     listener = bound("127.0.0.1", 0)
-    server = Server(core, app=make_chat_app(store, models, Settings(system="Be brief.")))
+    server = Server(core, app=make_chat_app(store, models, Settings(system=system)))
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
     thread.start()
     try:
@@ -110,7 +114,7 @@ def main() -> None:
             base = OtherModel(
                 "slow", "control", lambda: FakeEngine(replace(script, delay_s=1 / args.rate)), "slow: base"
             )
-            engine = FakeEngine(script)
+            engine = FakeEngine(script, vocab=any_role())
             engine.info = replace(engine.info, context=1 << 20)
             engines = Engines(engine, [base])
             run_app(engines, options, listener, store, Settings(), Showing(browser=False))

@@ -76,6 +76,13 @@ def tokenizer() -> Any:
     return load_tokenizer(bundled_model("stories"))
 
 
+def any_role() -> Any:
+    """The bundled model's tokenizer with a chat template that takes system messages, unlike its own."""
+    vocab = load_tokenizer(bundled_model("stories"))
+    vocab._tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    return vocab
+
+
 class FakeEngine(Engine):
     """Replays `script`, one thread per request. most: requests at a time; more are refused as busy."""
 

@@ -18,6 +18,7 @@ let list = null;
 let search = null;
 let shown = []; // what the server said, newest first
 let total = 0;
+let later = null; // timer of a drawing that had to wait
 let asked = 0; // number of the newest request, so that a late answer to an older one is dropped
 
 /** Makes the sidebar. */
@@ -47,7 +48,7 @@ function foot() {
 }
 
 async function deleteAll() {
-  const yes = await confirmed("Delete all conversations?", "They are removed from this Mac's disk. This cannot be undone.", "Delete all");
+  const yes = await confirmed("Delete all conversations?", "They are removed from this computer's disk. This cannot be undone.", "Delete all");
   if (!yes) return;
   await remove();
   openNew();
@@ -85,8 +86,13 @@ async function more() {
 }
 
 function draw() {
-  if (list.querySelector(".rename")) return; // not under somebody's fingers
-  const focused = document.activeElement?.closest?.(".conversation")?.dataset.id;
+  clearTimeout(later);
+  if (list.querySelector('.rename, [aria-expanded="true"]')) {
+    later = setTimeout(draw, 300); // not under somebody's fingers
+    return;
+  }
+  const held = document.activeElement?.closest?.(".conversation") ? document.activeElement : null;
+  const focused = held && `[data-id="${CSS.escape(held.closest(".conversation").dataset.id)}"] [data-testid="${held.dataset.testid}"]`;
   const searching = search.value.trim();
   const groups = new Map();
   for (const conversation of shown) {
@@ -98,7 +104,7 @@ function draw() {
   if (!parts.length) parts.push(h("p", { class: "none" }, searching ? "Nothing found" : "No conversations yet"));
   list.replaceChildren(...parts);
   mark();
-  if (focused) list.querySelector(`[data-id="${CSS.escape(focused)}"] a`)?.focus();
+  if (focused) list.querySelector(focused)?.focus();
 }
 
 function group(name, members, searching) {
@@ -166,7 +172,7 @@ export async function retitle(id, title) {
 
 /** Deletes a conversation after asking. */
 export async function deleteOne({ id, title }) {
-  const yes = await confirmed(`Delete “${title || "this conversation"}”?`, "It is removed from this Mac's disk. This cannot be undone.", "Delete");
+  const yes = await confirmed(`Delete “${title || "this conversation"}”?`, "It is removed from this computer's disk. This cannot be undone.", "Delete");
   if (!yes) return;
   await remove(id);
   if (app.conversation.id === id) openNew();

@@ -22,11 +22,12 @@ export function vocabulary() {
   place.most = h("ol", { class: "entries", "data-testid": "entries" });
   place.newest = h("ul", { class: "learned", "data-testid": "learned" });
   place.none = h("p", { class: "quiet" }, "The entries that answers use appear here as they are written.");
-  place.fresh = h("section", {}, h("h2", {}, "Learned last"), place.newest);
+  place.fresh = h("section", { hidden: true }, h("h2", {}, "Learned last"), place.newest);
   on("shown path", recount);
   on("tokens", ({ conversation, tokens }) => ifCurrent(conversation, () => entries.use(tokens)));
   on("learned", ({ conversation, entries: fresh }) => ifCurrent(conversation, () => entries.learn(fresh)));
-  on("figures panel", () => soon());
+  on("figures", soon);
+  on("panel", (shown) => shown === "vocabulary" && app.conversation && draw());
   return [
     h("section", {}, h("h2", {}, "Tint"), legend()),
     h("section", {}, h("h2", {}, "Codebook"), h("i", { class: "bar wide", "aria-hidden": "true" }, place.fill), place.count),

@@ -40,6 +40,7 @@ def run(args: argparse.Namespace) -> int:
         program = _module("program").Program(
             engine, settings, front, _module("conversation").Conversation(args.system_prompt)
         )
+        program.check_system(args.system_prompt)
         if chosen is not None:
             program.pack, program.pack_names = request_pack(chosen, packs.is_plain(name), engine), list(chosen.files)
             program.own_pack = program.pack is None

@@ -46,7 +46,9 @@ def _system(program: Program, text: str) -> None:
     if not text:
         program.front.say(f"system message: {talk.system}" if talk.system else "there is no system message")
         return
-    talk.system = None if text == "off" else text
+    system = None if text == "off" else text
+    program.check_system(system)
+    talk.system = system
     program.front.say("the system message is " + ("gone" if talk.system is None else "set"))
 
 
@@ -72,7 +74,9 @@ def _save(program: Program, name: str) -> None:
 
 
 def _load(program: Program, name: str) -> None:
-    program.talk = talk = Conversation.load(_file("load", name))
+    talk = Conversation.load(_file("load", name))
+    program.check_system(talk.system)
+    program.talk = talk
     program.front.show_conversation(talk)
 
 

@@ -13,6 +13,7 @@ from mlx_zip.cli.chat.front import Front
 from mlx_zip.cli.chat.totals import Totals
 from mlx_zip.engine import Engine, Submission
 from mlx_zip.errors import GenerationError
+from mlx_zip.text.prompts import check_system
 
 OWN, NONE = "own", "none"  # words that /pack takes in place of files
 _FULL = "cut off: the conversation fills the model's context; /reset begins a new one"
@@ -74,6 +75,11 @@ class Program:
         finally:
             if not talk.answered:
                 talk.messages, talk.answered = before, answered
+
+    def check_system(self, system: str | None) -> None:
+        """Raises `GenerationError` for a system message that the model's chat template cannot render; None is none."""
+        if system is not None:
+            check_system(self.engine.tokenizer, system, self.settings.template_options)
 
     def choose_pack(self, names: Sequence[str]) -> None:
         """Has codebooks begin with the packs in these files, from the next answer on. Raises `MlxZipError`."""
