@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from mlx_zip.cli.actions import printable
-from mlx_zip.errors import GenerationError
+from mlx_zip.errors import GenerationError, reason
 from mlx_zip.progress import counted
 
 
@@ -53,7 +53,7 @@ def _list(folder: Path) -> None:
         try:
             facts = read(path, INDEX, whole=False).facts
             about = f"{facts.get('base_tokens', '?'):>8}  {facts.get('model', 'unknown model')}"
-        except BadFileError as error:
-            about = f"{'-':>8}  cannot be used: {error}"
+        except (BadFileError, OSError) as error:  # the latter: a folder, a link to nothing
+            about = f"{'-':>8}  cannot be used: {reason(error)}"
         print(printable(f"{size:>12}  {about}  {path.relative_to(folder)}"))
     print(f"{counted(len(sizes), 'file')}, {sum(sizes)} bytes")

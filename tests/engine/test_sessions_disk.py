@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import KVCache, RotatingKVCache, load_prompt_cache
 
+from mlx_zip.cli import main
 from mlx_zip.engine import session_folder, session_format
 from mlx_zip.engine.kept_session import Slot
 from mlx_zip.engine.session_files import Snapshot
@@ -376,6 +377,13 @@ def test_what_other_processes_leave_unfinished_counts_toward_the_bound(folder):
     assert not keeping.store(folder=folder, max_disk_bytes=bound).sessions()
     assert (files(folder), left.exists()) == ([], True)
     other.close()
+
+
+def test_what_is_named_as_a_session_and_cannot_be_read_is_listed_too(folder, capsys):
+    (folder / f"{'d' * 16}.safetensors").mkdir(parents=True)
+    (folder / f"{'c' * 16}.safetensors").symlink_to("nowhere")
+    assert main(["sessions", "list", str(folder)]) == 0
+    assert capsys.readouterr().out.count("cannot be used") == 2
 
 
 # ---- files that a user names
