@@ -11,8 +11,8 @@ from typing import Any
 from mlx_zip.chosen_packs import check_tokenizers
 from mlx_zip.cli import packs, rows
 from mlx_zip.cli.serving_flags import SESSIONS
-from mlx_zip.errors import GenerationError, reason
-from mlx_zip.files import at_home
+from mlx_zip.errors import DataError, GenerationError, reason
+from mlx_zip.files import at_home, check_in
 
 
 def opened(group: Any, name: str, **options: Any) -> Any:
@@ -77,8 +77,9 @@ def _template(given: str) -> str:
     if "{" in given:
         return given
     try:
+        check_in(at_home(given))
         return at_home(given).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, DataError) as error:
         raise GenerationError(f"--chat-template {given}: {reason(error)}") from error
 
 

@@ -48,7 +48,7 @@ def _lead(args: argparse.Namespace, group: Any, running: Any) -> int:
     name, chosen = bundled.DEFAULT if args.model is None else args.model, packs.read(args)
     options = _options(args, name)
     with (
-        _bound(running, args.host, args.port) as listener,
+        _bound(running, args.host, args.port, options["api_key"]) as listener,
         rows.open_store(args) as store,
         opened(group, name, **engine_options(args, name, chosen), row_cache=store) as engine,
     ):
@@ -110,20 +110,24 @@ def _server_module(name: str) -> Any:
         raise missing_library("mlx_zip serve", *LIBRARIES, extra="serve") from error
 
 
-def _bound(running: Any, host: str, port: int) -> Any:
-    """Returns a socket of the address, bound before minutes go into loading. Raises `GenerationError`."""
+def _bound(running: Any, host: str, port: int, key: str | None) -> Any:
+    """Returns a socket of the address, bound before minutes go into loading. Raises `GenerationError`.
+
+    Warns if other machines can reach it and there is no key.
+    """
     try:
-        return running.bound(host, port)
+        listener = running.bound(host, port)
     except (OSError, UnicodeError) as error:  # the latter for a name that is too long
         why = getattr(error, "strerror", None) or error
         raise GenerationError(f"--host {host} --port {port}: {why}") from error
+    if key is None and not host.startswith(LOOPBACK):
+        log.warning("other machines can reach the server, and it asks for no key (--api-key)")
+    return listener
 
 
 def _options(args: argparse.Namespace, name: str) -> dict[str, Any]:
     """Returns the fields of the server's `Options` that flags set, but packs."""
     key, hosts = _api_key(args), _hosts(args)
-    if key is None and not args.host.startswith(LOOPBACK):
-        log.warning("other machines can reach the server, and it asks for no key (--api-key)")
     return {
         "model": name,
         "max_tokens": args.max_tokens,

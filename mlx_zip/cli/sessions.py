@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="ACTION",
         choices=("list", "purge"),
         help="list: print each session's size in bytes, base tokens, model and file; purge: delete the sessions of all "
-        "models, then the folder if it is empty",
+        "models, the stored responses and unfinished files, then the folder if it is empty",
     )
     parser.add_argument("folder", metavar="DIR", help="folder of sessions, as given to the server")
 

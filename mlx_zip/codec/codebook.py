@@ -20,9 +20,13 @@ _UINT32 = np.dtype(np.uint32)
 def compress_next(book: Codebook, ids: Any) -> Uint32s:
     """Compresses base ids as a request reads them after what a codebook holds -> uint32 [n]; `book` is not changed.
 
-    A text at its very beginning is compressed whole, by `compress`, and what follows by `Codebook.compress`.
+    If the codebook's log begins as `compress` writes the whole text, that goes on: a text read in parts has the ids of
+    one read at once. Else, usually after an answer, `Codebook.compress` goes on from the log.
     """
-    return book.compress(ids) if book.mark() else compress(book.params, ids)[0]
+    if not (read := book.mark()):
+        return compress(book.params, ids)[0]
+    whole = compress(book.params, np.concatenate((book.base_ids(), as_ids(ids))))[0]
+    return whole[read:] if np.array_equal(whole[:read], book.ids) else book.compress(ids)
 
 
 def compress(params: CodecParams, ids: Any) -> tuple[Uint32s, Entries]:

@@ -66,9 +66,16 @@ class Kept:
     saved: bool = False
     gone: bool = False
 
-    def border(self, base_tokens: int) -> int:
-        """Returns how many of the session's ids lie wholly within its first `base_tokens` base tokens."""
-        return int(np.searchsorted(self.ends, base_tokens, side="right"))
+    def border(self, base_tokens: int, reach: int) -> int:
+        """Returns how many of the session's ids depend on nothing but its first `base_tokens` base tokens.
+
+        reach: how many base tokens an id can have. Which id stands at a place is chosen by the `reach` tokens that
+        follow, so an id that begins later might be another one in another text.
+        """
+        if base_tokens < reach:
+            return 0
+        starts = self.ends[:-1]  # of all ids but the first, which begins at 0
+        return min(1 + int(np.searchsorted(starts, base_tokens - reach, side="right")), len(self.ends))
 
     @property
     def can_be_read(self) -> bool:

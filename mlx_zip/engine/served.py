@@ -15,6 +15,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from mlx_zip.engine.interface import EngineInfo
 from mlx_zip.engine.submissions import ModelFacts
+from mlx_zip.generate import check_kv
 from mlx_zip.hyper.model_fingerprint import name_of
 from mlx_zip.layout import is_zip
 from mlx_zip.models.session import check_tuned
@@ -91,7 +92,8 @@ class Served:
 
         So a model that cannot run fails when it is loaded, and the first request finds it warm.
         """
-        cache = self.new_cache(None)
+        cache, run = self.new_cache(None), self.options
+        check_kv(self.model, cache, run.kv_bits, run.kv_group_size, run.prefill_step_size, run.quantized_kv_start)
         mx.eval(self.model(mx.array([[0]]), cache=cache))
         kv = cache[:-1] if self.hyper else cache
         plain = [entry for entry in kv if type(entry) is KVCache]

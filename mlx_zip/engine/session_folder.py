@@ -69,6 +69,18 @@ class SessionFolder:
         kept.used = path.stat().st_mtime
         return kept
 
+    def unfinished_bytes(self) -> int:
+        """Returns the bytes of files that other processes write, or have left unfinished; removes old ones."""
+        if not self.usable:
+            return 0
+        try:
+            self._remove_unfinished()
+            others = [path for path in self.folder.glob(UNFINISHED) if f".partial-{os.getpid()}" not in path.name]
+        except OSError as error:
+            self._warn("read", f"cannot be read: {reason(error)}")
+            return 0
+        return sum(stamp[1] for path in others if (stamp := stamp_of(path)) is not None)
+
     # ---- writing
 
     def want(self, kept: Kept) -> None:

@@ -13,9 +13,10 @@ MOST_TRIED = 4  # sessions with the same common prefix; they differ by the borde
 
 
 class SessionList:
-    """Sessions, the last used last. answers: what was noted with them."""
+    """Sessions, the last used last. reach: how many base tokens an id can have. answers: what was noted with them."""
 
-    def __init__(self) -> None:
+    def __init__(self, reach: int) -> None:
+        self._reach = reach
         self._sessions: dict[str, Kept] = {}
         self._indexes: dict[str, PrefixIndex] = {}  # by pack key
         self.answers = Answers()
@@ -83,6 +84,6 @@ class SessionList:
         for name in index.names_below(found):
             kept = self._sessions[name]
             if kept.trims and kept.can_be_read and len(kept.base_ids) > found.depth:
-                yield kept, kept.border(found.depth)
+                yield kept, kept.border(found.depth, self._reach)
                 if (tried := tried + 1) == MOST_TRIED:
                     return

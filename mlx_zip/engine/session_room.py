@@ -140,9 +140,11 @@ class SessionRoom:
 
     def _make_room_on_disk(self) -> None:
         """Deletes the files of the least recently used sessions until the others fit."""
-        excess = self.figures()["disk_bytes"] - self.options.max_disk_bytes
+        if self._folder is None:
+            return
+        excess = self.figures()["disk_bytes"] + self._folder.unfinished_bytes() - self.options.max_disk_bytes
         for kept in list(self.sessions):
-            if excess <= 0 or self._folder is None:
+            if excess <= 0:
                 return
             if kept.slot is None or not kept.saved:
                 continue

@@ -25,6 +25,7 @@ from mlx_zip.engine.session_list import SessionList
 from mlx_zip.engine.session_options import Checkout, SessionOptions
 from mlx_zip.engine.session_room import SessionRoom
 from mlx_zip.errors import EngineError, reason
+from mlx_zip.layout import is_zip
 
 log = logging.getLogger("mlx_zip")
 
@@ -35,7 +36,7 @@ class SessionStore:
     def __init__(self, model: Any, tokenizer: Any, options: SessionOptions | None = None) -> None:
         self.model, self.tokenizer = model, tokenizer
         self.options = SessionOptions() if options is None else options
-        self._list = SessionList()
+        self._list = SessionList(reach=model.config.merge_size if is_zip(model) else 1)
         self._room = SessionRoom(model, tokenizer, self._list, self.options)
         self._lent: dict[str, Kept] = {}  # what is checked out, by name
 

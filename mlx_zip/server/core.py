@@ -57,6 +57,7 @@ class Core:
         self.model = self.options.model or engine.info.name
         self.created = int(time.time())
         self.on_close: list[Callable[[], None]] = []  # called when the server ends
+        self.on_purge: list[Callable[[], int]] = []  # each forgets what is kept of answers, and returns how many
         self.on_done: list[Callable[[Done], None]] = []  # called with the end of each answer
         self._tokens = TokenTexts(engine.tokenizer)
         self._packs = Packs(self.options.packs, self.options.pack)

@@ -39,11 +39,11 @@ class ResponseFiles:
         """
         for path in self._paths():
             try:
+                if not path.is_file():  # reading a pipe never ends
+                    raise ValueError("it is no ordinary file")
                 text = path.read_bytes() if path.stat().st_size <= most_bytes else b""
                 value = json.loads(text)
-                if value["response"]["id"] != path.stem or not isinstance(value["items"], list):
-                    raise ValueError("it holds another response than its name says")
-                [item["id"] for item in value["response"]["output"]]
+                _check(value, path.stem)
             except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
                 log.warning("%s is not used: %s", path, error)
                 continue
@@ -83,6 +83,19 @@ class ResponseFiles:
         """Does something in the thread."""
         if self.usable:
             self._thread.submit(_logged, work)
+
+
+def _check(value: Any, name: str) -> None:
+    """Raises `ValueError`, `LookupError` or `TypeError` for what is no stored response of this name."""
+    output = value["response"]["output"]
+    if value["response"]["id"] != name:
+        raise ValueError("it holds another response than its name says")
+    if not (isinstance(value["items"], list) and isinstance(output, list)):
+        raise ValueError("its items are no lists")
+    if not all(isinstance(item, dict) for item in [*value["items"], *output]):
+        raise ValueError("an item is no object")
+    if len({item["id"] for item in output}) < len(output):
+        raise ValueError("two items have one id")
 
 
 def _logged(work: Callable[[], None]) -> None:

@@ -35,6 +35,7 @@ def routes(core: Core) -> list[Route]:
     if files is not None:
         core.on_close.append(files.close)
     store = ResponseStore(core.options.max_responses, core.options.max_responses_bytes, files)
+    core.on_purge.append(store.clear)
     running: dict[str, _Asked] = {}
 
     async def create_response(request: Request) -> Response:

@@ -79,6 +79,13 @@ class ResponseStore:
         if self._files is not None:
             self._files.delete(name)
 
+    def clear(self) -> int:
+        """Forgets all responses; returns how many."""
+        names = list(self._texts)
+        for name in names:
+            self.drop(name)
+        return len(names)
+
     def with_references(self, items: Sequence[Json]) -> list[Json]:
         """Returns the items of an input, with output items of stored responses in place of references to them.
 

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import signal
 import socket
+import sys
 import threading
+import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from typing import Any, cast
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from mlx_zip.engine import Engine
+from mlx_zip.errors import reason
 from mlx_zip.server.app import make_app
 from mlx_zip.server.connection import connection_class
 from mlx_zip.server.core import Core
 from mlx_zip.server.options import Options
 
+log = logging.getLogger(__name__)
 AFTER_DRAIN_S = 5.0  # for what the answers that were cut off still send
 AFTER_FAULT_S = 2.0
+AT_ONCE_S = 1.0  # for the same after a second SIGINT
 
 
 class Server(uvicorn.Server):
@@ -84,8 +92,20 @@ class Server(uvicorn.Server):
         closing = threading.Thread(target=engine.close, args=(drain_s,), daemon=True)
         closing.start()
         await super().shutdown(sockets)
+        if self.force_exit:
+            await self._end_at_once()
         while closing.is_alive() and not self.force_exit and self.fault is None:
             await asyncio.sleep(0.02)
+
+    async def _end_at_once(self) -> None:
+        """Ends answers under way with an error, and the connections of clients that do not read it."""
+        threading.Thread(target=self._core.engine.close, daemon=True).start()
+        last = time.monotonic() + AT_ONCE_S
+        while self.server_state.tasks and time.monotonic() < last:
+            await asyncio.sleep(0.02)
+        for connection in list(self.server_state.connections):
+            cast(Any, connection).transport.abort()
+        await self.lifespan.shutdown()
 
 
 def bound(host: str, port: int) -> socket.socket:
@@ -111,7 +131,11 @@ def serve(engine: Engine, options: Options, listener: socket.socket, log_level: 
     place = f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
     def say() -> None:
-        print(f"serving {core.model} on {place}/v1 (Ctrl-C ends)", flush=True)
+        try:
+            print(f"serving {core.model} on {place}/v1 (Ctrl-C ends)", flush=True)
+        except OSError as error:  # the reader has left, or a disk is full: clients are served all the same
+            log.warning("serving on %s/v1; the output cannot be written: %s", place, reason(error))
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     server = Server(core, log_level, say)
     server.run([listener])

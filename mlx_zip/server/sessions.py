@@ -47,8 +47,9 @@ def routes(core: Core) -> list[Route]:
         )
 
     async def purge(request: Request) -> Response:
-        """Forgets all sessions, in memory and on disk."""
-        return json_response({"deleted": await core.aside(core.engine.purge_sessions)})
+        """Forgets all sessions and all stored responses, in memory and on disk."""
+        responses = sum(forget() for forget in core.on_purge)
+        return json_response({"deleted": await core.aside(core.engine.purge_sessions), "responses": responses})
 
     async def drop(request: Request) -> Response:
         """Forgets one session, in memory and on disk."""

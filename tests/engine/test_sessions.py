@@ -71,6 +71,9 @@ def test_an_edited_conversation_uses_what_it_has_in_common_and_drops_nothing(kin
     _, held = keeping.conversation(kind, store)
     edited = [*held[:at], (held[at] - 3 + 1) % (tiny.VOCAB - 3) + 3, *NEXT]
     found = store.checkout(edited, OWN)
+    if at < tiny.MERGE and kind not in ("plain", "sliding window"):  # even the first id might be another one
+        assert found is None
+        return
     assert at - tiny.MERGE < found.base_tokens <= at
     log = keeping.log(kind, found, edited)
     assert keeping.continued(kind, found, edited) == keeping.as_read_at_once(kind, log, edited)
@@ -171,7 +174,7 @@ def test_answers_are_found_in_all_sessions_also_while_a_request_has_them():
     store.put(found.cache, pack_key=OWN, name=found.name)
     store.drop(other)
     assert set(store.answers()) == {"one", "two"}
-    branch = store.checkout(held[:9] + NEXT, OWN)
+    branch = store.checkout(held[: 9 + tiny.MERGE] + NEXT, OWN)
     store.drop(name)
     assert set(store.answers()) == {"two"}  # the one that the branch holds
     store.release(branch.name)

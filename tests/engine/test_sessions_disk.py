@@ -365,6 +365,19 @@ def test_unfinished_files_in_a_folder_that_others_use_are_removed_once_they_are_
     other.close()
 
 
+def test_what_other_processes_leave_unfinished_counts_toward_the_bound(folder):
+    saved(folder)
+    bound = files(folder)[0].stat().st_size + 500
+    other = keeping.store(folder=folder)  # so that the unfinished file is not removed
+    left = folder / f".{'a' * 16}.safetensors.partial-1"
+    left.write_bytes(b"x" * 400)
+    assert len(keeping.store(folder=folder, max_disk_bytes=bound).sessions()) == 1
+    left.write_bytes(b"x" * 600)
+    assert not keeping.store(folder=folder, max_disk_bytes=bound).sessions()
+    assert (files(folder), left.exists()) == ([], True)
+    other.close()
+
+
 # ---- files that a user names
 
 

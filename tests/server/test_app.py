@@ -89,7 +89,7 @@ def test_sessions_are_listed_and_dropped():
         assert [one["name"] for one in served.ask("GET", "/v1/mlx_zip/sessions").json["data"]] == ["a", "b", "c"]
         assert served.ask("DELETE", "/v1/mlx_zip/sessions/a").status == 200
         assert served.ask("DELETE", "/v1/mlx_zip/sessions/a").status == 400
-        assert served.ask("DELETE", "/v1/mlx_zip/sessions").json == {"deleted": 2}
+        assert served.ask("DELETE", "/v1/mlx_zip/sessions").json == {"deleted": 2, "responses": 0}
         assert served.ask("POST", "/v1/mlx_zip/sessions/save", {"session": "b", "file": "b.safetensors"}).status == 403
 
 

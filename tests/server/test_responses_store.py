@@ -1,6 +1,7 @@
 """Stored responses: how many are kept, and which are forgotten."""
 
 import logging
+import os
 import stat
 
 import pytest
@@ -127,3 +128,34 @@ def test_a_folder_that_others_can_write_to_is_not_used(tmp_path, caplog):
     assert len(store) == 1
     assert list(tmp_path.iterdir()) == []
     assert "kept in memory only" in caplog.text
+
+
+def test_a_pipe_in_the_folder_of_responses_is_named_and_not_read(tmp_path, caplog):
+    name = new_id("resp")
+    os.mkfifo(tmp_path / f"{name}.json")
+    with caplog.at_level(logging.WARNING):
+        assert len(ResponseStore(9, 10_000, ResponseFiles(tmp_path))) == 0
+    assert f"{name}.json is not used" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("items", "output"),
+    [([1], []), ([], [1]), ([], {}), ([], [{"id": []}]), ([], [{"id": "a"}, {"id": "a"}]), ({}, [])],
+)
+def test_a_file_that_holds_no_response_is_named_and_not_used(tmp_path, caplog, items, output):
+    name = new_id("resp")
+    value = {"response": {"id": name, "output": output}, "items": items}
+    (tmp_path / f"{name}.json").write_bytes(json_bytes(value))
+    with caplog.at_level(logging.WARNING):
+        assert len(ResponseStore(9, 10_000, ResponseFiles(tmp_path))) == 0
+    assert f"{name}.json is not used" in caplog.text
+
+
+def test_all_responses_are_forgotten_at_once_in_memory_and_on_disk(tmp_path):
+    files = ResponseFiles(tmp_path)
+    store = ResponseStore(9, 10_000, files)
+    for _ in range(3):
+        store.add(response(new_id("resp")), [ITEM])
+    assert store.clear() == 3
+    files.flush()
+    assert (len(store), store.bytes, list(tmp_path.iterdir())) == (0, 0, [])

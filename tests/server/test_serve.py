@@ -158,6 +158,43 @@ def test_a_signal_lets_an_answer_end_and_then_ends_the_server(number, status):
         assert server.ended() == status
 
 
+def test_a_second_interrupt_ends_answers_with_an_error_and_writes_no_traceback():
+    with started("--drain", "60") as server:
+        asked = {"messages": USER, "max_tokens": 1500, "temperature": 1.5, "n": 4}
+        both = []
+        for stream in (True, False):
+            both.append(socket.create_connection(("127.0.0.1", server.port), timeout=60))
+            both[-1].sendall(post("/v1/chat/completions", {**asked, "stream": stream}))
+        assert until(lambda: figure(server, "running") == 8)
+        server.process.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+        server.process.send_signal(signal.SIGINT)
+        streamed, whole = [read_all(connection) for connection in both]
+        assert server.ended() == 130
+        assert server.process.stderr.read() == ""
+    assert b'"code":"stopped"' in streamed
+    assert whole.startswith(b"HTTP/1.1 503 ")
+
+
+def test_a_server_whose_output_nobody_reads_serves():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "mlx_zip", "serve", "--port", port]
+    process = subprocess.Popen(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    try:
+        assert process.stderr is not None
+        assert f"WARNING mlx_zip.server.running: serving on http://127.0.0.1:{port}/v1" in process.stderr.readline()
+        assert urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=10).status == 200
+        process.send_signal(signal.SIGTERM)
+        assert process.communicate(timeout=60) == (None, "")
+    finally:
+        process.kill()
+    assert process.returncode == 143
+
+
 def test_a_conversation_is_found_again_after_the_process_was_killed(tmp_path: Path):
     flags = ("--session-cache", str(tmp_path / "sessions"))
     with started(*flags) as server:
@@ -195,6 +232,9 @@ def test_the_engines_death_ends_the_process_with_status_1_and_a_line():
     [
         (["--port", "99999"], "--port"),
         (["--host", "999.0.0.1"], "--host"),
+        (["--host", ""], "--host"),
+        (["--kv-bits", "7"], "--kv-bits"),
+        (["--kv-bits", "8", "--kv-group-size", "7"], "--kv-group-size"),
         (["--prompt-cache-size", "3"], "--prompt-cache-bytes"),
         (["--host", "127." + "a" * 300], "--host"),
         (["--drain", "inf"], "--drain"),
@@ -206,6 +246,7 @@ def test_the_engines_death_ends_the_process_with_status_1_and_a_line():
         (["--top-p", "2"], "--top-p"),
         (["--chat-template-args", "[]"], "--chat-template-args"),
         (["--chat-template", "nowhere.jinja"], "--chat-template"),
+        (["--chat-template", "/dev/null"], "--chat-template"),
         (["--session-files", "nowhere"], "--session-files"),
         (["--api-key", ""], "--api-key"),
         (["--model", ""], "--model"),
