@@ -19,6 +19,7 @@ from mlx_zip.cli.chat.conversation import Conversation
 from mlx_zip.cli.chat.front import Front
 from mlx_zip.cli.chat.lines import PlainView
 from mlx_zip.cli.chat.program import Program, Settings
+from mlx_zip.cli.chat.reasoning import split
 from mlx_zip.engine import Counts, Emitted, Finished
 from mlx_zip.errors import GenerationError
 from mlx_zip.text.conversations import read_prompts
@@ -128,6 +129,27 @@ def test_marked_reasoning_is_shown_apart_and_kept_in_the_conversation():
     assert loop.run(program) == 0
     assert (front.thoughts, front.shown) == ("A boat is good.", ["Once upon a time."])
     assert program.talk.messages[1] == message("assistant", text)
+
+
+@pytest.mark.parametrize(
+    ("text", "thoughts", "shown"),
+    [
+        ("<think>\nA b < c.\n\nD</think>\n\nHi.", "A b < c.\n\nD", "Hi."),
+        (" plain <think> x", "", " plain <think> x"),
+        ("<thi", "", "<thi"),
+        ("<think>x</th", "x</th", ""),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 2, 7, 100])
+def test_reasoning_is_found_however_the_text_was_cut_into_pieces(text, thoughts, shown, size):
+    vocab = any_role()
+    vocab._tokenizer.chat_template += "{# <think> </think> #}"
+    front = Thinker()
+    front.shown.append("")
+    with split(front, vocab, [5]) as feed:
+        for i in range(0, len(text), size):
+            feed(text[i : i + size], 1)
+    assert (front.thoughts, front.shown[0]) == (thoughts, shown)
 
 
 def test_marked_reasoning_stays_as_it_is_where_no_person_reads():
