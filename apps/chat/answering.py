@@ -110,7 +110,7 @@ class _Written:
         if new:
             await self._kept(self._store.begin, self._conversation, new)
         else:
-            await self._kept(self._store.resume, self._conversation, self.message["id"])
+            await self._kept(self._store.resume, self._conversation, dict(self.message))
 
     async def take(self, delta: Delta | None) -> dict[str, Any] | None:
         """Adds a delta (None: nothing new for a while), writes if it is time, and returns the delta's frame."""
@@ -203,6 +203,23 @@ def new_message(role: str, parent: str | None, text: str, model: str | None = No
         "learned": [],
         "model": model,
     }
+
+
+def without_space(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a message without the white space at its end.
+
+    Chat templates drop that space, so a model that goes on with the message writes it again.
+    """
+    text = message["text"].rstrip()
+    if message["tokens"] is None:
+        return {**message, "text": text}
+    left, tokens = len(text), []
+    for token in message["tokens"]:
+        part = token["t"][:left]
+        left -= len(part)
+        if part or not token["t"]:
+            tokens.append({**token, "t": part})
+    return {**message, "text": text, "tokens": tokens}
 
 
 def turn_messages(system: str, path: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from mlx_zip.apps.chat.answering import Answers, as_bytes, failed, new_message, turn_messages
+from mlx_zip.apps.chat.answering import Answers, as_bytes, failed, new_message, turn_messages, without_space
 from mlx_zip.apps.chat.bodies import AnswerBody, ChangeBody, ConversationBody
 from mlx_zip.apps.chat.models import Models
 from mlx_zip.apps.chat.store import Store
@@ -100,7 +100,7 @@ async def _answer(
         asked = [new_message("user", body.parent, body.text)] if body.text is not None else []
         path += asked
         if body.goes_on:
-            message, path, new = path[-1], path[:-1], []
+            message, path, new = without_space(path[-1]), path[:-1], []
         else:
             message = new_message("assistant", path[-1]["id"], "", core.model)
             new = [*asked, message]

@@ -159,10 +159,11 @@ class Store:
 
         self.database.write(work, conversation)
 
-    def resume(self, conversation: str, one: str) -> None:
-        """Marks a message as running again."""
-        fields = {"state": "running", "reason": None, "writer": os.getpid()}
-        self.database.write(lambda db: _update(db, "messages", one, fields), conversation)
+    def resume(self, conversation: str, message: Mapping[str, Any]) -> None:
+        """Marks a message as running again, from its text and tokens on."""
+        fields = {name: _stored(name, message[name]) for name in ("text", "tokens")}
+        fields |= {"state": "running", "reason": None, "writer": os.getpid()}
+        self.database.write(lambda db: _update(db, "messages", message["id"], fields), conversation)
 
     def append(self, conversation: str, one: str, piece: Mapping[str, Any]) -> None:
         """Adds to a running message. piece: "text", "reasoning", and lists "tokens" and "learned", as far as there are.

@@ -94,6 +94,22 @@ def test_an_answer_goes_on_where_it_ended(chat):
     assert len(chat.show(one)["messages"]) == 2
 
 
+def test_an_answer_that_goes_on_has_the_white_space_between_its_parts_once():
+    begun = Script(text="Once upon a time.\n\n", ends=False)
+    engine = FakeEngine(begun)
+    with chatting(engine) as chat:
+        one, cut = asked(chat)
+        assert cut["text"].endswith("\n\n")
+        engine.script = Script(text="\n\nThen came a boat.")
+        frames = chat.answer(one, parent=cut["id"], **{"continue": True})
+        assert frames[0]["message"]["text"] == "Once upon a time."
+        whole = frames[-1]["message"]
+        assert whole["text"] == "Once upon a time.\n\nThen came a boat."
+        assert "".join(token["t"] for token in whole["tokens"]) == whole["text"]
+        kept = chat.show(one)["messages"][1]
+        assert (kept["text"], kept["tokens"]) == (whole["text"], whole["tokens"])
+
+
 @pytest.mark.parametrize(
     ("body", "status"),
     [

@@ -14,10 +14,12 @@ import pytest
 from mlx_zip import cli
 from mlx_zip.arguments import Parser
 from mlx_zip.cli import chat, opening
-from mlx_zip.cli.chat import loop
+from mlx_zip.cli.chat import loop, terminal
 from mlx_zip.cli.chat.conversation import Conversation
 from mlx_zip.cli.chat.front import Front
+from mlx_zip.cli.chat.lines import PlainView
 from mlx_zip.cli.chat.program import Program, Settings
+from mlx_zip.cli.chat.reasoning import split
 from mlx_zip.engine import Counts, Emitted, Finished
 from mlx_zip.errors import GenerationError
 from mlx_zip.text.conversations import read_prompts
@@ -103,6 +105,69 @@ def test_the_next_prompt_holds_the_ids_that_were_emitted():
     emitted = program.engine.tokenizer.encode(STORY, add_special_tokens=False)
     assert program.engine.told.notes[0] == (STORY, emitted)
     assert list(second.base_ids)[: len(first.base_ids) + len(emitted)] == [*first.base_ids, *emitted]
+
+
+class Thinker(Typed):
+    """A front with a person before it."""
+
+    asks = True
+
+    def __init__(self, *messages):
+        super().__init__(*messages)
+        self.thoughts = ""
+
+    def think(self, text):
+        self.thoughts += text
+
+
+def test_marked_reasoning_is_shown_apart_and_kept_in_the_conversation():
+    vocab = any_role()
+    vocab._tokenizer.chat_template += "{# <think> </think> #}"
+    text = "<think>A boat is good.</think>Once upon a time."
+    front = Thinker("hello")
+    program = Program(FakeEngine(Script(text=text), vocab=vocab), Settings(), front, Conversation())
+    assert loop.run(program) == 0
+    assert (front.thoughts, front.shown) == ("A boat is good.", ["Once upon a time."])
+    assert program.talk.messages[1] == message("assistant", text)
+
+
+@pytest.mark.parametrize(
+    ("text", "thoughts", "shown"),
+    [
+        ("<think>\nA b < c.\n\nD</think>\n\nHi.", "A b < c.\n\nD", "Hi."),
+        (" plain <think> x", "", " plain <think> x"),
+        ("<thi", "", "<thi"),
+        ("<think>x</th", "x</th", ""),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 2, 7, 100])
+def test_reasoning_is_found_however_the_text_was_cut_into_pieces(text, thoughts, shown, size):
+    vocab = any_role()
+    vocab._tokenizer.chat_template += "{# <think> </think> #}"
+    front = Thinker()
+    front.shown.append("")
+    with split(front, vocab, [5]) as feed:
+        for i in range(0, len(text), size):
+            feed(text[i : i + size], 1)
+    assert (front.thoughts, front.shown[0]) == (thoughts, shown)
+
+
+def test_marked_reasoning_stays_as_it_is_where_no_person_reads():
+    vocab = any_role()
+    vocab._tokenizer.chat_template += "{# <think> </think> #}"
+    text = "<think>A boat is good.</think>Once upon a time."
+    _, front = chatted("hello", engine=FakeEngine(Script(text=text), vocab=vocab))
+    assert front.shown == [text]
+
+
+def test_reasoning_is_faint_in_a_terminal(capsys):
+    view = terminal.TerminalView(PlainView(sys.stdout, False))
+    view.think("A boat")
+    view.think(" is \x1b[31mgood.")
+    view.feed("Once upon a time.", 1)
+    view.finish()
+    written = capsys.readouterr().out
+    assert written == "\x1b[2mA boat\x1b[0m\x1b[2m is ␛[31mgood.\x1b[0m\n\nOnce upon a time.\n"
 
 
 def test_a_stopped_answer_keeps_what_was_shown():

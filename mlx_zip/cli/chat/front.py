@@ -22,6 +22,10 @@ class View(Protocol):
         """Shows a piece of text, which came as an id of `length` base tokens."""
         ...
 
+    def think(self, text: str) -> None:
+        """Shows a piece of the model's reasoning; called only if a person reads the answer."""
+        ...
+
     def reading(self, read: int, total: int) -> None:
         """Shows how many ids of the prompt have been read, and of how many."""
         ...

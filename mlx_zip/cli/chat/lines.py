@@ -28,6 +28,10 @@ class PlainView:
         self._out.flush()
         self._last = text[-1:] or self._last
 
+    def think(self, text: str) -> None:
+        """Writes a piece of reasoning like text."""
+        self.feed(text)
+
     def reading(self, read: int, total: int) -> None:
         """Shows nothing."""
 

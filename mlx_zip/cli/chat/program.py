@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +11,7 @@ from mlx_zip.chosen_packs import check_tokenizers, read_packs
 from mlx_zip.cli.chat.answer import Answer, Arrived, follow
 from mlx_zip.cli.chat.conversation import Conversation
 from mlx_zip.cli.chat.front import Front
+from mlx_zip.cli.chat.reasoning import split
 from mlx_zip.cli.chat.totals import Totals
 from mlx_zip.engine import Engine, Submission
 from mlx_zip.errors import GenerationError
@@ -57,7 +59,11 @@ class Program:
         self.talk.ask(question)
         with self.front.answering(lambda: arrived.put(None)) as view:
             submission = self._submission(question, temp)
-            answer = follow(self.engine, submission, arrived, view.feed, view.reading)
+            parts = (
+                split(view, self.engine.tokenizer, submission.base_ids) if self.front.asks else nullcontext(view.feed)
+            )
+            with parts as show:
+                answer = follow(self.engine, submission, arrived, show, view.reading)
         self.totals.add(answer.counts)
         if answer.text:
             self.talk.add(answer.text)

@@ -43,11 +43,20 @@ class TerminalView:
 
     def __init__(self, render: Any) -> None:
         self._render, self._begun, self._status = render, time.monotonic(), False
+        self._thinking = False
 
     def feed(self, text: str, length: int = 1) -> None:
         """Shows a piece of text, which came as an id of `length` base tokens."""
         self._clear()
+        self._end_thinking("\n\n")
         self._render.feed(text, length)
+
+    def think(self, text: str) -> None:
+        """Shows a piece of the model's reasoning, faintly and as it is."""
+        self._clear()
+        self._thinking = True
+        sys.stdout.write(styled(harmless(text), FAINT))
+        sys.stdout.flush()
 
     def reading(self, read: int, total: int) -> None:
         """Shows, in a line that goes away, how much of a long prompt has been read."""
@@ -59,7 +68,13 @@ class TerminalView:
     def finish(self) -> None:
         """Shows the text that was held back, and ends the line."""
         self._clear()
+        self._end_thinking("\n")
         self._render.finish()
+
+    def _end_thinking(self, newlines: str) -> None:
+        if self._thinking:
+            sys.stdout.write(newlines)
+            self._thinking = False
 
     def _clear(self) -> None:
         if self._status:
