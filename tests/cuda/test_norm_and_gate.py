@@ -16,7 +16,7 @@ def test_a_sum_and_its_norm_are_those_of_float64(guard, close, dtype, count, wid
     x, residual = (guard(torch.randn(count, width).to(dtype)) for _ in range(2))
     weight = guard((1 + torch.rand(width)).to(dtype))
     got, total = norm.add_rms_norm(x, residual, weight, 1e-5, impl="triton")
-    assert torch.equal(total, x + residual)
+    close(total, x.double() + residual.double())  # the interpreter cuts bfloat16 off, a GPU rounds to the nearest
     wanted, _ = norm.reference(total.double(), None, weight.double(), 1e-5)
     close(got, wanted)
 
