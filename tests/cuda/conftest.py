@@ -72,9 +72,10 @@ def guard(monkeypatch: pytest.MonkeyPatch) -> Iterator[Guard]:
 def close() -> Callable[[torch.Tensor, torch.Tensor], None]:
     """Returns a function that compares a result with a float64 one: nothing is NaN, errors below one rounding or so."""
 
-    def compare(got: torch.Tensor, wanted: torch.Tensor) -> None:
+    def compare(got: torch.Tensor, wanted: torch.Tensor, roundings: int = 1) -> None:
         assert wanted.dtype == torch.float64
         tolerance = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}[got.dtype]
+        tolerance *= roundings
         torch.testing.assert_close(got.double().cpu(), wanted.cpu(), rtol=tolerance, atol=tolerance)
 
     return compare

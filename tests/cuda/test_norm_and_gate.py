@@ -18,7 +18,7 @@ def test_a_sum_and_its_norm_are_those_of_float64(guard, close, dtype, count, wid
     got, total = norm.add_rms_norm(x, residual, weight, 1e-5, impl="triton")
     close(total, x.double() + residual.double())  # the interpreter cuts bfloat16 off, a GPU rounds to the nearest
     wanted, _ = norm.reference(total.double(), None, weight.double(), 1e-5)
-    close(got, wanted)
+    close(got, wanted, roundings=2)
 
 
 def test_a_norm_without_residual_gives_its_input_back(guard, close):
