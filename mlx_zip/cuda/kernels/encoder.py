@@ -1,0 +1,109 @@
+"""Pieces of the hyper-encoders for entries of at most 16 base ids: input rows, attention, pooling.
+
+Large matrix products between these pieces are left to the caller. N entries, S places, D width.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from mlx_zip.cuda.kernels.dispatch import check_shape, use_triton, wide
+
+MOST_PLACES = 16
+MASKS = ("both", "keys", "causal")  # which queries see which keys
+POOLS = ("all", "real", "last")  # which places are pooled
+
+
+def entry_rows(
+    entries: torch.Tensor, matrix: torch.Tensor, places: torch.Tensor | None, impl: str | None = None
+) -> torch.Tensor:
+    """Returns matrix[entries] + places [N, S, D] in the matrix's dtype.
+
+    entries [N, S] int64, padded with the pad id; matrix [R, D]; places [S or more, D], or None for no positions. An
+    id outside 0..R-1 gives a row of NaN.
+    """
+    check_shape("entries", entries, None, None)
+    check_shape("matrix", matrix, None, None)
+    if places is not None:
+        check_shape("places", places, None, matrix.shape[1])
+        if places.shape[0] < entries.shape[1]:
+            raise ValueError(f"entries have {entries.shape[1]} places, positions only {places.shape[0]}")
+    if use_triton(impl, entries, matrix, places):
+        from mlx_zip.cuda.kernels.encoder_triton import launch_rows
+
+        return launch_rows(entries, matrix, places)
+    return reference_rows(entries, matrix, places)
+
+
+def reference_rows(entries: torch.Tensor, matrix: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
+    """Returns what `entry_rows` returns, in plain PyTorch."""
+    known = (entries >= 0) & (entries < matrix.shape[0])
+    x = matrix[torch.where(known, entries, 0)]
+    if places is not None:
+        x = x + places[: entries.shape[1]].to(x.dtype)
+    return torch.where(known[..., None], x, torch.nan)
+
+
+def small_attention(
+    qkv: torch.Tensor, lengths: torch.Tensor, heads: int, mask: str, impl: str | None = None
+) -> torch.Tensor:
+    """Returns softmax(q k' / sqrt(head width)) v [N, S, D]; qkv [N, S, 3D] holds queries, keys, values.
+
+    lengths [N]: real places, 1 to S. mask "both": real queries see real keys, padding queries give 0; "keys": all
+    queries see real keys; "causal": "keys", and no later ones. S is at most 16.
+    """
+    check_shape("qkv", qkv, None, None, None)
+    check_shape("lengths", lengths, qkv.shape[0])
+    if mask not in MASKS:
+        raise ValueError(f"mask {mask!r} is not one of {', '.join(MASKS)}")
+    if qkv.shape[1] > MOST_PLACES:
+        raise ValueError(f"{qkv.shape[1]} places, at most {MOST_PLACES} are supported")
+    if qkv.shape[2] % (3 * heads):
+        raise ValueError(f"{qkv.shape[2]} columns are not made of queries, keys and values of {heads} heads")
+    if use_triton(impl, qkv, lengths):
+        from mlx_zip.cuda.kernels.encoder_triton import launch_attention
+
+        return launch_attention(qkv, lengths, heads, mask)
+    return reference_attention(qkv, lengths, heads, mask)
+
+
+def reference_attention(qkv: torch.Tensor, lengths: torch.Tensor, heads: int, mask: str) -> torch.Tensor:
+    """Returns what `small_attention` returns, in plain PyTorch."""
+    count, length, columns = qkv.shape
+    q, k, v = wide(qkv).view(count, length, 3, heads, -1).permute(2, 0, 3, 1, 4)
+    place = torch.arange(length, device=qkv.device)
+    real = place < lengths[:, None]
+    seen = real[:, None, :].expand(count, length, length)
+    if mask == "both":
+        seen = seen & real[:, :, None]
+    if mask == "causal":
+        seen = seen & (place[:, None] >= place)
+    scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~seen[:, None], -torch.inf)
+    weights = torch.softmax(scores, -1).masked_fill(~seen[:, None], 0.0)
+    return (weights @ v).transpose(1, 2).reshape(count, length, columns // 3).to(qkv.dtype)
+
+
+def pool(x: torch.Tensor, lengths: torch.Tensor, kind: str, impl: str | None = None) -> torch.Tensor:
+    """Returns [N, D] of x [N, S, D]: the mean over all S places ("all") or the real ones ("real"), or the last real.
+
+    lengths [N]: real places, 1 to S. Means are float32.
+    """
+    check_shape("x", x, None, None, None)
+    check_shape("lengths", lengths, x.shape[0])
+    if kind not in POOLS:
+        raise ValueError(f"pool {kind!r} is not one of {', '.join(POOLS)}")
+    if use_triton(impl, x, lengths):
+        from mlx_zip.cuda.kernels.encoder_triton import launch_pool
+
+        return launch_pool(x, lengths, kind)
+    return reference_pool(x, lengths, kind)
+
+
+def reference_pool(x: torch.Tensor, lengths: torch.Tensor, kind: str) -> torch.Tensor:
+    """Returns what `pool` returns, in plain PyTorch."""
+    if kind == "last":
+        return x[torch.arange(x.shape[0], device=x.device), lengths - 1]
+    if kind == "all":
+        return wide(x).mean(1).to(x.dtype)
+    real = torch.arange(x.shape[1], device=x.device) < lengths[:, None]
+    return (wide(x).masked_fill(~real[..., None], 0.0).sum(1) / lengths[:, None]).to(x.dtype)

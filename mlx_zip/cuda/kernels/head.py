@@ -1,0 +1,72 @@
+"""Joint head: logits of the base matrix and of the installed hyper rows in one pass, with argmax and log-sum-exp."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from mlx_zip.cuda.kernels.dispatch import check_shape, use_triton, wide
+from mlx_zip.cuda.kernels.packed import Packed, dequantize
+
+
+class Head(NamedTuple):
+    """What a head gives: best [B] int64, lse [B] float32, logits [B, W] float32 or None if not asked for."""
+
+    best: torch.Tensor
+    lse: torch.Tensor
+    logits: torch.Tensor | None
+
+
+def joint_head(
+    x: torch.Tensor,
+    base: torch.Tensor | Packed,
+    rows: torch.Tensor,
+    installed: torch.Tensor,
+    boundary: int,
+    logits: bool = False,
+    impl: str | None = None,
+) -> Head:
+    """Returns the best id, the log-sum-exp and, if asked for, the logits [base 0..V-1 | hyper | tail] of each row.
+
+    x [B, D]; base [R, D] or `Packed`; rows [B, C, D]; installed [B, C] bool; boundary: V, 1 to R. Logits have W = R + C
+    columns; those of slots that are not installed and of the R - V tail columns are -inf, and their rows are not
+    read by the kernel. Among equal logits the lowest id is best. Sums are float32.
+    """
+    height, width = base.shape
+    check_shape("x", x, None, width)
+    check_shape("rows", rows, x.shape[0], None, width)
+    check_shape("installed", installed, *rows.shape[:2])
+    if not 1 <= boundary <= height:
+        raise ValueError(f"boundary {boundary} lies outside 1..{height}, the rows of the base matrix")
+    parts = base if isinstance(base, Packed) else (base,)
+    if isinstance(base, Packed):
+        base.check()
+    else:
+        check_shape("base", base, None, None)
+    if use_triton(impl, x, *[p for p in parts if isinstance(p, torch.Tensor)], rows, installed):
+        from mlx_zip.cuda.kernels.head_triton import launch
+
+        return Head(*launch(x, base, rows, installed, boundary, logits))
+    return reference(x, base, rows, installed, boundary, logits)
+
+
+def reference(
+    x: torch.Tensor,
+    base: torch.Tensor | Packed,
+    rows: torch.Tensor,
+    installed: torch.Tensor,
+    boundary: int,
+    logits: bool = False,
+) -> Head:
+    """Returns what `joint_head` returns, in plain PyTorch; float64 inputs give float64 results."""
+    matrix = dequantize(base) if isinstance(base, Packed) else base
+    exact = wide(x)
+    low = exact @ matrix[:boundary].to(exact.dtype).T
+    high = torch.einsum("bd,bcd->bc", exact, rows.to(exact.dtype))
+    tail = exact.new_full((x.shape[0], matrix.shape[0] - boundary), -torch.inf)
+    # `where` also hides NaN in rows that are not installed
+    every = torch.cat([low, torch.where(installed, high, -torch.inf), tail], dim=1)
+    first = torch.arange(every.shape[1], 0, -1, device=x.device)
+    best = (first * (every == every.amax(1, keepdim=True))).argmax(1)
+    return Head(best, torch.logsumexp(every, 1), every if logits else None)

@@ -1,0 +1,50 @@
+"""Weights in MLX's affine packing: 4 or 8 bits a weight, a scale and a bias for each group of columns."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from mlx_zip.cuda.kernels.dispatch import check_shape
+
+
+class Packed(NamedTuple):
+    """A quantized matrix [R, D] as `mx.quantize` packs it: value = scale * level + bias.
+
+    words [R, D * bits / 32] int32 (the bits of MLX's uint32): the lowest bits are the first column. scales and biases
+    [R, D / group_size].
+    """
+
+    words: torch.Tensor
+    scales: torch.Tensor
+    biases: torch.Tensor
+    bits: int
+    group_size: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of the matrix."""
+        return self.words.shape[0], self.words.shape[1] * 32 // self.bits
+
+    def check(self) -> None:
+        """Raises ValueError if the parts do not fit together."""
+        if self.bits not in (4, 8):
+            raise ValueError(f"{self.bits} bits: only 4 and 8 are supported")
+        if self.words.dtype != torch.int32:
+            raise ValueError(f"words are {self.words.dtype}, expected int32 (view uint32 as int32)")
+        height, width = self.shape
+        if width % self.group_size or self.group_size % (32 // self.bits):
+            raise ValueError(f"{width} columns are not made of groups of {self.group_size}")
+        check_shape("words", self.words, None, None)
+        check_shape("scales", self.scales, height, width // self.group_size)
+        check_shape("biases", self.biases, height, width // self.group_size)
+
+
+def dequantize(packed: Packed) -> torch.Tensor:
+    """Returns the matrix [R, D]: float64 if the scales are, else float32."""
+    shifts = torch.arange(0, 32, packed.bits, device=packed.words.device)
+    levels = (packed.words[..., None] >> shifts) & (2**packed.bits - 1)
+    dtype = torch.promote_types(packed.scales.dtype, torch.float32)
+    grouped = levels.view(packed.shape[0], -1, packed.group_size).to(dtype)
+    return (grouped * packed.scales[..., None].to(dtype) + packed.biases[..., None].to(dtype)).view(packed.shape)

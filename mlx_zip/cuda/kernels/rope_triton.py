@@ -1,0 +1,62 @@
+"""The Triton kernel of rotary positions and cache write."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+def launch(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    frequencies: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float,
+    heads: int,
+) -> torch.Tensor:
+    """Returns rotated queries and fills the caches; arguments as in `rope.rope_and_cache`, which has checked them."""
+    batch, length, _ = qkv.shape
+    kv_heads, places, width = keys.shape[1:]
+    out = torch.empty((batch, length, heads, width), dtype=qkv.dtype, device=qkv.device)
+    if out.numel():
+        _kernel[(batch * length, heads + 2 * kv_heads)](
+            qkv, positions, slots, frequencies, keys, values, out, scale,
+            length, heads, kv_heads, places, width, frequencies.shape[0], BLOCK=triton.next_power_of_2(width),
+        )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _kernel(
+    qkv, positions, slots, frequencies, keys, values, out, scale,
+    length, heads, kv_heads, places, width, half, BLOCK: tl.constexpr,
+):  # fmt: skip
+    at, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    source = qkv + (at * (heads + 2 * kv_heads) + head) * width
+    value = tl.load(source + column, mask=inside, other=0.0).to(tl.float32)
+    if head < heads + kv_heads:
+        turned = column < 2 * half
+        partner = tl.where(column < half, column + half, column - half)
+        other = tl.load(source + partner, mask=turned, other=0.0).to(tl.float32)
+        pair = tl.where(column < half, column, partner)
+        rate = tl.load(frequencies + pair, mask=turned, other=0.0)
+        angle = tl.load(positions + at).to(tl.float32) * rate
+        sign = tl.where(column < half, -1.0, 1.0)
+        value = tl.where(turned, (value * tl.cos(angle) + sign * other * tl.sin(angle)) * scale, value)
+    if head < heads:
+        tl.store(out + (at * heads + head) * width + column, value.to(out.dtype.element_ty), mask=inside)
+    else:
+        slot = tl.load(slots + at).to(tl.int64)
+        lane = (head - heads) % kv_heads
+        line = (((at // length) * kv_heads + lane) * places + slot) * width
+        # a limit, because the interpreter refuses a mask made of a vector and a scalar condition
+        end = tl.where(slot >= 0, tl.where(slot < places, width, 0), 0)
+        if head < heads + kv_heads:
+            tl.store(keys + line + column, value.to(keys.dtype.element_ty), mask=column < end)
+        else:
+            tl.store(values + line + column, value.to(values.dtype.element_ty), mask=column < end)

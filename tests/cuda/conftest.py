@@ -1,0 +1,81 @@
+"""What tests of the CUDA rooms share: visible skips, Triton's interpreter where no GPU is, guarded memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+
+import pytest
+
+MISSING = [name for name in ("torch", "triton") if find_spec(name) is None]
+BORDER = 64  # elements before and after each guarded tensor
+CANARY = {"f": float("nan"), "i": 77}
+
+if not MISSING:
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips every test of this folder visibly where torch or triton is missing."""
+    if MISSING:
+        for item in items:
+            if item.path.parent.name == "cuda":
+                item.add_marker(pytest.mark.skip(reason=f"not installed: {', '.join(MISSING)}"))
+
+
+class Guard:
+    """Memory with borders: reads past the end meet NaN, writes past the end are found by `check`."""
+
+    def __init__(self) -> None:
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.whole: list[torch.Tensor] = []
+        self.empty_in_torch = torch.empty
+
+    def empty(self, shape, dtype=None, device=None) -> torch.Tensor:
+        """Returns a poisoned tensor between two borders, in place of `torch.empty`."""
+        shape = (shape,) if isinstance(shape, int) else tuple(shape)
+        size = torch.Size(shape).numel()
+        dtype = dtype or torch.float32
+        whole = self.empty_in_torch(size + 2 * BORDER, dtype=dtype, device=device or self.device)
+        whole.fill_(CANARY["f" if dtype.is_floating_point else "i"] if dtype != torch.bool else True)
+        self.whole.append(whole)
+        return whole[BORDER : BORDER + size].view(shape)
+
+    def __call__(self, values: torch.Tensor) -> torch.Tensor:
+        """Returns a copy of values between two borders."""
+        copy = self.empty(values.shape, values.dtype)
+        copy.copy_(values)
+        return copy
+
+    def check(self) -> None:
+        """Fails if a border was written to."""
+        for whole in self.whole:
+            for border in (whole[:BORDER], whole[-BORDER:]):
+                ok = border.isnan().all() if whole.is_floating_point() else (border == CANARY["i"]).all()
+                assert ok or (whole.dtype == torch.bool and border.all()), f"a border of {whole.shape} was overwritten"
+
+
+@pytest.fixture
+def guard(monkeypatch: pytest.MonkeyPatch) -> Iterator[Guard]:
+    """Makes every `torch.empty` of the test poisoned and guarded; called with a tensor, returns a guarded copy."""
+    guard = Guard()
+    monkeypatch.setattr(torch, "empty", guard.empty)
+    yield guard
+    guard.check()
+
+
+@pytest.fixture
+def close() -> Callable[[torch.Tensor, torch.Tensor], None]:
+    """Returns a function that compares a result with a float64 one: nothing is NaN, errors below one rounding or so."""
+
+    def compare(got: torch.Tensor, wanted: torch.Tensor, roundings: int = 1) -> None:
+        assert wanted.dtype == torch.float64
+        tolerance = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}[got.dtype]
+        tolerance *= roundings
+        torch.testing.assert_close(got.double().cpu(), wanted.cpu(), rtol=tolerance, atol=tolerance)
+
+    return compare

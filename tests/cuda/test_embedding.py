@@ -1,0 +1,43 @@
+"""Hyper embedding: the kernel against the reference in float64."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from mlx_zip.cuda.kernels.embedding import hyper_embedding, reference  # noqa: E402
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("batch", "length", "base", "boundary", "capacity", "width"),
+    [(1, 1, 7, 5, 3, 33), (2, 5, 9, 9, 4, 1030), (1, 3, 4, 4, 0, 8)],
+)
+def test_rows_come_from_the_base_table_or_the_hyper_rows(
+    guard, close, dtype, batch, length, base, boundary, capacity, width
+):
+    ids = guard(torch.randint(0, boundary + capacity, (batch, length)))
+    table = guard(torch.randn(base, width).to(dtype))
+    rows = guard(torch.randn(batch, capacity, width).to(dtype))
+    got = hyper_embedding(ids, table, rows, boundary, impl="triton")
+    assert got.dtype == dtype
+    close(got, reference(ids, table.double(), rows.double(), boundary))
+
+
+def test_each_sequence_reads_its_own_rows(guard):
+    ids = guard(torch.tensor([[3, 4], [4, 0]]))
+    table, rows = guard(torch.zeros(3, 2)), guard(torch.arange(8.0).view(2, 2, 2) + 1)
+    got = hyper_embedding(ids, table, rows, 3, impl="triton")
+    assert got.tolist() == [[[1, 2], [3, 4]], [[7, 8], [0, 0]]]
+
+
+@pytest.mark.parametrize("impl", ["triton", "reference"])
+def test_an_id_that_does_not_exist_gives_a_row_of_nan_and_reads_nothing(guard, impl):
+    ids = guard(torch.tensor([[-1, 0, 5, 10**12]]))
+    got = hyper_embedding(ids, guard(torch.ones(4, 3)), guard(torch.ones(1, 2, 3)), 3, impl=impl)
+    assert got[0].isnan().all(-1).tolist() == [True, False, True, True]
+
+
+def test_a_boundary_above_the_table_is_refused(guard):
+    with pytest.raises(ValueError, match="boundary 5 lies outside"):
+        hyper_embedding(torch.zeros(1, 1, dtype=torch.long), torch.ones(4, 3), torch.ones(1, 2, 3), 5)

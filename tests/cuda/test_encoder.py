@@ -1,0 +1,43 @@
+"""The hyper-encoders' pieces: the kernels against the references in float64."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from mlx_zip.cuda.kernels import encoder  # noqa: E402
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("positions", [False, True])
+def test_entry_rows_are_base_rows_plus_positions(guard, close, dtype, positions):
+    entries = guard(torch.randint(0, 9, (3, 5)))
+    matrix, places = guard(torch.randn(9, 519).to(dtype)), guard(torch.randn(6, 519).to(dtype))
+    got = encoder.entry_rows(entries, matrix, places if positions else None, impl="triton")
+    close(got, encoder.reference_rows(entries, matrix.double(), places.double() if positions else None))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mask", encoder.MASKS)
+@pytest.mark.parametrize(("length", "heads", "each"), [(1, 1, 1), (5, 3, 7), (16, 2, 32)])
+def test_attention_sees_what_its_mask_says(guard, close, dtype, mask, length, heads, each):
+    qkv = guard(torch.randn(3, length, 3 * heads * each).to(dtype))
+    lengths = guard(torch.tensor([1, (length + 1) // 2, length]))
+    got = encoder.small_attention(qkv, lengths, heads, mask, impl="triton")
+    close(got, encoder.reference_attention(qkv.double(), lengths, heads, mask))
+    if mask == "both" and length > 1:
+        assert (got[0, 1:] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", encoder.POOLS)
+def test_pooling_takes_the_places_that_its_kind_names(guard, close, dtype, kind):
+    x, lengths = guard(torch.randn(3, 4, 519).to(dtype)), guard(torch.tensor([1, 3, 4]))
+    close(encoder.pool(x, lengths, kind, impl="triton"), encoder.reference_pool(x.double(), lengths, kind))
+
+
+def test_more_than_sixteen_places_are_refused():
+    with pytest.raises(ValueError, match="17 places, at most 16"):
+        encoder.small_attention(torch.zeros(1, 17, 3), torch.ones(1, dtype=torch.long), 1, "both")

@@ -1,0 +1,44 @@
+"""RMS norm with residual, and silu(gate) * up: the kernels against references in float64."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from mlx_zip.cuda.kernels import gate, norm  # noqa: E402
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("count", "width"), [(1, 1), (3, 33), (2, 1030)])
+def test_a_sum_and_its_norm_are_those_of_float64(guard, close, dtype, count, width):
+    x, residual = (guard(torch.randn(count, width).to(dtype)) for _ in range(2))
+    weight = guard((1 + torch.rand(width)).to(dtype))
+    got, total = norm.add_rms_norm(x, residual, weight, 1e-5, impl="triton")
+    close(total, x.double() + residual.double())  # the interpreter cuts bfloat16 off, a GPU rounds to the nearest
+    wanted, _ = norm.reference(total.double(), None, weight.double(), 1e-5)
+    close(got, wanted, roundings=2)
+
+
+def test_a_norm_without_residual_gives_its_input_back(guard, close):
+    x, weight = guard(torch.randn(2, 5)), guard(torch.rand(5))
+    got, total = norm.add_rms_norm(x, None, weight, 1e-6, impl="triton")
+    assert total is x
+    close(got, torch.nn.functional.rms_norm(x.double(), (5,), weight.double(), 1e-6))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("count", "width"), [(1, 1), (3, 33), (2, 1030)])
+def test_a_gated_activation_is_that_of_float64(guard, close, dtype, count, width):
+    gate_up = guard(torch.randn(count, 2 * width).to(dtype))
+    close(gate.silu_gate(gate_up, impl="triton"), gate.reference(gate_up.double()))
+
+
+def test_shapes_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match=r"weight has shape \[4\], expected \[5\]"):
+        norm.add_rms_norm(torch.ones(2, 5), None, torch.ones(4), 1e-5)
+    with pytest.raises(ValueError, match="an odd number"):
+        gate.silu_gate(torch.ones(2, 5))
+    with pytest.raises(ValueError, match="not one of triton, reference"):
+        gate.silu_gate(torch.ones(2, 4), impl="metal")
