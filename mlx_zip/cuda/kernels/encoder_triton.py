@@ -1,5 +1,8 @@
 """The Triton kernels of the hyper-encoders' pieces."""
 
+# Triton may be missing, and its decorators are not typed.
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false
+
 from __future__ import annotations
 
 import torch

@@ -1,5 +1,9 @@
 """The Triton kernels of the joint head: one over blocks of ids, and one that reduces what the blocks found."""
 
+# Triton may be missing, and its decorators are not typed.
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportOperatorIssue=false
+# pyright: reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 import torch

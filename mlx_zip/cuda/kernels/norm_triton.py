@@ -1,5 +1,8 @@
 """The Triton kernel of residual sum and RMS norm."""
 
+# Triton may be missing, and its decorators are not typed.
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false
+
 from __future__ import annotations
 
 import torch
