@@ -22,7 +22,10 @@ from mlx_zip.text.tokenizers import load_tokenizer
 def main() -> int:
     """Serves the app until a signal comes; returns the exit status."""
     args = _parser().parse_args()
-    engine = ReplayEngine(load_tokenizer(bundled_model(DEFAULT)), Path(args.text).read_text("utf-8"), args.speed)
+    tokenizer = load_tokenizer(bundled_model(DEFAULT))
+    if args.chat_template is not None:
+        tokenizer._tokenizer.chat_template = args.chat_template
+    engine = ReplayEngine(tokenizer, Path(args.text).read_text("utf-8"), args.speed)
     options = Options(model="replay", max_tokens=1 << 20, api_key=args.token or new_token(), drain_s=1.0)
     with engine, listening(args.port) as listener:
         store = Store(Path(args.data) if args.data else None)
@@ -38,6 +41,7 @@ def _parser() -> Parser:
     parser = Parser(prog="python -m mlx_zip.apps.replayed_app", description="The chat app, replaying a text.")
     parser.add_argument("--text", required=True, help="file with the text of every answer, UTF-8")
     parser.add_argument("--speed", type=float, default=200.0, help="base tokens per second (default: 200)")
+    parser.add_argument("--chat-template", metavar="TEXT", help="in Jinja's language (default: the bundled model's)")
     parser.add_argument("--port", type=int, default=0, help="port of this machine (default: a free one)")
     parser.add_argument("--data", help="file of the conversations (default: they are kept in memory only)")
     parser.add_argument("--token", help="key in the page's address (default: a new one)")

@@ -21,6 +21,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # before any library that counts cores 
     for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"):
         os.environ.setdefault(variable, "1")
 
+if not Path("/dev/nvidiactl").exists():  # no GPU: Triton reads this when it is first imported, by whichever test
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 gc.disable()  # while tests are collected: half a million objects are made, and all of them stay
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 
@@ -14,9 +13,6 @@ CANARY = {"f": float("nan"), "i": 77}
 
 if not MISSING:
     import torch
-
-    if not torch.cuda.is_available():
-        os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

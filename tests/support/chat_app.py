@@ -1,22 +1,15 @@
-"""The chat app on a real socket, in this process or in one of its own, with an engine that replays an answer.
-
-`python -m support.chat_app --rate 200 --text FILE` (in the folder tests) serves it for browsers: see `--help`.
-"""
+"""The chat app on a real socket, with an engine that replays an answer."""
 
 from __future__ import annotations
 
-import argparse
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from mlx_zip.apps.chat.app import guarded, make_chat_app
 from mlx_zip.apps.chat.models import Models
-from mlx_zip.apps.chat.running import Showing, listening, new_token, run_app
 from mlx_zip.apps.chat.state import Settings
 from mlx_zip.apps.chat.store import Store
 from mlx_zip.engine import Engine
@@ -25,7 +18,7 @@ from mlx_zip.server.core import Core
 from mlx_zip.server.cores import Cores
 from mlx_zip.server.options import Options
 from mlx_zip.server.running import Server, bound
-from support.fake_engine import FakeEngine, Script, any_role
+from support.fake_engine import FakeEngine
 from support.http_server import WAIT_S, Answer, Served, events, until
 
 KEY = "a-key"
@@ -95,32 +88,3 @@ def chatting(
         thread.join(WAIT_S)
         store.close()
         assert not thread.is_alive()
-
-
-def main() -> None:
-    """Serves the app until a signal comes."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rate", type=float, default=200.0, help="base tokens per second")
-    parser.add_argument("--text", type=Path, help="file with the answer (default: a short story)")
-    parser.add_argument("--data", type=Path, help="file of the conversations (default: memory)")
-    parser.add_argument("--port", type=int, default=0)
-    args = parser.parse_args()
-    text = args.text.read_text(encoding="utf-8") if args.text else "Once upon a time there was a boat. " * 20
-    script = Script(text=text, delay_s=2 / args.rate)
-    store = Store(args.data)
-    try:
-        with listening(args.port) as listener:
-            options = Options(api_key=new_token(), max_tokens=1 << 20, drain_s=1.0)
-            base = OtherModel(
-                "slow", "control", lambda: FakeEngine(replace(script, delay_s=1 / args.rate)), "slow: base"
-            )
-            engine = FakeEngine(script, vocab=any_role())
-            engine.info = replace(engine.info, context=1 << 20)
-            engines = Engines(engine, [base])
-            run_app(engines, options, listener, store, Settings(), Showing(browser=False))
-    finally:
-        store.close()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -52,8 +52,8 @@ const TAKE = {
     }
     emit("path", conversation);
   },
-  waiting(conversation, { read, total, cached_tokens }) {
-    conversation.current.waiting = { read, total, cached_tokens };
+  waiting(conversation, { read, total, cached_tokens, waits_for }) {
+    conversation.current.waiting = { read, total, cached_tokens, waits_for };
   },
   text(conversation, { text, tokens }) {
     const message = conversation.current;
@@ -81,6 +81,9 @@ const TAKE = {
     conversation.current = null;
     emit("path", conversation);
     if (message.figures) emit("figures", { conversation, figures: message.figures });
+  },
+  storage(_, { message }) {
+    emit("storage", message);
   },
   error(conversation, { message, state }) {
     finish(conversation, state ?? "failed", message);

@@ -14,6 +14,7 @@ let cutOff = false; // whether the server went in the middle of an answer; reque
 export function startConnection() {
   on("lost", ({ midway, status }) => (status === 401 ? lockedOut() : lost(midway)));
   on("problem", ({ message }) => banner(message));
+  on("storage", (message) => banner(message));
 }
 
 /** Says that the page may not come in, and what to do. */

@@ -5,10 +5,10 @@ export class Entries {
   #found = new Map(); // parts joined by a character that no text holds -> {parts, uses, origin, at, order}
   learned = []; // parts of entries, newest last
 
-  /** Counts the hypertokens among tokens. */
+  /** Counts the hypertokens among tokens. A token whose text came in several pieces ("c": it goes on) counts once. */
   use(tokens) {
     for (const token of tokens ?? []) {
-      if (!token.p?.length) continue;
+      if (!token.p?.length || token.c) continue;
       const entry = this.#entry(token.p);
       entry.uses++;
       entry.origin = token.o ?? "";

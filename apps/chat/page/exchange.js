@@ -7,7 +7,7 @@ import { plural } from "./figures.js";
 import { banner, toast } from "./tell.js";
 import { openConversation } from "./ways.js";
 
-const LIMIT = 200e6; // bytes of a file that may be read into the page
+const LIMIT = 256 * 2 ** 20; // bytes of a file; the server takes no more
 
 /** Saves one conversation as a file. format: "json" or "md". */
 export async function exportOne({ id, title }, format) {
@@ -37,7 +37,7 @@ export async function importFile(input) {
   const [file] = input.files;
   input.value = ""; // so that the same file can be chosen again
   if (!file) return;
-  if (file.size > LIMIT) return banner(`${file.name} is larger than 200 MB and was not read.`);
+  if (file.size > LIMIT) return banner(`${file.name} is larger than 256 MiB and was not read.`);
   const value = parsed(await file.text());
   if (value === undefined) return banner(`${file.name} is not JSON. Nothing was imported.`);
   const { imported, ids } = await api.call("POST", "import", value);

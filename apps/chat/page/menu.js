@@ -73,6 +73,19 @@ export function confirmed(question, detail, yes) {
   });
 }
 
+/** Asks for a line of text. Returns a promise of it, null if none was given. */
+export function asked(question, detail, yes) {
+  return new Promise((resolve) => {
+    const input = h("input", { type: "text", class: "field", "aria-labelledby": "dialog-title", "data-testid": "dialog-input", autocomplete: "off", spellcheck: "false" });
+    const cancel = button("Cancel", { "data-testid": "dialog-cancel", onclick: () => dialog.close("no") });
+    const agree = button(yes, { class: "primary", "data-testid": "dialog-confirm", onclick: () => dialog.close("yes") });
+    input.addEventListener("keydown", (event) => event.key === "Enter" && !event.isComposing && dialog.close("yes"));
+    const dialog = show(h("h2", { id: "dialog-title" }, question), h("p", {}, detail), input, h("div", { class: "row" }, cancel, agree));
+    dialog.addEventListener("close", () => resolve((dialog.returnValue === "yes" && input.value.trim()) || null));
+    input.focus();
+  });
+}
+
 /** Shows a dialog with this content; its first heading has the id dialog-title. Escape and a click outside close it. */
 export function show(...content) {
   const dialog = h("dialog", { class: "dialog", "aria-labelledby": "dialog-title", "data-testid": "dialog" }, h("div", { class: "inside" }, ...content));

@@ -136,7 +136,8 @@ export class MessageView {
 
 function waiting({ waiting: known, text }) {
   if (text) return [];
-  const { read, total, cached_tokens: cached } = known ?? {};
+  const { read, total, cached_tokens: cached, waits_for: other } = known ?? {};
+  if (other) return [h("span", { class: "state" }, `Waiting for ${other} to finish`)];
   if (!total) return [h("span", { class: "state" }, "Waiting")];
   const remembered = cached ? ` (${plural(cached, "token")} remembered)` : "";
   return [h("span", { class: "state" }, `Reading the conversation: ${read} of ${total}${remembered}`)];

@@ -42,8 +42,11 @@ export class Conversation {
 
 /** Fetches the server's state. */
 export async function refreshState() {
+  const first = app.state === null;
   app.state = await api.call("GET", "state");
   emit("state");
+  const { problem, note } = app.state.storage ?? {};
+  if (problem || (first && note)) emit("storage", problem || note);
 }
 
 /** Returns a conversation as the server holds it; one whose answer is streaming, as the page holds it. */
@@ -64,6 +67,11 @@ export function show(conversation) {
   emit("shown");
 }
 
+/** Returns the ids of the conversations whose answers are streaming to this page, as texts. */
+export function streaming() {
+  return new Set([...open.values()].filter((conversation) => conversation.running).map(({ id }) => String(id)));
+}
+
 /** Creates a conversation on the server, unless it is there already. */
 export async function ensure(conversation) {
   if (conversation.id !== null) return;
@@ -79,10 +87,16 @@ export async function ensure(conversation) {
 
 /** Changes fields of a conversation, here at once and on the server if it is there. */
 export async function patch(conversation, fields) {
+  const before = Object.fromEntries(Object.keys(fields).map((name) => [name, conversation[name]]));
   Object.assign(conversation, fields);
   emit("changed", { conversation, fields });
   if (conversation.id === null) return;
-  await api.call("PATCH", `conversations/${encodeURIComponent(conversation.id)}`, fields);
+  try {
+    await api.call("PATCH", `conversations/${encodeURIComponent(conversation.id)}`, fields);
+  } catch (error) {
+    if (error.status === 400) Object.assign(conversation, before);
+    throw error;
+  }
   if (!("draft" in fields)) emit("saved", conversation.id);
 }
 

@@ -17,6 +17,8 @@ const SAMPLING = {
   seed: ["Seed", { min: "0", step: "1" }, "The same seed gives the same answer."],
 };
 
+const NONE = { seed: "random", repetition_penalty: "off" }; // what no value means
+
 const inputs = {};
 let system = null;
 let packs = null;
@@ -27,13 +29,13 @@ export function settings() {
   system = h("textarea", { id: "system", class: "field", rows: "4", "data-testid": "system", dir: "auto", placeholder: "None" });
   system.addEventListener("input", () => save(app.conversation, { system: system.value }));
   packs = h("div", { class: "packs", role: "group", "aria-labelledby": "packs-title", "data-testid": "packs" });
-  storage = h("p", { class: "quiet", "data-testid": "storage" });
+  storage = h("div", { class: "quiet", "data-testid": "storage" });
   on("shown state", draw);
   on("leaving", () => save.now());
   return [
     h("section", {}, h("h2", {}, h("label", { for: "system" }, "System prompt")), system),
     h("section", {}, h("h2", { id: "packs-title" }, "Packs"), packs),
-    h("section", {}, h("h2", {}, "Sampling"), ...Object.keys(SAMPLING).map(field), button("As the model has it", { "data-testid": "sampling-reset", onclick: reset })),
+    h("section", {}, h("h2", {}, "Sampling"), ...Object.keys(SAMPLING).map(field), button("Use the defaults", { "data-testid": "sampling-reset", onclick: reset })),
     h("section", {}, h("h2", {}, "Storage"), storage),
   ];
 }
@@ -70,11 +72,15 @@ function draw() {
   system.placeholder = app.state.defaults?.system || "None";
   for (const [name, input] of Object.entries(inputs)) {
     input.value = conversation.sampling?.[name] ?? "";
-    input.placeholder = app.state.defaults?.sampling?.[name] ?? "";
+    input.placeholder = app.state.defaults?.sampling?.[name] ?? NONE[name] ?? "";
   }
   drawPacks(conversation);
-  const { file, bytes: size } = app.state.storage ?? {};
-  storage.textContent = file ? `Conversations are kept in ${file} (${bytes(size)}), readable by you alone.` : "Conversations are not kept: they are gone when the program ends.";
+  storage.replaceChildren(...storageTexts(app.state.storage ?? {}));
+}
+
+function storageTexts({ file, bytes: size, problem, note }) {
+  const kept = file ? `Conversations are kept in ${file} (${bytes(size)}), readable by you alone.` : "Conversations are not kept: they are gone when the program ends.";
+  return [kept, problem, note].filter(Boolean).map((text) => h("p", {}, text));
 }
 
 function drawPacks(conversation) {
@@ -83,12 +89,12 @@ function drawPacks(conversation) {
   packs.replaceChildren(h("p", { class: "quiet" }, note), ...known.map((pack) => packRow(pack, conversation)));
 }
 
-function packRow({ name, entries }, conversation) {
-  const box = h("input", { type: "checkbox", "data-testid": `pack-${name}`, value: name });
+function packRow({ name, entries, reason }, conversation) {
+  const box = h("input", { type: "checkbox", "data-testid": `pack-${name}`, value: name, disabled: Boolean(reason) });
   box.checked = conversation.packs.includes(name);
   box.addEventListener("change", () => {
     const chosen = [...byId("panel-settings").querySelectorAll(".packs input:checked")].map((input) => input.value);
     guarded(() => patch(conversation, { packs: chosen }));
   });
-  return h("label", { class: "pack" }, box, h("span", {}, name), h("span", { class: "quiet" }, `${count(entries)} entries`));
+  return h("label", { class: "pack" }, box, h("span", {}, name), h("span", { class: "quiet" }, reason || `${count(entries)} entries`));
 }

@@ -1,13 +1,13 @@
 // The list of conversations: search, open, rename, delete, and what concerns them all.
 
 import * as api from "./api.js";
-import { on } from "./bus.js";
+import { emit, on } from "./bus.js";
 import { button, byId, debounced, h } from "./dom.js";
 import { exportAll, exportOne, importFile } from "./exchange.js";
 import { milliseconds, period, when } from "./figures.js";
 import { help } from "./keys.js";
 import { confirmed, menuButton } from "./menu.js";
-import { app, patch, remove } from "./model.js";
+import { app, patch, remove, streaming } from "./model.js";
 import { guarded, toast } from "./tell.js";
 import { themeButton } from "./theme.js";
 import { openConversation, openNew } from "./ways.js";
@@ -61,8 +61,18 @@ export function refreshList() {
     const found = await fetchList(0, Math.max(PAGE, shown.length));
     if (!found) return;
     [shown, total] = [found.conversations, found.total];
+    takeTitle();
     draw();
   });
+}
+
+/** The server names a conversation after its first message. */
+function takeTitle() {
+  const { conversation } = app;
+  const known = shown.find(({ id }) => id === conversation.id);
+  if (!known || known.title === conversation.title) return;
+  conversation.title = known.title;
+  emit("changed", { conversation, fields: {} });
 }
 
 async function fetchList(offset, limit) {
@@ -187,10 +197,11 @@ function marked(text, words) {
 
 /** Marks the conversation on the screen, and those whose answers are streaming. */
 function mark() {
+  const busy = streaming();
   for (const item of list.querySelectorAll(".conversation")) {
     const current = item.dataset.id === String(app.conversation.id);
     item.classList.toggle("current", current);
-    item.classList.toggle("busy", current && app.conversation.running);
+    item.classList.toggle("busy", busy.has(item.dataset.id));
     if (current) item.firstElementChild.setAttribute("aria-current", "page");
     else item.firstElementChild.removeAttribute("aria-current");
   }

@@ -4,7 +4,7 @@ import * as api from "./api.js";
 import { on } from "./bus.js";
 import { button, byId, h } from "./dom.js";
 import { exportOne } from "./exchange.js";
-import { menuButton } from "./menu.js";
+import { asked, menuButton } from "./menu.js";
 import { app, patch, refreshState } from "./model.js";
 import { shownPanel, togglePanel } from "./panel.js";
 import { closeRace, openRace, raceIsOpen } from "./race.js";
@@ -12,6 +12,8 @@ import { deleteOne, retitle } from "./sidebar.js";
 import { banner, guarded, hideBanner } from "./tell.js";
 import { tintButton } from "./tint.js";
 import { toggleSidebar } from "./ways.js";
+
+const OTHER = "\u0000other"; // no model's name
 
 let title = null;
 let picker = null;
@@ -22,7 +24,7 @@ export function startToolbar() {
   title.addEventListener("change", rename);
   title.addEventListener("keydown", (event) => (event.key === "Enter" || event.key === "Escape") && leave(event));
   picker = h("select", { class: "picker", "aria-label": "Model", "data-testid": "model-picker" });
-  picker.addEventListener("change", () => guarded(() => choose(picker.value)));
+  picker.addEventListener("change", () => guarded(() => (picker.value === OTHER ? chooseOther() : choose(picker.value))));
   const race = button("Race against the base", { icon: "flag", "data-testid": "race-open", onclick: () => (raceIsOpen() ? closeRace() : openRace()) });
   const words = button("Vocabulary", { icon: "panel", "data-testid": "vocabulary-open", onclick: () => togglePanel("vocabulary") });
   const dials = button("Settings", { icon: "sliders", "data-testid": "settings-open", onclick: () => togglePanel("settings") });
@@ -68,10 +70,16 @@ function rename() {
   else guarded(() => retitle(conversation.id, wanted));
 }
 
+async function chooseOther() {
+  draw(); // back to the model that answers, in case of "Cancel"
+  const name = await asked("Open another model", "A model folder or a hub id. At most one other model stays open.", "Open");
+  if (name) await choose(name);
+}
+
 /** Opens a model if it is not loaded, then lets it answer in this conversation. */
 async function choose(name) {
   const known = app.state.models.find((model) => model.name === name);
-  if (known && !known.loaded) {
+  if (!known?.loaded) {
     banner(`Opening ${name}…`, { kind: "news", closes: false });
     picker.disabled = true;
     try {
@@ -99,7 +107,8 @@ function draw() {
   document.title = conversation.title ? `${conversation.title} · mlx_zip` : "mlx_zip";
   const names = (app.state?.models ?? []).map((model) => model.name);
   if (conversation.modelName && !names.includes(conversation.modelName)) names.unshift(conversation.modelName);
-  picker.replaceChildren(...names.map((name) => h("option", { value: name }, label(name))));
+  const options = names.map((name) => h("option", { value: name }, label(name)));
+  picker.replaceChildren(...options, h("hr", {}), h("option", { value: OTHER }, "Open another…"));
   picker.value = conversation.modelName;
   picker.hidden = !names.length;
 }

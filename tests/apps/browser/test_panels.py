@@ -64,18 +64,45 @@ def test_the_panel_lists_the_most_used_entries(told):
     told["panel-close"].click()
 
 
-def test_sampling_and_system_prompt_are_kept_with_the_conversation(told):
+@pytest.fixture(scope="module")
+def any_role(tmp_path_factory):
+    """The app with an engine whose chat template takes system messages, which the bundled model's does not."""
+    home = tmp_path_factory.mktemp("any_role")
+    (home / "text.txt").write_text(TEXTS["sea"])
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    words = ["mlx_zip.apps.replayed_app", "--text", "text.txt", "--chat-template", template]
+    with running(App(home, words)) as app:
+        yield app
+
+
+def settings(tab):
+    """Reloads the page and shows the settings of the conversation that was open."""
+    tab.page.reload()
+    tab.ready()
+    if not tab["panel"].is_visible():
+        tab["settings-open"].click()
+    return tab
+
+
+def test_sampling_and_system_prompt_are_kept_with_the_conversation(any_role, open_tab):
+    tab = open_tab(any_role).send(STORY)
+    tab["settings-open"].click()
+    tab["sampling-temp"].fill("0.7")
+    tab["sampling-temp"].press("Enter")
+    with tab.page.expect_response(lambda answer: '"system"' in (answer.request.post_data or "")):
+        tab["system"].fill("You tell short stories.")
+    settings(tab)
+    assert tab["sampling-temp"].input_value() == "0.7"
+    assert tab["system"].input_value() == "You tell short stories."
+
+
+def test_a_system_prompt_that_the_model_does_not_take_is_refused_with_the_reason(told):
     told["settings-open"].click()
-    told["sampling-temp"].fill("0.7")
-    told["sampling-temp"].press("Enter")
-    with told.page.expect_response(lambda answer: '"system"' in (answer.request.post_data or "")):
-        told["system"].fill("You tell short stories.")
-    told.page.reload()
-    told.ready()
-    if not told["panel"].is_visible():
-        told["settings-open"].click()
-    assert told["sampling-temp"].input_value() == "0.7"
-    assert told["system"].input_value() == "You tell short stories."
+    told["system"].fill("You tell short stories.")
+    told["banner"].wait_for()
+    assert "system" in told["banner"].inner_text()
+    told.noted.console = [line for line in told.noted.console if "400" not in line]
+    assert settings(told)["system"].input_value() == ""
     told["panel-close"].click()
 
 

@@ -41,3 +41,9 @@ test("it is said where an entry was learned", () => {
 test("spaces and line ends can be seen", () => {
   assert.equal(visible(" a\n\tb"), "·a⏎⇥b");
 });
+
+test("a token whose text came in several pieces is one use", () => {
+  const entries = new Entries();
+  entries.use([token("a", "b"), { ...token("a", "b"), c: true }]);
+  assert.equal(entries.most(1)[0].uses, 1);
+});
