@@ -63,7 +63,7 @@ function once(name, load) {
 }
 
 /** Fetches the library for formulas. Returns a promise. */
-export function loadMath() {
+function loadMath() {
   return once("katex", async () => {
     document.head.append(h("link", { rel: "stylesheet", href: new URL("../vendor/katex/katex.min.css", import.meta.url).href }));
     await import("../vendor/katex/katex.min.js");
@@ -72,7 +72,7 @@ export function loadMath() {
 }
 
 /** Fetches the library that colours code. Returns a promise. */
-export function loadHighlighter() {
+function loadHighlighter() {
   return once("highlighter", async () => {
     highlighter = (await import("../vendor/highlight/highlight.min.js")).default;
   });
