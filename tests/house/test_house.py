@@ -17,7 +17,7 @@ from support.places import REPO
 FLOORS = [  # from the ground up; a room is the first name below `mlx_zip`; some of these rooms are still to be built
     {"errors", "files", "register", "bundled", "arguments", "progress", "tf32", "device"},
     {"layout", "config", "codec"},
-    {"vocab"},
+    {"vocab", "exclusions"},
     {"text"},
     {"hyper", "state"},
     {"models", "cuda", "vllm"},
