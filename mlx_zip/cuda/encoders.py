@@ -17,7 +17,7 @@ from mlx_zip.config import EncoderConfig
 from mlx_zip.cuda.kernels.encoder import entry_rows, pool, small_attention
 from mlx_zip.cuda.kernels.packed import Packed
 from mlx_zip.cuda.linear import Linear, joined, unpacked
-from mlx_zip.errors import ConfigError, ModelError
+from mlx_zip.errors import ConfigError
 
 LAYER_NORM_EPS = 1e-5
 Matrix = torch.Tensor | Packed
@@ -38,11 +38,9 @@ class Weights:
         return Linear(self._take(f"{self._prefix}{name}.weight", rows, columns))
 
     def dense(self, name: str, *shape: int) -> torch.Tensor:
-        """Returns a tensor that must not be packed. Raises `ModelError`."""
+        """Returns a tensor, unpacked if it is packed. Raises `ModelError`."""
         value = self._take(self._prefix + name, *shape)
-        if isinstance(value, Packed):
-            raise ModelError(f"{self._prefix}{name} is quantized, which is supported for the encoders' products only")
-        return value
+        return unpacked(value, value.scales.dtype) if isinstance(value, Packed) else value
 
     def norm(self, name: str, width: int) -> Norm:
         """Returns the layer norm `name`. Raises `ModelError`."""
