@@ -1,12 +1,7 @@
 """Canonical decoding: forbids ids that the compressor would never write next, unless together they are more likely
 than all others.
 
-Models are trained on the compressor's output, called canonical. The compressor always takes the longest match. So after
-an id that stands for the base ids u, it never writes an id that begins with the base id b if u + b was an entry already
-when the first id was chosen. A model cannot know this well, because it depends on all entries at once, and it wastes
-probability on such ids. With greedy decoding it may even write them, and so spell out what one hypertoken would have
-said. Giving them probability zero never makes canonical ids less likely. This is "canonicality by conditioning" (arXiv
-2506.07956) for a codebook that grows; zip2zip's own runtime does not do it.
+Which ids these are, and why, is in `mlx_zip.exclusions`, which needs no MLX.
 
 If such ids hold most of the probability, however, the model has begun to spell something out and is sure of the next
 part: for example "didn" and then "'t", where "didn't" is an entry. If the next part were forbidden, the word would
@@ -20,10 +15,11 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from mlx_zip.canonical_ids import CanonicalIds, Exclusions, Followers, excluded_after
+from mlx_zip.exclusions import MOST, BaseIds, CanonicalIds, Exclusions, Followers, excluded_after
 
 __all__ = [
     "MOST",
+    "BaseIds",
     "CanonicalDecoding",
     "Exclusions",
     "Followers",
@@ -32,11 +28,13 @@ __all__ = [
     "without",
     "without_in_rows",
 ]
-MOST = 0.5  # if the ids to exclude together have more probability than this, none is excluded
 
 
 class CanonicalDecoding(CanonicalIds):
-    """A logits processor for one sequence that sets ids that are not canonical to -inf, except as in `unless_most`."""
+    """A logits processor for one sequence that sets ids that are not canonical to -inf, except as in `unless_most`.
+
+    Call it once after the prompt and once after each emitted id, as `CanonicalIds` says.
+    """
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
         """Returns logits [1, W]. The last id is taken from the codebook; `tokens` is not used."""

@@ -402,8 +402,10 @@ def check_kv(
         )
     if bits is None:
         return
-    if not isinstance(quantized_from, Integral):
-        raise GenerationError(f"quantized_kv_start (--quantized-kv-start) must be an integer, got {quantized_from!r}")
+    if not isinstance(quantized_from, Integral) or isinstance(quantized_from, bool) or quantized_from < 0:
+        raise GenerationError(
+            f"quantized_kv_start (--quantized-kv-start) must be an integer of at least 0, got {quantized_from!r}"
+        )
     if bits not in KV_BITS:
         raise GenerationError(f"kv_bits (--kv-bits) must be one of {KV_BITS}, got {bits}")
     if group_size not in KV_GROUP_SIZES:

@@ -16,14 +16,13 @@ from support.places import REPO
 
 FLOORS = [  # from the ground up; a room is the first name below `mlx_zip`; some of these rooms are still to be built
     {"errors", "files", "register", "bundled", "arguments", "progress", "tf32", "device"},
-    {"layout", "config", "codec"},
-    {"vocab"},
+    {"layout", "config", "codec", "decoders"},
+    {"vocab", "exclusions"},
     {"text"},
-    {"hyper", "state"},
+    {"hyper", "state", "folders"},
     {"models"},
     {
         "canonical",
-        "canonical_ids",
         "chosen_packs",
         "decode",
         "decode_batch",

@@ -1,8 +1,14 @@
-"""Which ids the compressor would never write next: the lists that canonical decoding (`mlx_zip.canonical`) forbids.
+"""Canonical ids: which ids the compressor would never write next; canonical decoding forbids them.
 
-Needs neither MLX nor PyTorch. Start entries need more care: u + b + c may be an entry although u + b is none. Then b
-may follow u, but b + c may not, neither as one id nor as two. So base ids of several recent ids are remembered while an
-entry may begin with them.
+Models are trained on the compressor's output, called canonical. The compressor always takes the longest match. So after
+an id that stands for the base ids u, it never writes an id that begins with the base id b if u + b was an entry already
+when the first id was chosen. A model cannot know this well, because it depends on all entries at once, and it wastes
+probability on such ids. With greedy decoding it may even write them, and so spell out what one hypertoken would have
+said. Giving them probability zero never makes canonical ids less likely. This is "canonicality by conditioning" (arXiv
+2506.07956) for a codebook that grows; zip2zip's own runtime does not do it.
+
+Start entries need more care: u + b + c may be an entry although u + b is none. Then b may follow u, but b + c may not,
+neither as one id nor as two. So base ids of several recent ids are remembered while an entry may begin with them.
 """
 
 from __future__ import annotations
@@ -19,6 +25,7 @@ from mlx_zip.codec.ids import Uint32s
 from mlx_zip.errors import ConfigError
 
 BaseIds = tuple[int, ...]
+MOST = 0.5  # if the ids to exclude together have more probability than this, none is excluded
 
 
 class _Beginnings:
@@ -122,12 +129,12 @@ class Exclusions:
 
 
 class CanonicalIds:
-    """Follows one sequence and finds the ids that are not canonical after each emitted id.
+    """Finds, for one sequence, which ids cannot follow what its codebook has read.
 
-    Call `excluded` once after the prompt and once after each emitted id. Nothing is excluded right after a prompt,
-    because the prompt was compressed without knowing what would follow. A prompt is recognized by more than one id read
-    since the last call, or by a rewound codebook. (A prompt of a single id would be taken for an emitted id, so make a
-    new object for each request.)
+    Ask once after the prompt and once after each emitted id. Nothing is excluded right after a prompt, because the
+    prompt was compressed without knowing what would follow. A prompt is recognized by more than one id read since the
+    last call, or by a rewound codebook. (A prompt of a single id would be taken for an emitted id, so make a new
+    object for each request.)
     """
 
     def __init__(self, book: Codebook) -> None:
@@ -143,7 +150,7 @@ class CanonicalIds:
             self._exclusions.book = book
 
     def excluded(self) -> list[int]:
-        """Returns the ids that cannot follow what the codebook has read."""
+        """Returns the ids that cannot follow what the codebook has read. Call it once for each id."""
         mark, rewinds = self.book.mark(), self.book.rewinds
         if self._exclusions is None or (mark, rewinds) != self._next:
             self._exclusions, excluded = Exclusions(self.book), []
