@@ -19,6 +19,7 @@ import mlx.core as mx
 import numpy as np
 
 import mlx_zip
+from mlx_zip.config import config_of
 from mlx_zip.converters import hub, output
 from mlx_zip.converters.tensors import load, read_model_files, read_object
 from mlx_zip.converters.tokenizer_files import CONFIG, TEMPLATES, read_tokenizer
@@ -27,7 +28,6 @@ from mlx_zip.errors import ConversionError
 from mlx_zip.files import write_json
 from mlx_zip.hyper import Fingerprints
 from mlx_zip.models import ModelArgs
-from mlx_zip.models.arguments import config_of
 from mlx_zip.progress import ProgressBar
 from mlx_zip.vocab.adaptbpe.adapted import AdaptedVocabulary, read_adapted
 from mlx_zip.vocab.adaptbpe.base import FILE, read_base

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.chosen_packs import read_packs
+from mlx_zip.config import config_of
 from mlx_zip.converters import hub, output, source
 from mlx_zip.converters.prepared import DTYPES, Prepared, prepare
 from mlx_zip.converters.quantization import QuantPredicate, Recipe, quantize_encoders, quantize_model
 from mlx_zip.converters.starting_pack import begin_with, check_rows, keep_pack
 from mlx_zip.converters.writing import write_adapter, write_model_folder
 from mlx_zip.errors import ConversionError
-from mlx_zip.models.arguments import config_of
 from mlx_zip.vocab.packs import Pack
 
 PackLike = Pack | str | PathLike[str]

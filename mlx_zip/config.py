@@ -17,6 +17,7 @@ SIDES = ("input_encoder.", "output_encoder.")  # prefixes of the hyper-encoders'
 POSITION_MODES = ("compressed", "base_token_end")
 AVAILABILITY = ("causal", "legacy")  # when an entry can be predicted: once it is installed; anywhere in its text
 MAX_LAYERS = 4096  # far above any real model; layers are built before their tensors are read
+RECORD_KEYS = ("base_model_type", "source", "fingerprint", "plain")  # section keys that `ZipConfig` does not read
 SELF_CONTAINED = "."  # format 2: the base model is in the checkpoint's own folder
 
 _COMMON = {"hidden_size", "tie_encoders", "position_encoding"}
@@ -213,6 +214,11 @@ class ZipConfig:
             "pad_token_id": self.pad_id,
             **ours,
         }
+
+
+def config_of(section: Mapping[str, Any]) -> ZipConfig:
+    """Returns what a `zip2zip` section of config.json says of codec and encoders. Raises `ConfigError`."""
+    return ZipConfig.from_dict({key: value for key, value in section.items() if key not in RECORD_KEYS})
 
 
 def _object(where: str, value: Any) -> Mapping[str, Any]:

@@ -13,24 +13,20 @@ from typing import Any
 from mlx_lm.utils import _get_classes
 from mlx_lm.utils import load as mlx_load
 
-from mlx_zip.bundled import NAMES, here_or_bundled
-from mlx_zip.errors import DataError, MlxZipError, ModelError, bare_exceptions_as_value_errors, first_line
-from mlx_zip.files import at_home, check_in
+from mlx_zip.errors import MlxZipError, ModelError, bare_exceptions_as_value_errors, first_line
+from mlx_zip.files import at_home
+from mlx_zip.folders import UPSTREAM_CONFIG, model_folder, read_config
 from mlx_zip.hyper import RowStore
 from mlx_zip.layout import is_zip
 from mlx_zip.machines import Group, check_equal, together
 from mlx_zip.models.packed import packed_config
 from mlx_zip.models.sharding import check_sharding, split
 from mlx_zip.register import MODEL_TYPE
-from mlx_zip.text import hub
 from mlx_zip.text.tokenizers import damaged_json, quiet_transformers
 from mlx_zip.vocab.adaptbpe.plain import follow_folder
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 from mlx_zip.vocab.packs import IN_FOLDER, Pack, as_pack, pack_in_folder
 from mlx_zip.vocab.tuned import TunedStart
-
-UPSTREAM_CONFIG = "zip2zip_config.json"
-_MODEL_FILES = (*hub.TOKENIZER, *hub.CODE, *hub.WEIGHTS, IN_FOLDER, "*.jsonl")
 
 
 def load(
@@ -218,48 +214,6 @@ def load_failures() -> tuple[type[Exception], ...]:
 
     plain = (OSError, ValueError, RuntimeError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError)
     return (*plain, StrictDataclassError)
-
-
-def model_folder(path_or_hf_repo: str | Path, revision: str | None = None) -> Path:
-    """Returns the local folder of a model, given a folder, a bundled model's name or a hub id, tried in that order.
-
-    A model on the hub is downloaded first. revision: the hub's branch, tag or commit. Raises `ModelError`.
-    """
-    path, name = here_or_bundled(path_or_hf_repo), str(path_or_hf_repo)
-    if os.path.isdir(path):  # unlike Path.is_dir, does not raise for a name that is no valid path
-        if revision is not None:
-            raise ModelError(f"{path_or_hf_repo} is a folder, so revision (--revision) {revision} does not apply")
-        return _checked_folder(path)
-    if os.path.exists(path) or not hub.is_hub_id(name):
-        raise ModelError(f"{name}: no such model folder, nor bundled ({', '.join(NAMES)}), nor a hub id owner/name")
-    _checked_folder(hub.download(name, ["*.json"], revision))  # refuses a wrong kind of model before gigabytes arrive
-    return hub.download(name, _MODEL_FILES, revision)
-
-
-def _checked_folder(folder: Path) -> Path:
-    """Returns the folder. Raises `ModelError` if it has no config.json or is a zip2zip checkpoint not yet converted."""
-    config = folder / "config.json"
-    if (folder / UPSTREAM_CONFIG).exists() and (
-        not config.exists() or read_config(folder).get("model_type") != MODEL_TYPE
-    ):
-        raise ModelError(
-            f"{folder} is a zip2zip checkpoint as published; convert it first: mlx_zip convert --hf-path {folder}"
-        )
-    if not config.exists():
-        raise ModelError(f"{folder} is not a model folder: it has no config.json")
-    return folder
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """Returns a folder's config.json. Raises `ModelError` if it cannot be read or names no model_type."""
-    try:
-        check_in(folder / "config.json")
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError, DataError) as error:
-        raise ModelError(f"{folder / 'config.json'} cannot be read: {first_line(error)}") from error
-    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
-        raise ModelError(f"{folder / 'config.json'} names no model_type")
-    return config
 
 
 def rope_settings(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_zip.config import ZipConfig
+from mlx_zip.config import ZipConfig, config_of
 from mlx_zip.errors import ConfigError
-
-RECORD_KEYS = ("base_model_type", "source", "fingerprint", "plain")  # section keys that `ZipConfig` does not read
-
-
-def config_of(section: Mapping[str, Any]) -> ZipConfig:
-    """Returns what a `zip2zip` section of config.json says of codec and encoders. Raises `ConfigError`."""
-    return ZipConfig.from_dict({key: value for key, value in section.items() if key not in RECORD_KEYS})
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_zip.decoders import original_context
 from mlx_zip.errors import ConfigError
 from mlx_zip.models.norm import steps_on_cpu
 
@@ -105,32 +106,6 @@ def _rotated(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
     return mx.concatenate([one * cos - other * sin, other * cos + one * sin, rest], axis=-1)
 
 
-def rope_parameters(config: Mapping[str, Any], layer_type: str, theta: float) -> dict[str, Any]:
-    """Returns the rope parameters of config.json, written either as `rope_parameters` or as `rope_scaling`.
-
-    layer_type: "full_attention" or "sliding_attention", for configs that nest one set per type. theta: the value of
-    `rope_theta` if the config has none. Raises `ConfigError` when the two ways of writing contradict each other.
-    """
-    for key in ("rope_parameters", "rope_scaling"):
-        if not isinstance(config.get(key) or {}, Mapping):
-            raise ConfigError(f"config.json: {key} must be an object or null, got {config[key]!r}")
-    new = config.get("rope_parameters") or {}
-    if new and all(isinstance(value, Mapping) for value in new.values()):
-        new = new.get(layer_type) or {}
-    old = dict(config.get("rope_scaling") or {})
-    if "type" in old:
-        old.setdefault("rope_type", old.pop("type"))
-    if config.get("rope_theta") is not None:
-        old["rope_theta"] = config["rope_theta"]
-    if clash := sorted(key for key in old.keys() & new.keys() if old[key] != new[key]):
-        raise ConfigError(f"rope_parameters and rope_scaling/rope_theta disagree about {', '.join(clash)}")
-    merged = {"rope_theta": theta, "rope_type": "default", **old, **new}
-    if merged["rope_type"] == "su":  # the first Phi-3 releases' name for LongRoPE
-        merged["rope_type"] = "longrope"
-    merged.setdefault("partial_rotary_factor", config.get("partial_rotary_factor") or 1.0)
-    return merged
-
-
 def make_rope(parameters: Mapping[str, Any], head_dim: int, config: Mapping[str, Any]) -> Rope:
     """Builds the `Rope` of one layer from what `rope_parameters` returned. Raises `ConfigError` for other kinds.
 
@@ -152,15 +127,6 @@ def make_rope(parameters: Mapping[str, Any], head_dim: int, config: Mapping[str,
         raise
     except (TypeError, ValueError, ArithmeticError) as error:
         raise ConfigError(f"rope_type {kind!r}: a parameter is not a number: {error}") from error
-
-
-def original_context(parameters: Mapping[str, Any], config: Mapping[str, Any]) -> int:
-    """Returns the context length, in ids, that the model was pretrained with.
-
-    As in transformers, the value at config.json's top level takes precedence over the one in the rope parameters.
-    """
-    key = "original_max_position_embeddings"
-    return int(config.get(key) or parameters.get(key) or config["max_position_embeddings"])
 
 
 def _default(dims: int, waves: mx.array, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> Rope:

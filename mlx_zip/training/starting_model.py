@@ -16,12 +16,11 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import _get_classes, dequantize_model, load_model
 
 from mlx_zip.codec import CodecParams
-from mlx_zip.config import SIDES, ZipConfig
+from mlx_zip.config import RECORD_KEYS, SIDES, ZipConfig
 from mlx_zip.errors import ConfigError, TrainingError, first_line
 from mlx_zip.hyper import matrix_rows
 from mlx_zip.loading import load_failures, read_config, rope_settings
 from mlx_zip.models import Model, ModelArgs
-from mlx_zip.models.arguments import RECORD_KEYS
 from mlx_zip.register import MODEL_TYPE
 from mlx_zip.training.settings import EncoderOptions, TrainSettings
 from mlx_zip.training.shards import grows

@@ -210,6 +210,7 @@ def test_a_cache_of_another_kind_of_model_is_refused():
         ({"stop": b"a"}, "--stop"),
         ({"prefill_step_size": 1.5}, "--prefill-step-size"),
         ({"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": "a"}, "--quantized-kv-start"),
+        ({"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": -1}, "--quantized-kv-start"),
         ({"prompt": [{"role": "user", "content": "a"}, None]}, "list of messages"),
         ({"sampler": 5}, "sampler: 5 is no function"),
         ({"logits_processors": [5]}, "logits_processors"),

@@ -1,6 +1,8 @@
 """Cores of a main model and of another one, which take turns."""
 
 import asyncio
+import threading
+from dataclasses import replace
 
 import pytest
 
@@ -19,8 +21,8 @@ ASKED = Turn(messages=[{"role": "user", "content": "hi"}])
 SLOW = Script(text="one two three four five", delay_s=0.02)
 
 
-def made():
-    engines = Engines(FakeEngine(SLOW), [OtherModel("b", "model", lambda: FakeEngine(SLOW), "b")])
+def made(gate=None):
+    engines = Engines(FakeEngine(replace(SLOW, gate=gate)), [OtherModel("b", "model", lambda: FakeEngine(SLOW), "b")])
     return Cores(engines, Core(engines.main, Options(packs={"p": Pack(((5, 6),))}, max_tokens=9)))
 
 
@@ -30,8 +32,10 @@ async def answer(core, deltas):
 
 
 def test_the_second_answer_is_told_whom_it_waits_for():
+    held = threading.Event()
+
     async def work():
-        cores, first, second = made(), [], []
+        cores, first, second = made(held), [], []
         async with cores.use("stories") as main, cores.use("b") as other:
             assert main is cores.main
             assert other.model == "b"
@@ -40,7 +44,10 @@ def test_the_second_answer_is_told_whom_it_waits_for():
             task = asyncio.create_task(answer(main, first))
             while not any(isinstance(delta, Text) for delta in first):
                 await asyncio.sleep(0.005)
-            await answer(other, second)
+            async for delta in other.answer(ASKED):
+                second.append(delta)
+                if delta == Waiting(0, 0, waits_for="stories"):
+                    held.set()  # the first answer may end
             await task
         async with cores.use("b") as again:
             assert again is other
@@ -48,7 +55,7 @@ def test_the_second_answer_is_told_whom_it_waits_for():
         return first, second
 
     first, second = asyncio.run(work())
-    assert Waiting(0, 0, waits_for="stories") in second
+    assert held.is_set()
     assert all(isinstance(deltas[-1], Done) for deltas in (first, second))
 
 

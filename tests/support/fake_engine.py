@@ -34,6 +34,7 @@ from mlx_zip.errors import EngineBusyError, EngineError, EngineStoppedError, Gen
 from mlx_zip.text.tokenizers import load_tokenizer
 
 CONTEXT = 2000
+GATE_S = 60.0
 
 
 @dataclass
@@ -41,7 +42,8 @@ class Script:
     """An answer to replay. text: it is encoded, and every two base ids are emitted as one hypertoken.
 
     ids: base ids of each emitted id, in place of text. ends: whether an eos follows. delay_s: between ids, on
-    average. progress: chunks in which the prompt is read. fails: raised as `Failed` after the ids.
+    average. progress: chunks in which the prompt is read. fails: raised as `Failed` after the ids. gate: must be set
+    before the answer ends.
     """
 
     text: str = "Once upon a time there was a boat."
@@ -50,6 +52,7 @@ class Script:
     delay_s: float = 0.0
     progress: int = 1
     fails: EngineError | GenerationError | None = None
+    gate: threading.Event | None = None
 
 
 class Running(Ticket):
@@ -137,6 +140,8 @@ class FakeEngine(Engine):
                 deliver(Counted(counts))
             if eos:
                 reason = "stop"
+        if script.gate is not None:
+            script.gate.wait(GATE_S)
         with self._lock:
             name = {"cancelled": "cancelled"}.get(reason, "requests")
             self._figures = replace(self._figures, **{name: getattr(self._figures, name) + 1})

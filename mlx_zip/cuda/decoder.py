@@ -1,0 +1,101 @@
+"""The decoder's layers and final norm: many ids at a time for prompts, one id per sequence for steps."""
+
+from __future__ import annotations
+
+import torch
+
+from mlx_zip.cuda.attention import Seen, attend, attend_one
+from mlx_zip.cuda.folder import Folder
+from mlx_zip.cuda.kernels.gate import silu_gate
+from mlx_zip.cuda.kernels.norm import add_rms_norm
+from mlx_zip.cuda.kernels.rope import rope_and_cache
+from mlx_zip.cuda.kv import KV, make_kv
+from mlx_zip.cuda.layers import Layer, take_layers
+
+
+class Decoder:
+    """The body of a model, from embeddings to the output that the head takes. Holds weights only."""
+
+    def __init__(self, folder: Folder) -> None:
+        """Takes the layers and the final norm out of a folder. Raises `ModelError` naming file and tensor."""
+        self.config, self.dtype, self.device = folder.decoder, folder.dtype, folder.device
+        self.layers = take_layers(folder)
+        self.norm = folder.take_dense("model.norm.weight", self.config.width)
+        self.rope = self.config.rope.to(self.device)
+
+    def make_kv(self, batch: int, capacity: int) -> KV:
+        """Returns empty caches of `batch` sequences of up to `capacity` ids. Raises `ModelError` if they do not fit."""
+        return make_kv(self.config, batch, capacity, self.dtype, self.device)
+
+    def read(self, h: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, kv: KV) -> torch.Tensor:
+        """Returns the output [B, L, D] of embeddings h [B, L, D] and writes their keys and values into the caches.
+
+        positions [B, L] int64: for the rotation. slots [B, L] int64: the cache slot of each id, rising from the length
+        of each sequence, which the call moves on; -1 for padding at the end. `kv.which` chooses the rotary set.
+        """
+        batch, length, width = h.shape
+        seen, total = Seen(slots), h.reshape(-1, width)
+        for index, layer in enumerate(self.layers):
+            x, total = add_rms_norm(total, None, layer.norm, self.config.eps)
+            q = self._rotated(layer, index, layer.qkv(x).view(batch, length, -1), positions, slots, kv)
+            out = attend(q, kv.keys(index), kv.values(index), seen, layer.window)
+            x = layer.output(out.reshape(batch * length, -1))
+            x, total = add_rms_norm(x, total, layer.mlp_norm, self.config.eps)
+            total = total + layer.down(silu_gate(layer.gate_up(x)))
+        kv.lengths.copy_(torch.maximum(kv.lengths, slots.amax(1) + 1))
+        return add_rms_norm(total, None, self.norm, self.config.eps)[0].view(batch, length, width)
+
+    def step(
+        self, h: torch.Tensor, positions: torch.Tensor, kv: KV, active: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Returns the output [B, D] of one embedding per sequence, h [B, D], which goes to the slot `kv.lengths`.
+
+        positions [B] int64. active [B] int64: 1 where `kv.lengths` moves on, 0 for a sequence that takes no part and
+        whose output means nothing; None for 1 everywhere. The call reads nothing on the host and allocates by shapes
+        alone, so that a CUDA graph can hold it.
+        """
+        slots, seen, total = kv.lengths[:, None], kv.lengths + 1, h
+        for index, layer in enumerate(self.layers):
+            x, total = add_rms_norm(total, None, layer.norm, self.config.eps)
+            q = self._rotated(layer, index, layer.qkv(x)[:, None], positions[:, None], slots, kv)
+            out = attend_one(q[:, 0], kv.keys(index), kv.values(index), seen, layer.window)
+            x = layer.output(out.reshape(len(h), -1))
+            x, total = add_rms_norm(x, total, layer.mlp_norm, self.config.eps)
+            total = total + layer.down(silu_gate(layer.gate_up(x)))
+        kv.lengths.add_(1 if active is None else active)
+        return add_rms_norm(total, None, self.norm, self.config.eps)[0]
+
+    def _rotated(
+        self, layer: Layer, index: int, qkv: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, kv: KV
+    ) -> torch.Tensor:
+        """Returns rotated queries [B, L, H, E] of qkv [B, L, (H + 2K) E]; keys and values go into the caches."""
+        if layer.q_norm is not None and layer.k_norm is not None:
+            qkv = self._normed(qkv, layer.q_norm, layer.k_norm)
+        keys, values, rope = kv.keys(index), kv.values(index), self.rope
+        if rope.long_from is None:
+            return rope_and_cache(qkv, positions, slots, rope.frequencies[0], keys, values, rope.magnitude)
+        out = []
+        for row, which in enumerate(kv.which.tolist()):
+            one = slice(row, row + 1)
+            out.append(
+                rope_and_cache(
+                    qkv[one],
+                    positions[one],
+                    slots[one],
+                    rope.frequencies[which],
+                    keys[one],
+                    values[one],
+                    rope.magnitude,
+                )
+            )
+        return torch.cat(out)
+
+    def _normed(self, qkv: torch.Tensor, q_norm: torch.Tensor, k_norm: torch.Tensor) -> torch.Tensor:
+        """Returns qkv [B, L, (H + 2K) E] with RMS norms applied to each head's queries and keys."""
+        config, (batch, length, _) = self.config, qkv.shape
+        parts = qkv.split([config.query_columns, config.key_columns, config.key_columns], dim=-1)
+        normed = [
+            add_rms_norm(part.reshape(-1, config.head_width), None, weight, config.eps)[0].view(batch, length, -1)
+            for part, weight in zip(parts[:2], (q_norm, k_norm), strict=True)
+        ]
+        return torch.cat([*normed, parts[2]], dim=-1)

@@ -1,0 +1,79 @@
+"""Matrix products with dense and packed weights for many rows, and matrices joined by their rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mlx_zip.cuda.kernels.packed import Packed
+from mlx_zip.cuda.kernels.unpack import unpack
+
+
+@dataclass(frozen=True)
+class Linear:
+    """x [N, D] -> x W' + bias [N, R] in x's dtype; weight [R, D] dense or `Packed`; bias [R] or None."""
+
+    weight: torch.Tensor | Packed
+    bias: torch.Tensor | None = None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns the product by PyTorch's matrix product; a packed matrix is unpacked for the call."""
+        weight = unpack(self.weight, x.dtype) if isinstance(self.weight, Packed) else self.weight
+        return torch.nn.functional.linear(x, weight, self.bias)
+
+
+def joined(parts: Sequence[Linear]) -> Linear:
+    """Returns one product whose rows are those of all parts, in order.
+
+    Packed parts of different packings become one packing without loss. Where only some are packed, all become dense.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    packed = [part.weight for part in parts if isinstance(part.weight, Packed)]
+    dense = [part.weight for part in parts if isinstance(part.weight, torch.Tensor)]
+    if packed and dense:
+        dtype = dense[0].dtype
+        dense = [unpack(part.weight, dtype) if isinstance(part.weight, Packed) else part.weight for part in parts]
+    weight = torch.cat(dense) if dense else _joined_packed(packed)
+    return Linear(weight, _joined_biases(parts))
+
+
+def _joined_biases(parts: Sequence[Linear]) -> torch.Tensor | None:
+    """Returns the biases of all parts, zeros for a part without; None if no part has any."""
+    some = next((part.bias for part in parts if part.bias is not None), None)
+    if some is None:
+        return None
+    return torch.cat([some.new_zeros(part.weight.shape[0]) if part.bias is None else part.bias for part in parts])
+
+
+def _joined_packed(parts: Sequence[Packed]) -> Packed:
+    """Returns packed matrices as one, with the most bits and the smallest groups among them."""
+    bits, group = max(part.bits for part in parts), min(part.group_size for part in parts)
+    alike = [_finer(_wider(part, bits), group) for part in parts]
+    return Packed(
+        torch.cat([part.words for part in alike]),
+        torch.cat([part.scales for part in alike]),
+        torch.cat([part.biases for part in alike]),
+        bits,
+        group,
+    )
+
+
+def _wider(packed: Packed, bits: int) -> Packed:
+    """Returns the same matrix with 8 bits a level instead of 4, if `bits` asks for them."""
+    if packed.bits == bits:
+        return packed
+    halves = packed.words.view(torch.uint8)
+    words = torch.stack([halves & 15, halves >> 4], dim=-1).view(len(halves), -1).view(torch.int32)
+    return packed._replace(words=words, bits=bits)
+
+
+def _finer(packed: Packed, group: int) -> Packed:
+    """Returns the same matrix in smaller groups, which repeat scales and biases."""
+    times = packed.group_size // group
+    if times == 1:
+        return packed
+    scales, biases = (part.repeat_interleave(times, dim=1) for part in (packed.scales, packed.biases))
+    return packed._replace(scales=scales, biases=biases, group_size=group)

@@ -1,0 +1,55 @@
+"""Devices, and the check that something fits into a device's free memory before it is allocated."""
+
+from __future__ import annotations
+
+import torch
+
+from mlx_zip.errors import ModelError, first_line
+
+
+def find_device(name: str | torch.device | None = None) -> torch.device:
+    """Returns a device; None takes the first CUDA card, or the CPU where there is none. Raises `ModelError`."""
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ModelError(f"device {name!r}: {first_line(error)}") from error
+    if device.type not in ("cuda", "cpu"):
+        raise ModelError(f"device {name!r} is not supported; supported: cuda, cuda:N, cpu")
+    if device.type == "cuda":
+        _check_cuda(device)
+    return device
+
+
+def _check_cuda(device: torch.device) -> None:
+    """Raises `ModelError` with PyTorch's reason unless the card can be used: no card, no driver, an old driver."""
+    try:
+        torch.cuda.init()
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError) as error:
+        raise ModelError(f"device {device}: no usable CUDA card here: {first_line(error)}") from error
+
+
+def check_dtype(dtype: torch.dtype, device: torch.device) -> None:
+    """Raises `ModelError` for bfloat16 on a card that is too old for it."""
+    if device.type != "cuda" or dtype != torch.bfloat16:
+        return
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        raise ModelError(f"device {device} has compute capability {major}.{minor}; bfloat16 needs 8.0: ask for float16")
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Returns the bytes that can still be allocated on a card; None for the CPU, whose system decides."""
+    if device.type != "cuda":
+        return None
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused
+
+
+def check_room(what: str, needed: int, device: torch.device) -> None:
+    """Raises `ModelError` naming needed and free bytes if `needed` bytes are more than the device has free."""
+    free = free_bytes(device)
+    if free is not None and needed > free:
+        raise ModelError(f"{what}: {needed} bytes needed on {device}, {free} bytes are free")

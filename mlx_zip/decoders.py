@@ -1,0 +1,213 @@
+"""The supported decoders and the options of config.json that describe them, read without MLX or PyTorch.
+
+Rotary positions, windows and biases are read as transformers 5 reads them. An option that is not supported raises
+`ConfigError`; no option is ignored. `mlx_zip.models` and `mlx_zip.cuda` build decoders from these options.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mlx_zip.config import MAX_LAYERS
+from mlx_zip.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Family:
+    """What is known of one `model_type`.
+
+    module: name of mlx-lm's module with its blocks. tied, theta: transformers' defaults for `tie_word_embeddings` and
+    `rope_theta`. activations, ropes: the MLP activations and rope types that are supported.
+    """
+
+    module: str
+    tied: bool
+    activations: tuple[str, ...] = ("silu", "swish")
+    theta: float = 10_000.0
+    ropes: tuple[str, ...] = ("default", "linear", "llama3", "yarn", "longrope")
+
+
+_GELU = ("gelu_pytorch_tanh", "gelu_new")
+FAMILIES = {
+    "llama": Family("llama", tied=False),
+    "mistral": Family("llama", tied=False),
+    "phi3": Family("phi3", tied=False, ropes=("default", "longrope")),
+    "qwen2": Family("qwen2", tied=False),
+    "qwen3": Family("qwen3", tied=False),
+    "gemma": Family("gemma", tied=True, activations=(*_GELU, "gelu"), ropes=("default",)),
+    "gemma2": Family("gemma2", tied=True, activations=_GELU, ropes=("default",)),
+    "gemma3_text": Family("gemma3_text", tied=True, activations=_GELU, theta=1_000_000.0),
+}
+
+
+def supported_types() -> tuple[str, ...]:
+    """Returns the base model types (`model_type` in config.json) that can be made or converted."""
+    return tuple(FAMILIES)
+
+
+def check_options(config: Mapping[str, Any]) -> None:
+    """Raises `ConfigError` naming the model type or option that is not supported. Rope parameters are not checked."""
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        raise ConfigError(f"model_type {kind!r} is not supported; supported: {', '.join(FAMILIES)}")
+    for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size"):
+        _check_size(key, config.get(key))
+    for key in ("num_key_value_heads", "head_dim"):
+        if config.get(key) is not None:
+            _check_size(key, config[key])
+    if config["num_hidden_layers"] > MAX_LAYERS:
+        raise ConfigError(f"config.json: num_hidden_layers is {config['num_hidden_layers']}, at most {MAX_LAYERS}")
+    _check_size("max_position_embeddings", config.get("max_position_embeddings", 1))
+    for key in ("attention_bias", "mlp_bias", "tie_word_embeddings"):
+        if not isinstance(config.get(key), bool | None):
+            raise ConfigError(f"config.json: {key} must be true or false, got {config[key]!r}")
+    if _activation(config) not in FAMILIES[kind].activations:
+        raise ConfigError(f"hidden activation {_activation(config)!r} is not supported for {kind}")
+    _check_heads(config)
+    if kind in ("qwen3", "gemma", "gemma2", "gemma3_text") and config.get("attention_bias"):
+        raise ConfigError(f"attention_bias is not supported for {kind}")
+    for key in ("final_logit_softcapping", "attn_logit_softcapping", "use_bidirectional_attention"):
+        if kind == "gemma3_text" and config.get(key):
+            raise ConfigError(f"{key} is not supported for gemma3_text")
+    if kind == "gemma2" and not config.get("attn_logit_softcapping", 50.0):
+        raise ConfigError("gemma2 without attn_logit_softcapping is not supported")
+
+
+def _check_size(key: str, value: Any) -> None:
+    """Raises `ConfigError` unless the value of this key of config.json is a positive integer below 2^31."""
+    if type(value) is not int or not 1 <= value < 1 << 31:
+        raise ConfigError(f"config.json: {key} must be a positive integer below 2^31, got {value!r}")
+
+
+def is_tied(config: Mapping[str, Any]) -> bool:
+    """Returns whether the head uses the embedding's weights."""
+    return bool(config.get("tie_word_embeddings", FAMILIES[config["model_type"]].tied))
+
+
+def norm_eps(config: Mapping[str, Any]) -> float:
+    """Returns the number that RMS norms add to the mean square, with transformers' default for the model type."""
+    given = config.get("rms_norm_eps")
+    return (1e-5 if config["model_type"] == "phi3" else 1e-6) if given is None else given
+
+
+def layer_types(config: Mapping[str, Any]) -> list[str]:
+    """Returns each layer's kind of attention, "full_attention" or "sliding_attention".
+
+    Follows transformers 5's rules for the model type. Raises `ConfigError` for kinds that are not supported.
+    """
+    kind, layers, window = config["model_type"], config["num_hidden_layers"], sliding_window(config)
+    full, sliding = "full_attention", "sliding_attention"
+    if kind in ("llama", "gemma"):
+        declared = config.get("layer_types")
+        if declared and set(declared) != {full}:
+            raise ConfigError(f"layer_types other than {full} are not supported for {kind}")
+        return [full] * layers
+    if kind in ("mistral", "phi3"):
+        return [full if window is None else sliding] * layers
+    if kind in ("qwen2", "qwen3") and not config.get("use_sliding_window"):
+        return [full] * layers
+    if config.get("layer_types") is not None:
+        return _declared_types(config["layer_types"], layers)
+    if kind in ("qwen2", "qwen3"):
+        first = config.get("max_window_layers", 28)
+        return [sliding if window is not None and i >= first else full for i in range(layers)]
+    pattern = 2 if kind == "gemma2" else config.get("sliding_window_pattern", 6)
+    if window is None:
+        raise ConfigError(f"config.json: {kind} needs a sliding_window")
+    return [sliding if (i + 1) % pattern else full for i in range(layers)]
+
+
+def sliding_window(config: Mapping[str, Any]) -> int | None:
+    """Returns the sliding window in ids, None for none, with the model type's default. Raises `ConfigError`."""
+    default = None if config["model_type"] in ("llama", "phi3", "gemma") else 4096
+    window = config.get("sliding_window", default)
+    if window is not None and (type(window) is not int or not 1 <= window < 1 << 31):
+        raise ConfigError(f"config.json: sliding_window must be a positive integer below 2^31 or null, got {window!r}")
+    return window
+
+
+def _declared_types(types: Any, layers: int) -> list[str]:
+    """Returns the config's `layer_types`. Raises `ConfigError` unless it names a known kind for each layer."""
+    known = {"full_attention", "sliding_attention"}
+    if not isinstance(types, list) or len(types) != layers or not set(types) <= known:
+        raise ConfigError(f"layer_types must name {' or '.join(sorted(known))} for each of {layers} layers")
+    return types
+
+
+def _activation(config: Mapping[str, Any]) -> str:
+    """Returns the name of the MLP activation. (Gemma 1's first release wrote "gelu" and meant the tanh form.)"""
+    kind = config["model_type"]
+    default = "gelu_pytorch_tanh" if kind.startswith("gemma") else "silu"
+    return config.get("hidden_activation") or config.get("hidden_act") or default
+
+
+def head_width(config: Mapping[str, Any]) -> int:
+    """Returns the width of an attention head, with the model type's default."""
+    default = 256 if config["model_type"].startswith("gemma") else None
+    if config["model_type"] == "qwen3":
+        default = 128
+    return config.get("head_dim") or default or config["hidden_size"] // config["num_attention_heads"]
+
+
+def _check_heads(config: Mapping[str, Any]) -> None:
+    """Raises `ConfigError` for a head width, or a number of heads, that the model type cannot have."""
+    even = config["hidden_size"] // config["num_attention_heads"]
+    if config["model_type"] in ("phi3", "qwen2") and head_width(config) != even:
+        raise ConfigError(f"head_dim {head_width(config)} is not supported for {config['model_type']}")
+    if not head_width(config) or config["num_attention_heads"] * head_width(config) >= 1 << 31:
+        heads = config["num_attention_heads"]
+        raise ConfigError(f"config.json: {heads} attention heads of width {head_width(config)} are not possible")
+    if config["num_attention_heads"] % (config.get("num_key_value_heads") or 1):
+        raise ConfigError(f"config.json: num_key_value_heads {config['num_key_value_heads']} does not divide the heads")
+
+
+def layer_rope(config: Mapping[str, Any], layer_type: str) -> dict[str, Any]:
+    """Returns the rope parameters of layers with this kind of attention. Raises `ConfigError` for unsupported ones."""
+    kind = config["model_type"]
+    family = FAMILIES[kind]
+    if kind == "gemma3_text" and layer_type == "sliding_attention":
+        local = (config.get("rope_parameters") or {}).get(layer_type) or {}
+        config = {"rope_theta": config.get("rope_local_base_freq") or 10_000.0, "rope_parameters": local}
+    parameters = rope_parameters(config, layer_type, family.theta)
+    if kind == "phi3" and parameters["rope_type"] == "yarn":  # transformers reads Phi-3's "yarn" as LongRoPE too
+        parameters["rope_type"] = "longrope"
+    if parameters["rope_type"] not in family.ropes:
+        raise ConfigError(f"rope_type {parameters['rope_type']!r} is not supported for {kind}")
+    return parameters
+
+
+def rope_parameters(config: Mapping[str, Any], layer_type: str, theta: float) -> dict[str, Any]:
+    """Returns the rope parameters of config.json, written either as `rope_parameters` or as `rope_scaling`.
+
+    layer_type: "full_attention" or "sliding_attention", for configs that nest one set per type. theta: the value of
+    `rope_theta` if the config has none. Raises `ConfigError` when the two ways of writing contradict each other.
+    """
+    for key in ("rope_parameters", "rope_scaling"):
+        if not isinstance(config.get(key) or {}, Mapping):
+            raise ConfigError(f"config.json: {key} must be an object or null, got {config[key]!r}")
+    new = config.get("rope_parameters") or {}
+    if new and all(isinstance(value, Mapping) for value in new.values()):
+        new = new.get(layer_type) or {}
+    old = dict(config.get("rope_scaling") or {})
+    if "type" in old:
+        old.setdefault("rope_type", old.pop("type"))
+    if config.get("rope_theta") is not None:
+        old["rope_theta"] = config["rope_theta"]
+    if clash := sorted(key for key in old.keys() & new.keys() if old[key] != new[key]):
+        raise ConfigError(f"rope_parameters and rope_scaling/rope_theta disagree about {', '.join(clash)}")
+    merged = {"rope_theta": theta, "rope_type": "default", **old, **new}
+    if merged["rope_type"] == "su":  # the first Phi-3 releases' name for LongRoPE
+        merged["rope_type"] = "longrope"
+    merged.setdefault("partial_rotary_factor", config.get("partial_rotary_factor") or 1.0)
+    return merged
+
+
+def original_context(parameters: Mapping[str, Any], config: Mapping[str, Any]) -> int:
+    """Returns the context length, in ids, that the model was pretrained with.
+
+    As in transformers, the value at config.json's top level takes precedence over the one in the rope parameters.
+    """
+    key = "original_max_position_embeddings"
+    return int(config.get(key) or parameters.get(key) or config["max_position_embeddings"])
