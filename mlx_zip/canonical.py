@@ -1,175 +1,45 @@
 """Canonical decoding: forbids ids that the compressor would never write next, unless together they are more likely
 than all others.
 
-Models are trained on the compressor's output, called canonical. The compressor always takes the longest match. So after
-an id that stands for the base ids u, it never writes an id that begins with the base id b if u + b was an entry already
-when the first id was chosen. A model cannot know this well, because it depends on all entries at once, and it wastes
-probability on such ids. With greedy decoding it may even write them, and so spell out what one hypertoken would have
-said. Giving them probability zero never makes canonical ids less likely. This is "canonicality by conditioning" (arXiv
-2506.07956) for a codebook that grows; zip2zip's own runtime does not do it.
+Which ids these are, and why, is in `mlx_zip.exclusions`, which needs no MLX.
 
 If such ids hold most of the probability, however, the model has begun to spell something out and is sure of the next
 part: for example "didn" and then "'t", where "didn't" is an entry. If the next part were forbidden, the word would
 break. So nothing is excluded there; one id too many does less harm (docs/reports/stories.md has the measurement).
-
-Start entries need more care: u + b + c may be an entry although u + b is none. Then b may follow u, but b + c may not,
-neither as one id nor as two. So base ids of several recent ids are remembered while an entry may begin with them.
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
-from functools import lru_cache
+from collections.abc import Sequence
 
 import mlx.core as mx
-import numpy as np
-from numpy.typing import NDArray
 
-from mlx_zip.codec import Codebook, CodecParams
-from mlx_zip.codec.ids import Uint32s
-from mlx_zip.errors import ConfigError
+from mlx_zip.exclusions import MOST, BaseIds, CanonicalIds, Exclusions, Followers, excluded_after
 
-BaseIds = tuple[int, ...]
-MOST = 0.5  # if the ids to exclude together have more probability than this, none is excluded
-
-
-class _Beginnings:
-    """Entries by the base ids that they begin with.
-
-    known: all entries. begin: for some base ids, the slots of all entries that begin with them. endings: for base ids
-    that an entry begins with, (the entry's slot, the rest of the entry), in slot order.
-    """
-
-    def __init__(self) -> None:
-        self.known: set[BaseIds] = set()
-        self.begin: defaultdict[BaseIds, list[int]] = defaultdict(list)
-        self.endings: defaultdict[BaseIds, list[tuple[int, BaseIds]]] = defaultdict(list)
-
-    def add(self, first: int, entries: Iterable[BaseIds], others: Collection[BaseIds] = ()) -> None:
-        """Adds entries, which take the slots from `first` on. others: more entries, which are known elsewhere."""
-        entries = list(entries)
-        self.known.update(entries)
-        for slot, entry in enumerate(entries, first):
-            for n in range(1, len(entry) + 1):
-                self.begin[entry[:n]].append(slot)
-            for n in range(len(entry) - 1, 0, -1):
-                self.endings[entry[:n]].append((slot, entry[n:]))
-                if entry[:n] in self.known or entry[:n] in others:
-                    break  # shorter beginnings have that entry, which excludes at least as much
+__all__ = [
+    "MOST",
+    "BaseIds",
+    "CanonicalDecoding",
+    "Exclusions",
+    "Followers",
+    "excluded_after",
+    "unless_most",
+    "without",
+    "without_in_rows",
+]
 
 
-@lru_cache(maxsize=4)
-def _start_of(params: CodecParams) -> _Beginnings:
-    """Returns the start entries of a codec. They are the same for every request, so they are read once."""
-    start = _Beginnings()
-    start.add(0, params.start or ())
-    return start
-
-
-class Followers:
-    """Finds which ids cannot follow some base ids, because together they would be an entry of a growing codebook.
-
-    Raises `ConfigError` for a codebook whose policy is not freeze: when an entry is evicted, ids that it excluded are
-    allowed again.
-    """
-
-    def __init__(self, book: Codebook) -> None:
-        if book.params.policy != "freeze":
-            raise ConfigError(f"canonical decoding needs a codebook of policy freeze, not {book.params.policy}")
-        self.vocab_size, self.size = book.params.vocab_size, len(book.params.start or ())
-        self._start, self._grown = _start_of(book.params), _Beginnings()
-        self.grow(book)
-
-    def grow(self, book: Codebook) -> None:
-        """Adds the entries that the same codebook has installed since the last call."""
-        if (size := len(book)) == self.size:
-            return
-        self._grown.add(self.size, (book.entry(slot) for slot in range(self.size, size)), self._start.known)
-        self.size = size
-
-    def excluded(self, base_ids: BaseIds, installed: int) -> list[int]:
-        """Returns the ids that cannot follow `base_ids`.
-
-        installed: number of entries when the id that `base_ids` begin with was chosen; at least as many as existed when
-        this object was made.
-        """
-        out: list[int] = []
-        for entries in (self._start, self._grown):
-            for slot, rest in entries.endings.get(base_ids, ()):
-                if slot >= installed:
-                    break
-                out += rest if len(rest) == 1 else ()
-                out += [self.vocab_size + one for one in self._start.begin.get(rest, ())]
-                out += [self.vocab_size + one for one in self._grown.begin.get(rest, ())]
-        return out
-
-
-class Exclusions:
-    """Follows a codebook id by id and finds which ids cannot follow the last one."""
-
-    def __init__(self, book: Codebook) -> None:
-        self.book, self._followers, self._longest = book, Followers(book), book.params.merge_size
-        # _open: for each recent id with which an entry may still begin: the base ids from it on, and the number of
-        # entries when it was chosen. _excluded: what the last `read` returned.
-        self._open: list[tuple[BaseIds, int]] = []
-        self._excluded: list[int] = []
-
-    def read(self, one: int, installed: int) -> list[int]:
-        """Returns the ids that cannot follow `one`, the last id that the codebook has read. Call it for every id.
-
-        installed: number of entries when the id was chosen, before the codebook read it.
-        """
-        self._followers.grow(self.book)
-        if one in self._excluded:
-            self.begin_part()  # the model chose an excluded id all the same (`unless_most`): start anew with it
-        last = self.book.base_ids_of(one)
-        longer = [(begun + last, n) for begun, n in self._open if len(begun + last) < self._longest]
-        self._open = [*longer, (last, installed)]
-        self._excluded = [id_ for begun, n in self._open for id_ in self._followers.excluded(begun, n)]
-        return self._excluded
-
-    def begin_part(self) -> None:
-        """Forgets the recent ids: they were compressed on their own, so any id may follow them."""
-        self._open = []
-
-
-class CanonicalDecoding:
+class CanonicalDecoding(CanonicalIds):
     """A logits processor for one sequence that sets ids that are not canonical to -inf, except as in `unless_most`.
 
-    Call it once after the prompt and once after each emitted id. Nothing is excluded right after a prompt, because the
-    prompt was compressed without knowing what would follow. A prompt is recognized by more than one id read since the
-    last call, or by a rewound codebook. (A prompt of a single id would be taken for an emitted id, so make a new
-    processor for each request.)
+    Call it once after the prompt and once after each emitted id, as `CanonicalIds` says.
     """
-
-    def __init__(self, book: Codebook) -> None:
-        # _installed: entries at the last call. _next: the codebook's (mark, rewinds) if one emitted id follows.
-        self.book, self._exclusions, self._installed, self._next = book, None, 0, (0, 0)
-
-    def bind(self, book: Codebook) -> None:
-        """Follows `book` from now on, which must have read the same ids: the old one, or a copy of it."""
-        if self._next[1] == self.book.rewinds:
-            self._next = self._next[0], book.rewinds
-        self.book = book
-        if self._exclusions is not None:
-            self._exclusions.book = book
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
         """Returns logits [1, W]. The last id is taken from the codebook; `tokens` is not used."""
         excluded = self.excluded()
         return without(logits, excluded) if excluded else logits
-
-    def excluded(self) -> list[int]:
-        """Returns the ids that cannot follow what the codebook has read. Call it once, as `__call__` does."""
-        mark, rewinds = self.book.mark(), self.book.rewinds
-        if self._exclusions is None or (mark, rewinds) != self._next:
-            self._exclusions, excluded = Exclusions(self.book), []
-        else:
-            excluded = self._exclusions.read(self.book.last, self._installed)
-        self._installed, self._next = len(self.book), (mark + 1, rewinds)
-        return excluded
 
 
 def without(logits: mx.array, excluded: Sequence[int]) -> mx.array:
@@ -217,26 +87,3 @@ def unless_most(canonical: mx.array, logits: mx.array) -> mx.array:
     """
     before, left = (mx.logsumexp(x.astype(mx.float32), axis=-1, keepdims=True) for x in (logits, canonical))
     return mx.where(left >= before + math.log(1 - MOST), canonical, logits)
-
-
-def excluded_after(
-    book: Codebook, ids: Uint32s, ends: Collection[int] = ()
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Finds which ids cannot follow each of the given ids, and returns pairs as two arrays int64 [pairs].
-
-    A pair is an index into `ids` and an id that cannot follow the id there. book: the codebook before the ids; it is
-    not changed. ids: uint32 [n]. ends: indices of ids that any id may follow, because a prompt or another part that was
-    compressed on its own ends there.
-    """
-    book, at, out = book.copy(), [], []
-    exclusions = Exclusions(book)
-    for index, one in enumerate(ids.tolist()):
-        installed = len(book)
-        book.push(one)
-        excluded = exclusions.read(one, installed)
-        if index in ends:
-            exclusions.begin_part()
-            continue
-        at += [index] * len(excluded)
-        out += excluded
-    return np.array(at, np.int64), np.array(out, np.int64)

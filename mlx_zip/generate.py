@@ -28,7 +28,7 @@ from mlx_zip.loading import load
 from mlx_zip.machines import check_equal
 from mlx_zip.models.sharding import chosen_by_first, machines_of
 from mlx_zip.request import GenerationResponse, Request, base_config
-from mlx_zip.sampling import Sampling, SamplingOptions
+from mlx_zip.sampling import Sampling, SamplingOptions, make_sampler
 from mlx_zip.state import find_state, split_packs
 from mlx_zip.text.tokenizer import as_tokenizer
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
@@ -376,7 +376,7 @@ def _make_sampler(options: Sampling, sampler: Sampler | None, model: Any, tokeni
         return _shared(sampler, model)
     width = model.layout.width if is_zip(model) else base_config(model).get("vocab_size")
     never_excluded = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids] if options.xtc_probability else ()
-    return _shared(options.make_sampler(width, never_excluded), model)
+    return _shared(make_sampler(options, width, never_excluded), model)
 
 
 def _shared(sampler: Sampler, model: Any) -> Sampler:

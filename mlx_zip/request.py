@@ -17,7 +17,7 @@ from mlx_zip.canonical import CanonicalDecoding
 from mlx_zip.codec import compress_next
 from mlx_zip.errors import GenerationError
 from mlx_zip.layout import is_zip
-from mlx_zip.sampling import Sampling
+from mlx_zip.sampling import Sampling, make_processors
 from mlx_zip.state import find_state
 from mlx_zip.text.prompts import as_chat, encode_prompt
 from mlx_zip.text.stream import TextStream
@@ -162,7 +162,7 @@ class Request:
 
     def processors(self, options: Sampling, others: Sequence[LogitsProcessor] = ()) -> list[LogitsProcessor]:
         """Returns the sequence's logits processors: penalties, then `others`, then canonical decoding if it is on."""
-        chain = [*options.make_processors(self.base_limit, self._state, self._row), *others]
+        chain = [*make_processors(options, self.base_limit, self._state, self._row), *others]
         if self._book is not None and self._canonical:
             chain.append(CanonicalDecoding(self._book))
         return chain

@@ -42,7 +42,7 @@ def _run(args: argparse.Namespace, biases: dict[str, Any], prompt: str, group: A
     """Does what `run` does after its checks. group: the machines of this run, None for one."""
     from mlx_zip.generate import load, stream_generate
     from mlx_zip.machines import leave
-    from mlx_zip.sampling import as_logit_bias
+    from mlx_zip.sampling_options import as_logit_bias
     from mlx_zip.text.tokenizer import add_eos_tokens
 
     options = {name: getattr(args, name) for name in (*NUMBERS, *PASSED_ON)}

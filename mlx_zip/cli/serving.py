@@ -95,7 +95,7 @@ def _check(args: argparse.Namespace) -> None:
     if not args.drain < MOST_DRAIN_S:
         raise GenerationError(f"--drain must be below {MOST_DRAIN_S}, got {args.drain}")
 
-    from mlx_zip.sampling import Sampling
+    from mlx_zip.sampling_options import Sampling
 
     Sampling(**{name: getattr(args, name) for name in SAMPLING})
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mlx_zip.cuda.attention import attend, attend_one
+from mlx_zip.cuda.attention import Seen, attend, attend_one
 from mlx_zip.cuda.folder import Folder
 from mlx_zip.cuda.kernels.gate import silu_gate
 from mlx_zip.cuda.kernels.norm import add_rms_norm
@@ -34,33 +34,35 @@ class Decoder:
         of each sequence, which the call moves on; -1 for padding at the end. `kv.which` chooses the rotary set.
         """
         batch, length, width = h.shape
-        end = int(slots.max()) + 1
-        total = h.reshape(-1, width)
+        seen, total = Seen(slots), h.reshape(-1, width)
         for index, layer in enumerate(self.layers):
             x, total = add_rms_norm(total, None, layer.norm, self.config.eps)
             q = self._rotated(layer, index, layer.qkv(x).view(batch, length, -1), positions, slots, kv)
-            out = attend(q, kv.keys(index), kv.values(index), slots, end, layer.window)
+            out = attend(q, kv.keys(index), kv.values(index), seen, layer.window)
             x = layer.output(out.reshape(batch * length, -1))
             x, total = add_rms_norm(x, total, layer.mlp_norm, self.config.eps)
             total = total + layer.down(silu_gate(layer.gate_up(x)))
         kv.lengths.copy_(torch.maximum(kv.lengths, slots.amax(1) + 1))
         return add_rms_norm(total, None, self.norm, self.config.eps)[0].view(batch, length, width)
 
-    def step(self, h: torch.Tensor, positions: torch.Tensor, kv: KV) -> torch.Tensor:
+    def step(
+        self, h: torch.Tensor, positions: torch.Tensor, kv: KV, active: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Returns the output [B, D] of one embedding per sequence, h [B, D], which goes to the slot `kv.lengths`.
 
-        positions [B] int64. The call moves `kv.lengths` on, reads nothing on the host and allocates by shapes alone,
-        so that a CUDA graph can hold it.
+        positions [B] int64. active [B] int64: 1 where `kv.lengths` moves on, 0 for a sequence that takes no part and
+        whose output means nothing; None for 1 everywhere. The call reads nothing on the host and allocates by shapes
+        alone, so that a CUDA graph can hold it.
         """
-        slots, total = kv.lengths[:, None].clone(), h
-        kv.lengths.add_(1)
+        slots, seen, total = kv.lengths[:, None], kv.lengths + 1, h
         for index, layer in enumerate(self.layers):
             x, total = add_rms_norm(total, None, layer.norm, self.config.eps)
             q = self._rotated(layer, index, layer.qkv(x)[:, None], positions[:, None], slots, kv)
-            out = attend_one(q[:, 0], kv.keys(index), kv.values(index), kv.lengths, layer.window)
+            out = attend_one(q[:, 0], kv.keys(index), kv.values(index), seen, layer.window)
             x = layer.output(out.reshape(len(h), -1))
             x, total = add_rms_norm(x, total, layer.mlp_norm, self.config.eps)
             total = total + layer.down(silu_gate(layer.gate_up(x)))
+        kv.lengths.add_(1 if active is None else active)
         return add_rms_norm(total, None, self.norm, self.config.eps)[0]
 
     def _rotated(

@@ -55,7 +55,11 @@ class DecoderConfig:
         if kind not in SUPPORTED:
             raise ConfigError(f"model_type {kind!r} is not supported on CUDA; supported: {', '.join(SUPPORTED)}")
         check_options(config)
-        types, window, has_options = layer_types(config), sliding_window(config), kind in ("llama", "mistral")
+        types = layer_types(config)
+        ropes = [layer_rope(config, one) for one in sorted(set(types))]
+        if any(rope != ropes[0] for rope in ropes):
+            raise ConfigError("config.json: rope_parameters that differ between layers are not supported on CUDA")
+        window, has_options = sliding_window(config), kind in ("llama", "mistral")
         heads, width = config["num_attention_heads"], head_width(config)
         return cls(
             kind=kind,
@@ -74,7 +78,7 @@ class DecoderConfig:
             joined=kind == "phi3",
             windows=tuple(window if one == "sliding_attention" else None for one in types),
             tied=is_tied(config),
-            rope=make_rope(layer_rope(config, types[0]), width, config),
+            rope=make_rope(ropes[0], width, config),
             positions=config.get("max_position_embeddings") or 32768,
         )
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import mlx.core as mx
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
 
-from mlx_zip.sampling import Sampling
+from mlx_zip.sampling_options import Sampling
 
 Draw = Callable[[mx.array], mx.array]
 

@@ -32,7 +32,7 @@ from mlx_zip.engine.served import Served
 from mlx_zip.engine.session_options import Checkout
 from mlx_zip.engine.submissions import Checked, context_error
 from mlx_zip.errors import CodecError, EngineError, MlxZipError, first_line
-from mlx_zip.sampling import BasePenalties
+from mlx_zip.sampling import BasePenalties, make_processors
 from mlx_zip.state import ZipState, find_state
 
 log = logging.getLogger(__name__)
@@ -115,7 +115,7 @@ class Job:
         tokens = math.inf if submission.max_tokens == -1 else submission.max_tokens
         self._limit, self._max_steps = min(tokens, room if served.by_base else math.inf), min(tokens, room)
         self.canonical = CanonicalDecoding(self.book) if served.canonical and self.book is not None else None
-        self.penalties = self.checked.sampling.make_processors(served.vocab_size, self._state, 0)
+        self.penalties = make_processors(self.checked.sampling, served.vocab_size, self._state, 0)
         self._per_id = served.kv_bytes_per_id
         self.send(Started(len(base_ids), found.base_tokens, len(self.prompt_ids)))
 

@@ -19,7 +19,7 @@ from mlx_zip.layout import is_zip
 from mlx_zip.request import base_config
 from mlx_zip.state import ZipState
 from mlx_zip.state.saved import params_from_json, params_to_json
-from mlx_zip.state.starts import same_but_start
+from mlx_zip.vocab.starts import same_but_start
 
 QUANTIZED = {"bits": (2, 3, 4, 5, 6, 8), "group_size": (32, 64, 128)}
 LENGTH_AXIS = 2  # of keys and values

@@ -16,9 +16,9 @@ from mlx_zip.codec.ids import Uint32s, as_ids
 from mlx_zip.engine.interface import Submission
 from mlx_zip.errors import CodecError, DataError, GenerationError, MlxZipError, PromptTooLongError
 from mlx_zip.files import at_home
-from mlx_zip.sampling import Sampling
-from mlx_zip.state import with_starts
+from mlx_zip.sampling_options import Sampling
 from mlx_zip.vocab.packs import Pack, as_pack
+from mlx_zip.vocab.starts import with_starts
 
 PACKS_KEPT = 16
 UNLIMITED_IDS = 2048  # ids of answer that room is kept for when a request names no limit

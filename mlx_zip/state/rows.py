@@ -11,7 +11,7 @@ import numpy as np
 from mlx_zip.codec import Codebook
 from mlx_zip.hyper import CAPACITY_STEP, HeadTable, RowTable, TurningTable
 from mlx_zip.state.places import Key, Places, entries_of
-from mlx_zip.state.starts import Tuned, tuned_fingerprint
+from mlx_zip.vocab.starts import Tuned, tuned_fingerprint
 
 
 class SequenceRows:

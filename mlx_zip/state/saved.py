@@ -9,7 +9,7 @@ from typing import Any
 
 from mlx_zip.codec import CodecParams
 from mlx_zip.errors import ModelError
-from mlx_zip.state.starts import Tuned
+from mlx_zip.vocab.starts import Tuned
 
 
 def params_to_json(codecs: Sequence[CodecParams]) -> str:

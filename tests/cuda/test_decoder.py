@@ -18,7 +18,7 @@ mx = pytest.importorskip("mlx.core")
 from mlx_zip.cuda.decoder import Decoder  # noqa: E402
 from mlx_zip.cuda.folder import Folder, read_folder  # noqa: E402
 from mlx_zip.cuda.kernels.packed import Packed  # noqa: E402
-from mlx_zip.cuda.linear import unpacked  # noqa: E402
+from mlx_zip.cuda.kernels.unpack import unpack  # noqa: E402
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -74,7 +74,7 @@ class Reader:
 
 
 def dense(weight: torch.Tensor | Packed) -> torch.Tensor:
-    return unpacked(weight, weight.scales.dtype) if isinstance(weight, Packed) else weight
+    return unpack(weight, weight.scales.dtype) if isinstance(weight, Packed) else weight
 
 
 def expected(model: Any, chunks: Sequence[Sequence[int]]) -> np.ndarray:
@@ -121,3 +121,24 @@ def test_a_decoder_packed_by_mlx_agrees_with_mlx(bits, family, way, tmp_path):
     own = {"layers.1.mlp.down_proj": False, "layers.0.self_attn.o_proj": {"bits": 8, "group_size": 32}}
     record = pack(model, bits, 32, own)
     check(model, save(model, tmp_path / "model", quantization=record), way)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["stories", "stories-base"])
+def test_a_bundled_model_agrees_with_mlx(name, way):
+    from mlx_zip.loading import load
+
+    model = load(name)[0]
+    ids = random_ids(len(IDS), below=2048)
+    reader = Reader(read_folder(name, "cpu"))
+    found = np.concatenate([reader(chunk) for chunk in way(ids)])
+    np.testing.assert_allclose(found, of_bundled(model, way(ids)), atol=2e-4, rtol=2e-4)
+
+
+def of_bundled(model: Any, chunks: Sequence[Sequence[int]]) -> np.ndarray:
+    """Returns MLX's base logits [L, 40] of ids that come in chunks, from a model with or without hypertokens."""
+    from mlx_lm.models.cache import make_prompt_cache
+
+    cache = make_prompt_cache(model)
+    found = [np.array(model(mx.array([list(chunk)]), cache=cache)[0, :, :VOCAB]) for chunk in chunks]
+    return np.concatenate(found)

@@ -12,7 +12,7 @@ from mlx_zip.decode_batch import BatchLoop
 from mlx_zip.models import Model
 from mlx_zip.models.ahead import Ahead
 from mlx_zip.models.launches import launches
-from mlx_zip.sampling import Sampling
+from mlx_zip.sampling import Sampling, make_processors
 from support import tiny
 
 STEPS, LENGTHS = 30, (40, 25, 33)
@@ -101,7 +101,7 @@ def test_processors_follow_their_sequences_when_others_leave(ahead):
     def loop_with_penalties():
         loop, cache = loop_of(model, ahead)
         canonical = [[CanonicalDecoding(book)] for book in cache[-1].books]
-        loop.processors = [[*option.make_processors(tiny.VOCAB, cache[-1], b), *canonical[b]] for b in range(3)]
+        loop.processors = [[*make_processors(option, tiny.VOCAB, cache[-1], b), *canonical[b]] for b in range(3)]
         return loop
 
     whole = emitted(loop_with_penalties())

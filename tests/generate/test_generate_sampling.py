@@ -11,7 +11,7 @@ from mlx_lm.sample_utils import make_logits_processors
 
 from mlx_zip.codec import CodecParams, compress
 from mlx_zip.errors import GenerationError
-from mlx_zip.sampling import MOST_BIAS, Sampling, base_ids_only
+from mlx_zip.sampling import MOST_BIAS, Sampling, base_ids_only, make_processors, make_sampler
 from mlx_zip.state import ZipState
 from support import tiny
 from support.generating import ENDLESS, PROMPT
@@ -36,7 +36,7 @@ def some_logits(state):
 
 
 def processed(options, state, logits):
-    (processor,) = options.make_processors(PARAMS.vocab_size, state)
+    (processor,) = make_processors(options, PARAMS.vocab_size, state)
     return np.array(processor(mx.array([0]), mx.array(logits)))
 
 
@@ -100,7 +100,7 @@ def test_columns_that_are_closed_stay_closed():
 
 def test_the_logits_keep_their_dtype():
     state = read(tiny.base_ids(60))
-    (processor,) = Sampling(presence_penalty=1.0).make_processors(PARAMS.vocab_size, state)
+    (processor,) = make_processors(Sampling(presence_penalty=1.0), PARAMS.vocab_size, state)
     assert processor(mx.array([0]), mx.array(some_logits(state)).astype(mx.bfloat16)).dtype == mx.bfloat16
 
 
@@ -151,7 +151,7 @@ def test_penalties_that_follow_a_request_equal_the_plain_form_bit_for_bit(name, 
     options, pad_id = Sampling(**{**ONE_BY_ONE, **ODD}[name]), 39 if merge_size == 2 else None
     rng, params = np.random.default_rng(3), CodecParams(40, 20, merge_size, [39], pad_id, [(1, 2)], policy)
     state = ZipState(params)
-    (processor,) = options.make_processors(params.vocab_size, state)
+    (processor,) = make_processors(options, params.vocab_size, state)
     for step in range(60):
         book = state.books[0]
         if step % 20 == 19:
@@ -166,28 +166,28 @@ def test_penalties_that_follow_a_request_equal_the_plain_form_bit_for_bit(name, 
 
 
 def test_without_penalties_there_is_nothing_to_process():
-    assert Sampling().make_processors(PARAMS.vocab_size, ZipState(PARAMS)) == []
+    assert make_processors(Sampling(), PARAMS.vocab_size, ZipState(PARAMS)) == []
 
 
 @pytest.mark.parametrize("base_id", [-1, PARAMS.vocab_size, "3"])
 def test_a_bias_on_what_is_no_base_id_is_refused(base_id):
     with pytest.raises(GenerationError, match="--logit-bias"):
-        Sampling(logit_bias={base_id: 1.0}).make_processors(PARAMS.vocab_size, ZipState(PARAMS))
+        make_processors(Sampling(logit_bias={base_id: 1.0}), PARAMS.vocab_size, ZipState(PARAMS))
 
 
 def test_biases_that_rule_out_every_base_id_are_refused():
     biases = dict.fromkeys(range(PARAMS.vocab_size), float("-inf"))
     with pytest.raises(GenerationError, match="rules out every base id"):
-        Sampling(logit_bias=biases).make_processors(PARAMS.vocab_size, ZipState(PARAMS))
+        make_processors(Sampling(logit_bias=biases), PARAMS.vocab_size, ZipState(PARAMS))
     del biases[5]
-    assert Sampling(logit_bias=biases).make_processors(PARAMS.vocab_size, ZipState(PARAMS))
+    assert make_processors(Sampling(logit_bias=biases), PARAMS.vocab_size, ZipState(PARAMS))
 
 
 def test_the_largest_bias_fits_the_narrowest_logits():
     state, merge_size = read(tiny.base_ids(60)), 16
     options = Sampling(logit_bias=dict.fromkeys(range(PARAMS.vocab_size), MOST_BIAS))
     logits = mx.array(some_logits(state)).astype(mx.float16)
-    (processor,) = options.make_processors(PARAMS.vocab_size, state)
+    (processor,) = make_processors(options, PARAMS.vocab_size, state)
     assert float(mx.max(processor(mx.array([0]), logits)).item()) < math.inf
     assert merge_size * MOST_BIAS < 65504
 
@@ -237,7 +237,7 @@ def test_a_value_out_of_range_is_refused_by_the_flags_name(name, value):
 @pytest.mark.parametrize("name", ["top_k", "min_tokens_to_keep"])
 def test_a_count_as_wide_as_the_logits_is_refused(name):
     with pytest.raises(GenerationError, match=f"--{name.replace('_', '-')}.*{WIDTH}"):
-        Sampling(temp=1.0, **{name: WIDTH}).make_sampler(WIDTH, [])
+        make_sampler(Sampling(temp=1.0, **{name: WIDTH}), WIDTH, [])
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ def test_a_count_as_wide_as_the_logits_is_refused(name):
 def test_no_sampler_chooses_a_closed_column(options):
     state = read(tiny.base_ids(60))
     logits = mx.array(np.repeat(some_logits(state), 200, axis=0))
-    sampler = Sampling(temp=2.0, **options).make_sampler(WIDTH, [0])
+    sampler = make_sampler(Sampling(temp=2.0, **options), WIDTH, [0])
     chosen = np.array(sampler(logits - mx.logsumexp(logits, axis=-1, keepdims=True)))
     assert chosen.max() < PARAMS.vocab_size + len(state.books[0])
 

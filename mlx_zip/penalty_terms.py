@@ -1,0 +1,95 @@
+"""The numbers of penalties and biases at each step, over base tokens. Needs neither MLX nor PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from mlx_zip.codec import Codebook
+from mlx_zip.entry_sums import EntrySums
+from mlx_zip.sampling_options import Sampling
+
+
+class HasBooks(Protocol):
+    """The sequences of a batch. books: the codebook of each."""
+
+    @property
+    def books(self) -> Sequence[Codebook]: ...
+
+
+class PenaltyTerms:
+    """Follows a sequence's base tokens and computes what mlx-lm's penalties and biases change, and by how much.
+
+    A base id is penalised as in mlx-lm. A hypertoken gets the sum of its base ids' biases, presence and frequency
+    penalties, and the repetition penalty r once for each of its k base ids that were seen (a factor r^k).
+
+    A call computes only columns that have a penalty or a bias, and those of entries anew only if they changed.
+    """
+
+    def __init__(self, sampling: Sampling, state: HasBooks, row: int) -> None:
+        self.sampling, self.state, self.row = sampling, state, row
+        # Terms over base ids, [V + 1]: bias, 1 where the repetition penalty applies, and what is subtracted. The last
+        # element is 0 and stands for the padding of entries.
+        size = state.books[row].params.vocab_size + 1
+        self._bias, self._seen, self._taken = (np.zeros(size, np.float32) for _ in range(3))
+        self._terms = self._bias, self._seen, self._taken
+        for base_id, value in (sampling.logit_bias or {}).items():
+            self._bias[base_id] = value
+        self._biased, self._context = np.flatnonzero(self._bias), np.zeros(0, np.int64)
+        self._changed = np.zeros(size, bool)  # base ids whose terms have changed since the last call
+        options = (
+            sampling.logit_bias,
+            sampling.repetition_penalty,
+            sampling.presence_penalty or sampling.frequency_penalty,
+        )
+        self._used = [index for index, option in enumerate(options) if option]  # which of the terms may not be 0
+        self._sums = EntrySums([self._terms[i] for i in self._used], state.books[row].params.merge_size)
+
+    def bind(self, state: HasBooks, row: int) -> None:
+        """Makes the terms follow the same sequence in another state, or in another row, from now on."""
+        self.state, self.row = state, row
+
+    def columns(self) -> tuple[np.ndarray, list[np.ndarray]]:
+        """Returns the columns [N] in which any of the three terms is not 0, and the terms there, [N] each."""
+        changed = self._update_context()
+        self._changed[changed] = True
+        sums = self._sums.update(self.state.books[self.row], self._changed)
+        self._changed[changed] = False
+        context = self._context
+        others = (self._bias[context] == 0) & ((self._seen[context] != 0) | (self._taken[context] != 0))
+        base_ids = np.concatenate([self._biased, context[others]])
+        slots = np.flatnonzero(sums.any(axis=0))
+        columns = np.concatenate([base_ids, len(self._bias) - 1 + slots])
+        terms = [np.zeros(len(columns), np.float32)] * 3
+        for index, of in zip(self._used, sums, strict=True):
+            terms[index] = np.concatenate([self._terms[index][base_ids], of[slots]])
+        return columns, terms
+
+    def _update_context(self) -> np.ndarray:
+        """Computes the terms for the context of now and returns the base ids whose terms have changed."""
+        repeated, present, counted = self._contexts()
+        context = np.unique(np.concatenate([repeated, present, counted]))
+        both = np.concatenate([self._context, context])
+        seen, taken = self._seen[both], self._taken[both]
+        self._seen[both] = self._taken[both] = 0
+        self._seen[repeated] = 1
+        if self.sampling.presence_penalty:
+            self._taken[present] += self.sampling.presence_penalty
+        if self.sampling.frequency_penalty:
+            np.add.at(self._taken, counted, self.sampling.frequency_penalty)
+        self._context = context
+        return both[(seen != self._seen[both]) | (taken != self._taken[both])]
+
+    def _contexts(self) -> list[np.ndarray]:
+        """Returns the last base tokens that were read, as many as each penalty looks at; none for one that is off."""
+        options, book = self.sampling, self.state.books[self.row]
+        counts = [
+            options.repetition_context_size if options.repetition_penalty else 0,
+            options.presence_context_size if options.presence_penalty else 0,
+            options.frequency_context_size if options.frequency_penalty else 0,
+        ]
+        last = book.base_ids(max(0, book.mark() - max(counts)))  # the last n ids have at least n base tokens
+        last = last[last < len(self._bias) - 1]  # a batch's ended row reads a pad id, which may be no base id
+        return [last[max(0, len(last) - count) :] for count in counts]

@@ -1,0 +1,148 @@
+"""Several sequences in one PyTorch decoder: each computes what it computes alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from support.torch_folders import make_model, save
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("mlx.core")
+
+from mlx_zip.cuda.decoder import Decoder  # noqa: E402
+from mlx_zip.cuda.folder import read_folder  # noqa: E402
+from mlx_zip.cuda.kv import KV  # noqa: E402
+from mlx_zip.cuda.rope import LONG, SHORT  # noqa: E402
+
+FAMILIES = ["llama", "mistral", "phi3", "qwen3"]
+ROOM = 60  # slots of a sequence
+
+
+def open_decoder(folder: Path, family: str = "llama") -> Decoder:
+    return Decoder(read_folder(save(make_model(family), folder / family), "cpu"))
+
+
+def embeddings(decoder: Decoder, seed: int) -> torch.Tensor:
+    """Returns random embeddings [1, 50, D]."""
+    return torch.randn((1, 50, decoder.config.width), generator=torch.Generator().manual_seed(seed))
+
+
+def read(decoder: Decoder, h: torch.Tensor, kv: KV) -> torch.Tensor:
+    """Reads h [1, L, D] as the next ids of a lone sequence."""
+    at = int(kv.lengths[0]) + torch.arange(h.shape[1])[None]
+    kv.which.fill_(decoder.rope.which(49))
+    return decoder.read(h, at, at, kv)
+
+
+def alone(decoder: Decoder, h: torch.Tensor) -> torch.Tensor:
+    """Returns the outputs [50, D] of h [1, 50, D], read in one call."""
+    return read(decoder, h, decoder.make_kv(1, ROOM))[0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_of_different_lengths_step_together_as_each_does_alone(family, tmp_path):
+    decoder, lengths = open_decoder(tmp_path, family), [3, 40, 17]
+    kv, inputs = decoder.make_kv(3, ROOM), [embeddings(decoder, seed) for seed in range(3)]
+    for row, length in enumerate(lengths):
+        read(decoder, inputs[row][:, :length], kv.rows(row, row + 1))
+    for step in range(6):
+        at = torch.tensor([length + step for length in lengths])
+        h = torch.cat([inputs[row][:, at[row]] for row in range(3)])
+        out = decoder.step(h, at, kv)
+        expected = torch.stack([alone(decoder, inputs[row])[at[row]] for row in range(3)])
+        torch.testing.assert_close(out, expected, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_are_read_together_with_padding_at_the_end(family, tmp_path):
+    decoder, counts, begins = open_decoder(tmp_path, family), [10, 4], [5, 21]
+    kv, inputs = decoder.make_kv(2, ROOM), [embeddings(decoder, seed) for seed in range(2)]
+    for row, begin in enumerate(begins):
+        read(decoder, inputs[row][:, :begin], kv.rows(row, row + 1))
+    h, slots = torch.full((2, 10, decoder.config.width), 9.0), torch.full((2, 10), -1)
+    for row, (begin, count) in enumerate(zip(begins, counts, strict=True)):
+        h[row, :count] = inputs[row][0, begin : begin + count]
+        slots[row, :count] = torch.arange(begin, begin + count)
+    out = decoder.read(h, slots.clamp(min=0), slots, kv)
+    assert kv.lengths.tolist() == [15, 25]
+    for row, (begin, count) in enumerate(zip(begins, counts, strict=True)):
+        expected = alone(decoder, inputs[row])[begin : begin + count]
+        torch.testing.assert_close(out[row, :count], expected, atol=2e-4, rtol=2e-4)
+
+
+def test_a_row_that_takes_no_part_in_a_step_goes_on_as_before(tmp_path):
+    decoder = open_decoder(tmp_path)
+    kv, inputs = decoder.make_kv(2, ROOM), [embeddings(decoder, seed) for seed in range(2)]
+    for row in range(2):
+        read(decoder, inputs[row][:, :5], kv.rows(row, row + 1))
+    decoder.step(inputs[0][0, 5:7] + 1, torch.tensor([5, 5]), kv, active=torch.tensor([1, 0]))
+    assert kv.lengths.tolist() == [6, 5]
+    out = read(decoder, inputs[1][:, 5:9], kv.rows(1, 2))
+    torch.testing.assert_close(out[0], alone(decoder, inputs[1])[5:9], atol=2e-4, rtol=2e-4)
+
+
+def test_rows_of_short_and_long_factors_step_together(tmp_path):
+    decoder = open_decoder(tmp_path, "phi3")
+    assert decoder.rope.long_from == 32
+    assert [decoder.rope.which(last) for last in (0, 31, 32, 500)] == [SHORT, SHORT, LONG, LONG]
+    kv, h = decoder.make_kv(2, ROOM), embeddings(decoder, 0)[:, :20]
+    at = torch.arange(20)[None]
+    for row in (SHORT, LONG):
+        kv.which[row] = row
+        decoder.read(h, at, at, kv.rows(row, row + 1))
+    both = decoder.step(h[:, 0].repeat(2, 1), torch.tensor([20, 20]), kv)
+    for row in (SHORT, LONG):
+        lone = decoder.make_kv(1, ROOM)
+        lone.which.fill_(row)
+        decoder.read(h, at, at, lone)
+        torch.testing.assert_close(both[row], decoder.step(h[:, 0], torch.tensor([20]), lone)[0], atol=2e-4, rtol=2e-4)
+    assert (both[SHORT] - both[LONG]).abs().max() > 0.01
+
+
+def test_positions_need_not_be_slots(tmp_path):
+    """As in the position mode base_token_end: only differences between positions count, and windows count slots."""
+    decoder = open_decoder(tmp_path, "mistral")
+    h, slots = embeddings(decoder, 0), torch.arange(50)[None]
+    positions = torch.cumsum(torch.arange(50)[None] % 3 + 1, 1)
+    whole = decoder.read(h, positions, slots, decoder.make_kv(1, ROOM))
+    kv = decoder.make_kv(1, ROOM)
+    decoder.read(h[:, :30], positions[:, :30] + 7, slots[:, :30], kv)
+    for at in range(30, 50):
+        out = decoder.step(h[:, at], positions[:, at] + 7, kv)
+        torch.testing.assert_close(out, whole[:, at], atol=2e-4, rtol=2e-4)
+    assert (whole - decoder.read(h, slots, slots, decoder.make_kv(1, ROOM))).abs().max() > 0.01
+
+
+def test_a_trimmed_saved_or_copied_row_goes_on_as_it_would_have(tmp_path):
+    decoder = open_decoder(tmp_path)
+    h = embeddings(decoder, 3)
+    expected = alone(decoder, h)[20:24]
+    kv = decoder.make_kv(4, ROOM)
+    first = kv.rows(0, 1)
+    read(decoder, h[:, :20], first)
+    read(decoder, embeddings(decoder, 4)[:, :9], first)
+    kv.trim(0, 20)
+    kv.copy_row(0, 2)
+    kv.load(3, *kv.save(0, 20))
+    assert kv.lengths.tolist() == [20, 0, 20, 20]
+    for row in (0, 2, 3):
+        out = read(decoder, h[:, 20:24], kv.rows(row, row + 1))[0]
+        torch.testing.assert_close(out, expected, atol=2e-4, rtol=2e-4)
+
+
+def test_a_step_past_the_capacity_writes_nothing(tmp_path):
+    decoder = open_decoder(tmp_path)
+    kv, h = decoder.make_kv(2, 4), embeddings(decoder, 0)
+    read(decoder, h[:, :4], kv.rows(0, 1))
+    before = kv.whole.clone()
+    decoder.step(h[0, :2], torch.tensor([4, 0]), kv, active=torch.tensor([1, 0]))
+    assert torch.equal(kv.whole[:, :, 0], before[:, :, 0])
+
+
+def test_a_prompt_of_one_id_is_read(tmp_path):
+    decoder = open_decoder(tmp_path)
+    h, kv = embeddings(decoder, 0), decoder.make_kv(1, ROOM)
+    out = torch.cat([read(decoder, h[:, :1], kv), read(decoder, h[:, 1:2], kv)], dim=1)
+    torch.testing.assert_close(out[0], alone(decoder, h)[:2], atol=2e-4, rtol=2e-4)
