@@ -7,19 +7,43 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 
-def attend(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, end: int, window: int | None
-) -> torch.Tensor:
-    """Returns softmax(q k' / sqrt(E)) v [B, L, H, E]; a query sees the keys of its own slot and of earlier ones.
+class Seen:
+    """Which keys the queries of one call see: the key of the own slot and earlier ones, within a layer's window.
 
-    q [B, L, H, E]; keys, values [B, K, S, E]; slots [B, L] int64, -1 for padding, whose result means nothing. end: one
-    more than the highest slot. window: a query sees that many keys, its own among them; None for all.
+    slots [B, L] int64: the slot of each query, -1 for padding, whose results mean nothing. The host reads them once.
     """
-    mask = None if window is None and _in_order(slots, end) else _mask(slots, end, window)
+
+    def __init__(self, slots: torch.Tensor) -> None:
+        """Keeps the slots and looks whether all rows end at the same slot, as one row does."""
+        self.slots = slots
+        self.end = int(slots.max()) + 1
+        last = torch.arange(self.end - slots.shape[1], self.end, device=slots.device)
+        self.is_in_order = bool((slots == last).all())
+        self.masks: dict[int | None, torch.Tensor] = {}
+
+    def mask(self, window: int | None) -> torch.Tensor | None:
+        """Returns which keys each query sees, [B, 1, L, end] bool; None if all keys up to its own in order.
+
+        window: a query sees that many keys, its own among them; None for all.
+        """
+        window = None if window is None or window >= self.end else window
+        if window is None and self.is_in_order:
+            return None
+        if window not in self.masks:
+            self.masks[window] = seen_keys(self.slots, self.end, window)
+        return self.masks[window]
+
+
+def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: Seen, window: int | None) -> torch.Tensor:
+    """Returns softmax(q k' / sqrt(E)) v [B, L, H, E] of q [B, L, H, E]; keys, values [B, K, S, E]."""
+    mask, q = seen.mask(window), q.transpose(1, 2)
+    keys, values = keys[:, :, : seen.end], values[:, :, : seen.end]
     if mask is None:
-        mask = causal_lower_right(q.shape[1], end)
-    seen = keys[:, :, :end], values[:, :, :end]
-    return scaled_dot_product_attention(q.transpose(1, 2), *seen, attn_mask=mask, enable_gqa=True).transpose(1, 2)
+        order = causal_lower_right(q.shape[2], seen.end)
+        return scaled_dot_product_attention(q, keys, values, attn_mask=order, enable_gqa=True).transpose(1, 2)
+    # with a mask, PyTorch's fused operations want a key head for each query head
+    keys, values = (part.repeat_interleave(q.shape[1] // part.shape[1], dim=1) for part in (keys, values))
+    return scaled_dot_product_attention(q, keys, values, attn_mask=mask).transpose(1, 2)
 
 
 def attend_one(
@@ -27,21 +51,15 @@ def attend_one(
 ) -> torch.Tensor:
     """Returns softmax(q k' / sqrt(E)) v [B, H, E] of one query per sequence, the last of its keys.
 
-    q [B, H, E]; keys, values [B, K, S, E]; lengths [B] int64: keys of each sequence, with its own. window:
-    as in `attend`. Nothing is read on the host.
+    q [B, H, E]; keys, values [B, K, S, E]; lengths [B] int64: keys of each sequence, with its own. window: as in
+    `Seen.mask`. Nothing is read on the host.
     """
-    mask = _mask(lengths[:, None] - 1, keys.shape[2], window)
+    mask = seen_keys(lengths[:, None] - 1, keys.shape[2], window)
     return scaled_dot_product_attention(q[:, :, None], keys, values, attn_mask=mask, enable_gqa=True)[:, :, 0]
 
 
-def _in_order(slots: torch.Tensor, end: int) -> bool:
-    """Returns whether each row's last queries are those of the slots up to `end`."""
-    last = torch.arange(end - slots.shape[1], end, device=slots.device)
-    return bool((slots == last).all())
-
-
-def _mask(slots: torch.Tensor, end: int, window: int | None) -> torch.Tensor:
-    """Returns which keys each query sees, [B, 1, L, end] bool. A query of padding sees the first key."""
+def seen_keys(slots: torch.Tensor, end: int, window: int | None) -> torch.Tensor:
+    """Returns which of `end` keys each query sees, [B, 1, L, end] bool. A query of padding sees the first key."""
     key, own = torch.arange(end, device=slots.device), slots.clamp(min=0)[:, None, :, None]
     seen = key <= own
     return seen if window is None else seen & (key > own - window)

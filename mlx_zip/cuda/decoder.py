@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mlx_zip.cuda.attention import attend, attend_one
+from mlx_zip.cuda.attention import Seen, attend, attend_one
 from mlx_zip.cuda.folder import Folder
 from mlx_zip.cuda.kernels.gate import silu_gate
 from mlx_zip.cuda.kernels.norm import add_rms_norm
@@ -34,12 +34,11 @@ class Decoder:
         of each sequence, which the call moves on; -1 for padding at the end. `kv.which` chooses the rotary set.
         """
         batch, length, width = h.shape
-        end = int(slots.max()) + 1
-        total = h.reshape(-1, width)
+        seen, total = Seen(slots), h.reshape(-1, width)
         for index, layer in enumerate(self.layers):
             x, total = add_rms_norm(total, None, layer.norm, self.config.eps)
             q = self._rotated(layer, index, layer.qkv(x).view(batch, length, -1), positions, slots, kv)
-            out = attend(q, kv.keys(index), kv.values(index), slots, end, layer.window)
+            out = attend(q, kv.keys(index), kv.values(index), seen, layer.window)
             x = layer.output(out.reshape(batch * length, -1))
             x, total = add_rms_norm(x, total, layer.mlp_norm, self.config.eps)
             total = total + layer.down(silu_gate(layer.gate_up(x)))

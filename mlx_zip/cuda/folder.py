@@ -13,7 +13,7 @@ from mlx_zip.config import ZipConfig, config_of
 from mlx_zip.cuda.checkpoint import FLOATS, Entry, list_tensors, read_tensors
 from mlx_zip.cuda.decoder_config import DecoderConfig
 from mlx_zip.cuda.kernels.packed import Packed
-from mlx_zip.cuda.memory import check_room, find_device
+from mlx_zip.cuda.memory import check_dtype, check_room, find_device
 from mlx_zip.errors import ModelError
 from mlx_zip.folders import model_folder, read_config
 from mlx_zip.register import MODEL_TYPE
@@ -83,6 +83,7 @@ def read_folder(
         if not name.startswith(skip) and "rotary_emb.inv_freq" not in name
     }
     kind = _dtype(dtype) or _own_dtype(folder, entries)
+    check_dtype(kind, where)
     _check_room(folder, entries, kind, decoder, where)
     tensors = read_tensors(folder, config, entries, where, kind)
     files = {name: entry.file for name, entry in entries.items()}

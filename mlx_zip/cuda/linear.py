@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from mlx_zip.cuda.kernels.packed import Packed
+from mlx_zip.cuda.kernels.unpack import unpack
 
 
 @dataclass(frozen=True)
@@ -19,18 +20,8 @@ class Linear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Returns the product by PyTorch's matrix product; a packed matrix is unpacked for the call."""
-        weight = unpacked(self.weight, x.dtype) if isinstance(self.weight, Packed) else self.weight
+        weight = unpack(self.weight, x.dtype) if isinstance(self.weight, Packed) else self.weight
         return torch.nn.functional.linear(x, weight, self.bias)
-
-
-def unpacked(packed: Packed, dtype: torch.dtype) -> torch.Tensor:
-    """Returns the matrix [R, D] in `dtype`, rounded once from float32."""
-    levels = packed.words.view(torch.uint8)
-    if packed.bits == 4:  # the low half of a byte is the earlier column
-        levels = torch.stack([levels & 15, levels >> 4], dim=-1)
-    grouped = levels.view(*packed.scales.shape, packed.group_size).float()
-    exact = torch.addcmul(packed.biases[..., None].float(), grouped, packed.scales[..., None].float())
-    return exact.to(dtype).view(packed.shape)
 
 
 def joined(parts: Sequence[Linear]) -> Linear:
@@ -44,7 +35,7 @@ def joined(parts: Sequence[Linear]) -> Linear:
     dense = [part.weight for part in parts if isinstance(part.weight, torch.Tensor)]
     if packed and dense:
         dtype = dense[0].dtype
-        dense = [unpacked(part.weight, dtype) if isinstance(part.weight, Packed) else part.weight for part in parts]
+        dense = [unpack(part.weight, dtype) if isinstance(part.weight, Packed) else part.weight for part in parts]
     weight = torch.cat(dense) if dense else _joined_packed(packed)
     return Linear(weight, _joined_biases(parts))
 

@@ -26,9 +26,18 @@ def _check_cuda(device: torch.device) -> None:
     """Raises `ModelError` with PyTorch's reason unless the card can be used: no card, no driver, an old driver."""
     try:
         torch.cuda.init()
-        torch.empty(1, device=device)
+        torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError) as error:
         raise ModelError(f"device {device}: no usable CUDA card here: {first_line(error)}") from error
+
+
+def check_dtype(dtype: torch.dtype, device: torch.device) -> None:
+    """Raises `ModelError` for bfloat16 on a card that is too old for it."""
+    if device.type != "cuda" or dtype != torch.bfloat16:
+        return
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        raise ModelError(f"device {device} has compute capability {major}.{minor}; bfloat16 needs 8.0: ask for float16")
 
 
 def free_bytes(device: torch.device) -> int | None:

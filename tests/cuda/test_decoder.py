@@ -18,7 +18,7 @@ mx = pytest.importorskip("mlx.core")
 from mlx_zip.cuda.decoder import Decoder  # noqa: E402
 from mlx_zip.cuda.folder import Folder, read_folder  # noqa: E402
 from mlx_zip.cuda.kernels.packed import Packed  # noqa: E402
-from mlx_zip.cuda.linear import unpacked  # noqa: E402
+from mlx_zip.cuda.kernels.unpack import unpack  # noqa: E402
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -74,7 +74,7 @@ class Reader:
 
 
 def dense(weight: torch.Tensor | Packed) -> torch.Tensor:
-    return unpacked(weight, weight.scales.dtype) if isinstance(weight, Packed) else weight
+    return unpack(weight, weight.scales.dtype) if isinstance(weight, Packed) else weight
 
 
 def expected(model: Any, chunks: Sequence[Sequence[int]]) -> np.ndarray:

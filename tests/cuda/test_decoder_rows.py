@@ -139,3 +139,10 @@ def test_a_step_past_the_capacity_writes_nothing(tmp_path):
     before = kv.whole.clone()
     decoder.step(h[0, :2], torch.tensor([4, 0]), kv, active=torch.tensor([1, 0]))
     assert torch.equal(kv.whole[:, :, 0], before[:, :, 0])
+
+
+def test_a_prompt_of_one_id_is_read(tmp_path):
+    decoder = open_decoder(tmp_path)
+    h, kv = embeddings(decoder, 0), decoder.make_kv(1, ROOM)
+    out = torch.cat([read(decoder, h[:, :1], kv), read(decoder, h[:, 1:2], kv)], dim=1)
+    torch.testing.assert_close(out[0], alone(decoder, h)[:2], atol=2e-4, rtol=2e-4)

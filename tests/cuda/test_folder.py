@@ -22,8 +22,9 @@ from mlx_zip.cuda.decoder import Decoder  # noqa: E402
 from mlx_zip.cuda.decoder_config import DecoderConfig  # noqa: E402
 from mlx_zip.cuda.folder import read_folder  # noqa: E402
 from mlx_zip.cuda.kernels.packed import Packed, dequantize  # noqa: E402
+from mlx_zip.cuda.kernels.unpack import unpack  # noqa: E402
 from mlx_zip.cuda.kv import kv_bytes, make_kv  # noqa: E402
-from mlx_zip.cuda.linear import Linear, joined, unpacked  # noqa: E402
+from mlx_zip.cuda.linear import Linear, joined  # noqa: E402
 
 DTYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
 DOWN = "model.layers.1.mlp.down_proj"
@@ -133,7 +134,7 @@ def test_a_packed_matrix_has_the_values_that_mlx_gives_it(group, bits):
     parts = [torch.from_numpy(np.array(part)) for part in (words.view(mx.int32), scales, biases)]
     packed = Packed(parts[0], parts[1], parts[2], bits, group)
     expected = torch.from_numpy(np.array(mx.dequantize(words, scales, biases, group, bits)))
-    torch.testing.assert_close(unpacked(packed, torch.float32), expected, atol=1e-6, rtol=0)
+    torch.testing.assert_close(unpack(packed, torch.float32), expected, atol=1e-6, rtol=0)
     torch.testing.assert_close(dequantize(packed), expected, atol=1e-6, rtol=0)
 
 
@@ -148,7 +149,7 @@ def test_matrices_packed_in_different_ways_are_joined_without_loss():
     assert isinstance(whole.weight, Packed)
     whole.weight.check()
     assert (whole.weight.bits, whole.weight.group_size) == (8, 32)
-    assert torch.equal(unpacked(whole.weight, torch.float32), torch.cat([unpacked(p, torch.float32) for p in parts]))
+    assert torch.equal(unpack(whole.weight, torch.float32), torch.cat([unpack(p, torch.float32) for p in parts]))
     assert whole.bias is not None
     assert whole.bias.tolist() == [0, 0, 0, 0, 1, 2, 3, 4, 0, 0]
 
@@ -157,7 +158,7 @@ def test_a_dense_and_a_packed_matrix_are_joined_as_a_dense_one():
     packed, dense = random_packed(3, 4, 64), torch.rand(2, 128)
     whole = joined([Linear(packed), Linear(dense)])
     assert isinstance(whole.weight, torch.Tensor)
-    assert torch.equal(whole.weight, torch.cat([unpacked(packed, torch.float32), dense]))
+    assert torch.equal(whole.weight, torch.cat([unpack(packed, torch.float32), dense]))
 
 
 # ---- what is refused
@@ -299,6 +300,25 @@ def test_a_machine_without_a_card_says_so():
     with pytest.raises(ModelError, match=r"^device cuda: no usable CUDA card here: "):
         memory.find_device("cuda")
     assert memory.find_device() == torch.device("cpu")
+
+
+def test_an_old_driver_is_named_in_one_line(monkeypatch):
+    def init() -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 1).\nPlease update it")
+
+    monkeypatch.setattr(torch.cuda, "init", init)
+    with pytest.raises(
+        ModelError, match=r"^device cuda:0: no usable CUDA card here: The NVIDIA driver .* \(found version 1\).$"
+    ):
+        memory.find_device("cuda:0")
+
+
+def test_bfloat16_on_a_card_without_it_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    with pytest.raises(ModelError, match=r"device cuda has compute capability 7.5; bfloat16 needs 8.0"):
+        memory.check_dtype(torch.bfloat16, torch.device("cuda"))
+    memory.check_dtype(torch.float16, torch.device("cuda"))
+    memory.check_dtype(torch.bfloat16, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("name", ["gpu", "mps", "cuda:x"])

@@ -1,0 +1,185 @@
+"""The hyper-encoders in PyTorch, which make one hyper row of each entry (`mlx_zip.hyper.encoders` in MLX).
+
+An encoder is a function of entries [N, S] int64, padded with the pad id, of lengths [N] int64 (real ids of each), and
+of a matrix [R, D], dense or `Packed`: the embedding on the input side, the head on the output side. It returns rows
+[N, D] in the matrix's dtype. Small pieces are kernels; products with weights are `Linear`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import gelu, layer_norm
+
+from mlx_zip.config import EncoderConfig
+from mlx_zip.cuda.kernels.encoder import entry_rows, pool, small_attention
+from mlx_zip.cuda.kernels.packed import Packed
+from mlx_zip.cuda.kernels.unpack import unpack
+from mlx_zip.cuda.linear import Linear, joined
+from mlx_zip.errors import ConfigError
+
+LAYER_NORM_EPS = 1e-5
+Matrix = torch.Tensor | Packed
+Encoder = Callable[[torch.Tensor, torch.Tensor, Matrix], torch.Tensor]
+
+
+class Weights:
+    """The tensors of one encoder by their names in the checkpoint, without the side's prefix.
+
+    take: called with a tensor's whole name and shape, as `Folder.take`. prefix: "input_encoder." or "output_encoder.".
+    """
+
+    def __init__(self, take: Callable[..., Matrix], prefix: str) -> None:
+        self._take, self._prefix = take, prefix
+
+    def matrix(self, name: str, rows: int, columns: int) -> Linear:
+        """Returns the product with the matrix `name`.weight [rows, columns]. Raises `ModelError`."""
+        return Linear(self._take(f"{self._prefix}{name}.weight", rows, columns))
+
+    def dense(self, name: str, *shape: int) -> torch.Tensor:
+        """Returns a tensor, unpacked if it is packed. Raises `ModelError`."""
+        value = self._take(self._prefix + name, *shape)
+        return unpack(value, value.scales.dtype) if isinstance(value, Packed) else value
+
+    def norm(self, name: str, width: int) -> Norm:
+        """Returns the layer norm `name`. Raises `ModelError`."""
+        return Norm(self.dense(f"{name}.weight", width), self.dense(f"{name}.bias", width))
+
+
+def make_encoder(config: EncoderConfig, merge_size: int, weights: Weights) -> Encoder:
+    """Returns the encoder `config.kind` for entries of up to `merge_size` ids. Raises `ConfigError`, `ModelError`."""
+    kinds = {
+        "averaging": averaging,
+        "attention": attention,
+        "transformer": transformer,
+        "res_latent_attn": res_latent_attention,
+    }
+    if config.kind not in kinds:
+        raise ConfigError(f"encoder_type {config.kind!r} is not one of {', '.join(sorted(kinds))}")
+    return kinds[config.kind](config, merge_size, weights)
+
+
+def averaging(config: EncoderConfig, merge_size: int, weights: Weights) -> Encoder:
+    """Returns the encoder whose rows are the mean of an entry's base rows; it has no tensors."""
+    return lambda entries, lengths, matrix: pool(base_rows(entries, matrix), lengths, "real")
+
+
+def attention(config: EncoderConfig, merge_size: int, weights: Weights) -> Encoder:
+    """Returns the encoder of one attention layer, whose rows are the mean over all S places."""
+    places = weights.dense("pos_embed.weight", merge_size, config.hidden_size)
+    attend = _projections(config, weights, "attention.", "both")
+
+    def encode(entries: torch.Tensor, lengths: torch.Tensor, matrix: Matrix) -> torch.Tensor:
+        return pool(attend(base_rows(entries, matrix, places), lengths), lengths, "all")
+
+    return encode
+
+
+def transformer(config: EncoderConfig, merge_size: int, weights: Weights) -> Encoder:
+    """Returns the post-norm transformer, whose rows are the mean over all S places, padding included."""
+    width = config.hidden_size
+    places = weights.dense("pos_embed.weight", merge_size, width) if config.has_positions else None
+    layers = [_post_norm(config, weights, f"layers.{i}.") for i in range(config.num_hidden_layers)]
+
+    def encode(entries: torch.Tensor, lengths: torch.Tensor, matrix: Matrix) -> torch.Tensor:
+        x = base_rows(entries, matrix, places)
+        for layer in layers:
+            x = layer(x, lengths)
+        return pool(x, lengths, "all")
+
+    return encode
+
+
+def res_latent_attention(config: EncoderConfig, merge_size: int, weights: Weights) -> Encoder:
+    """Returns the pre-norm transformer with the first base row as residual, pooled over real places (zip2zip++)."""
+    width, model = config.hidden_size, config.model_size
+    places = weights.dense("pos_embed.weight", merge_size, width)
+    enter = weights.matrix("proj_in", width, model) if model != width else None
+    leave = weights.matrix("proj_out", model, width) if model != width else None
+    layers = [_pre_norm(config, weights, f"layers.{i}.") for i in range(config.num_hidden_layers)]
+    norm, kind = weights.norm("norm", width), "last" if config.causal else "real"
+
+    def encode(entries: torch.Tensor, lengths: torch.Tensor, matrix: Matrix) -> torch.Tensor:
+        x = base_rows(entries, matrix)
+        first = x[:, 0]
+        x = (x if enter is None else enter(x)) + places[: entries.shape[1]]
+        for layer in layers:
+            x = layer(x, lengths)
+        row = pool(norm(x), lengths, kind)
+        row = row if leave is None else leave(row)
+        return row + first if config.residual else row
+
+    return encode
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A layer norm; weight and bias [H]."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns the norm of x [..., H]."""
+        return layer_norm(x, self.weight.shape, self.weight, self.bias, LAYER_NORM_EPS)
+
+
+Layer = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # x [N, S, H], lengths [N] -> [N, S, H]
+
+
+def _post_norm(config: EncoderConfig, weights: Weights, at: str) -> Layer:
+    """Returns x = LN(x + attention(x)), x = LN(x + MLP(x))."""
+    width, inner = config.hidden_size, config.intermediate_size
+    attend = _projections(config, weights, f"{at}attention.", "both")
+    up, down = weights.matrix(f"{at}mlp.fc1", inner, width), weights.matrix(f"{at}mlp.fc2", width, inner)
+    first, second = (weights.norm(f"{at}{name}", width) for name in ("post_attention_layernorm", "post_mlp_layernorm"))
+
+    def layer(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        x = first(x + attend(x, lengths))
+        return second(x + down(gelu(up(x))))
+
+    return layer
+
+
+def _pre_norm(config: EncoderConfig, weights: Weights, at: str) -> Layer:
+    """Returns x = x + attention(LN(x)), x = x + MLP(LN(x))."""
+    width, inner = config.hidden_size, config.intermediate_size
+    attend = _attention(config, weights, [f"{at}w{name}" for name in "qkvo"], "causal" if config.causal else "keys")
+    up, down = weights.matrix(f"{at}w1", inner, width), weights.matrix(f"{at}w2", width, inner)
+    first, second = weights.norm(f"{at}norm1", width), weights.norm(f"{at}norm2", width)
+
+    def layer(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        x = x + attend(first(x), lengths)
+        return x + down(gelu(up(second(x))))
+
+    return layer
+
+
+def _projections(config: EncoderConfig, weights: Weights, at: str, mask: str) -> Layer:
+    """Returns attention whose matrices are named q_proj, k_proj, v_proj and o_proj."""
+    return _attention(config, weights, [f"{at}{name}_proj" for name in "qkvo"], mask)
+
+
+def _attention(config: EncoderConfig, weights: Weights, names: list[str], mask: str) -> Layer:
+    """Returns multi-head attention; names: of the matrices of queries, keys, values and output."""
+    width = config.hidden_size
+    *inputs, leave = [weights.matrix(name, width, width) for name in names]
+    enter, heads = joined(inputs), config.num_heads
+    return lambda x, lengths: leave(small_attention(enter(x), lengths, heads, mask))
+
+
+def base_rows(entries: torch.Tensor, matrix: Matrix, places: torch.Tensor | None = None) -> torch.Tensor:
+    """Returns matrix[entries] [N, S, D], plus places [S or more, D] if given; entries [N, S] int64."""
+    if not isinstance(matrix, Packed):
+        return entry_rows(entries, matrix, places)
+    x = unpacked_rows(matrix, entries)
+    return x if places is None else x + places[: entries.shape[1]].to(x.dtype)
+
+
+def unpacked_rows(matrix: Packed, ids: torch.Tensor) -> torch.Tensor:
+    """Returns rows [*ids.shape, D] of a packed matrix in its scales' dtype; only these rows are unpacked."""
+    flat = ids.reshape(-1)
+    chosen = matrix._replace(words=matrix.words[flat], scales=matrix.scales[flat], biases=matrix.biases[flat])
+    return unpack(chosen, matrix.scales.dtype).view(*ids.shape, -1)

@@ -1,0 +1,44 @@
+"""The Triton kernel that unpacks a packed matrix."""
+
+# Triton may be missing, and its decorators are not typed.
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from mlx_zip.cuda.kernels.packed import Packed
+
+WORDS = 512  # words per program
+
+
+def launch(packed: Packed, dtype: torch.dtype) -> torch.Tensor:
+    """Returns the matrix [R, D]; arguments as in `unpack.unpack`, which has checked them."""
+    out = torch.empty(packed.shape, dtype=dtype, device=packed.words.device)
+    count = packed.words.numel()
+    if count:
+        _kernel[(triton.cdiv(count, WORDS),)](
+            packed.words, packed.scales, packed.biases, out, count,
+            BITS=packed.bits, GROUP=packed.group_size, WORDS=WORDS,
+        )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _kernel(
+    words, scales, biases, out, count, BITS: tl.constexpr, GROUP: tl.constexpr, WORDS: tl.constexpr
+):  # fmt: skip
+    PER: tl.constexpr = 32 // BITS  # weights in a word
+    word = tl.program_id(0).to(tl.int64) * WORDS + tl.arange(0, WORDS)
+    inside = word < count
+    packed = tl.load(words + word, mask=inside, other=0)
+    group = word * PER // GROUP
+    scale = tl.load(scales + group, mask=inside, other=0.0).to(tl.float32)
+    bias = tl.load(biases + group, mask=inside, other=0.0).to(tl.float32)
+    place = tl.arange(0, PER)
+    level = ((packed[:, None] >> (place * BITS)[None, :]) & ((1 << BITS) - 1)).to(tl.float32)
+    value = level * scale[:, None] + bias[:, None]
+    at = out + word[:, None] * PER + place[None, :]
+    tl.store(at, value.to(out.dtype.element_ty), mask=inside[:, None])

@@ -1,0 +1,278 @@
+"""A model on PyTorch: decoder, embedding, joint head, hyper-encoders, row store, and what requests begin with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mlx_zip.codec import CodecParams
+from mlx_zip.config import SIDES, EncoderConfig, ZipConfig
+from mlx_zip.cuda.decoder import Decoder
+from mlx_zip.cuda.encoders import Matrix, Weights, make_encoder, unpacked_rows
+from mlx_zip.cuda.fingerprint import folder_fingerprint
+from mlx_zip.cuda.folder import Folder, read_folder
+from mlx_zip.cuda.kernels.embedding import hyper_embedding
+from mlx_zip.cuda.kernels.head import Head, joint_head
+from mlx_zip.cuda.kernels.packed import Packed
+from mlx_zip.cuda.rows import STORE_BYTES, RowStore
+from mlx_zip.cuda.starts import Begin, PackOrEntries, entries_of, make_begin
+from mlx_zip.errors import ConfigError, ModelError
+from mlx_zip.layout import Layout
+from mlx_zip.text.tokenizer import Tokenizer
+from mlx_zip.text.tokenizers import load_tokenizer
+from mlx_zip.vocab.packs import pack_in_folder
+from mlx_zip.vocab.tuned import PlainCodec, TunedStart
+
+MOST_PACKS = 16  # packs named by requests whose rows stay on the device
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def open_model(
+    path: str | Path,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
+    hypertokens: bool = True,
+    *,
+    pack: PackOrEntries | None = None,
+    codebook_size: int | None = None,
+    canonical: bool | None = None,
+    store_bytes: int = STORE_BYTES,
+) -> CudaModel:
+    """Returns a converted zip2zip model or a plain model.
+
+    path: a folder, a bundled model's name or a hub id. device, dtype: as in `read_folder`. hypertokens: False uses the
+    decoder alone, as a plain model. pack: what requests begin with unless they name another; default: the tuned pack in
+    the folder, else the config's entries. A plain model takes a pack only if its rows were tuned for it. codebook_size:
+    number of slots; canonical: whether decoding is canonical; default: as in config.json. store_bytes: memory for rows
+    that are kept between requests. Raises `ModelError`, `ConfigError`, `DataError`, `CodecError`.
+    """
+    folder = read_folder(path, device, dtype, without=() if hypertokens else SIDES)
+    start = None if pack is None else entries_of(pack)
+    if folder.zip is None and (codebook_size is not None or start is not None):
+        folder.zip = _plain_config(folder, codebook_size, start)
+    if not hypertokens:
+        return CudaModel(folder, None, store_bytes)
+    config = _chosen(folder.zip, start, codebook_size, canonical)
+    model = CudaModel(folder, config, store_bytes)
+    if start is not None:
+        model.take_pack(start)
+    elif config is not None:
+        model.take_own_pack()
+    return model
+
+
+def _chosen(
+    config: ZipConfig | None, start: Sequence[Any] | None, size: int | None, canonical: bool | None
+) -> ZipConfig | None:
+    """Returns the config with the number of slots and the decoding that the caller chose. Raises `ConfigError`."""
+    if config is None:
+        return None
+    own = config.start if start is None else None
+    size = config.codebook_size if size is None else size
+    return replace(
+        config, start=own, codebook_size=size, canonical=config.canonical if canonical is None else canonical
+    )
+
+
+def _plain_config(folder: Folder, size: int | None, start: Any) -> ZipConfig:
+    """Returns the config of a plain model that begins with a pack tuned for it. Raises `ModelError`, `ConfigError`."""
+    if size is not None:
+        raise ModelError("codebook_size (--codebook-size): a plain model has no codebook of its own")
+    if not isinstance(start, TunedStart) or start.rows.plain is None:
+        kind = "has no rows" if not isinstance(start, TunedStart) else "was tuned for a zip2zip model"
+        raise ModelError(
+            f"the pack (--pack) {kind}, and a plain model has no hyper-encoder to make some: tune the pack for it "
+            "(mlx_zip vocab pack tune)"
+        )
+    plain: PlainCodec = start.rows.plain
+    return ZipConfig(
+        vocab_size=plain.vocab_size,
+        codebook_size=len(start),
+        merge_size=max(map(len, start)),
+        disabled_ids=plain.disabled_ids,
+        pad_id=plain.pad_id,
+        position_mode=plain.position_mode,
+        format_version=2,
+        encoder=EncoderConfig("averaging", folder.decoder.width, tie_encoders=True),
+        base_model=".",
+        start=tuple(map(tuple, start)),
+    )
+
+
+class CudaModel:
+    """A model's weights on a device, and what was chosen when it was opened. Requests are in `mlx_zip.cuda.batch`.
+
+    config: the zip2zip settings, None for a model without hypertokens. params: the codec; without hypertokens one of no
+    slots, whose codebooks are logs of base ids. store: rows of entries, None without hypertokens.
+    """
+
+    def __init__(self, folder: Folder, config: ZipConfig | None, store_bytes: int = STORE_BYTES) -> None:
+        """Takes the tensors out of a folder. Raises `ModelError` naming file and tensor, `ConfigError`."""
+        decoder = folder.decoder
+        self.folder, self.config = folder, config
+        self.device, self.dtype, self.width = folder.device, folder.dtype, decoder.width
+        self.embedding: Matrix = folder.take(EMBEDDING, decoder.rows, decoder.width)
+        self.matrix: Matrix = self.embedding if decoder.tied else folder.take(HEAD, decoder.rows, decoder.width)
+        self.decoder = Decoder(folder)
+        vocab = decoder.rows if folder.zip is None else folder.zip.vocab_size
+        self.layout = Layout(vocab, 0 if config is None else config.codebook_size, decoder.rows)
+        self.params = CodecParams(vocab, 0, 1) if config is None else config.codec_params
+        self._take_encoders(config)
+        self.store = None if config is None else RowStore(self.sides, self.width, self.dtype, self.device, store_bytes)
+        self.begin = Begin(self.params, None, None)
+        self._begins: dict[int, Begin] = {}
+
+    def _take_encoders(self, config: ZipConfig | None) -> None:
+        """Takes the hyper-encoders' tensors out of the folder. Raises `ModelError`, `ConfigError`."""
+        self.sides = 2
+        if config is None:
+            return
+        if config.encoder.model_size != self.width:
+            raise ConfigError(
+                f"the encoder makes rows of width {config.encoder.model_size}, the model's are {self.width}"
+            )
+        tied, take = config.encoder.tie_encoders, self.folder.take
+        self.sides = 1 if tied and self.folder.decoder.tied else 2
+        sides = [make_encoder(config.encoder, config.merge_size, Weights(take, side)) for side in SIDES[: 2 - tied]]
+        self._read_encoder, self._written_encoder = sides[0], sides[-1]
+
+    def __repr__(self) -> str:
+        return f"<CudaModel {self.folder.path.name}: {self.folder.decoder.kind} in {self.dtype} on {self.device}>"
+
+    # ---- what requests begin with
+
+    @property
+    def hypertokens(self) -> bool:
+        """Whether the model has hypertokens."""
+        return self.config is not None
+
+    @property
+    def pack(self) -> TunedStart | None:
+        """The tuned pack that requests begin with, None if their start entries are encoded."""
+        start = self.begin.given
+        return start if isinstance(start, TunedStart) else None
+
+    def take_pack(self, pack: PackOrEntries) -> None:
+        """Makes requests begin with this pack unless they name another. Raises what `begin_with` raises."""
+        start = entries_of(pack)
+        self.begin = self.begin_with(start)
+        if self.config is not None:
+            self.config = replace(self.config, start=self.begin.params.start)
+
+    def take_own_pack(self) -> None:
+        """Makes requests begin with the tuned pack in the model's folder, if there is one.
+
+        Raises `ModelError` or `DataError` naming the file if it does not fit.
+        """
+        assert self.config is not None
+        path = self.folder.path
+        pack = pack_in_folder(path, self.config.start)
+        if pack is None:
+            return
+        if pack.tokenizer is not None:
+            from mlx_zip.vocab.first_stage import tokenizer_fingerprint
+
+            pack.check_tokenizer(tokenizer_fingerprint(self.tokenizer), str(pack.name))
+        try:
+            self.take_pack(pack.start)
+        except ModelError as error:
+            raise ModelError(f"{pack.name}: {error}, or delete it to begin without tuned rows") from error
+
+    def begin_with(self, pack: PackOrEntries | None) -> Begin:
+        """Returns what a request with this pack begins with; None is the model's own.
+
+        pack: the path of a pack, a `Pack`, entries (sequences of base ids); `()` begins with nothing. Raises
+        `ModelError` for rows of another model, `CodecError` for an entry that does not fit, `DataError`.
+        """
+        if pack is None:
+            return self.begin
+        if self.config is None:
+            raise ModelError("this model has no hypertokens, so no request can begin with a pack")
+        found = self._begins.get(id(pack))
+        if found is None or found.given is not pack:
+            found = make_begin(self.params, pack, lambda: self.fingerprint, self.sides, self.width, self._like)
+            if found.rows is None and self.is_plain:
+                raise ModelError("this model has no hyper-encoder: it can begin with a pack of rows tuned for it only")
+            if len(self._begins) >= MOST_PACKS:
+                self._begins.pop(next(iter(self._begins)))
+            self._begins[id(pack)] = found
+        return found
+
+    @property
+    def _like(self) -> torch.Tensor:
+        """A tensor of the rows' dtype and device."""
+        return torch.empty(0, dtype=self.dtype, device=self.device)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether this is a plain model with a pack tuned for it, which has no hyper-encoder."""
+        section = self.folder.config.get("zip2zip")
+        return section is None or bool(section.get("plain"))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """The fingerprint of the weights; a pack records it with the rows tuned for this model."""
+        return folder_fingerprint(self.folder.path, self.folder.decoder.tied)
+
+    # ---- the parts of a model call
+
+    def embed(self, ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Returns embeddings [B, L, D] of ids [B, L] int64; rows [B, C, D]: the input rows of each sequence's slots."""
+        if not isinstance(self.embedding, Packed):
+            return hyper_embedding(ids, self.embedding, rows, self.layout.vocab_size)
+        hyper = ids >= self.layout.vocab_size
+        h = unpacked_rows(self.embedding, torch.where(hyper, 0, ids))
+        if not rows.shape[1]:
+            return h
+        slots = torch.where(hyper, ids - self.layout.vocab_size, 0)
+        found = rows.gather(1, slots[..., None].expand(-1, -1, rows.shape[2]))
+        return torch.where(hyper[..., None], found, h)
+
+    def head(self, h: torch.Tensor, rows: torch.Tensor, installed: torch.Tensor, logits: bool = False) -> Head:
+        """Returns the best ids, log-sum-exps and, if asked for, logits of the body's output h [B, D].
+
+        rows [B, C, D]: the output rows of each sequence's slots. installed [B, C] bool.
+        """
+        return joint_head(h, self.matrix, rows, installed, self.layout.vocab_size, logits)
+
+    def encode(self, entries: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """Returns rows [N, sides, D] of entries [N, S] int64, padded with the pad id, lengths [N] int64.
+
+        sides: outputs, then inputs if an entry's two rows differ.
+        """
+        outputs = self._written_encoder(entries, lengths, self.matrix)
+        if self.sides == 1:
+            return outputs[:, None]
+        return torch.stack([outputs, self._read_encoder(entries, lengths, self.embedding)], dim=1)
+
+    # ---- text
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The folder's tokenizer, with the ids that end a text. Raises `DataError`, `ConfigError`."""
+        found = load_tokenizer(self.folder.path)
+        self.layout.check_tokenizer(len(found))
+        found.eos_token_ids.update(_ends(self.folder))
+        return found
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """The base ids that end a text."""
+        return frozenset(self.tokenizer.eos_token_ids)
+
+
+def _ends(folder: Folder) -> list[int]:
+    """Returns the ids that end a text by generation_config.json, else by config.json."""
+    path = folder.path / "generation_config.json"
+    try:
+        own = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    found = folder.config.get("eos_token_id") if own is None else own
+    return [] if found is None else [found] if isinstance(found, int) else list(found)

@@ -1,0 +1,141 @@
+"""Hyper rows on the device: a store of encoded rows shared by all requests, and the tables of a batch.
+
+The store keeps the rows of entries that were encoded, both sides together, up to a number of bytes; the least recently
+used ones leave first. A batch's tables hold the rows of each sequence by slot, as the kernels read them.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+ENTRIES_PER_PASS = 512  # limits the encoder's activations when a long prompt installs thousands of entries
+STORE_BYTES = 256 << 20
+Encode = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # entries [N, S], lengths [N] -> rows [N, sides, D]
+
+
+class RowStore:
+    """Rows of entries by their base ids, on the device: `pool` [places, sides, D].
+
+    sides: 1 where an entry's input row and output row are one, else 2 (output, input). Holds at least
+    `ENTRIES_PER_PASS` rows, whatever `limit`, in bytes, says.
+    """
+
+    def __init__(
+        self, sides: int, width: int, dtype: torch.dtype, device: torch.device, limit: int = STORE_BYTES
+    ) -> None:
+        self.places = max(ENTRIES_PER_PASS, limit // (sides * width * dtype.itemsize))
+        self.pool = torch.empty((self.places, sides, width), dtype=dtype, device=device)
+        self._of: OrderedDict[bytes, int] = OrderedDict()  # place by entry, the least recently used first
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    def __repr__(self) -> str:
+        return f"<RowStore: {len(self)} of {self.places} rows>"
+
+    def find(self, keys: Sequence[bytes]) -> tuple[list[int], list[int]]:
+        """Returns the place of each entry, and the indices of those whose rows the caller has to write there.
+
+        keys: base ids of at most `ENTRIES_PER_PASS` entries as 32-bit words. If writing fails, call `forget`.
+        """
+        found, missing = [], []
+        for index, key in enumerate(keys):
+            place = self._of.get(key)
+            if place is None:
+                missing.append(index)
+                place = len(self._of) if len(self._of) < self.places else self._of.popitem(last=False)[1]
+                self._of[key] = place
+            else:
+                self._of.move_to_end(key)
+            found.append(place)
+        return found, missing
+
+    def forget(self) -> None:
+        """Empties the store, because rows could not be written or the weights have changed."""
+        self._of.clear()
+
+    def rows(self, entries: np.ndarray, lengths: np.ndarray, encode: Encode) -> torch.Tensor:
+        """Returns rows [N, sides, D] of entries [N, S], padded, of these lengths [N]; encodes those not in the store.
+
+        encode: called with the entries that are missing, on the device.
+        """
+        parts = [
+            self._pass(entries[begin : begin + ENTRIES_PER_PASS], lengths[begin : begin + ENTRIES_PER_PASS], encode)
+            for begin in range(0, len(entries), ENTRIES_PER_PASS)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat([self.pool[:0], *parts])
+
+    def _pass(self, entries: np.ndarray, lengths: np.ndarray, encode: Encode) -> torch.Tensor:
+        """Does what `rows` does, for at most `ENTRIES_PER_PASS` entries."""
+        places, missing = self.find(keys_of(entries, lengths))
+        device = self.pool.device
+        if missing:
+            try:
+                made = encode(to_device(entries[missing], device), to_device(lengths[missing], device))
+                self.pool[to_device(np.array(places)[missing], device)] = made
+            except BaseException:
+                self.forget()
+                raise
+        return self.pool[to_device(np.array(places), device)]
+
+
+class Tables:
+    """The rows of a batch of B sequences by slot.
+
+    outputs, inputs [B, C, D]: one tensor where an entry's two rows are one. installed [B, C] bool: which slots can be
+    chosen. spans [B, C] int64: base ids of each slot's entry.
+    """
+
+    def __init__(
+        self, batch: int, slots: int, sides: int, width: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.outputs = torch.zeros((batch, slots, width), dtype=dtype, device=device)
+        self.inputs = self.outputs if sides == 1 else torch.zeros_like(self.outputs)
+        self.installed = torch.zeros((batch, slots), dtype=torch.bool, device=device)
+        self.spans = torch.ones((batch, slots), dtype=torch.int64, device=device)
+
+    @property
+    def sides(self) -> tuple[torch.Tensor, ...]:
+        """The tables in the order of the store's sides: outputs, then inputs if they are others."""
+        return (self.outputs,) if self.inputs is self.outputs else (self.outputs, self.inputs)
+
+    def put(self, batch: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor, spans: torch.Tensor) -> None:
+        """Installs entries: sequences `batch` [N], slots [N], rows [N, sides, D], spans [N].
+
+        A place that is named twice must be given the same values.
+        """
+        for side, table in enumerate(self.sides):
+            table[batch, slots] = rows[:, side]
+        self.spans[batch, slots] = spans
+        self.installed.index_put_((batch, slots), self.installed.new_ones(()))
+
+    def put_run(self, row: int, rows: torch.Tensor, spans: torch.Tensor) -> None:
+        """Installs entries in the first N slots of one sequence: rows [N, sides, D], spans [N]."""
+        for side, table in enumerate(self.sides):
+            table[row, : len(rows)] = rows[:, side]
+        self.spans[row, : len(rows)] = spans
+        self.installed[row, : len(rows)] = True
+
+    def keep(self, row: int, count: int) -> None:
+        """Makes the slots of one sequence from `count` on empty."""
+        self.installed[row, count:] = False
+
+    def copy(self, source: int, target: int) -> None:
+        """Gives sequence `target` what sequence `source` has."""
+        for table in (*self.sides, self.installed, self.spans):
+            table[target].copy_(table[source])
+
+
+def keys_of(entries: np.ndarray, lengths: np.ndarray) -> list[bytes]:
+    """Returns the base ids of each entry as 32-bit words; entries [N, S], padded, lengths [N]."""
+    words = np.ascontiguousarray(entries, np.uint32)
+    return [row[:length].tobytes() for row, length in zip(words, lengths.tolist(), strict=True)]
+
+
+def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Returns an array of integers as int64 on a device."""
+    return torch.from_numpy(np.asarray(array).astype(np.int64)).to(device)
