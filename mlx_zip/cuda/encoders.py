@@ -16,7 +16,8 @@ from torch.nn.functional import gelu, layer_norm
 from mlx_zip.config import EncoderConfig
 from mlx_zip.cuda.kernels.encoder import entry_rows, pool, small_attention
 from mlx_zip.cuda.kernels.packed import Packed
-from mlx_zip.cuda.linear import Linear, joined, unpacked
+from mlx_zip.cuda.kernels.unpack import unpack
+from mlx_zip.cuda.linear import Linear, joined
 from mlx_zip.errors import ConfigError
 
 LAYER_NORM_EPS = 1e-5
@@ -40,7 +41,7 @@ class Weights:
     def dense(self, name: str, *shape: int) -> torch.Tensor:
         """Returns a tensor, unpacked if it is packed. Raises `ModelError`."""
         value = self._take(self._prefix + name, *shape)
-        return unpacked(value, value.scales.dtype) if isinstance(value, Packed) else value
+        return unpack(value, value.scales.dtype) if isinstance(value, Packed) else value
 
     def norm(self, name: str, width: int) -> Norm:
         """Returns the layer norm `name`. Raises `ModelError`."""
@@ -181,4 +182,4 @@ def unpacked_rows(matrix: Packed, ids: torch.Tensor) -> torch.Tensor:
     """Returns rows [*ids.shape, D] of a packed matrix in its scales' dtype; only these rows are unpacked."""
     flat = ids.reshape(-1)
     chosen = matrix._replace(words=matrix.words[flat], scales=matrix.scales[flat], biases=matrix.biases[flat])
-    return unpacked(chosen, matrix.scales.dtype).view(*ids.shape, -1)
+    return unpack(chosen, matrix.scales.dtype).view(*ids.shape, -1)

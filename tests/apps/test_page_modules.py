@@ -28,6 +28,25 @@ def test_no_script_or_style_stands_inside_the_page():
     assert re.findall(r"<script(?![^>]*\ssrc=)|<style|\sstyle=|\son\w+=|https?://", page) == []
 
 
+def led_to(first: Path) -> set[Path]:
+    """Returns the files that a module imports, and those that the page's modules among them import in turn."""
+    found, waiting = set(), [first]
+    while waiting:
+        text = waiting.pop().read_text(encoding="utf-8")
+        names = re.findall(r'^(?:import|export)\b[^;]*?"(\.[^"]+)";', text, re.M)
+        fresh = {(PAGE / name).resolve() for name in names} - found
+        found |= fresh
+        waiting += [path for path in fresh if path.parent == PAGE]
+    return found
+
+
+def test_every_module_is_fetched_at_once_and_no_other_file_is():
+    page = (PAGE / "index.html").read_text(encoding="utf-8")
+    named = re.findall(r'<link rel="modulepreload" href="([^"]+)"', page)
+    assert len(named) == len(set(named))
+    assert {(PAGE.parent / name).resolve() for name in named} == led_to(PAGE / "main.js")
+
+
 @pytest.mark.parametrize("file", sorted(PAGE.glob("*.js")), ids=lambda file: file.name)
 def test_no_module_turns_text_into_elements_but_by_the_sanitizer(file):
     code = file.read_text(encoding="utf-8")

@@ -46,6 +46,7 @@ const TAKE = {
   message(conversation, { message }) {
     conversation.messages.set(message.id, message);
     conversation.leaf = message.id;
+    if (message.role === "user" && !conversation.title) emit("saved", conversation.id); // the server has named it after its first message
     if (message.role === "assistant") {
       conversation.current = message;
       if (message.tokens === undefined) message.tokens = null;

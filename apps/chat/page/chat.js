@@ -35,7 +35,7 @@ function viewOf(element) {
 export function startChat() {
   const scroller = byId("scroller");
   jump = button("Go to the end", { icon: "down", class: "jump", hidden: true, "data-testid": "jump-down", onclick: toEnd });
-  byId("chat").append(jump);
+  byId("live").parentElement.append(jump);
   scroller.addEventListener("scroll", () => {
     following = scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight < NEAR;
     jump.hidden = following;
@@ -81,7 +81,7 @@ const frame = perFrame(() => {
   for (const { id } of path) if (relaid || changed.has(id)) views.get(id)?.update(conversation, id === last);
   relaid = false;
   changed.clear();
-  if (following) toEnd();
+  if (following && path.length) toEnd();
 });
 
 /** Brings the elements into the order of the path; those that stay keep their place. */

@@ -69,6 +69,7 @@ function submit() {
   const text = input.value.trim();
   if (!text || app.conversation.running) return;
   input.value = "";
+  fit();
   typed();
   saveDraft.now();
   sendText(text);

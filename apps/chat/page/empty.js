@@ -39,5 +39,5 @@ function example(title, text) {
 /** A sentence as the vocabulary sees it: words run together into blocks. */
 function mark() {
   const block = (name) => h("i", { class: `block ${name}` });
-  return h("div", { class: "mark", "aria-hidden": "true" }, ["l3", "l2", "l1", "l4", "l1", "l2"].map(block));
+  return h("div", { class: "mark", "aria-hidden": "true" }, ["l3", "l2", "l1", "l1", "l4", "l1", "l2", "l1", "l3"].map(block));
 }

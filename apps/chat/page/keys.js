@@ -3,7 +3,7 @@
 import { act } from "./chat.js";
 import { stop } from "./answers.js";
 import { focusInput, isEmpty } from "./composer.js";
-import { h } from "./dom.js";
+import { button, h } from "./dom.js";
 import { show } from "./menu.js";
 import { app } from "./model.js";
 import { togglePanel } from "./panel.js";
@@ -33,7 +33,7 @@ const OTHERS = [
   ["Enter", "Send"],
   ["Shift Enter", "New line"],
   ["Escape", "Stop the answer; close what is open"],
-  ["↑", "Edit the last message (in an empty message box)"],
+  ["↑", "Edit the last message, from an empty box"],
   ["/", "Go to the message box"],
   ["?", "This list"],
 ];
@@ -83,7 +83,9 @@ export function help() {
   const line = (keys, what) => [h("dt", {}, keys.map((key) => h("kbd", {}, key))), h("dd", {}, what)];
   const own = Object.entries(SHORTCUTS).flatMap(([name, [what]]) => line(name.split("+").map(keyLabel), what));
   const others = OTHERS.flatMap(([keys, what]) => line(keys.split(" "), what));
-  show(h("h2", { id: "dialog-title" }, "Keyboard shortcuts"), h("dl", { class: "keys" }, ...own, ...others));
+  const done = h("div", { class: "row" }, button("Done", { class: "primary", onclick: () => dialog.close() }));
+  const dialog = show(h("h2", { id: "dialog-title" }, "Keyboard shortcuts"), h("dl", { class: "keys" }, ...own, ...others), done);
+  dialog.querySelector("button").focus();
 }
 
 function keyLabel(name) {

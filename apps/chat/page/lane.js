@@ -91,11 +91,12 @@ export class Lane {
   }
 }
 
-/** Returns the outcome as a sentence: speeds compared per base token, since the answers may differ in length. */
+/** Returns the outcome as a sentence, and its figures: speeds per base token, since the answers may differ in length. */
 export function verdict(zip, base) {
-  if (!zip?.base_tokens_per_s || !base?.base_tokens_per_s) return "";
+  if (!zip?.base_tokens_per_s || !base?.base_tokens_per_s) return ["Finished.", ""];
   const ratio = zip.base_tokens_per_s / base.base_tokens_per_s;
-  const faster = ratio >= 1 ? `${ratio.toFixed(2)} times as fast` : `slower: ${ratio.toFixed(2)} times the speed`;
+  const faster = ratio >= 1 ? `${ratio.toFixed(2)} times as fast` : `slower, ${ratio.toFixed(2)} times the speed`;
   const perStep = `${(zip.base_tokens / zip.steps).toFixed(2)} base tokens per step against ${(base.base_tokens / base.steps).toFixed(2)}`;
-  return `With hypertokens: ${faster} (${short(zip.base_tokens_per_s)} against ${short(base.base_tokens_per_s)} base tokens/s), ${perStep}. One run each, on this machine.`;
+  const speeds = `${short(zip.base_tokens_per_s)} against ${short(base.base_tokens_per_s)} base tokens/s`;
+  return [`With hypertokens: ${faster}.`, `${speeds}, ${perStep}. One run each, on this machine.`];
 }

@@ -5,11 +5,14 @@ import { byId, h, perFrame } from "./dom.js";
 import { bounded, bytes, count, percent, short, stepsSaved } from "./figures.js";
 import { app } from "./model.js";
 
+// Words that are left out where the line has little room.
+const more = (text) => h("span", { class: "more" }, text);
+
 /** A figure of the line: an element with a number, a label, and a bar if it has a limit. */
 class Figure {
   constructor(name, label, { bar = false, hint = "" } = {}) {
     this.number = h("b", {});
-    this.label = h("span", {}, label);
+    this.label = h("span", {}, ...label);
     this.bar = bar ? h("i", { class: "bar", "aria-hidden": "true" }, h("i", { class: "fill" })) : null;
     this.element = h("div", { class: "figure", "data-testid": `live-${name}`, title: hint }, this.number, this.label, this.bar);
   }
@@ -23,12 +26,12 @@ class Figure {
 }
 
 const line = {
-  speed: new Figure("speed", "tokens/s", { hint: "Base tokens per second" }),
-  perStep: new Figure("per-step", "per step", { hint: "Base tokens per step of the model" }),
-  saved: new Figure("saved", "steps saved", { hint: "Steps that the base model would have needed beyond these" }),
-  codebook: new Figure("codebook", "entries", { bar: true, hint: "How full the codebook is" }),
-  memory: new Figure("memory", "cache saved", { hint: "KV cache that the base model would need beyond this" }),
-  ceiling: new Figure("ceiling", "of the ceiling", { bar: true, hint: "Steps per second, as a share of what this machine can do at most (measured)" }),
+  speed: new Figure("speed", ["tokens/s"], { hint: "Base tokens per second" }),
+  perStep: new Figure("per-step", ["per step"], { hint: "Base tokens per step of the model" }),
+  saved: new Figure("saved", [more("steps "), "saved"], { hint: "Steps that the base model would have needed beyond these" }),
+  codebook: new Figure("codebook", ["entries"], { bar: true, hint: "How full the codebook is" }),
+  memory: new Figure("memory", ["cache", more(" saved")], { hint: "KV cache that the base model would need beyond this" }),
+  ceiling: new Figure("ceiling", ["of ceiling"], { bar: true, hint: "Steps per second, as a share of what this machine can do at most (measured)" }),
 };
 
 /** Makes the line. */
@@ -41,9 +44,9 @@ const draw = perFrame(() => {
   const conversation = app.conversation;
   const figures = figuresOf(conversation);
   const place = byId("live");
-  place.hidden = !figures;
-  place.classList.toggle("running", Boolean(conversation?.running));
+  place.hidden = !figures && !conversation?.running;
   if (figures) fill(figures);
+  else for (const figure of Object.values(line)) figure.set("–"); // the first answer is on its way: the line has its place already
 });
 
 /** Returns the figures of the answer that streams, else of the last one on the screen, else null. */

@@ -11,7 +11,6 @@ import { app, fetchConversation, refreshState, show } from "./model.js";
 import { startPanel } from "./panel.js";
 import { startPopover } from "./popover.js";
 import { startRace } from "./race.js";
-import { loadHighlighter, loadMath } from "./safe.js";
 import { refreshList, startSidebar } from "./sidebar.js";
 import { guarded } from "./tell.js";
 import { startToolbar } from "./toolbar.js";
@@ -48,12 +47,6 @@ async function begin() {
   await known;
   await Promise.all([listed, startWays()]);
   document.documentElement.dataset.ready = "true";
-  whenIdle(() => Promise.all([loadHighlighter(), loadMath()]));
-}
-
-function whenIdle(run) {
-  if (window.requestIdleCallback) requestIdleCallback(run, { timeout: 5000 });
-  else setTimeout(run, 1000);
 }
 
 /** Keeps two tabs in step: each tells the other what it changed, and looks again when it comes to the front. */

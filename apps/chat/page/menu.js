@@ -56,6 +56,7 @@ function keys(event, menu, close) {
 
 function place(menu, opener) {
   const at = opener.getBoundingClientRect();
+  menu.style.left = "0"; // measured where it has room
   const { offsetWidth: width, offsetHeight: height } = menu;
   const below = at.bottom + 4 + height < innerHeight;
   menu.style.left = `${Math.max(8, Math.min(at.right - width, innerWidth - width - 8))}px`;

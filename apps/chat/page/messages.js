@@ -128,7 +128,8 @@ export class MessageView {
       return [tool("edit", "Edit and send again", "edit"), tool("copy", "Copy", "copy"), tool("race-this", "Race this request", "flag")];
     }
     const actions = [tool("copy", "Copy", "copy"), tool("regenerate", "Answer again", "redo")];
-    if (last && (message.state !== "whole" || message.reason === "length")) actions.push(tool("continue", "Continue", "play"));
+    const unfinished = message.state === "failed" ? message.text : message.state !== "whole" || message.reason === "length";
+    if (last && unfinished) actions.push(tool("continue", "Continue", "play"));
     if (message.tokens?.some((token) => token.p?.length)) actions.push(tool("inspect", "Step through the hypertokens", "tint"));
     return actions;
   }

@@ -80,6 +80,7 @@ function show(span) {
 
 function place(popover, span) {
   const line = span.getClientRects()[0] ?? span.getBoundingClientRect();
+  popover.style.left = "0"; // measured where it has room
   const { offsetWidth: width, offsetHeight: height } = popover;
   const above = line.top - height - 8 > 8;
   popover.style.left = `${Math.max(8, Math.min(line.left + line.width / 2 - width / 2, innerWidth - width - 8))}px`;

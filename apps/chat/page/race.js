@@ -18,6 +18,7 @@ let origin = null; // {conversation, leaf, text}: a message of a conversation wh
 export function startRace() {
   place.prompt = h("textarea", { class: "field", rows: "1", "aria-label": "Request", "data-testid": "race-prompt", dir: "auto" });
   place.base = h("select", { class: "picker", "aria-label": "Against", "data-testid": "race-base" });
+  place.base.addEventListener("change", describe);
   place.start = button("Start", { class: "primary", "data-testid": "race-start", onclick: () => guarded(run) });
   place.stop = button("Stop", { hidden: true, "data-testid": "race-stop", onclick: () => running?.abort() });
   place.verdict = h("p", { class: "verdict", "data-testid": "race-verdict", "aria-live": "polite" });
@@ -71,7 +72,16 @@ function choices() {
   place.base.replaceChildren(...bases.map(({ name, label }) => h("option", { value: name }, label)));
   if (bases.some(({ name }) => name === kept)) place.base.value = kept;
   place.start.disabled = !bases.length;
+  describe();
   if (!bases.length) place.verdict.textContent = "There is no base to race against.";
+}
+
+/** Says what the lanes will hold, before the first race: they keep their height when it begins. */
+function describe() {
+  const base = app.state?.race?.find(({ name }) => name === place.base.value);
+  if (!base || lanes.base.element.dataset.state !== "idle") return;
+  lanes.zip.describe(`${app.state.model}, with hypertokens`, "");
+  lanes.base.describe(base.label, base.quality);
 }
 
 function requestBody() {
@@ -130,5 +140,6 @@ function take(frame) {
 function finished(figures) {
   running.finished = true;
   for (const [name, lane] of Object.entries(lanes)) lane.finish(figures[name]);
-  place.verdict.textContent = verdict(figures.zip, figures.base);
+  const [outcome, rest] = verdict(figures.zip, figures.base);
+  place.verdict.replaceChildren(h("b", {}, outcome), ` ${rest}`);
 }

@@ -7,10 +7,11 @@ const purifier = globalThis.DOMPurify;
 const TAGS = (
   "a p br hr h3 h4 h5 h6 strong em del code pre blockquote ul ol li table thead tbody tr th td span"
 ).split(" ");
-const BLOCKS = "p, li, h3, h4, h5, h6, blockquote, td, th";
+const BLOCKS = "p, ul, ol, h3, h4, h5, h6, blockquote, td, th";
 const SETTINGS = {
   ALLOWED_TAGS: TAGS,
   ALLOWED_ATTR: ["href", "title", "class", "start", "align"],
+  ADD_URI_SAFE_ATTR: ["start", "align"], // no addresses: the rule below is not for them
   ALLOWED_URI_REGEXP: /^(?:https?|mailto):/i,
   ALLOW_DATA_ATTR: false,
   ALLOW_ARIA_ATTR: false,
@@ -63,7 +64,7 @@ function once(name, load) {
 }
 
 /** Fetches the library for formulas. Returns a promise. */
-export function loadMath() {
+function loadMath() {
   return once("katex", async () => {
     document.head.append(h("link", { rel: "stylesheet", href: new URL("../vendor/katex/katex.min.css", import.meta.url).href }));
     await import("../vendor/katex/katex.min.js");
@@ -72,7 +73,7 @@ export function loadMath() {
 }
 
 /** Fetches the library that colours code. Returns a promise. */
-export function loadHighlighter() {
+function loadHighlighter() {
   return once("highlighter", async () => {
     highlighter = (await import("../vendor/highlight/highlight.min.js")).default;
   });

@@ -96,5 +96,5 @@ function packRow({ name, entries, reason }, conversation) {
     const chosen = [...byId("panel-settings").querySelectorAll(".packs input:checked")].map((input) => input.value);
     guarded(() => patch(conversation, { packs: chosen }));
   });
-  return h("label", { class: "pack" }, box, h("span", {}, name), h("span", { class: "quiet" }, reason || `${count(entries)} entries`));
+  return h("label", { class: "pack" }, box, h("span", {}, name), h("span", { class: reason ? "quiet reason" : "quiet" }, reason || `${count(entries)} entries`));
 }

@@ -2,7 +2,7 @@
 
 import * as api from "./api.js";
 import { emit, on } from "./bus.js";
-import { button, byId, debounced, h } from "./dom.js";
+import { button, byId, debounced, h, icon } from "./dom.js";
 import { exportAll, exportOne, importFile } from "./exchange.js";
 import { milliseconds, period, when } from "./figures.js";
 import { help } from "./keys.js";
@@ -18,6 +18,7 @@ let list = null;
 let search = null;
 let shown = []; // what the server said, newest first
 let total = 0;
+let drawn = ""; // what the list shows
 let later = null; // timer of a drawing that had to wait
 let asked = 0; // number of the newest request, so that a late answer to an older one is dropped
 
@@ -27,7 +28,7 @@ export function startSidebar() {
   const brand = h("div", { class: "brand" }, h("img", { src: new URL("icon.svg", import.meta.url).pathname, alt: "", width: "22", height: "22" }), h("h1", {}, "mlx_zip"), fresh);
   search = h("input", { type: "search", id: "search", placeholder: "Search", "aria-label": "Search conversations", "data-testid": "search", autocomplete: "off" });
   list = h("div", { class: "list", "data-testid": "conversations" });
-  byId("sidebar").append(brand, h("div", { class: "search" }, search), list, foot());
+  byId("sidebar").append(brand, h("div", { class: "search" }, icon("search"), search), list, foot());
   search.addEventListener("input", debounced(() => refreshList(), 120));
   list.addEventListener("scroll", () => nearEnd() && guarded(more), { passive: true });
   on("created saved answered sending", () => refreshList());
@@ -104,6 +105,9 @@ function draw() {
   const held = document.activeElement?.closest?.(".conversation") ? document.activeElement : null;
   const focused = held && `[data-id="${CSS.escape(held.closest(".conversation").dataset.id)}"] [data-testid="${held.dataset.testid}"]`;
   const searching = search.value.trim();
+  const wanted = JSON.stringify([searching, shown.map(({ id, title, updated, snippet }) => [id, title, when(updated), searching && snippet])]);
+  if (wanted === drawn) return;
+  drawn = wanted;
   const groups = new Map();
   for (const conversation of shown) {
     const name = searching ? "Found" : period(milliseconds(conversation.updated));

@@ -28,11 +28,13 @@ export function banner(text, { actions = [], kind = "problem", closes = true } =
   place.dataset.kind = kind;
   place.replaceChildren(icon("warning"), h("p", {}, text), ...made, ...(close ? [close] : []));
   place.hidden = false;
+  document.documentElement.style.setProperty("--banner", `${place.offsetHeight}px`);
 }
 
 /** Takes the banner away. */
 export function hideBanner() {
   byId("banner").hidden = true;
+  document.documentElement.style.removeProperty("--banner");
   byId("banner").replaceChildren();
 }
 

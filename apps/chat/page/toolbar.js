@@ -30,7 +30,8 @@ export function startToolbar() {
   const dials = button("Settings", { icon: "sliders", "data-testid": "settings-open", onclick: () => togglePanel("settings") });
   const toggle = button("Sidebar", { icon: "sidebar", "data-testid": "sidebar-toggle", onclick: toggleSidebar });
   const more = menuButton("More about this conversation", items, { "data-testid": "chat-menu" });
-  byId("toolbar").append(toggle, title, h("div", { class: "group" }, picker, tintButton(), race, words, dials, more));
+  const heading = h("div", { class: "heading" }, title, picker);
+  byId("toolbar").append(toggle, heading, h("div", { class: "group" }, tintButton(), race, words, dials, more));
   on("shown state changed answered path", draw);
   on("panel", () => {
     words.setAttribute("aria-pressed", String(shownPanel() === "vocabulary"));

@@ -93,6 +93,6 @@ function drawFill() {
   const figures = app.conversation.path.findLast((message) => message.figures)?.figures;
   const share = bounded(figures?.entries / figures?.codebook_size);
   place.fill.style.width = percent(share).replace(" ", "");
-  const used = `${plural(entries.distinct, "entry").replace("entrys", "entries")} used here`;
-  place.count.textContent = figures ? `${count(figures.entries)} of ${count(figures.codebook_size)} entries (${percent(share)}) · ${used}` : used;
+  const used = `${count(entries.distinct)} used here`;
+  place.count.textContent = figures ? `${count(figures.entries)} of ${count(figures.codebook_size)} entries · ${used}` : used;
 }

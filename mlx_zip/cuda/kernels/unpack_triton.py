@@ -1,7 +1,7 @@
 """The Triton kernel that unpacks a packed matrix."""
 
 # Triton may be missing, and its decorators are not typed.
-# pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportOperatorIssue=false
 
 from __future__ import annotations
 

@@ -71,6 +71,20 @@ def test_every_script_of_the_world_is_shown_as_it_was_written(answered):
     assert [line for line in WORLD if line not in text] == []
 
 
+def test_a_table_keeps_its_alignment_and_a_list_its_first_number(answered):
+    found = answered.page.evaluate(
+        """async (text) => {
+          const { nodesOf } = await import('/app/page/safe.js');
+          const { blocksOf, htmlOf } = await import('/app/page/blocks.js');
+          const all = document.createElement('div');
+          for (const block of blocksOf(text)) if (block.type !== 'space') all.append(nodesOf(htmlOf(block)));
+          return [all.querySelector('td').align, all.querySelector('ol').start, all.querySelector('[onclick]')];
+        }""",
+        "| a |\n| ---: |\n| 1 |\n\n5. five\n6. six\n\n<b onclick='window.hacked = 12'>b</b>",
+    )
+    assert found == ["right", 5, None]
+
+
 def test_lines_from_right_to_left_run_from_right_to_left(answered):
     found = answered.page.evaluate(
         """text => {

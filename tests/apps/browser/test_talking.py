@@ -11,7 +11,7 @@ def test_an_answer_comes_with_its_figures(tab):
     figures = tab.answers().last.get_by_test_id("message-figures").inner_text()
     assert re.match(r"\d+ tokens in \d+ steps · \d\.\d\d per step", figures)
     assert tab["live-per-step"].is_visible()
-    assert tab["conversation"].first.inner_text().startswith(STORY)
+    tab["conversation"].first.get_by_text(STORY).wait_for()
 
 
 def test_an_example_is_sent_when_it_is_pressed(tab):

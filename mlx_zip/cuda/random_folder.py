@@ -1,0 +1,63 @@
+"""A model's folder that is in memory only and has random weights, made on the device: for measuring large shapes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mlx_zip.config import config_of
+from mlx_zip.cuda.decoder_config import DecoderConfig
+from mlx_zip.cuda.folder import Folder, Weight
+from mlx_zip.cuda.kernels.packed import Packed
+from mlx_zip.cuda.memory import check_dtype, find_device
+from mlx_zip.register import MODEL_TYPE
+
+
+@dataclass
+class RandomFolder(Folder):
+    """Gives a random tensor of the right shape for each name that is asked for.
+
+    bits, group: how matrices are packed whose width allows it; bits None keeps them dense. generator: of the numbers.
+    """
+
+    bits: int | None
+    group: int
+    generator: torch.Generator
+
+    def take(self, name: str, *shape: int) -> Weight:
+        """Returns ones for norms, zeros for biases, and matrices that keep the size of what they multiply."""
+        if len(shape) == 1:
+            return torch.full(shape, float(name.endswith(".weight")), dtype=self.dtype, device=self.device)
+        if self.bits is None or shape[1] % self.group or "pos_embed" in name:
+            numbers = torch.randn(shape, generator=self.generator, dtype=self.dtype, device=self.device)
+            return numbers.mul_(shape[1] ** -0.5)
+        return self._packed(self.bits, *shape)
+
+    def _packed(self, bits: int, rows: int, columns: int) -> Packed:
+        """Returns a packed matrix of evenly spread levels, with the same variance as a dense one."""
+        size = rows, columns * bits // 32
+        words = torch.randint(-(2**31), 2**31, size, generator=self.generator, dtype=torch.int32, device=self.device)
+        step = math.sqrt(12 / columns) / 2**bits
+        scales = torch.full((rows, columns // self.group), step, dtype=self.dtype, device=self.device)
+        return Packed(words, scales, scales * -(2 ** (bits - 1) - 0.5), bits, self.group)
+
+
+def random_folder(
+    config: dict[str, Any],
+    device: str | torch.device | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    bits: int | None = None,
+    group: int = 64,
+    seed: int = 0,
+) -> RandomFolder:
+    """Returns a folder for the config.json of a converted model or a plain one. Raises `ConfigError`, `ModelError`."""
+    where = find_device(device)
+    check_dtype(dtype, where)
+    section = config_of(config["zip2zip"]) if config["model_type"] == MODEL_TYPE else None
+    decoder = DecoderConfig.from_dict(config)
+    numbers = torch.Generator(where).manual_seed(seed)
+    return RandomFolder(Path("random"), config, section, decoder, dtype, where, {}, {}, bits, group, numbers)
