@@ -1,4 +1,4 @@
-"""Greedy generation on PyTorch emits the ids that MLX emits: bundled, golden and tiny models, with packs and without."""
+"""Greedy generation on PyTorch emits the ids that MLX emits: bundled, golden and tiny models, packs or not."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from support.mlx_greedy import greedy
 from support.places import GOLDEN_MODELS
 from support.tiny import base_ids, tiny_model
-from support.torch_folders import make_model, save
+from support.torch_folders import save
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("mlx.core")
@@ -21,6 +21,7 @@ from mlx_zip.cuda.generate import generate  # noqa: E402
 from mlx_zip.cuda.model import CudaModel, open_model  # noqa: E402
 
 NAMES = sorted(path.name for path in GOLDEN_MODELS.iterdir() if path.is_dir())
+ENCODER = "res_latent_attn"  # one whose rows depend on the order of ids, so that no two logits are equal
 PROMPTS = {
     "story": "Tell me a story about a boy and his boat.",
     "code": "def add(a, b):\n    return a + b\n\ndef sub(a, b):\n    return a - b\n",
@@ -43,23 +44,23 @@ def stories():
 def test_the_bundled_model_emits_the_ids_that_mlx_emits(stories, name):
     mlx, tokenizer, model = stories
     prompt = [*tokenizer.encode(PROMPTS[name])]
-    assert ours(model, prompt, 80) == greedy(mlx, prompt, 80)
+    assert ours(model, prompt, 50) == greedy(mlx, prompt, 50)
 
 
 def test_the_bundled_model_emits_them_in_a_chat_with_rows_that_are_warm(stories):
     mlx, tokenizer, model = stories
     messages = [{"role": "user", "content": PROMPTS["story"]}]
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-    expected = greedy(mlx, prompt, 60)
+    expected = greedy(mlx, prompt, 30)
     model.store.forget()
     for _ in range(2):
-        assert ours(model, prompt, 60) == expected
+        assert ours(model, prompt, 30) == expected
 
 
 def test_the_bundled_model_begins_without_its_pack_where_a_request_says_so(stories):
     mlx, tokenizer, model = stories
     prompt = tokenizer.encode(PROMPTS["repeats"])
-    assert ours(model, prompt, 40, pack=()) == greedy(mlx, prompt, 40, pack=())
+    assert ours(model, prompt, 20, pack=()) == greedy(mlx, prompt, 20, pack=())
 
 
 def test_its_tokenizer_ends_and_pack_are_those_that_mlx_has(stories):
@@ -100,17 +101,14 @@ def test_golden_prompts_give_the_published_ids(golden, index, chunk):
 @pytest.mark.parametrize("mode", ["compressed", "base_token_end"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "phi3", "qwen2", "qwen3"])
 def test_tiny_models_emit_the_ids_that_mlx_emits(family, mode, tmp_path):
-    mlx = make_model(family, encoder="transformer")
-    mlx.args.config["zip2zip"]["position_mode"] = mode
-    mlx = type(mlx)(type(mlx.args).from_dict(mlx.args.config))
-    mlx.load_weights(list(_weights(make_model(family, encoder="transformer"))))
+    mlx = tiny_model(family, ENCODER, position_mode=mode)
     model, prompt = open_model(save(mlx, tmp_path / "m"), "cpu"), base_ids(20)
     assert ours(model, prompt, 50) == greedy(mlx, prompt, 50)
 
 
 @pytest.mark.parametrize("changes", [{"tie_encoders": True}, {"canonical": True}, {"start": [[5, 6], [7, 8, 9]]}])
 def test_settings_of_the_checkpoint_are_obeyed(changes, tmp_path):
-    mlx = tiny_model(**changes)
+    mlx = tiny_model(encoder=ENCODER, **changes)
     model, prompt = open_model(save(mlx, tmp_path / "m"), "cpu"), base_ids(40)
     assert ours(model, prompt, 60) == greedy(mlx, prompt, 60)
 
@@ -118,22 +116,16 @@ def test_settings_of_the_checkpoint_are_obeyed(changes, tmp_path):
 @pytest.mark.parametrize("policy", ["lru", "use-count"])
 def test_entries_are_evicted_as_in_mlx(policy, tmp_path):
     sizes = {"initial_vocab_size": 40, "max_codebook_size": 6, "max_subtokens": 4, "disabled_ids": [0, 1, 2]}
-    mlx = tiny_model(compression={**sizes, "policy": policy})
+    mlx = tiny_model(encoder=ENCODER, compression={**sizes, "policy": policy})
     model, prompt = open_model(save(mlx, tmp_path / "m"), "cpu"), base_ids(60)
     assert ours(model, prompt, 60, chunk=16) == greedy(mlx, prompt, 60, chunk=16)
 
 
 def test_a_pack_that_a_request_names_is_used(tmp_path):
-    mlx = tiny_model()
+    mlx = tiny_model(encoder=ENCODER)
     model, prompt = open_model(save(mlx, tmp_path / "m"), "cpu"), base_ids(30)
     pack = [[5, 6, 7], [8, 9], prompt[3:7]]
     assert ours(model, prompt, 40, pack=pack) == greedy(mlx, prompt, 40, pack=pack)
-
-
-def _weights(model):
-    import mlx.utils
-
-    return mlx.utils.tree_flatten(model.parameters())
 
 
 def test_without_hypertokens_the_decoder_alone_is_used(tmp_path):
@@ -141,7 +133,7 @@ def test_without_hypertokens_the_decoder_alone_is_used(tmp_path):
 
     from mlx_zip.models.base_only import BaseOnly
 
-    mlx, prompt = tiny_model(), base_ids(20)
+    mlx, prompt = tiny_model(encoder=ENCODER), base_ids(20)
     base = BaseOnly(mlx)
     cache, ids, expected = base.make_cache(), prompt, []
     for _ in range(30):
