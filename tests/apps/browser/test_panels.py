@@ -95,6 +95,11 @@ def test_a_system_prompt_that_the_model_does_not_take_is_refused_with_the_reason
     told["system"].fill("You tell short stories.")
     told["banner"].wait_for()
     assert "system" in told["banner"].inner_text()
+    # On a narrow screen the panel lies over the conversation, and not over the banner.
+    told.page.set_viewport_size({"width": 390, "height": 780})
+    hit = "one => one.contains(document.elementFromPoint(innerWidth - 60, one.getBoundingClientRect().y + 9))"
+    assert told["banner"].evaluate(hit)
+    told.page.set_viewport_size({"width": 1280, "height": 800})
     told.noted.console = [line for line in told.noted.console if "400" not in line]
     assert settings(told)["system"].input_value() == ""
     told["panel-close"].click()
