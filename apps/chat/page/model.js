@@ -110,9 +110,10 @@ export async function switchTo(conversation, message) {
 
 /** Deletes conversations: one, or all of them. */
 export async function remove(id = null) {
-  await api.call("DELETE", id === null ? "conversations" : `conversations/${encodeURIComponent(id)}`);
+  const { problem } = await api.call("DELETE", id === null ? "conversations" : `conversations/${encodeURIComponent(id)}`);
   for (const conversation of id === null ? [...open.values()] : [open.get(id)]) conversation?.answering?.abort();
   if (id === null) open.clear();
   else open.delete(id);
   emit("saved", id);
+  if (problem) emit("storage", problem); // the file still has what was deleted
 }

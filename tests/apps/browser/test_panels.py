@@ -64,7 +64,15 @@ def any_role(tmp_path_factory):
     home = tmp_path_factory.mktemp("any_role")
     (home / "text.txt").write_text(TEXTS["sea"])
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    words = ["mlx_zip.apps.replayed_app", "--text", "text.txt", "--chat-template", template, "--system-prompt", "Be brief."]
+    words = [
+        "mlx_zip.apps.replayed_app",
+        "--text",
+        "text.txt",
+        "--chat-template",
+        template,
+        "--system-prompt",
+        "Be brief.",
+    ]
     with running(App(home, words)) as app:
         yield app
 
