@@ -246,8 +246,7 @@ class Batch:
             spans = torch.where(ids >= vocab, self.tables.spans[:size].gather(1, slots)[:, 0], steps)
         self._used[:size].add_(spans)
         h = self.model.embed(ids[:, None], self.tables.inputs[:size])[:, 0]
-        self._output[:size].copy_(self.model.decoder.step(h, self._used[:size] - 1, kv))
-        kv.lengths.add_(steps - 1)  # the step has counted every row
+        self._output[:size].copy_(self.model.decoder.step(h, self._used[:size] - 1, kv, steps))
 
     def ids(self) -> list[int]:
         """Returns the ids that were chosen last, as soon as they are known; anything for rows that do not step."""
