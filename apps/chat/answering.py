@@ -13,7 +13,7 @@ from mlx_zip.apps.chat.opening import StoreError
 from mlx_zip.apps.chat.store import Store, extend, new_id
 from mlx_zip.errors import EngineStoppedError, MlxZipError
 from mlx_zip.server.core import Core
-from mlx_zip.server.errors import Failure, failure_of
+from mlx_zip.server.errors import Failure, RequestError, failure_of
 from mlx_zip.server.http import event_bytes
 from mlx_zip.server.turn import Delta, Done, Live, Turn
 
@@ -28,6 +28,7 @@ class Answers:
     def __init__(self, store: Store) -> None:
         self.store = store
         self._running: dict[str, set[asyncio.Event]] = {}
+        self._written: set[str] = set()  # ids of the messages that are written at the moment
 
     def stop(self, conversation: str | None = None) -> int:
         """Stops the answers of a conversation, or of all; returns how many there were."""
@@ -43,10 +44,14 @@ class Answers:
         """Yields the frames of an answer; the last one is "done" or "error".
 
         new: messages to add to the conversation, the answer's among them unless it goes on. message: the answer's.
-        Nothing is written before the engine has taken the request. Raises, before the first frame, what it refuses.
+        Nothing is written before the engine has taken the request. Raises, before the first frame, what it refuses, and
+        `RequestError` for a message that another answer goes on with.
         """
+        if message["id"] in self._written:  # the store may not know it yet
+            raise RequestError(409, "this answer is still being written", "running", "parent")
         stop = asyncio.Event()
         self._running.setdefault(conversation, set()).add(stop)
+        self._written.add(message["id"])
         written = _Written(self.store, core, conversation, message)
         try:
             async with aclosing(core.answer(turn)) as deltas:
@@ -64,6 +69,7 @@ class Answers:
             await asyncio.shield(written.end("stopped", LEFT))
             raise
         finally:
+            self._written.discard(message["id"])
             self._running[conversation].discard(stop)
             if not self._running[conversation]:
                 del self._running[conversation]

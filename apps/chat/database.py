@@ -1,7 +1,8 @@
-"""A database that several threads use, and that goes on in memory while its disk takes no more."""
+"""A database that several threads use, and that goes on in memory while its file takes no more."""
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
 import threading
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from mlx_zip.apps.chat.opening import (
+    PATIENCE_S,
     TAKES_NO_MORE,
     Opened,
     StoreError,
@@ -22,12 +24,18 @@ from mlx_zip.apps.chat.opening import (
     share,
     told,
 )
-from mlx_zip.apps.chat.schema import transaction
+from mlx_zip.apps.chat.schema import index_anew, transaction
 
 Some = TypeVar("Some")
 RETRY_S = 5.0  # between attempts to write to a full disk
+RETURN_MS = 200  # for another process that writes, in such an attempt
+_INDEXES = (sqlite3.SQLITE_CORRUPT_INDEX, sqlite3.SQLITE_CORRUPT_VTAB)  # what is damaged can be built anew
 _LOST = "what is written now is lost when the app ends"
-_TABLES = ("conversations", "messages", "pieces")
+_OF = {  # what belongs to a conversation, in the order in which it can be added
+    "conversations": "SELECT * FROM conversations WHERE id = ?",
+    "messages": "SELECT * FROM messages WHERE conversation = ? ORDER BY n",
+    "pieces": "SELECT * FROM pieces WHERE message IN (SELECT id FROM messages WHERE conversation = ?) ORDER BY n",
+}
 
 
 class Database:
@@ -42,7 +50,7 @@ class Database:
         self._opened = in_memory() if path is None else self._open(path)
         self.note = self._opened.note
         self._lock = threading.RLock()
-        self._spare: sqlite3.Connection | None = None  # in memory, while the disk takes no more
+        self._spare: sqlite3.Connection | None = None  # in memory, while the file takes no more
         self._changed: set[str] = set()  # conversations that the spare has otherwise than the file
         self._tried = 0.0
 
@@ -69,12 +77,28 @@ class Database:
             try:
                 return work(self._spare or self._opened.db)
             except sqlite3.Error as error:
+                if not self._reindexed(error):
+                    raise StoreError(f"the conversations cannot be read: {told(error)}") from error
+            try:
+                return work(self._spare or self._opened.db)
+            except sqlite3.Error as error:
                 raise StoreError(f"the conversations cannot be read: {told(error)}") from error
+
+    def _reindexed(self, error: sqlite3.Error) -> bool:
+        """Builds the indexes anew if an error says that one is damaged; returns whether it did."""
+        if getattr(error, "sqlite_errorcode", 0) not in _INDEXES:
+            return False
+        db = self._spare or self._opened.db
+        with contextlib.suppress(sqlite3.Error), transaction(db):  # if they cannot be built, the first error is told
+            index_anew(db)
+            return True
+        return False
 
     def write(self, work: Callable[[sqlite3.Connection], Some], conversation: str | None = None) -> Some:
         """Returns what `work` returns; what it changes happens whole or not at all. It may be called twice.
 
-        conversation: the one that it changes, None for all. If the disk is full, the database goes on in memory.
+        conversation: the one that it changes, None for all. If the disk is full, or another process keeps the file
+        locked, the database goes on in memory.
         Raises `StoreError`.
         """
         with self._lock:
@@ -82,9 +106,8 @@ class Database:
             try:
                 return self._change(work, conversation)
             except sqlite3.Error as error:
-                if self._spare is not None or self.path is None or code_of(error) not in TAKES_NO_MORE:
+                if not (self._reindexed(error) or self._left(error)):
                     raise StoreError(f"the conversations cannot be written: {told(error)}") from error
-                self._leave(error)
             try:
                 return self._change(work, conversation)
             except sqlite3.Error as error:
@@ -107,8 +130,13 @@ class Database:
         spare = self._spare.execute(query).fetchall() if self._spare else []
         return [*self._opened.db.execute(query).fetchall(), *spare]
 
-    def _leave(self, error: sqlite3.Error) -> None:
-        """Goes on in memory, with a copy of what the file holds. Raises `StoreError` if it cannot be read."""
+    def _left(self, error: sqlite3.Error) -> bool:
+        """Goes on in memory if the file takes no more, with a copy of what it holds; returns whether it did.
+
+        Raises `StoreError` if the file cannot be read.
+        """
+        if self._spare is not None or self.path is None or code_of(error) not in (*TAKES_NO_MORE, sqlite3.SQLITE_BUSY):
+            return False
         spare = connect(":memory:")
         try:
             self._opened.db.backup(spare)
@@ -119,12 +147,14 @@ class Database:
             ) from second
         self._spare, self._tried, self._changed = spare, time.monotonic(), set()
         self.problem = f"{self.path}: {told(error)}; {_LOST}"
+        return True
 
     def _return(self, after_s: float = 0.0) -> None:
         """Writes to the file what is in memory only, if the disk takes it; tries once in `after_s` seconds."""
         if self._spare is None or time.monotonic() - self._tried < after_s:
             return
         self._tried = time.monotonic()
+        self._opened.db.execute(f"PRAGMA busy_timeout = {1000 * PATIENCE_S if not after_s else RETURN_MS:.0f}")
         try:
             with transaction(self._opened.db):
                 for conversation in sorted(self._changed):
@@ -132,6 +162,8 @@ class Database:
         except sqlite3.Error as error:
             self.problem = f"{self.path}: {told(error)}; {_LOST}"
             return
+        finally:
+            self._opened.db.execute(f"PRAGMA busy_timeout = {1000 * PATIENCE_S:.0f}")
         self._spare.close()
         self._spare, self.problem = None, None
 
@@ -162,18 +194,20 @@ class Database:
 
 
 def _copy(source: sqlite3.Connection, target: sqlite3.Connection, conversation: str) -> None:
-    """Makes a conversation in one database what it is in another, or deletes it if it is not there."""
-    target.execute("DELETE FROM messages WHERE conversation = ?", (conversation,))
-    target.execute("DELETE FROM conversations WHERE id = ?", (conversation,))
-    for table in _TABLES:
-        of = {
-            "conversations": "id = ?",
-            "messages": "conversation = ? ORDER BY n",
-            "pieces": "message IN (SELECT id FROM messages WHERE conversation = ?) ORDER BY n",
-        }[table]
-        for row in source.execute(f"SELECT * FROM {table} WHERE {of}", (conversation,)):
+    """Brings what one database has of a conversation to another, or deletes it there if the first has none.
+
+    Messages that only the other one has stay: another process has written them.
+    """
+    rows = {table: source.execute(query, (conversation,)).fetchall() for table, query in _OF.items()}
+    if not rows["conversations"]:
+        target.execute("DELETE FROM messages WHERE conversation = ?", (conversation,))
+        target.execute("DELETE FROM conversations WHERE id = ?", (conversation,))
+    for message in rows["messages"]:
+        target.execute("DELETE FROM pieces WHERE message = ?", (message["id"],))
+    for table, found in rows.items():
+        for row in found:
             fields = [name for name in row.keys() if name != "n"]  # noqa: SIM118 (a Row iterates over its values)
-            marks = ", ".join("?" * len(fields))
-            target.execute(
-                f"INSERT INTO {table} ({', '.join(fields)}) VALUES ({marks})", tuple(row[name] for name in fields)
-            )
+            marks, new = ", ".join("?" * len(fields)), ", ".join(f"{name} = excluded.{name}" for name in fields)
+            renew = "" if table == "pieces" else f" ON CONFLICT (id) DO UPDATE SET {new}"
+            query = f"INSERT INTO {table} ({', '.join(fields)}) VALUES ({marks}){renew}"
+            target.execute(query, tuple(row[name] for name in fields))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlx_zip.apps.chat import search
-from mlx_zip.apps.chat.schema import APPLICATION_ID, MIGRATIONS, migrate, version_of
+from mlx_zip.apps.chat.schema import APPLICATION_ID, MIGRATIONS, TABLES, index_anew, migrate, transaction, version_of
 from mlx_zip.errors import DataError, MlxZipError, reason
 from mlx_zip.files import check_in
 
@@ -59,6 +59,7 @@ def connect(name: str) -> sqlite3.Connection:
     """Returns a connection to a database that is there, or to a new one in memory (":memory:")."""
     db = sqlite3.connect(name, timeout=PATIENCE_S, isolation_level=None, check_same_thread=False)
     db.row_factory = sqlite3.Row
+    db.text_factory = lambda text: text.decode("utf-8", "replace")  # one damaged text must not hide the others
     search.prepare(db)
     db.execute("PRAGMA foreign_keys = ON")
     db.execute("PRAGMA secure_delete = ON")  # what is deleted is overwritten
@@ -179,15 +180,46 @@ def _ours(path: Path) -> sqlite3.Connection:
 
 
 def _check(db: sqlite3.Connection, path: Path) -> None:
-    """Raises an error for a database that is damaged, of another program or of a later version."""
-    found = db.execute("PRAGMA quick_check(1)").fetchone()[0]
-    if found != "ok":
-        raise ForeignError(f"it is damaged: {found}")
-    empty = db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0
-    if not empty and db.execute("PRAGMA application_id").fetchone()[0] != APPLICATION_ID:
+    """Raises an error for a database that is damaged, of another program or of a later version.
+
+    Indexes that are damaged are built anew from what they index.
+    """
+    try:
+        _check_kind(db, path)
+        if damage := _damage(db):
+            _mend(db, damage)
+    except UnicodeDecodeError as error:  # of SQLite's message, which quotes the damaged place
+        raise ForeignError("it is damaged") from error
+
+
+def _check_kind(db: sqlite3.Connection, path: Path) -> None:
+    """Raises an error for a database of another program or of a later version, and for one without its tables."""
+    tables = {row[0] for row in db.execute("SELECT name FROM sqlite_master")}
+    if tables and db.execute("PRAGMA application_id").fetchone()[0] != APPLICATION_ID:
         raise ForeignError("it is the database of another program")
     if (version := version_of(db)) > len(MIGRATIONS):
         raise StoreError(f"{path}: it has version {version}, of a newer mlx_zip; this one knows {len(MIGRATIONS)}")
+    if tables and (version < 1 or not tables >= TABLES):
+        raise ForeignError("it is damaged: tables are missing")
+
+
+def _mend(db: sqlite3.Connection, damage: str) -> None:
+    """Builds the indexes of a damaged database anew. Raises `ForeignError`, and changes nothing, if that is no help."""
+    try:
+        with transaction(db):
+            index_anew(db)
+            if _damage(db):
+                raise ForeignError(f"it is damaged: {damage}")
+    except sqlite3.Error as error:
+        if code_of(error) in (*TAKES_NO_MORE, sqlite3.SQLITE_BUSY):
+            raise
+        raise ForeignError(f"it is damaged: {damage}") from error
+
+
+def _damage(db: sqlite3.Connection) -> str | None:
+    """Returns what is wrong with a database, None if nothing is. Raises `sqlite3.Error`."""
+    found = db.execute("PRAGMA integrity_check(1)").fetchone()[0]
+    return None if found == "ok" else found
 
 
 def _kept_aside(path: Path) -> Path:

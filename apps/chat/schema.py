@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
+
+Some = TypeVar("Some")
 
 APPLICATION_ID = 0x6D7A6368  # in the head of the file: whose database it is
 
@@ -33,6 +37,7 @@ _VERSION_1 = (
     INSERT INTO words (words, rowid, text) SELECT 'delete', old.n, old.text WHERE old.state <> 'running';
     INSERT INTO words (rowid, text) SELECT new.n, new.text WHERE new.state <> 'running'; END""",
 )
+TABLES = frozenset({"conversations", "messages", "pieces", "words"})  # of every version
 MIGRATIONS: tuple[Sequence[str], ...] = (_VERSION_1,)  # the statements that lead from version i to version i + 1
 
 
@@ -46,6 +51,15 @@ def transaction(db: sqlite3.Connection) -> Iterator[None]:
     finally:
         if db.in_transaction:
             db.execute("ROLLBACK")
+
+
+def value_of(text: str, kind: type[Some]) -> Some | None:
+    """Returns the JSON value in a column, None for a damaged one, which is no JSON or of another kind."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, kind) else None
 
 
 def version_of(db: sqlite3.Connection) -> int:
@@ -63,3 +77,9 @@ def migrate(db: sqlite3.Connection, migrations: Sequence[Sequence[str]] = MIGRAT
                 db.execute(statement)
         db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
         db.execute(f"PRAGMA user_version = {len(migrations)}")
+
+
+def index_anew(db: sqlite3.Connection) -> None:
+    """Builds all indexes from what they index; for a transaction. Raises `sqlite3.Error`."""
+    db.execute("REINDEX")
+    db.execute("INSERT INTO words (words) VALUES ('rebuild')")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import sqlite3
 from typing import Any
+
+from mlx_zip.apps.chat.schema import value_of
 
 MOST_WORDS = 10
 SHORTEST = 3  # characters of a word that the index knows; shorter ones are looked for in each text
@@ -24,18 +25,24 @@ def conversations(db: sqlite3.Connection, wanted: str, limit: int, offset: int) 
     ids = [
         row[0] for row in db.execute(f"SELECT id FROM conversations WHERE {where} ORDER BY updated DESC, id", values)
     ]
-    return {"conversations": [_listed(db, one, words) for one in ids[offset : offset + limit]], "total": len(ids)}
+    rows = [(one, _row(db, one)) for one in ids[offset : offset + limit]]
+    listed = [_listed(db, one, row, words) for one, row in rows if row is not None]  # None: its id is damaged
+    return {"conversations": listed, "total": len(ids)}
 
 
-def _listed(db: sqlite3.Connection, one: str, words: list[str]) -> dict[str, Any]:
+def _listed(db: sqlite3.Connection, one: str, row: sqlite3.Row, words: list[str]) -> dict[str, Any]:
     """Returns a conversation as a list shows it. words: those that were looked for."""
-    row = db.execute(
+    return {**dict(row), "packs": value_of(row["packs"], list) or [], "snippet": _snippet(db, one, words)}
+
+
+def _row(db: sqlite3.Connection, one: str) -> sqlite3.Row | None:
+    """Returns a conversation's row, with its number of messages; None if there is none."""
+    return db.execute(
         "SELECT id, title, created, updated, model, packs, "
         "(SELECT count(*) FROM messages WHERE conversation = conversations.id) AS messages "
         "FROM conversations WHERE id = ?",
         (one,),
     ).fetchone()
-    return {**dict(row), "packs": json.loads(row["packs"]), "snippet": _snippet(db, one, words)}
 
 
 def _where(words: list[str]) -> tuple[str, list[str]]:

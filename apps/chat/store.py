@@ -13,10 +13,12 @@ from typing import Any
 
 from mlx_zip.apps.chat import search
 from mlx_zip.apps.chat.database import Database
+from mlx_zip.apps.chat.schema import value_of
 from mlx_zip.files import data_folder
 
 FIELDS = ("title", "model", "system", "packs", "sampling", "draft", "leaf")  # of a conversation, that can be changed
-_AS_JSON = ("packs", "sampling", "tokens", "figures", "learned")  # columns that hold JSON
+_AS_JSON = {"packs": list, "sampling": dict, "tokens": list, "figures": dict, "learned": list}  # columns of JSON
+_MAY_BE_NONE = ("tokens", "figures")  # of these columns
 _LONGEST_TITLE = 60  # characters of a title that is made of the first message
 CUT = "The app ended while this was being written."
 
@@ -222,7 +224,7 @@ def _message(db: sqlite3.Connection, row: sqlite3.Row) -> dict[str, Any]:
     del found["n"], found["conversation"], found["writer"]
     if found["state"] == "running":
         for (piece,) in db.execute("SELECT piece FROM pieces WHERE message = ? ORDER BY n", (found["id"],)):
-            extend(found, json.loads(piece))
+            extend(found, value_of(piece, dict) or {})
     return found
 
 
@@ -243,8 +245,10 @@ def extend(message: dict[str, Any], piece: Mapping[str, Any]) -> None:
 def _loaded(row: sqlite3.Row) -> dict[str, Any]:
     """Returns a row as a map, with its JSON columns as values."""
     found = dict(row)
-    for name in found.keys() & set(_AS_JSON):
-        found[name] = None if found[name] is None else json.loads(found[name])
+    for name in found.keys() & _AS_JSON.keys():
+        kind: type[Any] = _AS_JSON[name]
+        value = None if found[name] is None else value_of(found[name], kind)
+        found[name] = kind() if value is None and name not in _MAY_BE_NONE else value
     return found
 
 

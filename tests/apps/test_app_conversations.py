@@ -265,6 +265,23 @@ def test_two_pages_that_answer_in_one_conversation_lose_nothing():
         assert {messages[answer["parent"]]["text"] for answer in found} == {f"Story {i}" for i in range(4)}
 
 
+def test_only_one_page_goes_on_with_an_answer(monkeypatch):
+    with chatting(FakeEngine(Script(delay_s=0.02))) as chat:
+        one, first = asked(chat)
+        resume = chat.store.resume
+        monkeypatch.setattr(chat.store, "resume", lambda *asked: (time.sleep(0.3), resume(*asked)))
+        path, body = f"conversations/{one}/answer", {"parent": first["id"], "continue": True}
+        statuses: list[int] = []
+        pages = [threading.Thread(target=lambda: statuses.append(chat.call("POST", path, body).status)) for _ in "abc"]
+        for page in pages:
+            page.start()
+        for page in pages:
+            page.join(20)
+        assert sorted(statuses) == [200, 409, 409]
+        assert chat.show(one)["messages"][1]["text"] == 2 * STORY
+        assert chat.answer(one, **body)[-1]["type"] == "done"
+
+
 def test_a_conversation_that_is_deleted_while_it_is_answered_stays_deleted():
     engine = FakeEngine(Script(text="Once upon a time. " * 300, delay_s=0.02))
     with chatting(engine) as chat:
