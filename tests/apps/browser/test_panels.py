@@ -64,7 +64,15 @@ def any_role(tmp_path_factory):
     home = tmp_path_factory.mktemp("any_role")
     (home / "text.txt").write_text(TEXTS["sea"])
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    words = ["mlx_zip.apps.replayed_app", "--text", "text.txt", "--chat-template", template]
+    words = [
+        "mlx_zip.apps.replayed_app",
+        "--text",
+        "text.txt",
+        "--chat-template",
+        template,
+        "--system-prompt",
+        "Be brief.",
+    ]
     with running(App(home, words)) as app:
         yield app
 
@@ -88,6 +96,17 @@ def test_sampling_and_system_prompt_are_kept_with_the_conversation(any_role, ope
     settings(tab)
     assert tab["sampling-temp"].input_value() == "0.7"
     assert tab["system"].input_value() == "You tell short stories."
+
+
+def test_a_new_conversation_shows_the_default_system_prompt_and_can_do_without_it(any_role, open_tab):
+    tab = open_tab(any_role)
+    tab["settings-open"].click()
+    assert tab["system"].input_value() == "Be brief."
+    tab["system"].fill("")
+    tab.send(STORY)
+    assert settings(tab)["system"].input_value() == ""
+    with_default = open_tab(any_role).send(STORY)
+    assert settings(with_default)["system"].input_value() == "Be brief."
 
 
 def test_a_system_prompt_that_the_model_does_not_take_is_refused_with_the_reason(told):
