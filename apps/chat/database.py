@@ -19,6 +19,7 @@ from mlx_zip.apps.chat.opening import (
     code_of,
     connect,
     copied,
+    file_at,
     in_memory,
     open_file,
     share,
@@ -52,7 +53,7 @@ class Database:
         self._lock = threading.RLock()
         self._spare: sqlite3.Connection | None = None  # in memory, while the file takes no more
         self._changed: set[str] = set()  # conversations that the spare has otherwise than the file
-        self._tried = 0.0
+        self._tried, self._shrinks = 0.0, False
 
     def _open(self, path: Path) -> Opened:
         """Opens the file; if its disk takes nothing, a copy in memory, which stays there. Raises `StoreError`."""
@@ -74,6 +75,7 @@ class Database:
     def read(self, work: Callable[[sqlite3.Connection], Some]) -> Some:
         """Returns what `work` returns for the database. Raises `StoreError`."""
         with self._lock:
+            self._return(RETRY_S)
             try:
                 return work(self._spare or self._opened.db)
             except sqlite3.Error as error:
@@ -98,11 +100,12 @@ class Database:
         """Returns what `work` returns; what it changes happens whole or not at all. It may be called twice.
 
         conversation: the one that it changes, None for all. If the disk is full, or another process keeps the file
-        locked, the database goes on in memory.
+        locked, the database goes on in memory. If the file was removed, it is written anew.
         Raises `StoreError`.
         """
         with self._lock:
             self._return(RETRY_S)
+            self._replace()
             try:
                 return self._change(work, conversation)
             except sqlite3.Error as error:
@@ -131,41 +134,69 @@ class Database:
         return [*self._opened.db.execute(query).fetchall(), *spare]
 
     def _left(self, error: sqlite3.Error) -> bool:
-        """Goes on in memory if the file takes no more, with a copy of what it holds; returns whether it did.
-
-        Raises `StoreError` if the file cannot be read.
-        """
+        """Goes on in memory if the file takes no more; returns whether it did. Raises `StoreError`."""
         if self._spare is not None or self.path is None or code_of(error) not in (*TAKES_NO_MORE, sqlite3.SQLITE_BUSY):
             return False
+        self._leave(told(error))
+        return True
+
+    def _leave(self, why: str) -> None:
+        """Goes on in memory, with a copy of what the file holds. Raises `StoreError` if it cannot be read."""
         spare = connect(":memory:")
         try:
             self._opened.db.backup(spare)
-        except sqlite3.Error as second:
+        except sqlite3.Error as error:
             spare.close()
-            raise StoreError(
-                f"the conversations cannot be written: {told(error)}, nor read: {told(second)}"
-            ) from second
+            raise StoreError(f"the conversations cannot be written: {why}, nor read: {told(error)}") from error
         self._spare, self._tried, self._changed = spare, time.monotonic(), set()
-        self.problem = f"{self.path}: {told(error)}; {_LOST}"
-        return True
+        self.problem = f"{self.path}: {why}; {_LOST}"
+
+    def _replace(self) -> None:
+        """Writes all to a new file if somebody has removed or replaced the file. Raises `StoreError`."""
+        if self._spare is not None or self._in_place():
+            return
+        self._leave("the file has been removed")
+        assert self._spare is not None
+        self._changed = {row[0] for row in self._spare.execute("SELECT id FROM conversations")}
+        self._return()
+
+    def _in_place(self) -> bool:
+        """Returns whether the file that is open is still the one at its path."""
+        return self.path is None or self._opened.file is not None and self._opened.file == file_at(self.path)
 
     def _return(self, after_s: float = 0.0) -> None:
         """Writes to the file what is in memory only, if the disk takes it; tries once in `after_s` seconds."""
         if self._spare is None or time.monotonic() - self._tried < after_s:
             return
         self._tried = time.monotonic()
-        self._opened.db.execute(f"PRAGMA busy_timeout = {1000 * PATIENCE_S if not after_s else RETURN_MS:.0f}")
         try:
+            self._reopen()
+            self._opened.db.execute(f"PRAGMA busy_timeout = {1000 * PATIENCE_S if not after_s else RETURN_MS:.0f}")
             with transaction(self._opened.db):
                 for conversation in sorted(self._changed):
                     _copy(self._spare, self._opened.db, conversation)
+            if self._shrinks:
+                _shrink(self._opened.db)
         except sqlite3.Error as error:
             self.problem = f"{self.path}: {told(error)}; {_LOST}"
+            return
+        except StoreError as error:
+            self.problem = f"{error}; {_LOST}"
             return
         finally:
             self._opened.db.execute(f"PRAGMA busy_timeout = {1000 * PATIENCE_S:.0f}")
         self._spare.close()
-        self._spare, self.problem = None, None
+        self._spare, self.problem, self._shrinks = None, None, False
+
+    def _reopen(self) -> None:
+        """Opens the file at the path, if it is another one than before or none. Raises `StoreError`."""
+        if self.path is None or self._in_place():
+            return
+        self._opened.close()
+        self._opened = in_memory()  # until the file is open
+        self._opened = open_file(self.path)
+        self.note = self._opened.note or self.note
+        share(self._opened)
 
     def bytes(self) -> int:
         """Returns the size of the database in bytes."""
@@ -175,14 +206,8 @@ class Database:
 
     def shrink(self) -> None:
         """Gives back the room of what was deleted, and leaves no trace of it in the files. Raises `StoreError`."""
-
-        def work(db: sqlite3.Connection) -> None:
-            db.execute("INSERT INTO words (words) VALUES ('rebuild')")
-            db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-            db.execute("VACUUM")
-            db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-
-        self.read(work)
+        self._shrinks = self._spare is not None  # then the file has to be shrunk later
+        self.read(_shrink)
 
     def close(self) -> None:
         """Closes the database, after a last attempt to write what is in memory only."""
@@ -191,6 +216,14 @@ class Database:
             if self._spare is not None:
                 self._spare.close()
             self._opened.close()
+
+
+def _shrink(db: sqlite3.Connection) -> None:
+    """Gives back the room of what was deleted, and overwrites it. Raises `sqlite3.Error`."""
+    db.execute("INSERT INTO words (words) VALUES ('rebuild')")
+    db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    db.execute("VACUUM")
+    db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
 
 def _copy(source: sqlite3.Connection, target: sqlite3.Connection, conversation: str) -> None:
