@@ -162,7 +162,7 @@ class Database:
 
     def _in_place(self) -> bool:
         """Returns whether the file that is open is still the one at its path."""
-        return self.path is None or self._opened.file is not None and self._opened.file == file_at(self.path)
+        return self.path is None or (self._opened.file is not None and self._opened.file == file_at(self.path))
 
     def _return(self, after_s: float = 0.0) -> None:
         """Writes to the file what is in memory only, if the disk takes it; tries once in `after_s` seconds."""
