@@ -30,7 +30,8 @@ def decode_attention(
         raise ValueError(f"{q.shape[1]} query heads are not a multiple of {keys.shape[1]} key heads")
     if window is not None and window < 1:
         raise ValueError(f"window {window} is not 1 or more")
-    scale = q.shape[2] ** -0.5 if scale is None else scale
+    if scale is None:
+        scale = q.shape[2] ** -0.5
     window = window or keys.shape[2]
     if use_triton(impl, q, keys, values, lengths):
         from mlx_zip.cuda.kernels.attention_triton import launch
