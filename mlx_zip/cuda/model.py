@@ -21,15 +21,17 @@ from mlx_zip.cuda.kernels.embedding import hyper_embedding
 from mlx_zip.cuda.kernels.head import Head, joint_head
 from mlx_zip.cuda.kernels.packed import Packed
 from mlx_zip.cuda.rows import STORE_BYTES, RowStore
-from mlx_zip.cuda.starts import Begin, PackOrEntries, entries_of, make_begin
+from mlx_zip.cuda.starts import Begin, PackOrEntries, make_begin
 from mlx_zip.errors import ConfigError, ModelError
 from mlx_zip.layout import Layout
 from mlx_zip.text.tokenizer import Tokenizer
 from mlx_zip.text.tokenizers import load_tokenizer
 from mlx_zip.vocab.packs import pack_in_folder
+from mlx_zip.vocab.starts import start_of
 from mlx_zip.vocab.tuned import PlainCodec, TunedStart
 
 MOST_PACKS = 16  # packs named by requests whose rows stay on the device
+NO_HYPERTOKENS = "this model has no hypertokens, so no request can begin with a pack"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -53,7 +55,7 @@ def open_model(
     that are kept between requests. Raises `ModelError`, `ConfigError`, `DataError`, `CodecError`.
     """
     folder = read_folder(path, device, dtype, without=() if hypertokens else SIDES)
-    start = None if pack is None else entries_of(pack)
+    start = None if pack is None else start_of(pack)
     if folder.zip is None and (codebook_size is not None or start is not None):
         folder.zip = _plain_config(folder, codebook_size, start)
     if not hypertokens:
@@ -159,11 +161,14 @@ class CudaModel:
         return start if isinstance(start, TunedStart) else None
 
     def take_pack(self, pack: PackOrEntries) -> None:
-        """Makes requests begin with this pack unless they name another. Raises what `begin_with` raises."""
-        start = entries_of(pack)
-        self.begin = self.begin_with(start)
-        if self.config is not None:
-            self.config = replace(self.config, start=self.begin.params.start)
+        """Makes requests begin with this pack unless they name another. Raises `ConfigError` for
+        an entry that does not fit, and what `begin_with` raises.
+        """
+        start = start_of(pack)
+        if self.config is None:
+            raise ModelError(NO_HYPERTOKENS)
+        config = replace(self.config, start=tuple(map(tuple, start)))
+        self.begin, self.config = self.begin_with(start), config
 
     def take_own_pack(self) -> None:
         """Makes requests begin with the tuned pack in the model's folder, if there is one.
@@ -190,13 +195,13 @@ class CudaModel:
         pack: the path of a pack, a `Pack`, entries (sequences of base ids); `()` begins with nothing. Raises
         `ModelError` for rows of another model, `CodecError` for an entry that does not fit, `DataError`.
         """
-        if pack is None:
+        if pack is None or pack is self.begin.given:
             return self.begin
         if self.config is None:
-            raise ModelError("this model has no hypertokens, so no request can begin with a pack")
+            raise ModelError(NO_HYPERTOKENS)
         found = self._begins.get(id(pack))
         if found is None or found.given is not pack:
-            found = make_begin(self.params, pack, lambda: self.fingerprint, self.sides, self.width, self._like)
+            found = make_begin(self.params, pack, lambda: self.fingerprint, self.sides, self._no_rows)
             if found.rows is None and self.is_plain:
                 raise ModelError("this model has no hyper-encoder: it can begin with a pack of rows tuned for it only")
             if len(self._begins) >= MOST_PACKS:
@@ -205,9 +210,9 @@ class CudaModel:
         return found
 
     @property
-    def _like(self) -> torch.Tensor:
-        """A tensor of the rows' dtype and device."""
-        return torch.empty(0, dtype=self.dtype, device=self.device)
+    def _no_rows(self) -> torch.Tensor:
+        """Rows [0, D]."""
+        return torch.empty((0, self.width), dtype=self.dtype, device=self.device)
 
     @property
     def is_plain(self) -> bool:

@@ -119,7 +119,7 @@ def _processed(
 
 def _processed_row(job: Job, logits: mx.array, end: int | None) -> mx.array | Search:
     """Returns one row's logits [1, W] after its processors, or the search for its id if it has a constraint."""
-    tokens = job.read_ids() if job.penalties else None
+    tokens = mx.array(job.read_ids, mx.int32) if job.penalties else None
     for processor in job.penalties:
         logits = processor(tokens, logits)  # type: ignore[arg-type]  # only a plain model's processors read the ids
     excluded = [] if job.canonical is None else job.canonical.excluded()

@@ -210,7 +210,7 @@ class Group:
         for row, job in enumerate(jobs):
             if row not in stay and extract:
                 job.cache = extract_cache(self.cache, row) if batch else self.cache
-                job.bind(job.cache, 0)
+                job.bind(find_state(job.cache), 0)
         self.jobs, self.tokens = [jobs[row] for row in stay], [self.tokens[row] for row in stay]
         if not stay:
             self.cache = []
@@ -223,8 +223,9 @@ class Group:
 
     def _bind(self) -> None:
         """Makes each request use its row, and frees the memory of those that use it no more."""
+        state = find_state(self.cache)
         for row, job in enumerate(self.jobs):
-            job.bind(self.cache, row)
+            job.bind(state, row)
             job.cache = self.cache if len(self.jobs) == 1 else None
 
     def drop(self) -> None:

@@ -9,12 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import mlx.core as mx
 import numpy as np
 
-from mlx_zip.canonical import CanonicalDecoding
 from mlx_zip.codec import compress_next
-from mlx_zip.engine.draws import Draws
 from mlx_zip.engine.interface import (
     Counted,
     Counts,
@@ -28,12 +25,12 @@ from mlx_zip.engine.interface import (
     Ticket,
 )
 from mlx_zip.engine.origins import NewEntries, Origins, following
-from mlx_zip.engine.served import Served
+from mlx_zip.engine.parts import Served, State
 from mlx_zip.engine.session_options import Checkout
 from mlx_zip.engine.submissions import Checked, context_error
 from mlx_zip.errors import CodecError, EngineError, MlxZipError, first_line
-from mlx_zip.sampling import BasePenalties, make_processors
-from mlx_zip.state import ZipState, find_state
+from mlx_zip.exclusions import CanonicalIds
+from mlx_zip.penalty_terms import PenaltyTerms
 
 log = logging.getLogger(__name__)
 COUNT_S = 0.1  # between two `Counted` of one request
@@ -69,28 +66,29 @@ class Job:
     """One request. Made in the caller's thread, by `begin` and all else used in the engine's.
 
     cache: what the request owns, None while it is a row of a batch. reason: why it ends, None while it goes on.
-    error: what made it fail. draws: its sampler. penalties: its logits processors but canonical decoding. outgrown:
-    whether the KV caches have no room for more of it. ended: whether its last event was delivered. keep: whether its
-    session is kept, False after a purge.
+    error: what made it fail. whole: False if nobody knows what its cache holds after an error. draws: its sampler.
+    penalties: its logits processors but canonical decoding. outgrown: whether the KV caches have no room for more of
+    it. ended: whether its last event was delivered. keep: whether its session is kept, False after a purge.
     """
 
     def __init__(self, checked: Checked, deliver: Deliver) -> None:
         self.checked, self.submission, self._deliver = checked, checked.submission, deliver
         self.handle = Handle()
         self.submitted_s, self.begun_s, self.first_s = time.perf_counter(), 0.0, 0.0
-        self.cache: list[Any] | None = None
+        self.cache: Any = None
         self.reason: str | None = None
         self.error: BaseException | None = None
         self.prompt_ids: Any = np.zeros(0, np.uint32)
         self.cached_tokens = self.base_tokens = self.steps = self.hypertokens = 0
         self._firsts = np.zeros(0, np.uint32)
         self._read: list[int] = []  # ids that a plain model's cache holds
-        self._state: ZipState | None = None
+        self._state: State | None = None
         self._row = 0
         self._emitted: Emitted | None = None
         self._entries: NewEntries | Origins | None = None  # made with the first id, None for a plain model
         self._counted_s = 0.0
         self._deaf = self.outgrown = self.ended = False
+        self.whole = True
         self.keep = self.submission.keep
 
     # ---- from submission to the first id
@@ -101,8 +99,8 @@ class Job:
         Raises `PromptTooLongError` if no position of the context is left for an answer.
         """
         self.cache, self.cached_tokens = found.cache, found.base_tokens
-        self.begun_s, self._state, self._row = time.perf_counter(), find_state(found.cache), 0
-        self.draws = Draws(self.checked.sampling, served.never_excluded, found.random_state)
+        self.begun_s, self._state, self._row = time.perf_counter(), served.state_of(found.cache), 0
+        self.draws = served.make_draws(self.checked.sampling, found.random_state)
         base_ids, submission = self.checked.base_ids, self.submission
         self._by_base, self._context, self.vocab_size = served.by_base, served.long_context, served.vocab_size
         rest = base_ids[found.base_tokens :]
@@ -114,8 +112,8 @@ class Job:
             raise context_error(used, int(used + room))
         tokens = math.inf if submission.max_tokens == -1 else submission.max_tokens
         self._limit, self._max_steps = min(tokens, room if served.by_base else math.inf), min(tokens, room)
-        self.canonical = CanonicalDecoding(self.book) if served.canonical and self.book is not None else None
-        self.penalties = make_processors(self.checked.sampling, served.vocab_size, self._state, 0)
+        self.canonical = CanonicalIds(self.book) if served.canonical and self.book is not None else None
+        self.penalties = served.make_penalties(self.checked.sampling, self._state)
         self._per_id = served.kv_bytes_per_id
         self.send(Started(len(base_ids), found.base_tokens, len(self.prompt_ids)))
 
@@ -124,16 +122,16 @@ class Job:
         """The request's codebook, None for a plain model."""
         return None if self._state is None else self._state.books[self._row]
 
-    def bind(self, cache: Sequence[Any], row: int) -> None:
-        """Makes the request use row `row` of a cache from now on."""
-        self._state, self._row = find_state(cache), row
-        if self._state is None:
+    def bind(self, state: State | None, row: int) -> None:
+        """Makes the request use the codebook of row `row` from now on. state: None for a plain model's cache."""
+        self._state, self._row = state, row
+        if state is None:
             return
         if self.canonical is not None:
             self.canonical.bind(self.book)
         for processor in self.penalties:
-            if isinstance(processor, BasePenalties):
-                processor.bind(self._state, row)
+            if isinstance(processor, PenaltyTerms):
+                processor.bind(state, row)
 
     # ---- steps
 
@@ -156,9 +154,10 @@ class Job:
         """Forgets the last id that a plain model's cache has read."""
         del self._read[-1:]
 
-    def read_ids(self) -> mx.array:
-        """Returns the ids that the request has read, for logits processors of a plain model."""
-        return mx.array(self._read, mx.int32) if self._state is None else mx.zeros(0, mx.int32)
+    @property
+    def read_ids(self) -> list[int]:
+        """The ids that a plain model's cache has read; none for a cache with a codebook, which logs them itself."""
+        return self._read
 
     def expand(self, token: int) -> tuple[int, ...]:
         """Returns the base ids of an id that has just been chosen. Raises `CodecError` for what cannot be read."""

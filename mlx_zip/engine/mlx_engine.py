@@ -8,8 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mlx_zip.engine.engine_thread import MlxEngine, ServeOptions
-from mlx_zip.engine.served import RunOptions, Served
+from mlx_zip.engine.engine_thread import MlxEngine
+from mlx_zip.engine.options import RunOptions, ServeOptions
+from mlx_zip.engine.served import Served
 from mlx_zip.engine.session_options import SessionOptions
 from mlx_zip.engine.session_store import SessionStore
 from mlx_zip.hyper import RowStore

@@ -10,15 +10,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import mlx.core as mx
-
-from mlx_zip.engine.group import Group
 from mlx_zip.engine.job import Job
-from mlx_zip.engine.prompts import Reading
-from mlx_zip.engine.served import Served
+from mlx_zip.engine.parts import Group, Reading, Served
 from mlx_zip.engine.session_options import Checkout
 from mlx_zip.errors import MlxZipError
-from mlx_zip.state import find_state
 
 log = logging.getLogger(__name__)
 CLEAR_EVERY = 256  # steps between two releases of unused buffers, as in mlx-lm
@@ -47,6 +42,7 @@ class Scheduler:
 
     store: kept sessions. max_running: requests whose prompts are read or that take steps at one time. max_kv_bytes:
     bound on the KV caches of all of them, None for none. ended: called after a request has ended.
+    make_reading: returns what reads the prompt of a request that has its cache.
     """
 
     def __init__(
@@ -56,13 +52,14 @@ class Scheduler:
         max_running: int,
         max_kv_bytes: int | None,
         ended: Callable[[Job], None],
+        make_reading: Callable[[Job], Reading],
     ) -> None:
         self.served, self.store, self.max_running, self.max_kv_bytes = served, store, max_running, max_kv_bytes
         self.totals = Totals()
         self.waiting: deque[Job] = deque()
         self.readings: deque[Reading] = deque()
         self.groups: list[Group] = []
-        self._ended, self._rounds = ended, 0
+        self._ended, self._make_reading, self._rounds = ended, make_reading, 0
 
     @property
     def running(self) -> list[Job]:
@@ -89,7 +86,7 @@ class Scheduler:
         self._bound_memory()
         self._rounds += 1
         if self._rounds % CLEAR_EVERY == 0:
-            mx.clear_cache()
+            self.served.free_unused()
 
     def purge(self) -> int:
         """Forgets all sessions, those of requests that have not ended included, and returns how many were kept.
@@ -116,7 +113,7 @@ class Scheduler:
         self.readings.clear()
         self.groups.clear()
         for job in jobs:
-            job.error, job.cache = error, None
+            job.error, job.whole = error, False
             self._end(job)
 
     # ---- waiting requests
@@ -127,7 +124,7 @@ class Scheduler:
             job = self.waiting.popleft()
             if not self._guarded([job], partial(self._begin, job)):
                 continue
-            self.readings.append(Reading(self.served, job))
+            self.readings.append(self._make_reading(job))
 
     def _has_room(self, running: Sequence[Job]) -> bool:
         """Returns whether the KV caches have room for the next waiting request."""
@@ -142,8 +139,8 @@ class Scheduler:
         found = self.store.checkout(checked.base_ids, checked.pack_key, share=not job.keep)
         if found is not None:
             job.handle.session = found.name
-            if checked.start is not None:  # a session from disk only knows its pack's fingerprint
-                find_state(found.cache).begun_with([checked.start])  # type: ignore[union-attr]
+            if checked.start is not None:
+                self.served.resume(found.cache, checked.start)
         found = found or Checkout(self.served.new_cache(checked.start), 0, 0, "")
         if not job.keep:
             found = replace(found, random_state=None)  # other requests go on from it too
@@ -164,7 +161,7 @@ class Scheduler:
             read, group = self._guarded([reading.job], partial(reading.read, chunk), (1, None))
             left -= read
             if group is not None:
-                self.groups.append(group)
+                self.groups += [group] if group not in self.groups else []
             elif reading.job.error is None:
                 self.readings.append(reading)
 
@@ -174,16 +171,16 @@ class Scheduler:
         """Has every group take one step, and delivers the ids that were chosen before it."""
         before = [job for group in self.groups for job in group.jobs]
         if not self._may_merge():
-            self._each(Group.begin)
-        self._each(Group.read)
-        leaving = [job for found in self._each(Group.settle) for job in found]
+            self._each(lambda group: group.begin())
+        self._each(lambda group: group.read())
+        leaving = [job for found in self._each(lambda group: group.settle()) for job in found]
         self._regroup()
-        self._each(Group.launch)
+        self._each(lambda group: group.launch())
         for job in before:
             self._deliver(job)
         for job in leaving:
             self._end(job)
-        self._each(Group.finish)
+        self._each(lambda group: group.finish())
 
     def _deliver(self, job: Job) -> None:
         """Delivers the id that a request has just taken, if there is one, and counts it."""
@@ -269,7 +266,7 @@ class Scheduler:
                 group.drop()
             for job in jobs:
                 if group is not None or not isinstance(error, MlxZipError):
-                    job.cache = None  # nobody knows what it holds now
+                    job.whole = False  # nobody knows what its cache holds now
                 job.error = job.error or error
                 self._end(job)
             return otherwise
@@ -294,8 +291,17 @@ class Scheduler:
 
     def _keep(self, job: Job) -> None:
         """Puts a request's cache into the store, if the cache is whole and the request is to be kept."""
-        handle, cache, job.cache = job.handle, job.cache, None
-        if cache is None or not job.keep or not job.held_ids:
+        cache, job.cache = job.cache, None
+        try:
+            self._put(job, cache)
+        finally:
+            if cache is not None:
+                self.served.free(cache)
+
+    def _put(self, job: Job, cache: Any) -> None:
+        """Does what `_keep` does with a request's cache, which is None if there is none."""
+        handle = job.handle
+        if cache is None or not job.whole or not job.keep or not job.held_ids:
             if handle.session is not None:
                 self.store.release(handle.session)
                 handle.session = None

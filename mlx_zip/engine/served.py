@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -13,31 +12,19 @@ from mlx.utils import tree_flatten
 from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
+from mlx_zip.engine.draws import Draws
 from mlx_zip.engine.interface import EngineInfo
+from mlx_zip.engine.options import RunOptions
 from mlx_zip.engine.submissions import ModelFacts
 from mlx_zip.generate import check_kv
 from mlx_zip.hyper.model_fingerprint import name_of
 from mlx_zip.layout import is_zip
-from mlx_zip.models.session import check_tuned
 from mlx_zip.models.sharding import machines_of
 from mlx_zip.request import base_config
+from mlx_zip.sampling import Sampling, make_processors
+from mlx_zip.state import ZipState, find_state
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
-from mlx_zip.vocab.tuned import TunedStart
-
-
-@dataclass(frozen=True)
-class RunOptions:
-    """How a model is run. kv_bits, kv_group_size, quantized_kv_start: KV cache quantization as in mlx-lm.
-
-    prefill_step_size: ids of prompts per round. ahead: whether a step begins before the host has read its id; None for
-    on a GPU only.
-    """
-
-    kv_bits: int | None = None
-    kv_group_size: int = 64
-    quantized_kv_start: int = 5000
-    prefill_step_size: int = 512
-    ahead: bool | None = None
+from mlx_zip.vocab.tuned import TunedStart, check_tuned
 
 
 class Served:
@@ -81,6 +68,29 @@ class Served:
     def new_cache(self, start: Any) -> list[Any]:
         """Returns the cache of a new request. start: what its codebook begins with, None for the model's own."""
         return self.model.make_cache(pack=start) if start is not None else make_prompt_cache(self.model)
+
+    def resume(self, cache: list[Any], start: Any) -> None:
+        """Tells a session's cache what its codebook began with; one from disk only knows a fingerprint of that."""
+        find_state(cache).begun_with([start])  # type: ignore[union-attr]
+
+    def state_of(self, cache: list[Any]) -> ZipState | None:
+        """Returns the `ZipState` of a cache, None for a plain model's."""
+        return find_state(cache)
+
+    def make_draws(self, options: Sampling, state: mx.array | None) -> Draws:
+        """Returns a request's sampler. state: random state to go on from if the options have no seed."""
+        return Draws(options, self.never_excluded, state)
+
+    def make_penalties(self, options: Sampling, state: ZipState | None) -> list[Any]:
+        """Returns a request's logits processors for penalties and biases."""
+        return list(make_processors(options, self.vocab_size, state))
+
+    def free(self, cache: list[Any]) -> None:
+        """Does nothing: a cache's memory is free as soon as nobody has the cache."""
+
+    def free_unused(self) -> None:
+        """Gives the buffers that MLX keeps for later back to the device."""
+        mx.clear_cache()
 
     def settle(self) -> None:
         """Has the store of hyper rows keep what the last call encoded, which only the calling thread can evaluate."""

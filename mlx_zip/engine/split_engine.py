@@ -123,9 +123,9 @@ class SplitEngine(MlxEngine):
 
     # ---- the engine's thread
 
-    def _kv_bound(self) -> int | None:
+    def _kv_bound(self, served: Any) -> int | None:
         """Returns the smallest bound of all machines."""
-        own = super()._kv_bound()
+        own = super()._kv_bound(served)
         least = smallest(self._group, NO_BOUND if own is None else own)
         return None if least == NO_BOUND else least
 

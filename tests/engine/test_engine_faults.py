@@ -3,13 +3,12 @@
 import random
 import threading
 import time
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from mlx_zip import RowStore
-from mlx_zip.engine import Failed, Finished, Progress, Submission, engine_thread, events
+from mlx_zip.engine import Failed, Finished, Progress, Submission, events
 from mlx_zip.engine.mlx_engine import open_engine
 from mlx_zip.engine.session_options import SessionOptions
 from mlx_zip.errors import (
@@ -313,8 +312,7 @@ def test_a_request_that_came_just_before_closing_is_answered(monkeypatch):
             asked.append(ask(engine, tiny.base_ids(9), max_tokens=5)[1])
             engine.close(drain_s=60)
 
-    names = {**vars(engine_thread.mx), "clear_cache": between_two_rounds}
-    monkeypatch.setattr(engine_thread, "mx", SimpleNamespace(**names))
+    monkeypatch.setattr(engine._scheduler.served, "free_unused", between_two_rounds)
     go.set()
     engine.sessions()
     engine._thread.join(60)

@@ -12,7 +12,7 @@ import numpy as np
 
 from mlx_zip.engine import Emitted, Failed, Finished, Submission
 from mlx_zip.engine.mlx_engine import MlxEngine, ServeOptions
-from mlx_zip.engine.served import RunOptions
+from mlx_zip.engine.options import RunOptions
 from mlx_zip.engine.session_options import SessionOptions
 from mlx_zip.engine.session_store import SessionStore
 from mlx_zip.generate import stream_generate

@@ -1,0 +1,36 @@
+"""Bounds of an engine, and how its model is run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How a model is run. kv_bits, kv_group_size, quantized_kv_start: KV cache quantization as in mlx-lm.
+
+    prefill_step_size: ids of prompts per round. ahead: whether a step begins before the host has read its id; None for
+    on a GPU only.
+    """
+
+    kv_bits: int | None = None
+    kv_group_size: int = 64
+    quantized_kv_start: int = 5000
+    prefill_step_size: int = 512
+    ahead: bool | None = None
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """Bounds of an engine.
+
+    max_running: requests at a time. max_waiting: requests that may wait. max_prompt_tokens: base tokens of a prompt,
+    None for no bound but the context. max_kv_bytes: KV caches of all running requests, None for half of the memory
+    where its size is known. run: how the model is run.
+    """
+
+    max_running: int = 8
+    max_waiting: int = 64
+    max_prompt_tokens: int | None = None
+    max_kv_bytes: int | None = None
+    run: RunOptions = field(default_factory=RunOptions)

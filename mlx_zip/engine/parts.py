@@ -1,0 +1,121 @@
+"""What an engine's thread needs of a loaded model, and of requests that run together; MLX and PyTorch each have theirs.
+
+A cache is what one request owns: its KV cache and its codebook. Only the classes behind these protocols look inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from mlx_zip.codec import Codebook
+from mlx_zip.engine.interface import EngineInfo
+from mlx_zip.engine.options import RunOptions
+from mlx_zip.engine.submissions import ModelFacts
+from mlx_zip.sampling_options import Sampling
+
+
+class State(Protocol):
+    """The codebooks of a cache, one per row."""
+
+    @property
+    def books(self) -> Sequence[Codebook]: ...
+
+
+class Group(Protocol):
+    """Requests that take their steps together. jobs: those of the group now. length: ids of the longest cache.
+
+    The parts of a step are called in this order: `begin`, `read`, `settle`, `launch`, `finish`; see
+    `mlx_zip.engine.group`. `begin` is left out where groups are about to be merged.
+    """
+
+    jobs: list[Any]
+
+    @property
+    def length(self) -> int: ...
+
+    def begin(self) -> None: ...
+
+    def read(self) -> None: ...
+
+    def settle(self) -> list[Any]: ...
+
+    def launch(self) -> None: ...
+
+    def finish(self) -> None: ...
+
+    def key(self) -> bool | None: ...
+
+    def switching(self) -> list[int]: ...
+
+    def split(self, rows: Sequence[int]) -> Sequence[Any]: ...
+
+    def join(self, others: Sequence[Any]) -> None: ...
+
+    def drop(self) -> None: ...
+
+
+class Reading(Protocol):
+    """A request whose prompt is being read. left: how many ids of the prompt are still to be read."""
+
+    job: Any
+
+    @property
+    def left(self) -> int: ...
+
+    def read(self, at_most: int) -> tuple[int, Any]: ...
+
+
+class Served(Protocol):
+    """A loaded model. hyper: whether it has hypertokens. batches: whether groups of requests may be merged.
+
+    machines: those that the model is split over, None if it is whole. context, by_base, vocab_size: see `ModelFacts`.
+    canonical: whether canonical decoding is on. long_context: positions beyond which a request must leave its group,
+    None if none must. kv_bytes_per_id: bytes of the KV caches per id and row. weight_bytes: of all weights.
+    """
+
+    options: RunOptions
+    facts: ModelFacts
+    info: EngineInfo
+    hyper: bool
+    batches: bool
+    machines: Any
+    context: int | None
+    by_base: bool
+    vocab_size: int
+    canonical: bool
+    long_context: int | None
+    kv_bytes_per_id: int
+    weight_bytes: int
+
+    def new_cache(self, start: Any) -> Any:
+        """Returns the cache of a new request. start: what its codebook begins with, None for the model's own."""
+        ...
+
+    def resume(self, cache: Any, start: Any) -> None:
+        """Tells a session's cache what its codebook began with; one from disk only knows a fingerprint of that."""
+        ...
+
+    def state_of(self, cache: Any) -> State | None:
+        """Returns the codebooks of a cache, None for a cache without."""
+        ...
+
+    def make_draws(self, options: Sampling, state: Any) -> Any:
+        """Returns a request's sampler. state: random state to go on from if the options have no seed."""
+        ...
+
+    def make_penalties(self, options: Sampling, state: Any) -> list[Any]:
+        """Returns a request's penalties and biases, as what the group that chooses its ids takes."""
+        ...
+
+    def free(self, cache: Any) -> None:
+        """Gives up a cache that no request and no session uses any more."""
+        ...
+
+    def free_unused(self) -> None:
+        """Gives memory that nothing uses back to the device."""
+        ...
+
+    def settle(self) -> None:
+        """Finishes what only the engine's thread can finish; called before it ends."""
+        ...

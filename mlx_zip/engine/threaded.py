@@ -1,0 +1,300 @@
+"""`ThreadedEngine`: an engine with one thread of its own, which loads the model and does everything with it.
+
+It knows neither MLX nor PyTorch: `mlx_zip.engine.parts` says what it needs of either.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from abc import abstractmethod
+from collections import ChainMap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+from mlx_zip.engine.inbox import Inbox
+from mlx_zip.engine.interface import Deliver, Engine, Figures, SessionInfo, Submission, Ticket
+from mlx_zip.engine.job import Handle, Job
+from mlx_zip.engine.no_sessions import NoSessions
+from mlx_zip.engine.options import ServeOptions
+from mlx_zip.engine.parts import Reading, Served
+from mlx_zip.engine.scheduler import Scheduler, Totals
+from mlx_zip.engine.submissions import Checks
+from mlx_zip.errors import EngineBusyError, EngineStoppedError, MlxZipError, first_line
+
+Load = Callable[[], Any]
+MakeStore = Callable[[Any], Any]
+log = logging.getLogger(__name__)
+LEAST_RETRY_S = 1.0
+TEND_S = 0.05  # how often an idle engine goes on with writing sessions
+
+
+class ThreadedEngine(Engine):
+    """An engine whose thread loads a model and does everything with it; other threads give and get Python data.
+
+    load: loads the model, in the engine's thread. make_store: returns the store of sessions of a loaded model; None to
+    keep none. A subclass says how a model is loaded and what its memory is.
+    """
+
+    def __init__(
+        self, load: Load, name: str, options: ServeOptions | None = None, make_store: MakeStore | None = None
+    ) -> None:
+        self._options = options or ServeOptions()
+        self._inbox, self._lock, self._loaded = Inbox(), threading.Lock(), threading.Event()
+        self._closing, self._deadline = False, 0.0
+        self._open: dict[Job, None] = {}  # requests that have not ended
+        self._on_death: list[Callable[[BaseException], None]] = []
+        self._fault: BaseException | None = None
+        self._noted: dict[str, Sequence[int]] = {}  # not yet in the store
+        self._kept: dict[str, int] = {}  # the store's own figures
+        self._totals, self._running = Totals(), 0
+        self._scheduler: Any = None
+        self._store: Any = None
+        self._thread = threading.Thread(
+            target=self._run, args=(load, name, make_store or (lambda served: NoSessions())), name=name, daemon=True
+        )
+        self._thread.start()
+        self._loaded.wait()
+        if self._fault is not None:
+            self._thread.join()
+            raise self._fault
+
+    # ---- requests
+
+    def submit(self, submission: Submission, deliver: Deliver) -> Ticket:
+        self._check_alive()
+        job = self._make_job(submission, deliver)
+        with self._lock:
+            self._check_alive()
+            if len(self._open) >= self._options.max_running + self._options.max_waiting:
+                waiting = len(self._open) - self._options.max_running
+                raise EngineBusyError(f"{waiting} requests wait already; ask again later", self._retry_after_s(waiting))
+            self._inbox.post(lambda: self._add(job))
+            self._open[job] = None
+        return job.handle
+
+    def _make_job(self, submission: Submission, deliver: Deliver) -> Job:
+        """Returns the request of a submission that can be met. Raises what `submit` raises for one that cannot."""
+        return Job(self._checks.check(submission), deliver)
+
+    def _add(self, job: Job) -> None:
+        """Gives a request to the scheduler; called in the engine's thread."""
+        self._scheduler.add(job)
+
+    def cancel(self, ticket: Ticket) -> None:
+        assert isinstance(ticket, Handle)
+        if not ticket.ended:
+            ticket.cancelled = True
+            self._inbox.wake()
+
+    def check_pack(self, pack: Any) -> None:
+        self._checks.check_pack(pack)
+
+    def _check_alive(self) -> None:
+        """Raises `EngineStoppedError` unless the engine can serve."""
+        if not self.alive:
+            raise EngineStoppedError("the engine has been closed" if self._fault is None else "a fault has ended it")
+
+    def _retry_after_s(self, waiting: int) -> float:
+        """Returns after how many seconds one of `waiting` requests will probably have begun."""
+        rounds = (waiting + 1) / self._options.max_running
+        return max(LEAST_RETRY_S, rounds * self._totals.seconds)
+
+    # ---- sessions
+
+    def note_answer(self, ticket: Ticket, key: str, base_ids: Sequence[int]) -> None:
+        assert isinstance(ticket, Handle)
+        ids = tuple(map(int, base_ids))
+        with self._lock:
+            self._noted[key] = ids
+        self._inbox.post(lambda: self._note(ticket, key, ids))
+
+    def _note(self, ticket: Handle, key: str, ids: tuple[int, ...]) -> None:
+        """Notes an answer in the store, or until the request's session is there with the ticket."""
+        if ticket.session is not None:
+            self._store.note_answer(ticket.session, key, ids)
+        elif not ticket.ended:
+            ticket.answers[key] = ids
+            return
+        with self._lock:
+            self._noted.pop(key, None)
+
+    def answers(self) -> Mapping[str, Sequence[int]]:
+        with self._lock:
+            return ChainMap(dict(self._noted), cast(Any, self._answers))
+
+    def sessions(self) -> list[SessionInfo]:
+        return self._inbox.ask(lambda: self._store.sessions())
+
+    def save_session(self, name: str, file: Path) -> None:
+        self._inbox.ask(lambda: self._store.save(name, file))
+
+    def load_session(self, file: Path) -> SessionInfo:
+        return self._inbox.ask(lambda: self._counted(self._store.load(file)))
+
+    def drop_session(self, name: str) -> None:
+        self._inbox.ask(lambda: self._counted(self._store.drop(name)))
+
+    def purge_sessions(self) -> int:
+        return self._inbox.ask(lambda: self._counted(self._scheduler.purge()))
+
+    def _counted(self, result: Any = None) -> Any:
+        """Shows other threads the store's figures of now; returns `result`."""
+        self._kept = self._store.figures()
+        return result
+
+    # ---- figures and the end
+
+    def figures(self) -> Figures:
+        totals = self._totals
+        counted = {field.name: getattr(totals, field.name) for field in fields(totals) if field.name != "seconds"}
+        running = min(self._running, waiting := len(self._open))
+        return Figures(
+            **counted,
+            running=running,
+            waiting=waiting - running,
+            **self._kept,
+            **self._memory(),
+        )
+
+    @property
+    def alive(self) -> bool:
+        return not self._closing and self._fault is None and self._thread.is_alive()
+
+    def on_death(self, call: Callable[[BaseException], None]) -> None:
+        with self._lock:
+            self._on_death.append(call)
+            fault = self._fault
+        if fault is not None:
+            call(fault)
+
+    def close(self, drain_s: float = 0.0) -> None:
+        with self._lock:
+            deadline = time.monotonic() + drain_s
+            self._deadline = min(self._deadline, deadline) if self._closing else deadline
+            self._closing = True
+        self._inbox.wake()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    # ---- the engine's thread
+
+    def _run(self, load: Load, name: str, make_store: MakeStore) -> None:
+        """Loads the model and serves until the engine is closed or a fault ends it."""
+        self._inbox.own()
+        try:
+            self._load(load, name, make_store)
+            self._loaded.set()
+            self._serve()
+            self._settle()
+            self._stop(EngineStoppedError("the engine has been closed"))
+        except BaseException as fault:
+            self._die(fault)
+        finally:
+            self._loaded.set()
+            self._scheduler = self._store = None  # nobody has the model any more
+            self._left()
+
+    def _load(self, load: Load, name: str, make_store: MakeStore) -> None:
+        """Loads the model and makes what serves it."""
+        options = self._options
+        served = self._served(load, name)
+        self.info, self._settle = served.info, served.settle
+        bound = self._kv_bound(served)
+        self._checks = Checks(served.facts, options.max_prompt_tokens, bound)
+        self._store = make_store(served)
+        self._answers = self._store.answers()
+        self._scheduler = Scheduler(
+            served, self._store, options.max_running, bound, self._ended, partial(self._reading, served)
+        )
+        self._totals = self._scheduler.totals
+        self._counted()
+
+    @abstractmethod
+    def _served(self, load: Load, name: str) -> Served:
+        """Loads the model, sets `tokenizer`, and returns what serves requests. name: of the model."""
+
+    @abstractmethod
+    def _reading(self, served: Any, job: Job) -> Reading:
+        """Returns what reads the prompt of a request that has its cache. served: what `_served` returned."""
+
+    def _kv_bound(self, served: Served) -> int | None:
+        """Returns the bound on the bytes of all KV caches, None for none."""
+        return self._options.max_kv_bytes
+
+    @abstractmethod
+    def _memory(self) -> dict[str, int]:
+        """Returns `memory_bytes` and `peak_memory_bytes` of `Figures`. Called from any thread."""
+
+    def _wired(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context in which requests run."""
+        return contextlib.nullcontext()
+
+    def _left(self) -> None:
+        """Frees what belongs to the engine's thread, which ends."""
+
+    def _serve(self) -> None:
+        """Makes calls and runs requests until the engine is closed and nothing is left to do."""
+        scheduler, going = self._scheduler, True
+        while going:
+            going = not self._closing  # what was submitted before that is in the inbox now
+            if not scheduler.busy:
+                self._inbox.take(0 if not going else TEND_S if self._store.tend() else None)
+            going = going or scheduler.busy
+            with self._wired() if scheduler.busy else contextlib.nullcontext():
+                while scheduler.busy:
+                    if self._closing and time.monotonic() >= self._deadline:
+                        scheduler.cancel_all()
+                    scheduler.work()
+                    self._running = len(scheduler.running)
+                    self._inbox.take(0)
+            scheduler.served.free_unused()
+
+    def _ended(self, job: Job) -> None:
+        """Forgets a request that has ended."""
+        self._counted()
+        with self._lock:
+            self._open.pop(job, None)
+            for key in job.handle.answers:  # they are in the store now, or nowhere
+                self._noted.pop(key, None)
+
+    def _die(self, fault: BaseException) -> None:
+        """Ends all requests because of a fault, and calls the functions given to `on_death`."""
+        stopped = EngineStoppedError(f"a fault has ended the engine: {type(fault).__name__}: {first_line(fault)}")
+        stopped.__cause__ = fault
+        with self._lock:
+            self._fault = fault
+            calls = list(self._on_death)
+        if self._loaded.is_set():
+            ours = isinstance(fault, MlxZipError)  # its message says all
+            log.critical("the engine's thread has ended: %s", first_line(fault), exc_info=None if ours else fault)
+        self._stop(stopped)
+        for call in calls:
+            try:
+                call(fault)
+            except Exception:
+                log.exception("a function given to on_death failed")
+
+    def _stop(self, error: EngineStoppedError) -> None:
+        """Refuses all further calls and fails the requests that are left."""
+        self._inbox.shut()
+        if self._scheduler is not None:
+            self._scheduler.fail_all(error)
+            self._close_store()
+        for job in list(self._open):
+            job.error = error
+            job.send_end()
+        self._open.clear()
+        self._running = 0
+
+    def _close_store(self) -> None:
+        """Has the store write what is not on disk yet. An error is logged: the engine ends anyway."""
+        try:
+            self._store.close()
+        except Exception:
+            log.exception("sessions could not be written")

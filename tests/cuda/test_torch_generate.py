@@ -1,0 +1,231 @@
+"""Greedy generation on PyTorch emits the ids that MLX emits: bundled, golden and tiny models, packs or not."""
+
+from __future__ import annotations
+
+import json
+from itertools import islice
+
+import numpy as np
+import pytest
+
+from support.mlx_greedy import greedy
+from support.places import GOLDEN_MODELS
+from support.tiny import base_ids, tiny_model
+from support.torch_folders import pack, save
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("mlx.core")
+
+import mlx_zip  # noqa: E402
+from mlx_zip.cuda.generate import generate  # noqa: E402
+from mlx_zip.cuda.model import CudaModel, open_model  # noqa: E402
+from mlx_zip.errors import ConfigError, ModelError  # noqa: E402
+from mlx_zip.vocab.tuned import PlainCodec, TunedRows, TunedStart  # noqa: E402
+
+NAMES = sorted(path.name for path in GOLDEN_MODELS.iterdir() if path.is_dir())
+ENCODER = "res_latent_attn"  # one whose rows depend on the order of ids, so that no two logits are equal
+SIZES = {"initial_vocab_size": 40, "max_codebook_size": 6, "max_subtokens": 4, "disabled_ids": [0, 1, 2]}
+PROMPTS = {
+    "story": "Tell me a story about a boy and his boat.",
+    "code": "def add(a, b):\n    return a + b\n\ndef sub(a, b):\n    return a - b\n",
+    "repeats": "The cat sat on the mat. The cat sat on the mat. The cat sat on the mat. The cat",
+}
+
+
+def ours(model: CudaModel, prompt, steps: int, **options) -> list[int]:
+    """The first `steps` ids that PyTorch emits."""
+    return [token for token, _ in islice(generate(model, prompt, 1000, **options), steps)]
+
+
+@pytest.fixture(scope="module")
+def stories():
+    mlx, tokenizer = mlx_zip.load("stories")
+    return mlx, tokenizer, open_model("stories", "cpu", "float32")
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_the_bundled_model_emits_the_ids_that_mlx_emits(stories, name):
+    mlx, tokenizer, model = stories
+    prompt = [*tokenizer.encode(PROMPTS[name])]
+    assert ours(model, prompt, 50) == greedy(mlx, prompt, 50)
+
+
+def test_the_bundled_model_emits_them_in_a_chat_with_rows_that_are_warm(stories):
+    mlx, tokenizer, model = stories
+    messages = [{"role": "user", "content": PROMPTS["story"]}]
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    expected = greedy(mlx, prompt, 30)
+    model.store.forget()
+    for _ in range(2):
+        assert ours(model, prompt, 30) == expected
+
+
+def test_the_bundled_model_begins_without_its_pack_where_a_request_says_so(stories):
+    mlx, tokenizer, model = stories
+    prompt = tokenizer.encode(PROMPTS["repeats"])
+    assert ours(model, prompt, 20, pack=()) == greedy(mlx, prompt, 20, pack=())
+
+
+def test_its_tokenizer_ends_and_pack_are_those_that_mlx_has(stories):
+    mlx, tokenizer, model = stories
+    assert model.fingerprint == mlx.fingerprint
+    assert model.eos_ids == frozenset(tokenizer.eos_token_ids)
+    assert model.pack.fingerprint == mlx.session.pack.fingerprint
+    assert model.tokenizer.encode(PROMPTS["code"]) == tokenizer.encode(PROMPTS["code"])
+
+
+# ---- the golden models
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def golden(request, tmp_path_factory):
+    from mlx_zip.converters import convert
+
+    folder = tmp_path_factory.mktemp("golden") / request.param
+    convert(str(GOLDEN_MODELS / request.param), str(folder), progress=False)
+    expected = json.loads((GOLDEN_MODELS / request.param / "expected.json").read_text())
+    return open_model(folder, "cpu", "float32"), expected
+
+
+@pytest.mark.parametrize("index", range(3))
+@pytest.mark.parametrize("chunk", [3, 512])
+def test_golden_prompts_give_the_published_ids(golden, index, chunk):
+    model, expected = golden
+    prompt = expected["prompts"][index]
+    made = prompt["generated_ids"]
+    emitted = list(islice(generate(model, prompt["base_ids"], 1000, chunk=chunk), len(made)))
+    assert [token for token, _ in emitted] == made
+    assert prompt["base_ids"] + [i for _, ids in emitted for i in ids] == prompt["decoded_base_ids"]
+
+
+# ---- tiny models
+
+
+@pytest.mark.parametrize("mode", ["compressed", "base_token_end"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "phi3", "qwen2", "qwen3"])
+def test_tiny_models_emit_the_ids_that_mlx_emits(family, mode, tmp_path):
+    mlx = tiny_model(family, ENCODER, position_mode=mode)
+    model, prompt = open_model(save(mlx, tmp_path / "m"), "cpu"), base_ids(20)
+    assert ours(model, prompt, 50) == greedy(mlx, prompt, 50)
+
+
+@pytest.mark.parametrize("changes", [{"tie_encoders": True}, {"canonical": True}, {"start": [[5, 6], [7, 8, 9]]}])
+def test_settings_of_the_checkpoint_are_obeyed(changes, tmp_path):
+    mlx = tiny_model(encoder=ENCODER, **changes)
+    model, prompt = open_model(save(mlx, tmp_path / "m"), "cpu"), base_ids(40)
+    assert ours(model, prompt, 60) == greedy(mlx, prompt, 60)
+
+
+@pytest.mark.parametrize("policy", ["lru", "use-count"])
+def test_entries_are_evicted_as_in_mlx(policy, tmp_path):
+    mlx = tiny_model(encoder=ENCODER, compression={**SIZES, "policy": policy})
+    model, prompt = open_model(save(mlx, tmp_path / "m"), "cpu"), base_ids(60)
+    assert ours(model, prompt, 60, chunk=16) == greedy(mlx, prompt, 60, chunk=16)
+
+
+def test_a_pack_that_a_request_names_is_used(tmp_path):
+    mlx = tiny_model(encoder=ENCODER)
+    model, prompt = open_model(save(mlx, tmp_path / "m"), "cpu"), base_ids(30)
+    pack = [[5, 6, 7], [8, 9], prompt[3:7]]
+    assert ours(model, prompt, 40, pack=pack) == greedy(mlx, prompt, 40, pack=pack)
+
+
+def test_without_hypertokens_the_decoder_alone_is_used(tmp_path):
+    import mlx.core as mx
+
+    from mlx_zip.models.base_only import BaseOnly
+
+    mlx, prompt = tiny_model(encoder=ENCODER), base_ids(20)
+    base = BaseOnly(mlx)
+    cache, ids, expected = base.make_cache(), prompt, []
+    for _ in range(30):
+        expected.append(int(np.array(base(mx.array([ids]), cache=cache)[0, -1]).argmax()))
+        ids = expected[-1:]
+    model = open_model(save(mlx, tmp_path / "m"), "cpu", hypertokens=False)
+    assert ours(model, prompt, 30) == expected
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_the_kernels_emit_what_their_references_emit(family, tmp_path):
+    from mlx_zip.cuda.kernels.dispatch import forced
+
+    model, prompt = open_model(save(tiny_model(family, ENCODER), tmp_path / "m"), "cpu"), base_ids(28)
+    expected = ours(model, prompt, 8)
+    model.store.forget()
+    with forced("triton"):
+        assert ours(model, prompt, 8) == expected
+
+
+def test_a_packed_model_emits_the_ids_that_mlx_emits(tmp_path):
+    mlx = tiny_model(encoder=ENCODER)
+    record = pack(mlx, 8, 32, {"pos_embed": False})
+    model, prompt = open_model(save(mlx, tmp_path / "m", quantization=record), "cpu"), base_ids(30)
+    assert ours(model, prompt, 40) == greedy(mlx, prompt, 40)
+
+
+# ---- packs
+
+
+def tuned_pack(mlx, entries, plain=None) -> TunedStart:
+    """A pack of these entries with random rows for this model."""
+    rng = np.random.default_rng(3)
+    one = mlx.sides_are_one
+    rows = rng.normal(0, 0.3, (1 if one else 2, len(entries), 64)).astype(np.float32)
+    return TunedStart(entries, TunedRows(rows[-1] if not one else rows[0], rows[0], mlx.fingerprint, plain))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_tuned_rows_of_a_pack_are_used(tied, tmp_path):
+    mlx = tiny_model("qwen3", ENCODER, tie_encoders=tied)
+    model, prompt = open_model(save(mlx, tmp_path / "m"), "cpu"), base_ids(30)
+    pack = tuned_pack(mlx, ((5, 6, 7), (8, 9), tuple(prompt[3:7])))
+    expected = greedy(mlx, prompt, 30, pack=pack)
+    assert ours(model, prompt, 30, pack=pack) == expected
+    model.take_pack(pack)
+    assert ours(model, prompt, 30) == expected
+    assert model.pack is pack
+
+
+def test_tuned_rows_of_another_model_are_refused(tmp_path):
+    model = open_model(save(tiny_model(encoder=ENCODER), tmp_path / "m"), "cpu")
+    pack = tuned_pack(tiny_model(encoder=ENCODER, seed=1), ((5, 6),))
+    with pytest.raises(ModelError, match="tuned for another model"):
+        next(generate(model, [5, 6, 7], 5, pack=pack))
+
+
+def test_the_codebook_s_size_and_canonical_decoding_can_be_chosen(tmp_path):
+    folder = save(tiny_model(encoder=ENCODER), tmp_path / "m")
+    model = open_model(folder, "cpu", codebook_size=9, canonical=True, pack=[[5, 6]])
+    assert (model.layout.codebook_size, model.config.canonical, model.config.start) == (9, True, ((5, 6),))
+    prompt, sizes = base_ids(40), {**SIZES, "max_codebook_size": 9}
+    mlx = tiny_model(encoder=ENCODER, canonical=True, compression=sizes, start=[[5, 6]])
+    assert ours(model, prompt, 40) == greedy(mlx, prompt, 40)
+    with pytest.raises(ConfigError):
+        open_model(folder, "cpu", codebook_size=0, pack=[[5, 6]])
+
+
+def test_a_plain_model_takes_a_pack_that_was_tuned_for_it(tmp_path):
+    import mlx.core as mx
+    import mlx.utils
+
+    from mlx_zip.models import Model, ModelArgs
+    from mlx_zip.models.packed import packed_config
+
+    hypertokens = tiny_model(encoder=ENCODER)
+    section = hypertokens.args.config["zip2zip"]
+    config = {key: value for key, value in hypertokens.args.config.items() if key != "zip2zip"} | {
+        "model_type": "llama"
+    }
+    kept = {n: w for n, w in mlx.utils.tree_flatten(hypertokens.parameters()) if "encoder" not in n}
+    folder = save(hypertokens, tmp_path / "m")
+    mx.save_safetensors(str(folder / "model.safetensors"), kept)
+    (folder / "config.json").write_text(json.dumps(config))
+    entries, plain = ((5, 6, 7), (8, 9)), PlainCodec(40, (0, 1, 2), section["pad_token_id"])
+    mlx = Model(ModelArgs.from_dict(config | packed_config(config, plain, entries)))
+    mlx.load_weights(list(kept.items()))
+    pack, prompt = tuned_pack(mlx, entries, plain), [5, 6, 7, 8, 9, 10, 5, 6, 7, 8, 9]
+    assert ours(open_model(folder, "cpu", pack=pack), prompt, 30) == greedy(mlx, prompt, 30, pack=pack)
+    with pytest.raises(ModelError, match="has no rows"):
+        open_model(folder, "cpu", pack=entries)
+    with pytest.raises(ModelError, match="no hypertokens"):
+        next(generate(open_model(folder, "cpu"), prompt, 5, pack=entries))
