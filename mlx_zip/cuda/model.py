@@ -21,12 +21,13 @@ from mlx_zip.cuda.kernels.embedding import hyper_embedding
 from mlx_zip.cuda.kernels.head import Head, joint_head
 from mlx_zip.cuda.kernels.packed import Packed
 from mlx_zip.cuda.rows import STORE_BYTES, RowStore
-from mlx_zip.cuda.starts import Begin, PackOrEntries, entries_of, make_begin
+from mlx_zip.cuda.starts import Begin, PackOrEntries, make_begin
 from mlx_zip.errors import ConfigError, ModelError
 from mlx_zip.layout import Layout
 from mlx_zip.text.tokenizer import Tokenizer
 from mlx_zip.text.tokenizers import load_tokenizer
 from mlx_zip.vocab.packs import pack_in_folder
+from mlx_zip.vocab.starts import start_of
 from mlx_zip.vocab.tuned import PlainCodec, TunedStart
 
 MOST_PACKS = 16  # packs named by requests whose rows stay on the device
@@ -53,7 +54,7 @@ def open_model(
     that are kept between requests. Raises `ModelError`, `ConfigError`, `DataError`, `CodecError`.
     """
     folder = read_folder(path, device, dtype, without=() if hypertokens else SIDES)
-    start = None if pack is None else entries_of(pack)
+    start = None if pack is None else start_of(pack)
     if folder.zip is None and (codebook_size is not None or start is not None):
         folder.zip = _plain_config(folder, codebook_size, start)
     if not hypertokens:
@@ -160,7 +161,7 @@ class CudaModel:
 
     def take_pack(self, pack: PackOrEntries) -> None:
         """Makes requests begin with this pack unless they name another. Raises what `begin_with` raises."""
-        start = entries_of(pack)
+        start = start_of(pack)
         self.begin = self.begin_with(start)
         if self.config is not None:
             self.config = replace(self.config, start=self.begin.params.start)
@@ -196,7 +197,7 @@ class CudaModel:
             raise ModelError("this model has no hypertokens, so no request can begin with a pack")
         found = self._begins.get(id(pack))
         if found is None or found.given is not pack:
-            found = make_begin(self.params, pack, lambda: self.fingerprint, self.sides, self.width, self._like)
+            found = make_begin(self.params, pack, lambda: self.fingerprint, self.sides, self._no_rows)
             if found.rows is None and self.is_plain:
                 raise ModelError("this model has no hyper-encoder: it can begin with a pack of rows tuned for it only")
             if len(self._begins) >= MOST_PACKS:
@@ -205,9 +206,9 @@ class CudaModel:
         return found
 
     @property
-    def _like(self) -> torch.Tensor:
-        """A tensor of the rows' dtype and device."""
-        return torch.empty(0, dtype=self.dtype, device=self.device)
+    def _no_rows(self) -> torch.Tensor:
+        """Rows [0, D]."""
+        return torch.empty((0, self.width), dtype=self.dtype, device=self.device)
 
     @property
     def is_plain(self) -> bool:

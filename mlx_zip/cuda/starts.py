@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
 from mlx_zip.codec import CodecParams
-from mlx_zip.errors import CodecError, ModelError
-from mlx_zip.vocab.packs import PackLike, as_pack
-from mlx_zip.vocab.tuned import TunedStart
+from mlx_zip.vocab.packs import PackLike
+from mlx_zip.vocab.starts import start_of, with_starts
+from mlx_zip.vocab.tuned import TunedStart, check_tuned
 
 PackOrEntries = PackLike | TunedStart | Sequence[Any]
 
@@ -29,55 +29,29 @@ class Begin:
     given: Any
 
     @property
+    def entries(self) -> int:
+        """The number of start entries."""
+        return len(self.params.start or ())
+
+    @property
     def tuned(self) -> int:
-        """The number of start entries that have tuned rows."""
+        """The number of start entries that have tuned rows: all or none."""
         return 0 if self.rows is None else len(self.rows)
 
 
-def entries_of(pack: PackOrEntries) -> Any:
-    """Returns a pack's entries, as a `TunedStart` if it has tuned rows; entries are returned as given.
-
-    Raises `DataError` for a file that is no pack.
-    """
-    return as_pack(pack).start if isinstance(pack, PackLike) else pack
-
-
-def make_begin(params: CodecParams, pack: PackOrEntries, model: Any, sides: int, width: int, to: torch.Tensor) -> Begin:
+def make_begin(
+    params: CodecParams, pack: PackOrEntries, model: Callable[[], str], sides: int, like: torch.Tensor
+) -> Begin:
     """Returns what a request with this pack begins with.
 
-    params: the model's codec. model: called for the model's fingerprint. to: a tensor of the rows' dtype and device.
-    Raises `CodecError` for an entry that does not fit, `ModelError` for rows of another model, `DataError`.
+    params: the model's codec. model: returns the model's fingerprint. sides: 1 if an entry's input row and output row
+    are one, else 2. like: a tensor [any, D] with the rows' width, dtype and device. Raises `CodecError` for an entry
+    that does not fit, `ModelError` for rows of another model, `DataError`.
     """
-    start = entries_of(pack)
-    try:
-        own = replace(params, start=tuple(map(tuple, start)))
-    except TypeError as error:  # something that is not a sequence where one belongs
-        raise CodecError("a pack must be a sequence of entries, each a sequence of base ids") from error
+    start = start_of(pack)
+    own = with_starts(params, [start])[0]
     if not isinstance(start, TunedStart):
         return Begin(own, None, pack)
-    check_rows(start, model(), sides == 1, width)
-    return Begin(own, _tuned_rows(start, sides).to(to.device, to.dtype), pack)
-
-
-def _tuned_rows(start: TunedStart, sides: int) -> torch.Tensor:
-    """Returns a pack's rows [P, sides, D]: outputs, then inputs."""
+    check_tuned(start, model(), sides == 1, like.shape[1])
     parts = (start.rows.output, start.rows.input)[:sides]
-    return torch.from_numpy(np.stack(parts, axis=1))
-
-
-def check_rows(start: TunedStart, model: str, one: bool, width: int) -> None:
-    """Raises `ModelError` unless a pack's rows were tuned for the model with this fingerprint and fit it.
-
-    one: whether the model has one row per entry, used as input row and as output row. width: values per row.
-    """
-    rows = start.rows
-    if rows.model != model:
-        raise ModelError(
-            f"the pack's rows were tuned for another model ({rows.model[:12]}) than this one ({model[:12]}): use the "
-            "pack with that model, or tune it for this one (mlx_zip vocab pack tune)"
-        )
-    if rows.one != one:
-        wanted = "one array" if one else "two arrays"
-        raise ModelError(f"the pack's input and output rows must be {wanted} for this model: tune the pack again")
-    if (found := rows.output.shape[1]) != width:
-        raise ModelError(f"the pack's rows have {found} values, the model's have {width}: tune the pack again")
+    return Begin(own, torch.from_numpy(np.stack(parts, axis=1)).to(like.device, like.dtype), pack)

@@ -19,13 +19,12 @@ from mlx_zip.engine.submissions import ModelFacts
 from mlx_zip.generate import check_kv
 from mlx_zip.hyper.model_fingerprint import name_of
 from mlx_zip.layout import is_zip
-from mlx_zip.models.session import check_tuned
 from mlx_zip.models.sharding import machines_of
 from mlx_zip.request import base_config
 from mlx_zip.sampling import Sampling, make_processors
 from mlx_zip.state import ZipState, find_state
 from mlx_zip.vocab.first_stage import tokenizer_fingerprint
-from mlx_zip.vocab.tuned import TunedStart
+from mlx_zip.vocab.tuned import TunedStart, check_tuned
 
 
 class Served:

@@ -200,22 +200,3 @@ class Session:
         """Returns a pack's tuned rows [P, D] of one side, in the type of encoded rows."""
         rows = pack.rows.output if side.name == "output" else pack.rows.input
         return mx.array(rows).astype(self._kind(side).dtype)
-
-
-def check_tuned(pack: TunedStart, model: str, one: bool, width: int) -> None:
-    """Raises `ModelError` unless a pack's rows were tuned for the model with this fingerprint and fit it.
-
-    model: the model's fingerprint. one: whether the model has one row per entry, used as input row and as output row.
-    width: values per row.
-    """
-    rows = pack.rows
-    if rows.model != model:
-        raise ModelError(
-            f"the pack's rows were tuned for another model ({rows.model[:12]}) than this one ({model[:12]}): use the "
-            "pack with that model, or tune it for this one (mlx_zip vocab pack tune)"
-        )
-    if rows.one != one:
-        wanted = "one array" if one else "two arrays"
-        raise ModelError(f"the pack's input and output rows must be {wanted} for this model: tune the pack again")
-    if (found := rows.output.shape[1]) != width:
-        raise ModelError(f"the pack's rows have {found} values, the model's have {width}: tune the pack again")

@@ -25,11 +25,11 @@ from mlx_zip.models.arguments import ModelArgs
 from mlx_zip.models.inputs import PositionedCache, check_shape, cut_offsets, kv_length, length_of, read_ids
 from mlx_zip.models.positions import positions_of
 from mlx_zip.models.rope import Positions
-from mlx_zip.models.session import Session, Side, check_tuned
+from mlx_zip.models.session import Session, Side
 from mlx_zip.models.sharding import check_sharding, shard_layers
 from mlx_zip.state import Advance, Evicted, HostIds, ZipState, split_packs, start_of, with_starts
 from mlx_zip.vocab.packs import PackLike
-from mlx_zip.vocab.tuned import TunedStart
+from mlx_zip.vocab.tuned import TunedStart, check_tuned
 
 
 class Body(nn.Module):

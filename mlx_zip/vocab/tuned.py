@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_zip.codec.pack import Start
-from mlx_zip.errors import DataError
+from mlx_zip.errors import DataError, ModelError
 
 DTYPES = ("float16", "float32")
 
@@ -118,6 +118,25 @@ class TunedStart(Sequence[tuple[int, ...]]):
 
 
 AnyStart = Start | TunedStart
+
+
+def check_tuned(pack: TunedStart, model: str, one: bool, width: int) -> None:
+    """Raises `ModelError` unless a pack's rows were tuned for the model with this fingerprint and fit it.
+
+    model: the model's fingerprint. one: whether the model has one row per entry, used as input row and as output row.
+    width: values per row.
+    """
+    rows = pack.rows
+    if rows.model != model:
+        raise ModelError(
+            f"the pack's rows were tuned for another model ({rows.model[:12]}) than this one ({model[:12]}): use the "
+            "pack with that model, or tune it for this one (mlx_zip vocab pack tune)"
+        )
+    if rows.one != one:
+        wanted = "one array" if one else "two arrays"
+        raise ModelError(f"the pack's input and output rows must be {wanted} for this model: tune the pack again")
+    if (found := rows.output.shape[1]) != width:
+        raise ModelError(f"the pack's rows have {found} values, the model's have {width}: tune the pack again")
 
 
 def rows_to_arrays(rows: TunedRows) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:

@@ -1,0 +1,86 @@
+"""Greedy generation on PyTorch: one prompt in, emitted ids and what they stand for out."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from functools import partial
+
+import numpy as np
+
+from mlx_zip.codec.codebook import compress_next
+from mlx_zip.cuda.batch import Batch
+from mlx_zip.cuda.canonical import best_canonical
+from mlx_zip.cuda.model import CudaModel
+from mlx_zip.cuda.starts import PackOrEntries
+from mlx_zip.exclusions import CanonicalIds
+
+CHUNK = 512  # ids of a prompt that are read at once
+Emitted = tuple[int, tuple[int, ...]]  # an id, and the base ids that it stands for
+
+
+def generate(
+    model: CudaModel,
+    base_ids: Sequence[int],
+    max_tokens: int,
+    eos_ids: Collection[int] = (),
+    *,
+    pack: PackOrEntries | None = None,
+    capacity: int | None = None,
+    chunk: int = CHUNK,
+) -> Iterator[Emitted]:
+    """Yields the ids that follow a prompt of base ids, each the most likely one, with the base ids they stand for.
+
+    max_tokens: base ids; the last id may stand for more than are left. eos_ids: base ids that end the text. pack: as in
+    `CudaModel.begin_with`. capacity: ids that the caches have room for; None: as many as may be needed. chunk: ids of
+    the prompt that are read at once. Raises `CodecError` and `ModelError`.
+    """
+    room = len(base_ids) + max_tokens if capacity is None else capacity
+    batch = Batch(model, 1, room)
+    row = batch.add(pack)
+    read_prompt(batch, row, compress_next(batch.book(row), np.asarray(base_ids)), chunk)
+    yield from Steps(batch, max_tokens, eos_ids)
+
+
+def read_prompt(batch: Batch, row: int, ids: np.ndarray, chunk: int = CHUNK) -> None:
+    """Reads a prompt's ids into a sequence, `chunk` at once."""
+    for begin in range(0, len(ids), chunk):
+        batch.read(row, ids[begin : begin + chunk], more=begin + chunk < len(ids))
+
+
+class Steps:
+    """Iterates over the ids that the only sequence of a batch emits, greedily. max_tokens, eos_ids: as in `generate`.
+
+    While an id is out, the device runs the body over the next one. When the iteration ends by itself, the batch has
+    read every id that was emitted.
+    """
+
+    def __init__(self, batch: Batch, max_tokens: int, eos_ids: Collection[int] = ()) -> None:
+        self._batch, self._left, self._ends = batch, max_tokens, frozenset(eos_ids)
+        config = batch.model.config
+        self._canonical = CanonicalIds(batch.book(0)) if config is not None and config.canonical else None
+        self._pad = 0 if config is None else config.pad_id
+
+    def __iter__(self) -> Iterator[Emitted]:
+        going = self._begin()
+        while going:
+            [emitted] = self._batch.ids()
+            for error in self._batch.follow([emitted]).values():
+                raise error
+            base_ids = tuple(self._batch.book(0).base_ids(self._batch.book(0).mark() - 1).tolist())
+            self._left -= len(base_ids) if self._ends.isdisjoint(base_ids) else self._left
+            going = self._begin()
+            yield emitted, base_ids
+
+    def _begin(self) -> bool:
+        """Begins the next step and returns True, or False if there is none: the text has ended or fills the caches."""
+        if self._left <= 0 or not self._batch.room(0):
+            return False
+        self._choose()
+        self._batch.begin()
+        return True
+
+    def _choose(self) -> None:
+        """Chooses the best id, or the best canonical one where decoding is canonical."""
+        excluded = [] if self._canonical is None else self._canonical.excluded()
+        chooser = partial(best_canonical, excluded=[excluded], never=self._pad) if excluded else None
+        self._batch.choose(chooser)

@@ -1,0 +1,59 @@
+"""CUDA graphs: a piece of a step is captured once and then replayed with one call. On a CPU it runs as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import TypeVar
+
+import torch
+
+WARM_UPS = 2  # calls before a capture: kernels are compiled and tuned, and libraries set up, outside of it
+Result = TypeVar("Result")
+
+
+class Graphs:
+    """Captured pieces of work on one device, by key.
+
+    A piece reads and writes tensors that stay where they are, reads nothing on the host, and may be run more than once
+    with the same result, but for the tensors that `run` is told to keep. All graphs share one memory pool: they are
+    replayed on one stream, and what a piece returns is held here, so no graph writes to another one's results.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._captures = device, device.type == "cuda"
+        self._pool = torch.cuda.graph_pool_handle() if self._captures else None
+        self._captured: dict[Hashable, tuple[torch.cuda.CUDAGraph, object]] = {}
+
+    def run(self, key: Hashable, work: Callable[[], Result], keep: Sequence[torch.Tensor] = ()) -> Result:
+        """Does a piece of work on the current stream and returns what it returns; on a card always the same tensors.
+
+        key: names the piece; equal keys mean equal work on the same tensors. keep: small tensors that the work changes
+        and reads, such as counters; warming up does not change them.
+        """
+        if not self._captures:
+            return work()
+        if key not in self._captured:
+            self._warm_up(work, keep)
+            self._captured[key] = self._capture(work)
+        graph, result = self._captured[key]
+        graph.replay()
+        return result  # type: ignore[return-value]
+
+    def _warm_up(self, work: Callable[[], object], keep: Sequence[torch.Tensor]) -> None:
+        """Does the work on a side stream, as a capture needs it, and gives `keep` its values back each time."""
+        current, side = torch.cuda.current_stream(self._device), torch.cuda.Stream(self._device)
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            before = [tensor.clone() for tensor in keep]
+            for _ in range(WARM_UPS):
+                work()
+                for tensor, value in zip(keep, before, strict=True):
+                    tensor.copy_(value)
+        current.wait_stream(side)
+
+    def _capture(self, work: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
+        """Returns the captured work and the tensors it returns. Capturing computes nothing."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            result = work()
+        return graph, result

@@ -1,0 +1,99 @@
+"""What the host knows of one sequence of a batch: its codebook, and which of its rows the device lacks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from mlx_zip.codec import Codebook
+from mlx_zip.cuda.starts import Begin
+
+
+@dataclass
+class SequenceState:
+    """One sequence of a batch.
+
+    begin: what it began with. book: its codebook, whose log is what it has read. missing: slots whose rows are not in
+    the batch's tables. which: the set of rotary frequencies that its keys were written with, None if they must be
+    computed again. ready: whether its last id's output is known, so that it can choose. chosen: whether it has chosen
+    an id that `Batch.follow` has not been told.
+    """
+
+    begin: Begin
+    book: Codebook
+    missing: set[int] = field(default_factory=set)
+    which: int | None = 0
+    ready: bool = False
+    chosen: bool = False
+
+    @property
+    def evicts(self) -> bool:
+        """Whether an entry can be replaced by another one."""
+        return self.book.params.policy != "freeze"
+
+    def positions(self, first: int, by_base_ids: bool) -> np.ndarray:
+        """Returns the positions of the log's ids from number `first` on, int64.
+
+        by_base_ids: whether an id takes as many positions as it has base ids, and has the position of its last one.
+        """
+        if not by_base_ids:
+            return np.arange(first, self.book.mark(), dtype=np.int64)
+        spans = self.book.logged(first)[1].astype(np.int64)
+        return self.book.base_length - spans.sum() + np.cumsum(spans) - 1
+
+    def used(self, by_base_ids: bool) -> int:
+        """Returns the number of positions that the log takes."""
+        return self.book.base_length if by_base_ids else self.book.mark()
+
+    def missing_entries(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Returns the slots [N] of the missing rows, and their entries: base ids [N, S], padded, and lengths [N]."""
+        slots = np.array(sorted(self.missing), np.int64)
+        if not len(slots):
+            return slots, np.zeros((0, self.book.params.merge_size), np.uint32), slots
+        low = int(slots[0])
+        base_ids, lengths = self.book.rows(low, int(slots[-1]) + 1 - low)
+        return slots, base_ids[slots - low], lengths[slots - low].astype(np.int64)
+
+    def rewind(self, length: int) -> None:
+        """Goes back to the first `length` ids of the log. The last output is not known any more."""
+        self.book.rewind(length)
+        if self.evicts:  # slots may hold other entries again
+            self.missing.update(range(self.begin.tuned, len(self.book)))
+        self.missing = {slot for slot in self.missing if slot < len(self.book)}
+        self.ready = self.chosen = False
+
+    def evicted(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Finds those of `count` ids of the log whose slots hold other entries now than when the ids were read.
+
+        first: number of the first of the ids. Returns their numbers, counted from `first`, and the entries that they
+        stood for: base ids [N, S] and lengths [N].
+        """
+        vocab, ids = self.book.params.vocab_size, self.book.ids[first : first + count].astype(np.int64)
+        at = np.flatnonzero(ids >= vocab) if self.evicts else np.zeros(0, np.int64)
+        then, lengths = (part[at] for part in self.book.logged(first, count))
+        now, others = (part[ids[at] - vocab] for part in self.book.rows(0, len(self.book)))
+        real = np.arange(then.shape[1]) < lengths[:, None]
+        other = (lengths != others) | ((then != now) & real).any(axis=1)
+        return at[other], then[other], lengths[other].astype(np.int64)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A sequence on the host, to go on with later, also in another batch of the same model.
+
+    begin: what it began with. log: the ids read, uint32. keys_values [layers, 2, K, n, E]; which: their set of rotary
+    frequencies. output [D]: of the last id; None if it was not known.
+    """
+
+    begin: Begin
+    log: np.ndarray
+    keys_values: torch.Tensor
+    which: int
+    output: torch.Tensor | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the log and of the tensors."""
+        return self.log.nbytes + self.keys_values.nbytes + (0 if self.output is None else self.output.nbytes)
