@@ -17,7 +17,7 @@ from mlx_zip.errors import MlxZipError, PromptTooLongError
 
 
 class CudaGroup:
-    """The requests of one engine that take steps. jobs: those requests. pad_id: never excluded by canonical decoding."""
+    """The requests of one engine that take steps. pad_id: an id that canonical decoding never excludes."""
 
     def __init__(self, seats: Seats, pad_id: int) -> None:
         self.jobs: list[Job] = []

@@ -1,4 +1,4 @@
-"""`KeptSnapshots`: keeps snapshots of ended requests in the host's memory, for requests that begin with the same text."""
+"""`KeptSnapshots`: keeps snapshots of ended requests in memory, for later requests that begin with the same text."""
 
 from __future__ import annotations
 

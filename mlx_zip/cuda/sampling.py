@@ -87,9 +87,9 @@ class Draws:
         """Returns the request's random numbers."""
         if self._numbers is None:
             made, seed = torch.Generator(self._device), self.options.seed
-            fits = self._before is not None and self._before.shape == made.get_state().shape
-            if fits:
-                made.set_state(self._before)
+            before = self._before
+            if before is not None and before.shape == made.get_state().shape:
+                made.set_state(before)
             else:
                 number = secrets.randbits(63) if seed is None else int(seed)
                 made.manual_seed(number if number < 2**63 else number - 2**64)
