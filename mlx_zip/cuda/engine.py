@@ -39,9 +39,8 @@ class CudaEngine(ThreadedEngine):
     def _reading(self, served: CudaServed, job: Job) -> CudaReading:
         return CudaReading(served.seats, served.group, job)
 
-    def _kv_bound(self, served: CudaServed) -> int:
-        """Returns the bytes of one request's KV cache: each has a place of its own, so requests do not compete."""
-        return served.seats.batch.capacity * served.kv_bytes_per_id
+    def _kv_bound(self, served: CudaServed) -> None:
+        """Returns None: each request has a place of its own in the KV caches, so requests do not compete for room."""
 
     def _memory(self) -> dict[str, int]:
         on_card = self._device.type == "cuda"

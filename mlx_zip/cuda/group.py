@@ -31,8 +31,19 @@ class CudaGroup:
         """Does nothing: there is one group."""
 
     def take_in(self, job: Job) -> CudaGroup:
-        """Takes in a request whose prompt was read, and returns the group."""
+        """Takes in a request whose prompt was read, and returns the group.
+
+        If no other request is in the middle of a step, the first id is chosen now.
+        """
         self.jobs.append(job)
+        if not self._chosen:
+            try:
+                self._choose()
+            except BaseException:
+                self.jobs.remove(job)
+                self._chosen = []
+                self._seats.followed()
+                raise
         return self
 
     # ---- one step
