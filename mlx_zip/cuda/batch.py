@@ -50,7 +50,7 @@ class Batch:
         self._output = torch.zeros((most, model.width), dtype=model.dtype, device=model.device)  # of each last id
         self._ids = torch.zeros(most, dtype=torch.int64, device=model.device)  # chosen
         self._used = torch.zeros(most, dtype=torch.int64, device=model.device)  # positions, per sequence
-        self._reader = Reader(model, self.kv, self.tables, self._output, self._used, self._by_base_ids)
+        self._reader = Reader(model, self.kv, self.tables, self._used, self._by_base_ids)
         self._steps, self._sent = Upload(most, model.device), [0] * most  # 1 for sequences that step, 0 for others
         self._download = Download(most, model.device)
         self._sequences: list[SequenceState] = []
@@ -158,8 +158,8 @@ class Batch:
         """Returns a copy of a sequence on the host. Call it after `read` or `follow`, before `choose`."""
         one = self._sequences[row]
         saved, which = self.kv.save(row, one.book.mark())
-        output = self._output[row].to("cpu", copy=True) if one.ready else None
-        return Snapshot(one.begin, one.book.ids, saved, which, output)
+        output = self._output[row] if one.output is None else one.output
+        return Snapshot(one.begin, one.book.ids, saved, which, output.to("cpu", copy=True) if one.ready else None)
 
     def restore(self, kept: Snapshot) -> int:
         """Adds the sequence of a snapshot; returns its row. Raises `ModelError` if there is no room for it."""
@@ -177,8 +177,7 @@ class Batch:
             raise
         one.which, self._used[row] = kept.which, one.used(self._by_base_ids)
         if kept.output is not None:
-            self._output[row].copy_(kept.output)
-            one.ready = True
+            one.output, one.ready = kept.output, True
         return row
 
     # ---- a step
@@ -192,14 +191,24 @@ class Batch:
         """
         if not self._sequences:
             return
+        self._take_outputs()
         count, size = len(self), self._size(len(self))
         head = self._graphs.run(("head", size, chooser is None), partial(self._head, size, chooser is not None))
         head = Head(head.best[:count], head.lse[:count], None if head.logits is None else head.logits[:count])
-        self._ids[:count].copy_(head.best if chooser is None else chooser(head))
-        self._download.begin(self._ids[:count])
+        ids = head.best if chooser is None else chooser(head)
+        self._download.begin(ids)
+        # `follow` refuses an illegal id, but the body reads it before: it must not read outside of the tables
+        torch.clamp(ids, 0, self.model.layout.end - 1, out=self._ids[:count])
         for one in self._sequences:
             one.chosen = one.ready
         self._send_steps([int(one.chosen) for one in self._sequences] + [0] * (self.most - count))
+
+    def _take_outputs(self) -> None:
+        """Puts the outputs of sequences that have been read, or were restored, to the others."""
+        for row, one in enumerate(self._sequences):
+            if one.output is not None:
+                self._output[row].copy_(one.output)
+                one.output = None
 
     def _head(self, size: int, logits: bool) -> Head:
         """Returns the head's output of the first `size` rows."""
@@ -237,8 +246,7 @@ class Batch:
             spans = torch.where(ids >= vocab, self.tables.spans[:size].gather(1, slots)[:, 0], steps)
         self._used[:size].add_(spans)
         h = self.model.embed(ids[:, None], self.tables.inputs[:size])[:, 0]
-        self._output[:size].copy_(self.model.decoder.step(h, self._used[:size] - 1, kv))
-        kv.lengths.add_(steps - 1)  # the step has counted every row
+        self._output[:size].copy_(self.model.decoder.step(h, self._used[:size] - 1, kv, steps))
 
     def ids(self) -> list[int]:
         """Returns the ids that were chosen last, as soon as they are known; anything for rows that do not step."""

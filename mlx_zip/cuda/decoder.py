@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from mlx_zip.cuda.attention import Seen, attend, attend_one
 from mlx_zip.cuda.folder import Folder
-from mlx_zip.cuda.kernels.gate import silu_gate
 from mlx_zip.cuda.kernels.norm import add_rms_norm
 from mlx_zip.cuda.kernels.rope import rope_and_cache
 from mlx_zip.cuda.kv import KV, make_kv
 from mlx_zip.cuda.layers import Layer, take_layers
+from mlx_zip.cuda.linear import product
+
+Attention = Callable[[int, Layer, torch.Tensor], torch.Tensor]  # index, layer, qkv [N, (H + 2K) E] -> [N, H E]
 
 
 class Decoder:
@@ -34,16 +38,15 @@ class Decoder:
         of each sequence, which the call moves on; -1 for padding at the end. `kv.which` chooses the rotary set.
         """
         batch, length, width = h.shape
-        seen, total = Seen(slots), h.reshape(-1, width)
-        for index, layer in enumerate(self.layers):
-            x, total = add_rms_norm(total, None, layer.norm, self.config.eps)
-            q = self._rotated(layer, index, layer.qkv(x).view(batch, length, -1), positions, slots, kv)
-            out = attend(q, kv.keys(index), kv.values(index), seen, layer.window)
-            x = layer.output(out.reshape(batch * length, -1))
-            x, total = add_rms_norm(x, total, layer.mlp_norm, self.config.eps)
-            total = total + layer.down(silu_gate(layer.gate_up(x)))
+        seen = Seen(slots)
+
+        def attention(index: int, layer: Layer, qkv: torch.Tensor) -> torch.Tensor:
+            q = self._rotated(layer, index, qkv.view(batch, length, -1), positions, slots, kv)
+            return attend(q, kv.keys(index), kv.values(index), seen, layer.window).reshape(batch * length, -1)
+
+        out = self._run(h.reshape(-1, width), attention)
         kv.lengths.copy_(torch.maximum(kv.lengths, slots.amax(1) + 1))
-        return add_rms_norm(total, None, self.norm, self.config.eps)[0].view(batch, length, width)
+        return out.view(batch, length, width)
 
     def step(
         self, h: torch.Tensor, positions: torch.Tensor, kv: KV, active: torch.Tensor | None = None
@@ -54,16 +57,25 @@ class Decoder:
         whose output means nothing; None for 1 everywhere. The call reads nothing on the host and allocates by shapes
         alone, so that a CUDA graph can hold it.
         """
-        slots, seen, total = kv.lengths[:, None], kv.lengths + 1, h
-        for index, layer in enumerate(self.layers):
-            x, total = add_rms_norm(total, None, layer.norm, self.config.eps)
-            q = self._rotated(layer, index, layer.qkv(x)[:, None], positions[:, None], slots, kv)
-            out = attend_one(q[:, 0], kv.keys(index), kv.values(index), seen, layer.window)
-            x = layer.output(out.reshape(len(h), -1))
-            x, total = add_rms_norm(x, total, layer.mlp_norm, self.config.eps)
-            total = total + layer.down(silu_gate(layer.gate_up(x)))
+        slots, seen = kv.lengths[:, None], kv.lengths + 1
+
+        def attention(index: int, layer: Layer, qkv: torch.Tensor) -> torch.Tensor:
+            q = self._rotated(layer, index, qkv[:, None], positions[:, None], slots, kv)
+            return attend_one(q[:, 0], kv.keys(index), kv.values(index), seen, layer.window).reshape(len(h), -1)
+
+        out = self._run(h, attention)
         kv.lengths.add_(1 if active is None else active)
-        return add_rms_norm(total, None, self.norm, self.config.eps)[0]
+        return out
+
+    def _run(self, h: torch.Tensor, attention: Attention) -> torch.Tensor:
+        """Returns the output [N, D] of all layers and the final norm for embeddings h [N, D]."""
+        eps = self.config.eps
+        for index, layer in enumerate(self.layers):
+            out = attention(index, layer, product(h, layer.qkv, norm=(layer.norm, eps)))
+            h = product(out, layer.output, residual=h)
+            inner = product(h, layer.gate_up, norm=(layer.mlp_norm, eps), gate=True)
+            h = product(inner, layer.down, residual=h)
+        return add_rms_norm(h, None, self.norm, eps)[0]
 
     def _rotated(
         self, layer: Layer, index: int, qkv: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, kv: KV

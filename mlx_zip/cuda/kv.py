@@ -51,7 +51,7 @@ class KV:
 
     def save(self, row: int, length: int) -> tuple[torch.Tensor, int]:
         """Returns a sequence's first `length` keys and values [layers, 2, K, length, E] on the host, and its set."""
-        return self.whole[:, :, row, :, :length].cpu(), int(self.which[row])
+        return self.whole[:, :, row, :, :length].to("cpu", copy=True), int(self.which[row])
 
     def load(self, row: int, saved: torch.Tensor, which: int) -> None:
         """Makes a sequence hold what `save` returned."""

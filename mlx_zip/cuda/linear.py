@@ -1,4 +1,4 @@
-"""Matrix products with dense and packed weights for many rows, and matrices joined by their rows."""
+"""Matrix products with dense and packed weights, with what a layer does around them; matrices joined by their rows."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from mlx_zip.cuda.kernels.gate import silu_gate
+from mlx_zip.cuda.kernels.norm import add_rms_norm
 from mlx_zip.cuda.kernels.packed import Packed
 from mlx_zip.cuda.kernels.unpack import unpack
 
@@ -22,6 +24,26 @@ class Linear:
         """Returns the product by PyTorch's matrix product; a packed matrix is unpacked for the call."""
         weight = unpack(self.weight, x.dtype) if isinstance(self.weight, Packed) else self.weight
         return torch.nn.functional.linear(x, weight, self.bias)
+
+
+def product(
+    x: torch.Tensor,
+    linear: Linear,
+    norm: tuple[torch.Tensor, float] | None = None,
+    residual: torch.Tensor | None = None,
+    gate: bool = False,
+) -> torch.Tensor:
+    """Returns norm(x) W' + bias [N, R], gated if asked for, plus the residual; in x's dtype.
+
+    x [N, D]. norm: weight [D] and eps of an RMS norm of x. gate: W has the rows of a gate, then of the values, and
+    silu(gate) * values [N, R / 2] takes the product's place. residual: of the result's shape.
+    """
+    if norm is not None:
+        x = add_rms_norm(x, None, *norm)[0]
+    y = linear(x)
+    if gate:
+        y = silu_gate(y)
+    return y if residual is None else y + residual
 
 
 def joined(parts: Sequence[Linear]) -> Linear:

@@ -15,15 +15,13 @@ CHUNK = 2048  # ids that are read at once when a sequence is read again
 class Reader:
     """Fills the device's side of a batch's sequences from their codebooks.
 
-    kv, tables: of the batch. output [B, D]: receives the body's output for the last id. used [B] int64: receives the
-    number of positions read. by_base_ids: as in `SequenceState.positions`.
+    kv, tables: of the batch. used [B] int64: receives the number of positions read. by_base_ids: as in
+    `SequenceState.positions`.
     """
 
-    def __init__(
-        self, model: CudaModel, kv: KV, tables: Tables, output: torch.Tensor, used: torch.Tensor, by_base_ids: bool
-    ) -> None:
+    def __init__(self, model: CudaModel, kv: KV, tables: Tables, used: torch.Tensor, by_base_ids: bool) -> None:
         self._model, self._kv, self._tables = model, kv, tables
-        self._output, self._used, self._by_base_ids = output, used, by_base_ids
+        self._used, self._by_base_ids = used, by_base_ids
 
     def fill(self, row: int, one: SequenceState) -> None:
         """Puts the missing rows of a sequence's entries into the tables."""
@@ -38,7 +36,7 @@ class Reader:
     def run(self, row: int, one: SequenceState, first: int) -> None:
         """Runs the body over a sequence's ids from number `first` on, or over all if LongRoPE's set of factors changes.
 
-        The set is chosen by the last position, for all ids of a sequence.
+        The set is chosen by the last position, for all ids of a sequence. The output for the last id is kept in `one`.
         """
         end, used = one.book.mark(), one.used(self._by_base_ids)
         which = self._model.decoder.rope.which(used - 1)
@@ -47,7 +45,7 @@ class Reader:
             self._kv.trim(row, 0)
             self._kv.which[row] = which
         for begin in range(first, end, CHUNK):
-            self._output[row].copy_(self._part(row, one, begin, min(begin + CHUNK, end)))
+            one.output = self._part(row, one, begin, min(begin + CHUNK, end))
         one.which, self._used[row] = which, used
 
     def _part(self, row: int, one: SequenceState, begin: int, end: int) -> torch.Tensor:

@@ -17,14 +17,16 @@ class SequenceState:
 
     begin: what it began with. book: its codebook, whose log is what it has read. missing: slots whose rows are not in
     the batch's tables. which: the set of rotary frequencies that its keys were written with, None if they must be
-    computed again. ready: whether its last id's output is known, so that it can choose. chosen: whether it has chosen
-    an id that `Batch.follow` has not been told.
+    computed again. output [D]: the body's output for its last id, where that is not yet in the batch's outputs. ready:
+    whether that output is known, so that the sequence can choose. chosen: whether it has chosen an id that
+    `Batch.follow` has not been told.
     """
 
     begin: Begin
     book: Codebook
     missing: set[int] = field(default_factory=set)
     which: int | None = 0
+    output: torch.Tensor | None = None
     ready: bool = False
     chosen: bool = False
 
@@ -62,7 +64,7 @@ class SequenceState:
         if self.evicts:  # slots may hold other entries again
             self.missing.update(range(self.begin.tuned, len(self.book)))
         self.missing = {slot for slot in self.missing if slot < len(self.book)}
-        self.ready = self.chosen = False
+        self.output, self.ready, self.chosen = None, False, False
 
     def evicted(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Finds those of `count` ids of the log whose slots hold other entries now than when the ids were read.

@@ -10,10 +10,10 @@ from mlx_zip.engine import Counted, Counts, Emitted, Event, Failed, Finished, He
 from mlx_zip.errors import EngineStoppedError
 from mlx_zip.server.parts import Splitter
 from mlx_zip.server.shown import ShownTokens
-from mlx_zip.server.tokens import TokenTexts
 from mlx_zip.server.turn import Delta, Done, Learned, Live, TokenLogprob, Turn, Waiting
 from mlx_zip.text.detokenizer import REPLACEMENT
 from mlx_zip.text.stream import Piece, TextStream
+from mlx_zip.text.token_texts import TokenTexts
 
 
 class Answering:

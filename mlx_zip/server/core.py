@@ -16,11 +16,11 @@ from mlx_zip.server.answering import Answering
 from mlx_zip.server.options import Options
 from mlx_zip.server.packs import PackInfo, Packs
 from mlx_zip.server.parts import Splitter
-from mlx_zip.server.tokens import TokenTexts
 from mlx_zip.server.tool_formats import for_template, openai_tools
 from mlx_zip.server.tools import make_constraint
 from mlx_zip.server.turn import Delta, Done, Turn, Waiting
 from mlx_zip.text.prompts import Chat, encode_prompt
+from mlx_zip.text.token_texts import TokenTexts
 
 Some = TypeVar("Some")
 _THREADS = 4

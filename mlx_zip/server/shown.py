@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mlx_zip.engine import Emitted
-from mlx_zip.server.tokens import TokenTexts
 from mlx_zip.server.turn import ShownToken
+from mlx_zip.text.token_texts import TokenTexts
 
 Facts = tuple[int, tuple[str, ...], str, int]  # the fields of a `ShownToken` between `text` and `continues`
 

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -304,6 +305,36 @@ def test_stats_tell_steps_codebook_and_cached_tokens():
         "KV",
     ):
         assert words in text
+
+
+def test_vocabulary_lists_the_most_used_hypertokens_with_uses_origin_and_parts():
+    engine = FakeEngine()
+    ids = [[5], [300, 301], [300, 301], [302, 303], [engine.tokenizer.eos_token_id]]
+    engine.script = Script(ids=ids)
+    program, front = chatted("/vocabulary", "hello", "/vocabulary", "more", "/vocabulary", engine=engine)
+    first, second = (program.engine.tokenizer.decode([300 + i]).strip() for i in (0, 1))
+    assert front.said[0] == "no answer of this conversation has used a hypertoken"
+    assert front.said[1] == "the 2 most used of 2 hypertokens in this conversation: uses, where learned, parts"
+    uses, origin, *parts = front.said[2].split(maxsplit=2)
+    assert (uses, origin) == ("2x", "answer")
+    assert [one.strip("· ") for one in parts[0].split(" | ")] == [first, second]
+    assert front.said[5].split()[0] == "4x"
+
+
+def test_vocabulary_counts_only_the_answers_that_the_conversation_has():
+    program, front = chatted("hello", "/retry", "/vocabulary")
+    assert len(program.talk.uses) == 1
+    assert all(line.split()[0] == "1x" for line in front.said[1:])
+    program.front.messages = ["/reset", "/vocabulary"]
+    loop.run(program)
+    assert front.said[-1] == "no answer of this conversation has used a hypertoken"
+
+
+def test_vocabulary_of_a_model_without_hypertokens_is_refused():
+    engine = FakeEngine()
+    engine.info = replace(engine.info, merge_size=0, codebook_size=0)
+    _, front = chatted("/vocabulary", engine=engine)
+    assert front.errors == ["/vocabulary: this model has no hypertokens"]
 
 
 def test_a_conversation_longer_than_the_context_is_one_line_and_ends_nothing():

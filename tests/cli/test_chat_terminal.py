@@ -225,6 +225,20 @@ def test_commands_and_file_names_are_completed(tmp_path):
         terminal.until("nothing has answered the last message")
 
 
+def test_the_vocabulary_of_the_bundled_model_is_listed_and_in_the_help(tmp_path):
+    with chat(tmp_path, "--max-tokens", "60", model="stories") as terminal:
+        terminal.type("/help\r")
+        terminal.until("/vocabulary .*show the hypertokens")
+        terminal.until(READY)
+        terminal.type("Tell me a story about a frog.\r")
+        terminal.until("per step")
+        terminal.until(READY)
+        terminal.type("/vocabulary\r")
+        terminal.until(r"most used of \d+ hypertokens.*\n +\d+x  (pack|prompt|answer) +\S+ \| \S+")
+        terminal.until(READY)
+        leave(terminal)
+
+
 def test_a_terminal_that_closes_ends_the_chat(tmp_path):
     with chat(tmp_path, text=LONG, delay_s=0.05) as terminal:
         terminal.type("hello\r")

@@ -14,6 +14,8 @@ CANARY = {"f": float("nan"), "i": 77}
 if not MISSING:
     import torch
 
+    torch.set_num_threads(1)  # the tensors are tiny, and threads that wait for each other take longer
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skips every test of this folder visibly where torch or triton is missing."""

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -163,6 +164,12 @@ class Tab:
         if not request.url.startswith((f"http://127.0.0.1:{self.app.port}/", "data:", "blob:")):
             self.noted.foreign.append(request.url)
 
+    def forget(self) -> Tab:
+        """Has the browser forget what the page kept in it: the key, choices, a draft."""
+        whose = {"origin": f"http://127.0.0.1:{self.app.port}", "storageTypes": "local_storage"}
+        self.page.context.new_cdp_session(self.page).send("Storage.clearDataForOrigin", whose)
+        return self
+
     def open(self, path: str = "") -> Tab:
         """Opens the address that the app printed, or a path below it with the key that the browser keeps."""
         self.page.goto(self.app.url if not path else f"http://127.0.0.1:{self.app.port}{path}")
@@ -183,6 +190,17 @@ class Tab:
         self["input"].fill(text)
         self["input"].press("Enter")
         return self.answered(before) if whole else self.streaming(before)
+
+    def copied(self, exported: dict[str, Any]) -> Tab:
+        """Imports an exported conversation as the newest one and shows it, with its answer."""
+        (kept,) = exported["conversations"]
+        body = exported | {"conversations": [kept | {"created": time.time(), "updated": time.time()}]}
+        (made,) = self.api("POST", "import", body)["ids"]
+        self.page.evaluate("id => { location.hash = `#/c/${id}`; }", made)
+        self.answered()
+        self.page.evaluate("dispatchEvent(new Event('focus'))")  # the page looks again: the list shows it, too
+        self.page.locator(f"[data-testid=conversation].current[data-id='{made}']").wait_for()
+        return self
 
     def answers(self) -> Any:
         """Returns the answers on the page."""

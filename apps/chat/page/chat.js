@@ -12,6 +12,7 @@ import { openRace } from "./race.js";
 import { copyCode } from "./safe.js";
 import { guarded, say, toast } from "./tell.js";
 
+const EVERY_MS = 28; // between two drawings: as smooth to the eye as every frame, for half the work
 const NEAR = 120; // pixels from the end within which the page follows the answer
 
 const views = new Map(); // id of a message -> MessageView, of the conversation on the screen
@@ -24,7 +25,7 @@ const near = new IntersectionObserver(
   (entries) => {
     for (const entry of entries) if (entry.isIntersecting) viewOf(entry.target)?.enrich();
   },
-  { rootMargin: "1200px 0px" },
+  { root: byId("scroller"), rootMargin: "1200px 0px" }, // a margin around the window would not reach into what scrolls
 );
 
 function viewOf(element) {
@@ -82,7 +83,7 @@ const frame = perFrame(() => {
   relaid = false;
   changed.clear();
   if (following && path.length) toEnd();
-});
+}, EVERY_MS);
 
 /** Brings the elements into the order of the path; those that stay keep their place. */
 function layOut(conversation, path) {

@@ -88,15 +88,17 @@ export function debounced(run, wait_ms) {
   return call;
 }
 
-/** Calls `draw` at most once per frame, however often it is asked for. */
-export function perFrame(draw) {
+/** Calls `draw` at most once per frame and once in `least_ms`, however often it is asked for. */
+export function perFrame(draw, least_ms = 0) {
   let asked = false;
+  let drawn = -Infinity;
+  const frame = (now) => {
+    if (now - drawn < least_ms) return requestAnimationFrame(frame);
+    [asked, drawn] = [false, now];
+    return draw();
+  };
   return () => {
-    if (asked) return;
+    if (!asked) requestAnimationFrame(frame);
     asked = true;
-    requestAnimationFrame(() => {
-      asked = false;
-      draw();
-    });
   };
 }

@@ -1,10 +1,11 @@
 // Figures and times as people read them. Pure: no DOM.
 
+const WHOLE = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 }); // made once: making one costs more than its use
 const UNITS = ["bytes", "kB", "MB", "GB", "TB"];
 
 /** Returns a whole number with thousands separators: 12,345. Nothing known: an en dash. */
 export function count(number) {
-  return Number.isFinite(number) ? Math.round(number).toLocaleString("en-US") : "–";
+  return Number.isFinite(number) ? WHOLE.format(Math.round(number)) : "–";
 }
 
 /** Returns a number with about three digits: 1,234, 123, 12.3, 1.23. */

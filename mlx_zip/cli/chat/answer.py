@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_zip.engine import Counts, Emitted, Engine, Event, Failed, Finished, Progress, Started, Submission
+from mlx_zip.cli.chat.vocabulary import Use
+from mlx_zip.engine import Counted, Counts, Emitted, Engine, Event, Failed, Finished, Progress, Started, Submission
 from mlx_zip.text.detokenizer import REPLACEMENT
 from mlx_zip.text.stream import TextStream
 
@@ -16,17 +17,21 @@ Arrived = queue.SimpleQueue[Event | None]  # None: stop the answer
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer that has ended. reason: "stop" at its own end, "length" at a limit, "cancelled" by the user."""
+    """An answer that has ended. reason: "stop" at its own end, "length" at a limit, "cancelled" by the user.
+
+    uses: its hypertokens, if the request asked for `show`.
+    """
 
     text: str
     reason: str
     counts: Counts
+    uses: tuple[Use, ...] = ()
 
 
 class Answering:
     """An answer under way. show: called with each piece of text and the base tokens of the id that completed it.
 
-    text, base_ids: the answer so far, base_ids without the eos.
+    text, base_ids, uses: the answer so far, base_ids without the eos; uses: its hypertokens.
     """
 
     def __init__(self, tokenizer: Any, show: Callable[[str, int], None]) -> None:
@@ -35,6 +40,7 @@ class Answering:
         self._texts: list[str] = []
         self._ended = False
         self.base_ids: list[int] = []
+        self.uses: list[Use] = []
 
     @property
     def text(self) -> str:
@@ -47,6 +53,8 @@ class Answering:
         piece = self._stream.feed(event.base_ids)
         self._ended = piece.finish_reason is not None
         self.base_ids += [one for one in piece.base_ids if one not in self._eos]
+        if event.origin is not None:
+            self.uses.append(Use(event.base_ids, event.origin.kind))
         self._add(piece.text, len(event.base_ids))
 
     def finish(self) -> None:
@@ -94,8 +102,8 @@ def follow(
                 text = answering.text
                 if text and not text.endswith(REPLACEMENT):
                     engine.note_answer(ticket, text, answering.base_ids)
-                return Answer(text, event.reason, event.counts)
+                return Answer(text, event.reason, event.counts, tuple(answering.uses))
             else:
-                assert isinstance(event, Started)
+                assert isinstance(event, Started | Counted)
     finally:
         engine.cancel(ticket)

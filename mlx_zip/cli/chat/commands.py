@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable
+from itertools import chain
 from typing import NamedTuple
 
 from mlx_zip.arguments import nearest
 from mlx_zip.cli.chat.conversation import Conversation
 from mlx_zip.cli.chat.program import NONE, OWN, Program
+from mlx_zip.cli.chat.vocabulary import vocabulary_lines
 from mlx_zip.errors import GenerationError
 
 
@@ -53,7 +55,7 @@ def _system(program: Program, text: str) -> None:
 
 
 def _reset(program: Program, _: str) -> None:
-    program.talk.reset()
+    program.talk = Conversation(program.talk.system)
     program.front.say("a new conversation begins")
 
 
@@ -82,6 +84,13 @@ def _load(program: Program, name: str) -> None:
 
 def _stats(program: Program, _: str) -> None:
     for line in program.totals.lines():
+        program.front.say(line)
+
+
+def _vocabulary(program: Program, _: str) -> None:
+    if not program.engine.info.codebook_size:
+        raise GenerationError("/vocabulary: this model has no hypertokens")
+    for line in vocabulary_lines(list(chain.from_iterable(program.talk.uses)), program.engine.tokenizer):
         program.front.say(line)
 
 
@@ -133,6 +142,7 @@ COMMANDS = {
     "save": Command("FILE", "write the conversation to a .jsonl file", _save, True),
     "load": Command("FILE", "go on with the conversation in a .jsonl file", _load, True),
     "stats": Command("", "show base tokens per step, steps saved, codebook, KV cache and cached tokens", _stats),
+    "vocabulary": Command("", "show the hypertokens that this conversation's answers have used most", _vocabulary),
     "pack": Command("FILE", f"choose the packs that codebooks begin with, {OWN} or {NONE}; show them", _pack, True),
     "colours": Command("on|off", "colour hypertokens by their length, or not", _colours),
     "help": Command("", "show this", _help),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from mlx_zip.cli.chat.vocabulary import Use
 from mlx_zip.errors import DataError, reason
 from mlx_zip.files import at_home, check_out, whole_file
 from mlx_zip.text.prompts import Chat, encode_prompt
@@ -23,7 +24,8 @@ class Conversation:
     """What was said. system: the system message. messages: those of the user and of the assistant, in turns.
 
     asked: the user's last message. answered: whether it has an answer; if not, it is not among the messages. saved:
-    files that hold this conversation already.
+    files that hold this conversation already. uses: the hypertokens of each answer, the last answer's last; those of
+    answers that were loaded from a file are not known.
     """
 
     system: str | None = None
@@ -31,6 +33,7 @@ class Conversation:
     asked: str | None = None
     answered: bool = False
     saved: set[Path] = field(default_factory=set)
+    uses: list[Sequence[Use]] = field(default_factory=list)
 
     def prompt_ids(self, engine: Any, text: str, options: Mapping[str, Any]) -> list[int]:
         """Returns the base ids of the conversation with one more message of the user.
@@ -45,15 +48,18 @@ class Conversation:
         """Notes the user's next message, which is added with its answer."""
         self.asked, self.answered = question, False
 
-    def add(self, answer: str) -> None:
-        """Adds the user's last message and its answer."""
+    def add(self, answer: str, uses: Sequence[Use] = ()) -> None:
+        """Adds the user's last message and its answer. uses: the answer's hypertokens."""
         assert self.asked is not None
         question, self.answered = self.asked, True
         self.messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        self.uses.append(uses)
 
-    def reset(self) -> None:
-        """Forgets all messages but the system message."""
-        self.messages, self.asked, self.answered, self.saved = [], None, False, set()
+    def before_answer(self) -> Conversation:
+        """Returns the conversation without its last answer and the message that it answers; `asked` stays."""
+        if not self.answered:
+            return self
+        return replace(self, messages=self.messages[:-2], uses=self.uses[:-1], answered=False)
 
     def save(self, name: str) -> Path:
         """Writes the conversation to a .jsonl file, whole or not at all, and returns the file's path.

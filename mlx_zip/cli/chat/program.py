@@ -66,21 +66,19 @@ class Program:
                 answer = follow(self.engine, submission, arrived, show, view.reading)
         self.totals.add(answer.counts)
         if answer.text:
-            self.talk.add(answer.text)
+            self.talk.add(answer.text, answer.uses)
         self._close(answer)
 
     def retry(self, temp: float | None) -> None:
         """Asks the last message again, in place of its answer. Without a new answer the old one stays."""
-        talk = self.talk
-        before, answered, question = list(talk.messages), talk.answered, talk.asked
-        assert question is not None
-        if answered:
-            del talk.messages[-2:]
+        before = self.talk
+        assert before.asked is not None
+        self.talk = before.before_answer()
         try:
-            self.ask(question, temp)
+            self.ask(before.asked, temp)
         finally:
-            if not talk.answered:
-                talk.messages, talk.answered = before, answered
+            if not self.talk.answered:
+                self.talk = before
 
     def check_system(self, system: str | None) -> None:
         """Raises `GenerationError` for a system message that the model's chat template cannot render; None is none."""
@@ -131,6 +129,7 @@ class Program:
             eos_ids=frozenset(self.engine.tokenizer.eos_token_ids),
             sampling={**settings.sampling, "seed": seed, **changed},
             pack=self.pack,
+            show=self.engine.info.codebook_size > 0,
         )
 
     def _close(self, answer: Answer) -> None:

@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from importlib.util import find_spec
 
 import torch
 
 IMPLEMENTATIONS = ("triton", "reference")
+_FORCED: ContextVar[str | None] = ContextVar("_FORCED", default=None)
+
+
+@contextmanager
+def forced(impl: str) -> Iterator[None]:
+    """Makes dispatchers that are called with impl None use "triton" or "reference" within the block."""
+    before = _FORCED.set(impl)
+    try:
+        yield
+    finally:
+        _FORCED.reset(before)
 
 
 @cache
@@ -20,13 +34,14 @@ def has_triton() -> bool:
 def use_triton(impl: str | None, *tensors: torch.Tensor | None) -> bool:
     """Returns whether to launch the Triton kernel for these tensors, else the reference is to run.
 
-    impl: "triton" or "reference" forces one; None takes Triton for CUDA tensors where triton is installed.
+    impl: "triton" or "reference" forces one; None takes what `forced` says, else Triton for CUDA tensors.
     Raises ValueError for another name, for tensors on several devices, and for "triton" where it cannot run.
     """
     devices = {tensor.device for tensor in tensors if tensor is not None}
     if len(devices) != 1:
         raise ValueError(f"tensors are on several devices: {sorted(map(str, devices))}")
     on_gpu = devices.pop().type == "cuda"
+    impl = _FORCED.get() if impl is None else impl
     if impl is None:
         return on_gpu and has_triton()
     if impl not in IMPLEMENTATIONS:

@@ -1,4 +1,4 @@
-"""The texts and bytes of single tokens, for log-probabilities."""
+"""The texts and bytes of single tokens, for log-probabilities and for the parts of hypertokens."""
 
 from __future__ import annotations
 

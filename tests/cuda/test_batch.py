@@ -1,0 +1,281 @@
+"""Batches on PyTorch: sequences together emit what each emits alone, whatever joins, leaves, fails or is taken back."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import numpy as np
+import pytest
+
+from support.tiny import VOCAB, base_ids, tiny_model
+from support.torch_folders import save
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("mlx.core")
+
+from mlx_zip.codec.codebook import compress_next  # noqa: E402
+from mlx_zip.cuda.batch import Batch  # noqa: E402
+from mlx_zip.cuda.generate import generate  # noqa: E402
+from mlx_zip.cuda.graphs import Graphs  # noqa: E402
+from mlx_zip.cuda.model import open_model  # noqa: E402
+from mlx_zip.errors import CodecError, ModelError  # noqa: E402
+
+STEPS, CAPACITY = 24, 128
+CASES = {
+    "llama": ("llama", {}),
+    "base positions": ("llama", {"position_mode": "base_token_end"}),
+    "longrope": ("phi3", {}),
+    "longrope base positions": ("phi3", {"position_mode": "base_token_end"}),
+    "tied": ("qwen3", {"tie_encoders": True}),
+    "evictions": (
+        "llama",
+        {
+            "compression": {
+                "initial_vocab_size": VOCAB,
+                "max_codebook_size": 6,
+                "max_subtokens": 4,
+                "disabled_ids": [0, 1, 2],
+                "policy": "lru",
+            }
+        },
+    ),
+}
+PROMPTS = [base_ids(length, seed) for seed, length in enumerate((9, 22, 14, 30, 5))]
+
+
+@pytest.fixture(scope="module", params=CASES)
+def model(request, tmp_path_factory):
+    family, changes = CASES[request.param]
+    folder = save(tiny_model(family, "res_latent_attn", **changes), tmp_path_factory.mktemp("m") / "m")
+    return open_model(folder, "cpu")
+
+
+@pytest.fixture(scope="module")
+def alone(model):
+    """What each prompt's sequence emits alone."""
+    return [[one for one, _ in islice(generate(model, prompt, 1000), STEPS)] for prompt in PROMPTS]
+
+
+def join(batch: Batch, prompt: list[int]) -> int:
+    row = batch.add()
+    batch.read(row, compress_next(batch.book(row), np.array(prompt)))
+    return row
+
+
+def step(batch: Batch) -> list[int]:
+    """One step of all sequences; returns their ids."""
+    batch.choose()
+    batch.begin()
+    ids = batch.ids()
+    assert batch.follow(ids) == {}
+    return ids
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_sequences_together_emit_what_each_emits_alone(model, alone, count):
+    batch = Batch(model, 5, CAPACITY)
+    for prompt in PROMPTS[:count]:
+        join(batch, prompt)
+    made = np.array([step(batch) for _ in range(STEPS)]).T.tolist()
+    assert made == alone[:count]
+
+
+def test_sequences_join_and_leave_without_touching_the_others(model, alone):
+    batch, who, made = Batch(model, 3, CAPACITY), [], [[] for _ in PROMPTS]
+    plan = {0: [0], 3: [1, 2], 9: [], 11: [3], 14: [4]}  # step: prompts that join
+    leaves = {8: 0, 10: 1, 13: 2}  # after this step, this prompt's sequence leaves
+    for number in range(STEPS):
+        for prompt in plan.get(number, ()):
+            assert join(batch, PROMPTS[prompt]) == len(who)
+            who.append(prompt)
+        for prompt, one in zip(who, step(batch), strict=True):
+            made[prompt].append(one)
+        if number in leaves:
+            row = who.index(leaves[number])
+            batch.remove(row)
+            last = who.pop()
+            if row < len(who):
+                who[row] = last
+    assert all(ids == alone[prompt][: len(ids)] for prompt, ids in enumerate(made))
+    assert [len(ids) for ids in made] == [9, 8, 11, 13, 10]
+
+
+def test_a_prompt_is_read_in_parts_while_others_step(model, alone):
+    batch, made = Batch(model, 2, CAPACITY), []
+    join(batch, PROMPTS[0])
+    row = batch.add()
+    ids = compress_next(batch.book(row), np.array(PROMPTS[3])).tolist()
+    for at in range(0, len(ids), 5):
+        batch.choose()
+        batch.read(row, ids[at : at + 5], more=at + 5 < len(ids))  # between choosing and the body
+        batch.begin()
+        chosen = batch.ids()
+        assert batch.follow(chosen) == {}
+        made.append(chosen[0])
+    assert made == alone[0][: len(made)]
+    assert [step(batch)[1] for _ in range(10)] == alone[3][:10]
+
+
+def test_a_sequence_taken_back_goes_on_as_a_fresh_one(model, alone):
+    batch = Batch(model, 2, CAPACITY)
+    for prompt in PROMPTS[:2]:
+        join(batch, prompt)
+    for _ in range(9):
+        step(batch)
+    log = batch.log(0)
+    read = len(log) - 9
+    batch.trim(0, read - 2)
+    batch.read(0, log[read - 2 : read + 3])
+    made = [step(batch) for _ in range(6)]
+    assert [ids[0] for ids in made] == alone[0][3:9]
+    assert [ids[1] for ids in made] == alone[1][9:15]
+
+
+def test_a_snapshot_goes_on_in_another_batch(model, alone):
+    first, second = Batch(model, 1, CAPACITY), Batch(model, 3, 96)
+    join(first, PROMPTS[1])
+    for _ in range(7):
+        step(first)
+    kept = first.snapshot(0)
+    step(first)
+    join(second, PROMPTS[2])
+    row = second.restore(kept)
+    assert kept.nbytes > kept.keys_values.nbytes
+    assert [step(second)[row] for _ in range(STEPS - 7)] == alone[1][7:]
+    again = second.restore(kept)
+    second.trim(again, len(kept.log) - 1)
+    second.read(again, kept.log[-1:])
+    assert [step(second)[again] for _ in range(5)] == alone[1][7:12]
+
+
+def test_an_illegal_id_fails_its_own_sequence_only(model, alone):
+    batch, made = Batch(model, 3, CAPACITY), []
+    for prompt in PROMPTS[:3]:
+        join(batch, prompt)
+    made.append(step(batch))
+    before = batch.log(1).tolist()
+    bad = model.layout.end + 3
+
+    def chooser(head):
+        ids = head.best.clone()
+        ids[1] = bad
+        return ids
+
+    batch.choose(chooser)
+    batch.begin()
+    ids = batch.ids()
+    errors = batch.follow(ids)
+    assert list(errors) == [1]
+    assert isinstance(errors[1], CodecError)
+    assert batch.log(1).tolist() == before
+    made.append(ids)
+    made += [step(batch) for _ in range(4)]  # without the one that failed
+    batch.trim(1, len(before) - 1)
+    batch.read(1, before[-1:])
+    made += [step(batch) for _ in range(4)]
+    for row in (0, 2):
+        assert [ids[row] for ids in made] == alone[row][:10]
+    assert [ids[1] for ids in made[-4:]] == alone[1][1:5]
+
+
+def test_illegal_ids_of_a_prompt_change_nothing(model, alone):
+    batch = Batch(model, 1, CAPACITY)
+    join(batch, PROMPTS[0])
+    made = [step(batch)[0] for _ in range(4)]
+    with pytest.raises(CodecError):
+        batch.read(0, [5, model.layout.end])
+    with pytest.raises(ModelError, match="room for"):
+        batch.read(0, [5] * CAPACITY)
+    assert made + [step(batch)[0] for _ in range(4)] == alone[0][:8]
+
+
+def test_an_entry_that_its_own_id_installs_is_read_with_its_row(model):
+    """LZW's KwKwK: after `5`, the id of the next free slot stands for `5 5`, and installs that entry."""
+    if model.config.policy != "freeze":
+        pytest.skip("slots are given again")
+    batch, whole = Batch(model, 2, CAPACITY), Batch(model, 1, CAPACITY)
+    ids = [7, 8, 9, 5]
+    for _ in range(2):
+        batch.read(batch.add(), ids)
+    kwkwk = model.layout.hyper_id(len(batch.book(0)))
+    batch.choose(lambda head: torch.tensor([kwkwk, 6]))
+    batch.begin()
+    assert batch.follow(batch.ids()) == {}
+    whole.read(whole.add(), [*ids, kwkwk])
+    assert batch.book(0).base_ids(4).tolist() == [5, 5]
+    made = [step(batch)[0] for _ in range(6)]
+    assert made == [step(whole)[0] for _ in range(6)]
+
+
+def test_a_full_batch_and_a_full_sequence_are_named(model):
+    batch = Batch(model, 1, 12)
+    batch.read(batch.add(), [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16])
+    with pytest.raises(ModelError, match="room for 1 sequence"):
+        batch.add()
+    batch.choose()
+    with pytest.raises(ModelError, match="no room for more"):
+        batch.begin()
+
+
+def test_rows_that_cannot_be_made_fail_their_sequences_only(model, alone, monkeypatch):
+    batch = Batch(model, 2, CAPACITY)
+    for prompt in PROMPTS[:2]:
+        join(batch, prompt)
+    model.store.forget()
+    encode, failed = model.encode, {}
+
+    def fails(*arguments):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(model, "encode", fails)
+    made: list[list[int]] = []
+    while not failed:
+        batch.choose()
+        batch.begin()
+        made.append(batch.ids())
+        failed = batch.follow(made[-1])
+    monkeypatch.setattr(model, "encode", encode)
+    assert all("out of memory" in str(error) for error in failed.values())
+    for row in failed:
+        log = batch.log(row)
+        batch.trim(row, len(log) - 1)
+        batch.read(row, log[-1:])
+    rest = [step(batch) for _ in range(5)]
+    for row in range(2):
+        ids = [one[row] for one in (made[:-1] if row in failed else made)] + [one[row] for one in rest]
+        assert ids == alone[row][: len(ids)]
+
+
+# ---- what a CUDA graph would hold
+
+
+class Recorder(Graphs):
+    """Runs each piece twice before it counts, as a capture's warm-up does."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.keys: set = set()
+
+    def run(self, key, work, keep=()):
+        before = [tensor.clone() for tensor in keep]
+        for _ in range(2):
+            work()
+            for tensor, value in zip(keep, before, strict=True):
+                tensor.copy_(value)
+        self.keys.add(key)
+        return work()
+
+
+def test_pieces_can_be_run_again_to_warm_up(model, alone):
+    batch = Batch(model, 5, CAPACITY)
+    recorder = Recorder()
+    batch._graphs = recorder
+    if batch._new is not None:
+        batch._new._graphs = recorder
+    model.store.forget()
+    for prompt in PROMPTS[:3]:
+        join(batch, prompt)
+    made = np.array([step(batch) for _ in range(STEPS)]).T.tolist()
+    assert made == alone[:3]
+    assert ("body", 4) in recorder.keys
+    assert {key[0] for key in recorder.keys} == {"body", "head", "encode", "install"}
