@@ -12,7 +12,7 @@ from mlx_zip.engine.draws import Draws
 from mlx_zip.errors import GenerationError
 from mlx_zip.sampling import Sampling
 from support import tiny
-from support.serving import alone, ask, both, prompts, same, tiny_engine
+from support.serving import SAME, alone, ask, both, prompts, tiny_engine
 
 EOS = 1
 DIGITS = [10, 11, 12, 13]
@@ -139,7 +139,7 @@ def test_rows_with_a_constraint_change_nothing_for_the_others(kind):
         bound = [ask(engine, prompt, constraint=Only(DIGITS, 99), max_tokens=25)[1] for prompt in prompts(2)]
         free = [ask(engine, prompt, max_tokens=30)[1] for prompt in prompts(3)]
         for watch, wanted in zip(free, expected, strict=True):
-            same(watch.wait(), wanted)
+            SAME[kind](watch.wait(), wanted)
         for watch in bound:
             assert set(watch.wait().base_ids) <= set(DIGITS)
 

@@ -20,7 +20,7 @@ from mlx_zip.errors import (
     PromptTooLongError,
 )
 from support import tiny
-from support.serving import Watch, alone, ask, both, prompts, same, tiny_engine
+from support.serving import SAME, Watch, alone, ask, both, prompts, same, tiny_engine
 
 LONG = 400
 
@@ -65,7 +65,7 @@ def test_a_constraint_that_raises_fails_its_request_only(kind, method, expected)
         assert isinstance(bad.end.error, EngineError)
         assert "broken" in str(bad.end.error)
         for watch, wanted in zip(good, expected, strict=True):
-            same(watch.wait(), wanted)
+            SAME[kind](watch.wait(), wanted)
         assert engine.alive
         assert engine.figures().failed == 1
 
@@ -88,7 +88,7 @@ def test_a_receiver_that_raises_is_left_alone_and_harms_nobody(kind, expected):
         bad = Watch(raise_at=4)
         engine.submit(Submission(tiny.base_ids(9, 7), max_tokens=LONG), bad)
         for prompt, wanted in zip(prompts(3), expected, strict=True):
-            same(ask(engine, prompt, max_tokens=30)[1].wait(), wanted)
+            SAME[kind](ask(engine, prompt, max_tokens=30)[1].wait(), wanted)
         assert len(bad.events) == 5
         assert engine.alive
         while engine.figures().running:  # the figures of a round are those at its end

@@ -15,7 +15,7 @@ from mlx_zip.engine.session_options import SessionOptions
 from mlx_zip.errors import EngineError
 from support import tiny
 from support.generating import plain_model
-from support.serving import alone, ask, both, logprobs_of, prompts, same, tiny_engine
+from support.serving import SAME, alone, ask, both, logprobs_of, prompts, same, tiny_engine
 
 FAMILIES = ["llama", "phi3", "gemma2", "plain"]
 
@@ -61,7 +61,7 @@ def test_requests_that_arrive_at_any_time_get_the_ids_that_they_get_alone(kind):
             watches.append(ask(engine, prompt, max_tokens=10 + 3 * i)[1])
             time.sleep(rng.random() * 0.02)
         for i, (watch, prompt) in enumerate(zip(watches, prompts(16), strict=True)):
-            same(watch.wait(), alone(twin(), prompt, max_tokens=10 + 3 * i))
+            SAME[kind](watch.wait(), alone(twin(), prompt, max_tokens=10 + 3 * i))
 
 
 OPTIONS = [
@@ -134,7 +134,7 @@ def test_a_long_prompt_is_read_in_chunks_and_nobody_waits_for_it(kind):
     with tiny_engine(kind=kind, **changes) as engine:
         _, short = ask(engine, tiny.base_ids(9), max_tokens=30)
         _, watch = ask(engine, long, max_tokens=5)
-        same(watch.wait(), alone(twin(), long, max_tokens=5, prefill_step_size=16))
+        SAME[kind](watch.wait(), alone(twin(), long, max_tokens=5, prefill_step_size=16))
         short.wait()
         reads = [event.read for event in watch.events if isinstance(event, Progress)]
         assert len(reads) > 5
@@ -165,7 +165,7 @@ def test_expansions_and_counts_are_those_of_stream_generate(kind):
     with tiny_engine(kind=kind) as engine:
         watch = ask(engine, prompt, max_tokens=41)[1].wait()
     expected = alone(twin(), prompt, max_tokens=41)
-    same(watch, expected)
+    SAME[kind](watch, expected)
     counts, last = watch.end.counts, expected[-1]
     assert (counts.prompt_tokens, counts.prompt_ids) == (last.prompt_tokens, last.prompt_ids)
     assert (counts.base_tokens, counts.steps, counts.hypertokens) == (41, last.steps, last.hypertokens)
