@@ -30,7 +30,7 @@ def main() -> int:
     with engine, listening(args.port) as listener:
         store = Store(Path(args.data) if args.data else None)
         try:
-            run_app(Engines(engine), options, listener, store, Settings(), Showing(browser=False))
+            run_app(Engines(engine), options, listener, store, Settings(args.system_prompt), Showing(browser=False))
         finally:
             store.close()
     return 0
@@ -42,6 +42,7 @@ def _parser() -> Parser:
     parser.add_argument("--text", required=True, help="file with the text of every answer, UTF-8")
     parser.add_argument("--speed", type=float, default=200.0, help="base tokens per second (default: 200)")
     parser.add_argument("--chat-template", metavar="TEXT", help="in Jinja's language (default: the bundled model's)")
+    parser.add_argument("--system-prompt", default="", help="of new conversations (default: none)")
     parser.add_argument("--port", type=int, default=0, help="port of this machine (default: a free one)")
     parser.add_argument("--data", help="file of the conversations (default: they are kept in memory only)")
     parser.add_argument("--token", help="key in the page's address (default: a new one)")

@@ -24,7 +24,8 @@ from .batch_table import KINDS, batch_table
 from .engines import MlxEngine, MlxZip, settle
 from .ratios import of_samples
 from .record import header, load_before, summary, surroundings
-from .shapes import Models, from_folders
+from .shape_table import Models
+from .shapes import from_folders
 from .workloads import chats, read_requests
 
 PACKAGES = ("mlx", "mlx-lm")

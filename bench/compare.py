@@ -16,9 +16,9 @@ from typing import Any
 from mlx_zip.arguments import check_at_least
 from mlx_zip.errors import MlxZipError
 
-from .engines import ENGINES
 from .generate_record import FIGURES, key, read_records
 from .ratios import Ratio, paired_ratio, unpaired_ratio
+from .runs import ENGINES
 from .speeds import groups_of
 from .tables import FORMATS, table
 

@@ -8,9 +8,10 @@ from typing import Any
 
 from mlx_zip.errors import MlxZipError, missing_library
 
-from .engines import ENGINES, Engine, MlxLm, MlxZip
+from .engines import MlxLm, MlxZip
 from .lookup import PlainLookup, ZipLookup
-from .shapes import Models
+from .runs import ENGINES, Engine
+from .shape_table import Models
 
 LIBRARIES = {"hf": ("torch", "transformers"), "hf-compiled": ("torch", "transformers"), "zip2zip": ("torch", "zip2zip")}
 ONE_REQUEST = ("hf-compiled", "zip2zip")  # engines that cannot continue a conversation

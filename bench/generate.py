@@ -21,13 +21,14 @@ from mlx_zip.errors import MlxZipError
 from mlx_zip.progress import ProgressBar
 
 from .engine_choice import ONE_REQUEST, check_engines, make_engine
-from .engines import ENGINES, Engine, Run
 from .generate_record import SCHEMA, ceiling, ceiling_record, counts, figures
 from .lookup import DRAFT
 from .machine import EnergyMeter, used
 from .record import header, load_before, surroundings
 from .report import short_table
-from .shapes import ENCODERS, PRECISIONS, SHAPES, Models, ZipOptions, from_folders, from_shape
+from .runs import ENGINES, Engine, Run
+from .shape_table import ENCODERS, PRECISIONS, SHAPES, Models, ZipOptions
+from .shapes import from_folders, from_shape
 from .workloads import DOMAINS, Workload, chats, cut, read_requests, read_tokenizer, sources
 
 MODES = ("replay", "free", "chat")

@@ -11,7 +11,7 @@ from typing import Any
 
 from mlx_zip.errors import MlxZipError, reason
 
-from .engines import Run
+from .runs import Run
 
 SCHEMA = 1
 FIGURES = {  # name: (unit, what it is); one sample per trial

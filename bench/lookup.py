@@ -17,8 +17,9 @@ import numpy as np
 
 from mlx_zip.errors import MlxZipError
 
-from .engines import MlxEngine, Run, installed_bytes, zip_ids
-from .shapes import Models
+from .engines import MlxEngine, installed_bytes
+from .runs import Run, zip_ids
+from .shape_table import Models
 
 GRAMS = (3, 2)  # lengths of the runs of ids that are looked up, longest first
 DRAFT = 10  # ids that are proposed per step, by default

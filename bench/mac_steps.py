@@ -84,7 +84,7 @@ class Counted(NamedTuple):
 @cache
 def launches_of(name: str, precision: str) -> tuple[Counted, float]:
     """Returns the launches of a shape's step, and those of one layer."""
-    from .shapes import SHAPES
+    from .shape_table import SHAPES
 
     one, two = (_small_launches(name, precision, layers) for layers in (1, 2))
     layer = two.plain - one.plain
@@ -97,7 +97,8 @@ def _small_launches(name: str, precision: str, layers: int) -> Counted:
     import mlx.core as mx
 
     from .selftest import PROMPT, synthetic_ids
-    from .shapes import SHAPES, ZipOptions, from_config
+    from .shape_table import SHAPES, ZipOptions
+    from .shapes import from_config
     from .step_launches import step_launches
 
     family = SHAPES[name]["model_type"]
@@ -130,8 +131,10 @@ def bytes_of(name: str, precision: str) -> Mapping[str, float]:
     from mlx_zip.config import SIDES
     from mlx_zip.models import Model
 
-    from .engines import kv_bytes, parameters, weight_bytes
-    from .shapes import SHAPES, ZipOptions, quantization_of, quantize, zip_args
+    from .engines import parameters, weight_bytes
+    from .runs import kv_bytes
+    from .shape_table import SHAPES, ZipOptions
+    from .shapes import quantization_of, quantize, zip_args
 
     config, options = SHAPES[name], ZipOptions(encoder_bits=ENCODER_BITS[precision])
     model = Model(zip_args(config, options))
@@ -151,7 +154,7 @@ def step_of(name: str, precision: str) -> Step:
     """Returns the costs of a shape's step."""
     found, (counted, layer) = bytes_of(name, precision), launches_of(name, precision)
     body = found["weights"] - found["head"] + found["KV cache"]
-    from .shapes import SHAPES
+    from .shape_table import SHAPES
 
     return Step(
         plain=Cost(found["weights"] + found["KV cache"], counted.plain),

@@ -7,8 +7,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
-
 from mlx_zip.device import BANDWIDTH_SIDE, fastest
 from mlx_zip.device import bandwidth as measured
 
@@ -24,6 +22,8 @@ def bandwidth() -> float:
 
 def device() -> dict[str, Any]:
     """Returns MLX's device and its chip, and the numbers of threads that environment variables set."""
+    import mlx.core as mx
+
     return {
         "device": str(mx.default_device()),
         "chip": str(mx.device_info(mx.default_device()).get("device_name", "unknown")),

@@ -27,11 +27,12 @@ from mlx_zip.device import on_gpu
 from mlx_zip.errors import MlxZipError
 from mlx_zip.progress import ProgressBar
 
-from .engines import MlxLm, MlxZip, Run
+from .engines import MlxLm, MlxZip
 from .generate import PACKAGES, add_model_arguments, add_text_arguments, model_section, prepare
 from .profile_hooks import CPU, OURS, PARTS, PLAIN_HOOKS, ZIP_HOOKS, Hook, Seconds, Tracer
 from .record import header, load_before, surroundings
-from .shapes import Models
+from .runs import Run
+from .shape_table import Models
 from .step_launches import PROMPT, step_launches
 from .tables import table
 from .workloads import Workload

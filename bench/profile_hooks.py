@@ -126,7 +126,7 @@ class Tracer:
         self._undo: list[tuple[Any, str, Any]] = []
 
     def __enter__(self) -> Tracer:
-        mark = Hook("loop", "mlx_zip.bench.engines:Run", "step")
+        mark = Hook("loop", "mlx_zip.bench.runs:Run", "step")
         hooks = [(hook, hook.home()) for hook in (*self.hooks, mark)]  # all are found before any is wrapped
         for hook, home in hooks:
             before = getattr(home, hook.name)

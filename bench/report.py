@@ -15,11 +15,11 @@ from typing import Any
 
 from mlx_zip.errors import MlxZipError
 
-from .engines import ENGINES
 from .generate_record import key, read_records
 from .plots import FORMATS as PICTURES
 from .plots import new_figure, save
 from .records import busy, libraries
+from .runs import ENGINES
 from .speeds import ratio
 from .tables import FORMATS, table
 

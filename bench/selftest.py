@@ -17,10 +17,12 @@ from mlx_zip.device import bandwidth as measured
 from mlx_zip.device import on_gpu
 
 from . import machine
-from .engines import MlxLm, MlxZip, Run, settle
+from .engines import MlxLm, MlxZip, settle
 from .machine_state import memory_bytes
 from .profile import running_ahead
-from .shapes import Models, ZipOptions, from_folders, from_shape
+from .runs import Run
+from .shape_table import Models, ZipOptions
+from .shapes import from_folders, from_shape
 from .step_launches import step_launches
 from .workloads import chats, read_requests, read_tokenizer
 

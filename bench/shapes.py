@@ -8,7 +8,7 @@ how long a step takes; random weights write no text, so they are for --mode repl
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,101 +20,7 @@ from mlx_zip.config import SIDES
 from mlx_zip.errors import MlxZipError
 from mlx_zip.layout import is_zip
 
-GROUP_SIZE = 64  # weights that share a scale in a quantized layer
-PRECISIONS = ("float32", "16", "8", "4")
-ENCODERS = ("transformer", "res_latent_attn", "attention", "averaging")
-_LONG = [1.0 + 0.7 * i for i in range(48)]  # made-up factors: other values would take equal time
-SHAPES: dict[str, dict[str, Any]] = {
-    "small-125m": {
-        "model_type": "llama",
-        "hidden_size": 768,
-        "intermediate_size": 2048,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 12,
-        "vocab_size": 50304,
-        "tie_word_embeddings": True,
-        "max_position_embeddings": 8192,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-    },
-    "llama-3.2-1b": {
-        "model_type": "llama",
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "vocab_size": 128256,
-        "tie_word_embeddings": True,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0,
-        "rope_scaling": {
-            "rope_type": "llama3",
-            "factor": 32.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-    },
-    "phi-3.5-mini": {
-        "model_type": "phi3",
-        "hidden_size": 3072,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 32,
-        "vocab_size": 32064,
-        "tie_word_embeddings": False,
-        "max_position_embeddings": 131072,
-        "original_max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "sliding_window": None,
-        "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": _LONG},
-    },
-}
-
-
-@dataclass(frozen=True)
-class ZipOptions:
-    """Hypertokens of random weights: kind and layers of the hyper-encoders, which are untied, and the codebook.
-
-    The encoder `res_latent_attn` works in half the model's width. encoder_bits: bits of the encoders' weights if the
-    model is quantized (`mlx_zip convert -q` takes 8); None leaves them as they are.
-    """
-
-    encoder: str = "transformer"
-    encoder_layers: int = 2
-    merge_size: int = 3
-    codebook_size: int = 2048
-    encoder_bits: int | None = None
-
-
-@dataclass(frozen=True)
-class Models:
-    """A model without and with hypertokens, from which the engines are made.
-
-    name, precision, weights ("random" or "trained"): for the records. plain, zipped: functions that make a new model
-    object over the same weights, without and with hypertokens; zipped is None if there is no model with hypertokens.
-    base_config: the decoder's config.json. folder: the plain model's, for engines of other libraries; None without one.
-    """
-
-    name: str
-    precision: str
-    weights: str
-    base_config: Mapping[str, Any]
-    tokenizer: Any
-    plain: Callable[[], Any]
-    zipped: Callable[[], Any] | None
-    folder: Path | None = None
-
-    @property
-    def context(self) -> int | None:
-        """The decoder's number of positions; None if its config does not have it."""
-        return self.base_config.get("max_position_embeddings")
+from .shape_table import GROUP_SIZE, PRECISIONS, SHAPES, Models, ZipOptions, zip_config
 
 
 def from_shape(name: str, precision: str, tokenizer: Any, options: ZipOptions, seed: int = 0) -> Models:
@@ -157,7 +63,7 @@ def zip_args(config: Mapping[str, Any], options: ZipOptions) -> Any:
     """Returns the arguments of a model with hypertokens. config: the decoder's config.json."""
     from mlx_zip.models import ModelArgs
 
-    return ModelArgs.from_dict({**config, "model_type": "zip2zip", "zip2zip": _section(config, options)})
+    return ModelArgs.from_dict(zip_config(config, options))
 
 
 def from_folders(model: str | None, base: str | None) -> Models:
@@ -261,27 +167,6 @@ def quantization_of(precision: str, options: ZipOptions, model: Any) -> dict[str
     if options.encoder_bits is None:
         return common
     return common | {path: {**common, "bits": options.encoder_bits} for path in _encoder_layers(model)}
-
-
-def _section(config: Mapping[str, Any], options: ZipOptions) -> dict[str, Any]:
-    """Returns the section `zip2zip` of a config.json. config: the decoder's."""
-    width, heads = config["hidden_size"], config["num_attention_heads"]
-    encoder: dict[str, Any] = {"hidden_size": width, "tie_encoders": False}
-    if options.encoder != "averaging":
-        encoder["num_heads"] = heads
-    if options.encoder == "res_latent_attn":
-        encoder |= {"hidden_size": width // 2, "model_hidden_size": width}
-    if options.encoder in ("transformer", "res_latent_attn"):
-        encoder |= {"num_hidden_layers": options.encoder_layers, "intermediate_size": 4 * encoder["hidden_size"]}
-    disabled = sorted({0, 1, 2, config["vocab_size"] - 1})
-    sizes = {"initial_vocab_size": config["vocab_size"], "max_codebook_size": options.codebook_size}
-    return {
-        "base_model_type": config["model_type"],
-        "encoder_type": options.encoder,
-        "encoder": encoder,
-        "compression": {**sizes, "max_subtokens": options.merge_size, "disabled_ids": disabled},
-        "pad_token_id": config["vocab_size"] - 1,
-    }
 
 
 def _random_weights(model: Any, dtype: mx.Dtype, quantization: Mapping[str, Any] | None) -> dict[str, mx.array]:

@@ -21,8 +21,9 @@ from mlx_zip.hyper import RowStore
 from mlx_zip.models.ahead import Ahead
 from mlx_zip.models.launches import added_launches, gpu_forms
 
-from .engines import Forced, zip_ids
-from .shapes import Models
+from .engines import Forced
+from .runs import zip_ids
+from .shape_table import Models
 
 PROMPT, STEPS = 32, 20  # base ids that are read before the counted steps; steps at most
 SKIPPED = 4  # first steps that are not counted: they also hold what is computed once per request or per model

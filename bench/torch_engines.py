@@ -19,8 +19,8 @@ from mlx_zip.codec import Codebook, CodecParams, compress
 from mlx_zip.errors import MlxZipError
 
 from . import machine
-from .engines import Engine, Run, kv_bytes, zip_ids
-from .shapes import Models
+from .runs import Engine, Run, kv_bytes, zip_ids
+from .shape_table import Models
 
 DTYPES = {"float32": torch.float32, "16": torch.bfloat16, "as stored": "auto"}
 

@@ -27,10 +27,11 @@ from mlx_zip.apps.chat.opening import (
 from mlx_zip.apps.chat.schema import index_anew, transaction
 
 Some = TypeVar("Some")
-RETRY_S = 5.0  # between attempts to write to a full disk
+RETRY_S = 5.0  # between attempts to write to a full disk, one before the next write
+IDLE_RETRY_S = 5.0  # between attempts while nothing is written
 RETURN_MS = 200  # for another process that writes, in such an attempt
 _INDEXES = (sqlite3.SQLITE_CORRUPT_INDEX, sqlite3.SQLITE_CORRUPT_VTAB)  # what is damaged can be built anew
-_LOST = "what is written now is lost when the app ends"
+_LOST = "changes are in memory only, and lost when the app ends"
 _OF = {  # what belongs to a conversation, in the order in which it can be added
     "conversations": "SELECT * FROM conversations WHERE id = ?",
     "messages": "SELECT * FROM messages WHERE conversation = ? ORDER BY n",
@@ -39,7 +40,7 @@ _OF = {  # what belongs to a conversation, in the order in which it can be added
 
 
 class Database:
-    """path: the file, None for a database that stays in memory. note: what happened to an older file at the opening.
+    """path: the file, None for a database that stays in memory.
 
     problem: why what is written is in memory only at the moment, None if it is where it belongs.
     """
@@ -47,40 +48,55 @@ class Database:
     def __init__(self, path: Path | None) -> None:
         self.path = path
         self.problem: str | None = None
-        self._opened = in_memory() if path is None else self._open(path)
-        self.note = self._opened.note
         self._lock = threading.RLock()
-        self._spare: sqlite3.Connection | None = None  # in memory, while the file takes no more
+        self._opened: Opened | None = None  # None only while there is a spare
+        self._spare: sqlite3.Connection | None = None  # in memory, while the file takes nothing
         self._changed: set[str] = set()  # conversations that the spare has otherwise than the file
         self._tried = 0.0
+        self._timer: threading.Timer | None = None  # of the next attempt to write to the file
+        self._open()
 
-    def _open(self, path: Path) -> Opened:
-        """Opens the file; if its disk takes nothing, a copy in memory, which stays there. Raises `StoreError`."""
+    def _open(self) -> None:
+        """Opens the file; if its disk takes nothing, a copy in memory. Raises `StoreError`."""
         try:
-            return open_file(path)
+            self._opened = in_memory() if self.path is None else open_file(self.path)
         except UnwritableError as error:
-            self.path, self.problem = None, f"{error}; {_LOST}"
-            return copied(path)
+            assert self.path is not None
+            self._go_on_with(copied(self.path), str(error))
+
+    @property
+    def note(self) -> str | None:
+        """What happened to an older file at the opening."""
+        return self._opened.note if self._opened else None
 
     @property
     def alone(self) -> bool:
         """Whether no other process had the database open when this one opened it."""
-        return self._opened.alone
+        return self._opened is not None and self._opened.alone
 
     def share(self) -> None:
         """Lets other processes use the database too."""
-        share(self._opened)
+        if self._opened:
+            share(self._opened)
+
+    @property
+    def _db(self) -> sqlite3.Connection:
+        """The database that is used at the moment."""
+        if self._spare is not None:
+            return self._spare
+        assert self._opened is not None
+        return self._opened.db
 
     def read(self, work: Callable[[sqlite3.Connection], Some]) -> Some:
         """Returns what `work` returns for the database. Raises `StoreError`."""
         with self._lock:
             try:
-                return work(self._spare or self._opened.db)
+                return work(self._db)
             except sqlite3.Error as error:
                 if not self._reindexed(error):
                     raise StoreError(f"the conversations cannot be read: {told(error)}") from error
             try:
-                return work(self._spare or self._opened.db)
+                return work(self._db)
             except sqlite3.Error as error:
                 raise StoreError(f"the conversations cannot be read: {told(error)}") from error
 
@@ -88,9 +104,8 @@ class Database:
         """Builds the indexes anew if an error says that one is damaged; returns whether it did."""
         if getattr(error, "sqlite_errorcode", 0) not in _INDEXES:
             return False
-        db = self._spare or self._opened.db
-        with contextlib.suppress(sqlite3.Error), transaction(db):  # if they cannot be built, the first error is told
-            index_anew(db)
+        with contextlib.suppress(sqlite3.Error), transaction(self._db):  # if they cannot be, the first error is told
+            index_anew(self._db)
             return True
         return False
 
@@ -98,11 +113,11 @@ class Database:
         """Returns what `work` returns; what it changes happens whole or not at all. It may be called twice.
 
         conversation: the one that it changes, None for all. If the disk is full, or another process keeps the file
-        locked, the database goes on in memory.
-        Raises `StoreError`.
+        locked, the database goes on in memory. Raises `StoreError`.
         """
         with self._lock:
-            self._return(RETRY_S)
+            if time.monotonic() - self._tried >= RETRY_S:
+                self._return(RETURN_MS)
             try:
                 return self._change(work, conversation)
             except sqlite3.Error as error:
@@ -115,20 +130,16 @@ class Database:
 
     def _change(self, work: Callable[[sqlite3.Connection], Some], conversation: str | None) -> Some:
         """Does the work in one transaction, and remembers what it changed if that is in memory only."""
-        db = self._spare or self._opened.db
-        with transaction(db):
-            found = work(db)
+        with transaction(self._db):
+            before = self._in_spare()
+            found = work(self._db)
             if self._spare is not None:
-                named = (
-                    [conversation] if conversation else [row[0] for row in self._both("SELECT id FROM conversations")]
-                )
-                self._changed.update(named)
+                self._changed |= {conversation} if conversation else before | self._in_spare()
         return found
 
-    def _both(self, query: str) -> list[sqlite3.Row]:
-        """Returns the rows of a query in the file and in memory."""
-        spare = self._spare.execute(query).fetchall() if self._spare else []
-        return [*self._opened.db.execute(query).fetchall(), *spare]
+    def _in_spare(self) -> set[str]:
+        """Returns the ids of the conversations that are in memory while the file takes nothing."""
+        return {row[0] for row in self._spare.execute("SELECT id FROM conversations")} if self._spare else set()
 
     def _left(self, error: sqlite3.Error) -> bool:
         """Goes on in memory if the file takes no more, with a copy of what it holds; returns whether it did.
@@ -137,6 +148,7 @@ class Database:
         """
         if self._spare is not None or self.path is None or code_of(error) not in (*TAKES_NO_MORE, sqlite3.SQLITE_BUSY):
             return False
+        assert self._opened is not None
         spare = connect(":memory:")
         try:
             self._opened.db.backup(spare)
@@ -145,27 +157,56 @@ class Database:
             raise StoreError(
                 f"the conversations cannot be written: {told(error)}, nor read: {told(second)}"
             ) from second
-        self._spare, self._tried, self._changed = spare, time.monotonic(), set()
-        self.problem = f"{self.path}: {told(error)}; {_LOST}"
+        self._go_on_with(spare, f"{self.path}: {told(error)}")
         return True
 
-    def _return(self, after_s: float = 0.0) -> None:
-        """Writes to the file what is in memory only, if the disk takes it; tries once in `after_s` seconds."""
-        if self._spare is None or time.monotonic() - self._tried < after_s:
+    def _go_on_with(self, spare: sqlite3.Connection, why: str) -> None:
+        """Goes on in memory until the file takes what is written."""
+        self._spare, self._tried, self._changed = spare, time.monotonic(), set()
+        self.problem = f"{why}; {_LOST}"
+        self._try_later()
+
+    def _try_later(self) -> None:
+        """Has `_return` called in a while, also if nothing is written until then."""
+
+        def again() -> None:
+            with self._lock:
+                self._return(RETURN_MS)
+                if self._spare is not None:
+                    self._try_later()
+
+        self._timer = threading.Timer(IDLE_RETRY_S, again)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _return(self, patience_ms: float) -> None:
+        """Writes to the file what is in memory only, if the disk takes it. patience_ms: for another process."""
+        if self._spare is None or self.path is None:
             return
         self._tried = time.monotonic()
-        self._opened.db.execute(f"PRAGMA busy_timeout = {1000 * PATIENCE_S if not after_s else RETURN_MS:.0f}")
         try:
-            with transaction(self._opened.db):
-                for conversation in sorted(self._changed):
-                    _copy(self._spare, self._opened.db, conversation)
+            if self._opened is None:
+                self._opened = open_file(self.path)
+                share(self._opened)
+            self._copy_changed(self._spare, self._opened.db, patience_ms)
+        except StoreError as error:
+            self.problem = f"{error}; {_LOST}"
+            return
         except sqlite3.Error as error:
             self.problem = f"{self.path}: {told(error)}; {_LOST}"
             return
-        finally:
-            self._opened.db.execute(f"PRAGMA busy_timeout = {1000 * PATIENCE_S:.0f}")
         self._spare.close()
         self._spare, self.problem = None, None
+
+    def _copy_changed(self, spare: sqlite3.Connection, db: sqlite3.Connection, patience_ms: float) -> None:
+        """Brings the changed conversations to the file's database, all or none. Raises `sqlite3.Error`."""
+        db.execute(f"PRAGMA busy_timeout = {patience_ms:.0f}")
+        try:
+            with transaction(db):
+                for conversation in sorted(self._changed):
+                    _copy(spare, db, conversation)
+        finally:
+            db.execute(f"PRAGMA busy_timeout = {1000 * PATIENCE_S:.0f}")
 
     def bytes(self) -> int:
         """Returns the size of the database in bytes."""
@@ -187,10 +228,14 @@ class Database:
     def close(self) -> None:
         """Closes the database, after a last attempt to write what is in memory only."""
         with self._lock:
-            self._return()
+            self._return(1000 * PATIENCE_S)
+            if self._timer is not None:
+                self._timer.cancel()
             if self._spare is not None:
                 self._spare.close()
-            self._opened.close()
+                self._spare = None
+            if self._opened is not None:
+                self._opened.close()
 
 
 def _copy(source: sqlite3.Connection, target: sqlite3.Connection, conversation: str) -> None:

@@ -73,9 +73,8 @@ def in_memory() -> Opened:
     return Opened(db, True, None, None)
 
 
-def copied(path: Path) -> Opened:
+def copied(path: Path) -> sqlite3.Connection:
     """Returns a database in memory with what a file holds, as far as it can be read and is a database of ours."""
-    opened = in_memory()
     with contextlib.suppress(sqlite3.Error, ForeignError):
         source = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro&immutable=1", uri=True)
         with contextlib.closing(source):
@@ -87,9 +86,8 @@ def copied(path: Path) -> Opened:
             except BaseException:
                 filled.close()
                 raise
-        opened.db.close()
-        opened.db = filled
-    return opened
+            return filled
+    return in_memory().db
 
 
 def open_file(path: Path) -> Opened:
@@ -245,6 +243,6 @@ def told(error: BaseException) -> str:
         sqlite3.SQLITE_BUSY: "another process is writing",
         sqlite3.SQLITE_NOTADB: "it is no database",
         sqlite3.SQLITE_CORRUPT: "it is damaged",
-        sqlite3.SQLITE_IOERR: "the disk cannot be read or written",
+        sqlite3.SQLITE_IOERR: "the disk is full, or cannot be read or written",
     }
     return words.get(code_of(error), reason(error))

@@ -42,7 +42,7 @@ def routes(store: Store, models: Models, answers: Answers, system: str) -> list[
     async def purge(request: Request) -> Response:
         """Deletes all conversations."""
         answers.stop()
-        return json_response({"deleted": await aside(store.purge)})
+        return _deleted(store, await aside(store.purge))
 
     async def show(request: Request) -> Response:
         """Shows a conversation with its messages."""
@@ -64,7 +64,7 @@ def routes(store: Store, models: Models, answers: Answers, system: str) -> list[
         one = request.path_params["id"]
         answers.stop(one)
         found(await aside(store.delete, one) or None)
-        return json_response({"deleted": 1})
+        return _deleted(store, 1)
 
     async def stop(request: Request) -> Response:
         """Stops the answers of a conversation."""
@@ -86,6 +86,12 @@ def routes(store: Store, models: Models, answers: Answers, system: str) -> list[
         Route(PATH + "/{id}/stop", stop, methods=["POST"]),
         Route(PATH + "/{id}/answer", described(answer, AnswerBody), methods=["POST"]),
     ]
+
+
+def _deleted(store: Store, count: int) -> Response:
+    """Returns the answer to a deletion. It has a "problem" if the file still holds what was deleted."""
+    problem = store.database.problem
+    return json_response({"deleted": count, **({"problem": problem} if problem else {})})
 
 
 async def _answer(

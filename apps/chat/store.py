@@ -200,16 +200,10 @@ class Store:
 
     def _cut_unfinished(self) -> None:
         """Marks messages that nobody writes any more as cut, with all that was written of them."""
-
-        def work(db: sqlite3.Connection) -> None:
-            for row in db.execute("SELECT * FROM messages WHERE state = 'running'").fetchall():
-                if self.database.alone or not _is_alive(row["writer"]):
-                    found = _message(db, row) | {"state": "cut", "reason": CUT}
-                    names = ("text", "reasoning", "tokens", "learned", "state", "reason")
-                    _update(db, "messages", row["id"], {name: _stored(name, found[name]) for name in names})
-                    db.execute("DELETE FROM pieces WHERE message = ?", (row["id"],))
-
-        self.database.write(work)
+        query = "SELECT * FROM messages WHERE state = 'running'"
+        for row in self.database.read(lambda db: db.execute(query).fetchall()):
+            if self.database.alone or not _is_alive(row["writer"]):
+                self.database.write(lambda db, row=row: _cut(db, row), row["conversation"])
 
 
 def _conversation(db: sqlite3.Connection, one: str) -> dict[str, Any] | None:
@@ -240,6 +234,14 @@ def extend(message: dict[str, Any], piece: Mapping[str, Any]) -> None:
         message["tokens"] += tokens
     elif message["tokens"] is not None and piece.get("text"):
         message["tokens"].append({"t": piece["text"]})
+
+
+def _cut(db: sqlite3.Connection, row: sqlite3.Row) -> None:
+    """Marks a running message as cut, with all that was written of it."""
+    found = _message(db, row) | {"state": "cut", "reason": CUT}
+    names = ("text", "reasoning", "tokens", "learned", "state", "reason")
+    _update(db, "messages", row["id"], {name: _stored(name, found[name]) for name in names})
+    db.execute("DELETE FROM pieces WHERE message = ?", (row["id"],))
 
 
 def _loaded(row: sqlite3.Row) -> dict[str, Any]:

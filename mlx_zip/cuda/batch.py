@@ -182,18 +182,19 @@ class Batch:
 
     # ---- a step
 
-    def choose(self, chooser: Chooser | None = None) -> None:
+    def choose(self, chooser: Chooser | None = None, logits: bool = True) -> None:
         """Chooses the next id of every sequence that has one to choose; the ids stay on the device.
 
         chooser: called with the head's output of all rows, logits [B, W] included; returns ids [B] int64 on the device,
-        of which those of sequences that cannot choose are not used. None takes the best ids. May be called again before
-        `begin`.
+        of which those of sequences that cannot choose are not used. None takes the best ids. logits: False
+        for a chooser that needs none. May be called again before `begin`.
         """
         if not self._sequences:
             return
         self._take_outputs()
         count, size = len(self), self._size(len(self))
-        head = self._graphs.run(("head", size, chooser is None), partial(self._head, size, chooser is not None))
+        logits = logits and chooser is not None
+        head = self._graphs.run(("head", size, logits), partial(self._head, size, logits))
         head = Head(head.best[:count], head.lse[:count], None if head.logits is None else head.logits[:count])
         ids = head.best if chooser is None else chooser(head)
         self._download.begin(ids)

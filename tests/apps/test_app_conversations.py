@@ -176,6 +176,15 @@ def test_a_new_conversation_has_the_system_prompt_that_the_app_was_started_with(
     assert instructed.create(system="Be kind.")["system"] == "Be kind."
 
 
+def test_an_empty_system_prompt_of_a_new_conversation_is_none_and_not_the_default(instructed):
+    one = instructed.create(system="")["id"]
+    assert instructed.show(one)["system"] == ""
+    instructed.said(one, "hello")
+    prompt = instructed.engine.told.submissions[-1].base_ids
+    assert instructed.engine.tokenizer.decode(prompt).startswith("user: hello")
+    assert instructed.create(system=None)["system"] == "Be brief."
+
+
 def test_a_system_prompt_that_the_template_refuses_is_refused_at_once_with_the_reason(chat):
     one, _ = asked(chat)
     refused = chat.call("PATCH", f"conversations/{one}", {"system": "Be brief.", "title": "other"})

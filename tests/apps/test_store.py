@@ -291,7 +291,7 @@ def test_a_disk_that_takes_nothing_at_the_start_leaves_the_conversations_in_memo
         assert os.strerror(code) in told[0]
         assert "lost when the app ends" in told[0]
         shown = chat.call("GET", "state").json["storage"]
-        assert (shown["file"], shown["problem"]) == (None, told[0])
+        assert (shown["file"], shown["problem"]) == (str(file), told[0])
         assert chat.store.conversations()["total"] == 2
     assert file.read_bytes() == before
 

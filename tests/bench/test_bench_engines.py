@@ -10,9 +10,11 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlx_zip.bench.engine_choice import make_engine
-from mlx_zip.bench.engines import Forced, MlxZip, Run, zip_ids
+from mlx_zip.bench.engines import Forced, MlxZip
 from mlx_zip.bench.lookup import Lookup, until_end, verify
-from mlx_zip.bench.shapes import ZipOptions, from_config, from_folders
+from mlx_zip.bench.runs import Run, zip_ids
+from mlx_zip.bench.shape_table import ZipOptions
+from mlx_zip.bench.shapes import from_config, from_folders
 from mlx_zip.bench.workloads import read_tokenizer
 from mlx_zip.codec import Codebook
 from mlx_zip.generate import stream_generate

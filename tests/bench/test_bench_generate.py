@@ -9,7 +9,8 @@ import pytest
 from mlx_zip.bench import engine_choice, engines, generate, machine, workloads
 from mlx_zip.bench.engines import MlxZip
 from mlx_zip.bench.generate_record import FIGURES, SECTIONS, SINCE, ceiling, ceiling_record, checked, figures
-from mlx_zip.bench.shapes import ENCODERS, ZipOptions, from_config, from_folders
+from mlx_zip.bench.shape_table import ENCODERS, ZipOptions
+from mlx_zip.bench.shapes import from_config, from_folders
 from mlx_zip.bench.workloads import Turn, Workload, chats, cut, read_tokenizer, sources
 from mlx_zip.errors import InstallationError, MlxZipError
 from mlx_zip.layout import is_zip

@@ -4,7 +4,7 @@ import pytest
 
 from mlx_zip.bench import mac_steps
 from mlx_zip.bench.mac_steps import Cost, Step
-from mlx_zip.bench.shapes import SHAPES
+from mlx_zip.bench.shape_table import SHAPES
 from support.places import DOCS
 
 

@@ -12,15 +12,17 @@ const more = (text) => h("span", { class: "more" }, text);
 class Figure {
   constructor(name, label, { bar = false, hint = "" } = {}) {
     this.number = h("b", {});
+    this.limit = h("b", { class: "limit" });
     this.label = h("span", {}, ...label);
     this.bar = bar ? h("i", { class: "bar", "aria-hidden": "true" }, h("i", { class: "fill" })) : null;
-    this.element = h("div", { class: "figure", "data-testid": `live-${name}`, title: hint }, this.number, this.label, this.bar);
+    this.element = h("div", { class: "figure", "data-testid": `live-${name}`, title: hint }, this.number, this.limit, this.label, this.bar);
   }
 
-  set(text, fraction = 0) {
+  set(text, fraction = 0, limit = "") {
     this.element.hidden = text === null;
     if (text === null) return;
     if (this.number.textContent !== text) this.number.textContent = text;
+    if (this.limit.textContent !== limit) this.limit.textContent = limit;
     if (this.bar) this.bar.firstElementChild.style.width = percent(fraction).replace(" ", "");
   }
 }
@@ -61,7 +63,7 @@ function fill(figures) {
   line.speed.set(short(figures.base_tokens_per_s));
   line.perStep.set(Number.isFinite(figures.base_tokens_per_step) ? figures.base_tokens_per_step.toFixed(2) : null);
   line.saved.set(count(stepsSaved(figures)));
-  line.codebook.set(size ? `${count(entries)} / ${count(size)}` : null, bounded(entries / size));
+  line.codebook.set(size ? count(entries) : null, bounded(entries / size), `/ ${count(size)}`);
   line.memory.set(saved ? bytes(saved) : null);
   const ceiling = app.state?.ceiling?.steps_per_s;
   const share = figures.steps / figures.seconds / ceiling;

@@ -9,12 +9,12 @@ export const app = { state: null, conversation: null };
 
 const open = new Map(); // id -> Conversation: those seen since the page was loaded, for answers that go on in the background
 
-/** A conversation and its tree of messages. `id` null: not on the server yet. */
+/** A conversation and its tree of messages. `id` null: not on the server yet. `system` null: the app's default; "": none. */
 export class Conversation {
   constructor(json = {}) {
     this.id = json.id ?? null;
     this.answering = null; // AbortController while an answer streams
-    this.take({ title: "", model: null, system: "", packs: [], sampling: {}, draft: "", leaf: null, messages: [], ...json });
+    this.take({ title: "", model: null, system: null, packs: [], sampling: {}, draft: "", leaf: null, messages: [], ...json });
   }
 
   /** Takes over what the server says of the conversation. Without `messages` the messages stay. */
@@ -76,7 +76,7 @@ export function streaming() {
 export async function ensure(conversation) {
   if (conversation.id !== null) return;
   const { model, system, packs, sampling } = conversation;
-  const chosen = { model: model ?? undefined, system: system || undefined, packs, sampling };
+  const chosen = { model: model ?? undefined, system: system ?? undefined, packs, sampling };
   const draft = conversation.draft;
   conversation.take(await api.call("POST", "conversations", chosen));
   conversation.draft = draft;
@@ -110,9 +110,10 @@ export async function switchTo(conversation, message) {
 
 /** Deletes conversations: one, or all of them. */
 export async function remove(id = null) {
-  await api.call("DELETE", id === null ? "conversations" : `conversations/${encodeURIComponent(id)}`);
+  const { problem } = await api.call("DELETE", id === null ? "conversations" : `conversations/${encodeURIComponent(id)}`);
   for (const conversation of id === null ? [...open.values()] : [open.get(id)]) conversation?.answering?.abort();
   if (id === null) open.clear();
   else open.delete(id);
   emit("saved", id);
+  if (problem) emit("storage", problem); // the file still has what was deleted
 }

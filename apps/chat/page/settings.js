@@ -28,6 +28,7 @@ let storage = null;
 export function settings() {
   system = h("textarea", { id: "system", class: "field", rows: "4", "data-testid": "system", dir: "auto", placeholder: "None" });
   system.addEventListener("input", () => save(app.conversation, { system: system.value }));
+  system.addEventListener("change", () => save.now()); // whoever sends a message at once has left the field before
   packs = h("div", { class: "packs", role: "group", "aria-labelledby": "packs-title", "data-testid": "packs" });
   storage = h("div", { class: "quiet", "data-testid": "storage" });
   on("shown state", draw);
@@ -68,8 +69,7 @@ function reset() {
 function draw() {
   const conversation = app.conversation;
   if (!conversation || !app.state) return;
-  system.value = conversation.system ?? "";
-  system.placeholder = app.state.defaults?.system || "None";
+  system.value = conversation.system ?? app.state.defaults?.system ?? "";
   for (const [name, input] of Object.entries(inputs)) {
     input.value = conversation.sampling?.[name] ?? "";
     input.placeholder = app.state.defaults?.sampling?.[name] ?? NONE[name] ?? "";

@@ -22,7 +22,8 @@ from mlx_zip.arguments import check_at_least
 from mlx_zip.bench.engines import MlxLm
 from mlx_zip.bench.machine import device
 from mlx_zip.bench.record import summary, surroundings
-from mlx_zip.bench.shapes import PRECISIONS, SHAPES, Models, ZipOptions, from_folders, from_shape, sliced
+from mlx_zip.bench.shape_table import PRECISIONS, SHAPES, Models, ZipOptions
+from mlx_zip.bench.shapes import from_folders, from_shape, sliced
 from mlx_zip.bench.workloads import read_tokenizer
 from mlx_zip.errors import MlxZipError
 

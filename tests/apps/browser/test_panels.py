@@ -64,7 +64,15 @@ def any_role(tmp_path_factory):
     home = tmp_path_factory.mktemp("any_role")
     (home / "text.txt").write_text(TEXTS["sea"])
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    words = ["mlx_zip.apps.replayed_app", "--text", "text.txt", "--chat-template", template]
+    words = [
+        "mlx_zip.apps.replayed_app",
+        "--text",
+        "text.txt",
+        "--chat-template",
+        template,
+        "--system-prompt",
+        "Be brief.",
+    ]
     with running(App(home, words)) as app:
         yield app
 
@@ -90,11 +98,27 @@ def test_sampling_and_system_prompt_are_kept_with_the_conversation(any_role, ope
     assert tab["system"].input_value() == "You tell short stories."
 
 
+def test_a_new_conversation_shows_the_default_system_prompt_and_can_do_without_it(any_role, open_tab):
+    tab = open_tab(any_role)
+    tab["settings-open"].click()
+    assert tab["system"].input_value() == "Be brief."
+    tab["system"].fill("")
+    tab.send(STORY)
+    assert settings(tab)["system"].input_value() == ""
+    with_default = open_tab(any_role).send(STORY)
+    assert settings(with_default)["system"].input_value() == "Be brief."
+
+
 def test_a_system_prompt_that_the_model_does_not_take_is_refused_with_the_reason(told):
     told["settings-open"].click()
     told["system"].fill("You tell short stories.")
     told["banner"].wait_for()
     assert "system" in told["banner"].inner_text()
+    # On a narrow screen the panel lies over the conversation, and not over the banner.
+    told.page.set_viewport_size({"width": 390, "height": 780})
+    hit = "one => one.contains(document.elementFromPoint(innerWidth - 60, one.getBoundingClientRect().y + 9))"
+    assert told["banner"].evaluate(hit)
+    told.page.set_viewport_size({"width": 1280, "height": 800})
     told.noted.console = [line for line in told.noted.console if "400" not in line]
     assert settings(told)["system"].input_value() == ""
     told["panel-close"].click()

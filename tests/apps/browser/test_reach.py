@@ -5,6 +5,13 @@ import pytest
 from support.browsing import Tab
 
 NARROW = {"width": 390, "height": 780}
+STORY = "Tell me a story about a goat."
+LINE = """() => {
+  const line = document.querySelector('[data-testid=live]');
+  const shown = [...line.children].filter((one) => one.getClientRects().length);
+  const rows = new Set(shown.map((one) => Math.round(one.getBoundingClientRect().top)));
+  return [rows.size, shown.length, line.scrollWidth <= line.clientWidth];
+}"""
 THEMES = ["light", "dark"]
 PANELS = ["conversation", "vocabulary-open", "settings-open", "race-open", "shortcuts", "conversation-menu", "edit"]
 
@@ -52,11 +59,12 @@ def test_the_last_message_is_edited_with_the_arrow_key(tab):
     tab.answered()
 
 
-def test_menus_and_dialogs_give_the_focus_back(tab):
-    tab.send("Tell me a story about a goat.")
+def test_menus_and_dialogs_give_the_focus_back(told):
+    tab = told
     tab["conversation-menu"].first.focus()
     tab.page.keyboard.press("Enter")
     tab["menu"].wait_for()
+    assert tab["menu"].bounding_box()["width"] < 260
     tab.page.keyboard.press("ArrowDown")
     tab.page.keyboard.press("Escape")
     assert focused(tab) == "conversation-menu"
@@ -74,6 +82,19 @@ def test_what_has_the_focus_can_be_seen(tab):
     assert tab.page.evaluate_handle("document.activeElement").evaluate(ring) != ["none", "none"]
 
 
+def test_the_line_of_figures_keeps_to_one_line_or_to_two_on_a_narrow_screen(told):
+    told["settings-open"].click()
+    lines = {}
+    for width in (1600, 1280, 1180, 1110, 1000, 800, 390):
+        told.page.set_viewport_size({"width": width, "height": 800})
+        lines[width] = told.page.evaluate(LINE)
+    told.page.set_viewport_size({"width": 1280, "height": 800})
+    told["panel-close"].click()
+    shown = lines[1600][1]
+    assert shown >= 5
+    assert lines == {width: [1 if width > 400 else 2, shown, True] for width in lines}
+
+
 def opened(tab: Tab, panel: str) -> None:
     """Shows a part of the page."""
     if panel != "conversation":
@@ -84,7 +105,7 @@ def opened(tab: Tab, panel: str) -> None:
 def test_a_screen_reader_finds_nothing_serious(app, open_tab, theme):
     tab = open_tab(app, color_scheme=theme)
     found = tab.flaws()
-    tab.send("Tell me a story about a mouse.")
+    tab.send(STORY)
     for panel in PANELS:
         opened(tab, panel)
         found += [f"{panel}: {flaw}" for flaw in tab.flaws()]

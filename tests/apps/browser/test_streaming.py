@@ -35,8 +35,13 @@ def expected(tab, *texts):
     tab.noted.console = [line for line in tab.noted.console if not any(text in line for text in texts)]
 
 
-def test_an_answer_grows_while_it_streams(slow, open_tab):
-    tab = open_tab(slow).send("Tell me a story.", whole=False)
+def test_an_answer_grows_while_it_streams_and_the_message_box_is_small_again(slow, open_tab):
+    tab = open_tab(slow)
+    height = tab["input"].bounding_box()["height"]
+    tab["input"].fill("Three\nlines\nof text")
+    assert tab["input"].bounding_box()["height"] > 2 * height
+    tab.send("Tell me\na story.", whole=False)
+    assert tab["input"].bounding_box()["height"] == height
     assert tab["stop"].is_visible()
     tab.page.wait_for_function(LATER, arg=len(tab.text()) + 40)
     tab["stop"].click()

@@ -1,0 +1,79 @@
+"""Products of one vector per sequence with a matrix, with all that a decoder's step does before and after them."""
+
+from __future__ import annotations
+
+import torch
+
+from mlx_zip.cuda.kernels.dispatch import check_shape, use_triton, wide
+from mlx_zip.cuda.kernels.packed import Packed, dequantize
+
+MOST = 16  # vectors of a call
+Norm = tuple[torch.Tensor, float]
+
+
+def matvec(
+    x: torch.Tensor,
+    weight: torch.Tensor | Packed,
+    bias: torch.Tensor | None = None,
+    norm: Norm | None = None,
+    residual: torch.Tensor | None = None,
+    gate: bool = False,
+    impl: str | None = None,
+) -> torch.Tensor:
+    """Returns norm(x) W' + bias [B, R], gated if asked for, plus the residual; in x's dtype, rounded once.
+
+    x [B, D], B up to 16; weight W [R, D] or `Packed`; bias [R]. norm: weight [D] and eps of an RMS norm of x. gate:
+    the rows are those of a gate, then those of the values, and silu(gate) * values [B, R / 2] takes the product's
+    place. residual: of the result's shape. Sums are float32. A product of several vectors takes norm(x) without its
+    scale, and unpacked weights, in x's dtype.
+    """
+    rows, width = weight.shape
+    check_shape("x", x, None, width)
+    if x.shape[0] > MOST:
+        raise ValueError(f"{x.shape[0]} vectors, at most {MOST} are supported")
+    if gate and rows % 2:
+        raise ValueError(f"the matrix has {rows} rows, an odd number")
+    if bias is not None:
+        check_shape("bias", bias, rows)
+    if norm is not None:
+        check_shape("norm", norm[0], width)
+    if residual is not None:
+        check_shape("residual", residual, x.shape[0], rows // 2 if gate else rows)
+    if use_triton(impl, x, *check_matrix("weight", weight), bias, norm[0] if norm else None, residual):
+        from mlx_zip.cuda.kernels.matvec_triton import launch
+
+        return launch(x, weight, bias, norm, residual, gate)
+    return reference(x, weight, bias, norm, residual, gate)
+
+
+def check_matrix(name: str, matrix: torch.Tensor | Packed) -> tuple[torch.Tensor, ...]:
+    """Returns the tensors of a matrix, dense or packed. Raises ValueError if they do not fit together."""
+    if isinstance(matrix, Packed):
+        matrix.check()
+        return matrix.words, matrix.scales, matrix.biases
+    check_shape(name, matrix, None, None)
+    return (matrix,)
+
+
+def reference(
+    x: torch.Tensor,
+    weight: torch.Tensor | Packed,
+    bias: torch.Tensor | None = None,
+    norm: Norm | None = None,
+    residual: torch.Tensor | None = None,
+    gate: bool = False,
+) -> torch.Tensor:
+    """Returns what `matvec` returns, in plain PyTorch; float64 inputs give float64 results."""
+    exact = wide(x)
+    if norm is not None:
+        exact = exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + norm[1]) * norm[0].to(exact.dtype)
+    dense = dequantize(weight) if isinstance(weight, Packed) else weight
+    y = exact @ dense.to(exact.dtype).T
+    if bias is not None:
+        y = y + bias.to(y.dtype)
+    if gate:
+        first, second = y.chunk(2, dim=-1)
+        y = torch.nn.functional.silu(first) * second
+    if residual is not None:
+        y = y + residual.to(y.dtype)
+    return y.to(x.dtype)

@@ -1,0 +1,136 @@
+"""Pieces of Triton kernels: products of rows of a matrix, dense or packed, with one vector or up to 16."""
+
+# Triton may be missing, and its decorators are not typed.
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportOperatorIssue=false
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def normed(x, norm, columns, inside, NORM: tl.constexpr):
+    """Returns x and x times the norm's weights at these columns, float32; 0 outside."""
+    plain = tl.load(x + columns, mask=inside, other=0.0).to(tl.float32)
+    value = plain
+    if NORM:
+        value = plain * tl.load(norm + columns, mask=inside, other=0.0).to(tl.float32)
+    return plain, value
+
+
+@triton.jit
+def dense_sums(
+    x, norm, matrix, lines, width, NORM: tl.constexpr, LINES: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr
+):  # fmt: skip
+    """Returns W x [LINES] of dense rows `lines` (int64) and one vector, and the sum of x's squares."""
+    total = tl.zeros((LINES, COLUMNS), tl.float32)
+    squares = tl.zeros((COLUMNS,), tl.float32)
+    for start in tl.range(0, width, COLUMNS, num_stages=STAGES):
+        columns = start + tl.arange(0, COLUMNS)
+        inside = columns < width
+        at = matrix + lines[:, None] * width + columns[None, :]
+        seen = inside[None, :] & (lines >= 0)[:, None]
+        weight = tl.load(at, mask=seen, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        plain, value = normed(x, norm, columns, inside, NORM)
+        total += weight * value[None, :]
+        squares += plain * plain
+    return tl.sum(total, axis=1), tl.sum(squares, axis=0)
+
+
+@triton.jit
+def one_plus_levels(packed, BITS: tl.constexpr):
+    """Returns 1 + level / 2**BITS, float32 [A, B, 32 / BITS], of words [A, B].
+
+    A level is moved to where a float has its fraction: three operations a weight, where a conversion takes more.
+    """
+    place = tl.arange(0, 32 // BITS) * BITS
+    up = tl.maximum(23 - BITS - place, 0)[None, None, :]
+    down = tl.maximum(place - (23 - BITS), 0)[None, None, :]
+    moved = (packed[:, :, None] << up) >> down
+    mask: tl.constexpr = ((1 << BITS) - 1) << (23 - BITS)
+    return ((moved & mask) | 0x3F800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def packed_sums(
+    x, norm, words, scales, biases, lines, width, BITS: tl.constexpr, GROUP: tl.constexpr,
+    NORM: tl.constexpr, LINES: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Returns W x [LINES] of packed rows `lines` (int64) and one vector, and the sum of x's squares."""
+    PER: tl.constexpr = 32 // BITS  # weights in a word
+    WORDS: tl.constexpr = COLUMNS // PER
+    TIMES: tl.constexpr = 1 << BITS
+    total = tl.zeros((LINES, WORDS), tl.float32)
+    squares = tl.zeros((WORDS,), tl.float32)
+    for start in tl.range(0, width // PER, WORDS, num_stages=STAGES):
+        word = start + tl.arange(0, WORDS)
+        inside = word < width // PER
+        seen = inside[None, :] & (lines >= 0)[:, None]
+        at = words + lines[:, None] * (width // PER) + word[None, :]
+        packed = tl.load(at, mask=seen, other=0, eviction_policy="evict_first")
+        group = lines[:, None] * (width // GROUP) + (word * PER // GROUP)[None, :]
+        scale = tl.load(scales + group, mask=seen, other=0.0).to(tl.float32)
+        bias = tl.load(biases + group, mask=seen, other=0.0).to(tl.float32)
+        columns = word[:, None] * PER + tl.arange(0, PER)[None, :]
+        plain, value = normed(x, norm, columns, columns < width, NORM)
+        dots = tl.sum(one_plus_levels(packed, BITS) * value[None, :, :], axis=2)
+        sums = tl.sum(value, axis=1)[None, :]
+        total += scale * TIMES * (dots - sums) + bias * sums
+        squares += tl.sum(plain * plain, axis=1)
+    return tl.sum(total, axis=1), tl.sum(squares, axis=0)
+
+
+@triton.jit
+def many_sums(
+    x, norm, matrix, scales, biases, lines, batch, width, BITS: tl.constexpr, GROUP: tl.constexpr,
+    NORM: tl.constexpr, LINES: tl.constexpr, COLUMNS: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Returns W x [16, LINES] of rows `lines` (int64) and up to 16 vectors, and the sums of their squares [16].
+
+    Operands of the matrix units have x's dtype. UPCAST: whether they are then made float32, as the interpreter needs.
+    """
+    vector = tl.arange(0, 16)
+    total = tl.zeros((16, LINES), tl.float32)
+    squares = tl.zeros((16, COLUMNS), tl.float32)
+    for start in tl.range(0, width, COLUMNS, num_stages=STAGES):
+        columns = start + tl.arange(0, COLUMNS)
+        inside = columns < width
+        at = vector[:, None].to(tl.int64) * width + columns[None, :]
+        plain = tl.load(x + at, mask=(vector < batch)[:, None] & inside[None, :], other=0.0)
+        value = plain
+        if NORM:
+            factor = tl.load(norm + columns, mask=inside, other=0.0).to(tl.float32)
+            value = (plain.to(tl.float32) * factor[None, :]).to(plain.dtype)
+            squares += plain.to(tl.float32) * plain.to(tl.float32)
+        if BITS == 0:
+            seen = inside[None, :] & (lines >= 0)[:, None]
+            at = matrix + lines[:, None] * width + columns[None, :]
+            weight = tl.load(at, mask=seen, other=0.0, eviction_policy="evict_first")
+        else:
+            weight = unpacked(matrix, scales, biases, lines, start, width, BITS, GROUP, LINES, COLUMNS)
+        weight = weight.to(x.dtype.element_ty)
+        if UPCAST:
+            value, weight = value.to(tl.float32), weight.to(tl.float32)
+        total += tl.dot(value, tl.trans(weight), input_precision="ieee")
+    return total, tl.sum(squares, axis=1)
+
+
+@triton.jit
+def unpacked(
+    words, scales, biases, lines, start, width, BITS: tl.constexpr, GROUP: tl.constexpr,
+    LINES: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Returns weights [LINES, COLUMNS] float32 from column `start` on."""
+    PER: tl.constexpr = 32 // BITS
+    TIMES: tl.constexpr = 1 << BITS
+    word = start // PER + tl.arange(0, COLUMNS // PER)
+    seen = (word < width // PER)[None, :] & (lines >= 0)[:, None]
+    at = words + lines[:, None] * (width // PER) + word[None, :]
+    packed = tl.load(at, mask=seen, other=0, eviction_policy="evict_first")
+    group = lines[:, None] * (width // GROUP) + (word * PER // GROUP)[None, :]
+    scale = tl.load(scales + group, mask=seen, other=0.0).to(tl.float32) * TIMES
+    bias = tl.load(biases + group, mask=seen, other=0.0).to(tl.float32)
+    weight = (one_plus_levels(packed, BITS) - 1.0) * scale[:, :, None] + bias[:, :, None]
+    return tl.reshape(weight, (LINES, COLUMNS))

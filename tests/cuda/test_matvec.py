@@ -1,0 +1,99 @@
+"""Products of a step with what precedes and follows them: the kernel against the reference in float64."""
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from mlx_zip.cuda.kernels.matvec import matvec, reference  # noqa: E402
+from mlx_zip.cuda.kernels.packed import Packed  # noqa: E402
+
+EPS = 1e-5
+SHAPES = [(1, 1), (5, 33), (7, 1100), (34, 264)]  # R, D
+
+
+def random_packed(guard, rows, width, bits, group, dtype):
+    words = guard(torch.randint(-(2**31), 2**31, (rows, width * bits // 32)).to(torch.int32))
+    scales, biases = (torch.randn(rows, width // group) / width**0.5 for _ in range(2))
+    return Packed(words, guard((scales / 2**bits).to(dtype)), guard(biases.to(dtype)), bits, group)
+
+
+def exactly(value) -> Any:
+    """Returns an argument in float64."""
+    if isinstance(value, Packed):
+        return value._replace(scales=value.scales.double(), biases=value.biases.double())
+    if isinstance(value, tuple):
+        return value[0].double(), value[1]
+    return value.double() if isinstance(value, torch.Tensor) else value
+
+
+def arguments(guard, dtype, batch, weight, all_of_it, gate=False):
+    """Returns x and the keyword arguments of a product with nothing or everything before and after it."""
+    rows, width = weight.shape
+    x = guard((2 * torch.randn(batch, width)).to(dtype))
+    if not all_of_it:
+        return x, {"gate": gate}
+    bias, norm = guard(torch.randn(rows).to(dtype)), guard((1 + torch.rand(width)).to(dtype))
+    residual = guard(torch.randn(batch, rows // 2 if gate else rows).to(dtype))
+    return x, {"bias": bias, "norm": (norm, EPS), "residual": residual, "gate": gate}
+
+
+def check(x, weight, more, loose):
+    """Compares with float64; loose: operands were rounded to x's dtype, so errors grow with the sum's terms."""
+    got = matvec(x, weight, **more, impl="triton")
+    wanted = reference(exactly(x), exactly(weight), **{name: exactly(value) for name, value in more.items()})
+    assert got.dtype == x.dtype
+    one = {torch.float32: 3e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}[x.dtype]
+    spread = wanted.std().clamp(min=1.0) if wanted.numel() > 1 else 1.0
+    error = (got.double() - wanted).abs()
+    assert not got.isnan().any()
+    assert (error <= one * (wanted.abs() + (8 if loose else 1) * spread)).all(), error.max()
+
+
+@pytest.mark.parametrize("gate", [False, True], ids=["plain", "gate"])
+@pytest.mark.parametrize("all_of_it", [False, True], ids=["alone", "norm bias residual"])
+@pytest.mark.parametrize("batch", [1, 3, 16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("rows", "width"), SHAPES)
+def test_a_dense_product_is_that_of_float64(guard, rows, width, dtype, batch, all_of_it, gate):
+    rows = 2 * rows if gate else rows
+    weight = guard((torch.randn(rows, width) / width**0.5).to(dtype))
+    x, more = arguments(guard, dtype, batch, weight, all_of_it, gate)
+    check(x, weight, more, loose=batch > 1)
+
+
+@pytest.mark.parametrize("all_of_it", [False, True], ids=["alone", "norm bias residual gate"])
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "width", "group"), [(2, 32, 32), (6, 1152, 64), (34, 384, 128)])
+def test_a_packed_product_is_that_of_float64(guard, rows, width, group, dtype, bits, batch, all_of_it):
+    weight = random_packed(guard, rows, width, bits, group, dtype)
+    x, more = arguments(guard, dtype, batch, weight, all_of_it, all_of_it)
+    check(x, weight, more, loose=batch > 1)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_vector_does_not_meet_its_neighbours(guard, batch):
+    """A NaN in one vector, or in one row of the matrix, stays there."""
+    x, weight = guard(torch.randn(batch, 40)), guard(torch.randn(9, 40))
+    weight[4, 7] = torch.nan
+    x[batch - 1, 3] = torch.nan if batch > 1 else 1.0
+    nan = matvec(x, weight, impl="triton").isnan()
+    assert nan.sum(1).tolist() == [1, 9][:batch]
+    assert nan[:, 4].all()
+
+
+def test_products_that_do_not_fit_are_refused():
+    x, weight = torch.ones(1, 4), torch.ones(3, 4)
+    with pytest.raises(ValueError, match="an odd number"):
+        matvec(x, weight, gate=True)
+    with pytest.raises(ValueError, match="at most 16"):
+        matvec(torch.ones(17, 4), weight)
+    with pytest.raises(ValueError, match=r"residual has shape \[1, 4\], expected \[1, 3\]"):
+        matvec(x, weight, residual=torch.ones(1, 4))
+    with pytest.raises(ValueError, match=r"norm has shape \[3\], expected \[4\]"):
+        matvec(x, weight, norm=(torch.ones(3), EPS))
+    assert matvec(torch.ones(0, 4), weight).shape == (0, 3)
