@@ -9,7 +9,7 @@ import torch
 from mlx_zip.cuda.attention import Seen, attend, attend_one
 from mlx_zip.cuda.folder import Folder
 from mlx_zip.cuda.kernels.norm import add_rms_norm
-from mlx_zip.cuda.kernels.rope import rope_and_cache
+from mlx_zip.cuda.kernels.rope import Rotation, rope_and_cache
 from mlx_zip.cuda.kv import KV, make_kv
 from mlx_zip.cuda.layers import Layer, take_layers
 from mlx_zip.cuda.linear import product
@@ -81,33 +81,7 @@ class Decoder:
         self, layer: Layer, index: int, qkv: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, kv: KV
     ) -> torch.Tensor:
         """Returns rotated queries [B, L, H, E] of qkv [B, L, (H + 2K) E]; keys and values go into the caches."""
-        if layer.q_norm is not None and layer.k_norm is not None:
-            qkv = self._normed(qkv, layer.q_norm, layer.k_norm)
-        keys, values, rope = kv.keys(index), kv.values(index), self.rope
-        if rope.long_from is None:
-            return rope_and_cache(qkv, positions, slots, rope.frequencies[0], keys, values, rope.magnitude)
-        out = []
-        for row, which in enumerate(kv.which.tolist()):
-            one = slice(row, row + 1)
-            out.append(
-                rope_and_cache(
-                    qkv[one],
-                    positions[one],
-                    slots[one],
-                    rope.frequencies[which],
-                    keys[one],
-                    values[one],
-                    rope.magnitude,
-                )
-            )
-        return torch.cat(out)
-
-    def _normed(self, qkv: torch.Tensor, q_norm: torch.Tensor, k_norm: torch.Tensor) -> torch.Tensor:
-        """Returns qkv [B, L, (H + 2K) E] with RMS norms applied to each head's queries and keys."""
-        config, (batch, length, _) = self.config, qkv.shape
-        parts = qkv.split([config.query_columns, config.key_columns, config.key_columns], dim=-1)
-        normed = [
-            add_rms_norm(part.reshape(-1, config.head_width), None, weight, config.eps)[0].view(batch, length, -1)
-            for part, weight in zip(parts[:2], (q_norm, k_norm), strict=True)
-        ]
-        return torch.cat([*normed, parts[2]], dim=-1)
+        rope = self.rope
+        which = None if rope.long_from is None else kv.which
+        rotation = Rotation(rope.frequencies, rope.magnitude, which, layer.q_norm, layer.k_norm, self.config.eps)
+        return rope_and_cache(qkv, positions, slots, rotation, kv.keys(index), kv.values(index))

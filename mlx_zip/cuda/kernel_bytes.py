@@ -41,7 +41,7 @@ def _head(args: Arguments, out: Any) -> int:
 
 def _rope(args: Arguments, out: Any) -> int:
     """Queries, keys and values are read; queries go to the result, keys and values into the caches."""
-    others = [args[name] for name in ("positions", "slots", "frequencies")]
+    others = [args[name] for name in ("positions", "slots", "rotation")]
     return 2 * bytes_of(args["qkv"]) + bytes_of(others)
 
 

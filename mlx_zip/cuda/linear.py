@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from mlx_zip.cuda.kernels.gate import silu_gate
+from mlx_zip.cuda.kernels.matvec import MOST, matvec
 from mlx_zip.cuda.kernels.norm import add_rms_norm
 from mlx_zip.cuda.kernels.packed import Packed
 from mlx_zip.cuda.kernels.unpack import unpack
@@ -36,8 +37,10 @@ def product(
     """Returns norm(x) W' + bias [N, R], gated if asked for, plus the residual; in x's dtype.
 
     x [N, D]. norm: weight [D] and eps of an RMS norm of x. gate: W has the rows of a gate, then of the values, and
-    silu(gate) * values [N, R / 2] takes the product's place. residual: of the result's shape.
+    silu(gate) * values [N, R / 2] takes the product's place. residual: of the result's shape. Few rows take one launch.
     """
+    if x.shape[0] <= MOST:
+        return matvec(x, linear.weight, linear.bias, norm, residual, gate)
     if norm is not None:
         x = add_rms_norm(x, None, *norm)[0]
     y = linear(x)

@@ -1,27 +1,43 @@
-"""Rotary positions for queries and keys, and the write of keys and values to a static cache, in one pass."""
+"""Rotary positions of queries and keys, after their norms, and the write of keys and values to a static cache."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 
 from mlx_zip.cuda.kernels.dispatch import check_shape, use_triton, wide
 
 
+class Rotation(NamedTuple):
+    """How queries and keys are normed and turned.
+
+    frequencies [N, R/2] float32: sets of radians per position; the first R columns of a head turn (halves paired) and
+    are multiplied by `scale`. which [B] int64: the set of each sequence, None for the first. q_norm, k_norm: weights
+    [E] of an RMS norm of each head before it turns, with `eps`; both or none.
+    """
+
+    frequencies: torch.Tensor
+    scale: float = 1.0
+    which: torch.Tensor | None = None
+    q_norm: torch.Tensor | None = None
+    k_norm: torch.Tensor | None = None
+    eps: float = 0.0
+
+
 def rope_and_cache(
     qkv: torch.Tensor,
     positions: torch.Tensor,
     slots: torch.Tensor,
-    frequencies: torch.Tensor,
+    rotation: Rotation,
     keys: torch.Tensor,
     values: torch.Tensor,
-    scale: float = 1.0,
     impl: str | None = None,
 ) -> torch.Tensor:
-    """Returns rotated queries [B, L, H, E] and writes rotated keys and plain values into the caches, in place.
+    """Returns turned queries [B, L, H, E] and writes turned keys and plain values into the caches, in place.
 
     qkv [B, L, (H + 2K) E]: queries, keys, values. positions, slots [B, L] int64: angle and cache place of each id.
-    frequencies [R/2] float32: radians per position; the first R columns of a head turn (halves paired) and are
-    multiplied by `scale`. keys, values [B, K, S, E]. A slot outside 0..S-1 is not written.
+    keys, values [B, K, S, E]. A slot outside 0..S-1 is not written. An id of a set outside 0..N-1 gives NaN.
     """
     batch, length, columns = qkv.shape
     check_shape("qkv", qkv, None, None, None)
@@ -32,39 +48,73 @@ def rope_and_cache(
     width, heads = keys.shape[3], columns // keys.shape[3] - 2 * keys.shape[1]
     if columns % width or heads < 1:
         raise ValueError(f"qkv has {columns} columns, which hold no {keys.shape[1]} key heads of {width}")
-    check_shape("frequencies", frequencies, None)
-    if 2 * frequencies.shape[0] > width:
-        raise ValueError(f"{frequencies.shape[0]} frequencies turn more than a head's {width} columns")
-    if use_triton(impl, qkv, positions, slots, frequencies, keys, values):
+    parts = _check_rotation(rotation, batch, width)
+    if use_triton(impl, qkv, positions, slots, keys, values, *parts):
         from mlx_zip.cuda.kernels.rope_triton import launch
 
-        return launch(qkv, positions, slots, frequencies, keys, values, scale, heads)
-    return reference(qkv, positions, slots, frequencies, keys, values, scale, heads)
+        return launch(qkv, positions, slots, rotation, keys, values, heads)
+    return reference(qkv, positions, slots, rotation, keys, values, heads)
+
+
+def _check_rotation(rotation: Rotation, batch: int, width: int) -> list[torch.Tensor]:
+    """Returns the tensors of a rotation. Raises ValueError if they do not fit."""
+    frequencies, _, which, q_norm, k_norm, _ = rotation
+    check_shape("frequencies", frequencies, None, None)
+    if not frequencies.shape[0] or 2 * frequencies.shape[1] > width:
+        raise ValueError(f"frequencies {list(frequencies.shape)} turn no head of {width} columns")
+    if which is not None:
+        check_shape("which", which, batch)
+    if (q_norm is None) != (k_norm is None):
+        raise ValueError("q_norm and k_norm belong together")
+    for name, norm in (("q_norm", q_norm), ("k_norm", k_norm)):
+        if norm is not None:
+            check_shape(name, norm, width)
+    return [part for part in (frequencies, which, q_norm, k_norm) if part is not None]
 
 
 def reference(
     qkv: torch.Tensor,
     positions: torch.Tensor,
     slots: torch.Tensor,
-    frequencies: torch.Tensor,
+    rotation: Rotation,
     keys: torch.Tensor,
     values: torch.Tensor,
-    scale: float,
     heads: int,
 ) -> torch.Tensor:
-    """Returns and writes what `rope_and_cache` does, in plain PyTorch."""
+    """Returns and writes what `rope_and_cache` does, in plain PyTorch; float64 inputs give float64 results."""
     batch, length, _ = qkv.shape
     kv_heads, width = keys.shape[1], keys.shape[3]
     q, k, v = qkv.view(batch, length, -1, width).split([heads, kv_heads, kv_heads], dim=2)
     b, at = ((slots >= 0) & (slots < keys.shape[2])).nonzero(as_tuple=True)
-    keys[b, :, slots[b, at]] = _turn(k, positions, frequencies, scale)[b, at].to(keys.dtype)
+    turned = _turn(_normed(k, rotation.k_norm, rotation.eps), positions, rotation).to(keys.dtype)
+    keys[b, :, slots[b, at]] = turned[b, at]
     values[b, :, slots[b, at]] = v[b, at].to(values.dtype)
-    return _turn(q, positions, frequencies, scale)
+    return _turn(_normed(q, rotation.q_norm, rotation.eps), positions, rotation).to(qkv.dtype)
 
 
-def _turn(x: torch.Tensor, positions: torch.Tensor, frequencies: torch.Tensor, scale: float) -> torch.Tensor:
-    half, exact = frequencies.shape[0], wide(x)
-    angles = positions[..., None, None].to(exact.dtype) * frequencies.to(exact.dtype)
-    cos, sin = angles.cos() * scale, angles.sin() * scale
-    first, second, rest = exact.split([half, half, x.shape[-1] - 2 * half], dim=-1)
-    return torch.cat([first * cos - second * sin, first * sin + second * cos, rest], dim=-1).to(x.dtype)
+def _normed(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """Returns the RMS norm of each head, or x itself without a weight, in the dtype of references."""
+    exact = wide(x)
+    if weight is None:
+        return exact
+    return exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + eps) * weight.to(exact.dtype)
+
+
+def _turn(x: torch.Tensor, positions: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    """Returns x [B, L, heads, E] turned to its positions."""
+    rates = _rates(rotation, x)
+    half = rates.shape[-1]
+    angles = positions[..., None, None].to(x.dtype) * rates
+    cos, sin = angles.cos() * rotation.scale, angles.sin() * rotation.scale
+    first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
+    return torch.cat([first * cos - second * sin, first * sin + second * cos, rest], dim=-1)
+
+
+def _rates(rotation: Rotation, x: torch.Tensor) -> torch.Tensor:
+    """Returns the frequencies of each sequence [B or 1, 1, 1, R/2] in x's dtype."""
+    frequencies, which = rotation.frequencies.to(x.dtype), rotation.which
+    if which is None:
+        return frequencies[None, None, :1]
+    known = (which >= 0) & (which < len(frequencies))
+    chosen = torch.where(known[:, None], frequencies[torch.where(known, which, 0)], torch.nan)
+    return chosen[:, None, None]

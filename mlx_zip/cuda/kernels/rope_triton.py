@@ -1,4 +1,4 @@
-"""The Triton kernel of rotary positions and cache write."""
+"""The Triton kernel of rotary positions, head norms and cache write."""
 
 # Triton may be missing, and its decorators are not typed.
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false
@@ -9,33 +9,38 @@ import torch
 import triton
 import triton.language as tl
 
+from mlx_zip.cuda.kernels.rope import Rotation
+
 
 def launch(
     qkv: torch.Tensor,
     positions: torch.Tensor,
     slots: torch.Tensor,
-    frequencies: torch.Tensor,
+    rotation: Rotation,
     keys: torch.Tensor,
     values: torch.Tensor,
-    scale: float,
     heads: int,
 ) -> torch.Tensor:
-    """Returns rotated queries and fills the caches; arguments as in `rope.rope_and_cache`, which has checked them."""
+    """Returns turned queries and fills the caches; arguments as in `rope.rope_and_cache`, which has checked them."""
     batch, length, _ = qkv.shape
     kv_heads, places, width = keys.shape[1:]
+    frequencies, scale, which, q_norm, k_norm, eps = rotation
+    sets, half = frequencies.shape
     out = torch.empty((batch, length, heads, width), dtype=qkv.dtype, device=qkv.device)
     if out.numel():
         _kernel[(batch * length, heads + 2 * kv_heads)](
-            qkv, positions, slots, frequencies, keys, values, out, scale,
-            length, heads, kv_heads, places, width, frequencies.shape[0], BLOCK=triton.next_power_of_2(width),
+            qkv, positions, slots, frequencies, which, q_norm, k_norm, keys, values, out, scale, eps,
+            length, heads, kv_heads, places, width, sets, half,
+            CHOOSE=which is not None, NORM=q_norm is not None, BLOCK=triton.next_power_of_2(width),
         )  # fmt: skip
     return out
 
 
 @triton.jit
 def _kernel(
-    qkv, positions, slots, frequencies, keys, values, out, scale,
-    length, heads, kv_heads, places, width, half, BLOCK: tl.constexpr,
+    qkv, positions, slots, frequencies, which, q_norm, k_norm, keys, values, out, scale, eps,
+    length, heads, kv_heads, places, width, sets, half,
+    CHOOSE: tl.constexpr, NORM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     at, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.arange(0, BLOCK)
@@ -46,11 +51,13 @@ def _kernel(
         turned = column < 2 * half
         partner = tl.where(column < half, column + half, column - half)
         other = tl.load(source + partner, mask=turned, other=0.0).to(tl.float32)
-        pair = tl.where(column < half, column, partner)
-        rate = tl.load(frequencies + pair, mask=turned, other=0.0)
-        angle = tl.load(positions + at).to(tl.float32) * rate
-        sign = tl.where(column < half, -1.0, 1.0)
-        value = tl.where(turned, (value * tl.cos(angle) + sign * other * tl.sin(angle)) * scale, value)
+        if NORM:
+            factor = tl.rsqrt(tl.sum(value * value) / width + eps)
+            weights = q_norm if head < heads else k_norm
+            value *= factor * tl.load(weights + column, mask=inside, other=0.0).to(tl.float32)
+            other *= factor * tl.load(weights + partner, mask=turned, other=0.0).to(tl.float32)
+        cos, sin = _cos_sin(positions, frequencies, which, at, length, sets, half, column, partner, CHOOSE)
+        value = tl.where(turned, (value * cos + other * sin) * scale, value)
     if head < heads:
         tl.store(out + (at * heads + head) * width + column, value.to(out.dtype.element_ty), mask=inside)
     else:
@@ -63,3 +70,20 @@ def _kernel(
             tl.store(keys + line + column, value.to(keys.dtype.element_ty), mask=column < end)
         else:
             tl.store(values + line + column, value.to(values.dtype.element_ty), mask=column < end)
+
+
+@triton.jit
+def _cos_sin(positions, frequencies, which, at, length, sets, half, column, partner, CHOOSE: tl.constexpr):
+    """Returns what a column and its partner are multiplied by, [BLOCK] each."""
+    pair = tl.where(column < half, column, partner)
+    end, row = half, at * 0
+    if CHOOSE:
+        row = tl.load(which + at // length).to(tl.int64)
+        end = tl.where(row >= 0, tl.where(row < sets, half, 0), 0)
+    rate = tl.load(frequencies + row * half + pair, mask=pair < end, other=float("nan"))
+    angle = tl.load(positions + at).to(tl.float32) * rate
+    # whole turns go first, in two steps without rounding: a GPU's cosine is exact only for small angles
+    whole = tl.floor(angle * 0.15915494309189535 + 0.5)
+    angle = (angle - whole * 6.28125) - whole * 0.0019353071795864769
+    sign = tl.where(column < half, -1.0, 1.0)
+    return tl.cos(angle), sign * tl.sin(angle)
