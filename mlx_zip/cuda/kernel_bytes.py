@@ -1,4 +1,4 @@
-"""The bytes that each kernel of `mlx_zip.cuda.kernels` reads and writes, by the arguments of a call.
+"""The launches of each kernel of `mlx_zip.cuda.kernels`, and the bytes that it reads and writes, by a call's arguments.
 
 A kernel that is not named here reads each of its tensors and writes its result, once. Those named here read or write
 parts of them: chosen rows, the filled part of a cache, installed entries.
@@ -54,6 +54,18 @@ def _attention(args: Arguments, out: Any) -> int:
     return bytes_of(args["q"]) + int(lengths.sum()) * one + bytes_of(out)
 
 
+def _attention_launches(args: Arguments) -> int:
+    """Two where the keys are divided among programs, whose parts are combined then."""
+    keys = min(args["keys"].shape[2], args["window"])
+    pairs = args["keys"].shape[0] * args["keys"].shape[1]
+    return 2 if min(-(-keys // 64), 1024 // pairs) > 1 else 1
+
+
+# launches of a kernel's Triton form where they are not one
+KERNEL_LAUNCHES: dict[str, Callable[[Arguments], int]] = {
+    "head.reference": lambda args: 2,  # blocks of ids, and what joins their findings
+    "attention.reference": _attention_launches,
+}
 KERNEL_BYTES: dict[str, Callable[[Arguments, Any], int]] = {
     "embedding.reference": _embedding,
     "encoder.reference_rows": _entry_rows,

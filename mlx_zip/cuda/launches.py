@@ -21,10 +21,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mlx_zip.cuda import kernels
-from mlx_zip.cuda.kernel_bytes import KERNEL_BYTES, bytes_of
+from mlx_zip.cuda.kernel_bytes import KERNEL_BYTES, KERNEL_LAUNCHES, bytes_of
 
-# launches of a kernel's Triton form that are not one: the second launch joins what the blocks of the first have found
-KERNEL_LAUNCHES: dict[str, int] = {"head.reference": 2}
 FREE = {  # operations that launch nothing although their schema does not say so
     *("_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_"),
     *("is_pinned", "is_same_size", "lift_fresh", "_pin_memory", "sym_size", "sym_stride", "sym_numel"),
@@ -148,6 +146,7 @@ def _counting(mode: _Mode, module: str, name: str, function: Callable[..., Any])
     """Returns the reference of a kernel, which counts as the kernel's launches when it is called."""
     kernel = f"{module.rpartition('.')[2]}.{name}"
     size = KERNEL_BYTES.get(kernel, lambda args, out: bytes_of(list(args.values())) + bytes_of(out))
+    count = KERNEL_LAUNCHES.get(kernel, lambda args: 1)
 
     @wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -157,7 +156,7 @@ def _counting(mode: _Mode, module: str, name: str, function: Callable[..., Any])
         try:
             out = function(*args, **kwargs)
             named = {**dict(zip(function.__code__.co_varnames, args, strict=False)), **kwargs}
-            mode.found.add(kernel, KERNEL_LAUNCHES.get(kernel, 1), size(named, out))
+            mode.found.add(kernel, count(named), size(named, out))
         finally:
             mode.paused -= 1
         return out

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode  # noqa: E40
 
 from mlx_zip.bench.shape_table import SHAPES, ZipOptions, zip_config  # noqa: E402
 from mlx_zip.cuda import kernels  # noqa: E402
+from mlx_zip.cuda.kernels.attention import decode_attention  # noqa: E402
 from mlx_zip.cuda.kernels.embedding import hyper_embedding  # noqa: E402
 from mlx_zip.cuda.kernels.head import joint_head  # noqa: E402
 from mlx_zip.cuda.kernels.norm import add_rms_norm  # noqa: E402
@@ -103,6 +104,20 @@ def test_a_head_reads_installed_rows_only():
     with counted() as found:
         joint_head(x, base, rows, installed, 90, impl="reference")
     assert (found.count, found.bytes) == (2, F4 * (8 + 90 * 8 + 3 * 8) + 50 + 8 + 4)
+
+
+@pytest.mark.parametrize("places", [32, 300])
+def test_attention_launches_as_often_as_its_triton_form_and_reads_what_a_sequence_has(places):
+    q, lengths = torch.ones(2, 4, 16), torch.tensor([3, 20])
+    keys, values = torch.ones(2, 2, places, 16), torch.ones(2, 2, places, 16)
+    counts = []
+    for impl in ("reference", "triton"):
+        with counted() as found:
+            decode_attention(q, keys, values, lengths, impl=impl)
+        counts.append(found.count)
+        if impl == "reference":
+            assert found.bytes == F4 * (2 * 128 + 23 * 2 * 2 * 16)
+    assert counts[0] == counts[1] == (2 if places > 64 else 1)
 
 
 def test_what_runs_after_the_count_is_not_counted():
