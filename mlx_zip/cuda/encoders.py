@@ -17,7 +17,7 @@ from mlx_zip.config import EncoderConfig
 from mlx_zip.cuda.kernels.encoder import entry_rows, pool, small_attention
 from mlx_zip.cuda.kernels.packed import Packed
 from mlx_zip.cuda.kernels.unpack import unpack
-from mlx_zip.cuda.linear import Linear, joined
+from mlx_zip.cuda.linear import Linear, joined, product
 from mlx_zip.errors import ConfigError
 
 LAYER_NORM_EPS = 1e-5
@@ -104,12 +104,14 @@ def res_latent_attention(config: EncoderConfig, merge_size: int, weights: Weight
     def encode(entries: torch.Tensor, lengths: torch.Tensor, matrix: Matrix) -> torch.Tensor:
         x = base_rows(entries, matrix)
         first = x[:, 0]
-        x = (x if enter is None else enter(x)) + places[: entries.shape[1]]
+        x = (x if enter is None else times(x, enter)) + places[: entries.shape[1]]
         for layer in layers:
             x = layer(x, lengths)
         row = pool(norm(x), lengths, kind)
-        row = row if leave is None else leave(row)
-        return row + first if config.residual else row
+        residual = first.contiguous() if config.residual else None
+        if leave is not None:
+            return product(row, leave, residual=residual)
+        return row if residual is None else row + residual
 
     return encode
 
@@ -127,6 +129,7 @@ class Norm:
 
 
 Layer = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # x [N, S, H], lengths [N] -> [N, S, H]
+Attend = Callable[..., torch.Tensor]  # x, lengths and what is added to the result, or None -> [N, S, H]
 
 
 def _post_norm(config: EncoderConfig, weights: Weights, at: str) -> Layer:
@@ -137,8 +140,8 @@ def _post_norm(config: EncoderConfig, weights: Weights, at: str) -> Layer:
     first, second = (weights.norm(f"{at}{name}", width) for name in ("post_attention_layernorm", "post_mlp_layernorm"))
 
     def layer(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        x = first(x + attend(x, lengths))
-        return second(x + down(gelu(up(x))))
+        x = first(attend(x, lengths, x))
+        return second(times(gelu(times(x, up)), down, x))
 
     return layer
 
@@ -151,23 +154,33 @@ def _pre_norm(config: EncoderConfig, weights: Weights, at: str) -> Layer:
     first, second = weights.norm(f"{at}norm1", width), weights.norm(f"{at}norm2", width)
 
     def layer(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        x = x + attend(first(x), lengths)
-        return x + down(gelu(up(second(x))))
+        x = attend(first(x), lengths, x)
+        return times(gelu(times(second(x), up)), down, x)
 
     return layer
 
 
-def _projections(config: EncoderConfig, weights: Weights, at: str, mask: str) -> Layer:
+def _projections(config: EncoderConfig, weights: Weights, at: str, mask: str) -> Attend:
     """Returns attention whose matrices are named q_proj, k_proj, v_proj and o_proj."""
     return _attention(config, weights, [f"{at}{name}_proj" for name in "qkvo"], mask)
 
 
-def _attention(config: EncoderConfig, weights: Weights, names: list[str], mask: str) -> Layer:
+def _attention(config: EncoderConfig, weights: Weights, names: list[str], mask: str) -> Attend:
     """Returns multi-head attention; names: of the matrices of queries, keys, values and output."""
     width = config.hidden_size
     *inputs, leave = [weights.matrix(name, width, width) for name in names]
     enter, heads = joined(inputs), config.num_heads
-    return lambda x, lengths: leave(small_attention(enter(x), lengths, heads, mask))
+
+    def attend(x: torch.Tensor, lengths: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        return times(small_attention(times(x, enter), lengths, heads, mask), leave, residual)
+
+    return attend
+
+
+def times(x: torch.Tensor, linear: Linear, residual: torch.Tensor | None = None) -> torch.Tensor:
+    """Returns x W' [N, S, R], plus the residual, for x [N, S, D]."""
+    added = None if residual is None else residual.reshape(-1, residual.shape[-1])
+    return product(x.reshape(-1, x.shape[-1]), linear, residual=added).view(*x.shape[:-1], -1)
 
 
 def base_rows(entries: torch.Tensor, matrix: Matrix, places: torch.Tensor | None = None) -> torch.Tensor:

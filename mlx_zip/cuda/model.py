@@ -31,6 +31,7 @@ from mlx_zip.vocab.starts import start_of
 from mlx_zip.vocab.tuned import PlainCodec, TunedStart
 
 MOST_PACKS = 16  # packs named by requests whose rows stay on the device
+NO_HYPERTOKENS = "this model has no hypertokens, so no request can begin with a pack"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -160,11 +161,14 @@ class CudaModel:
         return start if isinstance(start, TunedStart) else None
 
     def take_pack(self, pack: PackOrEntries) -> None:
-        """Makes requests begin with this pack unless they name another. Raises what `begin_with` raises."""
+        """Makes requests begin with this pack unless they name another. Raises `ConfigError` for
+        an entry that does not fit, and what `begin_with` raises.
+        """
         start = start_of(pack)
-        self.begin = self.begin_with(start)
-        if self.config is not None:
-            self.config = replace(self.config, start=self.begin.params.start)
+        if self.config is None:
+            raise ModelError(NO_HYPERTOKENS)
+        config = replace(self.config, start=tuple(map(tuple, start)))
+        self.begin, self.config = self.begin_with(start), config
 
     def take_own_pack(self) -> None:
         """Makes requests begin with the tuned pack in the model's folder, if there is one.
@@ -191,10 +195,10 @@ class CudaModel:
         pack: the path of a pack, a `Pack`, entries (sequences of base ids); `()` begins with nothing. Raises
         `ModelError` for rows of another model, `CodecError` for an entry that does not fit, `DataError`.
         """
-        if pack is None:
+        if pack is None or pack is self.begin.given:
             return self.begin
         if self.config is None:
-            raise ModelError("this model has no hypertokens, so no request can begin with a pack")
+            raise ModelError(NO_HYPERTOKENS)
         found = self._begins.get(id(pack))
         if found is None or found.given is not pack:
             found = make_begin(self.params, pack, lambda: self.fingerprint, self.sides, self._no_rows)

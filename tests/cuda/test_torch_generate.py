@@ -11,7 +11,7 @@ import pytest
 from support.mlx_greedy import greedy
 from support.places import GOLDEN_MODELS
 from support.tiny import base_ids, tiny_model
-from support.torch_folders import save
+from support.torch_folders import pack, save
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("mlx.core")
@@ -19,9 +19,12 @@ pytest.importorskip("mlx.core")
 import mlx_zip  # noqa: E402
 from mlx_zip.cuda.generate import generate  # noqa: E402
 from mlx_zip.cuda.model import CudaModel, open_model  # noqa: E402
+from mlx_zip.errors import ConfigError, ModelError  # noqa: E402
+from mlx_zip.vocab.tuned import PlainCodec, TunedRows, TunedStart  # noqa: E402
 
 NAMES = sorted(path.name for path in GOLDEN_MODELS.iterdir() if path.is_dir())
 ENCODER = "res_latent_attn"  # one whose rows depend on the order of ids, so that no two logits are equal
+SIZES = {"initial_vocab_size": 40, "max_codebook_size": 6, "max_subtokens": 4, "disabled_ids": [0, 1, 2]}
 PROMPTS = {
     "story": "Tell me a story about a boy and his boat.",
     "code": "def add(a, b):\n    return a + b\n\ndef sub(a, b):\n    return a - b\n",
@@ -115,8 +118,7 @@ def test_settings_of_the_checkpoint_are_obeyed(changes, tmp_path):
 
 @pytest.mark.parametrize("policy", ["lru", "use-count"])
 def test_entries_are_evicted_as_in_mlx(policy, tmp_path):
-    sizes = {"initial_vocab_size": 40, "max_codebook_size": 6, "max_subtokens": 4, "disabled_ids": [0, 1, 2]}
-    mlx = tiny_model(encoder=ENCODER, compression={**sizes, "policy": policy})
+    mlx = tiny_model(encoder=ENCODER, compression={**SIZES, "policy": policy})
     model, prompt = open_model(save(mlx, tmp_path / "m"), "cpu"), base_ids(60)
     assert ours(model, prompt, 60, chunk=16) == greedy(mlx, prompt, 60, chunk=16)
 
@@ -141,3 +143,89 @@ def test_without_hypertokens_the_decoder_alone_is_used(tmp_path):
         ids = expected[-1:]
     model = open_model(save(mlx, tmp_path / "m"), "cpu", hypertokens=False)
     assert ours(model, prompt, 30) == expected
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_the_kernels_emit_what_their_references_emit(family, tmp_path):
+    from mlx_zip.cuda.kernels.dispatch import forced
+
+    model, prompt = open_model(save(tiny_model(family, ENCODER), tmp_path / "m"), "cpu"), base_ids(28)
+    expected = ours(model, prompt, 8)
+    model.store.forget()
+    with forced("triton"):
+        assert ours(model, prompt, 8) == expected
+
+
+def test_a_packed_model_emits_the_ids_that_mlx_emits(tmp_path):
+    mlx = tiny_model(encoder=ENCODER)
+    record = pack(mlx, 8, 32, {"pos_embed": False})
+    model, prompt = open_model(save(mlx, tmp_path / "m", quantization=record), "cpu"), base_ids(30)
+    assert ours(model, prompt, 40) == greedy(mlx, prompt, 40)
+
+
+# ---- packs
+
+
+def tuned_pack(mlx, entries, plain=None) -> TunedStart:
+    """A pack of these entries with random rows for this model."""
+    rng = np.random.default_rng(3)
+    one = mlx.sides_are_one
+    rows = rng.normal(0, 0.3, (1 if one else 2, len(entries), 64)).astype(np.float32)
+    return TunedStart(entries, TunedRows(rows[-1] if not one else rows[0], rows[0], mlx.fingerprint, plain))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_tuned_rows_of_a_pack_are_used(tied, tmp_path):
+    mlx = tiny_model("qwen3", ENCODER, tie_encoders=tied)
+    model, prompt = open_model(save(mlx, tmp_path / "m"), "cpu"), base_ids(30)
+    pack = tuned_pack(mlx, ((5, 6, 7), (8, 9), tuple(prompt[3:7])))
+    expected = greedy(mlx, prompt, 30, pack=pack)
+    assert ours(model, prompt, 30, pack=pack) == expected
+    model.take_pack(pack)
+    assert ours(model, prompt, 30) == expected
+    assert model.pack is pack
+
+
+def test_tuned_rows_of_another_model_are_refused(tmp_path):
+    model = open_model(save(tiny_model(encoder=ENCODER), tmp_path / "m"), "cpu")
+    pack = tuned_pack(tiny_model(encoder=ENCODER, seed=1), ((5, 6),))
+    with pytest.raises(ModelError, match="tuned for another model"):
+        next(generate(model, [5, 6, 7], 5, pack=pack))
+
+
+def test_the_codebook_s_size_and_canonical_decoding_can_be_chosen(tmp_path):
+    folder = save(tiny_model(encoder=ENCODER), tmp_path / "m")
+    model = open_model(folder, "cpu", codebook_size=9, canonical=True, pack=[[5, 6]])
+    assert (model.layout.codebook_size, model.config.canonical, model.config.start) == (9, True, ((5, 6),))
+    prompt, sizes = base_ids(40), {**SIZES, "max_codebook_size": 9}
+    mlx = tiny_model(encoder=ENCODER, canonical=True, compression=sizes, start=[[5, 6]])
+    assert ours(model, prompt, 40) == greedy(mlx, prompt, 40)
+    with pytest.raises(ConfigError):
+        open_model(folder, "cpu", codebook_size=0, pack=[[5, 6]])
+
+
+def test_a_plain_model_takes_a_pack_that_was_tuned_for_it(tmp_path):
+    import mlx.core as mx
+    import mlx.utils
+
+    from mlx_zip.models import Model, ModelArgs
+    from mlx_zip.models.packed import packed_config
+
+    hypertokens = tiny_model(encoder=ENCODER)
+    section = hypertokens.args.config["zip2zip"]
+    config = {key: value for key, value in hypertokens.args.config.items() if key != "zip2zip"} | {
+        "model_type": "llama"
+    }
+    kept = {n: w for n, w in mlx.utils.tree_flatten(hypertokens.parameters()) if "encoder" not in n}
+    folder = save(hypertokens, tmp_path / "m")
+    mx.save_safetensors(str(folder / "model.safetensors"), kept)
+    (folder / "config.json").write_text(json.dumps(config))
+    entries, plain = ((5, 6, 7), (8, 9)), PlainCodec(40, (0, 1, 2), section["pad_token_id"])
+    mlx = Model(ModelArgs.from_dict(config | packed_config(config, plain, entries)))
+    mlx.load_weights(list(kept.items()))
+    pack, prompt = tuned_pack(mlx, entries, plain), [5, 6, 7, 8, 9, 10, 5, 6, 7, 8, 9]
+    assert ours(open_model(folder, "cpu", pack=pack), prompt, 30) == greedy(mlx, prompt, 30, pack=pack)
+    with pytest.raises(ModelError, match="has no rows"):
+        open_model(folder, "cpu", pack=entries)
+    with pytest.raises(ModelError, match="no hypertokens"):
+        next(generate(open_model(folder, "cpu"), prompt, 5, pack=entries))
