@@ -1,0 +1,55 @@
+"""Attention of one query per sequence over static caches, whose lengths are on the device."""
+
+from __future__ import annotations
+
+import torch
+
+from mlx_zip.cuda.kernels.dispatch import check_shape, use_triton, wide
+
+
+def decode_attention(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    lengths: torch.Tensor,
+    window: int | None = None,
+    scale: float | None = None,
+    impl: str | None = None,
+) -> torch.Tensor:
+    """Returns softmax(scale q k') v [B, H, E] in q's dtype; sums are float32.
+
+    q [B, H, E], H a multiple of K; keys, values [B, K, S, E]; lengths [B] int64: the keys that each sequence has, with
+    its newest, limited to 0..S; a sequence without keys gives 0. window: only that many of the last keys are seen.
+    scale: None for 1 / sqrt(E). Nothing is read on the host, and launches depend on shapes alone.
+    """
+    check_shape("q", q, None, None, None)
+    check_shape("keys", keys, q.shape[0], None, None, q.shape[2])
+    check_shape("values", values, *keys.shape)
+    check_shape("lengths", lengths, q.shape[0])
+    if keys.shape[1] < 1 or q.shape[1] % keys.shape[1]:
+        raise ValueError(f"{q.shape[1]} query heads are not a multiple of {keys.shape[1]} key heads")
+    if window is not None and window < 1:
+        raise ValueError(f"window {window} is not 1 or more")
+    if scale is None:
+        scale = q.shape[2] ** -0.5
+    window = window or keys.shape[2]
+    if use_triton(impl, q, keys, values, lengths):
+        from mlx_zip.cuda.kernels.attention_triton import launch
+
+        return launch(q, keys, values, lengths, window, scale)
+    return reference(q, keys, values, lengths, window, scale)
+
+
+def reference(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, lengths: torch.Tensor, window: int, scale: float
+) -> torch.Tensor:
+    """Returns what `decode_attention` returns, in plain PyTorch; float64 inputs give float64 results."""
+    batch, heads, width = q.shape
+    places = keys.shape[2]
+    grouped = wide(q).view(batch, keys.shape[1], -1, width)
+    place, end = torch.arange(places, device=q.device), lengths.clamp(0, places)[:, None]
+    seen = (place < end) & (place >= end - window)
+    k, v = (wide(part).masked_fill(~seen[:, None, :, None], 0.0) for part in (keys, values))
+    scores = (grouped @ k.mT * scale).masked_fill(~seen[:, None, None], -torch.inf)
+    weights = torch.softmax(scores, -1).masked_fill(~seen[:, None, None], 0.0)
+    return (weights @ v).view(batch, heads, width).to(q.dtype)
