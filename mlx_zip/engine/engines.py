@@ -101,7 +101,8 @@ class Engines:
         """
         if name == self.main.info.name:
             return self.main
-        if name not in self.others:
+        other = self.others.get(name)  # somebody may take it out meanwhile
+        if other is None:
             known = ", ".join([self.main.info.name, *self.others])
             raise EngineError(f"there is no model {name!r:.80}; there are: {known}")
         with self._changed:
@@ -114,7 +115,7 @@ class Engines:
                 self._users += 1
                 return self._known
             self._moving = True
-        return self._replaced(self.others[name])
+        return self._replaced(other)
 
     def release(self, engine: Engine) -> None:
         """Gives back an engine that `acquire` returned. The model stays open until another one is asked for."""
