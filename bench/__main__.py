@@ -42,6 +42,10 @@ BENCHES = {
         "mlx_zip.bench.report",
         "print tables and plots of records that `bench generate` printed on any machines and days",
     ),
+    "nvidia": (
+        "mlx_zip.bench.nvidia",
+        "check and time mlx_zip on PyTorch and Triton: kernels, steps, whole requests; says which targets are met",
+    ),
     "compare": (
         "mlx_zip.bench.compare",
         "compare two files of `bench generate` records; exit status 1 if the second is slower",

@@ -1,0 +1,88 @@
+"""A profiler's trace of steps, and a table of their kernels with time, bytes and achieved bandwidth: the roofline."""
+
+from __future__ import annotations
+
+import gzip
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch.profiler import ProfilerActivity, profile
+
+from mlx_zip.cuda.step_cost import step_costs
+
+from .cuda_engines import TorchEngine, copy_bandwidth, wait
+
+MOST_ROWS = 40
+
+
+def traced(engine: TorchEngine, text: Sequence[int], context: int, folder: Path, name: str) -> dict[str, Any]:
+    """Runs a request once untraced and once traced, and writes the trace to folder/name.json.gz.
+
+    Returns its steps' kernels with calls and time, what the step launches, and the bytes that it must move. Time of the
+    prompt is in the trace, too, so `kernels` holds the whole request.
+    """
+    prompt, continuation = text[:context], text[context:]
+    device = engine.model.device
+    engine.run(prompt, len(continuation), continuation)
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+    with profile(activities=activities) as found:
+        run = engine.run(prompt, len(continuation), continuation)
+        wait(device)
+    _write(found, folder / f"{name}.json")
+    cost, bandwidth = step_costs(engine.model).warm, copy_bandwidth(device)
+    between = [b - a for a, b in zip(run.times, run.times[1:], strict=False)]
+    step_s = sorted(between)[len(between) // 2]
+    moved = engine.weight_bytes + engine.kv_bytes * (run.kv_ids - len(run.ids) / 2) + run.row_bytes
+    return {
+        "engine": engine.name,
+        "trace": f"{name}.json.gz",
+        "kernels": kernel_rows(found, device.type == "cuda"),
+        "launches": cost.record(),
+        "step_us": round(1e6 * step_s, 1),
+        "step_bytes": round(moved),
+        "copy_bytes_per_s": round(bandwidth),
+        "roof_us": round(1e6 * moved / bandwidth, 1),
+        "share_of_copy": round(moved / step_s / bandwidth, 4),
+    }
+
+
+def _write(found: Any, path: Path) -> None:
+    """Writes a trace, compressed."""
+    found.export_chrome_trace(str(path))
+    with path.open("rb") as plain, gzip.open(f"{path}.gz", "wb") as packed:
+        shutil.copyfileobj(plain, packed)
+    path.unlink()
+
+
+def kernel_rows(found: Any, on_gpu: bool) -> list[dict[str, Any]]:
+    """Returns name, calls and time in us of the kernels that took longest (on a CPU: operations), the longest first."""
+    time_of = lambda one: one.self_device_time_total if on_gpu else one.self_cpu_time_total
+    rows = sorted(found.key_averages(), key=time_of, reverse=True)[:MOST_ROWS]
+    return [{"name": one.key, "calls": one.count, "us": round(time_of(one), 1)} for one in rows if time_of(one) > 0]
+
+
+def roofline_page(records: Sequence[dict[str, Any]]) -> str:
+    """Returns a Markdown page of the records of kernels and traces."""
+    out = ["# Roofline", ""]
+    kernels = [one for one in records if one["bench"] == "nvidia-kernels"]
+    if kernels:
+        out += ["| shape | kernel | us | MB | GB/s | of copy |", "| --- | --- | --- | --- | --- | --- |"]
+        out += [
+            f"| {k['model']['name']} | {k['kernel']} | {k['us']:.1f} | {k['bytes'] / 1e6:.2f} | {k['gb_per_s']:.0f} "
+            f"| {k['share_of_copy']:.0%} |"
+            for k in kernels
+        ]
+    for one in (record for record in records if record["bench"] == "nvidia-trace"):
+        out += ["", f"## {one['engine']}, {one['model']['name']}", ""]
+        out += [
+            f"A step took {one['step_us']:.0f} us. It reads {one['step_bytes'] / 1e6:.0f} MB, which takes "
+            f"{one['roof_us']:.0f} us at the copy bandwidth: {one['share_of_copy']:.0%}. "
+            f"Launches: {one['launches']['launches']}.",
+            "",
+            "| kernel | calls | us |",
+            "| --- | --- | --- |",
+            *(f"| `{row['name'][:90]}` | {row['calls']} | {row['us']:.0f} |" for row in one["kernels"][:15]),
+        ]
+    return "\n".join(out) + "\n"

@@ -1,0 +1,107 @@
+"""Writes records as the JSON of llama.cpp's `llama-bench -o json`, so that others can set them beside their own.
+
+llama-bench times the reading of `n_prompt` ids and the writing of `n_gen` ids, after `n_depth` ids that do not count.
+An engine with hypertokens is given in base tokens, as its text is. Where llama-bench has a field that means nothing
+here, it has the value that llama-bench prints when it is not set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import mean, stdev
+from typing import Any
+
+from .shape_table import SHAPES
+
+Record = Mapping[str, Any]
+TYPES = {"float32": "f32", "16": "bf16", "8": "q8_0", "4": "q4_0", "as stored": "f32"}
+UNSET: dict[str, Any] = {
+    "cpu_mask": "0x0",
+    "cpu_strict": False,
+    "poll": 50,
+    "n_cpu_moe": 0,
+    "split_mode": "none",
+    "main_gpu": 0,
+    "no_kv_offload": False,
+    "flash_attn": True,
+    "devices": "auto",
+    "tensor_split": "0.00",
+    "tensor_buft_overrides": "none",
+    "use_mmap": True,
+    "embeddings": False,
+    "no_op_offload": 0,
+    "no_host": False,
+}
+
+
+def exported(records: Sequence[Record]) -> list[dict[str, Any]]:
+    """Returns llama-bench's objects: two for each record of `bench generate`, of its prompt and of its decoding."""
+    return [line for record in records if record["bench"] == "generate" for line in _lines(record)]
+
+
+def _lines(record: Record) -> Iterator[dict[str, Any]]:
+    """Yields the objects of one record; decoding begins after the first step, at the depth of the prompt."""
+    prompt, figures = record["workload"]["prompt_tokens"], record["figures"]
+    yield _line(record, prompt, 0, 0, figures["ttft_ms"]["samples"])
+    rates = figures["base_tokens_per_s"]
+    if rates is None:
+        return
+    written = record["workload"]["tokens"] - round(figures["base_tokens_per_step"]["median"])
+    yield _line(record, 0, written, prompt, [1e3 * written / rate for rate in rates["samples"]])
+
+
+def _line(record: Record, prompt: int, written: int, depth: int, samples_ms: Sequence[float]) -> dict[str, Any]:
+    """Returns one object. samples_ms: the time of each trial."""
+    device, model = record["device"], record["model"]
+    on_gpu = "cpu" not in device["device"].lower()
+    kv = "f32" if model["precision"] in ("float32", "as stored") else "bf16"
+    shape = SHAPES.get(model["name"])
+    backend = {"cuda": "CUDA"}.get(device["device"], "Metal" if on_gpu else "CPU")
+    return {
+        "build_commit": record["commit"] or "unknown",
+        "build_number": 0,
+        "cpu_info": record["machine"].split(", ")[1] if ", " in record["machine"] else record["machine"],
+        "gpu_info": device["chip"] if on_gpu else "",
+        "backends": f"{backend} ({record['engine']})",
+        "model_filename": model["name"],
+        "model_type": f"{model['name']} {TYPES[model['precision']].upper()}",
+        "model_size": model.get("bytes") or round(record["ceiling"]["step_bytes"]),
+        "model_n_params": parameters(shape) if shape else 0,
+        "n_batch": 2048,
+        "n_ubatch": 2048,
+        "n_threads": int(device["threads"].get("OMP_NUM_THREADS", 0)),
+        "type_k": kv,
+        "type_v": kv,
+        "n_gpu_layers": 99 if on_gpu else 0,
+        **UNSET,
+        "n_prompt": prompt,
+        "n_gen": written,
+        "n_depth": depth,
+        "test_time": record["time"].replace("+00:00", "Z"),
+        **_times(samples_ms, prompt + written),
+    }
+
+
+def _times(samples_ms: Sequence[float], tokens: int) -> dict[str, Any]:
+    """Returns llama-bench's fields of time in ns and of tokens per second, each with mean and standard deviation."""
+    ns = [round(1e6 * one) for one in samples_ms]
+    ts = [1e9 * tokens / one for one in ns]
+    spread = lambda values: stdev(values) if len(values) > 1 else 0.0
+    return {
+        "avg_ns": round(mean(ns)),
+        "stddev_ns": round(spread(ns)),
+        "avg_ts": round(mean(ts), 6),
+        "stddev_ts": round(spread(ts), 6),
+        "samples_ns": ns,
+        "samples_ts": [float(f"{one:.6g}") for one in ts],
+    }
+
+
+def parameters(config: Mapping[str, Any]) -> int:
+    """Returns the number of weights of a decoder by its config.json, without biases."""
+    width, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
+    size = config.get("head_dim") or width // heads
+    keys = (config.get("num_key_value_heads") or heads) * size
+    layer = width * (2 * heads * size + 2 * keys) + 3 * width * inner + 2 * width
+    tables = config["vocab_size"] * width * (1 if config["tie_word_embeddings"] else 2)
+    return config["num_hidden_layers"] * layer + tables + width
