@@ -27,7 +27,7 @@ from .shape_table import SHAPES, ZipOptions
 PARTS = ("checks", "kernels", "steps", "generate", "free", "trace", "summary")
 PACKAGES = ("torch", "triton", "safetensors", "transformers")
 STEPS = (("phi-3.5-mini", "16"), ("llama-3.2-1b", "16"), ("phi-3.5-mini", "4"), ("phi-3-medium", "16"))
-WHOLE = ("phi-3.5-mini", "phi-3-medium", "llama-3.2-1b")
+WHOLE = ("phi-3.5-mini", "llama-3.2-1b", "phi-3-medium")
 NARROW: dict[str, dict[str, Any]] = {  # sizes of a rehearsal, by model_type
     "llama": {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32},
     "phi3": {"hidden_size": 192, "num_attention_heads": 2, "num_key_value_heads": 2},
@@ -193,14 +193,17 @@ def _generate(args: argparse.Namespace, plan: Sizes) -> int:
     flags = ["--engines", *args.engines, "--precision", "16", "--tokenizer", args.tokenizer, "--sizes", *plan.whole]
     flags += ["--text", f"code={_text(args)}", "--trials", str(plan.trials)]
     flags += ["--published", args.published] if args.published else []
-    found = [_bench_generate(["--shape", name, *flags]) for name in _shapes(args, WHOLE)]
-    (args.out / "generate.jsonl").write_text("".join(found), encoding="utf-8")
+    found = ""
+    for name in _shapes(args, WHOLE):
+        found += _bench_generate(["--shape", name, *flags])
+        (args.out / "generate.jsonl").write_text(found, encoding="utf-8")
     return 0
 
 
 def _free(args: argparse.Namespace, plan: Sizes) -> int:
     flags = ["--model", "stories", "--base", "stories-base", "--engines", "torch-base", "torch-zip", "--mode", "chat"]
-    flags += ["--turns", "1", "--conversations", "4", "--sizes", plan.free, "--trials", str(plan.trials)]
+    flags += ["--turns", "1", "--sizes", plan.free, "--trials", str(plan.trials)]
+    flags += ["--warmup", "0"] if args.rehearse else ["--conversations", "4"]
     (args.out / "free.jsonl").write_text(_bench_generate(flags), encoding="utf-8")
     return 0
 

@@ -1,0 +1,265 @@
+"""bench nvidia: its parts at tiny sizes on the CPU, its targets, llama-bench's JSON, and the script around them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from mlx_zip.bench import cuda_engines, gpu_checks, nvidia, report
+from mlx_zip.bench.gpu_targets import TARGETS, judged
+from mlx_zip.bench.llama_bench import exported, parameters
+from mlx_zip.bench.records import read_lines
+from mlx_zip.bench.shape_table import SHAPES
+from support import tiny_bench
+from support.places import REPO
+
+H100 = {"device": {"device": "cuda", "chip": "NVIDIA H100", "threads": {}}}
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch):
+    tiny_bench.small(monkeypatch)
+    monkeypatch.setattr(cuda_engines, "CPU_COPY_BYTES", 1 << 12)
+    monkeypatch.setattr(nvidia, "STEPS", nvidia.STEPS[:1])
+    monkeypatch.setattr(nvidia, "WHOLE", nvidia.WHOLE[:1])
+    yield
+    for name in [name for name in SHAPES if name.endswith("-narrow")]:
+        del SHAPES[name]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("records")
+
+
+def rehearsed(folder, *parts):
+    assert tiny_bench.run("nvidia", "--rehearse", "--out", folder, "--parts", *parts) == 0
+    return [line for part in parts for line in read_lines(folder / f"{part}.jsonl")]
+
+
+# ---- parts
+
+
+def test_steps_and_prefill_are_timed_apart_for_each_engine(folder):
+    lines = rehearsed(folder, "steps")
+    assert [(one["engine"], one["rows"]) for one in lines] == [
+        ("torch-base", "warm"),
+        ("torch-zip", "warm"),
+        ("torch-zip", "cold"),
+    ]
+    base, zipped, _ = lines
+    assert base["bytes"]["rows"] == 0 < zipped["bytes"]["rows"]
+    assert base["bytes"]["weights"] == zipped["bytes"]["weights"]
+    assert len(base["prefill"]["device_ms"]["samples"]) == 1
+    assert base["step"]["tokens_per_step"] == 1 <= zipped["step"]["tokens_per_step"]
+    assert zipped["step"]["clock"] == "host"
+
+
+def test_whole_requests_are_records_that_report_reads(folder, capsys):
+    lines = rehearsed(folder, "generate")
+    assert [one["engine"] for one in lines] == ["torch-base", "torch-zip"] * 2
+    capsys.readouterr()
+    assert tiny_bench.run("report", folder / "generate.jsonl", "--table", "6") == 0
+    assert "torch-zip, against torch-base" in capsys.readouterr().out
+
+
+def test_a_trace_has_kernels_launches_and_a_roof(folder):
+    lines = rehearsed(folder, "trace")
+    assert [one["engine"] for one in lines] == ["torch-base", "torch-zip"]
+    for one in lines:
+        assert (folder / one["trace"]).stat().st_size > 0
+        assert one["kernels"][0]["us"] >= one["kernels"][-1]["us"] > 0
+        assert one["launches"]["launches"] > 0 < one["roof_us"]
+
+
+def test_the_summary_of_a_rehearsal_claims_nothing(folder, capsys):
+    lines = rehearsed(folder, "summary")
+    assert {one["verdict"] for one in lines} == {"not measured"}
+    assert "met" not in capsys.readouterr().out.split()
+    assert (folder / "roofline.md").read_text().startswith("# Roofline")
+    json.loads((folder / "llama-bench.json").read_text())
+
+
+def test_recorded_ids_are_compared_and_a_difference_fails(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(gpu_checks, "MODELS", ("stories-base",))
+    monkeypatch.setattr(gpu_checks, "PROMPTS", gpu_checks.PROMPTS[:1])
+    expected = gpu_checks.recorded()["stories-base"][:1]
+    monkeypatch.setattr(gpu_checks, "recorded", lambda: {"stories-base": expected})
+    assert tiny_bench.run("nvidia", "--rehearse", "--out", tmp_path, "--parts", "checks") == 0
+    expected[0][1] += 1
+    assert tiny_bench.run("nvidia", "--rehearse", "--out", tmp_path, "--parts", "checks") == 1
+    assert f"FAIL greedy ids of stories-base, float32, equal MLX's text 1, id 2: {expected[0][1] - 1}" in (
+        capsys.readouterr().out
+    )
+
+
+# ---- targets
+
+
+def step_record(engine, ms, shape="phi-3.5-mini", precision="16", rows="warm", share=0.8):
+    return {
+        "bench": "nvidia-steps",
+        "engine": engine,
+        "rows": rows,
+        "model": {"name": shape, "precision": precision},
+        "step": {"device_ms": {"median": ms}},
+        "share_of_copy": share,
+    }
+
+
+def test_targets_are_met_missed_or_not_measured():
+    records = [
+        step_record("torch-base", 3.0, share=0.77),
+        step_record("torch-base", 1.4, precision="4"),
+        step_record("torch-base", 1.0, "llama-3.2-1b", share=0.6),
+        step_record("torch-zip", 3.1),
+        step_record("torch-zip", 1.06, "llama-3.2-1b"),
+        step_record("torch-zip", 3.3, rows="cold"),
+        {"bench": "nvidia-kernels", "kernel": "joint head, dense", "share_of_copy": 0.9, "us": 1, "reference_us": None},
+        {
+            "bench": "nvidia-kernels",
+            "kernel": "encoder rows, 1 entries",
+            "share_of_copy": 0,
+            "us": 2,
+            "reference_us": 5,
+        },
+        tiny_bench.record("torch-base", **H100),
+        tiny_bench.record("torch-zip", **H100),
+    ]
+    found = {one["target"]: (one["verdict"], one["value"]) for one in judged(records, on_gpu=True)}
+    assert list(found.values()) == [
+        ("missed", 0.77),
+        ("met", 0.6),
+        ("missed", 1.06),  # the worst shape counts
+        ("met", 1.1),
+        ("met", 1.0),
+        ("met", 1.0),
+        ("met", 0.9),
+        ("not measured", None),
+        ("met", 2.5),
+        ("met", pytest.approx(3.0 / 1.4, abs=1e-4)),
+    ]
+    assert {one["verdict"] for one in judged(records, on_gpu=False)} == {"not measured"}
+    assert len(found) == len(TARGETS)
+
+
+def test_torch_zip_is_compared_with_torch_base_where_other_bases_ran_too():
+    records = [tiny_bench.record(name) for name in ("mlx-lm", "torch-base", "mlx-zip", "torch-zip")]
+    records[1]["figures"]["base_tokens_per_s"] = records[3]["figures"]["base_tokens_per_s"]
+    assert report.against_base(records[1], records) == ["-", "-"]
+    assert report.against_base(records[3], records)[0].startswith("1.00")
+    assert report.against_base(records[2], records)[0].startswith("2.00")
+
+
+# ---- llama-bench's JSON
+
+FIELDS = [
+    "build_commit",
+    "build_number",
+    "cpu_info",
+    "gpu_info",
+    "backends",
+    "model_filename",
+    "model_type",
+    "model_size",
+    "model_n_params",
+    "n_batch",
+    "n_ubatch",
+    "n_threads",
+    "cpu_mask",
+    "cpu_strict",
+    "poll",
+    "type_k",
+    "type_v",
+    "n_gpu_layers",
+    "n_cpu_moe",
+    "split_mode",
+    "main_gpu",
+    "no_kv_offload",
+    "flash_attn",
+    "devices",
+    "tensor_split",
+    "tensor_buft_overrides",
+    "use_mmap",
+    "embeddings",
+    "no_op_offload",
+    "no_host",
+    "n_prompt",
+    "n_gen",
+    "n_depth",
+    "test_time",
+    "avg_ns",
+    "stddev_ns",
+    "avg_ts",
+    "stddev_ts",
+    "samples_ns",
+    "samples_ts",
+]
+
+
+def test_a_record_becomes_two_lines_of_llama_bench():
+    model = {"name": "phi-3.5-mini", "precision": "16", "weights": "random"}
+    prompt, decoding = exported([tiny_bench.record("torch-base", model=model, **H100), {"bench": "nvidia-steps"}])
+    assert set(prompt) == set(decoding) == set(FIELDS)
+    assert (prompt["n_prompt"], prompt["n_gen"], prompt["n_depth"]) == (8, 0, 0)
+    assert (decoding["n_prompt"], decoding["n_gen"], decoding["n_depth"]) == (0, 3, 8)
+    assert prompt["samples_ns"] == [500_000_000] * 3
+    assert (prompt["avg_ts"], prompt["stddev_ts"]) == (16.0, 0.0)
+    assert decoding["samples_ts"] == [pytest.approx(1 / s, rel=1e-5) for s in (0.1, 0.11, 0.12)]
+    assert decoding["avg_ts"] == pytest.approx(sum(decoding["samples_ts"]) / 3, rel=1e-5)
+    assert (prompt["type_k"], prompt["backends"], prompt["gpu_info"]) == ("bf16", "CUDA (torch-base)", "NVIDIA H100")
+    assert prompt["test_time"] == "2026-01-02T03:04:05Z"
+    assert prompt["model_n_params"] == 3_821_079_552
+
+
+def test_parameters_are_those_of_published_models():
+    assert parameters(SHAPES["llama-3.2-1b"]) == 1_235_814_400
+    assert parameters(SHAPES["phi-3-medium"]) == 13_960_238_080
+
+
+# ---- the script
+
+
+def script(tmp_path, *flags, **variables):
+    command = ["bash", str(REPO / "bench" / "h100.sh"), *flags]
+    environment = {**os.environ, "PYTHON": sys.executable, "OUT": str(tmp_path / "out"), **variables}
+    return subprocess.run(command, capture_output=True, text=True, timeout=400, check=False, env=environment)
+
+
+def test_the_script_runs_chosen_parts_into_a_folder_and_says_which_target_is_met(tmp_path):
+    done = script(tmp_path, "--cpu-rehearsal", PARTS="summary")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "not measured  torch-base reaches 78 %" in done.stdout
+    assert "== sanitizer: not run (no GPU)" in done.stdout
+    assert len(read_lines(tmp_path / "out" / "summary.jsonl")) == len(TARGETS)
+    assert (tmp_path / "out" / "summary.log").exists()
+
+
+def test_a_part_that_fails_is_named_at_the_end(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "steps.jsonl").write_text("no JSON\n")
+    done = script(tmp_path, "--cpu-rehearsal", PARTS="summary")
+    assert done.returncode == 1
+    assert done.stdout.endswith("failed or out of time: summary\n")
+
+
+def test_the_script_refuses_what_it_cannot_do(tmp_path):
+    assert "unknown flag --fast" in script(tmp_path, "--fast").stderr
+    done = script(tmp_path, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 2
+    assert "torch finds no CUDA card" in done.stderr
+
+
+def test_the_scripts_parts_take_less_than_nine_minutes_together():
+    text = (REPO / "bench" / "h100.sh").read_text()
+    words = [line.split() for line in text.splitlines()]
+    limits = [int(line[2]) for line in words if len(line) > 2 and line[0] in ("part", "bench") and line[2].isdigit()]
+    assert len(limits) == 9
+    assert sum(limits) <= 525
