@@ -97,9 +97,9 @@ class Engines:
     def acquire(self, name: str) -> Engine:
         """Returns the engine of a model, opened if it is not open; give it back with `release`.
 
-        Only one other model is open at a time: waits until nobody uses that one, and closes it. Raises `EngineError` for
-        an unknown name, `EngineStoppedError` after `close`, and what opening the model raises; a failure leaves all
-        models usable.
+        Only one other model is open at a time: waits until nobody uses that one, and closes it. Raises `EngineError`
+        for an unknown name, `EngineStoppedError` after `close`, and what opening the model raises; the main model and
+        the others stay usable then.
         """
         if name == self.main.info.name:
             return self.main
