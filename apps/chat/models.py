@@ -61,6 +61,7 @@ class Models:
         known = name == self.main.model or name in others
         if not known and make is not None:
             others[name] = OtherModel(name, "model", lambda: make(name), f"{name}: a model that you named")
+        other = others.get(name)
         try:
             async with self.using(name):
                 pass
@@ -68,6 +69,8 @@ class Models:
             if not known:
                 others.pop(name, None)
             raise
+        if other is not None:
+            others[name] = other  # another request that could not open it may have taken it out
 
     def listed(self) -> list[dict[str, Any]]:
         """Returns the models that a conversation can choose, as the page shows them."""

@@ -103,7 +103,7 @@ class Engines:
         """
         if name == self.main.info.name:
             return self.main
-        other = self.others.get(name)
+        other = self.others.get(name)  # another thread may remove it meanwhile
         if other is None:
             known = ", ".join([self.main.info.name, *self.others])
             raise EngineError(f"there is no model {name!r:.80}; there are: {known}")

@@ -272,6 +272,11 @@ def test_a_system_message_can_be_shown_and_removed():
         ("/load 'a", "/load: No closing quotation"),
         ("/load nowhere.jsonl", "nowhere.jsonl: no such file"),
         ("/load a.txt", "a.txt: a conversation is a .jsonl file"),
+        ("/load /", "/: is no name of a file"),
+        ("/load ..", "..: is no name of a file"),
+        ("/load ''", ".: is no name of a file"),
+        (f"/load {'a' * 300}", f"{'a' * 300}.jsonl: File name too long"),
+        (f"/pack {'a' * 300}.json", f"{'a' * 300}.json cannot be read as a pack: File name too long"),
         ("/pack nowhere.json", "nowhere.json cannot be read as a pack: No such file or directory"),
         ("/colours red", "/colours red: give on, off or nothing"),
     ],
@@ -281,6 +286,16 @@ def test_a_command_that_cannot_be_done_is_one_line_and_the_chat_goes_on(typed, e
     _, front = chatted(typed, "hello")
     assert front.errors == [error]
     assert front.shown == [STORY]
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [("/", "/: is no name of a file"), ("''", ".: is no name of a file"), ("a" * 300, "File name too long")],
+)
+def test_a_name_that_no_file_can_have_saves_nothing_and_the_chat_goes_on(name, error):
+    _, front = chatted("hello", f"/save {name}", "hello")
+    assert [error in line for line in front.errors] == [True]
+    assert front.shown == [STORY, STORY]
 
 
 def test_two_slashes_send_one_and_other_names_of_commands_work():
