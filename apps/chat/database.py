@@ -19,6 +19,7 @@ from mlx_zip.apps.chat.opening import (
     code_of,
     connect,
     copied,
+    file_at,
     in_memory,
     open_file,
     share,
@@ -52,7 +53,7 @@ class Database:
         self._opened: Opened | None = None  # None only while there is a spare
         self._spare: sqlite3.Connection | None = None  # in memory, while the file takes nothing
         self._changed: set[str] = set()  # conversations that the spare has otherwise than the file
-        self._tried = 0.0
+        self._tried, self._shrinks = 0.0, False
         self._timer: threading.Timer | None = None  # of the next attempt to write to the file
         self._open()
 
@@ -113,11 +114,12 @@ class Database:
         """Returns what `work` returns; what it changes happens whole or not at all. It may be called twice.
 
         conversation: the one that it changes, None for all. If the disk is full, or another process keeps the file
-        locked, the database goes on in memory. Raises `StoreError`.
+        locked, the database goes on in memory. A file that was removed is written anew. Raises `StoreError`.
         """
         with self._lock:
             if time.monotonic() - self._tried >= RETRY_S:
                 self._return(RETURN_MS)
+            self._replace()
             try:
                 return self._change(work, conversation)
             except sqlite3.Error as error:
@@ -142,23 +144,33 @@ class Database:
         return {row[0] for row in self._spare.execute("SELECT id FROM conversations")} if self._spare else set()
 
     def _left(self, error: sqlite3.Error) -> bool:
-        """Goes on in memory if the file takes no more, with a copy of what it holds; returns whether it did.
-
-        Raises `StoreError` if the file cannot be read.
-        """
+        """Goes on in memory if the file takes no more; returns whether it did. Raises `StoreError`."""
         if self._spare is not None or self.path is None or code_of(error) not in (*TAKES_NO_MORE, sqlite3.SQLITE_BUSY):
             return False
-        assert self._opened is not None
+        self._leave(told(error))
+        return True
+
+    def _leave(self, why: str) -> None:
+        """Goes on in memory, with a copy of what the file holds. Raises `StoreError` if it cannot be read."""
         spare = connect(":memory:")
         try:
-            self._opened.db.backup(spare)
-        except sqlite3.Error as second:
+            self._db.backup(spare)
+        except sqlite3.Error as error:
             spare.close()
-            raise StoreError(
-                f"the conversations cannot be written: {told(error)}, nor read: {told(second)}"
-            ) from second
-        self._go_on_with(spare, f"{self.path}: {told(error)}")
-        return True
+            raise StoreError(f"the conversations cannot be written: {why}, nor read: {told(error)}") from error
+        self._go_on_with(spare, f"{self.path}: {why}")
+
+    def _replace(self) -> None:
+        """Writes everything to a new file if somebody has removed or replaced the file. Raises `StoreError`."""
+        if self._spare is not None or self.path is None or self._in_place(self.path):
+            return
+        self._leave("the file has been removed")
+        self._changed = self._in_spare()
+        self._return(1000 * PATIENCE_S)
+
+    def _in_place(self, path: Path) -> bool:
+        """Returns whether the file that is open is still the one at its path."""
+        return self._opened is not None and self._opened.file == file_at(path)
 
     def _go_on_with(self, spare: sqlite3.Connection, why: str) -> None:
         """Goes on in memory until the file takes what is written."""
@@ -185,10 +197,10 @@ class Database:
             return
         self._tried = time.monotonic()
         try:
-            if self._opened is None:
-                self._opened = open_file(self.path)
-                share(self._opened)
-            self._copy_changed(self._spare, self._opened.db, patience_ms)
+            opened = self._found(self.path)
+            self._copy_changed(self._spare, opened.db, patience_ms)
+            if self._shrinks:
+                _shrink(opened.db)
         except StoreError as error:
             self.problem = f"{error}; {_LOST}"
             return
@@ -196,7 +208,17 @@ class Database:
             self.problem = f"{self.path}: {told(error)}; {_LOST}"
             return
         self._spare.close()
-        self._spare, self.problem = None, None
+        self._spare, self.problem, self._shrinks = None, None, False
+
+    def _found(self, path: Path) -> Opened:
+        """Returns the open file at the path, which may be a new one. Raises `StoreError`."""
+        if self._opened is not None and not self._in_place(path):
+            self._opened.close()
+            self._opened = None
+        if self._opened is None:
+            self._opened = open_file(path)
+            share(self._opened)
+        return self._opened
 
     def _copy_changed(self, spare: sqlite3.Connection, db: sqlite3.Connection, patience_ms: float) -> None:
         """Brings the changed conversations to the file's database, all or none. Raises `sqlite3.Error`."""
@@ -216,14 +238,8 @@ class Database:
 
     def shrink(self) -> None:
         """Gives back the room of what was deleted, and leaves no trace of it in the files. Raises `StoreError`."""
-
-        def work(db: sqlite3.Connection) -> None:
-            db.execute("INSERT INTO words (words) VALUES ('rebuild')")
-            db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-            db.execute("VACUUM")
-            db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-
-        self.read(work)
+        self._shrinks = self._spare is not None  # then the file has to be shrunk later
+        self.read(_shrink)
 
     def close(self) -> None:
         """Closes the database, after a last attempt to write what is in memory only."""
@@ -236,6 +252,14 @@ class Database:
                 self._spare = None
             if self._opened is not None:
                 self._opened.close()
+
+
+def _shrink(db: sqlite3.Connection) -> None:
+    """Gives back the room of what was deleted, and overwrites it. Raises `sqlite3.Error`."""
+    db.execute("INSERT INTO words (words) VALUES ('rebuild')")
+    db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    db.execute("VACUUM")
+    db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
 
 def _copy(source: sqlite3.Connection, target: sqlite3.Connection, conversation: str) -> None:

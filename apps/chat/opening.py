@@ -39,13 +39,15 @@ class ForeignError(Exception):
 class Opened:
     """An open database. alone: whether no other process has it open. note: what happened to an older file.
 
-    lock: file descriptor of the lock that says that this process uses the database.
+    lock: file descriptor of the lock that says that this process uses the database. file: device and number of the
+    file, None in memory.
     """
 
     db: sqlite3.Connection
     alone: bool
     note: str | None
     lock: int | None
+    file: tuple[int, int] | None = None
 
     def close(self) -> None:
         """Closes the database and gives up the lock."""
@@ -111,13 +113,22 @@ def open_file(path: Path) -> Opened:
     except BaseException:
         os.close(lock)
         raise
-    return Opened(db, alone, note, lock)
+    return Opened(db, alone, note, lock, file_at(path))
+
+
+def file_at(path: Path) -> tuple[int, int] | None:
+    """Returns device and number of the file at a path, None if there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _not_opened(path: Path, error: Exception) -> StoreError:
     """Returns the error of a file that cannot be opened."""
     unwritable = getattr(error, "errno", None) in _UNWRITABLE or code_of(error) in TAKES_NO_MORE
-    words = told(error) if isinstance(error, sqlite3.Error) else reason(error)
+    words = told(error) if isinstance(error, sqlite3.Error) else reason(error).removeprefix(f"{path}: ")
     return (UnwritableError if unwritable else StoreError)(f"{path}: {words}")
 
 

@@ -33,8 +33,9 @@ class Graphs:
         if not self._captures:
             return work()
         if key not in self._captured:
-            self._warm_up(work, keep)
-            self._captured[key] = self._capture(work)
+            with torch.cuda.device(self._device):
+                self._warm_up(work, keep)
+                self._captured[key] = self._capture(work)
         graph, result = self._captured[key]
         graph.replay()
         return result  # type: ignore[return-value]

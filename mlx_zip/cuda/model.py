@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -147,6 +148,15 @@ class CudaModel:
     def __repr__(self) -> str:
         return f"<CudaModel {self.folder.path.name}: {self.folder.decoder.kind} in {self.dtype} on {self.device}>"
 
+    def without_hypertokens(self) -> CudaModel:
+        """Returns a model on the same weights that reads and emits base ids only."""
+        plain = copy(self)
+        plain.config, plain.store, plain._begins = None, None, {}
+        plain.layout = replace(self.layout, codebook_size=0)
+        plain.params, plain.sides = CodecParams(self.layout.vocab_size, 0, 1), 2
+        plain.begin = Begin(plain.params, None, None)
+        return plain
+
     # ---- what requests begin with
 
     @property
@@ -161,8 +171,9 @@ class CudaModel:
         return start if isinstance(start, TunedStart) else None
 
     def take_pack(self, pack: PackOrEntries) -> None:
-        """Makes requests begin with this pack unless they name another. Raises `ConfigError` for
-        an entry that does not fit, and what `begin_with` raises.
+        """Makes requests begin with this pack unless they name another.
+
+        Raises `ConfigError` for an entry that does not fit, and what `begin_with` raises.
         """
         start = start_of(pack)
         if self.config is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
@@ -31,6 +32,9 @@ def other(name: str = "plain", kind: str = "control") -> OtherModel:
 def named(name: str) -> FakeEngine:
     if name == "nowhere":
         raise ModelError("nowhere: no such model folder")
+    if name == "slow":
+        time.sleep(0.3)
+        raise ModelError("slow: no such model folder")
     return base_engine()
 
 
@@ -127,6 +131,21 @@ def test_a_model_that_cannot_be_opened_is_told_and_forgotten(chat):
     assert "nowhere" in opened[-1]["message"]
     assert "nowhere" not in {model["name"] for model in chat.call("GET", "state").json["models"]}
     assert chat.said(chat.create()["id"], "Tell me a story.")["state"] == "whole"
+
+
+def test_a_model_that_two_pages_cannot_open_at_once_leaves_the_others_usable(chat):
+    answers: list[bytes] = []
+    asked = [
+        threading.Thread(target=lambda: answers.append(chat.call("POST", "models", {"name": "slow"}).body))
+        for _ in range(3)
+    ]
+    for thread in asked:
+        thread.start()
+    for thread in asked:
+        thread.join(20)
+    ends = [events(body)[-1] for body in answers]
+    assert [(end["type"], end["message"]) for end in ends] == [("error", "slow: no such model folder")] * 3
+    assert events(chat.call("POST", "models", {"name": "plain"}).body)[-1]["type"] == "done"
 
 
 def test_a_page_that_is_closed_ends_its_race():

@@ -181,3 +181,73 @@ def test_what_another_process_wrote_meanwhile_stays(file, impatient):
         assert [message["text"] for message in found["messages"]] == ["Tell me.", TEXT, "Another story."]
         assert now.conversations("another story")["total"] == 1
         now.close()
+
+
+@pytest.mark.parametrize("gone", ["file", "folder"])
+def test_a_file_that_is_removed_while_the_app_runs_is_written_anew(file, gone):
+    file = file.rename(file.parent / "c.db") if gone == "file" else moved(file, file.parent / "data")
+    store = Store(file)
+    third = filled(store)
+    for path in file.parent.iterdir():
+        path.unlink()
+    if gone == "folder":
+        file.parent.rmdir()
+    store.change(third, {"title": "A boat"})
+    assert (store.database.problem, file.stat().st_mode & 0o777) == (None, 0o600)
+    again = Store(file)
+    assert again.conversations()["total"] == 3
+    found = again.conversation(third)
+    again.close()
+    assert found is not None
+    assert (found["title"], found["messages"][1]["text"]) == ("A boat", TEXT)
+    store.close()
+
+
+def moved(file: Path, folder: Path) -> Path:
+    """The file in a new folder."""
+    folder.mkdir()
+    return file.rename(folder / file.name)
+
+
+def test_a_file_that_is_replaced_while_the_app_runs_gets_the_conversations_of_both(file):
+    other = moved(file, file.parent / "other")
+    store = Store(file)
+    mine = filled(store)
+    for path in file.parent.glob("c.db*"):
+        path.unlink()
+    other.rename(file)
+    store.change(mine, {"title": "Mine"})
+    assert store.database.problem is None
+    assert store.conversations()["total"] == 3
+    store.close()
+
+
+def test_a_place_that_takes_no_file_any_more_is_told_and_the_file_is_written_when_it_does(file, monkeypatch):
+    monkeypatch.setattr(database, "RETRY_S", 0.0)
+    store = Store(file)
+    for path in file.parent.glob("c.db*"):
+        path.unlink()
+    file.mkdir()
+    third = filled(store)
+    assert "folder" in str(store.database.problem)
+    assert "lost when the app ends" in str(store.database.problem)
+    assert store.conversations()["total"] == 3
+    file.rmdir()
+    store.change(third, {"draft": "And then?"})
+    assert store.database.problem is None
+    store.close()
+    again = Store(file)
+    assert again.conversations()["total"] == 3
+    again.close()
+
+
+def test_a_purge_while_the_file_is_locked_leaves_no_word_in_it(file, impatient):
+    store = Store(file)
+    with closing(sqlite3.connect(file, isolation_level=None)) as lock:
+        lock.execute("BEGIN IMMEDIATE")
+        assert store.purge() == 2
+        lock.execute("ROLLBACK")
+    store.create({"title": "A new one"})
+    assert store.database.problem is None
+    assert not any(TEXT.encode() in path.read_bytes() for path in file.parent.iterdir())
+    store.close()

@@ -272,6 +272,11 @@ def test_a_system_message_can_be_shown_and_removed():
         ("/load 'a", "/load: No closing quotation"),
         ("/load nowhere.jsonl", "nowhere.jsonl: no such file"),
         ("/load a.txt", "a.txt: a conversation is a .jsonl file"),
+        ("/load /", "/: is no name of a file"),
+        ("/load ..", "..: is no name of a file"),
+        ("/load ''", ".: is no name of a file"),
+        (f"/load {'a' * 300}", f"{'a' * 300}.jsonl: File name too long"),
+        (f"/pack {'a' * 300}.json", f"{'a' * 300}.json cannot be read as a pack: File name too long"),
         ("/pack nowhere.json", "nowhere.json cannot be read as a pack: No such file or directory"),
         ("/colours red", "/colours red: give on, off or nothing"),
     ],
@@ -281,6 +286,16 @@ def test_a_command_that_cannot_be_done_is_one_line_and_the_chat_goes_on(typed, e
     _, front = chatted(typed, "hello")
     assert front.errors == [error]
     assert front.shown == [STORY]
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [("/", "/: is no name of a file"), ("''", ".: is no name of a file"), ("a" * 300, "File name too long")],
+)
+def test_a_name_that_no_file_can_have_saves_nothing_and_the_chat_goes_on(name, error):
+    _, front = chatted("hello", f"/save {name}", "hello")
+    assert [error in line for line in front.errors] == [True]
+    assert front.shown == [STORY, STORY]
 
 
 def test_two_slashes_send_one_and_other_names_of_commands_work():
@@ -313,7 +328,7 @@ def test_vocabulary_lists_the_most_used_hypertokens_with_uses_origin_and_parts()
     engine.script = Script(ids=ids)
     program, front = chatted("/vocabulary", "hello", "/vocabulary", "more", "/vocabulary", engine=engine)
     first, second = (program.engine.tokenizer.decode([300 + i]).strip() for i in (0, 1))
-    assert front.said[0] == "no answer of this conversation has used a hypertoken"
+    assert front.said[0] == "no hypertokens yet; answers from a loaded file are not counted"
     assert front.said[1] == "the 2 most used of 2 hypertokens in this conversation: uses, where learned, parts"
     uses, origin, *parts = front.said[2].split(maxsplit=2)
     assert (uses, origin) == ("2x", "answer")
@@ -327,7 +342,7 @@ def test_vocabulary_counts_only_the_answers_that_the_conversation_has():
     assert all(line.split()[0] == "1x" for line in front.said[1:])
     program.front.messages = ["/reset", "/vocabulary"]
     loop.run(program)
-    assert front.said[-1] == "no answer of this conversation has used a hypertoken"
+    assert front.said[-1] == "no hypertokens yet; answers from a loaded file are not counted"
 
 
 def test_vocabulary_of_a_model_without_hypertokens_is_refused():

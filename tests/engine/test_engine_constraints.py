@@ -12,7 +12,7 @@ from mlx_zip.engine.draws import Draws
 from mlx_zip.errors import GenerationError
 from mlx_zip.sampling import Sampling
 from support import tiny
-from support.serving import alone, ask, prompts, same, tiny_engine
+from support.serving import SAME, alone, ask, both, prompts, tiny_engine
 
 EOS = 1
 DIGITS = [10, 11, 12, 13]
@@ -64,11 +64,12 @@ class Words:
 START = [[10, 11], [11, 12, 13], [10, 30], [12, 12], [13, 10, 11], [20, 21]]
 
 
+@both
 @pytest.mark.parametrize("sampling", [{}, {"temp": 1.0, "seed": 2}])
 @pytest.mark.parametrize("canonical", [False, True])
-def test_only_accepted_ids_are_emitted_and_hypertokens_among_them(sampling, canonical):
+def test_only_accepted_ids_are_emitted_and_hypertokens_among_them(kind, sampling, canonical):
     seen = 0
-    with tiny_engine(model={"start": START, "canonical": canonical}) as engine:
+    with tiny_engine(kind=kind, model={"start": START, "canonical": canonical}) as engine:
         for prompt in prompts(4):
             only = Only(DIGITS)
             watch = ask(engine, prompt, constraint=only, eos_ids=frozenset({EOS}), sampling=sampling)[1].wait()
@@ -79,10 +80,11 @@ def test_only_accepted_ids_are_emitted_and_hypertokens_among_them(sampling, cano
     assert seen
 
 
-def test_a_grammar_of_two_words_gives_one_of_them():
+@both
+def test_a_grammar_of_two_words_gives_one_of_them(kind):
     words = [(10, 11, 12, 13), (10, 30, 31)]
     given = Counter()
-    with tiny_engine(model={"start": START}) as engine:
+    with tiny_engine(kind=kind, model={"start": START}) as engine:
         for seed in range(30):
             sampling = {"temp": 20.0, "seed": seed}
             watch = ask(engine, [3, 4], constraint=Words(words), eos_ids=frozenset({EOS}), sampling=sampling)[1].wait()
@@ -93,10 +95,11 @@ def test_a_grammar_of_two_words_gives_one_of_them():
     assert len(given) == 2
 
 
-def test_refused_hypertokens_are_closed_one_by_one():
+@both
+def test_refused_hypertokens_are_closed_one_by_one(kind):
     """All entries begin with an allowed id, but none is accepted: base ids remain, whatever the model prefers."""
     start = [[10, i] for i in range(14, 38)]
-    with tiny_engine(model={"start": start}) as engine:
+    with tiny_engine(kind=kind, model={"start": start}) as engine:
         only = Only([10], least=100)
         watch = ask(engine, [3, 4], constraint=only, max_tokens=12)[1].wait()
     assert watch.base_ids == [10] * 12
@@ -129,20 +132,22 @@ def test_the_highest_scores_are_draws_without_putting_back():
     assert (after == 1).mean() == pytest.approx(0.6, abs=0.06)
 
 
-def test_rows_with_a_constraint_change_nothing_for_the_others():
+@both
+def test_rows_with_a_constraint_change_nothing_for_the_others(kind):
     expected = [alone(tiny.tiny_model().eval(), prompt, max_tokens=30) for prompt in prompts(3)]
-    with tiny_engine() as engine:
+    with tiny_engine(kind=kind) as engine:
         bound = [ask(engine, prompt, constraint=Only(DIGITS, 99), max_tokens=25)[1] for prompt in prompts(2)]
         free = [ask(engine, prompt, max_tokens=30)[1] for prompt in prompts(3)]
         for watch, wanted in zip(free, expected, strict=True):
-            same(watch.wait(), wanted)
+            SAME[kind](watch.wait(), wanted)
         for watch in bound:
             assert set(watch.wait().base_ids) <= set(DIGITS)
 
 
-def test_a_seed_gives_the_same_constrained_answer_alone_and_in_company():
+@both
+def test_a_seed_gives_the_same_constrained_answer_alone_and_in_company(kind):
     sampling = {"temp": 1.0, "seed": 9}
-    with tiny_engine(model={"start": START}) as engine:
+    with tiny_engine(kind=kind, model={"start": START}) as engine:
         one = ask(engine, tiny.base_ids(20), constraint=Only(DIGITS, 99), sampling=sampling)[1].wait()
         others = [ask(engine, prompt, max_tokens=80)[1] for prompt in prompts(3)]
         two = ask(engine, tiny.base_ids(20), constraint=Only(DIGITS, 99), sampling=sampling)[1].wait()
@@ -151,8 +156,9 @@ def test_a_seed_gives_the_same_constrained_answer_alone_and_in_company():
             watch.wait()
 
 
-def test_log_probabilities_are_those_among_the_accepted_ids():
-    with tiny_engine("plain") as engine:
+@both
+def test_log_probabilities_are_those_among_the_accepted_ids(kind):
+    with tiny_engine("plain", kind=kind) as engine:
         only = Only([10, 11], 99)
         watch = ask(engine, [3, 4], constraint=only, top_logprobs=5, max_tokens=6)[1].wait()
     for event in watch.emitted:
@@ -160,8 +166,9 @@ def test_log_probabilities_are_those_among_the_accepted_ids():
         assert {one.base_ids for one in event.likely} == {(10,), (11,)}
 
 
-def test_a_constraint_that_allows_nothing_fails_its_request_only():
-    with tiny_engine() as engine:
+@both
+def test_a_constraint_that_allows_nothing_fails_its_request_only(kind):
+    with tiny_engine(kind=kind) as engine:
         good = ask(engine, tiny.base_ids(9), max_tokens=30)[1]
         bad = ask(engine, [3, 4], constraint=Only([], 99))[1].wait()
         assert isinstance(bad.end, Failed)

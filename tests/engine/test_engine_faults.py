@@ -20,7 +20,7 @@ from mlx_zip.errors import (
     PromptTooLongError,
 )
 from support import tiny
-from support.serving import Watch, alone, ask, prompts, same, tiny_engine
+from support.serving import SAME, Watch, alone, ask, both, prompts, same, tiny_engine
 
 LONG = 400
 
@@ -55,23 +55,25 @@ def expected():
 # ---- one request's own faults
 
 
+@both
 @pytest.mark.parametrize("method", ["mask", "push"])
-def test_a_constraint_that_raises_fails_its_request_only(method, expected):
-    with tiny_engine() as engine:
+def test_a_constraint_that_raises_fails_its_request_only(kind, method, expected):
+    with tiny_engine(kind=kind) as engine:
         good = [ask(engine, prompt, max_tokens=30)[1] for prompt in prompts(3)]
         bad = ask(engine, tiny.base_ids(9, 7), constraint=Broken(method))[1].wait()
         assert isinstance(bad.end, Failed)
         assert isinstance(bad.end.error, EngineError)
         assert "broken" in str(bad.end.error)
         for watch, wanted in zip(good, expected, strict=True):
-            same(watch.wait(), wanted)
+            SAME[kind](watch.wait(), wanted)
         assert engine.alive
         assert engine.figures().failed == 1
 
 
+@both
 @pytest.mark.parametrize("error", [ValueError, GenerationError])
-def test_the_error_of_a_failed_request_keeps_no_memory_alive(error):
-    with tiny_engine() as engine:
+def test_the_error_of_a_failed_request_keeps_no_memory_alive(kind, error):
+    with tiny_engine(kind=kind) as engine:
         watch = ask(engine, tiny.base_ids(9), constraint=Broken("mask", error=error))[1].wait()
     waiting = [watch.end.error]
     while waiting:
@@ -80,12 +82,13 @@ def test_the_error_of_a_failed_request_keeps_no_memory_alive(error):
         waiting += [other for other in (one.__cause__, one.__context__) if other is not None]
 
 
-def test_a_receiver_that_raises_is_left_alone_and_harms_nobody(expected):
-    with tiny_engine() as engine:
+@both
+def test_a_receiver_that_raises_is_left_alone_and_harms_nobody(kind, expected):
+    with tiny_engine(kind=kind) as engine:
         bad = Watch(raise_at=4)
         engine.submit(Submission(tiny.base_ids(9, 7), max_tokens=LONG), bad)
         for prompt, wanted in zip(prompts(3), expected, strict=True):
-            same(ask(engine, prompt, max_tokens=30)[1].wait(), wanted)
+            SAME[kind](ask(engine, prompt, max_tokens=30)[1].wait(), wanted)
         assert len(bad.events) == 5
         assert engine.alive
         while engine.figures().running:  # the figures of a round are those at its end
@@ -140,8 +143,9 @@ def test_a_step_that_fails_ends_the_requests_in_it_and_the_engine_goes_on(expect
 # ---- cancelling
 
 
-def test_a_waiting_request_can_be_cancelled():
-    with tiny_engine(max_running=1) as engine:
+@both
+def test_a_waiting_request_can_be_cancelled(kind):
+    with tiny_engine(kind=kind, max_running=1) as engine:
         first, running = ask(engine, tiny.base_ids(9), max_tokens=LONG)
         ticket, watch = ask(engine, tiny.base_ids(9))
         engine.cancel(ticket)
@@ -152,8 +156,9 @@ def test_a_waiting_request_can_be_cancelled():
         assert running.end.counts.base_tokens == len(running.base_ids)
 
 
-def test_a_request_can_be_cancelled_while_its_prompt_is_read_and_what_was_read_is_kept():
-    with tiny_engine(run={"prefill_step_size": 4}, sessions=SessionOptions()) as engine:
+@both
+def test_a_request_can_be_cancelled_while_its_prompt_is_read_and_what_was_read_is_kept(kind):
+    with tiny_engine(kind=kind, run={"prefill_step_size": 4}, sessions=SessionOptions()) as engine:
         ticket, watch = ask(engine, tiny.base_ids(400))
         while len(watch.events) < 3:
             time.sleep(0.001)
@@ -164,8 +169,9 @@ def test_a_request_can_be_cancelled_while_its_prompt_is_read_and_what_was_read_i
         assert 0 < session.base_tokens < 400
 
 
-def test_cancelling_an_ended_request_does_nothing():
-    with tiny_engine() as engine:
+@both
+def test_cancelling_an_ended_request_does_nothing(kind):
+    with tiny_engine(kind=kind) as engine:
         ticket, watch = ask(engine, tiny.base_ids(9))
         watch.wait()
         engine.cancel(ticket)
@@ -173,8 +179,9 @@ def test_cancelling_an_ended_request_does_nothing():
         assert engine.figures().cancelled == 0
 
 
-def test_leaving_the_loop_over_events_cancels_the_request():
-    with tiny_engine() as engine:
+@both
+def test_leaving_the_loop_over_events_cancels_the_request(kind):
+    with tiny_engine(kind=kind) as engine:
         stream = events(engine, Submission(tiny.base_ids(9), max_tokens=-1))
         next(stream)
         stream.close()
@@ -185,6 +192,7 @@ def test_leaving_the_loop_over_events_cancels_the_request():
 # ---- what is refused
 
 
+@both
 @pytest.mark.parametrize(
     ("prompt", "fields", "words"),
     [
@@ -205,31 +213,34 @@ def test_leaving_the_loop_over_events_cancels_the_request():
         ([3], {"pack": 5}, "pack must be"),
     ],
 )
-def test_what_cannot_be_met_is_refused_before_anything_runs(prompt, fields, words):
-    with tiny_engine() as engine:
+def test_what_cannot_be_met_is_refused_before_anything_runs(kind, prompt, fields, words):
+    with tiny_engine(kind=kind) as engine:
         with pytest.raises(GenerationError, match=words):
             ask(engine, prompt, **fields)
         assert engine.figures().requests == 0
         assert ask(engine, [3, 4, 5])[1].wait().end.reason == "length"
 
 
-def test_a_plain_model_takes_no_pack():
-    with tiny_engine("plain") as engine, pytest.raises(GenerationError, match="no hypertokens"):
+@both
+def test_a_plain_model_takes_no_pack(kind):
+    with tiny_engine("plain", kind=kind) as engine, pytest.raises(GenerationError, match="no hypertokens"):
         ask(engine, [3], pack="some.npz")
 
 
-def test_prompts_beyond_a_bound_are_refused():
-    with tiny_engine("plain", max_prompt_tokens=600) as engine:
+@both
+def test_prompts_beyond_a_bound_are_refused(kind):
+    with tiny_engine("plain", kind=kind, max_prompt_tokens=600) as engine:
         with pytest.raises(PromptTooLongError, match="context has 512"):
             ask(engine, [3] * 512)
         with pytest.raises(PromptTooLongError, match="at most 600"):
             ask(engine, [3] * 601)
-    with tiny_engine() as engine:  # the same text in fewer ids
+    with tiny_engine(kind=kind) as engine:  # the same text in fewer ids
         assert ask(engine, [3, 4, 5] * 200, max_tokens=3)[1].wait().end.reason == "length"
 
 
-def test_too_many_waiting_requests_are_refused_with_a_hint():
-    with tiny_engine(max_running=1, max_waiting=2) as engine:
+@both
+def test_too_many_waiting_requests_are_refused_with_a_hint(kind):
+    with tiny_engine(kind=kind, max_running=1, max_waiting=2) as engine:
         asked = [ask(engine, tiny.base_ids(9), max_tokens=LONG) for _ in range(3)]
         with pytest.raises(EngineBusyError) as caught:
             ask(engine, tiny.base_ids(9))
@@ -268,8 +279,9 @@ def test_a_request_without_a_limit_ends_where_the_kv_caches_have_no_more_room():
 # ---- the end
 
 
-def test_closing_lets_requests_go_on_for_a_while():
-    engine = tiny_engine()
+@both
+def test_closing_lets_requests_go_on_for_a_while(kind):
+    engine = tiny_engine(kind=kind)
     _, watch = ask(engine, tiny.base_ids(9), max_tokens=50)
     engine.close(drain_s=30)
     assert watch.end.reason == "length"
@@ -278,8 +290,9 @@ def test_closing_lets_requests_go_on_for_a_while():
         ask(engine, tiny.base_ids(9))
 
 
-def test_closing_cancels_what_is_left():
-    engine = tiny_engine(max_running=1)
+@both
+def test_closing_cancels_what_is_left(kind):
+    engine = tiny_engine(kind=kind, max_running=1)
     asked = [ask(engine, tiny.base_ids(9), max_tokens=-1)[1] for _ in range(3)]
     while not asked[0].emitted:
         time.sleep(0.001)
@@ -290,8 +303,9 @@ def test_closing_cancels_what_is_left():
         engine.sessions()
 
 
-def test_closing_again_with_less_patience_ends_sooner():
-    engine = tiny_engine()
+@both
+def test_closing_again_with_less_patience_ends_sooner(kind):
+    engine = tiny_engine(kind=kind)
     _, watch = ask(engine, tiny.base_ids(9), max_tokens=-1)
     first = threading.Thread(target=engine.close, args=(600,))
     first.start()

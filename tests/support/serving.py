@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import ast
+import tempfile
 import threading
 import time
-from functools import partial
+from functools import cache, partial
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
+import pytest
 
-from mlx_zip.engine import Emitted, Failed, Finished, Submission
+from mlx_zip.engine import Emitted, Engine, Failed, Finished, Submission
 from mlx_zip.engine.mlx_engine import MlxEngine, ServeOptions
 from mlx_zip.engine.options import RunOptions
 from mlx_zip.engine.session_options import SessionOptions
@@ -20,6 +25,10 @@ from support import tiny
 from support.generating import ENDLESS, plain_model
 
 WAIT_S = 60
+MISSING = [name for name in ("torch", "triton") if find_spec(name) is None]
+_CUDA = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
+_FOLDERS = tempfile.TemporaryDirectory()
+both = pytest.mark.parametrize("kind", ["mlx", pytest.param("cuda", marks=_CUDA)])  # engines
 
 
 class Watch:
@@ -66,9 +75,15 @@ def tiny_engine(
     change: Any = None,
     run: dict[str, Any] | None = None,
     model: dict[str, Any] | None = None,
+    kind: str = "mlx",
     **options: Any,
-) -> MlxEngine:
-    """An engine with the tiny model of a family, or "plain". change: called with the model when it is loaded."""
+) -> Any:
+    """An engine with the tiny model of a family, or "plain". change: called with the model when it is loaded.
+
+    kind: "mlx" or "cuda", which runs on the CPU here.
+    """
+    if kind == "cuda":
+        return _cuda_engine(family, sessions, tokenizer, change, run or {}, model or {}, options)
 
     def load() -> Any:
         made = plain_model() if family == "plain" else tiny.tiny_model(family, **(model or {}))
@@ -80,6 +95,37 @@ def tiny_engine(
     bounds = ServeOptions(**options, run=RunOptions(**(run or {})))
     made = None if sessions is None else partial(_store, options=sessions)
     return MlxEngine(load, "tiny", bounds, made)
+
+
+def _cuda_engine(
+    family: str, sessions: SessionOptions | None, tokenizer: Any, change: Any, run: Any, model: Any, options: Any
+) -> Engine:
+    """Does what `tiny_engine` does, for PyTorch."""
+    from mlx_zip.cuda.engine import CudaEngine, make_store
+    from mlx_zip.cuda.model import open_model
+
+    def load() -> Any:
+        made = open_model(_folder(family, repr(sorted(model.items()))), "cpu", "float32")
+        if change is not None:
+            change(made)
+        return made, tokenizer
+
+    bounds = ServeOptions(**options, run=RunOptions(**run))
+    store = None if sessions is None else partial(make_store, max_bytes=sessions.max_bytes)
+    return CudaEngine(load, "tiny", bounds, store)
+
+
+@cache
+def _folder(family: str, changes: str) -> Path:
+    """The folder of a tiny model, saved once. changes: as `repr` writes them."""
+    from support.torch_folders import save, save_weights
+
+    folder = Path(_FOLDERS.name) / str(len(list(Path(_FOLDERS.name).iterdir())))
+    if family != "plain":
+        return save(tiny.tiny_model(family, **dict(ast.literal_eval(changes))), folder)
+    config = {key: value for key, value in tiny.tiny_config().items() if key != "zip2zip"}
+    model = plain_model()
+    return save_weights(model, folder, {**config, "model_type": "llama", "vocab_size": 40})
 
 
 def _store(served: Any, options: SessionOptions) -> SessionStore:
@@ -108,6 +154,22 @@ def same(watch: Watch, responses: list[Any]) -> None:
     assert watch.ids == [one.token for one in responses]
     assert [one.base_ids for one in watch.emitted] == [one.base_ids for one in responses]
     assert watch.end.reason == responses[-1].finish_reason
+
+
+def same_until_a_tie(watch: Watch, responses: list[Any]) -> None:
+    """Asserts what `same` asserts, up to the first step whose two best ids are equally likely but for rounding.
+
+    Two libraries round differently, and may go on with one or the other of such ids.
+    """
+    gaps = [np.diff(np.partition(logprobs_of(one), -2)[-2:])[0] for one in responses]
+    end = next((step for step, gap in enumerate(gaps) if gap < 1e-4), len(gaps))
+    assert watch.ids[:end] == [one.token for one in responses[:end]]
+    assert end
+    if end == len(gaps):
+        same(watch, responses)
+
+
+SAME = {"mlx": same, "cuda": same_until_a_tie}
 
 
 def logprobs_of(response: Any) -> np.ndarray:

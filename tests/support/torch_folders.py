@@ -53,6 +53,11 @@ def pack(model: Model, bits: int, group: int, own: dict[str, Any]) -> dict[str, 
 
 def save(model: Model, folder: Path, shards: int = 1, dtype: Any = None, **changes: Any) -> Path:
     """Saves a model as a converted folder without tokenizer; changes: keys of config.json."""
+    return save_weights(model, folder, {**model.args.config, **changes}, shards, dtype)
+
+
+def save_weights(model: Any, folder: Path, config: dict[str, Any], shards: int = 1, dtype: Any = None) -> Path:
+    """Saves any model as a folder without tokenizer. config: its config.json."""
     weights = dict(mlx.utils.tree_flatten(model.parameters()))
     if dtype is not None:
         weights = {n: w if w.dtype == mx.uint32 else w.astype(dtype) for n, w in weights.items()}
@@ -61,7 +66,7 @@ def save(model: Model, folder: Path, shards: int = 1, dtype: Any = None, **chang
     for shard in range(shards):
         name = "model.safetensors" if shards == 1 else f"model-{shard + 1:05}-of-{shards:05}.safetensors"
         mx.save_safetensors(str(folder / name), {n: weights[n] for n in names[shard::shards]})
-    (folder / "config.json").write_text(json.dumps({**model.args.config, **changes}), encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return folder
 
 

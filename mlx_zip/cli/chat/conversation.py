@@ -68,12 +68,12 @@ class Conversation:
         conversation. Raises `DataError`.
         """
         path = _named(name)
-        if path.exists() and path.resolve() not in self.saved:
-            raise DataError(f"{path}: is there already; give another name, or remove it first")
-        check_out(path)
         before = [] if self.system is None else [{"role": "system", "content": self.system}]
         line = json.dumps({"messages": [*before, *self.messages]}, ensure_ascii=False)
         try:
+            if path.exists() and path.resolve() not in self.saved:
+                raise DataError(f"{path}: is there already; give another name, or remove it first")
+            check_out(path)
             with whole_file(path) as partial:
                 partial.write_text(line + "\n", encoding="utf-8")
         except OSError as error:
@@ -85,9 +85,12 @@ class Conversation:
     def load(cls, name: str) -> Conversation:
         """Returns the conversation in a .jsonl file. Raises `DataError` naming what it cannot go on with."""
         path = _named(name)
-        if kind_of(str(path)) != "json":
-            raise DataError(f"{path}: a conversation is read from a {SUFFIX} file")
-        items = list(islice(iter(Reader(Source((str(path),)))), 2))
+        try:
+            if kind_of(str(path)) != "json":
+                raise DataError(f"{path}: a conversation is read from a {SUFFIX} file")
+            items = list(islice(iter(Reader(Source((str(path),)))), 2))
+        except OSError as error:
+            raise DataError(f"{path}: {reason(error)}") from error
         if len(items) != 1:
             raise DataError(f"{path}: holds {'no' if not items else 'more than one'} conversation")
         record = parse(items[0])
@@ -113,6 +116,8 @@ class Conversation:
 def _named(name: str) -> Path:
     """Returns the path of a conversation's file; a name without a suffix gets one. Raises `DataError`."""
     path = at_home(name)
+    if path.name in ("", "..") or "\0" in name:
+        raise DataError(f"{path}: is no name of a file")
     if path.suffix == "":
         path = path.with_name(path.name + SUFFIX)
     if path.suffix != SUFFIX:

@@ -1,0 +1,127 @@
+"""`CudaEngine`: serves requests with PyTorch on an NVIDIA card; on a CPU it is a slow reference."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mlx_zip.cuda.group import CudaReading
+from mlx_zip.cuda.kept import KeptSnapshots
+from mlx_zip.cuda.memory import find_device
+from mlx_zip.cuda.model import CudaModel, open_model
+from mlx_zip.cuda.served import CudaServed
+from mlx_zip.device import VARIABLE
+from mlx_zip.engine.interface import Engine
+from mlx_zip.engine.job import Job
+from mlx_zip.engine.options import RunOptions, ServeOptions
+from mlx_zip.engine.session_options import SessionOptions
+from mlx_zip.engine.threaded import ThreadedEngine
+from mlx_zip.errors import ConfigError, ModelError
+from mlx_zip.text.tokenizers import load_tokenizer
+
+DEFAULT_SESSIONS = SessionOptions()
+
+
+class CudaEngine(ThreadedEngine):
+    """An engine on PyTorch. load: returns model and tokenizer. make_store: see `open_cuda_engine`."""
+
+    def _served(self, load: Callable[[], tuple[CudaModel, Any]], name: str) -> CudaServed:
+        torch.set_grad_enabled(False)  # in this thread
+        model, self.tokenizer = load()
+        self._device = model.device
+        return CudaServed(model, self.tokenizer, name, self._options)
+
+    def _reading(self, served: CudaServed, job: Job) -> CudaReading:
+        return CudaReading(served.seats, served.group, job)
+
+    def _kv_bound(self, served: CudaServed) -> None:
+        """Returns None: each request has a place of its own in the KV caches, so requests do not compete for room."""
+
+    def _memory(self) -> dict[str, int]:
+        on_card = self._device.type == "cuda"
+        return {
+            "memory_bytes": torch.cuda.memory_allocated(self._device) if on_card else 0,
+            "peak_memory_bytes": torch.cuda.max_memory_allocated(self._device) if on_card else 0,
+        }
+
+    def without_hypertokens(self, name: str) -> Engine:
+        served: CudaServed = self._inbox.ask(lambda: self._scheduler.served)
+        if not served.hyper:
+            return super().without_hypertokens(name)
+        plain = served.model.without_hypertokens()
+        return CudaEngine(lambda: (plain, self.tokenizer), name, self._options)
+
+
+def open_cuda_engine(
+    model_name: str | Path,
+    *,
+    device: str | None = None,
+    dtype: str | None = None,
+    pack: Any = None,
+    canonical: bool | None = None,
+    codebook_size: int | None = None,
+    tokenizer_config: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
+    max_running: int = 8,
+    max_waiting: int = 64,
+    max_prompt_tokens: int | None = None,
+    max_kv_bytes: int | None = None,
+    prefill_step_size: int = 512,
+    sessions: SessionOptions | None = DEFAULT_SESSIONS,
+    make: Callable[..., CudaEngine] = CudaEngine,
+) -> CudaEngine:
+    """Loads a model and returns an engine that serves it. Raises what `mlx_zip.cuda.model.open_model` raises.
+
+    device: None takes the one that MLX_ZIP_DEVICE names ("cpu" or "gpu"), else an NVIDIA card; `ModelError` if there is
+    none. dtype: see `read_folder`. tokenizer_config: `chat_template` only. max_kv_bytes: of all requests together, None
+    for most of the card's free memory; each request has an equal part. sessions: bound of the kept sessions in memory,
+    None to keep none. Other options are those of `mlx_zip.engine.mlx_engine.open_engine`.
+    """
+
+    def load() -> tuple[CudaModel, Any]:
+        model = open_model(
+            model_name, chosen_device(device), dtype, pack=pack, codebook_size=codebook_size, canonical=canonical
+        )
+        return model, _tokenizer(model, tokenizer_config or {}, trust_remote_code)
+
+    run = RunOptions(prefill_step_size=prefill_step_size)
+    options = ServeOptions(max_running, max_waiting, max_prompt_tokens, max_kv_bytes, run)
+    store = None if sessions is None else partial(make_store, max_bytes=sessions.max_bytes)
+    return make(load, str(model_name), options, store)
+
+
+def make_store(served: CudaServed, max_bytes: int) -> KeptSnapshots:
+    """Returns a new store of sessions for a model."""
+    return KeptSnapshots(served.seats, max(1, served.info.merge_size), max_bytes)
+
+
+def chosen_device(name: str | None = None) -> torch.device:
+    """Returns the device to run on: `name`, else what MLX_ZIP_DEVICE names, else an NVIDIA card.
+
+    Raises `ModelError` with the reason if there is no usable card, `ConfigError` for a wrong name in the variable.
+    """
+    asked = os.environ.get(VARIABLE) or None
+    if name is None and asked not in (None, "cpu", "gpu"):
+        raise ConfigError(f"{VARIABLE}={asked}: it is one of cpu, gpu")
+    name = name or ("cpu" if asked == "cpu" else "cuda")
+    try:
+        return find_device(name)
+    except ModelError as error:
+        raise ModelError(f"{error} ({VARIABLE}=cpu computes on the CPU, slowly)") from error
+
+
+def _tokenizer(model: CudaModel, config: Mapping[str, Any], trust_remote_code: bool) -> Any:
+    """Returns the model's tokenizer. config: `chat_template` replaces the tokenizer's own."""
+    found = model.tokenizer
+    if trust_remote_code:
+        ends = found.eos_token_ids
+        found = load_tokenizer(model.folder.path, trust_remote_code=True)
+        found.eos_token_ids.update(ends)
+    if (template := config.get("chat_template")) is not None:
+        found._tokenizer.chat_template = template
+    return found

@@ -1,0 +1,135 @@
+"""mlx-lm's sampling rules in PyTorch, for one request at a time: each request has random numbers of its own.
+
+So a seed gives the same ids alone and in company. It gives other ids than the same seed on MLX, and other ids on a card
+than on a CPU, because each has random numbers of another kind.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Sequence
+
+import torch
+
+from mlx_zip.penalty_terms import PenaltyTerms
+from mlx_zip.sampling_options import Sampling
+
+
+class Draws:
+    """One request's sampler: called with log-probabilities [1, W], returns the chosen id [1] int64.
+
+    special_ids: ids that XTC never excludes. device: of the log-probabilities. state: random state to go on from if the
+    options have no seed; one of another kind of device is not used.
+    """
+
+    def __init__(
+        self,
+        options: Sampling,
+        special_ids: Sequence[int],
+        device: torch.device,
+        state: torch.Tensor | None = None,
+    ) -> None:
+        self.options, self.special_ids, self._device = options, list(special_ids), device
+        self.greedy = options.temp == 0
+        self._numbers: torch.Generator | None = None
+        self._before = state if options.seed is None and not self.greedy else None
+
+    @property
+    def state(self) -> torch.Tensor | None:
+        """The random state that the next draw begins with, a uint8 tensor on the host; None before the first draw."""
+        return self._before if self._numbers is None else self._numbers.get_state()
+
+    def __call__(self, logprobs: torch.Tensor) -> torch.Tensor:
+        """Returns the chosen id [1] of log-probabilities [1, W]; among equal best ones the lowest id."""
+        if not self.greedy:
+            return self.scores(logprobs).argmax(1)
+        lowest_first = torch.arange(logprobs.shape[1], 0, -1, device=logprobs.device)
+        return (lowest_first * (logprobs == logprobs.amax(1, keepdim=True))).argmax(1)
+
+    def scores(self, logprobs: torch.Tensor) -> torch.Tensor:
+        """Returns scores [1, W] of log-probabilities [1, W]: the id of the highest score is drawn (Gumbel's trick).
+
+        If that id turns out to be impossible, the next highest score has the id that is drawn from the others.
+        """
+        if self.greedy:
+            return logprobs
+        kept = self.cut(logprobs)
+        noise = torch.empty_like(kept).exponential_(generator=self._generator()).log_().neg_()
+        return kept * (1.0 / self.options.temp) + noise
+
+    def cut(self, logprobs: torch.Tensor) -> torch.Tensor:
+        """Returns logprobs [1, W] with -inf for the ids that top-p, min-p, XTC and top-k leave out, in that order."""
+        options = self.options
+        if 0 < options.top_p < 1:
+            logprobs = _top_p(logprobs, options.top_p)
+        if options.min_p:
+            logprobs = _min_p(logprobs, options.min_p, options.min_tokens_to_keep)
+        if options.xtc_probability > 0:
+            logprobs = self._without_top_choices(logprobs)
+        if options.top_k > 0:
+            logprobs = _only(logprobs, logprobs.topk(options.top_k, dim=1).indices)
+        return logprobs
+
+    def _without_top_choices(self, logprobs: torch.Tensor) -> torch.Tensor:
+        """Returns logprobs [1, W] after XTC: with its probability, all likely ids but the least likely are at -inf.
+
+        Likely is what has more than XTC's threshold of the probability.
+        """
+        options, probabilities = self.options, logprobs.softmax(1)
+        likely = torch.where(probabilities > options.xtc_threshold, probabilities, torch.inf)
+        excluded = probabilities > likely.amin(1, keepdim=True)
+        excluded[:, self.special_ids] = False
+        drawn = torch.rand((1, 1), device=logprobs.device, generator=self._generator())
+        return logprobs.masked_fill(excluded & (drawn <= options.xtc_probability), -torch.inf)
+
+    def _generator(self) -> torch.Generator:
+        """Returns the request's random numbers."""
+        if self._numbers is None:
+            made, seed = torch.Generator(self._device), self.options.seed
+            before = self._before
+            if before is not None and before.shape == made.get_state().shape:
+                made.set_state(before)
+            else:
+                number = secrets.randbits(63) if seed is None else int(seed)
+                made.manual_seed(number if number < 2**63 else number - 2**64)
+            self._numbers = made
+        return self._numbers
+
+
+def _top_p(logprobs: torch.Tensor, top_p: float) -> torch.Tensor:
+    """Returns logprobs [1, W] with -inf for ids below those likeliest ones that together have `top_p`."""
+    ordered = logprobs.sort(dim=1, descending=True).values
+    probabilities = ordered.exp()
+    above = probabilities.cumsum(1) - probabilities
+    kept = (above < top_p * probabilities.sum(1, keepdim=True)).sum(1, keepdim=True).clamp_(min=1)
+    return logprobs.masked_fill(logprobs < ordered.gather(1, kept - 1), -torch.inf)
+
+
+def _min_p(logprobs: torch.Tensor, min_p: float, least: int) -> torch.Tensor:
+    """Returns logprobs [1, W] with -inf for ids below `min_p` of the best probability, but for the best `least`."""
+    removed = logprobs < logprobs.amax(1, keepdim=True) + math.log(min_p)
+    if least > 1:
+        removed.scatter_(1, logprobs.topk(least, dim=1).indices, False)
+    return logprobs.masked_fill(removed, -torch.inf)
+
+
+def _only(logprobs: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Returns logprobs [1, W] with -inf for all ids but these, [1, K]."""
+    return torch.full_like(logprobs, -torch.inf).scatter_(1, ids, logprobs.gather(1, ids))
+
+
+class BasePenalties(PenaltyTerms):
+    """mlx-lm's penalties for one sequence, over base tokens, as `PenaltyTerms` says. Logits of -inf stay -inf."""
+
+    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+        """Returns logits [1, W] float32 after penalties. The context is taken from the codebook's log."""
+        columns, terms = self.columns()
+        if not len(columns):
+            return logits
+        at = torch.from_numpy(columns).to(logits.device)
+        bias, seen, taken = (torch.from_numpy(term).to(logits.device) for term in terms)
+        factor = (self.sampling.repetition_penalty or 1.0) ** seen
+        chosen = logits[:, at] + bias
+        chosen = torch.where(chosen < 0, chosen * factor, chosen / factor) - taken
+        return logits.index_copy(1, at, chosen)

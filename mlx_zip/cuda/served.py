@@ -1,0 +1,139 @@
+"""The model that an engine serves on PyTorch, with what the engine knows of it. Used in the engine's thread only."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mlx_zip.cuda.batch import Batch
+from mlx_zip.cuda.group import CudaGroup
+from mlx_zip.cuda.kv import kv_bytes
+from mlx_zip.cuda.memory import check_room, free_bytes
+from mlx_zip.cuda.model import CudaModel
+from mlx_zip.cuda.sampling import BasePenalties, Draws
+from mlx_zip.cuda.seats import Seat, Seats
+from mlx_zip.engine.interface import EngineInfo
+from mlx_zip.engine.options import ServeOptions
+from mlx_zip.engine.submissions import ModelFacts
+from mlx_zip.errors import ModelError
+from mlx_zip.sampling_options import Sampling
+from mlx_zip.vocab.first_stage import tokenizer_fingerprint
+from mlx_zip.vocab.tuned import TunedStart, check_tuned
+
+SHARE = 0.7  # of a card's free memory, for the KV caches of all requests
+WITHOUT_CARD = 256 << 20  # bytes of KV caches on a CPU
+LEAST = 16  # ids that a request must have room for
+
+
+class CudaServed:
+    """A loaded model and the batch that its requests are rows of. The names are those of `mlx_zip.engine.parts.Served`.
+
+    Raises `ModelError` if there is no memory for the KV caches, and what a model that cannot run raises.
+    """
+
+    machines, batches, long_context = None, False, None
+
+    def __init__(self, model: CudaModel, tokenizer: Any, name: str, options: ServeOptions) -> None:
+        self.model, self.tokenizer, self.options = model, tokenizer, options.run
+        config, decoder = model.config, model.folder.decoder
+        self.hyper = config is not None
+        self.by_base = config is not None and config.position_mode == "base_token_end"
+        self.canonical = config is not None and config.canonical
+        self.vocab_size = model.layout.vocab_size
+        self.kv_bytes_per_id = kv_bytes(decoder, 1, 1, model.dtype)
+        trained: int | None = model.folder.config.get("max_position_embeddings")
+        capacity = self._capacity(options, trained)
+        self.context = trained if self.by_base else min(capacity, trained or capacity)
+        self.never_excluded = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
+        self.seats = Seats(Batch(model, options.max_running, capacity))
+        self.group = CudaGroup(self.seats, 0 if config is None else config.pad_id)
+        self.weight_bytes = 0  # groups are never merged, which this figure is for
+        self.facts = self._facts(name)
+        self.info = self._info(name)
+        self._try_out()
+
+    def _capacity(self, options: ServeOptions, context: int | None) -> int:
+        """Returns how many ids each request has room for. Raises `ModelError` if they are too few."""
+        free, most = free_bytes(self.model.device), options.max_running
+        room = WITHOUT_CARD if free is None else int(SHARE * free)
+        room = room if options.max_kv_bytes is None else options.max_kv_bytes
+        capacity = room // (most * self.kv_bytes_per_id)
+        if capacity < LEAST:
+            needed = LEAST * most * self.kv_bytes_per_id
+            raise ModelError(f"KV caches of {most} requests: {needed} bytes needed at least, there is room for {room}")
+        capacity = capacity if context is None else min(capacity, context)
+        check_room("KV caches", most * capacity * self.kv_bytes_per_id, self.model.device)
+        return capacity
+
+    def _try_out(self) -> None:
+        """Takes a step: a model that cannot run fails when it is loaded, and the first request finds it warm."""
+        seat, batch = self.new_cache(None), self.seats.batch
+        batch.read(seat.row, [0])
+        batch.choose()
+        batch.begin()
+        batch.follow(batch.ids())
+        self.free(seat)
+
+    def _facts(self, name: str) -> ModelFacts:
+        model, config = self.model, self.model.config
+        return ModelFacts(
+            vocab_size=self.vocab_size,
+            width=model.layout.width,
+            context=self.context,
+            by_base=self.by_base,
+            params=None if config is None else model.begin.params,
+            tokenizer=tokenizer_fingerprint(self.tokenizer),
+            check_start=self._start_check(),
+            kv_bytes_per_id=self.kv_bytes_per_id,
+        )
+
+    def _start_check(self) -> Callable[[Any], None]:
+        """Returns a function, for any thread, that raises `ModelError` for rows that were tuned for another model."""
+        model = self.model
+
+        def check(start: Any) -> None:
+            if isinstance(start, TunedStart):
+                check_tuned(start, model.fingerprint, model.sides == 1, model.width)
+
+        return check
+
+    def _info(self, name: str) -> EngineInfo:
+        config = self.model.config
+        both = hashlib.sha256(f"{self.model.fingerprint} {self.facts.tokenizer}".encode()).hexdigest()
+        sizes = (0, 0) if config is None else (config.merge_size, config.codebook_size)
+        return EngineInfo(name, self.vocab_size, self.context, *sizes, both)
+
+    # ---- what the engine's thread asks for
+
+    def new_cache(self, start: Any) -> Seat:
+        """Returns the seat of a new request. start: what its codebook begins with, None for the model's own."""
+        return self.seats.add(start)
+
+    def resume(self, cache: Seat, start: Any) -> None:
+        """Does nothing: sessions come from memory, and know what they began with."""
+
+    def state_of(self, cache: Seat) -> Seat:
+        """Returns what has the codebook: the seat itself."""
+        return cache
+
+    def make_draws(self, options: Sampling, state: torch.Tensor | None) -> Draws:
+        """Returns a request's sampler. state: random state to go on from if the options have no seed."""
+        return Draws(options, self.never_excluded, self.model.device, state)
+
+    def make_penalties(self, options: Sampling, state: Seat) -> list[Any]:
+        """Returns a request's penalties and biases."""
+        options.check_biases(self.vocab_size)
+        return [BasePenalties(options, state, 0)] if options.has_penalties else []
+
+    def free(self, cache: Seat) -> None:
+        """Gives up a request's row."""
+        self.seats.leave(cache)
+
+    def free_unused(self) -> None:
+        """Does nothing: the batch has all its memory from the beginning."""
+
+    def settle(self) -> None:
+        """Does nothing: nothing is left to do in the engine's thread."""

@@ -1,0 +1,134 @@
+"""Chooses ids that constraints accept, hypertokens included.
+
+A constraint's mask closes base ids, and every entry that begins with a closed base id. Each row gets a score per id,
+and the host looks through the scores from the highest down. A hypertoken is shown to the constraint whole. If the
+constraint refuses it, the next highest score counts. So a step waits for the device once, however many are refused.
+With a temperature alone, that gives each accepted id its share of the accepted ids' probability. Top-p, top-k, min-p
+and XTC count refused ids too where they cut. After `REFUSALS` of them only base ids are open.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from mlx_zip.engine.job import Job
+from mlx_zip.errors import GenerationError
+
+REFUSALS = 64  # hypertokens refused in one step before only base ids may be chosen
+NOTHING = "the constraint allows no token that the model could emit here"
+
+
+class Search(ABC):
+    """The search for one row's next id, but what the device computes for it.
+
+    logits [1, W]: what the id is chosen from; after the search without the ids that were refused. excluded: ids that
+    canonical decoding excludes. token: the id that was found, None before. scores [1, W]: what `look` looks through.
+    Raises what the constraint raises.
+    """
+
+    scores: Any
+
+    def __init__(self, job: Job, logits: Any, excluded: list[int]) -> None:
+        assert job.submission.constraint is not None
+        self.job, self.logits = job, logits
+        self.token: int | None = None
+        self._constraint, self._excluded, self._refused = job.submission.constraint, excluded, 0
+        mask, first_ids = np.asarray(self._constraint.mask(), bool), job.first_ids
+        self._entries = slice(job.vocab_size, job.vocab_size + len(first_ids))
+        self._open = _opened(mask, job.vocab_size, first_ids, logits.shape[1])
+
+    @abstractmethod
+    def score(self, open_: np.ndarray, excluded: list[int]) -> tuple[Any, Any]:
+        """Returns logits [1, W] of open ids without excluded ones, and scores [1, W] float32; the best one is drawn.
+
+        open_ [W] bool. Neither needs to be computed yet.
+        """
+
+    @abstractmethod
+    def close(self, logits: Any, open_: np.ndarray) -> Any:
+        """Returns logits [1, W] with -inf where `open_` [W] bool is False."""
+
+    @abstractmethod
+    def on_host(self, scores: Any) -> np.ndarray:
+        """Returns scores [1, W] as an array [W] of the caller's own; waits until they are computed."""
+
+    def begin(self) -> bool:
+        """Builds the scores to look through, which are not yet computed, and returns True.
+
+        Raises `GenerationError` if nothing is open.
+        """
+        if not self._open.any():
+            raise GenerationError(NOTHING)
+        self._chosen_from, self.scores = self.score(self._open, self._excluded)
+        return True
+
+    def look(self) -> bool:
+        """Looks through the scores; returns whether no id was found, so that the search must begin again.
+
+        Raises `GenerationError` if the constraint allows nothing.
+        """
+        scores, before = self.on_host(self.scores), self._refused
+        while scores[token := int(scores.argmax())] > -math.inf:
+            if self._accepts(token):
+                self._take(token)
+                return False
+            self._refuse(token, scores)
+        if self._refused == before:
+            if not self._excluded:
+                raise GenerationError(NOTHING)
+            self._excluded = []  # what is left is what canonical decoding excludes
+        return True
+
+    def _accepts(self, token: int) -> bool:
+        """Returns whether the constraint accepts an open id; its mask has told so of base ids."""
+        expansion = self.job.expand(token)
+        return len(expansion) == 1 or self._constraint.accepts(self.job.cut(expansion)[0])
+
+    def _refuse(self, token: int, scores: np.ndarray) -> None:
+        """Closes a hypertoken; after `REFUSALS` of them, closes all."""
+        self._refused += 1
+        closed = token if self._refused < REFUSALS else self._entries
+        self._open[closed] = False
+        scores[closed] = -math.inf
+
+    def _take(self, token: int) -> None:
+        """Ends the search with an id."""
+        self.token = token
+        self.logits = self.close(self._chosen_from, self._open) if self._refused else self._chosen_from
+
+
+def search(searches: Sequence[Search], compute: Callable[[list[Any]], Any] = lambda scores: None) -> None:
+    """Finds the ids of several rows. A row whose own work raises gets the exception as its job's `error`.
+
+    compute: called with the scores of several rows, which it may have computed together.
+    """
+    left = list(searches)
+    while left:
+        left = [one for one in left if _goes_on(one, one.begin)]
+        compute([one.scores for one in left])
+        left = [one for one in left if _goes_on(one, one.look)]
+
+
+def _goes_on(one: Search, part: Callable[[], bool]) -> bool:
+    """Returns what a part of a search returns; False if it raises, and the job's `error` is the exception then."""
+    try:
+        return part()
+    except Exception as error:
+        one.job.error = error
+        return False
+
+
+def _opened(mask: np.ndarray, vocab_size: int, first_ids: np.ndarray, width: int) -> np.ndarray:
+    """Returns which columns [W] bool are open.
+
+    mask: which base ids may come next; those that it does not name may not. first_ids [N]: each entry's first base id.
+    """
+    found = np.zeros(width, bool)
+    found[: min(len(mask), vocab_size)] = mask[:vocab_size]
+    found[vocab_size : vocab_size + len(first_ids)] = found[first_ids]
+    return found

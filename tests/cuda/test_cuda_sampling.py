@@ -1,0 +1,119 @@
+"""Sampling in PyTorch: the ids that MLX's samplers keep, with their probabilities, and penalties that are equal."""
+
+import collections
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="not installed: torch")
+
+from mlx_zip.codec import Codebook, compress  # noqa: E402
+from mlx_zip.cuda.sampling import BasePenalties, Draws  # noqa: E402
+from mlx_zip.engine import draws as mlx_draws  # noqa: E402
+from mlx_zip.sampling import BasePenalties as MlxPenalties  # noqa: E402
+from mlx_zip.sampling_options import Sampling  # noqa: E402
+from support import tiny  # noqa: E402
+
+CPU, WIDTH = torch.device("cpu"), 300
+SPECIAL = [3, 17]
+RULES = {
+    "nothing": {},
+    "top-p": {"top_p": 0.8},
+    "a tiny top-p": {"top_p": 1e-30},
+    "top-k": {"top_k": 12},
+    "min-p": {"min_p": 0.1},
+    "min-p that keeps some": {"min_p": 0.9, "min_tokens_to_keep": 5},
+    "xtc": {"xtc_probability": 1.0, "xtc_threshold": 0.02},
+    "all": {"top_p": 0.9, "min_p": 0.01, "xtc_probability": 1.0, "xtc_threshold": 0.05, "top_k": 20},
+}
+
+
+def some_logprobs(seed=1, sharpness=2.0):
+    logits = np.random.default_rng(seed).normal(0, sharpness, (1, WIDTH)).astype(np.float32)
+    logits[:, 250:] = -np.inf
+    return logits - np.log(np.exp(logits).sum())
+
+
+@pytest.mark.parametrize("temp", [0.7, 1.5])
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", RULES)
+def test_the_kept_ids_and_their_probabilities_are_those_of_the_mlx_sampler(name, seed, temp):
+    options, logprobs = Sampling(temp=temp, seed=1, **RULES[name]), some_logprobs(seed)
+    expected = np.array(mlx_draws.Draws(options, SPECIAL)._cut(mx.array(logprobs)))
+    got = Draws(options, SPECIAL, CPU).cut(torch.from_numpy(logprobs)).numpy()
+    assert np.array_equal(np.isneginf(got), np.isneginf(expected))
+    assert np.array_equal(got, expected)
+    assert name == "nothing" or np.isneginf(got).sum() > 50
+
+
+def test_xtc_leaves_all_ids_as_often_as_its_probability_says():
+    options = Sampling(temp=1.0, seed=5, xtc_probability=0.3, xtc_threshold=0.02)
+    draws, logprobs = Draws(options, [], CPU), torch.from_numpy(some_logprobs())
+    cut = sum(bool((draws.cut(logprobs) != logprobs).any()) for _ in range(1000))
+    assert 240 < cut < 360
+
+
+def test_ids_are_drawn_with_the_probabilities_that_the_temperature_gives():
+    logprobs = torch.tensor([[0.5, 0.3, 0.15, 0.05, 0.0]]).log()
+    draws, n = Draws(Sampling(temp=0.5, seed=3), [], CPU), 6000
+    counts = collections.Counter(int(draws(logprobs)) for _ in range(n))
+    wanted = (2 * logprobs[0]).softmax(0)
+    for one, probability in enumerate(wanted.tolist()):
+        assert abs(counts[one] / n - probability) < 0.025
+    assert not counts[4]
+
+
+def test_a_seed_gives_the_same_ids_whatever_other_requests_draw_in_between():
+    logprobs = torch.from_numpy(some_logprobs())
+    alone, other = Draws(Sampling(temp=1.0, seed=2**64 - 1), [], CPU), Draws(Sampling(temp=1.0, seed=4), [], CPU)
+    expected = [int(alone(logprobs)) for _ in range(20)]
+    mixed = Draws(Sampling(temp=1.0, seed=2**64 - 1), [], CPU)
+    got = [(int(mixed(logprobs)), int(other(logprobs)))[0] for _ in range(20)]
+    assert got == expected
+    assert len(set(expected)) > 5
+
+
+def test_random_numbers_go_on_from_a_kept_state_unless_there_is_a_seed():
+    logprobs = torch.from_numpy(some_logprobs())
+    first = Draws(Sampling(temp=1.0, seed=9), [], CPU)
+    ids = [int(first(logprobs)) for _ in range(20)]
+    again = Draws(Sampling(temp=1.0, seed=9), [], CPU)
+    assert [int(again(logprobs)) for _ in range(10)] == ids[:10]
+    later = Draws(Sampling(temp=1.0), [], CPU, again.state)
+    assert [int(later(logprobs)) for _ in range(10)] == ids[10:]
+    assert int(Draws(Sampling(temp=1.0, seed=9), [], CPU, again.state)(logprobs)) == ids[0]
+    assert 0 <= int(Draws(Sampling(temp=1.0), [], CPU, torch.zeros(3, dtype=torch.uint8))(logprobs)) < WIDTH
+
+
+def test_without_a_temperature_the_lowest_of_the_best_ids_is_chosen():
+    assert int(Draws(Sampling(), [], CPU)(torch.tensor([[0.0, 2.0, 1.0, 2.0]]))) == 1
+
+
+class State:
+    def __init__(self, book):
+        self.books = [book]
+
+
+PENALTIES = {
+    "repetition": {"repetition_penalty": 1.7, "repetition_context_size": 30},
+    "presence": {"presence_penalty": 0.7},
+    "frequency": {"frequency_penalty": -0.4, "frequency_context_size": 50},
+    "bias": {"logit_bias": {5: 3.0, 9: -100.0, 11: float("-inf")}},
+    "all": {"repetition_penalty": 0.8, "presence_penalty": 0.7, "frequency_penalty": 0.3, "logit_bias": {5: 3.0}},
+}
+
+
+@pytest.mark.parametrize("name", PENALTIES)
+def test_penalties_of_base_ids_and_hypertokens_are_those_of_mlx(name):
+    params, options = tiny.tiny_model().config.codec_params, Sampling(**PENALTIES[name])
+    book, logits = Codebook(params), np.random.default_rng(3).normal(0, 3, (1, 48 + 64)).astype(np.float32)
+    ours, theirs = (kind(options, State(book), 0) for kind in (BasePenalties, MlxPenalties))
+    for step, one in enumerate(compress(params, tiny.base_ids(80))[0]):
+        book.push([one])
+        if step % 7 == 0:
+            row = logits.copy()
+            row[:, params.vocab_size + len(book) :] = -np.inf
+            expected = np.array(theirs(mx.array([0]), mx.array(row)))
+            np.testing.assert_allclose(ours(torch.from_numpy(row)).numpy(), expected, rtol=2e-6)
+    assert len(book) > 3
