@@ -20,6 +20,7 @@ from mlx_zip.cli.serving_flags import SAMPLING, add_kv, add_model
 from mlx_zip.errors import GenerationError, MlxZipError, first_line, missing_library
 from mlx_zip.files import at_home
 from mlx_zip.progress import counted
+from mlx_zip.sampling_options import Sampling
 
 LIBRARIES = ("starlette", "uvicorn", "sse_starlette", "pydantic", "prometheus_client", "llguidance")
 _OF_SERVE = {  # flags of mlx_zip serve that the app does without; sessions go to disk if $MLX_ZIP_SESSION_CACHE says so
@@ -121,12 +122,9 @@ def _check(args: argparse.Namespace) -> None:
     if args.model == "":
         raise GenerationError("no model: --model is empty")
     check_at_least(args, 1, "max_tokens")
-    check_at_least(args, 0, "temp", "top_k")
     if args.port is not None and not 0 <= args.port <= 65535:
         raise GenerationError(f"--port must be from 0 to 65535, got {args.port}")
-    for name in ("top_p", "min_p"):
-        if not 0 <= getattr(args, name) <= 1:
-            raise GenerationError(f"--{name.replace('_', '-')} must be from 0 to 1, got {getattr(args, name)}")
+    Sampling(**{name: getattr(args, name) for name in SAMPLING})
     if args.no_history and (args.data or args.purge):
         raise GenerationError("--no-history keeps nothing, so --data and --purge have no meaning with it")
     if args.window and find_spec("webview") is None:

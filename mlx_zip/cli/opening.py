@@ -1,4 +1,4 @@
-"""How the commands that stand on an engine open one: `mlx_zip serve` and `mlx_zip chat`."""
+"""How the commands that stand on an engine open one: `mlx_zip serve`, `mlx_zip chat` and `mlx_zip app`."""
 
 from __future__ import annotations
 

@@ -166,3 +166,15 @@ def of_bundled(model: Any, chunks: Sequence[Sequence[int]]) -> np.ndarray:
     cache = make_prompt_cache(model)
     found = [np.array(model(mx.array([list(chunk)]), cache=cache)[0, :, :VOCAB]) for chunk in chunks]
     return np.concatenate(found)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_bundled_model_in_half_the_precision_is_near_mlx_s_float32(dtype):
+    from mlx_zip.loading import load
+
+    ids = random_ids(len(IDS), below=2048)
+    exact = of_bundled(load("stories")[0], then_steps(ids))
+    reader = Reader(read_folder("stories", "cpu", dtype))
+    found = np.concatenate([reader(chunk) for chunk in then_steps(ids)])
+    error = np.linalg.norm(found - exact) / np.linalg.norm(exact)
+    assert error < 1e-2
