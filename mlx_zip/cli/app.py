@@ -15,6 +15,7 @@ from typing import Any
 from mlx_zip import bundled
 from mlx_zip.arguments import check_at_least
 from mlx_zip.cli import packs, rows
+from mlx_zip.cli.engines import open_row_store
 from mlx_zip.cli.opening import engine_options, json_map, opened, request_pack
 from mlx_zip.cli.serving_flags import SAMPLING, add_kv, add_model
 from mlx_zip.errors import GenerationError, MlxZipError, first_line, missing_library
@@ -95,7 +96,7 @@ def _serve(args: argparse.Namespace, running: Any, listener: Any, store: Any) ->
     """Opens the model and serves the app; returns what ended the engine's thread, None for a signal."""
     name, chosen = bundled.DEFAULT if args.model is None else args.model, packs.read(args)
     with (
-        rows.open_store(args) as row_store,
+        open_row_store(args) as row_store,
         opened(None, name, **engine_options(args, name, chosen), row_cache=row_store) as engine,
     ):
         from mlx_zip.engine.engines import Engines, other_models
