@@ -20,15 +20,13 @@ from mlx_zip.arguments import check_at_least
 from mlx_zip.errors import MlxZipError
 from mlx_zip.progress import ProgressBar
 
-from .engine_choice import ONE_REQUEST, check_engines, make_engine
+from .engine_choice import ONE_REQUEST, check_engines, make_engine, needs_mlx
 from .generate_record import SCHEMA, ceiling, ceiling_record, counts, figures
-from .lookup import DRAFT
 from .machine import EnergyMeter, used
 from .record import header, load_before, surroundings
 from .report import short_table
-from .runs import ENGINES, Engine, Run
+from .runs import DRAFT, ENGINES, Engine, Run
 from .shape_table import ENCODERS, PRECISIONS, SHAPES, Models, ZipOptions
-from .shapes import from_folders, from_shape
 from .workloads import DOMAINS, Workload, chats, cut, read_requests, read_tokenizer, sources
 
 MODES = ("replay", "free", "chat")
@@ -212,15 +210,26 @@ def prepare(args: argparse.Namespace) -> tuple[Models, list[Workload]]:
     """
     if (args.shape is None) == (args.model is None and args.base is None):
         raise MlxZipError("name a model with --model (and --base), or random weights with --shape")
+    if args.shape is not None and args.mode != "replay":
+        raise MlxZipError(f"--shape has random weights, which write no text: --mode replay, not {args.mode}")
+    if not needs_mlx(args.engines):
+        from .cuda_engines import models_of  # torch is an extra
+
+        models = models_of(args.shape, args.precision, args.model, args.base, args.tokenizer, _zip_options(args))
+        return models, workloads_of(args, models.tokenizer, models.context)
+    from .shapes import from_folders, from_shape  # MLX is not needed by every engine
+
     if args.shape is None:
         models = from_folders(args.model, args.base)
         return models, workloads_of(args, models.tokenizer, models.context)
-    if args.mode != "replay":
-        raise MlxZipError(f"--shape has random weights, which write no text: --mode replay, not {args.mode}")
     tokenizer = read_tokenizer(args.tokenizer)
     workloads = workloads_of(args, tokenizer, SHAPES[args.shape]["max_position_embeddings"])
-    options = ZipOptions(args.encoder, args.encoder_layers, args.merge_size, args.codebook_size)
-    return from_shape(args.shape, args.precision, tokenizer, options), workloads
+    return from_shape(args.shape, args.precision, tokenizer, _zip_options(args)), workloads
+
+
+def _zip_options(args: argparse.Namespace) -> ZipOptions:
+    """Returns the hypertokens of a shape by the flags."""
+    return ZipOptions(args.encoder, args.encoder_layers, args.merge_size, args.codebook_size)
 
 
 def workloads_of(args: argparse.Namespace, tokenizer: Any, context: int | None) -> list[Workload]:

@@ -18,11 +18,10 @@ import numpy as np
 from mlx_zip.errors import MlxZipError
 
 from .engines import MlxEngine, installed_bytes
-from .runs import Run, zip_ids
+from .runs import DRAFT, Run, zip_ids
 from .shape_table import Models
 
 GRAMS = (3, 2)  # lengths of the runs of ids that are looked up, longest first
-DRAFT = 10  # ids that are proposed per step, by default
 
 
 class Lookup:

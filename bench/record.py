@@ -102,7 +102,7 @@ def blas_libraries() -> list[str] | None:
 def _installation(*packages: str) -> dict[str, Any]:
     """Returns machine, Python, versions of mlx_zip, numpy and `packages`, and commit."""
     return {
-        "machine": f"{platform.system()} {platform.machine()}, {_processor()}, {os.cpu_count()} cores",
+        "machine": f"{platform.system()} {platform.machine()}, {processor()}, {os.cpu_count()} cores",
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in ("mlx_zip", "numpy", *packages)},
         "commit": _commit(),
@@ -117,7 +117,7 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _processor() -> str:
+def processor() -> str:
     """Returns the processor's name."""
     info = Path("/proc/cpuinfo")
     if info.exists():

@@ -24,7 +24,8 @@ from .speeds import ratio
 from .tables import FORMATS, table
 
 BASE = "mlx-lm"  # engine that the others are compared with; where it did not run, transformers
-BASES = (BASE, "hf-compiled", "hf")
+BASES = (BASE, "torch-base", "mlx-cuda-base", "hf-compiled", "hf")
+OWN_BASES = {"torch-zip": "torch-base", "mlx-cuda-zip": "mlx-cuda-base"}  # compared with first, where they ran too
 COLUMNS = {  # heading: (figure, divisor)
     "first id, ms": ("ttft_ms", 1),
     "prefill, base tokens/s": ("prefill_tokens_per_s", 1),
@@ -134,7 +135,11 @@ def against_base(record: dict[str, Any], records: Records) -> list[str]:
     "-" for the base engine itself, without one, and for a figure that is not known.
     """
     same_run = [r for r in records if r["run"] == record["run"] and key(r, engine=False) == key(record, engine=False)]
-    base = next((r for name in BASES for r in same_run if r["engine"] == name), record)
+    names = (
+        OWN_BASES.get(record["engine"], record["engine"] if record["engine"] in OWN_BASES.values() else BASE),
+        *BASES,
+    )
+    base = next((r for name in names for r in same_run if r["engine"] == name), record)
     shown = []
     for name in RATIOS.values():
         figures = [one["figures"][name] for one in (base, record)]

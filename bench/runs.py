@@ -12,11 +12,16 @@ from mlx_zip.codec import Codebook, compress_next
 
 from . import machine
 
+DRAFT = 10  # ids that are proposed per step, by default
 ENGINES = {
     "mlx-lm": "the plain model in mlx-lm",
     "mlx-zip": "the model with hypertokens in mlx_zip",
     "mlx-lm+lookup": "the plain model with prompt-lookup decoding, greedy, exact",
     "mlx-zip+lookup": "the model with hypertokens with prompt-lookup decoding, greedy, exact",
+    "torch-zip": "the model with hypertokens in mlx_zip on PyTorch and Triton",
+    "torch-base": "the plain model on the same engine as torch-zip",
+    "mlx-cuda-zip": "mlx-zip, on MLX's CUDA backend",
+    "mlx-cuda-base": "mlx-lm, on MLX's CUDA backend",
     "hf": "the plain model in transformers, eager",
     "hf-compiled": "the plain model in transformers, compiled, static cache",
     "zip2zip": "the published package (PyTorch)",

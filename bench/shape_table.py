@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +104,8 @@ class Models:
     name, precision, weights ("random" or "trained"): for the records. plain, zipped: functions that make a new model
     object over the same weights, without and with hypertokens; zipped is None if there is no model with hypertokens.
     base_config: the decoder's config.json. folder: the plain model's, for engines of other libraries; None without one.
+    zip_folder: that of the model with hypertokens. options: hypertokens of random weights. opened: what engines of
+    other libraries have loaded and share, by library.
     """
 
     name: str
@@ -114,6 +116,9 @@ class Models:
     plain: Callable[[], Any]
     zipped: Callable[[], Any] | None
     folder: Path | None = None
+    zip_folder: Path | None = None
+    options: ZipOptions | None = None
+    opened: dict[str, Any] = field(default_factory=dict)
 
     @property
     def context(self) -> int | None:

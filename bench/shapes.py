@@ -56,6 +56,7 @@ def from_config(
         tokenizer=tokenizer,
         plain=lambda: _with_weights(_plain_model(config), decoder, quantization),
         zipped=lambda: _with_weights(Model(args), weights, quantization),
+        options=options,
     )
 
 
@@ -95,6 +96,7 @@ def from_folders(model: str | None, base: str | None) -> Models:
         plain=_decoder_maker(zipped) if plain is None else _maker(plain, base),
         zipped=None if zipped is None else _maker(zipped, model),
         folder=model_folder(base) if base else None,
+        zip_folder=model_folder(model) if model else None,
     )
 
 

@@ -46,18 +46,6 @@ def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: Seen
     return scaled_dot_product_attention(q, keys, values, attn_mask=mask).transpose(1, 2)
 
 
-def attend_one(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, lengths: torch.Tensor, window: int | None
-) -> torch.Tensor:
-    """Returns softmax(q k' / sqrt(E)) v [B, H, E] of one query per sequence, the last of its keys.
-
-    q [B, H, E]; keys, values [B, K, S, E]; lengths [B] int64: keys of each sequence, with its own. window: as in
-    `Seen.mask`. Nothing is read on the host.
-    """
-    mask = seen_keys(lengths[:, None] - 1, keys.shape[2], window)
-    return scaled_dot_product_attention(q[:, :, None], keys, values, attn_mask=mask, enable_gqa=True)[:, :, 0]
-
-
 def seen_keys(slots: torch.Tensor, end: int, window: int | None) -> torch.Tensor:
     """Returns which of `end` keys each query sees, [B, 1, L, end] bool. A query of padding sees the first key."""
     key, own = torch.arange(end, device=slots.device), slots.clamp(min=0)[:, None, :, None]

@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import torch
 
-from mlx_zip.cuda.attention import Seen, attend, attend_one
+from mlx_zip.cuda.attention import Seen, attend
 from mlx_zip.cuda.folder import Folder
+from mlx_zip.cuda.kernels.attention import decode_attention
 from mlx_zip.cuda.kernels.norm import add_rms_norm
 from mlx_zip.cuda.kernels.rope import Rotation, rope_and_cache
 from mlx_zip.cuda.kv import KV, make_kv
@@ -61,7 +62,7 @@ class Decoder:
 
         def attention(index: int, layer: Layer, qkv: torch.Tensor) -> torch.Tensor:
             q = self._rotated(layer, index, qkv[:, None], positions[:, None], slots, kv)
-            return attend_one(q[:, 0], kv.keys(index), kv.values(index), seen, layer.window).reshape(len(h), -1)
+            return decode_attention(q[:, 0], kv.keys(index), kv.values(index), seen, layer.window).view(len(h), -1)
 
         out = self._run(h, attention)
         kv.lengths.add_(1 if active is None else active)

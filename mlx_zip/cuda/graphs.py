@@ -33,8 +33,9 @@ class Graphs:
         if not self._captures:
             return work()
         if key not in self._captured:
-            self._warm_up(work, keep)
-            self._captured[key] = self._capture(work)
+            with torch.cuda.device(self._device):
+                self._warm_up(work, keep)
+                self._captured[key] = self._capture(work)
         graph, result = self._captured[key]
         graph.replay()
         return result  # type: ignore[return-value]
@@ -46,9 +47,11 @@ class Graphs:
         with torch.cuda.stream(side):
             before = [tensor.clone() for tensor in keep]
             for _ in range(WARM_UPS):
-                work()
-                for tensor, value in zip(keep, before, strict=True):
-                    tensor.copy_(value)
+                try:
+                    work()
+                finally:
+                    for tensor, value in zip(keep, before, strict=True):
+                        tensor.copy_(value)
         current.wait_stream(side)
 
     def _capture(self, work: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:

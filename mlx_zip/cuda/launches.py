@@ -24,7 +24,7 @@ from mlx_zip.cuda import kernels
 from mlx_zip.cuda.kernel_bytes import KERNEL_BYTES, bytes_of
 
 # launches of a kernel's Triton form that are not one: the second launch joins what the blocks of the first have found
-KERNEL_LAUNCHES: dict[str, int] = {"head.reference": 2}
+KERNEL_LAUNCHES: dict[str, int] = {"head.reference": 2, "attention.reference": 2}
 FREE = {  # operations that launch nothing although their schema does not say so
     *("_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_"),
     *("is_pinned", "is_same_size", "lift_fresh", "_pin_memory", "sym_size", "sym_stride", "sym_numel"),

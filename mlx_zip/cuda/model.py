@@ -171,8 +171,9 @@ class CudaModel:
         return start if isinstance(start, TunedStart) else None
 
     def take_pack(self, pack: PackOrEntries) -> None:
-        """Makes requests begin with this pack unless they name another. Raises `ConfigError` for
-        an entry that does not fit, and what `begin_with` raises.
+        """Makes requests begin with this pack unless they name another.
+
+        Raises `ConfigError` for an entry that does not fit, and what `begin_with` raises.
         """
         start = start_of(pack)
         if self.config is None:

@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
+from mlx_zip.cuda.memory import check_room
+
 ENTRIES_PER_PASS = 512  # limits the encoder's activations when a long prompt installs thousands of entries
 STORE_BYTES = 256 << 20
 Encode = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # entries [N, S], lengths [N] -> rows [N, sides, D]
@@ -21,13 +23,15 @@ class RowStore:
     """Rows of entries by their base ids, on the device: `pool` [places, sides, D].
 
     sides: 1 where an entry's input row and output row are one, else 2 (output, input). Holds at least
-    `ENTRIES_PER_PASS` rows, whatever `limit`, in bytes, says.
+    `ENTRIES_PER_PASS` rows, whatever `limit`, in bytes, says. Raises `ModelError` naming needed and free bytes.
     """
 
     def __init__(
         self, sides: int, width: int, dtype: torch.dtype, device: torch.device, limit: int = STORE_BYTES
     ) -> None:
-        self.places = max(ENTRIES_PER_PASS, limit // (sides * width * dtype.itemsize))
+        each = sides * width * dtype.itemsize
+        self.places = max(ENTRIES_PER_PASS, limit // each)
+        check_room("the store of hyper rows", self.places * each, device)
         self.pool = torch.empty((self.places, sides, width), dtype=dtype, device=device)
         self._of: OrderedDict[bytes, int] = OrderedDict()  # place by entry, the least recently used first
 
@@ -87,12 +91,14 @@ class Tables:
     """The rows of a batch of B sequences by slot.
 
     outputs, inputs [B, C, D]: one tensor where an entry's two rows are one. installed [B, C] bool: which slots can be
-    chosen. spans [B, C] int64: base ids of each slot's entry.
+    chosen. spans [B, C] int64: base ids of each slot's entry. Raises `ModelError` naming needed and free bytes.
     """
 
     def __init__(
         self, batch: int, slots: int, sides: int, width: int, dtype: torch.dtype, device: torch.device
     ) -> None:
+        each = sides * width * dtype.itemsize + torch.bool.itemsize + torch.int64.itemsize
+        check_room(f"tables of hyper rows of {batch} x {slots} slots", batch * slots * each, device)
         self.outputs = torch.zeros((batch, slots, width), dtype=dtype, device=device)
         self.inputs = self.outputs if sides == 1 else torch.zeros_like(self.outputs)
         self.installed = torch.zeros((batch, slots), dtype=torch.bool, device=device)

@@ -6,9 +6,10 @@ import json
 
 import pytest
 
-from mlx_zip.bench import engine_choice, engines, generate, machine, workloads
+from mlx_zip.bench import engine_choice, engines, generate, machine, shapes, workloads
 from mlx_zip.bench.engines import MlxZip
 from mlx_zip.bench.generate_record import FIGURES, SECTIONS, SINCE, ceiling, ceiling_record, checked, figures
+from mlx_zip.bench.runs import ENGINES
 from mlx_zip.bench.shape_table import ENCODERS, ZipOptions
 from mlx_zip.bench.shapes import from_config, from_folders
 from mlx_zip.bench.workloads import Turn, Workload, chats, cut, read_tokenizer, sources
@@ -307,7 +308,7 @@ def test_the_page_explains_every_field_and_figure():
     page = (DOCS / "bench.md").read_text()
     assert all(f"| `{name}` | {unit} | {what} |" in page for name, (unit, what) in FIGURES.items())
     assert all(f"`{name}`" in page for name in (*SECTIONS, *SINCE))
-    assert all(f"`{name}`" in page for name in engines.ENGINES)
+    assert all(f"`{name}`" in page for name in ENGINES)
 
 
 # ---- energy
@@ -354,7 +355,7 @@ def test_without_a_counter_there_are_no_joules(tmp_path, monkeypatch):
     ],
 )
 def test_bad_requests_are_refused_before_any_weight_is_made(flags, message, monkeypatch):
-    monkeypatch.setattr(generate, "from_shape", lambda *_: pytest.fail("too late"))
+    monkeypatch.setattr(shapes, "from_shape", lambda *_: pytest.fail("too late"))
     with pytest.raises(MlxZipError, match=message):
         tiny_bench.run("generate", *ON, "--sizes", "8+4", *flags)
 

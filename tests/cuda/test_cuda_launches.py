@@ -148,7 +148,6 @@ def test_a_step_without_hypertokens_reads_the_weights_once(phi):
     assert phi[0].warm.bytes == pytest.approx(weights, rel=0.006)
 
 
-@pytest.mark.xfail(reason="the layers do not run the fused kernels yet", strict=False)
 def test_a_layer_of_a_step_launches_no_more_than_the_budget(phi):
     for costs in phi:
         assert costs.warm.count <= PER_LAYER * 32 + 16

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from support.tiny import tiny_config
 from support.torch_folders import make_model, save
 
 torch = pytest.importorskip("torch")
@@ -14,6 +15,8 @@ pytest.importorskip("mlx.core")
 from mlx_zip.cuda.decoder import Decoder  # noqa: E402
 from mlx_zip.cuda.folder import read_folder  # noqa: E402
 from mlx_zip.cuda.kv import KV  # noqa: E402
+from mlx_zip.cuda.launches import counted  # noqa: E402
+from mlx_zip.cuda.random_folder import random_folder  # noqa: E402
 from mlx_zip.cuda.rope import LONG, SHORT  # noqa: E402
 
 FAMILIES = ["llama", "mistral", "phi3", "qwen3"]
@@ -146,3 +149,34 @@ def test_a_prompt_of_one_id_is_read(tmp_path):
     h, kv = embeddings(decoder, 0), decoder.make_kv(1, ROOM)
     out = torch.cat([read(decoder, h[:, :1], kv), read(decoder, h[:, 1:2], kv)], dim=1)
     torch.testing.assert_close(out[0], alone(decoder, h)[:2], atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("bits", [None, 4])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_is_made_of_kernels_that_a_graph_can_hold(family, bits, rows):
+    decoder = Decoder(random_folder(tiny_config(family), "cpu", torch.float32, bits, group=32))
+    kv, h, ones = (
+        decoder.make_kv(rows, 80),
+        torch.ones((rows, decoder.config.width)),
+        torch.ones(rows, dtype=torch.int64),
+    )
+    with counted() as found:
+        decoder.step(h, ones, kv, active=ones)
+    assert found.names == {
+        "matvec.reference": 4 * 2,  # of two layers
+        "rope.reference": 2,
+        "attention.reference": 2 * 2,
+        "norm.reference": 1,
+        "add": 1,
+        "add_": 1,
+    }
+
+
+def test_more_rows_than_a_product_takes_step_as_each_does_alone(tmp_path):
+    decoder = open_decoder(tmp_path)
+    kv, h = decoder.make_kv(20, 4), embeddings(decoder, 0)[0, :20]
+    at = torch.zeros(20, dtype=torch.int64)
+    out = decoder.step(h, at, kv)
+    expected = [alone(decoder, h[None, row : row + 1])[0] for row in range(20)]
+    torch.testing.assert_close(out, torch.stack(expected), atol=2e-4, rtol=2e-4)

@@ -123,6 +123,14 @@ def test_entries_are_evicted_as_in_mlx(policy, tmp_path):
     assert ours(model, prompt, 60, chunk=16) == greedy(mlx, prompt, 60, chunk=16)
 
 
+@pytest.mark.parametrize("mode", ["compressed", "base_token_end"])
+def test_longrope_switches_within_a_prompt_as_in_mlx(mode, tmp_path):
+    mlx = tiny_model("phi3", ENCODER, position_mode=mode)
+    model, prompt = open_model(save(mlx, tmp_path / "m"), "cpu"), base_ids(90)
+    for chunk in (16, 512):
+        assert ours(model, prompt, 20, chunk=chunk) == greedy(mlx, prompt, 20, chunk=chunk)
+
+
 def test_a_pack_that_a_request_names_is_used(tmp_path):
     mlx = tiny_model(encoder=ENCODER)
     model, prompt = open_model(save(mlx, tmp_path / "m"), "cpu"), base_ids(30)
@@ -145,13 +153,15 @@ def test_without_hypertokens_the_decoder_alone_is_used(tmp_path):
     assert ours(model, prompt, 30) == expected
 
 
-@pytest.mark.parametrize("family", ["llama", "phi3"])
-def test_the_kernels_emit_what_their_references_emit(family, tmp_path):
+@pytest.mark.parametrize(("family", "hypertokens"), [("llama", True), ("phi3", True), ("llama", False)])
+def test_the_kernels_emit_what_their_references_emit(family, hypertokens, tmp_path):
     from mlx_zip.cuda.kernels.dispatch import forced
 
-    model, prompt = open_model(save(tiny_model(family, ENCODER), tmp_path / "m"), "cpu"), base_ids(28)
+    folder, prompt = save(tiny_model(family, ENCODER), tmp_path / "m"), base_ids(28)
+    model = open_model(folder, "cpu", hypertokens=hypertokens)
     expected = ours(model, prompt, 8)
-    model.store.forget()
+    if model.store is not None:
+        model.store.forget()
     with forced("triton"):
         assert ours(model, prompt, 8) == expected
 

@@ -41,6 +41,15 @@ class Packed(NamedTuple):
         check_shape("biases", self.biases, height, width // self.group_size)
 
 
+def check_matrix(name: str, matrix: torch.Tensor | Packed) -> tuple[torch.Tensor, ...]:
+    """Returns the tensors of a matrix, dense or packed. Raises ValueError if they do not fit together."""
+    if isinstance(matrix, Packed):
+        matrix.check()
+        return matrix.words, matrix.scales, matrix.biases
+    check_shape(name, matrix, None, None)
+    return (matrix,)
+
+
 def dequantize(packed: Packed) -> torch.Tensor:
     """Returns the matrix [R, D]: float64 if the scales are, else float32."""
     shifts = torch.arange(0, 32, packed.bits, device=packed.words.device)

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from mlx_zip.cuda.kernels.rope import Rotation
+from mlx_zip.cuda.kernels.rotation import Rotation
 
 
 def launch(
@@ -82,8 +82,5 @@ def _cos_sin(positions, frequencies, which, at, length, sets, half, column, part
         end = tl.where(row >= 0, tl.where(row < sets, half, 0), 0)
     rate = tl.load(frequencies + row * half + pair, mask=pair < end, other=float("nan"))
     angle = tl.load(positions + at).to(tl.float32) * rate
-    # whole turns go first, in two steps without rounding: a GPU's cosine is exact only for small angles
-    whole = tl.floor(angle * 0.15915494309189535 + 0.5)
-    angle = (angle - whole * 6.28125) - whole * 0.0019353071795864769
     sign = tl.where(column < half, -1.0, 1.0)
     return tl.cos(angle), sign * tl.sin(angle)

@@ -1,0 +1,146 @@
+"""The engines torch-zip and torch-base in `bench generate`: same ids, same counts, no MLX."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from itertools import chain
+
+import pytest
+
+pytest.importorskip("torch")
+
+from mlx_zip.bench import cuda_engines, engine_choice
+from mlx_zip.bench.cuda_engines import TorchEngine, models_of
+from mlx_zip.bench.engine_choice import check_engines, make_engine
+from mlx_zip.bench.runs import zip_ids
+from mlx_zip.bench.shape_table import ZipOptions
+from mlx_zip.codec import Codebook
+from mlx_zip.errors import MlxZipError
+from support import tiny_bench
+from support.tiny_bench import ON
+
+OPTIONS = ZipOptions(encoder_layers=1, codebook_size=64)
+TEXT = [300 + i % 7 for i in range(24)]
+PROMPT = [300 + i % 5 for i in range(20)]
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch):
+    tiny_bench.small(monkeypatch)
+    monkeypatch.setattr(cuda_engines, "CPU_COPY_BYTES", 1 << 12)
+
+
+@pytest.fixture
+def models():
+    return models_of("tiny", "float32", None, None, "stories", OPTIONS)
+
+
+@pytest.mark.parametrize("name", cuda_engines.NAMES)
+def test_replay_emits_exactly_the_forced_ids(models, name):
+    made = TorchEngine(name, models)
+    for _ in range(2):  # the second time in the batch of the first
+        run = made.run(PROMPT, len(TEXT), TEXT)
+        assert run.base_ids == TEXT
+        prompt_ids, ids = zip_ids(Codebook(made.model.params), PROMPT, TEXT)
+        assert (run.prompt_ids, list(chain(*run.ids))) == (len(prompt_ids), ids.tolist())
+        assert run.times == sorted(run.times)
+        assert run.text_bytes == len(made.tokenizer.decode(TEXT).encode())
+        assert run.kv_ids == run.prompt_ids + len(ids)
+        assert (len(ids) < len(TEXT)) == (run.row_bytes > 0) == (name == "torch-zip")
+
+
+def test_both_engines_share_their_weights(models):
+    zipped, base = (TorchEngine(name, models) for name in cuda_engines.NAMES)
+    assert zipped.model.matrix is base.model.matrix
+    assert (zipped.weight_bytes, zipped.kv_bytes) == (base.weight_bytes, base.kv_bytes)
+    assert base.weight_bytes == 4 * (4160 * 32 + 32 + 2 * (32 * 64 + 32 * 32 + 3 * 32 * 48 + 2 * 32))
+    assert base.kv_bytes == 2 * 2 * 16 * 4
+
+
+def test_cold_rows_are_those_of_an_empty_store(models):
+    made = TorchEngine("torch-zip", models)
+    made.run(PROMPT, len(TEXT), TEXT)
+    assert len(made.model.store) > 0
+    made.fresh()
+    assert len(made.model.store) == 0
+
+
+def test_the_bundled_models_write_what_mlx_writes():
+    pytest.importorskip("mlx.core")
+    from mlx_zip.bench.shapes import from_folders
+
+    _, args = tiny_bench.parse("generate")
+    described = models_of(None, "", "stories", "stories-base", "", None)
+    loaded = from_folders("stories", "stories-base")
+    prompt = described.tokenizer.encode("Once upon a time there was a little dog", add_special_tokens=False)
+    for ours, theirs in (("torch-zip", "mlx-zip"), ("torch-base", "mlx-lm")):
+        found, expected = make_engine(ours, described, args), make_engine(theirs, loaded, args)
+        assert found.run(prompt, 24).base_ids == expected.run(prompt, 24).base_ids
+        conversation = found.start(), expected.start()
+        for _ in range(2):
+            a, b = (e.run(prompt, 8, None, held) for e, held in zip((found, expected), conversation, strict=True))
+            assert a.base_ids == b.base_ids
+
+
+def test_generate_writes_their_records_and_compares_each_with_its_own_base(capsys):
+    flags = ["--engines", "torch-base", "torch-zip", *ON, "--sizes", "16+8", "--trials", "2"]
+    assert tiny_bench.run("generate", *flags) == 0
+    printed = capsys.readouterr()
+    base, zipped = map(json.loads, printed.out.splitlines())
+    assert (base["engine"], zipped["engine"]) == ("torch-base", "torch-zip")
+    assert base["counts"]["base_tokens"] == zipped["counts"]["base_tokens"] == 8
+    assert base["device"]["device"] == "cpu"
+    rows = [line for line in printed.err.splitlines() if line.startswith("| torch")]
+    assert rows[0].endswith("| - | - |")
+    assert not rows[1].endswith("| - | - |")
+
+
+CODE = """
+import importlib.machinery, sys
+find = importlib.machinery.PathFinder.find_spec
+def hidden(name, path=None, target=None):
+    return None if name.split(".")[0] in ("mlx", "mlx_lm") else find(name, path, target)
+
+importlib.machinery.PathFinder.find_spec = staticmethod(hidden)
+from mlx_zip.bench.__main__ import main
+flags = "--model stories --base stories-base --mode chat --turns 1 --sizes 16+8 --trials 1 --warmup 0"
+assert main(["generate", "--engines", "torch-zip", "torch-base", *flags.split()]) == 0
+assert main(["generate", "--engines", "mlx-lm", "--shape", "llama-3.2-1b"]) == 2
+assert "mlx" not in sys.modules
+"""
+
+
+def test_they_run_where_mlx_cannot_be_imported():
+    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert [json.loads(line)["engine"] for line in done.stdout.splitlines()] == ["torch-zip", "torch-base"]
+    assert "mlx" in done.stderr.splitlines()[-1]
+
+
+def test_what_they_cannot_run_is_refused_on_one_line(models):
+    with pytest.raises(MlxZipError, match="needs a model with hypertokens"):
+        TorchEngine("torch-zip", models_of(None, "", None, "stories-base", "", None))
+    with pytest.raises(MlxZipError, match="--model stories-base has no hypertokens"):
+        models_of(None, "", "stories-base", None, "", None)
+    with pytest.raises(MlxZipError, match="for the engines on PyTorch only"):
+        models.plain()
+
+
+def test_mlx_on_cuda_is_refused_without_a_card(monkeypatch):
+    mx = pytest.importorskip("mlx.core")
+    if mx.cuda.is_available():
+        pytest.skip("MLX has a card here")
+    with pytest.raises(MlxZipError, match="mlx-cuda-zip needs MLX's CUDA backend"):
+        check_engines(["mlx-cuda-zip"])
+
+
+def test_mlx_on_cuda_is_the_unmodified_code_under_another_name(monkeypatch):
+    pytest.importorskip("mlx.core")
+    monkeypatch.setattr(engine_choice, "_check_mlx_cuda", lambda name: None)
+    check_engines(list(engine_choice.ON_MLX_CUDA))
+    _, args = tiny_bench.parse("generate")
+    for name, other in engine_choice.ON_MLX_CUDA.items():
+        made = make_engine(name, tiny_bench.models(), args)
+        assert (made.name, type(made)) == (name, type(make_engine(other, tiny_bench.models(), args)))
