@@ -21,6 +21,7 @@ from mlx_zip.cuda.graphs import Graphs  # noqa: E402
 from mlx_zip.cuda.launches import counted  # noqa: E402
 from mlx_zip.cuda.model import open_model  # noqa: E402
 from mlx_zip.errors import CodecError, ModelError  # noqa: E402
+from mlx_zip.vocab.tuned import TunedRows, TunedStart  # noqa: E402
 
 STEPS, CAPACITY = 24, 128
 CASES = {
@@ -325,3 +326,18 @@ def test_pieces_read_nothing_on_the_host(model):
     assert set(watched.operations) == {"body", "head", "encode", "install"}
     for piece, names in watched.operations.items():
         assert not names & HOST_READS, piece
+
+
+def test_each_sequence_begins_with_its_own_pack(tmp_path):
+    mlx = tiny_model("llama", "res_latent_attn", start=[[3, 4], [6, 7, 8]])
+    model = open_model(save(mlx, tmp_path / "m"), "cpu")
+    rows = np.random.default_rng(3).normal(0, 0.3, (2, 2, 64)).astype(np.float32)
+    tuned = TunedStart(((5, 6, 7), (9, 10)), TunedRows(rows[0], rows[1], mlx.fingerprint))
+    packs = [None, (), [PROMPTS[1][2:5]], tuned]
+    batch, expected = Batch(model, 4, CAPACITY), []
+    for pack in packs:
+        row = batch.add(pack)
+        batch.read(row, compress_next(batch.book(row), np.array(PROMPTS[1])))
+        expected.append([one for one, _ in islice(generate(model, PROMPTS[1], 1000, pack=pack), 12)])
+    assert np.array([step(batch) for _ in range(12)]).T.tolist() == expected
+    assert len({tuple(ids) for ids in expected}) == len(packs)

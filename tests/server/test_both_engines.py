@@ -2,6 +2,7 @@
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -61,7 +62,13 @@ def test_a_stream_and_a_chat_are_identical(both):
 
 
 def test_limits_and_stop_strings_cut_inside_a_hypertoken_at_the_same_place(both):
-    for fields in ({"max_tokens": 2}, {"max_tokens": 3}, {"stop": "there w"}, {"stop": ["little g", "named"]}):
+    cases: list[dict[str, Any]] = [
+        {"max_tokens": 2},
+        {"max_tokens": 3},
+        {"stop": "there w"},
+        {"stop": ["little g", "named"]},
+    ]
+    for fields in cases:
         assert completed(both[1], **fields)[0] == completed(both[0], **fields)[0]
 
 
