@@ -1,4 +1,4 @@
-"""How queries and keys are normed and turned."""
+"""How queries and keys are normed and turned: what the rope kernel and its reference are told."""
 
 from __future__ import annotations
 
