@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # what `__getattr__` loads, for type checkers and editors
     from mlx_zip.hyper import RowStore as RowStore
     from mlx_zip.layout import Layout as Layout
     from mlx_zip.loading import load as load
-    from mlx_zip.request import GenerationResponse as GenerationResponse
+    from mlx_zip.response import GenerationResponse as GenerationResponse
     from mlx_zip.state import ZipState as ZipState
     from mlx_zip.text.prompts import Chat as Chat
     from mlx_zip.vocab.packs import Pack as Pack
@@ -55,7 +55,7 @@ _HOMES = {
     "Pack": "mlx_zip.vocab.packs",
     "load_pack": "mlx_zip.vocab.packs",
     "load": "mlx_zip.loading",
-    "GenerationResponse": "mlx_zip.request",
+    "GenerationResponse": "mlx_zip.response",
     "generate": "mlx_zip.generate",
     "stream_generate": "mlx_zip.generate",
     "batch_generate": "mlx_zip.generate",

@@ -55,7 +55,7 @@ def load_options(packs: Packs | None, codebook_size: int | None, plain: bool) ->
 
 def is_plain(name: str, revision: str | None = None) -> bool:
     """Returns whether a model's config says that it has no hypertokens. Raises `ModelError`."""
-    from mlx_zip.loading import model_folder, read_config
+    from mlx_zip.folders import model_folder, read_config
     from mlx_zip.register import MODEL_TYPE
 
     return read_config(model_folder(name, revision))["model_type"] != MODEL_TYPE

@@ -6,6 +6,7 @@ import math
 import os
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 from mlx_zip.errors import ConfigError
@@ -18,7 +19,7 @@ SUMMED, SUMS = 16 << 20, 4  # floats of the array that numbers are added to, and
 
 
 def choose_device() -> None:
-    """Makes the device in MLX_ZIP_DEVICE, "cpu" or "gpu", MLX's default; without the variable, does nothing.
+    """Makes the device in MLX_ZIP_DEVICE, "cpu" or "gpu", MLX's default; without the variable or MLX, does nothing.
 
     Call it before `mlx_lm` is imported, which takes the default device of that moment for generation. Raises
     `ConfigError` for another name, and for a device that this machine or this MLX does not have.
@@ -28,6 +29,8 @@ def choose_device() -> None:
         return
     if name not in DEVICES:
         raise ConfigError(f"{VARIABLE}={name}: it is one of {', '.join(DEVICES)}")
+    if find_spec("mlx") is None:
+        return  # a command that needs MLX will say so
     import mlx.core as mx
 
     try:

@@ -138,4 +138,4 @@ def _install_mlx() -> str:
     """Returns the command that installs MLX on this system."""
     if sys.platform == "darwin":
         return install_hint("mlx")
-    return f"{install_hint(extra='cpu')} (with an NVIDIA GPU: '.[mlx-cuda]')"
+    return f"{install_hint(extra='cpu')} (with an NVIDIA GPU: '.[mlx-cuda]', or '.[cuda]' and --engine cuda)"

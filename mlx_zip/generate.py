@@ -27,7 +27,8 @@ from mlx_zip.layout import is_zip
 from mlx_zip.loading import load
 from mlx_zip.machines import check_equal
 from mlx_zip.models.sharding import chosen_by_first, machines_of
-from mlx_zip.request import GenerationResponse, Request, base_config
+from mlx_zip.request import Request, base_config
+from mlx_zip.response import RULE, GenerationResponse, footer
 from mlx_zip.sampling import Sampling, SamplingOptions, make_sampler
 from mlx_zip.state import find_state, split_packs
 from mlx_zip.text.tokenizer import as_tokenizer
@@ -37,7 +38,6 @@ from mlx_zip.vocab.packs import PackLike, as_pack
 __all__ = ["GenerationResponse", "batch_generate", "generate", "load", "stream_generate"]
 
 T = TypeVar("T")
-RULE = "=" * 10  # the line that `generate(verbose=True)` prints before and after the text, as mlx-lm does
 PREFILL_STEP_SIZE = 2048
 KV_BITS, KV_GROUP_SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)
 
@@ -211,19 +211,6 @@ def generate(model: Any, tokenizer: Any, prompt: Any, verbose: bool = False, **o
     if verbose and response is not None:
         print(f"\n{RULE}\n{footer(response)}")
     return text
-
-
-def footer(response: GenerationResponse) -> str:
-    """Returns four lines of figures: mlx-lm's three, in base tokens, and one about hypertokens."""
-    last = response
-    return (
-        f"Prompt: {last.prompt_tokens} tokens, {last.prompt_tps:.3f} tokens-per-sec\n"
-        f"Generation: {last.generation_tokens} tokens, {last.generation_tps:.3f} tokens-per-sec\n"
-        f"Peak memory: {last.peak_memory:.3f} GB\n"
-        f"Hypertokens: {last.generation_tokens} base tokens in {last.steps} steps "
-        f"({last.base_tokens_per_step:.3f} per step), {last.hyper_share:.1%} of steps hypertokens; "
-        f"prompt {last.prompt_tokens} base tokens in {last.prompt_ids} ids"
-    )
 
 
 def batch_generate(

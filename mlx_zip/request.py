@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -17,65 +16,11 @@ from mlx_zip.canonical import CanonicalDecoding
 from mlx_zip.codec import compress_next
 from mlx_zip.errors import GenerationError
 from mlx_zip.layout import is_zip
+from mlx_zip.response import GenerationResponse
 from mlx_zip.sampling import Sampling, make_processors
 from mlx_zip.state import find_state
 from mlx_zip.text.prompts import as_chat, encode_prompt
 from mlx_zip.text.stream import TextStream
-
-
-@dataclass(frozen=True)
-class GenerationResponse:
-    """One emitted id, and the figures up to and including it.
-
-    text: the next piece of text, possibly empty. token: the emitted id. base_ids: the base ids of `token`, without
-    those after an eos, a stop string or the limit. logprobs [W]: the log-probabilities that `token` was chosen from.
-    prompt_tokens, generation_tokens: base tokens of the prompt and of the output so far; prompt_ids, steps: the same
-    counted in ids. hypertokens: emitted ids that are hypertokens. *_tps: base tokens per second. bytes: UTF-8 bytes of
-    text so far. peak_memory: GB. finish_reason: None, or in the last response "stop" or "length". cached_tokens: base
-    tokens of a conversation that the prompt cache held already; they are not among prompt_tokens.
-    """
-
-    text: str
-    token: int
-    base_ids: tuple[int, ...]
-    logprobs: mx.array
-    prompt_tokens: int
-    prompt_ids: int
-    prompt_tps: float
-    generation_tokens: int
-    steps: int
-    hypertokens: int
-    generation_tps: float
-    bytes: int
-    peak_memory: float
-    finish_reason: str | None = None
-    cached_tokens: int = 0
-
-    @property
-    def base_tokens_per_step(self) -> float:
-        """Base tokens per emitted id."""
-        return self.generation_tokens / self.steps
-
-    @property
-    def hyper_share(self) -> float:
-        """Share of the emitted ids that are hypertokens."""
-        return self.hypertokens / self.steps
-
-    def figures(self) -> dict[str, Any]:
-        """Returns the figures by name, with units. *_tokens count base tokens; steps and prompt_ids count ids."""
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "prompt_ids": self.prompt_ids,
-            "prompt_tokens_per_s": self.prompt_tps,
-            "generation_tokens": self.generation_tokens,
-            "steps": self.steps,
-            "hypertokens": self.hypertokens,
-            "base_tokens_per_step": self.base_tokens_per_step,
-            "hyper_share": self.hyper_share,
-            "generation_tokens_per_s": self.generation_tps,
-            "text_bytes": self.bytes,
-            "peak_memory_gb": self.peak_memory,
-        }
 
 
 class Request:

@@ -187,6 +187,8 @@ class Database:
                 if self._spare is not None:
                     self._try_later()
 
+        if self._timer is not None:
+            self._timer.cancel()  # of an earlier time without room
         self._timer = threading.Timer(IDLE_RETRY_S, again)
         self._timer.daemon = True
         self._timer.start()

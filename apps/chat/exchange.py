@@ -11,10 +11,11 @@ from pydantic import Field, model_validator
 
 from mlx_zip.apps.chat.bodies import Name, Packs, SamplingBody, Title, Words
 from mlx_zip.apps.chat.store import CUT, new_id
-from mlx_zip.server.fields import Body, BodyError, Many
+from mlx_zip.server.fields import Body, BodyError
 
 FORMAT, VERSION = "mlx_zip conversations", 1
 MOST_TOKENS = 1_000_000  # in one message
+MOST_MESSAGES = MOST_CONVERSATIONS = 1_000_000  # more than the size of an import allows
 Time = Annotated[float, Field(ge=0, le=1e11)]
 Parts = Annotated[list[Words], Field(max_length=1000, fail_fast=True)]
 
@@ -74,7 +75,7 @@ class ImportedBody(Body):
     sampling: SamplingBody = Field(default_factory=SamplingBody)
     draft: Words = ""
     leaf: Name | None = None
-    messages: Many[MessageBody]
+    messages: Annotated[list[MessageBody], Field(max_length=MOST_MESSAGES, fail_fast=True)]
 
 
 class ImportBody(Body):
@@ -83,7 +84,7 @@ class ImportBody(Body):
     format: Literal["mlx_zip conversations"]
     version: Literal[1]
     exported: Time | None = None
-    conversations: Many[ImportedBody]
+    conversations: Annotated[list[ImportedBody], Field(max_length=MOST_CONVERSATIONS, fail_fast=True)]
 
     @model_validator(mode="before")
     @classmethod
@@ -128,6 +129,8 @@ def _message(given: MessageBody, ids: Mapping[str, str]) -> dict[str, Any]:
     """Returns a message with new ids; one that was being written when it was exported is cut."""
     fields = given.model_dump(exclude={"tokens"})
     tokens = None if given.tokens is None else [one.model_dump(exclude_none=True) for one in given.tokens]
+    if tokens is not None and "".join(one["t"] for one in tokens) != given.text:
+        tokens = None  # the page shows the tokens, and they would show another text
     if given.state == "running":
         fields |= {"state": "cut", "reason": CUT}
     return {**fields, "tokens": tokens, "id": ids[given.id], "parent": given.parent and ids[given.parent]}

@@ -1,4 +1,4 @@
-"""What the page gets of an answer's deltas, and what of them is kept."""
+"""What the page gets of an answer's deltas, and what the store keeps of them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ def frame_of(delta: Delta) -> dict[str, Any] | None:
             return {"type": "waiting", **{name: getattr(delta, name) for name in names}}
         case Live() | Done():
             return {"type": "figures", **live_json(delta.counts)}
-        case Text() | Reasoning() | Learned():
-            piece = piece_of(delta)
-            if isinstance(delta, Reasoning):
-                return {"type": "reasoning", "text": delta.text}
-            return {"type": "learned", "entries": piece["learned"]} if "learned" in piece else {"type": "text", **piece}
+        case Text():
+            return {"type": "text", **piece_of(delta)}
+        case Reasoning():
+            return {"type": "reasoning", "text": delta.text}
+        case Learned():
+            return {"type": "learned", "entries": piece_of(delta)["learned"]}
     return None
 
 

@@ -15,8 +15,10 @@ from mlx_zip.text.prompts import check_system
 
 
 class Models:
-    """main: answers unless a conversation names another model. open_model: opens a model by its name, None if none can
-    be named that is not among the others. hypertokens: which models have any, as far as it is known.
+    """The app's models. main: answers unless a conversation names another model.
+
+    open_model: opens a model by its name; None if no further model can be named. hypertokens: name -> whether the model
+    has any, for the models of which that is known.
     """
 
     def __init__(
@@ -47,13 +49,14 @@ class Models:
     def check_system(self, system: str, name: str | None = None) -> None:
         """Raises `GenerationError` for a system prompt that the main model's chat template cannot render.
 
-        name: of the conversation's model; nothing is known of any other than the main one. "" is no system prompt.
+        name: the conversation's model. A system prompt for another model than the main one passes: its template is not
+        known here. "" is no system prompt.
         """
         if system and name in (None, self.main.model):
             check_system(self.main.engine.tokenizer, system, self.main.options.template_options)
 
     async def open(self, name: str) -> None:
-        """Opens a model, also one that nobody named before. Raises `RequestError`, and what opening it raises."""
+        """Opens a model, which may be a new one. Raises `RequestError`, and what opening the model raises."""
         others, make = self.cores.engines.others, self._open_model
         known = name == self.main.model or name in others
         if not known and make is not None:

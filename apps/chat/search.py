@@ -62,7 +62,7 @@ def _in_text(word: str) -> tuple[str, str]:
         return "n IN (SELECT rowid FROM words WHERE words MATCH ?)", '"' + word.replace("\0", "").replace(
             '"', '""'
         ) + '"'
-    if word == word.upper():  # no letters, or those of a script without capitals
+    if word == word.upper():  # no letters, or those of a script without upper case
         return "instr(text, ?)", word
     if word.isascii() and word.isalnum():
         return "text LIKE ?", f"%{word}%"
@@ -70,12 +70,12 @@ def _in_text(word: str) -> tuple[str, str]:
 
 
 def _holds(text: str, word: str) -> bool:
-    """Returns whether a text has a word, in small or capital letters. word: in small letters."""
+    """Returns whether a text has a word, in lower or upper case. word: in lower case."""
     return word in text.lower()
 
 
 def _snippet(db: sqlite3.Connection, conversation: str, words: list[str]) -> str:
-    """Returns some of a conversation's text: around the first word that is found, else the end's beginning."""
+    """Returns some of a conversation's text: around the first word found, else the last message's beginning."""
     for word in words:
         row = db.execute(
             "SELECT text FROM messages WHERE conversation = ? AND holds(text, ?) ORDER BY n LIMIT 1",
@@ -91,8 +91,8 @@ def _snippet(db: sqlite3.Connection, conversation: str, words: list[str]) -> str
 
 
 def around(text: str, word: str) -> str:
-    """Returns at most `_SNIPPET` characters of a text on one line, with the first place of a in small letters word."""
-    at = max(0, text.lower().find(word))  # near enough: small letters seldom change the length
+    """Returns at most `_SNIPPET` characters of a text on one line, around the first place of a lower-case word."""
+    at = max(0, text.lower().find(word))  # near enough: lower case seldom changes the length
     begin = max(0, at - _AROUND)
     piece = " ".join(text[begin : begin + _SNIPPET].split())
     return ("…" if begin else "") + piece + ("…" if begin + _SNIPPET < len(text) else "")

@@ -90,7 +90,7 @@ class Store:
     def change(self, one: str, fields: Mapping[str, Any]) -> dict[str, Any] | None:
         """Changes fields of a conversation and returns it without messages, None if there is none.
 
-        Only a new title, model, system prompt, pack or sampling counts as a change that moves it to the top.
+        A new draft or leaf leaves the conversation at its place in the list; any other change moves it to the top.
         """
         stored = {name: _stored(name, fields[name]) for name in FIELDS if name in fields}
         if stored.keys() - {"draft", "leaf"}:
@@ -135,16 +135,17 @@ class Store:
         """Returns the messages from the first one to `leaf`, [] for None or an unknown one."""
 
         def work(db: sqlite3.Connection) -> list[dict[str, Any]]:
-            found, at = [], leaf
-            while at is not None:
+            found: dict[str, dict[str, Any]] = {}
+            at = leaf
+            while at is not None and at not in found:  # a damaged tree may go round in a circle
                 row = db.execute(
                     "SELECT * FROM messages WHERE conversation = ? AND id = ?", (conversation, at)
                 ).fetchone()
                 if row is None:
                     break
-                found.append(_message(db, row))
+                found[at] = _message(db, row)
                 at = row["parent"]
-            return found[::-1]
+            return list(found.values())[::-1]
 
         return self.database.read(work)
 

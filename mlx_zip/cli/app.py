@@ -15,11 +15,13 @@ from typing import Any
 from mlx_zip import bundled
 from mlx_zip.arguments import check_at_least
 from mlx_zip.cli import packs, rows
+from mlx_zip.cli.engines import open_row_store
 from mlx_zip.cli.opening import engine_options, json_map, opened, request_pack
 from mlx_zip.cli.serving_flags import SAMPLING, add_kv, add_model
 from mlx_zip.errors import GenerationError, MlxZipError, first_line, missing_library
 from mlx_zip.files import at_home
 from mlx_zip.progress import counted
+from mlx_zip.sampling_options import Sampling
 
 LIBRARIES = ("starlette", "uvicorn", "sse_starlette", "pydantic", "prometheus_client", "llguidance")
 _OF_SERVE = {  # flags of mlx_zip serve that the app does without; sessions go to disk if $MLX_ZIP_SESSION_CACHE says so
@@ -94,7 +96,7 @@ def _serve(args: argparse.Namespace, running: Any, listener: Any, store: Any) ->
     """Opens the model and serves the app; returns what ended the engine's thread, None for a signal."""
     name, chosen = bundled.DEFAULT if args.model is None else args.model, packs.read(args)
     with (
-        rows.open_store(args) as row_store,
+        open_row_store(args) as row_store,
         opened(None, name, **engine_options(args, name, chosen), row_cache=row_store) as engine,
     ):
         from mlx_zip.engine.engines import Engines, other_models
@@ -121,12 +123,9 @@ def _check(args: argparse.Namespace) -> None:
     if args.model == "":
         raise GenerationError("no model: --model is empty")
     check_at_least(args, 1, "max_tokens")
-    check_at_least(args, 0, "temp", "top_k")
     if args.port is not None and not 0 <= args.port <= 65535:
         raise GenerationError(f"--port must be from 0 to 65535, got {args.port}")
-    for name in ("top_p", "min_p"):
-        if not 0 <= getattr(args, name) <= 1:
-            raise GenerationError(f"--{name.replace('_', '-')} must be from 0 to 1, got {getattr(args, name)}")
+    Sampling(**{name: getattr(args, name) for name in SAMPLING})
     if args.no_history and (args.data or args.purge):
         raise GenerationError("--no-history keeps nothing, so --data and --purge have no meaning with it")
     if args.window and find_spec("webview") is None:

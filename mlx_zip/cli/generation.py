@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from mlx_zip import bundled
-from mlx_zip.cli import colours, packs, rows
+from mlx_zip.cli import colours, engines, packs, rows
 from mlx_zip.cli.generation_flags import NUMBERS, REFUSED, add_arguments
 from mlx_zip.errors import GenerationError
 from mlx_zip.layout import is_zip
@@ -28,6 +28,8 @@ def run(args: argparse.Namespace) -> int:
     if args.model is None and args.prompt_cache_file is None:
         _choose_bundled_model(args)
     biases = _json_map("--logit-bias", args.logit_bias)
+    if engines.is_cuda(args):
+        return _run_on_engine(args, biases, read_prompt(args.prompt))
 
     from mlx_zip.machine_watch import watched
     from mlx_zip.machines import lost_machines_as_errors, machines
@@ -79,6 +81,42 @@ def _run(args: argparse.Namespace, biases: dict[str, Any], prompt: str, group: A
         if status == 0:
             leave(group)
         return status
+
+
+def _run_on_engine(args: argparse.Namespace, biases: dict[str, Any], prompt: str) -> int:
+    """Does what `run` does after its checks, with --engine cuda."""
+    engines.check_flags(args)
+
+    from mlx_zip.cli.engine_generation import answer
+    from mlx_zip.cli.opening import request_pack
+    from mlx_zip.folders import model_folder
+    from mlx_zip.sampling_options import Sampling, as_logit_bias
+    from mlx_zip.text.prompts import encode_prompt
+    from mlx_zip.text.tokenizer import add_eos_tokens
+
+    sampling = {**{name: getattr(args, name) for name in NUMBERS}, "logit_bias": as_logit_bias(biases)}
+    Sampling.of(sampling)
+    chosen, folder = packs.read(args), model_folder(args.model, args.revision)
+    plain = packs.is_plain(str(folder))
+    with engines.open_cuda(
+        folder,
+        canonical=args.canonical,
+        trust_remote_code=args.trust_remote_code,
+        prefill_step_size=args.prefill_step_size,
+        max_running=1,
+        sessions=None,
+        **_pack_options(args, chosen, str(folder)),
+    ) as engine:
+        pack, tokenizer = request_pack(chosen, plain, engine), engine.tokenizer
+        add_eos_tokens(tokenizer, args.extra_eos_token)
+        base_ids = encode_prompt(tokenizer, read_chat(tokenizer, prompt, args, continues=False))
+        responses = answer(engine, base_ids, sampling, pack, args.max_tokens, args.stop)
+        hyper = bool(engine.info.codebook_size)
+        if sys.stdout.isatty() and args.verbose and not args.json:
+            print(*notes(args, args.model, hyper), sep="\n", file=sys.stderr)
+        mark = None if chosen is None else chosen.merged.fingerprint
+        record = {"codebook_size": engine.info.codebook_size, "codebook_fingerprint": mark} if hyper else {}
+        return show(responses, args, sys.stdout, None, record)
 
 
 @contextmanager
@@ -162,7 +200,7 @@ def show(
     responses: those of `stream_generate`. store: the `RowStore` whose row counts --json prints, None for no counts.
     codebook: further fields for --json.
     """
-    from mlx_zip.generate import RULE, footer
+    from mlx_zip.response import RULE, footer
 
     framed, coloured = args.verbose and not args.json, colours.coloured(args.color, out)
     text, response, status = "", None, 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from mlx_zip.cli import packs, rows
+from mlx_zip.cli import engines, packs, rows
 
 REFUSED = {  # flags of mlx_lm.generate that cannot work here, and why
     "max_kv_size": "a rotating KV cache forgets ids that the codebook still knows",
@@ -51,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model",
         help="model to run: folder, hub id or bundled model (default: stories, a bundled model of children's stories)",
     )
+    engines.add_flag(add)
     add("--revision", help="branch, tag or commit of a hub model (default: main)")
     add(
         "--trust-remote-code",

@@ -1,4 +1,4 @@
-"""How the commands that stand on an engine open one: `mlx_zip serve` and `mlx_zip chat`."""
+"""How the commands that stand on an engine open one: `mlx_zip serve`, `mlx_zip chat` and `mlx_zip app`."""
 
 from __future__ import annotations
 
@@ -9,14 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.chosen_packs import check_tokenizers
-from mlx_zip.cli import packs, rows
+from mlx_zip.cli import engines, packs, rows
 from mlx_zip.cli.serving_flags import SESSIONS
 from mlx_zip.errors import DataError, GenerationError, reason
 from mlx_zip.files import at_home, check_in
 
 
-def opened(group: Any, name: str, **options: Any) -> Any:
-    """Returns the engine of a model. group: the machines that the model is split over, None for one."""
+def opened(group: Any, name: str, engine: str = engines.MLX, **options: Any) -> Any:
+    """Returns the engine of a model. group: the machines that the model is split over, None for one.
+
+    engine: the value of --engine.
+    """
+    if engine == engines.CUDA:
+        return engines.open_cuda(name, **options)
     if group is None:
         from mlx_zip.engine.mlx_engine import open_engine
 
@@ -27,14 +32,19 @@ def opened(group: Any, name: str, **options: Any) -> Any:
 
 
 def engine_options(args: argparse.Namespace, name: str, chosen: packs.Packs | None) -> dict[str, Any]:
-    """Returns the arguments of `open_engine`. chosen: the packs of --pack."""
+    """Returns the arguments of `opened`. chosen: the packs of --pack.
+
+    Raises `GenerationError` for flags that cannot be used together.
+    """
     from mlx_zip.engine.session_options import SessionOptions
 
+    engines.check_flags(args)
     plain = (chosen is not None or args.codebook_size is not None) and packs.is_plain(name)
     if plain and args.codebook_size is not None:
         raise GenerationError(f"--codebook-size: {name} is a plain model, whose codebook is its pack or none")
     template = {} if args.chat_template is None else {"chat_template": _template(args.chat_template)}
     return {
+        "engine": args.engine,
         "adapter_path": args.adapter_path,
         "canonical": args.canonical,
         "tokenizer_config": template,
@@ -53,7 +63,8 @@ def engine_options(args: argparse.Namespace, name: str, chosen: packs.Packs | No
 
 def session_folder(args: argparse.Namespace) -> Path | None:
     """Returns the folder that keeps conversations over restarts, None for none."""
-    given = os.environ.get(SESSIONS, rows.OFF) if args.session_cache is None else args.session_cache
+    kept = rows.OFF if engines.is_cuda(args) else os.environ.get(SESSIONS, rows.OFF)
+    given = kept if args.session_cache is None else args.session_cache
     return None if given in (rows.OFF, "") else at_home(given)
 
 

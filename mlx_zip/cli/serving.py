@@ -13,7 +13,7 @@ from typing import Any
 
 from mlx_zip import bundled
 from mlx_zip.arguments import check_at_least
-from mlx_zip.cli import packs, rows
+from mlx_zip.cli import engines, packs
 from mlx_zip.cli.opening import engine_options, json_map, opened, request_pack, session_folder
 from mlx_zip.cli.serving_flags import API_KEY, REFUSED, SAMPLING, add_arguments
 from mlx_zip.errors import GenerationError, first_line, missing_library
@@ -33,6 +33,9 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
     logging.basicConfig(level=args.log_level, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     running = _server_module("running")
+    if engines.is_cuda(args):
+        engines.check_flags(args)
+        return _lead(args, None, running)
 
     from mlx_zip.machine_watch import watched
     from mlx_zip.machines import is_first, machines
@@ -49,7 +52,7 @@ def _lead(args: argparse.Namespace, group: Any, running: Any) -> int:
     options = _options(args, name)
     with (
         _bound(running, args.host, args.port, options["api_key"]) as listener,
-        rows.open_store(args) as store,
+        engines.open_row_store(args) as store,
         opened(group, name, **engine_options(args, name, chosen), row_cache=store) as engine,
     ):
         options |= _pack_options(chosen, packs.is_plain(name), engine)
@@ -68,7 +71,7 @@ def _follow(args: argparse.Namespace, group: Any) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     name, chosen = bundled.DEFAULT if args.model is None else args.model, packs.read(args)
     with (
-        rows.open_store(args) as store,
+        engines.open_row_store(args) as store,
         opened(group, name, **engine_options(args, name, chosen), row_cache=store) as engine,
     ):
         engine.follow()

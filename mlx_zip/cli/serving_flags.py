@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from mlx_zip.cli import packs, rows
+from mlx_zip.cli import engines, packs, rows
 
 SESSIONS = "MLX_ZIP_SESSION_CACHE"
 API_KEY = "MLX_ZIP_API_KEY"
@@ -53,6 +53,7 @@ def add_model(add: Any, purpose: str = "model to serve") -> None:
         "--model",
         help=f"{purpose}: folder, hub id or bundled model (default: stories, which tells children's stories)",
     )
+    engines.add_flag(add)
     add(
         "--adapter-path",
         help="folder of an mlx-lm adapter to load with the model (default: none); merge an adapter of mlx_zip train "

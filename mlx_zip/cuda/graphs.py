@@ -47,9 +47,11 @@ class Graphs:
         with torch.cuda.stream(side):
             before = [tensor.clone() for tensor in keep]
             for _ in range(WARM_UPS):
-                work()
-                for tensor, value in zip(keep, before, strict=True):
-                    tensor.copy_(value)
+                try:
+                    work()
+                finally:
+                    for tensor, value in zip(keep, before, strict=True):
+                        tensor.copy_(value)
         current.wait_stream(side)
 
     def _capture(self, work: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:

@@ -33,14 +33,15 @@ class RandomFolder(Folder):
         if len(shape) == 1:
             return torch.full(shape, float(name.endswith(".weight")), dtype=self.dtype, device=self.device)
         if self.bits is None or shape[1] % self.group or "pos_embed" in name:
-            numbers = torch.randn(shape, generator=self.generator, dtype=self.dtype, device=self.device)
-            return numbers.mul_(shape[1] ** -0.5)
+            numbers = torch.randn(shape, generator=self.generator, dtype=self.dtype, device=self.generator.device)
+            return numbers.mul_(shape[1] ** -0.5).to(self.device)
         return self._packed(self.bits, *shape)
 
     def _packed(self, bits: int, rows: int, columns: int) -> Packed:
         """Returns a packed matrix of evenly spread levels, with the same variance as a dense one."""
         size = rows, columns * bits // 32
-        words = torch.randint(-(2**31), 2**31, size, generator=self.generator, dtype=torch.int32, device=self.device)
+        kind = {"dtype": torch.int32, "device": self.generator.device}
+        words = torch.randint(-(2**31), 2**31, size, generator=self.generator, **kind).to(self.device)
         step = math.sqrt(12 / columns) / 2**bits
         scales = torch.full((rows, columns // self.group), step, dtype=self.dtype, device=self.device)
         return Packed(words, scales, scales * -(2 ** (bits - 1) - 0.5), bits, self.group)
@@ -53,11 +54,16 @@ def random_folder(
     bits: int | None = None,
     group: int = 64,
     seed: int = 0,
+    made_on: str | torch.device | None = None,
 ) -> RandomFolder:
-    """Returns a folder for the config.json of a converted model or a plain one. Raises `ConfigError`, `ModelError`."""
+    """Returns a folder for the config.json of a converted model or a plain one.
+
+    made_on: device whose numbers are taken, which differ between kinds of devices; None for the same device. Raises
+    `ConfigError`, `ModelError`.
+    """
     where = find_device(device)
     check_dtype(dtype, where)
     section = config_of(config["zip2zip"]) if config["model_type"] == MODEL_TYPE else None
     decoder = DecoderConfig.from_dict(config)
-    numbers = torch.Generator(where).manual_seed(seed)
+    numbers = torch.Generator(where if made_on is None else made_on).manual_seed(seed)
     return RandomFolder(Path("random"), config, section, decoder, dtype, where, {}, {}, bits, group, numbers)

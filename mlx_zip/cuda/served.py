@@ -69,13 +69,21 @@ class CudaServed:
         return capacity
 
     def _try_out(self) -> None:
-        """Takes a step: a model that cannot run fails when it is loaded, and the first request finds it warm."""
-        seat, batch = self.new_cache(None), self.seats.batch
-        batch.read(seat.row, [0])
-        batch.choose()
-        batch.begin()
-        batch.follow(batch.ids())
-        self.free(seat)
+        """Takes a step: a model that cannot run fails when it is loaded, and the first requests find it warm.
+
+        On a card that is done with 1, 2, 4, ... requests, each of which has kernels and CUDA graphs of its own.
+        """
+        batch, seats = self.seats.batch, list[Seat]()
+        for count in range(1, 1 + (batch.most if self.model.device.type == "cuda" else 1)):
+            seats.append(self.new_cache(None))
+            batch.read(seats[-1].row, [0])
+            if count == batch.most or not count & (count - 1):
+                batch.choose(lambda head: head.best)  # with logits
+                batch.choose()
+                batch.begin()
+                batch.follow(batch.ids())
+        for seat in seats:
+            self.free(seat)
 
     def _facts(self, name: str) -> ModelFacts:
         model, config = self.model, self.model.config

@@ -1,4 +1,4 @@
-"""`Engines`: a main model and others to compare it with, opened when they are asked for. Imports no MLX by itself."""
+"""`Engines`: a main model and others to compare it with, opened on demand. Importing this module imports no MLX."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class OtherModel:
     """A model to compare the main one with. open: returns its engine.
 
     kind: "control" (trained as the main model was, without hypertokens), "model" (one that the user named) or "off"
-    (the main model without its hypertokens). label: what it is, in words. quality: its quality figures, None where none
-    are known.
+    (the main model with its hypertokens switched off). label: what the model is, in words. quality: its quality
+    figures in words, None if none are known.
     """
 
     name: str
@@ -42,7 +42,7 @@ def other_models(
     sessions.
     """
     name, opened, found = main.info.name, open_model or _opened, list[OtherModel]()
-    kinds = {**({bundled.PARTNERS[name]: "control"} if name in bundled.PARTNERS else {})}
+    kinds = {bundled.PARTNERS[name]: "control"} if name in bundled.PARTNERS else {}
     if named is not None and named != name:
         kinds.setdefault(named, "model")
     for other, kind in kinds.items():
@@ -66,8 +66,8 @@ def _opened(name: str) -> Engine:
 class Engines:
     """A main engine, and at most one of the others at a time; for any thread.
 
-    main: takes turns with the others, so use it in place of the engine given, which is not closed here. Answers of two
-    engines never run at once.
+    Answers of two engines never run at once. For that, use `main` in place of the engine given: it takes turns with the
+    others. The engine given is not closed here.
     """
 
     def __init__(self, main: Engine, others: Sequence[OtherModel] = ()) -> None:
@@ -76,7 +76,8 @@ class Engines:
         self.others = {other.name: other for other in others}
         self._changed = threading.Condition()
         self._name, self._engine, self._users = "", None, 0  # the other model that is open, and how many use it
-        self._moving = self._closed = False  # whether one is being opened or closed
+        self._moving = False  # whether another model is being opened or closed
+        self._closed = False
 
     @property
     def loaded(self) -> tuple[str, ...]:
@@ -86,7 +87,7 @@ class Engines:
 
     @contextmanager
     def use(self, name: str) -> Iterator[Engine]:
-        """Yields the engine of a model, which stays open inside. Waits as `acquire` does, and raises what it raises."""
+        """Yields the engine of a model, which stays open until the block ends. Waits and raises as `acquire` does."""
         engine = self.acquire(name)
         try:
             yield engine
@@ -96,12 +97,13 @@ class Engines:
     def acquire(self, name: str) -> Engine:
         """Returns the engine of a model, opened if it is not open; give it back with `release`.
 
-        Waits while another one of the others is in use, and then closes that one. Raises `EngineError` for an unknown
-        name, `EngineStoppedError` after `close`, and what opening the model raises; the other models stay usable.
+        Only one other model is open at a time: waits until nobody uses that one, and closes it. Raises `EngineError`
+        for an unknown name, `EngineStoppedError` after `close`, and what opening the model raises; the main model and
+        the others stay usable then.
         """
         if name == self.main.info.name:
             return self.main
-        other = self.others.get(name)  # somebody may take it out meanwhile
+        other = self.others.get(name)  # another thread may remove it meanwhile
         if other is None:
             known = ", ".join([self.main.info.name, *self.others])
             raise EngineError(f"there is no model {name!r:.80}; there are: {known}")
@@ -152,7 +154,7 @@ class Engines:
         return self._engine is not None and self._name == name and self._engine.alive
 
     def _replaced(self, other: OtherModel) -> Engine:
-        """Opens a model in place of the one that is open, and returns its engine, which is in use then."""
+        """Opens a model in place of the one that is open, and returns its engine, with one user."""
         try:
             if self._engine is not None:
                 self._engine.close()

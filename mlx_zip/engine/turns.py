@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class _Ticket(Ticket):
-    """A request. inner: the engine's own ticket, None while the request is held. cancelled: whether somebody did so."""
+    """A request. inner: the engine's own ticket, None while the request is held. cancelled: whether it is to end."""
 
     def __init__(self) -> None:
         self.inner: Ticket | None = None
@@ -39,7 +39,7 @@ class _Ticket(Ticket):
 
 
 class _Request:
-    """A request for an engine. engine: which one. deaf: whether its receiver has failed."""
+    """A request for an engine. deaf: whether its receiver has failed."""
 
     def __init__(self, engine: Engine, submission: Submission, deliver: Deliver) -> None:
         self.engine, self.submission, self.deliver, self.ticket = engine, submission, deliver, _Ticket()
@@ -47,7 +47,7 @@ class _Request:
 
 
 class Turns:
-    """Decides whose answers run. Requests are let in as they came; those of one engine may run together."""
+    """Decides which engine's answers run. Requests start in the order they came; those of one engine may overlap."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # a receiver may cancel in the middle of `Held`
@@ -56,15 +56,15 @@ class Turns:
         self._held: deque[_Request] = deque()
 
     def submit(self, request: _Request) -> Ticket:
-        """Has a request run now or later. Raises what the engine raises, and `EngineBusyError` if too many are held."""
+        """Runs a request now or later. Raises what the engine raises, and `EngineBusyError` if too many are held."""
         with self._lock:
-            holder = before = self._engine or request.engine
-            if goes := holder is request.engine and not self._held:
+            if goes := not self._held and self._engine in (None, request.engine):
                 self._begin(request)
             elif len(self._held) >= MOST_HELD:
                 raise EngineBusyError(f"{len(self._held)} requests wait already; ask again later")
             else:
-                before = holder if holder is not request.engine else self._held[0].engine
+                before = self._engine if self._engine is not request.engine else self._held[0].engine
+                assert before is not None
                 self._held.append(request)
                 self._tell(request, Held(before.info.name))  # with the lock, so that it comes before `Started`
         if goes:
@@ -139,9 +139,9 @@ class Turns:
 
 
 class InTurn(Engine):
-    """An engine that takes turns with others. A request that waits for another engine's gets a `Held` event.
+    """An engine that takes turns with others. A request that waits for another engine's answers gets a `Held` event.
 
-    What the engine would refuse at `submit` is then delivered as `Failed`.
+    If the engine refuses a request that had to wait, the error is delivered as `Failed`.
     """
 
     def __init__(self, engine: Engine, turns: Turns) -> None:

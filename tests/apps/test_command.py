@@ -113,6 +113,7 @@ def test_the_app_answers_races_and_keeps_its_conversations_over_ctrl_c(tmp_path:
         (["--port", "-1"], "--port"),
         (["--max-tokens", "0"], "--max-tokens"),
         (["--top-p", "2"], "--top-p"),
+        (["--temp", "nan"], "--temp"),
         (["--model", ""], "--model"),
         (["--model", "nowhere/", "--no-history"], "nowhere"),
         (["--race-against", "nowhere/", "--no-history"], "nowhere"),

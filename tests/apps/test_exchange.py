@@ -54,6 +54,28 @@ def test_all_conversations_are_exported_together(chat, export):
     assert chat.call("POST", "import", answer.json).json["imported"] == total
 
 
+def test_tokens_that_do_not_make_up_the_text_are_left_out(chat, export):
+    for message in export["conversations"][0]["messages"]:
+        message["tokens"] = [{"t": "Something else."}]
+    (one,) = chat.call("POST", "import", export).json["ids"]
+    assert [message["tokens"] for message in chat.show(one)["messages"]] == [None, None, None]
+
+
+def test_an_export_of_more_than_ten_thousand_messages_comes_back(chat, export):
+    (given,) = export["conversations"]
+    user = given["messages"][0]
+    given["messages"] = [
+        {**user, "id": f"m{i}", "parent": f"m{i - 1}" if i else None, "text": str(i)} for i in range(10_001)
+    ]
+    given["leaf"] = "m10000"
+    answer = chat.call("POST", "import", export)
+    assert answer.status == 200, answer.body
+    (one,) = answer.json["ids"]
+    again = chat.call("GET", f"conversations/{one}/export").json
+    assert bare(again["conversations"][0]) == bare(given)
+    chat.call("DELETE", f"conversations/{one}")
+
+
 def test_markdown_has_the_branch_that_is_shown(chat, export):
     one = export["conversations"][0]["id"]
     chat.call("PATCH", f"conversations/{one}", {"title": "../../A *boat*\n# and more"})

@@ -84,6 +84,19 @@ def test_an_app_that_starts_on_a_full_disk_writes_to_the_file_when_there_is_room
         assert chat.show(two)["title"] == "new"
 
 
+def test_what_is_deleted_after_a_start_on_a_full_disk_goes_when_there_is_room(disk, monkeypatch):
+    monkeypatch.setattr(database, "IDLE_RETRY_S", 0.2)
+    with chatting(file=disk / "c.db") as chat:
+        chat.said(chat.create()["id"], "private")
+    ballast = fill(disk)
+    with chatting(file=disk / "c.db") as chat:
+        assert chat.call("DELETE", "conversations").json["deleted"] == 1
+        ballast.unlink()
+        assert until(lambda: problem(chat) is None)
+        assert chat.call("GET", "conversations").json["total"] == 0
+    assert b"private" not in (disk / "c.db").read_bytes()
+
+
 def test_what_is_deleted_on_a_full_disk_is_told_to_be_there_still_and_goes_when_there_is_room(disk, monkeypatch):
     with chatting(file=disk / "c.db") as chat:
         one, two = chat.create()["id"], chat.create()["id"]

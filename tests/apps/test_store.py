@@ -209,6 +209,15 @@ def test_an_older_database_is_migrated_whole_or_not_at_all(file, monkeypatch):
     db.close()
 
 
+def test_messages_that_are_each_other_s_parents_end_a_path_and_not_the_program(file):
+    store = Store(file)
+    one = filled(store)
+    first, second = [found["id"] for found in store.conversation(one)["messages"]]
+    store.database.write(lambda db: db.execute("UPDATE messages SET parent = ? WHERE id = ?", (second, first)))
+    assert [found["id"] for found in store.path(one, second)] == [first, second]
+    store.close()
+
+
 def grow(store: Store, pages: int | None) -> None:
     """Lets the file have some more pages, None for no bound."""
     now = store.database._opened.db.execute("PRAGMA page_count").fetchone()[0]

@@ -328,7 +328,7 @@ def test_vocabulary_lists_the_most_used_hypertokens_with_uses_origin_and_parts()
     engine.script = Script(ids=ids)
     program, front = chatted("/vocabulary", "hello", "/vocabulary", "more", "/vocabulary", engine=engine)
     first, second = (program.engine.tokenizer.decode([300 + i]).strip() for i in (0, 1))
-    assert front.said[0] == "no answer of this conversation has used a hypertoken"
+    assert front.said[0] == "no hypertokens yet; answers from a loaded file are not counted"
     assert front.said[1] == "the 2 most used of 2 hypertokens in this conversation: uses, where learned, parts"
     uses, origin, *parts = front.said[2].split(maxsplit=2)
     assert (uses, origin) == ("2x", "answer")
@@ -342,7 +342,7 @@ def test_vocabulary_counts_only_the_answers_that_the_conversation_has():
     assert all(line.split()[0] == "1x" for line in front.said[1:])
     program.front.messages = ["/reset", "/vocabulary"]
     loop.run(program)
-    assert front.said[-1] == "no answer of this conversation has used a hypertoken"
+    assert front.said[-1] == "no hypertokens yet; answers from a loaded file are not counted"
 
 
 def test_vocabulary_of_a_model_without_hypertokens_is_refused():

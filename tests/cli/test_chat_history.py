@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import stat
+import threading
 
 import pytest
 
@@ -65,3 +67,15 @@ def test_a_file_that_cannot_be_used_is_told_once(tmp_path):
     typed.append_string("two")
     assert len(warnings) == 1
     assert warnings[0].startswith(f"what you type is not kept: {tmp_path}: ")
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda file: file.symlink_to("/dev/full")])
+def test_a_pipe_or_a_device_in_its_place_is_told_and_not_read(tmp_path, make):
+    file = tmp_path / "typed.jsonl"
+    make(file)
+    warnings = []
+    reading = threading.Thread(target=lambda: warnings.extend(lines(file)[1]), daemon=True)
+    reading.start()
+    reading.join(10)
+    assert not reading.is_alive()
+    assert warnings == [f"what you type is not kept: {file}: is a folder or device, not a file"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import islice
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -17,8 +18,10 @@ from mlx_zip.codec.codebook import compress_next  # noqa: E402
 from mlx_zip.cuda.batch import Batch  # noqa: E402
 from mlx_zip.cuda.generate import generate  # noqa: E402
 from mlx_zip.cuda.graphs import Graphs  # noqa: E402
+from mlx_zip.cuda.launches import counted  # noqa: E402
 from mlx_zip.cuda.model import open_model  # noqa: E402
 from mlx_zip.errors import CodecError, ModelError  # noqa: E402
+from mlx_zip.vocab.tuned import TunedRows, TunedStart  # noqa: E402
 
 STEPS, CAPACITY = 24, 128
 CASES = {
@@ -279,3 +282,62 @@ def test_pieces_can_be_run_again_to_warm_up(model, alone):
     assert made == alone[:3]
     assert ("body", 4) in recorder.keys
     assert {key[0] for key in recorder.keys} == {"body", "head", "encode", "install"}
+
+
+HOST_READS = {"_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "unique", "_unique2", "item"}
+
+
+READERS = ("tolist", "item", "cpu", "numpy", "__int__", "__float__", "__bool__", "__index__")
+
+
+def refuse(*arguments):
+    raise AssertionError("a tensor is read on the host")
+
+
+class Watched(Graphs):
+    """Collects the operations of each piece, those inside of kernels aside; raises where a tensor is read."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.operations: dict[str, set[str]] = {}
+
+    def run(self, key, work, keep=()):
+        before = [tensor.clone() for tensor in keep]
+        with patch.multiple(torch.Tensor, **dict.fromkeys(READERS, refuse)):
+            work()
+        for tensor, value in zip(keep, before, strict=True):
+            tensor.copy_(value)
+        with counted() as found:
+            result = work()
+        self.operations.setdefault(key[0], set()).update(found.names)
+        return result
+
+
+def test_pieces_read_nothing_on_the_host(model):
+    batch = Batch(model, 2, CAPACITY)
+    batch._graphs = watched = Watched()
+    if batch._new is not None:
+        batch._new._graphs = watched
+    model.store.forget()
+    for prompt in PROMPTS[:2]:
+        join(batch, prompt)
+    for _ in range(STEPS):
+        step(batch)
+    assert set(watched.operations) == {"body", "head", "encode", "install"}
+    for piece, names in watched.operations.items():
+        assert not names & HOST_READS, piece
+
+
+def test_each_sequence_begins_with_its_own_pack(tmp_path):
+    mlx = tiny_model("llama", "res_latent_attn", start=[[3, 4], [6, 7, 8]])
+    model = open_model(save(mlx, tmp_path / "m"), "cpu")
+    rows = np.random.default_rng(3).normal(0, 0.3, (2, 2, 64)).astype(np.float32)
+    tuned = TunedStart(((5, 6, 7), (9, 10)), TunedRows(rows[0], rows[1], mlx.fingerprint))
+    packs = [None, (), [PROMPTS[1][2:5]], tuned]
+    batch, expected = Batch(model, 4, CAPACITY), []
+    for pack in packs:
+        row = batch.add(pack)
+        batch.read(row, compress_next(batch.book(row), np.array(PROMPTS[1])))
+        expected.append([one for one, _ in islice(generate(model, PROMPTS[1], 1000, pack=pack), 12)])
+    assert np.array([step(batch) for _ in range(12)]).T.tolist() == expected
+    assert len({tuple(ids) for ids in expected}) == len(packs)

@@ -17,7 +17,6 @@ mx = pytest.importorskip("mlx.core")
 
 from mlx_zip.cuda.decoder import Decoder  # noqa: E402
 from mlx_zip.cuda.folder import Folder, read_folder  # noqa: E402
-from mlx_zip.cuda.kernels.dispatch import forced  # noqa: E402
 from mlx_zip.cuda.kernels.packed import Packed  # noqa: E402
 from mlx_zip.cuda.kernels.unpack import unpack  # noqa: E402
 
@@ -122,29 +121,6 @@ def test_a_decoder_packed_by_mlx_agrees_with_mlx(bits, family, way, tmp_path):
     own = {"layers.1.mlp.down_proj": False, "layers.0.self_attn.o_proj": {"bits": 8, "group_size": 32}}
     record = pack(model, bits, 32, own)
     check(model, save(model, tmp_path / "model", quantization=record), way)
-
-
-@pytest.mark.parametrize(
-    ("case", "bits"),
-    [
-        ("llama", 4),
-        ("mistral window", None),
-        ("phi3 switch", 8),
-        ("phi3 plain rope", None),
-        ("qwen2", 8),
-        ("qwen3", None),
-    ],
-)
-def test_a_decoder_of_triton_kernels_agrees_with_mlx(bits, case, tmp_path):
-    family, changes = CASES[case]
-    model = make_model(family, **{**changes, "intermediate_size": 64})
-    record = {} if bits is None else {"quantization": pack(model, bits, 32, {})}
-    with forced("triton"):
-        check(model, save(model, tmp_path / "model", **record), steps_past_the_switch)
-
-
-def steps_past_the_switch(ids: Sequence[int]) -> list[Sequence[int]]:
-    return [ids[:31], *([one] for one in ids[31:34])]
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -123,6 +123,14 @@ def test_entries_are_evicted_as_in_mlx(policy, tmp_path):
     assert ours(model, prompt, 60, chunk=16) == greedy(mlx, prompt, 60, chunk=16)
 
 
+@pytest.mark.parametrize("mode", ["compressed", "base_token_end"])
+def test_longrope_switches_within_a_prompt_as_in_mlx(mode, tmp_path):
+    mlx = tiny_model("phi3", ENCODER, position_mode=mode)
+    model, prompt = open_model(save(mlx, tmp_path / "m"), "cpu"), base_ids(90)
+    for chunk in (16, 512):
+        assert ours(model, prompt, 20, chunk=chunk) == greedy(mlx, prompt, 20, chunk=chunk)
+
+
 def test_a_pack_that_a_request_names_is_used(tmp_path):
     mlx = tiny_model(encoder=ENCODER)
     model, prompt = open_model(save(mlx, tmp_path / "m"), "cpu"), base_ids(30)

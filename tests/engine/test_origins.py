@@ -12,7 +12,7 @@ from mlx_zip.engine.origins import Origins, following
 from mlx_zip.engine.session_options import SessionOptions
 from mlx_zip.vocab.packs import Pack
 from support import tiny
-from support.serving import ask, prompts, tiny_engine
+from support.serving import NEEDS_TORCH, ask, both, prompts, tiny_engine
 
 V = 6
 PARAMS = st.builds(
@@ -126,10 +126,12 @@ def agrees(watch, log):
 
 
 @pytest.mark.parametrize("policy", ["freeze", "lru", "use-count"])
-@pytest.mark.parametrize("ahead", [False, True])
-def test_an_engine_says_where_entries_were_learned_after_sessions_and_rewinds(policy, ahead, logs):
+@pytest.mark.parametrize(
+    ("kind", "ahead"), [("mlx", False), ("mlx", True), pytest.param("cuda", None, marks=NEEDS_TORCH)]
+)
+def test_an_engine_says_where_entries_were_learned_after_sessions_and_rewinds(policy, kind, ahead, logs):
     model = {"compression": compression(policy)}
-    with tiny_engine(sessions=SessionOptions(), run={"ahead": ahead}, model=model) as engine:
+    with tiny_engine(kind=kind, sessions=SessionOptions(), run={"ahead": ahead}, model=model) as engine:
         first = tiny.base_ids(40)
         watch = ask(engine, first, show=True)[1].wait()
         agrees(watch, logs[-1])
@@ -145,16 +147,18 @@ def test_an_engine_says_where_entries_were_learned_after_sessions_and_rewinds(po
         assert policy == "freeze" or "answer" in kinds
 
 
-def test_an_entry_of_a_pack_is_said_to_be_from_the_pack(logs):
-    with tiny_engine() as engine:
+@both
+def test_an_entry_of_a_pack_is_said_to_be_from_the_pack(kind, logs):
+    with tiny_engine(kind=kind) as engine:
         pack = Pack(tuple((one, 3 + one % 9) for one in range(3, 40)))
         watch = ask(engine, tiny.base_ids(30), show=True, pack=pack, sampling={"temp": 1.5, "seed": 1})[1].wait()
         agrees(watch, logs[-1])
         assert ("pack", -1) in [origin for origin, _ in said(watch)]
 
 
-def test_rows_of_a_batch_say_it_too(logs):
-    with tiny_engine(model={"compression": compression("lru")}) as engine:
+@both
+def test_rows_of_a_batch_say_it_too(kind, logs):
+    with tiny_engine(kind=kind, model={"compression": compression("lru")}) as engine:
         watches = [ask(engine, prompt, show=True, max_tokens=20 + 7 * i)[1] for i, prompt in enumerate(prompts(4))]
         for watch in watches:
             watch.wait()
@@ -170,8 +174,9 @@ def read_by(params, ids):
     return book.base_ids().tolist()
 
 
-def test_a_request_that_does_not_ask_is_told_no_origins():
-    with tiny_engine() as engine:
+@both
+def test_a_request_that_does_not_ask_is_told_no_origins(kind):
+    with tiny_engine(kind=kind) as engine:
         watch = ask(engine, tiny.base_ids(30))[1].wait()
         assert {one.origin for one in watch.emitted} == {None}
         assert not any(isinstance(event, Counted) for event in watch.events)
@@ -191,8 +196,9 @@ def test_a_request_that_asks_is_told_its_figures_at_most_ten_times_per_second():
     assert sum(isinstance(event, Emitted) for event in watch.events) == watch.end.counts.steps
 
 
-def test_a_plain_model_has_no_origins():
-    with tiny_engine("plain") as engine:
+@both
+def test_a_plain_model_has_no_origins(kind):
+    with tiny_engine("plain", kind=kind) as engine:
         watch = ask(engine, tiny.base_ids(30), show=True)[1].wait()
         assert {one.origin for one in watch.emitted} == {None}
         assert watch.end.counts.hypertokens == 0

@@ -33,6 +33,7 @@ FLOORS = [  # from the ground up; a room is the first name below `mlx_zip`; some
         "patches",
         "prompt_cache",
         "request",
+        "response",
         "penalty_terms",
         "sampling",
         "sampling_options",

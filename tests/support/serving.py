@@ -26,9 +26,9 @@ from support.generating import ENDLESS, plain_model
 
 WAIT_S = 60
 MISSING = [name for name in ("torch", "triton") if find_spec(name) is None]
-_CUDA = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
+NEEDS_TORCH = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
 _FOLDERS = tempfile.TemporaryDirectory()
-both = pytest.mark.parametrize("kind", ["mlx", pytest.param("cuda", marks=_CUDA)])  # engines
+both = pytest.mark.parametrize("kind", ["mlx", pytest.param("cuda", marks=NEEDS_TORCH)])  # engines
 
 
 class Watch:

@@ -25,7 +25,7 @@ const near = new IntersectionObserver(
   (entries) => {
     for (const entry of entries) if (entry.isIntersecting) viewOf(entry.target)?.enrich();
   },
-  { root: byId("scroller"), rootMargin: "1200px 0px" }, // a margin around the window would not reach into what scrolls
+  { root: byId("scroller"), rootMargin: "500px 0px" }, // a margin around the window would not reach into what scrolls
 );
 
 function viewOf(element) {

@@ -9,7 +9,7 @@ from typing import Any
 
 from mlx_zip import bundled
 from mlx_zip.arguments import check_at_least
-from mlx_zip.cli import colours, packs, rows
+from mlx_zip.cli import colours, engines, packs
 from mlx_zip.cli.chat.flags import MAX_TOKENS, REFUSED, add_arguments
 from mlx_zip.cli.generation_flags import NUMBERS
 from mlx_zip.errors import GenerationError, missing_library
@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
 
     settings = _settings(args)
     with (
-        rows.open_store(args) as store,
+        engines.open_row_store(args) as store,
         opened(None, name, **engine_options(args, name, chosen), row_cache=store) as engine,
     ):
         if not engine.tokenizer.has_chat_template:

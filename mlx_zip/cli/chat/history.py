@@ -9,8 +9,8 @@ from pathlib import Path
 
 from prompt_toolkit.history import History
 
-from mlx_zip.errors import reason
-from mlx_zip.files import whole_file
+from mlx_zip.errors import DataError, reason
+from mlx_zip.files import check_in, whole_file
 
 FILE = "chat_history.jsonl"
 MOST_BYTES = 1 << 20  # of the file; beyond, the older half is dropped when a chat begins
@@ -69,10 +69,12 @@ class TypedLines(History):
         if not self._works:
             return
         try:
+            check_in(self.file)  # reading a pipe or a device may never end
             work()
-        except OSError as error:
+        except (OSError, DataError) as error:
             self._works = False
-            self._warn(f"what you type is not kept: {self.file}: {reason(error)}")
+            why = reason(error).removeprefix(f"{self.file}: ")
+            self._warn(f"what you type is not kept: {self.file}: {why}")
 
 
 def _text(line: str) -> str:

@@ -27,7 +27,7 @@ def vocabulary_lines(uses: Sequence[Use], tokenizer: Any) -> Iterator[str]:
     """
     found = _counted(uses)
     if not found:
-        yield "no answer of this conversation has used a hypertoken"
+        yield "no hypertokens yet; answers from a loaded file are not counted"
         return
     most = sorted(found, key=lambda base_ids: (-found[base_ids][0], -len(base_ids)))[:MOST_LISTED]
     total = counted(len(found), "hypertoken")

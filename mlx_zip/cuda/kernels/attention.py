@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from mlx_zip.cuda.kernels.dispatch import check_shape, use_triton, wide
@@ -31,7 +33,7 @@ def decode_attention(
     if window is not None and window < 1:
         raise ValueError(f"window {window} is not 1 or more")
     if scale is None:
-        scale = q.shape[2] ** -0.5
+        scale = 1.0 / math.sqrt(q.shape[2])
     window = window or keys.shape[2]
     if use_triton(impl, q, keys, values, lengths):
         from mlx_zip.cuda.kernels.attention_triton import launch

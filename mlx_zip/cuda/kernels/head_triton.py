@@ -2,7 +2,7 @@
 
 # Triton may be missing, and its decorators are not typed.
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportArgumentType=false, reportOperatorIssue=false
-# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportCallIssue=false
 
 from __future__ import annotations
 
@@ -10,10 +10,25 @@ import torch
 import triton
 import triton.language as tl
 
-from mlx_zip.cuda.kernels.packed import Packed
+from mlx_zip.cuda.kernels.packed import Packed, as_parts
+from mlx_zip.cuda.kernels.products_triton import dense_sums, many_sums, packed_sums
+from mlx_zip.cuda.kernels.top_triton import launch as launch_top
+from mlx_zip.cuda.kernels.tuning import Sizes, is_interpreted, tuned
 
 IDS = 16  # ids per program
-COLUMNS = 512  # columns of the matrix per round
+GROUP_ROWS = 16  # rows that share one reading of the base matrix
+LANES = 1024  # blocks per round of the reduction
+
+
+def _sizes(*choices: tuple[int, int, int]) -> list[Sizes]:
+    """Returns sizes of (columns of a round, rounds in flight, warps)."""
+    return [({"COLUMNS": c[0], "STAGES": c[1]}, c[2]) for c in choices]
+
+
+DENSE = _sizes((512, 1, 8), (512, 1, 4), (256, 1, 4), (1024, 1, 8), (256, 3, 4), (512, 3, 8))
+PACKED = _sizes((1024, 1, 8), (512, 1, 4), (2048, 1, 8), (512, 3, 4), (1024, 3, 4), (1024, 3, 8))
+MANY = _sizes((128, 4, 4), (256, 3, 4), (256, 3, 8), (64, 5, 4))
+KEY = ("boundary", "width", "BITS", "GROUP")
 
 
 def launch(
@@ -23,105 +38,142 @@ def launch(
     installed: torch.Tensor,
     boundary: int,
     logits: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Returns (best, lse, logits or None); arguments as in `head.joint_head`, which has checked them."""
+    top: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Returns what a `Head` holds; arguments as in `head.joint_head`, which has checked them.
+
+    For the highest logits, all are written to memory of the call's own: 4 bytes for each row of the matrix.
+    """
     batch, (height, width), capacity = x.shape[0], base.shape, rows.shape[1]
-    whole = height + capacity
-    low, high = triton.cdiv(boundary, IDS), triton.cdiv(capacity, IDS)
+    whole, low, high = height + capacity, triton.cdiv(boundary, IDS), triton.cdiv(capacity, IDS)
     blocks = low + high
     kind = {"device": x.device, "dtype": torch.float32}
     found = torch.empty((3, batch, blocks), **kind)  # maximum, sum of exponentials, best id (as its bits)
-    out = torch.empty((batch, whole), **kind) if logits else None
-    best = torch.empty((batch,), dtype=torch.int64, device=x.device)
-    lse = torch.empty((batch,), **kind)
+    out = torch.empty((batch, whole), **kind) if logits or top else None
+    best, lse = torch.empty((batch,), dtype=torch.int64, device=x.device), torch.empty((batch,), **kind)
     if batch:
-        bits, group = (base.bits, base.group_size) if isinstance(base, Packed) else (0, 1)
-        matrix, scales, biases = base[:3] if isinstance(base, Packed) else (base, None, None)
+        matrix, scales, biases, bits, group = as_parts(base)
         tails = triton.cdiv(height - boundary, IDS) if logits else 0
-        _blocks[(blocks + tails, batch)](
+        kernel = many if batch > 1 else one_packed if bits else one_dense
+        kernel[(triton.cdiv(batch, GROUP_ROWS) * low + batch * (high + tails),)](
             x, matrix, scales, biases, rows, installed.view(torch.uint8), out, found,
-            boundary, capacity, width, whole, low, high, batch * blocks,
-            BITS=bits, GROUP=group, STORE=logits, IDS=IDS, COLUMNS=COLUMNS,
+            batch, boundary, capacity, width, whole, low, high, max(tails, 1),
+            BITS=bits, GROUP=group, STORE=out is not None, UPCAST=is_interpreted(), IDS=IDS,
         )  # fmt: skip
-        _reduce[(batch,)](found, best, lse, blocks, batch * blocks, BLOCK=min(1024, triton.next_power_of_2(blocks)))
-    return best, lse, out
+        lanes = min(LANES, triton.next_power_of_2(blocks))
+        _reduce[(batch,)](found, best, lse, blocks, batch * blocks, BLOCK=lanes)
+    values, ids = launch_top(out, boundary + capacity, top) if out is not None and top else (None, None)
+    return best, lse, out if logits else None, values, ids
 
 
 @triton.jit
-def _dense(x, matrix, lines, wanted, width, IDS: tl.constexpr, COLUMNS: tl.constexpr):
-    total = tl.zeros((IDS, COLUMNS), tl.float32)
-    for start in range(0, width, COLUMNS):
-        columns = start + tl.arange(0, COLUMNS)
-        inside = columns < width
-        value = tl.load(x + columns, mask=inside, other=0.0).to(tl.float32)
-        at = lines[:, None] * width + columns[None, :]
-        weight = tl.load(matrix + at, mask=wanted[:, None] & inside[None, :], other=0.0).to(tl.float32)
-        total += weight * value[None, :]
-    return tl.sum(total, axis=1)
-
-
-@triton.jit
-def _packed(
-    x, words, scales, biases, lines, wanted, width,
-    BITS: tl.constexpr, GROUP: tl.constexpr, IDS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    PER: tl.constexpr = 32 // BITS  # weights in a word
-    WORDS: tl.constexpr = COLUMNS // PER
-    total = tl.zeros((IDS, WORDS), tl.float32)
-    for start in range(0, width // PER, WORDS):
-        word = start + tl.arange(0, WORDS)
-        inside = wanted[:, None] & (word < width // PER)[None, :]
-        packed = tl.load(words + lines[:, None] * (width // PER) + word[None, :], mask=inside, other=0)
-        group = lines[:, None] * (width // GROUP) + (word * PER // GROUP)[None, :]
-        scale = tl.load(scales + group, mask=inside, other=0.0).to(tl.float32)
-        bias = tl.load(biases + group, mask=inside, other=0.0).to(tl.float32)
-        for place in tl.static_range(PER):
-            value = tl.load(x + word * PER + place, mask=word < width // PER, other=0.0).to(tl.float32)
-            level = ((packed >> (place * BITS)) & ((1 << BITS) - 1)).to(tl.float32)
-            total += (level * scale + bias) * value[None, :]
-    return tl.sum(total, axis=1)
-
-
-@triton.jit
-def _blocks(
-    x, matrix, scales, biases, rows, installed, out, found,
-    boundary, capacity, width, whole, low, high, plane,
-    BITS: tl.constexpr, GROUP: tl.constexpr, STORE: tl.constexpr, IDS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    lane = tl.arange(0, IDS)
-    if block < low:
-        ids = block * IDS + lane
-        end = boundary
-        wanted = ids < boundary
-        if BITS == 0:
-            value = _dense(x + row * width, matrix, ids.to(tl.int64), wanted, width, IDS, COLUMNS)
-        else:
-            lines = ids.to(tl.int64)
-            value = _packed(x + row * width, matrix, scales, biases, lines, wanted, width, BITS, GROUP, IDS, COLUMNS)
-    elif block < low + high:
-        slot = (block - low) * IDS + lane
-        ids = boundary + slot
-        end = boundary + capacity
-        lines = row * capacity + slot
-        wanted = tl.load(installed + lines, mask=slot < capacity, other=0) != 0
-        value = _dense(x + row * width, rows, lines, wanted, width, IDS, COLUMNS)
-    else:
-        ids = boundary + capacity + (block - low - high) * IDS + lane
-        end = whole
-        wanted = ids < 0
-        value = tl.zeros((IDS,), tl.float32)
-    value = tl.where(wanted, value, float("-inf"))
+def _note(value, ids, row, block, blocks, end, whole, out, found, plane, STORE: tl.constexpr):
+    """Stores one row's logits of a block, up to id `end`, and what the block found in them."""
     if STORE:
         tl.store(out + row * whole + ids, value, mask=ids < end)
-    if block < low + high:
-        top = tl.max(value, axis=0)
-        shift = tl.where(top == float("-inf"), 0.0, top)
-        best = tl.min(tl.where(value == top, ids, 2147483647), axis=0)
-        at = found + row * (low + high) + block
-        tl.store(at, top)
-        tl.store(at + plane, tl.sum(tl.exp(value - shift), axis=0))
-        tl.store(at + 2 * plane, best.to(tl.float32, bitcast=True))
+    top = tl.max(value, axis=0)
+    shift = tl.where(top == float("-inf"), 0.0, top)
+    best = tl.min(tl.where(value == top, ids, 2147483647), axis=0)
+    at = found + row * blocks + block
+    tl.store(at, top)
+    tl.store(at + plane, tl.sum(tl.exp(value - shift), axis=0))
+    tl.store(at + 2 * plane, best.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def _note_many(value, ids, rows, batch, block, blocks, end, whole, out, found, plane, STORE: tl.constexpr):
+    """Stores what `_note` does, for several rows: value [16, IDS], rows [16]."""
+    known = rows < batch
+    if STORE:
+        tl.store(out + rows[:, None] * whole + ids[None, :], value, mask=known[:, None] & (ids < end)[None, :])
+    top = tl.max(value, axis=1)
+    best = tl.min(tl.where(value == top[:, None], ids[None, :], 2147483647), axis=1)
+    at = found + rows * blocks + block
+    tl.store(at, top, mask=known)
+    tl.store(at + plane, tl.sum(tl.exp(value - top[:, None]), axis=1), mask=known)
+    tl.store(at + 2 * plane, best.to(tl.float32, bitcast=True), mask=known)
+
+
+@triton.jit
+def _hyper(
+    at, x, rows, installed, out, found, boundary, capacity, width, whole, low, high, plane,
+    STORE: tl.constexpr, IDS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Does block `at % high` of the hyper rows of row `at // high`; rows that are not installed are not read."""
+    row = (at // high).to(tl.int64)
+    slot = (at % high) * IDS + tl.arange(0, IDS)
+    lines = row * capacity + slot
+    wanted = tl.load(installed + lines, mask=slot < capacity, other=0) != 0
+    seen = tl.where(wanted, lines, -1)
+    value, _ = dense_sums(x + row * width, x, rows, seen, width, False, IDS, COLUMNS, STAGES)
+    value = tl.where(wanted, value, float("-inf"))
+    end = boundary + capacity
+    _note(value, boundary + slot, row, low + at % high, low + high, end, whole, out, found, plane, STORE)
+
+
+@triton.jit
+def _tail(at, tails, out, boundary, capacity, whole, IDS: tl.constexpr):
+    """Stores -inf to block `at % tails` of the columns after the hyper rows of row `at // tails`."""
+    ids = boundary + capacity + (at % tails) * IDS + tl.arange(0, IDS)
+    tl.store(
+        out + (at // tails).to(tl.int64) * whole + ids, tl.full((IDS,), float("-inf"), tl.float32), mask=ids < whole
+    )
+
+
+@triton.jit
+def _one(
+    x, matrix, scales, biases, rows, installed, out, found,
+    batch, boundary, capacity, width, whole, low, high, tails, BITS: tl.constexpr, GROUP: tl.constexpr,
+    STORE: tl.constexpr, UPCAST: tl.constexpr, IDS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    at, blocks = tl.program_id(0), low + high
+    if at < low:
+        ids = at * IDS + tl.arange(0, IDS)
+        lines = tl.where(ids < boundary, ids, -1).to(tl.int64)
+        if BITS == 0:
+            value, _ = dense_sums(x, x, matrix, lines, width, False, IDS, COLUMNS, STAGES)
+        else:
+            value, _ = packed_sums(x, x, matrix, scales, biases, lines, width, BITS, GROUP, False, IDS, COLUMNS, STAGES)
+        value = tl.where(ids < boundary, value, float("-inf"))
+        _note(value, ids, 0, at, blocks, boundary, whole, out, found, blocks, STORE)
+    elif at < blocks:
+        _hyper(
+            at - low, x, rows, installed, out, found, boundary, capacity, width, whole, low, high, blocks,
+            STORE, IDS, COLUMNS, STAGES,
+        )  # fmt: skip
+    elif STORE:
+        _tail(at - blocks, tails, out, boundary, capacity, whole, IDS)
+
+
+@triton.jit
+def _many(
+    x, matrix, scales, biases, rows, installed, out, found,
+    batch, boundary, capacity, width, whole, low, high, tails, BITS: tl.constexpr, GROUP: tl.constexpr,
+    STORE: tl.constexpr, UPCAST: tl.constexpr, IDS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    at, blocks = tl.program_id(0), low + high
+    first = tl.cdiv(batch, 16) * low  # programs of the base matrix
+    if at < first:
+        row = (at // low).to(tl.int64) * 16
+        ids = (at % low) * IDS + tl.arange(0, IDS)
+        lines = tl.where(ids < boundary, ids, -1).to(tl.int64)
+        value, _ = many_sums(
+            x + row * width, x, matrix, scales, biases, lines, batch - row, width,
+            BITS, GROUP, False, IDS, COLUMNS, UPCAST, STAGES,
+        )  # fmt: skip
+        value = tl.where((ids < boundary)[None, :], value, float("-inf"))
+        several = row + tl.arange(0, 16)
+        _note_many(value, ids, several, batch, at % low, blocks, boundary, whole, out, found, batch * blocks, STORE)
+    elif at < first + batch * high:
+        _hyper(
+            at - first, x, rows, installed, out, found, boundary, capacity, width, whole, low, high, batch * blocks,
+            STORE, IDS, COLUMNS, STAGES,
+        )  # fmt: skip
+    elif STORE:
+        _tail(at - first - batch * high, tails, out, boundary, capacity, whole, IDS)
+
+
+one_dense, one_packed, many = tuned(DENSE, KEY)(_one), tuned(PACKED, KEY)(_one), tuned(MANY, KEY)(_many)
 
 
 @triton.jit

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from mlx_zip.cuda.kernels.dispatch import check_shape, use_triton, wide
-from mlx_zip.cuda.kernels.packed import Packed, dequantize
+from mlx_zip.cuda.kernels.packed import Packed, check_matrix, dequantize
 
 MOST = 16  # vectors of a call
 Norm = tuple[torch.Tensor, float]
@@ -44,15 +44,6 @@ def matvec(
 
         return launch(x, weight, bias, norm, residual, gate)
     return reference(x, weight, bias, norm, residual, gate)
-
-
-def check_matrix(name: str, matrix: torch.Tensor | Packed) -> tuple[torch.Tensor, ...]:
-    """Returns the tensors of a matrix, dense or packed. Raises ValueError if they do not fit together."""
-    if isinstance(matrix, Packed):
-        matrix.check()
-        return matrix.words, matrix.scales, matrix.biases
-    check_shape(name, matrix, None, None)
-    return (matrix,)
 
 
 def reference(

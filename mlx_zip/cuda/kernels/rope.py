@@ -2,27 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from mlx_zip.cuda.kernels.dispatch import check_shape, use_triton, wide
-
-
-class Rotation(NamedTuple):
-    """How queries and keys are normed and turned.
-
-    frequencies [N, R/2] float32: sets of radians per position; the first R columns of a head turn (halves paired) and
-    are multiplied by `scale`. which [B] int64: the set of each sequence, None for the first. q_norm, k_norm: weights
-    [E] of an RMS norm of each head before it turns, with `eps`; both or none.
-    """
-
-    frequencies: torch.Tensor
-    scale: float = 1.0
-    which: torch.Tensor | None = None
-    q_norm: torch.Tensor | None = None
-    k_norm: torch.Tensor | None = None
-    eps: float = 0.0
+from mlx_zip.cuda.kernels.rotation import Rotation
 
 
 def rope_and_cache(

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from mlx_zip.cuda.kernels.rope import Rotation
+from mlx_zip.cuda.kernels.rotation import Rotation
 
 
 def launch(

@@ -1,0 +1,85 @@
+"""--engine: which one runs, what is missing for it, and which flags it cannot use; each told in one line."""
+
+import subprocess
+import sys
+
+import pytest
+
+from support.serving import MISSING
+
+needs_torch = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
+WITHOUT_MLX = ("mlx", "mlx_lm")
+WITHOUT_TORCH = ("torch", "triton")
+SHORT = ("generate", "--prompt", "Once upon a time", "--max-tokens", "9", "--verbose", "False")
+
+
+def run(*args, missing=(), device="cpu"):
+    """Runs the command in a process in which some libraries cannot be imported."""
+    code = f"import os, sys\nfor name in {missing!r}: sys.modules[name] = None\n"
+    code += f"os.environ['MLX_ZIP_DEVICE'] = {device!r}\nfrom mlx_zip.cli import main\nsys.exit(main(sys.argv[1:]))"
+    done = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, timeout=300)
+    assert "Traceback" not in done.stderr
+    return done
+
+
+@needs_torch
+def test_a_machine_without_mlx_generates_the_same_text():
+    expected = run(*SHORT)
+    got = run(*SHORT, "--engine", "cuda", missing=WITHOUT_MLX)
+    assert (got.returncode, got.stdout) == (0, expected.stdout)
+    assert len(got.stdout) > 20
+
+
+def test_without_mlx_the_message_names_both_ways_to_go_on():
+    for command in (SHORT, ("serve",)):
+        done = run(*command, missing=WITHOUT_MLX)
+        assert done.returncode == 2
+        (line,) = done.stderr.splitlines()
+        assert "MLX is not installed" in line
+        assert "--engine cuda" in line
+
+
+def test_without_pytorch_the_message_says_what_to_install():
+    done = run(*SHORT, "--engine", "cuda", missing=WITHOUT_TORCH)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "--engine cuda needs torch, triton" in line
+    assert ".[cuda]" in line
+
+
+@needs_torch
+def test_without_a_card_one_line_says_so_and_names_the_cpu():
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a card")
+    done = run(*SHORT, "--engine", "cuda", device="")
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "no usable CUDA card" in line
+    assert "MLX_ZIP_DEVICE=cpu" in line
+
+
+@pytest.mark.parametrize(
+    ("command", "flag"),
+    [
+        ("serve", "--adapter-path"),
+        ("serve", "--session-cache"),
+        ("serve", "--session-files"),
+        ("chat", "--adapter-path"),
+        ("generate", "--prompt-cache-file"),
+        ("generate", "--row-cache"),
+    ],
+)
+def test_flags_that_only_mlx_has_are_refused(command, flag):
+    done = run(command, "--engine", "cuda", flag, "x")
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert f"{flag} cannot be used with --engine cuda" in line
+
+
+@needs_torch
+def test_the_engine_on_pytorch_loads_no_mlx():
+    code = "import sys, mlx_zip.cuda.engine\nprint([name for name in ('mlx', 'mlx_lm') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

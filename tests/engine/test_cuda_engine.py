@@ -1,0 +1,186 @@
+"""What only the engine on PyTorch has: rows of one batch, caches of a fixed size, snapshots; here on a CPU."""
+
+import time
+
+import pytest
+
+from mlx_zip.engine import Failed, Finished
+from mlx_zip.engine.session_options import SessionOptions
+from mlx_zip.errors import EngineError, ModelError, PromptTooLongError
+from mlx_zip.vocab.packs import Pack
+from support import tiny
+from support.serving import MISSING, Watch, alone, ask, prompts, same_until_a_tie, tiny_engine
+
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
+PER_ID = 2 * 2 * 2 * 16 * 4  # keys and values, layers, heads, width of a head, float32
+
+
+def engine(family="llama", **options):
+    return tiny_engine(family, kind="cuda", **options)
+
+
+def expected(prompt, family="llama", max_tokens=20, **changes):
+    return alone(tiny.tiny_model(family, **changes).eval(), prompt, max_tokens=max_tokens)
+
+
+def test_models_of_other_families_answer_in_company_as_mlx_does():
+    for family, changes in (("phi3", {"position_mode": "base_token_end"}), ("qwen3", {"canonical": True})):
+        with engine(family, model=changes) as made:
+            some = [tiny.base_ids(n, n) for n in (20, 28, 5)]
+            watches = [ask(made, prompt, max_tokens=20)[1] for prompt in some]
+            for watch, prompt in zip(watches, some, strict=True):
+                same_until_a_tie(watch.wait(), expected(prompt, family, **changes))
+
+
+def test_a_seed_gives_the_same_ids_alone_and_in_company():
+    options = [{"temp": 1.0, "seed": 3}, {"temp": 0.7, "top_p": 0.9, "seed": 4}, {"temp": 1.2, "top_k": 9, "seed": 5}]
+    pairs = list(zip(prompts(3), options, strict=True))
+    with engine() as made:
+        one_by_one = [ask(made, prompt, sampling=one)[1].wait().ids for prompt, one in pairs]
+        together = [ask(made, prompt, sampling=one)[1] for prompt, one in pairs]
+        assert [watch.wait().ids for watch in together] == one_by_one
+
+
+def test_requests_with_packs_of_their_own_run_in_one_batch():
+    packs = [None, Pack(((3, 4), (5, 6))), Pack(((7, 8, 9),))]
+    with engine() as made:
+        watches = [ask(made, [3, 4, 5, 6, 7, 8, 9], max_tokens=12, pack=pack)[1] for pack in packs]
+        found = [watch.wait().events[0].prompt_ids for watch in watches]
+    assert found == [7, 5, 5]
+
+
+@pytest.mark.parametrize("part", ["choose", "begin", "ids", "follow"])
+def test_a_step_that_fails_ends_the_requests_in_it_and_the_engine_goes_on(monkeypatch, part):
+    from mlx_zip.cuda.batch import Batch
+
+    whole, calls = getattr(Batch, part), []
+
+    def fails(self, *args, **options):
+        calls.append(len(self))
+        if calls.count(3) == 2:
+            raise RuntimeError("CUDA out of memory")
+        return whole(self, *args, **options)
+
+    with engine(sessions=SessionOptions(), max_running=3) as made:
+        monkeypatch.setattr(Batch, part, fails)
+        bad = [ask(made, prompt, max_tokens=300)[1] for prompt in prompts(3)]
+        ends = [watch.wait().end for watch in bad]
+        assert all(isinstance(end, Failed) and "out of memory" in str(end.error) for end in ends)
+        assert made.sessions() == []
+        monkeypatch.setattr(Batch, part, whole)
+        good = [ask(made, prompt, max_tokens=20)[1] for prompt in prompts(4)]
+        for watch, prompt in zip(good, prompts(4), strict=True):
+            same_until_a_tie(watch.wait(), expected(prompt))
+
+
+def test_a_prompt_that_cannot_be_read_fails_its_request_only(monkeypatch):
+    from mlx_zip.cuda.batch import Batch
+
+    whole = Batch.read
+
+    def fails(self, row, ids, more=False):
+        if len(ids) == 13:
+            raise RuntimeError("CUDA out of memory")
+        return whole(self, row, ids, more)
+
+    monkeypatch.setattr(Batch, "read", fails)
+    with engine(run={"prefill_step_size": 13}, sessions=SessionOptions()) as made:
+        good = [ask(made, tiny.base_ids(n, n), max_tokens=20)[1] for n in (5, 8)]
+        bad = ask(made, tiny.base_ids(200))[1].wait()
+        assert "out of memory" in str(bad.end.error)
+        for watch, n in zip(good, (5, 8), strict=True):
+            same_until_a_tie(watch.wait(), expected(tiny.base_ids(n, n)))
+        assert len(made.sessions()) == 2
+
+
+def test_a_request_ends_where_its_cache_is_full_and_others_go_on():
+    with engine(max_running=2, max_kv_bytes=2 * 60 * PER_ID) as made:
+        full = ask(made, [*range(3, 33)], max_tokens=-1)[1]
+        other = ask(made, tiny.base_ids(5), max_tokens=20)[1]
+        assert full.wait().end.reason == "length"
+        assert 28 <= len(full.ids) <= 31
+        assert len(other.wait().base_ids) == 20
+        with pytest.raises(PromptTooLongError, match="context has 60"):
+            ask(made, [3, 4] * 7 + [*range(3, 39)] * 3)
+
+
+def test_a_compressible_prompt_beyond_the_room_in_base_tokens_is_read():
+    with engine(max_running=1, max_kv_bytes=120 * PER_ID) as made:
+        assert made.info.context == 120
+        assert ask(made, [3, 4, 5] * 70, max_tokens=5)[1].wait().end.reason == "length"
+
+
+def test_too_little_memory_for_the_caches_is_told_with_both_numbers():
+    with pytest.raises(ModelError, match=f"{16 * 8 * PER_ID} bytes needed at least, there is room for 5000"):
+        engine(max_kv_bytes=5000)
+
+
+def test_sessions_are_dropped_oldest_first_where_memory_is_bounded_and_have_no_files(tmp_path):
+    bound = 4 * 60 * PER_ID
+    with engine(sessions=SessionOptions(max_bytes=bound)) as made:
+        for n in range(6):
+            ask(made, tiny.base_ids(60, n), max_tokens=20)[1].wait()
+        kept, figures = made.sessions(), made.figures()
+        assert 2 <= len(kept) < 6
+        assert figures.session_bytes == sum(one.bytes for one in kept) <= bound
+        assert ask(made, tiny.base_ids(60, 5), max_tokens=2)[1].wait().end.counts.cached_tokens > 40
+        assert ask(made, tiny.base_ids(60, 0), max_tokens=2)[1].wait().end.counts.cached_tokens == 0
+        with pytest.raises(EngineError, match="memory only"):
+            made.save_session(kept[0].name, tmp_path / "one.safetensors")
+        with pytest.raises(EngineError, match="memory only"):
+            made.load_session(tmp_path / "one.safetensors")
+        made.drop_session(made.sessions()[0].name)
+        with pytest.raises(EngineError, match="no session"):
+            made.drop_session("nobody")
+
+
+def test_a_continued_session_gives_the_ids_of_one_that_was_never_kept():
+    first = tiny.base_ids(60)
+    with engine(sessions=SessionOptions()) as made, engine() as fresh:
+        one = ask(made, first)[1].wait()
+        edited = [*first[:40], 9, 8, 7, *first[40:55]]
+        for prompt in ([*first, *one.base_ids, 9, 8, 7, 6], edited):
+            again, new = ask(made, prompt, max_tokens=15)[1].wait(), ask(fresh, prompt, max_tokens=15)[1].wait()
+            assert again.end.counts.cached_tokens > 20
+            assert again.base_ids[:1] == new.base_ids[:1]
+            assert again.end.counts.prompt_ids < new.end.counts.prompt_ids
+
+
+def test_a_cancelled_request_keeps_what_was_delivered():
+    with engine(sessions=SessionOptions()) as made:
+        asked = [ask(made, prompt, max_tokens=300) for prompt in prompts(3)]
+        for ticket, watch in asked:
+            while len(watch.emitted) < 5:
+                time.sleep(0.001)
+            made.cancel(ticket)
+        lengths = [len(p) + len(w.wait().base_ids) for p, (_, w) in zip(prompts(3), asked, strict=True)]
+        assert [watch.end.reason for _, watch in asked] == ["cancelled"] * 3
+        assert sorted(one.base_tokens for one in made.sessions()) == sorted(lengths)
+
+
+def test_rows_are_given_back_however_requests_end():
+    with engine(max_running=2, run={"prefill_step_size": 4}) as made:
+        for n in range(6):
+            ticket, watch = ask(made, tiny.base_ids(120, n), max_tokens=30)
+            _, other = ask(made, tiny.base_ids(9, n), max_tokens=6)
+            while len(watch.events) < 2 + 3 * n:
+                time.sleep(0.001)
+            made.cancel(ticket)
+            assert isinstance(watch.wait().end, Finished)
+            assert other.wait().end.reason == "length"
+        made.sessions()
+        assert len(made._scheduler.served.seats.batch) == 0
+
+
+def test_an_engine_without_hypertokens_shares_the_weights():
+    with engine() as made, made.without_hypertokens("plain") as plain:
+        watch = Watch()
+        from mlx_zip.engine import Submission
+
+        plain.submit(Submission(tiny.base_ids(9), max_tokens=10), watch)
+        assert len(watch.wait().ids) == 10
+        assert max(watch.ids) < tiny.VOCAB
+        ours, theirs = (one._scheduler.served.model.embedding for one in (made, plain))
+        assert ours.data_ptr() == theirs.data_ptr()
+        with pytest.raises(EngineError, match="cannot be run"):
+            plain.without_hypertokens("again")
