@@ -91,7 +91,7 @@ class Tables:
     """The rows of a batch of B sequences by slot.
 
     outputs, inputs [B, C, D]: one tensor where an entry's two rows are one. installed [B, C] bool: which slots can be
-    chosen. spans [B, before + C] int64: how many base ids each id stands for; it is 1 for the `before` ids before slot 0.
+    chosen. spans [B, before + C] int64: how many base ids each id stands for; 1 for the `before` ids before slot 0.
     Raises `ModelError` naming needed and free bytes.
     """
 
