@@ -10,7 +10,8 @@ from mlx_zip.cuda.attention import Seen, attend
 from mlx_zip.cuda.folder import Folder
 from mlx_zip.cuda.kernels.attention import decode_attention
 from mlx_zip.cuda.kernels.norm import add_rms_norm
-from mlx_zip.cuda.kernels.rope import Rotation, rope_and_cache
+from mlx_zip.cuda.kernels.rope import rope_and_cache
+from mlx_zip.cuda.kernels.rotation import Rotation
 from mlx_zip.cuda.kv import KV, make_kv
 from mlx_zip.cuda.layers import Layer, take_layers
 from mlx_zip.cuda.linear import product

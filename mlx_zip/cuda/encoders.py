@@ -63,7 +63,7 @@ def make_encoder(config: EncoderConfig, merge_size: int, weights: Weights) -> En
 
 def averaging(config: EncoderConfig, merge_size: int, weights: Weights) -> Encoder:
     """Returns the encoder whose rows are the mean of an entry's base rows; it has no tensors."""
-    return lambda entries, lengths, matrix: pool(base_rows(entries, matrix), lengths, "real")
+    return lambda entries, lengths, matrix: pool(entry_rows(entries, matrix, None), lengths, "real")
 
 
 def attention(config: EncoderConfig, merge_size: int, weights: Weights) -> Encoder:
@@ -72,7 +72,7 @@ def attention(config: EncoderConfig, merge_size: int, weights: Weights) -> Encod
     attend = _projections(config, weights, "attention.", "both")
 
     def encode(entries: torch.Tensor, lengths: torch.Tensor, matrix: Matrix) -> torch.Tensor:
-        return pool(attend(base_rows(entries, matrix, places), lengths), lengths, "all")
+        return pool(attend(entry_rows(entries, matrix, places), lengths), lengths, "all")
 
     return encode
 
@@ -84,7 +84,7 @@ def transformer(config: EncoderConfig, merge_size: int, weights: Weights) -> Enc
     layers = [_post_norm(config, weights, f"layers.{i}.") for i in range(config.num_hidden_layers)]
 
     def encode(entries: torch.Tensor, lengths: torch.Tensor, matrix: Matrix) -> torch.Tensor:
-        x = base_rows(entries, matrix, places)
+        x = entry_rows(entries, matrix, places)
         for layer in layers:
             x = layer(x, lengths)
         return pool(x, lengths, "all")
@@ -102,7 +102,7 @@ def res_latent_attention(config: EncoderConfig, merge_size: int, weights: Weight
     norm, kind = weights.norm("norm", width), "last" if config.causal else "real"
 
     def encode(entries: torch.Tensor, lengths: torch.Tensor, matrix: Matrix) -> torch.Tensor:
-        x = base_rows(entries, matrix)
+        x = entry_rows(entries, matrix, None)
         first = x[:, 0]
         x = (x if enter is None else times(x, enter)) + places[: entries.shape[1]]
         for layer in layers:
@@ -181,18 +181,3 @@ def times(x: torch.Tensor, linear: Linear, residual: torch.Tensor | None = None)
     """Returns x W' [N, S, R], plus the residual, for x [N, S, D]."""
     added = None if residual is None else residual.reshape(-1, residual.shape[-1])
     return product(x.reshape(-1, x.shape[-1]), linear, residual=added).view(*x.shape[:-1], -1)
-
-
-def base_rows(entries: torch.Tensor, matrix: Matrix, places: torch.Tensor | None = None) -> torch.Tensor:
-    """Returns matrix[entries] [N, S, D], plus places [S or more, D] if given; entries [N, S] int64."""
-    if not isinstance(matrix, Packed):
-        return entry_rows(entries, matrix, places)
-    x = unpacked_rows(matrix, entries)
-    return x if places is None else x + places[: entries.shape[1]].to(x.dtype)
-
-
-def unpacked_rows(matrix: Packed, ids: torch.Tensor) -> torch.Tensor:
-    """Returns rows [*ids.shape, D] of a packed matrix in its scales' dtype; only these rows are unpacked."""
-    flat = ids.reshape(-1)
-    chosen = matrix._replace(words=matrix.words[flat], scales=matrix.scales[flat], biases=matrix.biases[flat])
-    return unpack(chosen, matrix.scales.dtype).view(*ids.shape, -1)

@@ -15,12 +15,11 @@ import torch
 from mlx_zip.codec import CodecParams
 from mlx_zip.config import SIDES, EncoderConfig, ZipConfig
 from mlx_zip.cuda.decoder import Decoder
-from mlx_zip.cuda.encoders import Matrix, Weights, make_encoder, unpacked_rows
+from mlx_zip.cuda.encoders import Matrix, Weights, make_encoder
 from mlx_zip.cuda.fingerprint import folder_fingerprint
 from mlx_zip.cuda.folder import Folder, read_folder
 from mlx_zip.cuda.kernels.embedding import hyper_embedding
 from mlx_zip.cuda.kernels.head import Head, joint_head
-from mlx_zip.cuda.kernels.packed import Packed
 from mlx_zip.cuda.rows import STORE_BYTES, RowStore
 from mlx_zip.cuda.starts import Begin, PackOrEntries, make_begin
 from mlx_zip.errors import ConfigError, ModelError
@@ -240,15 +239,7 @@ class CudaModel:
 
     def embed(self, ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Returns embeddings [B, L, D] of ids [B, L] int64; rows [B, C, D]: the input rows of each sequence's slots."""
-        if not isinstance(self.embedding, Packed):
-            return hyper_embedding(ids, self.embedding, rows, self.layout.vocab_size)
-        hyper = ids >= self.layout.vocab_size
-        h = unpacked_rows(self.embedding, torch.where(hyper, 0, ids))
-        if not rows.shape[1]:
-            return h
-        slots = torch.where(hyper, ids - self.layout.vocab_size, 0)
-        found = rows.gather(1, slots[..., None].expand(-1, -1, rows.shape[2]))
-        return torch.where(hyper[..., None], found, h)
+        return hyper_embedding(ids, self.embedding, rows, self.layout.vocab_size)
 
     def head(self, h: torch.Tensor, rows: torch.Tensor, installed: torch.Tensor, logits: bool = False) -> Head:
         """Returns the best ids, log-sum-exps and, if asked for, logits of the body's output h [B, D].

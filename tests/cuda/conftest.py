@@ -14,6 +14,8 @@ CANARY = {"f": float("nan"), "i": 77}
 if not MISSING:
     import torch
 
+    from mlx_zip.cuda.kernels.packed import Packed, dequantize
+
     torch.set_num_threads(1)  # the tensors are tiny, and threads that wait for each other take longer
 
 
@@ -77,3 +79,16 @@ def close() -> Callable[[torch.Tensor, torch.Tensor], None]:
         torch.testing.assert_close(got.double().cpu(), wanted.cpu(), rtol=tolerance, atol=tolerance)
 
     return compare
+
+
+@pytest.fixture
+def random_packed(guard: Guard) -> Callable[..., tuple[Packed, torch.Tensor]]:
+    """Returns a function that makes a guarded packed matrix of random words, and the same matrix in float64."""
+
+    def make(rows: int, width: int, bits: int, group: int, dtype: torch.dtype) -> tuple[Packed, torch.Tensor]:
+        words = torch.randint(-(2**31), 2**31, (rows, width * bits // 32)).to(torch.int32)
+        scales, biases = (torch.randn(rows, width // group) for _ in range(2))
+        packed = Packed(guard(words), guard((scales / 2**bits).to(dtype)), guard(biases.to(dtype)), bits, group)
+        return packed, dequantize(packed._replace(scales=packed.scales.double(), biases=packed.biases.double()))
+
+    return make

@@ -24,6 +24,18 @@ def test_rows_come_from_the_base_table_or_the_hyper_rows(
     close(got, reference(ids, table.double(), rows.double(), boundary))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("bits", "width", "group"), [(4, 1056, 32), (8, 64, 64)])
+def test_rows_of_a_packed_table_are_unpacked(guard, close, random_packed, dtype, bits, width, group):
+    ids, rows = guard(torch.randint(-1, 9, (2, 5))), guard(torch.randn(2, 3, width).to(dtype))
+    table, exact = random_packed(7, width, bits, group, dtype)
+    got = hyper_embedding(ids, table, rows, 5, impl="triton")
+    assert got.dtype == dtype
+    known = (ids >= 0) & (ids < 8)
+    close(got[known], reference(ids, exact, rows.double(), 5)[known])
+    assert got[~known].isnan().all()
+
+
 def test_each_sequence_reads_its_own_rows(guard):
     ids = guard(torch.tensor([[3, 4], [4, 0]]))
     table, rows = guard(torch.zeros(3, 2)), guard(torch.arange(8.0).view(2, 2, 2) + 1)

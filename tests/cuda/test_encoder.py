@@ -20,6 +20,18 @@ def test_entry_rows_are_base_rows_plus_positions(guard, close, dtype, positions)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_entry_rows_of_a_packed_matrix_are_unpacked(guard, close, random_packed, dtype, bits):
+    entries, places = guard(torch.randint(0, 9, (3, 5))), guard(torch.randn(6, 576).to(dtype))
+    matrix, exact = random_packed(9, 576, bits, 64, dtype)
+    entries[1, 2] = 9
+    got = encoder.entry_rows(entries, matrix, places, impl="triton")
+    assert got[1, 2].isnan().all()
+    got[1, 2] = 0.0
+    close(got, encoder.reference_rows(entries, exact, places.double()).nan_to_num(0.0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mask", encoder.MASKS)
 @pytest.mark.parametrize(("length", "heads", "each"), [(1, 1, 1), (5, 3, 7), (16, 2, 32)])
 def test_attention_sees_what_its_mask_says(guard, close, dtype, mask, length, heads, each):

@@ -5,7 +5,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from mlx_zip.cuda.kernels.rope import Rotation, reference, rope_and_cache  # noqa: E402
+from mlx_zip.cuda.kernels.rope import reference, rope_and_cache  # noqa: E402
+from mlx_zip.cuda.kernels.rotation import Rotation  # noqa: E402
 
 SHAPES = [(4, 2, 6, 3), (1, 1, 33, 8)]  # heads, key heads, columns of a head, frequencies
 

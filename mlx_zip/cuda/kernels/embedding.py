@@ -5,36 +5,38 @@ from __future__ import annotations
 import torch
 
 from mlx_zip.cuda.kernels.dispatch import check_shape, use_triton
+from mlx_zip.cuda.kernels.packed import Packed, check_matrix, packed_rows
 
 
 def hyper_embedding(
-    ids: torch.Tensor, base: torch.Tensor, rows: torch.Tensor, boundary: int, impl: str | None = None
+    ids: torch.Tensor, base: torch.Tensor | Packed, rows: torch.Tensor, boundary: int, impl: str | None = None
 ) -> torch.Tensor:
-    """Returns embeddings [B, L, D] in the base table's dtype.
+    """Returns embeddings [B, L, D] in the base table's dtype, that of the scales for a packed table.
 
-    ids [B, L] int64; base [R, D]; rows [B, C, D], the hyper rows of each sequence. Ids from `boundary` on are
-    hypertokens: id - boundary is the slot in `rows`. An id below 0 or from boundary + C on gives a row of NaN.
+    ids [B, L] int64; base [R, D] or `Packed`; rows [B, C, D], the hyper rows of each sequence. Ids from `boundary` on
+    are hypertokens: id - boundary is the slot in `rows`. An id below 0 or from boundary + C on gives a row of NaN.
     """
     check_shape("ids", ids, None, None)
-    check_shape("base", base, None, None)
+    parts = check_matrix("base", base)
     check_shape("rows", rows, ids.shape[0], None, base.shape[1])
     if not 0 <= boundary <= base.shape[0]:
         raise ValueError(f"boundary {boundary} lies outside the base table of {base.shape[0]} rows")
-    if use_triton(impl, ids, base, rows):
+    if use_triton(impl, ids, *parts, rows):
         from mlx_zip.cuda.kernels.embedding_triton import launch
 
         return launch(ids, base, rows, boundary)
     return reference(ids, base, rows, boundary)
 
 
-def reference(ids: torch.Tensor, base: torch.Tensor, rows: torch.Tensor, boundary: int) -> torch.Tensor:
+def reference(ids: torch.Tensor, base: torch.Tensor | Packed, rows: torch.Tensor, boundary: int) -> torch.Tensor:
     """Returns what `hyper_embedding` returns, in plain PyTorch."""
     capacity = rows.shape[1]
     is_base = (ids >= 0) & (ids < boundary)
     is_hyper = (ids >= boundary) & (ids < boundary + capacity)
-    out = base[torch.where(is_base, ids, 0)]
+    chosen = torch.where(is_base, ids, 0)
+    out = packed_rows(base, chosen) if isinstance(base, Packed) else base[chosen]
     if capacity:
         slot = torch.where(is_hyper, ids - boundary, 0)
-        found = rows.gather(1, slot[..., None].expand(-1, -1, rows.shape[2])).to(base.dtype)
+        found = rows.gather(1, slot[..., None].expand(-1, -1, rows.shape[2])).to(out.dtype)
         out = torch.where(is_hyper[..., None], found, out)
     return torch.where((is_base | is_hyper)[..., None], out, torch.nan)

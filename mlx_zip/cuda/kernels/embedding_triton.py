@@ -9,22 +9,32 @@ import torch
 import triton
 import triton.language as tl
 
+from mlx_zip.cuda.kernels.packed import Packed, as_parts
+from mlx_zip.cuda.kernels.rows_triton import row_values
+
 BLOCK = 1024  # columns per program
 
 
-def launch(ids: torch.Tensor, base: torch.Tensor, rows: torch.Tensor, boundary: int) -> torch.Tensor:
+def launch(ids: torch.Tensor, base: torch.Tensor | Packed, rows: torch.Tensor, boundary: int) -> torch.Tensor:
     """Returns embeddings [B, L, D]; arguments as in `embedding.hyper_embedding`, which has checked them."""
-    batch, length = ids.shape
-    width = base.shape[1]
-    out = torch.empty((batch, length, width), dtype=base.dtype, device=base.device)
+    (batch, length), width = ids.shape, base.shape[1]
+    matrix, scales, biases, bits, group = as_parts(base)
+    dtype = matrix.dtype if scales is None else scales.dtype
+    out = torch.empty((batch, length, width), dtype=dtype, device=ids.device)
     if out.numel():
         grid = (batch * length, triton.cdiv(width, BLOCK))
-        _kernel[grid](ids, base, rows, out, length, width, rows.shape[1], boundary, BLOCK=BLOCK)
+        _kernel[grid](
+            ids, matrix, scales, biases, rows, out, length, width, rows.shape[1], boundary,
+            BITS=bits, GROUP=group, BLOCK=BLOCK,
+        )  # fmt: skip
     return out
 
 
 @triton.jit
-def _kernel(ids, base, rows, out, length, width, capacity, boundary, BLOCK: tl.constexpr):
+def _kernel(
+    ids, matrix, scales, biases, rows, out, length, width, capacity, boundary,
+    BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     at = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
@@ -33,7 +43,7 @@ def _kernel(ids, base, rows, out, length, width, capacity, boundary, BLOCK: tl.c
     is_hyper = (one >= boundary) & (one < boundary + capacity)
     slot = (at // length) * capacity + one - boundary
     # limits, because the interpreter refuses a mask made of a vector and a scalar condition
-    low = tl.load(base + one * width + columns, mask=columns < tl.where(is_base, width, 0), other=float("nan"))
+    low = row_values(matrix, scales, biases, one, width, columns, tl.where(is_base, width, 0), BITS, GROUP)
     high = tl.load(rows + slot * width + columns, mask=columns < tl.where(is_hyper, width, 0), other=float("nan"))
-    value = tl.where(is_hyper, high.to(out.dtype.element_ty), low.to(out.dtype.element_ty))
-    tl.store(out + at * width + columns, value, mask=inside)
+    value = tl.where(is_hyper, high.to(tl.float32), low)
+    tl.store(out + at * width + columns, value.to(out.dtype.element_ty), mask=inside)

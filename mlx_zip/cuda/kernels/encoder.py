@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from mlx_zip.cuda.kernels.dispatch import check_shape, use_triton, wide
+from mlx_zip.cuda.kernels.packed import Packed, check_matrix, packed_rows
 
 MOST_PLACES = 16
 MASKS = ("both", "keys", "causal")  # which queries see which keys
@@ -15,30 +16,31 @@ POOLS = ("all", "real", "last")  # which places are pooled
 
 
 def entry_rows(
-    entries: torch.Tensor, matrix: torch.Tensor, places: torch.Tensor | None, impl: str | None = None
+    entries: torch.Tensor, matrix: torch.Tensor | Packed, places: torch.Tensor | None, impl: str | None = None
 ) -> torch.Tensor:
-    """Returns matrix[entries] + places [N, S, D] in the matrix's dtype.
+    """Returns matrix[entries] + places [N, S, D] in the matrix's dtype, that of the scales for a packed one.
 
-    entries [N, S] int64, padded with the pad id; matrix [R, D]; places [S or more, D], or None for no positions. An
-    id outside 0..R-1 gives a row of NaN.
+    entries [N, S] int64, padded with the pad id; matrix [R, D] or `Packed`; places [S or more, D], or None for no
+    positions. An id outside 0..R-1 gives a row of NaN.
     """
     check_shape("entries", entries, None, None)
-    check_shape("matrix", matrix, None, None)
+    parts = check_matrix("matrix", matrix)
     if places is not None:
         check_shape("places", places, None, matrix.shape[1])
         if places.shape[0] < entries.shape[1]:
             raise ValueError(f"entries have {entries.shape[1]} places, positions only {places.shape[0]}")
-    if use_triton(impl, entries, matrix, places):
+    if use_triton(impl, entries, *parts, places):
         from mlx_zip.cuda.kernels.encoder_triton import launch_rows
 
         return launch_rows(entries, matrix, places)
     return reference_rows(entries, matrix, places)
 
 
-def reference_rows(entries: torch.Tensor, matrix: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
+def reference_rows(entries: torch.Tensor, matrix: torch.Tensor | Packed, places: torch.Tensor | None) -> torch.Tensor:
     """Returns what `entry_rows` returns, in plain PyTorch."""
     known = (entries >= 0) & (entries < matrix.shape[0])
-    x = matrix[torch.where(known, entries, 0)]
+    chosen = torch.where(known, entries, 0)
+    x = packed_rows(matrix, chosen) if isinstance(matrix, Packed) else matrix[chosen]
     if places is not None:
         x = x + places[: entries.shape[1]].to(x.dtype)
     return torch.where(known[..., None], x, torch.nan)

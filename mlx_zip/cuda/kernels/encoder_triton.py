@@ -9,28 +9,38 @@ import torch
 import triton
 import triton.language as tl
 
+from mlx_zip.cuda.kernels.packed import Packed, as_parts
+from mlx_zip.cuda.kernels.rows_triton import row_values
+
 BLOCK = 512  # columns per program
 PLACES = 16  # places of an attention program, the smallest side of a matrix product
 
 
-def launch_rows(entries: torch.Tensor, matrix: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
+def launch_rows(entries: torch.Tensor, matrix: torch.Tensor | Packed, places: torch.Tensor | None) -> torch.Tensor:
     """Returns rows [N, S, D]; arguments as in `encoder.entry_rows`, which has checked them."""
     (count, length), (height, width) = entries.shape, matrix.shape
-    out = torch.empty((count, length, width), dtype=matrix.dtype, device=matrix.device)
+    values, scales, biases, bits, group = as_parts(matrix)
+    dtype = values.dtype if scales is None else scales.dtype
+    out = torch.empty((count, length, width), dtype=dtype, device=entries.device)
     if out.numel():
-        grid = (count * length, triton.cdiv(width, BLOCK))
-        _rows[grid](entries, matrix, places, out, length, height, width, ADD=places is not None, BLOCK=BLOCK)
+        _rows[(count * length, triton.cdiv(width, BLOCK))](
+            entries, values, scales, biases, places, out, length, height, width,
+            BITS=bits, GROUP=group, ADD=places is not None, BLOCK=BLOCK,
+        )  # fmt: skip
     return out
 
 
 @triton.jit
-def _rows(entries, matrix, places, out, length, height, width, ADD: tl.constexpr, BLOCK: tl.constexpr):
+def _rows(
+    entries, matrix, scales, biases, places, out, length, height, width,
+    BITS: tl.constexpr, GROUP: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     at = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     line = tl.load(entries + at).to(tl.int64)
     # a limit, because the interpreter refuses a mask made of a vector and a scalar condition
     end = tl.where(line >= 0, tl.where(line < height, width, 0), 0)
-    value = tl.load(matrix + line * width + column, mask=column < end, other=float("nan")).to(tl.float32)
+    value = row_values(matrix, scales, biases, line, width, column, end, BITS, GROUP)
     if ADD:
         value += tl.load(places + (at % length) * width + column, mask=column < width, other=0.0).to(tl.float32)
     tl.store(out + at * width + column, value.to(out.dtype.element_ty), mask=column < width)

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from mlx_zip.cuda.kernels.packed import Packed
+from mlx_zip.cuda.kernels.packed import Packed, as_parts
 from mlx_zip.cuda.kernels.products_triton import dense_sums, many_sums, packed_sums
 from mlx_zip.cuda.kernels.top_triton import launch as launch_top
 from mlx_zip.cuda.kernels.tuning import Sizes, is_interpreted, tuned
@@ -52,8 +52,7 @@ def launch(
     out = torch.empty((batch, whole), **kind) if logits or top else None
     best, lse = torch.empty((batch,), dtype=torch.int64, device=x.device), torch.empty((batch,), **kind)
     if batch:
-        bits, group = (base.bits, base.group_size) if isinstance(base, Packed) else (0, 1)
-        matrix, scales, biases = base[:3] if isinstance(base, Packed) else (base, None, None)
+        matrix, scales, biases, bits, group = as_parts(base)
         tails = triton.cdiv(height - boundary, IDS) if logits else 0
         kernel = many if batch > 1 else one_packed if bits else one_dense
         kernel[(triton.cdiv(batch, GROUP_ROWS) * low + batch * (high + tails),)](

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from mlx_zip.cuda.kernels.packed import Packed
+from mlx_zip.cuda.kernels.packed import Packed, as_parts
 from mlx_zip.cuda.kernels.products_triton import dense_sums, many_sums, packed_sums
 from mlx_zip.cuda.kernels.tuning import Sizes, is_interpreted, tuned
 
@@ -46,8 +46,7 @@ def launch(
     (batch, width), rows = x.shape, weight.shape[0] // (2 if gate else 1)
     out = torch.empty((batch, rows), dtype=x.dtype, device=x.device)
     if out.numel():
-        matrix, scales, biases = weight[:3] if isinstance(weight, Packed) else (weight, None, None)
-        bits, group = (weight.bits, weight.group_size) if isinstance(weight, Packed) else (0, 1)
+        matrix, scales, biases, bits, group = as_parts(weight)
         factors, eps = norm or (None, 0.0)
 
         def grid(sizes: dict[str, int]) -> tuple[int]:

@@ -50,6 +50,15 @@ def check_matrix(name: str, matrix: torch.Tensor | Packed) -> tuple[torch.Tensor
     return (matrix,)
 
 
+def as_parts(
+    matrix: torch.Tensor | Packed,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, int, int]:
+    """Returns what kernels take of a matrix: values or words, scales, biases, bits (0 if dense) and group size."""
+    if isinstance(matrix, Packed):
+        return matrix.words, matrix.scales, matrix.biases, matrix.bits, matrix.group_size
+    return matrix, None, None, 0, 1
+
+
 def dequantize(packed: Packed) -> torch.Tensor:
     """Returns the matrix [R, D]: float64 if the scales are, else float32."""
     shifts = torch.arange(0, 32, packed.bits, device=packed.words.device)
@@ -57,3 +66,10 @@ def dequantize(packed: Packed) -> torch.Tensor:
     dtype = torch.promote_types(packed.scales.dtype, torch.float32)
     grouped = levels.view(packed.shape[0], -1, packed.group_size).to(dtype)
     return (grouped * packed.scales[..., None].to(dtype) + packed.biases[..., None].to(dtype)).view(packed.shape)
+
+
+def packed_rows(packed: Packed, ids: torch.Tensor) -> torch.Tensor:
+    """Returns rows [*ids.shape, D] of the matrix in its scales' dtype; only these rows are unpacked."""
+    flat = ids.reshape(-1)
+    chosen = packed._replace(words=packed.words[flat], scales=packed.scales[flat], biases=packed.biases[flat])
+    return dequantize(chosen).to(packed.scales.dtype).view(*ids.shape, -1)
