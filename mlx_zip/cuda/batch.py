@@ -42,8 +42,9 @@ class Batch:
         config, slots = model.config, model.layout.codebook_size
         self.model, self.most, self.capacity = model, most, capacity
         self.kv = model.decoder.make_kv(most, capacity)
-        self.tables = Tables(most, slots, model.sides, model.width, model.dtype, model.device)
         self._by_base_ids = config is not None and config.position_mode == "base_token_end"
+        before = model.layout.vocab_size if self._by_base_ids else 0
+        self.tables = Tables(most, slots, model.sides, model.width, model.dtype, model.device, before)
         self._longest = config.merge_size if config is not None and self._by_base_ids else 1
         self._graphs = Graphs(model.device)
         self._new = None if config is None else NewRows(model, self.tables, self._graphs, config.merge_size, most)
@@ -239,15 +240,14 @@ class Batch:
 
         Such a sequence's cache gets a key and a value behind its ends, which its next id writes over.
         """
-        steps, kv, vocab = self._steps.device[:size], self.kv.rows(0, size), self.model.layout.vocab_size
+        steps, kv, used = self._steps.device[:size], self.kv.rows(0, size), self._used[:size]
         ids = self._ids[:size] * steps  # 0 for those that do not step: whatever was chosen for them is no id
-        spans = steps
         if self._by_base_ids:
-            slots = (ids - vocab).clamp_(min=0)[:, None]
-            spans = torch.where(ids >= vocab, self.tables.spans[:size].gather(1, slots)[:, 0], steps)
-        self._used[:size].add_(spans)
+            used.addcmul_(self.tables.spans[:size].gather(1, ids[:, None])[:, 0], steps)
+        else:
+            used.add_(steps)
         h = self.model.embed(ids[:, None], self.tables.inputs[:size])[:, 0]
-        self._output[:size].copy_(self.model.decoder.step(h, self._used[:size] - 1, kv, steps))
+        self._output[:size].copy_(self.model.decoder.step(h, used - 1, kv, steps))
 
     def ids(self) -> list[int]:
         """Returns the ids that were chosen last, as soon as they are known; anything for rows that do not step."""

@@ -91,18 +91,20 @@ class Tables:
     """The rows of a batch of B sequences by slot.
 
     outputs, inputs [B, C, D]: one tensor where an entry's two rows are one. installed [B, C] bool: which slots can be
-    chosen. spans [B, C] int64: base ids of each slot's entry. Raises `ModelError` naming needed and free bytes.
+    chosen. spans [B, before + C] int64: how many base ids each id stands for; 1 for the `before` ids before slot 0.
+    Raises `ModelError` naming needed and free bytes.
     """
 
     def __init__(
-        self, batch: int, slots: int, sides: int, width: int, dtype: torch.dtype, device: torch.device
+        self, batch: int, slots: int, sides: int, width: int, dtype: torch.dtype, device: torch.device, before: int = 0
     ) -> None:
         each = sides * width * dtype.itemsize + torch.bool.itemsize + torch.int64.itemsize
         check_room(f"tables of hyper rows of {batch} x {slots} slots", batch * slots * each, device)
         self.outputs = torch.zeros((batch, slots, width), dtype=dtype, device=device)
         self.inputs = self.outputs if sides == 1 else torch.zeros_like(self.outputs)
         self.installed = torch.zeros((batch, slots), dtype=torch.bool, device=device)
-        self.spans = torch.ones((batch, slots), dtype=torch.int64, device=device)
+        self.spans = torch.ones((batch, before + slots), dtype=torch.int64, device=device)
+        self._slot_spans, self._true = self.spans[:, before:], torch.ones((), dtype=torch.bool, device=device)
 
     @property
     def sides(self) -> tuple[torch.Tensor, ...]:
@@ -116,14 +118,14 @@ class Tables:
         """
         for side, table in enumerate(self.sides):
             table[batch, slots] = rows[:, side]
-        self.spans[batch, slots] = spans
-        self.installed.index_put_((batch, slots), self.installed.new_ones(()))
+        self._slot_spans[batch, slots] = spans
+        self.installed[batch, slots] = self._true
 
     def put_run(self, row: int, rows: torch.Tensor, spans: torch.Tensor) -> None:
         """Installs entries in the first N slots of one sequence: rows [N, sides, D], spans [N]."""
         for side, table in enumerate(self.sides):
             table[row, : len(rows)] = rows[:, side]
-        self.spans[row, : len(rows)] = spans
+        self._slot_spans[row, : len(rows)] = spans
         self.installed[row, : len(rows)] = True
 
     def keep(self, row: int, count: int) -> None:

@@ -1,6 +1,7 @@
 """Sampling in PyTorch: the ids that MLX's samplers keep, with their probabilities, and penalties that are equal."""
 
 import collections
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -108,7 +109,8 @@ PENALTIES = {
 def test_penalties_of_base_ids_and_hypertokens_are_those_of_mlx(name):
     params, options = tiny.tiny_model().config.codec_params, Sampling(**PENALTIES[name])
     book, logits = Codebook(params), np.random.default_rng(3).normal(0, 3, (1, 48 + 64)).astype(np.float32)
-    ours, theirs = (kind(options, State(book), 0) for kind in (BasePenalties, MlxPenalties))
+    state: Any = State(book)
+    ours, theirs = BasePenalties(options, state, 0), MlxPenalties(options, state, 0)
     for step, one in enumerate(compress(params, tiny.base_ids(80))[0]):
         book.push([one])
         if step % 7 == 0:

@@ -3,7 +3,9 @@
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
+
+import triton.language as tl  # noqa: E402
 
 from mlx_zip.cuda.kernels import gate, norm  # noqa: E402
 
@@ -42,3 +44,22 @@ def test_shapes_that_do_not_fit_are_refused():
         gate.silu_gate(torch.ones(2, 5))
     with pytest.raises(ValueError, match="not one of triton, reference"):
         gate.silu_gate(torch.ones(2, 4), impl="metal")
+
+
+@triton.jit
+def _copy(x, out, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(out + at, tl.load(x + at).to(out.dtype.element_ty))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_bfloat16_is_cut_off_in_the_interpreter_and_rounded_on_a_gpu(guard, dtype):
+    """So a result of the interpreter may be off by one whole step of bfloat16, and one of two roundings by two."""
+    x, out = guard(torch.randn(512)), guard(torch.zeros(512, dtype=dtype))
+    _copy[(1,)](x, out, BLOCK=512)
+    if dtype == torch.bfloat16 and guard.device == "cpu":
+        cut = (x.view(torch.int32) & -65536).view(torch.float32)
+        assert torch.equal(out.float(), cut)
+        assert not torch.equal(cut, x.to(dtype).float())
+    else:
+        assert torch.equal(out, x.to(dtype))

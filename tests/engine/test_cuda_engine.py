@@ -1,6 +1,7 @@
 """What only the engine on PyTorch has: rows of one batch, caches of a fixed size, snapshots; here on a CPU."""
 
 import time
+from typing import Any
 
 import pytest
 
@@ -24,7 +25,11 @@ def expected(prompt, family="llama", max_tokens=20, **changes):
 
 
 def test_models_of_other_families_answer_in_company_as_mlx_does():
-    for family, changes in (("phi3", {"position_mode": "base_token_end"}), ("qwen3", {"canonical": True})):
+    cases: list[tuple[str, dict[str, Any]]] = [
+        ("phi3", {"position_mode": "base_token_end"}),
+        ("qwen3", {"canonical": True}),
+    ]
+    for family, changes in cases:
         with engine(family, model=changes) as made:
             some = [tiny.base_ids(n, n) for n in (20, 28, 5)]
             watches = [ask(made, prompt, max_tokens=20)[1] for prompt in some]

@@ -67,9 +67,11 @@ def _lines(rows, GATE: tl.constexpr, LINES: tl.constexpr):
     lane = tl.arange(0, LINES)
     if GATE:
         row = tl.program_id(0) * (LINES // 2) + lane // 2
-        return tl.where(row < rows, row + (lane % 2) * rows, -1).to(tl.int64)
-    row = tl.program_id(0) * LINES + lane
-    return tl.where(row < rows, row, -1).to(tl.int64)
+        lines = tl.where(row < rows, row + (lane % 2) * rows, -1)
+    else:
+        row = tl.program_id(0) * LINES + lane
+        lines = tl.where(row < rows, row, -1)
+    return lines.to(tl.int64)
 
 
 @triton.jit

@@ -14,10 +14,12 @@ def row_values(matrix, scales, biases, line, width, column, end, BITS: tl.conste
     """Returns columns of row `line` (int64) in float32, NaN for those from `end` on."""
     inside = column < end
     if BITS == 0:
-        return tl.load(matrix + line * width + column, mask=inside, other=float("nan")).to(tl.float32)
-    PER: tl.constexpr = 32 // BITS
-    word = tl.load(matrix + line * (width // PER) + column // PER, mask=inside, other=0)
-    level = ((word >> (column % PER * BITS)) & ((1 << BITS) - 1)).to(tl.float32)
-    group = line * (width // GROUP) + column // GROUP
-    scale = tl.load(scales + group, mask=inside, other=float("nan")).to(tl.float32)
-    return level * scale + tl.load(biases + group, mask=inside, other=float("nan")).to(tl.float32)
+        value = tl.load(matrix + line * width + column, mask=inside, other=float("nan")).to(tl.float32)
+    else:
+        PER: tl.constexpr = 32 // BITS
+        word = tl.load(matrix + line * (width // PER) + column // PER, mask=inside, other=0)
+        level = ((word >> (column % PER * BITS)) & ((1 << BITS) - 1)).to(tl.float32)
+        group = line * (width // GROUP) + column // GROUP
+        scale = tl.load(scales + group, mask=inside, other=float("nan")).to(tl.float32)
+        value = level * scale + tl.load(biases + group, mask=inside, other=float("nan")).to(tl.float32)
+    return value

@@ -1,0 +1,26 @@
+"""The kernels of a step are compiled for an H100 without one: types and shapes fit, and registers are enough."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+
+def test_kernels_of_a_step_are_compiled_without_spilled_registers(tmp_path):
+    program = Path(__file__).with_name("compile_for_gpu.py")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, program, "90"], env=environment, capture_output=True, text=True, timeout=500, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    kernels = [line.split() for line in done.stdout.splitlines()]
+    assert {"_one", "_many", "_parts", "_combine", "_reduce", "_chunks", "_join"} <= {kernel[1] for kernel in kernels}
+    for _, name, _, _, local, shared in kernels:
+        assert int(local) == 0, f"{name} spills {local} bytes"
+        assert int(shared) <= 99 * 1024, f"{name} needs {shared} bytes of shared memory"
