@@ -15,7 +15,7 @@ from mlx_zip.cuda.graphs import Graphs
 from mlx_zip.cuda.model import CudaModel, open_model
 from mlx_zip.errors import MlxZipError
 
-RECORDED = Path(__file__).parent / "records" / "greedy-ids.json"  # what MLX wrote, in float32
+RECORDED = Path(__file__).parent / "greedy-ids.json"  # what MLX wrote, in float32
 MODELS = ("stories", "stories-base")
 PROMPTS = ("Once upon a time there was a little dog who", "Tom and his sister found a big red box in the")
 TOKENS = 96  # base tokens that are recorded
