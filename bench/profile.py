@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     Raises `MlxZipError` for flags, models and texts that cannot be used.
     """
     check_at_least(args, 1, "trials")
-    args.windows = 1
+    args.windows, args.engines = 1, [MlxLm.name, MlxZip.name]
     load_before()
     models, workloads = prepare(args)
     if models.zipped is None:

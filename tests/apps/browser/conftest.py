@@ -1,4 +1,4 @@
-"""One app and one browser for all tests of this folder; a tab per test, which remembers nothing and shows no flaw."""
+"""One app for all tests of this folder, one browser per file, a tab per test that remembers nothing and has no flaw."""
 
 from __future__ import annotations
 
@@ -24,22 +24,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
     """Gives `mlx_zip app` with the bundled model, in a process of its own."""
     with running(App(tmp_path_factory.mktemp("home"))) as made:
         yield made
 
 
-# Not for the whole session: while a browser is driven, its event loop is in the way of other tests' loops.
-@pytest.fixture(scope="package")
+# Not for longer than a file: while a browser is driven, its event loop is in the way of other tests' loops. The folder
+# is no package, so a fixture of that scope would last for the whole session.
+@pytest.fixture(scope="module")
 def chrome() -> Iterator[Any]:
     """Gives a browser without a window."""
     with browser() as made:
         yield made
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def contexts(chrome: Any) -> Callable[..., Any]:
     """Gives a function that returns the browser's context with some options: the same one for the same options."""
     made: dict[str, Any] = {}
@@ -79,7 +80,7 @@ def tab(open_tab: Callable[..., Tab], app: App) -> Tab:
     return open_tab(app)
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def stories() -> dict[str, Any]:
     """Gives a place for exports of conversations, by what was asked in them."""
     return {}
