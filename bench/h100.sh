@@ -67,10 +67,12 @@ bench() {  # bench PART SECONDS
 # kernels against float64, with fresh inputs, poisoned outputs and guarded borders
 tests=(test_head test_matvec test_decode_attention test_embedding test_encoder test_norm_and_gate test_rope test_unpack)
 [ $rehearsal = 1 ] && tests=(test_embedding)
+several=() # every test compiles kernels of its own
+"$python" -c 'import xdist' 2>/dev/null && several=(-n 8)
 files=("${tests[@]/#/$root/tests/cuda/}")
 files=("${files[@]/%/.py}")
 part float64 110 "$python" -m pytest -q -p no:cacheprovider --rootdir "$root" -c "$root/pyproject.toml" \
-    "${files[@]}"
+    ${several[@]+"${several[@]}"} "${files[@]}"
 if [ $rehearsal = 0 ] && command -v compute-sanitizer >/dev/null; then
     part sanitizer 45 compute-sanitizer --error-exitcode 9 "$python" -m pytest -q -x -p no:cacheprovider \
         --rootdir "$root" -c "$root/pyproject.toml" "$root/tests/cuda/test_embedding.py"

@@ -6,7 +6,8 @@ Rotary positions, windows and biases are read as transformers 5 reads them. An o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -202,6 +203,27 @@ def rope_parameters(config: Mapping[str, Any], layer_type: str, theta: float) ->
         merged["rope_type"] = "longrope"
     merged.setdefault("partial_rotary_factor", config.get("partial_rotary_factor") or 1.0)
     return merged
+
+
+def rotated_columns(parameters: Mapping[str, Any], head_width: int) -> int:
+    """Returns how many columns of a head are rotated, by the rope parameters. Raises `ConfigError`."""
+    columns = int(head_width * parameters["partial_rotary_factor"])
+    if not 0 < columns <= head_width or columns % 2:
+        raise ConfigError(f"config.json: partial_rotary_factor rotates {columns} of {head_width} dimensions")
+    return columns
+
+
+@contextmanager
+def rope_errors(kind: str) -> Iterator[None]:
+    """Raises what goes wrong while rope parameters of this `rope_type` are read as a `ConfigError` that names it."""
+    try:
+        yield
+    except KeyError as missing:
+        raise ConfigError(f"rope_type {kind!r}: {missing.args[0]} is missing") from None
+    except ConfigError:
+        raise
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise ConfigError(f"rope_type {kind!r}: a parameter is not a number: {error}") from error
 
 
 def original_context(parameters: Mapping[str, Any], config: Mapping[str, Any]) -> int:

@@ -82,8 +82,8 @@ class Answers:
             async for delta in deltas:
                 if (frame := await written.take(delta)) is not None:
                     yield frame
-                for told in written.problems():
-                    yield told
+                for problem in written.problems():
+                    yield problem
             await written.end("stopped" if stop.is_set() and not written.done else "whole", STOPPED)
         except MlxZipError as error:
             state = "cut" if isinstance(error, EngineStoppedError) else "failed"
@@ -91,8 +91,8 @@ class Answers:
             await written.end(state, text)
             yield {"type": "error", "message": text, "state": state}
             return
-        for told in written.problems():
-            yield told
+        for problem in written.problems():
+            yield problem
         yield {"type": "done", "message": written.message, "leaf": written.message["id"]}
 
 
@@ -103,7 +103,7 @@ class _Written:
         self._store, self._core, self._conversation, self.message = store, core, conversation, message
         self._piece: dict[str, Any] = {}  # not in the store yet
         self._at, self._begun, self._ended = time.monotonic(), False, False
-        self._told: str | None = None
+        self._reported: str | None = None
         self._reason: str | None = None  # of an answer that is whole
         self._problem: str | None = None
         self._last: asyncio.Future[Any] | None = None  # the store's work that was begun last
@@ -150,7 +150,7 @@ class _Written:
     async def _kept(self, work: Callable[..., Any], *args: Any) -> None:
         """Does the store's work in a thread, after what was begun before it, also if the task is cancelled meanwhile.
 
-        What goes wrong there ends no answer; `problems` tells of it.
+        What goes wrong there ends no answer; `problems` returns it.
         """
         if self._last is not None:
             await asyncio.wait({self._last})
@@ -162,10 +162,10 @@ class _Written:
             self._problem = str(error)
 
     def problems(self) -> list[dict[str, Any]]:
-        """Returns a frame if the store has a problem that was not told yet."""
-        if self._problem is None or self._problem == self._told:
+        """Returns a frame if the store has a problem that was not reported yet."""
+        if self._problem is None or self._problem == self._reported:
             return []
-        self._told = self._problem
+        self._reported = self._problem
         return [{"type": "storage", "message": self._problem}]
 
 

@@ -21,9 +21,9 @@ from mlx_zip.apps.chat.opening import (
     copied,
     file_at,
     in_memory,
+    in_words,
     open_file,
     share,
-    told,
 )
 from mlx_zip.apps.chat.schema import index_anew, transaction
 
@@ -95,17 +95,20 @@ class Database:
                 return work(self._db)
             except sqlite3.Error as error:
                 if not self._reindexed(error):
-                    raise StoreError(f"the conversations cannot be read: {told(error)}") from error
+                    raise StoreError(f"the conversations cannot be read: {in_words(error)}") from error
             try:
                 return work(self._db)
             except sqlite3.Error as error:
-                raise StoreError(f"the conversations cannot be read: {told(error)}") from error
+                raise StoreError(f"the conversations cannot be read: {in_words(error)}") from error
 
     def _reindexed(self, error: sqlite3.Error) -> bool:
         """Builds the indexes anew if an error says that one is damaged; returns whether it did."""
         if getattr(error, "sqlite_errorcode", 0) not in _INDEXES:
             return False
-        with contextlib.suppress(sqlite3.Error), transaction(self._db):  # if they cannot be, the first error is told
+        with (
+            contextlib.suppress(sqlite3.Error),
+            transaction(self._db),
+        ):  # if they cannot be, the first error is reported
             index_anew(self._db)
             return True
         return False
@@ -124,11 +127,11 @@ class Database:
                 return self._change(work, conversation)
             except sqlite3.Error as error:
                 if not (self._reindexed(error) or self._left(error)):
-                    raise StoreError(f"the conversations cannot be written: {told(error)}") from error
+                    raise StoreError(f"the conversations cannot be written: {in_words(error)}") from error
             try:
                 return self._change(work, conversation)
             except sqlite3.Error as error:
-                raise StoreError(f"the conversations cannot be written: {told(error)}") from error
+                raise StoreError(f"the conversations cannot be written: {in_words(error)}") from error
 
     def _change(self, work: Callable[[sqlite3.Connection], Some], conversation: str | None) -> Some:
         """Does the work in one transaction, and remembers what it changed if that is in memory only."""
@@ -147,7 +150,7 @@ class Database:
         """Goes on in memory if the file takes no more; returns whether it did. Raises `StoreError`."""
         if self._spare is not None or self.path is None or code_of(error) not in (*TAKES_NO_MORE, sqlite3.SQLITE_BUSY):
             return False
-        self._leave(told(error))
+        self._leave(in_words(error))
         return True
 
     def _leave(self, why: str) -> None:
@@ -157,7 +160,7 @@ class Database:
             self._db.backup(spare)
         except sqlite3.Error as error:
             spare.close()
-            raise StoreError(f"the conversations cannot be written: {why}, nor read: {told(error)}") from error
+            raise StoreError(f"the conversations cannot be written: {why}, nor read: {in_words(error)}") from error
         self._go_on_with(spare, f"{self.path}: {why}")
 
     def _replace(self) -> None:
@@ -207,7 +210,7 @@ class Database:
             self.problem = f"{error}; {_LOST}"
             return
         except sqlite3.Error as error:
-            self.problem = f"{self.path}: {told(error)}; {_LOST}"
+            self.problem = f"{self.path}: {in_words(error)}; {_LOST}"
             return
         self._spare.close()
         self._spare, self.problem, self._shrinks = None, None, False

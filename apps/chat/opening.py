@@ -128,7 +128,7 @@ def file_at(path: Path) -> tuple[int, int] | None:
 def _not_opened(path: Path, error: Exception) -> StoreError:
     """Returns the error of a file that cannot be opened."""
     unwritable = getattr(error, "errno", None) in _UNWRITABLE or code_of(error) in TAKES_NO_MORE
-    words = told(error) if isinstance(error, sqlite3.Error) else reason(error).removeprefix(f"{path}: ")
+    words = in_words(error) if isinstance(error, sqlite3.Error) else reason(error).removeprefix(f"{path}: ")
     return (UnwritableError if unwritable else StoreError)(f"{path}: {words}")
 
 
@@ -160,9 +160,11 @@ def _opened(path: Path, alone: bool) -> tuple[sqlite3.Connection, str | None]:
         if not (isinstance(error, ForeignError) or code_of(error) in _DAMAGED):
             raise _not_opened(path, error) from error
         if not alone:
-            raise StoreError(f"{path}: {told(error)}; another process uses the file") from error
+            raise StoreError(f"{path}: {in_words(error)}; another process uses the file") from error
         kept = _kept_aside(path)
-        note = f"{path} could not be used ({told(error)}). It was kept as {kept.name}, and a new database was begun."
+        note = (
+            f"{path} could not be used ({in_words(error)}). It was kept as {kept.name}, and a new database was begun."
+        )
     try:
         return _ours(path), note
     except (ForeignError, sqlite3.DatabaseError) as error:
@@ -245,7 +247,7 @@ def code_of(error: BaseException) -> int:
     return getattr(error, "sqlite_errorcode", -1) & 0xFF
 
 
-def told(error: BaseException) -> str:
+def in_words(error: BaseException) -> str:
     """Returns why the database could not be used, in words."""
     words = {
         sqlite3.SQLITE_CANTOPEN: "it cannot be opened",

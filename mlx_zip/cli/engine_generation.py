@@ -1,4 +1,4 @@
-"""One answer of an engine, told as `stream_generate` tells its own; for `mlx_zip generate --engine cuda`."""
+"""One answer of an engine as the responses that `stream_generate` gives; for `mlx_zip generate --engine cuda`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def answer(
     max_tokens: int,
     stop: str | Sequence[str] | None,
 ) -> Iterator[GenerationResponse]:
-    """Yields the answer to a prompt of base ids, id by id; a last response without text tells why the engine ended.
+    """Yields the answer to a prompt of base ids, id by id; a last response without text says why the engine ended.
 
     sampling, pack, max_tokens: as in `Submission`. stop: texts that end the answer. Raises the request's error, and
     what `Engine.submit` raises.
@@ -28,21 +28,21 @@ def answer(
     submission = Submission(base_ids, max_tokens, ends, sampling, pack=pack, keep=False)
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
     text = TextStream(engine.tokenizer, None if max_tokens == -1 else max_tokens, stops)
-    told = _Told(engine)
+    counters = _Counts(engine)
     for event in events(engine, submission):
         if isinstance(event, Failed):
             raise event.error
         if isinstance(event, Started):
-            told.begin(event)
+            counters.begin(event)
         elif isinstance(event, Emitted):
-            yield told.response(event.id, piece := text.feed(event.base_ids))
+            yield counters.response(event.id, piece := text.feed(event.base_ids))
             if piece.finish_reason is not None:
                 return
         elif isinstance(event, Finished):  # at the end of the context
-            yield told.response(told.last, text.finish("length"), counts=False)
+            yield counters.response(counters.last, text.finish("length"), step=False)
 
 
-class _Told:
+class _Counts:
     """Counts what an answer has emitted. last: the id that was emitted last."""
 
     def __init__(self, engine: Engine) -> None:
@@ -55,12 +55,12 @@ class _Told:
         """Notes the prompt."""
         self._prompt_tokens, self._prompt_ids = started.prompt_tokens, started.prompt_ids
 
-    def response(self, token: int, piece: Piece, counts: bool = True) -> GenerationResponse:
-        """Returns the response for an emitted id. counts: whether the id counts as a step."""
+    def response(self, token: int, piece: Piece, step: bool = True) -> GenerationResponse:
+        """Returns the response for an emitted id. step: whether the id is one of a step."""
         now = time.perf_counter()
         self._first_s, self.last = self._first_s or now, token
-        self._steps += counts
-        self._hypertokens += counts and token >= self._engine.info.vocab_size
+        self._steps += step
+        self._hypertokens += step and token >= self._engine.info.vocab_size
         self._tokens += len(piece.base_ids)
         self._bytes += len(piece.text.encode("utf-8", "replace"))
         prompt_s, answer_s = self._first_s - self._begun_s, now - self._first_s

@@ -64,7 +64,7 @@ def _lead(args: argparse.Namespace, group: Any, running: Any) -> int:
 
 
 def _follow(args: argparse.Namespace, group: Any) -> int:
-    """Does what the first machine's engine tells until that ends; returns 0. Raises `MlxZipError` if it is lost.
+    """Does what the first machine's engine sends until that ends; returns 0. Raises `MlxZipError` if it is lost.
 
     Ctrl-C in a terminal reaches all machines; only the first one acts on it, so that answers under way can end.
     """

@@ -22,10 +22,10 @@ from mlx_zip.cuda.kernels.head import Head
 from mlx_zip.cuda.model import CudaModel
 from mlx_zip.cuda.new_rows import NewRows
 from mlx_zip.cuda.reading import Reader
-from mlx_zip.cuda.rows import Tables, to_device
+from mlx_zip.cuda.rows import Tables
 from mlx_zip.cuda.sequence import SequenceState, Snapshot
 from mlx_zip.cuda.starts import Begin, PackOrEntries
-from mlx_zip.cuda.transfers import Download, Upload
+from mlx_zip.cuda.transfers import Download, Upload, ids_to_device
 from mlx_zip.errors import CodecError, ModelError
 
 Chooser = Callable[[Head], torch.Tensor]
@@ -81,7 +81,7 @@ class Batch:
         self.tables.keep(row, 0)
         if begin.rows is not None:
             spans = np.fromiter(map(len, begin.params.start or ()), np.int64)
-            self.tables.put_run(row, begin.rows, to_device(spans, self.model.device))
+            self.tables.put_run(row, begin.rows, ids_to_device(spans, self.model.device))
         self.kv.trim(row, 0)
         self.kv.which[row], self._used[row] = 0, 0
         self._sequences.append(one)

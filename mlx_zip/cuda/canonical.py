@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from mlx_zip.cuda.kernels.head import Head
+from mlx_zip.cuda.transfers import to_device
 from mlx_zip.exclusions import MOST
 
 
@@ -19,7 +21,8 @@ def without(logits: torch.Tensor, lse: torch.Tensor, excluded: Sequence[Sequence
     lists = [list(dict.fromkeys(ids)) for ids in excluded]
     if not (width := max(map(len, lists), default=0)):
         return logits
-    ids = torch.tensor([[*row, *[never] * (width - len(row))] for row in lists]).to(logits.device)
+    padded = np.array([[*row, *[never] * (width - len(row))] for row in lists], np.int64)
+    ids = to_device(padded, logits.device)
     chosen, real = logits.gather(1, ids), ids != never
     share = torch.where(real, chosen, -torch.inf).logsumexp(1)
     closed = real & (share - lse <= math.log(MOST))[:, None]

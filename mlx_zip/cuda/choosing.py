@@ -11,6 +11,7 @@ import torch
 
 from mlx_zip.cuda.canonical import without
 from mlx_zip.cuda.kernels.head import Head
+from mlx_zip.cuda.transfers import to_device
 from mlx_zip.engine.job import Chosen, Job
 from mlx_zip.engine.searching import Search, search
 
@@ -115,8 +116,7 @@ class _Search(Search):
         return logits, self.job.draws.scores(logits.log_softmax(1))
 
     def close(self, logits: torch.Tensor, open_: np.ndarray) -> torch.Tensor:
-        closed = torch.from_numpy(~open_).to(logits.device)
-        return logits.masked_fill(closed[None], -torch.inf)
+        return logits.masked_fill(to_device(~open_, logits.device)[None], -torch.inf)
 
     def on_host(self, scores: Any) -> np.ndarray:
         return scores[0].to("cpu", copy=True).numpy()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from mlx_zip.cuda.group import CudaReading
-from mlx_zip.cuda.memory import find_device
+from mlx_zip.cuda.memory import find_device, use
 from mlx_zip.cuda.model import CudaModel, open_model
 from mlx_zip.cuda.served import CudaServed
 from mlx_zip.cuda.session_caches import CudaCaches
@@ -36,6 +36,7 @@ class CudaEngine(ThreadedEngine):
         torch.set_grad_enabled(False)  # in this thread
         model, self.tokenizer = load()
         self._device = model.device
+        use(model.device)  # in this thread too; another one may have loaded it
         return CudaServed(model, self.tokenizer, name, self._options)
 
     def _reading(self, served: CudaServed, job: Job) -> CudaReading:

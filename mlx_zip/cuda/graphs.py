@@ -22,6 +22,8 @@ class Graphs:
     def __init__(self, device: torch.device) -> None:
         self._device, self._captures = device, device.type == "cuda"
         self._pool = torch.cuda.graph_pool_handle() if self._captures else None
+        # one for warming up and for capturing: cuBLAS has a workspace for each stream, which it must not lay out inside
+        self._side = torch.cuda.Stream(device) if self._captures else None
         self._captured: dict[Hashable, tuple[torch.cuda.CUDAGraph, object]] = {}
 
     def run(self, key: Hashable, work: Callable[[], Result], keep: Sequence[torch.Tensor] = ()) -> Result:
@@ -42,7 +44,8 @@ class Graphs:
 
     def _warm_up(self, work: Callable[[], object], keep: Sequence[torch.Tensor]) -> None:
         """Does the work on a side stream, as a capture needs it, and gives `keep` its values back each time."""
-        current, side = torch.cuda.current_stream(self._device), torch.cuda.Stream(self._device)
+        current, side = torch.cuda.current_stream(self._device), self._side
+        assert side is not None
         side.wait_stream(current)
         with torch.cuda.stream(side):
             before = [tensor.clone() for tensor in keep]
@@ -57,6 +60,6 @@ class Graphs:
     def _capture(self, work: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
         """Returns the captured work and the tensors it returns. Capturing computes nothing."""
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local"):
             result = work()
         return graph, result

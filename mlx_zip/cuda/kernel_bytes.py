@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from mlx_zip.cuda.kernels.packed import Packed
+from mlx_zip.cuda.kernels.parts import part_count
+
 Arguments = Mapping[str, Any]
 
 
@@ -21,22 +24,32 @@ def bytes_of(values: Any) -> int:
     return sum(one.numel() * one.element_size() for one in found.values())
 
 
+def _rows(matrix: torch.Tensor | Packed, count: int) -> int:
+    """Returns the bytes of this many rows of a matrix, dense or packed."""
+    return count * bytes_of(matrix) // matrix.shape[0]
+
+
 def _embedding(args: Arguments, out: Any) -> int:
-    return bytes_of(args["ids"]) + 2 * bytes_of(out)
+    """A base id's row comes from the base table, a hypertoken's from the installed rows."""
+    ids, base = args["ids"], args["base"]
+    low = int((ids < args["boundary"]).sum())
+    rows = (ids.numel() - low) * args["rows"].shape[2] * args["rows"].element_size()
+    return bytes_of(ids) + _rows(base, low) + rows + bytes_of(out)
 
 
 def _entry_rows(args: Arguments, out: Any) -> int:
-    places = args["places"]
-    width = args["entries"].shape[1]
-    return bytes_of(args["entries"]) + 2 * bytes_of(out) + (0 if places is None else bytes_of(places[:width]))
+    """A row of the matrix and one of the places for each id of each entry."""
+    entries, places = args["entries"], args["places"]
+    read = _rows(args["matrix"], entries.numel()) + (0 if places is None else bytes_of(places[: entries.shape[1]]))
+    return bytes_of(entries) + read + bytes_of(out)
 
 
 def _head(args: Arguments, out: Any) -> int:
     """The base matrix's rows below the boundary, and the installed rows."""
     base, rows, installed = args["base"], args["rows"], args["installed"]
-    share = args["boundary"] / base.shape[0]
     entries = int(installed.sum()) * rows.shape[2] * rows.element_size()
-    return bytes_of(args["x"]) + int(share * bytes_of(base)) + entries + bytes_of(installed) + bytes_of(out)
+    low = _rows(base, args["boundary"])
+    return bytes_of(args["x"]) + low + entries + bytes_of(installed) + bytes_of(out)
 
 
 def _rope(args: Arguments, out: Any) -> int:
@@ -56,14 +69,14 @@ def _attention(args: Arguments, out: Any) -> int:
 
 def _attention_launches(args: Arguments) -> int:
     """Two where the keys are divided among programs, whose parts are combined then."""
-    keys = min(args["keys"].shape[2], args["window"])
-    pairs = args["keys"].shape[0] * args["keys"].shape[1]
-    return 2 if min(-(-keys // 64), 1024 // pairs) > 1 else 1
+    batch, kv_heads, places, _ = args["keys"].shape
+    return 2 if part_count(batch * kv_heads, min(places, args["window"])) > 1 else 1
 
 
 # launches of a kernel's Triton form where they are not one
 KERNEL_LAUNCHES: dict[str, Callable[[Arguments], int]] = {
-    "head.reference": lambda args: 2,  # blocks of ids, and what joins their findings
+    # blocks of ids, and what joins their findings; twice again for the highest logits
+    "head.reference": lambda args: 4 if args.get("top") else 2,
     "attention.reference": _attention_launches,
 }
 KERNEL_BYTES: dict[str, Callable[[Arguments, Any], int]] = {

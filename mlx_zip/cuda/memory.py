@@ -8,7 +8,10 @@ from mlx_zip.errors import ModelError, first_line
 
 
 def find_device(name: str | torch.device | None = None) -> torch.device:
-    """Returns a device; None takes the first CUDA card, or the CPU where there is none. Raises `ModelError`."""
+    """Returns a device; None is the current CUDA card, or the CPU where there is none. Raises `ModelError`.
+
+    A card that is named becomes the thread's current one.
+    """
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -26,9 +29,16 @@ def _check_cuda(device: torch.device) -> None:
     """Raises `ModelError` with PyTorch's reason unless the card can be used: no card, no driver, an old driver."""
     try:
         torch.cuda.init()
+        use(device)
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError) as error:
         raise ModelError(f"device {device}: no usable CUDA card here: {first_line(error)}") from error
+
+
+def use(device: torch.device) -> None:
+    """Makes a card the current one of this thread: Triton launches kernels there, wherever their tensors are."""
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
 
 
 def check_dtype(dtype: torch.dtype, device: torch.device) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from mlx_zip.codec import CodecParams
-from mlx_zip.config import SIDES, EncoderConfig, ZipConfig
+from mlx_zip.config import SIDES, ZipConfig
 from mlx_zip.cuda.decoder import Decoder
 from mlx_zip.cuda.encoders import Matrix, Weights, make_encoder
 from mlx_zip.cuda.fingerprint import folder_fingerprint
@@ -28,7 +28,7 @@ from mlx_zip.text.tokenizer import Tokenizer
 from mlx_zip.text.tokenizers import load_tokenizer
 from mlx_zip.vocab.packs import pack_in_folder
 from mlx_zip.vocab.starts import start_of
-from mlx_zip.vocab.tuned import PlainCodec, TunedStart
+from mlx_zip.vocab.tuned import TunedStart
 
 MOST_PACKS = 16  # packs named by requests whose rows stay on the device
 NO_HYPERTOKENS = "this model has no hypertokens, so no request can begin with a pack"
@@ -92,19 +92,7 @@ def _plain_config(folder: Folder, size: int | None, start: Any) -> ZipConfig:
             f"the pack (--pack) {kind}, and a plain model has no hyper-encoder to make some: tune the pack for it "
             "(mlx_zip vocab pack tune)"
         )
-    plain: PlainCodec = start.rows.plain
-    return ZipConfig(
-        vocab_size=plain.vocab_size,
-        codebook_size=len(start),
-        merge_size=max(map(len, start)),
-        disabled_ids=plain.disabled_ids,
-        pad_id=plain.pad_id,
-        position_mode=plain.position_mode,
-        format_version=2,
-        encoder=EncoderConfig("averaging", folder.decoder.width, tie_encoders=True),
-        base_model=".",
-        start=tuple(map(tuple, start)),
-    )
+    return start.rows.plain.config(start.entries, folder.decoder.width)
 
 
 class CudaModel:

@@ -6,8 +6,9 @@ import torch
 
 from mlx_zip.cuda.kv import KV
 from mlx_zip.cuda.model import CudaModel
-from mlx_zip.cuda.rows import Tables, to_device
+from mlx_zip.cuda.rows import Tables
 from mlx_zip.cuda.sequence import SequenceState
+from mlx_zip.cuda.transfers import ids_to_device
 
 CHUNK = 2048  # ids that are read at once when a sequence is read again
 
@@ -29,8 +30,8 @@ class Reader:
         if not one.missing or store is None:
             return
         slots, entries, lengths = one.missing_entries()
-        rows, at = store.rows(entries, lengths, self._model.encode), to_device(slots, device)
-        self._tables.put(torch.full_like(at, row), at, rows, to_device(lengths, device))
+        rows, at = store.rows(entries, lengths, self._model.encode), ids_to_device(slots, device)
+        self._tables.put(torch.full_like(at, row), at, rows, ids_to_device(lengths, device))
         one.missing.clear()
 
     def run(self, row: int, one: SequenceState, first: int) -> None:
@@ -51,11 +52,11 @@ class Reader:
     def _part(self, row: int, one: SequenceState, begin: int, end: int) -> torch.Tensor:
         """Returns the body's output [D] for the last of the log's ids `begin` to `end` - 1."""
         model, device = self._model, self._model.device
-        ids = to_device(one.book.ids[begin:end], device)[None]
-        positions = to_device(one.positions(begin, self._by_base_ids)[: end - begin], device)[None]
+        ids = ids_to_device(one.book.ids[begin:end], device)[None]
+        positions = ids_to_device(one.positions(begin, self._by_base_ids)[: end - begin], device)[None]
         h = model.embed(ids, self._tables.inputs[row : row + 1])
         at, entries, lengths = one.evicted(begin, end - begin)
         if len(at) and model.store is not None:
-            h[0, to_device(at, device)] = model.store.rows(entries, lengths, model.encode)[:, -1]
+            h[0, ids_to_device(at, device)] = model.store.rows(entries, lengths, model.encode)[:, -1]
         slots = torch.arange(begin, end, device=device)[None]
         return model.decoder.read(h, positions, slots, self._kv.rows(row, row + 1))[0, -1]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mlx_zip.decoders import original_context
+from mlx_zip.decoders import original_context, rope_errors, rotated_columns
 from mlx_zip.errors import ConfigError
 
 SHORT, LONG = 0, 1  # rows of `Rope.frequencies`
@@ -44,18 +44,10 @@ def make_rope(parameters: Mapping[str, Any], head_width: int, config: Mapping[st
     Source of the formulas: transformers 5 `modeling_rope_utils`; LongRoPE arXiv 2402.13753; YaRN arXiv 2309.00071.
     """
     kind = parameters["rope_type"]
-    try:
-        columns = int(head_width * parameters["partial_rotary_factor"])
-        if not 0 < columns <= head_width or columns % 2:
-            raise ConfigError(f"config.json: partial_rotary_factor rotates {columns} of {head_width} dimensions")
+    with rope_errors(kind):
+        columns = rotated_columns(parameters, head_width)
         plain = float(parameters["rope_theta"]) ** (-np.arange(0, columns, 2, dtype=np.float64) / columns)
         sets, magnitude = _KINDS[kind](plain, parameters, config)
-    except KeyError as missing:
-        raise ConfigError(f"rope_type {kind!r}: {missing.args[0]} is missing") from None
-    except ConfigError:
-        raise
-    except (TypeError, ValueError, ArithmeticError) as error:
-        raise ConfigError(f"rope_type {kind!r}: a parameter is not a number: {error}") from error
     long_from = original_context(parameters, config) if kind == "longrope" else None
     return Rope(torch.from_numpy(np.stack(sets).astype(np.float32)), float(magnitude), long_from)
 

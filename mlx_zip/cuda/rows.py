@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from mlx_zip.cuda.memory import check_room
+from mlx_zip.cuda.transfers import ids_to_device
 
 ENTRIES_PER_PASS = 512  # limits the encoder's activations when a long prompt installs thousands of entries
 STORE_BYTES = 256 << 20
@@ -79,12 +80,12 @@ class RowStore:
         device = self.pool.device
         if missing:
             try:
-                made = encode(to_device(entries[missing], device), to_device(lengths[missing], device))
-                self.pool[to_device(np.array(places)[missing], device)] = made
+                made = encode(ids_to_device(entries[missing], device), ids_to_device(lengths[missing], device))
+                self.pool[ids_to_device(np.array(places)[missing], device)] = made
             except BaseException:
                 self.forget()
                 raise
-        return self.pool[to_device(np.array(places), device)]
+        return self.pool[ids_to_device(np.array(places), device)]
 
 
 class Tables:
@@ -142,8 +143,3 @@ def keys_of(entries: np.ndarray, lengths: np.ndarray) -> list[bytes]:
     """Returns the base ids of each entry as 32-bit words; entries [N, S], padded, lengths [N]."""
     words = np.ascontiguousarray(entries, np.uint32)
     return [row[:length].tobytes() for row, length in zip(words, lengths.tolist(), strict=True)]
-
-
-def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Returns an array of integers as int64 on a device."""
-    return torch.from_numpy(np.asarray(array).astype(np.int64)).to(device)

@@ -10,8 +10,10 @@ import math
 import secrets
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
+from mlx_zip.cuda.transfers import to_device
 from mlx_zip.penalty_terms import PenaltyTerms
 from mlx_zip.sampling_options import Sampling
 
@@ -30,7 +32,8 @@ class Draws:
         device: torch.device,
         state: torch.Tensor | None = None,
     ) -> None:
-        self.options, self.special_ids, self._device = options, list(special_ids), device
+        self.options, self._device = options, device
+        self._special = np.array(list(special_ids), np.int64)
         self.greedy = options.temp == 0
         self._numbers: torch.Generator | None = None
         self._before = state if options.seed is None and not self.greedy else None
@@ -79,7 +82,7 @@ class Draws:
         options, probabilities = self.options, logprobs.softmax(1)
         likely = torch.where(probabilities > options.xtc_threshold, probabilities, torch.inf)
         excluded = probabilities > likely.amin(1, keepdim=True)
-        excluded[:, self.special_ids] = False
+        excluded.index_fill_(1, to_device(self._special, logprobs.device), False)
         drawn = torch.rand((1, 1), device=logprobs.device, generator=self._generator())
         return logprobs.masked_fill(excluded & (drawn <= options.xtc_probability), -torch.inf)
 
@@ -127,8 +130,8 @@ class BasePenalties(PenaltyTerms):
         columns, terms = self.columns()
         if not len(columns):
             return logits
-        at = torch.from_numpy(columns).to(logits.device)
-        bias, seen, taken = (torch.from_numpy(term).to(logits.device) for term in terms)
+        at = to_device(columns, logits.device)
+        bias, seen, taken = (to_device(term, logits.device) for term in terms)
         factor = (self.sampling.repetition_penalty or 1.0) ** seen
         chosen = logits[:, at] + bias
         chosen = torch.where(chosen < 0, chosen * factor, chosen / factor) - taken

@@ -76,7 +76,7 @@ class CudaServed:
         batch, seats = self.seats.batch, list[Seat]()
         for count in range(1, 1 + (batch.most if self.model.device.type == "cuda" else 1)):
             seats.append(self.new_cache(None))
-            batch.read(seats[-1].row, [0])
+            batch.read(seats[-1].row, [(self.vocab_size // 2 + count) % self.vocab_size])  # so each makes a new entry
             if count == batch.most or not count & (count - 1):
                 batch.choose(lambda head: head.best)  # with logits
                 batch.choose()

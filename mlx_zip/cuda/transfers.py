@@ -1,9 +1,22 @@
-"""Small integers on their way between host and device: through pinned memory, without waiting where it can be."""
+"""Arrays on their way between host and device: through pinned memory, without waiting where it can be."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
+
+
+def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Returns an array on a device, copied in stream order: the host waits for nothing that the device does."""
+    host = torch.from_numpy(array)
+    if device.type != "cuda":
+        return host
+    return host.pin_memory().to(device, non_blocking=True)  # PyTorch keeps the pinned memory until it has been read
+
+
+def ids_to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Returns an array of integers as int64 on a device, as `to_device` does."""
+    return to_device(np.asarray(array).astype(np.int64), device)
 
 
 class Upload:

@@ -14,7 +14,7 @@ from mlx_zip.errors import EngineError, EngineStoppedError, MlxZipError, first_l
 
 OFF = "off"
 _WITHOUT = "the same weights with hypertokens switched off"
-_TOLD = {"control": "an equally trained model without hypertokens", "model": "a model that you named", OFF: _WITHOUT}
+_ROLES = {"control": "an equally trained model without hypertokens", "model": "a model that you named", OFF: _WITHOUT}
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def other_models(
         kinds.setdefault(named, "model")
     for other, kind in kinds.items():
         label = (
-            f"{other}: {_TOLD[kind]}" if other != "stories" else "stories: an equally trained model with hypertokens"
+            f"{other}: {_ROLES[kind]}" if other != "stories" else "stories: an equally trained model with hypertokens"
         )
         found.append(OtherModel(other, kind, lambda other=other: opened(other), label, bundled.QUALITY.get(other)))
     if main.info.codebook_size:

@@ -1,7 +1,6 @@
 """Plain models that begin with a pack tuned for them: the config that makes a plain model read the pack's hypertokens.
 
-The codebook is exactly as large as the pack, so no entry is ever added. The model has no hyper-encoder; tuning the
-pack starts each entry's row from the mean of the rows of its base ids.
+The model has no hyper-encoder; tuning the pack starts each entry's row from the mean of the rows of its base ids.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mlx_zip.codec import CodecParams
-from mlx_zip.config import EncoderConfig, ZipConfig
 from mlx_zip.errors import ConfigError
 from mlx_zip.register import MODEL_TYPE
 from mlx_zip.vocab.tuned import PlainCodec
@@ -25,18 +23,7 @@ def packed_config(base: Mapping[str, Any], plain: PlainCodec, entries: Sequence[
     width = base.get("hidden_size")
     if isinstance(width, bool) or not isinstance(width, int) or width < 1:
         raise ConfigError(f"config.json: hidden_size must be a positive integer, got {width!r}")
-    config = ZipConfig(
-        vocab_size=plain.vocab_size,
-        codebook_size=len(entries),
-        merge_size=max(map(len, entries)),
-        disabled_ids=plain.disabled_ids,
-        pad_id=plain.pad_id,
-        position_mode=plain.position_mode,
-        format_version=2,
-        encoder=EncoderConfig("averaging", width, tie_encoders=True),
-        base_model=".",
-        start=tuple(map(tuple, entries)),
-    )
+    config = plain.config(entries, width)
     section = {**config.to_dict(), "base_model_type": base["model_type"], "plain": True}
     return {"model_type": MODEL_TYPE, "zip2zip": section}
 

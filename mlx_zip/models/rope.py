@@ -15,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_zip.decoders import original_context
+from mlx_zip.decoders import original_context, rope_errors, rotated_columns
 from mlx_zip.errors import ConfigError
 from mlx_zip.models.norm import steps_on_cpu
 
@@ -115,18 +115,10 @@ def make_rope(parameters: Mapping[str, Any], head_dim: int, config: Mapping[str,
     kind = parameters["rope_type"]
     if not isinstance(kind, str) or kind not in _KINDS:
         raise ConfigError(f"rope_type {kind!r} is not supported; supported: {', '.join(sorted(_KINDS))}")
-    try:
-        dims = int(head_dim * parameters["partial_rotary_factor"])
-        if not 0 < dims <= head_dim or dims % 2:
-            raise ConfigError(f"config.json: partial_rotary_factor rotates {dims} of {head_dim} dimensions")
+    with rope_errors(kind):
+        dims = rotated_columns(parameters, head_dim)
         waves = parameters["rope_theta"] ** (mx.arange(0, dims, 2, dtype=mx.float32) / dims)
         return _KINDS[kind](dims, waves, parameters, config)
-    except KeyError as missing:
-        raise ConfigError(f"rope_type {kind!r}: {missing.args[0]} is missing") from None
-    except ConfigError:
-        raise
-    except (TypeError, ValueError, ArithmeticError) as error:
-        raise ConfigError(f"rope_type {kind!r}: a parameter is not a number: {error}") from error
 
 
 def _default(dims: int, waves: mx.array, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> Rope:

@@ -22,7 +22,7 @@ from mlx_zip.errors import GenerationError
 Some = TypeVar("Some", bound=BaseModel)
 Of = TypeVar("Of")
 MOST_IN_LIST = 10_000
-Many = Annotated[list[Of], Field(max_length=MOST_IN_LIST, fail_fast=True)]  # of a million wrong ones, one is told
+Many = Annotated[list[Of], Field(max_length=MOST_IN_LIST, fail_fast=True)]  # of a million wrong ones, one is reported
 
 PackNames = Annotated[str, Field(min_length=1)] | Annotated[list[str], Field(min_length=1, max_length=16)]
 

@@ -14,7 +14,7 @@ from mlx_zip.server.options import Options
 class Guard:
     """Lets a request pass to the app if its Host header, origin and key are right, and answers 403 or 401 otherwise.
 
-    A request whose length is told in two ways is answered with 400.
+    A request whose length is given in two ways is answered with 400.
 
     The check of the Host header keeps web pages from reaching a server on this machine through a name that they have
     pointed at it (DNS rebinding).

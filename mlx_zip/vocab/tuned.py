@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_zip.codec.pack import Start
+from mlx_zip.config import EncoderConfig, ZipConfig
 from mlx_zip.errors import DataError, ModelError
 
 DTYPES = ("float16", "float32")
@@ -40,6 +41,25 @@ class PlainCodec:
             raise DataError(f"vocab_size, pad_id and disabled_ids must be integers from 0, got {numbers!r:.60}")
         if not isinstance(self.position_mode, str):
             raise DataError(f"position_mode must be a name, got {self.position_mode!r:.40}")
+
+    def config(self, entries: Sequence[Sequence[int]], width: int) -> ZipConfig:
+        """Returns the config of a plain model, with vectors of `width` values, that begins with these tuned entries.
+
+        The codebook is exactly as large as the pack, so no entry is ever added. The encoder is named but never used:
+        every entry has a tuned row. Raises `ConfigError`.
+        """
+        return ZipConfig(
+            vocab_size=self.vocab_size,
+            codebook_size=len(entries),
+            merge_size=max(map(len, entries)),
+            disabled_ids=self.disabled_ids,
+            pad_id=self.pad_id,
+            position_mode=self.position_mode,
+            format_version=2,
+            encoder=EncoderConfig("averaging", width, tie_encoders=True),
+            base_model=".",
+            start=tuple(map(tuple, entries)),
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,8 +1,11 @@
-"""Compiles the step's kernels for a GPU, on a machine that needs none. A program: run without the interpreter.
+"""Compiles kernels for a GPU, on a machine that needs none. A program: run without the interpreter.
+
+    python tests/cuda/compile_for_gpu.py CAPABILITY [--every]
 
 The interpreter lets pass what the compiler refuses: branches of different types, shapes that are no powers of two. It
 also knows nothing of registers. One line is printed for each variant: capability, kernel, warps, registers, bytes
-spilled, bytes of shared memory.
+spilled, bytes of shared memory, loads of 16 bytes, other loads, constants. Without --every the step's kernels are
+compiled with the first of their sizes; with it all kernels in every form and with all sizes (many minutes).
 """
 
 # Triton's own types do not foresee this.
@@ -10,27 +13,20 @@ spilled, bytes of shared memory.
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
+import compiled_cases
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from mlx_zip.cuda.kernels import dispatch
-from mlx_zip.cuda.kernels.attention import decode_attention
-from mlx_zip.cuda.kernels.embedding import hyper_embedding
-from mlx_zip.cuda.kernels.encoder import entry_rows
-from mlx_zip.cuda.kernels.head import joint_head
-from mlx_zip.cuda.kernels.matvec import matvec
-from mlx_zip.cuda.kernels.packed import Packed
-from mlx_zip.cuda.kernels.rope import rope_and_cache
-from mlx_zip.cuda.kernels.rotation import Rotation
+from mlx_zip.cuda.kernels import dispatch, tuning
 
 TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
@@ -54,25 +50,38 @@ class NoDriver:
         return 0
 
 
-def compile_only() -> dict[str, Any]:
-    """Makes every launch compile its kernel instead; returns the compiled kernels by their hash, as they come."""
-    found: dict[str, Any] = {}
+def compile_only() -> list[Any]:
+    """Makes every launch compile its kernel instead; returns the list to which compiled kernels are added."""
+    found: list[Any] = []
     run = JITFunction.run
 
     def compiled(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
-        found.setdefault(kernel.hash, kernel)
+        found.append(run(self, *args, grid=grid, warmup=True, **kwargs))
 
     JITFunction.run = compiled
     dispatch._check_runs = lambda on_gpu: None
     return found
 
 
+def all_sizes() -> None:
+    """Makes a kernel that has a choice of sizes be compiled with each of them, as before it is measured."""
+
+    def launch(self: tuning.Tuned, key: Any, grid: Any, *args: Any, **constants: Any) -> None:
+        with tuning._compiling():
+            for sizes, warps in self.choices:
+                self.kernel.warmup(*args, grid=grid, **constants, **sizes, num_warps=warps)
+
+    tuning.Tuned.launch = launch
+
+
 def report(kernel: Any) -> str:
     """Returns the line of a compiled kernel."""
     use = usage(kernel.asm["cubin"])
     parts = [kernel.metadata.target.arch, kernel.name, kernel.metadata.num_warps, use["REG"], use["LOCAL"]]
-    return " ".join(str(part) for part in [*parts, kernel.metadata.shared])
+    names, values = kernel.src.fn.arg_names, kernel.src.constants.items()
+    constants = [f"{names[at[0]]}={value}" for at, value in values if names[at[0]].isupper()]
+    loads, wide = (len(re.findall(rf"ld\.global\S*{kind}", kernel.asm["ptx"])) for kind in ("", r"v4\S*32"))
+    return " ".join(str(part) for part in [*parts, kernel.metadata.shared, wide, loads - wide, ",".join(constants)])
 
 
 def usage(binary: bytes) -> dict[str, int]:
@@ -87,54 +96,19 @@ def usage(binary: bytes) -> dict[str, int]:
     return {name: int(value) for name, _, value in (word.partition(":") for word in words) if value.isdigit()}
 
 
-WIDTH, ROWS, DTYPE = 3072, 512, torch.bfloat16
-
-
-def zeros(*shape: int, dtype: torch.dtype = DTYPE) -> torch.Tensor:
-    """Returns zeros; values do not matter here, but alignment and sizes do."""
-    return torch.zeros(shape, dtype=dtype)
-
-
-def matrices() -> list[torch.Tensor | Packed]:
-    """Returns a dense matrix and two packed ones [ROWS, WIDTH]."""
-    scales = zeros(ROWS, WIDTH // 64)
-    words = [(bits, zeros(ROWS, WIDTH * bits // 32, dtype=torch.int32)) for bits in (4, 8)]
-    return [zeros(ROWS, WIDTH), *(Packed(levels, scales, scales.clone(), bits, 64) for bits, levels in words)]
-
-
-def launch_products(batch: int, matrix: torch.Tensor | Packed) -> None:
-    """Launches what reads a matrix."""
-    ids, x, norm = zeros(batch, 1, dtype=torch.int64), zeros(batch, WIDTH), (zeros(WIDTH), 1e-5)
-    rows, installed = zeros(batch, 64, WIDTH), zeros(batch, 64, dtype=torch.bool)
-    matvec(x, matrix, zeros(ROWS), norm, gate=True, impl="triton")
-    matvec(x, matrix, residual=zeros(batch, ROWS), impl="triton")
-    joint_head(x, matrix, rows, installed, ROWS - 3, top=20, impl="triton")
-    hyper_embedding(ids, matrix, rows, ROWS - 3, impl="triton")
-    entry_rows(ids, matrix, zeros(1, WIDTH), impl="triton")
-
-
-def launch_attention(heads: int, kv_heads: int, width: int, dtype: torch.dtype) -> None:
-    """Launches rope and attention of one sequence."""
-    keys, values = (zeros(1, kv_heads, 4096, width, dtype=dtype) for _ in "kv")
-    at, norm = zeros(1, 1, dtype=torch.int64), zeros(width, dtype=dtype)
-    rotation = Rotation(zeros(2, width // 2, dtype=torch.float32), 1.0, at[0], norm, norm)
-    qkv = zeros(1, 1, (heads + 2 * kv_heads) * width, dtype=dtype)
-    q = rope_and_cache(qkv, at, at, rotation, keys, values, impl="triton")
-    decode_attention(q[:, 0], keys, values, at[0], impl="triton")
-
-
-def main(capability: int) -> None:
-    """Prints the lines of all kernels for one kind of GPU."""
+def main(capability: int, every: bool) -> None:
+    """Prints the lines of kernels for one kind of GPU."""
     found = compile_only()
     driver.set_active(NoDriver(capability))
-    for matrix in matrices():
-        for batch in (1, 4):
-            launch_products(batch, matrix)
-    for heads, kv_heads, width, dtype in ((32, 32, 96, DTYPE), (32, 8, 64, DTYPE), (8, 8, 64, torch.float32)):
-        launch_attention(heads, kv_heads, width, dtype)
-    for kernel in found.values():
+    if every:
+        all_sizes()
+        compiled_cases.every()
+    else:
+        compiled_cases.step()
+    done = [kernel.result() if hasattr(kernel, "result") else kernel for kernel in found]
+    for kernel in {kernel.hash: kernel for kernel in done}.values():
         print(report(kernel))
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), "--every" in sys.argv[2:])

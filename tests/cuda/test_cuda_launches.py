@@ -19,8 +19,10 @@ from mlx_zip.bench.shape_table import SHAPES, ZipOptions, zip_config  # noqa: E4
 from mlx_zip.cuda import kernels  # noqa: E402
 from mlx_zip.cuda.kernels.attention import decode_attention  # noqa: E402
 from mlx_zip.cuda.kernels.embedding import hyper_embedding  # noqa: E402
+from mlx_zip.cuda.kernels.encoder import entry_rows  # noqa: E402
 from mlx_zip.cuda.kernels.head import joint_head  # noqa: E402
 from mlx_zip.cuda.kernels.norm import add_rms_norm  # noqa: E402
+from mlx_zip.cuda.kernels.packed import Packed  # noqa: E402
 from mlx_zip.cuda.launches import Launches, counted  # noqa: E402
 from mlx_zip.cuda.model import open_model  # noqa: E402
 from mlx_zip.cuda.step_cost import extrapolated, shape_costs, step_costs  # noqa: E402
@@ -104,6 +106,30 @@ def test_a_head_reads_installed_rows_only():
     with counted() as found:
         joint_head(x, base, rows, installed, 90, impl="reference")
     assert (found.count, found.bytes) == (2, F4 * (8 + 90 * 8 + 3 * 8) + 50 + 8 + 4)
+
+
+def pack(rows, width, bits=8, group=32):
+    words = torch.zeros(rows, width * bits // 32, dtype=torch.int32)
+    scales, biases = torch.ones(2, rows, width // group)
+    return Packed(words, scales, biases, bits, group)
+
+
+def test_a_packed_tables_rows_count_as_they_are_packed():
+    table, rows, ids = pack(100, 64), torch.ones(1, 50, 64), torch.tensor([[3, 120, 99]])
+    row = 64 + 2 * F4 * 2
+    with counted() as found:
+        hyper_embedding(ids, table, rows, 100, "reference")
+        entry_rows(ids, table, None, "reference")
+    assert found.sizes["embedding.reference"] == 3 * 8 + 2 * row + F4 * 64 + 3 * F4 * 64
+    assert found.sizes["encoder.reference_rows"] == 3 * 8 + 3 * row + 3 * F4 * 64
+
+
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+def test_a_head_that_finds_the_highest_logits_launches_twice_more(impl):
+    x, base, rows, installed = torch.ones(1, 8), torch.ones(100, 8), torch.ones(1, 50, 8), torch.ones(1, 50) > 0
+    with counted() as found:
+        joint_head(x, base, rows, installed, 90, top=5, impl=impl)
+    assert found.count == 4
 
 
 @pytest.mark.parametrize("places", [32, 300])

@@ -17,7 +17,7 @@ class Cuda:
     def __init__(self, *keeps: torch.Tensor) -> None:
         self.calls: list[str] = []
         self.keeps = keeps
-        self.captured: list[object] = []
+        self.warmed: list[Stream] = []
 
     def graph_pool_handle(self):
         return "pool"
@@ -35,6 +35,7 @@ class Cuda:
 
     @contextmanager
     def stream(self, stream):
+        self.warmed.append(stream)
         self.calls.append(f"on {stream.name}")
         yield
         self.calls.append(f"off {stream.name}")
@@ -46,8 +47,9 @@ class Cuda:
         self.calls.append("replay")
 
     @contextmanager
-    def graph(self, graph, pool, capture_error_mode):
+    def graph(self, graph, pool, stream, capture_error_mode):
         assert (graph, pool, capture_error_mode) == (self, "pool", "thread_local")
+        assert stream in self.warmed  # its libraries are set up
         before = [tensor.clone() for tensor in self.keeps]
         self.calls.append("capture")
         yield

@@ -85,10 +85,15 @@ def tiny_config(family: str = "llama", encoder: str = "transformer", **changes: 
 
 def tiny_model(family: str = "llama", encoder: str = "transformer", seed: int = 0, **changes: Any) -> Model:
     """A model of `tiny_config` with weights wide enough that logits differ clearly."""
-    model = Model(ModelArgs.from_dict(tiny_config(family, encoder, **changes)))
+    return random_model(tiny_config(family, encoder, **changes), seed, 0.3)
+
+
+def random_model(config: dict[str, Any], seed: int, width: float) -> Model:
+    """A model with random weights; width: their standard deviation. A norm's weights are around 1."""
+    model = Model(ModelArgs.from_dict(config))
     rng = np.random.default_rng(seed)
     weights = [
-        (name, mx.array(rng.normal(0, 0.3, value.shape).astype(np.float32)) + ("norm" in name))
+        (name, mx.array(rng.normal(0, width, value.shape).astype(np.float32)) + ("norm" in name))
         for name, value in mlx.utils.tree_flatten(model.parameters())
     ]
     model.load_weights(weights)

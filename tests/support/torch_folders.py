@@ -11,8 +11,8 @@ import mlx.nn as nn
 import mlx.utils
 import numpy as np
 
-from mlx_zip.models import Model, ModelArgs
-from support.tiny import VOCAB, tiny_config
+from mlx_zip.models import Model
+from support.tiny import VOCAB, random_model, tiny_config
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -25,14 +25,7 @@ LLAMA3 = {
 
 def make_model(family: str, seed: int = 0, encoder: str = "averaging", **changes: Any) -> Model:
     """Returns a tiny random model; changes: keys of config.json outside its zip2zip section."""
-    model = Model(ModelArgs.from_dict({**tiny_config(family, encoder), **changes}))
-    rng = np.random.default_rng(seed)
-    weights = [
-        (name, mx.array(rng.normal(0, 0.15, value.shape).astype(np.float32)) + ("norm" in name))
-        for name, value in mlx.utils.tree_flatten(model.parameters())
-    ]
-    model.load_weights(weights)
-    return model
+    return random_model({**tiny_config(family, encoder), **changes}, seed, 0.15)
 
 
 def pack(model: Model, bits: int, group: int, own: dict[str, Any]) -> dict[str, Any]:

@@ -15,11 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
+from mlx_zip.cuda.kernels import parts
 from mlx_zip.cuda.kernels.tuning import is_interpreted
-
-KEYS = 64  # keys of a round; a program has at least these
-PROGRAMS = 1024  # wanted for the largest length: several for each multiprocessor of a large GPU
-MOST_PARTS = 64  # of one sequence and key head
 
 
 def launch(
@@ -30,27 +27,22 @@ def launch(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if not out.numel():
         return out
-    parts = part_count(batch * kv_heads, min(places, window))
+    count = parts.part_count(batch * kv_heads, min(places, window))
     kind = {"dtype": torch.float32, "device": q.device}
-    partial = torch.empty((batch, heads, parts, width), **kind)
-    sums = torch.empty((2, batch, heads, parts), **kind)  # highest score, and sum of the exponentials
+    partial = torch.empty((batch, heads, count, width), **kind)
+    sums = torch.empty((2, batch, heads, count), **kind)  # highest score, and sum of the exponentials
     block, group = max(16, triton.next_power_of_2(width)), heads // kv_heads
-    _parts[(batch * kv_heads, parts)](
+    _parts[(batch * kv_heads, count)](
         q, keys, values, lengths, out, partial, sums, scale, window, kv_heads, places, width, group, batch * heads,
-        PARTS=parts, GROUP=max(16, triton.next_power_of_2(group)), KEYS=KEYS, BLOCK=block,
+        PARTS=count, GROUP=max(16, triton.next_power_of_2(group)), KEYS=parts.KEYS, BLOCK=block,
         UPCAST=is_interpreted(), num_warps=4, num_stages=3 if q.element_size() < 4 else 2,
     )  # fmt: skip
-    if parts > 1:
+    if count > 1:
         _combine[(batch * heads,)](
             partial, sums, lengths, out, window, heads, places, width, batch * heads,
-            PARTS=parts, LANES=triton.next_power_of_2(parts), KEYS=KEYS, BLOCK=block,
+            PARTS=count, LANES=triton.next_power_of_2(count), KEYS=parts.KEYS, BLOCK=block,
         )  # fmt: skip
     return out
-
-
-def part_count(pairs: int, keys: int) -> int:
-    """Returns how many parts the keys of each of `pairs` sequences and key heads are divided into, at most `keys`."""
-    return max(1, min(triton.cdiv(keys, KEYS), PROGRAMS // pairs, MOST_PARTS))
 
 
 @triton.jit

@@ -13,7 +13,7 @@ import triton.language as tl
 from mlx_zip.cuda.kernels.packed import Packed, as_parts
 from mlx_zip.cuda.kernels.products_triton import dense_sums, many_sums, packed_sums
 from mlx_zip.cuda.kernels.top_triton import launch as launch_top
-from mlx_zip.cuda.kernels.tuning import Sizes, is_interpreted, tuned
+from mlx_zip.cuda.kernels.tuning import Sizes, Tuned, is_interpreted
 
 IDS = 16  # ids per program
 GROUP_ROWS = 16  # rows that share one reading of the base matrix
@@ -28,7 +28,6 @@ def _sizes(*choices: tuple[int, int, int]) -> list[Sizes]:
 DENSE = _sizes((512, 1, 8), (512, 1, 4), (256, 1, 4), (1024, 1, 8), (256, 3, 4), (512, 3, 8))
 PACKED = _sizes((1024, 1, 8), (512, 1, 4), (2048, 1, 8), (512, 3, 4), (1024, 3, 4), (1024, 3, 8))
 MANY = _sizes((128, 4, 4), (256, 3, 4), (256, 3, 8), (64, 5, 4))
-KEY = ("boundary", "width", "BITS", "GROUP")
 
 
 def launch(
@@ -55,7 +54,9 @@ def launch(
         matrix, scales, biases, bits, group = as_parts(base)
         tails = triton.cdiv(height - boundary, IDS) if logits else 0
         kernel = many if batch > 1 else one_packed if bits else one_dense
-        kernel[(triton.cdiv(batch, GROUP_ROWS) * low + batch * (high + tails),)](
+        kernel.launch(
+            (boundary, width, bits, group, x.dtype, matrix.dtype),
+            (triton.cdiv(batch, GROUP_ROWS) * low + batch * (high + tails),),
             x, matrix, scales, biases, rows, installed.view(torch.uint8), out, found,
             batch, boundary, capacity, width, whole, low, high, max(tails, 1),
             BITS=bits, GROUP=group, STORE=out is not None, UPCAST=is_interpreted(), IDS=IDS,
@@ -173,7 +174,7 @@ def _many(
         _tail(at - first - batch * high, tails, out, boundary, capacity, whole, IDS)
 
 
-one_dense, one_packed, many = tuned(DENSE, KEY)(_one), tuned(PACKED, KEY)(_one), tuned(MANY, KEY)(_many)
+one_dense, one_packed, many = Tuned(_one, DENSE), Tuned(_one, PACKED), Tuned(_many, MANY)
 
 
 @triton.jit

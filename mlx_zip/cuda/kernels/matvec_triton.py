@@ -16,7 +16,7 @@ import triton.language as tl
 
 from mlx_zip.cuda.kernels.packed import Packed, as_parts
 from mlx_zip.cuda.kernels.products_triton import dense_sums, many_sums, packed_sums
-from mlx_zip.cuda.kernels.tuning import Sizes, is_interpreted, tuned
+from mlx_zip.cuda.kernels.tuning import Sizes, Tuned, is_interpreted
 
 
 def _sizes(*choices: tuple[int, int, int, int]) -> list[Sizes]:
@@ -31,7 +31,6 @@ PACKED = _sizes(
     (4, 1024, 1, 4), (4, 2048, 1, 4), (8, 1024, 1, 8), (4, 1024, 3, 4), (8, 512, 4, 4), (8, 1024, 3, 4), (8, 2048, 3, 8)
 )
 MANY = _sizes((16, 128, 4, 4), (16, 256, 3, 4), (16, 256, 3, 8), (32, 128, 4, 4), (32, 64, 5, 4), (64, 64, 4, 4))
-KEY = ("rows", "width", "BITS", "GROUP", "NORM", "GATE")
 
 
 def launch(
@@ -52,9 +51,10 @@ def launch(
         def grid(sizes: dict[str, int]) -> tuple[int]:
             return (triton.cdiv(rows, sizes["LINES"] // (2 if gate else 1)),)
 
-        kernel = one_packed if bits else one_dense
-        (kernel if batch == 1 else many)[grid](
-            x, factors, matrix, scales, biases, bias, residual, out, batch, rows, width, eps,
+        kernel = many if batch > 1 else one_packed if bits else one_dense
+        key = (rows, width, bits, group, norm is None, gate, x.dtype, matrix.dtype)
+        kernel.launch(
+            key, grid, x, factors, matrix, scales, biases, bias, residual, out, batch, rows, width, eps,
             BITS=bits, GROUP=group, NORM=norm is not None, BIAS=bias is not None, ADD=residual is not None,
             GATE=gate, UPCAST=is_interpreted(),
         )  # fmt: skip
@@ -129,4 +129,4 @@ def _many(
     _finish(value, squares, lines, bias, residual, out, batch, rows, width, eps, NORM, BIAS, ADD, GATE, 16, LINES)
 
 
-one_dense, one_packed, many = tuned(DENSE, KEY)(_one), tuned(PACKED, KEY)(_one), tuned(MANY, KEY)(_many)
+one_dense, one_packed, many = Tuned(_one, DENSE), Tuned(_one, PACKED), Tuned(_many, MANY)

@@ -1,18 +1,33 @@
-"""Block sizes of kernels: measured once per shape on a GPU, the first of the list elsewhere."""
+"""Block sizes of kernels: measured once per shape on a GPU, the first of the list elsewhere.
+
+Triton's own measuring takes 0.2 seconds for each choice and one compilation after the other. Here all choices are
+compiled at the same time and measured by turns, so that a GPU whose clock still rises favours none.
+"""
 
 # Triton may be missing.
-# pyright: reportMissingImports=false
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from statistics import median
+from threading import RLock
 from typing import Any
 
 import torch
 import triton
+from triton.compiler.errors import CompileTimeAssertionFailure
+from triton.runtime.errors import OutOfResources, PTXASError
 
 Sizes = tuple[Mapping[str, int], int]  # constants of the kernel, and warps of a program
+REFUSALS = (OutOfResources, PTXASError, CompileTimeAssertionFailure)  # this GPU has no room for a choice
+ROUNDS = 15  # launches of each choice that are measured
+FLUSHED = 128 << 20  # bytes that are written before each launch, so that nothing of it is in the GPU's cache
+COMPILERS = 8  # choices that are compiled at the same time
+_measuring = RLock()
 
 
 def is_interpreted() -> bool:
@@ -20,12 +35,88 @@ def is_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def tuned(choices: Sequence[Sizes], key: Sequence[str]) -> Callable[[Any], Any]:
-    """Returns a decorator of a jitted kernel that passes it the fastest of these sizes.
+class Tuned:
+    """A jitted kernel of which every launch takes the fastest of several sizes. A kernel must not read what it writes.
 
-    key: names of arguments; sizes are measured once for each set of their values, at the first launch, which therefore
-    must not be inside of a graph's capture. A kernel must not read what it writes.
+    Sizes are measured at the first launch for a key, which waits for the GPU; inside of a graph's capture the first
+    sizes are taken and nothing is measured.
     """
-    configs = [triton.Config(dict(sizes), num_warps=warps) for sizes, warps in choices]
-    measured = torch.cuda.is_available() and not is_interpreted()
-    return triton.autotune(configs=configs if measured else configs[:1], key=list(key))
+
+    def __init__(self, kernel: Any, choices: Sequence[Sizes]) -> None:
+        self.kernel, self.choices = kernel, choices
+        self._chosen: dict[Hashable, Sizes] = {}
+
+    def launch(self, key: Hashable, grid: Any, *args: Any, **constants: Any) -> None:
+        """Launches the kernel. key: what its speed depends on; grid, args, constants: as Triton takes them."""
+        sizes = self._chosen.get(key)
+        if sizes is None:
+            sizes = self._choose(key, grid, *args, **constants)
+        self.kernel[grid](*args, **constants, **sizes[0], num_warps=sizes[1])
+
+    def _choose(self, key: Hashable, grid: Any, *args: Any, **constants: Any) -> Sizes:
+        """Returns the sizes for a key, measured with these arguments where that can be done."""
+        if not can_measure():
+            return unmeasured(self.choices)
+
+        def launched(sizes: Sizes, run: Callable[..., Any]) -> None:
+            run(*args, **constants, **sizes[0], num_warps=sizes[1])
+
+        with _measuring:
+            if key not in self._chosen:
+                with _compiling():
+                    for sizes in self.choices:
+                        launched(sizes, lambda *a, **k: self.kernel.warmup(*a, grid=grid, **k))
+                self._chosen[key] = fastest(self.choices, lambda sizes: launched(sizes, self.kernel[grid]))
+            return self._chosen[key]
+
+
+def can_measure() -> bool:
+    """Returns whether kernels run on a GPU that is not just noting work for a graph."""
+    return not is_interpreted() and torch.cuda.is_available() and not torch.cuda.is_current_stream_capturing()
+
+
+def unmeasured(choices: Sequence[Sizes]) -> Sizes:
+    """Returns what is taken where nothing can be measured: the first choice."""
+    return choices[0]
+
+
+@contextmanager
+def _compiling() -> Any:
+    """Compiles at the same time what is compiled inside; errors show when the kernel is launched."""
+    with ThreadPoolExecutor(COMPILERS) as threads, triton.AsyncCompileMode(threads, ignore_errors=True):
+        yield
+
+
+def fastest(choices: Sequence[Sizes], launch: Callable[[Sizes], None]) -> Sizes:
+    """Returns the choice whose launch takes the shortest time in the median, among those that fit this GPU.
+
+    Raises what the first choice raises if none fits.
+    """
+    fitting = [sizes for sizes in choices if _fits(sizes, launch)]
+    if len(fitting) < 2:
+        return fitting[0] if fitting else choices[0]
+    times = _measured(fitting, launch)
+    return fitting[times.index(min(times))]
+
+
+def _fits(sizes: Sizes, launch: Callable[[Sizes], None]) -> bool:
+    """Launches a choice; returns False if the GPU has no room for it."""
+    try:
+        launch(sizes)
+    except REFUSALS:
+        return False
+    return True
+
+
+def _measured(choices: Sequence[Sizes], launch: Callable[[Sizes], None]) -> list[float]:
+    """Returns the median time of each choice in ms."""
+    waste = torch.zeros(FLUSHED, dtype=torch.int8, device="cuda")
+    marks = [[[torch.cuda.Event(enable_timing=True) for _ in "ab"] for _ in choices] for _ in range(ROUNDS)]
+    for row in marks:
+        for sizes, (begin, end) in zip(choices, row, strict=True):
+            waste.zero_()
+            begin.record()
+            launch(sizes)
+            end.record()
+    torch.cuda.synchronize()
+    return [median(row[at][0].elapsed_time(row[at][1]) for row in marks) for at in range(len(choices))]
