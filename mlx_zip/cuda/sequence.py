@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -99,3 +99,7 @@ class Snapshot:
     def nbytes(self) -> int:
         """Bytes of the log and of the tensors."""
         return self.log.nbytes + self.keys_values.nbytes + (0 if self.output is None else self.output.nbytes)
+
+    def cut(self, ids: int) -> Snapshot:
+        """Returns the first `ids` ids of the sequence, which must read more before it can choose."""
+        return replace(self, log=self.log[:ids], keys_values=self.keys_values[..., :ids, :], output=None)

@@ -52,7 +52,7 @@ def files(folder):
 
 @all_kinds
 def test_a_conversation_goes_on_after_a_restart_as_if_there_had_been_none(folder, kind):
-    held = saved(folder, kind, answers={"text": [3, 4]}, random_state=np.array([5, 6], np.uint32))
+    held = saved(folder, kind, answers={"text": [3, 4]}, random_state=keeping.random_state(kind))
     cache, prompt = keeping.new_cache(kind), tiny.base_ids(60)
     keeping.greedy(kind, cache, prompt)
     wanted = keeping.greedy(kind, cache, NEXT)[0]
@@ -434,7 +434,7 @@ def test_what_is_being_written_does_not_change_when_the_conversation_goes_on(tmp
             entry.keys, entry.values = entry.keys.astype(dtype), entry.values.astype(dtype)
     ids = {"base_ids": [3] * cache[0].offset} if find_state(cache) is None else {}
     kept = store._named(store.put(cache, pack_key=OWN, **ids))
-    snapshots = [Snapshot(kept, store._room.marks, {}) for _ in range(2)]
+    snapshots = [Snapshot(kept, store.caches, {}) for _ in range(2)]
     snapshots[0].write(tmp_path / "before", {})
     del snapshots[0]
     for _ in range(3):
