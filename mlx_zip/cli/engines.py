@@ -17,10 +17,8 @@ REFUSED = {  # flags that --engine cuda has no use for, and what to do
     "prompt_cache_file": "its prompt caches are not kept in files",
     "row_cache": "its rows are kept in memory only",
     "row_cache_bytes": "its rows are kept in memory only",
-    "session_cache": "its conversations are kept in memory only",
-    "session_files": "its conversations are kept in memory only",
 }
-_OFF = {"session_cache": "off", "row_cache": "off"}  # values that ask for nothing
+_OFF = {"row_cache": "off"}  # values that ask for nothing
 
 
 def add_flag(add: Any) -> None:

@@ -63,8 +63,7 @@ def engine_options(args: argparse.Namespace, name: str, chosen: packs.Packs | No
 
 def session_folder(args: argparse.Namespace) -> Path | None:
     """Returns the folder that keeps conversations over restarts, None for none."""
-    kept = rows.OFF if engines.is_cuda(args) else os.environ.get(SESSIONS, rows.OFF)
-    given = kept if args.session_cache is None else args.session_cache
+    given = os.environ.get(SESSIONS, rows.OFF) if args.session_cache is None else args.session_cache
     return None if given in (rows.OFF, "") else at_home(given)
 
 

@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _list(folder: Path) -> None:
     """Prints one line per session, and their number and size. Raises `OSError`."""
-    from mlx_zip.engine.session_files import INDEX, session_paths
+    from mlx_zip.engine.session_files import session_paths
     from mlx_zip.engine.session_folder import folders_of
     from mlx_zip.engine.session_format import BadFileError, read
 
@@ -51,7 +51,7 @@ def _list(folder: Path) -> None:
         size = path.lstat().st_size
         sizes.append(size)
         try:
-            facts = read(path, INDEX, whole=False).facts
+            facts = read(path, whole=False).facts
             about = f"{facts.get('base_tokens', '?'):>8}  {facts.get('model', 'unknown model')}"
         except (BadFileError, OSError) as error:  # the latter: a folder, a link to nothing
             about = f"{'-':>8}  cannot be used: {reason(error)}"

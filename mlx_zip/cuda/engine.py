@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from mlx_zip.cuda.ceiling import ceiling
 from mlx_zip.cuda.group import CudaReading
-from mlx_zip.cuda.kept import KeptSnapshots
 from mlx_zip.cuda.memory import find_device, use
 from mlx_zip.cuda.model import CudaModel, open_model
 from mlx_zip.cuda.served import CudaServed
+from mlx_zip.cuda.session_caches import CudaCaches
 from mlx_zip.device import VARIABLE
-from mlx_zip.engine.interface import Engine
+from mlx_zip.engine.interface import Ceiling, Engine
 from mlx_zip.engine.job import Job
 from mlx_zip.engine.options import RunOptions, ServeOptions
 from mlx_zip.engine.session_options import SessionOptions
+from mlx_zip.engine.session_store import SessionStore
 from mlx_zip.engine.threaded import ThreadedEngine
 from mlx_zip.errors import ConfigError, ModelError
 from mlx_zip.text.tokenizers import load_tokenizer
@@ -49,6 +52,9 @@ class CudaEngine(ThreadedEngine):
             "memory_bytes": torch.cuda.memory_allocated(self._device) if on_card else 0,
             "peak_memory_bytes": torch.cuda.max_memory_allocated(self._device) if on_card else 0,
         }
+
+    def ceiling(self) -> Ceiling | None:
+        return self._inbox.ask(lambda: ceiling(self._scheduler.served.model))
 
     def without_hypertokens(self, name: str) -> Engine:
         served: CudaServed = self._inbox.ask(lambda: self._scheduler.served)
@@ -80,8 +86,8 @@ def open_cuda_engine(
 
     device: None takes the one that MLX_ZIP_DEVICE names ("cpu" or "gpu"), else an NVIDIA card; `ModelError` if there is
     none. dtype: see `read_folder`. tokenizer_config: `chat_template` only. max_kv_bytes: of all requests together, None
-    for most of the card's free memory; each request has an equal part. sessions: bound of the kept sessions in memory,
-    None to keep none. Other options are those of `mlx_zip.engine.mlx_engine.open_engine`.
+    for most of the card's free memory; each request has an equal part. sessions: bounds of the kept sessions, None to
+    keep none. Other options are those of `mlx_zip.engine.mlx_engine.open_engine`.
     """
 
     def load() -> tuple[CudaModel, Any]:
@@ -92,13 +98,15 @@ def open_cuda_engine(
 
     run = RunOptions(prefill_step_size=prefill_step_size)
     options = ServeOptions(max_running, max_waiting, max_prompt_tokens, max_kv_bytes, run)
-    store = None if sessions is None else partial(make_store, max_bytes=sessions.max_bytes)
-    return make(load, str(model_name), options, store)
+    if sessions is None:
+        return make(load, str(model_name), options)
+    named = replace(sessions, model_name=sessions.model_name or str(model_name))
+    return make(load, str(model_name), options, partial(make_store, options=named))
 
 
-def make_store(served: CudaServed, max_bytes: int) -> KeptSnapshots:
+def make_store(served: CudaServed, options: SessionOptions) -> SessionStore:
     """Returns a new store of sessions for a model."""
-    return KeptSnapshots(served.seats, max(1, served.info.merge_size), max_bytes)
+    return SessionStore(CudaCaches(served.model, served.tokenizer, served.seats), options)
 
 
 def chosen_device(name: str | None = None) -> torch.device:

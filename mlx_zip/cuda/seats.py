@@ -38,14 +38,8 @@ class Seats:
         return self._seated(self.batch.add(start))
 
     def restore(self, snapshot: Snapshot, ids: int) -> Seat:
-        """Returns a new seat that holds the first `ids` ids of a snapshot."""
-        seat = self._seated(self.batch.restore(snapshot))
-        try:
-            self.batch.trim(seat.row, ids)  # also where nothing is cut off: it must not choose before it has read more
-        except BaseException:
-            self.leave(seat)
-            raise
-        return seat
+        """Returns a new seat that holds the first `ids` ids of a snapshot; it chooses after it has read more."""
+        return self._seated(self.batch.restore(snapshot.cut(ids)))
 
     def _seated(self, row: int) -> Seat:
         """Returns the seat of a row that was added."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ class SequenceState:
     the batch's tables. which: the set of rotary frequencies that its keys were written with, None if they must be
     computed again. output [D]: the body's output for its last id, where that is not yet in the batch's outputs. ready:
     whether that output is known, so that the sequence can choose. chosen: whether it has chosen an id that
-    `Batch.follow` has not been told.
+    `Batch.follow` has not read yet.
     """
 
     begin: Begin
@@ -99,3 +99,7 @@ class Snapshot:
     def nbytes(self) -> int:
         """Bytes of the log and of the tensors."""
         return self.log.nbytes + self.keys_values.nbytes + (0 if self.output is None else self.output.nbytes)
+
+    def cut(self, ids: int) -> Snapshot:
+        """Returns the first `ids` ids of the sequence, which must read more before it can choose."""
+        return replace(self, log=self.log[:ids], keys_values=self.keys_values[..., :ids, :], output=None)

@@ -120,9 +120,6 @@ class CudaServed:
         """Returns the seat of a new request. start: what its codebook begins with, None for the model's own."""
         return self.seats.add(start)
 
-    def resume(self, cache: Seat, start: Any) -> None:
-        """Does nothing: sessions come from memory, and know what they began with."""
-
     def state_of(self, cache: Seat) -> Seat:
         """Returns what has the codebook: the seat itself."""
         return cache

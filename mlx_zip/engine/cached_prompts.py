@@ -12,6 +12,7 @@ from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_zip.engine.interface import SessionInfo
+from mlx_zip.engine.mlx_caches import open_store
 from mlx_zip.engine.session_options import SessionOptions
 from mlx_zip.engine.session_store import SessionStore
 from mlx_zip.generate import PREFILL_STEP_SIZE, check_kv
@@ -64,7 +65,7 @@ def cache_prompt(
         maybe_quantize_kv_cache(cache, quantized_kv_start=kv.start, kv_group_size=kv.group_size, kv_bits=kv.bits)
         mx.eval([entry.state for entry in cache if not isinstance(entry, ZipState)])
         progress(begin + len(ids) if state is None else state.books[0].base_length)
-    store = SessionStore(model, tokenizer, options)
+    store = open_store(model, tokenizer, options)
     held = None if state is not None else base_ids
     store.put(cache, pack_key="", base_ids=held)
     return store, store.sessions()[0]

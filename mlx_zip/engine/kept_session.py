@@ -55,7 +55,7 @@ class Kept:
     pack_key: str
     base_ids: Ids
     ends: Ids
-    cache: list[Any] | None
+    cache: Any
     trims: bool
     bytes: int
     answers: Noted = field(default_factory=dict)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_zip.engine.engine_thread import MlxEngine
+from mlx_zip.engine.mlx_caches import open_store
 from mlx_zip.engine.options import RunOptions, ServeOptions
 from mlx_zip.engine.served import Served
 from mlx_zip.engine.session_options import SessionOptions
@@ -76,4 +77,4 @@ def open_engine(
 
 def _make_store(served: Served, options: SessionOptions) -> SessionStore:
     """Returns a new store of sessions for a model."""
-    return SessionStore(served.model, served.tokenizer, options)
+    return open_store(served.model, served.tokenizer, options)

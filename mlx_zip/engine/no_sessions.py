@@ -13,7 +13,7 @@ from mlx_zip.errors import EngineError
 class NoSessions:
     """Keeps nothing: every prompt is read whole."""
 
-    def checkout(self, base_ids: Sequence[int], pack_key: str, share: bool = False) -> None:
+    def checkout(self, base_ids: Sequence[int], pack_key: str, share: bool = False, start: Any = None) -> None:
         """Returns None: there is no session."""
 
     def put(self, cache: list[Any], **facts: Any) -> None:

@@ -92,10 +92,6 @@ class Served(Protocol):
         """Returns the cache of a new request. start: what its codebook begins with, None for the model's own."""
         ...
 
-    def resume(self, cache: Any, start: Any) -> None:
-        """Tells a session's cache what its codebook began with; one from disk only knows a fingerprint of that."""
-        ...
-
     def state_of(self, cache: Any) -> State | None:
         """Returns the codebooks of a cache, None for a cache without."""
         ...

@@ -136,11 +136,9 @@ class Scheduler:
     def _begin(self, job: Job) -> None:
         """Gives a request its cache: what a session holds of its prompt, or a new one."""
         checked = job.checked
-        found = self.store.checkout(checked.base_ids, checked.pack_key, share=not job.keep)
+        found = self.store.checkout(checked.base_ids, checked.pack_key, share=not job.keep, start=checked.start)
         if found is not None:
             job.handle.session = found.name
-            if checked.start is not None:
-                self.served.resume(found.cache, checked.start)
         found = found or Checkout(self.served.new_cache(checked.start), 0, 0, "")
         if not job.keep:
             found = replace(found, random_state=None)  # other requests go on from it too

@@ -69,10 +69,6 @@ class Served:
         """Returns the cache of a new request. start: what its codebook begins with, None for the model's own."""
         return self.model.make_cache(pack=start) if start is not None else make_prompt_cache(self.model)
 
-    def resume(self, cache: list[Any], start: Any) -> None:
-        """Tells a session's cache what its codebook began with; one from disk only knows a fingerprint of that."""
-        find_state(cache).begun_with([start])  # type: ignore[union-attr]
-
     def state_of(self, cache: list[Any]) -> ZipState | None:
         """Returns the `ZipState` of a cache, None for a plain model's."""
         return find_state(cache)

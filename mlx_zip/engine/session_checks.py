@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -14,33 +12,16 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache, RotatingKVCache, make_prompt_cache
 
 from mlx_zip.codec import CodecParams
+from mlx_zip.codec.params_json import params_from_json
 from mlx_zip.engine.session_format import BadFileError
 from mlx_zip.layout import is_zip
 from mlx_zip.request import base_config
 from mlx_zip.state import ZipState
-from mlx_zip.state.saved import params_from_json, params_to_json
 from mlx_zip.vocab.starts import same_but_start
 
 QUANTIZED = {"bits": (2, 3, 4, 5, 6, 8), "group_size": (32, 64, 128)}
 LENGTH_AXIS = 2  # of keys and values
 OTHER_SHAPE = "the arrays of its cache are not those of this model"
-
-
-def codec_mark(model: Any) -> str:
-    """Returns the parameters of a model's codec, without what a codebook begins with, as text; "" without a codec."""
-    if not is_zip(model):
-        return ""
-    fields = json.loads(params_to_json([model.config.codec_params]))
-    return json.dumps({name: value for name, value in fields.items() if name != "start"}, sort_keys=True)
-
-
-def own_pack_key(model: Any) -> str:
-    """Returns the key of what a model's codebooks begin with by default: entries, and rows tuned for them, if any."""
-    if not is_zip(model) or not (model.config.codec_params.start or model.session.pack):
-        return ""
-    tuned = None if model.session.pack is None else model.session.pack.fingerprint
-    facts = [model.config.codec_params.start, tuned]
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
 class CacheChecks:

@@ -14,8 +14,9 @@ import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from mlx_zip.engine.caches import Caches
 from mlx_zip.engine.kept_session import Kept, Slot, stamp_of
-from mlx_zip.engine.session_files import Marks, Snapshot, found_in, session_paths
+from mlx_zip.engine.session_files import Snapshot, found_in, session_paths
 from mlx_zip.engine.session_writer import Job, SessionWriter
 from mlx_zip.errors import EngineError, reason
 from mlx_zip.files import begin_use, make_private
@@ -31,8 +32,8 @@ log = logging.getLogger("mlx_zip")
 class SessionFolder:
     """Sessions in a folder. most_bytes: a session that takes more is not written. about: see `Snapshot`."""
 
-    def __init__(self, folder: Path, most_bytes: int, marks: Marks, about: Mapping[str, str]) -> None:
-        self.folder, self.most_bytes, self.marks, self.about = folder, most_bytes, marks, about
+    def __init__(self, folder: Path, most_bytes: int, caches: Caches, about: Mapping[str, str]) -> None:
+        self.folder, self.most_bytes, self.caches, self.about = folder, most_bytes, caches, about
         self._writer = SessionWriter()
         self._wanted: dict[Kept, None] = {}  # to be written once there is room
         self._warned: set[str] = set()
@@ -64,7 +65,7 @@ class SessionFolder:
     def _indexed(self, path: Path) -> Kept:
         """Returns the session in a file, without its cache. Raises `EngineError`, `OSError`."""
         stamp = stamp_of(path)
-        kept = found_in(path, self.marks)
+        kept = found_in(path, self.caches.marks)
         kept.slot, kept.saved = Slot(path, stamp), True
         kept.used = path.stat().st_mtime
         return kept
@@ -154,7 +155,7 @@ class SessionFolder:
         if kept.cache is None:
             return
         kept.slot = kept.slot or Slot(self.folder / f"{kept.name}.safetensors")
-        snapshot = Snapshot(kept, self.marks, self.about)
+        snapshot = Snapshot(kept, self.caches, self.about)
         if snapshot.bytes > self.most_bytes:
             self._warn("large", f"takes {self.most_bytes} bytes; a session of {snapshot.bytes} bytes is not written")
             return

@@ -20,6 +20,7 @@ from typing import Any
 
 from mlx_zip.files import whole_file
 
+INDEX = 2  # tensors, the first ones, that a session is found by: base ids, and the ends of ids
 FACTS = "0."  # what the names of facts begin with, among the metadata
 HEAD_SUM, BODY_SUM = "head_crc32", "body_crc32"
 ITEM_BYTES = {
@@ -58,19 +59,16 @@ class Contents:
         return {name.removeprefix(FACTS): text for name, text in self.metadata.items() if name.startswith(FACTS)}
 
 
-def write(path: Path, contents: Contents, index: int) -> int:
-    """Writes a session's file, whole or not at all, with mode 0600, and returns its bytes.
-
-    index: how many tensors, the first ones, belong to the index. Raises `OSError`.
-    """
+def write(path: Path, contents: Contents) -> int:
+    """Writes a session's file, whole or not at all, with mode 0600, and returns its bytes. Raises `OSError`."""
     blocks = [tensor.data for tensor in contents.tensors.values()]
     body = 0
-    for block in blocks[index:]:
+    for block in blocks[INDEX:]:
         body = zlib.crc32(block, body)
     head = _header(contents, _NO_SUM, f"{body:08x}")
     sum_ = _LENGTH.pack(len(head))
     checked = zlib.crc32(head, zlib.crc32(sum_))
-    for block in blocks[:index]:
+    for block in blocks[:INDEX]:
         checked = zlib.crc32(block, checked)
     head = _header(contents, f"{checked:08x}", f"{body:08x}")
     with whole_file(path) as partial:
@@ -102,11 +100,11 @@ def _header(contents: Contents, head_sum: str, body_sum: str) -> bytes:
     return text + b" " * (-len(text) % 8)
 
 
-def read(path: Path, index: int, whole: bool = True, most_bytes: int | None = None) -> Contents:
+def read(path: Path, whole: bool = True, most_bytes: int | None = None) -> Contents:
     """Returns what a session's file holds, checked against its checksums.
 
-    index: how many tensors, the first ones, belong to the index. whole: False reads those only. most_bytes: refuse a
-    larger file. Raises `BadFileError` for a file that is damaged or something else, `OSError`.
+    whole: False reads the tensors of the index only. most_bytes: refuse a larger file. Raises `BadFileError` for a file
+    that is damaged or something else, `OSError`.
     """
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(handle, "rb", buffering=0) as file:
@@ -118,9 +116,9 @@ def read(path: Path, index: int, whole: bool = True, most_bytes: int | None = No
         length = _read(file, _LENGTH.size, status.st_size)
         head = _read(file, _header_length(length, status.st_size), status.st_size)
         metadata, places = _parsed(head, status.st_size - len(length) - len(head))
-        wanted = list(places.values())[: None if whole else index]
+        wanted = list(places.values())[: None if whole else INDEX]
         blocks = [_read(file, end - begin, status.st_size) for _, _, begin, end in wanted]
-    _check_sums(bytes(length) + _without_sum(head, metadata), blocks, index, metadata, whole)
+    _check_sums(bytes(length) + _without_sum(head, metadata), blocks, metadata, whole)
     found = zip(places.items(), blocks, strict=False)
     tensors = {name: Tensor(dtype, shape, block) for (name, (dtype, shape, _, _)), block in found}
     return Contents(metadata, tensors)
@@ -191,14 +189,14 @@ def _without_sum(head: bytearray, metadata: Mapping[str, str]) -> bytes:
     )
 
 
-def _check_sums(head: bytes, blocks: list[Any], index: int, metadata: Mapping[str, str], whole: bool) -> None:
+def _check_sums(head: bytes, blocks: list[Any], metadata: Mapping[str, str], whole: bool) -> None:
     """Raises `BadFileError` unless both checksums are right; that of the body is checked only if it was read whole."""
     if FACTS + HEAD_SUM not in metadata:
         raise BadFileError("it has no checksum: it was not written by mlx_zip; make it with mlx_zip cache-prompt")
     head_sum, body_sum = zlib.crc32(head), 0
-    for block in blocks[:index]:
+    for block in blocks[:INDEX]:
         head_sum = zlib.crc32(block, head_sum)
-    for block in blocks[index:]:
+    for block in blocks[INDEX:]:
         body_sum = zlib.crc32(block, body_sum)
     expected = {HEAD_SUM: head_sum, **({BODY_SUM: body_sum} if whole else {})}
     for name, sum_ in expected.items():

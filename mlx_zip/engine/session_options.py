@@ -39,7 +39,7 @@ class Checkout:
     stays, because its copies must not all draw the same numbers.
     """
 
-    cache: list[Any]
+    cache: Any
     ids: int
     base_tokens: int
     name: str

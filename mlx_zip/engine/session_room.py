@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import logging
-from functools import cached_property
-from typing import Any
 
+from mlx_zip.engine.caches import Caches
 from mlx_zip.engine.kept_session import Kept, Slot, stamp_of
-from mlx_zip.engine.session_checks import CacheChecks, codec_mark
-from mlx_zip.engine.session_files import Marks, read_session
+from mlx_zip.engine.session_files import read_session
 from mlx_zip.engine.session_folder import SessionFolder
 from mlx_zip.engine.session_list import SessionList
 from mlx_zip.engine.session_options import SessionOptions
 from mlx_zip.errors import EngineError
-from mlx_zip.hyper.model_fingerprint import name_of
-from mlx_zip.vocab.first_stage import tokenizer_fingerprint
 
 log = logging.getLogger("mlx_zip")
 
@@ -22,24 +18,17 @@ log = logging.getLogger("mlx_zip")
 class SessionRoom:
     """The room that the sessions of one model have, in memory and in a folder.
 
-    sessions: those of the store; what is evicted is removed from it. checks: what caches of the model consist of.
+    sessions: those of the store; what is evicted is removed from it.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, sessions: SessionList, options: SessionOptions) -> None:
-        self.model, self.tokenizer, self.sessions, self.options = model, tokenizer, sessions, options
-        self.checks = CacheChecks(model)
+    def __init__(self, caches: Caches, sessions: SessionList, options: SessionOptions) -> None:
+        self.caches, self.sessions, self.options = caches, sessions, options
         self._folder: SessionFolder | None = None
         if options.folder is not None:
-            self._folder = SessionFolder(options.folder, options.max_disk_bytes, self.marks, options.about)
+            self._folder = SessionFolder(options.folder, options.max_disk_bytes, caches, options.about)
             for kept in self._folder.sessions():
                 sessions.add(kept)
             self._make_room_on_disk()
-
-    @cached_property
-    def marks(self) -> Marks:
-        """What files of this model's sessions say of it."""
-        name = f"{name_of(self.model)} {self.options.share}".strip()
-        return Marks(name, tokenizer_fingerprint(self.tokenizer), codec_mark(self.model))
 
     def want(self, kept: Kept) -> None:
         """Has a session written to the folder, if there is one."""
@@ -94,7 +83,7 @@ class SessionRoom:
         try:
             assert kept.slot is not None
             stamp = stamp_of(kept.slot.path)
-            read = read_session(kept.slot.path, self.marks, self.checks, self.options.max_disk_bytes)
+            read = read_session(kept.slot.path, self.caches, self.options.max_disk_bytes)
         except (EngineError, OSError) as error:
             log.warning("%s", error)
             self.sessions.remove(kept)

@@ -9,23 +9,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from mlx_zip.engine.caches import Caches
 from mlx_zip.engine.interface import SessionInfo
-from mlx_zip.engine.kept_session import Ids, Kept, new_name
+from mlx_zip.engine.kept_session import Kept, new_name
 from mlx_zip.engine.session_answers import Noted, answers_within
-from mlx_zip.engine.session_caches import bytes_of, can_trim, forked, held_ids, settled
-from mlx_zip.engine.session_checks import own_pack_key
 from mlx_zip.engine.session_files import Snapshot, read_session
 from mlx_zip.engine.session_list import SessionList
 from mlx_zip.engine.session_options import Checkout, SessionOptions
 from mlx_zip.engine.session_room import SessionRoom
 from mlx_zip.errors import EngineError, reason
-from mlx_zip.layout import is_zip
 
 log = logging.getLogger("mlx_zip")
 
@@ -33,65 +30,59 @@ log = logging.getLogger("mlx_zip")
 class SessionStore:
     """The kept sessions of one model. At the end call `close`, which writes what is not on disk yet."""
 
-    def __init__(self, model: Any, tokenizer: Any, options: SessionOptions | None = None) -> None:
-        self.model, self.tokenizer = model, tokenizer
-        self.options = SessionOptions() if options is None else options
-        self._list = SessionList(reach=model.config.merge_size if is_zip(model) else 1)
-        self._room = SessionRoom(model, tokenizer, self._list, self.options)
+    def __init__(self, caches: Caches, options: SessionOptions) -> None:
+        self.caches, self.options = caches, options
+        self._list = SessionList(caches.reach)
+        self._room = SessionRoom(caches, self._list, options)
         self._lent: dict[str, Kept] = {}  # what is checked out, by name
-
-    @cached_property
-    def _own_pack(self) -> str:
-        """The key of sessions that began with the model's own pack, which may be another after a restart."""
-        return own_pack_key(self.model)
 
     # ---- a request
 
-    def checkout(self, base_ids: Sequence[int], pack_key: str, share: bool = False) -> Checkout | None:
+    def checkout(
+        self, base_ids: Sequence[int], pack_key: str, share: bool = False, start: Any = None
+    ) -> Checkout | None:
         """Returns the cache of the session that has most in common with a prompt, or None if none has anything.
 
         The common prefix ends where an id of the session ends, and leaves at least one base id of the prompt to be
         read. pack_key: only sessions that were put with the same key are looked at; "" for the model's own pack.
 
         A session that the prompt begins with is taken out, for its longer successor to be put back under its name.
-        Otherwise, and always with `share`, the session stays, and a copy gets a new name. A session from disk that
-        began with a tuned pack holds only the pack's fingerprint: if that is not the model's own pack, call
-        `ZipState.begun_with`.
+        Otherwise, and always with `share`, the session stays, and a copy gets a new name.
+
+        start: what the request's codebook begins with, None for the model's own; a session from disk knows only a
+        fingerprint of rows that were tuned for it. Raises `ModelError` if the session began with something else.
         """
         self._room.pump()
         wanted = np.asarray(base_ids, dtype=np.uint32)[:-1]
-        while (found := self._list.best(wanted, pack_key or self._own_pack)) is not None:
+        while (found := self._list.best(wanted, pack_key or self.caches.own_pack)) is not None:
             if self._room.is_in_memory(found[0]):
-                return self._checked_out(*found, share)
+                return self._checked_out(*found, share, start)
         return None
 
-    def _checked_out(self, kept: Kept, ids: int, share: bool) -> Checkout:
-        """Returns the first `ids` ids of a session for a request."""
-        assert kept.cache is not None
+    def _checked_out(self, kept: Kept, ids: int, share: bool, start: Any) -> Checkout:
+        """Returns the first `ids` ids of a session for a request, or as many of them as it has room for."""
         self._list.touch(kept)
-        base_tokens, whole = int(kept.ends[ids - 1]), ids == len(kept.ends)
-        if whole and not share:
+        ids = self.caches.room(ids)
+        base_tokens, alone = int(kept.ends[ids - 1]), ids == len(kept.ends) and not share
+        cache = self.caches.lent(kept, ids, alone, start)
+        if alone:
             first = kept.name not in self._lent  # else another request has it, and this copy came from disk
-            cache = self._taken_out(kept)
+            self._take_out(kept)
             return Checkout(cache, ids, base_tokens, kept.name, kept.random_state if first else None)
-        cache = forked(kept.cache, ids, len(kept.ends) - ids)
         answers = answers_within(kept.answers, kept.base_ids[:base_tokens])
         name = self._lend(Kept(new_name(), "", kept.base_ids[:0], kept.ends[:0], None, False, 0, answers))
         self._room.make_room()  # the session may have come from disk
         return Checkout(cache, ids, base_tokens, name)
 
-    def _taken_out(self, kept: Kept) -> list[Any]:
-        """Returns the cache of a session, of which only what is on disk stays."""
-        cache = kept.cache
-        assert cache is not None
+    def _take_out(self, kept: Kept) -> None:
+        """Lets go of the cache of a session, of which only what is on disk stays."""
         self._room.leave(kept)
         self._room.free(kept)
         self._lend(kept)
-        return cache
 
     def put(
         self,
-        cache: list[Any],
+        cache: Any,
         *,
         pack_key: str,
         name: str | None = None,
@@ -104,17 +95,17 @@ class SessionStore:
         name: of the checkout that the cache came from, None for a new session. A kept session of that name is replaced
         if the cache continues it, and a session with exactly these base ids is replaced too. answers: as
         `note_answer` takes them, in addition to those of the session checked out. base_ids: what the cache holds, for a
-        plain model, whose cache does not say. random_state: the sampler's, an array. Raises `EngineError` if base_ids
+        plain model, whose cache does not say. random_state: the sampler's. Raises `EngineError` if base_ids
         are missing or too few.
         """
-        held, ends = _held(cache, base_ids)
+        held, ends = self.caches.held(cache, base_ids)
         former = self._lent.get(name or "")
         noted = {**self.release(name or ""), **{key: tuple(ids) for key, ids in (answers or {}).items()}}
         if not len(held):
             return name or new_name()
-        cache = settled(cache)
-        key, size = pack_key or self._own_pack, bytes_of(cache)
-        kept = Kept(name or new_name(), key, held, ends, cache, can_trim(cache), size, noted)
+        cache = self.caches.kept(cache)
+        size, trims = self.caches.size(cache)
+        kept = Kept(name or new_name(), pack_key or self.caches.own_pack, held, ends, cache, trims, size, noted)
         kept.random_state, kept.slot = random_state, former and former.slot
         self._keep(kept)
         return kept.name
@@ -166,7 +157,7 @@ class SessionStore:
         if not self._room.is_in_memory(kept):
             raise EngineError(f"the file of session {name} cannot be read any more")
         try:
-            Snapshot(kept, self._room.marks, self.options.about).write(file, kept.answers)
+            Snapshot(kept, self.caches, self.options.about).write(file, kept.answers)
         except OSError as error:
             raise EngineError(f"session file {file}: cannot be written: {reason(error)}") from error
         self._room.make_room()
@@ -176,7 +167,7 @@ class SessionStore:
 
         Raises `EngineError` naming the file if it is damaged, of another model, or larger than all sessions may be.
         """
-        kept = read_session(file, self._room.marks, self._room.checks, self.options.max_bytes)
+        kept = read_session(file, self.caches, self.options.max_bytes)
         kept.name = new_name()
         self._keep(kept)
         return kept.info()
@@ -243,18 +234,3 @@ class SessionStore:
         if kept is None or not kept.can_be_read:
             raise EngineError(f"there is no session {name!r:.80}; it may have been evicted, or a request has it")
         return kept
-
-
-def _held(cache: Sequence[Any], base_ids: Sequence[int] | None) -> tuple[Ids, Ids]:
-    """Returns a cache's base ids, and how many base tokens each of its ids and those before it have.
-
-    base_ids: for a plain model's cache. Raises `EngineError` if they do not cover what the cache holds.
-    """
-    held = held_ids(cache)
-    if held is not None:
-        return held
-    ids = np.asarray(() if base_ids is None else base_ids, dtype=np.uint32)
-    for entry in cache:
-        if getattr(entry, "offset", len(ids)) != len(ids):
-            raise EngineError(f"the cache holds {entry.offset} ids, and {len(ids)} base ids were given for it")
-    return ids, np.arange(1, 1 + len(ids), dtype=np.uint32)

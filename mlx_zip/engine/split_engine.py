@@ -259,9 +259,9 @@ class _SameSessions:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def checkout(self, base_ids: Sequence[int], pack_key: Any, share: bool = False) -> Any:
+    def checkout(self, base_ids: Sequence[int], pack_key: Any, share: bool = False, start: Any = None) -> Any:
         """Returns what `inner.checkout` returns, None if the machines have found different things."""
-        found = self._inner.checkout(base_ids, pack_key, share)
+        found = self._inner.checkout(base_ids, pack_key, share, start)
         held = (0, 0) if found is None else (found.ids, found.base_tokens)
         with mx.stream(generation_stream):
             same = from_first(self._group, mx.array(held, mx.int32)).tolist() == list(held)

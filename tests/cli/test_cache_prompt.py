@@ -8,7 +8,7 @@ import pytest
 from mlx_lm.models.cache import load_prompt_cache
 
 from mlx_zip import cli
-from mlx_zip.engine.session_store import SessionStore
+from mlx_zip.engine.mlx_caches import open_store
 from mlx_zip.generate import load, stream_generate
 from mlx_zip.state import find_state
 from support import tiny_text
@@ -44,7 +44,7 @@ def test_generate_goes_on_from_a_cached_prompt_as_from_the_whole_text(run, tmp_p
 def test_a_server_finds_a_cached_prompt_by_its_base_ids(run, tmp_path):
     cached(run, tmp_path / "p.safetensors")
     model, tokenizer = load(tiny_text.converted(MODEL))
-    store = SessionStore(model, tokenizer)
+    store = open_store(model, tokenizer)
     info = store.load(tmp_path / "p.safetensors")
     state = find_state(load_prompt_cache(str(tmp_path / "p.safetensors")))
     prompt = [*state.books[0].base_ids(0).tolist(), 5, 6]
@@ -53,7 +53,7 @@ def test_a_server_finds_a_cached_prompt_by_its_base_ids(run, tmp_path):
 
 def test_a_cached_prompt_of_another_model_is_refused_by_a_server(run, tmp_path):
     cached(run, tmp_path / "p.safetensors")
-    store = SessionStore(*load(PLAIN))
+    store = open_store(*load(PLAIN))
     with pytest.raises(Exception, match="another model than the one that is loaded"):
         store.load(tmp_path / "p.safetensors")
 

@@ -64,8 +64,7 @@ def test_without_a_card_one_line_says_so_and_names_the_cpu():
     ("command", "flag"),
     [
         ("serve", "--adapter-path"),
-        ("serve", "--session-cache"),
-        ("serve", "--session-files"),
+        ("serve", "--row-cache"),
         ("chat", "--adapter-path"),
         ("generate", "--prompt-cache-file"),
         ("generate", "--row-cache"),

@@ -10,9 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from mlx_zip.engine.mlx_caches import open_store
 from mlx_zip.engine.mlx_engine import MlxEngine, ServeOptions
-from mlx_zip.engine.session_options import SessionOptions
-from mlx_zip.engine.session_store import SessionStore
 from mlx_zip.loading import load
 from mlx_zip.server.options import Options
 from support import http_server
@@ -32,7 +31,7 @@ def served():
         return model, tokenizer
 
     def store(made):
-        return SessionStore(made.model, made.tokenizer, SessionOptions())
+        return open_store(made.model, made.tokenizer)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(http_server, "WAIT_S", SLOW_S)

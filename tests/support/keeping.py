@@ -1,26 +1,54 @@
-"""Kept sessions of tiny models: caches that were read, stores, and greedy answers with and without them."""
+"""Kept sessions of tiny models: caches that were read, stores, and greedy answers with and without them.
+
+A kind that begins with "torch" is a model on PyTorch, which has no prompt caches but rows of a batch; the others are on
+MLX.
+"""
 
 from functools import cache
 
 import mlx.core as mx
 import numpy as np
+import pytest
 from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_zip.codec import compress_next
+from mlx_zip.engine.mlx_caches import open_store
 from mlx_zip.engine.session_options import SessionOptions
-from mlx_zip.engine.session_store import SessionStore
 from mlx_zip.layout import is_zip
 from mlx_zip.state import find_state
 from support import generating, tiny
+from support.serving import NEEDS_TORCH
 
-KINDS = ("zip", "base positions", "LongRoPE", "evicting", "plain", "sliding window")
-TRIMMED = KINDS[:-1]
+
+def on_torch(*kinds):
+    """The kinds, to be skipped where PyTorch is not installed."""
+    return [pytest.param(kind, marks=NEEDS_TORCH) for kind in kinds]
+
+
+_ON_TORCH = on_torch("torch zip", "torch base positions", "torch LongRoPE", "torch evicting", "torch plain")
+TRIMMED = ["zip", "base positions", "LongRoPE", "evicting", "plain", *_ON_TORCH]
+KINDS = [*TRIMMED, "sliding window", *on_torch("torch bfloat16")]
+ENGINES = ["zip", *on_torch("torch zip")]  # one kind for each engine
+PLAIN = ("plain", "sliding window", "torch plain")
 OWN = "own pack"
+
+
+def is_torch(kind):
+    return kind.startswith("torch")
+
+
+def _torch():
+    """The same functions for PyTorch, which may not be installed."""
+    from support import keeping_torch
+
+    return keeping_torch
 
 
 @cache
 def model(kind):
+    if is_torch(kind):
+        return _on_torch(kind, kind.removeprefix("torch "))
     if kind == "plain":
         return generating.plain_model()
     if kind == "sliding window":
@@ -38,6 +66,16 @@ def model(kind):
     return tiny.tiny_model(**changes)
 
 
+def _on_torch(kind, other):
+    """The model of another kind on PyTorch."""
+    if other == "bfloat16":
+        return _torch().model(model("zip"), kind, dtype="bfloat16")
+    if other != "plain":
+        return _torch().model(model(other), kind)
+    config = {key: value for key, value in tiny.tiny_config().items() if key != "zip2zip"}
+    return _torch().model(model(other), kind, {**config, "model_type": "llama", "vocab_size": 40})
+
+
 def sliding_model():
     """A plain model whose caches forget ids, so that they cannot be trimmed once they are full."""
     from mlx_lm.models import gemma3_text
@@ -48,15 +86,24 @@ def sliding_model():
 
 
 def store(kind="zip", **options):
-    return SessionStore(model(kind), generating.TOKENIZER, SessionOptions(**options))
+    if is_torch(kind):
+        return _torch().store(model(kind), generating.TOKENIZER, **options)
+    return open_store(model(kind), generating.TOKENIZER, SessionOptions(**options))
 
 
-def new_cache(kind):
+def new_cache(kind, start=None):
+    if is_torch(kind):
+        return _torch().new_cache(model(kind), start)
     return model(kind).make_cache() if is_zip(model(kind)) else make_prompt_cache(model(kind))
 
 
 def read(kind, cache, base_ids):
-    """Has a cache read base ids as a request does, after what it holds; returns the logits after the last."""
+    """Has a cache read base ids as a request does, after what it holds; returns the logits after the last.
+
+    On PyTorch it returns the best id.
+    """
+    if is_torch(kind):
+        return _torch().read(cache, base_ids, _torch().seats(model(kind)).batch)
     state = find_state(cache)
     ids = np.asarray(base_ids, np.uint32) if state is None else compress_next(state.books[0], np.asarray(base_ids))
     return model(kind)(mx.array(ids.astype(np.int32))[None], cache=cache)[0, -1]
@@ -64,6 +111,8 @@ def read(kind, cache, base_ids):
 
 def greedy(kind, cache, base_ids, steps=12, bits=None):
     """Reads base ids and returns the greedy ids after them, and the base ids that they stand for; all are read."""
+    if is_torch(kind):
+        return _torch().greedy(model(kind), cache, base_ids, steps)
     state, out, base = find_state(cache), [], []
     logits = read(kind, cache, base_ids)
     for _ in range(steps):
@@ -79,7 +128,7 @@ def conversation(kind, kept, seed=0, length=60, **options):
     """Puts a session of a prompt and its answer; returns (name, all its base ids)."""
     cache, prompt = new_cache(kind), tiny.base_ids(length, seed)
     _, answer = greedy(kind, cache, prompt)
-    given = {"base_ids": prompt + answer} if find_state(cache) is None else {}
+    given = {"base_ids": prompt + answer} if not is_torch(kind) and find_state(cache) is None else {}
     return kept.put(cache, pack_key=OWN, **given, **options), prompt + answer
 
 
@@ -90,6 +139,8 @@ def continued(kind, checkout, prompt, steps=12):
 
 def as_read_at_once(kind, held, prompt, steps=12):
     """The greedy ids after a prompt whose beginning was read as the ids `held`, by a new cache in one call."""
+    if is_torch(kind):
+        return _torch().read_at_once(model(kind), held, prompt, steps)
     cache = new_cache(kind)
     model(kind)(mx.array([held]), cache=cache)
     state = find_state(cache)
@@ -99,5 +150,12 @@ def as_read_at_once(kind, held, prompt, steps=12):
 
 def log(kind, checkout, prompt):
     """The ids that a checkout's cache holds."""
+    if is_torch(kind):
+        return checkout.cache.book.ids.tolist()
     state = find_state(checkout.cache)
     return list(prompt[: checkout.base_tokens]) if state is None else state.books[0].ids.tolist()
+
+
+def random_state(kind):
+    """What a sampler's random state could be: an array of 5 and 6."""
+    return _torch().random_state() if is_torch(kind) else np.array([5, 6], np.uint32)

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from mlx_zip.engine import Emitted, Engine, Failed, Finished, Submission
+from mlx_zip.engine.mlx_caches import open_store
 from mlx_zip.engine.mlx_engine import MlxEngine, ServeOptions
 from mlx_zip.engine.options import RunOptions
 from mlx_zip.engine.session_options import SessionOptions
@@ -111,7 +112,7 @@ def _cuda_engine(
         return made, tokenizer
 
     bounds = ServeOptions(**options, run=RunOptions(**run))
-    store = None if sessions is None else partial(make_store, max_bytes=sessions.max_bytes)
+    store = None if sessions is None else partial(make_store, options=sessions)
     return CudaEngine(load, "tiny", bounds, store)
 
 
@@ -129,7 +130,7 @@ def _folder(family: str, changes: str) -> Path:
 
 
 def _store(served: Any, options: SessionOptions) -> SessionStore:
-    return SessionStore(served.model, served.tokenizer, options)
+    return open_store(served.model, served.tokenizer, options)
 
 
 def ask(engine: MlxEngine, prompt: Any, **fields: Any) -> tuple[Any, Watch]:

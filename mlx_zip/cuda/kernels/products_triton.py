@@ -100,8 +100,10 @@ def many_sums(
 ):  # fmt: skip
     """Returns W x [16, LINES] of rows `lines` (int64) and up to 16 vectors, and the sums of their squares [16].
 
-    Operands of the matrix units have x's dtype. UPCAST: whether they are then made float32, as the interpreter needs.
+    Operands of the matrix units have x's dtype, or TF32 if x is float16 and multiplied by a norm's weights: such
+    products may exceed float16. UPCAST: whether all operands are made float32, as the interpreter needs.
     """
+    TF32: tl.constexpr = NORM and x.dtype.element_ty == tl.float16
     vector = tl.arange(0, 16)
     total = tl.zeros((16, LINES), tl.float32)
     squares = tl.zeros((16, COLUMNS), tl.float32)
@@ -113,7 +115,9 @@ def many_sums(
         value = plain
         if NORM:
             factor = tl.load(norm + columns, mask=inside, other=0.0).to(tl.float32)
-            value = (plain.to(tl.float32) * factor[None, :]).to(plain.dtype)
+            value = plain.to(tl.float32) * factor[None, :]
+            if not TF32:
+                value = value.to(plain.dtype)
             squares += plain.to(tl.float32) * plain.to(tl.float32)
         if BITS == 0:
             seen = inside[None, :] & (lines >= 0)[:, None]
@@ -122,9 +126,9 @@ def many_sums(
         else:
             weight = unpacked(matrix, scales, biases, lines, start, width, BITS, GROUP, LINES, COLUMNS)
         weight = weight.to(x.dtype.element_ty)
-        if UPCAST:
+        if UPCAST or TF32:
             value, weight = value.to(tl.float32), weight.to(tl.float32)
-        total += tl.dot(value, tl.trans(weight), input_precision="ieee")
+        total += tl.dot(value, tl.trans(weight), input_precision="tf32" if TF32 else "ieee")
     return total, tl.sum(squares, axis=1)
 
 

@@ -1,0 +1,141 @@
+"""`CudaCaches`: what a store of sessions needs to know of a batch's rows; a session keeps a `Snapshot` on the host.
+
+A session's file holds the ids that were read, what the codebook began with, and the keys and values in the model's own
+type. Rows of hypertokens are made again when a request goes on from it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+from mlx_zip.codec import Codebook
+from mlx_zip.cuda.model import CudaModel
+from mlx_zip.cuda.seats import Seat, Seats
+from mlx_zip.cuda.sequence import Snapshot
+from mlx_zip.cuda.starts import Begin
+from mlx_zip.engine.caches import Parts
+from mlx_zip.engine.kept_session import Ids, Kept
+from mlx_zip.engine.session_files import check_held
+from mlx_zip.engine.session_format import FACTS, BadFileError, Contents, Tensor
+from mlx_zip.engine.session_marks import TORCH, Marks, codec_mark, own_pack_key
+from mlx_zip.errors import ModelError
+from mlx_zip.vocab.first_stage import tokenizer_fingerprint
+from mlx_zip.vocab.starts import tuned_fingerprint
+
+NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}  # as safetensors calls the types
+WHICH = "which"  # the fact that tells the set of rotary frequencies
+
+
+class CudaCaches:
+    """The rows of one model's batch. See `mlx_zip.engine.caches`.
+
+    A snapshot never changes, so a request always gets a copy of it, on the device.
+    """
+
+    def __init__(self, model: CudaModel, tokenizer: Any, seats: Seats) -> None:
+        self._model, self._tokenizer, self._seats = model, tokenizer, seats
+        self.reach = 1 if model.config is None else model.config.merge_size
+
+    @cached_property
+    def marks(self) -> Marks:
+        model = self._model
+        codec = codec_mark(model.params if model.hypertokens else None)
+        dtype = str(model.dtype).removeprefix("torch.")
+        return Marks(model.fingerprint, tokenizer_fingerprint(self._tokenizer), codec, dtype, TORCH)
+
+    @cached_property
+    def own_pack(self) -> str:
+        begin = self._model.begin
+        return own_pack_key(begin.params.start, tuned_fingerprint(begin.given))
+
+    def held(self, cache: Seat, base_ids: Sequence[int] | None) -> tuple[Ids, Ids]:
+        return _held(cache.book)
+
+    def kept(self, cache: Seat) -> Snapshot:
+        return self._seats.keep(cache)
+
+    def size(self, kept: Snapshot) -> tuple[int, bool]:
+        return kept.nbytes, True
+
+    def room(self, ids: int) -> int:
+        return min(ids, self._seats.batch.capacity)
+
+    def lent(self, kept: Kept, ids: int, alone: bool, start: Any) -> Seat:
+        """See `Caches.lent`. Raises `ModelError` if the session began with something else than the request."""
+        snapshot, begin = kept.cache, self._model.begin_with(start)
+        if _facts(snapshot.begin) != _facts(begin):
+            raise ModelError("the session began with another pack than the request; begin a new one")
+        return self._seats.restore(replace(snapshot, begin=begin), ids)
+
+    # ---- files
+
+    def parts(self, kept: Kept) -> Parts:
+        snapshot: Snapshot = kept.cache
+        keys_values = snapshot.keys_values
+        tensors = {
+            "base_ids": ("U32", kept.base_ids),
+            "ends": ("U32", kept.ends),
+            "log": ("U32", snapshot.log),
+            "start": ("U8", np.frombuffer(_facts(snapshot.begin).encode(), np.uint8)),
+            "keys_values": (NAMES[keys_values.dtype], _view(keys_values)),
+        }
+        if kept.random_state is not None:
+            tensors["random_state"] = ("U8", kept.random_state.numpy())
+        return Parts(tensors, {FACTS + WHICH: str(snapshot.which)})
+
+    def made(self, contents: Contents, kept: Kept) -> tuple[Snapshot, torch.Tensor | None]:
+        tensors = contents.tensors
+        start, tuned = json.loads(bytes(_plain(tensors["start"], "U8")))
+        params = replace(self._model.params, start=start and tuple(map(tuple, start)))
+        log = np.array(_plain(tensors["log"], "U32"))
+        book = Codebook(params)
+        book.push(log)
+        check_held(_held(book), kept)
+        keys_values = self._keys_values(tensors["keys_values"], len(log))
+        snapshot = Snapshot(Begin(params, None, tuned), log, keys_values, self._which(contents), None)
+        state = tensors.get("random_state")
+        return snapshot, None if state is None else torch.from_numpy(_plain(state, "U8").copy())
+
+    def _keys_values(self, tensor: Tensor, ids: int) -> torch.Tensor:
+        """Returns keys and values [layers, 2, K, ids, E]. Raises `BadFileError` for those of another model."""
+        decoder, dtype = self._model.folder.decoder, self._model.dtype
+        wanted = (decoder.layers, 2, decoder.kv_heads, ids, decoder.head_width)
+        if tensor.shape != wanted or tensor.dtype != NAMES[dtype]:
+            raise BadFileError("the arrays of its cache are not those of this model")
+        return torch.frombuffer(tensor.data, dtype=dtype).reshape(wanted)
+
+    def _which(self, contents: Contents) -> int:
+        """Returns the set of rotary frequencies that keys were written with. Raises `BadFileError` if it is unknown."""
+        which = int(contents.facts[WHICH])
+        if which not in range(len(self._model.decoder.rope.frequencies)):
+            raise BadFileError(f"its keys were made with set {which} of rotary frequencies, which this model lacks")
+        return which
+
+
+def _held(book: Codebook) -> tuple[Ids, Ids]:
+    """Returns a codebook's base ids, and how many of them each of its ids and those before it have."""
+    return book.base_ids(0), np.cumsum(book.logged()[1], dtype=np.uint32)
+
+
+def _facts(begin: Begin) -> str:
+    """Returns what a sequence began with as JSON: its entries, and the fingerprint of the rows tuned for them."""
+    return json.dumps([begin.params.start, tuned_fingerprint(begin.given)])
+
+
+def _view(tensor: torch.Tensor) -> np.ndarray:
+    """Returns a view of a tensor on the host; NumPy has no bfloat16."""
+    return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
+def _plain(tensor: Tensor, dtype: str) -> np.ndarray:
+    """Returns the values of a tensor of one axis, U8 or U32. Raises `BadFileError` for another one."""
+    if tensor.dtype != dtype or len(tensor.shape) != 1:
+        raise BadFileError("the arrays of its codebook are of another kind")
+    return np.frombuffer(tensor.data, np.uint8 if dtype == "U8" else np.uint32)

@@ -1,0 +1,92 @@
+"""What `support.keeping` does with MLX, for the engine on PyTorch: rows of a batch in place of caches."""
+
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from mlx_zip.codec import compress_next
+from mlx_zip.cuda.batch import Batch
+from mlx_zip.cuda.model import open_model
+from mlx_zip.cuda.seats import Seats
+from mlx_zip.cuda.session_caches import CudaCaches
+from mlx_zip.engine.session_options import SessionOptions
+from mlx_zip.engine.session_store import SessionStore
+from support.torch_folders import save, save_weights
+
+MOST, CAPACITY = 16, 400
+_FOLDERS = tempfile.TemporaryDirectory()
+
+
+class Rolling(Seats):
+    """Seats of which the oldest is given up when a new one is taken and none is free."""
+
+    def add(self, start):
+        self._free()
+        return super().add(start)
+
+    def restore(self, snapshot, ids):
+        self._free()
+        return super().restore(snapshot, ids)
+
+    def _free(self):
+        self._old = [seat for seat in getattr(self, "_old", []) if seat in self._seats]
+        self._old += [seat for seat in self._seats if seat not in self._old]
+        if len(self.batch) == self.batch.most:
+            self.leave(self._old[0])
+
+
+def model(made, name, config=None, dtype="float32"):
+    """A model of MLX, opened on PyTorch. name: of its folder. config: that of a plain model."""
+    folder = Path(_FOLDERS.name) / name
+    saved = save(made, folder) if config is None else save_weights(made, folder, config)
+    return open_model(saved, "cpu", dtype)
+
+
+@cache
+def seats(model):
+    return Rolling(Batch(model, MOST, CAPACITY))
+
+
+def store(model, tokenizer, **options):
+    return SessionStore(CudaCaches(model, tokenizer, seats(model)), SessionOptions(**options))
+
+
+def new_cache(model, start=None):
+    return seats(model).add(start)
+
+
+def read(seat, base_ids, batch):
+    """Has a row read base ids as a request does, after what it holds; returns the best next id."""
+    return _step(seat, compress_next(seat.book, np.asarray(base_ids)), batch)
+
+
+def _step(seat, ids, batch):
+    batch.read(seat.row, ids)
+    row = slice(seat.row, seat.row + 1)
+    output = batch._sequences[seat.row].output
+    return int(batch.model.head(output[None], batch.tables.outputs[row], batch.tables.installed[row]).best)
+
+
+def greedy(model, seat, base_ids, steps=12):
+    """Reads base ids and returns the greedy ids after them, and the base ids that they stand for; all are read."""
+    batch, out, base = seats(model).batch, [], []
+    best = read(seat, base_ids, batch)
+    for _ in range(steps):
+        out.append(best)
+        base += list(seat.book.base_ids_of(best))
+        best = _step(seat, [best], batch)
+    return out, base
+
+
+def read_at_once(model, held, prompt, steps):
+    """The greedy ids after a prompt whose beginning was read as the ids `held`, by a new row in one call."""
+    seat = new_cache(model)
+    _step(seat, np.asarray(held, np.uint32), seats(model).batch)
+    return greedy(model, seat, prompt[seat.book.base_length :], steps)[0]
+
+
+def random_state():
+    return torch.tensor([5, 6], dtype=torch.uint8)
