@@ -29,7 +29,7 @@ class Inbox:
         self._owner = threading.get_ident()
 
     def post(self, call: Call) -> None:
-        """Has the owner make a call soon. An exception of the call is logged. Raises `EngineStoppedError` after `shut`."""
+        """Has the owner make a call soon; if it fails, that is logged. Raises `EngineStoppedError` after `shut`."""
         self._put(call, None)
 
     def _put(self, call: Call, future: Future[Any] | None) -> None:

@@ -5,6 +5,7 @@ import logging
 import threading
 import weakref
 from collections import Counter
+from functools import partial
 
 import pytest
 
@@ -160,36 +161,39 @@ def test_a_model_that_fails_after_it_was_loaded_leaves_no_thread_and_no_open_sto
 # ---- many threads
 
 
+class Asking:
+    """Threads that submit requests to an engine until it is closed. asked: those taken; ends: last events of each."""
+
+    def __init__(self, made):
+        self.made, self.asked, self.ends, self.go = made, [], Counter(), threading.Barrier(5)
+        self.threads = [threading.Thread(target=self.submit, args=(n,)) for n in range(4)]
+        for thread in self.threads:
+            thread.start()
+        self.go.wait(WAIT_S)
+
+    def submit(self, n):
+        self.go.wait(WAIT_S)
+        for i in range(10):
+            try:
+                ticket = self.made.submit(Submission([5 + n] * (1 + i), -1 if i % 2 else 3), partial(self.end, (n, i)))
+            except EngineStoppedError:
+                return
+            self.asked.append((n, i))
+            if i % 3 == 0:
+                self.made.cancel(ticket)
+
+    def end(self, key, event):  # in the engine's thread only
+        self.ends[key] += isinstance(event, Finished | Failed)
+
+
 def test_threads_that_submit_cancel_and_close_leave_no_request_without_an_end():
     for seed in range(20):
-        made, ends, lock, go = engine(), Counter(), threading.Lock(), threading.Barrier(5)
-
-        def submits(n, made=made, ends=ends, lock=lock, go=go):
-            go.wait(WAIT_S)
-            for i in range(10):
-
-                def deliver(event, key=(n, i)):
-                    if isinstance(event, Finished | Failed):
-                        with lock:
-                            ends[key] += 1
-
-                try:
-                    ticket = made.submit(Submission([5 + n] * (1 + i), -1 if i % 2 else 3), deliver)
-                except EngineStoppedError:
-                    return
-                asked[n].append((n, i))
-                if i % 3 == 0:
-                    made.cancel(ticket)
-
-        asked = [[] for _ in range(4)]
-        threads = [threading.Thread(target=submits, args=(n,)) for n in range(4)]
-        for thread in threads:
-            thread.start()
-        go.wait(WAIT_S)
+        made = engine()
+        asking = Asking(made)
         made.close(0.001 * seed)
-        for thread in threads:
+        for thread in asking.threads:
             thread.join(WAIT_S)
-        assert ends == Counter(key for some in asked for key in some)
+        assert +asking.ends == Counter(asking.asked)
         assert not made._open
         assert not made._thread.is_alive()
 

@@ -1,4 +1,4 @@
-"""Which request does what next: prompts are read in chunks, in turn, between the steps of answers. Steps are counted."""
+"""Which request does what next: prompts are read in chunks, in turn, between the steps of answers."""
 
 from itertools import groupby
 
