@@ -5,7 +5,8 @@
 #
 # The parts that $PARTS names run, or all: float64 sanitizer checks kernels steps generate free trace summary.
 # FOLDER (else $OUT, else ./nvidia-records) receives the records. It needs Python with torch, triton, numpy, cffi,
-# safetensors and transformers, and mlx_zip: installed, or as wheels in the folder $WHEELS. $PYTHON names the Python.
+# safetensors, transformers and pytest, and mlx_zip: installed, or as wheels in the folder $WHEELS. $PYTHON names the
+# Python.
 # Every part is bounded by a timeout; a part that fails or runs out of time is named at the end, and the others still run.
 # --cpu-rehearsal runs every part at tiny sizes on the CPU, so that only the device's own branches are left untried.
 set -uo pipefail

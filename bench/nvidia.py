@@ -68,12 +68,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the parts; exit status 1 if a check fails. Raises `MlxZipError` for what cannot be run."""
+    if not args.rehearse and args.parts != ["summary"]:
+        _check_card()
     args.out.mkdir(parents=True, exist_ok=True)
     plan = TINY if args.rehearse else FULL
     status = 0
     for part in args.parts:
         status = max(status, _PARTS[part](args, plan))
     return status
+
+
+def _check_card() -> None:
+    """Raises `MlxZipError` unless there is a card that can be used: a CPU is far too slow for full sizes."""
+    from mlx_zip.cuda.memory import find_device
+
+    try:
+        find_device("cuda")
+    except MlxZipError as error:
+        raise MlxZipError(f"{error}; --rehearse runs all parts at tiny sizes without a card") from error
 
 
 def _shapes(args: argparse.Namespace, names: tuple[str, ...]) -> dict[str, dict[str, Any]]:

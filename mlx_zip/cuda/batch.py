@@ -103,11 +103,6 @@ class Batch:
         """Returns a sequence's codebook; without hypertokens one of no slots, which keeps the log only."""
         return self._sequences[row].book
 
-    @property
-    def books(self) -> list[Codebook]:
-        """The codebooks of all rows."""
-        return [one.book for one in self._sequences]
-
     def log(self, row: int) -> np.ndarray:
         """Returns the ids that a sequence has read, uint32."""
         return self._sequences[row].book.ids
@@ -115,11 +110,6 @@ class Batch:
     def room(self, row: int) -> int:
         """Returns how many more ids a sequence has room for."""
         return self.capacity - self._sequences[row].book.mark()
-
-    @property
-    def kv_bytes_per_id(self) -> int:
-        """Bytes of the keys and values of one id."""
-        return self.kv.whole.nbytes // (self.most * self.capacity)
 
     # ---- reading, trimming, keeping
 
@@ -217,7 +207,7 @@ class Batch:
         return self.model.head(self._output[:size], self.tables.outputs[:size], self.tables.installed[:size], logits)
 
     def _send_steps(self, steps: list[int]) -> None:
-        """Tells the device which sequences step [most], if that has changed."""
+        """Sends the device which sequences step [most], if that has changed."""
         if steps != self._sent:
             self._steps.send(np.array(steps, np.int64))
             self._sent = steps
@@ -238,7 +228,7 @@ class Batch:
     def _body(self, size: int) -> None:
         """Runs the body over the chosen ids of the first `size` rows. Sequences that do not step stay as they are.
 
-        Such a sequence's cache gets a key and a value behind its ends, which its next id writes over.
+        Such a sequence gets a key and a value behind the end of its cache, which its next id overwrites.
         """
         steps, kv, used = self._steps.device[:size], self.kv.rows(0, size), self._used[:size]
         ids = self._ids[:size] * steps  # 0 for those that do not step: whatever was chosen for them is no id

@@ -14,9 +14,9 @@ Result = TypeVar("Result")
 class Graphs:
     """Captured pieces of work on one device, by key.
 
-    A piece reads and writes tensors that stay where they are, reads nothing on the host, and may be run more than once
-    with the same result, but for the tensors that `run` is told to keep. All graphs share one memory pool: they are
-    replayed on one stream, and what a piece returns is held here, so no graph writes to another one's results.
+    A piece reads and writes tensors that stay where they are, and reads nothing on the host. Run twice, it gives the
+    same result, except for the tensors that `run` gets as `keep`. All graphs share one memory pool: they are replayed
+    on one stream, and what a piece returns is held here, so no graph writes to another one's results.
     """
 
     def __init__(self, device: torch.device) -> None:

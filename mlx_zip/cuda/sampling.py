@@ -45,10 +45,7 @@ class Draws:
 
     def __call__(self, logprobs: torch.Tensor) -> torch.Tensor:
         """Returns the chosen id [1] of log-probabilities [1, W]; among equal best ones the lowest id."""
-        if not self.greedy:
-            return self.scores(logprobs).argmax(1)
-        lowest_first = torch.arange(logprobs.shape[1], 0, -1, device=logprobs.device)
-        return (lowest_first * (logprobs == logprobs.amax(1, keepdim=True))).argmax(1)
+        return self.scores(logprobs).argmax(1)  # the lowest of equal ones, as PyTorch promises
 
     def scores(self, logprobs: torch.Tensor) -> torch.Tensor:
         """Returns scores [1, W] of log-probabilities [1, W]: the id of the highest score is drawn (Gumbel's trick).

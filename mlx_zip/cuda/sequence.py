@@ -19,7 +19,7 @@ class SequenceState:
     the batch's tables. which: the set of rotary frequencies that its keys were written with, None if they must be
     computed again. output [D]: the body's output for its last id, where that is not yet in the batch's outputs. ready:
     whether that output is known, so that the sequence can choose. chosen: whether it has chosen an id that
-    `Batch.follow` has not been told.
+    `Batch.follow` has not read yet.
     """
 
     begin: Begin

@@ -59,7 +59,7 @@ def step(batches: tuple[int, ...] = (1, 4)) -> None:
 
 
 def every() -> None:
-    """Launches every kernel in every form; float16 is compiled as bfloat16 is."""
+    """Launches every kernel in every form; float16 is compiled as bfloat16 is, but for products with a norm."""
     for dtype in (HALF, FULL):
         for matrix, batch in product(matrices(dtype), (1, 2, 8, 16) if dtype == HALF else (1, 2)):
             products(batch, matrix, dtype)
@@ -73,6 +73,8 @@ def every() -> None:
         for width, count in product((2048, 3072, 5120), (1, 64)):
             add_rms_norm(zeros(count, width, dtype=dtype), None, zeros(width, dtype=dtype), 1e-5, impl="triton")
             silu_gate(zeros(count, 2 * width, dtype=dtype), impl="triton")
+    for matrix in matrices(torch.float16):
+        products(4, matrix, torch.float16)
     for matrix in (*matrices(), *matrices(group=32), *matrices(group=128)):
         if isinstance(matrix, Packed):
             unpack(matrix, HALF, impl="triton")

@@ -75,6 +75,18 @@ def test_a_packed_product_is_that_of_float64(guard, rows, width, group, dtype, b
     check(x, weight, more, loose=batch > 1)
 
 
+@pytest.mark.parametrize("bits", [None, 8])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_large_activation_does_not_overflow_float16_before_it_is_scaled(guard, batch, bits):
+    """Residual streams have single columns of tens of thousands; times the norm's weight that is no float16."""
+    dense = guard((torch.randn(6, 64) / 8).half())
+    weight = dense if bits is None else random_packed(guard, 6, 64, bits, 32, torch.float16)
+    x = torch.randn(batch, 64)
+    x[:, 5] = 30000.0
+    more = {"norm": (guard(torch.full((64,), 6.0).half()), EPS)}
+    check(guard(x.half()), weight, more, loose=batch > 1)
+
+
 @pytest.mark.parametrize("batch", [1, 2])
 def test_a_vector_does_not_meet_its_neighbours(guard, batch):
     """A NaN in one vector, or in one row of the matrix, stays there."""

@@ -22,7 +22,7 @@ def double(rotation: Rotation) -> Rotation:
 @pytest.mark.parametrize(("heads", "kv_heads", "width", "half"), SHAPES)
 @pytest.mark.parametrize("is_normed", [False, True])
 @pytest.mark.parametrize("which", [None, [1, 0]])
-def test_queries_turn_and_keys_and_values_reach_their_slots_only(
+def test_queries_are_rotated_and_keys_and_values_reach_their_slots_only(
     guard, close, dtype, heads, kv_heads, width, half, is_normed, which
 ):
     qkv = guard(torch.randn(2, 3, (heads + 2 * kv_heads) * width).to(dtype))
@@ -41,7 +41,7 @@ def test_queries_turn_and_keys_and_values_reach_their_slots_only(
 
 
 @pytest.mark.parametrize("position", [511, 131_071])
-def test_far_positions_turn_as_far_as_float32_angles_say(guard, close, position):
+def test_far_positions_are_rotated_by_the_angles_that_float32_has(guard, close, position):
     qkv, rates = torch.randn(1, 1, 3 * 8), torch.tensor([[1.0, 0.5, 2.0**-9, 2.0**-14]])  # exact angles
     at, caches = torch.tensor([[position]]), [torch.zeros(1, 1, 1, 8) for _ in range(2)]
     exact = [cache.double() for cache in caches]
@@ -62,7 +62,7 @@ def test_a_set_of_frequencies_that_is_not_there_gives_nan(guard, impl):
 def test_rotations_that_do_not_fit_are_refused():
     qkv, at, cache = torch.ones(1, 1, 12), torch.zeros((1, 1), dtype=torch.int64), torch.zeros(1, 1, 3, 4)
     for rotation, message in (
-        (Rotation(torch.ones(1, 3)), "turn no head of 4 columns"),
+        (Rotation(torch.ones(1, 3)), "rotate no head of 4 columns"),
         (Rotation(torch.ones(1, 2), which=torch.zeros(2)), "which has shape"),
         (Rotation(torch.ones(1, 2), q_norm=torch.ones(4)), "belong together"),
         (Rotation(torch.ones(1, 2), q_norm=torch.ones(4), k_norm=torch.ones(3)), "k_norm has shape"),

@@ -5,10 +5,12 @@ import time
 from typing import Any
 
 import pytest
+from mlx.utils import tree_flatten
 
 from mlx_zip.engine import Emitted, Failed, Finished, Submission
 from mlx_zip.engine.session_options import SessionOptions
 from mlx_zip.errors import EngineError, ModelError, PromptTooLongError
+from mlx_zip.models.step_bytes import step_bytes
 from mlx_zip.vocab.packs import Pack
 from support import tiny
 from support.serving import MISSING, WAIT_S, Watch, alone, ask, prompts, same_until_a_tie, tiny_engine
@@ -211,6 +213,37 @@ def test_rows_are_given_back_however_requests_end():
             assert other.wait().end.reason == "length"
         made.sessions()
         assert len(made._scheduler.served.seats.batch) == 0
+
+
+def test_the_ceiling_is_the_bandwidth_over_the_same_bytes_as_on_mlx(monkeypatch):
+    from mlx_zip.cuda import ceiling
+
+    calls = []
+    monkeypatch.setattr(ceiling, "_measured", {})
+    monkeypatch.setattr(ceiling, "copy_speed", lambda *facts: calls.append(facts) or 1e9)
+    with engine() as made, made.without_hypertokens("plain") as plain:
+        found = made.ceiling()
+        assert found == made.ceiling() == plain.ceiling()
+    read = step_bytes(dict(tree_flatten(tiny.tiny_model().parameters())))
+    assert (found.bytes_per_s, found.bytes_per_step, found.steps_per_s) == (1e9, read, 1e9 / read)
+    assert len(calls) == 1
+    assert calls[0][2] < 1
+
+
+def test_the_bandwidth_is_measured_by_copies_and_not_where_memory_is_short(monkeypatch):
+    import torch
+
+    from mlx_zip.cuda import ceiling
+
+    assert ceiling.copy_speed(torch.device("cpu"), 1 << 16) > 0
+    calls = []
+    monkeypatch.setattr(ceiling, "wait", calls.append)
+    assert ceiling.copy_speed(torch.device("cpu"), 1 << 16, 0.0) > 0
+    assert len(calls) == 3  # one copy, and before the next
+    monkeypatch.setattr(ceiling, "_measured", {})
+    monkeypatch.setattr(ceiling, "free_bytes", lambda device: 2 * ceiling.COPIED - 1)
+    with engine() as made:
+        assert made.ceiling() is None
 
 
 def test_an_engine_without_hypertokens_shares_the_weights():

@@ -37,12 +37,10 @@ def joint_head(
 ) -> Head:
     """Returns the best id, the log-sum-exp and, if asked for, the logits [base 0..V-1 | hyper | tail] of each row.
 
-    top: k, how many of the highest logits are wanted, 0..64 and not above V.
-
-    x [B, D]; base [R, D] or `Packed`; rows [B, C, D]; installed [B, C] bool; boundary: V, 1 to R. Logits have W = R + C
-    columns; those of slots that are not installed and of the R - V tail columns are -inf, and their rows are not
-    read by the kernel. Among equal logits the lowest id is best. Sums are float32; for several rows, unpacked weights
-    are rounded to x's dtype first.
+    x [B, D]; base [R, D] or `Packed`; rows [B, C, D]; installed [B, C] bool; boundary: V, 1 to R. top: k, how many of
+    the highest logits are returned too, 0 to 64 and at most V. Logits have W = R + C columns; those of slots that are
+    not installed and of the R - V tail columns are -inf, and their rows are not read by the kernel. Among equal logits
+    the lowest id is best. Sums are float32; for several rows, unpacked weights are rounded to x's dtype first.
     """
     height, width = base.shape
     check_shape("x", x, None, width)
@@ -76,9 +74,7 @@ def reference(
     tail = exact.new_full((x.shape[0], matrix.shape[0] - boundary), -torch.inf)
     # `where` also hides NaN in rows that are not installed
     every = torch.cat([low, torch.where(installed, high, -torch.inf), tail], dim=1)
-    first = torch.arange(every.shape[1], 0, -1, device=x.device)
-    best = (first * (every == every.amax(1, keepdim=True))).argmax(1)
-    head = Head(best, torch.logsumexp(every, 1), every if logits else None)
+    head = Head(every.argmax(1), torch.logsumexp(every, 1), every if logits else None)
     if not top:
         return head
     values, ids = torch.sort(every, dim=1, descending=True, stable=True)

@@ -25,7 +25,7 @@ def matvec(
     x [B, D], B up to 16; weight W [R, D] or `Packed`; bias [R]. norm: weight [D] and eps of an RMS norm of x. gate:
     the rows are those of a gate, then those of the values, and silu(gate) * values [B, R / 2] takes the product's
     place. residual: of the result's shape. Sums are float32. A product of several vectors takes norm(x) without its
-    scale, and unpacked weights, in x's dtype.
+    scale, and unpacked weights, in x's dtype (in TF32 for float16, which norm(x) without its scale may exceed).
     """
     rows, width = weight.shape
     check_shape("x", x, None, width)

@@ -17,7 +17,7 @@ def rope_and_cache(
     values: torch.Tensor,
     impl: str | None = None,
 ) -> torch.Tensor:
-    """Returns turned queries [B, L, H, E] and writes turned keys and plain values into the caches, in place.
+    """Returns rotated queries [B, L, H, E] and writes rotated keys and plain values into the caches, in place.
 
     qkv [B, L, (H + 2K) E]: queries, keys, values. positions, slots [B, L] int64: angle and cache place of each id.
     keys, values [B, K, S, E]. A slot outside 0..S-1 is not written. An id of a set outside 0..N-1 gives NaN.
@@ -44,7 +44,7 @@ def _check_rotation(rotation: Rotation, batch: int, width: int) -> list[torch.Te
     frequencies, _, which, q_norm, k_norm, _ = rotation
     check_shape("frequencies", frequencies, None, None)
     if not frequencies.shape[0] or 2 * frequencies.shape[1] > width:
-        raise ValueError(f"frequencies {list(frequencies.shape)} turn no head of {width} columns")
+        raise ValueError(f"frequencies {list(frequencies.shape)} rotate no head of {width} columns")
     if which is not None:
         check_shape("which", which, batch)
     if (q_norm is None) != (k_norm is None):
@@ -69,10 +69,10 @@ def reference(
     kv_heads, width = keys.shape[1], keys.shape[3]
     q, k, v = qkv.view(batch, length, -1, width).split([heads, kv_heads, kv_heads], dim=2)
     b, at = ((slots >= 0) & (slots < keys.shape[2])).nonzero(as_tuple=True)
-    turned = _turn(_normed(k, rotation.k_norm, rotation.eps), positions, rotation).to(keys.dtype)
-    keys[b, :, slots[b, at]] = turned[b, at]
+    rotated = _rotated(_normed(k, rotation.k_norm, rotation.eps), positions, rotation).to(keys.dtype)
+    keys[b, :, slots[b, at]] = rotated[b, at]
     values[b, :, slots[b, at]] = v[b, at].to(values.dtype)
-    return _turn(_normed(q, rotation.q_norm, rotation.eps), positions, rotation).to(qkv.dtype)
+    return _rotated(_normed(q, rotation.q_norm, rotation.eps), positions, rotation).to(qkv.dtype)
 
 
 def _normed(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
@@ -83,8 +83,8 @@ def _normed(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.T
     return exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + eps) * weight.to(exact.dtype)
 
 
-def _turn(x: torch.Tensor, positions: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """Returns x [B, L, heads, E] turned to its positions."""
+def _rotated(x: torch.Tensor, positions: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    """Returns x [B, L, heads, E] rotated to its positions."""
     rates = _rates(rotation, x)
     half = rates.shape[-1]
     angles = positions[..., None, None].to(x.dtype) * rates

@@ -21,7 +21,7 @@ def launch(
     values: torch.Tensor,
     heads: int,
 ) -> torch.Tensor:
-    """Returns turned queries and fills the caches; arguments as in `rope.rope_and_cache`, which has checked them."""
+    """Returns rotated queries and fills the caches; arguments as in `rope.rope_and_cache`, which has checked them."""
     batch, length, _ = qkv.shape
     kv_heads, places, width = keys.shape[1:]
     frequencies, scale, which, q_norm, k_norm, eps = rotation
@@ -48,16 +48,16 @@ def _kernel(
     source = qkv + (at * (heads + 2 * kv_heads) + head) * width
     value = tl.load(source + column, mask=inside, other=0.0).to(tl.float32)
     if head < heads + kv_heads:
-        turned = column < 2 * half
+        rotated = column < 2 * half
         partner = tl.where(column < half, column + half, column - half)
-        other = tl.load(source + partner, mask=turned, other=0.0).to(tl.float32)
+        other = tl.load(source + partner, mask=rotated, other=0.0).to(tl.float32)
         if NORM:
             factor = tl.rsqrt(tl.sum(value * value) / width + eps)
             weights = q_norm if head < heads else k_norm
             value *= factor * tl.load(weights + column, mask=inside, other=0.0).to(tl.float32)
-            other *= factor * tl.load(weights + partner, mask=turned, other=0.0).to(tl.float32)
+            other *= factor * tl.load(weights + partner, mask=rotated, other=0.0).to(tl.float32)
         cos, sin = _cos_sin(positions, frequencies, which, at, length, sets, half, column, partner, CHOOSE)
-        value = tl.where(turned, (value * cos + other * sin) * scale, value)
+        value = tl.where(rotated, (value * cos + other * sin) * scale, value)
     if head < heads:
         tl.store(out + (at * heads + head) * width + column, value.to(out.dtype.element_ty), mask=inside)
     else:

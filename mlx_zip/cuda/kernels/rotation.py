@@ -1,4 +1,4 @@
-"""How queries and keys are normed and turned: what the rope kernel and its reference are told."""
+"""How queries and keys are normed and rotated: the options of the rope kernel and its reference."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 
 
 class Rotation(NamedTuple):
-    """How queries and keys are normed and turned.
+    """How queries and keys are normed and rotated.
 
-    frequencies [N, R/2] float32: sets of radians per position; the first R columns of a head turn (halves paired) and
-    are multiplied by `scale`. which [B] int64: the set of each sequence, None for the first. q_norm, k_norm: weights
-    [E] of an RMS norm of each head before it turns, with `eps`; both or none.
+    frequencies [N, R/2] float32: sets of radians per position; the first R columns of a head are rotated (column i with
+    column i + R/2) and multiplied by `scale`. which [B] int64: the set of each sequence, None for the first. q_norm,
+    k_norm: weights [E] of an RMS norm of each head before it is rotated, with `eps`; both or none.
     """
 
     frequencies: torch.Tensor
