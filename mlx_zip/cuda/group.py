@@ -1,11 +1,12 @@
 """`CudaGroup`: all requests that take steps, as rows of one batch; and the reading of their prompts.
 
-A step has the parts that `mlx_zip.engine.group` tells of. There is one group only, which requests join when their
+A step has the parts that `mlx_zip.engine.group` describes. There is one group only, which requests join when their
 prompts have been read, so nothing is ever merged or split.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 from mlx_zip.codec.ids import Uint32s
@@ -14,6 +15,8 @@ from mlx_zip.cuda.seats import Seats
 from mlx_zip.engine.interface import Progress
 from mlx_zip.engine.job import Chosen, Job
 from mlx_zip.errors import MlxZipError, PromptTooLongError
+
+log = logging.getLogger(__name__)
 
 
 class CudaGroup:
@@ -105,6 +108,9 @@ class CudaGroup:
                 if has_read and (job.reason == "cancelled" or job.error is not None):
                     self._batch.trim(seat.row, seat.book.mark() - 1)
                 self._seats.keep(seat)
+        except Exception:  # the answer was delivered: only the session is lost
+            log.exception("a session could not be kept")
+            job.whole = False
         finally:
             self._seats.leave(seat)
 
