@@ -1,6 +1,6 @@
 """`CudaGroup`: all requests that take steps, as rows of one batch; and the reading of their prompts.
 
-A step has the parts that `mlx_zip.engine.group` tells of. There is one group only, which requests join when their
+A step has the parts that `mlx_zip.engine.group` describes. There is one group only, which requests join when their
 prompts have been read, so nothing is ever merged or split.
 """
 

@@ -100,7 +100,7 @@ def _hyper(
     at, x, rows, installed, out, found, boundary, capacity, width, whole, low, high, plane,
     STORE: tl.constexpr, IDS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Does block `at % high` of the hyper rows of row `at // high`; rows that are not installed are not read."""
+    """Computes block `at % high` of the hyper rows of row `at // high`; rows that are not installed are not read."""
     row = (at // high).to(tl.int64)
     slot = (at % high) * IDS + tl.arange(0, IDS)
     lines = row * capacity + slot
