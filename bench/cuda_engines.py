@@ -5,7 +5,6 @@ Both run the same code over the same weights, on a GPU if torch finds one, else 
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import fields
@@ -28,7 +27,7 @@ from mlx_zip.layout import Layout
 from mlx_zip.register import MODEL_TYPE
 from mlx_zip.text.tokenizers import load_tokenizer
 
-from .record import processor
+from .device_clock import timed, torch_device, wait
 from .runs import Engine, Run, zip_ids
 from .shape_table import GROUP_SIZE, SHAPES, Models, ZipOptions, zip_config
 
@@ -119,6 +118,7 @@ class TorchEngine(Engine):
         if name == "torch-base" and models.folder is not None and models.zip_folder is not None:
             self.model = open_model(models.folder, hypertokens=False)
         self.weight_bytes, self.kv_bytes = step_weight_bytes(self.model), id_bytes(self.model)
+        self.kv_dtype = str(self.model.dtype).removeprefix("torch.")
         self.batch: Batch | None = None
 
     @property
@@ -236,31 +236,13 @@ def installed_bytes(batch: Batch) -> int:
     return len(batch.book(0)) * model.width * model.dtype.itemsize if model.hypertokens else 0
 
 
-def torch_device(device: torch.device) -> dict[str, Any]:
-    """Returns a device of torch as the records' section `device`."""
-    chip = torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
-    threads = {n: os.environ[n] for n in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS") if n in os.environ}
-    return {"device": device.type, "chip": chip, "threads": threads}
-
-
 def copy_bandwidth(device: torch.device) -> float:
     """Measures the bytes per second that a copy within a device's memory reads and writes; the fastest copy counts."""
     size = COPY_BYTES if device.type == "cuda" else CPU_COPY_BYTES
     source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=device)
-    target, best = torch.empty_like(source), float("inf")
-    for _ in range(COPIES + 2):
-        wait(device)
-        begun = time.perf_counter()
-        target.copy_(source)
-        wait(device)
-        best = min(best, time.perf_counter() - begun)
-    return 2 * size / best
-
-
-def wait(device: torch.device) -> None:
-    """Waits until a device is idle."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    target = torch.empty_like(source)
+    clock = timed(lambda trial: target.copy_(source), device, COPIES, 2)
+    return 2 * size / (1e-3 * min(clock.device_ms))
 
 
 def _reset_peak(device: torch.device) -> int:
